@@ -1,0 +1,105 @@
+"""The `aploss` command: finds the sub-command, parses its options, prints user errors as one line.
+
+A command is a module of this package with ``EXAMPLES``, ``add_arguments(parser)`` and
+``run(options) -> exit code``. Only the module of the command that was asked for is imported, so
+that ``aploss --help`` answers at once.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import version
+
+from aploss.errors import AplossError
+
+__all__ = ["main"]
+
+# command words → (module of aploss.cli, line for the overview)
+COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
+    ("demo",): ("demo", "train on built-in data in a few minutes, and show the result"),
+    ("train",): ("train", "train a detector on VOC, COCO, YOLO or built-in data"),
+    ("eval",): ("eval", "score a detections file against annotations"),
+    ("predict",): ("predict", "detect objects in images with a trained run"),
+    ("export",): ("export", "write a trained run as ONNX"),
+    ("data", "check"): ("data_check", "count a dataset and list every problem in it"),
+    ("data", "show"): ("data_show", "draw a contact sheet with the boxes"),
+    ("data", "convert"): ("data_convert", "write a dataset in another format"),
+    ("bench",): ("bench", "measure the losses, the data loading and the training step"),
+}
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code: 2 for what the user can put right."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words in (["--version"], ["-V"]):
+        print(f"aploss {version('aploss')}")
+        return 0
+    if not words or words[0] in ("-h", "--help"):
+        print(_overview(()))
+        return 0
+    command = _find_command(words)
+    if command is None:
+        return _unknown_command(words)
+    try:
+        return _run(command, words[len(command) :])
+    except AplossError as error:
+        print(f"aploss {' '.join(command)}: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _find_command(words: list[str]) -> tuple[str, ...] | None:
+    for length in (2, 1):
+        if tuple(words[:length]) in COMMANDS:
+            return tuple(words[:length])
+    return None
+
+
+def _run(command: tuple[str, ...], arguments: list[str]) -> int:
+    try:
+        from jsonargparse import ArgumentParser
+    except ImportError as error:
+        raise AplossError(
+            f"the command line needs the extra 'detect' ({error.name} is missing): "
+            "pip install 'aploss[detect]'"
+        ) from None
+
+    module_name, line = COMMANDS[command]
+    module = import_module(f"aploss.cli.{module_name}")
+    parser = ArgumentParser(
+        prog=f"aploss {' '.join(command)}",
+        description=line[0].upper() + line[1:] + ".",
+        epilog=f"examples:\n{module.EXAMPLES.strip()}",
+        exit_on_error=True,
+    )
+    module.add_arguments(parser)
+    return int(module.run(parser.parse_args(arguments)) or 0)
+
+
+def _overview(prefix: tuple[str, ...]) -> str:
+    rows = {" ".join(k): line for k, (_, line) in COMMANDS.items() if k[: len(prefix)] == prefix}
+    width = max(map(len, rows))
+    lines = [f"  {name:<{width}}  {line}" for name, line in rows.items()]
+    return "\n".join(
+        ["usage: aploss COMMAND [options]", "", *lines, "", "aploss COMMAND --help shows more."]
+    )
+
+
+def _unknown_command(words: list[str]) -> int:
+    prefix = tuple(words[:1])
+    group = any(command[:1] == prefix for command in COMMANDS)
+    if group and (len(words) == 1 or words[1] in ("-h", "--help")):
+        print(_overview(prefix))
+        return 0 if len(words) > 1 else EXIT_USER_ERROR
+    asked = " ".join(words[:2] if group else words[:1])
+    print(f"aploss: no command '{asked}'; aploss --help lists them", file=sys.stderr)
+    return EXIT_USER_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

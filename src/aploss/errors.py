@@ -1,0 +1,19 @@
+"""The errors a user can cause, so that the command line can print them as one line."""
+
+__all__ = ["AplossError", "ConfigError", "DataError", "RunError"]
+
+
+class AplossError(Exception):
+    """Something the user can put right: the message says what, where and how."""
+
+
+class DataError(AplossError, ValueError):
+    """A dataset, annotation or image that cannot be used."""
+
+
+class ConfigError(AplossError, ValueError):
+    """A setting that does not exist or has a value it cannot have."""
+
+
+class RunError(AplossError, RuntimeError):
+    """A training run that cannot start, go on or be read."""
