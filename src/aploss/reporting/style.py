@@ -1,0 +1,195 @@
+"""One look for every plot and page: the same loss has the same colour everywhere.
+
+Colours are those of Okabe and Ito, which stay apart for all common kinds of colour blindness;
+yellow, which is hardly seen on white, is darkened. Every loss also has its own line style and
+marker, so that a grey print can be read. A plot is drawn in the light colours below; a page maps
+each of them to a CSS variable (:data:`THEME`), so that the same drawing follows dark mode.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+__all__ = [
+    "GRID",
+    "INK",
+    "LOSS_COLOURS",
+    "LOSS_LABELS",
+    "LOSS_STYLES",
+    "MUTED",
+    "PALETTE",
+    "PAPER",
+    "THEME",
+    "LineStyle",
+    "class_colour",
+    "line_style",
+    "loss_colour",
+    "loss_label",
+    "plot_style",
+]
+
+BLUE, ORANGE, GREEN, VERMILLION = "#0072b2", "#e69f00", "#009e73", "#d55e00"
+PURPLE, SKY, OLIVE, GREY = "#cc79a7", "#56b4e9", "#a08a00", "#6e7781"
+
+PALETTE = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, OLIVE, GREY)
+
+# Not pure black and white: these exact values never occur as data colours, so a page can find them.
+PAPER, INK, MUTED, GRID = "#fefefe", "#1c2128", "#57606b", "#dde2e8"
+
+THEME: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        PAPER: ("--plot-paper", "#161b22"),
+        INK: ("--plot-ink", "#e6edf3"),
+        MUTED: ("--plot-muted", "#9aa5b1"),
+        GRID: ("--plot-grid", "#30363d"),
+        BLUE: ("--plot-blue", "#4aa8e0"),
+        VERMILLION: ("--plot-vermillion", "#f07b2f"),
+        GREEN: ("--plot-green", "#2cc79a"),
+        ORANGE: ("--plot-orange", "#f2b733"),
+        PURPLE: ("--plot-purple", "#dd94bb"),
+        SKY: ("--plot-sky", "#8fd0fa"),
+        OLIVE: ("--plot-olive", "#d9c93a"),
+        GREY: ("--plot-grey", "#a7b0ba"),
+    }
+)
+"""Light colour → (CSS variable, its value in dark mode)."""
+
+
+class LineStyle(NamedTuple):
+    """How one series is drawn; the dashes and the marker tell it apart without colour."""
+
+    colour: str
+    dashes: Any
+    marker: str
+
+
+LOSS_STYLES: Mapping[str, LineStyle] = MappingProxyType(
+    {
+        "ap": LineStyle(BLUE, "-", "o"),
+        "focal": LineStyle(VERMILLION, "--", "s"),
+        "ce-ohem": LineStyle(GREEN, "-.", "^"),
+        "auc": LineStyle(ORANGE, ":", "D"),
+        "rank-sort": LineStyle(PURPLE, (0, (8, 2)), "v"),
+        "alrp": LineStyle(SKY, (0, (3, 1, 1, 1, 1, 1)), "P"),
+        "smooth-ap": LineStyle(OLIVE, (0, (5, 1)), "X"),
+        "hinge-ap": LineStyle(GREY, (0, (1, 2)), "p"),
+    }
+)
+
+LOSS_COLOURS: Mapping[str, str] = MappingProxyType(
+    {name: style.colour for name, style in LOSS_STYLES.items()}
+)
+
+LOSS_LABELS: Mapping[str, str] = MappingProxyType(
+    {
+        "ap": "AP-loss",
+        "focal": "Focal loss",
+        "ce-ohem": "CE + OHEM",
+        "auc": "AUC-loss",
+        "rank-sort": "Rank & Sort",
+        "alrp": "aLRP loss",
+        "smooth-ap": "Smooth-AP",
+        "hinge-ap": "Hinge-AP",
+    }
+)
+
+
+def loss_label(name: str) -> str:
+    """The readable name of a loss; a variant such as ``ap, delta 2`` stays as it is.
+
+    Example:
+        >>> loss_label("ce-ohem")
+        'CE + OHEM'
+    """
+    return LOSS_LABELS.get(name, name)
+
+
+def line_style(name: str, index: int = 0) -> LineStyle:
+    """The style of a loss, or the ``index``-th one for any other series.
+
+    Example:
+        >>> line_style("ap").colour == LOSS_COLOURS["ap"]
+        True
+    """
+    styles = tuple(LOSS_STYLES.values())
+    return LOSS_STYLES.get(name, styles[index % len(styles)])
+
+
+def loss_colour(name: str, index: int = 0) -> str:
+    """The colour of a loss, or the ``index``-th one of the palette for any other name."""
+    return line_style(name, index).colour
+
+
+def class_colour(label: int) -> str:
+    """The colour of the class with 0-based number ``label``; it repeats after eight classes.
+
+    Example:
+        >>> class_colour(0), class_colour(8)
+        ('#0072b2', '#0072b2')
+    """
+    return PALETTE[label % len(PALETTE)]
+
+
+def _settings() -> dict[str, Any]:
+    """Matplotlib's settings: small figures, since each fills a column of a page or a phone."""
+    return {
+        "figure.figsize": (4.8, 3.2),
+        "figure.facecolor": PAPER,
+        "figure.constrained_layout.use": True,
+        "savefig.facecolor": PAPER,
+        "axes.facecolor": PAPER,
+        "axes.edgecolor": MUTED,
+        "axes.labelcolor": INK,
+        "axes.titlecolor": INK,
+        "axes.titlesize": 10.5,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "axes.labelsize": 9.5,
+        "axes.linewidth": 0.8,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.unicode_minus": True,
+        "grid.color": GRID,
+        "grid.linewidth": 0.7,
+        "text.color": INK,
+        "text.parse_math": False,  # a class may be called "$5 note"
+        "xtick.color": MUTED,
+        "ytick.color": MUTED,
+        "xtick.labelsize": 9,
+        "ytick.labelsize": 9,
+        "legend.frameon": False,
+        "legend.fontsize": 9,
+        "legend.handlelength": 2.6,
+        "lines.linewidth": 1.8,
+        "lines.markersize": 4.5,
+        "font.family": "sans-serif",
+        "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "sans-serif"],
+        "font.size": 9.5,
+        "svg.fonttype": "none",  # text stays text: small, selectable, and every script has a font
+        "svg.hashsalt": "aploss",  # the same data gives the same file, byte for byte
+    }
+
+
+@contextmanager
+def plot_style() -> Iterator[None]:
+    """Draw inside this context to get the common look; global settings stay as they were.
+
+    Example:
+        >>> import matplotlib
+        >>> with plot_style():
+        ...     matplotlib.rcParams["svg.hashsalt"]
+        'aploss'
+    """
+    import matplotlib
+
+    settings: Any = _settings()  # matplotlib types every key by itself
+    with warnings.catch_warnings(), matplotlib.rc_context():
+        # Text is laid out with DejaVu but shown by the browser, which has the other glyphs.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(settings)
+        yield
