@@ -1,0 +1,183 @@
+"""Image files as upright 8-bit RGB tensors, whatever kind of file they are."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+
+from aploss.data.problems import KINDS
+from aploss.errors import DataError
+
+__all__ = [
+    "EXTENSIONS",
+    "MAX_PIXELS",
+    "ImageError",
+    "ImageHeader",
+    "read_header",
+    "read_image",
+    "size_mismatch",
+]
+
+# Only formats whose decoders are part of Pillow: others (EPS) start programs of the system.
+_FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "JPEG2000")
+
+EXTENSIONS = {
+    **dict.fromkeys((".jpg", ".jpeg", ".jpe", ".jfif", ".mpo"), ("JPEG", "MPO")),
+    **dict.fromkeys((".png", ".apng"), ("PNG",)),
+    **dict.fromkeys((".webp",), ("WEBP",)),
+    **dict.fromkeys((".bmp", ".dib"), ("BMP",)),
+    **dict.fromkeys((".tif", ".tiff"), ("TIFF",)),
+    **dict.fromkeys((".gif",), ("GIF",)),
+    **dict.fromkeys((".ppm", ".pgm", ".pbm", ".pnm"), ("PPM",)),
+    **dict.fromkeys((".jp2", ".j2k"), ("JPEG2000",)),
+}
+
+# Pillow warns from here on: about a gigabyte as float RGB, more than any photograph needs.
+MAX_PIXELS = 89_478_485
+
+_ROTATING_ORIENTATIONS = (5, 6, 7, 8)  # EXIF values that exchange width and height
+_EXIF_ORIENTATION = 0x0112
+
+
+class ImageError(DataError):
+    """An image file that cannot be used; ``kind`` is a key of :data:`problems.KINDS`."""
+
+    def __init__(self, kind: str, path: str | Path, detail: str) -> None:
+        assert kind in KINDS, kind
+        super().__init__(f"{path}: {detail}")
+        self.kind = kind
+        self.detail = detail
+
+
+class ImageHeader(NamedTuple):
+    """What an image file says of itself without being decoded."""
+
+    size: tuple[int, int]  # (width, height), upright
+    stored_size: tuple[int, int]  # (width, height), before the EXIF rotation
+    format: str
+    frames: int
+
+
+def read_header(path: str | Path) -> ImageHeader:
+    """Size and format of an image, without decoding it.
+
+    Raises:
+        ImageError: The file is not there, not an image, or of more than `MAX_PIXELS` pixels.
+    """
+    with _opened(path) as image:
+        # Photographs of some telephones hold a second frame for depth: no reason to remark on it.
+        frames = 1 if image.format == "MPO" else int(getattr(image, "n_frames", 1))
+        return ImageHeader(_upright_size(image), image.size, str(image.format), frames)
+
+
+def read_image(path: str | Path, *, size: tuple[int, int] | None = None) -> Tensor:
+    """Reads an image file as RGB.
+
+    Grey, palette, CMYK and YCbCr images are converted; 16-bit and float images are scaled to
+    8 bits; transparent parts become white; of several frames the first is taken; the image is
+    turned upright as its EXIF data says.
+
+    Args:
+        path: The file.
+        size: The (width, height) an annotation gives. Where it fits the image as stored and not
+            the upright one, the annotation was made without the EXIF rotation, and the image is
+            left as stored too.
+
+    Returns:
+        uint8 tensor [3, height, width].
+
+    Raises:
+        ImageError: The file cannot be read, or has another size than `size`.
+    """
+    with _opened(path) as image:
+        annotated_as_stored = image.size == size != _upright_size(image)
+        if _orientation(image) != 1 and not annotated_as_stored:
+            image = ImageOps.exif_transpose(image)
+        if size is not None and image.size != size:
+            raise ImageError("size-mismatch", path, size_mismatch(size, image.size))
+        pixels = np.array(_to_rgb(image))  # [H, W, 3]
+    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+
+
+def size_mismatch(annotated: tuple[int, int], found: tuple[int, int]) -> str:
+    """The sentence for an image whose size is not its annotation's."""
+    return (
+        f"the annotation says {annotated[0]}x{annotated[1]} pixels, "
+        f"the file has {found[0]}x{found[1]}; correct the annotation or the image"
+    )
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[Image.Image]:
+    """Opens an image lazily; whatever Pillow raises inside becomes an :class:`ImageError`."""
+    try:
+        if not os.path.isfile(path):  # noqa: PTH113 - called for every sample, Path is slower
+            raise _not_a_file(path)
+        with Image.open(path, formats=_FORMATS) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise _too_large(path, f"{image.width}x{image.height} pixels")
+            yield image
+    except ImageError:
+        raise
+    except Image.DecompressionBombError as error:
+        raise _too_large(path, str(error)) from None
+    except UnidentifiedImageError:
+        if os.path.getsize(path) == 0:  # noqa: PTH202
+            raise ImageError("empty-image", path, "the image file is empty") from None
+        known = ", ".join(_FORMATS)
+        raise ImageError("unreadable-image", path, f"not an image ({known})") from None
+    except (OSError, SyntaxError, ValueError, EOFError, MemoryError, IndexError, KeyError) as error:
+        raise ImageError("truncated-image", path, f"damaged image: {error}") from None
+
+
+def _not_a_file(path: str | Path) -> ImageError:
+    if os.path.exists(path):  # noqa: PTH110
+        return ImageError("image-not-a-file", path, "not a file but a folder or device")
+    return ImageError("missing-image", path, "no such image file")
+
+
+def _too_large(path: str | Path, found: str) -> ImageError:
+    return ImageError(
+        "image-too-large",
+        path,
+        f"refused as a decompression bomb: {found}, at most {MAX_PIXELS:,} pixels are read",
+    )
+
+
+def _upright_size(image: Image.Image) -> tuple[int, int]:
+    width, height = image.size
+    rotated = _orientation(image) in _ROTATING_ORIENTATIONS
+    return (height, width) if rotated else (width, height)
+
+
+def _orientation(image: Image.Image) -> int:
+    return int(image.getexif().get(_EXIF_ORIENTATION, 1))
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "RGB":
+        return image
+    if image.mode.startswith("I") or image.mode == "F":
+        return _eight_bit(image).convert("RGB")
+    if image.mode in ("LA", "PA", "La", "RGBa", "RGBA") or "transparency" in image.info:
+        rgba = image.convert("RGBA")
+        white = Image.new("RGBA", rgba.size, "white")
+        return Image.alpha_composite(white, rgba).convert("RGB")
+    return image.convert("RGB")
+
+
+def _eight_bit(image: Image.Image) -> Image.Image:
+    """Scales by what the type can hold, never by the image's own range: grey levels of different
+    images stay comparable."""
+    values = np.array(image, dtype=np.float64)
+    if not np.isfinite(values).all():
+        raise ValueError("NaN or infinite pixels")
+    largest = 65535 if image.mode != "F" else 1 if values.max() <= 1 else 255
+    values *= 255 / largest
+    return Image.fromarray(np.clip(np.round(values), 0, 255).astype(np.uint8))
