@@ -22,10 +22,10 @@ __all__ = [
     "PALETTE",
     "PAPER",
     "THEME",
+    "VARIANT_STYLES",
     "LineStyle",
     "class_colour",
     "line_style",
-    "loss_colour",
     "loss_label",
     "plot_style",
 ]
@@ -34,6 +34,11 @@ BLUE, ORANGE, GREEN, VERMILLION = "#0072b2", "#e69f00", "#009e73", "#d55e00"
 PURPLE, SKY, OLIVE, GREY = "#cc79a7", "#56b4e9", "#a08a00", "#6e7781"
 
 PALETTE = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, OLIVE, GREY)
+
+# Paul Tol's "muted" colours, for variants of one loss: no loss owns any of them.
+INDIGO, ROSE, TEAL, SAND, WINE, CYAN = (
+    "#332288", "#cc6677", "#44aa99", "#b59b3a", "#882255", "#6bb8e0",
+)  # fmt: skip
 
 # Not pure black and white: these exact values never occur as data colours, so a page can find them.
 PAPER, INK, MUTED, GRID = "#fefefe", "#1c2128", "#57606b", "#dde2e8"
@@ -52,6 +57,12 @@ THEME: Mapping[str, tuple[str, str]] = MappingProxyType(
         SKY: ("--plot-sky", "#8fd0fa"),
         OLIVE: ("--plot-olive", "#d9c93a"),
         GREY: ("--plot-grey", "#a7b0ba"),
+        INDIGO: ("--plot-indigo", "#9a8cf0"),
+        ROSE: ("--plot-rose", "#e08b99"),
+        TEAL: ("--plot-teal", "#5fc9b7"),
+        SAND: ("--plot-sand", "#ddcc77"),
+        WINE: ("--plot-wine", "#d0679a"),
+        CYAN: ("--plot-cyan", "#a5dcf5"),
     }
 )
 """Light colour → (CSS variable, its value in dark mode)."""
@@ -76,6 +87,15 @@ LOSS_STYLES: Mapping[str, LineStyle] = MappingProxyType(
         "smooth-ap": LineStyle(OLIVE, (0, (5, 1)), "X"),
         "hinge-ap": LineStyle(GREY, (0, (1, 2)), "p"),
     }
+)
+
+VARIANT_STYLES = (
+    LineStyle(INDIGO, "-", "o"),
+    LineStyle(ROSE, "--", "s"),
+    LineStyle(TEAL, "-.", "^"),
+    LineStyle(SAND, ":", "D"),
+    LineStyle(WINE, (0, (8, 2)), "v"),
+    LineStyle(CYAN, (0, (3, 1, 1, 1, 1, 1)), "P"),
 )
 
 LOSS_COLOURS: Mapping[str, str] = MappingProxyType(
@@ -107,19 +127,15 @@ def loss_label(name: str) -> str:
 
 
 def line_style(name: str, index: int = 0) -> LineStyle:
-    """The style of a loss, or the ``index``-th one for any other series.
+    """The style of a loss, or the ``index``-th style of variants for any other series.
 
     Example:
         >>> line_style("ap").colour == LOSS_COLOURS["ap"]
         True
+        >>> line_style("batch size 4", index=2).colour in LOSS_COLOURS.values()
+        False
     """
-    styles = tuple(LOSS_STYLES.values())
-    return LOSS_STYLES.get(name, styles[index % len(styles)])
-
-
-def loss_colour(name: str, index: int = 0) -> str:
-    """The colour of a loss, or the ``index``-th one of the palette for any other name."""
-    return line_style(name, index).colour
+    return LOSS_STYLES.get(name, VARIANT_STYLES[index % len(VARIANT_STYLES)])
 
 
 def class_colour(label: int) -> str:
