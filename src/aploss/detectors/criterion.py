@@ -1,0 +1,268 @@
+"""The training loss of a detector, classification and box regression, as a named dict."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.models.detection._utils import BoxCoder
+from torchvision.ops import generalized_box_iou_loss
+
+from aploss.detectors.losses_by_name import is_loss, takes_background_column
+from aploss.detectors.ranking_labels import AnchorLabels, label_anchors
+from aploss.errors import ConfigError
+
+__all__ = ["Criterion", "LossParts", "classification_loss"]
+
+LEAST_IOU = 1e-6  # a positive must keep a target above 0, or Rank & Sort would take it for negative
+
+
+class LossParts(NamedTuple):
+    """Classification loss, and the box loss where the classification loss brings its own."""
+
+    classification: Tensor
+    localisation: Tensor | None = None
+
+
+def classification_loss(
+    loss: Callable[..., Tensor | tuple[Tensor, Tensor]],
+    logits: Tensor,
+    labels: AnchorLabels,
+    *,
+    box_losses: Callable[[], Tensor],
+    ious: Callable[[], Tensor],
+) -> LossParts:
+    """Hands a batch to a loss in the way this loss takes it.
+
+    Args:
+        loss: one of ours, or any callable of ``(scores, targets)`` with targets 1, 0 and -1.
+        logits: [B, A, K], or [B, A, K + 1] with the background in column 0 for softmax losses.
+        labels: of the B·A anchors.
+        box_losses: gives one loss per positive [P], asked for by aLRP only.
+        ious: gives one IoU of predicted and true box per positive [P], for Rank & Sort only.
+    """
+    if takes_background_column(loss):
+        return LossParts(loss(logits, labels.softmax_targets()))  # type: ignore[arg-type]
+    targets = labels.ranking_targets(logits.shape[-1])
+    if is_loss(loss, "alrp"):
+        return LossParts(*loss(logits, targets, box_losses()))
+    if is_loss(loss, "rank-sort"):
+        soft_targets = targets.to(torch.float32)
+        overlap = ious().detach().clamp(min=LEAST_IOU).float()
+        soft_targets[labels.images, labels.anchors, labels.positive_classes] = overlap
+        ranking, sorting = loss(logits, soft_targets)
+        return LossParts(ranking + sorting)
+    return LossParts(loss(logits, targets))  # type: ignore[arg-type]
+
+
+class Criterion(nn.Module):
+    """Labels the anchors and computes ``{"classification": ..., "box": ...}``.
+
+    The balance of the two, where ``box_loss`` and ``box_weight`` are left open:
+
+    =====================================  =========  =============================================
+    loss                                   box loss   weight of the box loss
+    =====================================  =========  =============================================
+    ap, auc, smooth-ap, hinge-ap,          smooth-l1  1, mean over the positives of the batch
+    focal, ce-ohem, loss objects of users
+    rank-sort                              giou       ``"balanced"``: the value of the ranking and
+                                                      sorting loss over the value of the box loss,
+                                                      boxes weighted by their scores
+    alrp                                   giou       ``"balanced"``: the whole loss over its
+                                                      localisation part
+    =====================================  =========  =============================================
+
+    Args:
+        loss: the classification loss.
+        num_classes: K.
+        box_coder: torchvision's; its weights divide the regression targets.
+        rank_over: ``"batch"`` ranks the scores of all images together (Section 3.4, against score
+            shift), ``"image"`` ranks each image alone and averages over the images.
+        box_loss: ``"smooth-l1"`` or ``"giou"``.
+        box_weight: a factor, or ``"balanced"``: the factor that makes the value of the box loss
+            that of the classification loss, anew in each step.
+        smooth_l1_beta: where smooth-L1 turns from square to linear.
+        positive_iou: least overlap of a positive anchor.
+        negative_iou: least overlap of an ignored anchor.
+    """
+
+    def __init__(
+        self,
+        *,
+        loss: nn.Module,
+        num_classes: int,
+        box_coder: BoxCoder,
+        rank_over: Literal["batch", "image"] = "batch",
+        box_loss: Literal["smooth-l1", "giou"] | None = None,
+        box_weight: float | Literal["balanced"] | None = None,
+        smooth_l1_beta: float = 1 / 9,
+        positive_iou: float = 0.5,
+        negative_iou: float = 0.4,
+    ) -> None:
+        super().__init__()
+        localises = is_loss(loss, "rank-sort", "alrp")
+        self.loss = loss
+        self.num_classes = num_classes
+        self.box_coder = box_coder
+        self.rank_over = rank_over
+        self.box_loss = box_loss or ("giou" if localises else "smooth-l1")
+        self.box_weight = box_weight if box_weight is not None else ("balanced", 1.0)[not localises]
+        self.smooth_l1_beta = smooth_l1_beta
+        self.positive_iou = positive_iou
+        self.negative_iou = negative_iou
+        self.process_group: dist.ProcessGroup | None = None
+        self._check_options()
+
+    def rank_across(self, process_group: dist.ProcessGroup) -> None:
+        """Makes the loss that of the global batch of all processes of a group.
+
+        Ranking losses rank the scores of all processes together (with ``rank_over="batch"``), and
+        sums are divided by the positives of all. After DDP's averaging, the weights get the
+        gradient that one process with the whole batch would give them.
+        """
+        self.process_group = process_group
+        if self.rank_over == "batch" and hasattr(self.loss, "process_group"):
+            self.loss.process_group = process_group  # type: ignore[assignment]
+
+    def forward(
+        self,
+        logits: Tensor,
+        deltas: Tensor,
+        anchors: Tensor,
+        targets: Sequence[Mapping[str, Tensor]],
+    ) -> dict[str, Tensor]:
+        """The losses of a batch.
+
+        Args:
+            logits: [B, A, K], or [B, A, K + 1] with the background in column 0 for softmax losses.
+            deltas: [B, A, 4], box regressions.
+            anchors: [A, 4] in pixels of the batch.
+            targets: B dicts as of :func:`~aploss.detectors.ranking_labels.label_anchors`.
+
+        Returns:
+            ``classification`` and ``box``, weighted so that their sum is what is minimised.
+        """
+        labels = label_anchors(
+            anchors, targets, positive_iou=self.positive_iou, negative_iou=self.negative_iou
+        )
+        box_losses = self._box_losses(deltas, anchors, labels)
+        parts = self._classify(logits, deltas, anchors, labels, box_losses)
+        if parts.localisation is not None:
+            whole = parts.classification + parts.localisation
+            box = self._weighted(parts.localisation, whole)
+        else:
+            weights = self._weights_of_boxes(logits, labels)
+            box = (box_losses * weights).sum() / self._over_processes(weights.sum()).clamp(min=1e-6)
+            box = self._weighted(box, parts.classification)
+        return {"classification": parts.classification, "box": box}
+
+    def _classify(
+        self,
+        logits: Tensor,
+        deltas: Tensor,
+        anchors: Tensor,
+        labels: AnchorLabels,
+        box_losses: Tensor,
+    ) -> LossParts:
+        if self.rank_over == "batch":
+            return self._classify_together(logits, deltas, anchors, labels, box_losses)
+        of_images = [
+            self._classify_together(
+                logits[index : index + 1],
+                deltas[index : index + 1],
+                anchors,
+                labels.of_image(index),
+                box_losses[labels.images == index],
+            )
+            for index in range(len(logits))
+        ]
+        return LossParts(
+            *(
+                None if values[0] is None else torch.stack(values).mean()
+                for values in zip(*of_images, strict=True)
+            )
+        )
+
+    def _classify_together(
+        self,
+        logits: Tensor,
+        deltas: Tensor,
+        anchors: Tensor,
+        labels: AnchorLabels,
+        box_losses: Tensor,
+    ) -> LossParts:
+        parts = classification_loss(
+            self.loss,
+            logits,
+            labels,
+            box_losses=lambda: box_losses,
+            ious=lambda: _iou_of_pairs(
+                self._decode(deltas.detach(), anchors, labels), labels.boxes
+            ),
+        )
+        divides_by_positives = is_loss(self.loss, "focal", "ce-ohem")
+        if self.process_group is None or self.rank_over == "image" or not divides_by_positives:
+            return parts
+        positives = torch.tensor(float(len(labels.boxes)), device=logits.device)
+        scale = positives.clamp(min=1) / self._over_processes(positives).clamp(min=1e-6)
+        return LossParts(parts.classification * scale)
+
+    def _box_losses(self, deltas: Tensor, anchors: Tensor, labels: AnchorLabels) -> Tensor:
+        """One loss per positive, float32 [P]."""
+        if self.box_loss == "giou":
+            return generalized_box_iou_loss(self._decode(deltas, anchors, labels), labels.boxes)
+        predicted = deltas[labels.images, labels.anchors].float()
+        wanted = self.box_coder.encode_single(labels.boxes, anchors[labels.anchors])
+        losses_of_sides = F.smooth_l1_loss(
+            predicted, wanted, beta=self.smooth_l1_beta, reduction="none"
+        )
+        return losses_of_sides.sum(dim=1)
+
+    def _decode(self, deltas: Tensor, anchors: Tensor, labels: AnchorLabels) -> Tensor:
+        chosen = deltas[labels.images, labels.anchors].float()
+        return self.box_coder.decode_single(chosen, anchors[labels.anchors])
+
+    def _weights_of_boxes(self, logits: Tensor, labels: AnchorLabels) -> Tensor:
+        if is_loss(self.loss, "rank-sort"):  # as its authors: by confidence
+            scores = logits[labels.images, labels.anchors, labels.positive_classes]
+            return scores.detach().float().sigmoid()
+        return logits.new_ones(len(labels.boxes), dtype=torch.float32)
+
+    def _weighted(self, box: Tensor, wanted_value: Tensor) -> Tensor:
+        if self.box_weight != "balanced":
+            return box * self.box_weight
+        value = self._over_processes(box.detach())
+        return box * (wanted_value.detach() / value.clamp(min=1e-6))
+
+    def _over_processes(self, value: Tensor) -> Tensor:
+        """The mean of a value over the processes that rank together."""
+        if self.process_group is None:
+            return value
+        value = value.clone()
+        dist.all_reduce(value, group=self.process_group)
+        return value / dist.get_world_size(self.process_group)
+
+    def _check_options(self) -> None:
+        choices = {"rank_over": ("batch", "image"), "box_loss": ("smooth-l1", "giou")}
+        for option, allowed in choices.items():
+            if (value := getattr(self, option)) not in allowed:
+                raise ConfigError(f"{option} must be one of {', '.join(allowed)}, got {value!r}")
+        weight = self.box_weight
+        if weight != "balanced" and not (isinstance(weight, int | float) and weight >= 0):
+            raise ConfigError(f"box_weight must be a number >= 0 or 'balanced', got {weight!r}")
+        if not 0 < self.negative_iou <= self.positive_iou <= 1:
+            raise ConfigError(
+                f"negative_iou and positive_iou must be 0 < negative <= positive <= 1, "
+                f"got {self.negative_iou} and {self.positive_iou}"
+            )
+
+
+def _iou_of_pairs(boxes: Tensor, others: Tensor) -> Tensor:
+    """IoU of the i-th box with the i-th other, [P]."""
+    top_left = torch.maximum(boxes[:, :2], others[:, :2])
+    bottom_right = torch.minimum(boxes[:, 2:], others[:, 2:])
+    shared = (bottom_right - top_left).clamp(min=0).prod(dim=1)
+    areas = (boxes[:, 2:] - boxes[:, :2]).prod(dim=1) + (others[:, 2:] - others[:, :2]).prod(dim=1)
+    return shared / (areas - shared)
