@@ -5,11 +5,13 @@ between backticks look like code.
 """
 
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = [
+    "DASH",
     "Block",
     "Cell",
     "Code",
@@ -25,7 +27,11 @@ __all__ = [
     "Table",
     "Text",
     "Verdict",
+    "show",
 ]
+
+DASH = "\u2013"
+NUMBER_CHARACTERS = set("0123456789.+-\u2212±\u2013%, []")
 
 
 @dataclass(frozen=True)
@@ -221,11 +227,11 @@ def show(value: Any, digits: int = 3) -> str:
         ('0.500', '–', '–', 'yes', '1200')
     """
     if value is None:
-        return "–"
+        return DASH
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.{digits}f}" if math.isfinite(value) else "–"
+    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
+        return f"{float(value):.{digits}f}" if math.isfinite(value) else DASH
     return str(value)
 
 
@@ -233,7 +239,7 @@ def _is_number(content: Any) -> bool:
     value = content.value if isinstance(content, Cell) else content
     if isinstance(value, str):
         # "0.735 ± 0.004", "+0.021" and "–" stand in columns of numbers.
-        return bool(value) and set(value) <= set("0123456789.+-−±–%, []")
+        return bool(value) and set(value) <= NUMBER_CHARACTERS
     return not isinstance(value, bool)
 
 

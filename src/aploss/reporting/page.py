@@ -100,7 +100,6 @@ def embed_svg(svg: str, *, prefix: str, label: str = "") -> Markup:
     body = re.sub(r"<[^>]*>", lambda tag: _adapt_tag(tag.group(), prefix), body)
     head, _, rest = body.partition(">")
     head = re.sub(r'\s(width|height|version|xmlns(:xlink)?)="[^"]*"', "", head)
-    head = head.replace("xlink:href", "href")
     return Markup(f'{head} role="img" aria-label="{escape(label)}">{rest}')
 
 
@@ -108,12 +107,11 @@ def _adapt_tag(tag: str, prefix: str) -> str:
     tag = re.sub(r'\bid="', f'id="{prefix}', tag)
     tag = re.sub(r"url\(#", f"url(#{prefix}", tag)
     tag = re.sub(r'xlink:href="#', f'href="#{prefix}', tag)
-    return re.sub(r"#[0-9a-f]{6}\b", _themed, tag)
+    return re.sub(r"#[0-9a-f]{6}\b", lambda colour: _themed(colour.group()), tag)
 
 
-def _themed(colour: re.Match[str]) -> str:
-    variable = THEME.get(colour.group())
-    return f"var({variable[0]})" if variable else colour.group()
+def _themed(colour: str) -> str:
+    return f"var({THEME[colour][0]})" if colour in THEME else colour
 
 
 def _embedder() -> Callable[[str, str], Markup]:
@@ -160,7 +158,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["inline"] = _inline
+    environment.filters.update(inline=_inline, themed=_themed)
     return environment
 
 

@@ -1,0 +1,158 @@
+"""The files of a run folder as plain data; what is missing or broken is noted, not fatal."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from aploss.errors import RunError
+
+__all__ = ["RunFiles", "matches_document", "read_run"]
+
+Document = TypeVar("Document", dict[str, Any], list[Any])
+
+
+@dataclass
+class RunFiles:
+    """What was found in a run folder; empty where a file is not there.
+
+    ``problems`` names files that are there but cannot be read.
+    """
+
+    folder: Path
+    summary: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    config: str = ""
+    training: list[dict[str, Any]] = field(default_factory=list)
+    validation: list[dict[str, Any]] = field(default_factory=list)
+    ground_truth: dict[str, Any] = field(default_factory=dict)
+    detections: list[Any] = field(default_factory=list)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    calibration: dict[str, Any] = field(default_factory=dict)
+    matches: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def threshold(self) -> float:
+        """The score from which detections are drawn, on the scale of :attr:`scores`."""
+        for document in (self.calibration, self.summary):
+            if document.get("draw_threshold") is not None:
+                return float(document["draw_threshold"])
+        return 0.5
+
+    @property
+    def scores(self) -> np.ndarray:
+        """One score for each detection, calibrated where a calibration was fitted, float64 [n]."""
+        calibrated = self.calibration.get("calibrated_scores")
+        if calibrated is not None and len(calibrated) == len(self.detections):
+            return np.asarray(calibrated, dtype=np.float64)
+        return np.array([one["score"] for one in self.detections], dtype=np.float64)
+
+    @property
+    def outcomes(self) -> np.ndarray | None:
+        """For each detection 1 (right), 0 (wrong) or -1 (ignored), int64 [n]; None: not known."""
+        flags = self.matches.get("detections")
+        if flags is None or len(flags) != len(self.detections):
+            return None
+        return np.array([-1 if flag is None else int(flag) for flag in flags], dtype=np.int64)
+
+
+def read_run(folder: str | Path) -> RunFiles:
+    """Read a run folder.
+
+    Raises:
+        RunError: when the folder is not there or holds none of a run's files.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise RunError(f"{root}: no such folder; name the folder of a run, such as runs/demo")
+    run = RunFiles(root)
+    run.summary = _json(run, "summary.json", {})
+    run.environment = _json(run, "environment.json", {})
+    run.ground_truth = _json(run, "evaluation/ground_truth.json", {})
+    run.detections = _json(run, "evaluation/detections.json", [])
+    run.metrics = _json(run, "evaluation/metrics.json", {})
+    run.calibration = _json(run, "evaluation/calibration.json", {})
+    run.matches = _json(run, "evaluation/matches.json", {})
+    run.config = _text(run, "config.yaml")
+    rows = _json_lines(run, "metrics.jsonl")
+    run.training = [row for row in rows if row.get("kind") == "train"]
+    run.validation = [row for row in rows if row.get("kind") == "validation"]
+    if not (run.summary or run.config or rows or run.metrics or run.problems):
+        raise RunError(f"{root}: not the folder of a run (no summary.json, config.yaml, metrics)")
+    return run
+
+
+def matches_document(
+    correct: Sequence[bool] | np.ndarray,
+    ignored: Sequence[bool] | np.ndarray,
+    objects: Sequence[int] | np.ndarray,
+    annotation_ids: Sequence[int],
+) -> dict[str, Any]:
+    """The content of ``evaluation/matches.json``.
+
+    Args:
+        correct: the detection found an object, bool [n].
+        ignored: it counts neither as right nor as wrong, bool [n].
+        objects: position of the object it was matched with, -1 for none, int [n].
+        annotation_ids: the id of each object, [g].
+
+    Returns:
+        A dictionary for JSON.
+
+    Example:
+        >>> matches_document([True, False], [False, True], [1, -1], [7, 8])
+        {'detections': [True, None], 'ground_truth': {'7': None, '8': 0}}
+    """
+    flags = [None if skip else bool(hit) for hit, skip in zip(correct, ignored, strict=True)]
+    found_by: dict[str, int | None] = {str(number): None for number in annotation_ids}
+    for row, position in enumerate(objects):
+        if position >= 0:
+            found_by[str(annotation_ids[int(position)])] = row
+    return {"detections": flags, "ground_truth": found_by}
+
+
+def _json(run: RunFiles, name: str, empty: Document) -> Document:
+    text = _text(run, name)
+    if not text:
+        return empty
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        run.problems.append(f"{name} is not JSON: {error}")
+        return empty
+    if not isinstance(document, type(empty)):
+        run.problems.append(f"{name} holds a {type(document).__name__}")
+        return empty
+    return document
+
+
+def _text(run: RunFiles, name: str) -> str:
+    path = run.folder / name
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        run.problems.append(f"{name} cannot be read: {error}")
+        return ""
+
+
+def _json_lines(run: RunFiles, name: str) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines; the last one may have been cut by a kill."""
+    rows = []
+    for line in _text(run, name).splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
