@@ -1,0 +1,286 @@
+"""Batches for training and evaluation that do not depend on workers, processes or the past.
+
+A training sample is a function of (seed, epoch, index) alone: each is drawn with its own random
+state. So the same run gives the same batches with any number of workers, on one machine or many,
+started afresh or in the middle of an epoch.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from aploss.data._packing import Batch, Guarded, Key, pack, pack_list, unpack
+from aploss.data.augment import training_transforms
+from aploss.data.dataset import DetectionDataset, Sample
+from aploss.errors import ConfigError, DataError
+
+__all__ = [
+    "AugmentedSamples",
+    "Batch",
+    "EvaluationBatches",
+    "TrainingBatches",
+    "make_evaluation_loader",
+    "make_training_loader",
+]
+
+PREFETCH = 4  # batches a worker prepares ahead: evens out slow images
+
+
+class AugmentedSamples(Dataset[Sample]):
+    """A dataset whose samples are augmented, each as (seed, epoch, index) alone decide.
+
+    Args:
+        dataset: the images.
+        seed: not negative.
+        preset: augmentation, see :func:`~aploss.data.augment.training_transforms`.
+        size: side of the square that comes out, or (height, width).
+    """
+
+    def __init__(
+        self, dataset: DetectionDataset, *, seed: int, preset: str, size: int | tuple[int, int]
+    ) -> None:
+        if seed < 0:
+            raise ConfigError(f"the seed is {seed}: give 0 or more")
+        self.dataset = dataset
+        self.seed = seed
+        self.transforms = training_transforms(preset, size)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, key: Key) -> Sample:
+        """The sample of ``key = (epoch, index)``."""
+        epoch, index = key
+        image, target = self.dataset[index]
+        with _own_randomness(self.seed, epoch, index):
+            image, target = self.transforms(image, target)
+        return image, target
+
+
+class TrainingBatches:
+    """Endless training data, one epoch at a time; made by :func:`make_training_loader`.
+
+    Each epoch visits the images once in its own order. Images that fill no whole batch are left
+    out of that epoch; a set smaller than a batch is one batch.
+
+    Args:
+        samples: the augmented dataset.
+        batch_size: images in a step over all processes.
+        workers: processes that prepare batches, 0 for none.
+        rank: number of this process.
+        world_size: number of processes that share each batch.
+    """
+
+    def __init__(
+        self,
+        samples: AugmentedSamples,
+        *,
+        batch_size: int,
+        workers: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        _check_settings(len(samples), batch_size, workers, rank, world_size)
+        self.batch_size = min(batch_size, len(samples))
+        if self.batch_size % world_size:
+            raise ConfigError(
+                f"a batch of {self.batch_size} images cannot be split evenly over {world_size} "
+                f"processes: choose a multiple of {world_size}"
+            )
+        self.seed = samples.seed
+        self.rank = rank
+        self.world_size = world_size
+        self._count = len(samples)
+        self._plan = _Plan()
+        self._loader = DataLoader(
+            Guarded(samples),
+            batch_sampler=self._plan,
+            num_workers=workers,
+            collate_fn=pack,
+            persistent_workers=workers > 0,
+            prefetch_factor=PREFETCH if workers else None,
+        )
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Steps in one epoch, the same for every process."""
+        return self._count // self.batch_size
+
+    def order(self, epoch: int) -> list[int]:
+        """The indices of an epoch in the order of its steps, for all processes."""
+        shuffle = torch.Generator().manual_seed(_mix(self.seed, epoch))
+        return torch.randperm(self._count, generator=shuffle).tolist()
+
+    def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
+        """This process's part of each batch of an epoch.
+
+        Args:
+            epoch: its number, from 0.
+            start_batch: first step to give, to go on in the middle of an epoch.
+
+        Raises:
+            ConfigError: when the epoch has no such step.
+            DataError: while iterating, when an image cannot be read.
+        """
+        if not 0 <= start_batch <= self.batches_per_epoch:
+            raise ConfigError(
+                f"an epoch has {self.batches_per_epoch} batches: it cannot start at {start_batch}"
+            )
+        order = self.order(epoch)
+        share = self.batch_size // self.world_size
+        self._plan.batches = [
+            [(epoch, index) for index in order[start : start + share]]
+            for step in range(start_batch, self.batches_per_epoch)
+            for start in [step * self.batch_size + self.rank * share]
+        ]
+        return (unpack(packed) for packed in self._loader)
+
+
+class EvaluationBatches:
+    """Every image once, unchanged and in order; made by :func:`make_evaluation_loader`."""
+
+    def __init__(
+        self,
+        dataset: DetectionDataset,
+        *,
+        batch_size: int,
+        workers: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        _check_settings(len(dataset), batch_size, workers, rank, world_size)
+        indices = range(rank, len(dataset), world_size)
+        plan = _Plan()
+        plan.batches = [
+            [(0, index) for index in indices[start : start + batch_size]]
+            for start in range(0, len(indices), batch_size)
+        ]
+        self._batches = len(plan.batches)
+        self._loader = DataLoader(
+            Guarded(_Plain(dataset)),
+            batch_sampler=plan,
+            num_workers=workers,
+            collate_fn=pack_list,
+        )
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (unpack(packed) for packed in self._loader)
+
+
+def make_training_loader(
+    dataset: DetectionDataset,
+    *,
+    batch_size: int,
+    seed: int,
+    preset: str,
+    size: int | tuple[int, int],
+    workers: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+) -> TrainingBatches:
+    """Training batches of a dataset, reproducible to the bit.
+
+    Args:
+        dataset: the images; at least one.
+        batch_size: images in a step over all processes; each gets ``batch_size / world_size``.
+        seed: decides the order of the images and what augmentation does to each.
+        preset: augmentation, see :func:`~aploss.data.augment.training_transforms`.
+        size: side of the square training images, or (height, width).
+        workers: processes that prepare batches, 0 for none. They change no batch.
+        rank: number of this process.
+        world_size: number of processes; step by step, their batches make up the one that a
+            single process would get.
+
+    Returns:
+        An object whose ``epoch(number, start_batch=0)`` gives :class:`Batch` after :class:`Batch`.
+
+    Raises:
+        ConfigError: for settings that cannot be.
+        DataError: for an empty dataset.
+    """
+    samples = AugmentedSamples(dataset, seed=seed, preset=preset, size=size)
+    return TrainingBatches(
+        samples, batch_size=batch_size, workers=workers, rank=rank, world_size=world_size
+    )
+
+
+def make_evaluation_loader(
+    dataset: DetectionDataset,
+    *,
+    batch_size: int,
+    workers: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+) -> EvaluationBatches:
+    """Evaluation batches: each image once, of its own size, in the dataset's order.
+
+    Args:
+        dataset: the images; at least one.
+        batch_size: images in a batch of this process; the last batch may be smaller.
+        workers: processes that read images, 0 for none.
+        rank: number of this process.
+        world_size: number of processes; each gets every world_size-th image.
+
+    Returns:
+        An iterable of :class:`Batch`, to be gone through any number of times.
+
+    Raises:
+        ConfigError: for settings that cannot be.
+        DataError: for an empty dataset, and while iterating for an image that cannot be read.
+    """
+    return EvaluationBatches(
+        dataset, batch_size=batch_size, workers=workers, rank=rank, world_size=world_size
+    )
+
+
+def _check_settings(images: int, batch_size: int, workers: int, rank: int, world_size: int) -> None:
+    if images == 0:
+        raise DataError("the dataset has no images: check its path and split")
+    if batch_size < 1:
+        raise ConfigError(f"the batch size is {batch_size}: give 1 or more")
+    if workers < 0:
+        raise ConfigError(f"the number of workers is {workers}: give 0 or more")
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"process {rank} of {world_size} does not exist")
+
+
+def _mix(*numbers: int) -> int:
+    """One well-mixed 64-bit seed of several numbers, so that neighbours share nothing."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
+
+
+@contextmanager
+def _own_randomness(*numbers: int) -> Iterator[None]:
+    """Random state of these numbers inside, the caller's again after; never touches a GPU."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(_mix(*numbers))
+        yield
+
+
+class _Plan:
+    """The batches of keys that the loader goes through next; it is refilled for every epoch."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[Key]] = []
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class _Plain(Dataset[Sample]):
+    """The dataset as it is, under the keys of :class:`AugmentedSamples`."""
+
+    def __init__(self, dataset: DetectionDataset) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, key: Key) -> Sample:
+        return self.dataset[key[1]]
