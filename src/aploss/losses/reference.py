@@ -150,7 +150,8 @@ def alrp_loss(
 
     ``box_losses`` holds E_loc, one per positive in the order of ``scores[targets == 1]``. The
     error of positive i is (N_FP(i) + E_loc(i) + sum_k f(x_ik) E_loc(k)) / rank(i), k != i in P;
-    its desired value is the one with nothing above i but i: E_loc(i) / rank(i).
+    its desired value is the one with nothing above i but i: E_loc(i) / rank(i). Where no false
+    positive is above i (less than 1e-5 of one, as its authors have it) no pair can be blamed.
 
     Returns:
         Classification part, localisation part, gradient of the classification part on the
@@ -168,7 +169,7 @@ def alrp_loss(
         rank = 1 + positive_steps.sum() + false_positives
         error = (false_positives + e[position] + (positive_steps * e).sum()) / rank
         desired = e[position] / rank
-        if false_positives > 0:
+        if false_positives > 1e-5:
             gradient[i] -= error - desired
             gradient[negatives] += (error - desired) * negative_steps / false_positives
         classification += false_positives / rank

@@ -1,0 +1,155 @@
+"""The structured hinge loss of average precision, with the exact loss-augmented ranking."""
+
+import torch
+from torch import Tensor, nn
+
+from .input_checks import check_scores_and_targets
+from .ranking.operator import loss_dtype, register_error_driven
+from .value_checks import check_values
+
+__all__ = ["HingeAPLoss", "hinge_ap_loss"]
+
+
+def hinge_ap_loss(scores: Tensor, targets: Tensor) -> Tensor:
+    """The structured hinge upper bound of 1 - AP.
+
+    From "A Support Vector Method for Optimizing Average Precision" (Yue et al., SIGIR 2007), as
+    compared with in the AP-loss paper, Section 4.2.3 (Mohapatra et al., CVPR 2018)::
+
+        max over rankings R of  1 - AP(R) + F(R) - F(R*),
+        F(R) = 1 / (|P| |N|) * sum over i in P, j in N of R_ij (s_i - s_j),
+
+    where R_ij is 1 if R puts i above j and -1 if not, and R* is a perfect ranking. The maximum is
+    found exactly. Within it both the positives and the negatives are sorted by score, each
+    negative finds its place among the positives on its own, and a lower-scored negative never
+    passes more positives than a higher-scored one (Yue et al., Section 4): so the places are
+    found by halving, in O(N log N + P log N) for P positives among N scores, most of it sorting.
+
+    Args:
+        scores: logits, any shape, any floating dtype.
+        targets: same shape; 1 positive, 0 negative, -1 ignored. Integer, bool or float.
+
+    Returns:
+        scalar, float32 (float64 for float64 scores). 0 where there are no positives or no
+        negatives. The gradient is a subgradient: that of F(R) - F(R*) at the maximising R.
+
+    Raises:
+        ValueError: shapes differ, a target is not allowed, a score is NaN or infinite.
+
+    Example:
+        >>> import torch
+        >>> scores = torch.tensor([1.0, 0.0], requires_grad=True)
+        >>> hinge_ap_loss(scores, torch.tensor([0, 1])).item()  # 1 - 1/2 - 2 * (0 - 1)
+        2.5
+    """
+    check_scores_and_targets(scores, targets)
+    loss: Tensor = _hinge_ap_loss(scores, targets)[0]
+    return loss
+
+
+class HingeAPLoss(nn.Module):
+    """See :func:`hinge_ap_loss`."""
+
+    def forward(self, scores: Tensor, targets: Tensor) -> Tensor:
+        return hinge_ap_loss(scores, targets)
+
+
+@torch.library.custom_op("aploss::hinge_ap_loss", mutates_args=())
+def _hinge_ap_loss(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    check_values(scores, targets)
+    dtype = loss_dtype(scores.dtype)
+    flat = scores.detach().flatten()
+    gradient = torch.zeros_like(flat, dtype=dtype)
+    positive_index = (targets.flatten() == 1).nonzero().flatten()
+    negative_index = (targets.flatten() == 0).nonzero().flatten()
+    num_positives, num_negatives = len(positive_index), len(negative_index)
+    if num_positives == 0 or num_negatives == 0:
+        return gradient.new_zeros(()), gradient
+    positives, positive_order = flat[positive_index].double().sort()  # ascending
+    negatives, negative_order = flat[negative_index].sort(descending=True)
+
+    passed = _count_by_passed_positives(positives, negatives)  # [P + 1]
+    above = passed.flip(0).cumsum(0).flip(0)[1:]  # [P] negatives that R puts above each positive
+    moved = int(above[0])  # these pass at least the lowest positive
+    origin = positives[0]  # keeps the digits of scores with a large offset
+    moved_sums = _sums_of_first(negatives[:moved].double() - origin, above)
+    rank_among_positives = torch.arange(num_positives, 0, -1, device=flat.device)
+    precision = (rank_among_positives / (rank_among_positives + above).double()).mean()
+    per_pair = 2 / (num_positives * num_negatives)  # R_ij turns from 1 to -1
+    loss = 1 - precision - per_pair * (above * (positives - origin) - moved_sums).sum()
+
+    levels = torch.arange(num_positives, -1, -1, device=flat.device)
+    passes = levels.repeat_interleave(passed.flip(0))[:moved]  # [moved] positives passed by each
+    gradient[positive_index[positive_order]] = (-per_pair * above).to(dtype)
+    gradient[negative_index[negative_order[:moved]]] = (per_pair * passes).to(dtype)
+    return loss.to(dtype), gradient
+
+
+@_hinge_ap_loss.register_fake
+def _(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = loss_dtype(scores.dtype)
+    return scores.new_empty((), dtype=dtype), scores.new_empty(scores.numel(), dtype=dtype)
+
+
+register_error_driven(_hinge_ap_loss, losses=1)
+
+
+def _count_by_passed_positives(positives: Tensor, negatives: Tensor) -> Tensor:
+    """How many negatives pass exactly r positives in the loss-augmented ranking, r = 0..P.
+
+    The middle negative of a run is placed first. Those before it then pass at least as many
+    positives, those after it at most as many, and a run with one number left is done: all runs of
+    a round together look at no more than 2P places, and there are log2(N) rounds.
+
+    Args:
+        positives: ascending, float64 [P].
+        negatives: descending [N].
+    """
+    counts = torch.zeros(len(positives) + 1, dtype=torch.int64, device=positives.device)
+    # Runs of negatives first..last - 1, each of which passes fewest..most positives.
+    runs = counts.new_tensor([[0], [len(negatives)], [0], [len(positives)]])
+    while runs.shape[1]:
+        first, last, fewest, most = runs
+        middle = (first + last) // 2
+        passed = _best_places(middle, fewest, most, positives, negatives)
+        counts.index_add_(0, passed, torch.ones_like(passed))
+        before = torch.stack([first, middle, passed, most])
+        after = torch.stack([middle + 1, last, fewest, passed])
+        runs = torch.cat([before, after], dim=1)
+        first, last, fewest, most = runs
+        settled = fewest == most
+        counts.index_add_(0, fewest[settled], (last - first)[settled])
+        runs = runs[:, ~settled & (first < last)]
+    return counts
+
+
+def _best_places(
+    which: Tensor, fewest: Tensor, most: Tensor, positives: Tensor, negatives: Tensor
+) -> Tensor:
+    """How many positives each of these negatives passes in the maximum, within its bounds.
+
+    The negative j (the j-th highest, from 1) gains by passing the i-th highest positive
+    i / (i + j - 1) - i / (i + j) in AP and loses 2 (s_i - s_j) / N in F, both over P; the best
+    place has the largest sum of these on the way up to it.
+    """
+    steps = most - fewest
+    run = torch.arange(len(which), device=which.device).repeat_interleave(steps)
+    start = steps.cumsum(0) - steps  # [runs] where each run's steps begin
+    position = torch.arange(len(run), device=run.device) - start[run]
+    passing = fewest[run] + position  # the positive that this step passes, from the lowest
+    i = (len(positives) - passing).double()
+    j = (which[run] + 1).double()
+    gain = i / ((i + j - 1) * (i + j))
+    gain -= 2 / len(negatives) * (positives[passing] - negatives[which].double()[run])
+    before = torch.cat([gain.new_zeros(1), gain.cumsum(0)])
+    height = before[1:] - before[start][run]  # sum of gains from the run's lower bound
+    highest = gain.new_zeros(len(which)).scatter_reduce_(0, run, height, "amax")
+    # The fewest steps that reach it; none where no step gains.
+    reached = torch.where(height == highest[run], position + 1, len(positives) + 1)
+    best = torch.full_like(which, len(positives) + 1).scatter_reduce_(0, run, reached, "amin")
+    return fewest + torch.where(highest > 0, best, 0)
+
+
+def _sums_of_first(values: Tensor, counts: Tensor) -> Tensor:
+    """The sums of the first ``counts`` values."""
+    return torch.cat([values.new_zeros(1), values.cumsum(0)])[counts]

@@ -1,0 +1,117 @@
+"""Softmax cross-entropy with online hard example mining, the classification loss of SSD."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .input_checks import NonFiniteScoresError
+from .ranking.operator import loss_dtype
+
+__all__ = ["OHEMCrossEntropy", "ohem_cross_entropy"]
+
+
+def ohem_cross_entropy(logits: Tensor, targets: Tensor, *, negative_ratio: float = 3.0) -> Tensor:
+    """Cross-entropy of all positives and of the hardest negatives, divided by the positives.
+
+    From "SSD: Single Shot MultiBox Detector" (Liu et al., ECCV 2016), Section 2.2: of the
+    negatives of an image only those with the largest loss count, ``negative_ratio`` times as many
+    as the image has positives (rounded down). An image without positives therefore adds nothing.
+
+    Args:
+        logits: [A, K + 1] for one image, or [B, ..., K + 1] for B of them, mined one by one;
+            column 0 is the background. Any floating dtype.
+        targets: logits' shape without the last axis, integer; 0 background, 1..K the class,
+            -1 ignored.
+        negative_ratio: negatives per positive, >= 0.
+
+    Returns:
+        scalar, float32 (float64 for float64 logits), connected to the graph also where it is 0.
+
+    Raises:
+        ValueError: the shapes do not fit, targets are not integers, the ratio is negative; and,
+            where not compiled, a target outside -1..K or a logit that is NaN or infinite.
+
+    Example:
+        >>> import torch
+        >>> logits = torch.zeros(5, 3, requires_grad=True)  # 5 boxes, 2 classes
+        >>> loss = ohem_cross_entropy(logits, torch.tensor([2, 0, 0, 0, 0]))
+        >>> loss  # 1 positive and 3 of 4 negatives, log(3) each
+        tensor(4.3944, grad_fn=<DivBackward0>)
+    """
+    _check_shapes(logits, targets)
+    _check_ratio(negative_ratio)
+    if not torch.compiler.is_compiling():
+        _check_values(logits, targets)
+    if logits.ndim == 2:
+        logits, targets = logits[None], targets[None]
+    targets = targets.flatten(1).long()  # [B, A]
+    logits = logits.flatten(1, -2).to(loss_dtype(logits.dtype))  # [B, A, K + 1]
+    logits = logits.masked_fill((targets == -1)[..., None], 0.0)  # may be NaN: no gradient either
+    losses = F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none"
+    ).view_as(targets)
+    positive = targets > 0
+    counted = positive | _hardest_negatives(losses.detach(), targets, negative_ratio)
+    return torch.where(counted, losses, 0.0).sum() / positive.sum().clamp(min=1)
+
+
+class OHEMCrossEntropy(nn.Module):
+    """See :func:`ohem_cross_entropy`."""
+
+    def __init__(self, negative_ratio: float = 3.0) -> None:
+        super().__init__()
+        _check_ratio(negative_ratio)
+        self.negative_ratio = negative_ratio
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return ohem_cross_entropy(logits, targets, negative_ratio=self.negative_ratio)
+
+    def extra_repr(self) -> str:
+        return f"negative_ratio={self.negative_ratio}"
+
+
+def _hardest_negatives(losses: Tensor, targets: Tensor, ratio: float) -> Tensor:
+    """Which negatives of each image have its largest losses [B, A]."""
+    candidates = losses.masked_fill(targets != 0, -torch.inf)
+    order = candidates.argsort(dim=1, descending=True, stable=True)
+    place = torch.empty_like(order)
+    place.scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
+    wanted = ((targets > 0).sum(dim=1, keepdim=True) * ratio).floor()  # [B, 1]
+    return (place < wanted) & (targets == 0)
+
+
+def _check_shapes(logits: Tensor, targets: Tensor) -> None:
+    if logits.ndim < 2 or logits.shape[:-1] != targets.shape or logits.shape[-1] < 2:
+        raise ValueError(
+            "logits must be [..., K + 1] with at least 2 columns and 2 axes, and targets the same "
+            f"without the last axis, got {tuple(logits.shape)} and {tuple(targets.shape)}"
+        )
+    if not logits.is_floating_point():
+        raise ValueError(f"logits must be floating point, got {logits.dtype}")
+    if targets.is_floating_point() or targets.is_complex():
+        raise ValueError(f"targets must be integer class numbers, got {targets.dtype}")
+
+
+def _check_values(logits: Tensor, targets: Tensor) -> None:
+    if targets.numel() == 0:
+        return
+    lowest, highest = (int(bound) for bound in targets.aminmax())
+    classes = logits.shape[-1] - 1
+    if lowest < -1 or highest > classes:
+        value = lowest if lowest < -1 else highest
+        index = int((targets.flatten() == value).nonzero()[0])
+        raise ValueError(
+            f"targets must be 1..{classes} (class), 0 (background) or -1 (ignored), "
+            f"got {value} at flat index {index}"
+        )
+    # NaN and infinity survive a sum; a sum that overflows is looked at more closely.
+    if not bool(logits.detach().sum(dtype=torch.float32).isfinite()):
+        bad = ~logits.isfinite().all(-1) & (targets != -1)
+        if bool(bad.any()):
+            index = int(bad.flatten().nonzero()[0])
+            raise NonFiniteScoresError(f"logits must be finite, got those of box {index} (flat)")
+
+
+def _check_ratio(ratio: float) -> None:
+    if not 0 <= ratio < float("inf"):
+        raise ValueError(f"negative_ratio must be a finite number >= 0, got {ratio}")
