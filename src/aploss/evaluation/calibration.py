@@ -1,0 +1,233 @@
+"""Scores that mean something: a monotone map from a detector's score to a probability.
+
+A ranking loss orders detections and leaves the scores anywhere. The map is fitted on detections of
+a validation set and is strictly increasing, so the order, and with it AP, stays what it was.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from aploss.errors import DataError
+from aploss.evaluation.detections import DetectionTable, as_detections
+from aploss.evaluation.ground_truth import GroundTruth, as_ground_truth
+from aploss.evaluation.matching import match_detections
+from aploss.evaluation.reliability import (
+    DrawThreshold,
+    best_f1_threshold,
+    equal_mass_edges,
+    expected_calibration_error,
+    expected_noise,
+    reliability,
+)
+
+__all__ = ["Calibration", "calibrate_detections", "calibration_report", "fit_calibration"]
+
+# Relative rise per doubling of the score. Two neighbouring float32 scores differ by at least
+# 2^-24 of their size, so their probabilities by about 1e-6 * 2^-24 / 2 = 3e-14 of theirs: far more
+# than the 2e-16 that float64 resolves, and over all 149 doublings of float32 still only 1.5e-4.
+RISE_PER_OCTAVE = 1e-6
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """A piecewise linear, strictly increasing map from scores in [0, 1] to probabilities.
+
+    Attributes:
+        x: scores of the knots, ascending from 0 to 1, float64 [k].
+        y: their probabilities, ascending, float64 [k].
+
+    Example:
+        >>> calibration = Calibration(x=[0, 0.2, 1], y=[0, 0.9, 1])
+        >>> calibration([0.1, 0.2]).tolist()
+        [0.45, 0.9]
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+
+    def __post_init__(self) -> None:
+        x, y = (np.asarray(values, dtype=np.float64) for values in (self.x, self.y))
+        if x.ndim != 1 or x.shape != y.shape or len(x) < 2:
+            raise DataError(f"calibration knots of shapes {x.shape} and {y.shape}, expected [k]")
+        rising = bool(np.all(np.diff(x) > 0) and np.all(np.diff(y) > 0))  # False with NaN too
+        if not rising or x[0] != 0 or x[-1] != 1 or y[0] < 0 or y[-1] > 1:
+            raise DataError("calibration knots must rise from score 0 to 1, within [0, 1]")
+        object.__setattr__(self, "x", x)
+        object.__setattr__(self, "y", y)
+
+    def __call__(self, scores: np.ndarray | Sequence[float]) -> np.ndarray:
+        """Probabilities of scores, float64 of the same shape.
+
+        Different float32 scores give different float64 probabilities in the same order. Rounded to
+        float32 afterwards some may become equal: sort before, not after.
+
+        Raises:
+            DataError: a score outside [0, 1].
+        """
+        values = np.asarray(scores, dtype=np.float64)
+        if values.size and not (values.min() >= 0 and values.max() <= 1):
+            raise DataError("calibration is for scores in [0, 1]; apply a sigmoid to logits first")
+        probabilities: np.ndarray = np.interp(values, self.x, self.y)
+        return probabilities
+
+    def to_dict(self) -> dict[str, list[float]]:
+        """The knots as plain lists, for checkpoints and JSON."""
+        return {"x": self.x.tolist(), "y": self.y.tolist()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Calibration":
+        """The opposite of :meth:`to_dict`. Raises ``DataError`` for anything that is no map."""
+        try:
+            return cls(x=np.array(values["x"], dtype=float), y=np.array(values["y"], dtype=float))
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"not a calibration: {error}") from None
+
+
+def fit_calibration(
+    scores: np.ndarray | Sequence[float], correct: np.ndarray | Sequence[bool]
+) -> Calibration:
+    """Fits the map on detections by isotonic regression.
+
+    Two made-up detections, a correct one at the lowest score and a wrong one at the highest, keep
+    probabilities away from 0 and 1 (Laplace's rule): ten detections, all correct, do not prove
+    certainty. The steps of the regression are joined by lines, flat parts rise by one millionth
+    per doubling of the score, score 0 stays 0, and above the highest score seen nothing more is
+    claimed than at it.
+
+    Args:
+        scores: scores in [0, 1] of detections, any order, [n].
+        correct: whether each found an object, [n]. Leave ignored detections out.
+
+    Returns:
+        The map; the identity when there is nothing to learn from (no score above 0).
+
+    Raises:
+        DataError: lengths that differ, or a score outside [0, 1].
+
+    Example:
+        >>> calibration = fit_calibration([0.01, 0.01, 0.2, 0.2, 0.2, 0.2], [0, 0, 1, 1, 1, 1])
+        >>> calibration([0.01, 0.2]).round(2).tolist()  # (0 + 1) / (2 + 1) and 4 / (4 + 1)
+        [0.33, 0.8]
+    """
+    score = np.asarray(scores, dtype=np.float64)
+    right = np.asarray(correct, dtype=np.float64)
+    if score.ndim != 1 or score.shape != right.shape:
+        raise DataError(f"scores of shape {score.shape} and correct of shape {right.shape}")
+    if score.size and not (score.min() >= 0 and score.max() <= 1):
+        raise DataError("scores must be in [0, 1] to be calibrated")
+    # knots are then at least one float32 step apart, far enough to rise from one to the next
+    score = score.astype(np.float32).astype(np.float64)
+    positive = score > 0
+    score, right = score[positive], right[positive]
+    if not score.size:
+        return Calibration(x=np.array([0.0, 1.0]), y=np.array([0.0, 1.0]))
+    return _strictly_increasing(*_isotonic(score, right))
+
+
+def calibrate_detections(
+    ground_truth: dict[str, Any] | GroundTruth,
+    detections: Sequence[dict[str, Any]] | DetectionTable,
+    *,
+    iou: float = 0.5,
+) -> tuple[Calibration, DrawThreshold]:
+    """Fits the calibration and the threshold to draw at on the detections of a validation set.
+
+    Args:
+        ground_truth: COCO dict or arrays of the validation set.
+        detections: a detector's raw detections on it, without a score threshold.
+        iou: overlap from which a detection is correct.
+
+    Returns:
+        The calibration of all classes together, and the threshold with the best F1, which is a
+        calibrated score.
+    """
+    truth = as_ground_truth(ground_truth)
+    table = as_detections(detections, truth)
+    matches = match_detections(truth, table, iou)
+    judged = ~matches.ignored
+    calibration = fit_calibration(table.scores[judged], matches.correct[judged])
+    threshold = best_f1_threshold(
+        calibration(table.scores[judged]), matches.correct[judged], int(truth.counted.sum())
+    )
+    return calibration, threshold
+
+
+def calibration_report(
+    ground_truth: dict[str, Any] | GroundTruth,
+    detections: Sequence[dict[str, Any]] | DetectionTable,
+    calibration: Calibration,
+    threshold: float,
+    *,
+    iou: float = 0.5,
+) -> dict[str, Any]:
+    """What the calibration does to detections it was not fitted on, as plain values for JSON.
+
+    Args:
+        ground_truth: COCO dict or arrays.
+        detections: a detector's raw detections.
+        calibration: fitted on others.
+        threshold: the calibrated score from which detections are drawn.
+        iou: overlap from which a detection is correct.
+
+    Returns:
+        ``iou``, ``draw_threshold``, ``calibrated_scores`` of all detections; what is drawn:
+        ``drawn`` detections, their ``precision``, ``recall`` and ``f1``; ``before`` and ``after``:
+        ``expected_calibration_error`` of the drawn detections, ``noise`` that chance alone would
+        give, ``bins``; and under ``all`` the error of all detections with bins of equal width and
+        of equal mass. The drawn are the same detections before and after.
+    """
+    truth = as_ground_truth(ground_truth)
+    table = as_detections(detections, truth)
+    matches = match_detections(truth, table, iou)
+    judged = ~matches.ignored
+    calibrated = calibration(table.scores)
+    correct = matches.correct[judged]
+    drawn = calibrated[judged] >= threshold
+    right, shown, objects = correct[drawn].sum(), drawn.sum(), matches.counted.sum()
+    return {
+        "iou": iou,
+        "draw_threshold": threshold,
+        "drawn": int(shown),
+        "precision": float(right / max(1, shown)),
+        "recall": float(right / max(1, objects)),
+        "f1": float(2 * right / max(1, shown + objects)),
+        "before": _errors(table.scores[judged], correct, drawn),
+        "after": _errors(calibrated[judged], correct, drawn),
+        "calibrated_scores": calibrated.tolist(),
+    }
+
+
+def _errors(values: np.ndarray, correct: np.ndarray, drawn: np.ndarray) -> dict[str, Any]:
+    edges = equal_mass_edges(values)
+    return {
+        "expected_calibration_error": expected_calibration_error(values[drawn], correct[drawn]),
+        "noise": expected_noise(values[drawn]),
+        "bins": [asdict(row) for row in reliability(values[drawn], correct[drawn])],
+        "all": {
+            "expected_calibration_error": expected_calibration_error(values, correct),
+            "equal_mass_error": expected_calibration_error(values, correct, edges),
+        },
+    }
+
+
+def _isotonic(scores: np.ndarray, correct: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Corners of the isotonic regression: scores, strictly ascending, and probabilities."""
+    from sklearn.isotonic import IsotonicRegression
+
+    regression = IsotonicRegression(y_min=0.0, y_max=1.0).fit(
+        np.concatenate([scores, [scores.min(), scores.max()]]),
+        np.concatenate([correct, [1.0, 0.0]]),
+    )
+    return regression.X_thresholds_, regression.y_thresholds_
+
+
+def _strictly_increasing(x: np.ndarray, y: np.ndarray) -> Calibration:
+    """The corners as a map of the whole of [0, 1] on which no two float32 scores become equal."""
+    lowest = int(np.floor(np.log2(x[0])))
+    octaves = 2.0 ** np.arange(lowest + 1, 1)  # a knot per doubling bounds the slope from below
+    knots = np.union1d(x, octaves)
+    probabilities = np.interp(knots, x, y) * (1 + RISE_PER_OCTAVE * np.log2(knots))
+    return Calibration(x=np.append(0.0, knots), y=np.append(0.0, probabilities))

@@ -1,0 +1,191 @@
+"""Which detection found which object: the greedy rule of COCO at one IoU."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from aploss.evaluation.detections import DetectionTable, as_detections
+from aploss.evaluation.ground_truth import GroundTruth, as_ground_truth
+
+__all__ = ["Matches", "Pairs", "candidate_pairs", "match_detections"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matches:
+    """The outcome for each of n detections and g objects.
+
+    Attributes:
+        iou: the overlap from which a detection counts.
+        correct: the detection found an object that counts, bool [n].
+        ignored: it lies on a crowd or difficult object: neither right nor wrong, bool [n].
+        objects: index of the object it was matched with, -1 for none, int64 [n].
+        overlaps: IoU with that object, or the largest one with any object of its image and class;
+            0 where there is none, float64 [n].
+        found: the object was found, bool [g].
+        counted: the object counts (neither crowd nor difficult), bool [g].
+        order: detections from the highest score to the lowest, ties as the metric takes them,
+            int64 [n].
+    """
+
+    iou: float
+    correct: np.ndarray
+    ignored: np.ndarray
+    objects: np.ndarray
+    overlaps: np.ndarray
+    found: np.ndarray
+    counted: np.ndarray
+    order: np.ndarray
+
+    @property
+    def wrong(self) -> np.ndarray:
+        """False positives, bool [n]."""
+        wrong: np.ndarray = ~(self.correct | self.ignored)
+        return wrong
+
+    @property
+    def missed(self) -> np.ndarray:
+        """False negatives, bool [g]."""
+        missed: np.ndarray = self.counted & ~self.found
+        return missed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """Detections and objects of the same image and category, one row a pair, p rows.
+
+    Attributes:
+        detections: index of the detection, ascending, int64 [p].
+        objects: index of the object, ascending within a detection, int64 [p].
+        overlaps: their IoU (with a crowd: the part of the detection inside it), float64 [p].
+    """
+
+    detections: np.ndarray
+    objects: np.ndarray
+    overlaps: np.ndarray
+
+
+def match_detections(
+    ground_truth: dict[str, Any] | GroundTruth,
+    detections: Sequence[dict[str, Any]] | DetectionTable,
+    iou: float = 0.5,
+) -> Matches:
+    """Matches detections with objects of their image and class, best score first, as COCO does.
+
+    A detection takes the free object it overlaps most, if by at least ``iou``. Objects that count
+    come before crowd and difficult ones; a crowd can take any number of detections.
+
+    Args:
+        ground_truth: COCO dict or arrays.
+        detections: COCO results or a table.
+        iou: smallest overlap of a match.
+
+    Example:
+        >>> truth = {
+        ...     "images": [{"id": 1}], "categories": [{"id": 1, "name": "cell"}],
+        ...     "annotations": [{"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 10]}],
+        ... }
+        >>> box = {"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 8]}
+        >>> matches = match_detections(truth, [{**box, "score": 0.3}, {**box, "score": 0.6}])
+        >>> matches.correct  # the second takes the object, the first is a duplicate
+        array([False,  True])
+    """
+    truth = as_ground_truth(ground_truth)
+    table = as_detections(detections, truth)
+    pairs = candidate_pairs(truth, table, crowds_cover=True)
+    # equal scores: COCO goes image by image in the order of their ids
+    order = np.lexsort((table.image_ids, -table.scores))
+    objects = _assign(truth, pairs, order, iou)
+    ignored = np.zeros(len(table), dtype=bool)
+    matched = objects >= 0
+    ignored[matched] = ~truth.counted[objects[matched]]
+    return _outcome(truth, pairs, objects, ignored, order, iou)
+
+
+def candidate_pairs(truth: GroundTruth, table: DetectionTable, *, crowds_cover: bool) -> Pairs:
+    """All pairs of a detection and an object of the same image and category.
+
+    Args:
+        truth: the objects.
+        table: the detections.
+        crowds_cover: with a crowd, divide the intersection by the detection's area alone.
+    """
+    object_keys = _group_keys(truth, truth.image_ids, truth.category_ids)
+    keys = _group_keys(truth, table.image_ids, table.category_ids)
+    by_key = np.argsort(object_keys, kind="stable")
+    first = np.searchsorted(object_keys[by_key], keys, side="left")
+    counts = np.searchsorted(object_keys[by_key], keys, side="right") - first
+    detection = np.repeat(np.arange(len(table)), counts)
+    within = np.arange(len(detection)) - np.repeat(np.cumsum(counts) - counts, counts)
+    objects = by_key[np.repeat(first, counts) + within]
+    overlaps = _overlaps(
+        table.xywh[detection], truth.xywh[objects], truth.crowd[objects] & crowds_cover
+    )
+    return Pairs(detections=detection, objects=objects, overlaps=overlaps)
+
+
+def _group_keys(truth: GroundTruth, image_ids: np.ndarray, category_ids: np.ndarray) -> np.ndarray:
+    """One number per image and category."""
+    categories = np.array(list(truth.categories), dtype=np.int64)
+    images = np.searchsorted(truth.images, image_ids)
+    keys: np.ndarray = images * len(categories) + np.searchsorted(categories, category_ids)
+    return keys
+
+
+def _overlaps(boxes: np.ndarray, others: np.ndarray, crowd: np.ndarray) -> np.ndarray:
+    """IoU of boxes [p, 4] with others [p, 4], xywh, in the operations of the COCO tools."""
+    ends = np.minimum(boxes[:, :2] + boxes[:, 2:], others[:, :2] + others[:, 2:])
+    width, height = np.maximum(ends - np.maximum(boxes[:, :2], others[:, :2]), 0.0).T
+    intersection = width * height
+    area = boxes[:, 2] * boxes[:, 3]
+    union = np.where(crowd, area, area + others[:, 2] * others[:, 3] - intersection)
+    overlaps: np.ndarray = np.zeros_like(union)
+    return np.divide(intersection, union, out=overlaps, where=intersection > 0)
+
+
+def _assign(truth: GroundTruth, pairs: Pairs, order: np.ndarray, iou: float) -> np.ndarray:
+    """Index of the object each detection takes, -1 for none, int64 [n]."""
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    close = np.flatnonzero(pairs.overlaps >= min(iou, 1 - 1e-10))
+    detection, candidate = pairs.detections[close], pairs.objects[close]
+    # what a detection prefers: objects that count, then large overlap, then the later object
+    preference = np.lexsort(
+        (-candidate, -pairs.overlaps[close], ~truth.counted[candidate], rank[detection])
+    )
+    objects = np.full(len(order), -1, dtype=np.int64)
+    taken = np.zeros(len(truth), dtype=bool)
+    for row in preference:
+        if objects[detection[row]] < 0 and not taken[candidate[row]]:
+            objects[detection[row]] = candidate[row]
+            taken[candidate[row]] = not truth.crowd[candidate[row]]
+    return objects
+
+
+def _outcome(
+    truth: GroundTruth,
+    pairs: Pairs,
+    objects: np.ndarray,
+    ignored: np.ndarray,
+    order: np.ndarray,
+    iou: float,
+) -> Matches:
+    matched = objects >= 0
+    overlaps = np.zeros(len(objects))
+    np.maximum.at(overlaps, pairs.detections, pairs.overlaps)
+    of_match = pairs.objects == objects[pairs.detections]
+    overlaps[pairs.detections[of_match]] = pairs.overlaps[of_match]
+    correct = matched & ~ignored
+    found = np.zeros(len(truth), dtype=bool)
+    found[objects[matched]] = True
+    return Matches(
+        iou=iou,
+        correct=correct,
+        ignored=ignored,
+        objects=objects,
+        overlaps=overlaps,
+        found=found,
+        counted=truth.counted,
+        order=order,
+    )

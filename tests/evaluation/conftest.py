@@ -1,0 +1,148 @@
+"""A detector made of random numbers, and pycocotools without its printing."""
+
+import contextlib
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+Simulated = tuple[dict[str, Any], list[dict[str, Any]]]
+
+
+@pytest.fixture
+def simulate() -> Callable[..., Simulated]:
+    """``simulate(seed, ...)`` gives a COCO ground truth and the results of a made-up detector."""
+    return simulated_detector
+
+
+@pytest.fixture
+def pycocotools_evaluation() -> Callable[..., Any]:
+    """``evaluate(truth, results, limits)`` gives a pycocotools COCOeval that has run."""
+    pytest.importorskip("pycocotools", reason="pycocotools is the oracle of this test")
+    return run_pycocotools
+
+
+def simulated_detector(
+    seed: int,
+    *,
+    images: int = 12,
+    classes: int = 3,
+    objects: float = 4.0,
+    detections: int = 20,
+    grid: int = 0,
+    crowds: float = 0.0,
+    difficult: float = 0.0,
+    score_steps: int = 0,
+    separation: float = 3.0,
+) -> Simulated:
+    """Objects on images, and a detector that finds most of them among false positives.
+
+    Args:
+        seed: of the generator.
+        images: some of them stay without objects, some without detections.
+        classes: one more is in the category list and has no object.
+        objects: mean number on an image.
+        detections: number on an image.
+        grid: round boxes to multiples of this, so that overlaps are often equal; 0 for no rounding.
+        crowds: share of objects that are crowds.
+        difficult: share of objects that are difficult.
+        score_steps: number of different scores, so that many are equal; 0 for no rounding.
+        separation: how far the logits of objects are above those of the background.
+    """
+    generator = np.random.default_rng(seed)
+    truth: dict[str, Any] = {
+        "images": [{"id": 7 * index + 3, "width": 400, "height": 400} for index in range(images)],
+        "categories": [{"id": 2 * index + 1, "name": f"class {index}"} for index in range(classes + 1)],
+        "annotations": [],
+    }  # fmt: skip
+    results: list[dict[str, Any]] = []
+    for image in truth["images"]:
+        boxes = _boxes(generator, generator.poisson(objects), grid)
+        labels = generator.integers(0, classes, len(boxes))
+        for box, label in zip(boxes, labels, strict=True):
+            truth["annotations"].append(
+                {
+                    "id": len(truth["annotations"]) + 1,
+                    "image_id": image["id"],
+                    "category_id": 2 * int(label) + 1,
+                    "bbox": box.tolist(),
+                    "area": float(box[2] * box[3] * generator.uniform(0.6, 1.0)),
+                    "iscrowd": int(generator.random() < crowds),
+                    "difficult": int(generator.random() < difficult),
+                }
+            )
+        if generator.random() < 0.1:
+            continue
+        results += _results(generator, image["id"], boxes, labels, classes, detections, grid)
+    for row in results:
+        row["score"] = float(np.float32(1 / (1 + np.exp(4.6 - separation * row["score"]))))
+        if score_steps:
+            row["score"] = round(row["score"] * score_steps) / score_steps
+    return truth, [results[index] for index in generator.permutation(len(results))]
+
+
+def _boxes(generator: np.random.Generator, count: int, grid: int) -> np.ndarray:
+    sizes = np.exp(generator.uniform(np.log(8), np.log(200), (count, 2)))
+    boxes = np.concatenate([generator.uniform(0, 400 - sizes), sizes], axis=1)
+    if grid:
+        boxes = np.round(boxes / grid) * grid
+        boxes[:, 2:] = np.maximum(boxes[:, 2:], grid)
+    return boxes
+
+
+def _results(
+    generator: np.random.Generator,
+    image_id: int,
+    boxes: np.ndarray,
+    labels: np.ndarray,
+    classes: int,
+    count: int,
+    grid: int,
+) -> list[dict[str, Any]]:
+    rows = []
+    for _ in range(count):
+        box, label = _boxes(generator, 1, grid)[0], int(generator.integers(0, classes + 1))
+        strength = generator.normal(0, 0.5)
+        if len(boxes) and generator.random() < 0.6:  # near an object; sometimes twice at the same
+            chosen = generator.integers(0, len(boxes))
+            near = boxes[chosen] * (1 + generator.normal(0, 0.06, 4))
+            box = np.round(near / grid) * grid if grid else near
+            box[2:] = np.maximum(box[2:], grid or 1)
+            label = int(labels[chosen]) if generator.random() < 0.9 else label
+            strength = generator.normal(1.2, 0.5)
+        rows.append(
+            {
+                "image_id": image_id,
+                "category_id": 2 * label + 1,
+                "bbox": box.tolist(),
+                "score": float(strength),
+            }
+        )
+    return rows
+
+
+def run_pycocotools(
+    truth: dict[str, Any], results: list[dict[str, Any]], limits: tuple[int, ...] = (1, 10, 100)
+) -> Any:
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        objects = COCO()
+        objects.dataset = truth
+        objects.createIndex()
+        if results:
+            detections = objects.loadRes([dict(row) for row in results])
+        else:
+            detections = COCO()
+            detections.dataset = {**truth, "annotations": []}
+            detections.createIndex()
+        evaluation = COCOeval(objects, detections, "bbox")
+        evaluation.params.maxDets = list(limits)
+        evaluation.evaluate()
+        evaluation.accumulate()
+        if limits == (1, 10, 100):
+            evaluation.summarize()
+    return evaluation

@@ -1,0 +1,199 @@
+"""COCO metrics against pycocotools and hand-worked cases."""
+
+import copy
+import math
+import time
+
+import numpy as np
+import pytest
+
+from aploss.errors import ConfigError
+from aploss.evaluation import DetectionTable, coco_metrics
+
+SUMMARY = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR", "ARs", "ARm", "ARl")
+
+CASES = {
+    "plain": {},
+    "one class": {"classes": 1},
+    "equal overlaps": {"grid": 20},
+    "equal scores": {"score_steps": 8},
+    "all scores equal": {"score_steps": 1},
+    "crowds": {"crowds": 0.3},
+    "only crowds": {"crowds": 1.0},
+    "everything at once": {"grid": 10, "crowds": 0.25, "score_steps": 10, "classes": 5},
+    "empty images": {"objects": 0.4, "images": 25},
+    "crowded images": {"objects": 25.0, "detections": 150, "images": 4, "classes": 2},
+}
+
+
+def same(ours: float, theirs: float) -> bool:
+    """pycocotools writes -1 where we write NaN."""
+    return abs(ours - theirs) <= 1e-10 if theirs > -1 else math.isnan(ours)
+
+
+def assert_equal_to_pycocotools(truth, results, oracle, **options):
+    metrics = coco_metrics(truth, results, **options)
+    for name, value in zip(SUMMARY, oracle.stats, strict=True):
+        assert same(getattr(metrics, name), value), name
+    precision, recall = oracle.eval["precision"], oracle.eval["recall"]
+    for index, values in enumerate(metrics.per_class.values()):
+        assert same(values["AP"], mean(precision[:, :, index, 0, 2]))
+        assert same(values["AP50"], mean(precision[0, :, index, 0, 2]))
+        assert same(values["APs"], mean(precision[:, :, index, 1, 2]))
+        assert same(values["AR10"], mean(recall[:, index, 0, 1]))
+
+
+def mean(values: np.ndarray) -> float:
+    defined = values[values > -1]
+    return defined.mean() if defined.size else -1.0
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("seed", range(6))
+def test_numbers_equal_those_of_pycocotools(case, seed, simulate, pycocotools_evaluation):
+    truth, results = simulate(seed, **CASES[case])
+    assert_equal_to_pycocotools(truth, results, pycocotools_evaluation(truth, results))
+
+
+@pytest.mark.parametrize("limit", [1, 5, 10, 30])
+def test_other_detection_limits_equal_pycocotools(limit, simulate, pycocotools_evaluation):
+    truth, results = simulate(3, detections=60, classes=2, score_steps=12)
+    oracle = pycocotools_evaluation(truth, results, (1, min(10, limit), limit))
+    metrics = coco_metrics(truth, results, max_detections=limit)
+    assert same(metrics.AP, mean(oracle.eval["precision"][:, :, :, 0, 2]))
+    assert same(metrics.AR1, mean(oracle.eval["recall"][:, :, 0, 0]))
+    assert same(metrics.AR10, mean(oracle.eval["recall"][:, :, 0, 1]))
+    assert same(metrics.AR, mean(oracle.eval["recall"][:, :, 0, 2]))
+
+
+def test_one_iou_equals_pycocotools_at_that_threshold(simulate, pycocotools_evaluation):
+    truth, results = simulate(4)
+    oracle = pycocotools_evaluation(truth, results)
+    metrics = coco_metrics(truth, results, iou=0.6)
+    assert same(metrics.AP, mean(oracle.eval["precision"][2, :, :, 0, 2]))
+    assert same(metrics.AP50, oracle.stats[1])
+    assert same(metrics.AP75, oracle.stats[2])
+    assert metrics.iou == "0.60"
+
+
+def test_annotation_ids_do_not_matter(simulate):
+    truth, results = simulate(5)
+    without = copy.deepcopy(truth)
+    for index, annotation in enumerate(without["annotations"]):
+        annotation["id"] = index if index % 2 else 0  # from 0, and repeated
+    assert coco_metrics(without, results) == coco_metrics(truth, results)
+
+
+def test_input_is_left_as_it_was(simulate):
+    truth, results = simulate(6)
+    before = copy.deepcopy((truth, results))
+    coco_metrics(truth, results)
+    assert (truth, results) == before
+
+
+def test_nothing_is_printed(simulate, capfd):
+    coco_metrics(*simulate(7))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_table_scores_like_the_results_it_came_from(simulate):
+    truth, results = simulate(8)
+    assert coco_metrics(truth, DetectionTable.from_results(results)) == coco_metrics(truth, results)
+
+
+def test_perfect_detections_give_one_and_none_give_zero(simulate):
+    truth, _ = simulate(9)
+    perfect = [
+        {key: one[key] for key in ("image_id", "category_id", "bbox")} | {"score": 0.5}
+        for one in truth["annotations"]
+    ]
+    metrics = coco_metrics(truth, perfect)
+    assert metrics.AP == pytest.approx(1, abs=1e-12)
+    assert metrics.AP50 == pytest.approx(1, abs=1e-12)
+    assert metrics.AR == 1
+    nothing = coco_metrics(truth, [])
+    assert (nothing.AP, nothing.AP50, nothing.AR, nothing.detections) == (0, 0, 0, 0)
+
+
+def test_a_class_without_objects_has_no_value_and_is_not_in_the_mean(simulate):
+    truth, results = simulate(10, classes=2)  # the third category has detections and no object
+    metrics = coco_metrics(truth, results)
+    values = [row["AP"] for row in metrics.per_class.values()]
+    assert math.isnan(values[2])
+    assert metrics.per_class["class 2"]["detections"] > 0
+    assert pytest.approx(np.mean(values[:2]), abs=1e-12) == metrics.AP
+    assert metrics.as_dict()["per_class"]["class 2"]["AP"] is None
+
+
+@pytest.mark.parametrize("images", [0, 2])
+def test_ground_truth_without_objects_has_no_value(images):
+    truth = {
+        "images": [{"id": index} for index in range(images)],
+        "categories": [{"id": 1, "name": "cell"}],
+        "annotations": [],
+    }
+    metrics = coco_metrics(truth, [])
+    assert math.isnan(metrics.AP)
+    assert metrics.objects == 0
+
+
+def box(left: float, score: float | None = None, **flags: int) -> dict:
+    row = {"image_id": 1, "category_id": 1, "bbox": [left, 0.0, 10.0, 10.0], **flags}
+    return row if score is None else {**row, "score": score}
+
+
+def one_image(*annotations: dict) -> dict:
+    categories = [{"id": 1, "name": "cell"}]
+    return {"images": [{"id": 1}], "categories": categories, "annotations": list(annotations)}
+
+
+def test_a_difficult_object_is_ignored_once():
+    truth = one_image(box(0), box(100, difficult=1))
+    # the difficult object costs no recall when missed ...
+    assert coco_metrics(truth, [box(0, 0.9)]).AP50 == pytest.approx(1)
+    # ... and no precision when found: ranking (ignored, right) has AP 1
+    assert coco_metrics(truth, [box(100, 0.95), box(0, 0.9)]).AP50 == pytest.approx(1)
+    # found twice, the second is wrong: ranking (ignored, wrong, right) has precision 1/2
+    twice = [box(100, 0.95), box(100, 0.94), box(0, 0.9)]
+    assert coco_metrics(truth, twice).AP50 == pytest.approx(1 / 2)
+    assert coco_metrics(truth, twice).objects == 1
+
+
+def test_a_crowd_takes_any_number_of_detections():
+    truth = one_image(box(0), {**box(100, iscrowd=1), "bbox": [100.0, 0.0, 50.0, 50.0]})
+    # both lie inside the crowd; their plain IoU with it is only 100 / 2500
+    found = [box(100, 0.95), box(120, 0.94), box(0, 0.9)]
+    assert coco_metrics(truth, found).AP50 == pytest.approx(1)
+
+
+@pytest.mark.parametrize("options", [{"iou": 0.0}, {"iou": 1.5}, {"max_detections": 0}])
+def test_settings_out_of_range_are_refused(options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        coco_metrics(one_image(box(0)), [], **options)
+
+
+def test_a_set_as_large_as_coco_takes_seconds(simulate):
+    generator = np.random.default_rng(0)
+    images, objects, found = 1000, 7_000, 100_000  # a fifth of COCO's validation set
+    truth = {
+        "images": [{"id": index} for index in range(images)],
+        "categories": [{"id": index, "name": str(index)} for index in range(80)],
+        "annotations": [
+            {"image_id": int(image), "category_id": int(category), "bbox": box}
+            for image, category, box in zip(
+                generator.integers(0, images, objects),
+                generator.integers(0, 80, objects),
+                generator.uniform(1, 300, (objects, 4)).tolist(),
+                strict=True,
+            )
+        ],
+    }
+    table = DetectionTable(
+        image_ids=np.repeat(np.arange(images), 100),
+        category_ids=generator.integers(0, 80, found),
+        xywh=generator.uniform(1, 300, (found, 4)),
+        scores=generator.random(found),
+    )
+    start = time.process_time()
+    coco_metrics(truth, table)
+    assert time.process_time() - start < 15  # about 1.5 s on one core
