@@ -55,7 +55,10 @@ def ap_loss(
     """
     check_scores_and_targets(scores, targets)
     check_delta(delta)
-    return _ap_loss(scores, targets, float(delta), interpolated, group_name(process_group))[0]
+    loss: Tensor = _ap_loss(scores, targets, float(delta), interpolated, group_name(process_group))[
+        0
+    ]
+    return loss
 
 
 class APLoss(nn.Module):
@@ -92,11 +95,8 @@ def _ap_loss(
     positives = max(ranking.num_positives, 1)
     rank = 1 + ranking.positives_above + ranking.negatives_above
     error = ranking.negatives_above / rank  # [P] sum_j L_ij = 1 - precision, Eq. (5)
-    if interpolated and len(error):
-        # Algorithm 1, lines 8-11: the precision never falls on the way up.
-        kept = error.cummin(0).values
-    else:
-        kept = error
+    # Algorithm 1, lines 8-11: on the way up, the precision never falls.
+    kept = error.cummin(0).values if interpolated and len(error) else error
     # Line 11 scales the row L_i; where there is no error there is nothing to scale.
     row_scale = torch.where(error > 0, kept / error, 1.0)
     gradient = ranking.gradient(row_scale / rank / positives, -kept / positives)

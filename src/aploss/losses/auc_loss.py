@@ -38,7 +38,8 @@ def auc_loss(
     """
     check_scores_and_targets(scores, targets)
     check_delta(delta)
-    return _auc_loss(scores, targets, float(delta), group_name(process_group))[0]
+    loss: Tensor = _auc_loss(scores, targets, float(delta), group_name(process_group))[0]
+    return loss
 
 
 class AUCLoss(nn.Module):

@@ -1,4 +1,4 @@
-"""Checks of what a user hands to a loss. Every message says which value, where, and what is meant."""
+"""Checks of what a user hands to a loss: every message says which value, where, what is meant."""
 
 import math
 

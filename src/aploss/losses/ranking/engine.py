@@ -14,7 +14,6 @@ positives i of ``pair_weights[i] * f(s_j - s_i)``.
 
 from dataclasses import dataclass
 from functools import cached_property
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..input_checks import refuse_score, refuse_target
-from . import across_processes, kernels_torch
+from . import across_processes
+from .passes import Passes, TorchPasses
 from .segments import Segments, cut_into_segments, line_through_segments, sums_of_steps
 
 __all__ = ["Ranking", "rank_boxes"]
@@ -58,7 +58,7 @@ class Ranking:
         """Where this process's positives, in the order of their flat index, stand in [P]."""
         place = torch.empty_like(self._order)
         place[self._order] = torch.arange(len(place), device=place.device)
-        return place[self._first_own : self._first_own + len(self._boxes.positive_index)]
+        return place[self._first_own : self._first_own + len(self._boxes.passes.positive_index)]
 
     @property
     def num_processes(self) -> int:
@@ -90,11 +90,9 @@ class Ranking:
             gradient = torch.zeros_like(boxes.scores)
         else:
             at_left, slope = line_through_segments(self._segments, pair_weights * scale)
-            gradient = boxes.kernels.gradient_of_negatives(
-                boxes.scores, boxes.targets, self._segments, at_left, slope
-            )
+            gradient = boxes.passes.gradient_of_negatives(self._segments, at_left, slope)
         own = positive_gradient[self.own_places] * scale
-        gradient[boxes.positive_index] = own.to(gradient.dtype)
+        gradient[boxes.passes.positive_index] = own.to(gradient.dtype)
         return gradient
 
 
@@ -104,10 +102,8 @@ class _Boxes:
 
     scores: Tensor  # [n], float32 or float64
     targets: Tensor  # [n]
-    positive_index: Tensor
-    positive_scores: Tensor  # float64, in the order of the index
-    num_negatives: int
-    kernels: ModuleType
+    passes: Passes
+    positive_scores: Tensor  # float64, in the order of the flat index
     group: Any
 
 
@@ -127,7 +123,7 @@ def rank_boxes(
         targets: same shape; 1, 0 and -1, or with ``soft_targets`` also values in (0, 1).
         delta: half the width of the step function; 0 is the Heaviside step.
         group: name of the process group to rank over; "" for this process alone.
-        backend: "cpu" or "torch" to choose the kernels; by default the device does.
+        backend: "cpu" or "torch" to choose who makes the passes; by default the device does.
 
     Raises:
         ValueError: a target that is not allowed.
@@ -143,15 +139,12 @@ def rank_boxes(
     shift = float(sorted_scores[len(order) // 2]) if len(order) and delta else 0.0
     sorted_scores = sorted_scores - shift
     segments = cut_into_segments(sorted_scores, delta, shift)
-    counts, sums = _negatives_per_segment(boxes, segments)
-    negatives = boxes.num_negatives
-    if boxes.group is not None:
-        own = torch.tensor(float(negatives), dtype=torch.float64, device=counts.device)
-        negatives = int(across_processes.sum_over(own, boxes.group))
+    counts, sums, negatives = _negatives_per_segment(boxes, segments)
+    positives_above, negatives_above = _sums_above(segments, sorted_scores, counts, sums)
     return Ranking(
         num_negatives=negatives,
-        positives_above=_positives_above(segments, sorted_scores),
-        negatives_above=sums_of_steps(segments, counts, sums),
+        positives_above=positives_above,
+        negatives_above=negatives_above,
         positive_scores=sorted_scores,
         _boxes=boxes,
         _segments=segments,
@@ -172,10 +165,10 @@ def _find_positives(
         flat_targets = flat_targets.view(torch.uint8)
     elif flat_targets.dtype in (torch.float16, torch.bfloat16):
         flat_targets = flat_targets.to(torch.float32)
-    kernels = _kernels_for(device, backend)
     process_group = across_processes.resolve(group)
 
-    index, negatives, bad_target = kernels.find_positives(flat_targets, soft)
+    passes = _passes_for(device, backend)(flat_scores, flat_targets, soft)
+    index, bad_target = passes.positive_index, passes.bad_target
     positive_scores = flat_scores[index].to(torch.float64)  # s_i, i in P
     finite = positive_scores.isfinite()
     bad_score = -1 if bool(finite.all()) else int(index[(~finite).nonzero()[0, 0]])
@@ -184,16 +177,13 @@ def _find_positives(
         refuse_target(flat_targets, bad_target, soft=soft)
     if bad_score >= 0:
         refuse_score(flat_scores, bad_score)
-    return _Boxes(
-        flat_scores, flat_targets, index, positive_scores, negatives, kernels, process_group
-    )
+    return _Boxes(flat_scores, flat_targets, passes, positive_scores, process_group)
 
 
-def _negatives_per_segment(boxes: _Boxes, segments: Segments) -> tuple[Tensor, Tensor]:
+def _negatives_per_segment(boxes: _Boxes, segments: Segments) -> tuple[Tensor, Tensor, int]:
+    """Counts [M], sums [M] and number of the negatives of all processes."""
     if segments.count:
-        counts, sums, bad_score = boxes.kernels.negatives_per_segment(
-            boxes.scores, boxes.targets, segments
-        )
+        counts, sums, bad_score = boxes.passes.negatives_per_segment(segments)
     else:  # No positive anywhere: nothing to count, but the scores are checked all the same.
         counts = sums = segments.breakpoints
         bad = ((boxes.targets == 0) & ~boxes.scores.isfinite()).nonzero()
@@ -201,22 +191,30 @@ def _negatives_per_segment(boxes: _Boxes, segments: Segments) -> tuple[Tensor, T
     _agree_on_problems(bad_score >= 0, counts.device, boxes.group)
     if bad_score >= 0:
         refuse_score(boxes.scores, bad_score)
-    if boxes.group is not None and segments.count:
-        counts, sums = across_processes.sum_over(torch.stack([counts, sums]), boxes.group)
-    return counts, sums
+    negatives = boxes.passes.num_negatives
+    if boxes.group is None:
+        return counts, sums, negatives
+    own = torch.cat([counts, sums, counts.new_tensor([negatives])])
+    total = across_processes.sum_over(own, boxes.group)
+    counts, sums = total[:-1].view(2, -1)
+    return counts, sums, int(total[-1])
 
 
-def _positives_above(segments: Segments, positive_scores: Tensor) -> Tensor:
-    """Sum over the other positives k of f(s_k - s_i), by the same segments [P]."""
+def _sums_above(
+    segments: Segments, positive_scores: Tensor, counts: Tensor, sums: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Sums of f(s_k - s_i) over the other positives k [P] and over the negatives [P]."""
     if not segments.count:
-        return positive_scores
+        return positive_scores, positive_scores
     row = torch.searchsorted(segments.breakpoints, positive_scores, right=True) - 1
-    counts = torch.zeros_like(segments.breakpoints)
-    sums = torch.zeros_like(counts)
-    counts.index_add_(0, row, torch.ones_like(positive_scores))
-    sums.index_add_(0, row, positive_scores - segments.breakpoints[row])
+    positive_counts = torch.zeros_like(counts).index_add_(0, row, torch.ones_like(positive_scores))
+    distance = positive_scores - segments.breakpoints[row]
+    positive_sums = torch.zeros_like(sums).index_add_(0, row, distance)
+    positives, negatives = sums_of_steps(
+        segments, torch.stack([positive_counts, counts]), torch.stack([positive_sums, sums])
+    )
     step_at_zero = 0.5 if segments.delta else 1.0  # i itself was counted: f(0), or H(0)
-    return sums_of_steps(segments, counts, sums) - step_at_zero
+    return positives - step_at_zero, negatives
 
 
 def _agree_on_problems(problem: bool, device: torch.device, group: Any) -> None:
@@ -228,9 +226,9 @@ def _agree_on_problems(problem: bool, device: torch.device, group: Any) -> None:
         raise ValueError("another process of the group was given scores or targets it refused")
 
 
-def _kernels_for(device: torch.device, backend: str) -> ModuleType:
+def _passes_for(device: torch.device, backend: str) -> type[Passes]:
     if backend == "torch" or (not backend and device.type != "cpu"):
-        return kernels_torch
-    from . import kernels_cpu  # imports numba, which takes its time
+        return TorchPasses
+    from .passes_cpu import CPUPasses  # imports numba, which takes its time
 
-    return kernels_cpu
+    return CPUPasses

@@ -14,6 +14,7 @@ the segments' own ends: neither an offset of all scores nor a few huge ones cost
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -44,6 +45,7 @@ class Segments:
         """Number of segments M."""
         return len(self.breakpoints)
 
+    @cached_property
     def lengths(self) -> Tensor:
         """Lengths of the segments on a ramp [M - 1]; 0 where every step function is constant."""
         change = torch.zeros(self.count, dtype=torch.int64, device=self.breakpoints.device)
@@ -79,21 +81,22 @@ def sums_of_steps(segments: Segments, counts: Tensor, sums: Tensor) -> Tensor:
     sum_j f(s_j - s_i) = 1/(2 delta) * integral of C from s_i - delta to s_i + delta.
 
     Args:
-        counts: boxes in every segment [M].
-        sums: sum of their distances to the segment's left end [M].
+        counts: boxes in every segment [..., M].
+        sums: sum of their distances to the segment's left end [..., M].
 
     Returns:
-        the sums [P], in float64.
+        the sums [..., P], in float64.
     """
     at_least = _suffix_sums(counts)  # boxes in this segment or above
     if segments.delta == 0:
         # H(0) = 1: equal scores count, and equal positives share the boxes at their score.
         first = torch.searchsorted(segments.breakpoints, segments.breakpoints, right=False)
-        return at_least[first]
-    lengths = segments.lengths()
-    integral = at_least[1:] * lengths + torch.where(lengths > 0, sums[:-1], 0.0)
-    above = torch.cat([_suffix_sums(integral), integral.new_zeros(1)])
-    return (above[segments.ramp_start] - above[segments.ramp_end]) / (2 * segments.delta)
+        return at_least[..., first]
+    lengths = segments.lengths
+    integral = at_least[..., 1:] * lengths + torch.where(lengths > 0, sums[..., :-1], 0.0)
+    above = torch.nn.functional.pad(_suffix_sums(integral), (0, 1))
+    ramps = above[..., segments.ramp_start] - above[..., segments.ramp_end]
+    return ramps / (2 * segments.delta)
 
 
 def line_through_segments(segments: Segments, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,7 +110,7 @@ def line_through_segments(segments: Segments, weights: Tensor) -> tuple[Tensor, 
     change = weights.new_zeros(segments.count)
     rate = weights / (2 * segments.delta)
     change.index_add_(0, segments.ramp_start, rate).index_add_(0, segments.ramp_end, -rate)
-    lengths = segments.lengths()
+    lengths = segments.lengths
     slope = change.cumsum(0)
     slope[:-1][lengths == 0] = 0.0
     slope[-1] = 0.0
@@ -117,4 +120,4 @@ def line_through_segments(segments: Segments, weights: Tensor) -> tuple[Tensor, 
 
 
 def _suffix_sums(values: Tensor) -> Tensor:
-    return values.flip(0).cumsum(0).flip(0)
+    return values.flip(-1).cumsum(-1).flip(-1)

@@ -1,0 +1,282 @@
+"""The passes over all N scores as compiled CPU kernels (numba).
+
+Each kernel works on one chunk of the scores and releases the interpreter lock, so that a pool of
+ordinary threads runs several chunks at once. Unlike numba's own parallel loops this survives a
+fork, may be entered from several threads, compiles in a fraction of the time, and never uses more
+threads than torch does. Chunks depend on the sizes alone: results do not change with the number of
+threads.
+
+Within a chunk the kernels go block by block: a vectorised sweep finds the lookup cells of a block,
+and tells when all of it lies below every positive, as most of it does late in training. Indices are
+unsigned, because numba checks signed ones for being negative.
+"""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from .segments import Segments
+
+__all__ = ["CPUPasses"]
+
+BLOCK = 256
+MOST_CHUNKS = 16
+SMALLEST_CHUNK = 1 << 15
+SEVERAL_BREAKPOINTS = 1 << 31  # flag in a lookup cell
+
+
+def _compiled(kernel: Callable[..., Any]) -> Any:
+    try:
+        return numba.njit(nogil=True, cache=True)(kernel)
+    except RuntimeError:  # numba found no folder to write its cache to
+        return numba.njit(nogil=True)(kernel)
+
+
+class CPUPasses:
+    """See :class:`aploss.losses.ranking.passes.Passes`."""
+
+    def __init__(self, scores: Tensor, targets: Tensor, soft: bool) -> None:
+        self.like = scores
+        self.scores, self.targets = _array(scores), _array(targets)
+        # Which blocks hold nothing but negatives: the later passes need not read their targets.
+        self.pure = np.empty(-(-len(self.targets) // BLOCK), np.bool_)
+        parts = self._in_chunks(
+            lambda _, start, stop: _find_positives(self.targets, start, stop, soft, self.pure)
+        )
+        indices = [index for index, _, _ in parts]
+        self.positive_index = torch.from_numpy(np.concatenate(indices or [np.empty(0, np.int64)]))
+        self.num_negatives = sum(int(negatives) for _, negatives, _ in parts)
+        self.bad_target = next((int(bad) for _, _, bad in parts if bad >= 0), -1)
+
+    def negatives_per_segment(self, segments: Segments) -> tuple[Tensor, Tensor, int]:
+        self.table = _lookup_table(segments)
+        totals = np.zeros((_chunk_count(len(self.scores)), 2, segments.count + 2))
+        boxes = (self.scores, self.targets, self.pure)
+        bad = self._in_chunks(
+            lambda c, start, stop: _accumulate(*boxes, start, stop, *self.table, *totals[c])
+        )
+        counts, sums = torch.from_numpy(totals.sum(axis=0)[:, : segments.count])
+        return counts, sums, next((int(i) for i in bad if i >= 0), -1)
+
+    def gradient_of_negatives(self, segments: Segments, at_left: Tensor, slope: Tensor) -> Tensor:
+        gradient = torch.empty_like(self.like)
+        out = _array(gradient)
+        lines = np.zeros((segments.count + 2, 2))
+        lines[: segments.count, 0], lines[: segments.count, 1] = _array(at_left), _array(slope)
+        boxes = (self.scores, self.targets, self.pure)
+        self._in_chunks(
+            lambda _, start, stop: _evaluate(*boxes, start, stop, *self.table, lines, out)
+        )
+        return gradient
+
+    def _in_chunks(self, work: Callable[[int, int, int], Any]) -> list[Any]:
+        """Runs ``work(chunk, start, stop)`` for every chunk; results in the order of the chunks."""
+        size = len(self.targets)
+        chunks = _chunk_count(size)
+        edges = [size * c // chunks // BLOCK * BLOCK for c in range(chunks)] + [size]
+        jobs = [(c, edges[c], edges[c + 1]) for c in range(chunks) if edges[c] < edges[c + 1]]
+        return _in_threads([partial(work, *job) for job in jobs])
+
+
+def _lookup_table(segments: Segments) -> tuple[Any, ...]:
+    """A uniform grid over the breakpoints, so that a score finds its segment without a search.
+
+    A cell names the segment k at its left end. Few cells are cut by a breakpoint, and most of those
+    by one: the segment of a value is then k, or k + 1 if the value has reached breakpoint k + 1. A
+    cell with more breakpoints is flagged, and a search goes on from k.
+
+    Cell 0 stands for what is below all segments, or no negative. It names a row of its own behind
+    the M segments, so that the kernels need no branch for it.
+
+    Returns:
+        shift, breakpoints (padded), segment of each cell, left end and inverse width of the cells.
+    """
+    breaks = _array(segments.breakpoints)
+    low, high = breaks[0], breaks[-1]
+    cells = min(8 * len(breaks), 1 << 13)
+    width = (high - low) / cells
+    scale = 1.0 / width if width > 0 and np.isfinite(1.0 / width) else 0.0
+    edges = low + width * np.arange(cells + 1) if scale else np.full(cells + 1, low)
+    margin = width / 64  # how far rounding may carry a value into the next cell
+    first = np.maximum(_segments_of_sorted(edges - margin, breaks), 0)
+    last = _segments_of_sorted(edges[1:] + margin, breaks)
+    several = np.append(last, len(breaks) - 1) - first > 1
+    nowhere = len(breaks) + 1
+    cell_segment = np.append(nowhere, first + several * SEVERAL_BREAKPOINTS).astype(np.uint32)
+    padded = np.concatenate([breaks, [np.inf, 0.0, np.inf]])
+    return segments.shift, padded, cell_segment, low, scale
+
+
+def _array(tensor: Tensor) -> Any:
+    return tensor.detach().numpy()
+
+
+def _chunk_count(size: int) -> int:
+    return min(max(size // SMALLEST_CHUNK, 1), MOST_CHUNKS)
+
+
+_pool: tuple[int, int, ThreadPoolExecutor] | None = None
+
+
+def _executor(threads: int) -> ThreadPoolExecutor:
+    """The pool of this process (a fork inherits no threads) with that many threads."""
+    global _pool
+    if _pool is None or _pool[:2] != (os.getpid(), threads):
+        _pool = (os.getpid(), threads, ThreadPoolExecutor(threads, thread_name_prefix="aploss"))
+    return _pool[2]
+
+
+def _in_threads(jobs: list[Callable[[], Any]]) -> list[Any]:
+    """Runs the jobs on as many threads as torch uses, the calling one among them."""
+    threads = min(torch.get_num_threads(), len(jobs))
+    if threads <= 1:
+        return [job() for job in jobs]
+    waiting = iter(list(enumerate(jobs)))  # threads may share the iterator of a list
+    results: list[Any] = [None] * len(jobs)
+
+    def take_turns() -> None:
+        for place, job in waiting:
+            results[place] = job()
+
+    others = [_executor(threads - 1).submit(take_turns) for _ in range(threads - 1)]
+    take_turns()
+    for other in others:
+        other.result()
+    return results
+
+
+@_compiled
+def _segments_of_sorted(values, breaks):  # type: ignore[no-untyped-def]
+    """The segment of every value, -1 below all, by one walk along both sorted arrays."""
+    segments = np.empty(len(values), np.int64)
+    segment = -1
+    for n in range(len(values)):
+        while segment + 1 < len(breaks) and breaks[segment + 1] <= values[n]:
+            segment += 1
+        segments[n] = segment
+    return segments
+
+
+@_compiled
+def _find_positives(targets, start, stop, soft, pure):  # type: ignore[no-untyped-def]
+    found = np.empty(256, np.int64)
+    positives, negatives, bad = 0, 0, -1
+    for block in range(start, stop, BLOCK):
+        end = min(block + BLOCK, stop)
+        others = 0
+        for i in range(block, end):
+            others += targets[i] != 0
+        negatives += end - block - others
+        pure[block // BLOCK] = others == 0
+        if others == 0:
+            continue
+        for i in range(block, end):
+            target = targets[i]
+            if target == 0 or target == -1:
+                continue
+            if target == 1 or (soft and target > 0 and target < 1):
+                if positives == len(found):
+                    grown = np.empty(2 * positives, np.int64)
+                    grown[:positives] = found
+                    found = grown
+                found[positives] = i
+                positives += 1
+            elif bad < 0:
+                bad = i
+    return found[:positives].copy(), negatives, bad
+
+
+@_compiled
+def _locate(  # type: ignore[no-untyped-def]
+    scores, targets, pure, block, size, shift, low, scale, last_cell, cells
+):
+    """Lookup cells of a block. Returns the highest: 0 says that the block holds nothing to do."""
+    for n in range(size):
+        position = (np.float64(scores[block + n]) - shift - low) * scale + 1.0
+        position = position if position > 0.0 else 0.0
+        cells[n] = np.int32(position if position < last_cell else last_cell)
+    highest = np.int32(0)
+    for n in range(size):
+        highest = max(highest, cells[n])
+    if not pure[block // BLOCK]:
+        for n in range(size):
+            if targets[block + n] != 0:
+                cells[n] = 0
+    return highest
+
+
+@_compiled
+def _segment_of(value, breaks, named):  # type: ignore[no-untyped-def]
+    """The last segment whose left end is not above the value, from what its cell names."""
+    one = np.uint64(1)
+    if named < SEVERAL_BREAKPOINTS:
+        segment = np.uint64(named)
+        return segment + np.uint64(value >= breaks[segment + one])
+    low = np.uint64(named - SEVERAL_BREAKPOINTS)
+    high = np.uint64(len(breaks) - 4)
+    for _ in range(4):
+        if breaks[low + one] > value:
+            return low
+        low += one
+    while low < high:
+        middle = (low + high + one) // np.uint64(2)
+        if breaks[middle] <= value:
+            low = middle
+        else:
+            high = middle - one
+    return low
+
+
+@_compiled
+def _accumulate(  # type: ignore[no-untyped-def]
+    scores, targets, pure, start, stop, shift, breaks, cell_segment, low, scale, counts, sums
+):
+    """Adds up the count and the sum of every segment [M + 2]."""
+    last_cell = np.float64(len(cell_segment) - 1)
+    cells = np.empty(BLOCK, np.int32)
+    bad = -1
+    for block in range(start, stop, BLOCK):
+        size = min(BLOCK, stop - block)
+        infinite = np.int32(0)
+        for i in range(block, block + size):
+            infinite += np.int32(not (abs(scores[i]) < np.inf))
+        if infinite > 0:
+            for i in range(block, block + size):
+                if bad < 0 and targets[i] == 0 and not (abs(scores[i]) < np.inf):
+                    bad = i
+        if _locate(scores, targets, pure, block, size, shift, low, scale, last_cell, cells) == 0:
+            continue
+        for n in range(np.uint64(size)):
+            value = np.float64(scores[block + n]) - shift
+            segment = _segment_of(value, breaks, cell_segment[np.uint64(cells[n])])
+            counts[segment] += 1.0
+            sums[segment] += value - breaks[segment]
+    return bad
+
+
+@_compiled
+def _evaluate(  # type: ignore[no-untyped-def]
+    scores, targets, pure, start, stop, shift, breaks, cell_segment, low, scale, lines, out
+):
+    """Writes the value of the line [M + 2, 2] of every negative's segment."""
+    last_cell = np.float64(len(cell_segment) - 1)
+    cells = np.empty(BLOCK, np.int32)
+    for block in range(start, stop, BLOCK):
+        size = min(BLOCK, stop - block)
+        if _locate(scores, targets, pure, block, size, shift, low, scale, last_cell, cells) == 0:
+            out[block : block + size] = 0.0
+            continue
+        for n in range(np.uint64(size)):
+            value = np.float64(scores[block + n]) - shift
+            cell = np.uint64(cells[n])
+            segment = _segment_of(value, breaks, cell_segment[cell])
+            line = lines[segment, 0] + lines[segment, 1] * (value - breaks[segment])
+            # An ignored score may be NaN or infinite: zero times it would not be zero.
+            out[block + n] = line if cell > 0 else 0.0
