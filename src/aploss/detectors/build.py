@@ -12,6 +12,8 @@ from aploss.detectors.criterion import Criterion
 from aploss.detectors.detector import SETTINGS, Detector
 from aploss.detectors.losses_by_name import make_loss, takes_background_column
 from aploss.detectors.retinanet import retinanet, retinanet_tiny
+from aploss.detectors.ssd import ssd300, ssd512
+from aploss.detectors.ssdlite import ssdlite
 from aploss.errors import ConfigError
 
 __all__ = ["DETECTOR_NAMES", "build_detector", "detector_options"]
@@ -23,6 +25,9 @@ _BUILDERS: dict[str, Callable[..., Detector]] = {
     "retinanet-r34": partial(retinanet, depth=34),
     "retinanet-r50": partial(retinanet, depth=50),
     "retinanet-r101": partial(retinanet, depth=101),
+    "ssd300": ssd300,
+    "ssd512": ssd512,
+    "ssdlite": ssdlite,
 }
 DETECTOR_NAMES: tuple[str, ...] = tuple(_BUILDERS)
 _SET_BY_US = ("depth", "class_names", "make_criterion", "columns", "options")
@@ -50,8 +55,9 @@ def build_detector(
         rank_over: rank the scores of the whole batch together, or of each image alone.
         box_loss: see :class:`~aploss.detectors.criterion.Criterion`.
         box_weight: see :class:`~aploss.detectors.criterion.Criterion`.
-        weights: see :func:`~aploss.detectors.weights.load_weights`; none by default. With weights
-            the ResNets have frozen batch norm and a frozen first half, unless told otherwise.
+        weights: see :func:`~aploss.detectors.weights.load_weights`; none by default. Where options
+            are left open, the architecture is then the one that the weights were trained with, and
+            ResNets have frozen batch norm as in the paper and two frozen first stages.
         options: of the architecture, see ``detector_options(name)``; and how detections are made:
             ``test_size``, ``score_threshold``, ``topk_per_level``, ``nms_iou``,
             ``detections_per_image``, ``channels_last``.
@@ -80,7 +86,7 @@ def build_detector(
         loss = make_loss(loss, **(loss_options or {}))
     elif loss_options:
         raise ConfigError("loss_options go with a loss by name; set the options of a loss object")
-    options = _with_defaults_for_weights(name, options, weights)
+    options = {**_defaults_for_weights(name, weights), **options}
     detector = _BUILDERS[name](
         class_names=class_names,
         columns=len(class_names) + takes_background_column(loss),
@@ -110,10 +116,14 @@ def detector_options(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*own, *SETTINGS]))
 
 
-def _with_defaults_for_weights(
-    name: str, options: dict[str, Any], weights: str | None
-) -> dict[str, Any]:
-    """Pretrained ResNets keep their batch norm and their first stages, as in the paper."""
-    if weights is None or "trainable_stages" not in detector_options(name):
-        return options
-    return {"norm": "frozen-bn", "trainable_stages": 3, **options}
+def _defaults_for_weights(name: str, weights: str | None) -> dict[str, Any]:
+    """Options under which torchvision's weights fit; the paper's for ResNets."""
+    if weights is None:
+        return {}
+    if name == "ssdlite":
+        return {"norm": "batch", "reduced_tail": weights != "imagenet"}
+    if name.startswith("retinanet-r"):
+        frozen = {"norm": "frozen-bn", "trainable_stages": 3}
+        trained_heads = {"anchors_per_cell": 9, "anchor_grid": "torchvision"}
+        return {**frozen, **trained_heads} if weights == "coco" else frozen
+    return {}

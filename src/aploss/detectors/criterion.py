@@ -1,7 +1,7 @@
 """The training loss of a detector, classification and box regression, as a named dict."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from aploss.detectors.losses_by_name import is_loss, takes_background_column
 from aploss.detectors.ranking_labels import AnchorLabels, label_anchors
 from aploss.errors import ConfigError
 
-__all__ = ["Criterion", "LossParts", "classification_loss"]
+__all__ = ["Criterion", "LossParts", "classification_loss", "iou_of_pairs"]
 
 LEAST_IOU = 1e-6  # a positive must keep a target above 0, or Rank & Sort would take it for negative
 
@@ -27,7 +27,7 @@ class LossParts(NamedTuple):
 
 
 def classification_loss(
-    loss: Callable[..., Tensor | tuple[Tensor, Tensor]],
+    loss: Callable[..., Any],
     logits: Tensor,
     labels: AnchorLabels,
     *,
@@ -44,17 +44,18 @@ def classification_loss(
         ious: gives one IoU of predicted and true box per positive [P], for Rank & Sort only.
     """
     if takes_background_column(loss):
-        return LossParts(loss(logits, labels.softmax_targets()))  # type: ignore[arg-type]
+        return LossParts(loss(logits, labels.softmax_targets()))
     targets = labels.ranking_targets(logits.shape[-1])
     if is_loss(loss, "alrp"):
-        return LossParts(*loss(logits, targets, box_losses()))
+        classification, localisation = loss(logits, targets, box_losses())
+        return LossParts(classification, localisation)
     if is_loss(loss, "rank-sort"):
         soft_targets = targets.to(torch.float32)
         overlap = ious().detach().clamp(min=LEAST_IOU).float()
         soft_targets[labels.images, labels.anchors, labels.positive_classes] = overlap
         ranking, sorting = loss(logits, soft_targets)
         return LossParts(ranking + sorting)
-    return LossParts(loss(logits, targets))  # type: ignore[arg-type]
+    return LossParts(loss(logits, targets))
 
 
 class Criterion(nn.Module):
@@ -178,12 +179,9 @@ class Criterion(nn.Module):
             )
             for index in range(len(logits))
         ]
-        return LossParts(
-            *(
-                None if values[0] is None else torch.stack(values).mean()
-                for values in zip(*of_images, strict=True)
-            )
-        )
+        classification = torch.stack([parts.classification for parts in of_images]).mean()
+        localisation = [parts.localisation for parts in of_images if parts.localisation is not None]
+        return LossParts(classification, torch.stack(localisation).mean() if localisation else None)
 
     def _classify_together(
         self,
@@ -198,9 +196,7 @@ class Criterion(nn.Module):
             logits,
             labels,
             box_losses=lambda: box_losses,
-            ious=lambda: _iou_of_pairs(
-                self._decode(deltas.detach(), anchors, labels), labels.boxes
-            ),
+            ious=lambda: iou_of_pairs(self._decode(deltas.detach(), anchors, labels), labels.boxes),
         )
         divides_by_positives = is_loss(self.loss, "focal", "ce-ohem")
         if self.process_group is None or self.rank_over == "image" or not divides_by_positives:
@@ -212,7 +208,9 @@ class Criterion(nn.Module):
     def _box_losses(self, deltas: Tensor, anchors: Tensor, labels: AnchorLabels) -> Tensor:
         """One loss per positive, float32 [P]."""
         if self.box_loss == "giou":
-            return generalized_box_iou_loss(self._decode(deltas, anchors, labels), labels.boxes)
+            predicted = self._decode(deltas, anchors, labels)
+            box_losses: Tensor = generalized_box_iou_loss(predicted, labels.boxes)
+            return box_losses
         predicted = deltas[labels.images, labels.anchors].float()
         wanted = self.box_coder.encode_single(labels.boxes, anchors[labels.anchors])
         losses_of_sides = F.smooth_l1_loss(
@@ -222,7 +220,8 @@ class Criterion(nn.Module):
 
     def _decode(self, deltas: Tensor, anchors: Tensor, labels: AnchorLabels) -> Tensor:
         chosen = deltas[labels.images, labels.anchors].float()
-        return self.box_coder.decode_single(chosen, anchors[labels.anchors])
+        boxes: Tensor = self.box_coder.decode_single(chosen, anchors[labels.anchors])
+        return boxes
 
     def _weights_of_boxes(self, logits: Tensor, labels: AnchorLabels) -> Tensor:
         if is_loss(self.loss, "rank-sort"):  # as its authors: by confidence
@@ -259,7 +258,7 @@ class Criterion(nn.Module):
             )
 
 
-def _iou_of_pairs(boxes: Tensor, others: Tensor) -> Tensor:
+def iou_of_pairs(boxes: Tensor, others: Tensor) -> Tensor:
     """IoU of the i-th box with the i-th other, [P]."""
     top_left = torch.maximum(boxes[:, :2], others[:, :2])
     bottom_right = torch.minimum(boxes[:, 2:], others[:, 2:])

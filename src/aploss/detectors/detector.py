@@ -63,6 +63,9 @@ class Detector(nn.Module):
     """
 
     name: str
+    image_mean: Tensor
+    image_std: Tensor
+    test_size: tuple[int, int]
     keeps_aspect_ratio = True
 
     def __init__(
@@ -89,7 +92,7 @@ class Detector(nn.Module):
         self.backbone = backbone
         self.head = head
         self.criterion = criterion
-        self.test_size = tuple(test_size)
+        self.test_size = (int(test_size[0]), int(test_size[1]))
         self.size_divisor = size_divisor
         self.score_threshold = score_threshold
         self.topk_per_level = topk_per_level
@@ -163,7 +166,8 @@ class Detector(nn.Module):
             raise DataError("a detector in training mode needs targets; call detector.eval() first")
         batch, _ = self.pad(images)
         logits, deltas = self.heads(batch)
-        anchors = torch.cat(self.anchors_for(*batch.shape[-2:], batch.device))
+        height, width = batch.shape[-2:]
+        anchors = torch.cat(self.anchors_for(height, width, batch.device))
         return self.criterion(logits, deltas, anchors, targets)
 
     def detect(self, images: Tensor | Sequence[Tensor]) -> list[dict[str, Tensor]]:
@@ -242,7 +246,7 @@ class Detector(nn.Module):
 
     def feature_sizes(self, height: int, width: int) -> list[tuple[int, int]]:
         """Height and width of each feature map for images of a size."""
-        return [tuple(shape[-2:]) for shape in feature_shapes(self.backbone, height, width)]
+        return [(shape[-2], shape[-1]) for shape in feature_shapes(self.backbone, height, width)]
 
     def resize(self, image: Tensor) -> Tensor:
         """An image [3, h, w] in the size for inference, see ``test_size``."""
@@ -267,7 +271,7 @@ class Detector(nn.Module):
         The padding, at the right and the bottom, has the mean colour, which is 0 for the network.
         """
         device = self.image_mean.device
-        sizes = [tuple(image.shape[-2:]) for image in images]
+        sizes = [(image.shape[-2], image.shape[-1]) for image in images]
         if not sizes:
             raise DataError("a detector needs at least one image")
         height, width = (

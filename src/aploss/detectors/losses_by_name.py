@@ -5,20 +5,27 @@ from typing import Any
 
 from torch import Tensor, nn
 
-import aploss.losses
 from aploss.errors import ConfigError, RunError
+from aploss.losses.alrp_loss import ALRPLoss
+from aploss.losses.ap_loss import APLoss
+from aploss.losses.auc_loss import AUCLoss
+from aploss.losses.focal_loss import FocalLoss
+from aploss.losses.hinge_ap_loss import HingeAPLoss
+from aploss.losses.ohem_cross_entropy import OHEMCrossEntropy
+from aploss.losses.rank_sort_loss import RankSortLoss
+from aploss.losses.smooth_ap_loss import SmoothAPLoss
 
 __all__ = ["LOSS_NAMES", "describe_loss", "is_loss", "make_loss", "takes_background_column"]
 
-_CLASSES = {
-    "ap": "APLoss",
-    "auc": "AUCLoss",
-    "focal": "FocalLoss",
-    "ce-ohem": "OHEMCrossEntropy",
-    "rank-sort": "RankSortLoss",
-    "alrp": "ALRPLoss",
-    "smooth-ap": "SmoothAPLoss",
-    "hinge-ap": "HingeAPLoss",
+_CLASSES: dict[str, type[nn.Module]] = {
+    "ap": APLoss,
+    "auc": AUCLoss,
+    "focal": FocalLoss,
+    "ce-ohem": OHEMCrossEntropy,
+    "rank-sort": RankSortLoss,
+    "alrp": ALRPLoss,
+    "smooth-ap": SmoothAPLoss,
+    "hinge-ap": HingeAPLoss,
 }
 LOSS_NAMES: tuple[str, ...] = tuple(_CLASSES)
 CUSTOM = "custom"  # the name of a loss object that is none of ours
@@ -53,7 +60,7 @@ def make_loss(name: str, **options: Any) -> nn.Module:
         return _LossOfTheUser()
     if name not in _CLASSES:
         raise ConfigError(f"there is no loss {name!r}; choose one of: {', '.join(LOSS_NAMES)}")
-    loss_class = getattr(aploss.losses, _CLASSES[name])
+    loss_class = _CLASSES[name]
     allowed = _option_names(loss_class)
     for option in options:
         if option not in allowed:
@@ -71,8 +78,8 @@ def describe_loss(loss: nn.Module) -> tuple[str, dict[str, Any]]:
 
     A loss object that is none of ours is called ``"custom"`` and has no options.
     """
-    for name, class_name in _CLASSES.items():
-        if type(loss) is getattr(aploss.losses, class_name, None):
+    for name, loss_class in _CLASSES.items():
+        if type(loss) is loss_class:
             options = {key: getattr(loss, key) for key in _option_names(type(loss))}
             return name, options
     return CUSTOM, {}
@@ -85,8 +92,7 @@ def is_loss(loss: object, *names: str) -> bool:
         >>> is_loss(make_loss("focal"), "focal", "ce-ohem")
         True
     """
-    classes = (getattr(aploss.losses, _CLASSES[name], None) for name in names)
-    return isinstance(loss, tuple(one for one in classes if one is not None))
+    return isinstance(loss, tuple(_CLASSES[name] for name in names))
 
 
 def takes_background_column(loss: object) -> bool:

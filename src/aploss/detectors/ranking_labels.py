@@ -175,7 +175,8 @@ def _coverage(regions: Tensor, anchors: Tensor) -> Tensor:
     top_left = torch.maximum(regions[:, None, :2], anchors[None, :, :2])
     bottom_right = torch.minimum(regions[:, None, 2:], anchors[None, :, 2:])
     inside = (bottom_right - top_left).clamp(min=0).prod(dim=2)  # [regions, A]
-    return inside.amax(dim=0) / box_area(anchors)
+    coverage: Tensor = inside.amax(dim=0) / box_area(anchors)
+    return coverage
 
 
 def _flags(target: Mapping[str, Tensor], key: str, boxes: Tensor) -> Tensor:

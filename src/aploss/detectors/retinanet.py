@@ -66,10 +66,11 @@ class RetinaNet(Detector):
             steps = [(stride, stride) for stride in self.strides]
         else:
             steps = [(height // rows, width // columns) for rows, columns in feature_sizes]
-        return self.anchor_generator.grid_anchors(
+        anchors: list[Tensor] = self.anchor_generator.grid_anchors(
             [list(size) for size in feature_sizes],
             [[torch.tensor(step) for step in pair] for pair in steps],
         )
+        return anchors
 
 
 def retinanet(
@@ -181,7 +182,7 @@ def retinanet_tiny(
     )
 
 
-class _LastLevelP6(ExtraFPNBlock):
+class _LastLevelP6(ExtraFPNBlock):  # type: ignore[misc]
     """One level more, from P5."""
 
     def __init__(self, channels: int) -> None:
