@@ -55,9 +55,24 @@ def test_strange_boxes_are_drawn_without_failing(box: list[float]) -> None:
     assert draw_boxes(grey(), [box], captions=["x"]).size == (120, 90)
 
 
-def test_a_box_that_is_not_finite_is_left_out() -> None:
-    drawn = draw_boxes(grey(), [[np.nan, 0, 10, 10]], captions=["x"])
+@pytest.mark.parametrize("box", [[np.nan, 0, 10, 10], [-50, 5, -10, 9], [200, 5, 210, 9]])
+def test_a_box_outside_or_not_finite_is_left_out(box: list[float]) -> None:
+    drawn = draw_boxes(grey(), [box], captions=["x"])
     assert not changed(grey(), drawn).any()
+
+
+def test_a_side_on_the_edge_is_seen_and_one_far_outside_is_not() -> None:
+    on_edge = changed(grey(), draw_boxes(grey(), [[0, 0, 120, 90]], line_width=2))
+    assert on_edge[:, :3].any(axis=1).all()
+    assert on_edge[:, -3:].any(axis=1).all()
+    outside = changed(grey(), draw_boxes(grey(), [[-40, 20, 160, 60]], line_width=2))
+    assert outside[20].all()
+    assert not outside[30:50].any()
+
+
+def test_huge_coordinates_take_no_time() -> None:
+    drawn = draw_boxes(grey(), [[-1e12, 10, 1e12, 50]], dashed=True)
+    assert changed(grey(), drawn)[10].all()
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "1", "RGB"])
@@ -89,7 +104,7 @@ def test_thumbnails_keep_the_shape_and_say_the_factor() -> None:
     small, factor = thumbnail(grey(1200, 600), longest=480)
     assert (small.size, factor) == ((480, 240), 0.4)
     large, factor = thumbnail(grey(60, 30), longest=480)
-    assert (large.size, factor) == ((240, 120), 4.0)
+    assert (large.size, factor) == ((180, 90), 3.0)
     assert thumbnail(grey(3000, 2), longest=480)[0].size == (480, 1)
 
 

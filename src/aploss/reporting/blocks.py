@@ -1,7 +1,7 @@
 """What a page is built from: plain data, without any HTML.
 
-All texts are shown literally (class and file names come from strangers), except that words
-between backticks look like code.
+All texts are shown literally, since class and file names come from strangers; only in running
+text (not in tables and below pictures) words between backticks look like code.
 """
 
 import math

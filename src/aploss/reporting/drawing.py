@@ -1,6 +1,7 @@
 """What every plot is made of: a figure in the common style, series, a legend, clean numbers."""
 
 import io
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,18 +16,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
+    "HEIGHT",
+    "WIDTH",
     "Plot",
     "Series",
     "add_legend",
+    "count_axis",
     "draw_series",
+    "logarithmic",
     "new_plot",
     "numbers",
+    "power_text",
     "series_style",
     "shorten",
     "thin_out",
 ]
 
 MOST_POINTS = 500
+WIDTH, HEIGHT = 4.2, 3.0  # inches: at 96 pixels each, what a phone shows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +41,7 @@ class Series:
     """One line or cloud of points with its name in the legend.
 
     Attributes:
-        name: shown in the legend; the name of a loss also chooses the style.
+        name: shown in the legend; the name of a loss chooses its style and is written out.
         x, y: the points; None and NaN leave a gap.
         low, high: the edges of a band around the line, such as mean ± standard deviation.
         style: overrides the style that the name would give.
@@ -67,8 +74,8 @@ def new_plot(
     *,
     x_label: str = "",
     y_label: str = "",
-    width: float = 4.8,
-    height: float = 3.2,
+    width: float = WIDTH,
+    height: float = HEIGHT,
 ) -> Iterator[Plot]:
     """A figure in the common style; sizes in inches, as wide as a phone by default.
 
@@ -129,8 +136,41 @@ def add_legend(
     ]  # fmt: skip
     # A zero-width space: matplotlib drops labels that begin with an underscore.
     labels = ["\u200b" * name.startswith("_") + shorten(name, 34) for name in entries]
-    columns = int(np.clip(60 // (8 + max(map(len, labels))), 1, 4))
+    columns = int(np.clip(52 // (8 + max(map(len, labels))), 1, 4))
     figure.legend(handles, labels, loc="outside lower left", ncols=columns, columnspacing=1.4)
+
+
+def logarithmic(axes: "Axes", which: str) -> None:
+    """Make the ``"x"`` or ``"y"`` axis logarithmic, with plain numbers beside it."""
+    from matplotlib.ticker import FuncFormatter, LogFormatter
+
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+    axis.set_major_formatter(FuncFormatter(lambda value, _: power_text(value)))
+    axis.set_minor_formatter(LogFormatter(minor_thresholds=(1.0, 0.5)))
+
+
+def count_axis(axes: "Axes") -> None:
+    """Make the y axis logarithmic from 1 on, with 0 below it: for counts, which may be 0."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    axes.set_yscale("symlog", linthresh=1)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: power_text(value)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def power_text(value: float) -> str:
+    """A number beside a logarithmic axis.
+
+    Example:
+        >>> power_text(0.01), power_text(1000.0), power_text(1e6), power_text(2e-5)
+        ('0.01', '1000', '10⁶', '2e-05')
+    """
+    exponent = round(math.log10(value)) if value > 0 else 0
+    if value > 0 and not -4 < exponent < 5 and math.isclose(value, 10.0**exponent):
+        return "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return f"{value:g}"
 
 
 def numbers(values: Sequence[float | None] | np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ Also for others: the pictures of ``aploss predict`` and ``aploss data show`` are
 import base64
 import io
 import itertools
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -33,7 +34,7 @@ def draw_boxes(
 
     Args:
         image: any mode; the result is RGB.
-        boxes: [n, 4] xyxy in the picture's pixels; parts outside the picture are not drawn.
+        boxes: [n, 4] xyxy in the picture's pixels; what is outside or not finite is not drawn.
         captions: one text per box (empty for none), or None for no text at all.
         colours: one colour per box as ``#rrggbb``, or one for all.
         dashed: dashed lines, our sign for ground truth.
@@ -63,16 +64,26 @@ def draw_boxes(
     if canvas is image:
         canvas = image.copy()
     pen = ImageDraw.Draw(canvas)
-    width = line_width or max(2, round(max(canvas.size) / 320))
-    for box, colour in zip(corners, all_colours, strict=True):
-        if np.isfinite(box).all():
-            _draw_box(pen, box, colour, width, canvas.size, dashed=dashed)
-    font = _font(max(11, round(max(canvas.size) / 42)))
+    root = math.sqrt(max(canvas.size))  # larger pictures have larger letters, but not in proportion
+    width = line_width or max(2, round(root / 7))
+    shown = [
+        (box, colour, text)
+        for box, colour, text in zip(corners, all_colours, texts, strict=True)
+        if _is_visible(box, canvas.size)
+    ]
+    for box, colour, _ in shown:
+        _draw_box(pen, box, colour, width, canvas.size, dashed=dashed)
+    font = _font(max(12, round(0.68 * root)))
     # Captions last: a box drawn later must not run through the text of an earlier one.
-    for box, colour, text in zip(corners, all_colours, texts, strict=True):
-        if text and np.isfinite(box).all():
+    for box, colour, text in shown:
+        if text:
             _draw_caption(pen, box, text, colour, font, canvas.size)
     return canvas
+
+
+def _is_visible(box: np.ndarray, size: tuple[int, int]) -> bool:
+    x1, y1, x2, y2 = box
+    return bool(np.isfinite(box).all() and x1 <= size[0] and y1 <= size[1] and x2 >= 0 and y2 >= 0)
 
 
 def _draw_box(
@@ -84,23 +95,29 @@ def _draw_box(
     *,
     dashed: bool,
 ) -> None:
-    x1, y1, x2, y2 = _inside(box, size, margin=width)
+    x1, y1, x2, y2 = _near(box, size, width)
     corners = [(x1, y1), (x2, y1), (x2, y2), (x1, y2), (x1, y1)]
     sides = list(itertools.pairwise(corners))
-    halo = _contrasting(colour)
+    # Under dashes the contrast fills the gaps; under a solid line it is an edge on both sides.
     for start, end in sides:
-        pen.line([start, end], fill=halo, width=width + 2)
+        pen.line([start, end], fill=_contrasting(colour), width=width if dashed else width + 2)
     for start, end in sides:
-        pieces = _dashes(start, end, length=max(4, 4 * width)) if dashed else [(start, end)]
+        pieces = _dashes(start, end, length=max(4, 3 * width)) if dashed else [(start, end)]
         for piece in pieces:
             pen.line(piece, fill=colour, width=width)
 
 
-def _inside(box: np.ndarray, size: tuple[int, int], *, margin: int) -> tuple[int, int, int, int]:
-    """The box in whole pixels, clipped so that its lines stay visible at the picture's edge."""
-    limits = np.array([size[0], size[1], size[0], size[1]]) - 1 - margin // 2
-    x1, y1, x2, y2 = np.clip(np.round(box), margin // 2, np.maximum(limits, margin // 2))
-    return int(x1), int(y1), int(max(x1, x2)), int(max(y1, y2))
+def _near(box: np.ndarray, size: tuple[int, int], width: int) -> tuple[int, int, int, int]:
+    """The box in whole pixels. A side on the picture's edge is moved in so far that it is seen;
+    one further out is outside, and stays so."""
+    lengths = np.array([size[0], size[1], size[0], size[1]], dtype=np.float64)
+    corners = np.clip(np.round(box), -64.0, lengths + 64)
+    inset = width // 2
+    at_start = (corners > -3) & (corners < inset)
+    at_end = (corners > lengths - 1 - inset) & (corners < lengths + 3)
+    corners = np.where(at_start, inset, np.where(at_end, lengths - 1 - inset, corners))
+    x1, y1, x2, y2 = (int(value) for value in corners)
+    return x1, y1, max(x1, x2), max(y1, y2)
 
 
 def _dashes(
@@ -153,7 +170,7 @@ def _contrasting(colour: str) -> str:
 
 
 def thumbnail(image: Image.Image, longest: int = 480) -> tuple[Image.Image, float]:
-    """The picture with its longer side at most ``longest``; tiny ones are enlarged to half of it.
+    """The picture with its longer side at most ``longest``; small ones up to three times larger.
 
     Returns:
         The picture and the factor by which boxes must be multiplied.
@@ -163,9 +180,7 @@ def thumbnail(image: Image.Image, longest: int = 480) -> tuple[Image.Image, floa
         >>> small.size, factor
         ((500, 250), 0.5)
     """
-    side = max(image.size)
-    target = min(max(side, longest // 2), longest)
-    factor = target / side
+    factor = min(longest / max(image.size), 3.0)
     size = (max(1, round(image.width * factor)), max(1, round(image.height * factor)))
     method = Image.Resampling.LANCZOS if factor < 1 else Image.Resampling.BICUBIC
     return (image if size == image.size else image.resize(size, method)), factor

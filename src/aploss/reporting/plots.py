@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aploss.reporting.drawing import (
+    HEIGHT,
+    WIDTH,
     Series,
     add_legend,
     draw_series,
+    logarithmic,
     new_plot,
     numbers,
     series_style,
     shorten,
 )
-from aploss.reporting.style import INK, MUTED, LineStyle, line_style
+from aploss.reporting.style import INK, MUTED, LineStyle, line_style, loss_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,8 +40,8 @@ def line_plot(
     log_y: bool = False,
     y_range: tuple[float | None, float | None] | None = None,
     level: tuple[str, float] | None = None,
-    width: float = 4.8,
-    height: float = 3.2,
+    width: float = WIDTH,
+    height: float = HEIGHT,
 ) -> str:
     """Lines with optional bands.
 
@@ -64,7 +67,9 @@ def line_plot(
         _scales(plot.axes, log_x=log_x, log_y=log_y)
         if y_range is not None:
             plot.axes.set_ylim(*y_range)
-        entries = {one.name: series_style(one, index) for index, one in enumerate(series)}
+        entries = {
+            loss_label(one.name): series_style(one, index) for index, one in enumerate(series)
+        }
         if level is not None:
             entries[level[0]] = LineStyle(INK, (0, (2, 2)), "")
         add_legend(plot.figure, entries, markers=any(one.markers for one in series))
@@ -80,8 +85,8 @@ def scatter_plot(
     log_x: bool = False,
     log_y: bool = False,
     diagonal: bool = False,
-    width: float = 4.8,
-    height: float = 3.2,
+    width: float = WIDTH,
+    height: float = HEIGHT,
 ) -> str:
     """Clouds of points, one style for each group; ``diagonal`` adds the line y = x.
 
@@ -101,7 +106,9 @@ def scatter_plot(
             plot.axes.axline(
                 (1, 1), (2, 2), color=MUTED, linewidth=1, linestyle=(0, (2, 2)), zorder=0.5
             )
-        entries = {group.name: series_style(group, index) for index, group in enumerate(groups)}
+        entries = {
+            loss_label(group.name): series_style(group, index) for index, group in enumerate(groups)
+        }
         add_legend(plot.figure, entries, markers=True, lines=False)
     return plot.svg
 
@@ -117,8 +124,8 @@ def field_plot(
     x_label: str = "",
     y_label: str = "",
     value_label: str = "",
-    width: float = 4.8,
-    height: float = 4.0,
+    width: float = WIDTH,
+    height: float = 3.6,
 ) -> str:
     """A function of two variables as shaded levels, with arrows and paths over it.
 
@@ -151,7 +158,9 @@ def field_plot(
         for index, path in enumerate(paths):
             _draw_path(axes, path, series_style(path, index))
         axes.set(xlim=(xs.min(), xs.max()), ylim=(ys.min(), ys.max()))
-        entries = {path.name: series_style(path, index) for index, path in enumerate(paths)}
+        entries = {
+            loss_label(path.name): series_style(path, index) for index, path in enumerate(paths)
+        }
         add_legend(plot.figure, entries, always=True)
     return plot.svg
 
@@ -166,7 +175,7 @@ def bar_plot(
     x_label: str = "",
     x_range: tuple[float, float] | None = None,
     digits: int = 3,
-    width: float = 4.8,
+    width: float = WIDTH,
 ) -> str:
     """Horizontal bars with their names on the left and their values at the end.
 
@@ -179,7 +188,9 @@ def bar_plot(
     shades = list(colours) if colours is not None else [line_style("ap").colour] * len(names)
     with new_plot(title, x_label=x_label, width=width, height=0.9 + 0.26 * len(names)) as plot:
         axes = plot.axes
-        axes.barh(places, np.nan_to_num(lengths), color=shades, height=0.66, xerr=errors)
+        axes.barh(
+            places, np.nan_to_num(lengths), color=shades, height=0.66, xerr=errors, ecolor=INK
+        )
         axes.set_yticks(places, [shorten(name) for name in names], color=INK)
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
@@ -198,9 +209,9 @@ def bar_plot(
 
 def _scales(axes: "Axes", *, log_x: bool, log_y: bool) -> None:
     if log_x:
-        axes.set_xscale("log")
+        logarithmic(axes, "x")
     if log_y:
-        axes.set_yscale("log")
+        logarithmic(axes, "y")
 
 
 def _draw_arrows(

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,7 +48,7 @@ class RunFiles:
                 return float(document["draw_threshold"])
         return 0.5
 
-    @property
+    @cached_property
     def scores(self) -> np.ndarray:
         """One score for each detection, calibrated where a calibration was fitted, float64 [n]."""
         calibrated = self.calibration.get("calibrated_scores")
@@ -55,7 +56,7 @@ class RunFiles:
             return np.asarray(calibrated, dtype=np.float64)
         return np.array([one["score"] for one in self.detections], dtype=np.float64)
 
-    @property
+    @cached_property
     def outcomes(self) -> np.ndarray | None:
         """For each detection 1 (right), 0 (wrong) or -1 (ignored), int64 [n]; None: not known."""
         flags = self.matches.get("detections")

@@ -85,7 +85,7 @@ class PictureSource:
         rows: Sequence[int],
         missed: Sequence[int] = (),
         corner: tuple[int, int] = (0, 0),
-        longest: int = 480,
+        longest: int = 420,
     ) -> Image.Image:
         """The image with its objects dashed and the given detections in their class's colour.
 
@@ -104,22 +104,18 @@ class PictureSource:
             boxes = np.array([_xyxy(entry["bbox"]) for entry in entries]).reshape(-1, 4)
             return (boxes - shift) * factor
 
-        places = self.objects_of.get(image_id, [])
-        objects = [self.objects[place] for place in places]
-        texts = [
-            f"missed: {self.class_name(self.objects[place])}" if place in missed else ""
-            for place in places
-        ]
-        drawn = draw_boxes(
-            small, scaled(objects), captions=texts, colours=TRUTH_COLOUR, dashed=True
-        )
+        objects = [self.objects[place] for place in self.objects_of.get(image_id, [])]
+        drawn = draw_boxes(small, scaled(objects), colours=TRUTH_COLOUR, dashed=True)
         found = [self.run.detections[row] for row in rows]
-        return draw_boxes(
+        drawn = draw_boxes(
             drawn,
             scaled(found),
             captions=[self.caption(row) for row in rows],
             colours=[self.colour(entry) for entry in found],
         )
+        lost = [self.objects[place] for place in missed]
+        texts = [f"missed: {self.class_name(entry)}" for entry in lost]
+        return draw_boxes(drawn, scaled(lost), captions=texts, colours=TRUTH_COLOUR, dashed=True)
 
 
 def gallery(source: PictureSource, count: int = 12) -> list[Picture]:
@@ -199,7 +195,7 @@ def _crop(
     drawn = source.draw(
         part, entry["image_id"],
         rows=source.shown(entry["image_id"]) if rows is None else rows,
-        missed=missed, corner=corner, longest=300,
+        missed=missed, corner=corner, longest=240,
     )  # fmt: skip
     return _picture(drawn, caption)
 
@@ -219,8 +215,7 @@ def _spread(
 
 
 def _picture(image: Image.Image, caption: str) -> Picture:
-    # A backtick in a file name must not begin code.
-    return Picture(data_uri(image), caption.replace("`", "'"))
+    return Picture(data_uri(image), caption)
 
 
 def _group(image_ids: Iterable[int]) -> dict[int, list[int]]:

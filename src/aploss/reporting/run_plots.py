@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from aploss.reporting.drawing import Series, add_legend, new_plot, numbers, thin_out
+from aploss.reporting.drawing import Series, add_legend, count_axis, new_plot, numbers, thin_out
 from aploss.reporting.plots import bar_plot, line_plot
 from aploss.reporting.style import (
     GRID,
@@ -73,7 +73,7 @@ def _single_curve(rows: Rows, key: str, title: str, label: str, *, log_y: bool =
     series = [Series(name=label, x=steps, y=values)]
     return line_plot(
         series, title=title, x_label="step", y_label=label, log_y=log_y,
-        y_range=None if log_y else (0, None), height=2.6,
+        y_range=None if log_y else (0, None),
     )  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def precision_recall_plot(
     positions = {name: position for position, name in enumerate(curves)}
     dashes = [style.dashes for style in LOSS_STYLES.values()]
     with new_plot(
-        "Precision and recall at IoU 0.5", x_label="recall", y_label="precision", height=3.6
+        "Precision and recall at IoU 0.5", x_label="recall", y_label="precision", height=3.4
     ) as plot:
         for name in order:
             if name not in named:
@@ -136,19 +136,22 @@ def precision_recall_plot(
 
 
 def reliability_diagram(
-    before: Rows, after: Rows, errors: tuple[float | None, float | None] = (None, None)
+    before: Rows,
+    after: Rows,
+    error_before: float | None = None,
+    error_after: float | None = None,
 ) -> str:
     """Precision of the detections over their score, before and after calibration.
 
     Args:
         before, after: bins with ``confidence``, ``precision`` and ``count``; empty bins are left
             out, and the size of a marker grows with the bin's share of detections.
-        errors: the expected calibration errors, for the legend.
+        error_before, error_after: the expected calibration errors, for the legend.
     """
-    looks = (("before", before, errors[0], VARIANT_STYLES[1]),
-             ("after calibration", after, errors[1], LOSS_STYLES["ap"]))  # fmt: skip
+    looks = (("before", before, error_before, VARIANT_STYLES[1]),
+             ("after calibration", after, error_after, LOSS_STYLES["ap"]))  # fmt: skip
     with new_plot(
-        "Do scores mean precision?", x_label="score", y_label="precision (IoU 0.5)", height=3.6
+        "Do scores mean precision?", x_label="score", y_label="precision (IoU 0.5)", height=3.4
     ) as plot:
         plot.axes.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle=(0, (2, 2)))
         entries = {"ideal": LineStyle(MUTED, (0, (2, 2)), "")}
@@ -192,9 +195,8 @@ def score_histogram(
         if threshold is not None:
             plot.axes.axvline(threshold, color=INK, linewidth=1, linestyle=(0, (2, 2)))
             entries[f"drawing threshold {threshold:.2f}"] = LineStyle(INK, (0, (2, 2)), "")
-        plot.axes.set_yscale("symlog", linthresh=1)
         plot.axes.set_xlim(0, 1)
-        plot.axes.set_ylim(bottom=0)
+        count_axis(plot.axes)
         add_legend(plot.figure, entries)
     return plot.svg
 

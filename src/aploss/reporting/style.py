@@ -149,9 +149,8 @@ def class_colour(label: int) -> str:
 
 
 def _settings() -> dict[str, Any]:
-    """Matplotlib's settings: small figures, since each fills a column of a page or a phone."""
+    """Matplotlib's settings; letters of the size of a phone's."""
     return {
-        "figure.figsize": (4.8, 3.2),
         "figure.facecolor": PAPER,
         "figure.constrained_layout.use": True,
         "savefig.facecolor": PAPER,

@@ -1,0 +1,380 @@
+"""A made-up run folder with everything in it, and a real browser where there is one."""
+
+import base64
+import fcntl
+import json
+import os
+import select
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw
+from sklearn.isotonic import IsotonicRegression
+
+from aploss.reporting.comparison_data import Comparison, Curve, Difference, Entry
+
+CLASSES = ("disk", "square", "triangle", "star", "cross")
+SIZE = (192, 144)
+
+
+def draw_object(pen: ImageDraw.ImageDraw, label: int, box: np.ndarray, colour: str) -> None:
+    x1, y1, x2, y2 = (float(value) for value in box)
+    if label == 0:
+        pen.ellipse([x1, y1, x2, y2], fill=colour)
+    elif label == 1:
+        pen.rectangle([x1, y1, x2, y2], fill=colour)
+    else:
+        pen.regular_polygon(
+            ((x1 + x2) / 2, (y1 + y2) / 2, (x2 - x1) / 2), n_sides=label + 1, fill=colour
+        )
+
+
+def make_scenes(folder: Path, generator: np.random.Generator, images: int) -> dict[str, Any]:
+    """Pictures of shapes, and their COCO ground truth."""
+    colours = ("#e0c060", "#70a0d0", "#b06080", "#60b080", "#d08050")
+    truth: dict[str, Any] = {"images": [], "annotations": [], "categories": []}
+    for image_id in range(1, images + 1):
+        shade = generator.integers(40, 110, size=3)
+        noise = generator.normal(0, 12, size=(SIZE[1], SIZE[0], 3))
+        picture = Image.fromarray(np.clip(shade + noise, 0, 255).astype(np.uint8))
+        pen = ImageDraw.Draw(picture)
+        for _ in range(int(generator.integers(1, 5))):
+            label = int(generator.integers(len(CLASSES)))
+            side = generator.uniform(22, 60)
+            corner = generator.uniform((4, 4), (SIZE[0] - side - 4, SIZE[1] - side - 4))
+            box = np.concatenate([corner, corner + side])
+            draw_object(pen, label, box, colours[int(generator.integers(len(colours)))])
+            truth["annotations"].append(
+                {
+                    "id": len(truth["annotations"]) + 1,
+                    "image_id": image_id,
+                    "category_id": label + 1,
+                    "bbox": [float(box[0]), float(box[1]), float(side), float(side)],
+                    "area": float(side * side),
+                    "iscrowd": 0,
+                    "difficult": 0,
+                }
+            )
+        path = folder / f"scene_{image_id:03d}.png"
+        picture.save(path)
+        truth["images"].append(
+            {"id": image_id, "file_name": path.name, "path": str(path.resolve()),
+             "width": SIZE[0], "height": SIZE[1]}
+        )  # fmt: skip
+    return truth
+
+
+def make_detections(
+    truth: dict[str, Any], generator: np.random.Generator
+) -> tuple[list[dict[str, Any]], np.ndarray, dict[str, Any]]:
+    """Detections, their calibrated scores, and which of them are right, known by construction."""
+    detections, scores, flags = [], [], []
+    found: dict[str, int | None] = {}
+    for entry in truth["annotations"]:
+        found[str(entry["id"])] = None
+        if generator.random() < 0.93:
+            found[str(entry["id"])] = len(detections)
+            box = np.array(entry["bbox"]) + generator.normal(0, 1.5, size=4)
+            score = float(np.clip(generator.beta(3, 1.1), 0, 1))
+            detections.append({**entry, "bbox": box.tolist()})
+            scores.append(score)
+            flags.append(True)
+    for image in truth["images"]:
+        for _ in range(12):
+            box = [*generator.uniform((0, 0), (150, 100)), *generator.uniform(12, 50, size=2)]
+            category = int(generator.integers(1, len(CLASSES) + 1))
+            detections.append({"image_id": image["id"], "category_id": category, "bbox": box})
+            scores.append(float(generator.beta(0.6, 5)))
+            flags.append(False)
+    scores = IsotonicRegression().fit_transform(scores, flags) * 0.98 + 0.02 * np.array(scores)
+    for entry, score in zip(detections, scores, strict=True):
+        entry["score"] = 0.02 + 0.25 * score**2
+        for key in ("id", "area", "iscrowd", "difficult"):
+            entry.pop(key, None)
+    return detections, np.array(scores), {"detections": flags, "ground_truth": found}
+
+
+def reliability_bins(scores: np.ndarray, flags: np.ndarray) -> dict[str, Any]:
+    bins, error = [], 0.0
+    for lower in np.arange(0, 1, 0.1):
+        inside = (scores >= lower) & (scores < lower + 0.1)
+        count = int(inside.sum())
+        confidence = float(scores[inside].mean()) if count else None
+        precision = float(flags[inside].mean()) if count else None
+        error += abs((confidence or 0) - (precision or 0)) * count / len(scores)
+        bins.append({"lower": float(lower), "upper": float(lower + 0.1), "count": count,
+                     "confidence": confidence, "precision": precision})  # fmt: skip
+    return {"bins": bins, "expected_calibration_error": error}
+
+
+def make_metrics(
+    truth: dict[str, Any], detections: list[dict[str, Any]], flags: np.ndarray
+) -> dict[str, Any]:
+    per_class, curves = {}, {}
+    for number, name in enumerate(CLASSES, start=1):
+        rows = [k for k, one in enumerate(detections) if one["category_id"] == number]
+        rows.sort(key=lambda k: -detections[k]["score"])
+        hits = np.cumsum(flags[rows])
+        total = sum(one["category_id"] == number for one in truth["annotations"])
+        precision = hits / np.arange(1, len(rows) + 1)
+        precision = np.maximum.accumulate(precision[::-1])[::-1]
+        recall = hits / total
+        curves[name] = {"recall": recall.tolist(), "precision": precision.tolist()}
+        ap50 = float(np.diff(recall, prepend=0) @ precision)
+        per_class[name] = {
+            "AP": 0.78 * ap50, "AP50": ap50, "AP75": 0.9 * ap50, "APs": None, "APm": 0.7 * ap50,
+            "APl": None, "AR": 0.85 * ap50, "objects": total, "detections": len(rows),
+        }  # fmt: skip
+    means = {key: float(np.mean([row[key] for row in per_class.values()])) for key in
+             ("AP", "AP50", "AP75", "APm", "AR")}  # fmt: skip
+    return {**means, "APs": None, "APl": None, "per_class": per_class, "precision_recall": curves}
+
+
+def make_log(generator: np.random.Generator, steps: int) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for step in range(10, steps + 1, 10):
+        share = step / steps
+        classification = 0.15 + 0.85 * np.exp(-4 * share) + generator.normal(0, 0.03)
+        box = 0.1 + 0.5 * np.exp(-3 * share) + generator.normal(0, 0.02)
+        rate = 3e-3 * min(1, step / 50) * (0.51 + 0.49 * np.cos(np.pi * share))
+        rows.append(
+            {"kind": "train", "step": step, "epoch": step // 75, "loss": classification + box,
+             "classification": classification, "box": box, "lr": rate,
+             "gradient_norm": float(np.exp(generator.normal(0.5, 0.4))),
+             "images_per_second": 110.0, "seconds": step * 0.07}
+        )  # fmt: skip
+        if step % 100 == 0:
+            ap = 0.74 * (1 - np.exp(-4 * share)) + generator.normal(0, 0.01)
+            rows.append({"kind": "validation", "step": step, "epoch": step // 75,
+                         "seconds": step * 0.07, "AP": ap, "AP50": min(1, 1.27 * ap),
+                         "AP75": 1.2 * ap})  # fmt: skip
+    return rows
+
+
+def write_json(path: Path, document: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document))
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., Path]:
+    """Makes a run folder ``runs/shapes-ap`` as a training leaves it."""
+
+    def make(*, images: int = 14, steps: int = 1000, seed: int = 0) -> Path:
+        generator = np.random.default_rng(seed)
+        scenes, run = tmp_path / "scenes", tmp_path / "runs" / "shapes-ap"
+        scenes.mkdir()
+        run.mkdir(parents=True)
+        truth = make_scenes(scenes, generator, images)
+        truth["categories"] = [
+            {"id": number, "name": name} for number, name in enumerate(CLASSES, start=1)
+        ]
+        detections, scores, matches = make_detections(truth, generator)
+        flags = np.array(matches["detections"])
+        metrics = make_metrics(truth, detections, flags)
+        after = reliability_bins(scores, flags)
+        raw = np.array([one["score"] for one in detections])
+        write_json(run / "evaluation/ground_truth.json", truth)
+        write_json(run / "evaluation/detections.json", detections)
+        write_json(run / "evaluation/metrics.json", metrics)
+        write_json(run / "evaluation/matches.json", matches)
+        write_json(
+            run / "evaluation/calibration.json",
+            {"before": reliability_bins(raw, flags), "after": after,
+             "calibrated_scores": scores.tolist(), "draw_threshold": 0.42},
+        )  # fmt: skip
+        command = "aploss train --data builtin --loss ap --detector retinanet-tiny --seed 0"
+        write_json(
+            run / "summary.json",
+            {**{key: metrics[key] for key in ("AP", "AP50", "AP75", "APs", "APm", "APl")},
+             "loss": "ap", "detector": "retinanet-tiny", "data": "builtin", "split": "val",
+             "seed": 0, "steps": steps, "minutes": steps * 0.07 / 60, "images_per_second": 110.4,
+             "calibration_error": after["expected_calibration_error"], "draw_threshold": 0.42,
+             "command": command},
+        )  # fmt: skip
+        write_json(
+            run / "environment.json",
+            {"python": "3.11.9", "torch": "2.9.0", "commit": "0123456789abcdef" * 2,
+             "hardware": {"processor": "a processor with a rather long name", "cores": 2}},
+        )  # fmt: skip
+        (run / "config.yaml").write_text(
+            "detector: retinanet-tiny\nloss: ap\nloss_options:\n  delta: 1.0\n"
+            "data: builtin\noptimizer:\n  name: adamw\n  lr: 0.003\n"
+            "note: a line that is much longer than any telephone is wide, and has to scroll "
+            "inside its own box without making the page any wider than the screen\n"
+        )
+        with (run / "metrics.jsonl").open("w") as log:
+            log.writelines(json.dumps(row) + "\n" for row in make_log(generator, steps))
+        return run
+
+    return make
+
+
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--disable-default-apps", "--disable-extensions", "--disable-dev-shm-usage",
+    "--remote-debugging-pipe",
+)  # fmt: skip
+FAULTS = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
+
+
+class Browser:
+    """Chromium driven through its debugging pipe: one JSON message after the other."""
+
+    def __init__(self, program: str, profile: Path) -> None:
+        to_browser, self._out = os.pipe()
+        self._in, from_browser = os.pipe()
+
+        def connect() -> None:
+            # The browser reads commands from descriptor 3 and writes to 4. Copies first: one of
+            # ours may already have such a number.
+            ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (to_browser, from_browser)]
+            for number, end in enumerate(ends, start=3):
+                os.dup2(end, number)
+
+        self._process = subprocess.Popen(
+            [program, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
+            preexec_fn=connect, close_fds=False,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        os.close(to_browser)
+        os.close(from_browser)
+        self._buffer, self._number, self._session = b"", 0, ""
+        self.events: list[dict[str, Any]] = []
+        target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        answer = self.send("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = answer["sessionId"]
+        for domain in ("Page", "Network", "Runtime", "Log"):
+            self.send(f"{domain}.enable")
+
+    def _read(self, seconds: float = 60) -> dict[str, Any]:
+        while b"\0" not in self._buffer:
+            ready, _, _ = select.select([self._in], [], [], seconds)
+            part = os.read(self._in, 1 << 20) if ready else b""
+            if not part:
+                raise TimeoutError("the browser does not answer")
+            self._buffer += part
+        message, _, self._buffer = self._buffer.partition(b"\0")
+        return json.loads(message)
+
+    def send(self, method: str, **parameters: Any) -> dict[str, Any]:
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": parameters}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._out, json.dumps(message).encode() + b"\0")
+        while (answer := self._read()).get("id") != self._number:
+            self.events.append(answer)
+        assert "error" not in answer, answer
+        return answer["result"]
+
+    def open(self, page: Path, width: int, height: int, *, dark: bool = False) -> None:
+        """Loads a page as a phone or desktop of that size would."""
+        self.send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
+        )  # fmt: skip
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.send("Emulation.setEmulatedMedia", features=[scheme])
+        self.events.clear()
+        self.send("Page.navigate", url=page.resolve().as_uri())
+        while not any(event["method"] == "Page.loadEventFired" for event in self.events):
+            self.events.append(self._read())
+
+    def evaluate(self, script: str) -> Any:
+        return self.send("Runtime.evaluate", expression=script, returnByValue=True)["result"].get(
+            "value"
+        )
+
+    def requests(self) -> list[str]:
+        """Addresses of everything the page asked for, without what it holds itself."""
+        sent = [one for one in self.events if one["method"] == "Network.requestWillBeSent"]
+        addresses = [one["params"]["request"]["url"] for one in sent]
+        return [address for address in addresses if not address.startswith("data:")]
+
+    def faults(self) -> list[dict[str, Any]]:
+        """Errors and messages on the console."""
+        return [event for event in self.events if event["method"] in FAULTS]
+
+    def screenshot(self, path: Path, *, whole: bool = True) -> None:
+        picture = self.send("Page.captureScreenshot", captureBeyondViewport=whole)
+        path.write_bytes(base64.b64decode(picture["data"]))
+
+    def close(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self._out)
+        os.close(self._in)
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A real browser, from APLOSS_BROWSER or the system's Chromium; skips where there is none."""
+    names = (os.environ.get("APLOSS_BROWSER", ""), "chromium", "chromium-browser", "google-chrome")
+    program = next((path for name in names if name and (path := shutil.which(name))), None)
+    if program is None or os.name != "posix":
+        pytest.skip("no Chromium on this machine; name one in APLOSS_BROWSER")
+    one = Browser(program, tmp_path_factory.mktemp("profile"))
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def comparison() -> Comparison:
+    """Four losses, three seeds, numbers of the size a small comparison has."""
+    generator = np.random.default_rng(3)
+    entries = []
+    levels = {"ce-ohem": (0.718, 0.494), "focal": (0.708, 0.520),
+              "auc": (0.520, 0.412), "ap": (0.738, 0.586)}  # fmt: skip
+    for loss, (level, paper) in levels.items():
+        curves, finals = [], []
+        for _ in range(3):
+            share = np.linspace(0.1, 1, 10)
+            values = level * (1 - np.exp(-4 * share)) + generator.normal(0, 0.006, size=10)
+            speed = generator.uniform(0.95, 1.05)
+            curves.append(
+                Curve(steps=(1000 * share).tolist(), values=values.tolist(),
+                      minutes=(1.2 * speed * share).tolist())
+            )  # fmt: skip
+            finals.append(float(values[-1]))
+        entries.append(
+            Entry(
+                name=loss,
+                values={"AP": finals, "AP50": [min(1, 1.28 * one) for one in finals],
+                        "AP75": [1.2 * one for one in finals]},
+                minutes=[1.2, 1.25, 1.18], paper={"AP": paper}, curves=curves, note="lr 0.003",
+            )
+        )  # fmt: skip
+    best = entries[-1]
+    differences = []
+    for entry in entries[:-1]:
+        pairs = np.array(best.values["AP"]) - np.array(entry.values["AP"])
+        half = 4.303 * pairs.std(ddof=1) / np.sqrt(3)  # Student's t, 2 degrees of freedom
+        differences.append(
+            Difference(name="ap", baseline=entry.name, values=pairs.tolist(),
+                       mean=float(pairs.mean()), low=float(pairs.mean() - half),
+                       high=float(pairs.mean() + half))
+        )  # fmt: skip
+    return Comparison(
+        title="Table 2: RetinaNet with four losses",
+        entries=entries,
+        summary="The same detector, data order and initial weights; only the loss differs.",
+        differences=differences,
+        verdicts=[(True, "AP-loss is first, by at least 1 AP over focal loss"),
+                  (False, "AUC-loss is last"), (None, "the order of the others")],
+        facts={"Seeds": 3, "Minutes": 14.6, "Detector": "retinanet-tiny", "Data": "builtin"},
+        command="aploss reproduce table2 --scale small --seeds 3",
+        paper="PASCAL VOC 2007 test, RetinaNet-50, 512 pixels",
+        notes="The paper trains from pretrained weights at 512 pixels; this is a small detector.",
+        provenance={"commit": "0123abc", "seeds": "0, 1, 2", "processor": "2 cores"},
+    )  # fmt: skip
