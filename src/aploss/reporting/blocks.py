@@ -132,11 +132,19 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot as SVG text, with a line below; ``label`` is for those who cannot see it."""
+    """A plot as SVG text, with a line below.
+
+    Attributes:
+        svg: of :mod:`aploss.reporting.plots`.
+        caption: the line.
+        label: for those who cannot see the plot; the caption where it is empty.
+        name: of the file, without ending, where plots are also written as files.
+    """
 
     svg: str
     caption: str = ""
     label: str = ""
+    name: str = ""
 
 
 @dataclass(frozen=True)
