@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 # Only formats whose decoders are part of Pillow: others (EPS) start programs of the system.
-_FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "JPEG2000")
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "JPEG2000")
 
 EXTENSIONS = {
     **dict.fromkeys((".jpg", ".jpeg", ".jpe", ".jfif", ".mpo"), ("JPEG", "MPO")),
@@ -46,13 +46,25 @@ _EXIF_ORIENTATION = 0x0112
 
 
 class ImageError(DataError):
-    """An image file that cannot be used; ``kind`` is a key of :data:`problems.KINDS`."""
+    """An image file that cannot be used.
 
-    def __init__(self, kind: str, path: str | Path, detail: str) -> None:
+    The message alone makes one, so that a data-loader's worker can hand it to its parent.
+
+    Attributes:
+        kind: A key of :data:`problems.KINDS`.
+        detail: The message without the path.
+    """
+
+    kind = "unreadable-image"
+    detail = ""
+
+    @classmethod
+    def of(cls, kind: str, path: str | Path, detail: str) -> "ImageError":
+        """The error for a file."""
         assert kind in KINDS, kind
-        super().__init__(f"{path}: {detail}")
-        self.kind = kind
-        self.detail = detail
+        error = cls(f"{path}: {detail}")
+        error.kind, error.detail = kind, detail
+        return error
 
 
 class ImageHeader(NamedTuple):
@@ -100,7 +112,7 @@ def read_image(path: str | Path, *, size: tuple[int, int] | None = None) -> Tens
         if _orientation(image) != 1 and not annotated_as_stored:
             image = ImageOps.exif_transpose(image)
         if size is not None and image.size != size:
-            raise ImageError("size-mismatch", path, size_mismatch(size, image.size))
+            raise ImageError.of("size-mismatch", path, size_mismatch(size, image.size))
         pixels = np.array(_to_rgb(image))  # [H, W, 3]
     return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
 
@@ -129,21 +141,21 @@ def _opened(path: str | Path) -> Iterator[Image.Image]:
         raise _too_large(path, str(error)) from None
     except UnidentifiedImageError:
         if os.path.getsize(path) == 0:  # noqa: PTH202
-            raise ImageError("empty-image", path, "the image file is empty") from None
+            raise ImageError.of("empty-image", path, "the image file is empty") from None
         known = ", ".join(_FORMATS)
-        raise ImageError("unreadable-image", path, f"not an image ({known})") from None
+        raise ImageError.of("unreadable-image", path, f"not an image ({known})") from None
     except (OSError, SyntaxError, ValueError, EOFError, MemoryError, IndexError, KeyError) as error:
-        raise ImageError("truncated-image", path, f"damaged image: {error}") from None
+        raise ImageError.of("truncated-image", path, f"damaged image: {error}") from None
 
 
 def _not_a_file(path: str | Path) -> ImageError:
     if os.path.exists(path):  # noqa: PTH110
-        return ImageError("image-not-a-file", path, "not a file but a folder or device")
-    return ImageError("missing-image", path, "no such image file")
+        return ImageError.of("image-not-a-file", path, "not a file but a folder or device")
+    return ImageError.of("missing-image", path, "no such image file")
 
 
 def _too_large(path: str | Path, found: str) -> ImageError:
-    return ImageError(
+    return ImageError.of(
         "image-too-large",
         path,
         f"refused as a decompression bomb: {found}, at most {MAX_PIXELS:,} pixels are read",

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from aploss.errors import DataError
 
-__all__ = ["KINDS", "Effect", "Problem", "raise_refused", "summarise"]
+__all__ = ["KINDS", "Effect", "Problem", "ProblemError", "raise_refused", "summarise"]
 
 
 class Effect(StrEnum):
@@ -65,6 +65,7 @@ _BOX_CLIPPED = {"out-of-bounds-box": "a box that reaches beyond its image"}
 _KEPT = {
     "class-ids-off-by-one": "class ids that look counted from 1 instead of 0, or the reverse",
     "class-count-mismatch": "a stated number of classes that differs from the class names",
+    "class-lists-differ": "splits with different class lists",
     "class-without-boxes": "a class without a box in any split",
     "similar-class-names": "class names that differ only in case, spaces or punctuation",
     "duplicate-box": "the same box of the same class twice in an image",
@@ -73,8 +74,8 @@ _KEPT = {
     "missing-size": "an annotation without an image size (taken from the image)",
     "file-name-mismatch": "an annotation that names another image than the one beside it",
     "zero-based-box": "coordinates from 0 in VOC, which counts from 1 (clipped to the image)",
-    "unlisted-annotation": "an annotation in no split",
-    "annotation-without-image": "an annotation file that no image belongs to",
+    "unlisted-annotation": "an annotated image in no split",
+    "annotation-without-image": "an annotation file in no split, without its image",
     "image-without-annotation": "an image without an annotation",
     "image-in-two-splits": "the same image in two splits",
     "same-content": "two image files with the same content",
@@ -109,6 +110,7 @@ class Problem:
         kind: A key of :data:`KINDS`.
         file: The file to look at, relative to the dataset's folder.
         message: What is wrong there, in words, with the value that was found.
+        count: How many boxes or images it is about, where one line stands for many.
 
     Example:
         >>> problem = Problem("degenerate-box", "Annotations/7.xml", "object 2: xmin 5 = xmax 5")
@@ -121,6 +123,7 @@ class Problem:
     kind: str
     file: str
     message: str
+    count: int = 1
 
     def __post_init__(self) -> None:
         assert self.kind in KINDS, self.kind
@@ -132,6 +135,17 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{self.file}: {self.message} ({self.kind}, {self.effect.value})"
+
+
+class ProblemError(DataError):
+    """A problem that ends the reading of a split; a check lists it and goes on."""
+
+    def __init__(self, kind: str, file: str, message: str) -> None:
+        super().__init__(kind, file, message)
+        self.problem = Problem(kind, file, message)
+
+    def __str__(self) -> str:
+        return f"{self.problem.file}: {self.problem.message}"
 
 
 def raise_refused(problems: Iterable[Problem]) -> None:
@@ -156,7 +170,7 @@ def summarise(problems: Iterable[Problem], *, files: int = 3) -> str:
     """
     by_kind: dict[str, Counter[str]] = {}
     for problem in problems:
-        by_kind.setdefault(problem.kind, Counter())[problem.file] += 1
+        by_kind.setdefault(problem.kind, Counter())[problem.file] += problem.count
     parts = []
     for kind, counts in by_kind.items():
         names = ", ".join(list(counts)[:files])

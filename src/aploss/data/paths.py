@@ -1,0 +1,162 @@
+"""Paths from annotation files, held inside the dataset's folder."""
+
+import os
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import NamedTuple
+
+from aploss.data.images import EXTENSIONS
+from aploss.data.problems import ProblemError
+
+__all__ = ["DatasetFolder", "is_image"]
+
+_PLAIN = re.compile(r"[\w-][\w .-]*(/[\w-][\w .-]*)*")
+
+
+def is_image(path: str) -> bool:
+    """Whether a file's extension is that of an image."""
+    return posixpath.splitext(path)[1].lower() in EXTENSIONS
+
+
+class _Entry(NamedTuple):
+    is_link: bool
+    is_folder: bool
+
+
+class DatasetFolder:
+    """A dataset's folder, which answers only for what is really inside it.
+
+    All paths it takes and gives are relative to the folder, with forward slashes. A symbolic link
+    is followed as long as its target is inside the folder too.
+
+    Args:
+        root: The folder; itself it may be a link.
+    """
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(os.path.realpath(root))
+        self._listings: dict[str, dict[str, _Entry]] = {}  # folder → name → what it is
+
+    def inside(self, text: str, *, base: str = "", named_in: str) -> str:
+        """A path as written in an annotation, as path below the folder.
+
+        Args:
+            text: The path as written; backslashes separate too, whatever the system.
+            base: Folder below the root that `text` is relative to.
+            named_in: The file that contains `text`, for the error message.
+
+        Raises:
+            ProblemError: The path is absolute or climbs out of the folder.
+
+        Example:
+            >>> DatasetFolder(".").inside("../images/a.jpg", base="labels", named_in="x.txt")
+            'images/a.jpg'
+        """
+        if _PLAIN.fullmatch(text) and ".." not in text:  # nearly all; 120,000 of them are many
+            return posixpath.join("" if base == "." else base, text)
+        slashed = text.replace("\\", "/")
+        windows = PureWindowsPath(text)
+        absolute = PurePosixPath(slashed).is_absolute() or bool(windows.drive or windows.root)
+        path = posixpath.normpath(posixpath.join(base, slashed))
+        if absolute or "\0" in text or path == ".." or path.startswith("../"):
+            raise _outside(named_in, f"the path {text!r}")
+        return path
+
+    def has(self, path: str, *, named_in: str | None = None) -> bool:
+        """Whether there is something of this name (a file, a folder, an unbroken link).
+
+        Args:
+            path: A path that :meth:`inside` gave.
+            named_in: The file to blame; the path itself where not given.
+
+        Raises:
+            ProblemError: A symbolic link on the way leads outside the folder.
+        """
+        if path in ("", "."):
+            return True
+        folder, name = posixpath.split(path)
+        try:
+            entry = self._listing(folder).get(name)
+            if entry is not None and entry.is_link:
+                self._check_link(path)
+                return (self.root / path).exists()
+        except ProblemError:
+            raise _outside(named_in or path, f"the symbolic link on the way to {path!r}") from None
+        return entry is not None
+
+    def is_folder(self, path: str) -> bool:
+        """Whether there is a folder of this name inside."""
+        return self.has(path) and (self.root / path).is_dir()
+
+    def is_file(self, path: str) -> bool:
+        """Whether there is a file of this name inside."""
+        return self.has(path) and (self.root / path).is_file()
+
+    def names(self, folder: str) -> list[str]:
+        """Names of what a folder holds, sorted; none where there is no such folder."""
+        return sorted(self._listing(folder))
+
+    def files(self, folder: str = "") -> Iterator[str]:
+        """Every file below a folder, sorted; hidden and linked folders are not entered."""
+        pending = [folder]
+        while pending:
+            current = pending.pop()
+            folders = []
+            for name, entry in sorted(self._listing(current).items()):
+                if name.startswith(".") or name == "__MACOSX":
+                    continue
+                path = posixpath.join(current, name)
+                if not entry.is_folder:
+                    yield path
+                elif not entry.is_link:
+                    folders.append(path)
+            pending += reversed(folders)
+
+    def read_bytes(self, path: str) -> bytes:
+        """The content of a file inside."""
+        self.has(path)
+        return (self.root / path).read_bytes()
+
+    def read_text(self, path: str) -> str:
+        """The content of a UTF-8 file inside.
+
+        Raises:
+            ProblemError: The file is missing or not text.
+        """
+        try:
+            return self.read_bytes(path).decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ProblemError("unreadable-annotations", path, f"not UTF-8 text: {error}") from None
+        except OSError as error:
+            raise ProblemError(
+                "unreadable-annotations", path, f"cannot be read: {error.strerror}"
+            ) from None
+
+    def _listing(self, folder: str) -> dict[str, _Entry]:
+        folder = "" if folder == "." else folder
+        if folder not in self._listings:
+            if folder:
+                self._check_link(folder)
+            try:
+                with os.scandir(self.root / folder) as entries:
+                    self._listings[folder] = {
+                        entry.name: _Entry(entry.is_symlink(), entry.is_dir()) for entry in entries
+                    }
+            except (FileNotFoundError, NotADirectoryError):
+                self._listings[folder] = {}
+        return self._listings[folder]
+
+    def _check_link(self, path: str) -> None:
+        real = os.path.realpath(self.root / path)
+        if real != str(self.root) and not Path(real).is_relative_to(self.root):
+            raise _outside(path, "a symbolic link")
+
+
+def _outside(named_in: str, what: str) -> ProblemError:
+    return ProblemError(
+        "path-outside-dataset",
+        named_in,
+        f"{what} leads outside the dataset's folder; put the file inside it",
+    )
