@@ -1,0 +1,41 @@
+"""Training of detectors: configs, the loop, run folders.
+
+Names are imported on first use, so that ``import aploss.training`` stays light.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aploss.training.config import TrainConfig
+    from aploss.training.loop_state import TrainingInterruptedError
+    from aploss.training.recipes import load_config, recipe_names
+    from aploss.training.run import train
+    from aploss.training.run_folder import RunFolder
+    from aploss.training.summary import Summary
+
+__all__ = [
+    "RunFolder",
+    "Summary",
+    "TrainConfig",
+    "TrainingInterruptedError",
+    "load_config",
+    "recipe_names",
+    "train",
+]
+
+_MODULES = {
+    "RunFolder": "run_folder",
+    "Summary": "summary",
+    "TrainConfig": "config",
+    "TrainingInterruptedError": "loop_state",
+    "load_config": "recipes",
+    "recipe_names": "recipes",
+    "train": "run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

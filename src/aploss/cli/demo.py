@@ -1,0 +1,48 @@
+"""Train on built-in data in a few minutes, and show the result."""
+
+from pathlib import Path
+
+from jsonargparse import ArgumentParser, Namespace
+
+from aploss.cli.train import train_and_tell
+from aploss.training.recipes import load_config
+from aploss.training.run_folder import RunFolder
+
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+EXAMPLES = """
+  aploss demo
+  aploss demo --loss focal
+  aploss demo --seed 1 --out runs/second-demo
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the options of the command."""
+    parser.add_argument("--loss", default="ap", help="classification loss")
+    parser.add_argument("--seed", type=int, default=0, help="initial weights and data order")
+    parser.add_argument("--out", help="run folder; by default runs/demo, or the next free number")
+    parser.add_argument("--quiet", action="store_true", help="show only the result")
+
+
+def run(options: Namespace) -> int:
+    """Trains the demo recipe; an unfinished demo goes on where it was."""
+    wanted = {"data": "builtin", "loss": options.loss, "seed": options.seed}
+    folder = Path(options.out) if options.out else _free_or_unfinished(wanted)
+    config = load_config("demo", {**wanted, "out": str(folder)})
+    return train_and_tell(config, resume=True, quiet=options.quiet)
+
+
+def _free_or_unfinished(wanted: dict[str, object]) -> Path:
+    """runs/demo, runs/demo-2, ...: the first that is free, or holds the same demo unfinished."""
+    number = 1
+    while True:
+        path = Path("runs") / ("demo" if number == 1 else f"demo-{number}")
+        folder = RunFolder(path)
+        if not folder.exists:
+            return path
+        config = folder.read_config()
+        same = all(getattr(config, key) == value for key, value in wanted.items())
+        if same and not folder.summary_file.is_file():
+            return path
+        number += 1

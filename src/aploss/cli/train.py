@@ -1,0 +1,122 @@
+"""Train a detector on VOC, COCO, YOLO or built-in data.
+
+Settings come from a recipe, then a config file, then the command line; each wins over what comes
+before it. ``--print_config`` shows the result without training.
+"""
+
+import os
+import sys
+from typing import Any
+
+import yaml
+from jsonargparse import SUPPRESS, ArgumentParser, Namespace
+
+from aploss.errors import AplossError, ConfigError
+from aploss.training.config import TrainConfig, config_from_dict, config_to_dict
+from aploss.training.config_types import settings_of
+from aploss.training.recipes import load_config, merge, read_yaml, recipe_names
+
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+EXAMPLES = """
+  aploss train --data builtin
+  aploss train --data my-photos/ --loss ap --max-minutes 30
+  aploss train --recipe bccd-cpu --data ../shared/data/bccd --seed 1
+  aploss train --recipe voc-retinanet-r50 --data VOCdevkit --loss focal --out runs/voc-focal
+  aploss train --resume --out runs/voc-focal
+  aploss train --recipe demo --schedule.length 300 --optimizer.learning_rate 1e-3 --print_config
+  torchrun --nproc-per-node 8 -m aploss train --recipe coco-retinanet-r50 --data coco/
+"""
+
+INTERRUPTED = 130
+ALIASES = {"max_minutes": "--max-minutes", "checkpoint_minutes": "--checkpoint-minutes"}
+OWN_OPTIONS = ("recipe", "config", "resume", "quiet", "print_config")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the options of the command, and one for each setting of a run."""
+    parser.add_argument(
+        "--recipe", help=f"settings to start from: {', '.join(recipe_names())}, or a .yaml file"
+    )
+    parser.add_argument("--config", help="YAML file of settings that win over the recipe")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    parser.add_argument("--quiet", action="store_true", help="show only what goes wrong")
+    parser.add_argument(
+        "--print_config", "--print-config", action="store_true", help="show all settings and stop"
+    )
+    for setting in settings_of(TrainConfig):
+        default = "" if setting.default in (None, "", {}, ()) else f" (default: {setting.default})"
+        names = [f"--{setting.key}"]
+        if "_" in setting.key and "." not in setting.key:
+            names.insert(0, f"--{setting.key.replace('_', '-')}")
+        # Only what was given arrives here: a default must not win over the recipe.
+        parser.add_argument(
+            *names, type=setting.type, default=SUPPRESS, help=setting.help + default
+        )
+
+
+def run(options: Namespace) -> int:
+    """Trains, and prints the numbers and where the page is."""
+    config = resolve_config(options)
+    if options.print_config:
+        print(yaml.safe_dump(config_to_dict(config), sort_keys=False), end="")
+        return 0
+    return train_and_tell(config, resume=options.resume, quiet=options.quiet)
+
+
+def train_and_tell(config: TrainConfig, *, resume: bool, quiet: bool) -> int:
+    """Trains with progress, then prints the table of AP and the path of the page."""
+    from aploss.training.loop_state import LostProcessError, TrainingInterruptedError
+    from aploss.training.run import train
+
+    is_main = os.environ.get("RANK", "0") == "0"
+    try:
+        summary = train(config, resume=resume, quiet=quiet)
+    except TrainingInterruptedError as interruption:
+        if is_main:
+            print(interruption, file=sys.stderr)
+        return INTERRUPTED
+    except LostProcessError:
+        raise
+    except AplossError:
+        if is_main:
+            raise
+        return 2  # the main process says it
+    if is_main:
+        print(summary.table())
+        print(f"report: {summary.folder}/report.html")
+    return 0
+
+
+def resolve_config(options: Namespace) -> TrainConfig:
+    """The config of recipe, file and options; of the run in ``--out`` when it is resumed."""
+    from aploss.training.hardware import choose_device, choose_recipe
+    from aploss.training.run_folder import RunFolder
+
+    given = {key: value for key, value in options.as_dict().items() if key not in OWN_OPTIONS}
+    values = merge(read_yaml_of(options.config), given)
+    if options.resume and values.get("out") is not None:
+        folder = RunFolder(values["out"])
+        if folder.exists and options.recipe is None:
+            stored = config_to_dict(folder.read_config())
+            return config_from_dict(merge(stored, values))
+    recipe = options.recipe
+    if recipe is None:
+        recipe = choose_recipe(choose_device(values.get("device", "auto")))
+        if not (options.quiet or options.print_config or os.environ.get("RANK", "0") != "0"):
+            print(f"recipe    {recipe}, for the hardware here; --recipe chooses another")
+    config = load_config(recipe, values)
+    if not config.data and not options.print_config:
+        raise ConfigError("no data: give --data a folder of VOC, COCO or YOLO data, or builtin")
+    return config
+
+
+def read_yaml_of(path: str | None) -> dict[str, Any]:
+    """The values of a config file, after a check of its keys; nothing without a file."""
+    from pathlib import Path
+
+    if path is None:
+        return {}
+    values = read_yaml(Path(path))
+    config_from_dict(values, source=path)
+    return values

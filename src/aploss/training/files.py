@@ -1,0 +1,62 @@
+"""Files that are there whole or not at all, whatever kills the process."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+__all__ = ["remove_unfinished", "write_json", "write_text", "write_whole"]
+
+UNFINISHED = ".unfinished"
+
+
+def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
+    """Writes a file under a temporary name, flushes it to the disk, and renames it.
+
+    Until the rename the previous file of that name stays as it was.
+
+    Args:
+        path: the file; its folder must exist.
+        write: called with the open binary file.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
+    try:
+        with unfinished.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    _flush_folder(path.parent)
+
+
+def _flush_folder(folder: Path) -> None:
+    """Makes a rename survive a power cut; systems that cannot open folders do it by themselves."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass
+    finally:
+        os.close(handle)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file whole."""
+    write_whole(path, lambda file: file.write(text.encode("utf-8")))
+
+
+def write_json(path: Path, value: Any, *, indent: int | None = 2) -> None:
+    """Writes a JSON file whole."""
+    write_text(path, json.dumps(value, indent=indent) + "\n")
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes what a killed process left half-written below a folder."""
+    for path in folder.rglob(f".*{UNFINISHED}"):
+        path.unlink(missing_ok=True)

@@ -1,0 +1,159 @@
+"""What the user sees of a training: a live bar on a terminal, plain lines elsewhere, nothing."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["PlainProgress", "Progress", "RichProgress", "SilentProgress", "make_progress"]
+
+Row = dict[str, Any]
+SECONDS_BETWEEN_LINES = 15.0
+
+
+class Progress:
+    """Says nothing but what went wrong; the base of the others.
+
+    Args:
+        on_progress: called with every row of the metrics.
+    """
+
+    def __init__(self, on_progress: Callable[[Row], Any] | None = None) -> None:
+        self._on_progress = on_progress
+
+    def begin(self, total: int, done: int) -> None:
+        """Training starts at step ``done`` of ``total``."""
+
+    def step(self, done: int) -> None:
+        """A step is done."""
+
+    def row(self, row: Row) -> None:
+        """A row of the metrics was written."""
+        if self._on_progress is not None:
+            self._on_progress(row)
+
+    def note(self, text: str) -> None:
+        """Something worth knowing."""
+
+    def warn(self, text: str) -> None:
+        """Something is wrong; shown in every mode."""
+        print(text, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Training is over, for whatever reason."""
+
+
+class SilentProgress(Progress):
+    """Says nothing at all, for all processes but the main one."""
+
+    def warn(self, text: str) -> None:
+        """The main process says it."""
+
+
+class PlainProgress(Progress):
+    """A line from time to time, for logs and pipes."""
+
+    def begin(self, total: int, done: int) -> None:
+        self._total, self._first, self._started = total, done, time.monotonic()
+        self._last_line = self._started
+
+    def row(self, row: Row) -> None:
+        super().row(row)
+        if row["kind"] == "validation":
+            self.note(f"step {row['step']}/{self._total}  {describe_validation(row)}")
+            self._last_line = time.monotonic()
+        elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._last_line = time.monotonic()
+            left = describe_seconds(self._seconds_left(row["step"]))
+            self.note(f"step {row['step']}/{self._total}  {describe_training(row)}  {left} left")
+
+    def note(self, text: str) -> None:
+        print(text, flush=True)
+
+    def _seconds_left(self, step: int) -> float:
+        speed = (time.monotonic() - self._started) / max(1, step - self._first)
+        return speed * (self._total - step)
+
+
+class RichProgress(Progress):
+    """A live bar with loss, AP, images/s and time left; notes scroll above it."""
+
+    def __init__(self, on_progress: Callable[[Row], Any] | None = None) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichBar
+
+        super().__init__(on_progress)
+        self._console = Console()
+        self._bar = RichBar(
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[loss]}  {task.fields[metric]}"),
+            TimeRemainingColumn(compact=True),
+            console=self._console,
+            expand=True,
+        )
+        self._task = self._bar.add_task("training", total=None, loss="", metric="")
+
+    def begin(self, total: int, done: int) -> None:
+        self._bar.update(self._task, total=total, completed=done)
+        self._bar.start()
+
+    def step(self, done: int) -> None:
+        self._bar.update(self._task, completed=done)
+
+    def row(self, row: Row) -> None:
+        super().row(row)
+        if row["kind"] == "validation":
+            self._bar.update(self._task, metric=f"AP {row['AP'] or 0:.3f}")
+            self.note(f"step {row['step']}  {describe_validation(row)}")
+        else:
+            self._bar.update(self._task, loss=describe_training(row))
+
+    def note(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False)
+
+    def warn(self, text: str) -> None:
+        self._console.print(text, style="yellow", highlight=False, markup=False)
+
+    def end(self) -> None:
+        self._bar.stop()
+
+
+def make_progress(*, quiet: bool, on_progress: Callable[[Row], Any] | None = None) -> Progress:
+    """The progress display for this output: none, live or plain."""
+    if quiet:
+        return Progress(on_progress)
+    return RichProgress(on_progress) if sys.stdout.isatty() else PlainProgress(on_progress)
+
+
+def describe_training(row: Row) -> str:
+    """One line of a training row.
+
+    Example:
+        >>> describe_training({"loss": 1.25, "images_per_second": 99.6})
+        'loss 1.250  100 images/s'
+    """
+    return f"loss {row['loss']:.3f}  {row['images_per_second']:.0f} images/s"
+
+
+def describe_validation(row: Row) -> str:
+    """One line of a validation row."""
+    values = [f"{name} {row[name]:.3f}" for name in ("AP", "AP50", "AP75") if row[name] is not None]
+    return "validation  " + ("  ".join(values) or "no objects")
+
+
+def describe_seconds(seconds: float) -> str:
+    """A time for people.
+
+    Example:
+        >>> describe_seconds(45), describe_seconds(150), describe_seconds(8000)
+        ('45 s', '2 min 30 s', '2 h 13 min')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
