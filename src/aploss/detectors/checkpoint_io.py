@@ -1,0 +1,152 @@
+"""Detectors in files: saved in one rename, loaded without running any code from the file."""
+
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from aploss.detectors.build import build_detector
+from aploss.detectors.detector import Detector
+from aploss.errors import RunError
+from aploss.evaluation.calibration import Calibration
+
+__all__ = [
+    "checkpoint_file",
+    "detector_from_record",
+    "detector_record",
+    "load",
+    "read_checkpoint",
+    "save_detector",
+    "written_whole",
+]
+
+CHECKPOINT_NAMES = ("best.pt", "last.pt")  # of a run folder, in the order they are looked for
+
+
+def detector_record(detector: Detector) -> dict[str, Any]:
+    """The plain dict that rebuilds a detector: what a checkpoint holds under ``"detector"``."""
+    return {
+        "config": detector.config,
+        "state": detector.state_dict(),
+        "calibration": None if detector.calibration is None else detector.calibration.to_dict(),
+        "draw_threshold": detector.draw_threshold,
+    }
+
+
+def detector_from_record(record: dict[str, Any]) -> Detector:
+    """The detector of a :func:`detector_record`, in evaluation mode.
+
+    Raises:
+        KeyError, RuntimeError, TypeError: if the record is not one; :func:`load` reports these.
+    """
+    # The state holds every weight: fetching the ones it was once started from would be in vain.
+    detector = build_detector(**{**record["config"], "weights": None})
+    detector.load_state_dict(record["state"])
+    calibration = record["calibration"]
+    detector.calibration = None if calibration is None else Calibration.from_dict(calibration)
+    detector.draw_threshold = record["draw_threshold"]
+    return detector.eval()
+
+
+def save_detector(detector: Detector, path: str | Path) -> Path:
+    """Writes a detector with its calibration and drawing threshold to one file.
+
+    The file appears under its name only when it is complete.
+
+    Args:
+        detector: any detector of :func:`~aploss.detectors.build_detector`.
+        path: the file to write, such as ``detector.pt``; its folder is made when it is missing.
+
+    Returns:
+        The path that was written.
+    """
+    path = Path(path)
+    with written_whole(path) as file:
+        torch.save({"detector": detector_record(detector)}, file)
+    return path
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[IO[bytes]]:
+    """A binary file that appears under its name only when it is complete.
+
+    Raises:
+        RunError: if it cannot be written there.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error.strerror}") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def load(path: str | Path, *, device: str | torch.device = "cpu") -> Detector:
+    """A detector from a file of :func:`save_detector`, a training checkpoint or a run folder.
+
+    Args:
+        path: the file, or a run folder: then its ``checkpoints/best.pt``, else ``last.pt``.
+        device: where the detector is put.
+
+    Returns:
+        The detector in evaluation mode, with its calibration and drawing threshold.
+
+    Raises:
+        RunError: if there is no such file, or it is damaged, or it holds no detector.
+    """
+    file = checkpoint_file(Path(path))
+    checkpoint = read_checkpoint(file)
+    if not isinstance(checkpoint, dict) or "detector" not in checkpoint:
+        raise RunError(
+            f"{file} holds no detector of aploss; to start a training from other weights, "
+            f"use weights={str(path)!r}"
+        )
+    try:
+        return detector_from_record(checkpoint["detector"]).to(device)
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise RunError(f"{file} does not fit this version of aploss: {reason}") from error
+
+
+def read_checkpoint(file: Path) -> Any:
+    """What a torch file holds, on the CPU, loaded with ``weights_only=True``.
+
+    Raises:
+        RunError: if the file is missing, damaged, or holds more than weights and plain values.
+    """
+    if not file.is_file():
+        raise RunError(f"there is no file {file}")
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if "weights_only" in str(error).lower() or "weights only" in str(error).lower():
+            reason = "it holds more than weights and plain values, which could run code"
+        raise RunError(f"{file} cannot be read as a torch file: {reason}") from error
+
+
+def checkpoint_file(path: Path) -> Path:
+    """The checkpoint that a path means: a file itself, of a run folder the best, else the last.
+
+    Raises:
+        RunError: if there is none.
+    """
+    if not path.exists():
+        raise RunError(f"there is no run folder or checkpoint {path}")
+    if not path.is_dir():
+        return path
+    for folder in (path / "checkpoints", path):
+        for name in CHECKPOINT_NAMES:
+            if (folder / name).is_file():
+                return folder / name
+    raise RunError(f"{path} has no checkpoints/best.pt or checkpoints/last.pt: is it a run folder?")

@@ -1,0 +1,257 @@
+"""Detectors as ONNX files that say how to use them, and a runner for these files.
+
+The graph is everything that has weights: images in, class logits and box regressions out. What
+follows (anchors, decoding, NMS, calibration) is described in the file's metadata and done by
+:class:`OnnxDetector` with the code that the detector itself uses.
+"""
+
+import json
+import logging
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from aploss.detectors.build import build_detector
+from aploss.detectors.checkpoint_io import detector_from_record, detector_record, written_whole
+from aploss.detectors.detector import Detector
+from aploss.detectors.multi_scale import Detections, MultiScale
+from aploss.detectors.prediction import ImageLike, Prediction, predict
+from aploss.errors import ConfigError, RunError
+from aploss.evaluation.calibration import Calibration
+
+__all__ = ["OnnxDetector", "export_onnx"]
+
+FORMAT = 1  # of the metadata
+INPUT, OUTPUTS = "images", ("logits", "deltas")
+ABOUT = (
+    "images: float32 RGB in [0, 1], [batch, 3, height, width], resized to test_size and padded at "
+    "the right and bottom to a multiple of size_divisor. logits: [batch, anchors, columns]. "
+    "deltas: [batch, anchors, 4], boxes relative to the anchors. aploss.detectors.export."
+    "OnnxDetector does the rest."
+)
+TOLERANCE = 1e-3  # of logits, between torch and onnxruntime: float32 sums in another order
+
+
+def export_onnx(detector: Detector, path: str | Path, *, size: int | None = None) -> Path:
+    """Writes a detector as one ONNX file, after comparing its output with the detector's.
+
+    The number of images is open; so is their size, except for SSD with its fixed square.
+
+    Args:
+        detector: any detector; it is not changed.
+        path: the file to write, such as ``model.onnx``.
+        size: shorter side of images at inference, in place of the detector's ``test_size``; the
+            limit of the longer side changes in proportion.
+
+    Returns:
+        The path that was written.
+
+    Raises:
+        RunError: if onnxruntime does not compute what the detector does.
+    """
+    # A copy from plain values: on the CPU, not compiled, and free to change.
+    detector = detector_from_record(detector_record(detector))
+    if size is not None:
+        shorter, longest = detector.test_size
+        detector.test_size = (size, round(size * longest / shorter))
+    images = _example(detector)
+    with torch.no_grad(), _silent():
+        program = torch.onnx.export(
+            _Heads(detector),
+            (images,),
+            dynamo=True,
+            verbose=False,
+            input_names=[INPUT],
+            output_names=list(OUTPUTS),
+            dynamic_shapes={"images": _open_dimensions(detector)},
+        )
+    assert program is not None
+    model = program.model_proto
+    for key, value in _metadata(detector).items():
+        model.metadata_props.add(key=key, value=value)
+    content = model.SerializeToString()
+    _compare(detector, content, images)
+    path = Path(path)
+    with written_whole(path) as file:
+        file.write(content)
+    return path
+
+
+class OnnxDetector:
+    """An exported detector: the network runs in onnxruntime, the rest as in the detector.
+
+    Called with a list of images, float [3, h, w] in [0, 1], it gives the detections of each, as a
+    :class:`~aploss.detectors.detector.Detector` in evaluation mode; :meth:`predict` applies the
+    calibration.
+
+    Args:
+        path: a file of :func:`export_onnx`.
+        providers: of onnxruntime, such as ``["CUDAExecutionProvider"]``; the CPU by default.
+
+    Raises:
+        RunError: if the file is missing, damaged or not one of ours.
+    """
+
+    def __init__(self, path: str | Path, *, providers: Iterable[str] | None = None) -> None:
+        path = Path(path)
+        if not path.is_file():
+            raise RunError(f"there is no file {path}")
+        session = _session(path.read_bytes(), str(path), providers)
+        metadata = session.get_modelmeta().custom_metadata_map
+        if metadata.get("aploss_format") != str(FORMAT):
+            raise RunError(f"{path} was not written by 'aploss export' of this version")
+        self.calibration = _calibration(json.loads(metadata["calibration"]))
+        self.draw_threshold: float | None = json.loads(metadata["draw_threshold"])
+        self._detector = _without_weights(json.loads(metadata["config"]))
+        self._detector.heads = _Runner(session)  # type: ignore[method-assign]
+        self.class_names = self._detector.class_names
+        self.keeps_aspect_ratio = self._detector.keeps_aspect_ratio
+        self.nms_iou = self._detector.nms_iou
+        self.detections_per_image = self._detector.detections_per_image
+
+    @property
+    def test_size(self) -> tuple[int, int]:
+        """Shorter side and limit of the longer side to which images are resized."""
+        return self._detector.test_size
+
+    @test_size.setter
+    def test_size(self, size: tuple[int, int]) -> None:
+        self._detector.test_size = size
+
+    def __call__(self, images: list[Tensor]) -> list[Detections]:
+        with torch.inference_mode():
+            return self._detector.detect(images)
+
+    def predict(
+        self,
+        images: ImageLike | Iterable[ImageLike],
+        *,
+        threshold: float | None = None,
+        batch_size: int = 8,
+        multi_scale: MultiScale | None = None,
+    ) -> list[Prediction]:
+        """Objects in images of any kind, see :func:`~aploss.detectors.prediction.predict`."""
+        return predict(
+            self, images, threshold=threshold, batch_size=batch_size, multi_scale=multi_scale
+        )
+
+
+class _Heads(nn.Module):
+    def __init__(self, detector: Detector) -> None:
+        super().__init__()
+        self.detector = detector
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        return self.detector.heads(images)
+
+
+class _Runner:
+    """Stands where a detector has its ``heads``."""
+
+    def __init__(self, session: Any) -> None:
+        self.session = session
+
+    def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        expected = self.session.get_inputs()[0].shape[2:]
+        for wanted, side in zip(expected, images.shape[2:], strict=True):
+            if isinstance(wanted, int) and wanted != side:
+                raise ConfigError(
+                    f"the ONNX file takes images of {expected[1]}x{expected[0]} pixels only, not "
+                    f"{images.shape[3]}x{images.shape[2]}: export it once more with another size"
+                )
+        logits, deltas = self.session.run(list(OUTPUTS), {INPUT: images.cpu().numpy()})
+        return torch.from_numpy(logits), torch.from_numpy(deltas)
+
+
+def _example(detector: Detector) -> Tensor:
+    """Two images for tracing: a batch of one would become a fixed size."""
+    sides = detector.test_size
+    if detector.keeps_aspect_ratio:
+        # Two different sides of several cells on the last level, as small as that allows.
+        sides = (4 * detector.size_divisor, 5 * detector.size_divisor)
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(2, 3, *sides, generator=generator)
+
+
+def _open_dimensions(detector: Detector) -> dict[int, Any]:
+    dimensions = (0, 2, 3) if detector.keeps_aspect_ratio else (0,)
+    return dict.fromkeys(dimensions, torch.export.Dim.DYNAMIC)
+
+
+def _metadata(detector: Detector) -> dict[str, str]:
+    """Everything besides the graph that detections need, as JSON a value."""
+    record = detector_record(detector)
+    values = {
+        "class_names": detector.class_names,
+        "scores": "softmax" if detector.uses_softmax else "sigmoid",
+        "test_size": detector.test_size,
+        "keeps_aspect_ratio": detector.keeps_aspect_ratio,
+        "size_divisor": detector.size_divisor,
+        "box_code": detector.box_coder.weights,
+        "calibration": record["calibration"],
+        "draw_threshold": record["draw_threshold"],
+        "config": record["config"],
+    }
+    texts = {key: json.dumps(value) for key, value in values.items()}
+    return {"aploss_format": str(FORMAT), "about": ABOUT, **texts}
+
+
+def _compare(detector: Detector, content: bytes, images: Tensor) -> None:
+    run = _Runner(_session(content, "the exported model", None))
+    for batch in (images, images[:1]):
+        with torch.no_grad():
+            expected = detector.heads(batch)
+        for name, one, other in zip(OUTPUTS, expected, run(batch), strict=True):
+            difference = float((one - other).abs().max()) if one.shape == other.shape else np.inf
+            if not difference <= TOLERANCE * max(1.0, float(one.abs().max())):
+                raise RunError(
+                    f"the exported model gives other {name} than the detector (by {difference:.2g})"
+                    ": nothing was written; another version of torch or onnxruntime may help"
+                )
+
+
+def _session(content: bytes, name: str, providers: Iterable[str] | None) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3  # errors only
+    try:
+        return onnxruntime.InferenceSession(
+            content, options, providers=list(providers or ["CPUExecutionProvider"])
+        )
+    except Exception as error:  # onnxruntime's errors share no base class of their own
+        reason = str(error).splitlines()[0]
+        raise RunError(f"{name} cannot be run by onnxruntime: {reason}") from error
+
+
+def _without_weights(config: dict[str, Any]) -> Detector:
+    detector = build_detector(**config).eval()
+    # Shapes of feature maps are still found from the modules, which need no memory for that.
+    detector.backbone.to("meta")
+    detector.head.to("meta")
+    return detector
+
+
+def _calibration(values: dict[str, Any] | None) -> Calibration | None:
+    return None if values is None else Calibration.from_dict(values)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """The exporter's notes are for its developers."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,240 @@
+"""Weights to start from: torchvision's by name, or a file; and a report of what fitted."""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchvision.models import get_weight
+from torchvision.models._api import WeightsEnum
+
+from aploss.detectors.checkpoint_io import checkpoint_file, read_checkpoint
+from aploss.detectors.detector import Detector
+from aploss.detectors.foreign_weights import (
+    BACKGROUND,
+    WeightsSource,
+    has_class_rows,
+    merge_class_rows,
+    tensors_for,
+)
+from aploss.detectors.losses_by_name import make_loss, takes_background_column
+from aploss.errors import ConfigError, RunError
+
+__all__ = ["NAMED_WEIGHTS", "LoadedWeights", "load_weights"]
+
+logger = logging.getLogger(__name__)
+
+# name → detector → torchvision's name
+NAMED_WEIGHTS: dict[str, dict[str, str]] = {
+    "imagenet": {
+        "retinanet-r18": "ResNet18_Weights.IMAGENET1K_V1",
+        "retinanet-r34": "ResNet34_Weights.IMAGENET1K_V1",
+        "retinanet-r50": "ResNet50_Weights.IMAGENET1K_V1",
+        "retinanet-r101": "ResNet101_Weights.IMAGENET1K_V1",
+        # the weights SSD was made with, for pixels of 0..255 minus their mean
+        "ssd300": "VGG16_Weights.IMAGENET1K_FEATURES",
+        "ssd512": "VGG16_Weights.IMAGENET1K_FEATURES",
+        "ssdlite": "MobileNet_V3_Large_Weights.IMAGENET1K_V1",
+    },
+    "coco": {
+        "retinanet-r50": "RetinaNet_ResNet50_FPN_Weights.COCO_V1",
+        "ssd300": "SSD300_VGG16_Weights.COCO_V1",
+        "ssdlite": "SSDLite320_MobileNet_V3_Large_Weights.COCO_V1",
+    },
+}
+NOTHING = "none"
+COUNTER = "num_batches_tracked"  # frozen batch norm has none
+NESTED_STATES = ("state_dict", "model_state_dict", "model")  # where other tools keep the weights
+
+
+@dataclass(frozen=True)
+class LoadedWeights:
+    """What of some weights went into a detector. Names are those of ``state_dict()``.
+
+    Attributes:
+        source: where the weights came from.
+        loaded: tensors that were loaded.
+        by_class: last layers of the class head, of which the classes in ``classes`` were loaded.
+        classes: names of the classes that both sides know; empty where the source names none.
+        new: tensors in the file under the same name that do not fit: they stay as initialised.
+        missing: tensors that are not in the file: they stay as initialised.
+        unused: tensors of the file that the detector does not have.
+    """
+
+    source: str
+    loaded: tuple[str, ...]
+    by_class: tuple[str, ...]
+    classes: tuple[str, ...]
+    new: tuple[str, ...]
+    missing: tuple[str, ...]
+    unused: tuple[str, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every tensor of the detector was loaded in full."""
+        return not (self.new or self.missing or self.by_class)
+
+    def __str__(self) -> str:
+        total = sum(map(len, (self.loaded, self.by_class, self.new, self.missing)))
+        lines = [f"weights from {self.source}: loaded {len(self.loaded)} of {total} tensors"]
+        if self.by_class:
+            lines.append(f"  class head: loaded the classes {', '.join(self.classes)}; others new")
+        for title, names in (
+            ("of another shape or kind, made anew", self.new),
+            ("not in the weights, made anew", self.missing),
+            ("in the weights only, not used", self.unused),
+        ):
+            if names:
+                lines.append(f"  {title}: {_in_groups(names)}")
+        return "\n".join(lines)
+
+
+def load_weights(detector: Detector, weights: str | Path | None) -> LoadedWeights | None:
+    """Starts a detector from weights trained elsewhere; what does not fit stays as initialised.
+
+    The last layer of the class head is loaded class by class where the weights say which classes
+    they know (torchvision's COCO weights, our checkpoints), and otherwise if it has the same shape.
+    What was and was not loaded is logged, too.
+
+    Args:
+        detector: changed in place.
+        weights: ``"imagenet"`` (the backbone) or ``"coco"`` (everything but new classes), the
+            name of torchvision weights such as ``"ResNet50_Weights.IMAGENET1K_V2"``, a file of
+            weights (ours, a state dict, torchvision's), a run folder, or None for nothing.
+
+    Returns:
+        What was loaded; None for no weights.
+
+    Raises:
+        ConfigError: if there are no such weights, or nothing of them fits.
+        RunError: if a file cannot be downloaded or read.
+    """
+    if weights is None or str(weights) == NOTHING:
+        return None
+    source = _find(detector, str(weights))
+    report = _load_fitting(detector, source)
+    if not report.loaded:
+        raise ConfigError(f"nothing in the weights {source.name} fits {detector.name}")
+    logger.log(logging.INFO if report.complete else logging.WARNING, "%s", report)
+    return report
+
+
+def _find(detector: Detector, weights: str) -> WeightsSource:
+    if weights in NAMED_WEIGHTS:
+        names = NAMED_WEIGHTS[weights]
+        if detector.name not in names:
+            raise ConfigError(
+                f"there are no {weights!r} weights for {detector.name}, only for "
+                f"{', '.join(names)}; leave weights away or name a file"
+            )
+        return _from_torchvision(get_weight(names[detector.name]))
+    if Path(weights).exists():
+        return _from_file(checkpoint_file(Path(weights)))
+    try:
+        return _from_torchvision(get_weight(weights))
+    except (ValueError, KeyError):
+        raise ConfigError(
+            f"weights {weights!r} are neither a file nor a name: use {', '.join(NAMED_WEIGHTS)}, "
+            "a name of torchvision such as ResNet50_Weights.IMAGENET1K_V2, or a path"
+        ) from None
+
+
+def _from_torchvision(entry: WeightsEnum) -> WeightsSource:
+    file = Path(torch.hub.get_dir()) / "checkpoints" / Path(entry.url).name
+    try:
+        # The hash in the file name is checked after a download, by torch.hub.
+        if not file.is_file():
+            entry.get_state_dict(progress=True, check_hash=True, weights_only=True)
+    except (OSError, RuntimeError) as error:  # no network; a download of other content
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise RunError(
+            f"cannot download the weights {entry} ({reason}): on a machine without network, "
+            f"fetch {entry.url} elsewhere and place it at {file}"
+        ) from None
+    categories = entry.meta.get("categories") or [""]
+    detects = categories[0] == BACKGROUND
+    return WeightsSource(
+        name=f"{entry} ({file.name})",
+        state=_tensors(read_checkpoint(file), file),
+        from_torchvision=True,
+        columns=tuple(categories) if detects else None,
+        softmax=file.name.startswith("ssd"),
+    )
+
+
+def _from_file(file: Path) -> WeightsSource:
+    content = read_checkpoint(file)
+    if isinstance(content, Mapping) and "detector" in content:
+        record = content["detector"]
+        softmax = takes_background_column(make_loss(record["config"]["loss"]))
+        return WeightsSource(
+            name=str(file),
+            state=_tensors(record["state"], file),
+            from_torchvision=False,
+            columns=(BACKGROUND,) * softmax + tuple(record["config"]["class_names"]),
+            softmax=softmax,
+        )
+    for key in NESTED_STATES:
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+            break
+    # torch.save keeps the modules' names beside a state dict; only our detectors have a criterion.
+    ours = "criterion" in (getattr(content, "_metadata", None) or {})
+    return WeightsSource(
+        name=str(file),
+        state=_tensors(content, file),
+        from_torchvision=not ours,
+    )
+
+
+def _tensors(content: Any, file: Path) -> dict[str, Tensor]:
+    tensors = isinstance(content, Mapping) and all(isinstance(v, Tensor) for v in content.values())
+    if not tensors or not content:
+        raise RunError(f"{file} holds no weights: expected a state dict of names and tensors")
+    return {str(name).removeprefix("module."): tensor for name, tensor in content.items()}
+
+
+def _load_fitting(detector: Detector, source: WeightsSource) -> LoadedWeights:
+    own, theirs = detector.state_dict(), tensors_for(detector, source)
+    fitting: dict[str, Tensor] = {}
+    by_class: list[str] = []
+    classes: tuple[str, ...] = ()
+    shared = [name for name in own if name in theirs]
+    for name in shared:
+        tensor = theirs[name]
+        if has_class_rows(name) and source.columns is not None:
+            tensor, found = merge_class_rows(own[name], theirs[name], detector, source)
+            classes = found or classes
+            if 0 < len(found) < detector.num_classes:
+                by_class.append(name)
+        if _fits(name, tensor, own, theirs):
+            fitting[name] = tensor
+    detector.load_state_dict({**own, **fitting})
+    return LoadedWeights(
+        source=source.name,
+        loaded=tuple(name for name in shared if name in fitting and name not in by_class),
+        by_class=tuple(by_class),
+        classes=classes,
+        new=tuple(name for name in shared if name not in fitting),
+        missing=tuple(name for name in own if name not in theirs),
+        unused=tuple(name for name in theirs if name not in own and not name.endswith(COUNTER)),
+    )
+
+
+def _fits(
+    name: str, tensor: Tensor, own: Mapping[str, Tensor], theirs: Mapping[str, Tensor]
+) -> bool:
+    # The scale of a batch norm means something else without its statistics: in a group norm.
+    statistics = f"{name.rpartition('.')[0]}.running_mean"
+    same_kind = (statistics in own) == (statistics in theirs)
+    return same_kind and tensor.shape == own[name].shape
+
+
+def _in_groups(names: tuple[str, ...]) -> str:
+    """Names by their first two parts, as ``backbone.fpn (16 tensors)``."""
+    groups = Counter(".".join(name.split(".")[:2]) for name in names)
+    return ", ".join(f"{group} ({count})" for group, count in groups.items())
