@@ -80,8 +80,8 @@ def _hinge_ap_loss(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
     levels = torch.arange(num_positives, -1, -1, device=flat.device)
     passes = levels.repeat_interleave(passed.flip(0))[:moved]  # [moved] positives passed by each
-    gradient[positive_index[positive_order]] = (-per_pair * above).to(dtype)
-    gradient[negative_index[negative_order[:moved]]] = (per_pair * passes).to(dtype)
+    gradient[positive_index[positive_order]] = (-per_pair * above.double()).to(dtype)
+    gradient[negative_index[negative_order[:moved]]] = (per_pair * passes.double()).to(dtype)
     return loss.to(dtype), gradient
 
 

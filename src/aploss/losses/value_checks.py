@@ -30,5 +30,5 @@ def _all_allowed(targets: Tensor) -> bool:
         return True
     if targets.is_floating_point():
         return bool(((targets == 0) | (targets.abs() == 1)).all())
-    lowest, highest = targets.aminmax()
-    return bool((lowest >= -1) & (highest <= 1))
+    lowest, highest = torch.stack(targets.aminmax()).tolist()
+    return bool(lowest >= -1 and highest <= 1)

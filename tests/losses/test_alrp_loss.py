@@ -1,0 +1,198 @@
+"""aLRP against the literal version, alone and over processes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from aploss.losses import reference
+from aploss.losses.alrp_loss import ALRPLoss, alrp_loss
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+def random_boxes(dtype=torch.float64, count=300, positives=30, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
+    targets = torch.zeros(count, dtype=torch.long)
+    targets[:positives] = 1
+    targets[-20:] = -1
+    order = torch.randperm(count, generator=generator)
+    box_losses = torch.rand(positives, generator=generator, dtype=torch.float64)
+    return scores[order].reshape(3, -1), targets[order].reshape(3, -1), box_losses.to(dtype)
+
+
+def check(scores, targets, box_losses, delta, tolerance):
+    scores, box_losses = scores.clone().requires_grad_(), box_losses.clone().requires_grad_()
+    loss = alrp_loss(scores, targets, box_losses, delta=delta)
+    sum(loss).backward()
+    expected = reference.alrp_loss(scores, targets, box_losses, delta)
+    for value, right in zip(loss, expected[:2], strict=True):
+        assert value.dtype == (torch.float64 if scores.dtype == torch.float64 else torch.float32)
+        assert value.item() == pytest.approx(right.item(), abs=max(1e-12, min(tolerance, 1e-6)))
+    for inputs, right in zip((scores, box_losses), expected[2:], strict=True):
+        assert inputs.grad.dtype == inputs.dtype
+        assert (inputs.grad - right).abs().max() <= tolerance * right.abs().max()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("delta", [0.0, 0.1, 1.0, 10.0])
+def test_values_and_gradients_equal_the_literal_version(dtype, delta):
+    check(*random_boxes(dtype), delta, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("delta", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: s.round(),  # many ties
+        lambda s: 0 * s,
+        lambda s: 1e-3 * s,
+        lambda s: 1e3 * s,
+        lambda s: s + 1e4,
+    ],
+    ids=["tied", "equal", "tiny", "huge", "offset"],
+)
+def test_unusual_scores(change, delta):
+    scores, targets, box_losses = random_boxes(torch.float32)
+    check(change(scores), targets, box_losses, delta, 1e-6)
+
+
+@pytest.mark.parametrize("positives", [1, 2, 250])
+def test_few_and_many_positives(positives):
+    check(*random_boxes(positives=positives), 1.0, 1e-12)
+
+
+def test_without_box_losses_it_is_the_ap_loss_without_interpolation():
+    scores, targets, box_losses = random_boxes()
+    scores.requires_grad_()
+    loss = alrp_loss(scores, targets, 0 * box_losses)
+    sum(loss).backward()
+    expected, gradient = reference.ap_loss(scores, targets, interpolated=False)
+    assert loss.classification.item() == pytest.approx(expected.item(), abs=1e-12)
+    assert loss.localisation.item() == 0
+    assert torch.allclose(scores.grad, gradient, rtol=0, atol=1e-12)
+
+
+def test_the_error_never_exceeds_one_where_no_box_loss_does():
+    scores, targets, box_losses = random_boxes()
+    loss = alrp_loss(0 * scores, targets, torch.ones_like(box_losses))
+    assert sum(loss).item() == pytest.approx(1)
+
+
+def test_each_part_has_its_own_weight():
+    scores, targets, box_losses = random_boxes()
+    _, _, on_scores, on_boxes = reference.alrp_loss(scores, targets, box_losses)
+    scores.requires_grad_()
+    box_losses.requires_grad_()
+    loss = alrp_loss(scores, targets, box_losses)
+    (2 * loss.classification + 5 * loss.localisation).backward()
+    assert torch.allclose(scores.grad, 2 * on_scores, rtol=0, atol=1e-12)
+    assert torch.allclose(box_losses.grad, 5 * on_boxes, rtol=0, atol=1e-12)
+
+
+def test_gradients_flow_into_what_the_box_losses_came_from():
+    scores, targets, box_losses = random_boxes(torch.float32)
+    boxes = box_losses.double().requires_grad_()
+    alrp_loss(scores, targets, boxes**2).localisation.backward()
+    _, _, _, on_boxes = reference.alrp_loss(scores, targets, box_losses.double() ** 2)
+    assert torch.allclose(boxes.grad, on_boxes * 2 * box_losses.double(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("targets", [[0, 0], [-1, -1], []])
+def test_no_positives_gives_connected_zeros(targets):
+    scores = torch.ones(len(targets), requires_grad=True)
+    box_losses = torch.zeros(0, requires_grad=True)
+    loss = alrp_loss(scores, torch.tensor(targets), box_losses)
+    sum(loss).backward()
+    assert (loss.classification.item(), loss.localisation.item()) == (0, 0)
+    assert (scores.grad == 0).all()
+    assert box_losses.grad.shape == (0,)
+
+
+def test_without_negatives_the_localisation_part_remains():
+    scores = torch.tensor([2.0, 1.0], requires_grad=True)
+    loss = alrp_loss(scores, torch.ones(2), torch.tensor([0.2, 0.6]), delta=0)
+    sum(loss).backward()
+    assert loss.classification.item() == 0
+    assert loss.localisation.item() == pytest.approx((0.2 + (0.2 + 0.6) / 2) / 2)
+    assert (scores.grad == 0).all()
+
+
+def test_module_has_the_options_of_the_function():
+    boxes = random_boxes()
+    module = ALRPLoss(delta=0.2)
+    assert module(*boxes) == alrp_loss(*boxes, delta=0.2)
+    assert "delta=0.2" in repr(module)
+
+
+def test_it_compiles_as_one_graph():
+    scores, targets, box_losses = random_boxes(torch.float32)
+    inputs = scores.requires_grad_(), box_losses.requires_grad_()
+    compiled = torch.compile(
+        lambda s, t, b: sum(alrp_loss(s * 2, t, b)), fullgraph=True, backend="aot_eager"
+    )
+    gradients = torch.autograd.grad(compiled(scores, targets, box_losses), inputs)
+    expected = torch.autograd.grad(sum(alrp_loss(scores * 2, targets, box_losses)), inputs)
+    assert all(torch.equal(*pair) for pair in zip(gradients, expected, strict=True))
+
+
+def test_mistakes_are_refused():
+    scores, targets, box_losses = random_boxes()
+    with pytest.raises(ValueError, match="same shape"):
+        alrp_loss(scores, targets[0], box_losses)
+    with pytest.raises(ValueError, match="one value per positive, 30, got 29"):
+        alrp_loss(scores, targets, box_losses[1:])
+    with pytest.raises(ValueError, match=r"shape \[P\]"):
+        alrp_loss(scores, targets, box_losses[None])
+    with pytest.raises(ValueError, match="finite and not negative, got -0"):
+        alrp_loss(scores, targets, box_losses - 1)
+    with pytest.raises(ValueError, match="finite and not negative, got nan"):
+        alrp_loss(scores, targets, box_losses * torch.nan)
+    with pytest.raises(ValueError, match="got 2 at flat index"):
+        alrp_loss(scores, 2 * targets, box_losses)
+    with pytest.raises(ValueError, match="delta"):
+        ALRPLoss(delta=-1)
+
+
+def _rank_part_of_a_batch(rank, file, sizes, queue):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=len(sizes))
+    scores, targets, box_losses = random_boxes()
+    scores, targets = scores.flatten(), targets.flatten()
+    own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    first = int((targets[: own.start] == 1).sum())
+    own_losses = box_losses[first : first + int((targets[own] == 1).sum())].requires_grad_()
+    own_scores = scores[own].clone().requires_grad_()
+    module = ALRPLoss(process_group=dist.group.WORLD)
+    loss = module(own_scores, targets[own], own_losses)
+    (2 * loss.classification + 3 * loss.localisation).backward()
+    message = ""
+    try:  # A mistake of one process is an error in all of them.
+        module(own_scores, targets[own], own_losses[1:] if rank == 0 else own_losses)
+    except ValueError as error:
+        message = str(error)
+    gradients = own_scores.grad.tolist(), own_losses.grad.tolist()
+    queue.put((rank, [part.item() for part in loss], *gradients, message))
+    dist.destroy_process_group()
+
+
+def test_processes_rank_their_parts_as_one_batch(tmp_path):
+    sizes = [100, 200]
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(_rank_part_of_a_batch, (tmp_path / "store", sizes, queue), nprocs=len(sizes))
+    results = sorted(queue.get() for _ in sizes)
+    scores, targets, box_losses = random_boxes()
+    classification, localisation, on_scores, on_boxes = reference.alrp_loss(
+        scores, targets, box_losses
+    )
+    for _, losses, *_ in results:
+        assert losses == pytest.approx([classification.item(), localisation.item()], abs=1e-12)
+    on_all_scores, on_all_boxes = (
+        torch.cat([torch.tensor(result[place], dtype=torch.float64) for result in results])
+        for place in (2, 3)
+    )
+    assert torch.allclose(on_all_scores, 2 * 2 * on_scores.flatten(), rtol=0, atol=1e-12)
+    assert torch.allclose(on_all_boxes, 2 * 3 * on_boxes, rtol=0, atol=1e-12)
+    assert "one value per positive" in results[0][4]
+    assert "finite and not negative" in results[1][4]

@@ -1,0 +1,118 @@
+"""Smoothed AP against the literal formula with autograd's own derivative."""
+
+import sys
+
+import pytest
+import torch
+
+from aploss.losses import reference
+from aploss.losses.smooth_ap_loss import SmoothAPLoss, smooth_ap_loss
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+def random_boxes(dtype=torch.float64, count=120, offset=0.0, spread=1.0):
+    torch.manual_seed(0)
+    scores = offset + spread * torch.randn(count, dtype=torch.float64)
+    return scores.to(dtype).reshape(4, -1), torch.randint(-1, 2, (count,)).reshape(4, -1)
+
+
+def check(scores, targets, tolerance, **options):
+    scores = scores.clone().requires_grad_()
+    loss = smooth_ap_loss(scores, targets, **options)
+    loss.backward()
+    expected, gradient = reference.smooth_ap_loss(scores, targets, **options)
+    assert loss.item() == pytest.approx(expected.item(), rel=max(tolerance, 1e-12))
+    assert scores.grad.dtype == scores.dtype
+    assert (scores.grad - gradient).abs().max() <= tolerance * gradient.abs().max()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("log_space", [False, True])
+@pytest.mark.parametrize("temperature", [0.1, 1.0])
+def test_value_and_gradient_equal_the_literal_version(dtype, log_space, temperature):
+    scores, targets = random_boxes(dtype)
+    check(scores, targets, TOLERANCE[dtype], temperature=temperature, log_space=log_space)
+
+
+@pytest.mark.parametrize(("offset", "spread"), [(1e4, 1.0), (0.0, 1e3), (0.0, 1e-3), (0.0, 0.0)])
+def test_offset_huge_tiny_and_equal_scores(offset, spread):
+    scores, targets = random_boxes(torch.float32, offset=offset, spread=spread)
+    check(scores, targets, 2e-6)
+
+
+def test_small_blocks_give_the_same(monkeypatch):
+    scores, targets = random_boxes()
+    monkeypatch.setattr(sys.modules[smooth_ap_loss.__module__], "_BLOCK", 150)
+    check(scores, targets, 1e-12)
+
+
+def test_with_a_small_temperature_it_is_one_minus_average_precision():
+    scores, targets = random_boxes()
+    expected, _ = reference.ap_loss(scores, targets, delta=0, interpolated=False)
+    assert smooth_ap_loss(scores, targets, temperature=1e-6).item() == pytest.approx(
+        expected.item()
+    )
+
+
+def test_log_space_and_eps_by_hand():
+    # One positive and one negative of equal score: AP = 1 - 0.5 / 1.5 = 2/3.
+    scores = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    loss = smooth_ap_loss(scores, torch.tensor([1, 0]), log_space=True, eps=1 / 3)
+    assert loss.item() == pytest.approx(0, abs=1e-15)
+
+
+@pytest.mark.parametrize("log_space", [False, True])
+@pytest.mark.parametrize("targets", [[0, 0], [1, 1], [-1, -1], []])
+def test_no_positives_or_no_negatives_gives_a_connected_zero(targets, log_space):
+    scores = torch.ones(len(targets), requires_grad=True)
+    loss = smooth_ap_loss(scores, torch.tensor(targets), log_space=log_space)
+    loss.backward()
+    assert loss.item() == 0
+    assert (scores.grad == 0).all()
+
+
+def test_ignored_scores_may_be_anything():
+    scores, targets = random_boxes()
+    expected = smooth_ap_loss(scores, targets)
+    scores[targets == -1] = torch.nan
+    assert smooth_ap_loss(scores, targets) == expected
+
+
+def test_module_has_the_options_of_the_function():
+    scores, targets = random_boxes()
+    module = SmoothAPLoss(temperature=0.5, log_space=True, eps=0.1)
+    expected = smooth_ap_loss(scores, targets, temperature=0.5, log_space=True, eps=0.1)
+    assert module(scores, targets) == expected
+    assert "temperature=0.5, log_space=True, eps=0.1" in repr(module)
+
+
+def test_it_compiles_as_one_graph():
+    scores, targets = random_boxes(torch.float32)
+    scores.requires_grad_()
+    compiled = torch.compile(
+        lambda s, t: smooth_ap_loss(s * 2, t), fullgraph=True, backend="aot_eager"
+    )
+    (gradient,) = torch.autograd.grad(compiled(scores, targets), scores)
+    (expected,) = torch.autograd.grad(smooth_ap_loss(scores * 2, targets), scores)
+    assert torch.equal(gradient, expected)
+
+
+def test_autocast_changes_nothing():
+    scores, targets = random_boxes(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        check(scores, targets, 2e-6)
+
+
+def test_mistakes_are_refused():
+    scores = torch.zeros(3)
+    with pytest.raises(ValueError, match="same shape"):
+        smooth_ap_loss(scores, torch.zeros(2))
+    with pytest.raises(ValueError, match="got 3 at flat index 1"):
+        smooth_ap_loss(scores, torch.tensor([0, 3, 1]))
+    with pytest.raises(ValueError, match="got nan at flat index 2"):
+        smooth_ap_loss(torch.tensor([0, 0, torch.nan]), torch.tensor([0, 1, 1]))
+    with pytest.raises(ValueError, match="temperature must be"):
+        SmoothAPLoss(temperature=0)
+    with pytest.raises(ValueError, match="eps must be"):
+        smooth_ap_loss(scores, scores, eps=0)
