@@ -43,12 +43,14 @@ class CPUPasses:
     """See :class:`aploss.losses.ranking.passes.Passes`."""
 
     def __init__(self, scores: Tensor, targets: Tensor, soft: bool) -> None:
-        self.like = scores
-        self.scores, self.targets = _array(scores), _array(targets)
-        # Which blocks hold nothing but negatives: the later passes need not read their targets.
-        self.pure = np.empty(-(-len(self.targets) // BLOCK), np.bool_)
+        self.like, self.scores = scores, _array(scores)
+        # Which blocks hold nothing but negatives; only in the others are some boxes left out. So
+        # the later passes need not read the targets, nor be compiled for each of their dtypes.
+        self.pure = np.empty(-(-len(self.scores) // BLOCK), np.bool_)
+        self.left_out = np.empty(len(self.scores), np.bool_)
+        values, notes = _array(targets), (self.pure, self.left_out)
         parts = self._in_chunks(
-            lambda _, start, stop: _find_positives(self.targets, start, stop, soft, self.pure)
+            lambda _, start, stop: _find_positives(values, start, stop, soft, *notes)
         )
         indices = [index for index, _, _ in parts]
         self.positive_index = torch.from_numpy(np.concatenate(indices or [np.empty(0, np.int64)]))
@@ -58,7 +60,7 @@ class CPUPasses:
     def negatives_per_segment(self, segments: Segments) -> tuple[Tensor, Tensor, int]:
         self.table = _lookup_table(segments)
         totals = np.zeros((_chunk_count(len(self.scores)), 2, segments.count + 2))
-        boxes = (self.scores, self.targets, self.pure)
+        boxes = (self.scores, self.pure, self.left_out)
         bad = self._in_chunks(
             lambda c, start, stop: _accumulate(*boxes, start, stop, *self.table, *totals[c])
         )
@@ -70,7 +72,7 @@ class CPUPasses:
         out = _array(gradient)
         lines = np.zeros((segments.count + 2, 2))
         lines[: segments.count, 0], lines[: segments.count, 1] = _array(at_left), _array(slope)
-        boxes = (self.scores, self.targets, self.pure)
+        boxes = (self.scores, self.pure, self.left_out)
         self._in_chunks(
             lambda _, start, stop: _evaluate(*boxes, start, stop, *self.table, lines, out)
         )
@@ -78,7 +80,7 @@ class CPUPasses:
 
     def _in_chunks(self, work: Callable[[int, int, int], Any]) -> list[Any]:
         """Runs ``work(chunk, start, stop)`` for every chunk; results in the order of the chunks."""
-        size = len(self.targets)
+        size = len(self.scores)
         chunks = _chunk_count(size)
         edges = [size * c // chunks // BLOCK * BLOCK for c in range(chunks)] + [size]
         jobs = [(c, edges[c], edges[c + 1]) for c in range(chunks) if edges[c] < edges[c + 1]]
@@ -110,7 +112,9 @@ def _lookup_table(segments: Segments) -> tuple[Any, ...]:
     several = np.append(last, len(breaks) - 1) - first > 1
     nowhere = len(breaks) + 1
     cell_segment = np.append(nowhere, first + several * SEVERAL_BREAKPOINTS).astype(np.uint32)
-    padded = np.concatenate([breaks, [np.inf, 0.0, np.inf]])
+    # Behind the last breakpoint: one never reached; the row of cell 0; and NaN, so that whatever
+    # an ignored score is, infinite too, it stays in that row.
+    padded = np.concatenate([breaks, [np.inf, 0.0, np.nan]])
     return segments.shift, padded, cell_segment, low, scale
 
 
@@ -165,7 +169,7 @@ def _segments_of_sorted(values, breaks):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _find_positives(targets, start, stop, soft, pure):  # type: ignore[no-untyped-def]
+def _find_positives(targets, start, stop, soft, pure, left_out):  # type: ignore[no-untyped-def]
     found = np.empty(256, np.int64)
     positives, negatives, bad = 0, 0, -1
     for block in range(start, stop, BLOCK):
@@ -179,6 +183,7 @@ def _find_positives(targets, start, stop, soft, pure):  # type: ignore[no-untype
             continue
         for i in range(block, end):
             target = targets[i]
+            left_out[i] = target != 0
             if target == 0 or target == -1:
                 continue
             if target == 1 or (soft and target > 0 and target < 1):
@@ -195,19 +200,19 @@ def _find_positives(targets, start, stop, soft, pure):  # type: ignore[no-untype
 
 @_compiled
 def _locate(  # type: ignore[no-untyped-def]
-    scores, targets, pure, block, size, shift, low, scale, last_cell, cells
+    scores, pure, left_out, block, size, shift, low, scale, last_cell, cells
 ):
     """Lookup cells of a block. Returns the highest: 0 says that the block holds nothing to do."""
     for n in range(size):
-        position = (np.float64(scores[block + n]) - shift - low) * scale + 1.0
-        position = position if position > 0.0 else 0.0
+        above = np.float64(scores[block + n]) - shift - low
+        position = above * scale + 1.0 if above >= 0.0 else 0.0
         cells[n] = np.int32(position if position < last_cell else last_cell)
     highest = np.int32(0)
     for n in range(size):
         highest = max(highest, cells[n])
     if not pure[block // BLOCK]:
         for n in range(size):
-            if targets[block + n] != 0:
+            if left_out[block + n]:
                 cells[n] = 0
     return highest
 
@@ -236,12 +241,11 @@ def _segment_of(value, breaks, named):  # type: ignore[no-untyped-def]
 
 @_compiled
 def _accumulate(  # type: ignore[no-untyped-def]
-    scores, targets, pure, start, stop, shift, breaks, cell_segment, low, scale, counts, sums
+    scores, pure, left_out, start, stop, shift, breaks, cell_segment, low, scale, counts, sums
 ):
-    """Adds up the count and the sum of every segment [M + 2]."""
+    """Adds up the count and the sum of every segment [M + 2]; returns a bad index, or -1."""
     last_cell = np.float64(len(cell_segment) - 1)
     cells = np.empty(BLOCK, np.int32)
-    bad = -1
     for block in range(start, stop, BLOCK):
         size = min(BLOCK, stop - block)
         infinite = np.int32(0)
@@ -249,28 +253,29 @@ def _accumulate(  # type: ignore[no-untyped-def]
             infinite += np.int32(not (abs(scores[i]) < np.inf))
         if infinite > 0:
             for i in range(block, block + size):
-                if bad < 0 and targets[i] == 0 and not (abs(scores[i]) < np.inf):
-                    bad = i
-        if _locate(scores, targets, pure, block, size, shift, low, scale, last_cell, cells) == 0:
+                ignored = not pure[block // BLOCK] and left_out[i]
+                if not ignored and not (abs(scores[i]) < np.inf):
+                    return i
+        if _locate(scores, pure, left_out, block, size, shift, low, scale, last_cell, cells) == 0:
             continue
         for n in range(np.uint64(size)):
             value = np.float64(scores[block + n]) - shift
             segment = _segment_of(value, breaks, cell_segment[np.uint64(cells[n])])
             counts[segment] += 1.0
             sums[segment] += value - breaks[segment]
-    return bad
+    return -1
 
 
 @_compiled
 def _evaluate(  # type: ignore[no-untyped-def]
-    scores, targets, pure, start, stop, shift, breaks, cell_segment, low, scale, lines, out
+    scores, pure, left_out, start, stop, shift, breaks, cell_segment, low, scale, lines, out
 ):
     """Writes the value of the line [M + 2, 2] of every negative's segment."""
     last_cell = np.float64(len(cell_segment) - 1)
     cells = np.empty(BLOCK, np.int32)
     for block in range(start, stop, BLOCK):
         size = min(BLOCK, stop - block)
-        if _locate(scores, targets, pure, block, size, shift, low, scale, last_cell, cells) == 0:
+        if _locate(scores, pure, left_out, block, size, shift, low, scale, last_cell, cells) == 0:
             out[block : block + size] = 0.0
             continue
         for n in range(np.uint64(size)):

@@ -1,0 +1,43 @@
+"""Boxes to rank, in every kind of distribution that has tripped a ranking loss."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+MakeBoxes = Callable[..., tuple[Tensor, Tensor]]
+
+DISTRIBUTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "random": lambda noise, positive: noise,
+    "separated": lambda noise, positive: noise + 4.0 * positive,
+    "tied": lambda noise, positive: (noise * 3).round(),
+    "all equal": lambda noise, positive: torch.full_like(noise, 0.3),
+    "tiny spread": lambda noise, positive: noise * 1e-3,
+    "huge spread": lambda noise, positive: noise * 1e3,
+    "offset": lambda noise, positive: noise + 1e4,
+    "one outlier": lambda noise, positive: noise + 1e6 * (torch.arange(len(noise)) == 0),
+}
+
+
+@pytest.fixture(scope="session")
+def make_boxes() -> MakeBoxes:
+    """make_boxes(distribution, positives, negatives, ...) -> scores, targets with some ignored."""
+
+    def make(
+        distribution: str = "random",
+        positives: int = 20,
+        negatives: int = 500,
+        *,
+        ignored: int = 30,
+        dtype: torch.dtype = torch.float64,
+        seed: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        random = torch.Generator().manual_seed(seed)
+        counts = torch.tensor([positives, negatives, ignored])
+        targets = torch.repeat_interleave(torch.tensor([1, 0, -1]), counts)
+        targets = targets[torch.randperm(len(targets), generator=random)]
+        noise = torch.randn(len(targets), dtype=torch.float64, generator=random)
+        return DISTRIBUTIONS[distribution](noise, targets == 1).to(dtype), targets
+
+    return make
