@@ -1,5 +1,6 @@
 """Rank & Sort against the literal version, alone and over processes."""
 
+import os
 import sys
 
 import pytest
@@ -152,6 +153,7 @@ def test_mistakes_are_refused():
 
 
 def _rank_part_of_a_batch(rank, file, sizes, queue):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=len(sizes))
     scores, targets = (part.flatten() for part in random_boxes())
@@ -165,8 +167,9 @@ def _rank_part_of_a_batch(rank, file, sizes, queue):
 
 def test_processes_rank_their_parts_as_one_batch(tmp_path):
     sizes = [120, 180]
-    queue = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_rank_part_of_a_batch, (tmp_path / "store", sizes, queue), nprocs=len(sizes))
+    queue = mp.get_context("fork").SimpleQueue()
+    arguments = tmp_path / "store", sizes, queue
+    mp.start_processes(_rank_part_of_a_batch, arguments, nprocs=len(sizes), start_method="fork")
     results = sorted(queue.get() for _ in sizes)
     scores, targets = (part.flatten() for part in random_boxes())
     ranking, sorting, on_ranking, on_sorting = reference.rank_sort_loss(scores, targets)
