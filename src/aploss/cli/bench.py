@@ -1,0 +1,63 @@
+"""Measures the losses, the data loading and the training step."""
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+from jsonargparse import ArgumentParser, Namespace
+
+from aploss.files import write_text
+
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+EXAMPLES = """
+  aploss bench                       everything (about 10 minutes on 2 cores)
+  aploss bench losses                AP-loss against focal loss and a plain loop
+  aploss bench training-step --quick
+"""
+
+BENCHMARKS = {"losses": "losses", "data": "data", "training-step": "training_step"}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "what",
+        nargs="?",
+        type=Literal["all", "losses", "data", "training-step"],
+        default="all",
+        help="which benchmark",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a short run on small sizes, to see that it works"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/bench"), help="folder for JSON and plots"
+    )
+
+
+def run(options: Namespace) -> int:
+    names = list(BENCHMARKS) if options.what == "all" else [options.what]
+    for name in names:
+        benchmark = import_module(f"aploss.benchmarks.{BENCHMARKS[name]}")
+        result = _with_progress(name, benchmark, options.quick)
+        print(f"\n{name}\n{benchmark.table(result)}", flush=True)
+        write_text(options.out / f"{name}.json", json.dumps(result, indent=2) + "\n")
+        if hasattr(benchmark, "plot"):
+            write_text(options.out / f"{name}.svg", benchmark.plot(result))
+    print(f"\nwritten to {options.out}")
+    return 0
+
+
+def _with_progress(name: str, benchmark: Any, quick: bool) -> dict[str, Any]:
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, transient=True) as progress:
+        task = progress.add_task(name, total=None)
+
+        def show(step: str) -> None:
+            progress.update(task, description=f"{name}: {step}")
+
+        result: dict[str, Any] = benchmark.run(show, quick=quick)
+    return result

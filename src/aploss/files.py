@@ -1,0 +1,76 @@
+"""Files that are there whole or not at all, whatever kills the process."""
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from aploss.errors import RunError
+
+__all__ = ["remove_unfinished", "write_json", "write_text", "write_whole"]
+
+UNFINISHED = ".unfinished"
+
+
+def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
+    """Writes a file under a temporary name, flushes it to the disk, and renames it.
+
+    Until the rename the previous file of that name stays as it was.
+
+    Args:
+        path: the file; its folder is made when it is missing.
+        write: called with the open binary file.
+
+    Raises:
+        RunError: it cannot be written there.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+        _flush_folder(path.parent)
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error.strerror}") from error
+    finally:
+        _remove(unfinished)
+
+
+def _flush_folder(folder: Path) -> None:
+    """Makes a rename survive a power cut; systems that cannot open folders do it by themselves."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass
+    finally:
+        os.close(handle)
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):  # a parent is a file or read-only: then it was never written
+        path.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file whole."""
+    write_whole(path, lambda file: file.write(text.encode("utf-8")))
+
+
+def write_json(path: Path, value: Any, *, indent: int | None = 2) -> None:
+    """Writes a JSON file whole."""
+    write_text(path, json.dumps(value, indent=indent) + "\n")
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes what a killed process left half-written below a folder."""
+    for path in folder.rglob(f".*{UNFINISHED}"):
+        path.unlink(missing_ok=True)

@@ -1,0 +1,43 @@
+"""Importing the loss library is quick and needs nothing but torch, numpy and numba."""
+
+import subprocess
+import sys
+
+EXTRAS = (
+    "torchvision",
+    "matplotlib",
+    "sklearn",
+    "PIL",
+    "jsonargparse",
+    "yaml",
+    "onnx",
+    "lightning",
+)
+
+IMPORT = """
+import sys, time
+import torch
+sys.modules.update(dict.fromkeys({absent}))  # None: an import of it fails
+start = time.perf_counter()
+import aploss
+print(time.perf_counter() - start)
+"""
+USE = """
+scores = torch.tensor([2.0, 1.0, 0.0], requires_grad=True)
+aploss.ap_loss(scores, torch.tensor([0, 1, 0]), delta=0).backward()
+assert scores.grad.tolist() == [0.5, -0.5, 0.0]
+"""
+
+
+def run(script):
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return float(result.stdout)
+
+
+def test_import_takes_well_under_a_second_and_leaves_numba_for_later():
+    assert min(run(IMPORT.format(absent=(*EXTRAS, "numba"))) for _ in range(3)) < 0.8
+
+
+def test_a_loss_is_computed_without_the_extras():
+    assert run(IMPORT.format(absent=EXTRAS) + USE) > 0
