@@ -88,7 +88,9 @@ def pack(samples: Sequence[tuple[int, Sample] | DataError]) -> _Packed | DataErr
 def unpack(packed: _Packed | DataError) -> Batch:
     """Turns what arrived into tensors, images into [0, 1], and an error into a raised one."""
     if isinstance(packed, DataError):
-        raise packed
+        # A new one: an error raised from a variable of its own frame keeps that frame, and with it
+        # the loader's workers, alive until the garbage collector comes.
+        raise DataError(str(packed))
     if isinstance(packed.images, torch.Tensor):
         images: Any = _to_unit(packed.images)
     else:

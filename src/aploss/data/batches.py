@@ -102,6 +102,7 @@ class TrainingBatches:
             collate_fn=pack,
             persistent_workers=workers > 0,
             prefetch_factor=PREFETCH if workers else None,
+            generator=torch.Generator(),  # else it would draw from the caller's random state
         )
 
     @property
@@ -164,6 +165,7 @@ class EvaluationBatches:
             batch_sampler=plan,
             num_workers=workers,
             collate_fn=pack_list,
+            generator=torch.Generator(),  # as above
         )
 
     def __len__(self) -> int:

@@ -1,0 +1,249 @@
+"""How fast data arrives: images a second, what training waits for, and COCO-sized annotations."""
+
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+from PIL import Image
+
+from aploss.data._scene import CLASS_NAMES, draw_scene
+from aploss.data.augment import PRESETS
+from aploss.data.batches import Batch, TrainingBatches, make_training_loader
+from aploss.data.dataset import DetectionDataset
+from aploss.detectors.build import build_detector
+
+__all__ = ["run", "table"]
+
+Progress = Callable[[str], None]
+
+WORKERS = (0, 1, 2)
+BATCH_SIZE = 8
+# name → size of the files, their format, side of the training images
+SOURCES = {
+    "shapes 128 px": ((128, 128), "png", 128),
+    "photographs 500x375": ((500, 375), "jpg", 300),
+}
+COCO_IMAGES, COCO_BOXES = 120_000, 860_000
+SECONDS_ALLOWED, GIGABYTES_ALLOWED = 20.0, 1.5
+
+
+def run(progress: Progress, *, quick: bool = False) -> dict[str, Any]:
+    """Measures reading with augmentation, the wait of training, and loading annotations.
+
+    Args:
+        progress: told what is being measured.
+        quick: a few seconds in all, on less of everything; figures then say little.
+
+    Returns:
+        ``rows`` (images a second for each source, preset and number of workers), ``waiting``
+        (share of a training's time that it waits for data) and ``annotations`` (seconds and
+        memory for a file of COCO's size).
+    """
+    seconds = 0.2 if quick else 3.0
+    with tempfile.TemporaryDirectory(prefix="aploss-bench-") as scratch:
+        rows, waiting = [], []
+        for source, (file_size, suffix, side) in SOURCES.items():
+            folder = Path(scratch) / source.replace(" ", "-")
+            dataset = _write_images(folder, file_size, suffix, count=16 if quick else 64)
+            for preset, workers in itertools.product(PRESETS, WORKERS):
+                progress(f"{source}, augmentation '{preset}', {workers} workers")
+                rate = _images_per_second(_loader(dataset, preset, side, workers), seconds)
+                row = {"source": source, "size": side, "preset": preset, "workers": workers}
+                rows.append({**row, "images_per_second": rate})
+            if side == min(size for _, _, size in SOURCES.values()):
+                waiting = _training_waits(progress, dataset, side, steps=2 if quick else 40)
+        progress("annotations of COCO's size")
+        annotations = _load_annotations(Path(scratch) / "coco", share=0.01 if quick else 1.0)
+    return {"rows": rows, "waiting": waiting, "annotations": annotations}
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as text."""
+    lines = [f"{'images/s':<38}{'0 workers':>12}{'1 worker':>12}{'2 workers':>12}"]
+    for (source, preset), group in itertools.groupby(
+        result["rows"], key=lambda row: (row["source"], row["preset"])
+    ):
+        rates = "".join(f"{row['images_per_second']:>12.0f}" for row in group)
+        size = SOURCES[source][2]
+        lines.append(f"{f'{source} → {size}, {preset}':<38}{rates}")
+    lines += ["", "share of training's time spent waiting for data (retinanet-tiny, 128 px)"]
+    for row in result["waiting"]:
+        lines.append(
+            f"  {row['preset']:<8}{row['workers']} workers {row['waiting_share']:>8.1%}"
+            f"{row['images_per_second']:>8.0f} images/s"
+        )
+    loaded = result["annotations"]
+    memory = loaded["growth_gigabytes"]
+    grown = "memory not measured" if memory is None else f"{memory:.2f} GB more memory at its peak"
+    lines += [
+        "",
+        f"annotations of {loaded['images']:,} images, {loaded['boxes']:,} boxes "
+        f"({loaded['file_megabytes']:.0f} MB): {loaded['seconds']:.1f} s, {grown} "
+        f"(allowed: {SECONDS_ALLOWED:.0f} s, {GIGABYTES_ALLOWED} GB)",
+    ]
+    return "\n".join(lines)
+
+
+def _write_images(folder: Path, size: tuple[int, int], suffix: str, count: int) -> DetectionDataset:
+    """Files of a given size and format with the built-in set's pictures on them."""
+    folder.mkdir()
+    scenes = [draw_scene(np.random.default_rng([index]), 128) for index in range(count)]
+    names = [f"{index}.{suffix}" for index in range(count)]
+    for name, scene in zip(names, scenes, strict=True):
+        picture = Image.fromarray(scene.pixels).resize(size, Image.Resampling.BICUBIC)
+        picture.save(folder / name)
+    stretch = np.array([*size, *size]) / 128
+    return DetectionDataset(
+        root=folder,
+        class_names=CLASS_NAMES,
+        image_paths=names,
+        image_sizes=[size] * count,
+        boxes_per_image=[len(scene.labels) for scene in scenes],
+        boxes=np.concatenate([scene.boxes for scene in scenes]) * stretch,
+        labels=np.concatenate([scene.labels for scene in scenes]),
+        split="train",
+    )
+
+
+def _loader(dataset: DetectionDataset, preset: str, side: int, workers: int) -> TrainingBatches:
+    return make_training_loader(
+        dataset, batch_size=BATCH_SIZE, seed=0, preset=preset, size=side, workers=workers
+    )
+
+
+def _endless(loader: TrainingBatches) -> Iterator[Batch]:
+    for epoch in itertools.count():
+        yield from loader.epoch(epoch)
+
+
+def _images_per_second(loader: TrainingBatches, seconds: float) -> float:
+    batches = _endless(loader)
+    for _ in range(4):  # workers start, and what they prepared meanwhile is used up
+        next(batches)
+    images, start = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < seconds or not images:
+        images += len(next(batches).indices)
+    return images / elapsed
+
+
+def _training_waits(
+    progress: Progress, dataset: DetectionDataset, side: int, steps: int
+) -> list[dict[str, Any]]:
+    """How long a training of the small detector stands still for its next batch."""
+    rows = []
+    for preset, workers in itertools.product(("paper", "light"), WORKERS[1:]):
+        progress(f"training with augmentation '{preset}', {workers} workers")
+        detector = build_detector("retinanet-tiny", class_names=dataset.class_names)
+        optimizer = torch.optim.SGD(detector.parameters(), lr=1e-4)
+        batches = _endless(_loader(dataset, preset, side, workers))
+        waited, start = 0.0, time.perf_counter()
+        for step in range(-2, steps):
+            if step == 0:
+                waited, start = 0.0, time.perf_counter()
+            asked = time.perf_counter()
+            batch = next(batches)
+            waited += time.perf_counter() - asked
+            loss = sum(detector(batch.images, batch.targets).values())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        elapsed = time.perf_counter() - start
+        rows.append(
+            {
+                "preset": preset,
+                "workers": workers,
+                "waiting_share": waited / elapsed,
+                "images_per_second": steps * BATCH_SIZE / elapsed,
+            }
+        )
+    return rows
+
+
+def _load_annotations(folder: Path, share: float) -> dict[str, Any]:
+    """Loads a synthetic COCO file in a process of its own, whose memory is measured."""
+    images, boxes = round(COCO_IMAGES * share), round(COCO_BOXES * share)
+    file = _write_annotations(folder, images, boxes)
+    answer = subprocess.run(
+        [sys.executable, "-c", _LOADING, str(folder)], check=True, capture_output=True, text=True
+    )
+    measured = json.loads(answer.stdout)
+    if (measured["images"], measured["boxes"]) != (images, boxes):
+        raise RuntimeError(f"{images} images and {boxes} boxes were written, read: {measured}")
+    return {**measured, "file_megabytes": file.stat().st_size / 1e6}
+
+
+_LOADING = """
+import json, sys, time
+try:
+    import resource
+except ImportError:
+    resource = None
+from aploss.data.load import load_dataset
+
+def peak():
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9 if resource else None
+
+before, start = peak(), time.perf_counter()
+dataset = load_dataset(sys.argv[1], "train", format="coco")
+seconds, after = time.perf_counter() - start, peak()
+print(json.dumps({
+    "images": len(dataset), "boxes": dataset.num_boxes, "seconds": seconds,
+    "peak_gigabytes": after, "growth_gigabytes": after - before if resource else None,
+}))
+"""
+
+
+def _write_annotations(folder: Path, images: int, boxes: int) -> Path:
+    """A file like COCO's own, outlines included, and an (empty) file for every image."""
+    names = [f"{number:012d}.jpg" for number in range(1, images + 1)]
+    (folder / "train").mkdir(parents=True)
+    for name in names:
+        (folder / "train" / name).touch()
+    file = folder / "annotations" / "instances_train.json"
+    file.parent.mkdir()
+    with file.open("w", encoding="utf-8") as out:
+        out.write("{")
+        _write_list(out, "categories", (f'{{"id": {k}, "name": "{k}"}}' for k in range(1, 81)))
+        out.write(",")
+        _write_list(
+            out,
+            "images",
+            (
+                f'{{"id": {number}, "file_name": "{name}", "width": 640, "height": 480}}'
+                for number, name in enumerate(names, start=1)
+            ),
+        )
+        out.write(",")
+        _write_list(out, "annotations", _annotation_texts(images, boxes))
+        out.write("}")
+    return file
+
+
+def _write_list(out: TextIO, name: str, entries: Iterable[str]) -> None:
+    out.write(f'"{name}": [')
+    for number, entry in enumerate(entries):
+        out.write(("," if number else "") + entry)
+    out.write("]")
+
+
+def _annotation_texts(images: int, boxes: int) -> Iterator[str]:
+    random = np.random.default_rng(0)
+    corners, sides = random.integers(0, 300, (boxes, 2)), random.integers(4, 180, (boxes, 2))
+    owners = random.integers(1, images + 1, boxes)
+    rows = zip(owners.tolist(), corners.tolist(), sides.tolist(), strict=True)
+    for number, (owner, (x, y), (width, height)) in enumerate(rows, start=1):
+        outline = ", ".join([f"{x + 0.25}, {y + 0.75}"] * 22)  # COCO's have about as many
+        yield (
+            f'{{"id": {number}, "image_id": {owner}, "category_id": {number % 80 + 1}, '
+            f'"segmentation": [[{outline}]], "bbox": [{x}, {y}, {width}, {height}], '
+            f'"area": {width * height}, "iscrowd": 0}}'
+        )

@@ -1,0 +1,199 @@
+"""Augmentation: pixels, boxes, labels and flags stay together, whatever image comes in."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+
+from aploss.data.augment import PRESETS, IoUCrop, RandomZoom, ShrinkLarge, training_transforms
+from aploss.errors import ConfigError
+
+Target = dict[str, Any]
+GROUND = 200
+
+
+def make_sample(height: int, width: int, boxes: list[list[float]]) -> tuple[Any, Target]:
+    """Object k is painted in the grey 10 k + 10, is difficult when odd, a crowd every third."""
+    pixels = torch.full((3, height, width), GROUND, dtype=torch.uint8)
+    for k, (x1, y1, x2, y2) in enumerate(boxes):
+        pixels[:, int(y1) : int(y2), int(x1) : int(x2)] = 10 * k + 10
+    count = torch.arange(len(boxes))
+    target = {
+        "boxes": tv_tensors.BoundingBoxes(
+            torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4),
+            format="XYXY",
+            canvas_size=(height, width),
+        ),
+        "labels": count,
+        "difficult": count % 2 == 1,
+        "crowd": count % 3 == 0,
+        "image_id": 7,
+    }
+    return tv_tensors.Image(pixels), target
+
+
+NINE = [[x, y, x + 16, y + 12] for y in (4, 36, 68) for x in (6, 46, 86)]
+
+
+def check_target(image: torch.Tensor, target: Target) -> None:
+    height, width = image.shape[-2:]
+    boxes = target["boxes"]
+    assert isinstance(image, tv_tensors.Image)
+    assert isinstance(boxes, tv_tensors.BoundingBoxes)
+    assert boxes.canvas_size == (height, width)
+    assert boxes.dtype == torch.float32
+    assert target["image_id"] == 7
+    torch.testing.assert_close(target["difficult"], target["labels"] % 2 == 1)
+    torch.testing.assert_close(target["crowd"], target["labels"] % 3 == 0)
+    assert len(boxes) == len(target["labels"])
+    assert (boxes >= 0).all()
+    assert (boxes[:, [0, 2]] <= width).all()
+    assert (boxes[:, [1, 3]] <= height).all()
+
+
+def check_pixels(image: torch.Tensor, target: Target) -> None:
+    """Every box holds its own object's colour, and the ground has no object without a box."""
+    for (x1, y1, x2, y2), label in zip(target["boxes"].tolist(), target["labels"], strict=True):
+        inside = image[0, round(y1) : round(y2), round(x1) : round(x2)]
+        assert (inside == 10 * label + 10).all()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("size", [64, (48, 80)])
+def test_every_preset_gives_the_asked_size_with_boxes_labels_and_flags_in_step(
+    preset: str, size: int | tuple[int, int]
+) -> None:
+    transforms = training_transforms(preset, size)
+    torch.manual_seed(0)
+    kept = []
+    for _ in range(30):
+        image, target = transforms(*make_sample(90, 120, NINE))
+        assert image.shape == ((3, size, size) if isinstance(size, int) else (3, *size))
+        assert image.dtype == torch.uint8
+        check_target(image, target)
+        sides = target["boxes"][:, 2:] - target["boxes"][:, :2]
+        assert (sides >= 1).all()
+        kept.append(len(target["labels"]))
+    assert (min(kept) < 9) == (preset != "none")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("shape", [(90, 120), (1, 1), (3, 200), (200, 2)])
+def test_images_without_objects_and_of_a_few_pixels_work(
+    preset: str, shape: tuple[int, int]
+) -> None:
+    transforms = training_transforms(preset, 32)
+    torch.manual_seed(1)
+    for boxes in ([], [[0.0, 0.0, float(shape[1]), float(shape[0])]]):
+        for _ in range(10):
+            image, target = transforms(*make_sample(*shape, boxes))
+            assert image.shape == (3, 32, 32)
+            check_target(image, target)
+            assert len(target["labels"]) == len(boxes) or preset == "paper"
+
+
+def test_none_only_resizes() -> None:
+    # 60x80 → 30x20: x is divided by 4, y by 2. The second box reaches the very corner.
+    sample = make_sample(60, 80, [[8, 6, 40, 30], [72, 50, 80, 60]])
+    image, target = training_transforms("none", (30, 20))(*sample)
+    assert image.shape == (3, 30, 20)
+    assert target["boxes"].tolist() == [[2, 3, 10, 15], [18, 25, 20, 30]]
+
+
+@pytest.mark.parametrize(("height", "width"), [(333, 499), (97, 31), (641, 427)])
+def test_box_along_the_whole_border_survives_rounding(height: int, width: int) -> None:
+    sample = make_sample(height, width, [[0, 0, width, height]])
+    for size in (33, 100, 300):
+        _, target = training_transforms("none", size)(*sample)
+        assert len(target["boxes"]) == 1
+
+
+def test_box_that_shrinks_below_a_pixel_goes_with_its_label_and_flags() -> None:
+    sample = make_sample(400, 400, [[0, 0, 200, 200], [300, 300, 304, 304], [100, 200, 300, 380]])
+    _, target = training_transforms("none", 40)(*sample)
+    assert target["labels"].tolist() == [0, 2]
+    assert target["difficult"].tolist() == [False, False]
+    assert target["crowd"].tolist() == [True, False]
+
+
+@pytest.mark.parametrize("transform", [IoUCrop(), RandomZoom(0.5, 2.0)])
+def test_crops_keep_exactly_the_objects_whose_centre_stays(transform: torch.nn.Module) -> None:
+    torch.manual_seed(2)
+    sizes = set()
+    for _ in range(60):
+        image, target = transform(*make_sample(90, 120, NINE))
+        check_target(image, target)
+        check_pixels(image, target)
+        sizes.add(tuple(image.shape[-2:]))
+        # An object whose centre pixels are visible at all must still have its box.
+        for k in range(9):
+            visible = int((image[0] == 10 * k + 10).sum())
+            if visible > 0.75 * 16 * 12:
+                assert k in target["labels"]
+            if visible < 0.2 * 16 * 12:
+                assert k not in target["labels"]
+    assert len(sizes) > 20
+
+
+def test_zoom_keeps_to_its_range_and_fills_with_the_mean_colour() -> None:
+    torch.manual_seed(3)
+    transform = RandomZoom(0.75, 1.25)
+    factors = []
+    for _ in range(200):
+        image, _ = transform(*make_sample(90, 120, []))
+        factors.append(90 / image.shape[1])
+        assert abs(image.shape[2] - 120 * image.shape[1] / 90) < 1.5
+        if image.shape[1] > 92:
+            outside = image[:, image[0] != GROUND]
+            assert (outside == torch.tensor([[123], [117], [104]])).all()
+    assert 0.74 < min(factors) < 0.78
+    assert 1.22 < max(factors) < 1.27
+    assert abs(np.mean(factors) - 1) < 0.03
+
+
+def test_crop_is_distributed_as_torchvisions() -> None:
+    overlaps = [0.0, 0.3, 0.5, 1.0]  # easy ones: torchvision's search takes long
+    ours, theirs = IoUCrop(), v2.RandomIoUCrop(sampler_options=overlaps)
+    assert v2.RandomIoUCrop().options == list(ours.overlaps)
+    ours.overlaps = tuple(overlaps)
+    sample = make_sample(90, 120, [[6, 4, 60, 70], [70, 50, 110, 80]])
+    figures = []
+    for transform in (ours, theirs):
+        torch.manual_seed(4)
+        images = [transform(*sample)[0] for _ in range(300)]
+        areas = np.array([image.shape[1] * image.shape[2] for image in images]) / (90 * 120)
+        ratios = np.array([image.shape[2] / image.shape[1] for image in images])
+        quantiles = np.quantile(areas, [0.1, 0.25, 0.5, 0.75])
+        figures.append([np.mean(areas == 1), *quantiles, np.log(ratios).mean(), ratios.std()])
+    # Standard error of a share of 300 is 0.03.
+    np.testing.assert_allclose(figures[0], figures[1], atol=0.08)
+
+
+def test_large_photographs_are_shrunk_first_and_small_ones_are_not() -> None:
+    shrink = ShrinkLarge(50)
+    image, target = shrink(*make_sample(100, 400, [[40, 20, 80, 60]]))
+    assert image.shape == (3, 50, 200)
+    assert target["boxes"].tolist() == [[20, 10, 40, 30]]
+    small = make_sample(40, 400, [])
+    assert shrink(*small)[0] is small[0]
+
+
+def test_paper_preset_zooms_out_far_and_changes_colours() -> None:
+    torch.manual_seed(5)
+    transforms = training_transforms("paper", 64)
+    sample = make_sample(90, 120, [[20, 15, 100, 75]])
+    outputs = [transforms(*sample) for _ in range(60)]
+    areas = [float(t["boxes"][0, 2:].sub(t["boxes"][0, :2]).prod()) / 64**2 for _, t in outputs]
+    assert min(areas) < 0.08  # a sixteenth of 0.44, less what crops give back
+    assert max(areas) > 0.8
+    assert len({int(image.float().mean()) for image, _ in outputs}) > 30
+
+
+def test_unknown_preset_and_tiny_size_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="no augmentation 'strong': choose one of paper, light"):
+        training_transforms("strong", 64)
+    with pytest.raises(ConfigError, match="4x64"):
+        training_transforms("none", (4, 64))

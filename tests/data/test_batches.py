@@ -1,0 +1,254 @@
+"""Batches: the same for any number of workers and processes, from any point on."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision import tv_tensors
+
+from aploss.data.batches import (
+    AugmentedSamples,
+    Batch,
+    TrainingBatches,
+    make_evaluation_loader,
+    make_training_loader,
+)
+from aploss.data.dataset import DetectionDataset
+from aploss.errors import ConfigError, DataError
+
+IMAGES = 11
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> DetectionDataset:
+    """Eleven noisy images of different size; image k has k % 3 boxes."""
+    folder = tmp_path_factory.mktemp("images")
+    random = np.random.default_rng(0)
+    sizes = [(40 + 3 * k, 30 + k) for k in range(IMAGES)]
+    for k, (width, height) in enumerate(sizes):
+        pixels = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{k}.png")
+    counts = [k % 3 for k in range(IMAGES)]
+    corners = random.uniform(0, 15, (sum(counts), 2))
+    return DetectionDataset(
+        root=folder,
+        class_names=("a", "b"),
+        image_paths=[f"{k}.png" for k in range(IMAGES)],
+        image_sizes=sizes,
+        boxes_per_image=counts,
+        boxes=np.concatenate([corners, corners + 12], axis=1),
+        labels=np.arange(sum(counts)) % 2,
+        difficult=np.arange(sum(counts)) % 4 == 0,
+        image_ids=[100 + k for k in range(IMAGES)],
+        split="train",
+    )
+
+
+def loader(dataset: DetectionDataset, **settings: Any) -> TrainingBatches:
+    defaults: dict[str, Any] = {"batch_size": 4, "seed": 3, "preset": "paper", "size": 32}
+    return make_training_loader(dataset, **{**defaults, **settings})
+
+
+def assert_same(first: Iterable[Batch], second: Iterable[Batch]) -> None:
+    for one, other in zip(first, second, strict=True):
+        assert one.indices == other.indices
+        torch.testing.assert_close(one.images, other.images, rtol=0, atol=0)
+        for target, expected in zip(one.targets, other.targets, strict=True):
+            assert target.keys() == expected.keys()
+            for name, value in target.items():
+                assert torch.equal(torch.as_tensor(value), torch.as_tensor(expected[name]))
+
+
+@pytest.fixture(scope="module")
+def expected(dataset: DetectionDataset) -> list[list[Batch]]:
+    """The batches of three epochs, each from a new loader."""
+    return [list(loader(dataset).epoch(epoch)) for epoch in range(3)]
+
+
+def test_batch_has_the_promised_form(expected: list[list[Batch]]) -> None:
+    for images, targets, indices in expected[0]:
+        assert images.shape == (4, 3, 32, 32)
+        assert images.dtype == torch.float32
+        assert 0.4 < images.max() <= 1
+        assert images.min() >= 0
+        assert [target["image_id"] for target in targets] == [100 + index for index in indices]
+        for target in targets:
+            assert isinstance(target["boxes"], tv_tensors.BoundingBoxes)
+            assert target["boxes"].shape == (len(target["labels"]), 4)
+            assert target["boxes"].canvas_size == (32, 32)
+            assert target["labels"].dtype == torch.int64
+            assert target["difficult"].dtype == target["crowd"].dtype == torch.bool
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_change_nothing(
+    dataset: DetectionDataset, expected: list[list[Batch]], workers: int
+) -> None:
+    batches = loader(dataset, workers=workers)
+    for epoch in (0, 2, 1):
+        assert_same(batches.epoch(epoch), expected[epoch])
+    abandoned = batches.epoch(0)
+    next(iter(abandoned))
+    assert_same(batches.epoch(1, start_batch=1), expected[1][1:])
+
+
+def test_the_past_and_the_callers_random_state_change_nothing(
+    dataset: DetectionDataset, expected: list[list[Batch]]
+) -> None:
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    batches = loader(dataset)
+    assert_same(batches.epoch(2), expected[2])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert_same(batches.epoch(0), expected[0])
+
+
+def test_epoch_can_start_anywhere(dataset: DetectionDataset, expected: list[list[Batch]]) -> None:
+    batches = loader(dataset)
+    assert batches.batches_per_epoch == 2
+    assert_same(batches.epoch(1, start_batch=1), expected[1][1:])
+    assert list(batches.epoch(1, start_batch=2)) == []
+    with pytest.raises(ConfigError, match="2 batches: it cannot start at 3"):
+        batches.epoch(1, start_batch=3)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_share_the_batch_of_one(
+    dataset: DetectionDataset, expected: list[list[Batch]], processes: int
+) -> None:
+    parts = [
+        list(loader(dataset, rank=rank, world_size=processes).epoch(1)) for rank in range(processes)
+    ]
+    joined = [
+        Batch(
+            torch.cat([part.images for part in step]),
+            [target for part in step for target in part.targets],
+            [index for part in step for index in part.indices],
+        )
+        for step in zip(*parts, strict=True)
+    ]
+    assert_same(joined, expected[1])
+
+
+def test_epochs_visit_each_image_at_most_once_in_orders_of_their_own(
+    dataset: DetectionDataset, expected: list[list[Batch]]
+) -> None:
+    orders = [[index for batch in epoch for index in batch.indices] for epoch in expected]
+    for order in orders:
+        assert len(order) == len(set(order)) == 8  # 11 images, two whole batches of 4
+    assert len({tuple(order) for order in orders}) == 3
+    left_out = [set(range(IMAGES)) - set(loader(dataset).order(epoch)[:8]) for epoch in range(20)]
+    assert set.union(*left_out) == set(range(IMAGES))  # nobody is left out for good
+
+
+def test_augmentation_differs_by_seed_epoch_and_image_but_not_by_repetition(
+    dataset: DetectionDataset,
+) -> None:
+    def sample(seed: int, epoch: int, index: int) -> torch.Tensor:
+        samples = AugmentedSamples(dataset, seed=seed, preset="light", size=32)
+        return samples[epoch, index][0]
+
+    first = sample(0, 0, 5)
+    assert torch.equal(first, sample(0, 0, 5))
+    assert not torch.equal(first, sample(1, 0, 5))
+    assert not torch.equal(first, sample(0, 1, 5))
+
+
+def test_set_smaller_than_a_batch_is_one_batch(dataset: DetectionDataset) -> None:
+    batches = loader(dataset.subset([1, 4, 7]), batch_size=8)
+    assert batches.batches_per_epoch == 1
+    (batch,) = batches.epoch(0)
+    assert sorted(batch.indices) == [0, 1, 2]
+    with pytest.raises(ConfigError, match="batch of 3 images cannot be split evenly over 2"):
+        loader(dataset.subset([1, 4, 7]), batch_size=8, world_size=2)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_evaluation_gives_every_image_once_as_it_is(
+    dataset: DetectionDataset, workers: int
+) -> None:
+    seen = []
+    for rank in range(2):
+        batches = make_evaluation_loader(
+            dataset, batch_size=4, workers=workers, rank=rank, world_size=2
+        )
+        assert len(batches) == len(list(batches)) == 2
+        for images, targets, indices in batches:
+            for image, target, index in zip(images, targets, indices, strict=True):
+                original, truth = dataset[index]
+                torch.testing.assert_close(image, original.float() / 255)
+                assert torch.equal(target["boxes"], truth["boxes"])
+                assert target["boxes"].canvas_size == image.shape[1:]
+                assert target["image_id"] == truth["image_id"]
+            seen += indices
+    assert seen == [*range(0, IMAGES, 2), *range(1, IMAGES, 2)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_unreadable_image_is_one_line_that_names_it(tmp_path: Path, workers: int) -> None:
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    broken = DetectionDataset(
+        root=tmp_path,
+        class_names=("a",),
+        image_paths=["broken.png"],
+        image_sizes=[(8, 8)],
+        boxes_per_image=[0],
+        boxes=[],
+        labels=[],
+    )
+    for batches in (
+        loader(broken, workers=workers).epoch(0),
+        make_evaluation_loader(broken, batch_size=1, workers=workers),
+    ):
+        with pytest.raises(DataError, match=r"broken\.png") as caught:
+            next(iter(batches))
+        assert "\n" not in str(caught.value)
+
+
+class ThreadCounter(DetectionDataset):
+    """Tells the number of torch's threads as its image's id."""
+
+    def __getitem__(self, index: int) -> Any:
+        image, target = super().__getitem__(index)
+        return image, {**target, "image_id": torch.get_num_threads()}
+
+
+def test_a_worker_uses_one_thread(dataset: DetectionDataset) -> None:
+    dataset = dataset.subset(range(IMAGES))
+    dataset.__class__ = ThreadCounter
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        batch = next(iter(loader(dataset, workers=1, preset="none").epoch(0)))
+    finally:
+        torch.set_num_threads(threads)
+    assert {target["image_id"] for target in batch.targets} == {1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_size": 0}, "batch size is 0"),
+        ({"workers": -1}, "workers is -1"),
+        ({"seed": -5}, "seed is -5"),
+        ({"rank": 2, "world_size": 2}, "process 2 of 2"),
+        ({"world_size": 3}, "batch of 4 images cannot be split evenly over 3"),
+        ({"preset": "strong"}, "no augmentation 'strong'"),
+    ],
+)
+def test_impossible_settings_are_refused(
+    dataset: DetectionDataset, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        loader(dataset, **settings)
+
+
+def test_empty_dataset_is_refused(dataset: DetectionDataset) -> None:
+    with pytest.raises(DataError, match="no images"):
+        loader(dataset.subset([]))
+    with pytest.raises(DataError, match="no images"):
+        make_evaluation_loader(dataset.subset([]), batch_size=1)

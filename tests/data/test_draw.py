@@ -1,0 +1,96 @@
+"""Drawn boxes and contact sheets: what is drawn is where, in which colour, at which size."""
+
+import numpy as np
+import pytest
+from PIL import Image, ImageColor
+
+from aploss.data.draw import as_picture, contact_sheet, draw_boxes
+from aploss.reporting.style import class_colour
+
+NAMES = ("circle", "square", "triangle")
+
+
+def has_colour(picture: Image.Image, label: int) -> np.ndarray:
+    return (np.asarray(picture) == ImageColor.getrgb(class_colour(label))).all(axis=2)
+
+
+def test_box_lines_are_where_the_box_is_in_the_colour_of_its_class() -> None:
+    ground = np.full((300, 400, 3), 90, dtype=np.uint8)
+    picture = draw_boxes(ground, [[100, 120, 300, 260]], [1], NAMES)
+    assert picture.size == (400, 300)
+    lines = has_colour(picture, 1)
+    for x, y in [(200, 260), (100, 200), (300, 200), (250, 120)]:
+        assert lines[y - 2 : y + 3, x - 2 : x + 3].any()
+    assert not lines[140:250, 110:290].any()  # the object itself stays free
+    assert not has_colour(picture, 0).any()
+    assert (ground == 90).all()
+
+
+def test_tiny_image_is_enlarged_together_with_its_boxes() -> None:
+    picture = draw_boxes(np.zeros((32, 64, 3), np.uint8), [[16, 8, 48, 24]], [0], NAMES)
+    assert picture.size == (256, 128)
+    rows, columns = np.nonzero(has_colour(picture, 0))
+    assert abs(columns.max() - 192) <= 2
+    assert abs(rows.max() - 96) <= 2
+    assert draw_boxes(np.zeros((32, 64)), [], [], NAMES, smallest=0).size == (64, 32)
+
+
+def test_scores_are_written_and_the_best_box_lies_on_top() -> None:
+    ground = np.zeros((300, 300, 3), np.uint8)
+    boxes = [[50, 50, 250, 250], [50, 50, 250, 250]]
+    for scores, top in (([0.9, 0.2], 0), ([0.2, 0.9], 2)):
+        picture = draw_boxes(ground, boxes, [0, 2], NAMES, scores)
+        assert has_colour(picture, top)[250].any()
+        assert not has_colour(picture, 2 - top)[250].any()
+    plain = draw_boxes(ground, boxes[:1], [0], NAMES)
+    scored = draw_boxes(ground, boxes[:1], [0], NAMES, [0.5])
+    assert has_colour(scored, 0).sum() > has_colour(plain, 0).sum()  # a longer caption
+
+
+def test_dashed_boxes_have_gaps_and_the_others_none() -> None:
+    ground = np.zeros((300, 300, 3), np.uint8)
+    boxes = [[20, 40, 280, 120], [20, 160, 280, 280]]
+    picture = draw_boxes(ground, boxes, [0, 1], NAMES, dashed=[True, False])
+    assert 0.3 < has_colour(picture, 0)[120, 30:270].mean() < 0.8
+    assert has_colour(picture, 1)[280, 30:270].mean() == 1
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        np.full((40, 60), 51, np.uint8),
+        np.full((40, 60, 3), 51, np.uint8),
+        np.full((3, 40, 60), 51, np.uint8),
+        np.full((3, 40, 60), 0.2, np.float32),
+        Image.new("L", (60, 40), 51),
+        Image.new("RGBA", (60, 40), (51, 51, 51, 255)),
+    ],
+    ids=["grey", "rows first", "channels first", "float", "PIL grey", "PIL alpha"],
+)
+def test_any_kind_of_image_can_be_drawn_on(image: object) -> None:
+    picture = as_picture(image)
+    assert (picture.mode, picture.size) == ("RGB", (60, 40))
+    assert picture.getpixel((30, 20)) == (51, 51, 51)
+
+
+def test_contact_sheet_holds_every_picture_at_its_place_without_distortion() -> None:
+    colours = [(200, 0, 0), (0, 200, 0), (0, 0, 200), (90, 90, 90), (200, 0, 200)]
+    images = [Image.new("RGB", (80, 40), colour) for colour in colours]
+    sheet = np.asarray(contact_sheet(images, list("abcde"), tile=100, title="five"))
+    assert sheet.shape[1] == 3 * 108 + 8  # five pictures: three columns
+    for number, colour in enumerate(colours):
+        rows, columns = np.nonzero((sheet == colour).all(axis=2))
+        assert np.ptp(columns) + 1 == 100
+        assert np.ptp(rows) + 1 == 50
+        assert columns.min() == 8 + (number % 3) * 108
+
+
+def test_long_captions_are_cut_off_at_their_picture() -> None:
+    images = [Image.new("RGB", (50, 50), "red")] * 2
+    sheet = np.asarray(contact_sheet(images, ["x" * 300, ""], columns=2, tile=100))
+    below = sheet[110:, 110:]  # where the second caption would be
+    assert (below == below[-1, -1]).all()
+    with pytest.raises(ValueError, match="2 images and 1 captions"):
+        contact_sheet(images, ["one"])
+    with pytest.raises(ValueError, match="0 images"):
+        contact_sheet([])
