@@ -123,7 +123,7 @@ def make_metrics(
         total = sum(one["category_id"] == number for one in truth["annotations"])
         precision = hits / np.arange(1, len(rows) + 1)
         precision = np.maximum.accumulate(precision[::-1])[::-1]
-        recall = hits / total
+        recall = hits / max(total, 1)
         curves[name] = {"recall": recall.tolist(), "precision": precision.tolist()}
         ap50 = float(np.diff(recall, prepend=0) @ precision)
         per_class[name] = {

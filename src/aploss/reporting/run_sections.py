@@ -60,7 +60,7 @@ def _result(run: RunFiles) -> list[Block]:
     drawn = values.get("calibration_error_drawn")
     more = {
         "minutes": ("Minutes", 1, "of training"),
-        "steps": ("Steps", 0, f"{show(values.get('epochs'), 1)} epochs" if "epochs" in values else ""),
+        "steps": ("Steps", 0, f"{values['epochs']:.1f} epochs" if values.get("epochs") else ""),
         "images_per_second": ("Images/s", 1, "in training"),
         "calibration_error": (
             "Calibration error", 3, "expected" if drawn is None else f"{drawn:.3f} of those drawn",
@@ -202,8 +202,8 @@ def _sample(run: RunFiles) -> list[Block]:
 
 
 def _missed(run: RunFiles) -> list[Block]:
-    if not run.matches or not run.ground_truth.get("images"):
-        return [_absent("evaluation/matches.json", "What was missed is not known.")]
+    if run.outcomes is None or not run.ground_truth.get("images"):
+        return [_unmatched("What was missed is not known.")]
     source = PictureSource(run)
     pictures = misses(source)
     if not pictures and not source.unreadable:
@@ -217,7 +217,7 @@ def _missed(run: RunFiles) -> list[Block]:
 
 def _false_positives(run: RunFiles) -> list[Block]:
     if run.outcomes is None or not run.ground_truth.get("images"):
-        return [_absent("evaluation/matches.json", "Which detections are wrong is not known.")]
+        return [_unmatched("Which detections are wrong is not known.")]
     source = PictureSource(run)
     pictures = false_alarms(source)
     if not pictures and not source.unreadable:
@@ -268,6 +268,13 @@ def _flat(document: Mapping[str, Any], above: str = "") -> list[tuple[str, str]]
         else:
             rows.append((name, show(value)))
     return rows
+
+
+def _unmatched(consequence: str) -> Missing:
+    return Missing(
+        f"{consequence} `evaluation/matches.json` is not in the folder of this run, or not of the "
+        "same detections as `evaluation/detections.json`."
+    )
 
 
 def _absent(file: str, consequence: str) -> Missing:

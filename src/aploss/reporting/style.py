@@ -1,9 +1,10 @@
 """One look for every plot and page: the same loss has the same colour everywhere.
 
-Colours are those of Okabe and Ito, which stay apart for all common kinds of colour blindness;
-yellow, which is hardly seen on white, is darkened. Every loss also has its own line style and
-marker, so that a grey print can be read. A plot is drawn in the light colours below; a page maps
-each of them to a CSS variable (:data:`THEME`), so that the same drawing follows dark mode.
+Colours are those of Okabe and Ito, which stay apart for all common kinds of colour blindness,
+with brown and slate instead of yellow and black, which are hardly seen on white or on dark.
+Every loss also has its own line style and marker, so that a grey print can be read. A plot is
+drawn in the light colours below; a page maps each of them to a CSS variable (:data:`THEME`), so
+that the same drawing follows dark mode.
 """
 
 import warnings
@@ -31,9 +32,9 @@ __all__ = [
 ]
 
 BLUE, ORANGE, GREEN, VERMILLION = "#0072b2", "#e69f00", "#009e73", "#d55e00"
-PURPLE, SKY, OLIVE, GREY = "#cc79a7", "#56b4e9", "#a08a00", "#6e7781"
+PURPLE, SKY, BROWN, SLATE = "#cc79a7", "#56b4e9", "#5a3a00", "#444c56"
 
-PALETTE = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, OLIVE, GREY)
+PALETTE = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, BROWN, SLATE)
 
 # Paul Tol's "muted" colours, for variants of one loss: no loss owns any of them.
 INDIGO, ROSE, TEAL, SAND, WINE, CYAN = (
@@ -49,14 +50,14 @@ THEME: Mapping[str, tuple[str, str]] = MappingProxyType(
         INK: ("--plot-ink", "#e6edf3"),
         MUTED: ("--plot-muted", "#9aa5b1"),
         GRID: ("--plot-grid", "#30363d"),
-        BLUE: ("--plot-blue", "#4aa8e0"),
-        VERMILLION: ("--plot-vermillion", "#f07b2f"),
-        GREEN: ("--plot-green", "#2cc79a"),
-        ORANGE: ("--plot-orange", "#f2b733"),
-        PURPLE: ("--plot-purple", "#dd94bb"),
-        SKY: ("--plot-sky", "#8fd0fa"),
-        OLIVE: ("--plot-olive", "#d9c93a"),
-        GREY: ("--plot-grey", "#a7b0ba"),
+        BLUE: ("--plot-blue", "#3b9cff"),
+        VERMILLION: ("--plot-vermillion", "#e8551f"),
+        GREEN: ("--plot-green", "#2a9474"),
+        ORANGE: ("--plot-orange", "#ffd75e"),
+        PURPLE: ("--plot-purple", "#ee6cbb"),
+        SKY: ("--plot-sky", "#6fd6ff"),
+        BROWN: ("--plot-brown", "#bf9c5e"),
+        SLATE: ("--plot-slate", "#d5dade"),
         INDIGO: ("--plot-indigo", "#9a8cf0"),
         ROSE: ("--plot-rose", "#e08b99"),
         TEAL: ("--plot-teal", "#5fc9b7"),
@@ -84,8 +85,8 @@ LOSS_STYLES: Mapping[str, LineStyle] = MappingProxyType(
         "auc": LineStyle(ORANGE, ":", "D"),
         "rank-sort": LineStyle(PURPLE, (0, (8, 2)), "v"),
         "alrp": LineStyle(SKY, (0, (3, 1, 1, 1, 1, 1)), "P"),
-        "smooth-ap": LineStyle(OLIVE, (0, (5, 1)), "X"),
-        "hinge-ap": LineStyle(GREY, (0, (1, 2)), "p"),
+        "smooth-ap": LineStyle(BROWN, (0, (5, 1)), "X"),
+        "hinge-ap": LineStyle(SLATE, (0, (1, 2)), "p"),
     }
 )
 

@@ -1,0 +1,117 @@
+"""Pages in a real browser: nothing wider than a phone, nothing loaded, nothing broken."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aploss.reporting.blocks import Figure, Figures, Section, Table, Text, Verdict
+from aploss.reporting.comparison_report import Comparison, write_comparison
+from aploss.reporting.page import write_page
+from aploss.reporting.plots import Series, field_plot
+from aploss.reporting.run_report import write_run_report
+
+SIZES = {"phone": (390, 844), "desktop": (1440, 900)}
+MEASURE = """(() => {
+  const wide = document.documentElement.clientWidth;
+  const scrolls = (one) => one.closest('.scroll, pre, nav ul') !== null;
+  const boxes = [...document.querySelectorAll('body *')].filter((one) => !scrolls(one));
+  const letters = [...document.querySelectorAll('svg text')];
+  return {
+    page: document.documentElement.scrollWidth - wide,
+    outside: boxes.filter((one) => one.getBoundingClientRect().right > wide + 1)
+      .map((one) => one.tagName + '.' + (one.className.baseVal ?? one.className)).slice(0, 5),
+    broken: [...document.images].filter((one) => !one.complete || one.naturalWidth === 0).length,
+    images: document.images.length,
+    plots: document.querySelectorAll('svg').length,
+    smallest: Math.min(99, ...letters.map((one) => one.getBoundingClientRect().height)),
+    ids: document.querySelectorAll('[id]').length
+      - new Set([...document.querySelectorAll('[id]')].map((one) => one.id)).size,
+    scripts: document.scripts.length,
+  };
+})()"""
+COLOURS = """(() => {
+  const of = (one, what) => getComputedStyle(document.querySelector(one))[what];
+  return [of('section', 'backgroundColor'), of('p, td', 'color'), of('svg text', 'fill')];
+})()"""
+
+Page = Callable[[str], Path]
+
+
+@pytest.fixture
+def page(make_run: Callable[..., Path], comparison: Comparison, tmp_path: Path) -> Page:
+    """Makes one of the kinds of page."""
+
+    def make(kind: str) -> Path:
+        if kind == "run":
+            return write_run_report(make_run(images=5, steps=300))
+        if kind == "unfinished run":
+            run = make_run(images=1, steps=100)
+            for path in (run / "evaluation").iterdir():
+                path.unlink()
+            return write_run_report(run)
+        if kind == "comparison":
+            return write_comparison(tmp_path, comparison)
+        return write_page(
+            tmp_path / "theory.html", "W" * 120, theory_sections(), subtitle="w" * 200
+        )
+
+    return make
+
+
+def theory_sections() -> list[Section]:
+    """The widest things one can think of."""
+    grid = np.linspace(-2, 2, 20)
+    field = field_plot(
+        grid, grid, np.hypot(grid[:, None], grid), paths=[Series(name="p" * 60, x=[0, 1], y=[0, 1])]
+    )
+    table = Table(columns=[f"column {k}" for k in range(30)], rows=[["x" * 80, *range(29)]])
+    text = "word" * 60
+    return [Section(text, [Verdict(True, text), Text(text), table, Figures([Figure(field, text)])])]
+
+
+@pytest.mark.parametrize("kind", ["run", "unfinished run", "comparison", "theory"])
+def test_pages_fit_phone_and_desktop_and_load_nothing(
+    browser: Any, page: Page, kind: str, tmp_path: Path
+) -> None:
+    path = page(kind)
+    for name, (width, height) in SIZES.items():
+        browser.open(path, width, height)
+        found = browser.evaluate(MEASURE)
+        assert found["page"] <= 0, (name, found)
+        assert found["outside"] == [], (name, found)
+        assert found["broken"] == 0
+        assert found["images"] > 0 or kind != "run"
+        assert found["plots"] > 0
+        assert found["smallest"] >= 8, (name, found)
+        assert found["ids"] == 0
+        assert found["scripts"] == 0
+        assert browser.requests() == [path.resolve().as_uri()]
+        assert browser.faults() == []
+
+
+def test_dark_mode_turns_page_and_plots(browser: Any, page: Page) -> None:
+    path = page("comparison")
+    browser.open(path, *SIZES["desktop"])
+    assert browser.evaluate(COLOURS) == [
+        "rgb(254, 254, 254)", "rgb(28, 33, 40)", "rgb(87, 96, 107)"
+    ]  # fmt: skip
+    browser.open(path, *SIZES["desktop"], dark=True)
+    assert browser.evaluate(COLOURS) == [
+        "rgb(22, 27, 34)", "rgb(230, 237, 243)", "rgb(154, 165, 177)"
+    ]  # fmt: skip
+
+
+def test_a_script_that_slips_in_does_not_run(browser: Any, page: Page, tmp_path: Path) -> None:
+    """The policy of the page is the second line of defence, so it is tested by itself."""
+    text = page("comparison").read_text(encoding="utf-8")
+    attack = (
+        "<script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\">"
+    )
+    broken = tmp_path / "broken.html"
+    broken.write_text(text.replace("</main>", f"{attack}</main>"), encoding="utf-8")
+    browser.open(broken, *SIZES["phone"])
+    assert browser.evaluate("document.title") != "taken"
+    assert browser.faults()  # the browser says what it refused
