@@ -82,6 +82,18 @@ def test_it_bounds_one_minus_ap_from_above():
         assert value_and_gradient(scores, targets)[0] >= error
 
 
+@pytest.mark.parametrize("spread", [0.01, 1.0, 100.0])
+def test_the_loss_lies_above_the_plane_of_its_subgradient(spread):
+    # The loss is a maximum of linear functions, so it is convex: also where scores are tied.
+    for seed in range(10):
+        scores, targets = boxes(seed, 15, 60, spread=spread)
+        scores = scores.round() if seed % 2 else scores
+        elsewhere, _ = boxes(seed + 100, 15, 60, spread=spread)
+        loss, gradient = value_and_gradient(scores, targets)
+        plane = loss + (gradient * (elsewhere - scores)).sum()
+        assert value_and_gradient(elsewhere, targets)[0] >= plane - 1e-9
+
+
 def test_far_separated_boxes_have_no_loss():
     scores, targets = boxes(0, 10, 100, shift=1e4)
     loss, gradient = value_and_gradient(scores, targets)
