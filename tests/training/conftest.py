@@ -69,6 +69,12 @@ def rectangles(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out the page at the end of a run, which takes longer than the run."""
+    monkeypatch.setattr("aploss.reporting.run_report.write_run_report", lambda folder: None)
+
+
+@pytest.fixture
 def make_config(rectangles: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
     """Makes the config of a short run, with nested changes; ``name`` is that of its folder."""
 

@@ -1,0 +1,103 @@
+"""Files that are there whole or not at all; metrics that are cut back."""
+
+import csv
+import json
+import random
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import pytest
+import torch
+
+from aploss.training.files import remove_unfinished, write_json, write_whole
+from aploss.training.metrics_log import MetricsLog, read_rows
+from aploss.training.random_state import capture_random_state, restore_random_state, seeded
+
+
+def test_a_failed_write_leaves_the_previous_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    write_json(path, {"step": 1})
+
+    def fail(file: IO[bytes]) -> None:
+        file.write(b"half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_whole(path, fail)
+    assert json.loads(path.read_text()) == {"step": 1}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    left = tmp_path / "checkpoints" / ".last.pt.123.unfinished"
+    left.write_bytes(b"half")
+    (tmp_path / "checkpoints" / "last.pt").write_bytes(b"whole")
+    remove_unfinished(tmp_path)
+    assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["last.pt"]
+
+
+def train_row(step: int) -> dict[str, object]:
+    return {"kind": "train", "step": step, "loss": step / 10}
+
+
+def test_metrics_are_cut_back_to_the_checkpoint_and_go_on(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, step=0)
+    for step in (1, 2, 3, 4):
+        log.add(train_row(step))
+    log.add({"kind": "validation", "step": 4, "AP": None, "AP50": 0.5})
+    log.add_bad({"step": 2, "what": "loss"})
+    log.add_bad({"step": 4, "what": "loss"})
+    log.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')  # torn by a kill
+    log = MetricsLog(tmp_path, step=2)
+    log.add(train_row(3))
+    log.close()
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert [row["step"] for row in read_rows(tmp_path / "bad_numbers.jsonl")] == [2]
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["kind"], row["step"], row["loss"]) for row in rows] == [
+        ("train", "1", "0.1"),
+        ("train", "2", "0.2"),
+        ("train", "3", "0.3"),
+    ]
+
+
+def test_tensorboard_events_hold_the_numbers(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = MetricsLog(tmp_path, step=0)
+    log.add({**train_row(1), "box": 2.0})
+    log.add({"kind": "validation", "step": 1, "AP": 0.25, "APs": None})
+    log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert set(events.Tags()["scalars"]) == {"train/loss", "train/box", "validation/AP"}
+    assert events.Scalars("validation/AP")[0].value == 0.25
+
+
+def draws() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002
+
+
+def test_random_state_survives_a_checkpoint(tmp_path: Path) -> None:
+    torch.save(capture_random_state(), tmp_path / "state.pt")
+    expected = draws()
+    restore_random_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert draws() == expected
+
+
+def test_a_seeded_block_leaves_generators_and_switches_as_they_were() -> None:
+    before = capture_random_state()
+    expected = draws()
+    restore_random_state(before)
+    with seeded(5, deterministic=True):
+        first = draws()
+        assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert draws() == expected
+    with seeded(5, deterministic=False):
+        assert draws() == first

@@ -1,0 +1,124 @@
+"""Recipes: the paper's hold the paper's settings, and everything in them can be built."""
+
+from pathlib import Path
+
+import pytest
+
+from aploss.detectors.build import DETECTOR_NAMES, detector_options
+from aploss.detectors.losses_by_name import LOSS_NAMES, make_loss
+from aploss.errors import ConfigError
+from aploss.training.recipes import load_config, read_recipe, recipe_names
+
+PAPER = [
+    "voc-retinanet-r50",
+    "voc-retinanet-r101",
+    "coco-retinanet-r50",
+    "coco-retinanet-r101",
+    "voc-ssd512",
+]
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_paper_recipes_have_the_settings_of_section_4_1(name: str) -> None:
+    config = load_config(name)
+    assert config.loss == "ap"
+    assert config.criterion.options == {"delta": 1.0, "interpolated": True}
+    assert config.criterion.rank_over == "batch"
+    assert not config.criterion.rank_over_processes  # each GPU ranks its own 8 images
+    assert config.batches.size * config.batches.accumulate == 2 * 8
+    assert config.batches.image_size == 512
+    assert config.batches.augmentation == "paper"
+    assert config.model.weights == "imagenet"
+    assert config.model.options["nms_iou"] == 0.5
+    optimizer, schedule = config.optimizer, config.schedule
+    assert (optimizer.name, optimizer.learning_rate) == ("sgd", 0.001)
+    assert (optimizer.momentum, optimizer.weight_decay) == (0.9, 0.0001)
+    assert (schedule.kind, schedule.unit, schedule.gamma) == ("milestones", "epochs", 0.1)
+    assert schedule.warmup_steps == 500
+    assert schedule.warmup_factor == pytest.approx(1 / 3)
+    assert config.evaluation.checkpoint == "last"
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_paper_recipes_have_the_schedule_and_splits_of_their_data(name: str) -> None:
+    config = load_config(name)
+    voc = name.startswith("voc")
+    assert config.schedule.length == (160 if voc else 100)
+    assert config.schedule.milestones == ((110, 140) if voc else (60, 80))
+    assert config.splits.train == ("2007_trainval+2012_trainval" if voc else "train")
+    assert config.evaluation.split == ("2007_test" if voc else "val")
+    assert config.evaluation.voc_year == (2007 if voc else None)
+
+
+def test_retinanet_recipes_have_the_papers_anchors_norm_and_test_sizes() -> None:
+    for data in ("voc", "coco"):
+        for depth, test_size in ((50, [600, 1000]), (101, [500, 833])):
+            config = load_config(f"{data}-retinanet-r{depth}")
+            assert config.detector == f"retinanet-r{depth}"
+            assert config.model.options["norm"] == "frozen-bn"
+            assert config.model.options["anchors_per_cell"] == 2 * 3
+            assert config.model.options["test_size"] == test_size
+
+
+def test_ssd_recipe_has_the_settings_of_appendix_5() -> None:
+    config = load_config("voc-ssd512", {"loss": "focal"})
+    assert config.detector == "ssd512"
+    assert config.criterion.options == {"alpha": 0.25, "gamma": 1.0}
+    assert config.model.options["test_size"] == [512, 512]
+
+
+def test_focal_loss_keeps_its_own_settings_on_retinanet() -> None:
+    for name in PAPER[:4]:
+        config = load_config(name, {"loss": "focal"})
+        assert config.criterion.options == {"alpha": 0.25, "gamma": 2.0}
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_names_things_that_exist(name: str) -> None:
+    for loss in LOSS_NAMES:
+        config = load_config(name, {"loss": loss})
+        assert config.loss == loss
+        make_loss(loss, **config.criterion.options)
+        assert config.detector in DETECTOR_NAMES
+        assert set(config.model.options) <= set(detector_options(config.detector))
+    assert set(read_recipe(name).get("losses", {})) <= set(LOSS_NAMES)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_says_what_it_is_for(name: str) -> None:
+    import aploss.recipes
+
+    text = (Path(aploss.recipes.__path__[0]) / f"{name}.yaml").read_text(encoding="utf-8")
+    assert text.startswith("# ")
+
+
+def test_what_is_more_particular_wins(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        "loss: ap\n"
+        "optimizer: {learning_rate: 0.1, momentum: 0.5}\n"
+        "losses:\n"
+        "  focal: {optimizer: {learning_rate: 0.2}}\n"
+    )
+    focal = load_config(str(recipe), {"loss": "focal"}).optimizer
+    assert (focal.learning_rate, focal.momentum) == (0.2, 0.5)
+    assert load_config(str(recipe)).optimizer.learning_rate == 0.1
+    own = load_config(str(recipe), {"loss": "focal", "optimizer": {"learning_rate": 0.3}})
+    assert own.optimizer.learning_rate == 0.3
+
+
+def test_mistakes_in_recipes_name_recipe_and_key(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("losses: {focal: {optimiser: {}}}\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml: unknown key 'optimiser'"):
+        load_config(str(recipe), {"loss": "focal"})
+    with pytest.raises(ConfigError, match="no recipe 'voc'; there are any-cpu"):
+        load_config("voc")
+    with pytest.raises(ConfigError, match=r"no\.yaml cannot be read"):
+        load_config(str(tmp_path / "no.yaml"))
+    recipe.write_text("a: [1\n")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_config(str(recipe))
+    recipe.write_text("- 1\n")
+    with pytest.raises(ConfigError, match="must hold keys and values"):
+        load_config(str(recipe))

@@ -1,0 +1,267 @@
+"""Whole runs on a tiny data set: what they write, and that the options do what they say."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from aploss.detectors import load
+from aploss.errors import ConfigError, DataError, RunError
+from aploss.training.config import TrainConfig, config_to_dict
+from aploss.training.metrics_log import read_rows
+from aploss.training.run import make_detector, train
+from aploss.training.summary import Summary
+
+MakeConfig = Callable[..., TrainConfig]
+
+
+def weights(folder: Path | str, name: str = "last") -> dict[str, torch.Tensor]:
+    path = Path(folder) / "checkpoints" / f"{name}.pt"
+    return torch.load(path, weights_only=True)["detector"]["state"]
+
+
+def rows(folder: Path | str, kind: str) -> list[dict[str, Any]]:
+    return [row for row in read_rows(Path(folder) / "metrics.jsonl") if row["kind"] == kind]
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+
+
+def test_a_run_leaves_everything_in_its_folder(make_config: MakeConfig) -> None:
+    seen: list[dict[str, Any]] = []
+    config = make_config()
+    summary = train(config, on_progress=seen.append)
+    folder = Path(str(config.out))
+    for name in (
+        "config.yaml", "environment.json", "metrics.jsonl", "metrics.csv", "summary.json",
+        "report.html", "checkpoints/last.pt", "checkpoints/best.pt",
+        "evaluation/ground_truth.json", "evaluation/detections.json", "evaluation/metrics.json",
+        "evaluation/calibration.json", "evaluation/matches.json",
+    ):  # fmt: skip
+        assert (folder / name).stat().st_size > 0, name
+    assert list((folder / "tensorboard").iterdir())
+    assert yaml.safe_load((folder / "config.yaml").read_text()) == config_to_dict(config)
+    environment = json.loads((folder / "environment.json").read_text())
+    assert torch.__version__.startswith(environment["packages"]["torch"])
+    written = json.loads((folder / "summary.json").read_text())
+    assert {"AP", "AP50", "AP75", "per_class", "loss", "detector", "seed", "minutes"} <= set(
+        written
+    )
+    assert (written["split"], written["steps"], written["epochs"]) == ("test", 6, 1.5)
+    assert Summary.read(folder / "summary.json") == summary
+    assert [row["step"] for row in seen if row["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in seen if row["kind"] == "validation"] == [3, 6]
+    assert seen == read_rows(folder / "metrics.jsonl")
+
+
+@pytest.mark.usefixtures("no_page")
+class TestRuns:
+    def test_calibration_is_stored_and_leaves_ap_as_it_is(self, make_config: MakeConfig) -> None:
+        from aploss.evaluation import coco_metrics
+
+        config = make_config(schedule={"length": 30})
+        summary = train(config)
+        folder = Path(str(config.out))
+        truth = json.loads((folder / "evaluation/ground_truth.json").read_text())
+        found = json.loads((folder / "evaluation/detections.json").read_text())
+        calibration = json.loads((folder / "evaluation/calibration.json").read_text())
+        assert calibration["fitted_on"] == "val"
+        assert calibration["measured_on"] == "test"
+        assert calibration["held_out"] is True
+        assert summary.AP == coco_metrics(truth, found).AP
+        scores = calibration["calibrated_scores"]
+        calibrated = [{**row, "score": score} for row, score in zip(found, scores, strict=True)]
+        assert coco_metrics(truth, calibrated).AP == summary.AP
+        detector = load(folder)
+        assert detector.calibration is not None
+        assert detector.draw_threshold == summary.draw_threshold
+        raw = np.array([row["score"] for row in found])
+        assert np.allclose(detector.calibration(raw), scores)
+        assert all(Path(image["path"]).is_file() for image in truth["images"])
+
+    def test_the_same_config_gives_the_same_bits(self, make_config: MakeConfig) -> None:
+        before = torch.get_rng_state()
+        first = train(make_config("first"))
+        assert torch.equal(torch.get_rng_state(), before)
+        torch.rand(3)  # what happened before does not matter
+        second = train(make_config("second"))
+        assert same(weights(first.folder), weights(second.folder))
+        assert (first.AP, first.AP50) == (second.AP, second.AP50)
+        other = train(make_config("other", seed=1))
+        assert not same(weights(first.folder), weights(other.folder))
+
+    def test_an_existing_run_is_refused_but_read_with_resume(self, make_config: MakeConfig) -> None:
+        config = make_config(schedule={"length": 2})
+        summary = train(config)
+        with pytest.raises(RunError, match="already holds a run; add --resume"):
+            train(config)
+        stamp = (Path(summary.folder) / "checkpoints/last.pt").stat().st_mtime_ns
+        assert train(config, resume=True) == summary
+        assert (Path(summary.folder) / "checkpoints/last.pt").stat().st_mtime_ns == stamp
+
+    def test_files_in_the_way_are_not_touched(self, make_config: MakeConfig) -> None:
+        config = make_config()
+        Path(str(config.out)).mkdir()
+        (Path(str(config.out)) / "thesis.txt").write_text("mine")
+        with pytest.raises(RunError, match="in the way"):
+            train(config)
+
+    def test_resume_with_other_settings_names_them(self, make_config: MakeConfig) -> None:
+        train(make_config(schedule={"length": 2}))
+        changed = make_config(seed=3, optimizer={"learning_rate": 0.1}, schedule={"length": 2})
+        with pytest.raises(ConfigError, match=r"another seed, optimizer\.learning_rate"):
+            train(changed, resume=True)
+
+    def test_best_is_the_best_validation_and_last_the_last(self, make_config: MakeConfig) -> None:
+        # A rate so high that the second half spoils what the first has learned.
+        config = make_config(
+            schedule={"length": 12, "kind": "milestones", "milestones": [6], "gamma": 1000.0},
+            optimizer={"name": "sgd", "learning_rate": 0.01},
+        )
+        summary = train(config)
+        values = {row["step"]: row["AP"] for row in rows(summary.folder, "validation")}
+        assert summary.best_step == max(values, key=lambda step: values[step])
+        assert summary.best_step < 12
+        assert not same(weights(summary.folder, "best"), weights(summary.folder, "last"))
+
+    def test_the_last_weights_are_evaluated_when_asked(self, make_config: MakeConfig) -> None:
+        config = make_config(evaluation={"checkpoint": "last", "split": "val", "voc_year": 2007})
+        summary = train(config)
+        assert summary.best_step == 6
+        assert same(weights(summary.folder, "best"), weights(summary.folder, "last"))
+        assert rows(summary.folder, "validation")[-1]["AP"] == summary.AP
+        assert summary.split == "val"
+        assert summary.calibration_split == "test"
+        assert summary.voc_AP50 is not None
+        assert 0 <= summary.voc_AP50 <= 1
+
+    def test_without_validation_the_last_weights_count(self, make_config: MakeConfig) -> None:
+        config = make_config(splits={"validation": "none"}, schedule={"length": 2})
+        summary = train(config)
+        assert rows(summary.folder, "validation") == []
+        assert summary.split == "test"
+        assert summary.AP is not None
+        assert summary.calibration_error is None
+        assert load(summary.folder).calibration is None
+
+    def test_patience_ends_a_run_that_gets_no_better(self, make_config: MakeConfig) -> None:
+        config = make_config(
+            schedule={"length": 40, "warmup_steps": 0},
+            optimizer={"name": "sgd", "learning_rate": 1e-9},  # learns nothing
+            validation={"every": 1, "patience": 2},
+        )
+        summary = train(config)
+        assert (summary.stopped_by, summary.steps) == ("patience", 3)
+
+    def test_a_time_limit_ends_a_run_and_more_time_goes_on(self, make_config: MakeConfig) -> None:
+        config = make_config(max_minutes=0.0)
+        first = train(config)
+        assert (first.stopped_by, first.steps) == ("minutes", 1)
+        second = train(make_config(max_minutes=None), resume=True)
+        assert (second.stopped_by, second.steps) == ("length", 6)
+
+    def test_accumulated_passes_average_their_gradients(self, make_config: MakeConfig) -> None:
+        """One step of SGD on two passes = the mean of the two steps from the same start."""
+        plain = {
+            "optimizer": {"name": "sgd", "learning_rate": 0.01, "momentum": 0.0, "clip_norm": None,
+                          "weight_decay": 0.0},
+            "schedule": {"length": 1, "kind": "milestones", "warmup_steps": 0},
+            "splits": {"validation": "none"},
+            "deterministic": True,
+        }  # fmt: skip
+        both = train(make_config("both", **plain, batches={"accumulate": 2}))
+        start = make_detector(make_config(**plain), ("red", "green")).state_dict()
+        config = make_config("single", **plain)
+        steps = [_single_step(config, number) for number in (0, 1)]
+        for name, value in weights(both.folder).items():
+            moved = sum(step[name] - start[name] for step in steps) / 2
+            assert torch.allclose(value - start[name], moved, atol=1e-6), name
+        assert both.epochs == 0.5
+
+    def test_frozen_layers_do_not_move(self, make_config: MakeConfig) -> None:
+        config = make_config(model={"frozen": ["backbone.body"]}, schedule={"length": 2})
+        summary = train(config)
+        start = make_detector(config, ("red", "green")).state_dict()
+        for name, value in weights(summary.folder).items():
+            frozen = name.startswith("backbone.body")
+            assert torch.equal(value, start[name]) == frozen or name.startswith("head"), name
+        assert not torch.equal(weights(summary.folder)["head.classification_head.cls_logits.bias"],
+                               start["head.classification_head.cls_logits.bias"])  # fmt: skip
+
+    def test_the_moving_average_is_what_is_kept(self, make_config: MakeConfig) -> None:
+        """Against the average taken by hand over the weights after each step."""
+        constant = {
+            "optimizer": {"name": "sgd", "learning_rate": 0.01},
+            "splits": {"validation": "none"},
+        }
+        states = []
+        for length in (1, 2, 3):  # at a constant rate, the beginnings of the same run
+            schedule = {"length": length, "kind": "milestones", "warmup_steps": 0}
+            run = train(make_config(f"plain-{length}", **constant, schedule=schedule))
+            states.append(weights(run.folder))
+        summary = train(make_config("averaged", **constant, schedule=schedule, model={"ema": 0.9}))
+        for name, value in weights(summary.folder).items():
+            average = states[0][name]  # the first is taken as it is
+            for count, state in enumerate(states[1:], start=1):
+                decay = min(0.9, (1 + count) / (10 + count))
+                average = decay * average + (1 - decay) * state[name]
+            assert torch.allclose(value, average, atol=1e-6), name
+        last = torch.load(Path(summary.folder) / "checkpoints/last.pt", weights_only=True)
+        assert same(last["training"]["stepper"]["weights"], states[2])
+
+    @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+    def test_half_precision_trains(self, make_config: MakeConfig, precision: str) -> None:
+        summary = train(make_config(precision=precision, schedule={"length": 4}))
+        losses = [row["loss"] for row in rows(summary.folder, "train")]
+        assert all(map(math.isfinite, losses))
+        assert all(value.dtype != torch.bfloat16 for value in weights(summary.folder).values())
+
+    def test_losses_start_from_the_same_weights(self, make_config: MakeConfig) -> None:
+        names = ("red", "green")
+        reference = make_detector(make_config(), names).state_dict()
+        for loss in ("focal", "ce-ohem"):
+            other = make_detector(make_config(loss=loss), names).state_dict()
+            differing = [name for name in other if other[name].shape != reference[name].shape]
+            assert all(
+                torch.equal(other[name], reference[name]) for name in other if name not in differing
+            )
+            assert all("cls_logits" in name for name in differing)
+
+    def test_unknown_things_are_errors_of_one_line(self, make_config: MakeConfig) -> None:
+        for changes, error, text in (
+            ({"detector": "yolo"}, ConfigError, "yolo"),
+            ({"loss": "hinge"}, ConfigError, "hinge"),
+            ({"criterion": {"options": {"gamma": 2}}}, ConfigError, "gamma"),
+            ({"model": {"options": {"depth": 3}}}, ConfigError, "depth"),
+            ({"device": "abacus"}, ConfigError, "abacus"),
+            ({"data": "no/such/folder"}, DataError, "no/such/folder"),
+            ({"data": ""}, ConfigError, "--data"),
+            ({"splits": {"train": "sunday"}}, DataError, "sunday"),
+            ({"model": {"frozen": ["tail"]}}, ConfigError, "tail"),
+        ):
+            with pytest.raises(error, match=text) as caught:
+                train(make_config(f"run-{text.replace('/', '-')}", **changes))
+            assert "\n" not in str(caught.value)
+
+
+def _single_step(config: TrainConfig, number: int) -> dict[str, torch.Tensor]:
+    """The weights after one plain SGD step on batch ``number``, written out by hand."""
+    from aploss.data.batches import make_training_loader
+    from aploss.data.load import load_dataset
+
+    dataset = load_dataset(config.data, "train")
+    loader = make_training_loader(dataset, batch_size=4, seed=config.seed, preset="light", size=64)
+    batch = list(loader.epoch(0))[number]
+    detector = make_detector(config, dataset.class_names).train()
+    sum(detector(batch.images, batch.targets).values()).backward()
+    with torch.no_grad():
+        for parameter in detector.parameters():
+            parameter -= 0.01 * parameter.grad
+    return detector.state_dict()
