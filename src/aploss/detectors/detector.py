@@ -165,14 +165,15 @@ class Detector(nn.Module):
         if targets is None:
             raise DataError("a detector in training mode needs targets; call detector.eval() first")
         batch, _ = self.pad(images)
-        logits, deltas = self.heads(batch)
         height, width = batch.shape[-2:]
         anchors = torch.cat(self.anchors_for(height, width, batch.device))
+        logits, deltas = self.heads(batch)
         return self.criterion(logits, deltas, anchors, targets)
 
     def detect(self, images: Tensor | Sequence[Tensor]) -> list[dict[str, Tensor]]:
         """Detections of each image, see :meth:`forward`."""
         batch, sizes = self.pad([self.resize(image) for image in images])
+        self.anchors_for(batch.shape[-2], batch.shape[-1], batch.device)  # refuses impossible sizes
         logits, deltas = self.heads(batch)
         detections = self.postprocess(logits, deltas, batch.shape[-2:], sizes)
         for image, (height, width), found in zip(images, sizes, detections, strict=True):

@@ -101,4 +101,6 @@ def takes_background_column(loss: object) -> bool:
 
 
 def _option_names(loss_class: type) -> list[str]:
-    return [name for name in inspect.signature(loss_class).parameters if name != NOT_STORED]
+    parameters = inspect.signature(loss_class).parameters.values()
+    named = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    return [name for name in named if name != NOT_STORED]

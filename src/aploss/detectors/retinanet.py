@@ -199,8 +199,10 @@ def _anchor_generator(base_sizes: Sequence[int], anchors_per_cell: int) -> Ancho
     if anchors_per_cell not in OCTAVE_SCALES:
         raise ConfigError(f"anchors_per_cell must be 6 or 9, got {anchors_per_cell!r}")
     # torchvision cuts the sizes of its nine anchors to integers; its weights expect the same.
+    number = int if anchors_per_cell == 9 else float
     sizes = tuple(
-        tuple(int(size * scale) for scale in OCTAVE_SCALES[anchors_per_cell]) for size in base_sizes
+        tuple(number(size * scale) for scale in OCTAVE_SCALES[anchors_per_cell])
+        for size in base_sizes
     )
     return AnchorGenerator(sizes, (RATIOS,) * len(sizes))
 

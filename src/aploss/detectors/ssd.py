@@ -156,6 +156,5 @@ def _vgg_features(trainable_stages: int) -> nn.Sequential:
             nn.init.zeros_(cast(Tensor, layer.bias))
             layer.requires_grad_(index >= first_trained)
     # Pretrained weights expect pixels of 0..255; fresh ones are scaled to inputs of that size.
-    with torch.no_grad():
-        layers[0].weight *= CAFFE_STD[0] / IMAGENET_STD[0]
+    cast(Tensor, layers[0].weight).data.mul_(CAFFE_STD[0] / IMAGENET_STD[0])
     return layers

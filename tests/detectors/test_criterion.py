@@ -1,0 +1,311 @@
+"""The criterion: against torchvision's own losses, by hand, and the score-shift argument."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+from torch import Tensor, nn
+from torchvision.models.detection._utils import BoxCoder, Matcher
+from torchvision.models.detection.retinanet import RetinaNetHead
+from torchvision.models.detection.ssd import SSD
+from torchvision.ops import box_iou, generalized_box_iou_loss
+
+from aploss.detectors.criterion import Criterion, iou_of_pairs
+from aploss.detectors.losses_by_name import LOSS_NAMES, describe_loss, make_loss
+from aploss.detectors.ranking_labels import label_anchors
+from aploss.errors import ConfigError, RunError
+
+ANCHORS = torch.tensor(
+    [
+        [0.0, 0.0, 10.0, 10.0],
+        [0.0, 0.0, 10.0, 22.0],
+        [50.0, 50.0, 60.0, 60.0],
+        [30.0, 0.0, 40.0, 20.0],
+    ]
+)
+K = 2
+
+
+def make_criterion(loss: str | nn.Module = "ap", **options: Any) -> Criterion:
+    loss = make_loss(loss) if isinstance(loss, str) else loss
+    return Criterion(
+        loss=loss, num_classes=K, box_coder=BoxCoder((10.0, 10.0, 5.0, 5.0)), **options
+    )
+
+
+def one_object(box: list[float], label: int) -> dict[str, Tensor]:
+    return {"boxes": torch.tensor([box]), "labels": torch.tensor([label])}
+
+
+def no_object() -> dict[str, Tensor]:
+    return {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)}
+
+
+def test_smooth_l1_box_loss_worked_by_hand() -> None:
+    box = [1.0, 0.0, 11.0, 20.0]  # IoU with anchor 0: 90/210, with anchor 1: 180/240
+    deltas = torch.zeros(1, 4, 4)
+    losses = make_criterion()(torch.zeros(1, 4, K), deltas, ANCHORS, [one_object(box, 0)])
+    # Anchor 1 is 10 x 22 with centre (5, 11), the box 10 x 20 with centre (6, 10).
+    wanted = [10 * 1 / 10, 10 * -1 / 22, 0.0, 5 * math.log(20 / 22)]
+    beta = 1 / 9
+    by_hand = sum(0.5 * w * w / beta if abs(w) < beta else abs(w) - beta / 2 for w in wanted)
+    assert losses["box"].item() == pytest.approx(by_hand, rel=1e-6)
+
+
+def test_box_loss_is_the_mean_over_the_positives_of_the_batch() -> None:
+    first, second = one_object([0.0, 0.0, 10.0, 11.0], 0), one_object([50.0, 51.0, 60.0, 60.0], 1)
+    criterion = make_criterion()
+    logits, deltas = torch.zeros(2, 4, K), torch.full((2, 4, 4), 0.3)
+    alone = [criterion(logits[:1], deltas[:1], ANCHORS, [t])["box"] for t in (first, second)]
+    counts = [len(label_anchors(ANCHORS, [t]).boxes) for t in (first, second)]
+    together = criterion(logits, deltas, ANCHORS, [first, second])["box"]
+    expected = sum(a * n for a, n in zip(alone, counts, strict=True)) / sum(counts)
+    torch.testing.assert_close(together, expected)
+
+
+def test_giou_box_loss_is_torchvisions_on_decoded_boxes() -> None:
+    target = one_object([1.0, 0.0, 12.0, 9.0], 0)
+    deltas = torch.full((1, 4, 4), 0.2)
+    criterion = make_criterion(box_loss="giou", box_weight=2.0)
+    losses = criterion(torch.zeros(1, 4, K), deltas, ANCHORS, [target])
+    decoded = BoxCoder((10.0, 10.0, 5.0, 5.0)).decode_single(deltas[0, :1], ANCHORS[:1])
+    expected = 2.0 * generalized_box_iou_loss(decoded, target["boxes"]).mean()
+    torch.testing.assert_close(losses["box"], expected)
+
+
+def test_focal_loss_is_that_of_torchvisions_retinanet() -> None:
+    anchors, targets, logits, deltas = random_batch(seed=1)
+    head = RetinaNetHead(8, 1, K)
+    head.regression_head._loss_type = "smooth_l1"  # with torchvision's beta of 1
+    matcher = Matcher(0.5, 0.4, allow_low_quality_matches=True)
+    outputs = {"cls_logits": logits[:1], "bbox_regression": deltas[:1]}
+    matches = [matcher(box_iou(targets[0]["boxes"], anchors))]
+    expected = head.compute_loss(targets[:1], outputs, [anchors], matches)
+
+    criterion = Criterion(
+        loss=make_loss("focal"),
+        num_classes=K,
+        box_coder=BoxCoder((1.0, 1.0, 1.0, 1.0)),
+        smooth_l1_beta=1.0,
+    )
+    found = criterion(logits[:1], deltas[:1], anchors, targets[:1])
+    torch.testing.assert_close(found["classification"], expected["classification"])
+    torch.testing.assert_close(found["box"], expected["bbox_regression"])
+
+
+def test_ce_ohem_is_the_loss_of_torchvisions_ssd() -> None:
+    anchors, targets, _, deltas = random_batch(seed=2)
+    logits = torch.randn(2, len(anchors), K + 1, generator=torch.Generator().manual_seed(0))
+    criterion = make_criterion("ce-ohem", smooth_l1_beta=1.0, negative_iou=0.5)
+    found = criterion(logits, deltas, anchors, targets)
+
+    labels = label_anchors(anchors, targets, negative_iou=0.5)
+    matches = torch.full(labels.classes.shape, -1)
+    positive_objects = [
+        (target["boxes"] == box).all(dim=1).nonzero()[0, 0]
+        for image, box in zip(labels.images.tolist(), labels.boxes, strict=True)
+        for target in [targets[image]]
+    ]
+    matches[labels.images, labels.anchors] = torch.stack(positive_objects)
+    ssd = SSD.__new__(SSD)  # nothing of it is used but its loss
+    nn.Module.__init__(ssd)
+    ssd.box_coder, ssd.neg_to_pos_ratio = BoxCoder((10.0, 10.0, 5.0, 5.0)), 3.0
+    with_background = [{**t, "labels": t["labels"] + 1} for t in targets]
+    outputs = {"cls_logits": logits, "bbox_regression": deltas}
+    expected = ssd.compute_loss(with_background, outputs, [anchors, anchors], list(matches))
+    torch.testing.assert_close(found["classification"], expected["classification"])
+    torch.testing.assert_close(found["box"], expected["bbox_regression"])
+
+
+def test_score_shift_between_images_is_seen_by_the_batch_and_not_by_each_image() -> None:
+    """Section 3.4: each image perfectly ranked, the lowest score of one above all of the other."""
+    targets = [one_object([0.0, 0.0, 10.0, 10.0], 0), one_object([0.0, 0.0, 10.0, 10.0], 0)]
+    scores = torch.full((1, 4, K), -3.0)
+    scores[0, 0, 0] = 3.0  # the only positive, 6 above everything else
+    shifted = torch.cat([scores, scores + 100.0])
+    deltas = torch.zeros(2, 4, 4)
+
+    per_image = make_criterion(rank_over="image")(shifted, deltas, ANCHORS, targets)
+    per_batch = make_criterion(rank_over="batch")(shifted, deltas, ANCHORS, targets)
+    assert per_image["classification"].item() == 0.0
+    # The positive of the first image ranks below the 5 negatives of the second that are not
+    # ignored (3 anchors x 2 classes - 1 of the positive's own anchor), and second among positives:
+    # precision 2 / 7. The interpolation leaves it; the loss is the mean of 5 / 7 and 0.
+    assert per_batch["classification"].item() == pytest.approx(5 / 7 / 2)
+    # Without the shift the batch is perfectly ranked, too.
+    unshifted = make_criterion()(torch.cat([scores, scores]), deltas, ANCHORS, targets)
+    assert unshifted["classification"].item() == 0.0
+
+
+@pytest.mark.parametrize("name", LOSS_NAMES)
+def test_ranking_each_image_is_the_mean_of_the_images_alone(name: str) -> None:
+    anchors, targets, logits, deltas = random_batch(seed=5, columns=K + (name == "ce-ohem"))
+    criterion = make_criterion(name, rank_over="image", box_weight=1.0)
+    together = criterion(logits, deltas, anchors, targets)["classification"]
+    alone = [
+        criterion(logits[i : i + 1], deltas[i : i + 1], anchors, targets[i : i + 1])
+        for i in range(len(targets))
+    ]
+    expected = torch.stack([one["classification"] for one in alone]).mean()
+    torch.testing.assert_close(together, expected)
+
+
+@pytest.mark.parametrize("name", LOSS_NAMES)
+@pytest.mark.parametrize("rank_over", ["batch", "image"])
+def test_batches_without_objects_give_a_loss_and_finite_gradients(
+    name: str, rank_over: str
+) -> None:
+    anchors, _, logits, deltas = random_batch(seed=6, columns=K + (name == "ce-ohem"))
+    logits.requires_grad_()
+    deltas.requires_grad_()
+    criterion = make_criterion(name, rank_over=rank_over)
+    losses = criterion(logits, deltas, anchors, [no_object(), no_object()])
+    assert losses["box"].item() == 0.0
+    sum(losses.values()).backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+    assert deltas.grad is not None
+    assert deltas.grad.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("name", ["rank-sort", "alrp"])
+def test_balanced_box_loss_has_the_value_its_table_says(name: str) -> None:
+    anchors, targets, logits, deltas = random_batch(seed=7)
+    losses = make_criterion(name)(logits, deltas, anchors, targets)
+    plain = make_criterion(name, box_weight=1.0)(logits, deltas, anchors, targets)
+    whole = plain["classification"] + (plain["box"] if name == "alrp" else 0.0)
+    torch.testing.assert_close(losses["box"], whole)
+    assert make_criterion(name).box_loss == "giou"
+
+
+def test_rank_and_sort_gets_the_ious_of_the_predicted_boxes() -> None:
+    seen = {}
+    loss = make_loss("rank-sort")
+    loss.register_forward_pre_hook(lambda _, arguments: seen.update(targets=arguments[1]))
+    target = one_object([0.0, 0.0, 10.0, 10.0], 1)
+    deltas = torch.zeros(1, 4, 4)
+    deltas[0, 0, 0] = 5.0  # half a width to the right: IoU 50 / 150
+    make_criterion(loss)(torch.zeros(1, 4, K), deltas, ANCHORS, [target])
+    assert seen["targets"][0, 0].tolist() == pytest.approx([0.0, 1 / 3])
+    assert seen["targets"][0, 1].tolist() == [-1.0, -1.0]
+
+
+def test_half_precision_logits_give_float32_losses() -> None:
+    anchors, targets, logits, deltas = random_batch(seed=8)
+    logits, deltas = logits.bfloat16().requires_grad_(), deltas.bfloat16().requires_grad_()
+    losses = make_criterion()(logits, deltas, anchors, targets)
+    assert {value.dtype for value in losses.values()} == {torch.float32}
+    sum(losses.values()).backward()
+    assert logits.grad is not None
+    assert logits.grad.dtype == torch.bfloat16
+
+
+def test_loss_object_of_the_user_is_handed_scores_and_targets() -> None:
+    class MeanOfPositives(nn.Module):
+        def forward(self, scores: Tensor, targets: Tensor) -> Tensor:
+            return -scores[targets == 1].mean()
+
+    anchors, targets, logits, deltas = random_batch(seed=9)
+    found = make_criterion(MeanOfPositives())(logits, deltas, anchors, targets)
+    labels = label_anchors(anchors, targets)
+    chosen = logits[labels.images, labels.anchors, labels.positive_classes]
+    torch.testing.assert_close(found["classification"], -chosen.mean())
+    assert describe_loss(MeanOfPositives()) == ("custom", {})
+    with pytest.raises(RunError, match="loss object of your own"):
+        make_loss("custom")(logits, logits)
+
+
+@pytest.mark.parametrize("name", LOSS_NAMES)
+def test_losses_are_described_by_name_and_options(name: str) -> None:
+    described, options = describe_loss(make_loss(name))
+    assert described == name
+    assert "process_group" not in options
+    assert describe_loss(make_loss(name, **options)) == (name, options)
+
+
+def test_wrong_options_are_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match="no loss 'apx'; choose one of: ap, auc"):
+        make_loss("apx")
+    with pytest.raises(ConfigError, match="'focal' has no option 'delta'; it has: alpha, gamma"):
+        make_loss("focal", delta=1.0)
+    with pytest.raises(ConfigError, match="rank_over must be one of batch, image"):
+        make_criterion(rank_over="epoch")
+    with pytest.raises(ConfigError, match="box_weight must be a number"):
+        make_criterion(box_weight=-1.0)
+    with pytest.raises(ConfigError, match="negative <= positive"):
+        make_criterion(positive_iou=0.3)
+
+
+def test_iou_of_pairs_is_the_diagonal_of_all_ious() -> None:
+    boxes = random_batch(seed=10)[0]
+    torch.testing.assert_close(
+        iou_of_pairs(boxes[:20], boxes[20:40]), box_iou(boxes[:20], boxes[20:40]).diag()
+    )
+
+
+def test_two_processes_give_the_gradient_of_one_with_the_whole_batch(tmp_path: Any) -> None:
+    names = ("ap", "focal", "ce-ohem", "rank-sort", "alrp")
+    processes.spawn(_gradients_of_one_process, (2, str(tmp_path), names), nprocs=2)
+    for name in names:
+        anchors, targets, logits, deltas = random_batch(seed=11, columns=K + (name == "ce-ohem"))
+        _, wanted = _losses_and_gradients(make_criterion(name), anchors, targets, logits, deltas)
+        halves = [torch.load(tmp_path / f"{name}-{rank}.pt") for rank in range(2)]
+        for kind, whole in enumerate(wanted):
+            found = torch.cat([half[kind] for half in halves]) / 2  # DDP averages over processes
+            torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-7)
+
+
+def _gradients_of_one_process(
+    rank: int, world_size: int, folder: str, names: tuple[str, ...]
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size
+    )
+    for name in names:
+        batch = random_batch(seed=11, columns=K + (name == "ce-ohem"))
+        anchors, targets, logits, deltas = batch
+        criterion = make_criterion(name)
+        criterion.rank_across(dist.group.WORLD)
+        mine = slice(rank, rank + 1)
+        _, gradients = _losses_and_gradients(
+            criterion, anchors, targets[mine], logits[mine], deltas[mine]
+        )
+        torch.save(gradients, f"{folder}/{name}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def _losses_and_gradients(
+    criterion: Criterion, anchors: Tensor, targets: list, logits: Tensor, deltas: Tensor
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    logits, deltas = logits.clone().requires_grad_(), deltas.clone().requires_grad_()
+    losses = criterion(logits, deltas, anchors, targets)
+    gradients = torch.autograd.grad(sum(losses.values()), [logits, deltas])
+    return losses, list(gradients)
+
+
+def random_batch(
+    seed: int, columns: int = K
+) -> tuple[Tensor, list[dict[str, Tensor]], Tensor, Tensor]:
+    """Two images: one with four objects, one with one; objects far apart, so none competes."""
+    generator = torch.Generator().manual_seed(seed)
+    corner = torch.rand(80, 2, generator=generator) * 90
+    anchors = torch.cat([corner, corner + 5 + torch.rand(80, 2, generator=generator) * 25], dim=1)
+    boxes = torch.tensor(
+        [
+            [5.0, 5.0, 25.0, 20.0],
+            [60.0, 5.0, 80.0, 30.0],
+            [5.0, 60.0, 22.0, 80.0],
+            [70.0, 70.0, 90.0, 95.0],
+        ]
+    )
+    targets = [
+        {"boxes": boxes, "labels": torch.tensor([0, 1, 1, 0])},
+        {"boxes": boxes[1:2], "labels": torch.tensor([1])},
+    ]
+    logits = torch.randn(2, len(anchors), columns, generator=generator)
+    deltas = torch.randn(2, len(anchors), 4, generator=generator) * 0.5
+    return anchors, targets, logits, deltas

@@ -1,0 +1,221 @@
+"""Labels of anchors: by hand, and against a literal version with loops."""
+
+import pytest
+import torch
+from torch import Tensor
+from torchvision.models.detection._utils import Matcher
+from torchvision.ops import box_iou
+
+from aploss.detectors.ranking_labels import IGNORED, NEGATIVE, label_anchors, match_anchors
+
+
+def test_three_anchors_two_classes_two_images_drawn_by_hand() -> None:
+    anchors = torch.tensor(
+        [
+            [0.0, 0.0, 10.0, 10.0],
+            [0.0, 0.0, 10.0, 22.0],
+            [50.0, 50.0, 60.0, 60.0],
+        ]
+    )
+    first = {"boxes": torch.tensor([[0.0, 0.0, 10.0, 10.0]]), "labels": torch.tensor([1])}
+    # IoU of the first image: 100/100 = 1 positive; 100/220 = 0.45 ignored; 0 negative.
+    second = {"boxes": torch.tensor([[50.0, 50.0, 60.0, 90.0]]), "labels": torch.tensor([0])}
+    # IoU of the second: 0; 0; 100/400 = 0.25, below 0.4 but the best anchor of its object.
+
+    labels = label_anchors(anchors, [first, second])
+
+    assert labels.ranking_targets(2).tolist() == [
+        [[0, 1], [-1, -1], [0, 0]],
+        [[0, 0], [0, 0], [1, 0]],
+    ]
+    assert labels.ranking_targets(2).dtype == torch.int8
+    assert labels.softmax_targets().tolist() == [[2, -1, 0], [0, 0, 1]]
+    assert labels.images.tolist() == [0, 1]
+    assert labels.anchors.tolist() == [0, 2]
+    assert labels.boxes.tolist() == [[0.0, 0.0, 10.0, 10.0], [50.0, 50.0, 60.0, 90.0]]
+
+
+def test_best_anchor_goes_to_its_object_even_if_it_overlaps_another_more() -> None:
+    anchors = torch.tensor([[0.0, 0.0, 10.0, 10.0], [0.0, 0.0, 10.0, 8.0]])
+    boxes = torch.tensor([[0.0, 0.0, 10.0, 8.0], [0.0, 0.0, 10.0, 30.0]])
+    # IoU of the boxes with anchor 0: 80/100 and 100/300; with anchor 1: 1 and 80/300.
+    matches = match_anchors(boxes, anchors, positive_iou=0.5, negative_iou=0.4)
+    assert matches.tolist() == [1, 0]
+
+
+def test_two_objects_with_one_best_anchor_both_get_an_anchor() -> None:
+    anchors = torch.tensor([[0.0, 0.0, 10.0, 10.0], [0.0, 0.0, 10.0, 40.0]])
+    boxes = torch.tensor([[0.0, 0.0, 10.0, 12.0], [0.0, 0.0, 10.0, 10.0]])
+    # Both have anchor 0 as best, with IoU 10/12 and 1: the second box takes it.
+    matches = match_anchors(boxes, anchors, positive_iou=0.5, negative_iou=0.4)
+    assert matches.tolist() == [1, 0]
+
+
+def test_equally_good_anchors_are_all_positive() -> None:
+    anchors = torch.tensor(
+        [[0.0, 0.0, 40.0, 40.0], [2.0, 0.0, 42.0, 40.0], [90.0, 90.0, 99.0, 99.0]]
+    )
+    matches = match_anchors(
+        torch.tensor([[10.0, 10.0, 20.0, 20.0]]), anchors, positive_iou=0.5, negative_iou=0.4
+    )
+    assert matches.tolist() == [0, 0, NEGATIVE]  # IoU 100/1600 twice
+
+
+def test_an_object_that_overlaps_no_anchor_makes_none_positive() -> None:
+    anchors = torch.tensor([[0.0, 0.0, 10.0, 10.0], [0.0, 0.0, 20.0, 20.0]])
+    outside = torch.tensor([[100.0, 100.0, 120.0, 120.0]])
+    matches = match_anchors(outside, anchors, positive_iou=0.5, negative_iou=0.4)
+    assert matches.tolist() == [NEGATIVE, NEGATIVE]
+
+
+def test_crowd_and_difficult_boxes_make_anchors_ignored() -> None:
+    anchors = torch.tensor(
+        [
+            [0.0, 0.0, 10.0, 10.0],  # inside the crowd box
+            [45.0, 0.0, 55.0, 10.0],  # half inside
+            [46.0, 0.0, 56.0, 10.0],  # 4/10 inside
+            [100.0, 100.0, 110.0, 110.0],  # equal to the difficult box
+            [102.0, 102.0, 104.0, 104.0],  # inside it, IoU 4/100: as for any object, negative
+            [0.0, 0.0, 12.0, 10.0],  # inside the crowd box, but of an ordinary object
+        ]
+    )
+    target = {
+        "boxes": torch.tensor(
+            [[0.0, 0.0, 50.0, 50.0], [100.0, 100.0, 110.0, 110.0], [0.0, 0.0, 12.0, 10.0]]
+        ),
+        "labels": torch.tensor([0, 1, 0]),
+        "crowd": torch.tensor([True, False, False]),
+        "difficult": torch.tensor([False, True, False]),
+    }
+    labels = label_anchors(anchors, [target])
+    # Anchor 0 has IoU 100/120 with the ordinary object: positive goes before ignored.
+    assert labels.classes.tolist() == [[0, IGNORED, NEGATIVE, IGNORED, NEGATIVE, 0]]
+    assert labels.ranking_targets(2)[0, 3].tolist() == [-1, -1]
+
+
+def test_image_without_objects_is_all_negative() -> None:
+    empty = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)}
+    labels = label_anchors(torch.rand(5, 4), [empty, empty])
+    assert labels.ranking_targets(3).count_nonzero() == 0
+    assert len(labels.boxes) == 0
+
+
+def test_positives_are_in_the_order_of_the_flat_scores() -> None:
+    anchors, targets = _random_case(seed=3)
+    labels = label_anchors(anchors, targets)
+    positions = (labels.ranking_targets(4) == 1).nonzero()  # the order of scores[targets == 1]
+    expected = torch.stack([labels.images, labels.anchors, labels.positive_classes], dim=1)
+    assert len(positions) > 5
+    assert torch.equal(positions, expected)
+
+
+def test_labels_of_one_image_are_those_of_the_batch() -> None:
+    anchors, targets = _random_case(seed=4)
+    whole, alone = label_anchors(anchors, targets).of_image(1), label_anchors(anchors, targets[1:2])
+    for part in ("classes", "images", "anchors", "boxes"):
+        assert torch.equal(getattr(whole, part), getattr(alone, part))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_labels_equal_a_literal_version_with_loops(seed: int) -> None:
+    anchors, targets = _random_case(seed)
+    labels = label_anchors(anchors, targets)
+    for row, target in zip(labels.ranking_targets(4), targets, strict=True):
+        assert row.tolist() == _literal_targets(anchors, target, num_classes=4)
+
+
+def test_agrees_with_torchvisions_matcher_where_no_object_competes() -> None:
+    generator = torch.Generator().manual_seed(0)
+    corners = torch.rand(400, 2, generator=generator) * 60
+    anchors = torch.cat(
+        [corners, corners + 4 + torch.rand(400, 2, generator=generator) * 20], dim=1
+    )
+    for box in anchors[:10] + torch.tensor([1.0, -2.0, 3.0, 1.0]):
+        expected = Matcher(0.5, 0.4, allow_low_quality_matches=True)(box_iou(box[None], anchors))
+        found = match_anchors(box[None], anchors, positive_iou=0.5, negative_iou=0.4)
+        assert torch.equal(found, expected)
+
+
+def _random_case(seed: int) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    """Boxes on whole pixels: equal overlaps are then equal numbers in any arithmetic."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def boxes(count: int) -> Tensor:
+        corner = torch.randint(0, 30, (count, 2), generator=generator)
+        size = torch.randint(3, 14, (count, 2), generator=generator)
+        return torch.cat([corner, corner + size], dim=1).float()
+
+    targets = []
+    for count in (7, 1, 0, 12):
+        flags = torch.rand(2, count, generator=generator) < 0.2
+        labels = torch.randint(0, 4, (count,), generator=generator)
+        targets.append(
+            {"boxes": boxes(count), "labels": labels, "crowd": flags[0], "difficult": flags[1]}
+        )
+    return boxes(60), targets
+
+
+def _literal_targets(
+    anchors: Tensor, target: dict[str, Tensor], num_classes: int
+) -> list[list[int]]:
+    boxes, labels = target["boxes"].tolist(), target["labels"].tolist()
+    crowd, difficult = target["crowd"].tolist(), target["difficult"].tolist()
+    all_anchors = anchors.tolist()
+    ordinary = [i for i in range(len(boxes)) if not crowd[i] and not difficult[i]]
+    hard = [i for i in range(len(boxes)) if difficult[i] and not crowd[i]]
+    owners = _literal_owners([boxes[i] for i in ordinary], all_anchors)
+    of_hard = _literal_owners([boxes[i] for i in hard], all_anchors)
+    rows = []
+    for index, anchor in enumerate(all_anchors):
+        row = [0] * num_classes
+        area = (anchor[2] - anchor[0]) * (anchor[3] - anchor[1])
+        in_crowd = any(
+            _shared(boxes[i], anchor) / area >= 0.5 for i in range(len(boxes)) if crowd[i]
+        )
+        if isinstance(owners[index], int):
+            row[labels[ordinary[owners[index]]]] = 1
+        elif owners[index] == "ignored" or of_hard[index] != "negative" or in_crowd:
+            row = [-1] * num_classes
+        rows.append(row)
+    return rows
+
+
+def _literal_owners(boxes: list[list[float]], anchors: list[list[float]]) -> list:
+    """For each anchor the index of its object, "ignored" or "negative"."""
+    owners: list = []
+    for anchor in anchors:
+        overlaps = [_iou(box, anchor) for box in boxes]
+        best = max(overlaps, default=0.0)
+        if best >= 0.5:
+            owners.append(overlaps.index(best))
+        else:
+            owners.append("ignored" if best >= 0.4 else "negative")
+    claimed: dict[int, int] = {}
+    for index, box in enumerate(boxes):
+        overlaps = [_iou(box, anchor) for anchor in anchors]
+        for position, overlap in enumerate(overlaps):
+            if overlap == max(overlaps) > 0:
+                rival = claimed.get(position)
+                if rival is None or _iou(boxes[rival], anchors[position]) < overlap:
+                    claimed[position] = index
+    for index, box in enumerate(boxes):
+        if index not in claimed.values():
+            free = [i for i in range(len(anchors)) if i not in claimed]
+            best = max(free, key=lambda i: _iou(box, anchors[i]))
+            if _iou(box, anchors[best]) > 0:
+                claimed[best] = index
+    for position, index in claimed.items():
+        owners[position] = index
+    return owners
+
+
+def _shared(box: list[float], other: list[float]) -> float:
+    width = min(box[2], other[2]) - max(box[0], other[0])
+    height = min(box[3], other[3]) - max(box[1], other[1])
+    return max(0.0, width) * max(0.0, height)
+
+
+def _iou(box: list[float], other: list[float]) -> float:
+    areas = [(one[2] - one[0]) * (one[3] - one[1]) for one in (box, other)]
+    shared = _shared(box, other)
+    return shared / (sum(areas) - shared)

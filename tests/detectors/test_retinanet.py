@@ -1,0 +1,207 @@
+"""RetinaNet: torchvision's architecture, anchors of the paper, resizing and padding."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchvision.models.detection import retinanet_resnet50_fpn, retinanet_resnet50_fpn_v2
+from torchvision.ops import FrozenBatchNorm2d
+
+from aploss.detectors.build import build_detector
+from aploss.detectors.detector import Detector
+from aploss.errors import ConfigError, DataError
+
+CLASSES = ["a", "b", "c"]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Detector:
+    torch.manual_seed(0)
+    return build_detector("retinanet-tiny", class_names=CLASSES, test_size=(128, 256)).eval()
+
+
+def test_torchvisions_weights_fit() -> None:
+    theirs = retinanet_resnet50_fpn(weights=None, weights_backbone=None, num_classes=3)
+    ours = build_detector("retinanet-r50", class_names=CLASSES, norm="batch", anchors_per_cell=9)
+    ours.load_state_dict(theirs.state_dict())  # strict: every name and shape
+    image = torch.rand(1, 3, 64, 96)
+    theirs.eval()
+    ours.eval()
+    with torch.inference_mode():
+        logits, deltas = ours.heads(image)
+        batch, _ = theirs.transform.__class__(64, 96, *_normalisation(theirs))([image[0]])
+        expected = theirs.head(list(theirs.backbone(batch.tensors).values()))
+    torch.testing.assert_close(logits, expected["cls_logits"])
+    torch.testing.assert_close(deltas, expected["bbox_regression"])
+
+
+def _normalisation(model: Any) -> tuple[list[float], list[float]]:
+    return model.transform.image_mean, model.transform.image_std
+
+
+def test_heads_with_group_norm_are_those_of_torchvisions_second_version() -> None:
+    theirs = retinanet_resnet50_fpn_v2(weights=None, weights_backbone=None, num_classes=3)
+    ours = build_detector("retinanet-r50", class_names=CLASSES, norm="group", anchors_per_cell=9)
+    assert set(ours.head.state_dict()) == set(theirs.head.state_dict())
+
+
+def test_paper_has_six_anchors_a_cell_of_two_octave_scales_and_three_ratios() -> None:
+    detector = build_detector("retinanet-r18", class_names=CLASSES)
+    levels = detector.anchors_for(256, 256)
+    assert [len(level) for level in levels] == [6 * cells**2 for cells in (32, 16, 8, 4, 2)]
+    for level, stride in zip(levels, (8, 16, 32, 64, 128), strict=True):
+        first = level[:6]
+        width, height = (first[:, 2:] - first[:, :2]).unbind(1)
+        scale = (width * height).sqrt() / (4 * stride)
+        ratio = height / width
+        torch.testing.assert_close(scale, torch.tensor([1, 2**0.5] * 3), atol=0.04, rtol=0)
+        torch.testing.assert_close(
+            ratio, torch.tensor([0.5, 0.5, 1, 1, 2, 2]), atol=0.1, rtol=0
+        )  # torchvision rounds to pixels
+        assert (level[6] - level[0]).tolist() == [stride, 0, stride, 0]
+
+
+def test_tiny_has_the_size_and_anchors_of_its_description(tiny: Detector) -> None:
+    assert 1.5e6 < sum(weight.numel() for weight in tiny.parameters()) < 1.65e6
+    levels = tiny.anchors_for(128, 128)
+    assert [len(level) for level in levels] == [6 * cells**2 for cells in (16, 8, 4, 2)]
+    assert (levels[0][2] - torch.tensor([-8.0, -8.0, 8.0, 8.0])).abs().max() == 0  # 2 x stride
+    assert not [m for m in tiny.modules() if isinstance(m, nn.BatchNorm2d)]
+
+
+def test_exact_grid_keeps_the_stride_where_torchvisions_shrinks_it() -> None:
+    exact = build_detector("retinanet-r18", class_names=CLASSES)
+    fitted = build_detector("retinanet-r18", class_names=CLASSES, anchor_grid="torchvision")
+    # 160 pixels are 2 cells of the last level, rounded up: torchvision's step is 80, not 128.
+    steps = [
+        d.anchors_for(160, 160)[-1][6] - d.anchors_for(160, 160)[-1][0] for d in (exact, fitted)
+    ]
+    assert [step[0].item() for step in steps] == [128, 80]
+
+
+def test_scores_start_at_the_prior_of_one_percent() -> None:
+    for name in ("retinanet-tiny", "retinanet-r18"):
+        torch.manual_seed(0)
+        detector = build_detector(name, class_names=CLASSES)
+        with torch.inference_mode():
+            logits, _ = detector.heads(torch.rand(1, 3, 64, 64))
+        assert logits.sigmoid().median().item() == pytest.approx(0.01, abs=0.002)
+
+
+def test_softmax_losses_get_a_background_column_and_start_undecided() -> None:
+    detector = build_detector("retinanet-tiny", class_names=CLASSES, loss="ce-ohem")
+    with torch.inference_mode():
+        logits, _ = detector.heads(torch.rand(1, 3, 64, 64))
+    assert logits.shape[-1] == len(CLASSES) + 1
+    assert detector.uses_softmax
+    assert detector.head.classification_head.cls_logits.bias.abs().max() == 0
+
+
+@pytest.mark.parametrize(
+    ("norm", "kind"),
+    [("frozen-bn", FrozenBatchNorm2d), ("group", nn.GroupNorm), ("batch", nn.BatchNorm2d)],
+)
+def test_norm_is_the_one_asked_for(norm: str, kind: type) -> None:
+    detector = build_detector("retinanet-r18", class_names=CLASSES, norm=norm)
+    kinds = (FrozenBatchNorm2d, nn.GroupNorm, nn.BatchNorm2d)
+    assert {type(m) for m in detector.modules() if isinstance(m, kinds)} == {kind}
+
+
+def test_frozen_stages_have_no_gradients() -> None:
+    detector = build_detector("retinanet-r18", class_names=CLASSES, trainable_stages=3)
+    frozen = {n for n, p in detector.named_parameters() if not p.requires_grad}
+    assert frozen
+    assert all(
+        n.startswith(("backbone.body.conv1", "backbone.body.bn1", "backbone.body.layer1"))
+        for n in frozen
+    )
+    with pytest.raises(ConfigError, match=r"trainable_stages must be 0\.\.5"):
+        build_detector("retinanet-r18", class_names=CLASSES, trainable_stages=6)
+
+
+def test_feature_sizes_are_those_of_the_real_feature_maps(tiny: Detector) -> None:
+    for height, width in ((64, 64), (96, 160), (33, 70)):
+        with torch.inference_mode():
+            features = tiny.backbone(torch.rand(1, 3, height, width))
+        real = [tuple(feature.shape[-2:]) for feature in features.values()]
+        assert tiny.feature_sizes(height, width) == real
+
+
+def test_asking_for_feature_sizes_changes_no_mode_and_no_statistics() -> None:
+    detector = build_detector("retinanet-r18", class_names=CLASSES, norm="batch").train()
+    detector.backbone.body.layer1.eval()
+    before = copy.deepcopy(detector.state_dict())
+    detector.feature_sizes(64, 64)
+    assert detector.backbone.body.conv1.training
+    assert not detector.backbone.body.layer1.training
+    for name, value in detector.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_anchors_seen_first_at_inference_can_be_trained_with(
+    tiny: Detector, make_target: Callable[..., Any]
+) -> None:
+    detector = copy.deepcopy(tiny)
+    detector.criterion.box_loss = "giou"  # its backward pass needs the anchors
+    with torch.inference_mode():
+        detector.detect(torch.rand(1, 3, 128, 128))
+    losses = detector.train()(torch.rand(1, 3, 128, 128), [make_target(2, size=128, classes=3)])
+    sum(losses.values()).backward()
+
+
+def test_boxes_are_in_pixels_of_the_images_own_size(tiny: Detector) -> None:
+    image = torch.rand(3, 64, 96)
+    with torch.inference_mode():
+        (of_original,), (of_resized,) = tiny([image]), tiny([tiny.resize(image)])
+    assert tiny.resize(image).shape == (3, 128, 192)
+    torch.testing.assert_close(of_original["boxes"] * 2, of_resized["boxes"])
+
+
+def test_resize_keeps_the_aspect_ratio_within_the_longest_side(tiny: Detector) -> None:
+    assert tiny.resize(torch.rand(3, 60, 90)).shape == (3, 128, 192)
+    assert tiny.resize(torch.rand(3, 400, 100)).shape == (3, 256, 64)
+    same = torch.rand(3, 128, 200)
+    assert tiny.resize(same) is same
+
+
+def test_padding_does_not_change_what_is_found(tiny: Detector) -> None:
+    """An image beside a larger one is padded; its own detections stay but for the border."""
+    image = torch.rand(3, 128, 128)
+    with torch.inference_mode():
+        (alone,) = tiny([image])
+        beside, _ = tiny([image, torch.rand(3, 128, 256)])
+    assert beside["boxes"][:, 2].max() <= 128
+    assert (beside["boxes"][:, 2:] > beside["boxes"][:, :2]).all()
+    assert len(beside["scores"]) == len(alone["scores"]) == 100
+
+
+def test_batch_and_list_give_the_same_detections(tiny: Detector) -> None:
+    images = torch.rand(2, 3, 128, 160)
+    with torch.inference_mode():
+        for one, other in zip(tiny(images), tiny(list(images)), strict=True):
+            assert torch.equal(one["boxes"], other["boxes"])
+
+
+def test_channels_last_gives_the_same_numbers() -> None:
+    torch.manual_seed(0)
+    plain = build_detector("retinanet-tiny", class_names=CLASSES).eval()
+    last = build_detector("retinanet-tiny", class_names=CLASSES, channels_last=True).eval()
+    last.load_state_dict(plain.state_dict())
+    assert last.backbone.body.conv1.weight.is_contiguous(memory_format=torch.channels_last)
+    images = torch.rand(2, 3, 64, 64)
+    with torch.inference_mode():
+        torch.testing.assert_close(plain.heads(images), last.heads(images), rtol=1e-4, atol=1e-5)
+
+
+def test_mistakes_are_named(tiny: Detector) -> None:
+    with pytest.raises(DataError, match="needs targets"):
+        copy.deepcopy(tiny).train()(torch.rand(1, 3, 64, 64))
+    with pytest.raises(DataError, match="at least one image"):
+        tiny([])
+    with pytest.raises(ConfigError, match="norm must be one of frozen-bn, group, batch"):
+        build_detector("retinanet-r18", class_names=CLASSES, norm="layer")
+    with pytest.raises(ConfigError, match="anchors_per_cell must be 6 or 9"):
+        build_detector("retinanet-tiny", class_names=CLASSES, anchors_per_cell=3)

@@ -1,0 +1,189 @@
+"""Our losses in torchvision's models: same inference, other gradients."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.models import resnet18
+from torchvision.models.detection import FCOS, RetinaNet, fasterrcnn_mobilenet_v3_large_320_fpn
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.backbone_utils import _resnet_fpn_extractor
+from torchvision.models.detection.ssdlite import ssdlite320_mobilenet_v3_large
+from torchvision.ops.feature_pyramid_network import LastLevelP6P7
+
+from aploss.detectors import LOSS_NAMES, make_loss, use_loss
+from aploss.detectors.swap_loss import softmax_log_odds
+from aploss.errors import ConfigError
+from aploss.losses.ap_loss import APLoss, ap_loss
+from aploss.losses.focal_loss import FocalLoss
+from aploss.losses.ohem_cross_entropy import OHEMCrossEntropy
+
+Targets = list[dict[str, Tensor]]
+KINDS = ["retinanet", "fcos", "ssd"]
+SIZE = {"min_size": 96, "max_size": 96}
+
+
+def make_model(kind: str) -> Any:
+    """A small torchvision model with 3 classes (SSD: background and 3)."""
+    torch.manual_seed(0)
+    if kind == "ssd":
+        return ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=4)
+    backbone = _resnet_fpn_extractor(
+        resnet18(weights=None), 5, returned_layers=[2, 3, 4], extra_blocks=LastLevelP6P7(256, 256)
+    )
+    if kind == "fcos":
+        return FCOS(backbone, 3, **SIZE)
+    anchors = AnchorGenerator(((16, 24), (32, 48), (64, 96), (128,) * 2, (256,) * 2), ((1.0,),) * 5)
+    return RetinaNet(backbone, 3, anchor_generator=anchors, **SIZE)
+
+
+def make_batch(kind: str) -> tuple[list[Tensor], Targets]:
+    first = 1 if kind == "ssd" else 0
+    boxes = torch.tensor([[5.0, 8.0, 40.0, 44.0], [50.0, 40.0, 90.0, 90.0]])
+    targets = [
+        {"boxes": boxes, "labels": torch.tensor([first, first + 2])},
+        {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)},
+    ]
+    generator = torch.Generator().manual_seed(0)
+    return [torch.rand(3, 96, 96, generator=generator) for _ in range(2)], targets
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_detections_are_bit_identical_before_and_after(kind: str) -> None:
+    model = make_model(kind).eval()
+    images, _ = make_batch(kind)
+    with torch.inference_mode():
+        before = model(images)
+        keys = list(model.state_dict())
+        assert use_loss(model, APLoss()) is model
+        after = model(images)
+    assert list(model.state_dict()) == keys
+    for one, other in zip(before, after, strict=True):
+        for key, value in one.items():
+            assert torch.equal(value, other[key])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", LOSS_NAMES)
+def test_every_loss_trains_every_kind(kind: str, name: str) -> None:
+    if name == "ce-ohem" and kind != "ssd":
+        pytest.skip("softmax needs a background column")
+    loss = make_loss(name)
+    calls = []
+    loss.register_forward_hook(lambda *_: calls.append(name))
+    model = use_loss(make_model(kind), loss).train()
+    images, targets = make_batch(kind)
+    losses = model(images, targets)
+    sum(losses.values()).backward()
+    assert calls == [name]
+    assert {"classification", "bbox_regression"} <= set(losses)
+    trained = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    assert all(grad is not None and grad.isfinite().all() for grad in trained.values())
+    heads = [n for n in trained if "classification_head" in n and trained[n].any()]
+    assert heads
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_losses_stay_torchvisions(kind: str) -> None:
+    model = make_model(kind).train()
+    _freeze_norms(model)
+    images, targets = make_batch(kind)
+    expected = model(images, targets)
+    found = use_loss(model, APLoss())(images, targets)
+    assert set(found) == set(expected)
+    for key in set(expected) - {"classification"}:
+        torch.testing.assert_close(found[key], expected[key])
+    assert found["classification"].item() != pytest.approx(expected["classification"].item())
+
+
+def test_focal_loss_swapped_in_is_torchvisions_own() -> None:
+    for kind in ("retinanet", "fcos"):
+        model = make_model(kind).train()
+        _freeze_norms(model)
+        images, targets = make_batch(kind)
+        images, targets = images[:1], targets[:1]  # torchvision averages RetinaNet over images
+        expected = model(images, targets)["classification"]
+        found = use_loss(model, FocalLoss())(images, targets)["classification"]
+        torch.testing.assert_close(found, expected)
+
+
+def test_ce_ohem_swapped_in_is_the_ssds_own() -> None:
+    model = make_model("ssd").train()
+    _freeze_norms(model)
+    images, targets = make_batch("ssd")
+    expected = model(images, targets)["classification"]
+    found = use_loss(model, OHEMCrossEntropy())(images, targets)["classification"]
+    torch.testing.assert_close(found, expected)
+
+
+def test_ap_loss_ranks_the_whole_batch_of_torchvisions_matches() -> None:
+    model = use_loss(make_model("retinanet"), APLoss(delta=0.7)).train()
+    seen: dict[str, Tensor] = {}
+    model.head.classification_loss.register_forward_pre_hook(
+        lambda _, arguments: seen.update(scores=arguments[0], targets=arguments[1])
+    )
+    images, targets = make_batch("retinanet")
+    found = model(images, targets)["classification"]
+    assert seen["scores"].shape == seen["targets"].shape
+    assert seen["scores"].shape[0] == 2
+    positives = (seen["targets"] == 1).sum(dim=(0, 1)).tolist()
+    assert positives[0] > 0  # labels are columns
+    assert positives[1] == 0
+    assert positives[2] > 0
+    torch.testing.assert_close(found, ap_loss(seen["scores"], seen["targets"], delta=0.7))
+
+
+def test_log_odds_order_as_softmax_scores_do_and_are_those_of_a_binary_sigmoid() -> None:
+    logits = torch.randn(50, 4, generator=torch.Generator().manual_seed(0)) * 4
+    odds, scores = softmax_log_odds(logits), logits.softmax(dim=-1)[:, 1:]
+    torch.testing.assert_close(odds.sigmoid(), scores)
+    by_hand = logits[:, 2] - torch.logsumexp(logits[:, [0, 1, 3]], dim=1)
+    torch.testing.assert_close(odds[:, 1], by_hand, rtol=1e-4, atol=1e-4)
+    sure = softmax_log_odds(torch.tensor([[0.0, 200.0, 0.0], [200.0, 0.0, 0.0]]))
+    assert sure.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_have_the_loss_too_and_are_independent(kind: str) -> None:
+    model = use_loss(make_model(kind), APLoss()).train()
+    _freeze_norms(model)
+    images, targets = make_batch(kind)
+    wanted = model(images, targets)["classification"]
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(twin(images, targets)["classification"], wanted)
+        use_loss(twin, FocalLoss())
+    torch.testing.assert_close(model(images, targets)["classification"], wanted)
+
+
+def test_loss_of_a_users_own_subclass_can_be_swapped_and_swapped_again() -> None:
+    class MyRetinaNet(RetinaNet):
+        pass
+
+    model = make_model("retinanet")
+    model.__class__ = MyRetinaNet
+    model.head.__class__ = type("MyHead", (type(model.head),), {})
+    use_loss(model, APLoss())
+    first = type(model.head)
+    use_loss(model, FocalLoss())
+    assert type(model.head) is first
+    assert isinstance(model, MyRetinaNet)
+    assert isinstance(model.head.classification_loss, FocalLoss)
+
+
+def test_wrong_models_and_losses_are_refused() -> None:
+    with pytest.raises(ConfigError, match="RetinaNet, FCOS or SSD, got FasterRCNN"):
+        use_loss(
+            fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None), APLoss()
+        )
+    with pytest.raises(ConfigError, match="needs a background column, which RetinaNet lacks"):
+        use_loss(make_model("retinanet"), OHEMCrossEntropy())
+
+
+def _freeze_norms(model: nn.Module) -> None:
+    """So that two passes over the same images give the same numbers."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d | nn.Dropout):
+            module.eval()

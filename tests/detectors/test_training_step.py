@@ -1,0 +1,138 @@
+"""One training step with every loss, for batches with no, few and very many objects."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from aploss.detectors import LOSS_NAMES, Criterion, Detector, build_detector, make_loss
+
+SIZE = 96
+CLASSES = ["a", "b", "c", "d", "e"]
+OBJECTS = {  # in each of two images
+    "no object at all": (0, 0),
+    "no object in one image": (3, 0),
+    "one object": (1, 0),
+    "hundreds of objects": (300, 150),
+}
+
+
+def check_gradients(detector: Detector) -> None:
+    for name, parameter in detector.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None, f"{name} has no gradient"
+            assert parameter.grad.isfinite().all(), f"{name} has a gradient that is not finite"
+
+
+def heads_that_learn(detector: Detector) -> set[str]:
+    parameters = detector.head.named_parameters()
+    return {name.split("_")[0] for name, p in parameters if p.grad is not None and p.grad.any()}
+
+
+@pytest.mark.parametrize("name", ["retinanet-tiny", "ssdlite"])
+@pytest.mark.parametrize("loss", LOSS_NAMES)
+def test_every_loss_gives_finite_gradients_for_any_number_of_objects(
+    name: str, loss: str, make_target: Callable[..., Any]
+) -> None:
+    torch.manual_seed(0)
+    detector = build_detector(name, class_names=CLASSES, loss=loss, test_size=(SIZE, SIZE))
+    images = torch.rand(2, 3, SIZE, SIZE)
+    for case, counts in OBJECTS.items():
+        detector.zero_grad()
+        targets = [make_target(n, size=SIZE, seed=i) for i, n in enumerate(counts)]
+        losses = detector(images, targets)
+        assert set(losses) == {"classification", "box"}, case
+        assert all(value.isfinite() and value.ndim == 0 for value in losses.values()), case
+        sum(losses.values()).backward()
+        check_gradients(detector)
+        if sum(counts):
+            assert heads_that_learn(detector) == {"classification", "regression"}, case
+
+
+@pytest.mark.parametrize("name", ["retinanet-r18", "ssd300"])
+def test_full_size_detectors_get_finite_gradients_from_every_loss(
+    name: str, make_target: Callable[..., Any]
+) -> None:
+    """One pass through the network; each loss then sends its own gradient back to the heads."""
+    torch.manual_seed(0)
+    size = 300 if name == "ssd300" else 128
+    options = {"norm": "frozen-bn"} if name == "retinanet-r18" else {}
+    detector = build_detector(name, class_names=CLASSES, **options)
+    logits, deltas = detector.heads(torch.rand(1, 3, size, size))
+    anchors = torch.cat(detector.anchors_for(size, size))
+    targets = [make_target(4, size=size)]
+    totals = [torch.zeros_like(logits), torch.zeros_like(deltas)]
+    for loss in set(LOSS_NAMES) - {"ce-ohem"}:  # which has another number of columns
+        criterion = _with_loss(detector.criterion, make_loss(loss))
+        leaves = [logits.detach().requires_grad_(), deltas.detach().requires_grad_()]
+        gradients = torch.autograd.grad(sum(criterion(*leaves, anchors, targets).values()), leaves)
+        for total, gradient in zip(totals, gradients, strict=True):
+            assert gradient.isfinite().all(), loss
+            assert gradient.any(), loss
+            total += gradient
+    torch.autograd.backward([logits, deltas], totals)
+    check_gradients(detector)
+    assert heads_that_learn(detector) == {"classification", "regression"}
+
+
+def test_ssd300_with_softmax_gets_finite_gradients(make_target: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    detector = build_detector("ssd300", class_names=CLASSES, loss="ce-ohem")
+    losses = detector(torch.rand(1, 3, 300, 300), [make_target(3, size=300)])
+    sum(losses.values()).backward()
+    check_gradients(detector)
+
+
+def test_images_of_different_sizes_are_trained_on_in_one_batch(
+    make_target: Callable[..., Any],
+) -> None:
+    detector = build_detector("retinanet-tiny", class_names=CLASSES)
+    images = [torch.rand(3, 64, 96), torch.rand(3, 100, 50)]
+    losses = detector(images, [make_target(2, size=50), make_target(1, size=50)])
+    sum(losses.values()).backward()
+    check_gradients(detector)
+
+
+def test_step_under_autocast_and_compile_runs(make_target: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    detector = build_detector("retinanet-tiny", class_names=CLASSES)
+    images, targets = torch.rand(1, 3, 64, 64), [make_target(2, size=64)]
+    plain = detector(images, targets)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = detector(images, targets)
+    assert {value.dtype for value in losses.values()} == {torch.float32}
+    torch.testing.assert_close(losses, plain, rtol=0.1, atol=0.1)
+    detector.compile(backend="eager")
+    torch.testing.assert_close(detector(images, targets), plain)
+    names = {name.split(".")[0] for name in detector.state_dict()}
+    assert names == {"backbone", "head"}  # weights keep their names
+
+
+def test_crowd_and_difficult_objects_take_no_part_in_the_loss(
+    make_target: Callable[..., Any],
+) -> None:
+    detector = build_detector("retinanet-tiny", class_names=CLASSES)
+    target = make_target(4, size=64)
+    flags = torch.tensor([True, True, False, False])
+    target = {**target, "crowd": flags, "difficult": ~flags}
+    losses = detector(torch.rand(1, 3, 64, 64), [target])
+    assert losses["box"].item() == 0.0
+    assert losses["classification"].item() == 0.0
+
+
+def _with_loss(criterion: Criterion, loss: nn.Module) -> Criterion:
+    kept = ("num_classes", "box_coder", "smooth_l1_beta", "positive_iou", "negative_iou")
+    options: dict[str, Any] = {option: getattr(criterion, option) for option in kept}
+    return Criterion(loss=loss, **options)
+
+
+def test_losses_are_those_of_the_criterion(make_target: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    detector = build_detector("ssdlite", class_names=CLASSES, test_size=(SIZE, SIZE))
+    images, targets = torch.rand(1, 3, SIZE, SIZE), [make_target(2, size=SIZE)]
+    found: dict[str, Tensor] = detector(images, targets)
+    anchors = torch.cat(detector.anchors_for(SIZE, SIZE))
+    expected = detector.criterion(*detector.heads(images), anchors, targets)
+    torch.testing.assert_close(found, expected)
