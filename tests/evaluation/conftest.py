@@ -35,6 +35,7 @@ def simulated_detector(
     crowds: float = 0.0,
     difficult: float = 0.0,
     score_steps: int = 0,
+    near: float = 0.6,
     separation: float = 3.0,
 ) -> Simulated:
     """Objects on images, and a detector that finds most of them among false positives.
@@ -49,14 +50,17 @@ def simulated_detector(
         crowds: share of objects that are crowds.
         difficult: share of objects that are difficult.
         score_steps: number of different scores, so that many are equal; 0 for no rounding.
+        near: share of detections that are near an object.
         separation: how far the logits of objects are above those of the background.
     """
     generator = np.random.default_rng(seed)
     truth: dict[str, Any] = {
         "images": [{"id": 7 * index + 3, "width": 400, "height": 400} for index in range(images)],
-        "categories": [{"id": 2 * index + 1, "name": f"class {index}"} for index in range(classes + 1)],
+        "categories": [
+            {"id": 2 * index + 1, "name": f"class {index}"} for index in range(classes + 1)
+        ],
         "annotations": [],
-    }  # fmt: skip
+    }
     results: list[dict[str, Any]] = []
     for image in truth["images"]:
         boxes = _boxes(generator, generator.poisson(objects), grid)
@@ -75,7 +79,7 @@ def simulated_detector(
             )
         if generator.random() < 0.1:
             continue
-        results += _results(generator, image["id"], boxes, labels, classes, detections, grid)
+        results += _results(generator, image["id"], boxes, labels, classes, detections, grid, near)
     for row in results:
         row["score"] = float(np.float32(1 / (1 + np.exp(4.6 - separation * row["score"]))))
         if score_steps:
@@ -100,27 +104,27 @@ def _results(
     classes: int,
     count: int,
     grid: int,
+    near: float,
 ) -> list[dict[str, Any]]:
-    rows = []
-    for _ in range(count):
-        box, label = _boxes(generator, 1, grid)[0], int(generator.integers(0, classes + 1))
-        strength = generator.normal(0, 0.5)
-        if len(boxes) and generator.random() < 0.6:  # near an object; sometimes twice at the same
-            chosen = generator.integers(0, len(boxes))
-            near = boxes[chosen] * (1 + generator.normal(0, 0.06, 4))
-            box = np.round(near / grid) * grid if grid else near
-            box[2:] = np.maximum(box[2:], grid or 1)
-            label = int(labels[chosen]) if generator.random() < 0.9 else label
-            strength = generator.normal(1.2, 0.5)
-        rows.append(
-            {
-                "image_id": image_id,
-                "category_id": 2 * label + 1,
-                "bbox": box.tolist(),
-                "score": float(strength),
-            }
+    found = _boxes(generator, count, grid)
+    found_labels = generator.integers(0, classes + 1, count)
+    strengths = generator.normal(0, 0.4, count)
+    seen: set[int] = set()
+    for row in np.flatnonzero(generator.random(count) < near) if len(boxes) else ():
+        chosen = int(generator.integers(0, len(boxes)))
+        moved = boxes[chosen] + generator.normal(0, 0.06, 4) * np.tile(boxes[chosen, 2:], 2)
+        found[row] = np.round(moved / grid) * grid if grid else moved
+        found[row, 2:] = np.maximum(found[row, 2:], grid or 1)
+        if generator.random() < 0.96:
+            found_labels[row] = labels[chosen]
+        strengths[row] = generator.normal(0.4 if chosen in seen else 1.8, 0.4)
+        seen.add(chosen)
+    return [
+        {"image_id": image_id, "category_id": 2 * label + 1, "bbox": box, "score": strength}
+        for label, box, strength in zip(
+            found_labels.tolist(), found.tolist(), strengths.tolist(), strict=True
         )
-    return rows
+    ]
 
 
 def run_pycocotools(

@@ -7,7 +7,15 @@ import numpy as np
 
 from aploss.evaluation.curves import Curve
 from aploss.reporting.drawing import add_legend, new_plot, shorten
-from aploss.reporting.style import INK, LOSS_STYLES, MUTED, LineStyle, class_colour, plot_style
+from aploss.reporting.style import (
+    GRID,
+    INK,
+    LOSS_STYLES,
+    MUTED,
+    LineStyle,
+    class_colour,
+    plot_style,
+)
 
 __all__ = ["plot_classes_together", "plot_each_class"]
 
@@ -44,6 +52,8 @@ def plot_classes_together(curves: Mapping[str, Curve], iou: float) -> str:
                 curve.recall, curve.precision, color=style.colour, linestyle=style.dashes
             )
             entries[f"{shorten(name)} {curve.average_precision:.3f}"] = style
+        if many:
+            entries[f"{len(ranked) - len(named)} other classes"] = LineStyle(GRID, "-", "")
         if len(curves) > 1:
             plot.axes.plot(curve.recall, mean, color=INK, linewidth=2.4)
         else:
@@ -68,21 +78,37 @@ def plot_each_class(curves: Mapping[float, Mapping[str, Curve]]) -> str:
     names = list(next(iter(curves.values())))
     columns = min(4, len(names))
     rows = -(-len(names) // columns)
+    width, height = max(4.8, 2.3 * columns + 0.6), 1.9 * rows + 1.1
     shades = colormaps["viridis"](np.linspace(0.0, 0.82, len(curves)))
     with plot_style():
-        figure = Figure(figsize=(max(4.8, 2.4 * columns), 2.2 * rows + 0.9))
-        panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+        # places in inches: laying out 80 panels automatically takes half a minute
+        figure = Figure(figsize=(width, height))
+        figure.set_layout_engine("none")
+        figure.subplots_adjust(
+            left=0.6 / width, right=1 - 0.15 / width, bottom=0.8 / height, top=1 - 0.3 / height,
+            wspace=0.12, hspace=0.28,
+        )  # fmt: skip
+        # shared axes, too, take half a minute: each panel gets the same limits instead
+        same = {"xlim": (0, 1), "ylim": (0, 1.02), "yticks": [0, 0.5, 1]}
+        panels = figure.subplots(rows, columns, squeeze=False, subplot_kw=same)
         for panel, name in zip(panels.flat, names, strict=False):
             for (iou, of_class), shade in zip(curves.items(), shades, strict=True):
                 curve = of_class[name]
                 panel.plot(curve.recall, curve.precision, color=shade, label=f"IoU {iou:g}")
             panel.set_title(shorten(name))
-            panel.set(xlim=(0, 1), ylim=(0, 1.02))
+            panel.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
+            panel.tick_params(labelleft=False, labelbottom=False)
+        for panel in panels[:, 0]:
+            panel.tick_params(labelleft=True)
+        for panel in panels.flat[max(0, len(names) - columns) : len(names)]:
+            panel.tick_params(labelbottom=True)
         for panel in panels.flat[len(names) :]:
             panel.set_visible(False)
         handles, labels = panels[0, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower left", ncols=min(len(curves), 5))
-        figure.supxlabel("recall", fontsize=9.5)
+        figure.legend(
+            handles, labels, loc="lower left", ncols=len(labels), handlelength=1.2, columnspacing=1
+        )
+        figure.supxlabel("recall", y=0.38 / height, va="bottom", fontsize=9.5)
         figure.supylabel("precision", fontsize=9.5)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})

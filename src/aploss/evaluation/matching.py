@@ -141,7 +141,8 @@ def _overlaps(boxes: np.ndarray, others: np.ndarray, crowd: np.ndarray) -> np.nd
     area = boxes[:, 2] * boxes[:, 3]
     union = np.where(crowd, area, area + others[:, 2] * others[:, 3] - intersection)
     overlaps: np.ndarray = np.zeros_like(union)
-    return np.divide(intersection, union, out=overlaps, where=intersection > 0)
+    np.divide(intersection, union, out=overlaps, where=intersection > 0)
+    return overlaps
 
 
 def _assign(truth: GroundTruth, pairs: Pairs, order: np.ndarray, iou: float) -> np.ndarray:

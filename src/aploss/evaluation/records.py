@@ -1,5 +1,6 @@
 """Columns out of lists of JSON records, with an error that names the entry that is wrong."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,11 +28,10 @@ def identifier_column(records: Sequence[Any], key: str, where: str) -> np.ndarra
     """
     values = _values(records, key, where)
     column = _as_array(values)
-    if column.ndim == 1 and column.dtype.kind in "iu" and column.dtype != np.uint64:
-        return column.astype(np.int64)
-    if column.ndim == 1 and column.dtype.kind == "f" and np.all(column == np.round(column)):
-        return column.astype(np.int64)  # some tools write 3.0 for 3
-    raise _first_bad(values, key, where, _is_integer, "an integer")
+    if column.ndim == 1 and column.dtype == np.int64:
+        return column
+    _check_each(values, key, where, _is_integer, "an integer")
+    return np.array([int(value) for value in values], dtype=np.int64)  # some tools write 3.0 for 3
 
 
 def number_column(records: Sequence[Any], key: str, where: str) -> np.ndarray:
@@ -40,15 +40,15 @@ def number_column(records: Sequence[Any], key: str, where: str) -> np.ndarray:
     column = _as_array(values)
     if column.ndim == 1 and column.dtype.kind in "iuf" and np.all(np.isfinite(column)):
         return column.astype(np.float64)
-    raise _first_bad(values, key, where, _is_number, "a finite number")
+    _check_each(values, key, where, _is_number, "a finite number")
+    return np.array([float(value) for value in values])
 
 
 def flag_column(records: Sequence[Any], key: str, where: str) -> np.ndarray:
     """The 0/1 flags under ``key``, absent means 0, bool [n]. Raises ``DataError`` for others."""
     values = [record.get(key, 0) or 0 for record in records]
-    if all(value in (0, 1) for value in values):
-        return np.array(values, dtype=bool)
-    raise _first_bad(values, key, where, lambda value: value in (0, 1), "0 or 1")
+    _check_each(values, key, where, lambda value: value in (0, 1), "0 or 1")
+    return np.array(values, dtype=bool)
 
 
 def box_column(records: Sequence[Any], where: str) -> np.ndarray:
@@ -61,10 +61,11 @@ def box_column(records: Sequence[Any], where: str) -> np.ndarray:
     values = _values(records, "bbox", where)
     boxes = _as_array(values) if values else np.zeros((0, 4))
     if boxes.ndim != 2 or boxes.shape[1] != 4 or boxes.dtype.kind not in "iuf":
-        raise _first_bad(values, "bbox", where, _is_box, "[x, y, width, height]")
+        _check_each(values, "bbox", where, _is_box, "[x, y, width, height]")
+        boxes = np.array([[float(number) for number in box] for box in values])
     boxes = boxes.astype(np.float64)
     if not np.all(np.isfinite(boxes)):
-        raise _first_bad(values, "bbox", where, _is_box, "four finite numbers")
+        _check_each(values, "bbox", where, _is_box, "four finite numbers")
     negative = np.flatnonzero((boxes[:, 2:] < 0).any(axis=1))
     if negative.size:
         raise DataError(
@@ -105,16 +106,21 @@ def _as_array(values: list[Any]) -> np.ndarray:
         return np.zeros((), dtype=object)
 
 
-def _first_bad(
+def _check_each(
     values: list[Any], key: str, where: str, good: Callable[[Any], bool], expected: str
-) -> DataError:
-    index = next(i for i, value in enumerate(values) if not good(value))
-    return DataError(f"{where}[{index}]: '{key}' is {_shown(values[index])}, expected {expected}")
+) -> None:
+    for index, value in enumerate(values):
+        if not good(value):
+            raise DataError(f"{where}[{index}]: '{key}' is {_shown(value)}, expected {expected}")
 
 
 def _is_number(value: Any) -> bool:
-    number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-    return number and bool(np.isfinite(value))
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer of more than 308 digits
+        return False
 
 
 def _is_integer(value: Any) -> bool:

@@ -1,0 +1,231 @@
+"""Calibration: order and AP stay exactly as they were, and probabilities come true."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.isotonic import IsotonicRegression
+
+from aploss.errors import DataError
+from aploss.evaluation import (
+    Calibration,
+    DetectionTable,
+    GroundTruth,
+    calibrate_detections,
+    calibration_report,
+    coco_metrics,
+    fit_calibration,
+    match_detections,
+    voc_metrics,
+)
+
+
+def assert_order_is_kept(scores: np.ndarray, calibration: Calibration) -> None:
+    """Larger stays larger and equal stays equal, to the last digit."""
+    distinct = np.unique(scores)
+    assert (np.diff(calibration(distinct)) > 0).all()
+
+
+def neighbours(values: np.ndarray) -> np.ndarray:
+    """float32 values and the next ones on both sides: the hardest to keep apart."""
+    single = values.astype(np.float32)
+    sides = [np.nextafter(single, np.float32(side)) for side in (0, 1)]
+    return np.clip(np.concatenate([single, *sides]), 0, 1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    logits=st.lists(st.floats(-80, 20), min_size=1, max_size=60),
+    seed=st.integers(0, 2**32 - 1),
+    slope=st.floats(-1, 3),
+)
+def test_neighbouring_float32_scores_stay_apart_and_in_order(logits, seed, slope):
+    generator = np.random.default_rng(seed)
+    scores = (1 / (1 + np.exp(-np.array(logits)))).astype(np.float32)
+    correct = generator.random(len(scores)) < 1 / (1 + np.exp(-slope * np.array(logits) - 1))
+    calibration = fit_calibration(scores, correct)
+    spread = np.exp2(generator.uniform(-140, 0, 200))  # from the smallest float32 up to 1
+    assert_order_is_kept(neighbours(np.concatenate([scores, spread, [0, 1]])), calibration)
+    probabilities = calibration(scores)
+    assert (probabilities > 0).all()
+    assert (probabilities < 1).all()
+
+
+def test_order_is_kept_in_one_flat_step_over_all_magnitudes():
+    # every score correct at the same rate: isotonic regression alone is one flat line
+    scores = np.float32(2.0) ** np.arange(-100, 1).repeat(2).astype(np.float32)
+    calibration = fit_calibration(scores, np.tile([True, False], 101))
+    assert_order_is_kept(neighbours(scores), calibration)
+    assert calibration(scores) == pytest.approx(0.5, abs=0.01)
+
+
+def test_scores_of_float64_precision_can_be_fitted():
+    scores = 0.3 + np.arange(50) * 1e-17 + np.arange(50) * 1e-12
+    calibration = fit_calibration(scores, np.arange(50) % 3 == 0)
+    assert (np.diff(calibration(scores)) >= 0).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("options", [{}, {"score_steps": 40}, {"crowds": 0.2, "difficult": 0.2}])
+def test_ap_is_identical_before_and_after(seed, options, simulate):
+    truth, results = simulate(seed, **options)
+    table = DetectionTable.from_results(results)
+    calibration, _ = calibrate_detections(truth, table)
+    after = table.with_scores(calibration(table.scores))
+    assert not np.array_equal(after.scores, table.scores)
+    assert coco_metrics(truth, after) == coco_metrics(truth, table)
+    for year in (2007, 2012):
+        assert voc_metrics(truth, after, year=year).as_dict() == (
+            voc_metrics(truth, table, year=year).as_dict()
+        )
+
+
+def test_the_map_is_isotonic_regression_up_to_a_thousandth():
+    generator = np.random.default_rng(0)
+    scores = generator.random(400).astype(np.float32)
+    correct = generator.random(400) < scores**2
+    padded = np.append(scores, [scores.min(), scores.max()])
+    oracle = IsotonicRegression(y_min=0, y_max=1).fit(padded, np.append(correct, [1, 0]))
+    inside = np.sort(scores)
+    assert fit_calibration(scores, correct)(inside) == pytest.approx(
+        oracle.predict(inside), abs=1e-3
+    )
+
+
+def split_halves(truth, results):
+    """The same set cut into two by image."""
+    parts = []
+    for half in (0, 1):
+        chosen = {image["id"] for image in truth["images"][half::2]}
+        parts.append(
+            (
+                {
+                    **truth,
+                    "images": truth["images"][half::2],
+                    "annotations": [
+                        one for one in truth["annotations"] if one["image_id"] in chosen
+                    ],
+                },
+                [row for row in results if row["image_id"] in chosen],
+            )
+        )
+    return parts
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_probabilities_come_true_on_other_images(seed, simulate):
+    # like a detector trained with a ranking loss: 100 detections an image, objects at about 0.15
+    truth, results = simulate(
+        seed, images=300, detections=100, objects=4.0, near=0.1, separation=1.6
+    )
+    (fitted_truth, fitted), (held_out_truth, held_out) = split_halves(truth, results)
+    calibration, threshold = calibrate_detections(fitted_truth, fitted)
+    report = calibration_report(held_out_truth, held_out, calibration, threshold.threshold)
+    before, after = report["before"], report["after"]
+    assert after["expected_calibration_error"] <= 0.05
+    assert before["expected_calibration_error"] > 0.5
+    assert after["all"]["expected_calibration_error"] <= 0.005
+    assert after["all"]["equal_mass_error"] <= 0.005
+    assert report["f1"] > 0.9 * threshold.f1
+    assert len(report["calibrated_scores"]) == len(held_out)
+    json.dumps(report, allow_nan=False)
+
+
+def test_the_report_counts_what_is_drawn():
+    truth = {
+        "images": [{"id": 1}],
+        "categories": [{"id": 1, "name": "cell"}],
+        "annotations": [
+            {"image_id": 1, "category_id": 1, "bbox": [20 * place, 0, 10, 10]} for place in range(4)
+        ],
+    }
+    # two right, one wrong above 0.5; one right below; the fourth object is not found
+    results = [
+        {"image_id": 1, "category_id": 1, "bbox": [left, 0, 10, 10], "score": score}
+        for left, score in ((0, 0.9), (20, 0.8), (90, 0.7), (40, 0.2))
+    ]
+    identity = Calibration(x=[0, 1], y=[0, 1])
+    report = calibration_report(truth, results, identity, 0.5)
+    assert (report["drawn"], report["precision"], report["recall"]) == (3, 2 / 3, 1 / 2)
+    assert report["f1"] == pytest.approx(2 * 2 / (3 + 4))
+    # bins .7 to .9 hold one each: (|.9 - 1| + |.8 - 1| + |.7 - 0|) / 3
+    assert report["after"]["expected_calibration_error"] == pytest.approx(1 / 3)
+    assert report["before"] == report["after"]
+
+
+def test_all_right_all_wrong_one_and_none():
+    assert fit_calibration([0.2] * 9, [True] * 9)([0.2])[0] == pytest.approx(10 / 11, abs=1e-4)
+    assert fit_calibration([0.2] * 9, [False] * 9)([0.2])[0] == pytest.approx(1 / 11, abs=1e-4)
+    assert fit_calibration([0.2], [True])([0.2])[0] == pytest.approx(2 / 3, abs=1e-4)
+    for nothing in ([], [0.0, 0.0]):
+        identity = fit_calibration(nothing, [True] * len(nothing))
+        assert identity([0.0, 0.3, 1.0]).tolist() == [0.0, 0.3, 1.0]
+
+
+def test_ten_right_detections_do_not_prove_certainty():
+    calibration = fit_calibration(np.linspace(0.5, 0.9, 10), np.ones(10))
+    assert calibration([1.0])[0] <= 11 / 12
+
+
+def test_detections_on_ignored_objects_are_not_learned_from(simulate):
+    truth, results = simulate(1, difficult=0.5)
+    matches = match_detections(truth, results)
+    judged = [row for row, skip in zip(results, matches.ignored, strict=True) if not skip]
+    assert matches.ignored.any()
+    fitted, _ = calibrate_detections(truth, results)
+    scores = np.array([row["score"] for row in judged])
+    expected = fit_calibration(scores, matches.correct[~matches.ignored])
+    assert fitted.to_dict() == expected.to_dict()
+
+
+def test_without_detections_or_objects_there_is_still_a_calibration(simulate):
+    truth, results = simulate(2)
+    calibration, threshold = calibrate_detections(truth, [])
+    assert calibration([0.4])[0] == 0.4
+    assert threshold.threshold == 0.5
+    empty = {**truth, "annotations": []}
+    calibration, threshold = calibrate_detections(GroundTruth.from_coco(empty), results)
+    assert calibration([1.0])[0] < 0.01
+    report = calibration_report(empty, [], calibration, threshold.threshold)
+    assert (report["drawn"], report["precision"], report["recall"]) == (0, 0, 0)
+
+
+def test_a_calibration_survives_json_to_the_last_digit(simulate):
+    calibration, _ = calibrate_detections(*simulate(3))
+    copy = Calibration.from_dict(json.loads(json.dumps(calibration.to_dict())))
+    scores = np.random.default_rng(0).random(1000)
+    assert copy(scores).tolist() == calibration(scores).tolist()
+
+
+@pytest.mark.parametrize(
+    "knots",
+    [
+        {"x": [0, 1]},
+        {"x": [0, 1], "y": [0, "high"]},
+        {"x": [0, 1], "y": [0, 0.5, 1]},
+        {"x": [0, 0.5, 0.5, 1], "y": [0, 0.1, 0.2, 0.3]},
+        {"x": [0, 0.5, 1], "y": [0, 0.5, 0.4]},
+        {"x": [0, 0.5, 1], "y": [0, float("nan"), 1]},
+        {"x": [0, 0.5], "y": [0, 1]},
+        {"x": [0, 1], "y": [0, 2]},
+        [1, 2],
+    ],
+)
+def test_what_is_no_increasing_map_is_refused(knots):
+    with pytest.raises(DataError, match="calibration"):
+        Calibration.from_dict(knots)
+
+
+@pytest.mark.parametrize("score", [-0.1, 1.1, float("nan")])
+def test_scores_outside_zero_to_one_are_refused(score):
+    with pytest.raises(DataError, match=r"\[0, 1\]"):
+        fit_calibration([score], [True])
+    with pytest.raises(DataError, match=r"\[0, 1\]"):
+        Calibration(x=[0, 1], y=[0, 1])([score])
+
+
+def test_lengths_that_differ_are_refused():
+    with pytest.raises(DataError, match=r"\(2,\)"):
+        fit_calibration([0.1, 0.2], [True])

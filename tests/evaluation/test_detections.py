@@ -1,0 +1,164 @@
+"""Tables of detections: round trips, tensors, and an error for every kind of broken entry."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from aploss.errors import DataError
+from aploss.evaluation import DetectionTable, GroundTruth, as_detections, coco_metrics
+
+
+def row(**changes):
+    return {"image_id": 1, "category_id": 1, "bbox": [1, 2, 3, 4], "score": 0.5, **changes}
+
+
+def without(key):
+    return {name: value for name, value in row().items() if name != key}
+
+
+def test_results_come_back_unchanged_through_json(simulate):
+    _, results = simulate(0)
+    assert DetectionTable.from_results(json.loads(json.dumps(results))).to_results() == results
+
+
+def test_corners_are_left_top_right_bottom():
+    assert DetectionTable.from_results([row()]).boxes.tolist() == [[1, 2, 4, 6]]
+
+
+def predictions(convert):
+    return [
+        {
+            "boxes": convert(np.array([[0.1, 0.2, 10.3, 20.7]], dtype=np.float32)),
+            "scores": convert(np.array([0.3], dtype=np.float32)),
+            "labels": convert(np.array([2])),
+        },
+        {
+            "boxes": convert(np.zeros((0, 4), dtype=np.float32)),
+            "scores": convert(np.zeros(0, dtype=np.float32)),
+            "labels": convert(np.zeros(0, dtype=np.int64)),
+        },
+        {
+            "boxes": convert(np.array([[0, 0, 5, 5], [1, 1, 2, 2]], dtype=np.float32)),
+            "scores": convert(np.array([0.9, 0.8], dtype=np.float32)),
+            "labels": convert(np.array([0, 1])),
+        },
+    ]
+
+
+@pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+def test_predictions_of_a_detector_are_gathered(convert):
+    table = DetectionTable.from_predictions([4, 9, 2], predictions(convert))
+    assert table.image_ids.tolist() == [4, 2, 2]
+    assert table.category_ids.tolist() == [3, 1, 2]  # label + 1
+    assert table.scores.astype(np.float32).tolist() == np.float32([0.3, 0.9, 0.8]).tolist()
+    boxes = np.concatenate([entry["boxes"] for entry in predictions(np.asarray)])
+    assert np.array_equal(table.boxes, boxes.astype(np.float64))  # exactly, not approximately
+
+
+def test_tensors_with_gradient_and_half_precision_are_read():
+    half = [
+        {
+            "boxes": torch.tensor([[0, 0, 5, 5.0]], dtype=torch.bfloat16, requires_grad=True),
+            "scores": torch.tensor([0.5], dtype=torch.float16),
+            "labels": torch.tensor([0]),
+        }
+    ]
+    assert DetectionTable.from_predictions([1], half).boxes.tolist() == [[0, 0, 5, 5]]
+
+
+def test_labels_can_have_their_own_categories():
+    table = DetectionTable.from_predictions(
+        [4, 9, 2], predictions(np.asarray), category_ids=[18, 44, 90]
+    )
+    assert table.category_ids.tolist() == [90, 18, 44]
+
+
+def test_no_predictions_make_an_empty_table():
+    for table in (
+        DetectionTable.from_predictions([], []),
+        DetectionTable.from_predictions([1], predictions(np.asarray)[1:2]),
+        DetectionTable.from_results([]),
+    ):
+        assert len(table) == 0
+        assert table.boxes.shape == (0, 4)
+        assert table.to_results() == []
+
+
+def test_predictions_that_do_not_fit_together_are_refused():
+    good = predictions(np.asarray)
+    with pytest.raises(DataError, match="2 image ids for 3 predictions"):
+        DetectionTable.from_predictions([1, 2], good)
+    with pytest.raises(DataError, match="not finite"):
+        DetectionTable.from_predictions([1], [{**good[0], "scores": np.array([np.nan])}])
+    with pytest.raises(DataError, match="1 boxes, 1 scores, 2 labels"):
+        DetectionTable.from_predictions([1], [{**good[0], "labels": np.array([0, 1])}])
+
+
+BROKEN = {
+    "no image_id": (without("image_id"), "detections[1] has no 'image_id'"),
+    "no category_id": (without("category_id"), "detections[1] has no 'category_id'"),
+    "no bbox": (without("bbox"), "detections[1] has no 'bbox'"),
+    "no score": (without("score"), "detections[1] has no 'score'"),
+    "text for an id": (row(image_id="a.jpg"), "'image_id' is 'a.jpg', expected an integer"),
+    "fraction for an id": (row(category_id=1.5), "'category_id' is 1.5, expected an integer"),
+    "infinite id": (row(image_id=float("inf")), "'image_id' is inf, expected an integer"),
+    "huge id": (row(image_id=2**70), "expected an integer"),
+    "huge score": (row(score=10**400), "expected a finite number"),
+    "NaN score": (row(score=float("nan")), "'score' is nan, expected a finite number"),
+    "infinite score": (row(score=float("inf")), "'score' is inf, expected a finite number"),
+    "text for a score": (row(score="0.5"), "'score' is '0.5', expected a finite number"),
+    "null score": (row(score=None), "'score' is None, expected a finite number"),
+    "list for a score": (row(score=[0.5]), "'score' is [0.5], expected a finite number"),
+    "three numbers": (row(bbox=[1, 2, 3]), "'bbox' is [1, 2, 3], expected [x, y, width, height]"),
+    "text in a box": (row(bbox=[1, 2, 3, "4"]), "expected [x, y, width, height]"),
+    "a number for a box": (row(bbox=7), "'bbox' is 7, expected [x, y, width, height]"),
+    "NaN in a box": (row(bbox=[1, 2, float("nan"), 4]), "expected four finite numbers"),
+    "negative width": (row(bbox=[9, 2, -3, 4]), "negative width or height: [9, 2, -3, 4]"),
+    "negative height": (row(bbox=[9, 2, 3, -4]), "negative width or height"),
+    "not an object": ([1, 2], "detections[1] is [1, 2], expected an object with keys"),
+    "text": ("row", "detections[1] is 'row', expected an object with keys"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_entry_is_named_in_one_line(case):
+    entry, message = BROKEN[case]
+    with pytest.raises(DataError) as caught:
+        DetectionTable.from_results([row(), entry, row()])
+    assert message in str(caught.value)
+    assert "detections[1]" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_numbers_of_unusual_kinds_are_read():
+    table = DetectionTable.from_results(
+        [row(image_id=3.0), row(score=2**70, bbox=[0, 0, 2**70, 1])]
+    )
+    assert table.image_ids.tolist() == [3, 1]
+    assert table.scores.tolist() == [0.5, 2.0**70]
+    assert table.xywh[1].tolist() == [0, 0, 2.0**70, 1]
+
+
+@pytest.mark.parametrize("document", [{"annotations": []}, "text", None])
+def test_what_is_no_list_is_refused(document):
+    with pytest.raises(DataError, match="expected a list of COCO results"):
+        DetectionTable.from_results(document)
+
+
+def test_detections_of_unknown_images_and_categories_are_refused(simulate):
+    truth, results = simulate(1)
+    for key in ("image_id", "category_id"):
+        broken = [dict(entry) for entry in results]
+        broken[5][key] = broken[7][key] = 999
+        with pytest.raises(DataError, match=rf"detections\[5\]: {key} 999 .*and 1 more"):
+            coco_metrics(truth, broken)
+
+
+def test_scores_can_be_replaced_but_not_their_number(simulate):
+    truth, results = simulate(2)
+    table = as_detections(results, GroundTruth.from_coco(truth))
+    assert table.with_scores(table.scores / 2).scores.tolist() == (table.scores / 2).tolist()
+    with pytest.raises(DataError, match="scores for"):
+        table.with_scores(table.scores[1:])

@@ -1,0 +1,54 @@
+"""Reading and writing files: every failure names the file in one line."""
+
+import json
+
+import pytest
+
+from aploss.errors import DataError
+from aploss.evaluation import read_detections, read_ground_truth
+from aploss.evaluation.files import write_whole
+
+
+def test_files_are_read(tmp_path, simulate):
+    truth, results = simulate(0)
+    (tmp_path / "gt.json").write_text(json.dumps(truth))
+    (tmp_path / "dets.json").write_text(json.dumps(results))
+    assert len(read_ground_truth(tmp_path / "gt.json")) == len(truth["annotations"])
+    assert len(read_detections(tmp_path / "dets.json")) == len(results)
+
+
+CONTENTS = {
+    "not there": (None, "no such file"),
+    "empty": (b"", "not JSON"),
+    "cut off": (b'[{"image_id": 1,', "not JSON"),
+    "binary": (b"\xff\xfe\x00\x9c", "not JSON"),
+    "too deep": (b"[" * 100_000, "not JSON"),
+    "the other kind": (b'"text"', "the "),
+}
+
+
+@pytest.mark.parametrize("read", [read_ground_truth, read_detections])
+@pytest.mark.parametrize("case", CONTENTS)
+def test_a_file_that_cannot_be_used_is_named(case, read, tmp_path):
+    content, message = CONTENTS[case]
+    path = tmp_path / "some.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        read(path)
+    assert str(caught.value).startswith(f"{path}: {message}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_is_no_file(tmp_path):
+    with pytest.raises(DataError, match="cannot be read"):
+        read_detections(tmp_path)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.json"
+    write_whole(path, "old")
+    monkeypatch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        write_whole(path, "new")
+    assert path.read_text() == "old"
