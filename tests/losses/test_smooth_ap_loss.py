@@ -98,6 +98,14 @@ def test_it_compiles_as_one_graph():
     assert torch.equal(gradient, expected)
 
 
+def test_second_derivative_is_refused():
+    scores, targets = random_boxes()
+    scores.requires_grad_()
+    (gradient,) = torch.autograd.grad(smooth_ap_loss(scores, targets), scores, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        gradient.sum().backward()
+
+
 def test_autocast_changes_nothing():
     scores, targets = random_boxes(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

@@ -1,9 +1,9 @@
 """The error-driven update of Section 3.2 as an operator of its own, for any activation function."""
 
-import torch
 from torch import Tensor
 
-from .ranking.operator import loss_dtype, register_error_driven
+from .ranking.operator import loss_dtype
+from .value_with_gradient import value_with_gradient
 
 __all__ = ["error_driven"]
 
@@ -31,6 +31,7 @@ def error_driven(inputs: Tensor, outputs: Tensor, desired: Tensor) -> Tensor:
         ValueError: the shapes differ, or the inputs are not floating point.
 
     Example:
+        >>> import torch
         >>> logits = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
         >>> one_hot = torch.tensor([0.0, 1.0, 0.0])
         >>> error_driven(logits, logits.softmax(0), one_hot).backward()
@@ -51,17 +52,8 @@ def error_driven(inputs: Tensor, outputs: Tensor, desired: Tensor) -> Tensor:
     return loss
 
 
-@torch.library.custom_op("aploss::error_driven", mutates_args=())
+@value_with_gradient("error_driven")
 def _error_driven(inputs: Tensor, outputs: Tensor, desired: Tensor) -> tuple[Tensor, Tensor]:
     dtype = loss_dtype(inputs.dtype)
     error = outputs.to(dtype) - desired.to(dtype)  # L - L* = -Delta x
     return error.abs().sum(), error.flatten()
-
-
-@_error_driven.register_fake
-def _(inputs: Tensor, outputs: Tensor, desired: Tensor) -> tuple[Tensor, Tensor]:
-    dtype = loss_dtype(inputs.dtype)
-    return inputs.new_empty((), dtype=dtype), inputs.new_empty(inputs.numel(), dtype=dtype)
-
-
-register_error_driven(_error_driven, losses=1)

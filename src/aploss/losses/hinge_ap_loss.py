@@ -4,8 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from .input_checks import check_scores_and_targets
-from .ranking.operator import loss_dtype, register_error_driven
+from .ranking.operator import loss_dtype
 from .value_checks import check_values
+from .value_with_gradient import value_with_gradient
 
 __all__ = ["HingeAPLoss", "hinge_ap_loss"]
 
@@ -54,7 +55,7 @@ class HingeAPLoss(nn.Module):
         return hinge_ap_loss(scores, targets)
 
 
-@torch.library.custom_op("aploss::hinge_ap_loss", mutates_args=())
+@value_with_gradient("hinge_ap_loss")
 def _hinge_ap_loss(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     check_values(scores, targets)
     dtype = loss_dtype(scores.dtype)
@@ -83,15 +84,6 @@ def _hinge_ap_loss(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     gradient[positive_index[positive_order]] = (-per_pair * above.double()).to(dtype)
     gradient[negative_index[negative_order[:moved]]] = (per_pair * passes.double()).to(dtype)
     return loss.to(dtype), gradient
-
-
-@_hinge_ap_loss.register_fake
-def _(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    dtype = loss_dtype(scores.dtype)
-    return scores.new_empty((), dtype=dtype), scores.new_empty(scores.numel(), dtype=dtype)
-
-
-register_error_driven(_hinge_ap_loss, losses=1)
 
 
 def _count_by_passed_positives(positives: Tensor, negatives: Tensor) -> Tensor:

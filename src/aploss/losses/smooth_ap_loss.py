@@ -4,8 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from .input_checks import check_scores_and_targets
-from .ranking.operator import loss_dtype, register_error_driven
+from .ranking.operator import loss_dtype
 from .value_checks import check_values
+from .value_with_gradient import value_with_gradient
 
 __all__ = ["SmoothAPLoss", "smooth_ap_loss"]
 
@@ -81,7 +82,7 @@ class SmoothAPLoss(nn.Module):
         return f"temperature={self.temperature}, log_space={self.log_space}, eps={self.eps}"
 
 
-@torch.library.custom_op("aploss::smooth_ap_loss", mutates_args=())
+@value_with_gradient("smooth_ap_loss")
 def _smooth_ap_loss(
     scores: Tensor, targets: Tensor, temperature: float, log_space: bool, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -102,17 +103,6 @@ def _smooth_ap_loss(
     gradient[is_positive] = on_positives.mul_(scale)
     gradient[is_negative] = on_negatives.mul_(scale)
     return loss.to(flat.dtype), gradient
-
-
-@_smooth_ap_loss.register_fake
-def _(
-    scores: Tensor, targets: Tensor, temperature: float, log_space: bool, eps: float
-) -> tuple[Tensor, Tensor]:
-    dtype = loss_dtype(scores.dtype)
-    return scores.new_empty((), dtype=dtype), scores.new_empty(scores.numel(), dtype=dtype)
-
-
-register_error_driven(_smooth_ap_loss, losses=1)
 
 
 def _smoothed_error(
