@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aploss.errors import ConfigError, DataError
+from aploss.files import write_whole
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
@@ -20,18 +21,18 @@ EXAMPLES = """
   aploss data show builtin --augment paper --size 300 --out augmented.png
 """
 
-DEFAULT_SIZE = 300  # of augmented images: SSD300's
+TILE = 300  # pixels of an image on the sheet
 
 
 def add_arguments(parser: "ArgumentParser") -> None:
     """Declares the options of ``aploss data show``."""
     parser.add_argument("path", type=str, help="dataset folder or file, or 'builtin'")
-    parser.add_argument("--split", type=str, help="part of the dataset (default: all of it)")
+    parser.add_argument("--split", type=str, help="part of the dataset; all of it if not given")
     parser.add_argument(
         "--format",
         choices=["auto", "voc", "coco", "yolo"],
         default="auto",
-        help="how the dataset is written (default: found out)",
+        help="how the dataset is written",
     )
     parser.add_argument(
         "--augment",
@@ -39,12 +40,9 @@ def add_arguments(parser: "ArgumentParser") -> None:
         help="show images as this augmentation hands them to training",
     )
     parser.add_argument(
-        "--size",
-        type=int,
-        nargs="+",
-        help=f"side of augmented images, or height and width (default: {DEFAULT_SIZE})",
+        "--size", type=str, help="of augmented images, as 300 or 240x320 (height x width); 300"
     )
-    parser.add_argument("--count", type=int, default=16, help="how many images (default: 16)")
+    parser.add_argument("--count", type=int, default=16, help="how many images")
     parser.add_argument("--seed", type=int, default=0, help="which images, and which augmentation")
     parser.add_argument("--out", type=Path, required=True, help="picture to write: .png, .jpg ...")
 
@@ -62,7 +60,7 @@ def run(options: "Namespace") -> int:
     captions = [dataset.relative_path(index) for index in indices]
     how = f", augmented as '{options.augment}'" if options.augment else ""
     title = f"{dataset.name} · {dataset.split}: {len(tiles)} of {len(dataset)} images{how}"
-    _write(contact_sheet(tiles, captions, title=title), options.out)
+    _write(contact_sheet(tiles, captions, tile=TILE, title=title), options.out)
     boxes = sum(len(target["boxes"]) for _, target in samples)
     print(f"{options.out}: {title}, {boxes} boxes")
     return 0
@@ -77,8 +75,6 @@ def _check(options: "Namespace") -> None:
         raise ConfigError(f"--seed {options.seed}: give 0 or more")
     if options.size and not options.augment:
         raise ConfigError("--size is that of augmented images: add --augment paper, light or none")
-    if options.size and len(options.size) > 2:
-        raise ConfigError("--size takes one number, or height and width")
     if options.out.suffix.lower() not in Image.registered_extensions():
         raise ConfigError(f"--out {options.out}: no picture format, end its name in .png or .jpg")
 
@@ -98,11 +94,17 @@ def _samples(
         return [dataset[index] for index in indices]
     from aploss.data.batches import AugmentedSamples
 
-    sides = options.size or [DEFAULT_SIZE]
-    samples = AugmentedSamples(
-        dataset, seed=options.seed, preset=options.augment, size=(sides[0], sides[-1])
-    )
+    size = _parse_size(options.size or "300")
+    samples = AugmentedSamples(dataset, seed=options.seed, preset=options.augment, size=size)
     return [samples[0, index] for index in indices]
+
+
+def _parse_size(text: str) -> tuple[int, int]:
+    """Height and width of ``300`` or ``240x320``."""
+    sides = text.lower().split("x")
+    if len(sides) > 2 or not all(side.isdecimal() for side in sides):
+        raise ConfigError(f"--size {text}: write 300, or 240x320 for height x width")
+    return int(sides[0]), int(sides[-1])
 
 
 def _draw(sample: "Sample", dataset: "DetectionDataset") -> "Image.Image":
@@ -115,16 +117,13 @@ def _draw(sample: "Sample", dataset: "DetectionDataset") -> "Image.Image":
         target["labels"].numpy(),
         dataset.class_names,
         dashed=(target["difficult"] | target["crowd"]).numpy(),
+        smallest=TILE,
+        largest=TILE,
     )
 
 
 def _write(sheet: "Image.Image", path: Path) -> None:
-    """Writes to a temporary name first, so that nothing half-written is left."""
-    part = path.with_name(f".{path.stem}.part{path.suffix}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        sheet.save(part)
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise DataError(f"cannot write {path}: {error.strerror or error}") from error
+    from PIL import Image
+
+    kind = Image.registered_extensions()[path.suffix.lower()]
+    write_whole(path, lambda file: sheet.save(file, format=kind))

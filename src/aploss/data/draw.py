@@ -18,7 +18,7 @@ from aploss.reporting.style import INK, MUTED, PAPER, class_colour
 __all__ = ["as_picture", "contact_sheet", "draw_boxes"]
 
 READABLE = 256  # pixels of the longer side below which captions would hide the picture
-GAP = 8
+GAP, CAPTION, TITLE = 8, 12, 17  # pixels
 
 
 def draw_boxes(
@@ -30,6 +30,7 @@ def draw_boxes(
     *,
     dashed: Sequence[bool] | NDArray[Any] | None = None,
     smallest: int = READABLE,
+    largest: int | None = None,
 ) -> Image.Image:
     """Draws labelled boxes on a copy of an image, each class in its colour and with its name.
 
@@ -42,10 +43,12 @@ def draw_boxes(
         scores: [n], shown behind the class names; drawn so that the best lies on top.
         dashed: [n], which boxes have dashed lines (difficult objects and crowds, for instance).
         smallest: images whose longer side is below this are enlarged to it, for captions to be
-            readable. 0 keeps every size.
+            readable. 0 enlarges none.
+        largest: images whose longer side is above this are made smaller before drawing, so that
+            lines and captions keep their size. None keeps every size.
 
     Returns:
-        A picture of the image's size, or larger as `smallest` says.
+        A picture of the image's size, or as `smallest` and `largest` say.
 
     Example:
         >>> grey = np.full((48, 64), 128, dtype=np.uint8)
@@ -53,10 +56,10 @@ def draw_boxes(
         (256, 192)
     """
     picture = as_picture(image)
-    factor = max(1.0, smallest / max(picture.size))
-    if factor > 1:
-        size = (round(picture.width * factor), round(picture.height * factor))
-        picture = picture.resize(size, Image.Resampling.LANCZOS)
+    longer = max(picture.size)
+    target = min(max(longer, smallest), max(longer, smallest) if largest is None else largest)
+    factor = target / longer
+    picture = _scaled(picture, factor)
     corners = np.asarray(boxes, dtype=np.float64).reshape(-1, 4) * factor
     classes = np.asarray(labels, dtype=np.int64).reshape(-1)
     captions = [class_names[label] for label in classes.tolist()]
@@ -109,11 +112,11 @@ def contact_sheet(
         images: at least one; each is scaled to fit its place, its aspect ratio kept.
         captions: one line an image, cut off where too long; None for no lines.
         columns: pictures in a row; as many rows as columns, or one less, where not given.
-        tile: side of the square place of a picture, in pixels.
+        tile: longer side of the pictures, in pixels.
         title: a line above all.
 
     Returns:
-        The sheet.
+        The sheet; a row is as high as its highest picture.
 
     Raises:
         ValueError: for no images, or another number of captions.
@@ -121,45 +124,46 @@ def contact_sheet(
     Example:
         >>> pages = [Image.new("RGB", (40, 30), colour) for colour in ("red", "green", "blue")]
         >>> contact_sheet(pages, columns=2, tile=100).size
-        (224, 224)
+        (224, 174)
     """
     if not images or (captions is not None and len(captions) != len(images)):
         raise ValueError(f"{len(images)} images and {len(captions or ())} captions for a sheet")
     columns = min(len(images), columns or math.ceil(math.sqrt(len(images))))
-    rows = math.ceil(len(images) / columns)
-    line = 0 if captions is None else 20
-    head = 0 if title is None else 34
-    step = tile + GAP
-    size = (columns * step + GAP, head + rows * (step + line) + GAP)
+    fitted = [_scaled(image, tile / max(image.size)) for image in images]
+    texts = [""] * len(images) if captions is None else list(captions)
+    rows = [range(k, min(k + columns, len(images))) for k in range(0, len(images), columns)]
+    heights = [max(fitted[k].height for k in row) for row in rows]
+    line = 0 if captions is None else CAPTION + 8
+    head = 0 if title is None else TITLE + 14
+    size = (GAP + columns * (tile + GAP), GAP + head + sum(heights) + len(rows) * (line + GAP))
     sheet = Image.new("RGB", size, PAPER)
-    pen = ImageDraw.Draw(sheet)
     if title is not None:
-        font = ImageFont.load_default(17)
-        pen.text((GAP, GAP), _shorten(title, font, size[0] - 2 * GAP), fill=INK, font=font)
-    for number, image in enumerate(images):
-        row, column = divmod(number, columns)
-        x, y = GAP + column * step, GAP + head + row * (step + line)
-        fitted = _fit(image, tile)
-        sheet.paste(fitted, (x + (tile - fitted.width) // 2, y + (tile - fitted.height) // 2))
-        if captions is not None:
-            font = ImageFont.load_default(12)
-            text = _shorten(captions[number], font, tile)
-            pen.text((x, y + tile + 3), text, fill=MUTED, font=font)
+        _write(sheet, title, (GAP, GAP), TITLE, INK, size[0] - 2 * GAP)
+    y = GAP + head
+    for row, height in zip(rows, heights, strict=True):
+        for column, k in enumerate(row):
+            x = GAP + column * (tile + GAP)
+            place = (x + (tile - fitted[k].width) // 2, y + (height - fitted[k].height) // 2)
+            sheet.paste(fitted[k], place)
+            _write(sheet, texts[k], (x, y + height + 3), CAPTION, MUTED, tile)
+        y += height + line + GAP
     return sheet
 
 
-def _fit(image: Image.Image, side: int) -> Image.Image:
-    """The image as large as fits into a square, with at least one pixel a side."""
-    factor = side / max(image.size)
+def _scaled(image: Image.Image, factor: float) -> Image.Image:
+    """The image enlarged or reduced, with at least one pixel a side."""
     size = (max(1, round(image.width * factor)), max(1, round(image.height * factor)))
     return image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
 
 
-def _shorten(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
-    """One line no wider than ``width`` pixels, its end cut off where necessary."""
+def _write(
+    sheet: Image.Image, text: str, place: tuple[int, int], height: int, colour: str, width: int
+) -> None:
+    """Writes one line no wider than ``width`` pixels, its end cut off where necessary."""
+    font = ImageFont.load_default(height)
     text = " ".join(text.split())
-    if font.getlength(text) <= width:
-        return text
-    while text and font.getlength(text + "…") > width:
-        text = text[:-1]
-    return text + "…"
+    if font.getlength(text) > width:
+        while text and font.getlength(text + "…") > width:
+            text = text[:-1]
+        text += "…"
+    ImageDraw.Draw(sheet).text(place, text, fill=colour, font=font)
