@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from .input_checks import check_delta, check_scores_and_targets
 from .ranking.across_processes import group_name
 from .ranking.engine import rank_boxes
-from .ranking.operator import loss_dtype, register_error_driven
+from .ranking.operator import ErrorDrivenUpdate, ranking_operator
 
 __all__ = ["APLoss", "ap_loss"]
 
@@ -55,9 +55,8 @@ def ap_loss(
     """
     check_scores_and_targets(scores, targets)
     check_delta(delta)
-    loss: Tensor = _ap_loss(scores, targets, float(delta), interpolated, group_name(process_group))[
-        0
-    ]
+    group = group_name(process_group)
+    loss: Tensor = _ap_loss(scores, targets, float(delta), interpolated, group)[0]
     return loss
 
 
@@ -86,12 +85,10 @@ class APLoss(nn.Module):
         return f"delta={self.delta}, interpolated={self.interpolated}"
 
 
-@torch.library.custom_op("aploss::ap_loss", mutates_args=())
-def _ap_loss(
+def _update(
     scores: Tensor, targets: Tensor, delta: float, interpolated: bool, group: str
-) -> tuple[Tensor, Tensor]:
+) -> ErrorDrivenUpdate:
     ranking = rank_boxes(scores, targets, delta, group=group)
-    dtype = loss_dtype(scores.dtype)
     positives = max(ranking.num_positives, 1)
     rank = 1 + ranking.positives_above + ranking.negatives_above
     error = ranking.negatives_above / rank  # [P] sum_j L_ij = 1 - precision, Eq. (5)
@@ -99,16 +96,14 @@ def _ap_loss(
     kept = error.cummin(0).values if interpolated and len(error) else error
     # Line 11 scales the row L_i; where there is no error there is nothing to scale.
     row_scale = torch.where(error > 0, kept / error, 1.0)
-    gradient = ranking.gradient(row_scale / rank / positives, -kept / positives)
-    return (kept.sum() / positives).to(scores.device, dtype), gradient.to(scores.device)
+    return ErrorDrivenUpdate(
+        ranking,
+        losses=(kept.sum() / positives,),
+        pair_weights=(row_scale / rank / positives,),
+        positive_gradients=(-kept / positives,),
+    )
 
 
-@_ap_loss.register_fake
-def _(
-    scores: Tensor, targets: Tensor, delta: float, interpolated: bool, group: str
-) -> tuple[Tensor, Tensor]:
-    dtype = loss_dtype(scores.dtype)
-    return scores.new_empty((), dtype=dtype), scores.new_empty(scores.numel(), dtype=dtype)
-
-
-register_error_driven(_ap_loss, losses=1)
+_ap_loss = ranking_operator(
+    "ap_loss", _update, options="float delta, bool interpolated, str group", losses=1
+)

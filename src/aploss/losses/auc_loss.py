@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from .input_checks import check_delta, check_scores_and_targets
 from .ranking.across_processes import group_name
 from .ranking.engine import rank_boxes
-from .ranking.operator import loss_dtype, register_error_driven
+from .ranking.operator import ErrorDrivenUpdate, ranking_operator
 
 __all__ = ["AUCLoss", "auc_loss"]
 
@@ -58,19 +58,16 @@ class AUCLoss(nn.Module):
         return f"delta={self.delta}"
 
 
-@torch.library.custom_op("aploss::auc_loss", mutates_args=())
-def _auc_loss(scores: Tensor, targets: Tensor, delta: float, group: str) -> tuple[Tensor, Tensor]:
+def _update(scores: Tensor, targets: Tensor, delta: float, group: str) -> ErrorDrivenUpdate:
     ranking = rank_boxes(scores, targets, delta, group=group)
     pairs = max(ranking.num_positives, 1) * max(ranking.num_negatives, 1)
     error = ranking.negatives_above / pairs  # [P] sum_j L'_ij / |P|
-    gradient = ranking.gradient(torch.full_like(error, 1 / pairs), -error)
-    return error.sum().to(scores.device, loss_dtype(scores.dtype)), gradient.to(scores.device)
+    return ErrorDrivenUpdate(
+        ranking,
+        losses=(error.sum(),),
+        pair_weights=(torch.full_like(error, 1 / pairs),),
+        positive_gradients=(-error,),
+    )
 
 
-@_auc_loss.register_fake
-def _(scores: Tensor, targets: Tensor, delta: float, group: str) -> tuple[Tensor, Tensor]:
-    dtype = loss_dtype(scores.dtype)
-    return scores.new_empty((), dtype=dtype), scores.new_empty(scores.numel(), dtype=dtype)
-
-
-register_error_driven(_auc_loss, losses=1)
+_auc_loss = ranking_operator("auc_loss", _update, options="float delta, str group", losses=1)

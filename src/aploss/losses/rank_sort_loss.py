@@ -9,7 +9,7 @@ from .input_checks import check_delta, check_scores_and_targets
 from .positive_pairs import step_at_zero, steps_between_positives
 from .ranking.across_processes import group_name
 from .ranking.engine import rank_boxes
-from .ranking.operator import loss_dtype, register_error_driven
+from .ranking.operator import ErrorDrivenUpdate, ranking_operator
 
 __all__ = ["RankSort", "RankSortLoss", "rank_sort_loss"]
 
@@ -77,44 +77,20 @@ class RankSortLoss(nn.Module):
         return f"delta={self.delta}"
 
 
-@torch.library.custom_op("aploss::rank_sort_loss", mutates_args=())
-def _rank_sort_loss(
-    scores: Tensor, targets: Tensor, delta: float, group: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _update(scores: Tensor, targets: Tensor, delta: float, group: str) -> ErrorDrivenUpdate:
     ranking = rank_boxes(scores, targets, delta, soft_targets=True, group=group)
     flat_targets = targets.detach().flatten()
     qualities = ranking.from_all(flat_targets[flat_targets > 0])  # y_i
     positives = max(ranking.num_positives, 1)
-
     rank = step_at_zero(delta) + ranking.positives_above + ranking.negatives_above
     ranking_error = ranking.negatives_above / rank  # its target is 0, so this is all to correct
-    on_ranking = ranking.gradient(1 / rank / positives, -ranking_error / positives)
-
-    sorting_error, update = _sorting_error(ranking.positive_scores, qualities, delta)
-    on_sorting = ranking.gradient(None, update / positives)
-
-    dtype, device = loss_dtype(scores.dtype), scores.device
-    return (
-        (ranking_error.sum() / positives).to(device, dtype),
-        (sorting_error.sum() / positives).to(device, dtype),
-        on_ranking.to(device),
-        on_sorting.to(device),
+    sorting_error, sorting_gradient = _sorting_error(ranking.positive_scores, qualities, delta)
+    return ErrorDrivenUpdate(
+        ranking,
+        losses=(ranking_error.sum() / positives, sorting_error.sum() / positives),
+        pair_weights=(1 / rank / positives, None),
+        positive_gradients=(-ranking_error / positives, sorting_gradient / positives),
     )
-
-
-@_rank_sort_loss.register_fake
-def _(
-    scores: Tensor, targets: Tensor, delta: float, group: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dtype = loss_dtype(scores.dtype)
-    shapes: tuple[tuple[int, ...], ...] = ((), (), (scores.numel(),), (scores.numel(),))
-    ranking, sorting, on_ranking, on_sorting = (
-        scores.new_empty(shape, dtype=dtype) for shape in shapes
-    )
-    return ranking, sorting, on_ranking, on_sorting
-
-
-register_error_driven(_rank_sort_loss, losses=2)
 
 
 def _sorting_error(scores: Tensor, qualities: Tensor, delta: float) -> tuple[Tensor, Tensor]:
@@ -137,3 +113,8 @@ def _sorting_error(scores: Tensor, qualities: Tensor, delta: float) -> tuple[Ten
         gradient[block] -= error
         gradient += (error / violations.where(violations > 0, 1.0)) @ violating
     return errors, gradient
+
+
+_rank_sort_loss = ranking_operator(
+    "rank_sort_loss", _update, options="float delta, str group", losses=2
+)

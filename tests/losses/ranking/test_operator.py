@@ -37,14 +37,11 @@ def test_torch_compile_takes_it_in_one_graph(loss, boxes):
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_operator_passes_the_checks_of_torch(loss, make_boxes):
-    from aploss.losses.ap_loss import _ap_loss
-    from aploss.losses.auc_loss import _auc_loss
-
     scores, targets = make_boxes(positives=3, negatives=20, dtype=torch.float32)
     scores.requires_grad_()
     operator, arguments = {
-        ap_loss: (_ap_loss, (scores, targets, 1.0, True, "")),
-        auc_loss: (_auc_loss, (scores, targets, 1.0, "")),
+        ap_loss: (torch.ops.aploss.ap_loss, (scores, targets, 1.0, True, "")),
+        auc_loss: (torch.ops.aploss.auc_loss, (scores, targets, 1.0, "")),
     }[loss]
     # Its gradient is no derivative, so all of opcheck but the comparison with one.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
