@@ -1,7 +1,35 @@
-"""Ranking losses for object detection."""
+"""Ranking losses for object detection, and the losses the paper compares them with."""
 
+from .alrp_loss import ALRP, ALRPLoss, alrp_loss
 from .ap_loss import APLoss, ap_loss
 from .auc_loss import AUCLoss, auc_loss
+from .error_driven import error_driven
+from .focal_loss import FocalLoss, focal_loss
+from .hinge_ap_loss import HingeAPLoss, hinge_ap_loss
 from .input_checks import NonFiniteScoresError
+from .ohem_cross_entropy import OHEMCrossEntropy, ohem_cross_entropy
+from .rank_sort_loss import RankSort, RankSortLoss, rank_sort_loss
+from .smooth_ap_loss import SmoothAPLoss, smooth_ap_loss
 
-__all__ = ["APLoss", "AUCLoss", "NonFiniteScoresError", "ap_loss", "auc_loss"]
+__all__ = [
+    "ALRP",
+    "ALRPLoss",
+    "APLoss",
+    "AUCLoss",
+    "FocalLoss",
+    "HingeAPLoss",
+    "NonFiniteScoresError",
+    "OHEMCrossEntropy",
+    "RankSort",
+    "RankSortLoss",
+    "SmoothAPLoss",
+    "alrp_loss",
+    "ap_loss",
+    "auc_loss",
+    "error_driven",
+    "focal_loss",
+    "hinge_ap_loss",
+    "ohem_cross_entropy",
+    "rank_sort_loss",
+    "smooth_ap_loss",
+]
