@@ -1,0 +1,56 @@
+"""Each small detector learns eight images of the built-in set by heart."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from aploss.data.builtin import builtin_dataset
+from aploss.data.dataset import DetectionDataset
+from aploss.detectors import Detector, build_detector
+from aploss.evaluation.coco_metrics import coco_metrics
+from aploss.evaluation.detections import DetectionTable
+
+STEPS = {"retinanet-tiny": 40, "ssdlite": 80}
+WARM_UP_STEPS = 10
+LEARNING_RATE = 3e-3
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> DetectionDataset:
+    folder: Path = tmp_path_factory.mktemp("builtin")
+    return builtin_dataset("train", cache=folder, counts=(8, 1, 1))
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("loss", ["ap", "focal"])
+def test_eight_images_are_learnt_by_heart(name: str, loss: str, dataset: DetectionDataset) -> None:
+    torch.manual_seed(0)
+    samples = [dataset[index] for index in range(len(dataset))]
+    images = torch.stack([image.as_subclass(Tensor).float() / 255 for image, _ in samples])
+    targets = [target for _, target in samples]
+    height, width = images.shape[-2:]
+    detector = build_detector(
+        name, class_names=dataset.class_names, loss=loss, test_size=(height, width)
+    )
+    _train(detector, images, targets, STEPS[name])
+
+    detector.eval()
+    with torch.inference_mode():
+        detections = detector(images)
+    table = DetectionTable.from_predictions([t["image_id"] for t in targets], detections)
+    assert coco_metrics(dataset.to_coco(), table).AP50 > 0.95
+
+
+def _train(detector: Detector, images: Tensor, targets: list, steps: int) -> None:
+    optimizer = torch.optim.AdamW(detector.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
+    for step in range(steps):
+        cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
+        rate = LEARNING_RATE * min(1.0, (step + 1) / WARM_UP_STEPS) * max(0.02, cosine)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        sum(detector(images, targets).values()).backward()
+        torch.nn.utils.clip_grad_norm_(detector.parameters(), 1.0)
+        optimizer.step()
