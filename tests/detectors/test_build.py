@@ -1,11 +1,12 @@
 """Detectors by name, and rebuilt from their config."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from aploss.detectors import DETECTOR_NAMES, LOSS_NAMES, Detector, build_detector
+from aploss.detectors import DETECTOR_NAMES, LOSS_NAMES, Detector, build_detector, save_detector
 from aploss.detectors.build import detector_options
 from aploss.errors import ConfigError
 from aploss.losses.ap_loss import APLoss
@@ -75,3 +76,19 @@ def test_options_of_a_detector_are_told() -> None:
 def test_state_has_weights_of_backbone_and_head_alone() -> None:
     state = build_detector("retinanet-tiny", class_names=["a"]).state_dict()
     assert {name.split(".")[0] for name in state} == {"backbone", "head"}
+
+
+def test_weights_of_our_own_keep_the_architecture_they_were_trained_with(tmp_path: Path) -> None:
+    """Not the frozen batch norm that torchvision's weights get."""
+    options = {"norm": "group", "anchors_per_cell": 9}
+    trained = build_detector("retinanet-r18", class_names=["a"], **options)
+    file = save_detector(trained, tmp_path / "detector.pt")
+    further = build_detector("retinanet-r18", class_names=["a", "b"], loss="focal", weights=file)
+    assert further.config["norm"] == "group"
+    assert further.config["anchors_per_cell"] == 9
+    assert torch.equal(further.backbone.body.conv1.weight, trained.backbone.body.conv1.weight)
+
+
+def test_no_weights_can_be_said_in_a_word() -> None:
+    detector = build_detector("retinanet-r18", class_names=["a"], weights="none")
+    assert "norm" not in detector.config

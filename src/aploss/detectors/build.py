@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
@@ -42,7 +43,7 @@ def build_detector(
     rank_over: Literal["batch", "image"] = "batch",
     box_loss: Literal["smooth-l1", "giou"] | None = None,
     box_weight: float | Literal["balanced"] | None = None,
-    weights: str | None = None,
+    weights: str | Path | None = None,
     **options: Any,
 ) -> Detector:
     """A detector by name, with any classification loss.
@@ -73,20 +74,14 @@ def build_detector(
         >>> round(sum(weight.numel() for weight in detector.parameters()) / 1e6, 1)
         1.6
     """
-    if name not in _BUILDERS:
-        raise ConfigError(f"there is no detector {name!r}; choose one of: {', '.join(_BUILDERS)}")
-    if not class_names:
-        raise ConfigError("class_names is empty: a detector needs at least one class")
-    for option in options:
-        if option not in detector_options(name):
-            raise ConfigError(
-                f"{name} has no option {option!r}; it has: {', '.join(detector_options(name))}"
-            )
+    _check(name, class_names, options)
+    weights = None if weights == "none" else weights
     if isinstance(loss, str):
         loss = make_loss(loss, **(loss_options or {}))
     elif loss_options:
         raise ConfigError("loss_options go with a loss by name; set the options of a loss object")
-    options = {**_defaults_for_weights(name, weights), **options}
+    if weights is not None:
+        options = {**_defaults_for_weights(name, str(weights)), **options}
     detector = _BUILDERS[name](
         class_names=class_names,
         columns=len(class_names) + takes_background_column(loss),
@@ -116,14 +111,33 @@ def detector_options(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*own, *SETTINGS]))
 
 
-def _defaults_for_weights(name: str, weights: str | None) -> dict[str, Any]:
-    """Options under which torchvision's weights fit; the paper's for ResNets."""
-    if weights is None:
-        return {}
+def _check(name: str, class_names: Sequence[str], options: dict[str, Any]) -> None:
+    if name not in _BUILDERS:
+        raise ConfigError(f"there is no detector {name!r}; choose one of: {', '.join(_BUILDERS)}")
+    if not class_names:
+        raise ConfigError("class_names is empty: a detector needs at least one class")
+    for option in options:
+        if option not in detector_options(name):
+            raise ConfigError(
+                f"{name} has no option {option!r}; it has: {', '.join(detector_options(name))}"
+            )
+
+
+def _defaults_for_weights(name: str, weights: str) -> dict[str, Any]:
+    """Options under which weights fit: those they were trained with, the paper's for ResNets."""
+    if Path(weights).exists():
+        from aploss.detectors.checkpoint_io import checkpoint_file, read_checkpoint
+
+        content = read_checkpoint(checkpoint_file(Path(weights)))
+        if isinstance(content, dict) and "detector" in content:
+            own = set(detector_options(name)) - set(SETTINGS)
+            config = content["detector"]["config"]
+            return {option: config[option] for option in config if option in own}
     if name == "ssdlite":
-        return {"norm": "batch", "reduced_tail": weights != "imagenet"}
+        backbone_alone = weights.startswith(("imagenet", "MobileNet_"))
+        return {"norm": "batch", "reduced_tail": not backbone_alone}
     if name.startswith("retinanet-r"):
         frozen = {"norm": "frozen-bn", "trainable_stages": 3}
-        trained_heads = {"anchors_per_cell": 9, "anchor_grid": "torchvision"}
-        return {**frozen, **trained_heads} if weights == "coco" else frozen
+        of_heads = {"anchors_per_cell": 9, "anchor_grid": "torchvision"}
+        return {**frozen, **of_heads} if weights.startswith(("coco", "RetinaNet_")) else frozen
     return {}
