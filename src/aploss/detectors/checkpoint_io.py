@@ -3,7 +3,7 @@
 import os
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -88,7 +88,8 @@ def written_whole(path: Path) -> Iterator[IO[bytes]]:
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error.strerror}") from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink()
 
 
 def load(path: str | Path, *, device: str | torch.device = "cpu") -> Detector:

@@ -1,0 +1,57 @@
+"""Write a trained run as ONNX.
+
+The file holds the network and, as metadata, everything else that detections need: class names,
+size of images, anchors, calibration and drawing threshold. ``aploss predict FILE.onnx IMAGES...``
+and ``aploss.detectors.export.OnnxDetector`` run it without the run.
+"""
+
+from pathlib import Path
+
+from jsonargparse import ArgumentParser, Namespace
+
+from aploss.errors import ConfigError
+
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+EXAMPLES = """
+  aploss export runs/demo --out detector.onnx
+  aploss export runs/demo/checkpoints/last.pt --out detector.onnx --size 320
+"""
+
+LEAST_SIZE = 32
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the options of the command."""
+    parser.add_argument("run", type=str, help="run folder or checkpoint of a detector")
+    parser.add_argument("--out", type=Path, required=True, help="file to write, such as model.onnx")
+    parser.add_argument(
+        "--size", type=int | None, default=None,
+        help="shorter side of images in pixels (default: as the detector was tested)",
+    )  # fmt: skip
+
+
+def run(options: Namespace) -> int:
+    """Exports, and says what is in the file."""
+    if options.out.suffix.lower() != ".onnx":
+        raise ConfigError(f"--out {options.out}: end its name in .onnx")
+    if options.size is not None and options.size < LEAST_SIZE:
+        raise ConfigError(f"--size {options.size}: give {LEAST_SIZE} or more")
+
+    from aploss.detectors.checkpoint_io import load
+    from aploss.detectors.export import OnnxDetector, export_onnx
+
+    detector = load(options.run)
+    path = export_onnx(detector, options.out, size=options.size)
+    exported = OnnxDetector(path)
+    shorter, longest = exported.test_size
+    if exported.keeps_aspect_ratio:
+        size = f"images of any size, resized to {shorter} pixels, at most {longest}"
+    else:
+        size = f"images resized to {longest}x{shorter} pixels"
+    print(f"{path}: {detector.name}, {path.stat().st_size / 1e6:.1f} MB")
+    print(f"  classes: {', '.join(exported.class_names)}")
+    print(f"  {size}")
+    print(f"  scores: {'calibrated' if exported.calibration is not None else 'not calibrated'}")
+    print("  checked: onnxruntime gives what the detector gives")
+    return 0

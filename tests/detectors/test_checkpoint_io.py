@@ -1,0 +1,114 @@
+"""A detector is the same after a file in between."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from aploss.detectors import Detector, build_detector, load, save_detector
+from aploss.errors import RunError
+from aploss.evaluation.calibration import Calibration
+
+KINDS = [("retinanet-tiny", "ap"), ("retinanet-tiny", "ce-ohem"), ("ssdlite", "focal"),
+         ("retinanet-r18", "ap"), ("ssd300", "ce-ohem")]  # fmt: skip
+
+
+def _detector(name: str = "retinanet-tiny", loss: str = "ap") -> Detector:
+    torch.manual_seed(0)
+    detector = build_detector(name, class_names=["cat", "dog"], loss=loss).eval()
+    detector.calibration = Calibration(x=[0.0, 0.3, 1.0], y=[0.0, 0.7, 0.95])
+    detector.draw_threshold = 0.4
+    return detector
+
+
+@pytest.mark.parametrize(("name", "loss"), KINDS)
+def test_a_loaded_detector_gives_the_very_same_detections(
+    name: str, loss: str, tmp_path: Path
+) -> None:
+    detector = _detector(name, loss)
+    detector.nms_iou, detector.detections_per_image = 0.6, 17
+    if detector.keeps_aspect_ratio:
+        detector.test_size = (64, 96)
+    path = save_detector(detector, tmp_path / "new" / "detector.pt")
+
+    loaded = load(path)
+
+    image = torch.rand(3, 70, 90)
+    with torch.no_grad():
+        (before,), (after,) = detector([image]), loaded([image])
+    assert len(before["scores"]) == 17
+    for key in ("boxes", "scores", "labels"):
+        assert torch.equal(before[key], after[key])
+    assert loaded.class_names == ("cat", "dog")
+    assert loaded.loss_name == loss
+    assert loaded.draw_threshold == 0.4
+    assert loaded.calibration is not None
+    assert loaded.calibration([0.3]).tolist() == [0.7]
+    assert not loaded.training
+
+
+def test_a_run_folder_means_its_best_checkpoint_else_its_last(tmp_path: Path) -> None:
+    detector = _detector()
+    detector.draw_threshold = 0.1
+    save_detector(detector, tmp_path / "checkpoints" / "last.pt")
+    assert load(tmp_path).draw_threshold == 0.1
+    detector.draw_threshold = 0.2
+    save_detector(detector, tmp_path / "checkpoints" / "best.pt")
+    assert load(tmp_path).draw_threshold == 0.2
+    assert load(str(tmp_path / "checkpoints" / "last.pt")).draw_threshold == 0.1
+
+
+def test_a_killed_writer_leaves_the_earlier_file_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_detector(_detector(), tmp_path / "detector.pt")
+    content = path.read_bytes()
+
+    def half(value: object, file: object) -> None:
+        file.write(b"half")  # type: ignore[attr-defined]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(KeyboardInterrupt):
+        save_detector(_detector(), path)
+    assert path.read_bytes() == content
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def _truncated(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_truncated, "cannot be read"),
+        (lambda path: path.write_bytes(b""), "cannot be read"),
+        (lambda path: path.write_bytes(b"not a checkpoint"), "cannot be read"),
+        (lambda path: path.unlink(), "there is no run folder or checkpoint"),
+        (lambda path: torch.save({"state_dict": {}}, path), "holds no detector"),
+        (lambda path: torch.save({"detector": {"config": {}}}, path), "does not fit this version"),
+        (lambda path: torch.save({"detector": print}, path), "could run code"),
+    ],
+)
+def test_a_file_that_holds_no_detector_is_refused_in_one_line(
+    damage: object, message: str, tmp_path: Path
+) -> None:
+    path = save_detector(_detector(), tmp_path / "detector.pt")
+    damage(path)  # type: ignore[operator]
+    with pytest.raises(RunError, match=message) as caught:
+        load(path)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="is it a run folder"):
+        load(tmp_path)
+
+
+def test_a_place_that_cannot_be_written_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(RunError, match="cannot be written"):
+        save_detector(_detector(), tmp_path / "file" / "detector.pt")

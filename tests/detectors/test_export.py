@@ -1,0 +1,147 @@
+"""The ONNX file alone, run by onnxruntime, finds what the detector finds."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+
+from aploss.detectors import Detector, MultiScale, build_detector
+from aploss.detectors.export import OnnxDetector, export_onnx
+from aploss.errors import ConfigError, RunError
+from aploss.evaluation.calibration import Calibration
+
+# one of each kind, sigmoid and softmax; the exporter takes most of the time of these tests
+KINDS = [("retinanet-tiny", "ap"), ("ssdlite", "ap"), ("ssd300", "ce-ohem")]
+
+
+def _detector(name: str, loss: str) -> Detector:
+    """Random, with scores and boxes that differ enough to be told apart."""
+    torch.manual_seed(0)
+    detector = build_detector(name, class_names=["cat", "dog"], loss=loss)
+    for layer in (detector.head.classification_head, detector.head.regression_head):
+        last = list(layer.parameters())[-2:]
+        for weight in last if name == "ssd300" else layer.parameters():
+            if weight.ndim > 1:
+                torch.nn.init.normal_(weight, std=0.05)
+    if detector.keeps_aspect_ratio:
+        detector.test_size = (96, 160)
+    return detector.eval()
+
+
+@pytest.fixture(scope="module", params=KINDS, ids="-".join)
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Detector, OnnxDetector]:
+    if request.param[0] == "retinanet-tiny":
+        detector, path = request.getfixturevalue("tiny")
+        exported = OnnxDetector(path)
+        exported.test_size = detector.test_size
+        return detector, exported
+    detector = _detector(*request.param)
+    path = export_onnx(detector, tmp_path_factory.mktemp("onnx") / "model.onnx")
+    return detector, OnnxDetector(path)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Detector, Path]:
+    """A calibrated detector, and its file for smaller images."""
+    detector = _detector("retinanet-tiny", "ap")
+    detector.calibration = Calibration(x=[0.0, 0.1, 0.4, 1.0], y=[0.0, 0.5, 0.9, 0.95])
+    detector.draw_threshold = 0.55
+    return detector, export_onnx(detector, tmp_path_factory.mktemp("onnx") / "tiny.onnx", size=64)
+
+
+def test_the_exported_detector_gives_the_same_detections(
+    pair: tuple[Detector, OnnxDetector],
+) -> None:
+    detector, exported = pair
+    generator = torch.Generator().manual_seed(0)
+    for size in ((100, 130), (140, 90)):
+        images = [torch.rand(3, *size, generator=generator) for _ in range(2)]
+        with torch.no_grad():
+            expected = detector(images)
+        for one, other in zip(expected, exported(images), strict=True):
+            assert len(one["scores"]) == 100
+            torch.testing.assert_close(other["scores"], one["scores"], rtol=0, atol=1e-4)
+            # relative to the image; two detections with all but equal scores may change places
+            rows, others = (
+                torch.cat([found["boxes"] / max(size), 10.0 * found["labels"][:, None]], dim=1)
+                for found in (one, other)
+            )
+            assert float((rows[:, None] - others).abs().amax(dim=2).amin(dim=1).max()) < 1e-4
+
+
+def test_calibration_threshold_and_size_are_in_the_file(tiny: tuple[Detector, Path]) -> None:
+    detector, path = tiny
+    exported = OnnxDetector(path)
+    assert exported.class_names == ("cat", "dog")
+    assert exported.test_size == (64, 107)
+    assert detector.test_size == (96, 160)  # the detector itself is left alone
+    detector.test_size = (64, 107)
+    pixels = np.random.default_rng(0).integers(0, 256, (80, 100, 3), dtype=np.uint8)
+    (expected,), (found,) = detector.predict(pixels), exported.predict(pixels)
+    detector.test_size = (96, 160)
+    assert 0 < len(expected) < 100
+    assert found.class_names == expected.class_names
+    torch.testing.assert_close(found.scores, expected.scores, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found.boxes, expected.boxes, rtol=1e-4, atol=1e-2)
+
+
+def test_other_programs_can_read_how_to_use_the_file(tiny: tuple[Detector, Path]) -> None:
+    model = onnx.load(tiny[1])
+    onnx.checker.check_model(model)
+    values = {entry.key: entry.value for entry in model.metadata_props}
+    assert json.loads(values["class_names"]) == ["cat", "dog"]
+    assert json.loads(values["scores"]) == "sigmoid"
+    assert json.loads(values["test_size"]) == [64, 107]
+    assert json.loads(values["draw_threshold"]) == 0.55
+    assert json.loads(values["calibration"]) == {"x": [0.0, 0.1, 0.4, 1.0],
+                                                 "y": [0.0, 0.5, 0.9, 0.95]}  # fmt: skip
+    assert "float32 RGB in [0, 1]" in values["about"]
+    session = onnxruntime.InferenceSession(tiny[1], providers=["CPUExecutionProvider"])
+    logits, deltas = session.run(None, {"images": np.zeros((1, 3, 64, 96), dtype=np.float32)})
+    anchors = 6 * (8 * 12 + 4 * 6 + 2 * 3 + 1 * 2)  # strides 8, 16, 32, 64
+    assert logits.shape == (1, anchors, 2)
+    assert deltas.shape == (1, anchors, 4)
+
+
+def test_several_scales_work_with_the_exported_detector(tiny: tuple[Detector, Path]) -> None:
+    detector, path = tiny
+    image = torch.rand(3, 64, 80)
+    exported = OnnxDetector(path)
+    exported.test_size = detector.test_size
+    multi_scale = MultiScale(scales=(1.0, 1.5))
+    with torch.no_grad():
+        (expected,), (found,) = multi_scale(detector, [image]), multi_scale(exported, [image])
+    torch.testing.assert_close(found["scores"], expected["scores"], rtol=0, atol=1e-4)
+
+
+def test_a_fixed_size_is_told_when_another_is_asked_for(
+    pair: tuple[Detector, OnnxDetector],
+) -> None:
+    detector, exported = pair
+    if detector.keeps_aspect_ratio:
+        pytest.skip("takes images of any size")
+    side = detector.test_size[0]
+    with pytest.raises(ConfigError, match=f"takes images of {side}x{side} pixels only"):
+        MultiScale(scales=(2.0,))(exported, [torch.rand(3, 60, 60)])
+
+
+def test_files_that_are_not_exported_detectors_are_refused(
+    tiny: tuple[Detector, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(RunError, match="there is no file"):
+        OnnxDetector(tmp_path / "missing.onnx")
+    (tmp_path / "damaged.onnx").write_bytes(tiny[1].read_bytes()[:1000])
+    with pytest.raises(RunError, match="cannot be run by onnxruntime") as caught:
+        OnnxDetector(tmp_path / "damaged.onnx")
+    assert "\n" not in str(caught.value)
+    model = onnx.load(tiny[1])
+    del model.metadata_props[:]
+    onnx.save(model, tmp_path / "foreign.onnx")
+    with pytest.raises(RunError, match="was not written by 'aploss export'"):
+        OnnxDetector(tmp_path / "foreign.onnx")

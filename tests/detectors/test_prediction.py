@@ -1,0 +1,167 @@
+"""Any kind of picture, calibrated scores, and results that do not depend on the company."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from aploss.detectors import Detector, MultiScale, build_detector
+from aploss.detectors.prediction import image_tensor, predict
+from aploss.errors import DataError
+from aploss.evaluation.calibration import Calibration
+
+
+@pytest.fixture(scope="module")
+def detector() -> Detector:
+    torch.manual_seed(0)
+    detector = build_detector("retinanet-tiny", class_names=["cat", "dog"], test_size=(64, 128))
+    for layer in (detector.head.classification_head, detector.head.regression_head):
+        for weight in layer.parameters():
+            if weight.ndim > 1:
+                torch.nn.init.normal_(weight, std=0.05)
+    return detector.eval()
+
+
+@pytest.fixture(scope="module")
+def pixels() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8)
+
+
+def test_all_kinds_of_pictures_give_the_same_prediction(
+    detector: Detector, pixels: np.ndarray, tmp_path: Path
+) -> None:
+    Image.fromarray(pixels).save(tmp_path / "image.png")
+    chw = torch.from_numpy(pixels).permute(2, 0, 1)
+    kinds = [
+        tmp_path / "image.png",
+        str(tmp_path / "image.png"),
+        Image.fromarray(pixels),
+        pixels,
+        chw,
+        chw.float() / 255,
+        chw.double() / 255,
+    ]
+    predictions = detector.predict(kinds)
+    assert len(predictions) == len(kinds)
+    for prediction in predictions:
+        assert len(prediction) == 100
+        assert prediction.image_size == (70, 50)
+        torch.testing.assert_close(prediction.boxes, predictions[0].boxes, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(prediction.scores, predictions[0].scores)
+        assert prediction.class_names == predictions[0].class_names
+    assert predictions[0].path == str(tmp_path / "image.png")
+    assert predictions[3].path is None
+
+
+def test_a_prediction_is_what_the_detector_gives_with_names(
+    detector: Detector, pixels: np.ndarray
+) -> None:
+    (prediction,) = detector.predict(pixels)
+    with torch.no_grad():
+        (found,) = detector([torch.from_numpy(pixels).permute(2, 0, 1) / 255])
+    assert torch.equal(prediction.boxes, found["boxes"])
+    assert torch.equal(prediction.scores, found["scores"])
+    names = tuple(("cat", "dog")[label] for label in found["labels"].tolist())
+    assert prediction.class_names == names
+    plain = json.loads(json.dumps(prediction.to_dict()))
+    assert (plain["width"], plain["height"]) == (70, 50)
+    assert plain["detections"][3]["class_name"] == names[3]
+    assert plain["detections"][3]["box"] == found["boxes"][3].tolist()
+
+
+def test_scores_are_calibrated_and_the_threshold_is_of_calibrated_scores(
+    detector: Detector, pixels: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (raw,) = detector.predict(pixels)
+    middle = float(raw.scores.median())
+    calibration = Calibration(x=[0.0, middle, 1.0], y=[0.0, 0.6, 0.9])
+    monkeypatch.setattr(detector, "calibration", calibration)
+
+    (calibrated,) = detector.predict(pixels)
+    expected = calibration(raw.scores.double().numpy())
+    np.testing.assert_allclose(calibrated.scores.numpy(), expected, rtol=1e-6)
+    assert torch.equal(calibrated.boxes, raw.boxes)
+
+    monkeypatch.setattr(detector, "draw_threshold", 0.6)
+    (drawn,) = detector.predict(pixels)
+    assert len(drawn) == int((expected >= 0.6).sum()) < 100
+    assert len(detector.predict(pixels, threshold=0.0)[0]) == 100
+    assert len(detector.predict(pixels, threshold=0.95)[0]) == 0
+
+
+def test_the_other_images_of_a_batch_do_not_matter(detector: Detector) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(40, 60), (64, 64), (40, 60), (90, 30), (64, 64)]
+    images = [torch.rand(3, *size, generator=generator) for size in sizes]
+    together = detector.predict(images, batch_size=4)
+    for image, among_others in zip(images, together, strict=True):
+        (alone,) = detector.predict([image])
+        torch.testing.assert_close(among_others.scores, alone.scores, rtol=1e-4, atol=1e-6)
+        # two detections with all but equal scores may change places
+        rows = torch.cat([alone.boxes, 100.0 * alone.labels[:, None]], dim=1)
+        others = torch.cat([among_others.boxes, 100.0 * among_others.labels[:, None]], dim=1)
+        assert float((rows[:, None] - others).abs().amax(dim=2).amin(dim=1).max()) < 1e-2
+
+
+def test_images_are_taken_from_any_iterable_and_a_batch(detector: Detector) -> None:
+    images = torch.rand(3, 3, 40, 60)
+    assert len(detector.predict(images)) == 3
+    assert len(detector.predict(iter(images), batch_size=2)) == 3
+    assert detector.predict([]) == []
+
+
+def test_the_mode_of_the_detector_is_left_as_it_was(detector: Detector) -> None:
+    detector.train()
+    assert len(predict(detector, torch.rand(3, 40, 40))) == 1
+    assert detector.training
+    detector.eval()
+    detector.predict(torch.rand(3, 40, 40))
+    assert not detector.training
+
+
+def test_several_scales_can_be_merged(detector: Detector, pixels: np.ndarray) -> None:
+    (single,) = detector.predict(pixels)
+    (merged,) = detector.predict(pixels, multi_scale=MultiScale())
+    assert merged.scores[0] >= single.scores[0]
+    assert detector.test_size == (64, 128)
+
+
+def test_pillow_images_are_read_as_files_are(tmp_path: Path) -> None:
+    transparent = Image.new("RGBA", (8, 6), (255, 0, 0, 0))
+    deep = Image.fromarray(np.full((6, 8), 32768, dtype=np.uint16))
+    turned = Image.new("RGB", (8, 6), "blue")
+    turned.getexif()[0x0112] = 6  # the camera was held upright
+    for index, image in enumerate((transparent, deep, turned)):
+        path = tmp_path / f"{index}.png"
+        image.save(path, exif=image.getexif())
+        assert torch.equal(image_tensor(image), image_tensor(path))
+    assert image_tensor(turned).shape == (3, 8, 6)
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        (np.zeros((3, 5, 4), dtype=np.uint8), r"uint8 \[H, W, 3\]"),
+        (np.zeros((5, 4, 3)), "float64"),
+        (torch.zeros(1, 5, 4), r"\[3, H, W\], got \[1, 5, 4\]"),
+        (torch.zeros(3, 5, 0), r"\[3, H, W\]"),
+        (torch.full((3, 5, 4), 128.0), "before normalisation"),
+        (torch.full((3, 5, 4), float("nan")), "before normalisation"),
+        (torch.zeros(3, 5, 4, dtype=torch.int64), "int64"),
+        ("no/such/image.jpg", "no such image"),
+        (object(), "must be a path"),
+    ],
+)
+def test_what_is_no_picture_is_refused_with_the_reason(image: object, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        image_tensor(image)  # type: ignore[arg-type]
+
+
+def test_grey_arrays_are_pictures_too() -> None:
+    grey = np.arange(20, dtype=np.uint8).reshape(5, 4)
+    tensor = image_tensor(grey)
+    assert tensor.shape == (3, 5, 4)
+    assert torch.equal(tensor[2], torch.from_numpy(grey) / 255)

@@ -1,0 +1,300 @@
+"""Weights from small files made here, placed where torch.hub would have put a download."""
+
+import logging
+import urllib.error
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torchvision.models import mobilenet_v3_large, resnet18, vgg16
+from torchvision.models.detection import retinanet_resnet50_fpn, ssdlite320_mobilenet_v3_large
+from torchvision.models.detection.ssd import SSDFeatureExtractorVGG
+from torchvision.models.detection.ssdlite import _mobilenet_extractor
+
+from aploss.detectors import build_detector, save_detector
+from aploss.detectors.weights import NAMED_WEIGHTS, load_weights
+from aploss.errors import ConfigError, RunError
+
+RESNET18 = "resnet18-f37072fd.pth"
+RETINANET = "retinanet_resnet50_fpn_coco-eeacb38b.pth"
+SSDLITE = "ssdlite320_mobilenet_v3_large_coco-a79551df.pth"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty torch hub folder, and a machine without network."""
+    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "hub"))
+
+    def no_network(*arguments: object, **options: object) -> None:
+        raise urllib.error.URLError("Network is unreachable")
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", no_network)
+    folder = tmp_path / "hub" / "checkpoints"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _shake(model: nn.Module) -> nn.Module:
+    """Random values everywhere, also where initialisation leaves zeros and ones."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.add_(torch.rand_like(tensor) * 0.02)
+    return model
+
+
+def _random_resnet18() -> dict[str, torch.Tensor]:
+    return _shake(resnet18(weights=None)).state_dict()
+
+
+def test_imagenet_weights_fill_the_backbone_and_leave_the_rest_as_initialised(hub: Path) -> None:
+    state = _random_resnet18()
+    torch.save(state, hub / RESNET18)
+    torch.manual_seed(0)
+    plain = build_detector("retinanet-r18", class_names=["cat"], norm="frozen-bn")
+    torch.manual_seed(0)
+    detector = build_detector("retinanet-r18", class_names=["cat"], norm="frozen-bn")
+
+    report = load_weights(detector, "imagenet")
+
+    for name, tensor in state.items():
+        if not name.startswith("fc.") and not name.endswith("num_batches_tracked"):
+            assert torch.equal(detector.backbone.body.state_dict()[name], tensor), name
+    for name, tensor in plain.state_dict().items():
+        if not name.startswith("backbone.body."):
+            assert torch.equal(detector.state_dict()[name], tensor), name
+    assert report is not None
+    assert all(name.startswith("backbone.body.") for name in report.loaded)
+    assert not report.new
+    assert {name.split(".")[1] for name in report.missing if "backbone" in name} == {"fpn"}
+    assert report.unused == ("backbone.body.fc.weight", "backbone.body.fc.bias")
+
+
+def test_what_was_and_was_not_loaded_is_said(hub: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torch.save(_random_resnet18(), hub / RESNET18)
+    with caplog.at_level(logging.WARNING, logger="aploss"):
+        build_detector("retinanet-r18", class_names=["cat"], weights="imagenet")
+    message = caplog.text
+    assert RESNET18 in message
+    assert "not in the weights, made anew: backbone.fpn (16), head." in message
+    assert "in the weights only, not used: backbone.body (2)" in message
+
+
+def test_without_network_one_line_says_which_file_to_place_where(hub: Path) -> None:
+    with pytest.raises(RunError) as caught:
+        build_detector("retinanet-r18", class_names=["cat"], weights="imagenet")
+    message = str(caught.value)
+    assert "\n" not in message
+    assert f"https://download.pytorch.org/models/{RESNET18}" in message
+    assert str(hub / RESNET18) in message
+    assert "Network is unreachable" in message
+
+
+def test_a_damaged_file_in_the_hub_folder_is_named(hub: Path) -> None:
+    (hub / RESNET18).write_bytes(b"half a download")
+    with pytest.raises(RunError, match=RESNET18) as caught:
+        build_detector("retinanet-r18", class_names=["cat"], weights="imagenet")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_could_run_code_is_refused(tmp_path: Path) -> None:
+    torch.save({"conv1.weight": torch.zeros(1), "run": print}, tmp_path / "evil.pt")
+    with pytest.raises(RunError, match="could run code"):
+        build_detector("retinanet-r18", class_names=["cat"], weights=str(tmp_path / "evil.pt"))
+
+
+def test_every_named_weight_exists_in_torchvision() -> None:
+    from torchvision.models import get_weight
+
+    for names in NAMED_WEIGHTS.values():
+        for name in names.values():
+            assert get_weight(name).url.startswith("https://")
+
+
+def test_names_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match="retinanet-tiny"):
+        build_detector("retinanet-tiny", class_names=["cat"], weights="imagenet")
+    with pytest.raises(ConfigError, match="neither a file nor a name"):
+        build_detector("retinanet-tiny", class_names=["cat"], weights="imagenett")
+
+
+def test_a_classifier_from_a_path_and_by_torchvisions_name_gives_the_same(
+    hub: Path, tmp_path: Path
+) -> None:
+    state = _random_resnet18()
+    torch.save(state, hub / RESNET18)
+    torch.save({"state_dict": {f"module.{k}": v for k, v in state.items()}}, tmp_path / "mine.pth")
+    bodies = [
+        build_detector("retinanet-r18", class_names=["cat"], weights=weights).backbone.body
+        for weights in ("ResNet18_Weights.IMAGENET1K_V1", str(tmp_path / "mine.pth"))
+    ]
+    assert torch.equal(bodies[0].layer4[1].conv2.weight, state["layer4.1.conv2.weight"])
+    assert torch.equal(bodies[1].layer4[1].conv2.weight, state["layer4.1.conv2.weight"])
+
+
+def test_batch_norm_weights_do_not_go_into_group_norms(hub: Path) -> None:
+    torch.save(_random_resnet18(), hub / RESNET18)
+    detector = build_detector("retinanet-r18", class_names=["cat"], norm="group")
+    report = load_weights(detector, "imagenet")
+    assert report is not None
+    assert "backbone.body.bn1.weight" in report.new
+    assert "backbone.body.conv1.weight" in report.loaded
+    assert torch.equal(detector.backbone.body.bn1.weight, torch.ones(64))
+
+
+def test_vgg_weights_land_where_torchvisions_own_extractor_has_them(tmp_path: Path) -> None:
+    classifier = vgg16(weights=None)
+    torch.save(classifier.features.state_dict(prefix="features."), tmp_path / "vgg.pth")
+    detector = build_detector("ssd300", class_names=["cat"], weights=str(tmp_path / "vgg.pth"))
+    expected = SSDFeatureExtractorVGG(classifier.features, highres=False).state_dict()
+    own = detector.backbone.state_dict()
+    convolutions = [n for n in expected if n.startswith(("features.", "extra.0."))][:26]
+    assert convolutions[-1] == "extra.0.5.bias"  # conv5_3, the thirteenth
+    for name in convolutions:
+        assert torch.equal(own[name], expected[name]), name
+
+
+def test_mobilenet_weights_land_where_torchvisions_own_extractor_has_them(tmp_path: Path) -> None:
+    classifier = _shake(mobilenet_v3_large(weights=None))
+    torch.save(classifier.state_dict(), tmp_path / "mobilenet.pth")
+    detector = build_detector("ssdlite", class_names=["cat"], norm="batch", reduced_tail=False)
+    load_weights(detector, tmp_path / "mobilenet.pth")
+    expected = _mobilenet_extractor(classifier, 6, nn.BatchNorm2d).state_dict()
+    own = detector.backbone.state_dict()
+    features = [name for name in expected if name.startswith("features.")]
+    assert len(features) > 250
+    for name in features:
+        assert torch.equal(own[name], expected[name]), name
+
+
+def test_coco_retinanet_gives_torchvisions_own_detections(hub: Path) -> None:
+    """Same boxes: the regression is rescaled to our box code; classes are picked by name."""
+    theirs = retinanet_resnet50_fpn(weights=None, weights_backbone=None, min_size=96, max_size=128)
+    torch.manual_seed(1)
+    for layer in (theirs.head.classification_head.cls_logits, theirs.head.regression_head.bbox_reg):
+        nn.init.normal_(layer.weight, std=0.05)
+    state = theirs.state_dict()
+    old_names = {  # the file on torchvision's server is from before it renamed these
+        f"head.{part}_head.conv.{i}.0.{kind}": f"head.{part}_head.conv.{2 * i}.{kind}"
+        for part in ("classification", "regression")
+        for i in range(4)
+        for kind in ("weight", "bias")
+    }
+    torch.save({old_names.get(k, k): v for k, v in state.items()}, hub / RETINANET)
+    detector = build_detector(
+        "retinanet-r50", class_names=["dog", "person"], weights="coco", test_size=(96, 128),
+        score_threshold=0.0,
+    ).eval()  # fmt: skip
+    # torchvision ranks 91 classes and we only two: none may be cut off on the way
+    theirs.score_thresh = 0.0
+    theirs.topk_candidates = theirs.detections_per_img = 10**6
+    detector.topk_per_level = detector.detections_per_image = 10**6
+    theirs.eval()
+
+    image = torch.rand(3, 96, 128)
+    with torch.no_grad():
+        own, other = detector([image])[0], theirs([image])[0]
+
+    boxes = other["boxes"]  # torchvision keeps boxes that lie outside of the image
+    inside = ((boxes[:, 2:] - boxes[:, :2]) > 0).all(dim=1)
+    dog, person = 18, 1  # COCO's numbers
+    for label, number in ((0, dog), (1, person)):
+        wanted = (other["labels"] == number) & inside
+        mine = own["labels"] == label
+        assert wanted.sum() > 20
+        torch.testing.assert_close(
+            own["scores"][mine], other["scores"][wanted], rtol=1e-3, atol=1e-5
+        )
+        torch.testing.assert_close(
+            own["boxes"][mine][:20], other["boxes"][wanted][:20], rtol=1e-3, atol=1e-2
+        )
+
+
+def test_coco_ssdlite_with_a_softmax_loss_keeps_background_and_known_classes(hub: Path) -> None:
+    state = _shake(ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None)).state_dict()
+    torch.save(state, hub / SSDLITE)
+    detector = build_detector("ssdlite", class_names=["unicorn", "cat"], loss="ce-ohem",
+                              norm="batch")  # fmt: skip
+    before = detector.head.classification_head.module_list[0][1].bias.clone().view(6, 3)
+    report = load_weights(detector, "coco")
+    after = detector.head.classification_head.module_list[0][1].bias.view(6, 3)
+    file = state["head.classification_head.module_list.0.1.bias"].view(6, 91)
+    assert torch.equal(after[:, 0], file[:, 0])  # background
+    assert torch.equal(after[:, 1], before[:, 1])  # unicorn, unknown to COCO
+    assert torch.equal(after[:, 2], file[:, 17])  # cat
+    assert report is not None
+    assert report.classes == ("cat",)
+    assert len(report.by_class) == 12  # weight and bias of six maps
+    assert not report.new
+    assert not report.missing
+    assert "class head: loaded the classes cat" in str(report)
+
+
+def test_coco_ssdlite_with_a_ranking_loss_gets_a_new_class_layer_and_all_boxes(hub: Path) -> None:
+    state = ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None).state_dict()
+    torch.save(state, hub / SSDLITE)
+    detector = build_detector("ssdlite", class_names=["cat"], loss="ap", norm="batch")
+    report = load_weights(detector, "coco")
+    assert report is not None
+    assert len(report.new) == 12  # softmax logits say nothing about sigmoid scores
+    assert all("classification_head.module_list" in name for name in report.new)
+    box_layer = "head.regression_head.module_list.5.1.weight"
+    assert torch.equal(detector.state_dict()[box_layer], state[box_layer])
+
+
+def test_our_checkpoints_load_class_by_class_in_any_order(tmp_path: Path) -> None:
+    trained = build_detector("retinanet-tiny", class_names=["cat", "dog", "bird"])
+    _shake(trained)
+    save_detector(trained, tmp_path / "trained.pt")
+    detector = build_detector("retinanet-tiny", class_names=["dog", "horse", "cat"])
+    new_bias = detector.head.classification_head.cls_logits.bias.clone().view(6, 3)
+    report = load_weights(detector, tmp_path / "trained.pt")
+    bias = detector.head.classification_head.cls_logits.bias.view(6, 3)
+    trained_bias = trained.head.classification_head.cls_logits.bias.view(6, 3)
+    assert torch.equal(bias[:, 0], trained_bias[:, 1])
+    assert torch.equal(bias[:, 1], new_bias[:, 1])
+    assert torch.equal(bias[:, 2], trained_bias[:, 0])
+    assert report is not None
+    assert report.classes == ("dog", "cat")
+    assert torch.equal(
+        detector.head.regression_head.bbox_reg.weight, trained.head.regression_head.bbox_reg.weight
+    )
+
+
+def test_a_state_dict_of_ours_is_not_rescaled_as_torchvisions(tmp_path: Path) -> None:
+    trained = _shake(build_detector("retinanet-tiny", class_names=["cat"]))
+    torch.save(trained.state_dict(), tmp_path / "state.pt")
+    detector = build_detector("retinanet-tiny", class_names=["cat"])
+    report = load_weights(detector, tmp_path / "state.pt")
+    assert report is not None
+    assert report.complete
+    for name, tensor in trained.state_dict().items():
+        assert torch.equal(detector.state_dict()[name], tensor), name
+
+
+def test_a_class_head_of_unnamed_classes_loads_only_in_the_same_shape(tmp_path: Path) -> None:
+    trained = _shake(build_detector("retinanet-tiny", class_names=["cat", "dog"]))
+    torch.save(trained.state_dict(), tmp_path / "state.pt")
+    detector = build_detector("retinanet-tiny", class_names=["cat", "dog", "bird"])
+    report = load_weights(detector, tmp_path / "state.pt")
+    assert report is not None
+    layer = "head.classification_head.cls_logits"
+    assert report.new == (f"{layer}.weight", f"{layer}.bias")
+    assert "of another shape or kind, made anew: head.classification_head (2)" in str(report)
+
+
+def test_weights_that_fit_nowhere_and_files_without_weights_are_refused(tmp_path: Path) -> None:
+    torch.save({"encoder.weight": torch.zeros(3)}, tmp_path / "other.pt")
+    with pytest.raises(ConfigError, match="nothing in the weights"):
+        build_detector("retinanet-tiny", class_names=["a"], weights=str(tmp_path / "other.pt"))
+    torch.save([1, 2, 3], tmp_path / "list.pt")
+    with pytest.raises(RunError, match="holds no weights"):
+        build_detector("retinanet-tiny", class_names=["a"], weights=str(tmp_path / "list.pt"))
+
+
+def test_no_weights_is_a_choice(tmp_path: Path) -> None:
+    detector = build_detector("retinanet-tiny", class_names=["a"])
+    assert load_weights(detector, None) is None
+    assert load_weights(detector, "none") is None
