@@ -1,7 +1,7 @@
 """Average precision as COCO and VOC measure it, curves, matching and calibration of scores.
 
-Needs numpy to import; faster-coco-eval and scikit-learn when a COCO metric is computed or a
-calibration fitted. Ground truth is a COCO dict or a :class:`GroundTruth`, detections are COCO
+Imports numpy alone; faster-coco-eval and scikit-learn are imported when a COCO metric is computed
+or a calibration fitted. Ground truth is a COCO dict or a :class:`GroundTruth`, detections are COCO
 results or a :class:`DetectionTable`.
 """
 
