@@ -201,6 +201,8 @@ def test_mistakes_are_named(tiny: Detector) -> None:
         copy.deepcopy(tiny).train()(torch.rand(1, 3, 64, 64))
     with pytest.raises(DataError, match="at least one image"):
         tiny([])
+    with pytest.raises(DataError, match=r"floats in \[0, 1\], got torch.uint8"):
+        tiny([torch.zeros(3, 128, 128, dtype=torch.uint8)])
     with pytest.raises(ConfigError, match="norm must be one of frozen-bn, group, batch"):
         build_detector("retinanet-r18", class_names=CLASSES, norm="layer")
     with pytest.raises(ConfigError, match="anchors_per_cell must be 6 or 9"):

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models.detection._utils import BoxCoder
 
 from aploss.detectors.criterion import Criterion
+from aploss.detectors.image_batch import pad_images, resize_image
 from aploss.detectors.losses_by_name import describe_loss, takes_background_column
 from aploss.detectors.postprocess import postprocess
 from aploss.errors import ConfigError, DataError
@@ -251,40 +251,14 @@ class Detector(nn.Module):
 
     def resize(self, image: Tensor) -> Tensor:
         """An image [3, h, w] in the size for inference, see ``test_size``."""
-        height, width = image.shape[-2:]
-        shorter, longest = self.test_size
-        if self.keeps_aspect_ratio:
-            scale = min(shorter / min(height, width), longest / max(height, width))
-            size = (max(1, round(height * scale)), max(1, round(width * scale)))
-        else:
-            size = (shorter, longest)
-        if size == (height, width):
-            return image
-        # Training images are shrunk with antialiasing, too; MPS lacks the operator.
-        antialias = image.device.type != "mps" and (size[0] < height or size[1] < width)
-        return F.interpolate(
-            image[None], size=size, mode="bilinear", align_corners=False, antialias=antialias
-        )[0]
+        return resize_image(image, self.test_size, keeps_aspect_ratio=self.keeps_aspect_ratio)
 
     def pad(self, images: Tensor | Sequence[Tensor]) -> tuple[Tensor, list[tuple[int, int]]]:
         """One batch of images of any size, and the height and width of each inside it.
 
-        The padding, at the right and the bottom, has the mean colour, which is 0 for the network.
+        The padding has the mean colour, which is 0 for the network.
         """
-        device = self.image_mean.device
-        sizes = [(image.shape[-2], image.shape[-1]) for image in images]
-        if not sizes:
-            raise DataError("a detector needs at least one image")
-        height, width = (
-            -(-max(size[axis] for size in sizes) // self.size_divisor) * self.size_divisor
-            for axis in (0, 1)
-        )
-        if isinstance(images, Tensor) and images.shape[-2:] == (height, width):
-            return images.to(device), sizes
-        batch = self.image_mean.expand(len(sizes), 3, height, width).clone()
-        for row, image in zip(batch, images, strict=True):
-            row[:, : image.shape[1], : image.shape[2]].copy_(image)
-        return batch, sizes
+        return pad_images(images, colour=self.image_mean, size_divisor=self.size_divisor)
 
     def compile(self, *arguments: Any, **options: Any) -> None:
         """Compiles what has weights with ``torch.compile``; labels and NMS stay as they are."""
