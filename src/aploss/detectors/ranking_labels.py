@@ -158,8 +158,9 @@ def _claims(overlaps: Tensor) -> Tensor:
     strength = best[objects]
     strongest = strength.new_zeros(num_anchors).scatter_reduce(0, positions, strength, "amax")
     won = strength == strongest[positions]
-    claims = torch.full((num_anchors,), count, device=overlaps.device)
-    claims = claims.scatter_reduce(0, positions[won], objects[won], "amin")
+    first = strength.new_full((num_anchors,), count)  # as floats, since MPS reduces no int64
+    first = first.scatter_reduce(0, positions[won], objects[won].to(first), "amin")
+    claims = first.long()
     has_claim = torch.zeros(count + 1, dtype=torch.bool, device=overlaps.device)
     has_claim[claims] = True
     for loser in (found & ~has_claim[:count]).nonzero().squeeze(1).tolist():
