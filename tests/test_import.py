@@ -3,6 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
+import aploss
+
 EXTRAS = (
     "torchvision",
     "matplotlib",
@@ -19,10 +23,11 @@ import sys, time
 import torch
 sys.modules.update(dict.fromkeys({absent}))  # None: an import of it fails
 start = time.perf_counter()
-import aploss
+from aploss import APLoss
 print(time.perf_counter() - start)
 """
 USE = """
+import aploss
 scores = torch.tensor([2.0, 1.0, 0.0], requires_grad=True)
 aploss.ap_loss(scores, torch.tensor([0, 1, 0]), delta=0).backward()
 assert scores.grad.tolist() == [0.5, -0.5, 0.0]
@@ -41,3 +46,16 @@ def test_import_takes_well_under_a_second_and_leaves_numba_for_later():
 
 def test_a_loss_is_computed_without_the_extras():
     assert run(IMPORT.format(absent=EXTRAS) + USE) > 0
+
+
+def test_the_command_line_answers_without_torch():
+    script = "import sys; sys.modules['torch'] = None; from aploss.cli.main import main; main([])"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "usage: aploss COMMAND" in result.stdout
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'FocalLos'"):
+        aploss.FocalLos  # noqa: B018
+    assert "ap_loss" in dir(aploss)

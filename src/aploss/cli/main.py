@@ -6,6 +6,7 @@ that ``aploss --help`` answers at once.
 """
 
 import sys
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
@@ -24,6 +25,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
     ("data", "check"): ("data_check", "count a dataset and list every problem in it"),
     ("data", "show"): ("data_show", "draw a contact sheet with the boxes"),
     ("data", "convert"): ("data_convert", "write a dataset in another format"),
+    ("theory",): ("theory", "put the paper's theorems to the test, a page each"),
     ("bench",): ("bench", "measure the losses, the data loading and the training step"),
 }
 
@@ -62,12 +64,15 @@ def _find_command(words: list[str]) -> tuple[str, ...] | None:
 
 def _run(command: tuple[str, ...], arguments: list[str]) -> int:
     try:
-        from jsonargparse import ArgumentParser
+        from jsonargparse import ArgumentParser, DefaultHelpFormatter
     except ImportError as error:
         raise AplossError(
             f"the command line needs the extra 'detect' ({error.name} is missing): "
             "pip install 'aploss[detect]'"
         ) from None
+
+    class Formatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
+        """Keeps the lines of the examples."""
 
     module_name, line = COMMANDS[command]
     module = import_module(f"aploss.cli.{module_name}")
@@ -75,7 +80,7 @@ def _run(command: tuple[str, ...], arguments: list[str]) -> int:
         prog=f"aploss {' '.join(command)}",
         description=line[0].upper() + line[1:] + ".",
         epilog=f"examples:\n{module.EXAMPLES.strip()}",
-        exit_on_error=True,
+        formatter_class=Formatter,
     )
     module.add_arguments(parser)
     return int(module.run(parser.parse_args(arguments)) or 0)

@@ -1,0 +1,14 @@
+"""The paper's theorems and claims, each put to the test: Appendices 1-4 and Figure 1."""
+
+from aploss.theory import consistency, convergence, imbalance, inseparable, smoothed_failure
+from aploss.theory.study import Study, StudyFunction, write_study
+
+__all__ = ["STUDIES", "Study", "write_study"]
+
+STUDIES: dict[str, StudyFunction] = {
+    "convergence": convergence.convergence,
+    "smoothed-failure": smoothed_failure.smoothed_failure,
+    "inseparable": inseparable.inseparable,
+    "consistency": consistency.consistency,
+    "imbalance": imbalance.imbalance,
+}

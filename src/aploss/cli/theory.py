@@ -1,0 +1,46 @@
+"""Puts the paper's theorems to the test."""
+
+import time
+from pathlib import Path
+from typing import Literal
+
+from jsonargparse import ArgumentParser, Namespace
+
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+EXAMPLES = """
+  aploss theory                     all five, a page each
+  aploss theory smoothed-failure
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "name",
+        nargs="?",
+        type=Literal[
+            "all", "convergence", "smoothed-failure", "inseparable", "consistency", "imbalance"
+        ],
+        default="all",
+        help="which study",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the random problems")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/theory"), help="folder for the pages"
+    )
+
+
+def run(options: Namespace) -> int:
+    from aploss.theory import STUDIES, write_study
+
+    holds = True
+    for name in STUDIES if options.name == "all" else [options.name]:
+        start = time.perf_counter()
+        study = STUDIES[name](options.seed)
+        page = write_study(study, options.out / name)
+        print(f"{study.title} ({study.place}), {time.perf_counter() - start:.0f} s")
+        for verdict in study.verdicts:
+            print(f"  {verdict.word}: {verdict.claim}")
+        print(f"  {page}", flush=True)
+        holds = holds and study.holds
+    return 0 if holds else 1

@@ -1,0 +1,153 @@
+"""Figure 1: easy negatives make accuracy high and classification losses deaf, but not AP."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aploss.losses import ap_loss, auc_loss, focal_loss
+from aploss.reporting.blocks import Figure, Table, Verdict
+from aploss.reporting.plots import Series, line_plot
+from aploss.theory.study import Study
+
+__all__ = ["Gradients", "gradients_with", "imbalance", "metrics_with"]
+
+EASY = (0, 100, 1_000, 10_000, 100_000, 1_000_000)
+POSITIVES, HARD = 30, 60
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+LOSSES: dict[str, Loss] = {
+    "ce": lambda s, t: F.binary_cross_entropy_with_logits(s, t.to(s), reduction="sum") / t.sum(),
+    "focal": focal_loss,
+    "auc": auc_loss,
+    "ap": ap_loss,
+}
+NAMES = {"ce": "cross-entropy", "focal": "focal loss", "auc": "AUC-loss", "ap": "AP-loss"}
+
+
+def imbalance(seed: int = 0) -> Study:
+    """Adds easy negatives to a fixed hard problem; looks at the metrics and at the gradients."""
+    random = torch.Generator().manual_seed(seed)
+    scores, targets = _hard_problem(random)
+    easy = -7 + 0.5 * torch.randn(max(EASY), dtype=torch.float64, generator=random)
+    metrics = [metrics_with(scores, targets, easy[:n]) for n in EASY]
+    gradients = {
+        name: [gradients_with(loss, scores, targets, easy[:n]) for n in EASY]
+        for name, loss in LOSSES.items()
+    }
+    share = {name: [g.easy_share for g in rows] for name, rows in gradients.items()}
+    strength = {
+        name: [g.on_hard / rows[0].on_hard for g in rows] for name, rows in gradients.items()
+    }
+    accuracy, precision = np.array(metrics).T
+    x = [max(n, 10) for n in EASY]
+    return Study(
+        name="imbalance",
+        title="What easy negatives do to metrics and losses",
+        place="Figure 1 and Section 1",
+        text=_TEXT,
+        figures=[
+            Figure(
+                line_plot(
+                    [
+                        Series(name="accuracy", x=x, y=accuracy, markers=True),
+                        Series(name="average precision", x=x, y=precision, markers=True),
+                    ],
+                    x_label="easy negatives added",
+                    y_label="metric",
+                    log_x=True,
+                    y_range=(0, 1.03),
+                ),
+                "The same mistakes at the top of the ranking: accuracy forgets them, AP does not.",
+            ),
+            _loss_figure(x, share, "share of the gradient on easy negatives", "Easy negatives "
+                         "take over cross-entropy's gradient, and a part of focal loss's; the "
+                         "ranking losses do not move them at all.", log_y=False),
+            _loss_figure(x, strength, "gradient on hard boxes, relative", "What is left for the "
+                         "boxes that are ranked wrongly. AUC-loss divides by the number of "
+                         "negatives: it fades. AP-loss does not change.", log_y=True),
+        ],
+        tables=[
+            Table(
+                columns=["easy negatives", "accuracy", "AP", *(NAMES[n] for n in LOSSES)],
+                rows=[
+                    [n, accuracy[k], precision[k], *(share[name][k] for name in LOSSES)]
+                    for k, n in enumerate(EASY)
+                ],
+                caption="Last columns: share of the gradient that easy negatives get.",
+            )
+        ],
+        verdicts=[
+            Verdict(bool(accuracy[-1] > 0.999), "Accuracy ends above 0.999."),
+            Verdict(bool(np.ptp(precision) == 0), "AP does not change at all."),
+            Verdict(share["ce"][-1] > 0.9, "They end with over 90 % of cross-entropy's gradient."),
+            Verdict(share["focal"][-1] < share["ce"][-1] / 5, "Focal loss holds them down."),
+            Verdict(max(share["ap"] + share["auc"]) == 0, "Ranking losses give them no gradient."),
+            Verdict(strength["auc"][-1] < 1e-3, "AUC-loss on hard boxes fades to under 1/1000."),
+            Verdict(
+                max(abs(s - 1) for s in strength["ap"]) < 1e-12,
+                "AP-loss keeps its gradient on the hard boxes (1e-12).",
+            ),
+        ],
+        numbers={
+            "easy": EASY, "accuracy": accuracy.tolist(), "average_precision": precision.tolist(),
+            "easy_share": share, "strength_on_hard": strength,
+        },
+    )  # fmt: skip
+
+
+_TEXT = f"""
+A batch with {POSITIVES} positives and {HARD} hard negatives whose scores overlap, as at the top
+of a detector's ranking, and below them more and more easy negatives far from every positive, as a
+detector has tens of thousands of. Nothing about the detections changes.
+
+For every loss the gradient on the scores is computed. First: which share of it, in absolute
+value, goes to the easy negatives? Second: how strong is what remains on the positives and hard
+negatives, relative to a batch without easy ones?
+"""
+
+
+class Gradients:
+    """Absolute gradient on the hard boxes and on the easy negatives."""
+
+    def __init__(self, gradient: Tensor, easy: int) -> None:
+        size = len(gradient) - easy
+        self.on_hard = float(gradient[:size].abs().sum())
+        self.on_easy = float(gradient[size:].abs().sum())
+
+    @property
+    def easy_share(self) -> float:
+        return self.on_easy / (self.on_easy + self.on_hard)
+
+
+def _hard_problem(random: torch.Generator) -> tuple[Tensor, Tensor]:
+    scores = torch.randn(POSITIVES + HARD, dtype=torch.float64, generator=random)
+    targets = torch.tensor([1] * POSITIVES + [0] * HARD)
+    return scores + 0.7 * targets - 0.5, targets
+
+
+def metrics_with(scores: Tensor, targets: Tensor, easy: Tensor) -> tuple[float, float]:
+    """Accuracy at a threshold of 0, and average precision, with the easy negatives added."""
+    scores, targets = torch.cat([scores, easy]), F.pad(targets, (0, len(easy)))
+    accuracy = ((scores > 0) == (targets == 1)).double().mean()
+    return float(accuracy), 1 - float(ap_loss(scores, targets, delta=0, interpolated=False))
+
+
+def gradients_with(loss: Loss, scores: Tensor, targets: Tensor, easy: Tensor) -> Gradients:
+    """The gradient of a loss with the easy negatives added."""
+    leaf = torch.cat([scores, easy]).requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(leaf, F.pad(targets, (0, len(easy)))), leaf)
+    return Gradients(gradient, len(easy))
+
+
+def _loss_figure(
+    x: list[int], values: dict[str, list[float]], label: str, caption: str, *, log_y: bool
+) -> Figure:
+    series = [
+        Series(name="cross-entropy" if name == "ce" else name, x=x, y=y, markers=True)
+        for name, y in values.items()
+    ]
+    svg = line_plot(series, x_label="easy negatives added", y_label=label, log_x=True, log_y=log_y)
+    return Figure(svg, caption)

@@ -1,0 +1,199 @@
+"""Appendix 3: on inseparable data the mean AP-loss stays below a bound set by the best model."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linprog, minimize
+
+from aploss.reporting.blocks import Figure, Table, Verdict
+from aploss.reporting.plots import Series, line_plot
+from aploss.theory.study import Study
+
+__all__ = [
+    "Bounds",
+    "bounds_of",
+    "inseparable",
+    "is_separable",
+    "make_inseparable",
+    "mean_losses",
+    "surrogate_step",
+]
+
+DELTA = 1.0
+STEPS = 30_000
+POSITIVES, NEGATIVES, DIMENSIONS = 40, 60, 4
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What the bounds need of a weight vector u: Z(u) and ||u - theta^(1)||²."""
+
+    first: float  # final_bound1 without its last term
+    second: float  # final_bound2 without its last term
+    transient: float  # T times the last term
+
+    def after(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Both bounds after so many steps."""
+        return self.first + self.transient / steps, self.second + self.transient / steps
+
+
+def inseparable(seed: int = 0) -> Study:
+    """Runs the modified algorithm offline and compares its mean AP-loss with both bounds."""
+    random = np.random.default_rng(seed)
+    differences, sizes = make_inseparable(random)
+    means = mean_losses(differences, sizes)
+    steps = np.arange(1, STEPS + 1)
+    candidates = [bounds_of(u, differences, sizes) for u in _good_weights(differences, sizes)]
+    # Both hold for every u, so the smallest over some u holds too.
+    first = np.min([c.after(steps)[0] for c in candidates], axis=0)
+    second = np.min([c.after(steps)[1] for c in candidates], axis=0)
+    shown = np.unique(np.geomspace(1, STEPS, 200).astype(int)) - 1
+    at_end = (means[-1], first[-1], second[-1])
+    return Study(
+        name="inseparable",
+        title="AP-loss is bounded on inseparable data",
+        place="Section 3.3 and Appendix 3",
+        text=_TEXT,
+        figures=[
+            Figure(
+                line_plot(
+                    [
+                        Series(name="mean AP-loss", x=steps[shown], y=means[shown]),
+                        Series(name="bound 1 (few errors)", x=steps[shown], y=first[shown]),
+                        Series(name="bound 2 (many errors)", x=steps[shown], y=second[shown]),
+                    ],
+                    x_label="steps T",
+                    y_label="mean over the first T steps",
+                    log_x=True,
+                    log_y=True,
+                ),
+                "The bounds fall with 1/T to what the best linear model leaves over; "
+                "above 1 a bound says nothing, since the AP-loss is at most 1.",
+            )
+        ],
+        tables=[
+            Table(
+                columns=["T", "mean AP-loss", "bound 1", "bound 2"],
+                rows=[
+                    [t, float(means[t - 1]), float(first[t - 1]), float(second[t - 1])]
+                    for t in (10, 100, 1000, STEPS)
+                ],
+            )
+        ],
+        verdicts=[
+            Verdict(bool((means <= first).all()), "Bound 1 holds for every T."),
+            Verdict(bool((means <= second).all()), "Bound 2 holds for every T."),
+            Verdict(
+                bool(min(first[-1], second[-1]) < 1), "At the end a bound is below 1: it tells."
+            ),
+            Verdict(
+                not is_separable(differences, sizes), "No linear model ranks this data perfectly."
+            ),
+        ],
+        numbers=dict(zip(("mean_loss", "bound1", "bound2"), map(float, at_end), strict=True)),
+    )
+
+
+_TEXT = """
+The positives and negatives overlap, so no linear model ranks them perfectly. Appendix 3 changes
+the algorithm a little: the numerator of L_ij takes the piecewise step function, the denominator
+keeps the Heaviside step. That makes every update a gradient step on a convex surrogate, and with
+the step size delta / R² the accumulated AP-loss is bounded by what any fixed weight vector u
+achieves, measured by Z(u), the largest sum over the negatives of Q(x_ij(u)) for a positive i.
+
+Both bounds hold for every u. Here u is found by minimising Z(u), scaled to several lengths, and
+the best bound for every T is drawn.
+"""
+
+
+def make_inseparable(random: np.random.Generator) -> tuple[np.ndarray, tuple[int, int]]:
+    """Pairwise differences f_j - f_i [P, N, D] of overlapping clouds, and (P, N)."""
+    positive = random.normal(size=(POSITIVES, DIMENSIONS))
+    negative = random.normal(size=(NEGATIVES, DIMENSIONS))
+    positive[:, 0] += 4.5
+    positive[0, 0] -= 3.5  # one positive among the negatives, and one negative among the positives
+    negative[0, 0] += 3.5
+    features = np.concatenate([positive, negative])
+    features /= np.abs(features).max()
+    return features[None, :] - features[:, None], (POSITIVES, NEGATIVES)
+
+
+def is_separable(differences: np.ndarray, sizes: tuple[int, int]) -> bool:
+    """Whether some theta has every x_ij <= -1, asked of a linear program."""
+    pairs = _negatives_of(differences, sizes).reshape(-1, differences.shape[-1])
+    program = linprog(
+        np.zeros(pairs.shape[1]), A_ub=pairs, b_ub=-np.ones(len(pairs)), bounds=(None, None)
+    )
+    return bool(program.status == 0)
+
+
+def _step(x: np.ndarray) -> np.ndarray:
+    """The piecewise step function H~ (Section 3.4)."""
+    return np.clip(x / (2 * DELTA) + 0.5, 0, 1)
+
+
+def _integral_of_step(x: np.ndarray) -> np.ndarray:
+    """Q(x), the integral of the piecewise step function up to x."""
+    return np.where(x > DELTA, x, np.clip(x + DELTA, 0, None) ** 2 / (4 * DELTA))
+
+
+def _negatives_of(values: np.ndarray, sizes: tuple[int, int]) -> np.ndarray:
+    """The pairs of a positive i and a negative j out of all pairs."""
+    return values[: sizes[0], sizes[0] :]
+
+
+def surrogate_step(
+    theta: np.ndarray, differences: np.ndarray, sizes: tuple[int, int]
+) -> tuple[float, np.ndarray]:
+    """AP-loss at theta, and the gradient of the surrogate: sum of L~_ij (f_j - f_i) / |P|."""
+    x = differences @ theta  # x_ij = s_j - s_i, all pairs
+    above = x[: sizes[0]] >= 0
+    rank = above.sum(1)  # 1 + sum over k != i of H(x_ik): i itself has H(0) = 1
+    pairs = _negatives_of(x, sizes)
+    loss = float(((pairs >= 0).sum(1) / rank).mean())
+    terms = _step(pairs) / rank[:, None] / sizes[0]
+    return loss, np.einsum("ij,ijd->d", terms, _negatives_of(differences, sizes))
+
+
+def _spectral_norm(differences: np.ndarray, sizes: tuple[int, int]) -> float:
+    """R: the norm of dX/dtheta over the pairs of a positive and a negative."""
+    pairs = _negatives_of(differences, sizes).reshape(-1, differences.shape[-1])
+    return float(np.linalg.norm(pairs, ord=2))
+
+
+def mean_losses(differences: np.ndarray, sizes: tuple[int, int]) -> np.ndarray:
+    """Mean AP-loss of the first T steps, for T = 1 ... STEPS, from theta^(1) = 0."""
+    rate = DELTA / _spectral_norm(differences, sizes) ** 2
+    theta = np.zeros(differences.shape[-1])
+    losses = np.empty(STEPS)
+    for step in range(STEPS):
+        losses[step], gradient = surrogate_step(theta, differences, sizes)
+        theta -= rate * gradient
+    return losses.cumsum() / np.arange(1, STEPS + 1)
+
+
+def bounds_of(u: np.ndarray, differences: np.ndarray, sizes: tuple[int, int]) -> Bounds:
+    """final_bound1 and final_bound2 for a weight vector."""
+    sums = _integral_of_step(_negatives_of(differences @ u, sizes)).sum(1)  # A_i(u)
+    scaled = 8 / DELTA * float(sums.max())  # 8/delta Z(u)
+    norm = _spectral_norm(differences, sizes)
+    return Bounds(
+        first=(math.log(sizes[0]) + 1) / sizes[0] * scaled,
+        second=scaled / (1 + scaled),
+        transient=4 * norm**2 * float(u @ u) / DELTA**2,
+    )
+
+
+def _good_weights(differences: np.ndarray, sizes: tuple[int, int]) -> list[np.ndarray]:
+    """Weight vectors with a small Z(u), of several lengths."""
+    pairs = _negatives_of(differences, sizes)
+
+    def objective(u: np.ndarray, sharpness: float = 20.0) -> float:
+        sums = _integral_of_step(pairs @ u).sum(1)
+        return float(
+            np.log(np.exp(sharpness * (sums - sums.max())).mean()) / sharpness + sums.max()
+        )
+
+    best = minimize(objective, np.zeros(differences.shape[-1]), method="BFGS").x
+    return [best * scale for scale in np.geomspace(0.05, 2.0, 20)]

@@ -1,0 +1,58 @@
+"""What every study of an appendix hands over: numbers, plots, and claims that hold or do not."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aploss.files import write_json
+from aploss.reporting.blocks import Block, Figure, Figures, Section, Table, Text, Verdict
+from aploss.reporting.page import write_page
+
+__all__ = ["Study", "StudyFunction", "write_study"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A claim of the paper, put to the test.
+
+    Attributes:
+        name: on the command line and of the folder.
+        title: of the page.
+        place: where in the paper.
+        text: what is done and what it shows.
+        figures: plots.
+        tables: numbers.
+        verdicts: the claims; every one is asserted in the tests.
+        numbers: everything measured, for other programs.
+    """
+
+    name: str
+    title: str
+    place: str
+    text: str
+    figures: Sequence[Figure]
+    verdicts: Sequence[Verdict]
+    numbers: dict[str, Any]
+    tables: Sequence[Table] = ()
+
+    @property
+    def holds(self) -> bool:
+        """Whether every claim holds."""
+        return all(verdict.holds is True for verdict in self.verdicts)
+
+
+StudyFunction = Callable[[int], Study]
+
+
+def write_study(study: Study, folder: Path) -> Path:
+    """Writes ``report.html`` and ``numbers.json``; returns the page."""
+    claims = [{"claim": v.claim, "holds": v.holds} for v in study.verdicts]
+    write_json(folder / "numbers.json", {**study.numbers, "verdicts": claims})
+    shown: list[Block] = [Figures(study.figures), *study.tables]
+    sections = [
+        Section("Claim", [Text(study.text)]),
+        Section("What was found", shown),
+        Section("Verdict", list(study.verdicts)),
+    ]
+    return write_page(folder / "report.html", study.title, sections, subtitle=study.place)

@@ -1,0 +1,122 @@
+"""Every claim of the theory pages, and the parts they are made of, checked by hand or literally."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from aploss.cli import main as cli
+from aploss.losses import ap_loss, reference
+from aploss.reporting.blocks import Figure, Verdict
+from aploss.theory import STUDIES, convergence, inseparable, smoothed_failure, write_study
+from aploss.theory.study import Study
+
+
+@pytest.fixture(scope="module", params=STUDIES)
+def study(request):
+    return STUDIES[request.param](0)
+
+
+def test_every_claim_holds(study):
+    assert study.verdicts
+    for verdict in study.verdicts:
+        assert verdict.holds is True, verdict.claim
+
+
+def test_a_study_becomes_a_page_and_a_file_of_numbers(study, tmp_path):
+    page = write_study(study, tmp_path)
+    text = page.read_text()
+    assert study.title in text
+    assert text.count("<svg") >= len(study.figures)
+    numbers = json.loads((tmp_path / "numbers.json").read_text())
+    assert [v["holds"] for v in numbers["verdicts"]] == [True] * len(study.verdicts)
+
+
+def test_a_claim_that_fails_fails_the_command(monkeypatch, tmp_path, capsys):
+    def failing(seed):
+        return Study(
+            name="consistency", title="t", place="p", text="x", numbers={},
+            figures=[Figure("<svg></svg>")], verdicts=[Verdict(False, "pigs fly")],
+        )  # fmt: skip
+
+    monkeypatch.setitem(STUDIES, "consistency", failing)
+    assert cli.main(["theory", "consistency", "--out", str(tmp_path)]) == 1
+    assert "does not hold: pigs fly" in capsys.readouterr().out
+
+
+def test_the_step_bound_is_that_of_appendix_1():
+    # One sample, M = 2 boxes at 2 and -1 on a line, theta* = 1: margin 3, distance 3.
+    # c = 3 / (2 * 1), C = 2² * 3²: C / c² = 36 / 2.25 = 16.
+    problem = convergence.Problem(
+        features=[torch.tensor([[2.0], [-1.0]])],
+        labels=[torch.tensor([1, 0])],
+        direction=torch.tensor([1.0]),
+        margin=3.0,
+    )
+    assert convergence.step_bound(problem) == pytest.approx(16)
+
+
+def test_an_inseparable_problem_does_not_converge(monkeypatch):
+    monkeypatch.setattr(convergence, "MOST_STEPS", 50)
+    problem = convergence.Problem(
+        features=[torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.float64)],
+        labels=[torch.tensor([0, 1, 0])],
+        direction=torch.tensor([1.0], dtype=torch.float64),
+        margin=-1.0,
+    )
+    curve = convergence.run_to_zero(problem, torch.Generator().manual_seed(0))
+    assert len(curve) == 50
+    assert min(curve) > 0
+
+
+def test_the_drawn_field_is_the_smoothed_loss_of_the_library():
+    grid = np.array([-1.0, 0.5, 4.0])
+    field, _ = smoothed_failure._field(grid)
+    for row, second in enumerate(grid):
+        for column, first in enumerate(grid):
+            theta = torch.tensor([first, second], dtype=torch.float64)
+            value, _ = smoothed_failure._smoothed(theta)
+            assert field[row, column] == pytest.approx(value, abs=1e-12)
+
+
+def test_the_modified_update_is_the_one_of_appendix_3():
+    random = np.random.default_rng(3)
+    features = random.normal(size=(9, 3))
+    differences, sizes = features[None, :] - features[:, None], (4, 5)
+    theta = random.normal(size=3)
+    loss, gradient = inseparable.surrogate_step(theta, differences, sizes)
+
+    scores = torch.tensor(features @ theta)
+    targets = torch.tensor([1] * 4 + [0] * 5)
+    expected_loss, _ = reference.ap_loss(scores, targets, delta=0, interpolated=False)
+    assert loss == pytest.approx(expected_loss.item(), abs=1e-12)
+    expected = np.zeros(3)
+    for i in range(4):
+        rank = 1 + sum(scores[k] >= scores[i] for k in range(9) if k != i)
+        for j in range(4, 9):
+            step = min(max(float(scores[j] - scores[i]) / 2 + 0.5, 0), 1)
+            expected += step / float(rank) * (features[j] - features[i]) / 4
+    assert gradient == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_surrogate_lies_above_the_ap_loss_by_delta_over_4():
+    # l(x, x) >= delta/4 * L_AP, because Q(x) >= delta/4 where H(x) = 1.
+    x = np.linspace(0, 5, 100)
+    assert (inseparable._integral_of_step(x) >= inseparable.DELTA / 4).all()
+    slope = np.gradient(inseparable._integral_of_step(x), x)
+    assert slope[1:-1] == pytest.approx(inseparable._step(x)[1:-1], abs=0.02)
+
+
+def test_separability_is_decided_by_a_linear_program():
+    features = np.array([[2.0, 0.0], [1.5, 1.0], [0.0, 0.3], [-1.0, 0.0]])
+    differences = features[None, :] - features[:, None]
+    assert inseparable.is_separable(differences, (2, 2))
+    assert not inseparable.is_separable(differences[[0, 3, 1, 2]][:, [0, 3, 1, 2]], (2, 2))
+
+
+def test_easy_negatives_change_no_average_precision():
+    scores, targets = torch.tensor([1.0, 2.0, 0.0]), torch.tensor([1, 0, 1])
+    more = torch.cat([scores, torch.full((50,), -9.0)])
+    more_targets = torch.cat([targets, torch.zeros(50, dtype=torch.int64)])
+    assert ap_loss(more, more_targets) == ap_loss(scores, targets)
