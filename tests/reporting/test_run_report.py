@@ -13,7 +13,8 @@ from PIL import Image
 
 from aploss.errors import RunError
 from aploss.reporting.run_files import matches_document, read_run
-from aploss.reporting.run_pictures import PictureSource, false_alarms, gallery, misses
+from aploss.reporting.run_images import PictureSource
+from aploss.reporting.run_pictures import false_alarms, gallery, misses, side_by_side
 from aploss.reporting.run_report import write_run_report
 
 MakeRun = Callable[..., Path]
@@ -249,3 +250,37 @@ def test_a_photograph_is_turned_upright(make_run: MakeRun, tmp_path: Path) -> No
     opened = PictureSource(read_run(run)).open(1)
     assert opened is not None
     assert opened.size == (192, 144)
+
+
+def test_the_more_boxes_the_shorter_their_captions(make_run: MakeRun) -> None:
+    source = PictureSource(read_run(make_run(images=3, steps=100)))
+    name = source.class_name(source.run.detections[0])
+    assert source.captions([0]) == [f"{name} {source.scores[0]:.2f}"]
+    assert source.captions(range(7))[0] == f"{source.scores[0]:.2f}"
+    assert source.captions(range(30)) == [""] * 30
+    source.class_names.update(dict.fromkeys(range(10, 20), "more"))  # colours repeat now
+    assert source.captions(range(7))[0] == f"{name} {source.scores[0]:.2f}"
+
+
+def test_boxes_that_touch_are_found_by_their_overlap(make_run: MakeRun) -> None:
+    source = PictureSource(read_run(make_run(images=1, steps=100)))
+    others = [
+        {"bbox": box} for box in ([0, 0, 10, 10], [9, 0, 10, 10], [5, 5, 10, 10], [50, 50, 1, 1])
+    ]
+    # IoU 1, 10 / 190 = 0.05, 25 / 175 = 0.14, 0
+    assert source.touching({"bbox": [0, 0, 10, 10]}, others) == [0, 2]
+    assert source.touching({"bbox": [0, 0, 10, 10]}, []) == []
+
+
+def test_two_runs_are_shown_side_by_side(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run(images=4, steps=100)
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    (run.parents[1] / "scenes" / "scene_001.png").unlink()
+    pictures = side_by_side({"focal": read_run(run), "ap": read_run(other)}, count=4)
+    assert pictures.columns == 2
+    assert [picture.caption for picture in pictures.pictures] == [
+        f"{loss}: scene_{number:03d}.png"
+        for number in (2, 3, 4)
+        for loss in ("Focal loss", "AP-loss")
+    ]

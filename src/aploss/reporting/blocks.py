@@ -20,6 +20,7 @@ __all__ = [
     "Facts",
     "Figure",
     "Figures",
+    "Legend",
     "Missing",
     "Picture",
     "Pictures",
@@ -170,11 +171,26 @@ class Picture:
 
 @dataclass(frozen=True)
 class Pictures:
-    """A gallery; ``width`` is the least width of a picture in pixels."""
+    """A gallery.
+
+    Attributes:
+        pictures: in the order of reading.
+        width: the least width of a picture in pixels; as many columns as fit.
+        columns: always so many columns instead, for pictures that belong side by side.
+    """
 
     pictures: Sequence[Picture]
     width: int = 240
+    columns: int | None = None
     kind: str = field(default="pictures", init=False)
+
+
+@dataclass(frozen=True)
+class Legend:
+    """What colours stand for: (colour, name) each."""
+
+    entries: Sequence[tuple[str, str]]
+    kind: str = field(default="legend", init=False)
 
 
 @dataclass(frozen=True)
@@ -216,7 +232,7 @@ class Details:
     kind: str = field(default="details", init=False)
 
 
-Block = Text | Facts | Table | Figures | Pictures | Code | Verdict | Missing | Details
+Block = Text | Facts | Table | Figures | Pictures | Legend | Code | Verdict | Missing | Details
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ def line_plot(
     y_label: str = "",
     log_x: bool = False,
     log_y: bool = False,
+    whole_x: bool = False,
     y_range: tuple[float | None, float | None] | None = None,
     level: tuple[str, float] | None = None,
     width: float = WIDTH,
@@ -49,6 +50,7 @@ def line_plot(
         series: drawn in order; the legend stands below the axes when there are several.
         title, x_label, y_label: texts.
         log_x, log_y: logarithmic axes.
+        whole_x: only whole numbers beside the x axis, for steps.
         y_range: limits of the y axis; None for an automatic end.
         level: a horizontal line (name, y), such as a bound or the paper's number.
         width, height: in inches.
@@ -65,6 +67,8 @@ def line_plot(
         if level is not None:
             plot.axes.axhline(level[1], color=INK, linewidth=1, linestyle=(0, (2, 2)))
         _scales(plot.axes, log_x=log_x, log_y=log_y)
+        if whole_x:
+            plot.axes.locator_params(axis="x", integer=True)
         if y_range is not None:
             plot.axes.set_ylim(*y_range)
         entries = {

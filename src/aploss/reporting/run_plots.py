@@ -52,7 +52,12 @@ def loss_curves(rows: Rows) -> str:
         series.append(Series(name=name, x=raw[0], y=raw[1], style=style, faint=True))
         series.append(Series(name=name, x=smooth[0], y=smooth[1], style=style))
     return line_plot(
-        series, title="Training loss", x_label="step", y_label="loss", y_range=(0, None)
+        series,
+        title="Training loss",
+        x_label="step",
+        y_label="loss",
+        y_range=(0, None),
+        whole_x=True,
     )
 
 
@@ -72,7 +77,7 @@ def _single_curve(rows: Rows, key: str, title: str, label: str, *, log_y: bool =
         values = np.where(values > 0, values, np.nan)
     series = [Series(name=label, x=steps, y=values)]
     return line_plot(
-        series, title=title, x_label="step", y_label=label, log_y=log_y,
+        series, title=title, x_label="step", y_label=label, log_y=log_y, whole_x=True,
         y_range=None if log_y else (0, None),
     )  # fmt: skip
 
@@ -91,7 +96,10 @@ def ap_curves(rows: Rows, *, against: str = "step") -> str:
         if len(x):
             series.append(Series(name=name, x=x * factor, y=y, style=style, markers=len(x) <= 40))
     title = "AP on the validation split" + ("" if against == "step" else ", over time")
-    return line_plot(series, title=title, x_label=against, y_label="AP", y_range=(0, 1))
+    return line_plot(
+        series, title=title, x_label=against, y_label="AP", y_range=(0, 1),
+        whole_x=against == "step",
+    )  # fmt: skip
 
 
 def precision_recall_plot(

@@ -13,6 +13,7 @@ from aploss.reporting.blocks import (
     Facts,
     Figure,
     Figures,
+    Legend,
     Missing,
     Picture,
     Pictures,
@@ -21,7 +22,8 @@ from aploss.reporting.blocks import (
     show,
 )
 from aploss.reporting.run_files import RunFiles
-from aploss.reporting.run_pictures import PictureSource, false_alarms, gallery, misses
+from aploss.reporting.run_images import PictureSource
+from aploss.reporting.run_pictures import false_alarms, gallery, misses
 from aploss.reporting.run_plots import (
     ap_curves,
     class_bars,
@@ -68,7 +70,7 @@ def _result(run: RunFiles) -> list[Block]:
         "draw_threshold": ("Drawing threshold", 2, "best F1 on validation"),
     }  # fmt: skip
     for key, (name, digits, note) in more.items():
-        if values.get(key) is not None:
+        if values.get(key) is not None and (key, values[key]) != ("images_per_second", 0.0):
             facts.append(Fact(name, show(values[key], digits), note))
     if not summary and not run.metrics:
         return [*blocks, _absent("summary.json", "The run has not ended, or was never evaluated.")]
@@ -108,6 +110,8 @@ def _training(run: RunFiles) -> list[Block]:
     if not figures:
         return [_absent("metrics.jsonl", "There are no curves to draw.")]
     blocks: list[Block] = [Figures(figures)]
+    if not run.training:
+        blocks.append(Missing("No step of this run was logged."))
     if not run.validation:
         blocks.append(Missing("No validation took place during this run."))
     return blocks
@@ -198,7 +202,11 @@ def _sample(run: RunFiles) -> list[Block]:
         "White dashes: the objects as annotated. Solid, in the colour of the class: detections "
         f"with a score of at least {run.threshold:.2f}."
     )
-    return [Text(text), *_shown(pictures, source, 280)]
+    colours = [
+        (class_colour(place), name) for place, name in enumerate(source.class_names.values())
+    ]
+    legend: list[Block] = [Legend(colours)] if source.colours_differ else []
+    return [Text(text), *legend, *_shown(pictures, source, 280)]
 
 
 def _missed(run: RunFiles) -> list[Block]:
@@ -212,7 +220,7 @@ def _missed(run: RunFiles) -> list[Block]:
         "Objects that no drawn detection found (IoU 0.5): first those without any detection, "
         "the largest first; at most two of one image."
     )
-    return [Text(text), *_shown(pictures, source, 150)]
+    return [Text(text), *_shown(pictures, source, 155)]
 
 
 def _false_positives(run: RunFiles) -> list[Block]:
@@ -226,7 +234,7 @@ def _false_positives(run: RunFiles) -> list[Block]:
         "The wrong detections with the highest scores: on no object, on one of another class, "
         "off by too much, or the second on the same; at most two of one image."
     )
-    return [Text(text), *_shown(pictures, source, 150)]
+    return [Text(text), *_shown(pictures, source, 155)]
 
 
 def _shown(pictures: list[Picture], source: PictureSource, width: int) -> list[Block]:
