@@ -109,10 +109,13 @@ def test_the_surrogate_lies_above_the_ap_loss_by_delta_over_4():
 
 
 def test_separability_is_decided_by_a_linear_program():
-    features = np.array([[2.0, 0.0], [1.5, 1.0], [0.0, 0.3], [-1.0, 0.0]])
-    differences = features[None, :] - features[:, None]
-    assert inseparable.is_separable(differences, (2, 2))
-    assert not inseparable.is_separable(differences[[0, 3, 1, 2]][:, [0, 3, 1, 2]], (2, 2))
+    def separable(*features):  # two positives, then two negatives, on a line
+        line = np.array(features)[:, None]
+        return inseparable.is_separable(line[None, :] - line[:, None], (2, 2))
+
+    assert separable(2.0, 3.0, 0.0, 1.0)
+    assert separable(0.0, 1.0, 2.0, 3.0)
+    assert not separable(0.0, 2.0, 1.0, 3.0)
 
 
 def test_easy_negatives_change_no_average_precision():

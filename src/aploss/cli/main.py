@@ -76,10 +76,11 @@ def _run(command: tuple[str, ...], arguments: list[str]) -> int:
 
     module_name, line = COMMANDS[command]
     module = import_module(f"aploss.cli.{module_name}")
+    examples = module.EXAMPLES.strip("\n")
     parser = ArgumentParser(
         prog=f"aploss {' '.join(command)}",
         description=line[0].upper() + line[1:] + ".",
-        epilog=f"examples:\n{module.EXAMPLES.strip()}",
+        epilog=f"examples:\n{examples}",
         formatter_class=Formatter,
     )
     module.add_arguments(parser)
