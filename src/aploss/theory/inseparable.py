@@ -22,7 +22,7 @@ __all__ = [
 
 DELTA = 1.0
 STEPS = 30_000
-POSITIVES, NEGATIVES, DIMENSIONS = 40, 60, 4
+POSITIVES, NEGATIVES = 60, 10
 
 
 @dataclass(frozen=True)
@@ -108,14 +108,17 @@ the best bound for every T is drawn.
 
 
 def make_inseparable(random: np.random.Generator) -> tuple[np.ndarray, tuple[int, int]]:
-    """Pairwise differences f_j - f_i [P, N, D] of overlapping clouds, and (P, N)."""
-    positive = random.normal(size=(POSITIVES, DIMENSIONS))
-    negative = random.normal(size=(NEGATIVES, DIMENSIONS))
-    positive[:, 0] += 4.5
-    positive[0, 0] -= 3.5  # one positive among the negatives, and one negative among the positives
-    negative[0, 0] += 3.5
+    """Pairwise differences f_j - f_i of two clouds that touch [P + N, P + N, 2], and (P, N).
+
+    Two positives and two negatives lie between the clouds, each negative a little further up than
+    a positive. Along the second feature the two pairs point opposite ways: no weight vector can
+    put both in order while it keeps the clouds apart.
+    """
+    positive = random.normal((1, 0), 0.05, size=(POSITIVES, 2))
+    negative = random.normal((-1, 0), 0.05, size=(NEGATIVES, 2))
+    positive[:2] = (0, 0)
+    negative[:2] = (0.02, 0.1), (0.02, -0.1)
     features = np.concatenate([positive, negative])
-    features /= np.abs(features).max()
     return features[None, :] - features[:, None], (POSITIVES, NEGATIVES)
 
 
