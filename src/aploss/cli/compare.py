@@ -1,0 +1,141 @@
+"""Train several losses under the same conditions and compare them over seeds.
+
+For each seed all losses have the same initial weights, order of the data and schedule. Runs are
+kept in a cache: adding a loss or a seed later costs only that, and an interrupted comparison goes
+on where it was when the same command is given again.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import SUPPRESS, ArgumentParser, Namespace
+
+from aploss.errors import ConfigError
+from aploss.training.config import TrainConfig
+from aploss.training.config_types import settings_of
+from aploss.training.recipes import recipe_names
+
+__all__ = ["EXAMPLES", "add_arguments", "run", "tell"]
+
+EXAMPLES = """
+  aploss compare --losses ap,focal
+  aploss compare --losses ap,focal,ce-ohem,auc --seeds 3 --tune
+  aploss compare --losses ap,focal --data ../shared/data/bccd --recipe bccd-cpu --steps 500
+  aploss compare --losses ap,focal --seeds 5 --max-minutes 60     goes on when given again
+  aploss compare --losses ap,rank-sort --batches.size 4 --optimizer.weight_decay 0.05
+"""
+
+INTERRUPTED = 130
+# Settings that the comparison itself decides; the options of a loss belong in a recipe.
+DECIDED = (
+    "criterion.options", "schedule.length", "schedule.unit", "validation.every", "validation.unit",
+    "validation.patience", "evaluation.checkpoint",
+)  # fmt: skip
+OWN = ("data", "detector", "device")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the options of the command, and the settings of a run that losses share."""
+    parser.add_argument(
+        "--losses",
+        default="ap,focal,ce-ohem,auc",
+        help="names, separated by commas (default: %(default)s)",
+    )
+    parser.add_argument("--data", help="folder of the data set; built-in data by default")
+    parser.add_argument("--detector", help="name of the detector; the recipe's by default")
+    parser.add_argument(
+        "--recipe",
+        help=f"settings to start from: {', '.join(recipe_names())}, or a .yaml file; by default "
+        "demo for built-in data, else one for the hardware",
+    )
+    parser.add_argument(
+        "--seeds", default="3", help="how many, or which: 0,1,2 (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, help="length of each training; the recipe's by default"
+    )
+    parser.add_argument(
+        "--validations", type=int, default=10, help="points of the curve of AP (default: 10)"
+    )
+    parser.add_argument(
+        "--tune", action="store_true", help="search the learning rate of each loss on validation"
+    )
+    parser.add_argument("--tune-steps", type=int, help="length of each trial; --steps by default")
+    parser.add_argument(
+        "--max-minutes", type=float, help="stop after so many minutes; the same command goes on"
+    )
+    parser.add_argument("--out", help="folder of page and tables; by default runs/compare-...")
+    parser.add_argument("--cache", help="folder of the runs; by default 'cache' beside --out")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ...")
+    parser.add_argument("--quiet", action="store_true", help="show only the result")
+    for setting in settings_of(TrainConfig):
+        if "." in setting.key and setting.key not in DECIDED:
+            parser.add_argument(
+                f"--{setting.key}", type=setting.type, default=SUPPRESS, help=setting.help
+            )
+
+
+def run(options: Namespace) -> int:
+    """Trains what is missing, and prints the table and where the page is."""
+    from aploss.reproduction.compare import compare, comparison_plan, default_out
+    from aploss.reproduction.plan import Tuning, parse_seeds
+
+    for name in ("steps", "tune_steps", "validations"):
+        if options[name] is not None and options[name] < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {options[name]}")
+    if options.tune_steps is not None and not options.tune:
+        raise ConfigError("--tune-steps goes with --tune")
+    plan = comparison_plan(
+        [loss.strip() for loss in options.losses.split(",") if loss.strip()],
+        recipe=options.recipe or _default_recipe(options),
+        seeds=parse_seeds(options.seeds),
+        changes=_changes(options),
+        steps=options.steps,
+        validations=options.validations,
+        tuning=Tuning(steps=options.tune_steps) if options.tune else None,
+    )
+    out = Path(options.out) if options.out else default_out(plan)
+    return tell(
+        out,
+        lambda: compare(
+            plan,
+            out,
+            cache=options.cache,
+            max_minutes=options.max_minutes,
+            quiet=options.quiet,
+        ),
+    )
+
+
+def _default_recipe(options: Namespace) -> str:
+    from aploss.training.hardware import choose_device, choose_recipe
+
+    if options.data in (None, "builtin"):
+        return "demo"
+    return choose_recipe(choose_device(options.device))
+
+
+def _changes(options: Namespace) -> dict[str, Any]:
+    groups = {key: value for key, value in options.as_dict().items() if isinstance(value, dict)}
+    own = {key: options[key] for key in OWN if options[key] is not None}
+    return {**groups, **own}
+
+
+def tell(out: Path, work: Any) -> int:
+    """Does the work of a comparison and prints its table; says how to go on after Ctrl-C."""
+    from aploss.reproduction.measure import is_main_process
+    from aploss.training.loop_state import TrainingInterruptedError
+
+    try:
+        results = work()
+    except TrainingInterruptedError:
+        if is_main_process():
+            print("stopped, everything is saved; the same command goes on", file=sys.stderr)
+        return INTERRUPTED
+    if is_main_process():
+        print((out / "table.md").read_text(encoding="utf-8"), end="")
+        print(f"\nreport: {out / 'report.html'}")
+        if not results.complete:
+            print("not finished: the same command goes on", file=sys.stderr)
+    return 0

@@ -1,0 +1,105 @@
+"""Make a table or figure of the paper again, small on a CPU or at the paper's own scale.
+
+The small scale shows the effect on the built-in data (or --data) in minutes. The paper's scale has
+every setting of the paper and is for GPUs. Runs are kept in a cache and shared by all tables.
+"""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from jsonargparse import ArgumentParser, Namespace
+
+from aploss.errors import ConfigError
+
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+EXAMPLES = """
+  aploss reproduce table2                                  four losses, three seeds
+  aploss reproduce table2 --data ../shared/data/bccd --steps 1000
+  aploss reproduce figure4b --scale small
+  aploss reproduce table1a --seeds 5 --max-minutes 30      goes on when given again
+  aploss reproduce table2 --scale paper --plan             what it would train, and how long
+  torchrun --nproc-per-node 2 -m aploss reproduce table2 --scale paper --data VOCdevkit
+  aploss reproduce table3 --scale paper --benchmark coco --data coco/
+"""
+
+Names = Literal[
+    "table1a", "table1b", "table1c", "table2", "figure4a", "figure4b", "figure5", "table3",
+    "table4",
+]  # fmt: skip
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the options of the command."""
+    parser.add_argument("name", type=Names, help="which table or figure")
+    parser.add_argument(
+        "--scale", type=Literal["small", "paper"], default="small", help="(default: small)"
+    )
+    parser.add_argument(
+        "--benchmark",
+        type=Literal["voc", "coco"],
+        default="voc",
+        help="which of the paper's data sets (default: voc)",
+    )
+    parser.add_argument("--data", help="folder of the data; at small scale built-in by default")
+    parser.add_argument(
+        "--recipe", help="settings of the small scale; demo for built-in data, else bccd-cpu"
+    )
+    parser.add_argument("--seeds", help="how many, or which: 0,1,2; 3 at small scale, else 1")
+    parser.add_argument("--steps", type=int, help="length of each training at small scale")
+    parser.add_argument(
+        "--tune",
+        type=bool,
+        help="search learning rates where losses are compared (default: true at small scale)",
+    )
+    parser.add_argument("--tune-steps", type=int, help="length of each trial of the search")
+    parser.add_argument(
+        "--max-minutes", type=float, help="stop after so many minutes; the same command goes on"
+    )
+    parser.add_argument("--out", help="folder of page and tables; by default runs/NAME-SCALE-DATA")
+    parser.add_argument("--cache", help="folder of the runs; by default 'cache' beside --out")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ...")
+    parser.add_argument("--plan", action="store_true", help="show the runs and stop")
+    parser.add_argument("--yes", action="store_true", help="start the paper's scale on a CPU, too")
+    parser.add_argument("--quiet", action="store_true", help="show only the result")
+
+
+def run(options: Namespace) -> int:
+    """Trains what is missing, and prints the table and where the page is."""
+    from aploss.cli.compare import tell
+    from aploss.reproduction.plan import parse_seeds
+    from aploss.reproduction.reproduce import check_time, default_out, describe_plan, reproduce
+    from aploss.reproduction.request import Request
+
+    for name in ("steps", "tune_steps"):
+        if options[name] is not None and options[name] < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {options[name]}")
+    request = Request(
+        scale=options.scale,
+        benchmark=options.benchmark,
+        data=options.data,
+        recipe=options.recipe,
+        seeds=None if options.seeds is None else parse_seeds(options.seeds),
+        steps=options.steps,
+        tune=options.tune,
+        tune_steps=options.tune_steps,
+        device=options.device,
+        processes=int(os.environ.get("WORLD_SIZE", "1")),
+    )
+    if options.plan:
+        print(describe_plan(options.name, request))
+        return 0
+    check_time(options.name, request, print, start_anyway=options.yes)
+    out = Path(options.out) if options.out else default_out(options.name, request)
+    return tell(
+        out,
+        lambda: reproduce(
+            options.name,
+            request,
+            out,
+            cache=options.cache,
+            max_minutes=options.max_minutes,
+            quiet=options.quiet,
+        ),
+    )

@@ -1,0 +1,173 @@
+"""``compare``: the same training with several losses, and how much they differ over seeds."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from aploss.detectors.losses_by_name import LOSS_NAMES
+from aploss.errors import ConfigError
+from aploss.reporting.style import loss_label
+from aploss.reproduction.execute import execute
+from aploss.reproduction.measure import is_main_process
+from aploss.reproduction.page import PageText, command_line, write_results
+from aploss.reproduction.plan import VALIDATIONS, Plan, Tuning, Variant, comparison_config
+from aploss.reproduction.results import Results
+from aploss.reproduction.runner import Runner
+
+__all__ = ["carry_out", "compare", "comparison_plan", "comparison_text", "default_out"]
+
+CACHE = "cache"  # beside the folders of the comparisons
+
+
+def comparison_plan(
+    losses: Sequence[str],
+    *,
+    recipe: str,
+    seeds: Sequence[int],
+    changes: dict[str, Any] | None = None,
+    steps: int | None = None,
+    validations: int = VALIDATIONS,
+    tuning: Tuning | None = None,
+) -> Plan:
+    """One row for each loss, everything else the same.
+
+    Args:
+        losses: names; the first is compared with each of the others.
+        recipe: settings, with those of each loss in its section ``losses``.
+        seeds: initial weights, data order and augmentation of a seed are the same for all losses.
+        changes: nested settings that win over the recipe, for all losses.
+        steps: length of the training; the recipe's by default.
+        validations: points of the curve of AP.
+        tuning: search for learning rates; the recipe's by default.
+
+    Raises:
+        ConfigError: an unknown loss, or one named twice.
+
+    Example:
+        >>> plan = comparison_plan(["ap", "focal"], recipe="demo", seeds=[0, 1])
+        >>> [variant.config.loss for variant in plan.variants]
+        ['ap', 'focal']
+    """
+    for loss in losses:
+        if loss not in LOSS_NAMES:
+            raise ConfigError(f"there is no loss {loss!r}; choose of: {', '.join(LOSS_NAMES)}")
+    variants = [
+        Variant(
+            name=loss,
+            config=comparison_config(
+                recipe, {**(changes or {}), "loss": loss}, steps=steps, validations=validations
+            ),
+        )
+        for loss in losses
+    ]
+    return Plan(variants=variants, seeds=tuple(seeds), tuning=tuning)
+
+
+def compare(
+    plan: Plan,
+    out: str | Path,
+    *,
+    cache: str | Path | None = None,
+    max_minutes: float | None = None,
+    quiet: bool = True,
+    command: str | None = None,
+) -> Results:
+    """Trains what a plan lacks, and writes ``report.html``, ``table.md`` and ``results.json``.
+
+    Args:
+        plan: of :func:`comparison_plan`.
+        out: folder of the three files.
+        cache: folder of the runs; by default ``cache`` beside ``out``. A run that is there is not
+            trained again, whichever comparison made it.
+        max_minutes: stop after so many minutes; the same call goes on later.
+        quiet: print nothing.
+        command: shown on the page; by default that of this process.
+
+    Returns:
+        The runs and what follows from them.
+
+    Raises:
+        TrainingInterruptedError: Ctrl-C or SIGTERM; the same call goes on later.
+    """
+    return carry_out(
+        plan, Path(out), comparison_text, cache=cache, max_minutes=max_minutes, quiet=quiet,
+        command=command,
+    )  # fmt: skip
+
+
+def carry_out(
+    plan: Plan,
+    out: Path,
+    text_of: Callable[[Results], PageText],
+    *,
+    cache: str | Path | None = None,
+    max_minutes: float | None = None,
+    quiet: bool = True,
+    command: str | None = None,
+) -> Results:
+    """As :func:`compare`, with a page of one's own; it is written anew after every run.
+
+    Args:
+        plan: rows, seeds and search.
+        out: folder of the page.
+        text_of: what the page says about results, also unfinished ones.
+        cache: see :func:`compare`, as the others.
+    """
+    command = command or command_line()
+    is_main = is_main_process()
+
+    def write(results: Results) -> None:
+        if is_main:
+            write_results(out, results, text_of(results), command=command)
+
+    def say(line: str) -> None:
+        if is_main and not quiet:
+            print(line, flush=True)
+
+    runner = Runner(
+        Path(cache) if cache is not None else out.parent / CACHE,
+        max_minutes=max_minutes,
+        quiet=quiet,
+    )
+    results = execute(plan, runner, say=say, on_run=write)
+    if not results.runs:
+        write(results)
+    return results
+
+
+def comparison_text(results: Results) -> PageText:
+    """What the page of a plain comparison says."""
+    names = [variant.name for variant in results.plan.variants]
+    config = results.plan.variants[0].config
+    labels = [loss_label(name) for name in names]
+    listed = ", ".join(labels[:-1]) + f" and {labels[-1]}" if len(labels) > 1 else labels[0]
+    data = config.data if config.data == "builtin" else Path(config.data).resolve().name
+    return PageText(
+        title=f"{listed} on {data}",
+        summary=(
+            "The same detector, schedule, initial weights and order of the data for each seed; "
+            "only the loss differs (a softmax loss has one output more for each anchor). "
+            "Measured with the weights at the end of the schedule."
+        ),
+        reference=names[0] if len(names) > 1 else None,
+        notes=(
+            "The interval of a paired difference is that of Student's t over seeds, for each "
+            "difference by itself."
+            if len(results.plan.seeds) > 1
+            else "One seed shows no spread: a difference may be chance."
+        ),
+    )
+
+
+def default_out(plan: Plan) -> Path:
+    """Where a comparison goes that was given no folder.
+
+    Example:
+        >>> plan = comparison_plan(["ap", "focal"], recipe="demo", seeds=[0])
+        >>> str(default_out(plan))
+        'runs/compare-builtin-retinanet-tiny-ap-focal'
+    """
+    config = plan.variants[0].config
+    data = config.data if config.data == "builtin" else Path(config.data).resolve().stem
+    losses = "-".join(variant.name for variant in plan.variants)
+    return Path("runs") / f"compare-{data}-{config.detector}-{losses}"
