@@ -1,0 +1,53 @@
+"""Datasets for object detection: read, checked, converted, augmented, batched."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aploss.data.augment import training_transforms
+    from aploss.data.batches import make_evaluation_loader, make_training_loader
+    from aploss.data.builtin import builtin_dataset
+    from aploss.data.check import check_dataset
+    from aploss.data.convert import convert_dataset
+    from aploss.data.dataset import DetectionDataset
+    from aploss.data.draw import contact_sheet, draw_boxes
+    from aploss.data.images import read_image
+    from aploss.data.load import dataset_splits, load_dataset
+    from aploss.data.problems import Problem
+
+__all__ = [
+    "DetectionDataset",
+    "Problem",
+    "builtin_dataset",
+    "check_dataset",
+    "contact_sheet",
+    "convert_dataset",
+    "dataset_splits",
+    "draw_boxes",
+    "load_dataset",
+    "make_evaluation_loader",
+    "make_training_loader",
+    "read_image",
+    "training_transforms",
+]
+
+_MODULES = {
+    "augment": ("training_transforms",),
+    "batches": ("make_evaluation_loader", "make_training_loader"),
+    "builtin": ("builtin_dataset",),
+    "check": ("check_dataset",),
+    "convert": ("convert_dataset",),
+    "dataset": ("DetectionDataset",),
+    "draw": ("contact_sheet", "draw_boxes"),
+    "images": ("read_image",),
+    "load": ("dataset_splits", "load_dataset"),
+    "problems": ("Problem",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what is asked for: reading a dataset needs no augmentation, drawing no loader."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

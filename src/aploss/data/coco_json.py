@@ -14,6 +14,8 @@ from aploss.data.records import Records, number
 __all__ = ["CocoBoxes", "CocoContent", "read_content"]
 
 _SECTIONS = ("images", "annotations", "categories")
+_NUMBERS = (int, float)
+_NAN = float("nan")
 
 
 class CocoBoxes(NamedTuple):
@@ -35,11 +37,8 @@ class CocoContent:
         self.records = records
         self.images: list[tuple[int, str, tuple[int, int] | None]] = []  # id, file name, size
         self.categories: list[tuple[int, str]] = []  # id, name, sorted by id
-        self._numbers = array("q")
-        self._image_ids = array("q")
-        self._category_ids = array("q")
-        self._corners = array("d")
-        self._areas = array("d")
+        self._ids = array("q")  # 3 a box: annotation, image, category
+        self._values = array("d")  # 5 a box: corners and area
         self._flags = array("b")
         self._entries = 0
 
@@ -50,14 +49,10 @@ class CocoContent:
 
     def boxes(self) -> CocoBoxes:
         """The annotations so far."""
-        return CocoBoxes(
-            np.frombuffer(self._numbers, np.int64),
-            np.frombuffer(self._image_ids, np.int64),
-            np.frombuffer(self._category_ids, np.int64),
-            np.frombuffer(self._corners, np.float64).reshape(-1, 4),
-            np.frombuffer(self._areas, np.float64),
-            np.frombuffer(self._flags, np.int8),
-        )
+        ids = np.frombuffer(self._ids, np.int64).reshape(-1, 3)
+        values = np.frombuffer(self._values, np.float64).reshape(-1, 5)
+        flags = np.frombuffer(self._flags, np.int8)
+        return CocoBoxes(ids[:, 0], ids[:, 1], ids[:, 2], values[:, :4], values[:, 4], flags)
 
     def add_image(self, entry: Any) -> None:
         """Adds an entry of ``images``."""
@@ -78,20 +73,41 @@ class CocoContent:
         """Adds an entry of ``annotations``."""
         self._entries += 1
         try:
-            x, y, width, height = map(number, entry["bbox"])
-            image_id, category_id = entry["image_id"], entry["category_id"]
-            annotation_id = entry.get("id", self._entries)
-            if not (_is_id(image_id) and _is_id(category_id)):
-                raise TypeError
-        except (KeyError, TypeError, ValueError, AttributeError):
-            self._report(*_annotation_fault(entry, self._entries))
+            x, y, width, height = entry["bbox"]
+            area = entry.get("area")
+            # fromlist adds all or nothing, and nothing that is not a number
+            self._values.fromlist(
+                [x, y, x + width, y + height, area if type(area) in _NUMBERS else _NAN]
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            self._add_unusual(entry)
             return
-        self._corners.extend((x, y, x + width, y + height))
-        self._image_ids.append(image_id)
-        self._category_ids.append(category_id)
-        self._numbers.append(annotation_id if _is_id(annotation_id) else self._entries)
-        area = entry.get("area")
-        self._areas.append(area if type(area) in (float, int) else float("nan"))
+        self._add_ids(entry)
+
+    def _add_unusual(self, entry: Any) -> None:
+        """Adds an annotation whose numbers are written as text, or says what is wrong with it."""
+        fault = _annotation_fault(entry, self._entries)
+        if fault is not None:
+            self._report(*fault)
+            return
+        x, y, width, height = map(number, entry["bbox"])
+        self._values.fromlist([x, y, x + width, y + height, _NAN])
+        self._add_ids(entry)
+
+    def _add_ids(self, entry: dict[str, Any]) -> None:
+        annotation_id = entry.get("id")
+        if type(annotation_id) is not int:
+            annotation_id = self._entries
+        try:
+            self._ids.fromlist([annotation_id, entry["image_id"], entry["category_id"]])
+        except (KeyError, TypeError, OverflowError):
+            del self._values[-5:]
+            kind, message = _annotation_fault(entry, self._entries) or (
+                "bad-entry",
+                f"annotation entry {self._entries} has an id that is too large",
+            )
+            self._report(kind, message)
+            return
         crowd, difficult = entry.get("iscrowd", 0), entry.get("difficult", 0)
         if crowd not in (0, 1) or difficult not in (0, 1):
             message = f"annotation {annotation_id}: iscrowd {crowd!r}, difficult {difficult!r}"
@@ -136,7 +152,7 @@ def read_content(folder: DatasetFolder, file: str, records: Records) -> CocoCont
     adder_of = dict(zip(_SECTIONS, adders, strict=True))
     seen = set()
     try:
-        for section, entry in iterate_entries(folder.root / file):
+        for section, entry in iterate_entries(folder.root / file, unneeded="segmentation"):
             seen.add(section)
             if section in adder_of and entry is not None:
                 adder_of[section](entry)
@@ -162,8 +178,8 @@ def _is_length(value: Any) -> bool:
     return type(value) in (int, float) and 1 <= value < 2**31
 
 
-def _annotation_fault(entry: Any, position: int) -> tuple[str, str]:
-    """What is wrong with an annotation that could not be taken."""
+def _annotation_fault(entry: Any, position: int) -> tuple[str, str] | None:
+    """What is wrong with an annotation that could not be taken as it is."""
     if not isinstance(entry, dict):
         return "bad-entry", f"annotation entry {position} is not an object: {str(entry)[:80]}"
     where = f"annotation {entry.get('id', f'entry {position}')} of image {entry.get('image_id')}"
@@ -182,4 +198,6 @@ def _annotation_fault(entry: Any, position: int) -> tuple[str, str]:
         return "non-numeric-coordinate", f"{where}: {error}"
     if not _is_id(entry.get("image_id")):
         return "unknown-image", f"{where}: image_id must be a whole number"
-    return "missing-class", f"{where}: category_id must be a whole number"
+    if not _is_id(entry.get("category_id")):
+        return "missing-class", f"{where}: category_id must be a whole number"
+    return None

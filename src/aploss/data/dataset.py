@@ -181,6 +181,26 @@ class DetectionDataset(Dataset[Sample]):
         """Areas of one image's objects in square pixels, float32 [n]."""
         return self._areas[self._rows(index)]
 
+    def boxes_per_image(self) -> NDArray[np.int64]:
+        """How many boxes each image has, int64 [n]."""
+        return np.diff(self._starts)
+
+    def all_boxes(self) -> NDArray[np.float32]:
+        """xyxy boxes of all images one after the other, float32 [m, 4]."""
+        return self._boxes
+
+    def all_labels(self) -> NDArray[np.int64]:
+        """Labels of all images one after the other, int64 [m]."""
+        return self._labels
+
+    def all_difficult(self) -> NDArray[np.bool_]:
+        """Which of all boxes are marked difficult, bool [m]."""
+        return self._difficult
+
+    def all_crowd(self) -> NDArray[np.bool_]:
+        """Which of all boxes mark a crowd, bool [m]."""
+        return self._crowd
+
     def _rows(self, index: int) -> slice:
         if not -len(self) <= index < len(self):
             raise IndexError(f"image {index} of {len(self)}")

@@ -13,11 +13,13 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
 
 
-def iterate_entries(path: Path) -> Iterator[tuple[str, Any]]:
+def iterate_entries(path: Path, *, unneeded: str | None = None) -> Iterator[tuple[str, Any]]:
     """Yields what a file with one JSON object holds.
 
     Args:
         path: A UTF-8 file.
+        unneeded: A key whose lists of numbers may be left out of the entries. Three quarters of
+            COCO's annotation files are outlines: not to parse them takes a third of the time.
 
     Yields:
         (key, entry) for every entry of a list at the top level, and (key, value) for every other
@@ -34,7 +36,7 @@ def iterate_entries(path: Path) -> Iterator[tuple[str, Any]]:
         [('images', {'id': 1}), ('images', {'id': 2}), ('year', 2017)]
     """
     with path.open(encoding="utf-8-sig") as file:
-        text = _Window(file)
+        text = _Window(file, unneeded)
         text.expect("{")
         if text.peek() == "}":
             text.expect("}")
@@ -65,6 +67,7 @@ def _elements(text: "_Window") -> Iterator[Any]:
         yield None
         return
     while True:
+        yield from text.run()
         yield text.value()
         if text.expect(",]") == "]":
             return
@@ -73,11 +76,16 @@ def _elements(text: "_Window") -> Iterator[Any]:
 class _Window:
     """The part of a file around the place where the parser is."""
 
-    def __init__(self, file: IO[str]) -> None:
+    def __init__(self, file: IO[str], unneeded: str | None) -> None:
         self._file = file
+        # No quotes or braces between the brackets: then they hold numbers and lists alone.
+        key = None if unneeded is None else rf'"{re.escape(unneeded)}"\s*:\s*\[[^"{{}}]*\]'
+        self._unneeded = None if key is None else (re.compile(key), f'"{unneeded}":0')
         self._text = ""
         self._position = 0
         self._before = 0  # characters that were read and forgotten
+        self._ended = False
+        self._tried = False  # whether run() had its turn with this window
 
     def peek(self) -> str:
         """The next character that is not space; empty at the end of the file."""
@@ -117,13 +125,46 @@ class _Window:
             self._position = end
             return value
 
+    def run(self) -> list[Any]:
+        """Many elements of a list at once, each an object with a comma behind it.
+
+        The text up to a ``},{`` near the window's end is taken for a list of its own. Where that
+        is valid JSON, it is what the list goes on with; otherwise the cut was inside an object or
+        behind the list's end, nothing is taken, and the elements are read one by one.
+        """
+        if len(self._text) - self._position < _CHUNK // 4:
+            self._more()
+        if self._tried:
+            return []
+        self._tried = True
+        start = self._position
+        end = self._text.rfind("},", start)
+        while end > start and self._text[end + 2 : end + 40].lstrip()[:1] != "{":
+            end = self._text.rfind("},", start, end)
+        if end <= start:
+            return []
+        piece = self._text[start : end + 1]
+        if self._unneeded is not None:
+            pattern, replacement = self._unneeded
+            piece = pattern.sub(replacement, piece)
+        try:
+            values: list[Any] = json.loads(f"[{piece}]")
+        except (ValueError, RecursionError):
+            return []
+        self._position = end + 2
+        return values
+
     def error(self, message: str) -> ValueError:
         return ValueError(f"{message} at character {self._before + self._position}")
 
     def _more(self) -> bool:
         """Reads on, forgetting what lies behind; False at the end of the file."""
+        if self._ended:
+            return False
         chunk = self._file.read(max(_CHUNK, len(self._text) - self._position))
         self._before += self._position
         self._text = self._text[self._position :] + chunk
         self._position = 0
+        self._tried = self._tried and not chunk
+        self._ended = not chunk
         return bool(chunk)

@@ -31,7 +31,8 @@ _SPLIT_UNUSABLE = {
     "bad-categories": "a class list that is not a list of distinct names",
     "missing-folder": "an image folder or list that does not exist",
     "empty-split": "a split without a usable image",
-    "no-classes": "no class names: no object in any annotation",
+    "no-classes": "no class names, neither in the data nor given",
+    "no-boxes": "a dataset without a single usable box",
 }
 _IMAGE_DROPPED = {
     "missing-image": "an annotation whose image does not exist",
