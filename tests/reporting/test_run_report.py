@@ -198,8 +198,8 @@ def test_misses_and_false_alarms_are_those_of_the_matching(make_run: MakeRun) ->
         "disk, no detection at all: scene_001.png"
     ]
     assert [picture.caption for picture in false_alarms(source)] == [
-        "disk 0.15: scene_001.png",
-        "disk 0.10: scene_001.png",
+        "disk 0.15, badly placed: scene_001.png",
+        "disk 0.10, on no object: scene_001.png",
     ]
     assert [picture.caption for picture in gallery(source)] == [
         "scene_001.png: 3 objects, 3 detections, 1 wrong"
@@ -262,14 +262,28 @@ def test_the_more_boxes_the_shorter_their_captions(make_run: MakeRun) -> None:
     assert source.captions(range(7))[0] == f"{name} {source.scores[0]:.2f}"
 
 
-def test_boxes_that_touch_are_found_by_their_overlap(make_run: MakeRun) -> None:
-    source = PictureSource(read_run(make_run(images=1, steps=100)))
-    others = [
-        {"bbox": box} for box in ([0, 0, 10, 10], [9, 0, 10, 10], [5, 5, 10, 10], [50, 50, 1, 1])
-    ]
-    # IoU 1, 10 / 190 = 0.05, 25 / 175 = 0.14, 0
-    assert source.touching({"bbox": [0, 0, 10, 10]}, others) == [0, 2]
-    assert source.touching({"bbox": [0, 0, 10, 10]}, []) == []
+@pytest.mark.parametrize(
+    ("box", "category", "reason"),
+    [
+        ([10, 10, 30, 30], 1, "found twice"),
+        ([10, 10, 30, 30], 2, "annotated as disk"),
+        ([10, 10, 30, 12], 1, "badly placed"),  # IoU 0.4
+        ([100, 100, 5, 5], 1, "on no object"),
+    ],
+)
+def test_a_false_alarm_says_why_it_is_one(
+    make_run: MakeRun, box: list[float], category: int, reason: str
+) -> None:
+    run = make_run(images=1, steps=100)
+    target = {"id": 1, "image_id": 1, "category_id": 1, "bbox": [10, 10, 30, 30]}
+    edit(run / "evaluation/ground_truth.json", lambda one: one.update(annotations=[target]))
+    wrong = {"image_id": 1, "category_id": category, "bbox": box, "score": 0.5}
+    (run / "evaluation/detections.json").write_text(json.dumps([wrong]))
+    matches = matches_document([False], [False], [-1], [1])
+    (run / "evaluation/matches.json").write_text(json.dumps(matches))
+    captions = [one.caption for one in false_alarms(PictureSource(read_run(run)))]
+    assert len(captions) == 1
+    assert captions[0].endswith(f" 0.50, {reason}: scene_001.png")
 
 
 def test_two_runs_are_shown_side_by_side(make_run: MakeRun, tmp_path: Path) -> None:

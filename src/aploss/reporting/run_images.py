@@ -12,7 +12,7 @@ from aploss.reporting.pictures import draw_boxes, thumbnail
 from aploss.reporting.run_files import RunFiles
 from aploss.reporting.style import PALETTE, class_colour
 
-__all__ = ["PictureSource", "xyxy"]
+__all__ = ["PictureSource", "overlaps", "xyxy"]
 
 TRUTH_COLOUR = "#ffffff"
 MOST_LONG_CAPTIONS = 6
@@ -93,16 +93,6 @@ class PictureSource:
     def colour(self, entry: Mapping[str, Any]) -> str:
         return class_colour(self.numbers.get(entry["category_id"], 0))
 
-    def touching(self, entry: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Positions of the boxes among ``others`` that overlap a box by an IoU of 0.1 or more."""
-        if not others:
-            return []
-        box, boxes = np.array(xyxy(entry["bbox"])), np.array([xyxy(one["bbox"]) for one in others])
-        sides = np.minimum(box[2:], boxes[:, 2:]) - np.maximum(box[:2], boxes[:, :2])
-        common = np.clip(sides, 0, None).prod(axis=1)
-        areas = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1) + (box[2:] - box[:2]).prod() - common
-        return [int(k) for k in np.flatnonzero(common >= 0.1 * np.maximum(areas, 1e-9))]
-
     def draw(
         self,
         image: Image.Image,
@@ -157,6 +147,23 @@ def xyxy(box: Sequence[float]) -> list[float]:
     """A COCO box (x, y, width, height) as (x1, y1, x2, y2)."""
     x, y, width, height = (float(value) for value in box)
     return [x, y, x + width, y + height]
+
+
+def overlaps(entry: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    """IoU of a box with each of the others, float64 [n].
+
+    Example:
+        >>> others = [{"bbox": [0, 0, 10, 5]}, {"bbox": [20, 0, 5, 5]}]
+        >>> overlaps({"bbox": [0, 0, 10, 10]}, others)
+        array([0.5, 0. ])
+    """
+    box = np.array(xyxy(entry["bbox"]))
+    boxes = np.array([xyxy(one["bbox"]) for one in others]).reshape(-1, 4)
+    sides = np.minimum(box[2:], boxes[:, 2:]) - np.maximum(box[:2], boxes[:, :2])
+    common = np.clip(sides, 0, None).prod(axis=1)
+    union = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1) + (box[2:] - box[:2]).prod() - common
+    iou: np.ndarray = common / np.maximum(union, 1e-9)
+    return iou
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:

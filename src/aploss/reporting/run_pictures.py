@@ -10,12 +10,13 @@ from PIL import Image
 from aploss.reporting.blocks import Picture, Pictures
 from aploss.reporting.pictures import crop_around, data_uri
 from aploss.reporting.run_files import RunFiles
-from aploss.reporting.run_images import PictureSource, xyxy
+from aploss.reporting.run_images import PictureSource, overlaps, xyxy
 from aploss.reporting.style import loss_label
 
 __all__ = ["false_alarms", "gallery", "misses", "side_by_side"]
 
 MOST_PER_IMAGE = 2
+TOUCHES, MATCHES = 0.1, 0.5  # IoU from which a box is near another, and from which it finds it
 
 
 def gallery(source: PictureSource, count: int = 12) -> list[Picture]:
@@ -75,9 +76,10 @@ def misses(source: PictureSource, count: int = 12) -> list[Picture]:
         note = "no detection at all" if score < 0 else f"found only with score {score:.3f}"
         caption = f"{source.class_name(entry)}, {note}: {source.file_name(entry['image_id'])}"
         shown = source.shown(entry["image_id"])
-        near = source.touching(entry, [source.run.detections[row] for row in shown])
+        shares = overlaps(entry, [source.run.detections[row] for row in shown])
+        near = [shown[k] for k in np.flatnonzero(shares >= TOUCHES)]
         texts = {place: f"missed: {source.class_name(entry)}"}
-        picture = _crop(source, entry, caption, rows=[shown[k] for k in near][-3:], named=texts)
+        picture = _crop(source, entry, caption, rows=near[-3:], named=texts)
         pictures.extend([picture] if picture else [])
         if len(pictures) == count:
             break
@@ -94,15 +96,28 @@ def false_alarms(source: PictureSource, count: int = 12) -> list[Picture]:
     pictures = []
     for _, _, row in _spread(ranked, source.run.detections):
         entry = source.run.detections[row]
-        caption = f"{source.caption(row)}: {source.file_name(entry['image_id'])}"
-        places = source.objects_of.get(entry["image_id"], [])
-        near = source.touching(entry, [source.objects[place] for place in places])
-        texts = {places[k]: source.class_name(source.objects[places[k]]) for k in near}
-        picture = _crop(source, entry, caption, rows=[row], named=texts)
+        caption = f"{source.caption(row)}, {_reason(source, entry)}: "
+        caption += source.file_name(entry["image_id"])
+        picture = _crop(source, entry, caption, rows=[row])
         pictures.extend([picture] if picture else [])
         if len(pictures) == count:
             break
     return pictures
+
+
+def _reason(source: PictureSource, entry: Mapping[str, Any]) -> str:
+    """Why a detection is wrong, from the object it overlaps most."""
+    objects = [source.objects[place] for place in source.objects_of.get(entry["image_id"], [])]
+    shares = overlaps(entry, objects)
+    if not (shares >= TOUCHES).any():
+        return "on no object"
+    same = np.array([one["category_id"] == entry["category_id"] for one in objects])
+    if (same & (shares >= MATCHES)).any():
+        return "found twice"
+    nearest = objects[int(shares.argmax())]
+    if nearest["category_id"] == entry["category_id"]:
+        return "badly placed"
+    return f"annotated as {source.class_name(nearest)}"
 
 
 def _crop(
@@ -111,7 +126,7 @@ def _crop(
     caption: str,
     *,
     rows: Sequence[int],
-    named: Mapping[int, str],
+    named: Mapping[int, str] | None = None,
 ) -> Picture | None:
     image = source.open(entry["image_id"])
     if image is None:
