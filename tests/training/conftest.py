@@ -1,18 +1,26 @@
 """A data set of a few bright rectangles, and a run on it that takes a second or two."""
 
 import json
+import multiprocessing
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from PIL import Image
 
 from aploss.training.config import TrainConfig
 from aploss.training.recipes import load_config, merge
 
+PREAMBLE = """
+import os, sys, torch
+sys.stdout = sys.stderr = open(log, "w", buffering=1)
+torch.set_num_threads(1)
+import aploss.reporting.run_report
+aploss.reporting.run_report.write_run_report = lambda folder: None
+"""
 SIZE = 64
 COUNTS = {"train": 16, "val": 6, "test": 6}
 SETTINGS: dict[str, Any] = {
@@ -74,25 +82,42 @@ def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aploss.reporting.run_report.write_run_report", lambda folder: None)
 
 
-@pytest.fixture
-def make_config(rectangles: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
-    """Makes the config of a short run, with nested changes; ``name`` is that of its folder."""
+@pytest.fixture(scope="session")
+def config_in(rectangles: Path) -> Callable[..., TrainConfig]:
+    """Makes the config of a short run into a folder, with nested changes."""
 
-    def make(name: str = "run", **changes: Any) -> TrainConfig:
-        own = {"data": str(rectangles), "out": str(tmp_path / name)}
+    def make(folder: Path, **changes: Any) -> TrainConfig:
+        own = {"data": str(rectangles), "out": str(folder)}
         return load_config(None, merge(merge(SETTINGS, own), changes))
 
     return make
 
 
 @pytest.fixture
-def write_config(make_config: Callable[..., TrainConfig], tmp_path: Path) -> Callable[..., Path]:
-    """Writes such a config to a YAML file, for the command line."""
-    from aploss.training.config import config_to_dict
+def make_config(
+    config_in: Callable[..., TrainConfig], tmp_path: Path
+) -> Callable[..., TrainConfig]:
+    """The same by the name of the folder."""
 
-    def write(name: str = "run", **changes: Any) -> Path:
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(config_to_dict(make_config(name, **changes))))
-        return path
+    def make(name: str = "run", **changes: Any) -> TrainConfig:
+        return config_in(tmp_path / name, **changes)
 
-    return write
+    return make
+
+
+@pytest.fixture(scope="session")
+def spawn() -> Callable[..., BaseProcess]:
+    """Starts a program in a process of its own, quickly: the imports are made once for all.
+
+    It finds ``values`` in its namespace, writes what it prints to ``log``, and makes no page.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["aploss.cli.train", "aploss.training.run"])
+
+    def start(program: str, *, log: Path, **values: Any) -> BaseProcess:
+        setting = {"values": values, "log": str(log)}
+        process = context.Process(target=exec, args=(PREAMBLE + program, setting))
+        process.start()
+        return process
+
+    return start

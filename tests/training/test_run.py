@@ -216,9 +216,8 @@ class TestRuns:
         last = torch.load(Path(summary.folder) / "checkpoints/last.pt", weights_only=True)
         assert same(last["training"]["stepper"]["weights"], states[2])
 
-    @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-    def test_half_precision_trains(self, make_config: MakeConfig, precision: str) -> None:
-        summary = train(make_config(precision=precision, schedule={"length": 4}))
+    def test_half_precision_trains(self, make_config: MakeConfig) -> None:
+        summary = train(make_config(precision="bfloat16", schedule={"length": 3}))
         losses = [row["loss"] for row in rows(summary.folder, "train")]
         assert all(map(math.isfinite, losses))
         assert all(value.dtype != torch.bfloat16 for value in weights(summary.folder).values())

@@ -9,7 +9,13 @@ from torch import Tensor, nn
 from aploss.losses import NonFiniteScoresError
 from aploss.training.distributed import World
 
-__all__ = ["BadNumbers", "first_bad_gradient", "is_about_scores", "raise_together"]
+__all__ = [
+    "ANOTHER_PROCESS",
+    "BadNumbers",
+    "first_bad_gradient",
+    "is_about_scores",
+    "raise_together",
+]
 
 SHOWN_IMAGES = 8
 # What a process hears whose own scores are fine, from the engine of the ranking losses.

@@ -123,8 +123,10 @@ class Loop:
         self.progress.step(state.step)
         if result.bad is not None:
             self._report_bad(result.bad)
+        else:
+            state.bad_in_a_row = 0
+        if not result.counts:
             return
-        state.bad_in_a_row = 0
         state.add_to_window({**result.losses, "gradient_norm": result.gradient_norm})
         if state.step % self.config.log_steps == 0 or state.step == self.total_steps:
             self._write_training_row(result.learning_rate)

@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from aploss.data.batches import Batch
 from aploss.detectors.detector import Detector
 from aploss.training.bad_numbers import (
+    ANOTHER_PROCESS,
     BadNumbers,
     first_bad_gradient,
     is_about_scores,
@@ -39,12 +40,15 @@ class StepResult:
         gradient_norm: before clipping.
         learning_rate: what it was done with.
         bad: why it was skipped, or None.
+        counts: whether the weights were changed: not after bad numbers, nor where the loss scale of
+            float16 was still too high.
     """
 
     losses: dict[str, float]
     gradient_norm: float
     learning_rate: float
     bad: BadNumbers | None = None
+    counts: bool = True
 
 
 class Stepper:
@@ -105,14 +109,15 @@ class Stepper:
                 sums[part] += value / self.world.size / len(batches)
             self._backward(losses, len(batches), is_last=index == len(batches) - 1)
         norm = self._clipped_norm()
-        if not math.isfinite(norm) and not self._scale_is_too_high():
+        overflow = not math.isfinite(norm)
+        if overflow and not self._scale_is_too_high():
             problem = ("gradient", first_bad_gradient(self.detector))
             return self._skip(number, problem, _joined(batches), sums, rate)
-        self.scaler.step(self.optimizer)
+        self.scaler.step(self.optimizer)  # does nothing after an overflow
         self.scaler.update()
-        if self.averaged is not None:
+        if self.averaged is not None and not overflow:
             self.averaged.update_parameters(self.detector)
-        return StepResult(losses=sums, gradient_norm=norm, learning_rate=rate)
+        return StepResult(sums, norm, rate, counts=not overflow)
 
     def _forward(self, batch: Batch) -> tuple[dict[str, Tensor], tuple[str, str] | None]:
         images = batch.images.to(self.device, non_blocking=True)
@@ -159,11 +164,11 @@ class Stepper:
         if problem is not None:
             own = (*problem, [self._image_name(index) for index in batch.indices])
         told = self.world.from_main([found for found in self.world.gather(own) if found])
-        # Who only heard of it says less than who found it.
-        first = min(told, key=lambda found: "another process" in found[1])
-        names = tuple(name for found in told if found[:1] == first[:1] for name in found[2])
-        bad = BadNumbers(number + 1, first[0], first[1], names)
-        return StepResult(losses=sums, gradient_norm=math.nan, learning_rate=rate, bad=bad)
+        # Who only heard of it has nothing to say beside who found it.
+        finders = [found for found in told if ANOTHER_PROCESS not in found[1]] or told
+        names = tuple(name for found in finders for name in found[2])
+        bad = BadNumbers(number + 1, *finders[0][:2], names)
+        return StepResult(sums, math.nan, rate, bad=bad, counts=False)
 
     def _train_mode(self) -> None:
         self._model.train()
@@ -183,7 +188,7 @@ class Stepper:
             if getattr(detector.criterion.loss, "process_group", None) is None:
                 raise_together(detector.criterion.loss, self.world)
         devices = [self.device] if self.device.type == "cuda" else None
-        return DistributedDataParallel(detector, device_ids=devices, broadcast_buffers=False)
+        return DistributedDataParallel(detector, device_ids=devices)
 
     def state(self) -> dict[str, Any]:
         """What :meth:`load_state` needs to go on."""
