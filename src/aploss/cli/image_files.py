@@ -74,9 +74,9 @@ def _with_different_names(found: dict[Path, str]) -> list[ImageFile]:
     images = []
     for path, wanted in found.items():
         name, number = wanted, 1
-        while name in taken:
+        while name.casefold() in taken:  # some file systems take A and a for the same
             number += 1
             name = f"{wanted}-{number}"
-        taken.add(name)
+        taken.add(name.casefold())
         images.append(ImageFile(path, name))
     return images
