@@ -65,14 +65,14 @@ def test_the_page_is_of_moderate_size_and_the_plots_are_files_too(make_run: Make
 
 
 def test_the_same_run_gives_the_same_page(make_run: MakeRun) -> None:
-    run = make_run(images=4, steps=300)
+    run = make_run(images=2, steps=0)
     first = write_run_report(run).read_bytes()
     assert write_run_report(run).read_bytes() == first
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_missing_file_is_named_and_the_rest_is_shown(make_run: MakeRun, file: str) -> None:
-    run = make_run(images=3, steps=200)
+    run = make_run(images=3, steps=0)
     (run / file).unlink()
     text = words(write_run_report(run))
     assert "could not be made" not in text
@@ -133,7 +133,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
 
 def test_names_from_strangers_stay_text(make_run: MakeRun) -> None:
     evil = "</td><script>alert(1)</script>`"
-    run = make_run(images=3, steps=100)
+    run = make_run(images=3, steps=0)
     edit(run / "evaluation/ground_truth.json", lambda one: one["categories"][0].update(name=evil))
     edit(run / "evaluation/ground_truth.json", lambda one: one["images"][0].update(file_name=evil))
     edit(run / "summary.json", lambda one: one.update(data=evil, command=evil, detector=evil))
@@ -151,7 +151,7 @@ def test_names_from_strangers_stay_text(make_run: MakeRun) -> None:
 
 
 def test_images_that_are_gone_are_counted(make_run: MakeRun) -> None:
-    run = make_run(images=4, steps=100)
+    run = make_run(images=4, steps=0)
     scenes = run.parents[1] / "scenes"
     (scenes / "scene_001.png").unlink()
     (scenes / "scene_002.png").write_bytes(b"no picture")
@@ -161,14 +161,14 @@ def test_images_that_are_gone_are_counted(make_run: MakeRun) -> None:
 
 
 def test_paths_may_be_relative_to_the_run(make_run: MakeRun) -> None:
-    run = make_run(images=2, steps=100)
+    run = make_run(images=2, steps=0)
 
     def relative(truth: dict) -> None:
         for image in truth["images"]:
             image["path"] = f"../../scenes/{Path(image['path']).name}"
 
     edit(run / "evaluation/ground_truth.json", relative)
-    assert "could not be read" not in words(write_run_report(run))
+    assert len(gallery(PictureSource(read_run(run)))) == 2
 
 
 def test_misses_and_false_alarms_are_those_of_the_matching(make_run: MakeRun) -> None:
