@@ -231,8 +231,8 @@ def _false_positives(run: RunFiles) -> list[Block]:
     if not pictures and not source.unreadable:
         return [Text("No detection is wrong.")]
     text = (
-        "The wrong detections with the highest scores, at most two of one image. Some may be objects "
-        "that nobody annotated."
+        "The wrong detections with the highest scores, at most two of one image. "
+        "Some may be objects that nobody annotated."
     )
     return [Text(text), *_shown(pictures, source, 155)]
 
