@@ -21,7 +21,7 @@ __all__ = ["EXAMPLES", "add_arguments", "run"]
 EXAMPLES = """
   aploss train --data builtin
   aploss train --data my-photos/ --loss ap --max-minutes 30
-  aploss train --recipe bccd-cpu --data ../shared/data/bccd --seed 1
+  aploss train --recipe bccd-cpu --data bccd/ --seed 1
   aploss train --recipe voc-retinanet-r50 --data VOCdevkit --loss focal --out runs/voc-focal
   aploss train --resume --out runs/voc-focal
   aploss train --recipe demo --schedule.length 300 --optimizer.learning_rate 1e-3 --print_config
@@ -29,12 +29,12 @@ EXAMPLES = """
 """
 
 INTERRUPTED = 130
-ALIASES = {"max_minutes": "--max-minutes", "checkpoint_minutes": "--checkpoint-minutes"}
 OWN_OPTIONS = ("recipe", "config", "resume", "quiet", "print_config")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Adds the options of the command, and one for each setting of a run."""
+    parser.usage = "aploss train --data PATH [--recipe NAME] [--SETTING VALUE ...]"
     parser.add_argument(
         "--recipe", help=f"settings to start from: {', '.join(recipe_names())}, or a .yaml file"
     )
@@ -42,7 +42,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     parser.add_argument("--quiet", action="store_true", help="show only what goes wrong")
     parser.add_argument(
-        "--print_config", "--print-config", action="store_true", help="show all settings and stop"
+        "--print_config", nargs="?", const="yes", metavar="", help="show all settings and stop"
     )
     for setting in settings_of(TrainConfig):
         default = "" if setting.default in (None, "", {}, ()) else f" (default: {setting.default})"
@@ -58,7 +58,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> int:
     """Trains, and prints the numbers and where the page is."""
     config = resolve_config(options)
-    if options.print_config:
+    if asks_for_config(options):
         print(yaml.safe_dump(config_to_dict(config), sort_keys=False), end="")
         return 0
     return train_and_tell(config, resume=options.resume, quiet=options.quiet)
@@ -69,7 +69,7 @@ def train_and_tell(config: TrainConfig, *, resume: bool, quiet: bool) -> int:
     from aploss.training.loop_state import LostProcessError, TrainingInterruptedError
     from aploss.training.run import train
 
-    is_main = os.environ.get("RANK", "0") == "0"
+    is_main = is_main_process()
     try:
         summary = train(config, resume=resume, quiet=quiet)
     except TrainingInterruptedError as interruption:
@@ -90,25 +90,49 @@ def train_and_tell(config: TrainConfig, *, resume: bool, quiet: bool) -> int:
 
 def resolve_config(options: Namespace) -> TrainConfig:
     """The config of recipe, file and options; of the run in ``--out`` when it is resumed."""
-    from aploss.training.hardware import choose_device, choose_recipe
     from aploss.training.run_folder import RunFolder
 
     given = {key: value for key, value in options.as_dict().items() if key not in OWN_OPTIONS}
     values = merge(read_yaml_of(options.config), given)
-    if options.resume and values.get("out") is not None:
+    if options.resume and options.recipe is None and values.get("out") is not None:
         folder = RunFolder(values["out"])
-        if folder.exists and options.recipe is None:
+        if folder.exists or "data" not in values:
             stored = config_to_dict(folder.read_config())
             return config_from_dict(merge(stored, values))
-    recipe = options.recipe
-    if recipe is None:
-        recipe = choose_recipe(choose_device(values.get("device", "auto")))
-        if not (options.quiet or options.print_config or os.environ.get("RANK", "0") != "0"):
-            print(f"recipe    {recipe}, for the hardware here; --recipe chooses another")
-    config = load_config(recipe, values)
-    if not config.data and not options.print_config:
+    if options.recipe is not None:
+        config = load_config(options.recipe, values)
+    else:
+        config = _without_recipe(values, talks=not (options.quiet or asks_for_config(options)))
+    if not config.data and not asks_for_config(options):
         raise ConfigError("no data: give --data a folder of VOC, COCO or YOLO data, or builtin")
     return config
+
+
+def _without_recipe(values: dict[str, Any], *, talks: bool) -> TrainConfig:
+    from aploss.training.hardware import choose_device
+    from aploss.training.suggest import suggest_image_sizes, suggest_recipe
+
+    config = config_from_dict(values)
+    recipe = suggest_recipe(choose_device(config.device))
+    suggested: dict[str, Any] = {}
+    if config.data and "image_size" not in values.get("batches", {}):
+        suggested = suggest_image_sizes(recipe, config.data, format=config.splits.format)
+    config = load_config(recipe, merge(suggested, values))
+    if talks and config.data and is_main_process():
+        size = config.batches.image_size
+        shape = f"{size}x{size}" if isinstance(size, int) else f"{size[1]}x{size[0]}"
+        print(f"recipe    {recipe}, as none was given: {config.detector} on {shape} pixels")
+    return config
+
+
+def asks_for_config(options: Namespace) -> bool:
+    """Whether only the settings are to be shown."""
+    return options.print_config is not None
+
+
+def is_main_process() -> bool:
+    """Whether this process of several is the one that talks."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def read_yaml_of(path: str | None) -> dict[str, Any]:

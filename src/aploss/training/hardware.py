@@ -1,4 +1,4 @@
-"""Which device, how many loader processes, and which recipe suit this machine."""
+"""Which device and how many loader processes suit this machine."""
 
 import os
 
@@ -6,7 +6,7 @@ import torch
 
 from aploss.errors import ConfigError
 
-__all__ = ["choose_device", "choose_recipe", "choose_workers"]
+__all__ = ["choose_device", "choose_workers"]
 
 
 def choose_device(name: str) -> torch.device:
@@ -44,11 +44,6 @@ def choose_device(name: str) -> torch.device:
     elif device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("device: this machine has no mps device")
     return device
-
-
-def choose_recipe(device: torch.device) -> str:
-    """The recipe for data nobody has made one for."""
-    return "any-gpu" if device.type in ("cuda", "mps") else "any-cpu"
 
 
 def choose_workers(wanted: int | None, device: torch.device, processes: int) -> int:

@@ -167,7 +167,8 @@ class Stepper:
         # Who only heard of it has nothing to say beside who found it.
         finders = [found for found in told if ANOTHER_PROCESS not in found[1]] or told
         names = tuple(name for found in finders for name in found[2])
-        bad = BadNumbers(number + 1, *finders[0][:2], names)
+        what, detail, _ = finders[0]
+        bad = BadNumbers(number + 1, what, detail, names)
         return StepResult(sums, math.nan, rate, bad=bad, counts=False)
 
     def _train_mode(self) -> None:
