@@ -14,7 +14,7 @@ from aploss.data.voc import find_voc
 from aploss.data.yolo import find_yolo
 from aploss.errors import DataError
 
-__all__ = ["FORMATS", "dataset_splits", "find_source", "load_dataset"]
+__all__ = ["FORMATS", "dataset_splits", "find_source", "load_dataset", "load_split"]
 
 _FINDERS = {"yolo": find_yolo, "coco": find_coco, "voc": find_voc}
 FORMATS = ("auto", *sorted(_FINDERS))
@@ -56,15 +56,24 @@ def load_dataset(
         Traceback (most recent call last):
         aploss.errors.DataError: no-such-folder: no such file or folder
     """
-    source = find_source(path, format=format)
     names = None if class_names is None else check_class_names(class_names)
-    dataset = _read_expression(source, split or _ALL, names)
+    dataset = load_split(find_source(path, format=format), split or _ALL, names)
+    return _not_empty(verify(dataset)) if verify_images else dataset
+
+
+def load_split(
+    source: Source, split: str, class_names: tuple[str, ...] | None = None
+) -> DetectionDataset:
+    """Loads a split of a dataset that :func:`find_source` found; as :func:`load_dataset`."""
+    dataset = _read_expression(source, split, class_names)
     raise_refused(dataset.problems)
-    if verify_images:
-        dataset = verify(dataset)
+    return _not_empty(dataset)
+
+
+def _not_empty(dataset: DetectionDataset) -> DetectionDataset:
     if not len(dataset):
         found = f" ({summarise(dataset.problems)})" if dataset.problems else ""
-        raise DataError(f"{path}: no usable image in split '{dataset.split}'{found}")
+        raise DataError(f"{dataset.root}: no usable image in split '{dataset.split}'{found}")
     return dataset
 
 

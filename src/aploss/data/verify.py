@@ -31,18 +31,19 @@ class Inspection(NamedTuple):
 
 
 def verify_images(
-    dataset: DetectionDataset, *, progress: Progress | None = None
+    dataset: DetectionDataset, *, decode: bool = True, progress: Progress | None = None
 ) -> DetectionDataset:
     """Leaves out images that cannot be read or whose size is not the annotated one.
 
     Args:
-        dataset: Every image of it is decoded once, in several threads.
+        dataset: Every image of it is read once, in several threads.
+        decode: Whether to decode the images, which finds damaged ones too, or read their headers.
         progress: Called with (images done, images in all).
 
     Returns:
         The dataset with the usable images; what was left out is in its problems.
     """
-    inspections = list(inspect_images(dataset, progress=progress))
+    inspections = list(inspect_images(dataset, decode=decode, progress=progress))
     kept = [i for i, inspection in enumerate(inspections) if inspection.usable]
     if len(kept) == len(dataset):
         return dataset

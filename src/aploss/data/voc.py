@@ -16,6 +16,7 @@ from aploss.data.voc_xml import VocAnnotation, parse_annotation
 
 __all__ = ["VocSource", "find_voc"]
 
+_CLASS_FILES = ("labels.txt", "classes.txt")
 _YEAR = re.compile(r"VOC(\d{4})$")
 
 
@@ -103,7 +104,14 @@ class VocSource:
         )
 
     def class_names(self) -> tuple[str, ...]:
-        """The classes that the devkit's lists name, otherwise those of all annotations, sorted."""
+        """The classes: of ``labels.txt`` or ``classes.txt``, of the devkit's lists for single
+        classes, otherwise of all annotations; the last two sorted."""
+        for file in _CLASS_FILES:
+            if self.folder.is_file(file):
+                lines = map(str.strip, self.folder.read_text(file).splitlines())
+                names = tuple(dict.fromkeys(line for line in lines if line))
+                if names:
+                    return names
         listed = {name for part in self.parts for name in part.class_lists}
         if listed:
             return tuple(sorted(listed))
