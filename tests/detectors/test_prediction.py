@@ -165,3 +165,13 @@ def test_grey_arrays_are_pictures_too() -> None:
     tensor = image_tensor(grey)
     assert tensor.shape == (3, 5, 4)
     assert torch.equal(tensor[2], torch.from_numpy(grey) / 255)
+
+
+def test_a_damaged_pillow_image_is_told_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "half.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 50, 3), dtype=np.uint8)).save(
+        path
+    )
+    path.write_bytes(path.read_bytes()[:3000])
+    with pytest.raises(DataError, match=r"half\.png: damaged image"):
+        image_tensor(Image.open(path))

@@ -140,11 +140,7 @@ def _as_tensor(image: ImageLike) -> Tensor:
         return image.as_subclass(Tensor)
     if isinstance(image, str | Path):
         return read_image(image)
-    pixels = (
-        np.asarray(_to_rgb(ImageOps.exif_transpose(image)))
-        if isinstance(image, Image.Image)
-        else image
-    )
+    pixels = _decode(image) if isinstance(image, Image.Image) else image
     if not isinstance(pixels, np.ndarray):
         raise DataError(f"an image must be a path, PIL image, array or tensor, got {type(image)}")
     if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or pixels.shape[2:] not in ((), (3,)):
@@ -154,6 +150,14 @@ def _as_tensor(image: ImageLike) -> Tensor:
         )
     colour = pixels if pixels.ndim == 3 else np.repeat(pixels[..., None], 3, axis=2)
     return torch.from_numpy(colour.transpose(2, 0, 1).copy())
+
+
+def _decode(image: Image.Image) -> np.ndarray:
+    try:
+        return np.asarray(_to_rgb(ImageOps.exif_transpose(image)))  # [H, W, 3]
+    except (OSError, ValueError, SyntaxError) as error:  # Pillow reads only now
+        name = getattr(image, "filename", "") or "a PIL image"
+        raise DataError(f"{name}: damaged image: {error}") from error
 
 
 def _detect(
