@@ -1,0 +1,68 @@
+"""What the user sees: lines, a bar, or nothing but warnings."""
+
+import io
+
+import pytest
+
+from aploss.training import progress as module
+from aploss.training.progress import PlainProgress, Progress, RichProgress, make_progress
+
+TRAIN = {"kind": "train", "step": 5, "loss": 1.5, "images_per_second": 80.0}
+VALIDATION = {"kind": "validation", "step": 5, "AP": 0.5, "AP50": 0.75, "AP75": None}
+
+
+def test_lines_come_at_validations_and_from_time_to_time(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    shown = PlainProgress()
+    shown.begin(total=10, done=0)
+    shown.row(TRAIN)  # too soon
+    clock[0] = 20.0
+    shown.row(TRAIN)
+    shown.row(TRAIN)  # too soon again
+    shown.row(VALIDATION)
+    shown.end()
+    assert capsys.readouterr().out.splitlines() == [
+        "step 5/10  loss 1.500  80 images/s  20 s left",
+        "step 5/10  validation  AP 0.500  AP50 0.750",
+    ]
+
+
+def test_quiet_shows_warnings_alone_and_still_calls_back(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows: list[dict[str, object]] = []
+    quiet = make_progress(quiet=True, on_progress=rows.append)
+    assert type(quiet) is Progress
+    quiet.begin(total=10, done=0)
+    quiet.note("hello")
+    quiet.row(TRAIN)
+    quiet.row(VALIDATION)
+    quiet.warn("trouble")
+    quiet.end()
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "trouble\n")
+    assert rows == [TRAIN, VALIDATION]
+
+
+def test_a_terminal_gets_a_live_bar_and_a_pipe_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type(make_progress(quiet=False)) is PlainProgress
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    bar = make_progress(quiet=False)
+    assert type(bar) is RichProgress
+    bar.begin(total=10, done=0)
+    bar.row(TRAIN)
+    bar.row(VALIDATION)
+    bar.step(5)
+    bar.note("[not markup] noted")
+    bar.warn("trouble")
+    bar.end()
+    text = terminal.getvalue()
+    for part in ("5/10", "loss 1.500", "80 images/s", "AP 0.500", "[not markup] noted", "trouble"):
+        assert part in text
