@@ -1,5 +1,6 @@
 """``compare``: the same training with several losses, and how much they differ over seeds."""
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from aploss.reproduction.page import PageText, command_line, write_results
 from aploss.reproduction.plan import VALIDATIONS, Plan, Tuning, Variant, comparison_config
 from aploss.reproduction.results import Results
 from aploss.reproduction.runner import Runner
+from aploss.training.loop_state import TrainingInterruptedError
 
 __all__ = ["carry_out", "compare", "comparison_plan", "comparison_text", "default_out"]
 
 CACHE = "cache"  # beside the folders of the comparisons
+SECONDS_BETWEEN_PAGES = 20.0  # runs that are only read are quicker than that
 
 
 def comparison_plan(
@@ -105,7 +108,7 @@ def carry_out(
     quiet: bool = True,
     command: str | None = None,
 ) -> Results:
-    """As :func:`compare`, with a page of one's own; it is written anew after every run.
+    """As :func:`compare`, with a page of one's own; it is written anew as runs are done.
 
     Args:
         plan: rows, seeds and search.
@@ -113,12 +116,20 @@ def carry_out(
         text_of: what the page says about results, also unfinished ones.
         cache: see :func:`compare`, as the others.
     """
-    command = command or command_line()
     is_main = is_main_process()
+    results = Results(plan)
+    written_at = time.monotonic()
 
-    def write(results: Results) -> None:
+    def write() -> None:
+        nonlocal written_at
         if is_main:
-            write_results(out, results, text_of(results), command=command)
+            page_text = text_of(results)
+            write_results(out, results, page_text, command=command or command_line())
+        written_at = time.monotonic()
+
+    def write_now_and_then() -> None:
+        if time.monotonic() - written_at > SECONDS_BETWEEN_PAGES:
+            write()
 
     def say(line: str) -> None:
         if is_main and not quiet:
@@ -129,9 +140,12 @@ def carry_out(
         max_minutes=max_minutes,
         quiet=quiet,
     )
-    results = execute(plan, runner, say=say, on_run=write)
-    if not results.runs:
-        write(results)
+    try:
+        execute(results, runner, say=say, on_run=write_now_and_then)
+    except TrainingInterruptedError:
+        write()
+        raise
+    write()
     return results
 
 

@@ -17,43 +17,40 @@ Say = Callable[[str], Any]
 
 
 def execute(
-    plan: Plan,
+    results: Results,
     runner: Runner,
     *,
     say: Say = lambda line: None,
-    on_run: Callable[[Results], Any] = lambda results: None,
-) -> Results:
-    """Trains all runs of a plan that the cache does not have.
+    on_run: Callable[[], Any] = lambda: None,
+) -> None:
+    """Trains all runs of a plan that the cache does not have, into ``results``.
 
-    Seeds are the outer loop, so that an unfinished comparison has whole pairs.
+    Seeds are the outer loop, so that an unfinished comparison has whole pairs. The results are
+    not ``complete`` where the runner ran out of time.
 
     Args:
-        plan: rows, seeds and search.
+        results: with the plan; filled run by run.
         runner: trains.
         say: told what is going on.
-        on_run: called with what is known after every run.
-
-    Returns:
-        The results; not ``complete`` where the runner ran out of time.
+        on_run: called after every run.
 
     Raises:
         TrainingInterruptedError: Ctrl-C or SIGTERM; everything is saved.
     """
-    results = Results(plan)
     try:
-        if plan.tuning is not None:
-            _tune(results, runner, plan.tuning, say)
-        total, number = len(results.plan.variants) * len(plan.seeds), 0
+        if results.plan.tuning is not None:
+            _tune(results, runner, results.plan.tuning, say)
+        plan, number = results.plan, 0
+        total = len(plan.variants) * len(plan.seeds)
         for seed in plan.seeds:
-            for variant in results.plan.variants:
+            for variant in plan.variants:
                 number += 1
                 config = replace(variant.config, seed=seed)
                 say(f"run {number} of {total}: {loss_label(variant.name)}, seed {seed}")
                 results.runs[variant.name, seed] = runner.run(config, variant.measure)
-                on_run(results)
+                on_run()
     except OutOfTimeError:
         say("the time is over; the same command goes on from here")
-    return results
 
 
 def _tune(results: Results, runner: Runner, tuning: Tuning, say: Say) -> None:

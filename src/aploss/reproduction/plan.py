@@ -102,7 +102,7 @@ def with_length(config: TrainConfig, steps: int | None, *, validations: int) -> 
     Example:
         >>> short = with_length(TrainConfig(), 500, validations=5)
         >>> short.schedule.length, short.validation.every
-        (500, 100)
+        (500, 100.0)
     """
     schedule: dict[str, Any] = {}
     length: float = config.schedule.length

@@ -1,8 +1,7 @@
 """What a user asks of a reproduction, and the settings that follow from it at either scale."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from aploss.errors import ConfigError
@@ -125,7 +124,7 @@ class Reproduction:
     plan: Callable[[Request], Plan]
     text: Callable[[Request, Results], PageText]
     benchmarks: tuple[str, ...] = ("voc",)
-    epoch_images: Mapping[str, int] = MappingProxyType(EPOCH_IMAGES)
+    epoch_images: Mapping[str, int] = field(default_factory=EPOCH_IMAGES.copy)
 
 
 def small_note(request: Request) -> str:

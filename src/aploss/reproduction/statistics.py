@@ -60,8 +60,8 @@ def spread(values: Sequence[float | None]) -> Spread:
     """Mean and sample standard deviation of what is known.
 
     Example:
-        >>> spread([0.70, 0.72, 0.74, None])  # deviation: sqrt((0.02² + 0 + 0.02²) / 2)
-        Spread(count=3, mean=0.72, deviation=0.0200...)
+        >>> spread([0.25, 0.5, 0.75, None])  # deviation: sqrt((0.25² + 0 + 0.25²) / 2)
+        Spread(count=3, mean=0.5, deviation=0.25)
     """
     known = known_values(values)
     mean = float(np.mean(known)) if known else math.nan

@@ -1,0 +1,247 @@
+"""Comparisons with an invented trainer: caching, going on, learning rates, pages."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from aploss.errors import ConfigError, RunError
+from aploss.reproduction.compare import compare, comparison_plan
+from aploss.reproduction.plan import Plan, Tuning
+from aploss.reproduction.runner import cache_folder, settings_hash
+from aploss.training.config import TrainConfig
+from aploss.training.loop_state import TrainingInterruptedError
+
+
+def plan_of(*losses: str, seeds: int = 2, tuning: Tuning | None = None) -> Plan:
+    return comparison_plan(losses, recipe="demo", seeds=range(seeds), tuning=tuning)
+
+
+def results_in(folder: Path) -> dict:
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.fixture
+def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out the drawing, which takes longer than all the rest."""
+    monkeypatch.setattr("aploss.reproduction.page.write_comparison", lambda out, comparison: out)
+
+
+@pytest.mark.usefixtures("no_page")
+class TestCache:
+    def test_a_run_is_trained_once(self, fake_training, tmp_path: Path) -> None:
+        for _ in range(2):
+            results = compare(plan_of("ap", "focal"), tmp_path / "page")
+        assert len(fake_training.configs) == 4
+        assert results.complete
+        assert results.values("ap", "AP") == pytest.approx([0.74, 0.752])
+
+    def test_another_loss_or_seed_costs_only_itself(self, fake_training, tmp_path: Path) -> None:
+        compare(plan_of("ap", "focal", seeds=2), tmp_path / "one")
+        compare(plan_of("ap", "focal", "auc", seeds=2), tmp_path / "two")
+        assert [c.loss for c in fake_training.configs[4:]] == ["auc", "auc"]
+        compare(plan_of("ap", "focal", seeds=3), tmp_path / "three")
+        assert [(c.loss, c.seed) for c in fake_training.configs[6:]] == [("ap", 2), ("focal", 2)]
+
+    def test_only_what_changes_a_run_changes_its_hash(self) -> None:
+        base = settings_hash(TrainConfig(data="data"))
+        same = [
+            TrainConfig(data="./data"),
+            TrainConfig(data=str(Path("data").resolve()), out="runs/x", max_minutes=3.0),
+            TrainConfig(data="data", checkpoint_minutes=1.0, checkpoint_steps=5),
+        ]
+        other = [
+            TrainConfig(data="data2"),
+            TrainConfig(data="data", seed=1),
+            TrainConfig(data="data", device="cuda"),
+            TrainConfig(data="data", loss="focal"),
+        ]
+        assert {settings_hash(config) for config in same} == {base}
+        assert len({base, *map(settings_hash, other)}) == 5
+
+    def test_the_folder_of_a_run_has_a_readable_name(self) -> None:
+        config = TrainConfig(data="a/bccd", loss="focal", seed=3)
+        name = cache_folder(config, Path("runs/cache")).name
+        assert name == f"bccd-retinanet-tiny-focal-seed3-{settings_hash(config)}"
+
+    def test_the_cache_is_beside_the_page_or_where_it_is_asked(
+        self, fake_training, tmp_path: Path
+    ) -> None:
+        compare(plan_of("ap", seeds=1), tmp_path / "a" / "page")
+        compare(plan_of("ap", seeds=1), tmp_path / "page", cache=tmp_path / "mine")
+        folders = [Path(config.out).parent for config in fake_training.configs]
+        assert folders == [tmp_path / "a" / "cache", tmp_path / "mine"]
+
+    def test_a_cache_that_cannot_be_is_an_error_of_one_line(
+        self, fake_training, tmp_path: Path
+    ) -> None:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(RunError, match="runs cannot be kept in") as caught:
+            compare(plan_of("ap"), tmp_path / "page", cache=tmp_path / "file")
+        assert "\n" not in str(caught.value)
+
+
+class TestGoingOn:
+    def test_an_interrupted_comparison_goes_on(self, fake_training, tmp_path: Path) -> None:
+        fake_training.interrupt_at = 3
+        with pytest.raises(TrainingInterruptedError):
+            compare(plan_of("ap", "focal"), tmp_path / "page")
+        found = results_in(tmp_path / "page")
+        assert not found["complete"]
+        assert [row["values"]["AP"][1] for row in found["rows"]] == [None, None]
+        assert "2 of 4 runs are done" in (tmp_path / "page/report.html").read_text()
+        results = compare(plan_of("ap", "focal"), tmp_path / "page")
+        assert results.complete
+        # Seeds are the outer loop: the first pair was whole when it was interrupted.
+        order = [(config.loss, config.seed) for config in fake_training.configs]
+        assert order == [("ap", 0), ("focal", 0), ("ap", 1), ("ap", 1), ("focal", 1)]
+
+    def test_a_time_limit_stops_in_the_middle_of_a_run(self, fake_training, tmp_path: Path) -> None:
+        # A run takes 2 minutes of invented time; the limit is a minute of real time.
+        results = compare(plan_of("ap", "focal"), tmp_path / "page", max_minutes=1.0)
+        assert not results.complete
+        assert results.runs == {}
+        assert (tmp_path / "page/report.html").is_file()
+        (limit,) = {config.max_minutes for config in fake_training.configs}
+        assert limit == pytest.approx(1.0, abs=0.2)
+        results = compare(plan_of("ap", "focal"), tmp_path / "page")
+        assert results.complete
+        assert {config.max_minutes for config in fake_training.configs[1:]} == {None}
+
+    def test_a_second_limit_comes_on_top_of_what_was_trained(
+        self, fake_training, tmp_path: Path
+    ) -> None:
+        for _ in range(2):
+            compare(plan_of("ap", seeds=1), tmp_path / "page", max_minutes=0.5)
+        assert fake_training.configs[1].max_minutes == pytest.approx(1.0, abs=0.2)
+
+    def test_without_time_nothing_is_started(self, fake_training, tmp_path: Path) -> None:
+        compare(plan_of("ap"), tmp_path / "page", max_minutes=0.0)
+        assert fake_training.configs == []
+
+    def test_a_run_that_diverges_is_shown_and_the_others_go_on(
+        self, fake_training, tmp_path: Path
+    ) -> None:
+        fake_training.diverges_from = 0.001
+        results = compare(plan_of("ap", "focal"), tmp_path / "page")
+        assert results.complete
+        assert results.values("ap", "AP") == [None, None]
+        assert "diverged: seed 0, 1" in (tmp_path / "page/table.md").read_text()
+        assert "not finite" in results_in(tmp_path / "page")["rows"][0]["runs"][0]["failure"]
+
+
+class TestLearningRates:
+    def test_each_loss_gets_its_best_on_validation(self, fake_training, tmp_path: Path) -> None:
+        plan = plan_of("ap", "focal", "ce-ohem", tuning=Tuning())
+        results = compare(plan, tmp_path / "page")
+        rates = {v.name: v.config.optimizer.learning_rate for v in results.plan.variants}
+        assert rates == {"ap": 0.003, "focal": 0.009, "ce-ohem": 0.001}
+        # 3 x 3 trials; the best of each is the real run of seed 0; then seed 1 of each.
+        assert len(fake_training.configs) == 9 + 3
+        assert all(trial.score is not None for trial in results.trials)
+        page = (tmp_path / "page/report.html").read_text()
+        assert "Search for learning rates" in page
+        assert "lr 0.009" in page
+
+    def test_trials_can_be_shorter(self, fake_training, tmp_path: Path) -> None:
+        compare(plan_of("ap", seeds=1, tuning=Tuning(steps=100)), tmp_path / "page")
+        lengths = [config.schedule.length for config in fake_training.configs]
+        assert lengths == [100, 100, 100, 1100]
+        assert fake_training.configs[0].validation.every == 100
+
+    def test_a_rate_that_diverges_is_not_chosen(self, fake_training, tmp_path: Path) -> None:
+        fake_training.diverges_from = 0.005
+        results = compare(plan_of("focal", seeds=1, tuning=Tuning()), tmp_path / "page")
+        assert results.plan.variants[0].config.optimizer.learning_rate in (0.001, 0.003)
+        assert results.trials[2].score is None
+        assert "diverged" in (tmp_path / "page/report.html").read_text()
+
+    def test_without_validation_there_is_nothing_to_choose_by(
+        self, fake_training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("aploss.reproduction.measure.read_rows", lambda path: [])
+        with pytest.raises(ConfigError, match="validation split"):
+            compare(plan_of("ap", tuning=Tuning()), tmp_path / "page")
+
+
+class TestPage:
+    def test_numbers_of_the_page_are_those_of_the_runs(self, fake_training, tmp_path: Path) -> None:
+        compare(plan_of("ap", "focal", seeds=3), tmp_path / "page", command="aploss compare x")
+        found = results_in(tmp_path / "page")
+        row = found["rows"][0]
+        # Levels of the invented trainer: 0.74, 0.75 + 0.002, 0.76 + 0.004.
+        values = [0.74, 0.752, 0.764]
+        assert row["values"]["AP"] == pytest.approx(values)
+        assert row["mean"]["AP"] == pytest.approx(np.mean(values))
+        assert row["standard_deviation"]["AP"] == pytest.approx(np.std(values, ddof=1))
+        table = (tmp_path / "page/table.md").read_text()
+        assert "| AP-loss | **75.2 ± 1.2** |" in table
+        assert "aploss compare x" in table
+        assert "0123abc" in table
+
+    def test_differences_are_paired_with_the_first_loss(
+        self, fake_training, tmp_path: Path
+    ) -> None:
+        results = compare(plan_of("ap", "focal", "auc", seeds=3), tmp_path / "page")
+        (to_focal, to_auc) = results.differences("ap")
+        assert (to_focal.baseline, to_auc.baseline) == ("focal", "auc")
+        # The invented losses differ by the same in every seed: no spread, a sharp interval.
+        assert to_focal.values == pytest.approx([0.08] * 3)
+        assert to_focal.low == pytest.approx(0.08)
+        assert to_focal.high == pytest.approx(0.08)
+
+    def test_one_seed_has_no_interval(self, fake_training, tmp_path: Path) -> None:
+        results = compare(plan_of("ap", "focal", seeds=1), tmp_path / "page")
+        assert results.differences("ap") == []
+        assert "One seed shows no spread" in (tmp_path / "page/table.md").read_text()
+
+    def test_curves_are_over_steps_and_time(self, fake_training, tmp_path: Path) -> None:
+        results = compare(plan_of("ap", "focal"), tmp_path / "page")
+        (curve, _) = results.entries(["AP"])[0].curves
+        assert list(curve.steps) == [110 * k for k in range(1, 11)]
+        assert curve.minutes[-1] == pytest.approx(2.0)
+        page = (tmp_path / "page/report.html").read_text()
+        assert "AP on validation against steps" in page
+        assert "AP on validation against time" in page
+
+    def test_every_loss_has_its_own_colour(self, fake_training, tmp_path: Path) -> None:
+        compare(plan_of("ap", "focal"), tmp_path / "page")
+        page = (tmp_path / "page/report.html").read_text()
+        for variable in ("--plot-blue", "--plot-vermillion"):
+            assert f"var({variable})" in page
+
+    def test_results_file_has_no_nan(self, fake_training, tmp_path: Path) -> None:
+        fake_training.diverges_from = 0.001
+        compare(plan_of("ap", seeds=1), tmp_path / "page")
+
+        def refuse(text: str) -> None:
+            raise AssertionError(text)
+
+        json.loads((tmp_path / "page/results.json").read_text(), parse_constant=refuse)
+
+
+@pytest.mark.usefixtures("no_page")
+class TestVerdicts:
+    def test_a_claim_holds_where_the_interval_is_above_zero(
+        self, fake_training, tmp_path: Path
+    ) -> None:
+        results = compare(plan_of("ap", "focal", seeds=3), tmp_path / "page")
+        assert results.is_ahead("ap", "focal", by=0.01) is True
+        assert results.is_ahead("ap", "focal", by=0.1) is False
+        assert results.is_ahead("focal", "ap") is False
+        holds, claim = results.verdict("ap", "focal", by=0.01)
+        assert holds is True
+        assert claim == "AP-loss is above Focal loss by at least 1: +8.0 AP [+8.0, +8.0]"
+
+    def test_what_seeds_do_not_decide_is_not_decided(self, fake_training, tmp_path: Path) -> None:
+        results = compare(plan_of("ap", "focal", seeds=1), tmp_path / "page")
+        assert results.is_ahead("ap", "focal") is None
+        assert results.verdict("ap", "focal")[1].endswith("one seed")
+
+    def test_an_unfinished_comparison_decides_nothing(self, fake_training, tmp_path: Path) -> None:
+        results = compare(plan_of("ap", "focal", seeds=3), tmp_path / "page")
+        del results.runs["focal", 2]
+        assert results.is_ahead("ap", "focal") is None
+        assert math.isnan(compare(plan_of("auc"), tmp_path / "page", max_minutes=0).mean("auc"))
