@@ -13,11 +13,14 @@ import pytest
 import torch
 
 from aploss.detectors.detector import Detector
+from aploss.errors import ConfigError
 from aploss.training.config import TrainConfig, config_to_dict
 from aploss.training.distributed import World, is_lost_connection
 from aploss.training.metrics_log import read_rows
 from aploss.training.recipes import merge
 from aploss.training.run import make_detector, train
+from aploss.training.schedule import Schedule
+from aploss.training.stepper import Stepper
 
 # Every process trains the configs one after another, in one process group.
 PROGRAM = """
@@ -253,6 +256,15 @@ def test_silence_of_another_process_is_noticed(monkeypatch: pytest.MonkeyPatch) 
         time.sleep(1.0)
     assert len(said) == 1
     assert said[0].startswith("process 1 of 2 has not been heard of")
+
+
+def test_losses_that_cannot_rank_over_processes_refuse_it(
+    make_config: Callable[..., TrainConfig],
+) -> None:
+    config = make_config(loss="smooth-ap", criterion={"rank_over_processes": True})
+    detector = make_detector(config, ("red", "green"))
+    with pytest.raises(ConfigError, match="smooth-ap cannot rank over processes"):
+        Stepper(config, detector, Schedule(config.schedule, 4), World(size=2), str)
 
 
 def test_a_world_of_one_needs_nobody() -> None:

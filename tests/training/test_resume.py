@@ -14,6 +14,7 @@ from aploss.training.config import TrainConfig
 from aploss.training.loop_state import TrainingInterruptedError
 from aploss.training.metrics_log import read_rows
 from aploss.training.run import train
+from aploss.training.signals import StopSignals
 
 MakeConfig = Callable[..., TrainConfig]
 WALL_CLOCK = ("seconds", "images_per_second")
@@ -138,6 +139,20 @@ def test_a_signal_saves_the_step_and_says_how_to_go_on(
     ]
     train(stopped, resume=True)
     assert_equal(outcome(whole), outcome(stopped))
+
+
+def test_a_second_ctrl_c_interrupts_at_once_unless_it_is_an_echo(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("aploss.training.signals.time.monotonic", lambda: clock[0])
+    with StopSignals() as signals:
+        signal.raise_signal(signal.SIGINT)
+        assert signals.requested
+        signal.raise_signal(signal.SIGINT)  # torchrun passes on what the terminal has sent
+        clock[0] = 2.0
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_resume_without_a_run_starts_one(make_config: MakeConfig) -> None:

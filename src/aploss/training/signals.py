@@ -3,10 +3,14 @@
 import os
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
 __all__ = ["StopSignals"]
+
+# On Ctrl-C the terminal and torchrun both send the signal: that is one wish, not two.
+SECONDS_TO_A_SECOND_WISH = 1.0
 
 
 class StopSignals:
@@ -18,6 +22,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.requested = False
+        self._first_at = 0.0
         self._process = os.getpid()
         self._before: dict[int, Any] = {}
 
@@ -41,6 +46,8 @@ class StopSignals:
             if number == signal.SIGTERM:
                 os._exit(128 + number)
             return
-        if self.requested and number == signal.SIGINT:
+        now = time.monotonic()
+        if not self.requested:
+            self.requested, self._first_at = True, now
+        elif number == signal.SIGINT and now - self._first_at > SECONDS_TO_A_SECOND_WISH:
             raise KeyboardInterrupt
-        self.requested = True

@@ -13,7 +13,10 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from aploss.data.batches import Batch
+from aploss.detectors.criterion import Criterion
 from aploss.detectors.detector import Detector
+from aploss.errors import ConfigError
+from aploss.losses import FocalLoss, OHEMCrossEntropy
 from aploss.training.bad_numbers import (
     ANOTHER_PROCESS,
     BadNumbers,
@@ -29,6 +32,7 @@ from aploss.training.schedule import Schedule
 __all__ = ["StepResult", "Stepper"]
 
 PARTS = ("classification", "box")
+SUMS = (FocalLoss, OHEMCrossEntropy)  # losses that only need the number of positives of all
 
 
 @dataclass(frozen=True)
@@ -183,13 +187,22 @@ class Stepper:
         if self.world.size == 1:
             return detector
         if self.config.criterion.rank_over_processes:
-            everyone = torch.distributed.group.WORLD
-            assert everyone is not None
-            detector.criterion.rank_across(everyone)
-            if getattr(detector.criterion.loss, "process_group", None) is None:
-                raise_together(detector.criterion.loss, self.world)
+            self._rank_over_processes(detector.criterion)
         devices = [self.device] if self.device.type == "cuda" else None
         return DistributedDataParallel(detector, device_ids=devices)
+
+    def _rank_over_processes(self, criterion: Criterion) -> None:
+        loss, everyone = criterion.loss, torch.distributed.group.WORLD
+        ranks = hasattr(loss, "process_group")
+        if not (ranks or isinstance(loss, SUMS) or criterion.rank_over == "image"):
+            raise ConfigError(
+                f"the loss {self.config.loss} cannot rank over processes; leave "
+                "criterion.rank_over_processes false"
+            )
+        assert everyone is not None
+        criterion.rank_across(everyone)
+        if getattr(loss, "process_group", None) is None:
+            raise_together(loss, self.world)
 
     def state(self) -> dict[str, Any]:
         """What :meth:`load_state` needs to go on."""
