@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from aploss.errors import RunError
 from aploss.training.files import remove_unfinished, write_json, write_whole
 from aploss.training.metrics_log import MetricsLog, read_rows
 from aploss.training.random_state import capture_random_state, restore_random_state, seeded
@@ -23,7 +24,7 @@ def test_a_failed_write_leaves_the_previous_file_and_nothing_else(tmp_path: Path
         file.write(b"half")
         raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(RunError, match=r"state\.json cannot be written: disk full; the previous"):
         write_whole(path, fail)
     assert json.loads(path.read_text()) == {"step": 1}
     assert [entry.name for entry in tmp_path.iterdir()] == ["state.json"]

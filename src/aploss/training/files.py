@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from aploss.errors import RunError
+
 __all__ = ["remove_unfinished", "write_json", "write_text", "write_whole"]
 
 UNFINISHED = ".unfinished"
@@ -19,6 +21,9 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     Args:
         path: the file; its folder must exist.
         write: called with the open binary file.
+
+    Raises:
+        RunError: if it cannot be written, for want of space or permission.
     """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
     try:
@@ -27,6 +32,9 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
+    except OSError as error:
+        before = "; the previous one is kept" if path.exists() else ""
+        raise RunError(f"{path} cannot be written: {error}{before}") from error
     finally:
         unfinished.unlink(missing_ok=True)
     _flush_folder(path.parent)

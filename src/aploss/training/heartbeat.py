@@ -36,7 +36,8 @@ class Heartbeat:
         self._give_up = give_up or _end_process
         self._over = threading.Event()
         # A connection of its own: the process group's may be blocked by what it waits for.
-        self._store = dist.distributed_c10d._get_default_store().clone()
+        shared: Any = dist.distributed_c10d._get_default_store()
+        self._store = shared.clone() if hasattr(shared, "clone") else shared
         self._thread = threading.Thread(target=self._watch, daemon=True, name="heartbeat")
 
     def __enter__(self) -> "Heartbeat":

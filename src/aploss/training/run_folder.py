@@ -83,11 +83,11 @@ class RunFolder:
         try:
             for folder in ("checkpoints", "evaluation", "plots"):
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
-            write_json(self.path / "environment.json", describe_environment())
-            # The config comes last: with it the folder is a run.
-            write_text(self.config_file, yaml.safe_dump(config_to_dict(config), sort_keys=False))
         except OSError as error:
             raise RunError(f"the run folder {self.path} cannot be made: {error}") from error
+        write_json(self.path / "environment.json", describe_environment())
+        # The config comes last: with it the folder is a run.
+        write_text(self.config_file, yaml.safe_dump(config_to_dict(config), sort_keys=False))
 
     def read_config(self) -> TrainConfig:
         """The config of the run that is here.
