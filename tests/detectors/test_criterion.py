@@ -1,6 +1,8 @@
 """The criterion: against torchvision's own losses, by hand, and the score-shift argument."""
 
+import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -246,7 +248,7 @@ def test_iou_of_pairs_is_the_diagonal_of_all_ious() -> None:
     )
 
 
-def test_two_processes_give_the_gradient_of_one_with_the_whole_batch(tmp_path: Any) -> None:
+def test_two_processes_give_the_gradient_of_one_with_the_whole_batch(tmp_path: Path) -> None:
     names = ("ap", "focal", "ce-ohem", "rank-sort", "alrp")
     processes.spawn(_gradients_of_one_process, (2, str(tmp_path), names), nprocs=2)
     for name in names:
@@ -256,6 +258,21 @@ def test_two_processes_give_the_gradient_of_one_with_the_whole_batch(tmp_path: A
         for kind, whole in enumerate(wanted):
             found = torch.cat([half[kind] for half in halves]) / 2  # DDP averages over processes
             torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-7)
+
+
+def test_copy_of_a_criterion_belongs_to_the_same_processes(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        criterion = make_criterion("ap")
+        criterion.rank_across(dist.group.WORLD)
+        twin = copy.deepcopy(criterion)
+        assert twin.process_group is criterion.process_group is twin.loss.process_group
+        assert twin.loss is not criterion.loss
+        anchors, targets, logits, deltas = random_batch(seed=12)
+        wanted = make_criterion("ap")(logits, deltas, anchors, targets)
+        torch.testing.assert_close(twin(logits, deltas, anchors, targets), wanted)
+    finally:
+        dist.destroy_process_group()
 
 
 def _gradients_of_one_process(

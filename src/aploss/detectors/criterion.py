@@ -1,5 +1,6 @@
 """The training loss of a detector, classification and box regression, as a named dict."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -126,6 +127,15 @@ class Criterion(nn.Module):
         self.process_group = process_group
         if self.rank_over == "batch" and hasattr(self.loss, "process_group"):
             self.loss.process_group = process_group  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Criterion":
+        """A copy, as of a moving average of weights, belongs to the same processes."""
+        if self.process_group is not None:
+            memo[id(self.process_group)] = self.process_group  # which cannot be copied
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def forward(
         self,
