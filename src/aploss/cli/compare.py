@@ -14,7 +14,7 @@ from jsonargparse import SUPPRESS, ArgumentParser, Namespace
 from aploss.errors import ConfigError
 from aploss.training.config import TrainConfig
 from aploss.training.config_types import settings_of
-from aploss.training.recipes import recipe_names
+from aploss.training.recipes import merge, recipe_names
 
 __all__ = ["EXAMPLES", "add_arguments", "run", "tell"]
 
@@ -40,7 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--losses",
         default="ap,focal,ce-ohem,auc",
-        help="names, separated by commas (default: %(default)s)",
+        help="names, separated by commas",
     )
     parser.add_argument("--data", help="folder of the data set; built-in data by default")
     parser.add_argument("--detector", help="name of the detector; the recipe's by default")
@@ -49,15 +49,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         help=f"settings to start from: {', '.join(recipe_names())}, or a .yaml file; by default "
         "demo for built-in data, else one for the hardware",
     )
-    parser.add_argument(
-        "--seeds", default="3", help="how many, or which: 0,1,2 (default: %(default)s)"
-    )
+    parser.add_argument("--seeds", default="3", help="how many, or which: 0,1,2")
     parser.add_argument(
         "--steps", type=int, help="length of each training; the recipe's by default"
     )
-    parser.add_argument(
-        "--validations", type=int, default=10, help="points of the curve of AP (default: 10)"
-    )
+    parser.add_argument("--validations", type=int, default=10, help="points of the curve of AP")
     parser.add_argument(
         "--tune", action="store_true", help="search the learning rate of each loss on validation"
     )
@@ -86,11 +82,12 @@ def run(options: Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {options[name]}")
     if options.tune_steps is not None and not options.tune:
         raise ConfigError("--tune-steps goes with --tune")
+    recipe, changes = _recipe_and_changes(options)
     plan = comparison_plan(
         [loss.strip() for loss in options.losses.split(",") if loss.strip()],
-        recipe=options.recipe or _default_recipe(options),
+        recipe=recipe,
         seeds=parse_seeds(options.seeds),
-        changes=_changes(options),
+        changes=changes,
         steps=options.steps,
         validations=options.validations,
         tuning=Tuning(steps=options.tune_steps) if options.tune else None,
@@ -108,18 +105,19 @@ def run(options: Namespace) -> int:
     )
 
 
-def _default_recipe(options: Namespace) -> str:
-    from aploss.training.hardware import choose_device, choose_recipe
+def _recipe_and_changes(options: Namespace) -> tuple[str, dict[str, Any]]:
+    """The recipe, given or suggested for data and machine, and what wins over it."""
+    from aploss.training.hardware import choose_device
+    from aploss.training.suggest import suggest_image_sizes, suggest_recipe
 
-    if options.data in (None, "builtin"):
-        return "demo"
-    return choose_recipe(choose_device(options.device))
-
-
-def _changes(options: Namespace) -> dict[str, Any]:
     groups = {key: value for key, value in options.as_dict().items() if isinstance(value, dict)}
-    own = {key: options[key] for key in OWN if options[key] is not None}
-    return {**groups, **own}
+    changes = {**groups, **{key: options[key] for key in OWN if options[key] is not None}}
+    if options.recipe is not None:
+        return options.recipe, changes
+    if options.data in (None, "builtin"):
+        return "demo", changes
+    recipe = suggest_recipe(choose_device(options.device))
+    return recipe, merge(suggest_image_sizes(recipe, options.data), changes)
 
 
 def tell(out: Path, work: Any) -> int:

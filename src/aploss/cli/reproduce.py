@@ -34,13 +34,16 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Adds the options of the command."""
     parser.add_argument("name", type=Names, help="which table or figure")
     parser.add_argument(
-        "--scale", type=Literal["small", "paper"], default="small", help="(default: small)"
+        "--scale",
+        type=Literal["small", "paper"],
+        default="small",
+        help="minutes on a CPU, or the paper's settings",
     )
     parser.add_argument(
         "--benchmark",
         type=Literal["voc", "coco"],
         default="voc",
-        help="which of the paper's data sets (default: voc)",
+        help="which of the paper's data sets",
     )
     parser.add_argument("--data", help="folder of the data; at small scale built-in by default")
     parser.add_argument(
@@ -49,11 +52,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--seeds", help="how many, or which: 0,1,2; 3 at small scale, else 1")
     parser.add_argument("--steps", type=int, help="length of each training at small scale")
     parser.add_argument(
-        "--tune",
-        type=bool,
-        help="search learning rates where losses are compared (default: true at small scale)",
+        "--no-tune",
+        action="store_true",
+        help="take the recipe's learning rates; else they are searched where losses are compared",
     )
-    parser.add_argument("--tune-steps", type=int, help="length of each trial of the search")
+    parser.add_argument("--tune-steps", type=int, help="length of each trial of that search")
     parser.add_argument(
         "--max-minutes", type=float, help="stop after so many minutes; the same command goes on"
     )
@@ -82,7 +85,7 @@ def run(options: Namespace) -> int:
         recipe=options.recipe,
         seeds=None if options.seeds is None else parse_seeds(options.seeds),
         steps=options.steps,
-        tune=options.tune,
+        tune=not options.no_tune,
         tune_steps=options.tune_steps,
         device=options.device,
         processes=int(os.environ.get("WORLD_SIZE", "1")),

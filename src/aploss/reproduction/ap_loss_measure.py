@@ -98,11 +98,14 @@ class _Watch:
         step = int(content["training"]["step"])
         if all(step != known for known, _ in self.points):
             self.add(step, detector_from_record(content["detector"]))
+            self._write()
 
     def add(self, step: int, detector: Detector) -> None:
-        """Measures a detector and keeps the point."""
+        """Measures a detector."""
         value = training_ap_loss(detector.to(self._device), self._batches)
         self.points = sorted([*self.points, (step, value)])
+
+    def _write(self) -> None:
         write_json(self.file, {"steps": [s for s, _ in self.points],
                                "values": [v for _, v in self.points]})  # fmt: skip
 

@@ -1,13 +1,13 @@
 """What is compared: rows, seeds, and the search for learning rates."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, is_dataclass, replace
+from typing import Any, TypeVar
 
 from aploss.errors import ConfigError
 from aploss.reproduction.measure import DETECTION, Measure
-from aploss.training.config import TrainConfig, config_from_dict, config_to_dict
-from aploss.training.recipes import load_config, merge
+from aploss.training.config import TrainConfig
+from aploss.training.recipes import load_config
 
 __all__ = [
     "Plan",
@@ -19,6 +19,7 @@ __all__ = [
     "with_length",
 ]
 
+Config = TypeVar("Config")
 VALIDATIONS = 10  # points of the curve of AP while training
 
 
@@ -108,24 +109,30 @@ def with_length(config: TrainConfig, steps: int | None, *, validations: int) -> 
     length: float = config.schedule.length
     unit: str = config.schedule.unit
     if steps is not None:
-        milestones = [round(steps / length * one) for one in config.schedule.milestones]
+        milestones = tuple(round(steps / length * one) for one in config.schedule.milestones)
         length, unit = steps, "steps"
         schedule = {"length": steps, "unit": unit, "milestones": milestones}
     every = length / validations
     if unit == "steps":
-        every = max(1, round(every))
+        every = float(max(1, round(every)))
     validation = {"every": every, "unit": unit, "patience": None}
     return changed(config, {"schedule": schedule, "validation": validation})
 
 
-def changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
+def changed(config: Config, changes: dict[str, Any]) -> Config:
     """The config with nested values replaced.
 
     Example:
         >>> changed(TrainConfig(), {"optimizer": {"learning_rate": 0.1}}).optimizer.learning_rate
         0.1
     """
-    return config_from_dict(merge(config_to_dict(config), changes))
+    values = {
+        name: changed(getattr(config, name), value)
+        if is_dataclass(getattr(config, name))
+        else value
+        for name, value in changes.items()
+    }
+    return replace(config, **values)  # type: ignore[type-var]
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:

@@ -31,8 +31,7 @@ class Request:
             ``bccd-cpu``.
         seeds: by default three at small scale, one at the paper's.
         steps: length of the runs at small scale.
-        tune: search for learning rates; by default where the reproduction compares losses at
-            small scale.
+        tune: search for learning rates at small scale, where losses are compared.
         tune_steps: length of a trial of that search.
         device: as of a run.
         processes: how many train together, as ``torchrun`` started them.
@@ -44,7 +43,7 @@ class Request:
     recipe: str | None = None
     seeds: tuple[int, ...] | None = None
     steps: int | None = None
-    tune: bool | None = None
+    tune: bool = True
     tune_steps: int | None = None
     device: str = "auto"
     processes: int = 1
@@ -75,8 +74,7 @@ class Request:
 
     def tuning(self) -> Tuning | None:
         """The search for learning rates where losses are compared."""
-        wanted = self.is_small if self.tune is None else self.tune
-        return Tuning(steps=self.tune_steps) if wanted else None
+        return Tuning(steps=self.tune_steps) if self.is_small and self.tune else None
 
     def config(
         self,

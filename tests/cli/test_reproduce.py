@@ -1,0 +1,104 @@
+"""``aploss reproduce`` as typed; nothing is trained."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from aploss.cli import main as cli
+from aploss.cli.reproduce import Names
+from aploss.reproduction.plan import Plan
+from aploss.reproduction.registry import REPRODUCTIONS
+
+
+@pytest.fixture
+def carried_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Plan, Path, Any]]:
+    """What would be trained: (plan, folder, options) of each reproduction that was asked for."""
+    found: list[tuple[Plan, Path, Any]] = []
+
+    def carry_out(plan: Plan, out: Path, text_of: Any, **options: Any) -> Any:
+        found.append((plan, out, options))
+        out.mkdir(parents=True)
+        (out / "table.md").write_text("# A table\n")
+        return SimpleNamespace(complete=True)
+
+    monkeypatch.setattr("aploss.reproduction.reproduce.carry_out", carry_out)
+    monkeypatch.setattr("aploss.reproduction.estimate.seconds_per_image", lambda config: 5.0)
+    monkeypatch.setitem(cli.COMMANDS, ("reproduce",), ("reproduce", "reproduce the paper"))
+    monkeypatch.chdir(tmp_path)
+    return found
+
+
+def test_every_reproduction_can_be_asked_for() -> None:
+    assert set(Names.__args__) == set(REPRODUCTIONS)
+
+
+@pytest.mark.parametrize("name", REPRODUCTIONS)
+def test_a_name_alone_is_enough(
+    name: str, carried_out: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["reproduce", name]) == 0
+    ((plan, out, _),) = carried_out
+    assert out == Path(f"runs/{name}-small-builtin")
+    assert plan.variants[0].config.data == "builtin"
+    assert (
+        capsys.readouterr().out == f"# A table\n\nreport: runs/{name}-small-builtin/report.html\n"
+    )
+
+
+def test_options_reach_the_plan(carried_out: list[Any]) -> None:
+    words = ["--data", "data/bccd", "--seeds", "2", "--steps", "70", "--no-tune", "--device", "cpu"]
+    words += ["--max-minutes", "9", "--cache", "kept", "--out", "page", "--quiet"]
+    assert cli.main(["reproduce", "table2", *words]) == 0
+    ((plan, out, options),) = carried_out
+    config = plan.variants[0].config
+    assert (config.data, config.device, config.schedule.length) == ("data/bccd", "cpu", 70)
+    assert config.batches.image_size == (240, 320)  # of bccd-cpu
+    assert (plan.seeds, plan.tuning, out) == ((0, 1), None, Path("page"))
+    assert (options["max_minutes"], options["cache"], options["quiet"]) == (9.0, "kept", True)
+
+
+def test_the_papers_scale_is_refused_on_a_cpu_with_an_estimate(
+    carried_out: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["reproduce", "table4", "--scale", "paper", "--data", "VOCdevkit", "--device", "cpu"]
+    assert cli.main(words) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "4 trainings of ssd512, about 613 days on this cpu" in error
+    assert carried_out == []
+    assert cli.main([*words, "--yes"]) == 0
+    assert "about 613 days" in capsys.readouterr().out
+    assert carried_out[0][1] == Path("runs/table4-paper-VOCdevkit")
+
+
+def test_the_plan_is_shown_without_training(
+    carried_out: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["reproduce", "table2", "--scale", "paper", "--plan", "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert "milestones:\n  - 110.0\n  - 140.0\n" in shown
+    assert "focal: loss = focal; criterion.options = {'alpha': 0.25, 'gamma': 2.0}" in shown
+    assert carried_out == []
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["table2", "--steps", "-1"], "--steps"),
+        (["table2", "--seeds", "0"], "--seeds"),
+        (["table1a", "--benchmark", "coco"], "voc only"),
+        (["table2", "--scale", "paper", "--steps", "5"], "--scale small"),
+        (["table2", "--scale", "paper", "--yes", "--device", "cpu"], "--data"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_one_line_and_exit_2(
+    carried_out: list[Any], capsys: pytest.CaptureFixture[str], words: list[str], part: str
+) -> None:
+    assert cli.main(["reproduce", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert part in error
+    assert carried_out == []
