@@ -233,6 +233,17 @@ class TestRuns:
             )
             assert all("cls_logits" in name for name in differing)
 
+    def test_start_weights_are_loaded_and_told_of_once(
+        self, make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        first = train(make_config("first", schedule={"length": 1}))
+        start = {"model": {"weights": f"{first.folder}/checkpoints/last.pt"}, "loss": "focal"}
+        detector = make_detector(make_config(**start), ("red", "green"))
+        assert same(detector.state_dict(), weights(first.folder))
+        with caplog.at_level("INFO", logger="aploss.detectors.weights"):
+            make_detector(make_config(**start), ("red", "green"))
+        assert len(caplog.records) == 1
+
     def test_unknown_things_are_errors_of_one_line(self, make_config: MakeConfig) -> None:
         for changes, error, text in (
             ({"detector": "yolo"}, ConfigError, "yolo"),

@@ -1,6 +1,8 @@
 """``train(config)``: a whole run from a config to a summary."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from statistics import median
 from typing import Any, cast
 
@@ -164,7 +166,8 @@ class _Run:
             rank=world.rank,
             world_size=world.size,
         )
-        detector = make_detector(config, data.train.class_names).to(self.device)
+        with _silent_weights(not world.is_main):
+            detector = make_detector(config, data.train.class_names).to(self.device)
         schedule = Schedule(config.schedule, loader.batches_per_epoch / config.batches.accumulate)
         stepper = Stepper(
             config, detector, schedule, world, lambda i: data.train.image_path(i).name
@@ -270,7 +273,8 @@ def make_detector(config: TrainConfig, class_names: tuple[str, ...]) -> Detector
     """
     detector = _build(config, class_names, config.loss)
     if config.loss != TrainConfig.loss:
-        reference = _build(config, class_names, TrainConfig.loss).state_dict()
+        with _silent_weights():  # what was loaded has been said
+            reference = _build(config, class_names, TrainConfig.loss).state_dict()
         own = detector.state_dict()
         shared = {k: v for k, v in reference.items() if k in own and own[k].shape == v.shape}
         detector.load_state_dict({**own, **shared})
@@ -295,6 +299,17 @@ def _build(config: TrainConfig, class_names: tuple[str, ...], loss: str) -> Dete
         )
     except TypeError as error:
         raise ConfigError(f"model.options: {error}") from error
+
+
+@contextmanager
+def _silent_weights(silent: bool = True) -> Iterator[None]:
+    logger = logging.getLogger("aploss.detectors.weights")
+    before = logger.disabled
+    logger.disabled = before or silent
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _parameters(detector: Detector) -> int:
