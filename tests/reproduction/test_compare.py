@@ -143,7 +143,8 @@ class TestLearningRates:
         assert all(trial.score is not None for trial in results.trials)
         page = (tmp_path / "page/report.html").read_text()
         assert "Search for learning rates" in page
-        assert "lr 0.009" in page
+        assert "AP-loss 0.003, Focal loss 0.009, CE + OHEM 0.001" in page
+        assert "<th" in page.split("Search for learning rates")[-1]
 
     def test_trials_can_be_shorter(self, fake_training, tmp_path: Path) -> None:
         compare(plan_of("ap", seeds=1, tuning=Tuning(steps=100)), tmp_path / "page")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from aploss.files import write_json
-from aploss.reporting.blocks import Cell, Section, Table, Text
+from aploss.reporting.blocks import DASH, Cell, Section, Table, Text
 from aploss.reporting.comparison_report import Comparison, write_comparison
 from aploss.reporting.style import line_style, loss_label
 from aploss.reproduction.results import Results
@@ -117,9 +117,10 @@ def _provenance(results: Results) -> dict[str, Any]:
         "image size": str(config.batches.image_size),
         "optimizer": f"{config.optimizer.name}, {config.schedule.kind}, "
         f"{config.schedule.warmup_steps} steps of warm-up",
+        "learning rate": _learning_rates(results),
         "data": f"{_data_name(config.data)}, measured on "
         + ", ".join(sorted({str(r.summary.split) for r in results.runs.values() if r.summary})),
-        "hardware": ", ".join(devices) + f", {environment['torch_threads']} threads",
+        "hardware": ", ".join(devices) + f", threads: {environment['torch_threads']}",
         "software": ", ".join(f"{name} {packages[name]}" for name in ("aploss", "torch", "numba")),
         "runs": ", ".join(folders),
     }
@@ -136,21 +137,32 @@ def _data_name(data: str) -> str:
 
 
 def _trials_section(results: Results) -> Section:
+    rates = sorted({trial.learning_rate for trial in results.trials})
     rows = []
     for place, variant in enumerate(results.plan.variants):
+        scores = {
+            trial.learning_rate: "diverged" if trial.score is None else f"{100 * trial.score:.1f}"
+            for trial in results.trials
+            if trial.name == variant.name
+        }
         chosen = variant.config.optimizer.learning_rate
-        own = [trial for trial in results.trials if trial.name == variant.name]
-        for trial in own:
-            first = Cell(loss_label(variant.name), colour=line_style(variant.name, place).colour)
-            score = "diverged" if trial.score is None else f"{100 * trial.score:.1f}"
-            is_chosen = trial.learning_rate == chosen
-            rows.append([first, f"{trial.learning_rate:.3g}", Cell(score, strong=is_chosen)])
-    columns = ["row", "learning rate", "score (%)"]
+        first = Cell(loss_label(variant.name), colour=line_style(variant.name, place).colour)
+        cells = [Cell(scores.get(rate, DASH), strong=rate == chosen) for rate in rates]
+        rows.append([first, *cells])
     text = (
-        "Every row was tried with the same learning rates and the first seed, and took the one "
-        "with the best score (bold), which never comes from the split of the final numbers."
+        "Every row was tried with as many learning rates and the first seed, and took the one "
+        "with the best score (bold). Scores, in percent, never come from the split of the final "
+        "numbers."
     )
-    return Section("Search for learning rates", [Text(text), Table(columns=columns, rows=rows)])
+    table = Table(columns=["row", *(f"{rate:.3g}" for rate in rates)], rows=rows)
+    return Section("Search for learning rates", [Text(text), table])
+
+
+def _learning_rates(results: Results) -> str:
+    rates = {v.name: f"{v.config.optimizer.learning_rate:.3g}" for v in results.plan.variants}
+    if len(set(rates.values())) == 1:
+        return next(iter(rates.values()))
+    return ", ".join(f"{loss_label(name)} {rate}" for name, rate in rates.items())
 
 
 def command_line() -> str:

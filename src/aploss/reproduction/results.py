@@ -86,13 +86,12 @@ class Results:
         )
 
     def _note(self, variant: Variant) -> str:
-        rate = f"lr {variant.config.optimizer.learning_rate:.3g}"
         failed = [
-            seed
+            str(seed)
             for seed in self.plan.seeds
             if (run := self.runs.get((variant.name, seed))) is not None and run.summary is None
         ]
-        return rate + (f"; diverged: seed {', '.join(map(str, failed))}" if failed else "")
+        return f"diverged: seed {', '.join(failed)}" if failed else ""
 
     def difference(self, first: str, second: str, metric: str = "AP") -> PairedDifference:
         """``first - second`` over the seeds that both have."""
