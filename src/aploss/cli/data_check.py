@@ -55,16 +55,17 @@ def run(options: Namespace) -> int:
     from aploss.data.check import check_dataset
     from aploss.data.check_report import check_report
 
-    # Pillow warns of images that the check itself reports as too large.
-    warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     names = options.classes and [name.strip() for name in options.classes.split(",")]
-    result = check_dataset(
-        options.path,
-        format=options.format,
-        class_names=names,
-        decode=not options.fast,
-        progress=_show_progress if sys.stderr.isatty() else None,
-    )
+    with warnings.catch_warnings():
+        # Pillow warns of images that the check itself reports as too large.
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        result = check_dataset(
+            options.path,
+            format=options.format,
+            class_names=names,
+            decode=not options.fast,
+            progress=_show_progress if sys.stderr.isatty() else None,
+        )
     if options.json:
         print(json.dumps(result.to_dict(), indent=2))
     else:

@@ -1,6 +1,7 @@
 """Counts a dataset and finds what is wrong with it, before training does."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -257,10 +258,13 @@ def _same_contents(
 def _classes(parts: dict[str, DetectionDataset], name: str) -> Iterator[Problem]:
     """Classes that are never used, or are probably one class spelt in two ways."""
     example: dict[str, str] = {}
+    images: Counter[str] = Counter()
     for part in parts.values():
         for index in range(len(part)):
-            for label in set(part.labels(index).tolist()):
-                example.setdefault(part.class_names[label], part.relative_path(index))
+            used = [part.class_names[label] for label in set(part.labels(index).tolist())]
+            images.update(used)
+            for class_name in used:
+                example.setdefault(class_name, part.relative_path(index))
     if not example:
         yield Problem("no-boxes", name, "no usable box in any split")
         return
@@ -269,8 +273,9 @@ def _classes(parts: dict[str, DetectionDataset], name: str) -> Iterator[Problem]
         yield Problem("class-without-boxes", name, f"no box of class {unused!r}")
     for first, second in combinations(names, 2):
         if _plain(first) == _plain(second):
-            file = example.get(second, name)
-            yield Problem("similar-class-names", file, f"{first!r} and {second!r}: one class?")
+            rare = min(first, second, key=lambda class_name: images[class_name])
+            message = f"{first!r} ({images[first]} images) and {second!r} ({images[second]} images)"
+            yield Problem("similar-class-names", example.get(rare, name), message)
 
 
 def _plain(name: str) -> str:

@@ -15,7 +15,7 @@ from aploss.data.images import EXTENSIONS, read_header, read_image
 from aploss.data.load import find_source, load_split
 from aploss.data.problems import Problem
 from aploss.data.verify import verify_images
-from aploss.data.write import write_coco, write_voc, write_yolo
+from aploss.data.write import Written, write_coco, write_voc, write_yolo
 from aploss.errors import DataError
 
 __all__ = ["TARGET_FORMATS", "Conversion", "convert_dataset"]
@@ -79,20 +79,10 @@ def convert_dataset(
         for split in source.splits
     }
     whole = concatenate(list(parts.values()), split="all")
-    places, rewritten = _plan(parts, flat=to == "voc" or len(whole) < sum(map(len, parts.values())))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
-        fresh = Path(scratch) / "dataset"
-        written = _WRITERS[to](fresh, parts, places)
-        for index in range(len(whole)):
-            image = whole.image_path(index)
-            target = fresh / written.image_folder / places[image]
-            _copy_image(whole, index, target, exact=image not in rewritten)
-            if progress is not None:
-                progress(index + 1, len(whole))
-        if out.exists():
-            out.rmdir()
-        fresh.replace(out)
+    try:
+        written = _write(out, parts, whole, to=to, progress=progress)
+    except OSError as error:
+        raise DataError(f"{out}: cannot be written: {error.strerror or error}") from error
     return Conversion(
         folder=out,
         images=len(whole),

@@ -169,6 +169,8 @@ def _upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def _orientation(image: Image.Image) -> int:
+    if image.format == "PNG" and "exif" not in image.info:
+        return 1  # Pillow would decode the image to look for EXIF data behind its pixels
     return int(image.getexif().get(_EXIF_ORIENTATION, 1))
 
 

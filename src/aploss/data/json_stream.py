@@ -10,6 +10,7 @@ __all__ = ["iterate_entries"]
 
 _CHUNK = 1 << 22  # characters
 _SPACE = re.compile(r"[ \t\n\r]*")
+_IN_NUMBERS = ("", *"eE.+-0123456789")
 _DECODER = json.JSONDecoder()
 
 
@@ -119,8 +120,8 @@ class _Window:
                 raise self.error(error.msg) from None
             except RecursionError:
                 raise self.error("Too deeply nested") from None
-            # A number at the very end of the window may go on behind it.
-            if end == len(self._text) and self._more():
+            # A number at the window's end may go on behind it: 1e of 1e300 reads as 1.
+            if self._text[end : end + 1] in _IN_NUMBERS and self._more():
                 continue
             self._position = end
             return value

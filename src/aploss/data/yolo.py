@@ -54,6 +54,13 @@ def _read_yaml(folder: DatasetFolder, name: str) -> dict[str, Any] | None:
     return content if described or "names" in content else None
 
 
+def _places(value: object) -> list[str]:
+    """Folders or lists of a split. Nothing but text: YAML's aliases can make a list of lists that
+    is too long to be written out."""
+    values = value if isinstance(value, list) else [value]
+    return [place for place in values if isinstance(place, str) and place]
+
+
 class YoloSource:
     """A dataset of YOLO label files.
 
@@ -146,28 +153,27 @@ class YoloSource:
 
     def _is_split(self, key: object, value: object) -> bool:
         """Whether a key of data.yaml names images: the usual keys, and others if they are there."""
-        if not value or key in _NO_SPLITS or not isinstance(value, (str, list)):
-            return False
         if key in _SPLITS:
-            return True
+            return bool(_places(value))
+        if key in _NO_SPLITS or not isinstance(value, str):
+            return False
         try:
-            self._find(str(value), base="", named_in=self.file)
+            self._find(value, base="", named_in=self.file)
         except ProblemError:
             return False
         return True
 
     def _check_count(self, names: Sequence[str], records: Records) -> None:
         stated = self._description.get("nc")
-        if stated is not None and stated != len(names):
+        if isinstance(stated, int) and stated != len(names):
             message = f"nc is {stated}, but there are {len(names)} names"
             records.report("class-count-mismatch", self.file, message)
 
     def _images(self, split: str, records: Records) -> Iterator[str]:
         """The distinct images of a split."""
-        places = self._description[split]
         seen = set()
-        for place in places if isinstance(places, list) else [places]:
-            for path in self._listed_images(str(place), records):
+        for place in _places(self._description[split]):
+            for path in self._listed_images(place, records):
                 if path in seen:
                     records.report("duplicate-image", path, f"listed twice in split {split}")
                     continue
@@ -176,7 +182,8 @@ class YoloSource:
                     yield path
 
     def _listed_images(self, place: str, records: Records) -> Iterator[str]:
-        base = str(self._description.get("path") or "")
+        base = self._description.get("path")
+        base = base if isinstance(base, str) else ""
         found = self._find(place, base=base, named_in=self.file)
         if self.folder.is_folder(found):
             yield from (path for path in self.folder.files(found) if is_image(path))

@@ -1,0 +1,156 @@
+"""Counts, histograms, exit codes and the text of a check."""
+
+import json
+import shutil
+
+import pytest
+
+from aploss.data import check_dataset, load_dataset
+from aploss.data.check_report import check_report
+from aploss.data.problems import KINDS, Effect
+from aploss.errors import DataError
+
+
+@pytest.mark.parametrize("format", ["voc", "coco", "yolo"])
+def test_counts_are_those_of_the_files(clean_folders, format):
+    result = check_dataset(clean_folders[format])
+    train = next(iter(result.splits.values()))
+    assert (train.images, train.empty_images, train.boxes) == (3, 1, 3)
+    assert train.boxes_of_class == {"cat": 1, "dog": 2}
+    assert (result.total.images, result.total.boxes) == (4, 4)
+    assert result.total.boxes_of_class == {"cat": 2, "dog": 2}
+    # √area: 16·20 → 17.9, 30.5·30.25 → 30.4, 64·48 → 55.4, 20·20 → 20
+    assert {k: v for k, v in result.total.box_sizes.items() if v} == {"16-32": 3, "32-64": 1}
+    assert {k: v for k, v in result.total.boxes_per_image.items() if v} == {"0": 1, "1": 2, "2": 1}
+    assert result.total.image_sizes == {
+        "smallest_width": 64, "smallest_height": 48, "largest_width": 64, "largest_height": 48,
+    }  # fmt: skip
+
+
+def test_histograms_count_every_box_and_image_once(voc_folder):
+    result = check_dataset(voc_folder)
+    for counts in (*result.splits.values(), result.total):
+        assert sum(counts.box_sizes.values()) == counts.boxes
+        assert sum(counts.boxes_per_image.values()) == counts.images
+        assert sum(counts.boxes_of_class.values()) == counts.boxes
+
+
+def test_counts_of_a_check_are_what_loading_gives(coco_folder):
+    file = coco_folder / "annotations/instances_train2017.json"
+    content = json.loads(file.read_text())
+    content["annotations"][0]["bbox"] = [1, 1, 0, 0]
+    file.write_text(json.dumps(content))
+    (coco_folder / "train2017/b.png").write_bytes(b"damaged")
+    result = check_dataset(coco_folder)
+    loaded = load_dataset(coco_folder, "train", verify_images=True)
+    assert result.splits["train2017"].images == len(loaded) == 2
+    assert result.splits["train2017"].boxes == loaded.num_boxes == 1
+    assert result.dropped(Effect.IMAGE_DROPPED) == 1
+    assert result.dropped(Effect.BOX_DROPPED) == 1
+
+
+def test_a_problem_in_two_splits_is_one_finding(voc_folder):
+    shutil.copy(voc_folder / "ImageSets/Main/train.txt", voc_folder / "ImageSets/Main/trainval.txt")
+    xml = voc_folder / "Annotations/a.xml"
+    xml.write_text(xml.read_text().replace("<xmax>20<", "<xmax>5<"))
+    (finding,) = check_dataset(voc_folder).findings
+    assert finding.splits == ("train", "trainval")
+    assert finding.problem.file == "Annotations/a.xml"
+
+
+def test_a_validation_split_inside_the_training_split_is_reported(yolo_folder):
+    (yolo_folder / "data.yaml").write_text(
+        "train: images/train\nval: images/train\nnames: [cat, dog]\n"
+    )
+    findings = check_dataset(yolo_folder).findings
+    assert {f.problem.kind for f in findings} == {"image-in-two-splits"}
+    assert len(findings) == 3
+
+
+@pytest.mark.parametrize(
+    ("lists", "code"),
+    [({"train": "a\nb\n", "val": ""}, 1), ({"train": "", "val": "d\n"}, 2), ({"val": "d\n"}, 0)],
+    ids=["no validation", "no training", "validation alone"],
+)
+def test_an_unusable_split_is_worse_when_it_is_the_training_split(voc_folder, lists, code):
+    shutil.rmtree(voc_folder / "ImageSets/Main")
+    (voc_folder / "ImageSets/Main").mkdir()
+    for name, text in lists.items():
+        (voc_folder / f"ImageSets/Main/{name}.txt").write_text(text)
+    assert check_dataset(voc_folder).exit_code == code
+
+
+def test_a_dataset_without_any_usable_box_cannot_be_used(coco_folder):
+    for file in (coco_folder / "annotations").iterdir():
+        file.write_text(json.dumps({**json.loads(file.read_text()), "annotations": []}))
+    result = check_dataset(coco_folder)
+    assert result.exit_code == 2
+    assert "no-boxes" in {finding.problem.kind for finding in result.findings}
+
+
+def test_given_class_names_make_other_classes_unknown(yolo_folder):
+    result = check_dataset(yolo_folder, class_names=["cat", "dog", "fox"])
+    assert {f.problem.kind for f in result.findings} == {"class-without-boxes"}
+    result = check_dataset(yolo_folder, class_names=["cat"])
+    assert {f.problem.kind for f in result.findings} == {"unknown-class"}
+    assert result.exit_code == 1
+
+
+def test_nothing_to_check_is_an_error(tmp_path):
+    with pytest.raises(DataError, match="looked for"):
+        check_dataset(tmp_path)
+
+
+def test_progress_counts_every_image_once(voc_folder):
+    shutil.copy(voc_folder / "ImageSets/Main/train.txt", voc_folder / "ImageSets/Main/trainval.txt")
+    calls = []
+    check_dataset(voc_folder, progress=lambda done, total: calls.append((done, total)))
+    assert calls == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_the_dictionary_is_plain_json(coco_folder):
+    (coco_folder / "train2017/a.png").unlink()
+    result = check_dataset(coco_folder)
+    content = json.loads(json.dumps(result.to_dict()))
+    assert content["exit_code"] == 1
+    assert content["splits"]["train2017"]["boxes_of_class"] == {"cat": 0, "dog": 1}
+    assert content["images_dropped"] == 1
+    (problem,) = content["problems"]
+    assert problem["file"] == "train2017/a.png"
+    assert problem["splits"] == ["train2017"]
+    assert problem["effect"] == "image dropped"
+
+
+def test_the_text_shows_counts_bars_problems_and_a_verdict(voc_folder):
+    text = check_report(check_dataset(voc_folder))
+    assert "no problems found" in text
+    assert "Everything in this dataset can be used." in text
+    assert "16-32" in text
+    assert "█" in text
+    lines = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.split()}
+    assert lines["cat"] == ["1", "1", "2"]
+
+    for name in "ab":
+        xml = voc_folder / f"Annotations/{name}.xml"
+        xml.write_text(xml.read_text().replace("<xmin>", "<xmin>x"))
+    result = check_dataset(voc_folder)
+    text = check_report(result, limit=1)
+    assert "Annotations/a.xml" in text
+    assert "and 2 more (--limit 0 shows all)" in text
+    assert "Loading drops 0 images and 3 boxes" in text
+    assert "Annotations/b.xml" in check_report(result, limit=0)
+
+
+def test_bccd_has_two_degenerate_boxes_and_nothing_else(bccd):
+    result = check_dataset(bccd, decode=False)
+    assert result.exit_code == 1
+    assert [(f.problem.kind, f.problem.file) for f in result.findings] == [
+        ("degenerate-box", "Annotations/BloodImage_00338.xml"),
+        ("degenerate-box", "Annotations/BloodImage_00343.xml"),
+    ]
+    assert (result.total.images, result.total.boxes) == (364, 4886)
+    assert result.total.boxes_of_class == {"Platelets": 361, "RBC": 4153, "WBC": 372}
+
+
+def test_every_kind_of_problem_is_described():
+    assert all(description for _, description in KINDS.values())

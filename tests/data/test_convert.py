@@ -1,0 +1,240 @@
+"""Conversion between the formats: the same boxes, labels, splits and images."""
+
+import hashlib
+import itertools
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from aploss.data import check_dataset, convert_dataset, dataset_splits, load_dataset
+from aploss.data.builtin import builtin_folder
+from aploss.data.convert import unique_names
+from aploss.errors import DataError
+
+FORMATS = ("voc", "coco", "yolo")
+
+
+def content(dataset) -> dict:
+    """Everything that must survive, by the bytes of the image."""
+    return {
+        hashlib.sha256(dataset.image_path(i).read_bytes()).hexdigest(): (
+            dataset.image_size(i),
+            dataset.boxes(i).tolist(),
+            [dataset.class_names[label] for label in dataset.labels(i)],
+            dataset.labels(i).tolist(),
+        )
+        for i in range(len(dataset))
+    }
+
+
+def assert_same(first, second) -> None:
+    assert second.class_names == first.class_names
+    assert len(second) == len(first)
+    assert content(second) == content(first)  # boxes equal to the last bit
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_the_built_in_set_survives_every_format_to_the_last_bit(tmp_path, to):
+    original = builtin_folder(cache=tmp_path / "cache", image_size=64, counts=(12, 6, 4))
+    result = convert_dataset(original, tmp_path / "new", to=to)
+    assert result.losses == ()
+    assert dataset_splits(tmp_path / "new") == ("train", "val", "test")
+    for split in ("train", "val", "test"):
+        old = load_dataset(original, split)
+        new = load_dataset(tmp_path / "new", split)
+        assert_same(old, new)
+        assert new.problems == []
+    assert check_dataset(tmp_path / "new").exit_code == 0
+
+
+@pytest.mark.parametrize(("source", "to"), [*itertools.product(FORMATS, FORMATS)])
+def test_any_format_becomes_any_other(clean_folders, tmp_path, source, to):
+    convert_dataset(clean_folders[source], tmp_path / "new", to=to)
+    for split in dataset_splits(clean_folders[source]):
+        assert_same(
+            load_dataset(clean_folders[source], split), load_dataset(tmp_path / "new", split)
+        )
+
+
+@pytest.fixture
+def awkward(tmp_path):
+    """Boxes with many digits, at the borders, nearly as small as a pixel; sizes that are primes."""
+    generator = np.random.default_rng(7)
+    images, annotations = [], []
+    (tmp_path / "coco").mkdir()
+    for number in range(1, 7):
+        width, height = (int(side) for side in generator.choice([61, 97, 127, 211], 2))
+        noise = generator.integers(0, 255, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(tmp_path / "coco" / f"{number}.png")
+        images.append(
+            {"id": number, "file_name": f"{number}.png", "width": width, "height": height}
+        )
+        for _ in range(40):
+            x1, x2 = np.sort(generator.uniform(0, width, 2)).astype(np.float32).tolist()
+            y1, y2 = np.sort(generator.uniform(0, height, 2)).astype(np.float32).tolist()
+            if min(x2 - x1, y2 - y1) <= 1.01:
+                continue
+            if generator.random() < 0.3:
+                x1, y2 = 0.0, float(height)
+            annotations.append(
+                {
+                    "id": len(annotations) + 1,
+                    "image_id": number,
+                    "category_id": int(generator.integers(1, 4)),
+                    "bbox": [x1, y1, x2 - x1, y2 - y1],
+                    "iscrowd": int(generator.random() < 0.2),
+                    "difficult": int(generator.random() < 0.2),
+                }
+            )
+    categories = [{"id": i, "name": name} for i, name in ((1, "zoo"), (2, "ape & <x>"), (3, "ö"))]
+    coco = {"images": images, "annotations": annotations, "categories": categories}
+    (tmp_path / "coco" / "train.json").write_text(json.dumps(coco))
+    return tmp_path / "coco"
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_random_boxes_flags_and_class_order_survive(awkward, tmp_path, to):
+    result = convert_dataset(awkward, tmp_path / "new", to=to)
+    old, new = load_dataset(awkward, "train"), load_dataset(tmp_path / "new", "train")
+    assert old.num_boxes > 100
+    assert_same(old, new)
+    if to == "yolo":
+        marks = [f"{old.all_difficult().sum()} 'difficult' marks"]
+        assert result.losses == (*marks, f"{old.all_crowd().sum()} 'crowd' marks")
+        assert not new.all_difficult().any()
+    else:
+        assert result.losses == ()
+        for i in range(len(old)):
+            assert np.array_equal(new.difficult(i), old.difficult(i))
+            assert np.array_equal(new.crowd(i), old.crowd(i))
+
+
+def test_a_chain_through_all_formats_changes_nothing(awkward, tmp_path):
+    path = awkward
+    for step, to in enumerate(("yolo", "voc", "coco", "yolo", "coco", "voc")):
+        convert_dataset(path, tmp_path / str(step), to=to)
+        path = tmp_path / str(step)
+    assert_same(load_dataset(awkward, "train"), load_dataset(path, "train"))
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_splits_that_share_images_stay_as_they_are(voc_folder, tmp_path, to):
+    (voc_folder / "ImageSets/Main/trainval.txt").write_text("d\na\nb\nc\n")
+    result = convert_dataset(voc_folder, tmp_path / "new", to=to)
+    assert (result.images, result.boxes) == (4, 4)
+    assert dataset_splits(tmp_path / "new") == ("train", "trainval", "val")
+    for split in ("train", "trainval", "val"):
+        old, new = load_dataset(voc_folder, split), load_dataset(tmp_path / "new", split)
+        assert_same(old, new)
+        order = [old.image_path(i).name for i in range(len(old))]
+        assert [new.image_path(i).name for i in range(len(new))] == order
+    assert len(list((tmp_path / "new").rglob("*.png"))) == 4
+
+
+def test_coco_image_ids_are_kept(coco_folder, tmp_path):
+    convert_dataset(coco_folder, tmp_path / "new", to="coco")
+    dataset = load_dataset(tmp_path / "new", "train")
+    assert [dataset.image_id(i) for i in range(3)] == [10, 20, 30]
+
+
+def test_images_of_the_same_name_get_different_ones(coco_folder, tmp_path):
+    (coco_folder / "val2017/d.png").rename(coco_folder / "val2017/a.png")
+    file = coco_folder / "annotations/instances_val2017.json"
+    file.write_text(file.read_text().replace("d.png", "a.png"))
+    convert_dataset(coco_folder, tmp_path / "new", to="voc")
+    names = {path.name for path in (tmp_path / "new/JPEGImages").iterdir()}
+    assert names == {"a.png", "b.png", "c.png", "val2017_a.png"}
+    for split in ("train2017", "val2017"):
+        assert_same(load_dataset(coco_folder, split), load_dataset(tmp_path / "new", split))
+
+
+def test_new_names_suit_every_file_system_and_list(tmp_path):
+    old = [
+        "a/1.jpg",
+        "b/1.JPG",
+        "c/1.png",
+        "c/one two.png",
+        "d/new\nline.png",
+        "d/ .png",
+        "x/1.bmp",
+    ]
+    names = list(unique_names([tmp_path / name for name in old], tmp_path).values())
+    stems = [name.rsplit(".", 1)[0].casefold() for name in names]
+    assert len(set(stems)) == len(old)
+    assert names[0] == "1.jpg"
+    assert names[3] == "one two.png"
+    assert not any(set("\n/\\:*?") & set(name) for name in names)
+
+
+def test_what_cannot_be_used_is_left_out_and_told(coco_folder, tmp_path):
+    file = coco_folder / "annotations/instances_train2017.json"
+    coco = json.loads(file.read_text())
+    coco["annotations"][0]["bbox"] = [1, 1, 0, 5]
+    file.write_text(json.dumps(coco))
+    (coco_folder / "train2017/b.png").write_bytes(b"")
+    result = convert_dataset(coco_folder, tmp_path / "new", to="voc")
+    assert {problem.kind for problem in result.problems} == {"degenerate-box", "empty-image"}
+    assert (result.images, result.boxes) == (3, 2)
+    assert check_dataset(tmp_path / "new").findings == []
+
+
+def test_boxes_as_thin_as_a_pixel_cannot_be_written_to_voc(coco_folder, tmp_path):
+    file = coco_folder / "annotations/instances_train2017.json"
+    coco = json.loads(file.read_text())
+    coco["annotations"][0] |= {"bbox": [10, 10, 0.5, 20], "area": 10}
+    file.write_text(json.dumps(coco))
+    result = convert_dataset(coco_folder, tmp_path / "new", to="voc")
+    assert result.boxes == 3
+    assert result.losses == ("1 boxes of one pixel's width or height or less",)
+    assert convert_dataset(coco_folder, tmp_path / "yolo", to="yolo").losses == ()
+    thin = load_dataset(tmp_path / "yolo", "train").boxes(0).tolist()[0]
+    assert thin == [10, 10, 10.5, 30]
+
+
+def test_areas_of_outlines_are_told_to_be_lost(coco_folder, tmp_path):
+    file = coco_folder / "annotations/instances_train2017.json"
+    coco = json.loads(file.read_text())
+    coco["annotations"][0]["area"] = 12.5
+    file.write_text(json.dumps(coco))
+    assert "areas" in convert_dataset(coco_folder, tmp_path / "a", to="yolo").losses[0]
+    assert convert_dataset(coco_folder, tmp_path / "b", to="coco").losses == ()
+    assert load_dataset(tmp_path / "b", "train").areas(0)[0] == 12.5
+
+
+def test_a_rotation_that_the_annotation_ignores_is_taken_out_of_the_image(coco_folder, tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    path = coco_folder / "train2017/a.png"
+    with Image.open(path) as image:
+        image.save(path, exif=exif)
+    convert_dataset(coco_folder, tmp_path / "new", to="yolo")
+    old, new = load_dataset(coco_folder, "train")[0], load_dataset(tmp_path / "new", "train")[0]
+    assert (old[0] == new[0]).all()
+    assert old[1]["boxes"].tolist() == new[1]["boxes"].tolist()
+    assert check_dataset(tmp_path / "new").findings == []
+
+
+def test_nothing_is_overwritten(voc_folder, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").touch()
+    with pytest.raises(DataError, match="not an empty folder"):
+        convert_dataset(voc_folder, tmp_path / "full", to="coco")
+    with pytest.raises(DataError, match="inside the dataset"):
+        convert_dataset(voc_folder, voc_folder / "coco", to="coco")
+    with pytest.raises(DataError, match="cannot write 'kitti'"):
+        convert_dataset(voc_folder, tmp_path / "new", to="kitti")
+    (tmp_path / "empty").mkdir()
+    assert convert_dataset(voc_folder, tmp_path / "empty", to="coco").images == 4
+
+
+def test_a_conversion_that_fails_leaves_nothing_behind(voc_folder, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("aploss.data.convert.shutil.copyfile", fail)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(DataError, match="No space left"):
+        convert_dataset(voc_folder, tmp_path / "new", to="yolo")
+    assert sorted(tmp_path.iterdir()) == before

@@ -1,0 +1,168 @@
+"""The dataset type: storage, items, subsets, joining, COCO dict."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+
+from aploss.data.dataset import DetectionDataset, concatenate
+from aploss.errors import DataError
+
+
+@pytest.fixture
+def dataset(tmp_path, picture) -> DetectionDataset:
+    for name in ("a", "b", "c"):
+        picture(tmp_path / f"{name}.png", (40, 30))
+    return DetectionDataset(
+        root=tmp_path,
+        class_names=("cat", "dog"),
+        image_paths=("a.png", "b.png", "c.png"),
+        image_sizes=[(40, 30)] * 3,
+        boxes_per_image=[2, 0, 1],
+        boxes=[(1, 2, 11, 22), (5, 5, 15.5, 25.25), (0, 0, 40, 30)],
+        labels=[0, 1, 1],
+        difficult=[False, True, False],
+        crowd=[False, False, True],
+        image_ids=[7, 3, 9],
+        split="train",
+    )
+
+
+def test_an_item_has_the_types_that_transforms_v2_work_on(dataset):
+    image, target = dataset[0]
+    assert isinstance(image, tv_tensors.Image)
+    assert image.shape == (3, 30, 40)
+    assert image.dtype == torch.uint8
+    assert isinstance(target["boxes"], tv_tensors.BoundingBoxes)
+    assert target["boxes"].dtype == torch.float32
+    assert target["boxes"].canvas_size == (30, 40)
+    assert target["labels"].dtype == torch.int64
+    assert target["difficult"].tolist() == [False, True]
+    assert target["crowd"].dtype == torch.bool
+    assert target["image_id"] == 7
+
+    flipped, turned = v2.RandomHorizontalFlip(p=1)(image, target)
+    assert turned["boxes"].tolist()[0] == [29, 2, 39, 22]  # 40 - 11, 40 - 1
+    assert torch.equal(flipped, image.flip(-1))
+
+
+def test_an_image_without_objects_has_empty_tensors_of_the_right_shape(dataset):
+    _, target = dataset[1]
+    assert target["boxes"].shape == (0, 4)
+    assert target["labels"].shape == (0,)
+    assert target["difficult"].shape == (0,)
+
+
+def test_changing_an_item_does_not_change_the_dataset(dataset):
+    dataset[0][1]["boxes"].fill_(0)
+    dataset[0][1]["labels"].fill_(1)
+    assert dataset.boxes(0).tolist()[0] == [1, 2, 11, 22]
+    assert dataset.labels(0).tolist() == [0, 1]
+
+
+def test_negative_indices_count_from_the_end_and_others_raise(dataset):
+    assert dataset.labels(-1).tolist() == [1]
+    with pytest.raises(IndexError):
+        dataset.labels(3)
+
+
+def test_the_coco_dict_has_ids_from_one_and_widths_instead_of_corners(dataset):
+    coco = dataset.to_coco()
+    assert [image["id"] for image in coco["images"]] == [7, 3, 9]
+    assert coco["images"][0] == {"id": 7, "file_name": "a.png", "width": 40, "height": 30}
+    assert coco["categories"] == [{"id": 1, "name": "cat"}, {"id": 2, "name": "dog"}]
+    assert coco["annotations"][1] == {
+        "id": 2,
+        "image_id": 7,
+        "category_id": 2,
+        "bbox": [5, 5, 10.5, 20.25],
+        "area": 10.5 * 20.25,
+        "iscrowd": 0,
+        "difficult": 1,
+    }
+    assert [(a["image_id"], a["iscrowd"]) for a in coco["annotations"]] == [(7, 0), (7, 0), (9, 1)]
+
+
+def test_a_subset_keeps_ids_boxes_and_order(dataset):
+    part = dataset.subset([2, 0])
+    assert [part.image_id(i) for i in range(2)] == [9, 7]
+    assert part.boxes(0).tolist() == [[0, 0, 40, 30]]
+    assert part.boxes(1).tolist() == dataset.boxes(0).tolist()
+    assert part.difficult(1).tolist() == [False, True]
+    assert part.num_boxes == 3
+    assert len(dataset.subset([])) == 0
+    for wrong in ([3], [-1], [0, 0]):
+        with pytest.raises(DataError):
+            dataset.subset(wrong)
+
+
+def test_joining_takes_an_image_once_and_keeps_ids_while_they_are_distinct(dataset):
+    joined = concatenate([dataset.subset([0, 1]), dataset.subset([1, 2])], split="all")
+    assert [joined.image_id(i) for i in range(3)] == [7, 3, 9]
+    assert joined.num_boxes == 3
+    assert joined.split == "all"
+
+
+def test_joining_renumbers_images_whose_ids_clash(tmp_path, dataset):
+    other = DetectionDataset(
+        root=tmp_path / "more",
+        class_names=("cat", "dog"),
+        image_paths=("x.png",),
+        image_sizes=[(10, 10)],
+        boxes_per_image=[1],
+        boxes=[(1, 1, 5, 5)],
+        labels=[0],
+        image_ids=[7],
+    )
+    joined = concatenate([dataset, other])
+    assert [joined.image_id(i) for i in range(4)] == [1, 2, 3, 4]
+    assert joined.image_path(3) == tmp_path / "more" / "x.png"
+    assert joined.boxes(3).tolist() == [[1, 1, 5, 5]]
+
+
+def test_joining_datasets_of_different_classes_is_refused(dataset):
+    other = DetectionDataset(
+        root=dataset.root,
+        class_names=("dog", "cat"),
+        image_paths=(),
+        image_sizes=[],
+        boxes_per_image=[],
+        boxes=[],
+        labels=[],
+    )
+    with pytest.raises(DataError, match="same classes"):
+        concatenate([dataset, other])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"boxes_per_image": [1]}, "counts 1 boxes"),
+        ({"labels": [0, 2]}, "labels"),
+        ({"image_ids": [0]}, "image ids"),
+        ({"class_names": ("cat", "cat")}, "distinct"),
+        ({"boxes": [(1, 2, 3)] * 2}, "shape"),
+    ],
+)
+def test_inconsistent_arrays_are_refused(changes, message):
+    arguments = {
+        "root": ".",
+        "class_names": ("cat", "dog"),
+        "image_paths": ("a.png",),
+        "image_sizes": [(8, 8)],
+        "boxes_per_image": [2],
+        "boxes": [(1, 1, 2, 2), (2, 2, 3, 3)],
+        "labels": [0, 1],
+    }
+    DetectionDataset(**arguments)
+    with pytest.raises(DataError, match=message):
+        DetectionDataset(**{**arguments, **changes})
+
+
+def test_a_dataset_survives_pickling_as_workers_do_it(dataset):
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert np.array_equal(copy.boxes(0), dataset.boxes(0))
+    assert copy[2][1]["image_id"] == 9

@@ -1,0 +1,149 @@
+"""Recognising datasets, and the ways to name a split."""
+
+import json
+import shutil
+
+import pytest
+
+from aploss.data.load import dataset_splits, find_source, load_dataset
+from aploss.errors import DataError
+
+
+def names(dataset) -> set[str]:
+    return {dataset.image_path(i).stem for i in range(len(dataset))}
+
+
+@pytest.mark.parametrize("format", ["voc", "coco", "yolo"])
+def test_each_format_is_recognised_by_itself(clean_folders, format):
+    source = find_source(clean_folders[format])
+    assert source.format == format
+    assert find_source(clean_folders[format], format=format).format == format
+
+
+def test_no_split_means_every_image_once(clean_folders):
+    for folder in clean_folders.values():
+        dataset = load_dataset(folder)
+        assert names(dataset) == set("abcd")
+        assert dataset.num_boxes == 4
+        assert dataset.split == "all"
+        ids = [dataset.image_id(i) for i in range(len(dataset))]
+        assert len(set(ids)) == 4
+        assert min(ids) >= 1
+
+
+def test_splits_are_joined_by_plus_and_images_in_both_are_taken_once(clean_folders):
+    for folder in clean_folders.values():
+        assert names(load_dataset(folder, "train+val")) == set("abcd")
+        assert names(load_dataset(folder, "val+train+val")) == set("abcd")
+
+
+def test_parts_of_a_split_are_disjoint_complete_and_always_the_same(tmp_path, picture, voc_folder):
+    for i in range(40):
+        picture(voc_folder / "JPEGImages" / f"x{i:02}.png", (8, 8))
+        (voc_folder / "Annotations" / f"x{i:02}.xml").write_text("<annotation></annotation>")
+    listing = voc_folder / "ImageSets" / "Main" / "many.txt"
+    listing.write_text("".join(f"x{i:02}\n" for i in range(40)))
+    first, second = (load_dataset(voc_folder, f"many[{part}]") for part in (":75%", "75%:"))
+    assert (len(first), len(second)) == (30, 10)
+    assert names(first) | names(second) == {f"x{i:02}" for i in range(40)}
+    assert names(second) != {f"x{i:02}" for i in range(30, 40)}  # mixed, not the last ones
+    assert names(load_dataset(voc_folder, "many[75%:]")) == names(second)
+    third = load_dataset(voc_folder, "many[25%:75%]+val")
+    assert len(third) == 21
+    assert names(third) <= names(first) | {"d"}
+
+
+def test_a_plain_folder_can_be_split_by_a_fraction(voc_folder):
+    shutil.rmtree(voc_folder / "ImageSets")
+    parts = [load_dataset(voc_folder, split) for split in ("all[:50%]", "all[50%:]")]
+    assert [len(part) for part in parts] == [2, 2]
+    assert names(parts[0]) | names(parts[1]) == set("abcd")
+
+
+@pytest.mark.parametrize("split", ["train[:120%]", "train[:1.2.3%]"])
+def test_impossible_parts_are_refused(voc_folder, split):
+    with pytest.raises(DataError, match=r"train\[:80%\]"):
+        load_dataset(voc_folder, split)
+
+
+def test_an_unknown_split_is_answered_with_the_known_ones(clean_folders):
+    for folder in clean_folders.values():
+        with pytest.raises(DataError, match=r"no split 'tset'.*train"):
+            load_dataset(folder, "tset")
+
+
+def test_an_empty_folder_is_answered_with_what_was_looked_for(tmp_path):
+    with pytest.raises(DataError) as caught:
+        load_dataset(tmp_path)
+    for word in (str(tmp_path), "data.yaml", "annotations/*.json", "VOCdevkit"):
+        assert word in str(caught.value)
+    with pytest.raises(DataError, match="no such file or folder"):
+        load_dataset(tmp_path / "absent")
+    with pytest.raises(DataError, match="unknown format"):
+        load_dataset(tmp_path, format="kitti")
+    with pytest.raises(DataError, match="COCO"):
+        load_dataset(tmp_path, format="coco")
+
+
+def test_a_folder_of_two_formats_asks_which(voc_folder):
+    (voc_folder / "data.yaml").write_text("train: JPEGImages\nnames: [cat]\n")
+    with pytest.raises(DataError, match="yolo and voc"):
+        load_dataset(voc_folder)
+    assert dataset_splits(voc_folder, format="voc") == ("train", "val")
+
+
+@pytest.mark.parametrize("wrong", [[], ["cat", "cat"], [""], "cat"])
+def test_impossible_class_names_are_refused(voc_folder, wrong):
+    with pytest.raises(DataError, match="class names"):
+        load_dataset(voc_folder, class_names=wrong)
+
+
+def test_a_split_without_usable_images_says_why(coco_folder):
+    for image in (coco_folder / "train2017").iterdir():
+        image.unlink()
+    with pytest.raises(DataError, match=r"no usable image in split 'train2017' \(3 missing-image"):
+        load_dataset(coco_folder, "train")
+
+
+def test_unreadable_images_raise_when_read_and_are_left_out_when_verified(coco_folder, picture):
+    (coco_folder / "train2017" / "a.png").write_bytes(b"damaged")
+    picture(coco_folder / "train2017" / "b.png", (32, 24))
+    plain = load_dataset(coco_folder, "train")
+    assert len(plain) == 3
+    with pytest.raises(DataError, match=r"a\.png"):
+        plain[0]
+    with pytest.raises(DataError, match=r"b\.png.*64x48.*32x24"):
+        plain[1]
+    verified = load_dataset(coco_folder, "train", verify_images=True)
+    assert names(verified) == {"c"}
+    assert {(p.kind, p.file) for p in verified.problems} == {
+        ("unreadable-image", "train2017/a.png"),
+        ("size-mismatch", "train2017/b.png"),
+    }
+
+
+def test_boxes_are_dropped_or_clipped_with_a_record(coco_folder):
+    file = coco_folder / "annotations/instances_val2017.json"
+    content = json.loads(file.read_text())
+    wrong = [[5, 5, 0, 9], [-10, 5, 20, 20], [100, 5, 9, 9], [5, 5, float("nan"), 9]]
+    content["annotations"] += [
+        {"id": 50 + i, "image_id": 10, "category_id": 3, "bbox": box} for i, box in enumerate(wrong)
+    ]
+    file.write_text(json.dumps(content))
+    dataset = load_dataset(coco_folder, "val")
+    assert dataset.boxes(0).tolist() == [[10, 10, 30, 30], [0, 5, 10, 25]]
+    assert {problem.kind for problem in dataset.problems} == {
+        "degenerate-box", "out-of-bounds-box", "outside-box", "non-finite-coordinate",
+    }  # fmt: skip
+    assert all("instances_val2017.json" in problem.file for problem in dataset.problems)
+    assert any("annotation 50" in problem.message for problem in dataset.problems)
+
+
+def test_a_box_beyond_the_border_by_rounding_is_no_problem(coco_folder):
+    file = coco_folder / "annotations/instances_val2017.json"
+    content = json.loads(file.read_text())
+    content["annotations"][0]["bbox"] = [-0.2, 0, 64.3, 48.1]
+    file.write_text(json.dumps(content))
+    dataset = load_dataset(coco_folder, "val")
+    assert dataset.boxes(0).tolist() == [[0, 0, 64, 48]]
+    assert dataset.problems == []

@@ -1,0 +1,124 @@
+"""YOLO label files and data.yaml in the ways people write it."""
+
+import shutil
+
+import pytest
+
+from aploss.data.load import dataset_splits, load_dataset
+from aploss.data.yolo import find_yolo
+from aploss.data.yolo_rows import parse_row
+from aploss.errors import DataError
+
+
+def describe(folder, text: str) -> None:
+    (folder / "data.yaml").write_text(text)
+
+
+def test_the_usual_layout_is_read(yolo_folder, expected_boxes, found_boxes):
+    assert dataset_splits(yolo_folder) == ("train", "val")
+    for split, expected in expected_boxes.items():
+        dataset = load_dataset(yolo_folder, split)
+        assert found_boxes(dataset) == expected
+        assert dataset.class_names == ("cat", "dog")
+        assert dataset.problems == []
+        assert dataset.image_size(0) == (64, 48)
+    assert len(load_dataset(yolo_folder / "data.yaml")) == 4
+
+
+DESCRIPTIONS = {
+    "names as a dict": "train: images/train\nval: images/val\nnames: {0: cat, 1: dog}\n",
+    "a path": "path: .\ntrain: images/train\nval: images/val\nnc: 2\nnames: [cat, dog]\n",
+    "a path of another machine": "path: /data/pets\ntrain: images/train\nval: images/val\n"
+    "names: [cat, dog]\n",
+    "paths as exported, one too high": "train: ../images/train\nval: ../images/val\n"
+    "names: [cat, dog]\n",
+    "absolute paths of another machine": "train: /content/pets/images/train\n"
+    "val: /content/pets/images/val\nnames: [cat, dog]\n",
+    "windows paths": "train: .\\images\\train\nval: .\\images\\val\nnames: [cat, dog]\n",
+    "lists of folders": "train: [images/train]\nval: [images/val]\nnames: [cat, dog]\n",
+}
+
+
+@pytest.mark.parametrize("text", DESCRIPTIONS.values(), ids=DESCRIPTIONS)
+def test_data_yaml_may_be_written_in_many_ways(yolo_folder, text, expected_boxes, found_boxes):
+    describe(yolo_folder, text)
+    for split, expected in expected_boxes.items():
+        dataset = load_dataset(yolo_folder, split)
+        assert found_boxes(dataset) == expected
+        assert dataset.problems == []
+
+
+def test_a_split_may_be_a_text_file_of_images(yolo_folder, expected_boxes, found_boxes):
+    (yolo_folder / "train.txt").write_text(
+        "./images/train/c.png\nimages/train/a.png\n/elsewhere/images/train/b.png\n"
+    )
+    describe(yolo_folder, "train: train.txt\nval: images/val\nnames: [cat, dog]\n")
+    dataset = load_dataset(yolo_folder, "train")
+    assert found_boxes(dataset) == expected_boxes["train"]
+    assert dataset.image_path(0).name == "c.png"  # in the list's order
+
+
+def test_labels_may_lie_beside_the_images(yolo_folder, expected_boxes, found_boxes):
+    for split in ("train", "val"):
+        for labels in (yolo_folder / "labels" / split).iterdir():
+            shutil.move(labels, yolo_folder / "images" / split)
+    shutil.rmtree(yolo_folder / "labels")
+    assert found_boxes(load_dataset(yolo_folder, "train")) == expected_boxes["train"]
+
+
+def test_a_yaml_of_another_name_is_found_and_one_about_something_else_is_not(yolo_folder, tmp_path):
+    (yolo_folder / "data.yaml").rename(yolo_folder / "pets.yaml")
+    (yolo_folder / "a-config.yaml").write_text("train: {steps: 10}\nmodel: x\n")
+    assert dataset_splits(yolo_folder) == ("train", "val")
+    (tmp_path / "config.yaml").write_text("train: {steps: 10}\n")
+    assert find_yolo(tmp_path) is None
+
+
+def test_other_splits_than_the_usual_ones_count_if_they_are_there(yolo_folder):
+    shutil.copytree(yolo_folder / "images/val", yolo_folder / "images/night")
+    describe(
+        yolo_folder,
+        "train: images/train\nnight: images/night\nurl: http://nowhere\nnames: [cat, dog]\n",
+    )
+    assert dataset_splits(yolo_folder) == ("train", "night")
+
+
+def test_an_image_without_label_file_has_no_objects(yolo_folder):
+    (yolo_folder / "labels/val/d.txt").unlink()
+    dataset = load_dataset(yolo_folder, "val")
+    assert (len(dataset), dataset.num_boxes) == (1, 0)
+    assert [problem.kind for problem in dataset.problems] == ["image-without-annotation"]
+
+
+def test_a_polygon_gives_its_enclosing_box():
+    class_id, box = parse_row("1 0.25 0.5 0.5 0.25 0.75 0.75", (64, 48), where=("a", 1))
+    assert (class_id, box) == (1, (16, 12, 48, 36))
+
+
+def test_a_box_at_the_border_is_not_moved_by_rounding():
+    # (0.05 + 0.1 / 2) - 0.1 and its like are not exactly 0 in floating point
+    for width in (0.1, 0.3, 0.7, 1 / 3):
+        _, box = parse_row(f"0 {width / 2!r} 0.5 {width!r} 1", (640, 480), where=("a", 1))
+        assert (box[0], box[1], box[3]) == (0, 0, 480)
+
+
+def test_given_names_stand_in_for_missing_ones(yolo_folder):
+    describe(yolo_folder, "train: images/train\nval: images/val\n")
+    with pytest.raises(DataError, match="give the class names"):
+        load_dataset(yolo_folder, "train")
+    assert load_dataset(yolo_folder, "train", class_names=["x", "y"]).class_names == ("x", "y")
+
+
+def test_given_names_choose_among_the_data_s_own(yolo_folder):
+    dataset = load_dataset(yolo_folder, "train", class_names=["dog"])
+    assert dataset.all_labels().tolist() == [0, 0]
+    assert [problem.kind for problem in dataset.problems] == ["unknown-class"]
+
+
+@pytest.mark.parametrize(
+    "names", ["{0: cat, 2: dog}", "[cat, cat]", "5", "[]", "[cat, [dog]]", "['']"]
+)
+def test_unusable_names_are_an_error_that_names_the_file(yolo_folder, names):
+    describe(yolo_folder, f"train: images/train\nval: images/val\nnames: {names}\n")
+    with pytest.raises(DataError, match=r"data\.yaml"):
+        load_dataset(yolo_folder, "train")
