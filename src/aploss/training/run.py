@@ -1,17 +1,13 @@
 """``train(config)``: a whole run from a config to a summary."""
 
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from statistics import median
 from typing import Any, cast
 
 import torch
 
 from aploss.data.batches import make_training_loader
-from aploss.detectors.build import build_detector
 from aploss.detectors.detector import Detector
-from aploss.errors import ConfigError
 from aploss.training.config import TrainConfig
 from aploss.training.datasets import RunData, load_run_data
 from aploss.training.distributed import World, is_lost_connection, start_world
@@ -24,6 +20,7 @@ from aploss.training.progress import Progress, SilentProgress, make_progress
 from aploss.training.random_state import seeded
 from aploss.training.run_folder import RunFolder, default_folder, describe_environment
 from aploss.training.schedule import Schedule
+from aploss.training.start_weights import make_detector, silent_weights
 from aploss.training.stepper import Stepper
 from aploss.training.summary import Summary
 from aploss.training.validation import Split
@@ -166,7 +163,7 @@ class _Run:
             rank=world.rank,
             world_size=world.size,
         )
-        with _silent_weights(not world.is_main):
+        with silent_weights(not world.is_main):
             detector = make_detector(config, data.train.class_names).to(self.device)
         schedule = Schedule(config.schedule, loader.batches_per_epoch / config.batches.accumulate)
         stepper = Stepper(
@@ -263,53 +260,6 @@ class _Run:
             if row["kind"] == "train"
         ]
         return round(median(speeds), 2) if speeds else 0.0
-
-
-def make_detector(config: TrainConfig, class_names: tuple[str, ...]) -> Detector:
-    """The detector of a config with its initial weights.
-
-    They follow from the seed alone: runs that differ in the loss start from the same weights,
-    wherever the shapes are the same (a softmax loss has one column more).
-    """
-    detector = _build(config, class_names, config.loss)
-    if config.loss != TrainConfig.loss:
-        with _silent_weights():  # what was loaded has been said
-            reference = _build(config, class_names, TrainConfig.loss).state_dict()
-        own = detector.state_dict()
-        shared = {k: v for k, v in reference.items() if k in own and own[k].shape == v.shape}
-        detector.load_state_dict({**own, **shared})
-    return detector
-
-
-def _build(config: TrainConfig, class_names: tuple[str, ...], loss: str) -> Detector:
-    criterion = config.criterion
-    is_own = loss == config.loss
-    torch.manual_seed(config.seed)
-    try:
-        return build_detector(
-            config.detector,
-            class_names=class_names,
-            loss=loss,
-            loss_options=criterion.options if is_own else None,
-            rank_over=criterion.rank_over,
-            box_loss=criterion.box_loss,  # type: ignore[arg-type]
-            box_weight=criterion.box_weight if is_own else None,
-            weights=config.model.weights,
-            **config.model.options,
-        )
-    except TypeError as error:
-        raise ConfigError(f"model.options: {error}") from error
-
-
-@contextmanager
-def _silent_weights(silent: bool = True) -> Iterator[None]:
-    logger = logging.getLogger("aploss.detectors.weights")
-    before = logger.disabled
-    logger.disabled = before or silent
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def _parameters(detector: Detector) -> int:
