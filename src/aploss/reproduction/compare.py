@@ -14,6 +14,8 @@ from aploss.reproduction.page import PageText, command_line, write_results
 from aploss.reproduction.plan import VALIDATIONS, Plan, Tuning, Variant, comparison_config
 from aploss.reproduction.results import Results
 from aploss.reproduction.runner import Runner
+from aploss.training.distributed import start_world
+from aploss.training.hardware import choose_device
 from aploss.training.loop_state import TrainingInterruptedError
 
 __all__ = ["carry_out", "compare", "comparison_plan", "comparison_text", "default_out"]
@@ -140,12 +142,14 @@ def carry_out(
         max_minutes=max_minutes,
         quiet=quiet,
     )
-    try:
-        execute(results, runner, say=say, on_run=write_now_and_then)
-    except TrainingInterruptedError:
+    # All runs share one meeting of the processes: torchrun's cannot be held a second time.
+    with start_world(choose_device(plan.variants[0].config.device)):
+        try:
+            execute(results, runner, say=say, on_run=write_now_and_then)
+        except TrainingInterruptedError:
+            write()
+            raise
         write()
-        raise
-    write()
     return results
 
 
