@@ -93,6 +93,33 @@ def convert_dataset(
     )
 
 
+def _write(
+    out: Path,
+    parts: dict[str, DetectionDataset],
+    whole: DetectionDataset,
+    *,
+    to: str,
+    progress: Callable[[int, int], None] | None,
+) -> Written:
+    """Writes into a folder of another name, which gets its own when it is complete."""
+    shared = len(whole) < sum(map(len, parts.values()))
+    places, rewritten = _plan(parts, flat=to == "voc" or shared)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
+        fresh = Path(scratch) / "dataset"
+        written = _WRITERS[to](fresh, parts, places)
+        for index in range(len(whole)):
+            image = whole.image_path(index)
+            target = fresh / written.image_folder / places[image]
+            _copy_image(whole, index, target, exact=image not in rewritten)
+            if progress is not None:
+                progress(index + 1, len(whole))
+        if out.exists():
+            out.rmdir()
+        fresh.replace(out)
+    return written
+
+
 def _plan(parts: dict[str, DetectionDataset], *, flat: bool) -> tuple[dict[Path, str], set[Path]]:
     """Where each image goes (one folder for all, or one a split), and which are written anew."""
     groups = {f"{split}/": [part] for split, part in parts.items()}
