@@ -13,15 +13,18 @@ __all__ = ["Figure", "Floats", "Window", "draw_clutter", "draw_figure", "draw_gr
 
 Floats = NDArray[np.floating[Any]]
 
+TEXTURE_CONTRAST = 0.3  # of the two colours of a texture; 1 hides the shapes from small networks
+
 
 @dataclass(frozen=True)
 class Figure:
-    """A closed outline [points, 2] in pixels, its middle [2], turn in radians and longer side."""
+    """A closed outline [points, 2] in pixels, its middle [2], turn in radians, longer side, hue."""
 
     outline: NDArray[np.float64]
     centre: NDArray[np.float64]
     angle: float
     extent: float
+    hue: float
 
 
 @dataclass(frozen=True)
@@ -131,10 +134,12 @@ def draw_figure(
     x = np.arange(window.left, window.right, dtype=np.float32)[None, :] + (0.5 - middle_x)
     y = np.arange(window.top, window.bottom, dtype=np.float32)[:, None] + (0.5 - middle_y)
     x, y = x / figure.extent, y / figure.extent
-    base, accent = _two_colours(generator, (ground * alpha).sum(axis=(0, 1)) / alpha.sum())
+    base, accent = _two_colours(
+        generator, figure.hue, (ground * alpha).sum(axis=(0, 1)) / alpha.sum()
+    )
     pattern = _texture(generator, x, y, figure.angle, generator.uniform(4, 7))[..., None]
     light = np.clip(1.0 - 0.35 * (x + y), 0.75, 1.2)[..., None]  # from the top left
-    body = (base + (accent - base) * pattern) * light
+    body = (base + TEXTURE_CONTRAST * (accent - base) * pattern) * light
     body = body * (1 - 0.45 * _unit(_rim(figure, window, scale).reduce(scale)))
     ground += (body - ground) * alpha
 
@@ -178,10 +183,13 @@ def _unit(image: Image.Image) -> Floats:
 
 
 def _colour(
-    generator: np.random.Generator, saturation: tuple[float, float], value: tuple[float, float]
+    generator: np.random.Generator,
+    saturation: tuple[float, float],
+    value: tuple[float, float],
+    hue: float | None = None,
 ) -> Floats:
-    hue = generator.random()
-    rgb = colorsys.hsv_to_rgb(hue, generator.uniform(*saturation), generator.uniform(*value))
+    hue = generator.random() if hue is None else hue
+    rgb = colorsys.hsv_to_rgb(hue % 1.0, generator.uniform(*saturation), generator.uniform(*value))
     return np.array(rgb, dtype=np.float32)
 
 
@@ -194,10 +202,12 @@ def _stroke(generator: np.random.Generator, size: int) -> int:
     return max(1, round(generator.uniform(0.004, 0.016) * size))
 
 
-def _two_colours(generator: np.random.Generator, behind: Floats) -> tuple[Floats, Floats]:
+def _two_colours(
+    generator: np.random.Generator, hue: float, behind: Floats
+) -> tuple[Floats, Floats]:
     """A strong colour that stands out from what it covers, and a lighter, darker or other one."""
     for _ in range(20):
-        base = _colour(generator, (0.45, 0.95), (0.45, 1.0))
+        base = _colour(generator, (0.45, 0.95), (0.45, 1.0), hue + generator.normal(0, 0.03))
         if np.abs(base - behind).sum() > 0.7:
             break
     other = _colour(generator, (0.4, 0.9), (0.5, 1.0))

@@ -27,14 +27,16 @@ Mask = NDArray[np.bool_]
 CLASS_NAMES = ("circle", "square", "triangle", "star", "cross")
 
 EMPTY_SHARE = 0.04  # of the pictures show look-alikes and clutter only
-OBJECTS_PER_PICTURE = (0.10, 0.20, 0.25, 0.20, 0.15, 0.10)  # probabilities of 1, 2, ... 6
-LOOKALIKES_PER_PICTURE = (1, 4)
-MAX_TURN = 20.0  # degrees to either side
-OBJECT_SIZES = (0.18, 0.50)  # longer side of the box, as a share of the picture's width
+OBJECTS_PER_PICTURE = (0.20, 0.30, 0.30, 0.20)  # probabilities of 1, 2, 3, 4
+LOOKALIKES_PER_PICTURE = (0, 2)
+MAX_TURN = 15.0  # degrees to either side
+OBJECT_SIZES = (0.20, 0.50)  # longer side of the box, as a share of the picture's width
 LOOKALIKE_SIZES = (0.16, 0.42)
-MAX_COVERED = 0.35  # share of a thing that later ones may hide
-GRAIN = (0.01, 0.045)  # deviation of the noise, where 1 is white
+MAX_COVERED = 0.12  # share of a thing that later ones may hide
+GRAIN = (0.01, 0.03)  # deviation of the noise, where 1 is white
 PLACEMENT_TRIES = 12
+HUES = (0.58, 0.02, 0.33, 0.13, 0.80)  # of each class, as things of a kind often have a colour
+HUE_SHARE = 0.95  # of the objects keep to it; look-alikes borrow that of a random class
 
 
 @dataclass(frozen=True)
@@ -132,9 +134,11 @@ def _figure(generator: np.random.Generator, size: int, label: int | None) -> Fig
     if label is None:
         points = _ellipse(generator) if generator.random() < 0.5 else _angle_iron(generator)
         sizes, angle = LOOKALIKE_SIZES, generator.uniform(0, 2 * np.pi)
+        hue = HUES[int(generator.integers(len(HUES)))]
     else:
         points = _OUTLINES[CLASS_NAMES[label]]
         sizes, angle = OBJECT_SIZES, np.deg2rad(generator.uniform(-MAX_TURN, MAX_TURN))
+        hue = HUES[label]
     points = points @ np.array([[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]])
     low, high = points.min(axis=0), points.max(axis=0)
     # Uniform in the logarithm: as many small objects as large ones.
@@ -146,6 +150,7 @@ def _figure(generator: np.random.Generator, size: int, label: int | None) -> Fig
         centre=corner - low * factor,
         angle=float(angle),
         extent=extent,
+        hue=hue if generator.random() < HUE_SHARE else float(generator.random()),
     )
 
 
@@ -179,7 +184,7 @@ _OUTLINES: dict[str, Points] = {
     "circle": _corners([1.0] * 60),
     "square": _corners([1.0] * 4, start=-45.0),
     "triangle": _corners([1.0] * 3),
-    "star": _corners([1.0, 0.45] * 5),
+    "star": _corners([1.0, 0.42] * 5),
     "cross": _cross(0.36),
 }
 

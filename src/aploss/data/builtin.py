@@ -25,7 +25,7 @@ __all__ = ["CLASS_NAMES", "SPLITS", "builtin_dataset", "builtin_folder", "cache_
 SPLITS = ("train", "val", "test")
 IMAGE_SIZE = 128
 COUNTS = (600, 150, 150)  # images in each of SPLITS
-VERSION = 1  # to be raised with every change of the pictures, so that no old cache is used
+VERSION = 2  # to be raised with every change of the pictures, so that no old cache is used
 
 _log = logging.getLogger(__name__)
 
