@@ -220,6 +220,14 @@ def test_more_than_twenty_kinds_of_annotation_fault_are_planted():
     assert len({kind for _, kind, *_ in FAULTS}) >= 20
 
 
+def test_every_annotation_without_image_is_named(voc_folder):
+    for name in "xyz":
+        shutil.copy(voc_folder / XML, voc_folder / f"Annotations/{name}.xml")
+    found = check_dataset(voc_folder).findings
+    orphans = [f.problem.file for f in found if f.problem.kind == "annotation-without-image"]
+    assert orphans == [f"Annotations/{name}.xml" for name in "xyz"]
+
+
 @pytest.mark.parametrize("format", ["voc", "coco", "yolo"])
 def test_a_clean_set_gives_no_finding_at_all(clean_folders, format):
     result = check_dataset(clean_folders[format])

@@ -50,6 +50,15 @@ def test_a_coco_file_name_cannot_leave_the_folder(coco_folder, secret, which):
     assert "outside the dataset's folder" in message
 
 
+def test_a_coco_file_name_that_would_leave_the_folder_from_its_root_is_refused_too(
+    coco_folder, secret
+):
+    content = json.loads((coco_folder / TRAIN_JSON).read_text())
+    content["images"][1]["file_name"] = f"../{secret.name}"
+    (coco_folder / TRAIN_JSON).write_text(json.dumps(content))
+    assert "outside the dataset's folder" in refused(coco_folder)
+
+
 @pytest.mark.parametrize("which", range(7))
 def test_a_voc_file_name_cannot_leave_the_folder(voc_folder, secret, which):
     xml = voc_folder / "Annotations" / "b.xml"

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from aploss.data.check import check_dataset
 from aploss.data.load import dataset_splits, load_dataset
 from aploss.data.voc import find_voc
 from aploss.errors import DataError
@@ -163,6 +164,15 @@ def test_an_annotation_without_any_object_anywhere_says_that_classes_are_missing
         load_dataset(voc_folder, "train")
     dataset = load_dataset(voc_folder, "train", class_names=["cat"])
     assert (len(dataset), dataset.num_boxes) == (3, 0)
+
+
+def test_an_image_of_another_name_is_found_by_the_name_in_the_annotation(voc_folder):
+    (voc_folder / "JPEGImages/d.png").rename(voc_folder / "JPEGImages/photograph.png")
+    xml = voc_folder / "Annotations/d.xml"
+    xml.write_text(xml.read_text().replace("d.png", "../JPEGImages/photograph.png"))
+    dataset = load_dataset(voc_folder, "val")
+    assert dataset.relative_path(0) == "JPEGImages/photograph.png"
+    assert check_dataset(voc_folder).findings == []
 
 
 def test_a_folder_without_xml_is_not_voc(tmp_path):

@@ -132,7 +132,7 @@ class CocoSource:
                 continue
             index_of[image_id] = -1
             try:
-                path = self.folder.inside(file_name, base=base, named_in=file)
+                path = self.folder.locate(file_name, base=base, named_in=file)
             except ProblemError as error:
                 records.problems.append(error.problem)
                 continue

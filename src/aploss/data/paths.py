@@ -64,6 +64,14 @@ class DatasetFolder:
             raise _outside(named_in, f"the path {text!r}")
         return path
 
+    def locate(self, text: str, *, base: str, named_in: str) -> str:
+        """As :meth:`inside`; but a path that is not there, and would lead outside if it were
+        relative to the folder itself, is refused instead of being called missing."""
+        path = self.inside(text, base=base, named_in=named_in)
+        if ".." in text and not self.has(path, named_in=named_in):
+            self.inside(text, named_in=named_in)
+        return path
+
     def has(self, path: str, *, named_in: str | None = None) -> bool:
         """Whether there is something of this name (a file, a folder, an unbroken link).
 

@@ -36,6 +36,7 @@ _SPLIT_UNUSABLE = {
 }
 _IMAGE_DROPPED = {
     "missing-image": "an annotation whose image does not exist",
+    "annotation-without-image": "an annotation file in no split, without its image",
     "missing-annotation": "a listed image without its annotation file",
     "unreadable-annotation": "an annotation file of one image that cannot be read",
     "bad-image-entry": "an image entry without a file name or a whole-number id",
@@ -76,7 +77,6 @@ _KEPT = {
     "file-name-mismatch": "an annotation that names another image than the one beside it",
     "zero-based-box": "coordinates from 0 in VOC, which counts from 1 (clipped to the image)",
     "unlisted-annotation": "an annotated image in no split",
-    "annotation-without-image": "an annotation file in no split, without its image",
     "image-without-annotation": "an image without an annotation",
     "image-in-two-splits": "the same image in two splits",
     "same-content": "two image files with the same content",

@@ -64,6 +64,7 @@ class VocSource:
         }
         self.splits = tuple(sorted(self._places, key=self._order))
         self._parsed: dict[str, VocAnnotation | Problem] = {}
+        self._used: set[str] = set()  # annotations and images of the splits that were read
 
     def _order(self, split: str) -> tuple[str, int, str]:
         part, name = self._places[split]
@@ -77,11 +78,13 @@ class VocSource:
         zero_based = []
         part, listed = self._place(split)
         for entry in self._entries(part, listed, records):
+            self._used.add(entry.annotation)
             annotation = self._parse(entry.annotation)
             if isinstance(annotation, Problem):
                 records.problems.append(annotation)
                 continue
             path = self._image(part, entry, annotation, records)
+            self._used.add(path)
             image = records.add_image(path, annotation.size) if path else -1
             if image < 0:
                 continue
@@ -126,20 +129,19 @@ class VocSource:
         return tuple(sorted(found))
 
     def leftovers(self) -> list[Problem]:
-        """See :meth:`Source.leftovers`."""
+        """See :meth:`Source.leftovers`; of the splits that were read."""
         problems = []
         for part in self.parts:
-            entries = [e for s in part.splits for e in part.entries(s) if isinstance(e, Entry)]
-            listed = {path for entry in entries for path in (entry.annotation, entry.image)}
-            paired = {part.image_of(path): path for path in part.annotations}
-            for image, path in paired.items():
-                if path not in listed:
-                    kind = "unlisted-annotation" if image else "annotation-without-image"
+            paired = {part.image_of(path) for path in part.annotations}
+            for path in part.annotations:
+                if path not in self._used:
+                    there = bool(part.image_of(path))
+                    kind = "unlisted-annotation" if there else "annotation-without-image"
                     problems.append(Problem(kind, path, "not in any split"))
             problems += [
                 Problem("image-without-annotation", path, "no XML file of this name")
                 for path in part.images
-                if path not in listed and path not in paired
+                if path not in self._used and path not in paired
             ]
         return problems
 
@@ -185,7 +187,8 @@ class VocSource:
             try:
                 annotation = parse_annotation(path, self.folder.read_bytes(path))
                 if annotation.file_name:
-                    self.folder.inside(annotation.file_name, named_in=path)
+                    base = posixpath.dirname(path)
+                    self.folder.locate(annotation.file_name, base=base, named_in=path)
                 self._parsed[path] = annotation
             except ProblemError as error:
                 self._parsed[path] = error.problem
