@@ -25,6 +25,8 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
     ("data", "check"): ("data_check", "count a dataset and list every problem in it"),
     ("data", "show"): ("data_show", "draw a contact sheet with the boxes"),
     ("data", "convert"): ("data_convert", "write a dataset in another format"),
+    ("compare",): ("compare", "train with several losses over several seeds, and compare"),
+    ("reproduce",): ("reproduce", "reproduce a table or figure of the paper"),
     ("theory",): ("theory", "put the paper's theorems to the test, a page each"),
     ("bench",): ("bench", "measure the losses, the data loading and the training step"),
 }
