@@ -18,7 +18,7 @@ from torchvision.ops import box_iou, generalized_box_iou_loss
 from aploss.detectors.criterion import Criterion, iou_of_pairs
 from aploss.detectors.losses_by_name import LOSS_NAMES, describe_loss, make_loss
 from aploss.detectors.ranking_labels import label_anchors
-from aploss.errors import ConfigError, RunError
+from aploss.errors import ConfigError, DataError, RunError
 
 ANCHORS = torch.tensor(
     [
@@ -241,6 +241,15 @@ def test_wrong_options_are_refused_in_one_line() -> None:
         make_criterion(positive_iou=0.3)
 
 
+def test_labels_that_are_no_class_are_refused() -> None:
+    anchors, targets, logits, deltas = random_batch(seed=13)
+    counted_from_one = [{**target, "labels": target["labels"] + 1} for target in targets]
+    with pytest.raises(DataError, match="image 0 of the batch are 1 to 2, but the 2 classes are"):
+        make_criterion()(logits, deltas, anchors, counted_from_one)
+    with pytest.raises(DataError, match="a batch of 2 images has 1 targets"):
+        make_criterion()(logits, deltas, anchors, targets[:1])
+
+
 def test_iou_of_pairs_is_the_diagonal_of_all_ious() -> None:
     boxes = random_batch(seed=10)[0]
     torch.testing.assert_close(
@@ -249,12 +258,11 @@ def test_iou_of_pairs_is_the_diagonal_of_all_ious() -> None:
 
 
 def test_two_processes_give_the_gradient_of_one_with_the_whole_batch(tmp_path: Path) -> None:
-    names = ("ap", "focal", "ce-ohem", "rank-sort", "alrp")
-    processes.spawn(_gradients_of_one_process, (2, str(tmp_path), names), nprocs=2)
-    for name in names:
-        anchors, targets, logits, deltas = random_batch(seed=11, columns=K + (name == "ce-ohem"))
-        _, wanted = _losses_and_gradients(make_criterion(name), anchors, targets, logits, deltas)
-        halves = [torch.load(tmp_path / f"{name}-{rank}.pt") for rank in range(2)]
+    processes.spawn(_gradients_of_one_process, (2, str(tmp_path)), nprocs=2)
+    for name, empty in CASES_OF_PROCESSES:
+        anchors, targets, logits, deltas = _batch_of_processes(name, empty)
+        wanted = _gradients(make_criterion(name), anchors, targets, logits, deltas)
+        halves = [torch.load(tmp_path / f"{name}-{empty}-{rank}.pt") for rank in range(2)]
         for kind, whole in enumerate(wanted):
             found = torch.cat([half[kind] for half in halves]) / 2  # DDP averages over processes
             torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-7)
@@ -275,33 +283,43 @@ def test_copy_of_a_criterion_belongs_to_the_same_processes(tmp_path: Path) -> No
         dist.destroy_process_group()
 
 
-def _gradients_of_one_process(
-    rank: int, world_size: int, folder: str, names: tuple[str, ...]
-) -> None:
+CASES_OF_PROCESSES = [  # loss, and which image has no object
+    *((name, None) for name in ("ap", "focal", "ce-ohem", "rank-sort", "alrp")),
+    *((name, "second") for name in ("ap", "focal", "rank-sort")),
+    ("focal", "both"),
+]
+
+
+def _batch_of_processes(
+    name: str, empty: str | None
+) -> tuple[Tensor, list[dict[str, Tensor]], Tensor, Tensor]:
+    anchors, targets, logits, deltas = random_batch(seed=11, columns=K + (name == "ce-ohem"))
+    if empty:
+        targets = [targets[0] if empty == "second" else no_object(), no_object()]
+    return anchors, targets, logits, deltas
+
+
+def _gradients_of_one_process(rank: int, world_size: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size
     )
-    for name in names:
-        batch = random_batch(seed=11, columns=K + (name == "ce-ohem"))
-        anchors, targets, logits, deltas = batch
+    for name, empty in CASES_OF_PROCESSES:
+        anchors, targets, logits, deltas = _batch_of_processes(name, empty)
         criterion = make_criterion(name)
         criterion.rank_across(dist.group.WORLD)
         mine = slice(rank, rank + 1)
-        _, gradients = _losses_and_gradients(
-            criterion, anchors, targets[mine], logits[mine], deltas[mine]
-        )
-        torch.save(gradients, f"{folder}/{name}-{rank}.pt")
+        gradients = _gradients(criterion, anchors, targets[mine], logits[mine], deltas[mine])
+        torch.save(gradients, f"{folder}/{name}-{empty}-{rank}.pt")
     dist.destroy_process_group()
 
 
-def _losses_and_gradients(
+def _gradients(
     criterion: Criterion, anchors: Tensor, targets: list, logits: Tensor, deltas: Tensor
-) -> tuple[dict[str, Tensor], list[Tensor]]:
+) -> list[Tensor]:
     logits, deltas = logits.clone().requires_grad_(), deltas.clone().requires_grad_()
     losses = criterion(logits, deltas, anchors, targets)
-    gradients = torch.autograd.grad(sum(losses.values()), [logits, deltas])
-    return losses, list(gradients)
+    return list(torch.autograd.grad(sum(losses.values()), [logits, deltas]))
 
 
 def random_batch(

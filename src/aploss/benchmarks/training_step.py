@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 __all__ = ["run", "table"]
 
-FULL: dict[str, Any] = {"depth": 50, "size": 512, "images": 2, "classes": 80, "rounds": 6}
+FULL: dict[str, Any] = {"depth": 50, "size": 512, "images": 2, "classes": 80, "rounds": 8}
 QUICK: dict[str, Any] = {"depth": 18, "size": 96, "images": 1, "classes": 3, "rounds": 1}
 OBJECTS_PER_IMAGE = 8
 ANCHORS_PER_CELL = 9

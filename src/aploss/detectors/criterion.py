@@ -13,10 +13,11 @@ from torchvision.ops import generalized_box_iou_loss
 
 from aploss.detectors.losses_by_name import is_loss, takes_background_column
 from aploss.detectors.ranking_labels import AnchorLabels, label_anchors
-from aploss.errors import ConfigError
+from aploss.errors import ConfigError, DataError
 
 __all__ = ["Criterion", "LossParts", "classification_loss", "iou_of_pairs"]
 
+NO_WEIGHT = 1e-12  # a divisor for sums without any positive, which are 0
 LEAST_IOU = 1e-6  # a positive must keep a target above 0, or Rank & Sort would take it for negative
 
 
@@ -110,7 +111,9 @@ class Criterion(nn.Module):
         self.box_coder = box_coder
         self.rank_over = rank_over
         self.box_loss = box_loss or ("giou" if localises else "smooth-l1")
-        self.box_weight = box_weight if box_weight is not None else ("balanced", 1.0)[not localises]
+        self.box_weight: float | str = "balanced" if localises else 1.0
+        if box_weight is not None:
+            self.box_weight = box_weight
         self.smooth_l1_beta = smooth_l1_beta
         self.positive_iou = positive_iou
         self.negative_iou = negative_iou
@@ -154,7 +157,11 @@ class Criterion(nn.Module):
 
         Returns:
             ``classification`` and ``box``, weighted so that their sum is what is minimised.
+
+        Raises:
+            DataError: if there are not as many targets as images, or a label is no class.
         """
+        self._check_targets(logits, targets)
         labels = label_anchors(
             anchors, targets, positive_iou=self.positive_iou, negative_iou=self.negative_iou
         )
@@ -165,8 +172,8 @@ class Criterion(nn.Module):
             box = self._weighted(parts.localisation, whole)
         else:
             weights = self._weights_of_boxes(logits, labels)
-            box = (box_losses * weights).sum() / self._over_processes(weights.sum()).clamp(min=1e-6)
-            box = self._weighted(box, parts.classification)
+            total_weight = self._over_processes(weights.sum()).clamp(min=NO_WEIGHT)
+            box = self._weighted((box_losses * weights).sum() / total_weight, parts.classification)
         return {"classification": parts.classification, "box": box}
 
     def _classify(
@@ -211,8 +218,10 @@ class Criterion(nn.Module):
         divides_by_positives = is_loss(self.loss, "focal", "ce-ohem")
         if self.process_group is None or self.rank_over == "image" or not divides_by_positives:
             return parts
+        # From a sum over at least 1 positive of this process to one over at least 1 of all.
         positives = torch.tensor(float(len(labels.boxes)), device=logits.device)
-        scale = positives.clamp(min=1) / self._over_processes(positives).clamp(min=1e-6)
+        one_of_all = 1 / dist.get_world_size(self.process_group)
+        scale = positives.clamp(min=1) / self._over_processes(positives).clamp(min=one_of_all)
         return LossParts(parts.classification * scale)
 
     def _box_losses(self, deltas: Tensor, anchors: Tensor, labels: AnchorLabels) -> Tensor:
@@ -240,10 +249,10 @@ class Criterion(nn.Module):
         return logits.new_ones(len(labels.boxes), dtype=torch.float32)
 
     def _weighted(self, box: Tensor, wanted_value: Tensor) -> Tensor:
-        if self.box_weight != "balanced":
+        if not isinstance(self.box_weight, str):
             return box * self.box_weight
-        value = self._over_processes(box.detach())
-        return box * (wanted_value.detach() / value.clamp(min=1e-6))
+        value = self._over_processes(box.detach()).clamp(min=NO_WEIGHT)
+        return box * (wanted_value.detach() / value)
 
     def _over_processes(self, value: Tensor) -> Tensor:
         """The mean of a value over the processes that rank together."""
@@ -252,6 +261,19 @@ class Criterion(nn.Module):
         value = value.clone()
         dist.all_reduce(value, group=self.process_group)
         return value / dist.get_world_size(self.process_group)
+
+    def _check_targets(self, logits: Tensor, targets: Sequence[Mapping[str, Tensor]]) -> None:
+        if len(targets) != len(logits):
+            raise DataError(f"a batch of {len(logits)} images has {len(targets)} targets")
+        for index, target in enumerate(targets):
+            if len(target["labels"]) == 0:
+                continue
+            least, largest = (int(value) for value in target["labels"].aminmax())
+            if least < 0 or largest >= self.num_classes:
+                raise DataError(
+                    f"labels of image {index} of the batch are {least} to {largest}, but the "
+                    f"{self.num_classes} classes are counted from 0"
+                )
 
     def _check_options(self) -> None:
         choices = {"rank_over": ("batch", "image"), "box_loss": ("smooth-l1", "giou")}
