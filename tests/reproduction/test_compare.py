@@ -157,7 +157,7 @@ class TestLearningRates:
     def test_trials_can_be_shorter(self, fake_training, tmp_path: Path) -> None:
         compare(plan_of("ap", seeds=1, tuning=Tuning(steps=100)), tmp_path / "page")
         lengths = [config.schedule.length for config in fake_training.configs]
-        assert lengths == [100, 100, 100, 1100]
+        assert lengths == [100, 100, 100, 1200]
         assert fake_training.configs[0].validation.every == 100
 
     def test_a_rate_that_diverges_is_not_chosen(self, fake_training, tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ class TestPage:
     def test_curves_are_over_steps_and_time(self, fake_training, tmp_path: Path) -> None:
         results = compare(plan_of("ap", "focal"), tmp_path / "page")
         (curve, _) = results.entries(["AP"])[0].curves
-        assert list(curve.steps) == [110 * k for k in range(1, 11)]
+        assert list(curve.steps) == [120 * k for k in range(1, 11)]
         assert curve.minutes[-1] == pytest.approx(2.0)
         page = (tmp_path / "page/report.html").read_text()
         assert "AP on validation against steps" in page

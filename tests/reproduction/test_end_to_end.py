@@ -72,6 +72,7 @@ def test_several_scales_are_measured_once(
     file = next(iter(folders)) / "evaluation/multi_scale.json"
     kept = json.loads(file.read_text())
     assert results.values("several scales", "AP") == [kept["values"]["AP"]]
+    assert "| 42.1 |" in (tmp_path / "page/table.md").read_text()  # the paper's, on COCO
     monkeypatch.setattr(
         "aploss.reproduction.multi_scale_measure.load",
         lambda *a, **k: pytest.fail("measured again"),

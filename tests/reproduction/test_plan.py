@@ -30,7 +30,7 @@ def test_the_end_of_the_schedule_is_measured_on_the_test_split() -> None:
 
 
 def test_validations_are_spread_over_the_training() -> None:
-    assert comparison_config("demo", {}).validation.every == 110  # 1100 / 10
+    assert comparison_config("demo", {}).validation.every == 120  # 1200 / 10
     assert comparison_config("demo", {}, steps=50).validation.every == 5
     assert comparison_config("demo", {}, steps=5).validation.every == 1
     epochs = comparison_config("voc-retinanet-r50", {}).validation

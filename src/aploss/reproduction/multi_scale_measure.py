@@ -11,6 +11,7 @@ from aploss.detectors.detector import Detector
 from aploss.detectors.multi_scale import Detections, MultiScale
 from aploss.evaluation.voc_metrics import voc_metrics
 from aploss.files import write_json
+from aploss.reporting.comparison_data import Curve
 from aploss.reproduction.measure import METRICS, VOC_AP50, DetectionMeasure, Run
 from aploss.training.datasets import load_run_data
 from aploss.training.distributed import World
@@ -31,6 +32,10 @@ class MultiScaleMeasure(DetectionMeasure):
 
     def __init__(self, scales: MultiScale | None = None) -> None:
         self.scales = scales or MultiScale()
+
+    def curve(self, run: Run) -> Curve:
+        """None: on the way there only one scale was looked at."""
+        return Curve(steps=[], values=[])
 
     def values(self, run: Run) -> Mapping[str, float | None]:
         file = run.folder / "evaluation" / "multi_scale.json"

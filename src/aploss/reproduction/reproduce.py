@@ -118,7 +118,7 @@ def describe_plan(name: str, request: Request) -> str:
     """The runs of a reproduction with all their settings, without training any."""
     chosen, plan = plan_for(name, request)
     first = plan.variants[0].config
-    lines = [chosen.title, describe_work(name, request)]
+    lines = [chosen.title, f"shows: {chosen.shows}", describe_work(name, request)]
     lines.append(f"seeds: {', '.join(map(str, plan.seeds))}")
     if plan.tuning is not None:
         factors = ", ".join(f"{factor:.3g}" for factor in plan.tuning.factors)
