@@ -11,6 +11,7 @@ from PIL import Image
 from aploss.cli.main import main
 from aploss.training.config import config_from_dict
 from aploss.training.loop_state import TrainingInterruptedError
+from aploss.training.recipes import load_config
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def test_options_win_over_the_file_and_the_file_over_the_recipe(
     assert values["loss"] == "focal"
     assert values["batches"]["size"] == 2
     assert values["batches"]["image_size"] == 96
-    assert values["schedule"]["length"] == 1100
+    assert values["schedule"]["length"] == load_config("demo").schedule.length
 
 
 def test_the_loss_given_chooses_its_section_of_the_recipe(

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from aploss.errors import RunError
 from aploss.training.config import TrainConfig, config_to_dict
 from aploss.training.metrics_log import read_rows
 from aploss.training.run import train
+from aploss.training.run_folder import RunFolder
 
 KILLS = int(os.environ.get("APLOSS_KILLS", "4"))
 SETTINGS: dict[str, Any] = {
@@ -27,6 +29,7 @@ SETTINGS: dict[str, Any] = {
 PROGRAM = """
 from aploss.training.config import config_from_dict
 from aploss.training.run import train
+from aploss.training.run_folder import RunFolder
 train(config_from_dict(values["config"]), resume=True)
 """
 
@@ -37,6 +40,22 @@ def checkpoint_step(folder: Path) -> int:
     if not last.is_file():
         return -1
     return int(torch.load(last, weights_only=True)["training"]["step"])
+
+
+def test_two_processes_cannot_train_in_one_folder(
+    make_config: Callable[..., TrainConfig], spawn: Callable[..., BaseProcess], tmp_path: Path
+) -> None:
+    config = make_config("shared", schedule={"length": 100_000}, checkpoint_steps=1)
+    process = spawn(PROGRAM, log=tmp_path / "log", config=config_to_dict(config))
+    while checkpoint_step(tmp_path / "shared") < 1:
+        assert process.is_alive(), (tmp_path / "log").read_text()
+        time.sleep(0.02)
+    with pytest.raises(RunError, match="another process is training in"):
+        train(config, resume=True)
+    process.kill()
+    process.join()
+    with RunFolder(tmp_path / "shared").locked():
+        pass  # the lock went with the process
 
 
 @pytest.mark.usefixtures("no_page")

@@ -113,6 +113,20 @@ class TestRuns:
         with pytest.raises(RunError, match="in the way"):
             train(config)
 
+    def test_a_mistake_leaves_no_folder_behind(self, make_config: MakeConfig) -> None:
+        for changes in ({"splits": {"train": "monday"}}, {"model": {"frozen": ["tail"]}}):
+            config = make_config(**changes)
+            with pytest.raises((ConfigError, DataError)):
+                train(config)
+            assert not Path(str(config.out)).exists()
+
+    def test_a_kill_while_the_folder_is_made_is_no_obstacle(self, make_config: MakeConfig) -> None:
+        config = make_config(schedule={"length": 1})
+        folder = Path(str(config.out))
+        (folder / "checkpoints").mkdir(parents=True)
+        (folder / "environment.json").write_text("{}")
+        assert train(config).steps == 1
+
     def test_resume_with_other_settings_names_them(self, make_config: MakeConfig) -> None:
         train(make_config(schedule={"length": 2}))
         changed = make_config(seed=3, optimizer={"learning_rate": 0.1}, schedule={"length": 2})

@@ -1,6 +1,7 @@
 """``train(config)``: a whole run from a config to a summary."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from statistics import median
 from typing import Any, cast
 
@@ -92,12 +93,17 @@ class _Run:
         self.workers = choose_workers(config.batches.workers, device, world.size)
 
     def carry_out(self, *, resume: bool) -> Summary:
-        checkpoint, best_step = self._open_folder(resume)
+        with ExitStack() as lock:
+            return self._carry_out(resume, lock)
+
+    def _carry_out(self, resume: bool, lock: ExitStack) -> Summary:
+        checkpoint, best_step = self._look_at_folder(resume, lock)
         if checkpoint is not None and self._is_finished(checkpoint):
             return cast(Summary, self.world.from_main(self._read_summary()))
         with self.world.main_first():  # the built-in data is made by one process only
             data = load_run_data(self.config)
         loop, detector = self._make_loop(data)
+        self._start_folder(lock)
         if checkpoint is not None:
             loop.restore(checkpoint, best_step=best_step)
         self._introduce(data, detector, loop)
@@ -121,17 +127,26 @@ class _Run:
         )
         return self._summarise(loop, detector, numbers)
 
-    def _open_folder(self, resume: bool) -> tuple[dict[str, Any] | None, int | None]:
+    def _look_at_folder(
+        self, resume: bool, lock: ExitStack
+    ) -> tuple[dict[str, Any] | None, int | None]:
         """The checkpoint to go on from and the step of the best one, in every process."""
         found: tuple[dict[str, Any] | None, int | None] = (None, None)
         with self.world.main_first():
-            if self.world.is_main:
-                if resume and self.folder.exists:
-                    self.folder.go_on(self.config)
-                    found = self._read_checkpoints()
-                else:
-                    self.folder.create(self.config)
+            if self.world.is_main and resume and self.folder.exists:
+                lock.enter_context(self.folder.locked())
+                self.folder.go_on(self.config)
+                found = self._read_checkpoints()
+            elif self.world.is_main:
+                self.folder.refuse_if_taken()
         return cast(tuple[dict[str, Any] | None, int | None], self.world.from_main(found))
+
+    def _start_folder(self, lock: ExitStack) -> None:
+        """Makes the folder of a new run, once everything else is known to work."""
+        with self.world.main_first():
+            if self.world.is_main and not self.folder.exists:
+                self.folder.create(self.config)
+                lock.enter_context(self.folder.locked())
 
     def _read_checkpoints(self) -> tuple[dict[str, Any] | None, int | None]:
         checkpoints = self.folder.checkpoints

@@ -6,6 +6,8 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,7 +27,16 @@ from aploss.training.config import (
 from aploss.training.files import remove_unfinished, write_json, write_text
 from aploss.training.recipes import read_yaml
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 __all__ = ["RunFolder", "default_folder", "describe_environment"]
+
+FOLDERS = ("checkpoints", "evaluation", "plots")
+LOCK_FILE = ".lock"
+FIRST_ENTRIES = (*FOLDERS, LOCK_FILE, "environment.json")
 
 # What may differ when a run goes on: none of it changes what is learned.
 MAY_CHANGE = (
@@ -65,29 +76,56 @@ class RunFolder:
         """Whether a run has been started here."""
         return self.config_file.is_file()
 
+    def refuse_if_taken(self) -> None:
+        """Raises RunError if a run or something else is at this place."""
+        if self.exists:
+            raise RunError(
+                f"{self.path} already holds a run; add --resume to go on with it, or choose "
+                "another folder with --out"
+            )
+        taken = self.path.exists() and not self.path.is_dir()
+        if self.path.is_dir():  # what a kill during create() has left is no obstacle
+            taken = any(entry.name not in FIRST_ENTRIES for entry in self.path.iterdir())
+        if taken:
+            raise RunError(
+                f"{self.path} is in the way of the run; choose another folder with --out"
+            )
+
     def create(self, config: TrainConfig) -> None:
         """Makes a new run folder with its config and environment.
 
         Raises:
             RunError: if there is already something at this place.
         """
-        if self.exists:
-            raise RunError(
-                f"{self.path} already holds a run; add --resume to go on with it, or choose "
-                "another folder with --out"
-            )
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            raise RunError(
-                f"{self.path} is in the way of the run; choose another folder with --out"
-            )
+        self.refuse_if_taken()
         try:
-            for folder in ("checkpoints", "evaluation", "plots"):
+            for folder in FOLDERS:
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"the run folder {self.path} cannot be made: {error}") from error
         write_json(self.path / "environment.json", describe_environment())
         # The config comes last: with it the folder is a run.
         write_text(self.config_file, yaml.safe_dump(config_to_dict(config), sort_keys=False))
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other processes out of the folder; the lock goes with the process, even if killed.
+
+        Raises:
+            RunError: if another process is training in it.
+        """
+        with (self.path / LOCK_FILE).open("w") as file:
+            try:
+                if fcntl is not None:
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                raise RunError(
+                    f"another process is training in {self.path}; wait for it, or choose another "
+                    "folder with --out"
+                ) from None
+            except OSError:
+                pass  # a file system without locks
+            yield
 
     def read_config(self) -> TrainConfig:
         """The config of the run that is here.
