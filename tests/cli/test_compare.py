@@ -10,6 +10,7 @@ from aploss.cli import main as cli
 from aploss.errors import RunError
 from aploss.training.config import TrainConfig
 from aploss.training.loop_state import TrainingInterruptedError
+from aploss.training.recipes import load_config
 from aploss.training.summary import Summary
 
 NUMBERS = {"ap": 0.74, "focal": 0.71, "ce-ohem": 0.72, "auc": 0.55}
@@ -78,7 +79,7 @@ def test_settings_of_a_run_apply_to_all_losses(trainer: Trainer) -> None:
         assert (config.batches.size, config.optimizer.weight_decay) == (2, 0.5)
         assert (config.detector, config.seed) == ("ssdlite", 4)
         assert config.batches.image_size == 128  # the rest of the recipe stays
-        assert config.validation.every == 367  # 1100 / 3
+        assert config.validation.every == round(load_config("demo").schedule.length / 3)
 
 
 def test_other_data_takes_a_recipe_for_the_hardware(trainer: Trainer, tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ def test_other_data_takes_a_recipe_for_the_hardware(trainer: Trainer, tmp_path: 
     words = ["compare", "--losses", "ap", "--data", data, "--device", "cpu", "--seeds", "1"]
     assert cli.main([*words, "--quiet"]) == 0
     (config,) = trainer.configs
-    assert config.schedule.length == 2000  # of any-cpu
+    assert config.schedule.length == load_config("any-cpu").schedule.length
     assert config.batches.image_size == (160, 160)  # of the images
 
 
@@ -97,7 +98,7 @@ def test_learning_rates_are_searched_when_asked(
 ) -> None:
     words = ["--losses", "ap", "--seeds", "1", "--tune", "--tune-steps", "3"]
     assert cli.main(["compare", *words]) == 0
-    assert [config.schedule.length for config in trainer.configs] == [3, 3, 3, 1100]
+    assert [config.schedule.length for config in trainer.configs] [-4:] == [3, 3, 3, LENGTH]
     assert "trial 3 of 3: AP-loss, learning rate 0.009" in capsys.readouterr().out
 
 
