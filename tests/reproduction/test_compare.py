@@ -13,7 +13,6 @@ from aploss.reproduction.plan import Plan, Tuning
 from aploss.reproduction.runner import cache_folder, settings_hash
 from aploss.training.config import TrainConfig
 from aploss.training.loop_state import TrainingInterruptedError
-from aploss.training.recipes import load_config
 
 
 def plan_of(*losses: str, seeds: int = 2, tuning: Tuning | None = None) -> Plan:

@@ -7,7 +7,6 @@ from aploss.reproduction.compare import comparison_plan
 from aploss.reproduction.execute import runs_of
 from aploss.reproduction.plan import Tuning, comparison_config, parse_seeds, with_length
 from aploss.training.config import differing_keys
-from aploss.training.recipes import load_config
 
 
 def test_rows_differ_in_the_loss_alone() -> None:

@@ -13,7 +13,6 @@ from aploss.reproduction.registry import REPRODUCTIONS, reproduction
 from aploss.reproduction.reproduce import default_out, reproduce
 from aploss.reproduction.request import Request
 from aploss.training.config import differing_keys
-from aploss.training.recipes import load_config
 
 MADE_OF_NUMBERS = ("table1a", "table1b", "table1c", "table2", "figure4a", "table4")
 

@@ -21,7 +21,7 @@ __all__ = ["EXAMPLES", "add_arguments", "run", "tell"]
 EXAMPLES = """
   aploss compare --losses ap,focal
   aploss compare --losses ap,focal,ce-ohem,auc --seeds 3 --tune
-  aploss compare --losses ap,focal --data ../shared/data/bccd --recipe bccd-cpu --steps 500
+  aploss compare --losses ap,focal --data path/to/bccd --recipe bccd-cpu --steps 500
   aploss compare --losses ap,focal --seeds 5 --max-minutes 60     goes on when given again
   aploss compare --losses ap,rank-sort --batches.size 4 --optimizer.weight_decay 0.05
 """

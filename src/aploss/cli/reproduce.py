@@ -16,7 +16,7 @@ __all__ = ["EXAMPLES", "add_arguments", "run"]
 
 EXAMPLES = """
   aploss reproduce table2                                  four losses, three seeds
-  aploss reproduce table2 --data ../shared/data/bccd --steps 1000
+  aploss reproduce table2 --data path/to/bccd --steps 1000
   aploss reproduce figure4b --scale small
   aploss reproduce table1a --seeds 5 --max-minutes 30      goes on when given again
   aploss reproduce table2 --scale paper --plan             what it would train, and how long
