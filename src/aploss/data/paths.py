@@ -20,9 +20,12 @@ def is_image(path: str) -> bool:
     return posixpath.splitext(path)[1].lower() in EXTENSIONS
 
 
-class _Entry(NamedTuple):
-    is_link: bool
-    is_folder: bool
+class _Listing(NamedTuple):
+    """What a folder holds, by name."""
+
+    names: frozenset[str] = frozenset()
+    links: frozenset[str] = frozenset()
+    folders: frozenset[str] = frozenset()
 
 
 class DatasetFolder:
@@ -37,7 +40,7 @@ class DatasetFolder:
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(os.path.realpath(root))
-        self._listings: dict[str, dict[str, _Entry]] = {}  # folder → name → what it is
+        self._listings: dict[str, _Listing] = {}
 
     def inside(self, text: str, *, base: str = "", named_in: str) -> str:
         """A path as written in an annotation, as path below the folder.
@@ -86,13 +89,15 @@ class DatasetFolder:
             return True
         folder, name = posixpath.split(path)
         try:
-            entry = self._listing(folder).get(name)
-            if entry is not None and entry.is_link:
+            listing = self._listing(folder)
+            if name in listing.links:
                 self._check_link(path)
                 return (self.root / path).exists()
-        except ProblemError:
+        except ProblemError as error:
+            if error.problem.kind != "path-outside-dataset":
+                raise
             raise _outside(named_in or path, f"the symbolic link on the way to {path!r}") from None
-        return entry is not None
+        return name in listing.names
 
     def is_folder(self, path: str) -> bool:
         """Whether there is a folder of this name inside."""
@@ -104,21 +109,22 @@ class DatasetFolder:
 
     def names(self, folder: str) -> list[str]:
         """Names of what a folder holds, sorted; none where there is no such folder."""
-        return sorted(self._listing(folder))
+        return sorted(self._listing(folder).names)
 
     def files(self, folder: str = "") -> Iterator[str]:
         """Every file below a folder, sorted; hidden and linked folders are not entered."""
         pending = [folder]
         while pending:
             current = pending.pop()
+            listing = self._listing(current)
             folders = []
-            for name, entry in sorted(self._listing(current).items()):
+            for name in sorted(listing.names):
                 if name.startswith(".") or name == "__MACOSX":
                     continue
                 path = posixpath.join(current, name)
-                if not entry.is_folder:
+                if name not in listing.folders:
                     yield path
-                elif not entry.is_link:
+                elif name not in listing.links:
                     folders.append(path)
             pending += reversed(folders)
 
@@ -142,18 +148,23 @@ class DatasetFolder:
                 "unreadable-annotations", path, f"cannot be read: {error.strerror}"
             ) from None
 
-    def _listing(self, folder: str) -> dict[str, _Entry]:
+    def _listing(self, folder: str) -> _Listing:
         folder = "" if folder == "." else folder
         if folder not in self._listings:
             if folder:
                 self._check_link(folder)
             try:
-                with os.scandir(self.root / folder) as entries:
-                    self._listings[folder] = {
-                        entry.name: _Entry(entry.is_symlink(), entry.is_dir()) for entry in entries
-                    }
+                entries = list(os.scandir(self.root / folder))
             except (FileNotFoundError, NotADirectoryError):
-                self._listings[folder] = {}
+                entries = []
+            except OSError as error:
+                message = f"the folder cannot be read: {error.strerror}"
+                raise ProblemError("missing-folder", folder or ".", message) from None
+            self._listings[folder] = _Listing(
+                frozenset(entry.name for entry in entries),
+                frozenset(entry.name for entry in entries if entry.is_symlink()),
+                frozenset(entry.name for entry in entries if entry.is_dir()),
+            )
         return self._listings[folder]
 
     def _check_link(self, path: str) -> None:
