@@ -117,14 +117,6 @@ class TestGoingOn:
             compare(plan_of("ap", seeds=1), tmp_path / "page", max_minutes=0.5)
         assert fake_training.configs[1].max_minutes == pytest.approx(1.0, abs=0.2)
 
-    def test_a_folder_torn_by_a_kill_is_made_again(self, fake_training, tmp_path: Path) -> None:
-        plan = plan_of("ap", seeds=1)
-        torn = cache_folder(plan.variants[0].config, tmp_path / "cache")
-        (torn / "checkpoints").mkdir(parents=True)
-        (torn / "environment.json").write_text("{}")
-        compare(plan, tmp_path / "page")
-        assert not (torn / "environment.json").exists()
-
     def test_without_time_nothing_is_started(self, fake_training, tmp_path: Path) -> None:
         compare(plan_of("ap"), tmp_path / "page", max_minutes=0.0)
         assert fake_training.configs == []

@@ -15,7 +15,7 @@ from aploss.reproduction.results import Results
 
 __all__ = ["REPRODUCTION"]
 
-STEPS = 600  # at small scale
+STEPS, TRIAL_STEPS = 500, 150  # at small scale
 POINTS = 30  # of a curve
 EPOCH_IMAGES = 5_011  # VOC 2007 trainval, at the paper's scale
 EPOCH_STEPS = EPOCH_IMAGES // 16
@@ -47,7 +47,7 @@ def plan(request: Request) -> Plan:
             length *= EPOCH_STEPS
         config = changed(config, {"checkpoint_steps": max(1, length // POINTS)})
         variants.append(Variant(name=loss, config=config, measure=measure))
-    return Plan(variants=variants, seeds=request.all_seeds, tuning=request.tuning())
+    return Plan(variants=variants, seeds=request.all_seeds, tuning=request.tuning(TRIAL_STEPS))
 
 
 def text(request: Request, results: Results) -> PageText:

@@ -7,9 +7,10 @@ from aploss.reproduction.plan import Plan, Variant, changed
 from aploss.reproduction.request import Request
 from aploss.reproduction.results import Results
 
-__all__ = ["LOSSES", "loss_plan", "order_verdicts"]
+__all__ = ["LOSSES", "STEPS", "TRIAL_STEPS", "loss_plan", "order_verdicts"]
 
 LOSSES = ("ce-ohem", "focal", "auc", "ap")  # in the paper's order
+STEPS, TRIAL_STEPS = 800, 300  # of a run and of a trial at small scale: an hour on slow cores
 TEST_SPLIT = {"voc": "2007_test", "coco": "val"}
 
 
@@ -22,6 +23,8 @@ def loss_plan(
     changes: dict[str, Any] | None = None,
     options: Mapping[str, dict[str, Any]] | None = None,
     seeds: Sequence[int] | None = None,
+    steps: int = STEPS,
+    trial_steps: int = TRIAL_STEPS,
 ) -> Plan:
     """A plan with a row for each loss.
 
@@ -36,6 +39,8 @@ def loss_plan(
         changes: settings for all rows at small scale.
         options: loss → its options at small scale; at the paper's they are in the recipe.
         seeds: by default those of the request.
+        steps: length of a run at small scale on built-in data.
+        trial_steps: length of a trial of the search for learning rates.
     """
     variants = []
     for loss in losses:
@@ -44,11 +49,15 @@ def loss_plan(
             own = {**(changes or {}), **own}
             if loss in (options or {}):
                 own["criterion"] = {"options": (options or {})[loss]}
-        config = request.config(paper_recipe, own)
+        config = request.config(paper_recipe, own, steps=steps)
         if not request.is_small:
             config = changed(config, {"splits": {"validation": TEST_SPLIT[request.benchmark]}})
         variants.append(Variant(name=loss, config=config, paper=(paper or {}).get(loss, {})))
-    return Plan(variants=variants, seeds=seeds or request.all_seeds, tuning=request.tuning())
+    return Plan(
+        variants=variants,
+        seeds=seeds or request.all_seeds,
+        tuning=request.tuning(trial_steps),
+    )
 
 
 def order_verdicts(results: Results) -> list[tuple[bool | None, str]]:

@@ -72,9 +72,16 @@ class Request:
         """The seeds to train."""
         return self.seeds or (SMALL_SEEDS if self.is_small else PAPER_SEEDS)
 
-    def tuning(self) -> Tuning | None:
-        """The search for learning rates where losses are compared."""
-        return Tuning(steps=self.tune_steps) if self.is_small and self.tune else None
+    @property
+    def is_standard(self) -> bool:
+        """Whether this is the small scale on the built-in data with its own recipe."""
+        return self.is_small and self.recipe is None and self.data in (None, "builtin")
+
+    def tuning(self, steps: int) -> Tuning | None:
+        """The search for learning rates where losses are compared, with trials of that length."""
+        if not (self.is_small and self.tune):
+            return None
+        return Tuning(steps=self.tune_steps or min(steps, self.steps or steps))
 
     def config(
         self,
@@ -89,7 +96,7 @@ class Request:
         Args:
             paper_recipe: recipe of the paper's scale, without its data set: ``retinanet-r50``.
             changes: nested values that win over the recipe.
-            steps: length at small scale; the recipe's by default.
+            steps: length at small scale on built-in data; the recipe's by default, and elsewhere.
             batch: images that are ranked together at the paper's scale.
         """
         changes = {**changes, "device": self.device}
@@ -99,7 +106,8 @@ class Request:
             return comparison_config(f"{self.benchmark}-{paper_recipe}", changes)
         data = self.data or "builtin"
         recipe = self.recipe or ("demo" if data == "builtin" else "bccd-cpu")
-        return comparison_config(recipe, {**changes, "data": data}, steps=self.steps or steps)
+        length = self.steps or (steps if self.is_standard else None)
+        return comparison_config(recipe, {**changes, "data": data}, steps=length)
 
 
 @dataclass(frozen=True, kw_only=True)

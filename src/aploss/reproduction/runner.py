@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from aploss.training import run as training
 from aploss.training.config import TrainConfig, config_to_dict
 from aploss.training.loop_state import LostProcessError, TrainingInterruptedError
 from aploss.training.metrics_log import read_rows
-from aploss.training.run_folder import MAY_CHANGE, RunFolder, default_folder
+from aploss.training.run_folder import MAY_CHANGE, default_folder
 from aploss.training.summary import Summary
 
 __all__ = ["OutOfTimeError", "Runner", "cache_folder", "settings_hash"]
@@ -99,7 +98,6 @@ class Runner:
             done = self.find(config) if self._processes == 1 else None
             if done is not None:
                 return done
-            _remove_if_torn(folder)
             limit = self._limit(folder)
             observer = measure.observer(config, folder)
             summary, failure = _train(config, folder, limit, observer, quiet=self.quiet)
@@ -136,12 +134,6 @@ def _train(
         if "finite" not in str(error):  # else it diverged: too high a learning rate, perhaps
             raise
         return None, str(error)
-
-
-def _remove_if_torn(folder: Path) -> None:
-    """Removes what is left of a run that was killed while its folder was made."""
-    if folder.is_dir() and not RunFolder(folder).exists and is_main_process():
-        shutil.rmtree(folder)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Table 3: the final detector, tested at one scale and at several."""
 
 from aploss.reporting.blocks import Details, Section, Table
+from aploss.reproduction.loss_rows import STEPS, TRIAL_STEPS
 from aploss.reproduction.multi_scale_measure import MultiScaleMeasure
 from aploss.reproduction.page import PageText
 from aploss.reproduction.paper_numbers import TABLE_3, TABLE_3_OTHERS
@@ -23,13 +24,13 @@ PAPER = {
 
 def plan(request: Request) -> Plan:
     """Two rows of the same runs."""
-    config = request.config("retinanet-r101", {"loss": "ap"})
+    config = request.config("retinanet-r101", {"loss": "ap"}, steps=STEPS)
     paper = TABLE_3[_columns_of(request)]
     rows = [
         Variant(name=ONE_SCALE, config=config, paper=paper[False]),
         Variant(name=SEVERAL_SCALES, config=config, paper=paper[True], measure=MultiScaleMeasure()),
     ]
-    return Plan(variants=rows, seeds=request.all_seeds, tuning=request.tuning())
+    return Plan(variants=rows, seeds=request.all_seeds, tuning=request.tuning(TRIAL_STEPS))
 
 
 def text(request: Request, results: Results) -> PageText:

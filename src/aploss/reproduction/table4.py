@@ -9,6 +9,7 @@ from aploss.reproduction.results import Results
 
 __all__ = ["REPRODUCTION"]
 
+STEPS, TRIAL_STEPS = 600, 200  # at small scale
 FOCAL = {"alpha": 0.25, "gamma": 1.0}  # A5.1: better than gamma 2 with SSD
 
 
@@ -20,6 +21,8 @@ def plan(request: Request) -> Plan:
         paper=TABLE_4,
         changes={"detector": "ssdlite"},
         options={"focal": FOCAL},
+        steps=STEPS,
+        trial_steps=TRIAL_STEPS,
     )
 
 
