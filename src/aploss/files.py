@@ -36,7 +36,9 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
         unfinished.replace(path)
         _flush_folder(path.parent)
     except OSError as error:
-        raise RunError(f"{path} cannot be written: {error.strerror}") from error
+        before = "; the previous one is kept" if path.is_file() else ""
+        reason = error.strerror or error
+        raise RunError(f"{path} cannot be written: {reason}{before}") from error
     finally:
         _remove(unfinished)
 

@@ -6,7 +6,6 @@ import pytest
 
 from aploss.errors import DataError
 from aploss.evaluation import read_detections, read_ground_truth
-from aploss.evaluation.files import write_whole
 
 
 def test_files_are_read(tmp_path, simulate):
@@ -43,12 +42,3 @@ def test_a_file_that_cannot_be_used_is_named(case, read, tmp_path):
 def test_a_folder_is_no_file(tmp_path):
     with pytest.raises(DataError, match="cannot be read"):
         read_detections(tmp_path)
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "metrics.json"
-    write_whole(path, "old")
-    monkeypatch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
-    with pytest.raises(OSError, match="full"):
-        write_whole(path, "new")
-    assert path.read_text() == "old"

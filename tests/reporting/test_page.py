@@ -27,7 +27,7 @@ from aploss.reporting.blocks import (
     Text,
     Verdict,
 )
-from aploss.reporting.page import embed_svg, render_page, write_page, write_text
+from aploss.reporting.page import embed_svg, render_page, write_page
 from aploss.reporting.plots import Series, line_plot
 from aploss.reporting.style import THEME
 
@@ -145,11 +145,3 @@ def test_files_are_written_whole_and_readable(tmp_path: Path) -> None:
     assert "<title>Ünïcode</title>" in path.read_text(encoding="utf-8")
     assert os.listdir(path.parent) == ["page.html"]  # noqa: PTH208
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
-
-
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
-    path = write_text(tmp_path / "page.html", "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_text(path, "\ud800")
-    assert path.read_text() == "old"
-    assert [one.name for one in tmp_path.iterdir()] == ["page.html"]

@@ -23,7 +23,7 @@ from aploss.evaluation import (
     read_ground_truth,
     voc_metrics,
 )
-from aploss.evaluation.files import write_whole
+from aploss.files import write_text
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
@@ -125,12 +125,8 @@ def _write(
         texts["precision-recall.svg"] = plot_classes_together(main, main_iou)
         texts["precision-recall-by-class.svg"] = plot_each_class(dict(sorted(curves.items())))
     folder = Path(options.out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            write_whole(folder / name, text)
-    except OSError as error:
-        raise ConfigError(f"--out {folder}: cannot be written ({error.strerror})") from None
+    for name, text in texts.items():
+        write_text(folder / name, text)
     return [folder / name for name in texts]
 
 

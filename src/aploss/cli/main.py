@@ -5,13 +5,15 @@ A command is a module of this package with ``EXAMPLES``, ``add_arguments(parser)
 that ``aploss --help`` answers at once.
 """
 
+import re
 import sys
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
+from typing import NoReturn
 
-from aploss.errors import AplossError
+from aploss.errors import AplossError, ConfigError
 
 __all__ = ["main"]
 
@@ -76,10 +78,16 @@ def _run(command: tuple[str, ...], arguments: list[str]) -> int:
     class Formatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
         """Keeps the lines of the examples."""
 
+    class Parser(ArgumentParser):
+        """Reports a wrong option as any other mistake."""
+
+        def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+            raise ConfigError(f"{_in_one_line(message)} ({self.prog} --help lists the options)")
+
     module_name, line = COMMANDS[command]
     module = import_module(f"aploss.cli.{module_name}")
     examples = module.EXAMPLES.strip("\n")
-    parser = ArgumentParser(
+    parser = Parser(
         prog=f"aploss {' '.join(command)}",
         description=line[0].upper() + line[1:] + ".",
         epilog=f"examples:\n{examples}",
@@ -87,6 +95,18 @@ def _run(command: tuple[str, ...], arguments: list[str]) -> int:
     )
     module.add_arguments(parser)
     return int(module.run(parser.parse_args(arguments)) or 0)
+
+
+def _in_one_line(message: str) -> str:
+    """What jsonargparse says, shorter.
+
+    Example:
+        >>> _in_one_line("Parser key \"a.b\":\\n  Expected a <class 'float'>. Got value: x")
+        '--a.b: Expected a float. Got value: x'
+    """
+    line = re.sub(r"<class '(\w+)'>", r"\1", " ".join(message.split()))
+    line = re.sub(r"(?:typing\.)?Literal\[([^]]+)\]", r"choice of \1", line)
+    return re.sub(r'Parser key "([^"]+)":', r"--\1:", line)
 
 
 def _overview(prefix: tuple[str, ...]) -> str:

@@ -22,6 +22,7 @@ __all__ = [
     "read_header",
     "read_image",
     "size_mismatch",
+    "to_rgb",
 ]
 
 # Only formats whose decoders are part of Pillow: others (EPS) start programs of the system.
@@ -113,7 +114,7 @@ def read_image(path: str | Path, *, size: tuple[int, int] | None = None) -> Tens
             image = ImageOps.exif_transpose(image)
         if size is not None and image.size != size:
             raise ImageError.of("size-mismatch", path, size_mismatch(size, image.size))
-        pixels = np.array(_to_rgb(image))  # [H, W, 3]
+        pixels = np.array(to_rgb(image))  # [H, W, 3]
     return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
 
 
@@ -174,7 +175,8 @@ def _orientation(image: Image.Image) -> int:
     return int(image.getexif().get(_EXIF_ORIENTATION, 1))
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image) -> Image.Image:
+    """The image with three channels of eight bits, whatever it came with."""
     if image.mode == "RGB":
         return image
     if image.mode.startswith("I") or image.mode == "F":

@@ -1,11 +1,8 @@
 """Detectors in files: saved in one rename, loaded without running any code from the file."""
 
-import os
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -13,6 +10,7 @@ from aploss.detectors.build import build_detector
 from aploss.detectors.detector import Detector
 from aploss.errors import RunError
 from aploss.evaluation.calibration import Calibration
+from aploss.files import write_whole
 
 __all__ = [
     "checkpoint_file",
@@ -21,7 +19,6 @@ __all__ = [
     "load",
     "read_checkpoint",
     "save_detector",
-    "written_whole",
 ]
 
 CHECKPOINT_NAMES = ("best.pt", "last.pt")  # of a run folder, in the order they are looked for
@@ -64,32 +61,9 @@ def save_detector(detector: Detector, path: str | Path) -> Path:
     Returns:
         The path that was written.
     """
-    path = Path(path)
-    with written_whole(path) as file:
-        torch.save({"detector": detector_record(detector)}, file)
+    path, content = Path(path), {"detector": detector_record(detector)}
+    write_whole(path, lambda file: torch.save(content, file))
     return path
-
-
-@contextmanager
-def written_whole(path: Path) -> Iterator[IO[bytes]]:
-    """A binary file that appears under its name only when it is complete.
-
-    Raises:
-        RunError: if it cannot be written there.
-    """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except OSError as error:
-        raise RunError(f"{path} cannot be written: {error.strerror}") from error
-    finally:
-        with suppress(OSError):
-            unfinished.unlink()
 
 
 def load(path: str | Path, *, device: str | torch.device = "cpu") -> Detector:

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from aploss.detectors.build import build_detector
-from aploss.detectors.checkpoint_io import detector_from_record, detector_record, written_whole
+from aploss.detectors.checkpoint_io import detector_from_record, detector_record
 from aploss.detectors.detector import Detector
 from aploss.detectors.multi_scale import Detections, MultiScale
 from aploss.detectors.prediction import ImageLike, Prediction, predict
 from aploss.errors import ConfigError, RunError
 from aploss.evaluation.calibration import Calibration
+from aploss.files import write_whole
 
 __all__ = ["OnnxDetector", "export_onnx"]
 
@@ -78,8 +79,7 @@ def export_onnx(detector: Detector, path: str | Path, *, size: int | None = None
     content = model.SerializeToString()
     _compare(detector, content, images)
     path = Path(path)
-    with written_whole(path) as file:
-        file.write(content)
+    write_whole(path, lambda file: file.write(content))
     return path
 
 

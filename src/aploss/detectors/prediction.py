@@ -12,7 +12,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
-from aploss.data.images import _to_rgb, read_image
+from aploss.data.images import read_image, to_rgb
 from aploss.detectors.multi_scale import Detections, MultiScale, ObjectDetector
 from aploss.errors import DataError
 
@@ -154,7 +154,7 @@ def _as_tensor(image: ImageLike) -> Tensor:
 
 def _decode(image: Image.Image) -> np.ndarray:
     try:
-        return np.asarray(_to_rgb(ImageOps.exif_transpose(image)))  # [H, W, 3]
+        return np.asarray(to_rgb(ImageOps.exif_transpose(image)))  # [H, W, 3]
     except (OSError, ValueError, SyntaxError) as error:  # Pillow reads only now
         name = getattr(image, "filename", "") or "a PIL image"
         raise DataError(f"{name}: damaged image: {error}") from error

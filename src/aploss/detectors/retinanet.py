@@ -164,9 +164,8 @@ def retinanet_tiny(
     head = RetinaNetHead(channels, anchors_per_cell, columns, norm_layer=norm)
     for part in (head.classification_head, head.regression_head):
         part.conv = part.conv[:2]
-        for (
-            layer
-        ) in part.conv.modules():  # a std of 0.01 is meant for the 256 channels of a big head
+        # A standard deviation of 0.01 is meant for the 256 channels of a big head.
+        for layer in part.conv.modules():
             if isinstance(layer, nn.Conv2d):
                 nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
     _set_prior(head, softmax=columns != len(class_names))

@@ -1,7 +1,6 @@
-"""Annotation and detection files in, result files out."""
+"""Annotations and detections from COCO's JSON files."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ from aploss.errors import DataError
 from aploss.evaluation.detections import DetectionTable
 from aploss.evaluation.ground_truth import GroundTruth
 
-__all__ = ["read_detections", "read_ground_truth", "write_whole"]
+__all__ = ["read_detections", "read_ground_truth"]
 
 
 def read_ground_truth(path: str | Path) -> GroundTruth:
@@ -32,13 +31,6 @@ def read_detections(path: str | Path) -> DetectionTable:
         return DetectionTable.from_results(document)
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a text file that is there whole or not at all."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
 
 
 def _read_json(path: str | Path) -> Any:

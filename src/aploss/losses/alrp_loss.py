@@ -14,7 +14,7 @@ from .ranking.operator import loss_dtype, scale_gradients
 __all__ = ["ALRP", "ALRPLoss", "alrp_loss"]
 
 # With fewer false positives than this above it (the step function is a fraction), a positive has
-# no negative to blame for the box losses above it. The value is that of the paper's authors.
+# no negative to blame for the box losses above it: the quotient below would be rounding noise.
 _NO_FALSE_POSITIVES = 1e-5
 
 

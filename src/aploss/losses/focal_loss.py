@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .input_checks import check_scores_and_targets
+from .input_checks import check_scores_and_targets, check_values
 from .ranking.operator import loss_dtype
-from .value_checks import check_values
 
 __all__ = ["FocalLoss", "focal_loss"]
 

@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from .input_checks import check_scores_and_targets
+from .input_checks import check_scores_and_targets, check_values
 from .ranking.operator import loss_dtype
-from .value_checks import check_values
 from .value_with_gradient import value_with_gradient
 
 __all__ = ["SmoothAPLoss", "smooth_ap_loss"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .ranking.operator import loss_dtype
+from .ranking.operator import loss_dtype, scale_gradients
 
 __all__ = ["value_with_gradient"]
 
@@ -50,25 +50,4 @@ def _keep_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Any, ...]:
     inputs, gradient = ctx.saved_tensors
-    return _scaled(gradient, upstream, inputs), *([None] * ctx.others)
-
-
-@torch.library.custom_op("aploss::scaled", mutates_args=())
-def _scaled(gradient: Tensor, factor: Tensor, like: Tensor) -> Tensor:
-    # Rounded to the dtype of the scores only after the factor, the scale of a gradient scaler, say.
-    return (gradient * factor).to(like.dtype).view(like.shape)
-
-
-@_scaled.register_fake
-def _(gradient: Tensor, factor: Tensor, like: Tensor) -> Tensor:
-    return torch.empty_like(like, memory_format=torch.contiguous_format)
-
-
-def _refuse_second_derivative(ctx: Any, upstream: Tensor) -> None:
-    raise RuntimeError(
-        "this loss has no second derivative: its gradient is computed together with its value. "
-        "Leave it out of what is differentiated twice."
-    )
-
-
-_scaled.register_autograd(_refuse_second_derivative)
+    return scale_gradients([gradient], [upstream], inputs), *([None] * ctx.others)

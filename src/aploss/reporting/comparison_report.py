@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from aploss.files import write_text
 from aploss.reporting.blocks import (
     DASH,
     Block,
@@ -22,7 +23,7 @@ from aploss.reporting.blocks import (
 )
 from aploss.reporting.comparison_data import Comparison, Curve, Difference, Entry
 from aploss.reporting.comparison_plots import comparison_curves, difference_plot, spread_plot
-from aploss.reporting.page import write_page, write_text
+from aploss.reporting.page import write_page
 from aploss.reporting.style import line_style, loss_label
 
 __all__ = [

@@ -1,8 +1,6 @@
 """One layout for every page: a single file without scripts that asks nothing of the network."""
 
-import os
 import re
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -11,10 +9,11 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from aploss.files import write_text
 from aploss.reporting.blocks import Section
 from aploss.reporting.style import THEME
 
-__all__ = ["embed_svg", "render_page", "write_page", "write_text"]
+__all__ = ["embed_svg", "render_page", "write_page"]
 
 
 def write_page(
@@ -44,7 +43,9 @@ def write_page(
         ...     write_page(Path(folder) / "page.html", "Convergence", sections).name
         'page.html'
     """
-    return write_text(path, render_page(title, sections, subtitle=subtitle, footer=footer))
+    page = Path(path)
+    write_text(page, render_page(title, sections, subtitle=subtitle, footer=footer))
+    return page
 
 
 def render_page(
@@ -64,22 +65,6 @@ def render_page(
             embed=_embedder(),
         )
     )
-
-
-def write_text(path: str | Path, text: str) -> Path:
-    """Write a text file so that nobody ever sees half of it: a temporary name, then a rename."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return target
 
 
 def embed_svg(svg: str, *, prefix: str, label: str = "") -> Markup:

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from aploss.files import write_text
 from aploss.reporting.blocks import Figures, Missing, Section
-from aploss.reporting.page import write_page, write_text
+from aploss.reporting.page import write_page
 from aploss.reporting.run_files import RunFiles, read_run
 from aploss.reporting.run_sections import SECTIONS
 from aploss.reporting.style import loss_label

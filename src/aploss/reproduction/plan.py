@@ -50,7 +50,7 @@ class Tuning:
             trial is then shared.
     """
 
-    factors: tuple[float, ...] = (1 / 3, 1.0, 3.0)
+    factors: tuple[float, ...] = (1 / 9, 1 / 3, 1.0, 3.0)
     steps: int | None = None
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from aploss.detectors.checkpoint_io import detector_record, read_checkpoint
 from aploss.detectors.detector import Detector
 from aploss.errors import RunError
-from aploss.training.files import write_whole
+from aploss.files import write_whole
 
 __all__ = ["Checkpoints", "non_finite_weight"]
 

@@ -14,10 +14,10 @@ from aploss.evaluation.detections import DetectionTable
 from aploss.evaluation.matching import match_detections
 from aploss.evaluation.metrics import Metrics
 from aploss.evaluation.voc_metrics import voc_metrics
+from aploss.files import write_json
 from aploss.reporting.run_files import matches_document
 from aploss.training.config import TrainConfig
 from aploss.training.distributed import World
-from aploss.training.files import write_json
 from aploss.training.run_folder import RunFolder
 from aploss.training.validation import Split, detect_split
 

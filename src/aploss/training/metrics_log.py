@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import IO, Any
 
-from aploss.training.files import write_text
+from aploss.files import write_text
 
 __all__ = ["MetricsLog", "read_rows"]
 

@@ -17,6 +17,7 @@ import torch
 import yaml
 
 from aploss.errors import ConfigError, RunError
+from aploss.files import remove_unfinished, write_json, write_text
 from aploss.training.checkpoint import Checkpoints
 from aploss.training.config import (
     TrainConfig,
@@ -24,7 +25,6 @@ from aploss.training.config import (
     config_to_dict,
     differing_keys,
 )
-from aploss.training.files import remove_unfinished, write_json, write_text
 from aploss.training.recipes import read_yaml
 
 try:

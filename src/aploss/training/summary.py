@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from aploss.errors import RunError
-from aploss.training.files import write_json
+from aploss.files import write_json
 
 __all__ = ["Summary"]
 

@@ -8,14 +8,15 @@ How a loss uses it, here the AP-loss without interpolation::
     gradient = ranking.gradient(1 / rank / P, -error / P)       # Eq. (12)
 
 Everything per positive is in ascending order of score, in float64, over all positives of the batch
-(of all processes, if a group is named). ``gradient`` hands every negative j the sum over the
-positives i of ``pair_weights[i] * f(s_j - s_i)``.
+(of all processes, if a group is named), on the device of the scores. ``gradient`` hands every
+negative j the sum over the positives i of ``pair_weights[i] * f(s_j - s_i)``.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch import Tensor
 from ..input_checks import refuse_score, refuse_target
 from . import across_processes
 from .passes import Passes, TorchPasses
-from .segments import Segments, cut_into_segments, line_through_segments, sums_of_steps
+from .segments import Floats, Segments, cut_into_segments, line_through_segments, sums_of_steps
 
 __all__ = ["Ranking", "rank_boxes"]
 
@@ -89,7 +90,8 @@ class Ranking:
         if pair_weights is None or self.num_positives == 0:
             gradient = torch.zeros_like(boxes.scores)
         else:
-            at_left, slope = line_through_segments(self._segments, pair_weights * scale)
+            weights = _on_host(pair_weights) * scale
+            at_left, slope = line_through_segments(self._segments, weights)
             gradient = boxes.passes.gradient_of_negatives(self._segments, at_left, slope)
         own = positive_gradient[self.own_places] * scale
         gradient[boxes.passes.positive_index] = own.to(gradient.dtype)
@@ -103,7 +105,7 @@ class _Boxes:
     scores: Tensor  # [n], float32 or float64
     targets: Tensor  # [n]
     passes: Passes
-    positive_scores: Tensor  # float64, in the order of the flat index
+    positive_scores: Floats  # on the host, in the order of the flat index
     group: Any
 
 
@@ -132,23 +134,31 @@ def rank_boxes(
     boxes = _find_positives(scores, targets, soft_targets, group, backend)
     gathered, first_own = boxes.positive_scores, 0
     if boxes.group is not None:
-        gathered, first_own = across_processes.gather_values(gathered, boxes.group)
-    sorted_scores, order = gathered.sort(stable=True)
+        everyone, first_own = across_processes.gather_values(
+            torch.from_numpy(gathered).to(boxes.scores.device), boxes.group
+        )
+        gathered = _on_host(everyone)
+    order = gathered.argsort(kind="stable")
+    sorted_scores = gathered[order]
     # A shift into the middle of the positives keeps the digits of scores with a large offset.
     # The Heaviside step needs comparisons alone, which are exact only without one.
     shift = float(sorted_scores[len(order) // 2]) if len(order) and delta else 0.0
     sorted_scores = sorted_scores - shift
     segments = cut_into_segments(sorted_scores, delta, shift)
     counts, sums, negatives = _negatives_per_segment(boxes, segments)
-    positives_above, negatives_above = _sums_above(segments, sorted_scores, counts, sums)
+    per_positive = [*_sums_above(segments, sorted_scores, counts, sums), sorted_scores, order]
+    device = boxes.scores.device
+    positives_above, negatives_above, positive_scores, places = (
+        torch.from_numpy(values).to(device) for values in per_positive
+    )
     return Ranking(
         num_negatives=negatives,
         positives_above=positives_above,
         negatives_above=negatives_above,
-        positive_scores=sorted_scores,
+        positive_scores=positive_scores,
         _boxes=boxes,
         _segments=segments,
-        _order=order,
+        _order=places,
         _first_own=first_own,
     )
 
@@ -169,9 +179,9 @@ def _find_positives(
 
     passes = _passes_for(device, backend)(flat_scores, flat_targets, soft)
     index, bad_target = passes.positive_index, passes.bad_target
-    positive_scores = flat_scores[index].to(torch.float64)  # s_i, i in P
-    finite = positive_scores.isfinite()
-    bad_score = -1 if bool(finite.all()) else int(index[(~finite).nonzero()[0, 0]])
+    positive_scores = _on_host(flat_scores[index].to(torch.float64))  # s_i, i in P
+    finite = np.isfinite(positive_scores)
+    bad_score = -1 if finite.all() else int(index[int(finite.argmin())])
     _agree_on_problems(bad_target >= 0 or bad_score >= 0, device, process_group)
     if bad_target >= 0:
         refuse_target(flat_targets, bad_target, soft=soft)
@@ -180,41 +190,47 @@ def _find_positives(
     return _Boxes(flat_scores, flat_targets, passes, positive_scores, process_group)
 
 
-def _negatives_per_segment(boxes: _Boxes, segments: Segments) -> tuple[Tensor, Tensor, int]:
+def _negatives_per_segment(boxes: _Boxes, segments: Segments) -> tuple[Floats, Floats, int]:
     """Counts [M], sums [M] and number of the negatives of all processes."""
+    device = boxes.scores.device
     if segments.count:
         counts, sums, bad_score = boxes.passes.negatives_per_segment(segments)
     else:  # No positive anywhere: nothing to count, but the scores are checked all the same.
         counts = sums = segments.breakpoints
         bad = ((boxes.targets == 0) & ~boxes.scores.isfinite()).nonzero()
         bad_score = int(bad[0, 0]) if len(bad) else -1
-    _agree_on_problems(bad_score >= 0, counts.device, boxes.group)
+    _agree_on_problems(bad_score >= 0, device, boxes.group)
     if bad_score >= 0:
         refuse_score(boxes.scores, bad_score)
     negatives = boxes.passes.num_negatives
     if boxes.group is None:
         return counts, sums, negatives
-    own = torch.cat([counts, sums, counts.new_tensor([negatives])])
-    total = across_processes.sum_over(own, boxes.group)
-    counts, sums = total[:-1].view(2, -1)
+    own = torch.from_numpy(np.concatenate([counts, sums, [negatives]])).to(device)
+    total = _on_host(across_processes.sum_over(own, boxes.group))
+    counts, sums = total[:-1].reshape(2, -1)
     return counts, sums, int(total[-1])
 
 
 def _sums_above(
-    segments: Segments, positive_scores: Tensor, counts: Tensor, sums: Tensor
-) -> tuple[Tensor, Tensor]:
+    segments: Segments, positive_scores: Floats, counts: Floats, sums: Floats
+) -> tuple[Floats, Floats]:
     """Sums of f(s_k - s_i) over the other positives k [P] and over the negatives [P]."""
     if not segments.count:
         return positive_scores, positive_scores
-    row = torch.searchsorted(segments.breakpoints, positive_scores, right=True) - 1
-    positive_counts = torch.zeros_like(counts).index_add_(0, row, torch.ones_like(positive_scores))
+    row = segments.breakpoints.searchsorted(positive_scores, side="right") - 1
     distance = positive_scores - segments.breakpoints[row]
-    positive_sums = torch.zeros_like(sums).index_add_(0, row, distance)
-    positives, negatives = sums_of_steps(
-        segments, torch.stack([positive_counts, counts]), torch.stack([positive_sums, sums])
+    positive_counts, positive_sums = (
+        np.bincount(row, each, minlength=segments.count).astype(np.float64, copy=False)
+        for each in (np.ones_like(distance), distance)
     )
-    step_at_zero = 0.5 if segments.delta else 1.0  # i itself was counted: f(0), or H(0)
-    return positives - step_at_zero, negatives
+    step_at_zero = 0.5 if segments.delta else 1.0  # i itself is counted: f(0), or H(0)
+    positives = sums_of_steps(segments, positive_counts, positive_sums) - step_at_zero
+    return positives, sums_of_steps(segments, counts, sums)
+
+
+def _on_host(values: Tensor) -> Floats:
+    array: Floats = values.detach().cpu().numpy()
+    return array
 
 
 def _agree_on_problems(problem: bool, device: torch.device, group: Any) -> None:

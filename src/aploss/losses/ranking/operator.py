@@ -112,8 +112,8 @@ def _as_returned(losses: Sequence[Tensor], scores: Tensor) -> tuple[Tensor, ...]
 
 def _refuse_second_derivative(ctx: Any, *upstream: Tensor) -> Any:
     raise RuntimeError(
-        "a ranking loss has no second derivative: its gradient is an error-driven update, "
-        "not the derivative of a function. Leave it out of what is differentiated twice."
+        "this loss has no second derivative: its gradient is computed with its value, for most "
+        "as an error-driven update. Leave it out of what is differentiated twice."
     )
 
 

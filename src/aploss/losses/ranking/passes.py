@@ -7,10 +7,11 @@ The torch operations serve every device but the CPU, which has compiled kernels 
 from collections.abc import Iterator
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .segments import Segments
+from .segments import Floats, Segments
 
 __all__ = ["Passes", "TorchPasses"]
 
@@ -34,15 +35,15 @@ class Passes(Protocol):
 
     def __init__(self, scores: Tensor, targets: Tensor, soft: bool) -> None: ...
 
-    def negatives_per_segment(self, segments: Segments) -> tuple[Tensor, Tensor, int]:
+    def negatives_per_segment(self, segments: Segments) -> tuple[Floats, Floats, int]:
         """Counts the negatives of every segment and adds up how far above its left end they lie.
 
         Returns:
-            counts [M] and sums [M] in float64, and the flat index of a negative whose score is not
+            counts [M] and sums [M], and the flat index of a negative whose score is not
             finite, or -1.
         """
 
-    def gradient_of_negatives(self, segments: Segments, at_left: Tensor, slope: Tensor) -> Tensor:
+    def gradient_of_negatives(self, segments: Segments, at_left: Floats, slope: Floats) -> Tensor:
         """Evaluates a piecewise linear function at every negative.
 
         Args:
@@ -70,39 +71,44 @@ class TorchPasses:
         self.num_negatives = int(negatives)
         self.bad_target = int(refused.nonzero()[0, 0]) if refusals else -1
 
-    def negatives_per_segment(self, segments: Segments) -> tuple[Tensor, Tensor, int]:
+    def negatives_per_segment(self, segments: Segments) -> tuple[Floats, Floats, int]:
         # Row 0 collects what belongs to no segment.
-        counts = segments.breakpoints.new_zeros(segments.count + 1)
-        sums = torch.zeros_like(counts)
-        infinite = torch.zeros((), dtype=torch.bool, device=counts.device)
+        breaks = self._on_device(segments.breakpoints)
+        totals = breaks.new_zeros(2, segments.count + 1)
+        infinite = torch.zeros((), dtype=torch.bool, device=breaks.device)
         for part in self._slices():
-            value, row = self._locate(part, segments)
-            left = segments.breakpoints[(row - 1).clamp_(min=0)]
-            counts += row.bincount(minlength=len(counts))
-            sums += row.bincount(value.sub_(left), minlength=len(sums))
+            value, row = self._locate(part, breaks, segments.shift)
+            left = breaks[(row - 1).clamp_(min=0)]
+            totals[0] += row.bincount(minlength=len(totals[0]))
+            totals[1] += row.bincount(value.sub_(left), minlength=len(totals[1]))
             infinite |= ((self.targets[part] == 0) & ~self.scores[part].isfinite()).any()
         bad = -1
         if bool(infinite):
             bad = int(((self.targets == 0) & ~self.scores.isfinite()).nonzero()[0, 0])
-        return counts[1:], sums[1:], bad
+        counts, sums = totals[:, 1:].cpu().numpy()
+        return counts, sums, bad
 
-    def gradient_of_negatives(self, segments: Segments, at_left: Tensor, slope: Tensor) -> Tensor:
+    def gradient_of_negatives(self, segments: Segments, at_left: Floats, slope: Floats) -> Tensor:
         gradient = torch.empty_like(self.scores)
-        zero = at_left.new_zeros(1)
-        at_left, slope = torch.cat([zero, at_left]), torch.cat([zero, slope])
-        left = torch.cat([segments.breakpoints[:1], segments.breakpoints])
+        breaks = self._on_device(segments.breakpoints)
+        # Row 0, where nothing belongs to a segment, is a line that is zero.
+        left = self._on_device(np.append(segments.breakpoints[0], segments.breakpoints))
+        heights, slopes = (self._on_device(np.append(0.0, line)) for line in (at_left, slope))
         for part in self._slices():
-            value, row = self._locate(part, segments)
-            gradient[part] = value.sub_(left[row]).mul_(slope[row]).add_(at_left[row])
+            value, row = self._locate(part, breaks, segments.shift)
+            gradient[part] = value.sub_(left[row]).mul_(slopes[row]).add_(heights[row])
         return gradient
+
+    def _on_device(self, values: Floats) -> Tensor:
+        return torch.from_numpy(values).to(self.scores.device)
 
     def _slices(self) -> Iterator[slice]:
         starts = range(0, len(self.scores), self.SLICE)
         return (slice(start, start + self.SLICE) for start in starts)
 
-    def _locate(self, part: slice, segments: Segments) -> tuple[Tensor, Tensor]:
+    def _locate(self, part: slice, breaks: Tensor, shift: float) -> tuple[Tensor, Tensor]:
         """Shifted scores, and 1 + their segment; 0 for what is no negative or below all."""
-        value = self.scores[part].to(torch.float64) - segments.shift
+        value = self.scores[part].to(torch.float64) - shift
         value.masked_fill_(self.targets[part] != 0, float("-inf"))
-        row = torch.searchsorted(segments.breakpoints, value, right=True)
+        row = torch.searchsorted(breaks, value, right=True)
         return value.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0), row

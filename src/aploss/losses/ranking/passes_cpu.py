@@ -7,8 +7,10 @@ threads than torch does. Chunks depend on the sizes alone: results do not change
 threads.
 
 Within a chunk the kernels go block by block: a vectorised sweep finds the lookup cells of a block,
-and tells when all of it lies below every positive, as most of it does late in training. Indices are
-unsigned, because numba checks signed ones for being negative.
+and tells when all of it lies below every positive, as most of it does late in training. Segments
+are looked up before the first of them is added to: a processor that has to guess whether the sum it
+reads is one it still has to write takes half as long again. Indices are unsigned, because numba
+checks signed ones for being negative.
 """
 
 import os
@@ -22,14 +24,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .segments import Segments
+from .segments import Floats, Segments
 
 __all__ = ["CPUPasses"]
 
 BLOCK = 256
 MOST_CHUNKS = 16
-SMALLEST_CHUNK = 1 << 15
-SEVERAL_BREAKPOINTS = 1 << 31  # flag in a lookup cell
+SMALLEST_CHUNK = 1 << 16
+CELLS_PER_SEGMENT, MOST_CELLS = 8, 1 << 13  # of the lookup table
 
 
 def _compiled(kernel: Callable[..., Any]) -> Any:
@@ -57,24 +59,23 @@ class CPUPasses:
         self.num_negatives = sum(int(negatives) for _, negatives, _ in parts)
         self.bad_target = next((int(bad) for _, _, bad in parts if bad >= 0), -1)
 
-    def negatives_per_segment(self, segments: Segments) -> tuple[Tensor, Tensor, int]:
+    def negatives_per_segment(self, segments: Segments) -> tuple[Floats, Floats, int]:
         self.table = _lookup_table(segments)
         totals = np.zeros((_chunk_count(len(self.scores)), 2, segments.count + 2))
         boxes = (self.scores, self.pure, self.left_out)
         bad = self._in_chunks(
             lambda c, start, stop: _accumulate(*boxes, start, stop, *self.table, *totals[c])
         )
-        counts, sums = torch.from_numpy(totals.sum(axis=0)[:, : segments.count])
+        counts, sums = totals.sum(axis=0)[:, : segments.count]
         return counts, sums, next((int(i) for i in bad if i >= 0), -1)
 
-    def gradient_of_negatives(self, segments: Segments, at_left: Tensor, slope: Tensor) -> Tensor:
+    def gradient_of_negatives(self, segments: Segments, at_left: Floats, slope: Floats) -> Tensor:
         gradient = torch.empty_like(self.like)
         out = _array(gradient)
-        lines = np.zeros((segments.count + 2, 2))
-        lines[: segments.count, 0], lines[: segments.count, 1] = _array(at_left), _array(slope)
         boxes = (self.scores, self.pure, self.left_out)
+        lines = [np.append(values, [0.0, 0.0]) for values in (at_left, slope)]
         self._in_chunks(
-            lambda _, start, stop: _evaluate(*boxes, start, stop, *self.table, lines, out)
+            lambda _, start, stop: _evaluate(*boxes, start, stop, *self.table, *lines, out)
         )
         return gradient
 
@@ -92,7 +93,7 @@ def _lookup_table(segments: Segments) -> tuple[Any, ...]:
 
     A cell names the segment k at its left end. Few cells are cut by a breakpoint, and most of those
     by one: the segment of a value is then k, or k + 1 if the value has reached breakpoint k + 1. A
-    cell with more breakpoints is flagged, and a search goes on from k.
+    cell with more breakpoints has its highest bit set, and a search goes on from k.
 
     Cell 0 stands for what is below all segments, or no negative. It names a row of its own behind
     the M segments, so that the kernels need no branch for it.
@@ -100,22 +101,17 @@ def _lookup_table(segments: Segments) -> tuple[Any, ...]:
     Returns:
         shift, breakpoints (padded), segment of each cell, left end and inverse width of the cells.
     """
-    breaks = _array(segments.breakpoints)
-    low, high = breaks[0], breaks[-1]
-    cells = min(8 * len(breaks), 1 << 13)
-    width = (high - low) / cells
+    breaks = segments.breakpoints
+    cells = min(CELLS_PER_SEGMENT * len(breaks), MOST_CELLS)
+    width = (breaks[-1] - breaks[0]) / cells
     scale = 1.0 / width if width > 0 and np.isfinite(1.0 / width) else 0.0
-    edges = low + width * np.arange(cells + 1) if scale else np.full(cells + 1, low)
-    margin = width / 64  # how far rounding may carry a value into the next cell
-    first = np.maximum(_segments_of_sorted(edges - margin, breaks), 0)
-    last = _segments_of_sorted(edges[1:] + margin, breaks)
-    several = np.append(last, len(breaks) - 1) - first > 1
-    nowhere = len(breaks) + 1
-    cell_segment = np.append(nowhere, first + several * SEVERAL_BREAKPOINTS).astype(np.uint32)
+    # Two bytes keep the table in the fastest cache, unless there are tens of thousands.
+    cell_segment = np.empty(cells + 2, np.uint16 if len(breaks) + 1 < 1 << 15 else np.uint32)
+    _fill_cells(cell_segment, breaks, width, width if scale else 0.0)
     # Behind the last breakpoint: one never reached; the row of cell 0; and NaN, so that whatever
     # an ignored score is, infinite too, it stays in that row.
     padded = np.concatenate([breaks, [np.inf, 0.0, np.nan]])
-    return segments.shift, padded, cell_segment, low, scale
+    return segments.shift, padded, cell_segment, breaks[0], scale
 
 
 def _array(tensor: Tensor) -> Any:
@@ -157,15 +153,26 @@ def _in_threads(jobs: list[Callable[[], Any]]) -> list[Any]:
 
 
 @_compiled
-def _segments_of_sorted(values, breaks):  # type: ignore[no-untyped-def]
-    """The segment of every value, -1 below all, by one walk along both sorted arrays."""
-    segments = np.empty(len(values), np.int64)
-    segment = -1
-    for n in range(len(values)):
-        while segment + 1 < len(breaks) and breaks[segment + 1] <= values[n]:
-            segment += 1
-        segments[n] = segment
-    return segments
+def _highest_bit(cell_segment):  # type: ignore[no-untyped-def]
+    return np.uint32(1) << np.uint32(8 * cell_segment.itemsize - 1)
+
+
+@_compiled
+def _fill_cells(cell_segment, breaks, width, step):  # type: ignore[no-untyped-def]
+    """Fills the lookup table by one walk along the breakpoints and the edges of the cells."""
+    several_breakpoints = _highest_bit(cell_segment)
+    margin = width / 64  # how far rounding may carry a value into the next cell
+    cell_segment[0] = len(breaks) + 1
+    first, last, end = 0, 0, len(breaks) - 1
+    for cell in range(1, len(cell_segment)):
+        edge = breaks[0] + step * (cell - 1)
+        while first < end and breaks[first + 1] <= edge - margin:
+            first += 1
+        while last < end and breaks[last + 1] <= edge + step + margin:
+            last += 1
+        if cell == len(cell_segment) - 1:
+            last = end
+        cell_segment[cell] = first + several_breakpoints * (last - first > 1)
 
 
 @_compiled
@@ -218,13 +225,9 @@ def _locate(  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _segment_of(value, breaks, named):  # type: ignore[no-untyped-def]
-    """The last segment whose left end is not above the value, from what its cell names."""
+def _search(value, breaks, low):  # type: ignore[no-untyped-def]
+    """The last segment whose left end is not above the value, from segment ``low`` on."""
     one = np.uint64(1)
-    if named < SEVERAL_BREAKPOINTS:
-        segment = np.uint64(named)
-        return segment + np.uint64(value >= breaks[segment + one])
-    low = np.uint64(named - SEVERAL_BREAKPOINTS)
     high = np.uint64(len(breaks) - 4)
     for _ in range(4):
         if breaks[low + one] > value:
@@ -240,12 +243,31 @@ def _segment_of(value, breaks, named):  # type: ignore[no-untyped-def]
 
 
 @_compiled
+def _look_up(  # type: ignore[no-untyped-def]
+    scores, block, size, shift, breaks, cell_segment, cells, rows, distances
+):
+    """The segments of a block, and how far above their left ends its scores lie."""
+    several_breakpoints = _highest_bit(cell_segment)
+    for n in range(np.uint64(size)):
+        value = np.float64(scores[block + n]) - shift
+        named = np.uint32(cell_segment[np.uint64(cells[n])])
+        if named < several_breakpoints:
+            row = np.uint64(named)
+            row += np.uint64(value >= breaks[row + np.uint64(1)])
+        else:
+            row = _search(value, breaks, np.uint64(named - several_breakpoints))
+        rows[n] = row
+        distances[n] = value - breaks[row]
+
+
+@_compiled
 def _accumulate(  # type: ignore[no-untyped-def]
     scores, pure, left_out, start, stop, shift, breaks, cell_segment, low, scale, counts, sums
 ):
     """Adds up the count and the sum of every segment [M + 2]; returns a bad index, or -1."""
     last_cell = np.float64(len(cell_segment) - 1)
-    cells = np.empty(BLOCK, np.int32)
+    cells, rows = np.empty(BLOCK, np.int32), np.empty(BLOCK, np.uint32)
+    distances = np.empty(BLOCK, np.float64)
     for block in range(start, stop, BLOCK):
         size = min(BLOCK, stop - block)
         infinite = np.int32(0)
@@ -258,30 +280,34 @@ def _accumulate(  # type: ignore[no-untyped-def]
                     return i
         if _locate(scores, pure, left_out, block, size, shift, low, scale, last_cell, cells) == 0:
             continue
+        _look_up(scores, block, size, shift, breaks, cell_segment, cells, rows, distances)
         for n in range(np.uint64(size)):
-            value = np.float64(scores[block + n]) - shift
-            segment = _segment_of(value, breaks, cell_segment[np.uint64(cells[n])])
-            counts[segment] += 1.0
-            sums[segment] += value - breaks[segment]
+            row = np.uint64(rows[n])
+            counts[row] += 1.0
+            sums[row] += distances[n]
     return -1
 
 
 @_compiled
 def _evaluate(  # type: ignore[no-untyped-def]
-    scores, pure, left_out, start, stop, shift, breaks, cell_segment, low, scale, lines, out
-):
-    """Writes the value of the line [M + 2, 2] of every negative's segment."""
+    scores, pure, left_out, start, stop, shift, breaks, cell_segment, low, scale,
+    at_left, slope, out
+):  # fmt: skip
+    """Writes the value of the line [M + 2] of every negative's segment."""
     last_cell = np.float64(len(cell_segment) - 1)
-    cells = np.empty(BLOCK, np.int32)
+    cells, rows = np.empty(BLOCK, np.int32), np.empty(BLOCK, np.uint32)
+    distances = np.empty(BLOCK, np.float64)
     for block in range(start, stop, BLOCK):
         size = min(BLOCK, stop - block)
         if _locate(scores, pure, left_out, block, size, shift, low, scale, last_cell, cells) == 0:
             out[block : block + size] = 0.0
             continue
+        _look_up(scores, block, size, shift, breaks, cell_segment, cells, rows, distances)
         for n in range(np.uint64(size)):
-            value = np.float64(scores[block + n]) - shift
-            cell = np.uint64(cells[n])
-            segment = _segment_of(value, breaks, cell_segment[cell])
-            line = lines[segment, 0] + lines[segment, 1] * (value - breaks[segment])
-            # An ignored score may be NaN or infinite: zero times it would not be zero.
-            out[block + n] = line if cell > 0 else 0.0
+            row = np.uint64(rows[n])
+            out[block + n] = at_left[row] + slope[row] * distances[n]
+        if not pure[block // BLOCK]:
+            # An ignored score may be NaN or infinite: zero times it is not zero.
+            for n in range(size):
+                if left_out[block + n]:
+                    out[block + n] = 0.0

@@ -1,42 +1,14 @@
-"""Files that are there whole or not at all; metrics that are cut back."""
+"""Metrics that are cut back, and random states that survive."""
 
 import csv
-import json
 import random
 from pathlib import Path
-from typing import IO
 
 import numpy as np
-import pytest
 import torch
 
-from aploss.errors import RunError
-from aploss.training.files import remove_unfinished, write_json, write_whole
 from aploss.training.metrics_log import MetricsLog, read_rows
 from aploss.training.random_state import capture_random_state, restore_random_state, seeded
-
-
-def test_a_failed_write_leaves_the_previous_file_and_nothing_else(tmp_path: Path) -> None:
-    path = tmp_path / "state.json"
-    write_json(path, {"step": 1})
-
-    def fail(file: IO[bytes]) -> None:
-        file.write(b"half")
-        raise OSError("disk full")
-
-    with pytest.raises(RunError, match=r"state\.json cannot be written: disk full; the previous"):
-        write_whole(path, fail)
-    assert json.loads(path.read_text()) == {"step": 1}
-    assert [entry.name for entry in tmp_path.iterdir()] == ["state.json"]
-
-
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    left = tmp_path / "checkpoints" / ".last.pt.123.unfinished"
-    left.write_bytes(b"half")
-    (tmp_path / "checkpoints" / "last.pt").write_bytes(b"whole")
-    remove_unfinished(tmp_path)
-    assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["last.pt"]
 
 
 def train_row(step: int) -> dict[str, object]:
