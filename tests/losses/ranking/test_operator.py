@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from aploss.losses import ap_loss, auc_loss
-from aploss.losses.ranking import passes_cpu
 
 LOSSES = [ap_loss, auc_loss]
 
@@ -98,19 +97,6 @@ def test_results_are_the_same_with_any_number_of_threads(make_boxes):
         results.append(gradient_of(ap_loss, scores, targets))
     torch.set_num_threads(1)
     assert all(torch.equal(result, results[0]) for result in results)
-
-
-def test_no_more_threads_run_than_torch_uses(make_boxes, monkeypatch):
-    asked = []
-    executor = passes_cpu._executor
-    monkeypatch.setattr(
-        passes_cpu, "_executor", lambda threads: asked.append(threads) or executor(threads)
-    )
-    scores, targets = make_boxes("random", 300, 300_000)
-    torch.set_num_threads(2)
-    ap_loss(scores, targets)
-    torch.set_num_threads(1)
-    assert set(asked) == {1}  # beside the calling thread
 
 
 def test_several_python_threads_may_rank_at_once(make_boxes):

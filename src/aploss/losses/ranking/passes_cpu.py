@@ -1,10 +1,9 @@
 """The passes over all N scores as compiled CPU kernels (numba).
 
-Each kernel works on one chunk of the scores and releases the interpreter lock, so that a pool of
-ordinary threads runs several chunks at once. Unlike numba's own parallel loops this survives a
-fork, may be entered from several threads, compiles in a fraction of the time, and never uses more
-threads than torch does. Chunks depend on the sizes alone: results do not change with the number of
-threads.
+Each kernel works on one chunk of the scores and releases the interpreter lock, so that torch's
+threads (``threads``) run several chunks at once. Unlike numba's own parallel loops this survives a
+fork, may be entered from several threads, compiles in a fraction of the time, and never competes
+with torch. Chunks depend on the sizes alone: results do not change with the number of threads.
 
 Within a chunk the kernels go block by block: a vectorised sweep finds the lookup cells of a block,
 and tells when all of it lies below every positive, as most of it does late in training. Segments
@@ -13,9 +12,7 @@ reads is one it still has to write takes half as long again. Indices are unsigne
 checks signed ones for being negative.
 """
 
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -25,12 +22,13 @@ import torch
 from torch import Tensor
 
 from .segments import Floats, Segments
+from .threads import run_together
 
 __all__ = ["CPUPasses"]
 
 BLOCK = 256
 MOST_CHUNKS = 16
-SMALLEST_CHUNK = 1 << 16
+SMALLEST_CHUNK = 1 << 15
 CELLS_PER_SEGMENT, MOST_CELLS = 8, 1 << 13  # of the lookup table
 
 
@@ -60,11 +58,16 @@ class CPUPasses:
         self.bad_target = next((int(bad) for _, _, bad in parts if bad >= 0), -1)
 
     def negatives_per_segment(self, segments: Segments) -> tuple[Floats, Floats, int]:
-        self.table = _lookup_table(segments)
+        table = _lookup_table(segments)
+        self.shift, self.breaks, cell_segment, *_ = table
+        # The second pass finds the segments where the first one has left them.
+        self.rows = np.empty(len(self.scores), cell_segment.dtype)
+        self.below = np.empty(len(self.pure), np.bool_)  # blocks below all segments
         totals = np.zeros((_chunk_count(len(self.scores)), 2, segments.count + 2))
         boxes = (self.scores, self.pure, self.left_out)
+        found = (self.rows, self.below)
         bad = self._in_chunks(
-            lambda c, start, stop: _accumulate(*boxes, start, stop, *self.table, *totals[c])
+            lambda c, start, stop: _accumulate(*boxes, start, stop, *table, *found, *totals[c])
         )
         counts, sums = totals.sum(axis=0)[:, : segments.count]
         return counts, sums, next((int(i) for i in bad if i >= 0), -1)
@@ -73,10 +76,9 @@ class CPUPasses:
         gradient = torch.empty_like(self.like)
         out = _array(gradient)
         boxes = (self.scores, self.pure, self.left_out)
+        found = (self.shift, self.breaks, self.rows, self.below)
         lines = [np.append(values, [0.0, 0.0]) for values in (at_left, slope)]
-        self._in_chunks(
-            lambda _, start, stop: _evaluate(*boxes, start, stop, *self.table, *lines, out)
-        )
+        self._in_chunks(lambda _, start, stop: _evaluate(*boxes, start, stop, *found, *lines, out))
         return gradient
 
     def _in_chunks(self, work: Callable[[int, int, int], Any]) -> list[Any]:
@@ -85,7 +87,7 @@ class CPUPasses:
         chunks = _chunk_count(size)
         edges = [size * c // chunks // BLOCK * BLOCK for c in range(chunks)] + [size]
         jobs = [(c, edges[c], edges[c + 1]) for c in range(chunks) if edges[c] < edges[c + 1]]
-        return _in_threads([partial(work, *job) for job in jobs])
+        return run_together([partial(work, *job) for job in jobs])
 
 
 def _lookup_table(segments: Segments) -> tuple[Any, ...]:
@@ -120,36 +122,6 @@ def _array(tensor: Tensor) -> Any:
 
 def _chunk_count(size: int) -> int:
     return min(max(size // SMALLEST_CHUNK, 1), MOST_CHUNKS)
-
-
-_pool: tuple[int, int, ThreadPoolExecutor] | None = None
-
-
-def _executor(threads: int) -> ThreadPoolExecutor:
-    """The pool of this process (a fork inherits no threads) with that many threads."""
-    global _pool
-    if _pool is None or _pool[:2] != (os.getpid(), threads):
-        _pool = (os.getpid(), threads, ThreadPoolExecutor(threads, thread_name_prefix="aploss"))
-    return _pool[2]
-
-
-def _in_threads(jobs: list[Callable[[], Any]]) -> list[Any]:
-    """Runs the jobs on as many threads as torch uses, the calling one among them."""
-    threads = min(torch.get_num_threads(), len(jobs))
-    if threads <= 1:
-        return [job() for job in jobs]
-    waiting = iter(list(enumerate(jobs)))  # threads may share the iterator of a list
-    results: list[Any] = [None] * len(jobs)
-
-    def take_turns() -> None:
-        for place, job in waiting:
-            results[place] = job()
-
-    others = [_executor(threads - 1).submit(take_turns) for _ in range(threads - 1)]
-    take_turns()
-    for other in others:
-        other.result()
-    return results
 
 
 @_compiled
@@ -243,71 +215,71 @@ def _search(value, breaks, low):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _look_up(  # type: ignore[no-untyped-def]
-    scores, block, size, shift, breaks, cell_segment, cells, rows, distances
-):
-    """The segments of a block, and how far above their left ends its scores lie."""
-    several_breakpoints = _highest_bit(cell_segment)
-    for n in range(np.uint64(size)):
-        value = np.float64(scores[block + n]) - shift
-        named = np.uint32(cell_segment[np.uint64(cells[n])])
-        if named < several_breakpoints:
-            row = np.uint64(named)
-            row += np.uint64(value >= breaks[row + np.uint64(1)])
-        else:
-            row = _search(value, breaks, np.uint64(named - several_breakpoints))
-        rows[n] = row
-        distances[n] = value - breaks[row]
+def _first_bad(scores, pure, left_out, start, stop):  # type: ignore[no-untyped-def]
+    """Index of a score that is not finite and not ignored, or -1."""
+    for i in range(start, stop):
+        if not (abs(scores[i]) < np.inf) and (pure[i // BLOCK] or not left_out[i]):
+            return i
+    return -1
 
 
 @_compiled
 def _accumulate(  # type: ignore[no-untyped-def]
-    scores, pure, left_out, start, stop, shift, breaks, cell_segment, low, scale, counts, sums
-):
-    """Adds up the count and the sum of every segment [M + 2]; returns a bad index, or -1."""
+    scores, pure, left_out, start, stop, shift, breaks, cell_segment, low, scale,
+    rows, below, counts, sums
+):  # fmt: skip
+    """Finds the rows of all boxes, and adds up the count and the sum of every row [M + 2].
+
+    Returns:
+        the index of a score that is not finite, or -1.
+    """
+    several_breakpoints = _highest_bit(cell_segment)
     last_cell = np.float64(len(cell_segment) - 1)
-    cells, rows = np.empty(BLOCK, np.int32), np.empty(BLOCK, np.uint32)
-    distances = np.empty(BLOCK, np.float64)
+    cells, distances = np.empty(BLOCK, np.int32), np.empty(BLOCK, np.float64)
+    infinite = np.int32(0)
     for block in range(start, stop, BLOCK):
         size = min(BLOCK, stop - block)
-        infinite = np.int32(0)
-        for i in range(block, block + size):
-            infinite += np.int32(not (abs(scores[i]) < np.inf))
-        if infinite > 0:
+        highest = _locate(scores, pure, left_out, block, size, shift, low, scale, last_cell, cells)
+        below[block // BLOCK] = highest == 0
+        if highest == 0:
             for i in range(block, block + size):
-                ignored = not pure[block // BLOCK] and left_out[i]
-                if not ignored and not (abs(scores[i]) < np.inf):
-                    return i
-        if _locate(scores, pure, left_out, block, size, shift, low, scale, last_cell, cells) == 0:
+                infinite += np.int32(not (abs(scores[i]) < np.inf))
             continue
-        _look_up(scores, block, size, shift, breaks, cell_segment, cells, rows, distances)
         for n in range(np.uint64(size)):
-            row = np.uint64(rows[n])
+            value = np.float64(scores[block + n]) - shift
+            named = np.uint32(cell_segment[np.uint64(cells[n])])
+            if named < several_breakpoints:
+                row = np.uint64(named)
+                row += np.uint64(value >= breaks[row + np.uint64(1)])
+            else:
+                row = _search(value, breaks, np.uint64(named - several_breakpoints))
+            rows[block + n] = row
+            distances[n] = value - breaks[row]
+        for n in range(np.uint64(size)):
+            row = np.uint64(rows[block + n])
             counts[row] += 1.0
             sums[row] += distances[n]
+    # What is not finite makes a sum not finite; so may, rarely, an ignored score or an overflow.
+    if infinite > 0 or not np.isfinite(sums).all():
+        return _first_bad(scores, pure, left_out, start, stop)
     return -1
 
 
 @_compiled
 def _evaluate(  # type: ignore[no-untyped-def]
-    scores, pure, left_out, start, stop, shift, breaks, cell_segment, low, scale,
-    at_left, slope, out
-):  # fmt: skip
-    """Writes the value of the line [M + 2] of every negative's segment."""
-    last_cell = np.float64(len(cell_segment) - 1)
-    cells, rows = np.empty(BLOCK, np.int32), np.empty(BLOCK, np.uint32)
-    distances = np.empty(BLOCK, np.float64)
+    scores, pure, left_out, start, stop, shift, breaks, rows, below, at_left, slope, out
+):
+    """Writes the value of the line [M + 2] of every negative's row."""
     for block in range(start, stop, BLOCK):
-        size = min(BLOCK, stop - block)
-        if _locate(scores, pure, left_out, block, size, shift, low, scale, last_cell, cells) == 0:
-            out[block : block + size] = 0.0
+        end = min(block + BLOCK, stop)
+        if below[block // BLOCK]:
+            out[block:end] = 0.0
             continue
-        _look_up(scores, block, size, shift, breaks, cell_segment, cells, rows, distances)
-        for n in range(np.uint64(size)):
-            row = np.uint64(rows[n])
-            out[block + n] = at_left[row] + slope[row] * distances[n]
+        for i in range(np.uint64(block), np.uint64(end)):
+            row = np.uint64(rows[i])
+            out[i] = at_left[row] + slope[row] * (np.float64(scores[i]) - shift - breaks[row])
         if not pure[block // BLOCK]:
             # An ignored score may be NaN or infinite: zero times it is not zero.
-            for n in range(size):
-                if left_out[block + n]:
-                    out[block + n] = 0.0
+            for i in range(block, end):
+                if left_out[i]:
+                    out[i] = 0.0
