@@ -99,8 +99,8 @@ def test_learning_rates_are_searched_when_asked(
     words = ["--losses", "ap", "--seeds", "1", "--tune", "--tune-steps", "3"]
     assert cli.main(["compare", *words]) == 0
     lengths = [config.schedule.length for config in trainer.configs]
-    assert lengths == [3, 3, 3, load_config("demo").schedule.length]
-    assert "trial 3 of 3: AP-loss, learning rate 0.009" in capsys.readouterr().out
+    assert lengths == [3, 3, 3, 3, load_config("demo").schedule.length]
+    assert "trial 4 of 4: AP-loss, learning rate 0.009" in capsys.readouterr().out
 
 
 def test_after_ctrl_c_it_says_how_to_go_on(

@@ -138,8 +138,8 @@ class TestLearningRates:
         results = compare(plan, tmp_path / "page")
         rates = {v.name: v.config.optimizer.learning_rate for v in results.plan.variants}
         assert rates == {"ap": 0.003, "focal": 0.009, "ce-ohem": 0.001}
-        # 3 x 3 trials; the best of each is the real run of seed 0; then seed 1 of each.
-        assert len(fake_training.configs) == 9 + 3
+        # 3 x 4 trials; the best of each is the real run of seed 0; then seed 1 of each.
+        assert len(fake_training.configs) == 12 + 3
         assert all(trial.score is not None for trial in results.trials)
         page = (tmp_path / "page/report.html").read_text()
         assert "Search for learning rates" in page
@@ -149,14 +149,14 @@ class TestLearningRates:
     def test_trials_can_be_shorter(self, fake_training, tmp_path: Path) -> None:
         compare(plan_of("ap", seeds=1, tuning=Tuning(steps=100)), tmp_path / "page")
         lengths = [config.schedule.length for config in fake_training.configs]
-        assert lengths == [100, 100, 100, 1200]
+        assert lengths == [100, 100, 100, 100, 1200]
         assert fake_training.configs[0].validation.every == 100
 
     def test_a_rate_that_diverges_is_not_chosen(self, fake_training, tmp_path: Path) -> None:
         fake_training.diverges_from = 0.005
         results = compare(plan_of("focal", seeds=1, tuning=Tuning()), tmp_path / "page")
-        assert results.plan.variants[0].config.optimizer.learning_rate in (0.001, 0.003)
-        assert results.trials[2].score is None
+        assert results.plan.variants[0].config.optimizer.learning_rate in (0.000333, 0.001, 0.003)
+        assert results.trials[3].score is None
         assert "diverged" in (tmp_path / "page/report.html").read_text()
 
     def test_without_validation_there_is_nothing_to_choose_by(

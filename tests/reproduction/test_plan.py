@@ -46,11 +46,11 @@ def test_another_length_keeps_the_shape_of_the_schedule() -> None:
 
 def test_runs_are_counted_once() -> None:
     assert runs_of(comparison_plan(["ap", "focal"], recipe="demo", seeds=[0, 1, 2])) == 6
-    # 2 rows x 3 rates, of which one each is the real run of the first seed
+    # 2 rows x 4 rates, of which one each is the real run of the first seed
     tuned = comparison_plan(["ap", "focal"], recipe="demo", seeds=[0, 1, 2], tuning=Tuning())
-    assert runs_of(tuned) == 10
+    assert runs_of(tuned) == 12
     short = comparison_plan(["ap"], recipe="demo", seeds=[0, 1], tuning=Tuning(steps=10))
-    assert runs_of(short) == 5
+    assert runs_of(short) == 6
 
 
 def test_seeds_are_a_number_or_a_list() -> None:

@@ -55,7 +55,7 @@ def run(progress: Progress, *, quick: bool = False) -> dict[str, Any]:
         for source in [TRAINED_SOURCE] if quick else SOURCES:
             file_size, suffix, side = SOURCES[source]
             folder = Path(scratch) / source.replace(" ", "-")
-            dataset = _write_images(folder, file_size, suffix, count=16 if quick else 64)
+            dataset = _write_images(folder, file_size, suffix, count=16 if quick else 320)
             for preset, workers in itertools.product(PRESETS, WORKERS):
                 progress(f"{source}, augmentation '{preset}', {workers} workers")
                 rate = _images_per_second(_loader(dataset, preset, side, workers), seconds)
@@ -88,12 +88,12 @@ def table(result: dict[str, Any]) -> str:
             f"{row['images_per_second']:>8.0f} images/s"
         )
     loaded = result["annotations"]
-    memory = loaded["growth_gigabytes"]
-    grown = "memory not measured" if memory is None else f"{memory:.2f} GB more memory at its peak"
+    memory = loaded["peak_gigabytes"]
+    used = "memory not measured" if memory is None else f"{memory:.2f} GB at the peak"
     lines += [
         "",
         f"annotations of {loaded['images']:,} images, {loaded['boxes']:,} boxes "
-        f"({loaded['file_megabytes']:.0f} MB): {loaded['seconds']:.1f} s, {grown} "
+        f"({loaded['file_megabytes']:.0f} MB): {loaded['seconds']:.1f} s, {used} "
         f"(allowed: {SECONDS_ALLOWED:.0f} s, {GIGABYTES_ALLOWED} GB)",
     ]
     return "\n".join(lines)
@@ -193,22 +193,18 @@ def _load_annotations(folder: Path, share: float) -> dict[str, Any]:
 
 _LOADING = """
 import json, sys, time
-try:
-    import resource
-except ImportError:
-    resource = None
+from aploss.benchmarks.memory import can_measure_peak, peak_bytes, restart_peak
 from aploss.data.load import load_dataset
 
-def peak():
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9 if resource else None
-
-before, start = peak(), time.perf_counter()
+before = restart_peak() if can_measure_peak() else None
+start = time.perf_counter()
 dataset = load_dataset(sys.argv[1], "train", format="coco")
-seconds, after = time.perf_counter() - start, peak()
+seconds = time.perf_counter() - start
+peak = None if before is None else peak_bytes()
 print(json.dumps({
     "images": len(dataset), "boxes": dataset.num_boxes, "seconds": seconds,
-    "peak_gigabytes": after, "growth_gigabytes": after - before if resource else None,
+    "peak_gigabytes": None if peak is None else peak / 1e9,
+    "growth_gigabytes": None if peak is None else (peak - before) / 1e9,
 }))
 """
 

@@ -11,12 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from aploss.benchmarks.memory import can_measure_peak, peak_bytes, restart_peak
 from aploss.losses import ap_loss, reference
 from aploss.losses.ranking import engine
 from aploss.losses.ranking.passes import Passes, TorchPasses
@@ -185,7 +185,7 @@ def memory_factor(size: int) -> float | None:
 
     None where the system does not tell the peak of a process (it needs Linux's /proc).
     """
-    if not Path("/proc/self/clear_refs").exists():
+    if not can_measure_peak():
         return None
     script = f"from aploss.benchmarks import losses; print(losses._peak_of_one_step({size}))"
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
@@ -201,14 +201,6 @@ def _peak_of_one_step(size: int) -> float:
     _step(warm_up.requires_grad_(), lambda: ap_loss(warm_up, warm_targets))
     scores, targets = make_boxes(size, 0.0)
     scores.requires_grad_()
-    status = Path("/proc/self/status")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is held now
-    before = _status_bytes(status, "VmRSS")
+    before = restart_peak()
     _step(scores, lambda: ap_loss(scores, targets))
-    extra = _status_bytes(status, "VmHWM") - before
-    return extra / (scores.numel() * scores.element_size())
-
-
-def _status_bytes(status: Path, field: str) -> int:
-    line = next(line for line in status.read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
+    return (peak_bytes() - before) / (scores.numel() * scores.element_size())
