@@ -82,7 +82,9 @@ def _run(command: tuple[str, ...], arguments: list[str]) -> int:
         """Reports a wrong option as any other mistake."""
 
         def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-            raise ConfigError(f"{_in_one_line(message)} ({self.prog} --help lists the options)")
+            words = [action.dest for action in self._actions if not action.option_strings]
+            line = _in_one_line(message, words)
+            raise ConfigError(f"{line} ({self.prog} --help lists the options)")
 
     module_name, line = COMMANDS[command]
     module = import_module(f"aploss.cli.{module_name}")
@@ -97,16 +99,24 @@ def _run(command: tuple[str, ...], arguments: list[str]) -> int:
     return int(module.run(parser.parse_args(arguments)) or 0)
 
 
-def _in_one_line(message: str) -> str:
+def _in_one_line(message: str, words: Sequence[str] = ()) -> str:
     """What jsonargparse says, shorter.
 
+    Args:
+        message: of its parser.
+        words: names of arguments that are not options.
+
     Example:
-        >>> _in_one_line("Parser key \"a.b\":\\n  Expected a <class 'float'>. Got value: x")
-        '--a.b: Expected a float. Got value: x'
+        >>> _in_one_line('Parser key "a.b": Got value: x')
+        '--a.b: Got value: x'
     """
     line = re.sub(r"<class '(\w+)'>", r"\1", " ".join(message.split()))
     line = re.sub(r"(?:typing\.)?Literal\[([^]]+)\]", r"choice of \1", line)
-    return re.sub(r'Parser key "([^"]+)":', r"--\1:", line)
+    return re.sub(
+        r'Parser key "([^"]+)":',
+        lambda match: f"{'' if match[1] in words else '--'}{match[1]}:",
+        line,
+    )
 
 
 def _overview(prefix: tuple[str, ...]) -> str:
