@@ -36,7 +36,7 @@ def add_arguments(parser: "ArgumentParser") -> None:
     )
     parser.add_argument(
         "--augment",
-        choices=["paper", "light", "any-way-up", "none"],
+        choices=["paper", "light", "none"],
         help="show images as this augmentation hands them to training",
     )
     parser.add_argument(

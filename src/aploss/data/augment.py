@@ -1,4 +1,4 @@
-"""What training does to its images: SSD's augmentation (``paper``), lighter ones, or none.
+"""What training does to its images: SSD's augmentation (``paper``), a lighter one, or none.
 
 Each preset ends in one fixed size, and works on what :class:`~aploss.data.dataset.DetectionDataset`
 gives: an image and a target whose boxes, labels and flags stay in step.
@@ -20,7 +20,7 @@ __all__ = ["PRESETS", "IoUCrop", "RandomZoom", "ShrinkLarge", "training_transfor
 
 Target = dict[str, Any]
 
-PRESETS = ("paper", "light", "any-way-up", "none")
+PRESETS = ("paper", "light", "none")
 
 OBJECT_FIELDS = ("labels", "difficult", "crowd")
 MEAN_COLOUR = (123.0, 117.0, 104.0)  # of ImageNet, SSD's colour where the picture ends
@@ -32,8 +32,7 @@ def training_transforms(preset: str, size: int | tuple[int, int]) -> v2.Transfor
     ``paper`` is that of SSD (Liu et al. 2016, Section 2.2), which the AP-loss paper adopts:
     photometric distortion, zoom-out up to four times, a crop with a minimal overlap with some
     object, horizontal flip. ``light`` zooms by ±25 %, changes brightness and contrast by ±20 % and
-    flips: enough for small sets and short trainings. ``any-way-up`` also flips upside down, for
-    pictures through a microscope or from above. ``none`` only resizes.
+    flips: enough for small sets and short trainings. ``none`` only resizes.
 
     Args:
         preset: one of :data:`PRESETS`.
@@ -72,12 +71,11 @@ def training_transforms(preset: str, size: int | tuple[int, int]) -> v2.Transfor
             v2.RandomHorizontalFlip(),
             resize,
         ]
-    elif preset in ("light", "any-way-up"):
+    elif preset == "light":
         steps = [
             shrink,
             RandomZoom(0.75, 1.25),
             v2.RandomHorizontalFlip(),
-            *([v2.RandomVerticalFlip()] if preset == "any-way-up" else []),
             resize,  # before the colours: fewer pixels to change
             v2.ColorJitter(brightness=0.2, contrast=0.2),
         ]

@@ -61,9 +61,7 @@ class BatchesConfig:
     image_size: int | tuple[int, int] = setting(
         512, "training images are resized to this: side of a square, or [height, width]"
     )
-    augmentation: Literal["paper", "light", "any-way-up", "none"] = setting(
-        "light", "augmentation preset"
-    )
+    augmentation: Literal["paper", "light", "none"] = setting("light", "augmentation preset")
     workers: int | None = setting(None, "loader processes; by default chosen for the hardware")
 
     def __post_init__(self) -> None:
