@@ -151,8 +151,8 @@ def _trials_section(results: Results) -> Section:
         rows.append([first, *cells])
     text = (
         "Every row was tried with as many learning rates and the first seed, and took the one "
-        "with the best score (bold). Scores, in percent, never come from the split of the final "
-        "numbers."
+        "with the best score (bold), in percent: AP on the validation split, or, where the "
+        "optimisation itself is measured, the AP of the ranking of training images."
     )
     table = Table(columns=["row", *(f"{rate:.3g}" for rate in rates)], rows=rows)
     return Section("Search for learning rates", [Text(text), table])
