@@ -37,6 +37,7 @@ def write_page(
         The path of the page.
 
     Example:
+        >>> import tempfile
         >>> from aploss.reporting.blocks import Section, Text, Verdict
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     sections = [Section("Result", [Verdict(True, "loss is zero"), Text("Done.")])]
