@@ -7,8 +7,10 @@ import pytest
 import torch
 from torchvision import tv_tensors
 from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as F
 
-from aploss.data.augment import PRESETS, IoUCrop, RandomZoom, ShrinkLarge, training_transforms
+from aploss.data.augment import PRESETS, IoUCrop, ShrinkLarge, training_transforms
+from aploss.data.light_augmentation import draw_zoom
 from aploss.errors import ConfigError
 
 Target = dict[str, Any]
@@ -119,8 +121,71 @@ def test_box_that_shrinks_below_a_pixel_goes_with_its_label_and_flags() -> None:
     assert target["crowd"].tolist() == [True, False]
 
 
-@pytest.mark.parametrize("transform", [IoUCrop(), RandomZoom(0.5, 2.0)])
-def test_crops_keep_exactly_the_objects_whose_centre_stays(transform: torch.nn.Module) -> None:
+class LiteralZoom(torch.nn.Module):
+    """The zoom of the light preset with torchvision's crop and pad."""
+
+    def forward(self, image: Any, target: Target) -> tuple[Any, Target]:
+        height, width = image.shape[-2:]
+        share, across, down = torch.rand(3).tolist()
+        zoom = 0.75 + share * 0.5
+        new_height, new_width = max(1, round(height / zoom)), max(1, round(width / zoom))
+        left, top = round(abs(new_width - width) * across), round(abs(new_height - height) * down)
+        if zoom < 1:
+            padding = [left, top, new_width - width - left, new_height - height - top]
+            image = F.pad(image, padding, fill=[123.0, 117.0, 104.0])
+            return image, {**target, "boxes": F.pad(target["boxes"], padding)}
+        middle = (target["boxes"][:, :2] + target["boxes"][:, 2:]) / 2
+        x, y = middle.as_subclass(torch.Tensor).unbind(1)
+        stays = (x > left) & (x < left + new_width) & (y > top) & (y < top + new_height)
+        cut = F.crop(target["boxes"], top, left, new_height, new_width)
+        kept = {field: target[field][stays] for field in ("labels", "difficult", "crowd")}
+        kept["boxes"] = tv_tensors.wrap(cut[stays], like=cut)
+        return F.crop(image, top, left, new_height, new_width), {**target, **kept}
+
+
+@pytest.mark.parametrize("size", [(64, 64), (48, 80), (90, 120), (75, 75)])
+@pytest.mark.parametrize("shape", [(90, 120), (75, 75), (301, 97), (3, 5), (1, 1)])
+def test_light_equals_its_parts_from_torchvision(
+    size: tuple[int, int], shape: tuple[int, int]
+) -> None:
+    literal = v2.Compose(
+        [
+            LiteralZoom(),
+            v2.RandomHorizontalFlip(),
+            v2.Resize(size, antialias=True),
+            v2.ColorJitter(brightness=0.2, contrast=0.2),
+            v2.ClampBoundingBoxes(),
+            v2.SanitizeBoundingBoxes(
+                min_size=1,
+                labels_getter=lambda sample: tuple(
+                    sample[1][field] for field in ("labels", "difficult", "crowd")
+                ),
+            ),
+        ]
+    )
+    random = torch.Generator().manual_seed(0)
+    for seed in range(25):
+        corners = torch.rand(2, seed % 7, 2, generator=random).sort(dim=0).values
+        boxes = torch.cat([corners[0], corners[1]], 1) * torch.tensor([*shape[::-1]] * 2)
+        sample = make_sample(*shape, boxes.tolist())
+        pixels = torch.randint(0, 256, (3, *shape), generator=random, dtype=torch.uint8)
+        sample = tv_tensors.Image(pixels), sample[1]
+        results = []
+        for transform in (training_transforms("light", size), literal):
+            torch.manual_seed(seed)
+            results.append((*transform(*sample), torch.rand(1)))
+        (image, target, after), (expected_image, expected, expected_after) = results
+        torch.testing.assert_close(image, expected_image, rtol=0, atol=0)
+        assert list(target) == list(expected)
+        for field in ("boxes", "labels", "difficult", "crowd"):
+            torch.testing.assert_close(target[field], expected[field], rtol=0, atol=0)
+        check_target(image, target)
+        assert after == expected_after  # as many random numbers were drawn
+        assert (sample[0] == pixels).all()
+
+
+def test_crops_keep_exactly_the_objects_whose_centre_stays() -> None:
+    transform = IoUCrop()
     torch.manual_seed(2)
     sizes = set()
     for _ in range(60):
@@ -138,17 +203,21 @@ def test_crops_keep_exactly_the_objects_whose_centre_stays(transform: torch.nn.M
     assert len(sizes) > 20
 
 
-def test_zoom_keeps_to_its_range_and_fills_with_the_mean_colour() -> None:
+def test_zoom_keeps_to_its_range_and_to_the_image() -> None:
     torch.manual_seed(3)
-    transform = RandomZoom(0.75, 1.25)
     factors = []
     for _ in range(200):
-        image, _ = transform(*make_sample(90, 120, []))
-        factors.append(90 / image.shape[1])
-        assert abs(image.shape[2] - 120 * image.shape[1] / 90) < 1.5
-        if image.shape[1] > 92:
-            outside = image[:, image[0] != GROUND]
-            assert (outside == torch.tensor([[123], [117], [104]])).all()
+        left, top, right, bottom = draw_zoom(90, 120, 0.75, 1.25)
+        factors.append(90 / (bottom - top))
+        assert abs((right - left) - 120 * (bottom - top) / 90) < 1.5
+        if right - left < 120:
+            assert left >= 0 <= top
+            assert right <= 120
+            assert bottom <= 90
+        else:
+            assert left <= 0 >= top
+            assert right >= 120
+            assert bottom >= 90
     assert 0.74 < min(factors) < 0.78
     assert 1.22 < max(factors) < 1.27
     assert abs(np.mean(factors) - 1) < 0.03

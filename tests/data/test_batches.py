@@ -1,5 +1,6 @@
 """Batches: the same for any number of workers and processes, from any point on."""
 
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,17 @@ def test_epoch_can_start_anywhere(dataset: DetectionDataset, expected: list[list
     assert list(batches.epoch(1, start_batch=2)) == []
     with pytest.raises(ConfigError, match="2 batches: it cannot start at 3"):
         batches.epoch(1, start_batch=3)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("first_batch", [0, 1, 3])
+def test_endless_is_one_epoch_after_the_other(
+    dataset: DetectionDataset, expected: list[list[Batch]], workers: int, first_batch: int
+) -> None:
+    all_batches = [batch for epoch in expected for batch in epoch]
+    batches = loader(dataset, workers=workers).endless(first_batch)
+    wanted = all_batches[first_batch:]
+    assert_same(list(itertools.islice(batches, len(wanted))), wanted)
 
 
 @pytest.mark.parametrize("processes", [2, 4])

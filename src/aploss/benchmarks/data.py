@@ -16,7 +16,7 @@ from PIL import Image
 
 from aploss.data._scene import CLASS_NAMES, draw_scene
 from aploss.data.augment import PRESETS
-from aploss.data.batches import Batch, TrainingBatches, make_training_loader
+from aploss.data.batches import TrainingBatches, make_training_loader
 from aploss.data.dataset import DetectionDataset
 from aploss.detectors.build import build_detector
 
@@ -126,13 +126,8 @@ def _loader(dataset: DetectionDataset, preset: str, side: int, workers: int) -> 
     )
 
 
-def _endless(loader: TrainingBatches) -> Iterator[Batch]:
-    for epoch in itertools.count():
-        yield from loader.epoch(epoch)
-
-
 def _images_per_second(loader: TrainingBatches, seconds: float) -> float:
-    batches = _endless(loader)
+    batches = loader.endless()
     for _ in range(4):  # workers start, and what they prepared meanwhile is used up
         next(batches)
     images, start = 0, time.perf_counter()
@@ -154,7 +149,7 @@ def _training_waits(
         progress(f"training with augmentation '{preset}', {workers} workers")
         detector = build_detector("retinanet-tiny", class_names=dataset.class_names)
         optimizer = torch.optim.SGD(detector.parameters(), lr=1e-4)
-        batches = _endless(_loader(dataset, preset, side, workers))
+        batches = _loader(dataset, preset, side, workers).endless()
         waited, start = 0.0, time.perf_counter()
         for step in range(-2, steps):
             if step == 0:

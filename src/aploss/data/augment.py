@@ -14,16 +14,14 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from aploss.data.dataset import Sample
+from aploss.data.light_augmentation import MEAN_COLOUR, OBJECT_FIELDS, LightAugmentation
 from aploss.errors import ConfigError
 
-__all__ = ["PRESETS", "IoUCrop", "RandomZoom", "ShrinkLarge", "training_transforms"]
+__all__ = ["PRESETS", "IoUCrop", "ShrinkLarge", "training_transforms"]
 
 Target = dict[str, Any]
 
 PRESETS = ("paper", "light", "none")
-
-OBJECT_FIELDS = ("labels", "difficult", "crowd")
-MEAN_COLOUR = (123.0, 117.0, 104.0)  # of ImageNet, SSD's colour where the picture ends
 
 
 def training_transforms(preset: str, size: int | tuple[int, int]) -> v2.Transform:
@@ -72,13 +70,7 @@ def training_transforms(preset: str, size: int | tuple[int, int]) -> v2.Transfor
             resize,
         ]
     elif preset == "light":
-        steps = [
-            shrink,
-            RandomZoom(0.75, 1.25),
-            v2.RandomHorizontalFlip(),
-            resize,  # before the colours: fewer pixels to change
-            v2.ColorJitter(brightness=0.2, contrast=0.2),
-        ]
+        return v2.Compose([shrink, LightAugmentation((height, width))])
     elif preset == "none":
         steps = [resize]
     else:
@@ -133,35 +125,6 @@ class IoUCrop(nn.Module):
         ratio = extent[:, 0] / extent[:, 1]
         lowest, highest = self.aspect_ratios
         return torch.cat([corner, corner + extent], 1)[(ratio >= lowest) & (ratio <= highest)]
-
-
-class RandomZoom(nn.Module):
-    """Zooms by a factor from a range: a cut-out above 1, a place on a larger ground below 1.
-
-    Pixels are only cut or added: the resize that follows resamples them once. An object stays when
-    its centre does, as in SSD's crop.
-
-    Args:
-        smallest: lowest factor, above 0.
-        largest: highest factor.
-    """
-
-    def __init__(self, smallest: float, largest: float) -> None:
-        super().__init__()
-        self.smallest, self.largest = smallest, largest
-
-    def forward(self, image: tv_tensors.Image, target: Target) -> Sample:
-        """Zooms one sample."""
-        height, width = F.get_size(image)
-        share, across, down = torch.rand(3).tolist()
-        zoom = self.smallest + share * (self.largest - self.smallest)
-        new_height, new_width = max(1, round(height / zoom)), max(1, round(width / zoom))
-        left, top = round(abs(new_width - width) * across), round(abs(new_height - height) * down)
-        if zoom >= 1:
-            return _crop(image, target, left, top, left + new_width, top + new_height)
-        padding = [left, top, new_width - width - left, new_height - height - top]
-        image = F.pad(image, padding, fill=list(MEAN_COLOUR))
-        return image, {**target, "boxes": F.pad(target["boxes"], padding)}
 
 
 class ShrinkLarge(nn.Module):

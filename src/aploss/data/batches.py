@@ -5,7 +5,8 @@ state. So the same run gives the same batches with any number of workers, on one
 started afresh or in the middle of an epoch.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -61,7 +62,7 @@ class AugmentedSamples(Dataset[Sample]):
 
 
 class TrainingBatches:
-    """Endless training data, one epoch at a time; made by :func:`make_training_loader`.
+    """Training data, one epoch at a time or without end; made by :func:`make_training_loader`.
 
     Each epoch visits the images once in its own order. Images that fill no whole batch are left
     out of that epoch; a set smaller than a batch is one batch.
@@ -130,14 +131,35 @@ class TrainingBatches:
             raise ConfigError(
                 f"an epoch has {self.batches_per_epoch} batches: it cannot start at {start_batch}"
             )
+        self._plan.batches = self._keys(epoch, start_batch)
+        return (unpack(packed) for packed in self._loader)
+
+    def endless(self, first_batch: int = 0) -> Iterator[Batch]:
+        """The batches of one epoch after the other; workers prepare across their borders.
+
+        Args:
+            first_batch: where to start, counted from the beginning of the first epoch.
+
+        Raises:
+            DataError: while iterating, when an image cannot be read.
+        """
+        first_epoch, start_batch = divmod(first_batch, self.batches_per_epoch)
+        later = itertools.count(first_epoch + 1)
+        self._plan.batches = itertools.chain(
+            self._keys(first_epoch, start_batch),
+            itertools.chain.from_iterable(map(self._keys, later)),
+        )
+        return (unpack(packed) for packed in self._loader)
+
+    def _keys(self, epoch: int, start_batch: int = 0) -> list[list[Key]]:
+        """What this process's batches of an epoch are made of."""
         order = self.order(epoch)
         share = self.batch_size // self.world_size
-        self._plan.batches = [
+        return [
             [(epoch, index) for index in order[start : start + share]]
             for step in range(start_batch, self.batches_per_epoch)
             for start in [step * self.batch_size + self.rank * share]
         ]
-        return (unpack(packed) for packed in self._loader)
 
 
 class EvaluationBatches:
@@ -154,12 +176,11 @@ class EvaluationBatches:
     ) -> None:
         _check_settings(len(dataset), batch_size, workers, rank, world_size)
         indices = range(rank, len(dataset), world_size)
-        plan = _Plan()
-        plan.batches = [
+        plan = [
             [(0, index) for index in indices[start : start + batch_size]]
             for start in range(0, len(indices), batch_size)
         ]
-        self._batches = len(plan.batches)
+        self._batches = len(plan)
         self._loader = DataLoader(
             Guarded(_Plain(dataset)),
             batch_sampler=plan,
@@ -200,7 +221,8 @@ def make_training_loader(
             single process would get.
 
     Returns:
-        An object whose ``epoch(number, start_batch=0)`` gives :class:`Batch` after :class:`Batch`.
+        An object whose ``epoch(number, start_batch=0)`` and ``endless(first_batch=0)`` give
+        :class:`Batch` after :class:`Batch`.
 
     Raises:
         ConfigError: for settings that cannot be.
@@ -266,16 +288,13 @@ def _own_randomness(*numbers: int) -> Iterator[None]:
 
 
 class _Plan:
-    """The batches of keys that the loader goes through next; it is refilled for every epoch."""
+    """The batches of keys that the loader goes through next, perhaps without end."""
 
     def __init__(self) -> None:
-        self.batches: list[list[Key]] = []
+        self.batches: Iterable[list[Key]] = ()
 
     def __iter__(self) -> Iterator[list[Key]]:
         return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
 
 
 class _Plain(Dataset[Sample]):

@@ -2,13 +2,12 @@
 
 import itertools
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from aploss.data.batches import Batch, TrainingBatches
+from aploss.data.batches import TrainingBatches
 from aploss.errors import RunError
 from aploss.training.bad_numbers import BadNumbers
 from aploss.training.config import TrainConfig
@@ -85,7 +84,7 @@ class Loop:
     def _steps(self, signals: StopSignals) -> None:
         state = self.state
         self._validate_and_save()  # an interruption may have come before a validation
-        batches = self._batches()
+        batches = self.loader.endless(state.step * self.config.batches.accumulate)
         while state.stopped_by is None:
             step_batches = list(itertools.islice(batches, self.config.batches.accumulate))
             self._after_step(self.stepper.step(state.step, step_batches))
@@ -97,15 +96,6 @@ class Loop:
             elif interrupted:
                 self._interrupt()
             self._validate_and_save()
-
-    def _batches(self) -> Iterator[Batch]:
-        """The endless stream of batches from where the state is, also in the middle of an epoch."""
-        done = self.state.step * self.config.batches.accumulate
-        epoch, start = divmod(done, self.loader.batches_per_epoch)
-        yield from self.loader.epoch(epoch, start)
-        while True:
-            epoch += 1
-            yield from self.loader.epoch(epoch)
 
     @property
     def _epoch(self) -> float:
