@@ -245,18 +245,19 @@ def _accumulate(  # type: ignore[no-untyped-def]
             for i in range(block, block + size):
                 infinite += np.int32(not (abs(scores[i]) < np.inf))
             continue
+        first = np.uint64(block)
         for n in range(np.uint64(size)):
-            value = np.float64(scores[block + n]) - shift
+            value = np.float64(scores[first + n]) - shift
             named = np.uint32(cell_segment[np.uint64(cells[n])])
             if named < several_breakpoints:
                 row = np.uint64(named)
                 row += np.uint64(value >= breaks[row + np.uint64(1)])
             else:
                 row = _search(value, breaks, np.uint64(named - several_breakpoints))
-            rows[block + n] = row
+            rows[first + n] = row
             distances[n] = value - breaks[row]
         for n in range(np.uint64(size)):
-            row = np.uint64(rows[block + n])
+            row = np.uint64(rows[first + n])
             counts[row] += 1.0
             sums[row] += distances[n]
     # What is not finite makes a sum not finite; so may, rarely, an ignored score or an overflow.
