@@ -98,10 +98,13 @@ def plot(result: dict[str, Any]) -> str:
 
 
 def make_boxes(size: int, separation: float) -> tuple[Tensor, Tensor]:
-    """Scores and int64 targets; positives are drawn that far above the negatives."""
+    """Scores and targets; positives are drawn that far above the negatives.
+
+    The targets are floats, because torchvision's focal loss takes no others.
+    """
     random = torch.Generator().manual_seed(0)
     scores = torch.randn(size, generator=random)
-    targets = torch.zeros(size, dtype=torch.int64)
+    targets = torch.zeros(size)
     targets[torch.randperm(size, generator=random)[:POSITIVES]] = 1
     return scores + separation * targets, targets
 
@@ -111,10 +114,9 @@ def _measure(size: int, stage: str, separation: float, quick: bool) -> dict[str,
 
     scores, targets = make_boxes(size, separation)
     scores.requires_grad_()
-    float_targets = targets.float()
 
     def focal() -> Tensor:
-        loss: Tensor = sigmoid_focal_loss(scores, float_targets, reduction="sum")
+        loss: Tensor = sigmoid_focal_loss(scores, targets, reduction="sum")
         return loss / POSITIVES
 
     seconds = SECONDS_PER_CASE / 10 if quick else SECONDS_PER_CASE

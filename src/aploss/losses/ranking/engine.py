@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..input_checks import refuse_score, refuse_target
@@ -46,7 +47,7 @@ class Ranking:
     positive_scores: Tensor
     _boxes: "_Boxes"
     _segments: Segments
-    _order: Tensor  # [P] which of the gathered positives stands at each place
+    _order: NDArray[np.int64]  # [P] which of the gathered positives stands at each place
     _first_own: int  # where this process's positives start among the gathered ones
 
     @property
@@ -57,9 +58,10 @@ class Ranking:
     @cached_property
     def own_places(self) -> Tensor:
         """Where this process's positives, in the order of their flat index, stand in [P]."""
-        place = torch.empty_like(self._order)
-        place[self._order] = torch.arange(len(place), device=place.device)
-        return place[self._first_own : self._first_own + len(self._boxes.passes.positive_index)]
+        place = np.empty_like(self._order)
+        place[self._order] = np.arange(len(place))
+        own = place[self._first_own : self._first_own + len(self._boxes.positive_scores)]
+        return torch.from_numpy(own).to(self._boxes.scores.device)
 
     @property
     def num_processes(self) -> int:
@@ -68,10 +70,11 @@ class Ranking:
 
     def from_all(self, own_values: Tensor) -> Tensor:
         """Brings one value per own positive (in the order of flat index) into the order of [P]."""
-        values = own_values.detach().to(self._order.device, torch.float64)
+        device = self._boxes.scores.device
+        values = own_values.detach().to(device, torch.float64)
         if self._boxes.group is not None:
             values, _ = across_processes.gather_values(values, self._boxes.group)
-        return values[self._order]
+        return values[torch.from_numpy(self._order).to(device)]
 
     def gradient(self, pair_weights: Tensor | None, positive_gradient: Tensor) -> Tensor:
         """The second pass: the gradient on this process's scores.
@@ -146,9 +149,9 @@ def rank_boxes(
     sorted_scores = sorted_scores - shift
     segments = cut_into_segments(sorted_scores, delta, shift)
     counts, sums, negatives = _negatives_per_segment(boxes, segments)
-    per_positive = [*_sums_above(segments, sorted_scores, counts, sums), sorted_scores, order]
+    per_positive = [*_sums_above(segments, sorted_scores, counts, sums), sorted_scores]
     device = boxes.scores.device
-    positives_above, negatives_above, positive_scores, places = (
+    positives_above, negatives_above, positive_scores = (
         torch.from_numpy(values).to(device) for values in per_positive
     )
     return Ranking(
@@ -158,7 +161,7 @@ def rank_boxes(
         positive_scores=positive_scores,
         _boxes=boxes,
         _segments=segments,
-        _order=places,
+        _order=order,
         _first_own=first_own,
     )
 
@@ -178,10 +181,9 @@ def _find_positives(
     process_group = across_processes.resolve(group)
 
     passes = _passes_for(device, backend)(flat_scores, flat_targets, soft)
-    index, bad_target = passes.positive_index, passes.bad_target
-    positive_scores = _on_host(flat_scores[index].to(torch.float64))  # s_i, i in P
+    positive_scores, bad_target = passes.positive_scores, passes.bad_target
     finite = np.isfinite(positive_scores)
-    bad_score = -1 if finite.all() else int(index[int(finite.argmin())])
+    bad_score = -1 if finite.all() else int(passes.positive_index[int(finite.argmin())])
     _agree_on_problems(bad_target >= 0 or bad_score >= 0, device, process_group)
     if bad_target >= 0:
         refuse_target(flat_targets, bad_target, soft=soft)
@@ -219,13 +221,12 @@ def _sums_above(
         return positive_scores, positive_scores
     row = segments.breakpoints.searchsorted(positive_scores, side="right") - 1
     distance = positive_scores - segments.breakpoints[row]
-    positive_counts, positive_sums = (
-        np.bincount(row, each, minlength=segments.count).astype(np.float64, copy=False)
-        for each in (np.ones_like(distance), distance)
-    )
+    own_counts = np.bincount(row, minlength=segments.count)
+    own_sums = np.bincount(row, distance, minlength=segments.count)
+    both = np.array([own_counts, counts]), np.array([own_sums, sums])
+    positives, negatives = sums_of_steps(segments, *both)
     step_at_zero = 0.5 if segments.delta else 1.0  # i itself is counted: f(0), or H(0)
-    positives = sums_of_steps(segments, positive_counts, positive_sums) - step_at_zero
-    return positives, sums_of_steps(segments, counts, sums)
+    return positives - step_at_zero, negatives
 
 
 def _on_host(values: Tensor) -> Floats:

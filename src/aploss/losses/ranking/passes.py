@@ -25,11 +25,13 @@ class Passes(Protocol):
 
     Attributes:
         positive_index: flat index of the positives, ascending.
+        positive_scores: their scores s_i, on the host.
         num_negatives: how many targets are 0.
         bad_target: flat index of a target that is not allowed, or -1.
     """
 
     positive_index: Tensor
+    positive_scores: Floats
     num_negatives: int
     bad_target: int
 
@@ -68,6 +70,7 @@ class TorchPasses:
         # One transfer to the host for both numbers; nonzero() makes one of its own.
         negatives, refusals = torch.stack([negative.sum(), refused.sum()]).tolist()
         self.positive_index = positive.nonzero()[:, 0]
+        self.positive_scores = scores[self.positive_index].double().cpu().numpy()
         self.num_negatives = int(negatives)
         self.bad_target = int(refused.nonzero()[0, 0]) if refusals else -1
 

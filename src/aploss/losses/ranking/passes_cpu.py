@@ -8,8 +8,8 @@ with torch. Chunks depend on the sizes alone: results do not change with the num
 Within a chunk the kernels go block by block: a vectorised sweep finds the lookup cells of a block,
 and tells when all of it lies below every positive, as most of it does late in training. Segments
 are looked up before the first of them is added to: a processor that has to guess whether the sum it
-reads is one it still has to write takes half as long again. Indices are unsigned, because numba
-checks signed ones for being negative.
+reads is one it still has to write takes half as long again. Indices are unsigned: numba
+checks signed ones for being negative, and vectorises nothing that is checked.
 """
 
 from collections.abc import Callable
@@ -29,6 +29,7 @@ __all__ = ["CPUPasses"]
 BLOCK = 256
 MOST_CHUNKS = 16
 SMALLEST_CHUNK = 1 << 15
+ONE, TWO, STEP = np.uint64(1), np.uint64(2), np.uint64(BLOCK)  # for unsigned indices
 CELLS_PER_SEGMENT, MOST_CELLS = 8, 1 << 13  # of the lookup table
 
 
@@ -52,8 +53,9 @@ class CPUPasses:
         parts = self._in_chunks(
             lambda _, start, stop: _find_positives(values, start, stop, soft, *notes)
         )
-        indices = [index for index, _, _ in parts]
-        self.positive_index = torch.from_numpy(np.concatenate(indices or [np.empty(0, np.int64)]))
+        index = np.concatenate([index for index, _, _ in parts] or [np.empty(0, np.int64)])
+        self.positive_index = torch.from_numpy(index)
+        self.positive_scores = self.scores[index].astype(np.float64)
         self.num_negatives = sum(int(negatives) for _, negatives, _ in parts)
         self.bad_target = next((int(bad) for _, _, bad in parts if bad >= 0), -1)
 
@@ -151,20 +153,22 @@ def _fill_cells(cell_segment, breaks, width, step):  # type: ignore[no-untyped-d
 def _find_positives(targets, start, stop, soft, pure, left_out):  # type: ignore[no-untyped-def]
     found = np.empty(256, np.int64)
     positives, negatives, bad = 0, 0, -1
-    for block in range(start, stop, BLOCK):
-        end = min(block + BLOCK, stop)
+    stop = np.uint64(stop)
+    for block in range(np.uint64(start), stop, STEP):
+        end = min(block + STEP, stop)
         others = 0
         for i in range(block, end):
             others += targets[i] != 0
-        negatives += end - block - others
-        pure[block // BLOCK] = others == 0
+        negatives += np.int64(end - block) - others
+        pure[block // STEP] = others == 0
         if others == 0:
             continue
         for i in range(block, end):
-            target = targets[i]
-            left_out[i] = target != 0
-            if target == 0 or target == -1:
+            left_out[i] = targets[i] != 0
+        for i in range(block, end):
+            if not left_out[i]:
                 continue
+            target = targets[i]
             if target == 1 or (soft and target > 0 and target < 1):
                 if positives == len(found):
                     grown = np.empty(2 * positives, np.int64)
@@ -172,8 +176,8 @@ def _find_positives(targets, start, stop, soft, pure, left_out):  # type: ignore
                     found = grown
                 found[positives] = i
                 positives += 1
-            elif bad < 0:
-                bad = i
+            elif target != -1 and bad < 0:
+                bad = np.int64(i)
     return found[:positives].copy(), negatives, bad
 
 
@@ -189,7 +193,7 @@ def _locate(  # type: ignore[no-untyped-def]
     highest = np.int32(0)
     for n in range(size):
         highest = max(highest, cells[n])
-    if not pure[block // BLOCK]:
+    if not pure[block // STEP]:
         for n in range(size):
             if left_out[block + n]:
                 cells[n] = 0
@@ -199,18 +203,17 @@ def _locate(  # type: ignore[no-untyped-def]
 @_compiled
 def _search(value, breaks, low):  # type: ignore[no-untyped-def]
     """The last segment whose left end is not above the value, from segment ``low`` on."""
-    one = np.uint64(1)
     high = np.uint64(len(breaks) - 4)
     for _ in range(4):
-        if breaks[low + one] > value:
+        if breaks[low + ONE] > value:
             return low
-        low += one
+        low += ONE
     while low < high:
-        middle = (low + high + one) // np.uint64(2)
+        middle = (low + high + ONE) // TWO
         if breaks[middle] <= value:
             low = middle
         else:
-            high = middle - one
+            high = middle - ONE
     return low
 
 
@@ -237,27 +240,26 @@ def _accumulate(  # type: ignore[no-untyped-def]
     last_cell = np.float64(len(cell_segment) - 1)
     cells, distances = np.empty(BLOCK, np.int32), np.empty(BLOCK, np.float64)
     infinite = np.int32(0)
-    for block in range(start, stop, BLOCK):
-        size = min(BLOCK, stop - block)
+    for block in range(np.uint64(start), np.uint64(stop), STEP):
+        size = min(STEP, np.uint64(stop) - block)
         highest = _locate(scores, pure, left_out, block, size, shift, low, scale, last_cell, cells)
-        below[block // BLOCK] = highest == 0
+        below[block // STEP] = highest == 0
         if highest == 0:
-            for i in range(block, block + size):
-                infinite += np.int32(not (abs(scores[i]) < np.inf))
+            for n in range(size):
+                infinite += np.int32(not (abs(scores[block + n]) < np.inf))
             continue
-        first = np.uint64(block)
-        for n in range(np.uint64(size)):
-            value = np.float64(scores[first + n]) - shift
+        for n in range(size):
+            value = np.float64(scores[block + n]) - shift
             named = np.uint32(cell_segment[np.uint64(cells[n])])
             if named < several_breakpoints:
                 row = np.uint64(named)
-                row += np.uint64(value >= breaks[row + np.uint64(1)])
+                row += np.uint64(value >= breaks[row + ONE])
             else:
                 row = _search(value, breaks, np.uint64(named - several_breakpoints))
-            rows[first + n] = row
+            rows[block + n] = row
             distances[n] = value - breaks[row]
-        for n in range(np.uint64(size)):
-            row = np.uint64(rows[first + n])
+        for n in range(size):
+            row = np.uint64(rows[block + n])
             counts[row] += 1.0
             sums[row] += distances[n]
     # What is not finite makes a sum not finite; so may, rarely, an ignored score or an overflow.
@@ -271,15 +273,17 @@ def _evaluate(  # type: ignore[no-untyped-def]
     scores, pure, left_out, start, stop, shift, breaks, rows, below, at_left, slope, out
 ):
     """Writes the value of the line [M + 2] of every negative's row."""
-    for block in range(start, stop, BLOCK):
-        end = min(block + BLOCK, stop)
-        if below[block // BLOCK]:
-            out[block:end] = 0.0
+    stop = np.uint64(stop)
+    for block in range(np.uint64(start), stop, STEP):
+        end = min(block + STEP, stop)
+        if below[block // STEP]:
+            for i in range(block, end):
+                out[i] = 0.0
             continue
-        for i in range(np.uint64(block), np.uint64(end)):
+        for i in range(block, end):
             row = np.uint64(rows[i])
             out[i] = at_left[row] + slope[row] * (np.float64(scores[i]) - shift - breaks[row])
-        if not pure[block // BLOCK]:
+        if not pure[block // STEP]:
             # An ignored score may be NaN or infinite: zero times it is not zero.
             for i in range(block, end):
                 if left_out[i]:

@@ -90,21 +90,23 @@ def sums_of_steps(segments: Segments, counts: Floats, sums: Floats) -> Floats:
     sum_j f(s_j - s_i) = 1/(2 delta) * integral of C from s_i - delta to s_i + delta.
 
     Args:
-        counts: boxes in every segment [M].
-        sums: sum of their distances to the segment's left end [M].
+        counts: boxes in every segment [..., M], for any number of sets of boxes.
+        sums: sum of their distances to the segment's left end [..., M].
 
     Returns:
-        the sums [P].
+        the sums [..., P].
     """
     at_least = _suffix_sums(counts)  # boxes in this segment or above
     if segments.delta == 0:
         # H(0) = 1: equal scores count, and equal positives share the boxes at their score.
         first = segments.breakpoints.searchsorted(segments.breakpoints, side="left")
-        return at_least[first]
+        return at_least[..., first]
     lengths = segments.lengths
     above = np.zeros_like(counts)  # integral of C from the segment's left end on
-    above[:-1] = _suffix_sums(at_least[1:] * lengths + np.where(lengths > 0, sums[:-1], 0.0))
-    return (above[segments.ramp_start] - above[segments.ramp_end]) / (2 * segments.delta)
+    inside = np.where(lengths > 0, sums[..., :-1], 0.0)
+    above[..., :-1] = _suffix_sums(at_least[..., 1:] * lengths + inside)
+    over_ramp = above[..., segments.ramp_start] - above[..., segments.ramp_end]
+    return over_ramp / (2 * segments.delta)
 
 
 def line_through_segments(segments: Segments, weights: Floats) -> tuple[Floats, Floats]:
@@ -125,4 +127,4 @@ def line_through_segments(segments: Segments, weights: Floats) -> tuple[Floats, 
 
 
 def _suffix_sums(values: Floats) -> Floats:
-    return values[::-1].cumsum()[::-1]
+    return values[..., ::-1].cumsum(axis=-1)[..., ::-1]
