@@ -152,7 +152,7 @@ def _fill_cells(cell_segment, breaks, width, step):  # type: ignore[no-untyped-d
 @_compiled
 def _find_positives(targets, start, stop, soft, pure, left_out):  # type: ignore[no-untyped-def]
     found = np.empty(256, np.int64)
-    positives, negatives, bad = 0, 0, -1
+    positives, negatives, bad = 0, np.int64(0), np.int64(-1)
     stop = np.uint64(stop)
     for block in range(np.uint64(start), stop, STEP):
         end = min(block + STEP, stop)
