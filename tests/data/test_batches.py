@@ -214,6 +214,7 @@ def test_unreadable_image_is_one_line_that_names_it(tmp_path: Path, workers: int
     )
     for batches in (
         loader(broken, workers=workers).epoch(0),
+        loader(broken, workers=workers).endless(),
         make_evaluation_loader(broken, batch_size=1, workers=workers),
     ):
         with pytest.raises(DataError, match=r"broken\.png") as caught:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 from torchvision import tv_tensors
@@ -103,7 +104,8 @@ def unpack(packed: _Packed | DataError) -> Batch:
 
 
 def _to_unit(image: torch.Tensor) -> torch.Tensor:
-    return image.to(torch.float32).div_(255)
+    # By numpy: a thread beside training would start a second set of torch's threads.
+    return torch.from_numpy(np.divide(image.numpy(), 255, dtype=np.float32))
 
 
 def _target(packed: dict[str, Any], canvas_size: tuple[int, int]) -> dict[str, Any]:

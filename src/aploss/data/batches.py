@@ -7,6 +7,7 @@ started afresh or in the middle of an epoch.
 
 import itertools
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -135,7 +136,10 @@ class TrainingBatches:
         return (unpack(packed) for packed in self._loader)
 
     def endless(self, first_batch: int = 0) -> Iterator[Batch]:
-        """The batches of one epoch after the other; workers prepare across their borders.
+        """The batches of one epoch after the other, prepared across their borders.
+
+        With workers, the next batch is also brought over and unpacked while the last one is used:
+        who asks for it does not wait.
 
         Args:
             first_batch: where to start, counted from the beginning of the first epoch.
@@ -149,7 +153,8 @@ class TrainingBatches:
             self._keys(first_epoch, start_batch),
             itertools.chain.from_iterable(map(self._keys, later)),
         )
-        return (unpack(packed) for packed in self._loader)
+        batches = map(unpack, iter(self._loader))  # made here: workers are not for other threads
+        return _one_ahead(batches) if self._loader.num_workers else batches
 
     def _keys(self, epoch: int, start_batch: int = 0) -> list[list[Key]]:
         """What this process's batches of an epoch are made of."""
@@ -285,6 +290,16 @@ def _own_randomness(*numbers: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(_mix(*numbers))
         yield
+
+
+def _one_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The same batches; a thread takes the next one while the last one is used."""
+    with ThreadPoolExecutor(1, thread_name_prefix="aploss-batches") as thread:
+        coming = thread.submit(next, batches)
+        while True:
+            batch = coming.result()
+            coming = thread.submit(next, batches)
+            yield batch
 
 
 class _Plan:

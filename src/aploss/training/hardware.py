@@ -50,11 +50,11 @@ def choose_workers(wanted: int | None, device: torch.device, processes: int) -> 
     """How many loader processes to use.
 
     On a CPU the cores are needed for training itself, and reading small images takes little: one
-    helper, or none where several processes share few cores. A GPU is fed by several.
+    helper, or none on a single core. A GPU is fed by several.
     """
     if wanted is not None:
         return wanted
     cores = max(1, (os.cpu_count() or 1) // processes)
     if device.type == "cpu":
-        return 1 if cores >= 4 else 0
+        return min(1, cores - 1)
     return min(8, cores)
