@@ -14,7 +14,7 @@ from aploss.theory.study import Study
 
 __all__ = ["Gradients", "gradients_with", "imbalance", "metrics_with"]
 
-EASY = (0, 100, 1_000, 10_000, 100_000, 1_000_000)
+EASY = (0, *(10**k for k in range(1, 7)))
 POSITIVES, HARD = 30, 60
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -42,7 +42,7 @@ def imbalance(seed: int = 0) -> Study:
         name: [g.on_hard / rows[0].on_hard for g in rows] for name, rows in gradients.items()
     }
     accuracy, precision = np.array(metrics).T
-    x = [max(n, 10) for n in EASY]
+    x = EASY[1:]  # the axis is logarithmic: what none do is in the table
     return Study(
         name="imbalance",
         title="What easy negatives do to metrics and losses",
@@ -52,8 +52,8 @@ def imbalance(seed: int = 0) -> Study:
             Figure(
                 line_plot(
                     [
-                        Series(name="accuracy", x=x, y=accuracy, markers=True),
-                        Series(name="average precision", x=x, y=precision, markers=True),
+                        Series(name="accuracy", x=x, y=accuracy[1:], markers=True),
+                        Series(name="average precision", x=x, y=precision[1:], markers=True),
                     ],
                     x_label="easy negatives added",
                     y_label="metric",
@@ -82,7 +82,10 @@ def imbalance(seed: int = 0) -> Study:
         verdicts=[
             Verdict(bool(accuracy[-1] > 0.999), "Accuracy ends above 0.999."),
             Verdict(bool(np.ptp(precision) == 0), "AP does not change at all."),
-            Verdict(share["ce"][-1] > 0.9, "They end with over 90 % of cross-entropy's gradient."),
+            Verdict(
+                share["ce"][-1] > 0.9,
+                "Easy negatives end with over 90 % of cross-entropy's gradient.",
+            ),
             Verdict(
                 share["focal"][-2] < 0.1 < share["focal"][-1],
                 "Focal loss puts it off: they get under 10 % at 100,000, over 10 % at 1,000,000.",
@@ -146,10 +149,10 @@ def gradients_with(loss: Loss, scores: Tensor, targets: Tensor, easy: Tensor) ->
 
 
 def _loss_figure(
-    x: list[int], values: dict[str, list[float]], label: str, caption: str, *, log_y: bool
+    x: tuple[int, ...], values: dict[str, list[float]], label: str, caption: str, *, log_y: bool
 ) -> Figure:
     series = [
-        Series(name="cross-entropy" if name == "ce" else name, x=x, y=y, markers=True)
+        Series(name="cross-entropy" if name == "ce" else name, x=x, y=y[1:], markers=True)
         for name, y in values.items()
     ]
     svg = line_plot(series, x_label="easy negatives added", y_label=label, log_x=True, log_y=log_y)
