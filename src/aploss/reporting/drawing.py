@@ -144,10 +144,16 @@ def logarithmic(axes: "Axes", which: str) -> None:
     """Make the ``"x"`` or ``"y"`` axis logarithmic, with plain numbers beside it."""
     from matplotlib.ticker import FuncFormatter, LogFormatter
 
+    class PlainLogFormatter(LogFormatter):
+        """Leaves the choice of the ticks that are named to matplotlib, not their names."""
+
+        def __call__(self, value: float, position: int | None = None) -> str:
+            return power_text(value) if super().__call__(value, position) else ""
+
     axis = axes.xaxis if which == "x" else axes.yaxis
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
     axis.set_major_formatter(FuncFormatter(lambda value, _: power_text(value)))
-    axis.set_minor_formatter(LogFormatter(minor_thresholds=(1.0, 0.5)))
+    axis.set_minor_formatter(PlainLogFormatter(minor_thresholds=(1.0, 0.5)))
 
 
 def count_axis(axes: "Axes") -> None:
