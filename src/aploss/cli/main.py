@@ -94,6 +94,7 @@ def _run(command: tuple[str, ...], arguments: list[str]) -> int:
         description=line[0].upper() + line[1:] + ".",
         epilog=f"examples:\n{examples}",
         formatter_class=Formatter,
+        allow_abbrev=False,  # a misspelt option must not become another one
     )
     module.add_arguments(parser)
     return int(module.run(parser.parse_args(arguments)) or 0)

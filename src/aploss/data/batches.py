@@ -6,7 +6,7 @@ started afresh or in the middle of an epoch.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -95,29 +95,19 @@ class TrainingBatches:
         self.seed = samples.seed
         self.rank = rank
         self.world_size = world_size
-        self._count = len(samples)
-        self._plan = _Plan()
-        self._loader = DataLoader(
-            Guarded(samples),
-            batch_sampler=self._plan,
-            num_workers=workers,
-            collate_fn=pack,
-            persistent_workers=workers > 0,
-            prefetch_factor=PREFETCH if workers else None,
-            generator=torch.Generator(),  # else it would draw from the caller's random state
-        )
+        self._samples, self._workers = samples, workers
 
     @property
     def batches_per_epoch(self) -> int:
         """Steps in one epoch, the same for every process."""
-        return self._count // self.batch_size
+        return len(self._samples) // self.batch_size
 
     def order(self, epoch: int) -> list[int]:
         """The indices of an epoch in the order of its steps, for all processes."""
         shuffle = torch.Generator().manual_seed(_mix(self.seed, epoch))
-        return torch.randperm(self._count, generator=shuffle).tolist()
+        return torch.randperm(len(self._samples), generator=shuffle).tolist()
 
-    def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, start_batch: int = 0) -> Generator[Batch]:
         """This process's part of each batch of an epoch.
 
         Args:
@@ -132,14 +122,13 @@ class TrainingBatches:
             raise ConfigError(
                 f"an epoch has {self.batches_per_epoch} batches: it cannot start at {start_batch}"
             )
-        self._plan.batches = self._keys(epoch, start_batch)
-        return (unpack(packed) for packed in self._loader)
+        return self._load(self._keys(epoch, start_batch))
 
-    def endless(self, first_batch: int = 0) -> Iterator[Batch]:
+    def endless(self, first_batch: int = 0) -> Generator[Batch]:
         """The batches of one epoch after the other, prepared across their borders.
 
         With workers, the next batch is also brought over and unpacked while the last one is used:
-        who asks for it does not wait.
+        who asks for it does not wait. Close it to end the workers.
 
         Args:
             first_batch: where to start, counted from the beginning of the first epoch.
@@ -149,12 +138,24 @@ class TrainingBatches:
         """
         first_epoch, start_batch = divmod(first_batch, self.batches_per_epoch)
         later = itertools.count(first_epoch + 1)
-        self._plan.batches = itertools.chain(
+        keys = itertools.chain(
             self._keys(first_epoch, start_batch),
             itertools.chain.from_iterable(map(self._keys, later)),
         )
-        batches = map(unpack, iter(self._loader))  # made here: workers are not for other threads
-        return _one_ahead(batches) if self._loader.num_workers else batches
+        batches = self._load(keys)
+        return _one_ahead(batches) if self._workers else batches
+
+    def _load(self, keys: Iterable[list[Key]]) -> Generator[Batch]:
+        loader = DataLoader(
+            Guarded(self._samples),
+            batch_sampler=keys,
+            num_workers=self._workers,
+            collate_fn=pack,
+            prefetch_factor=PREFETCH if self._workers else None,
+            generator=torch.Generator(),  # else it would draw from the caller's random state
+        )
+        for packed in loader:
+            yield unpack(packed)
 
     def _keys(self, epoch: int, start_batch: int = 0) -> list[list[Key]]:
         """What this process's batches of an epoch are made of."""
@@ -292,24 +293,14 @@ def _own_randomness(*numbers: int) -> Iterator[None]:
         yield
 
 
-def _one_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The same batches; a thread takes the next one while the last one is used."""
+def _one_ahead(batches: Generator[Batch]) -> Generator[Batch]:
+    """The same batches without end; a thread takes the next one while the last one is used."""
     with ThreadPoolExecutor(1, thread_name_prefix="aploss-batches") as thread:
-        coming = thread.submit(next, batches)
+        batch = next(batches)  # here, for the workers start with the first
         while True:
-            batch = coming.result()
             coming = thread.submit(next, batches)
             yield batch
-
-
-class _Plan:
-    """The batches of keys that the loader goes through next, perhaps without end."""
-
-    def __init__(self) -> None:
-        self.batches: Iterable[list[Key]] = ()
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        return iter(self.batches)
+            batch = coming.result()
 
 
 class _Plain(Dataset[Sample]):

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
@@ -84,18 +85,18 @@ class Loop:
     def _steps(self, signals: StopSignals) -> None:
         state = self.state
         self._validate_and_save()  # an interruption may have come before a validation
-        batches = self.loader.endless(state.step * self.config.batches.accumulate)
-        while state.stopped_by is None:
-            step_batches = list(itertools.islice(batches, self.config.batches.accumulate))
-            self._after_step(self.stepper.step(state.step, step_batches))
-            interrupted, out_of_time = self._asked_to_stop(signals)
-            if state.step >= self.total_steps:
-                state.stopped_by = "length"
-            elif out_of_time:
-                state.stopped_by = "minutes"
-            elif interrupted:
-                self._interrupt()
-            self._validate_and_save()
+        with closing(self.loader.endless(state.step * self.config.batches.accumulate)) as batches:
+            while state.stopped_by is None:
+                step_batches = list(itertools.islice(batches, self.config.batches.accumulate))
+                self._after_step(self.stepper.step(state.step, step_batches))
+                interrupted, out_of_time = self._asked_to_stop(signals)
+                if state.step >= self.total_steps:
+                    state.stopped_by = "length"
+                elif out_of_time:
+                    state.stopped_by = "minutes"
+                elif interrupted:
+                    self._interrupt()
+                self._validate_and_save()
 
     @property
     def _epoch(self) -> float:
