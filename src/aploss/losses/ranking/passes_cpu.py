@@ -28,7 +28,7 @@ __all__ = ["CPUPasses"]
 
 BLOCK = 256
 MOST_CHUNKS = 16
-SMALLEST_CHUNK = 1 << 15
+SMALLEST_CHUNK = 1 << 16
 ONE, TWO, STEP = np.uint64(1), np.uint64(2), np.uint64(BLOCK)  # for unsigned indices
 CELLS_PER_SEGMENT, MOST_CELLS = 8, 1 << 13  # of the lookup table
 
