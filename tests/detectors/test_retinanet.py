@@ -150,6 +150,7 @@ def test_anchors_seen_first_at_inference_can_be_trained_with(
         detector.detect(torch.rand(1, 3, 128, 128))
     losses = detector.train()(torch.rand(1, 3, 128, 128), [make_target(2, size=128, classes=3)])
     sum(losses.values()).backward()
+    assert all(weight.grad.isfinite().all() for weight in detector.parameters())
 
 
 def test_boxes_are_in_pixels_of_the_images_own_size(tiny: Detector) -> None:

@@ -17,6 +17,8 @@ __all__ = ["MEAN_COLOUR", "OBJECT_FIELDS", "LightAugmentation", "draw_zoom"]
 MEAN_COLOUR = (123.0, 117.0, 104.0)  # of ImageNet, SSD's colour where the picture ends
 
 OBJECT_FIELDS = ("labels", "difficult", "crowd")  # one entry an object, beside its box
+ZOOM = (0.75, 1.25)  # lowest and highest factor
+COLOURS = 0.2  # share by which brightness and contrast change at most
 BRIGHTNESS, CONTRAST = 0, 1  # the places of the two in ColorJitter's order of four
 LEVELS = torch.arange(256, dtype=torch.uint8).expand(3, 1, 256)
 
@@ -24,32 +26,24 @@ LEVELS = torch.arange(256, dtype=torch.uint8).expand(3, 1, 256)
 class LightAugmentation(nn.Module):
     """Zoom, flip, resize, brightness and contrast of one sample, vanished objects removed.
 
-    Gives bit for bit what ``RandomZoom``, torchvision's ``RandomHorizontalFlip``, ``Resize``,
-    ``ColorJitter``, ``ClampBoundingBoxes`` and ``SanitizeBoundingBoxes`` give one after the other,
-    from the same random numbers.
+    Gives bit for bit what a zoom of torchvision's crop and pad, ``RandomHorizontalFlip``,
+    ``Resize``, ``ColorJitter``, ``ClampBoundingBoxes`` and ``SanitizeBoundingBoxes`` give one after
+    the other, from the same random numbers.
 
     Args:
         size: height and width that come out.
-        zoom: lowest and highest factor.
-        colours: brightness and contrast change by at most this share.
     """
 
-    def __init__(
-        self,
-        size: tuple[int, int],
-        *,
-        zoom: tuple[float, float] = (0.75, 1.25),
-        colours: float = 0.2,
-    ) -> None:
+    def __init__(self, size: tuple[int, int]) -> None:
         super().__init__()
-        self.size, self.zoom, self.colours = size, zoom, colours
+        self.size = size
 
     def forward(self, image: tv_tensors.Image, target: dict[str, Tensor]) -> Sample:
         """Augments one sample of 8-bit RGB."""
         pixels = image.as_subclass(Tensor)
         boxes = target["boxes"].as_subclass(Tensor).numpy()
         height, width = pixels.shape[-2:]
-        left, top, right, bottom = draw_zoom(height, width, *self.zoom)
+        left, top, right, bottom = draw_zoom(height, width, *ZOOM)
         keep = np.ones(len(boxes), dtype=bool)
         if min(left, top, width - right, height - bottom) >= 0:
             pixels = pixels[:, top:bottom, left:right]
@@ -78,7 +72,7 @@ class LightAugmentation(nn.Module):
 
     def _jitter(self, pixels: Tensor) -> Tensor:
         order = torch.randperm(4).tolist()
-        bounds = 1 - self.colours, 1 + self.colours
+        bounds = 1 - COLOURS, 1 + COLOURS
         brightness, contrast = (torch.empty(1).uniform_(*bounds).item() for _ in range(2))
         for change in order:
             if change == BRIGHTNESS:
