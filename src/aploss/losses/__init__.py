@@ -10,6 +10,7 @@ from .input_checks import NonFiniteScoresError
 from .ohem_cross_entropy import OHEMCrossEntropy, ohem_cross_entropy
 from .rank_sort_loss import RankSort, RankSortLoss, rank_sort_loss
 from .smooth_ap_loss import SmoothAPLoss, smooth_ap_loss
+from .traits import LossTraits, register_loss, traits_of
 
 __all__ = [
     "ALRP",
@@ -18,6 +19,7 @@ __all__ = [
     "AUCLoss",
     "FocalLoss",
     "HingeAPLoss",
+    "LossTraits",
     "NonFiniteScoresError",
     "OHEMCrossEntropy",
     "RankSort",
@@ -31,5 +33,7 @@ __all__ = [
     "hinge_ap_loss",
     "ohem_cross_entropy",
     "rank_sort_loss",
+    "register_loss",
     "smooth_ap_loss",
+    "traits_of",
 ]

@@ -10,6 +10,7 @@ from .positive_pairs import step_at_zero, steps_between_positives
 from .ranking.across_processes import group_name
 from .ranking.engine import Ranking, rank_boxes
 from .ranking.operator import loss_dtype, scale_gradients
+from .traits import LossTraits, register_loss
 
 __all__ = ["ALRP", "ALRPLoss", "alrp_loss"]
 
@@ -85,8 +86,20 @@ def alrp_loss(
     return ALRP(parts[0], parts[1])
 
 
+@register_loss("alrp")
 class ALRPLoss(nn.Module):
     """See :func:`alrp_loss`."""
+
+    traits = LossTraits(
+        label="aLRP loss",
+        colour="#56b4e9",
+        dashes=(0, (3, 1, 1, 1, 1, 1)),
+        marker="P",
+        positives_need="box_loss",
+        ranks_across_processes=True,
+        box_loss="giou",
+        box_weight="balanced",
+    )
 
     def __init__(self, delta: float = 1.0, process_group: Any = None) -> None:
         super().__init__()

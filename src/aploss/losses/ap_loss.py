@@ -9,6 +9,7 @@ from .input_checks import check_delta, check_scores_and_targets
 from .ranking.across_processes import group_name
 from .ranking.engine import rank_boxes
 from .ranking.operator import ErrorDrivenUpdate, ranking_operator
+from .traits import LossTraits, register_loss
 
 __all__ = ["APLoss", "ap_loss"]
 
@@ -60,8 +61,15 @@ def ap_loss(
     return loss
 
 
+@register_loss("ap")
 class APLoss(nn.Module):
     """See :func:`ap_loss`."""
+
+    traits = LossTraits(
+        label="AP-loss",
+        colour="#0072b2",
+        ranks_across_processes=True,
+    )
 
     def __init__(
         self, delta: float = 1.0, interpolated: bool = True, process_group: Any = None

@@ -9,6 +9,7 @@ from .input_checks import check_delta, check_scores_and_targets
 from .ranking.across_processes import group_name
 from .ranking.engine import rank_boxes
 from .ranking.operator import ErrorDrivenUpdate, ranking_operator
+from .traits import LossTraits, register_loss
 
 __all__ = ["AUCLoss", "auc_loss"]
 
@@ -42,8 +43,17 @@ def auc_loss(
     return loss
 
 
+@register_loss("auc")
 class AUCLoss(nn.Module):
     """See :func:`auc_loss`."""
+
+    traits = LossTraits(
+        label="AUC-loss",
+        colour="#e69f00",
+        dashes=":",
+        marker="D",
+        ranks_across_processes=True,
+    )
 
     def __init__(self, delta: float = 1.0, process_group: Any = None) -> None:
         super().__init__()

@@ -8,12 +8,18 @@ from torch import Tensor, nn
 
 from .input_checks import check_scores_and_targets, check_values
 from .ranking.operator import loss_dtype
+from .traits import LossTraits, register_loss
 
 __all__ = ["FocalLoss", "focal_loss"]
 
 
 def focal_loss(
-    scores: Tensor, targets: Tensor, *, alpha: float = 0.25, gamma: float = 2.0
+    scores: Tensor,
+    targets: Tensor,
+    *,
+    alpha: float = 0.25,
+    gamma: float = 2.0,
+    num_positives: float | Tensor | None = None,
 ) -> Tensor:
     """Sigmoid focal loss, summed over all boxes and divided by the number of positives.
 
@@ -27,6 +33,8 @@ def focal_loss(
         targets: same shape; 1 positive, 0 negative, -1 ignored. Integer, bool or float.
         alpha: weight of the positives, in [0, 1]; the negatives have 1 - alpha.
         gamma: how much boxes that are right already are damped, >= 0; 0 is cross-entropy.
+        num_positives: what the sum is divided by, such as the positives of all processes; by
+            default the number of positive targets, at least 1.
 
     Returns:
         scalar, float32 (float64 for float64 scores). Without positives, the sum itself.
@@ -47,11 +55,21 @@ def focal_loss(
     if not torch.compiler.is_compiling():
         check_values(scores, targets)
     total: Tensor = _FocalSum.apply(scores, targets, alpha, gamma)
-    return total / (targets == 1).sum().clamp(min=1)
+    return total / ((targets == 1).sum().clamp(min=1) if num_positives is None else num_positives)
 
 
+@register_loss("focal")
 class FocalLoss(nn.Module):
     """See :func:`focal_loss`."""
+
+    traits = LossTraits(
+        label="Focal loss",
+        colour="#d55e00",
+        dashes="--",
+        marker="s",
+        divides_by_positives=True,
+        calibrated=True,
+    )
 
     def __init__(self, alpha: float = 0.25, gamma: float = 2.0) -> None:
         super().__init__()
@@ -59,8 +77,12 @@ class FocalLoss(nn.Module):
         self.alpha = alpha
         self.gamma = gamma
 
-    def forward(self, scores: Tensor, targets: Tensor) -> Tensor:
-        return focal_loss(scores, targets, alpha=self.alpha, gamma=self.gamma)
+    def forward(
+        self, scores: Tensor, targets: Tensor, num_positives: float | Tensor | None = None
+    ) -> Tensor:
+        return focal_loss(
+            scores, targets, alpha=self.alpha, gamma=self.gamma, num_positives=num_positives
+        )
 
     def extra_repr(self) -> str:
         return f"alpha={self.alpha}, gamma={self.gamma}"

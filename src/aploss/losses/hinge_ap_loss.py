@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from .input_checks import check_scores_and_targets, check_values
 from .ranking.operator import loss_dtype
+from .traits import LossTraits, register_loss
 from .value_with_gradient import value_with_gradient
 
 __all__ = ["HingeAPLoss", "hinge_ap_loss"]
@@ -47,8 +48,16 @@ def hinge_ap_loss(scores: Tensor, targets: Tensor) -> Tensor:
     return loss
 
 
+@register_loss("hinge-ap")
 class HingeAPLoss(nn.Module):
     """See :func:`hinge_ap_loss`."""
+
+    traits = LossTraits(
+        label="Hinge-AP",
+        colour="#444c56",
+        dashes=(0, (1, 2)),
+        marker="p",
+    )
 
     def forward(self, scores: Tensor, targets: Tensor) -> Tensor:
         return hinge_ap_loss(scores, targets)

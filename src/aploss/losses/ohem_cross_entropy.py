@@ -6,11 +6,18 @@ from torch import Tensor, nn
 
 from .input_checks import NonFiniteScoresError
 from .ranking.operator import loss_dtype
+from .traits import LossTraits, register_loss
 
 __all__ = ["OHEMCrossEntropy", "ohem_cross_entropy"]
 
 
-def ohem_cross_entropy(logits: Tensor, targets: Tensor, *, negative_ratio: float = 3.0) -> Tensor:
+def ohem_cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    negative_ratio: float = 3.0,
+    num_positives: float | Tensor | None = None,
+) -> Tensor:
     """Cross-entropy of all positives and of the hardest negatives, divided by the positives.
 
     From "SSD: Single Shot MultiBox Detector" (Liu et al., ECCV 2016), Section 2.2: of the
@@ -23,6 +30,8 @@ def ohem_cross_entropy(logits: Tensor, targets: Tensor, *, negative_ratio: float
         targets: logits' shape without the last axis, integer; 0 background, 1..K the class,
             -1 ignored.
         negative_ratio: negatives per positive, >= 0.
+        num_positives: what the sum is divided by, such as the positives of all processes; by
+            default the number of positive targets, at least 1.
 
     Returns:
         scalar, float32 (float64 for float64 logits), connected to the graph also where it is 0.
@@ -52,19 +61,35 @@ def ohem_cross_entropy(logits: Tensor, targets: Tensor, *, negative_ratio: float
     ).view_as(targets)
     positive = targets > 0
     counted = positive | _hardest_negatives(losses.detach(), targets, negative_ratio)
-    return torch.where(counted, losses, 0.0).sum() / positive.sum().clamp(min=1)
+    total = torch.where(counted, losses, 0.0).sum()
+    return total / (positive.sum().clamp(min=1) if num_positives is None else num_positives)
 
 
+@register_loss("ce-ohem")
 class OHEMCrossEntropy(nn.Module):
     """See :func:`ohem_cross_entropy`."""
+
+    traits = LossTraits(
+        label="CE + OHEM",
+        colour="#009e73",
+        dashes="-.",
+        marker="^",
+        softmax=True,
+        divides_by_positives=True,
+        calibrated=True,
+    )
 
     def __init__(self, negative_ratio: float = 3.0) -> None:
         super().__init__()
         _check_ratio(negative_ratio)
         self.negative_ratio = negative_ratio
 
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return ohem_cross_entropy(logits, targets, negative_ratio=self.negative_ratio)
+    def forward(
+        self, logits: Tensor, targets: Tensor, num_positives: float | Tensor | None = None
+    ) -> Tensor:
+        return ohem_cross_entropy(
+            logits, targets, negative_ratio=self.negative_ratio, num_positives=num_positives
+        )
 
     def extra_repr(self) -> str:
         return f"negative_ratio={self.negative_ratio}"

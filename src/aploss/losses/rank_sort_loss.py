@@ -10,6 +10,7 @@ from .positive_pairs import step_at_zero, steps_between_positives
 from .ranking.across_processes import group_name
 from .ranking.engine import rank_boxes
 from .ranking.operator import ErrorDrivenUpdate, ranking_operator
+from .traits import LossTraits, register_loss
 
 __all__ = ["RankSort", "RankSortLoss", "rank_sort_loss"]
 
@@ -61,8 +62,21 @@ def rank_sort_loss(
     return RankSort(parts[0], parts[1])
 
 
+@register_loss("rank-sort")
 class RankSortLoss(nn.Module):
     """See :func:`rank_sort_loss`."""
+
+    traits = LossTraits(
+        label="Rank & Sort",
+        colour="#cc79a7",
+        dashes=(0, (8, 2)),
+        marker="v",
+        positives_need="iou",
+        ranks_across_processes=True,
+        box_loss="giou",
+        box_weight="balanced",
+        weighs_boxes_by_score=True,
+    )
 
     def __init__(self, delta: float = 0.5, process_group: Any = None) -> None:
         super().__init__()

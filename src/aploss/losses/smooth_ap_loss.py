@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from .input_checks import check_scores_and_targets, check_values
 from .ranking.operator import loss_dtype
+from .traits import LossTraits, register_loss
 from .value_with_gradient import value_with_gradient
 
 __all__ = ["SmoothAPLoss", "smooth_ap_loss"]
@@ -56,8 +57,16 @@ def smooth_ap_loss(
     return loss
 
 
+@register_loss("smooth-ap")
 class SmoothAPLoss(nn.Module):
     """See :func:`smooth_ap_loss`."""
+
+    traits = LossTraits(
+        label="Smooth-AP",
+        colour="#5a3a00",
+        dashes=(0, (5, 1)),
+        marker="X",
+    )
 
     def __init__(
         self, temperature: float = 1.0, log_space: bool = False, eps: float = 1e-7

@@ -1,0 +1,100 @@
+"""What a loss says about itself, so that everything around it only has to read.
+
+A loss class carries its traits as the class attribute ``traits``; the criterion, ``use_loss``, the
+training step, reports and comparisons ask for nothing else. A callable without traits is treated as
+an ordinary loss of ``(scores, targets)``.
+
+Adding a loss takes one file::
+
+    @register_loss("my-loss")
+    class MyLoss(nn.Module):
+        traits = LossTraits(label="My loss")
+
+        def forward(self, scores: Tensor, targets: Tensor) -> Tensor: ...
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from torch import nn
+
+from aploss.registry import Registry
+
+__all__ = ["LOSSES", "LossTraits", "register_loss", "traits_of"]
+
+LossClass = TypeVar("LossClass", bound=type[nn.Module])
+LOSSES: Registry[type[nn.Module]] = Registry("loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossTraits:
+    """How a loss wants to be called, combined with a box loss, and shown.
+
+    Attributes:
+        label: its name on pages and in tables; the registered name where empty.
+        colour: of its lines and bars, ``#rrggbb``; one of the palette where empty.
+        dashes: line style, as matplotlib takes it; tells it apart without colour.
+        marker: of its points, as matplotlib takes it.
+        softmax: it takes logits [B, A, K + 1] with the background in column 0 and targets of
+            class numbers [B, A]; otherwise logits [B, A, K] and targets 1, 0 and -1 of that shape.
+        positives_need: what it wants to know of every positive beside its score. ``"iou"``: the
+            targets of positives are the IoU of their predicted box, in (0, 1]; its values are
+            added up. ``"box_loss"``: a third argument, one box loss per positive [P] in the order
+            of ``scores[targets == 1]``; it returns classification and localisation.
+        divides_by_positives: it is a sum divided by the number of positives, which it takes as
+            keyword ``num_positives`` where others than its own positives count, too.
+        ranks_across_processes: it has an attribute ``process_group`` and ranks over that group.
+        groups: it takes the keyword ``groups`` and ranks within each group alone.
+        box_loss: the box loss it goes with, where the user names none.
+        box_weight: the weight of that box loss; ``"balanced"`` makes the value of the box loss
+            that of the classification loss, anew in each step.
+        weighs_boxes_by_score: positives count in the box loss by their confidence.
+        calibrated: its scores are probabilities, so that a score threshold means something.
+    """
+
+    label: str = ""
+    colour: str = ""
+    dashes: Any = "-"
+    marker: str = "o"
+    softmax: bool = False
+    positives_need: Literal["", "iou", "box_loss"] = ""
+    divides_by_positives: bool = False
+    ranks_across_processes: bool = False
+    groups: bool = False
+    box_loss: Literal["smooth-l1", "giou"] = "smooth-l1"
+    box_weight: float | Literal["balanced"] = 1.0
+    weighs_boxes_by_score: bool = False
+    calibrated: bool = False
+
+
+def register_loss(name: str) -> Callable[[LossClass], LossClass]:
+    """Makes a loss class known by a name, to ``make_loss``, to recipes and to the command line.
+
+    Its constructor's arguments become the loss options, each kept as an attribute of that name.
+
+    Raises:
+        ConfigError: if the name is taken.
+    """
+
+    def add(loss_class: LossClass) -> LossClass:
+        LOSSES.register(name)(loss_class)
+        return loss_class
+
+    return add
+
+
+def traits_of(loss: object) -> LossTraits:
+    """The traits of a loss object or class, or of the loss registered under a name.
+
+    Example:
+        >>> import aploss
+        >>> traits_of("focal").label, traits_of(aploss.OHEMCrossEntropy()).softmax
+        ('Focal loss', True)
+        >>> traits_of("batch size 4") == LossTraits()
+        True
+    """
+    if isinstance(loss, str):
+        loss = LOSSES.get(loss) if loss in LOSSES else None
+    traits = getattr(loss, "traits", None)
+    return traits if isinstance(traits, LossTraits) else LossTraits()

@@ -1,0 +1,101 @@
+"""The public interface is frozen in ``public_api.txt``: a change must be made there on purpose.
+
+``python tests/test_public_api.py`` writes the file anew; the changelog then says why.
+"""
+
+import inspect
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+FROZEN = Path(__file__).with_name("public_api.txt")
+PACKAGES = (
+    "aploss",
+    "aploss.losses",
+    "aploss.detectors",
+    "aploss.data",
+    "aploss.evaluation",
+    "aploss.training",
+    "aploss.theory",
+    "aploss.registry",
+    "aploss.errors",
+)
+
+
+def parameters(function):
+    """Names, kinds and defaults; annotations may be written in any way."""
+    signature = inspect.signature(function)
+    plain = [
+        one.replace(annotation=inspect.Parameter.empty) for one in signature.parameters.values()
+    ]
+    return str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
+
+
+def members(kind):
+    """The public methods and properties that a class itself defines or inherits from ours."""
+    for base in reversed(kind.__mro__):
+        if not base.__module__.startswith("aploss"):
+            continue
+        for name, member in vars(base).items():
+            if name.startswith("_"):
+                continue
+            if isinstance(member, (staticmethod, classmethod)):
+                yield name, f"{name}{parameters(member.__func__)}"
+            elif inspect.isfunction(member):
+                yield name, f"{name}{parameters(member)}"
+            elif isinstance(member, property):
+                yield name, name
+
+
+def describe(package):
+    module = import_module(package)
+    for name in sorted(module.__all__):
+        value = getattr(module, name)
+        if inspect.isclass(value):
+            own = issubclass(value, Exception) or "aploss" not in value.__module__
+            yield f"{package}.{name}" + ("" if own else parameters(value))
+            if not own:
+                methods = dict(members(value))
+                yield from (f"{package}.{name}.{methods[key]}" for key in sorted(methods))
+        elif inspect.isfunction(value):
+            yield f"{package}.{name}{parameters(value)}"
+        else:
+            yield f"{package}.{name}"
+
+
+def command_line():
+    from argparse import SUPPRESS
+
+    from jsonargparse import ArgumentParser
+
+    from aploss.cli.main import COMMANDS
+
+    for words, (module, *_) in COMMANDS.items():
+        parser = ArgumentParser()
+        import_module(f"aploss.cli.{module}").add_arguments(parser)
+        for action in parser._actions:
+            if action.help == SUPPRESS or "--help" in action.option_strings:
+                continue
+            names = " ".join(action.option_strings) or action.dest.upper()
+            yield f"$ aploss {' '.join(words)} {names}"
+
+
+def interface():
+    lines = [line for package in PACKAGES for line in describe(package)]
+    return "\n".join([*lines, *command_line()]) + "\n"
+
+
+def test_the_public_interface_is_the_frozen_one():
+    # In a process of its own: other tests register losses and detectors.
+    result = subprocess.run(
+        [sys.executable, __file__, "--print"], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.splitlines() == FROZEN.read_text(encoding="utf-8").splitlines()
+
+
+if __name__ == "__main__":
+    if "--print" in sys.argv:
+        print(interface(), end="")
+    else:
+        FROZEN.write_text(interface(), encoding="utf-8")
