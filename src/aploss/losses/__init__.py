@@ -6,7 +6,7 @@ from .auc_loss import AUCLoss, auc_loss
 from .error_driven import error_driven
 from .focal_loss import FocalLoss, focal_loss
 from .hinge_ap_loss import HingeAPLoss, hinge_ap_loss
-from .input_checks import NonFiniteScoresError
+from .input_checks import NonFiniteScoresError, OtherProcessError
 from .ohem_cross_entropy import OHEMCrossEntropy, ohem_cross_entropy
 from .rank_sort_loss import RankSort, RankSortLoss, rank_sort_loss
 from .smooth_ap_loss import SmoothAPLoss, smooth_ap_loss
@@ -22,6 +22,7 @@ __all__ = [
     "LossTraits",
     "NonFiniteScoresError",
     "OHEMCrossEntropy",
+    "OtherProcessError",
     "RankSort",
     "RankSortLoss",
     "SmoothAPLoss",

@@ -1,12 +1,14 @@
 """Checks of what a user hands to a loss: every message says which value, where, what is meant."""
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 __all__ = [
     "NonFiniteScoresError",
+    "OtherProcessError",
     "check_delta",
     "check_scores_and_targets",
     "check_values",
@@ -19,7 +21,28 @@ SOFT_TARGETS = "in (0, 1] (positive: its IoU), 0 (negative) or -1 (ignored)"
 
 
 class NonFiniteScoresError(ValueError):
-    """A score that takes part in the ranking is NaN or infinite."""
+    """A score that takes part in the loss is NaN or infinite."""
+
+
+class OtherProcessError(ValueError):
+    """Another process of the group refused its own input, so that no process can go on.
+
+    Attributes:
+        cause: what it refused: ``"score"`` (NaN or infinite), ``"target"`` or ``"arguments"``.
+    """
+
+    def __init__(self, cause: Literal["score", "target", "arguments"]) -> None:
+        super().__init__(
+            f"another process of the group was given {_CAUSES[cause]}; its own error says which"
+        )
+        self.cause = cause
+
+
+_CAUSES = {
+    "score": "a score that is NaN or infinite",
+    "target": "a target that is not allowed",
+    "arguments": "arguments that do not fit together",
+}
 
 
 def check_scores_and_targets(scores: Tensor, targets: Tensor) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..input_checks import refuse_score, refuse_target
+from ..input_checks import OtherProcessError, refuse_score, refuse_target
 from . import across_processes
 from .passes import Passes, TorchPasses
 from .segments import Floats, Segments, cut_into_segments, line_through_segments, sums_of_steps
@@ -184,7 +184,7 @@ def _find_positives(
     positive_scores, bad_target = passes.positive_scores, passes.bad_target
     finite = np.isfinite(positive_scores)
     bad_score = -1 if finite.all() else int(passes.positive_index[int(finite.argmin())])
-    _agree_on_problems(bad_target >= 0 or bad_score >= 0, device, process_group)
+    _agree_on_problems(bad_score >= 0, bad_target >= 0, device, process_group)
     if bad_target >= 0:
         refuse_target(flat_targets, bad_target, soft=soft)
     if bad_score >= 0:
@@ -201,7 +201,7 @@ def _negatives_per_segment(boxes: _Boxes, segments: Segments) -> tuple[Floats, F
         counts = sums = segments.breakpoints
         bad = ((boxes.targets == 0) & ~boxes.scores.isfinite()).nonzero()
         bad_score = int(bad[0, 0]) if len(bad) else -1
-    _agree_on_problems(bad_score >= 0, device, boxes.group)
+    _agree_on_problems(bad_score >= 0, False, device, boxes.group)
     if bad_score >= 0:
         refuse_score(boxes.scores, bad_score)
     negatives = boxes.passes.num_negatives
@@ -234,13 +234,18 @@ def _on_host(values: Tensor) -> Floats:
     return array
 
 
-def _agree_on_problems(problem: bool, device: torch.device, group: Any) -> None:
+def _agree_on_problems(bad_score: bool, bad_target: bool, device: torch.device, group: Any) -> None:
     """Lets every process of the group know that one of them is about to raise."""
     if group is None:
         return
-    flag = torch.tensor(float(problem), device=device)
-    if float(across_processes.sum_over(flag, group)) and not problem:
-        raise ValueError("another process of the group was given scores or targets it refused")
+    flags = torch.tensor([float(bad_score), float(bad_target)], device=device)
+    scores, targets = across_processes.sum_over(flags, group).tolist()
+    if bad_score or bad_target:
+        return
+    if targets:
+        raise OtherProcessError("target")
+    if scores:
+        raise OtherProcessError("score")
 
 
 def _passes_for(device: torch.device, backend: str) -> type[Passes]:
