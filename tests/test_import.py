@@ -59,3 +59,9 @@ def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'FocalLos'"):
         aploss.FocalLos  # noqa: B018
     assert "ap_loss" in dir(aploss)
+
+
+def test_the_version_is_that_of_the_installed_package():
+    from importlib.metadata import version
+
+    assert aploss.__version__ == version("aploss")

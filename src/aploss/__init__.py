@@ -10,6 +10,7 @@ Example:
 """
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version("aploss")
     # Losses are looked up when asked for: `aploss --help` need not wait for torch.
     losses = import_module("aploss.losses")
     if name == "__all__":
