@@ -17,7 +17,7 @@ from torchvision.ops import box_iou, generalized_box_iou_loss
 
 from aploss.detectors.criterion import Criterion, iou_of_pairs
 from aploss.detectors.losses_by_name import LOSS_NAMES, describe_loss, make_loss
-from aploss.detectors.ranking_labels import label_anchors
+from aploss.detectors.labels import label_anchors
 from aploss.errors import ConfigError, DataError, RunError
 
 ANCHORS = torch.tensor(

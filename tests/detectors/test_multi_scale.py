@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from aploss.detectors import Detector, MultiScale, build_detector
-from aploss.detectors.multi_scale import merge_detections
+from aploss.detectors.postprocess import merge_detections
 from aploss.errors import ConfigError
 
 

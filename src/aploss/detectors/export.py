@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from aploss.detectors.build import build_detector
-from aploss.detectors.checkpoint_io import detector_from_record, detector_record
+from aploss.detectors.checkpoint import detector_from_record, detector_record
 from aploss.detectors.detector import Detector
-from aploss.detectors.multi_scale import Detections, MultiScale
-from aploss.detectors.prediction import ImageLike, Prediction, predict
+from aploss.detectors.postprocess import Detections, MultiScale
+from aploss.detectors.predict import ImageLike, Prediction, predict
 from aploss.errors import ConfigError, RunError
-from aploss.evaluation.calibration import Calibration
+from aploss.evaluation import Calibration
 from aploss.files import write_whole
 
 __all__ = ["OnnxDetector", "export_onnx"]
@@ -106,27 +106,26 @@ class OnnxDetector:
         metadata = session.get_modelmeta().custom_metadata_map
         if metadata.get("aploss_format") != str(FORMAT):
             raise RunError(f"{path} was not written by 'aploss export' of this version")
-        self.calibration = _calibration(json.loads(metadata["calibration"]))
+        calibration = json.loads(metadata["calibration"])
+        self.calibration = None if calibration is None else Calibration.from_dict(calibration)
         self.draw_threshold: float | None = json.loads(metadata["draw_threshold"])
+        self._heads = _Session(session)
         self._detector = _without_weights(json.loads(metadata["config"]))
-        self._detector.heads = _Runner(session)  # type: ignore[method-assign]
         self.class_names = self._detector.class_names
         self.keeps_aspect_ratio = self._detector.keeps_aspect_ratio
+        self.test_size = self._detector.test_size
         self.nms_iou = self._detector.nms_iou
         self.detections_per_image = self._detector.detections_per_image
 
-    @property
-    def test_size(self) -> tuple[int, int]:
-        """Shorter side and limit of the longer side to which images are resized."""
-        return self._detector.test_size
-
-    @test_size.setter
-    def test_size(self, size: tuple[int, int]) -> None:
-        self._detector.test_size = size
-
     def __call__(self, images: list[Tensor]) -> list[Detections]:
+        return self.detect(images)
+
+    def detect(
+        self, images: list[Tensor], *, size: tuple[int, int] | None = None
+    ) -> list[Detections]:
+        """Detections of images of ``test_size`` or another size, see :meth:`Detector.detect`."""
         with torch.inference_mode():
-            return self._detector.detect(images)
+            return self._detector.detect(images, size=size or self.test_size, heads=self._heads)
 
     def predict(
         self,
@@ -136,7 +135,7 @@ class OnnxDetector:
         batch_size: int = 8,
         multi_scale: MultiScale | None = None,
     ) -> list[Prediction]:
-        """Objects in images of any kind, see :func:`~aploss.detectors.prediction.predict`."""
+        """Objects in images of any kind, see :func:`~aploss.detectors.predict.predict`."""
         return predict(
             self, images, threshold=threshold, batch_size=batch_size, multi_scale=multi_scale
         )
@@ -151,8 +150,8 @@ class _Heads(nn.Module):
         return self.detector.heads(images)
 
 
-class _Runner:
-    """Stands where a detector has its ``heads``."""
+class _Session:
+    """Computes what a detector's ``heads`` do, in onnxruntime."""
 
     def __init__(self, session: Any) -> None:
         self.session = session
@@ -185,7 +184,7 @@ def _open_dimensions(detector: Detector) -> dict[int, Any]:
 
 
 def _metadata(detector: Detector) -> dict[str, str]:
-    """Everything besides the graph that detections need, as JSON a value."""
+    """Everything besides the graph that detections need, each value as JSON."""
     record = detector_record(detector)
     values = {
         "class_names": detector.class_names,
@@ -203,7 +202,7 @@ def _metadata(detector: Detector) -> dict[str, str]:
 
 
 def _compare(detector: Detector, content: bytes, images: Tensor) -> None:
-    run = _Runner(_session(content, "the exported model", None))
+    run = _Session(_session(content, "the exported model", None))
     for batch in (images, images[:1]):
         with torch.no_grad():
             expected = detector.heads(batch)
@@ -237,10 +236,6 @@ def _without_weights(config: dict[str, Any]) -> Detector:
     detector.backbone.to("meta")
     detector.head.to("meta")
     return detector
-
-
-def _calibration(values: dict[str, Any] | None) -> Calibration | None:
-    return None if values is None else Calibration.from_dict(values)
 
 
 @contextmanager

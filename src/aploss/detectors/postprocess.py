@@ -1,13 +1,90 @@
-"""From logits and box regressions to detections: top-k of each level, class-wise NMS, best 100."""
+"""From images of any size to a batch, and from logits to detections, in one size or in several."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torchvision.models.detection._utils import BoxCoder
 from torchvision.ops import batched_nms, clip_boxes_to_image
 
-__all__ = ["class_scores", "postprocess"]
+from aploss.errors import ConfigError, DataError
+from aploss.evaluation import Calibration
+
+__all__ = [
+    "Detections",
+    "MultiScale",
+    "ObjectDetector",
+    "class_scores",
+    "merge_detections",
+    "pad_images",
+    "postprocess",
+    "resize_image",
+]
+
+DEFAULT_SCALES = (0.75, 1.0, 1.25, 1.5)
+Detections = dict[str, Tensor]
+
+
+def resize_image(image: Tensor, test_size: tuple[int, int], *, keeps_aspect_ratio: bool) -> Tensor:
+    """An image [3, h, w] in the size for inference.
+
+    Args:
+        image: floats.
+        test_size: with ``keeps_aspect_ratio`` the shorter side and the limit of the longer one,
+            otherwise height and width.
+        keeps_aspect_ratio: whether the image keeps its shape or is stretched.
+
+    Returns:
+        [3, H, W]; the image itself where it has the size already.
+    """
+    height, width = image.shape[-2:]
+    size = test_size
+    if keeps_aspect_ratio:
+        shorter, longest = test_size
+        scale = min(shorter / min(height, width), longest / max(height, width))
+        size = (max(1, round(height * scale)), max(1, round(width * scale)))
+    if size == (height, width):
+        return image
+    # Training images are shrunk with antialiasing, too; MPS lacks the operator.
+    antialias = image.device.type != "mps" and (size[0] < height or size[1] < width)
+    return F.interpolate(
+        image[None], size=size, mode="bilinear", align_corners=False, antialias=antialias
+    )[0]
+
+
+def pad_images(
+    images: Tensor | Sequence[Tensor], *, colour: Tensor, size_divisor: int
+) -> tuple[Tensor, list[tuple[int, int]]]:
+    """One batch of images of any size, padded at the right and the bottom.
+
+    Args:
+        images: [B, 3, H, W] or a list of [3, h, w].
+        colour: of the padding, [3, 1, 1]; the batch is on its device.
+        size_divisor: height and width of the batch are multiples of this.
+
+    Returns:
+        The batch [B, 3, H, W], and the height and width of each image inside it.
+
+    Raises:
+        DataError: if there is no image, or they are not floats.
+    """
+    sizes = [(image.shape[-2], image.shape[-1]) for image in images]
+    if not sizes:
+        raise DataError("a detector needs at least one image")
+    if not images[0].is_floating_point():
+        raise DataError(f"images must be floats in [0, 1], got {images[0].dtype}: divide by 255")
+    height, width = (
+        -(-max(size[axis] for size in sizes) // size_divisor) * size_divisor for axis in (0, 1)
+    )
+    if isinstance(images, Tensor) and images.shape[-2:] == (height, width):
+        return images.to(colour.device), sizes
+    batch = colour.expand(len(sizes), 3, height, width).clone()
+    for row, image in zip(batch, images, strict=True):
+        row[:, : image.shape[-2], : image.shape[-1]].copy_(image)
+    return batch, sizes
 
 
 def class_scores(logits: Tensor, *, softmax: bool) -> Tensor:
@@ -35,7 +112,7 @@ def postprocess(
     topk_per_level: int,
     nms_iou: float,
     detections_per_image: int,
-) -> list[dict[str, Tensor]]:
+) -> list[Detections]:
     """Detections of a batch, in pixels of the batch.
 
     Args:
@@ -96,3 +173,99 @@ def _best_of_level(
     boxes = box_coder.decode_single(deltas[chosen], anchors[chosen])
     scores = values if softmax else class_scores(values, softmax=False)
     return boxes, scores, positions % num_classes
+
+
+class ObjectDetector(Protocol):
+    """What finding objects needs of a detector: ours have it, and the exported ones."""
+
+    class_names: tuple[str, ...]
+    calibration: Calibration | None
+    draw_threshold: float | None
+    test_size: tuple[int, int]
+    nms_iou: float
+    detections_per_image: int
+    keeps_aspect_ratio: bool
+
+    def detect(
+        self, images: list[Tensor], *, size: tuple[int, int] | None = None
+    ) -> list[Detections]:
+        """``boxes``, ``scores`` and ``labels`` of images [3, h, w] in [0, 1]."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiScale:
+    """Multi-scale testing: an image looked at in several sizes and mirrored, merged by NMS.
+
+    The lower half of Table 3; the paper does not say which scales it used.
+
+    Attributes:
+        scales: factors on the detector's ``test_size``; 1.0 is an ordinary test. By default 0.75
+            to 1.5, for SSD from 1.0 on: its last maps vanish in smaller images.
+        flip: look at the mirrored image of every scale, too.
+
+    Example:
+        >>> both_directions = MultiScale(scales=(1.0,), flip=True)
+        >>> merged = both_directions(detector, images)  # doctest: +SKIP
+    """
+
+    scales: tuple[float, ...] | None = None
+    flip: bool = True
+
+    def __post_init__(self) -> None:
+        if self.scales is not None and not (self.scales and min(self.scales) > 0):
+            raise ConfigError(f"multi-scale testing needs scales above 0, got {self.scales}")
+
+    def __call__(self, detector: ObjectDetector, images: list[Tensor]) -> list[Detections]:
+        """Detections of every view of the images, merged by the detector's class-wise NMS.
+
+        Args:
+            detector: a detector in evaluation mode.
+            images: float [3, h, w] in [0, 1], each of its own size.
+
+        Returns:
+            For each image the same dict as the detector gives: ``boxes`` [n, 4] in its pixels,
+            ``scores`` [n] descending and uncalibrated, ``labels`` [n].
+        """
+        smallest = 0.0 if detector.keeps_aspect_ratio else 1.0
+        shorter, longest = detector.test_size
+        views: list[list[Detections]] = []
+        for scale in self.scales or [one for one in DEFAULT_SCALES if one >= smallest]:
+            size = (max(1, round(shorter * scale)), max(1, round(longest * scale)))
+            views.append(detector.detect(images, size=size))
+            if self.flip:
+                views.append(_detect_mirrored(detector, images, size))
+        return [
+            merge_detections(
+                list(of_one_image),
+                nms_iou=detector.nms_iou,
+                detections_per_image=detector.detections_per_image,
+            )
+            for of_one_image in zip(*views, strict=True)
+        ]
+
+
+def merge_detections(
+    views: list[Detections], *, nms_iou: float, detections_per_image: int
+) -> Detections:
+    """Class-wise NMS over the detections of several views of one image, in its pixels.
+
+    The best ``detections_per_image`` stay, best score first; of two boxes of a class that overlap
+    more than ``nms_iou``, the better.
+    """
+    boxes, scores, labels = (
+        torch.cat([view[key] for view in views]) for key in ("boxes", "scores", "labels")
+    )
+    keep = batched_nms(boxes, scores, labels, nms_iou)[:detections_per_image]
+    return {"boxes": boxes[keep], "scores": scores[keep], "labels": labels[keep]}
+
+
+def _detect_mirrored(
+    detector: ObjectDetector, images: list[Tensor], size: tuple[int, int]
+) -> list[Detections]:
+    detections = detector.detect([image.flip(-1) for image in images], size=size)
+    for image, found in zip(images, detections, strict=True):
+        left, top, right, bottom = found["boxes"].unbind(-1)
+        width = image.shape[-1]
+        found["boxes"] = torch.stack([width - right, top, width - left, bottom], dim=-1)
+    return detections
