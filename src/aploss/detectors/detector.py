@@ -7,23 +7,19 @@ weights. Registered under a name, it is known to ``build_detector``, recipes and
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models.detection._utils import BoxCoder
 
 from aploss.detectors.criterion import Criterion
 from aploss.detectors.losses_by_name import describe_loss
-from aploss.detectors.postprocess import Detections, pad_images, postprocess, resize_image
+from aploss.detectors.postprocess import Detections, ObjectDetector, postprocess
 from aploss.errors import ConfigError, DataError
 from aploss.losses.traits import traits_of
 from aploss.registry import Registry
-
-if TYPE_CHECKING:
-    from aploss.detectors.postprocess import MultiScale
-    from aploss.detectors.predict import ImageLike, Prediction
-    from aploss.evaluation import Calibration
 
 __all__ = [
     "DETECTORS",
@@ -175,7 +171,7 @@ def register_detector(name: str) -> Callable[[ConfigClass], ConfigClass]:
     return add
 
 
-class Detector(nn.Module):
+class Detector(nn.Module, ObjectDetector):
     """A one-stage detector: backbone, heads, anchors and a criterion.
 
     In training mode a call returns ``{"classification": loss, "box": loss}``, in evaluation mode
@@ -197,11 +193,8 @@ class Detector(nn.Module):
 
     image_mean: Tensor
     image_std: Tensor
-    test_size: tuple[int, int]
     score_threshold: float | None
     topk_per_level: int
-    nms_iou: float
-    detections_per_image: int
     channels_last: bool
 
     def __init__(
@@ -224,8 +217,8 @@ class Detector(nn.Module):
         self.criterion = criterion
         self.size_divisor = network.size_divisor
         self.keeps_aspect_ratio = network.keeps_aspect_ratio
-        self.calibration: Calibration | None = None
-        self.draw_threshold: float | None = None
+        self.calibration = None
+        self.draw_threshold = None
         self._make_anchors = network.anchors
         self._anchor_cache: dict[tuple[int, int, torch.device], list[Tensor]] = {}
         for buffer, values in (
@@ -390,36 +383,50 @@ class Detector(nn.Module):
 
     def resize(self, image: Tensor, size: tuple[int, int] | None = None) -> Tensor:
         """An image [3, h, w] in the size for inference, ``test_size`` unless another is given."""
-        return resize_image(
-            image, size or self.test_size, keeps_aspect_ratio=self.keeps_aspect_ratio
-        )
+        height, width = image.shape[-2:]
+        wanted = size or self.test_size
+        if self.keeps_aspect_ratio:
+            shorter, longest = wanted
+            scale = min(shorter / min(height, width), longest / max(height, width))
+            wanted = (max(1, round(height * scale)), max(1, round(width * scale)))
+        if wanted == (height, width):
+            return image
+        # Training images are shrunk with antialiasing, too; MPS lacks the operator.
+        antialias = image.device.type != "mps" and (wanted[0] < height or wanted[1] < width)
+        return F.interpolate(
+            image[None], size=wanted, mode="bilinear", align_corners=False, antialias=antialias
+        )[0]
 
     def pad(self, images: Tensor | Sequence[Tensor]) -> tuple[Tensor, list[tuple[int, int]]]:
         """One batch of images of any size, and the height and width of each inside it.
 
-        The padding has the mean colour, which is 0 for the network.
+        The padding at the right and the bottom has the mean colour, which is 0 for the network.
+
+        Raises:
+            DataError: if there is no image, or they are not floats.
         """
-        return pad_images(images, colour=self.image_mean, size_divisor=self.size_divisor)
+        sizes = [(image.shape[-2], image.shape[-1]) for image in images]
+        if not sizes:
+            raise DataError("a detector needs at least one image")
+        if not images[0].is_floating_point():
+            raise DataError(
+                f"images must be floats in [0, 1], got {images[0].dtype}: divide by 255"
+            )
+        divisor = self.size_divisor
+        height, width = (
+            -(-max(size[axis] for size in sizes) // divisor) * divisor for axis in (0, 1)
+        )
+        if isinstance(images, Tensor) and images.shape[-2:] == (height, width):
+            return images.to(self.image_mean.device), sizes
+        batch = self.image_mean.expand(len(sizes), 3, height, width).clone()
+        for row, image in zip(batch, images, strict=True):
+            row[:, : image.shape[-2], : image.shape[-1]].copy_(image)
+        return batch, sizes
 
     def compile(self, *arguments: Any, **options: Any) -> None:
         """Compiles what has weights with ``torch.compile``; labels and NMS stay as they are."""
         self.backbone.compile(*arguments, **options)
         self.head.compile(*arguments, **options)
-
-    def predict(
-        self,
-        images: "ImageLike | Sequence[ImageLike]",
-        *,
-        threshold: float | None = None,
-        batch_size: int = 8,
-        multi_scale: "MultiScale | None" = None,
-    ) -> "list[Prediction]":
-        """Objects in images of any kind, see :func:`~aploss.detectors.predict.predict`."""
-        from aploss.detectors.predict import predict
-
-        return predict(
-            self, images, threshold=threshold, batch_size=batch_size, multi_scale=multi_scale
-        )
 
 
 def feature_shapes(backbone: nn.Module, height: int, width: int) -> list[torch.Size]:

@@ -8,7 +8,7 @@ follows (anchors, decoding, NMS, calibration) is described in the file's metadat
 import json
 import logging
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from aploss.detectors.build import build_detector
 from aploss.detectors.checkpoint import detector_from_record, detector_record
 from aploss.detectors.detector import Detector
-from aploss.detectors.postprocess import Detections, MultiScale
-from aploss.detectors.predict import ImageLike, Prediction, predict
+from aploss.detectors.postprocess import Detections, ObjectDetector
 from aploss.errors import ConfigError, RunError
 from aploss.evaluation import Calibration
 from aploss.files import write_whole
@@ -83,7 +82,7 @@ def export_onnx(detector: Detector, path: str | Path, *, size: int | None = None
     return path
 
 
-class OnnxDetector:
+class OnnxDetector(ObjectDetector):
     """An exported detector: the network runs in onnxruntime, the rest as in the detector.
 
     Called with a list of images, float [3, h, w] in [0, 1], it gives the detections of each, as a
@@ -108,37 +107,25 @@ class OnnxDetector:
             raise RunError(f"{path} was not written by 'aploss export' of this version")
         calibration = json.loads(metadata["calibration"])
         self.calibration = None if calibration is None else Calibration.from_dict(calibration)
-        self.draw_threshold: float | None = json.loads(metadata["draw_threshold"])
+        self.draw_threshold = json.loads(metadata["draw_threshold"])
         self._heads = _Session(session)
         self._detector = _without_weights(json.loads(metadata["config"]))
+        self.config = self._detector.config
         self.class_names = self._detector.class_names
         self.keeps_aspect_ratio = self._detector.keeps_aspect_ratio
         self.test_size = self._detector.test_size
         self.nms_iou = self._detector.nms_iou
         self.detections_per_image = self._detector.detections_per_image
 
-    def __call__(self, images: list[Tensor]) -> list[Detections]:
+    def __call__(self, images: Tensor | Sequence[Tensor]) -> list[Detections]:
         return self.detect(images)
 
     def detect(
-        self, images: list[Tensor], *, size: tuple[int, int] | None = None
+        self, images: Tensor | Sequence[Tensor], *, size: tuple[int, int] | None = None
     ) -> list[Detections]:
         """Detections of images of ``test_size`` or another size, see :meth:`Detector.detect`."""
         with torch.inference_mode():
             return self._detector.detect(images, size=size or self.test_size, heads=self._heads)
-
-    def predict(
-        self,
-        images: ImageLike | Iterable[ImageLike],
-        *,
-        threshold: float | None = None,
-        batch_size: int = 8,
-        multi_scale: MultiScale | None = None,
-    ) -> list[Prediction]:
-        """Objects in images of any kind, see :func:`~aploss.detectors.predict.predict`."""
-        return predict(
-            self, images, threshold=threshold, batch_size=batch_size, multi_scale=multi_scale
-        )
 
 
 class _Heads(nn.Module):

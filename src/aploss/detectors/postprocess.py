@@ -1,17 +1,19 @@
-"""From images of any size to a batch, and from logits to detections, in one size or in several."""
+"""From logits to detections, of an image in one size or in several."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torchvision.models.detection._utils import BoxCoder
 from torchvision.ops import batched_nms, clip_boxes_to_image
 
-from aploss.errors import ConfigError, DataError
-from aploss.evaluation import Calibration
+from aploss.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aploss.detectors.predict import ImageLike, Prediction
+    from aploss.evaluation import Calibration
 
 __all__ = [
     "Detections",
@@ -19,72 +21,11 @@ __all__ = [
     "ObjectDetector",
     "class_scores",
     "merge_detections",
-    "pad_images",
     "postprocess",
-    "resize_image",
 ]
 
 DEFAULT_SCALES = (0.75, 1.0, 1.25, 1.5)
 Detections = dict[str, Tensor]
-
-
-def resize_image(image: Tensor, test_size: tuple[int, int], *, keeps_aspect_ratio: bool) -> Tensor:
-    """An image [3, h, w] in the size for inference.
-
-    Args:
-        image: floats.
-        test_size: with ``keeps_aspect_ratio`` the shorter side and the limit of the longer one,
-            otherwise height and width.
-        keeps_aspect_ratio: whether the image keeps its shape or is stretched.
-
-    Returns:
-        [3, H, W]; the image itself where it has the size already.
-    """
-    height, width = image.shape[-2:]
-    size = test_size
-    if keeps_aspect_ratio:
-        shorter, longest = test_size
-        scale = min(shorter / min(height, width), longest / max(height, width))
-        size = (max(1, round(height * scale)), max(1, round(width * scale)))
-    if size == (height, width):
-        return image
-    # Training images are shrunk with antialiasing, too; MPS lacks the operator.
-    antialias = image.device.type != "mps" and (size[0] < height or size[1] < width)
-    return F.interpolate(
-        image[None], size=size, mode="bilinear", align_corners=False, antialias=antialias
-    )[0]
-
-
-def pad_images(
-    images: Tensor | Sequence[Tensor], *, colour: Tensor, size_divisor: int
-) -> tuple[Tensor, list[tuple[int, int]]]:
-    """One batch of images of any size, padded at the right and the bottom.
-
-    Args:
-        images: [B, 3, H, W] or a list of [3, h, w].
-        colour: of the padding, [3, 1, 1]; the batch is on its device.
-        size_divisor: height and width of the batch are multiples of this.
-
-    Returns:
-        The batch [B, 3, H, W], and the height and width of each image inside it.
-
-    Raises:
-        DataError: if there is no image, or they are not floats.
-    """
-    sizes = [(image.shape[-2], image.shape[-1]) for image in images]
-    if not sizes:
-        raise DataError("a detector needs at least one image")
-    if not images[0].is_floating_point():
-        raise DataError(f"images must be floats in [0, 1], got {images[0].dtype}: divide by 255")
-    height, width = (
-        -(-max(size[axis] for size in sizes) // size_divisor) * size_divisor for axis in (0, 1)
-    )
-    if isinstance(images, Tensor) and images.shape[-2:] == (height, width):
-        return images.to(colour.device), sizes
-    batch = colour.expand(len(sizes), 3, height, width).clone()
-    for row, image in zip(batch, images, strict=True):
-        row[:, : image.shape[-2], : image.shape[-1]].copy_(image)
-    return batch, sizes
 
 
 def class_scores(logits: Tensor, *, softmax: bool) -> Tensor:
@@ -175,11 +116,11 @@ def _best_of_level(
     return boxes, scores, positions % num_classes
 
 
-class ObjectDetector(Protocol):
+class ObjectDetector:
     """What finding objects needs of a detector: ours have it, and the exported ones."""
 
     class_names: tuple[str, ...]
-    calibration: Calibration | None
+    calibration: "Calibration | None"
     draw_threshold: float | None
     test_size: tuple[int, int]
     nms_iou: float
@@ -187,10 +128,25 @@ class ObjectDetector(Protocol):
     keeps_aspect_ratio: bool
 
     def detect(
-        self, images: list[Tensor], *, size: tuple[int, int] | None = None
+        self, images: Tensor | Sequence[Tensor], *, size: tuple[int, int] | None = None
     ) -> list[Detections]:
         """``boxes``, ``scores`` and ``labels`` of images [3, h, w] in [0, 1]."""
-        ...
+        raise NotImplementedError
+
+    def predict(
+        self,
+        images: "ImageLike | Iterable[ImageLike]",
+        *,
+        threshold: float | None = None,
+        batch_size: int = 8,
+        multi_scale: "MultiScale | None" = None,
+    ) -> "list[Prediction]":
+        """Objects in images of any kind, see :func:`~aploss.detectors.predict.predict`."""
+        from aploss.detectors.predict import predict
+
+        return predict(
+            self, images, threshold=threshold, batch_size=batch_size, multi_scale=multi_scale
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ torchvision's; taken away again, the model is what it was.
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -132,6 +132,27 @@ def softmax_log_odds(logits: Tensor) -> Tensor:
     return log_scores - torch.log(-torch.expm1(log_scores))
 
 
+class _Batch(NamedTuple):
+    """What torchvision hands to ``compute_loss``."""
+
+    targets: Targets
+    head_outputs: dict[str, Tensor]
+    anchors: list[Tensor]
+    matched_idxs: list[Tensor]
+
+    def labels(self, first_class: int) -> AnchorLabels:
+        """The matches, with the class of an object in place of its index."""
+        classes = torch.stack(self.matched_idxs)  # [B, A]: index of an object, NEGATIVE or IGNORED
+        images, anchors = (classes >= 0).nonzero(as_tuple=True)
+        boxes, found = [], []
+        for target, row in zip(self.targets, classes, strict=True):
+            matches = row[row >= 0]
+            boxes.append(target["boxes"][matches])
+            found.append(target["labels"][matches] - first_class)
+        classes[images, anchors] = torch.cat(found)
+        return AnchorLabels(classes=classes, images=images, anchors=anchors, boxes=torch.cat(boxes))
+
+
 class _SwappedLoss:
     """Computes torchvision's dict of losses, with the classification loss that was handed in.
 
@@ -146,39 +167,29 @@ class _SwappedLoss:
         self.holder = holder
         self.score_thresh = score_thresh
 
-    def __call__(
-        self,
-        targets: Targets,
-        head_outputs: dict[str, Tensor],
-        anchors: list[Tensor],
-        matched_idxs: list[Tensor],
-    ) -> dict[str, Tensor]:
-        """What torchvision asks for, from the matches it made."""
-        labels = _labels_from_matches(targets, matched_idxs, self.first_class)
+    def __call__(self, *arguments: Any) -> dict[str, Tensor]:
+        batch = _Batch(*arguments)
+        labels = batch.labels(self.first_class)
+        positives = (labels.images, labels.anchors)
+        anchors = torch.stack(batch.anchors)[positives]
 
         def predicted_boxes() -> Tensor:
-            deltas = head_outputs["bbox_regression"][labels.images, labels.anchors]
-            return self.decode(deltas.float(), _of_positives(anchors, labels))
+            return self.decode(batch.head_outputs["bbox_regression"][positives].float(), anchors)
 
         parts = classification_loss(
             self.holder.classification_loss,
-            self.scores(head_outputs["cls_logits"]),
+            self.scores(batch.head_outputs["cls_logits"]),
             labels,
             box_losses=lambda: generalized_box_iou_loss(predicted_boxes(), labels.boxes),
             ious=lambda: iou_of_pairs(predicted_boxes().detach(), labels.boxes),
         )
-        losses = self.other_losses(labels, targets, head_outputs, anchors, matched_idxs)
+        losses = self.other_losses(batch, labels, anchors)
         if parts.localisation is not None:
             losses["bbox_regression"] = parts.localisation
         return {**losses, "classification": parts.classification}
 
     def other_losses(
-        self,
-        labels: AnchorLabels,
-        targets: Targets,
-        head_outputs: dict[str, Tensor],
-        anchors: list[Tensor],
-        matched_idxs: list[Tensor],
+        self, batch: _Batch, labels: AnchorLabels, anchors: Tensor
     ) -> dict[str, Tensor]:
         """The model's own losses, which are means over the positives of the batch.
 
@@ -186,15 +197,13 @@ class _SwappedLoss:
         else, so that the classification loss of torchvision, not wanted, costs next to nothing.
         """
         gathered = {"boxes": labels.boxes, "labels": labels.positive_classes + self.first_class}
+        outputs = {
+            key: value[labels.images, labels.anchors][None]
+            for key, value in batch.head_outputs.items()
+        }
+        matches = torch.arange(len(labels.boxes), device=labels.boxes.device)
         losses: dict[str, Tensor] = type(self.holder).compute_loss(
-            self.holder,
-            [gathered],
-            {
-                key: value[labels.images, labels.anchors][None]
-                for key, value in head_outputs.items()
-            },
-            [_of_positives(anchors, labels)],
-            [torch.arange(len(labels.boxes), device=labels.boxes.device)],
+            self.holder, [gathered], outputs, [anchors], [matches]
         )
         return losses
 
@@ -212,16 +221,9 @@ class _SwappedInRetinaNet(_SwappedLoss):
     """Goes into the head. Its box loss is a mean over images, of means over positives."""
 
     def other_losses(
-        self,
-        labels: AnchorLabels,
-        targets: Targets,
-        head_outputs: dict[str, Tensor],
-        anchors: list[Tensor],
-        matched_idxs: list[Tensor],
+        self, batch: _Batch, labels: AnchorLabels, anchors: Tensor
     ) -> dict[str, Tensor]:
-        regression = self.holder.regression_head
-        box_loss = regression.compute_loss(targets, head_outputs, anchors, matched_idxs)
-        return {"bbox_regression": box_loss}
+        return {"bbox_regression": self.holder.regression_head.compute_loss(*batch)}
 
     def decode(self, deltas: Tensor, anchors: Tensor) -> Tensor:
         boxes: Tensor = self.holder.regression_head.box_coder.decode_single(deltas, anchors)
@@ -251,21 +253,3 @@ _KINDS: dict[type, type[_SwappedLoss]] = {
     FCOS: _SwappedInFCOS,
     SSD: _SwappedInSSD,
 }
-
-
-def _labels_from_matches(
-    targets: Targets, matched_idxs: list[Tensor], first_class: int
-) -> AnchorLabels:
-    classes = torch.stack(matched_idxs)  # [B, A]: index of an object, NEGATIVE or IGNORED
-    images, anchors = (classes >= 0).nonzero(as_tuple=True)
-    boxes, found = [], []
-    for target, row in zip(targets, classes, strict=True):
-        matches = row[row >= 0]
-        boxes.append(target["boxes"][matches])
-        found.append(target["labels"][matches] - first_class)
-    classes[images, anchors] = torch.cat(found)
-    return AnchorLabels(classes=classes, images=images, anchors=anchors, boxes=torch.cat(boxes))
-
-
-def _of_positives(anchors: list[Tensor], labels: AnchorLabels) -> Tensor:
-    return torch.stack(anchors)[labels.images, labels.anchors]

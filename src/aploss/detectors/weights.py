@@ -82,13 +82,8 @@ class LoadedWeights:
 class _Source:
     """Weights as they were found.
 
-    Attributes:
-        name: for messages.
-        state: tensors by the names they have there.
-        from_torchvision: whether a model of torchvision, rather than one of ours.
-        columns: what each logit of an anchor stands for, with ``BACKGROUND`` for none of the
-            classes; None where unknown.
-        softmax: whether these share one distribution.
+    ``columns`` says what each logit of an anchor stands for, where that is known, with
+    ``BACKGROUND`` for none of the classes.
     """
 
     name: str
@@ -259,17 +254,10 @@ def _in_our_box_code(detector: Detector, tensor: Tensor) -> Tensor:
 def _merge_class_rows(
     own: Tensor, theirs: Tensor, detector: Detector, source: _Source
 ) -> tuple[Tensor, tuple[str, ...]]:
-    """The detector's tensor with the rows of the classes that the source knows by name.
+    """The detector's tensor [anchors x columns, ...] with the rows of classes the source knows.
 
-    Args:
-        own: [anchors x columns, ...] of the detector.
-        theirs: the same of the source.
-        detector: whose classes are looked for.
-        source: with ``columns``.
-
-    Returns:
-        The tensor and the classes that were found. Where none is, or anchors or scores are of
-        another kind, an empty tensor, which fits nowhere.
+    And these classes. Where there are none, or anchors or scores are of another kind, the tensor
+    is empty, which fits nowhere.
     """
     assert source.columns is not None
     background = (BACKGROUND,) * detector.uses_softmax
