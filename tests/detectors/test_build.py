@@ -204,9 +204,9 @@ def test_a_config_of_earlier_versions_builds_the_same_detector() -> None:
     config = {
         "name": "retinanet-r18", "anchors_per_cell": 9, "class_names": ["a", "b"], "loss": "ap",
         "loss_options": {"delta": 0.5, "interpolated": True}, "rank_over": "batch",
-        "box_loss": "smooth-l1", "box_weight": 1.0, "test_size": [600, 1000], "score_threshold": None,
-        "topk_per_level": 1000, "nms_iou": 0.5, "detections_per_image": 100,
-        "channels_last": False,
+        "box_loss": "smooth-l1", "box_weight": 1.0, "test_size": [600, 1000],
+        "score_threshold": None, "topk_per_level": 1000, "nms_iou": 0.5,
+        "detections_per_image": 100, "channels_last": False,
     }  # fmt: skip
     detector = build_detector(**config)
     assert {**detector.config, "test_size": [600, 1000]} == {

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from aploss.detectors.postprocess import MultiScale
     from aploss.detectors.predict import Prediction
     from aploss.detectors.retinanet import retinanet_network
+    from aploss.detectors.score_map import calibrate
     from aploss.detectors.swap_loss import ScoreThresholdWarning, use_loss
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Prediction",
     "ScoreThresholdWarning",
     "build_detector",
+    "calibrate",
     "label_anchors",
     "load",
     "make_loss",
@@ -49,6 +51,7 @@ _MODULES = {
     "Prediction": "predict",
     "ScoreThresholdWarning": "swap_loss",
     "build_detector": "build",
+    "calibrate": "score_map",
     "label_anchors": "labels",
     "load": "checkpoint",
     "make_loss": "losses_by_name",

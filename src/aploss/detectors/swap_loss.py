@@ -19,6 +19,7 @@ from torchvision.ops import generalized_box_iou_loss
 
 from aploss.detectors.criterion import classification_loss, iou_of_pairs
 from aploss.detectors.labels import AnchorLabels
+from aploss.detectors.score_map import calibrate
 from aploss.errors import ConfigError
 from aploss.losses.traits import traits_of
 
@@ -52,7 +53,7 @@ def use_loss(model: Model, loss: nn.Module | None, *, score_thresh: float | None
     Args:
         model: from ``torchvision.models.detection``, with any weights.
         loss: one of our loss objects, or any module of ``(scores, targets)`` with targets 1, 0, -1.
-            None gives the model its own loss and score threshold back.
+            None gives the model its own loss, scores and score threshold back.
         score_thresh: the model's score threshold from now on; 0 keeps every detection. Ranking
             losses order scores without giving them a scale.
 
@@ -78,6 +79,7 @@ def use_loss(model: Model, loss: nn.Module | None, *, score_thresh: float | None
         )
     if loss is not None:
         _check_loss(model, loss)
+    calibrate(model, None)  # which belongs to the loss before
     _restore(model)
     if loss is None:
         return model
