@@ -194,7 +194,7 @@ def test_the_config_of_a_detector_is_frozen_and_checked() -> None:
     architecture = build_detector("ssd300", class_names=["a"]).architecture
     with pytest.raises(FrozenInstanceError):
         architecture.nms_iou = 0.9  # type: ignore[misc]
-    for size in ((300,), (0, 100), 300):
+    for size in ((300,), (0, 100), 300, ("a", "b")):
         with pytest.raises(ConfigError, match="test_size must be two numbers"):
             build_detector("ssd300", class_names=["a"], test_size=size)
 

@@ -9,7 +9,7 @@ from torchvision.models.detection import RetinaNet
 from torchvision.models.detection._utils import BoxCoder
 
 from aploss.detectors import Detector, MultiScale, build_detector
-from aploss.detectors.postprocess import class_scores, merge_detections, postprocess
+from aploss.detectors.postprocess import merge_detections, postprocess
 from aploss.errors import ConfigError
 
 CODER = BoxCoder((10.0, 10.0, 5.0, 5.0))
@@ -71,8 +71,9 @@ def test_boxes_are_clipped_and_those_in_the_padding_are_dropped() -> None:
 
 def test_softmax_scores_leave_the_background_out() -> None:
     logits = torch.tensor([[[5.0, 1.0, 0.0], [0.0, 4.0, 0.0], [9.0, 0.0, 0.0]]])
-    scores = class_scores(logits, softmax=True)
-    torch.testing.assert_close(scores, logits.softmax(-1)[..., 1:])
+    everything = detect(logits, softmax=True, nms_iou=1.0)["scores"]
+    expected = logits.softmax(-1)[..., 1:].flatten().sort(descending=True).values
+    torch.testing.assert_close(everything, expected)
     found = detect(logits, softmax=True, detections_per_image=1)
     assert found["labels"].tolist() == [0]
     assert found["scores"].item() == pytest.approx(

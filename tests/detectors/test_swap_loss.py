@@ -200,7 +200,7 @@ def test_none_gives_the_original_back(kind: str) -> None:
     )
     modules = dict(model.named_modules())
     use_loss(model, APLoss(), score_thresh=0)
-    assert model.score_thresh == 0
+    assert use_loss(model, FocalLoss()).score_thresh == 0
     assert use_loss(model, None) is model
     assert use_loss(model, None).score_thresh == threshold  # a second time changes nothing
     assert dict(model.named_modules()) == modules

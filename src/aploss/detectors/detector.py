@@ -95,7 +95,8 @@ class DetectorConfig:
             if isinstance(value, list):
                 object.__setattr__(self, option.name, tuple(value))
         sides = self.test_size
-        if not (isinstance(sides, tuple) and len(sides) == 2 and all(int(s) > 0 for s in sides)):
+        numbers = isinstance(sides, tuple) and all(isinstance(side, int | float) for side in sides)
+        if not numbers or len(sides) != 2 or min(sides) < 1:
             raise ConfigError(f"test_size must be two numbers of pixels, got {sides!r}")
         object.__setattr__(self, "test_size", (int(sides[0]), int(sides[1])))
 

@@ -101,14 +101,13 @@ class OnnxDetector(ObjectDetector):
         path = Path(path)
         if not path.is_file():
             raise RunError(f"there is no file {path}")
-        session = _session(path.read_bytes(), str(path), providers)
-        metadata = session.get_modelmeta().custom_metadata_map
+        self._heads = _Session(path.read_bytes(), str(path), providers)
+        metadata = self._heads.metadata
         if metadata.get("aploss_format") != str(FORMAT):
             raise RunError(f"{path} was not written by 'aploss export' of this version")
         calibration = json.loads(metadata["calibration"])
         self.calibration = None if calibration is None else Calibration.from_dict(calibration)
         self.draw_threshold = json.loads(metadata["draw_threshold"])
-        self._heads = _Session(session)
         self._detector = _without_weights(json.loads(metadata["config"]))
         self.config = self._detector.config
         self.class_names = self._detector.class_names
@@ -138,10 +137,26 @@ class _Heads(nn.Module):
 
 
 class _Session:
-    """Computes what a detector's ``heads`` do, in onnxruntime."""
+    """Computes what a detector's ``heads`` do, in onnxruntime.
 
-    def __init__(self, session: Any) -> None:
-        self.session = session
+    Raises:
+        RunError: if the content of the file is damaged.
+    """
+
+    def __init__(self, content: bytes, name: str, providers: Iterable[str] | None = None) -> None:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.log_severity_level = 3  # errors only
+        try:
+            self.session = onnxruntime.InferenceSession(
+                content, options, providers=list(providers or ["CPUExecutionProvider"])
+            )
+        except Exception as error:  # onnxruntime's errors share no base class of their own
+            reason = str(error).splitlines()[0]
+            raise RunError(f"{name} cannot be run by onnxruntime: {reason}") from error
+        self.metadata: dict[str, str] = self.session.get_modelmeta().custom_metadata_map
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
         expected = self.session.get_inputs()[0].shape[2:]
@@ -189,7 +204,7 @@ def _metadata(detector: Detector) -> dict[str, str]:
 
 
 def _compare(detector: Detector, content: bytes, images: Tensor) -> None:
-    run = _Session(_session(content, "the exported model", None))
+    run = _Session(content, "the exported model")
     for batch in (images, images[:1]):
         with torch.no_grad():
             expected = detector.heads(batch)
@@ -200,21 +215,6 @@ def _compare(detector: Detector, content: bytes, images: Tensor) -> None:
                     f"the exported model gives other {name} than the detector (by {difference:.2g})"
                     ": nothing was written; another version of torch or onnxruntime may help"
                 )
-
-
-def _session(content: bytes, name: str, providers: Iterable[str] | None) -> Any:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 3  # errors only
-    try:
-        return onnxruntime.InferenceSession(
-            content, options, providers=list(providers or ["CPUExecutionProvider"])
-        )
-    except Exception as error:  # onnxruntime's errors share no base class of their own
-        reason = str(error).splitlines()[0]
-        raise RunError(f"{name} cannot be run by onnxruntime: {reason}") from error
 
 
 def _without_weights(config: dict[str, Any]) -> Detector:

@@ -19,26 +19,12 @@ __all__ = [
     "Detections",
     "MultiScale",
     "ObjectDetector",
-    "class_scores",
     "merge_detections",
     "postprocess",
 ]
 
 DEFAULT_SCALES = (0.75, 1.0, 1.25, 1.5)
 Detections = dict[str, Tensor]
-
-
-def class_scores(logits: Tensor, *, softmax: bool) -> Tensor:
-    """Scores in [0, 1] of the K classes.
-
-    Args:
-        logits: [..., K], or [..., K + 1] with the background in column 0 if ``softmax``.
-        softmax: whether the classes and the background share one distribution.
-
-    Returns:
-        [..., K].
-    """
-    return logits.softmax(dim=-1)[..., 1:] if softmax else logits.sigmoid()
 
 
 def postprocess(
@@ -63,7 +49,7 @@ def postprocess(
         image_sizes: height and width of each image inside the batch; boxes are clipped to it,
             and boxes that lie outside it (in the padding) are dropped.
         box_coder: turns deltas into boxes.
-        softmax: see :func:`class_scores`.
+        softmax: whether classes and background (column 0) share one distribution.
         score_threshold: detections with a lower score are dropped; None keeps all, since ranking
             losses order scores without giving them a scale.
         topk_per_level: how many scores of a level go on.
@@ -107,12 +93,12 @@ def _best_of_level(
     topk: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # The sigmoid is monotone: taken after the top-k, it is computed for the few instead of for all.
-    rankable = class_scores(logits, softmax=True) if softmax else logits
+    rankable = logits.softmax(dim=-1)[..., 1:] if softmax else logits
     num_classes = rankable.shape[-1]
     values, positions = rankable.flatten().topk(min(topk, rankable.numel()))
     chosen = positions.div(num_classes, rounding_mode="floor")
     boxes = box_coder.decode_single(deltas[chosen], anchors[chosen])
-    scores = values if softmax else class_scores(values, softmax=False)
+    scores = values if softmax else values.sigmoid()
     return boxes, scores, positions % num_classes
 
 

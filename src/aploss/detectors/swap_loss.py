@@ -80,27 +80,35 @@ def use_loss(model: Model, loss: nn.Module | None, *, score_thresh: float | None
     if loss is not None:
         _check_loss(model, loss)
     calibrate(model, None)  # which belongs to the loss before
-    _restore(model)
-    if loss is None:
-        return model
     holder = model if isinstance(model, SSD) else model.head
+    swapped = vars(holder).get(METHOD)
+    threshold = model.score_thresh  # of the model's own
+    if isinstance(swapped, _SwappedLoss):
+        threshold = swapped.score_thresh
+        for name in (METHOD, LOSS, HIDDEN):
+            delattr(holder, name)
+    if loss is None:
+        model.score_thresh = threshold
+        return model
     kind = next(swapped for known, swapped in _KINDS.items() if isinstance(model, known))
-    setattr(holder, METHOD, kind(holder, model.score_thresh))
+    hidden = [*getattr(holder, HIDDEN, ()), METHOD, LOSS]
+    setattr(holder, METHOD, kind(holder, threshold))
     setattr(holder, LOSS, loss)  # a module of the model: moved with it, and saved if it has weights
-    setattr(holder, HIDDEN, [METHOD, LOSS])  # torch.jit.script compiles torchvision's own method
+    setattr(holder, HIDDEN, hidden)  # torch.jit.script compiles torchvision's own method
     if score_thresh is not None:
         model.score_thresh = score_thresh
-    traits = traits_of(loss)
-    if model.score_thresh > 0 and not traits.calibrated:
-        warnings.warn(
-            f"{type(model).__name__} drops detections with a score below {model.score_thresh:g}, "
-            f"but the scores of {traits.label or type(loss).__name__} have an order and no scale: "
-            "use_loss(..., score_thresh=0) keeps all, and calibrate(model, images, targets) fits "
-            "a scale after training",
-            ScoreThresholdWarning,
-            stacklevel=2,
-        )
+    if model.score_thresh > 0 and not traits_of(loss).calibrated:
+        warnings.warn(_about_threshold(model, loss), ScoreThresholdWarning, stacklevel=2)
     return model
+
+
+def _about_threshold(model: Any, loss: nn.Module) -> str:
+    return (
+        f"{type(model).__name__} drops detections with a score below {model.score_thresh:g}, but "
+        f"the scores of {traits_of(loss).label or type(loss).__name__} have an order and no scale: "
+        "use_loss(..., score_thresh=0) keeps all, and calibrate(model, images, targets) fits a "
+        "scale after training"
+    )
 
 
 def _check_loss(model: nn.Module, loss: object) -> None:
@@ -111,16 +119,6 @@ def _check_loss(model: nn.Module, loss: object) -> None:
         raise ConfigError(
             f"{type(loss).__name__} needs a background column, which {type(model).__name__} lacks"
         )
-
-
-def _restore(model: Any) -> None:
-    """Takes a loss that was put in before out again."""
-    holder = model if isinstance(model, SSD) else model.head
-    swapped = vars(holder).get(METHOD)
-    if isinstance(swapped, _SwappedLoss):
-        model.score_thresh = swapped.score_thresh
-        for name in (METHOD, LOSS, HIDDEN):
-            delattr(holder, name)
 
 
 def softmax_log_odds(logits: Tensor) -> Tensor:
