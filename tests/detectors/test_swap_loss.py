@@ -219,11 +219,10 @@ def test_a_swapped_model_is_scripted_where_the_plain_one_is(kind: str) -> None:
         torch.testing.assert_close(found[key], value)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_swapped_model_is_compiled_with_its_loss(kind: str) -> None:
-    model = use_loss(make_model(kind), APLoss()).train()
+def test_a_swapped_model_is_compiled_with_its_loss() -> None:
+    model = use_loss(make_model("retinanet"), APLoss()).train()
     _freeze_norms(model)
-    images, targets = make_batch(kind)
+    images, targets = make_batch("retinanet")
     expected = model(images, targets)
     found = torch.compile(model, backend="eager")(images, targets)
     torch.testing.assert_close(found, expected)
