@@ -40,26 +40,20 @@ __all__ = [
     "use_loss",
 ]
 
-_MODULES = {
-    "DETECTOR_NAMES": "build",
-    "LOSS_NAMES": "losses_by_name",
-    "Criterion": "criterion",
-    "Detector": "detector",
-    "DetectorConfig": "detector",
-    "MultiScale": "postprocess",
-    "Network": "detector",
-    "Prediction": "predict",
-    "ScoreThresholdWarning": "swap_loss",
-    "build_detector": "build",
-    "calibrate": "score_map",
-    "label_anchors": "labels",
-    "load": "checkpoint",
-    "make_loss": "losses_by_name",
-    "register_detector": "detector",
-    "retinanet_network": "retinanet",
-    "save_detector": "checkpoint",
-    "use_loss": "swap_loss",
+_NAMES = {
+    "build": ("DETECTOR_NAMES", "build_detector"),
+    "checkpoint": ("load", "save_detector"),
+    "criterion": ("Criterion",),
+    "detector": ("Detector", "DetectorConfig", "Network", "register_detector"),
+    "labels": ("label_anchors",),
+    "losses_by_name": ("LOSS_NAMES", "make_loss"),
+    "postprocess": ("MultiScale",),
+    "predict": ("Prediction",),
+    "retinanet": ("retinanet_network",),
+    "score_map": ("calibrate",),
+    "swap_loss": ("ScoreThresholdWarning", "use_loss"),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

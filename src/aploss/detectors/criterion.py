@@ -38,7 +38,7 @@ def classification_loss(
     *,
     box_losses: Callable[[], Tensor],
     ious: Callable[[], Tensor],
-    num_positives: Tensor | None = None,
+    num_positives: float | Tensor | None = None,
 ) -> LossParts:
     """Hands a batch to a loss in the way that its traits ask for.
 

@@ -344,11 +344,7 @@ class Detector(nn.Module, ObjectDetector):
     ) -> list[Detections]:
         """Detections in pixels of the batch, from what :meth:`heads` gives.
 
-        Args:
-            logits: [B, A, columns].
-            deltas: [B, A, 4].
-            batch_size: height and width of the batch that went through :meth:`heads`.
-            image_sizes: height and width of each image inside its padding.
+        ``batch_size`` is height and width of the batch, ``image_sizes`` those of each image in it.
         """
         height, width = batch_size
         return postprocess(

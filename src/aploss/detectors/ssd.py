@@ -80,13 +80,20 @@ class VGGDetector(DetectorConfig):
 
     ratios: ClassVar[Sequence[Sequence[int]]]
     steps: ClassVar[Sequence[int]]  # the last is the size of the image
+    highres: ClassVar[bool] = False  # one map more
 
     def network(self, *, columns: int, softmax: bool) -> Network:
         if len(self.anchor_scales) != len(self.steps) + 1:
             raise ConfigError(
                 f"anchor_scales needs {len(self.steps) + 1} numbers, got {self.anchor_scales!r}"
             )
-        backbone = self.extractor(_vgg_features(self.trainable_stages))
+        backbone: Any = SSDFeatureExtractorVGG(
+            _vgg_features(self.trainable_stages), highres=self.highres
+        )
+        if self.highres:  # torchvision's ends in maps of 6, 4 and 1 pixels; the original's halve
+            for block in backbone.extra[3:5]:  # conv10_2, conv11_2
+                block[2].stride, block[2].padding = (2, 2), (1, 1)
+            backbone.extra[5][2].padding = (1, 1)  # conv12_2
         generator = DefaultBoxGenerator(
             [list(ratios) for ratios in self.ratios],
             scales=list(self.anchor_scales),
@@ -106,10 +113,6 @@ class VGGDetector(DetectorConfig):
             image_std=CAFFE_STD,
             matching=MATCHING,
         )
-
-    def extractor(self, layers: nn.Sequential) -> nn.Module:
-        """The feature maps from the layers of VGG-16."""
-        raise NotImplementedError
 
     def backbone_key(self, name: str) -> str:
         """``features.28.weight`` → ``backbone.extra.0.5.weight``."""
@@ -143,10 +146,6 @@ class SSD300(VGGDetector):
         "coco": "SSD300_VGG16_Weights.COCO_V1",
     }
 
-    def extractor(self, layers: nn.Sequential) -> nn.Module:
-        extractor: nn.Module = SSDFeatureExtractorVGG(layers, highres=False)
-        return extractor
-
 
 @register_detector("ssd512")
 @dataclass(frozen=True, kw_only=True)
@@ -162,16 +161,8 @@ class SSD512(VGGDetector):
 
     ratios: ClassVar[Sequence[Sequence[int]]] = ((2,), *[(2, 3)] * 4, (2,), (2,))
     steps: ClassVar[Sequence[int]] = (8, 16, 32, 64, 128, 256, 512)
+    highres: ClassVar[bool] = True
     named_weights: ClassVar[Mapping[str, str]] = {"imagenet": "VGG16_Weights.IMAGENET1K_FEATURES"}
-
-    def extractor(self, layers: nn.Sequential) -> nn.Module:
-        extractor: Any = SSDFeatureExtractorVGG(layers, highres=True)
-        # torchvision's large variant ends in maps of 6, 4 and 1 pixels; the original's halve.
-        for block in extractor.extra[3:5]:  # conv10_2, conv11_2
-            block[2].stride, block[2].padding = (2, 2), (1, 1)
-        extractor.extra[5][2].padding = (1, 1)  # conv12_2
-        module: nn.Module = extractor
-        return module
 
 
 @register_detector("ssdlite")

@@ -125,15 +125,14 @@ def load_weights(detector: Detector, weights: str | Path | None) -> LoadedWeight
 
 def _find(detector: Detector, weights: str) -> _Source:
     if weights in NAMED_WEIGHTS:
-        names = {name: config.named_weights.get(weights) for name, config in DETECTORS.items()}
-        torchvision_name = detector.architecture.named_weights.get(weights)
-        if torchvision_name is None:
+        named = detector.architecture.named_weights
+        if weights not in named:
+            others = [name for name, one in DETECTORS.items() if weights in one.named_weights]
             raise ConfigError(
                 f"there are no {weights!r} weights for {detector.name}, only for "
-                f"{', '.join(name for name in names if names[name])}; leave weights away or name "
-                "a file"
+                f"{', '.join(others)}; leave weights away or name a file"
             )
-        return _from_torchvision(get_weight(torchvision_name))
+        return _from_torchvision(get_weight(named[weights]))
     if Path(weights).exists():
         return _from_file(checkpoint_file(Path(weights)))
     try:
