@@ -37,7 +37,8 @@ __all__ = [
     "CocoEntryError",
     "CocoFormat",
     "CocoObjects",
-    "CocoResults",
+    "coco_document",
+    "coco_results",
     "decode_json",
     "integer_of",
     "read_objects",
@@ -49,6 +50,7 @@ _OTHER_TASKS = ("captions_", "person_keypoints_", "panoptic_", "stuff_", "image_
 _SECTIONS = ("images", "annotations", "categories")
 _SECTION_KEYS = re.compile(rb'"(images|annotations|categories|licenses|info)"\s*:')
 _SPLITS = ("train", "trainval", "val", "test")
+_NUMBERS = (int, float)
 _NAN = float("nan")
 
 
@@ -84,25 +86,56 @@ class CocoObject(Struct, gc=False):
 
 _Scalar = str | int | float | bool | None
 _NotAList = dict[str, Any] | _Scalar | msgspec.UnsetType
-CocoResults = list[CocoObject | list[Any] | _Scalar]
+_AnyObject = CocoObject | list[Any] | _Scalar
 
 
 class CocoDocument(Struct):
+    """A ground truth; sections that are missing are UNSET."""
+
     images: list[CocoImage | list[Any] | _Scalar] | _NotAList = UNSET
-    annotations: CocoResults | _NotAList = UNSET
+    annotations: list[_AnyObject] | _NotAList = UNSET
     categories: list[CocoCategory | list[Any] | _Scalar] | _NotAList = UNSET
+
+
+class _RawDocument(CocoDocument):
+    """The same with annotations still in the file's own bytes, which takes a third less memory."""
+
+    annotations: list[msgspec.Raw] | _NotAList = UNSET
+
+
+_decode_object = msgspec.json.Decoder(_AnyObject).decode
+
+
+def coco_document(source: Any) -> CocoDocument:
+    """A ground truth of a file's bytes or of a dict.
+
+    Raises:
+        msgspec.ValidationError: it is not an object with keys.
+        ValueError: the bytes are not JSON.
+    """
+    if isinstance(source, bytes):
+        return decode_json(source, _RawDocument, CocoDocument)
+    return msgspec.convert(source, CocoDocument)
+
+
+def coco_results(source: Any) -> list[Any]:
+    """Detections of a file's bytes or of a list of dicts. Raises like :func:`coco_document`."""
+    if isinstance(source, bytes):
+        return decode_json(source, list[msgspec.Raw], list[_AnyObject])
+    return msgspec.convert(source, list[_AnyObject])
 
 
 # What Python's json writes and JSON does not know; it is read all the same.
 _PYTHONS_OWN = re.compile(rb"NaN|Infinity|\\u[dD][89a-fA-F]")
 
 
-def decode_json(content: bytes, kind: Any = Any) -> Any:
+def decode_json(content: bytes, kind: Any = Any, kind_of_python: Any = Any) -> Any:
     """The value of a JSON file in UTF-8.
 
     Args:
         content: of the file.
         kind: the type to build, as msgspec takes it; what it has no place for is skipped.
+        kind_of_python: the same where the file holds what only Python's json reads.
 
     Raises:
         ValueError: it is not JSON, or not of that type.
@@ -116,7 +149,7 @@ def decode_json(content: bytes, kind: Any = Any) -> Any:
         except msgspec.DecodeError:
             if not _PYTHONS_OWN.search(content):
                 raise
-            return msgspec.convert(json.loads(content.decode("utf-8-sig")), type=kind)
+            return msgspec.convert(json.loads(content.decode("utf-8-sig")), type=kind_of_python)
     except RecursionError:
         raise ValueError("too deeply nested") from None
 
@@ -137,7 +170,7 @@ class CocoEntryError(ValueError):
 class CocoObjects(NamedTuple):
     """Annotations or detections, m of them."""
 
-    rows: NDArray[np.int64]  # [m] where each stands in the file's list
+    ids: NDArray[np.int64]  # [m] of the annotations; their number in the list where they have none
     image_ids: NDArray[np.int64]  # [m]
     category_ids: NDArray[np.int64]  # [m]
     xywh: NDArray[np.float64]  # [m, 4]
@@ -146,7 +179,12 @@ class CocoObjects(NamedTuple):
 
 
 def read_objects(
-    entries: Sequence[Any], where: str, report: Report, *, scored: bool = False, texts: bool = False
+    entries: Sequence[Any],
+    where: str,
+    report: Report,
+    *,
+    scored: bool = False,
+    lenient: bool = False,
 ) -> CocoObjects:
     """The entries that can be read.
 
@@ -155,72 +193,75 @@ def read_objects(
         where: what the list is called in messages.
         report: called for each entry that is left out or wrong.
         scored: whether they are detections, which need a score.
-        texts: whether a coordinate may be written as text.
+        lenient: whether a coordinate may be written as text, and an area be anything.
     """
-    ids, numbers, flags, rows = array("q"), array("d"), array("q"), array("q")
+    integers, numbers = array("q"), array("d")
     for row, entry in enumerate(entries):
+        if type(entry) is msgspec.Raw:
+            entry = _decode_object(entry)
         try:
             x, y, width, height = entry.bbox
             value = entry.score if scored else entry.area
-            if not scored and type(value) is not float and type(value) is not int:
+            if not scored and (value is UNSET or value is None):
                 value = _NAN
+            elif type(value) not in _NUMBERS or not -math.inf < value < math.inf:
+                raise TypeError
+            number = entry.id if type(entry.id) is int else row + 1
+            flags = 0
+            if entry.iscrowd or entry.difficult:
+                flags = _flags(entry, f"{where}[{row}]", report)
             # fromlist adds all or nothing, and nothing that is not a number
-            ids.fromlist([entry.image_id, entry.category_id])
+            integers.fromlist([number, entry.image_id, entry.category_id, flags])
             numbers.fromlist([x, y, width, height, value])
         except (TypeError, ValueError, AttributeError, OverflowError):
-            del ids[2 * len(rows) :], numbers[5 * len(rows) :]
+            del integers[4 * (len(numbers) // 5) :]
             try:
-                integers, floats = _read_unusual(entry, f"{where}[{row}]", scored, texts)
+                ids, floats = _read_unusual(entry, f"{where}[{row}]", scored, lenient)
             except CocoEntryError as error:
                 report(error.kind, str(error))
                 continue
-            ids.fromlist(integers)
+            flags = _flags(entry, f"{where}[{row}]", report)
+            own = entry.id if type(entry.id) is int and abs(entry.id) < 2**62 else row + 1
+            integers.fromlist([own, *ids, flags])
             numbers.fromlist(floats)
-        rows.append(row)
-        flags.append(0 if scored else _flags(entry, f"{where}[{row}]", report))
-    integers_of = np.frombuffer(ids, np.int64).reshape(-1, 2)
+    columns = np.frombuffer(integers, np.int64).reshape(-1, 4).T
     table = np.frombuffer(numbers, np.float64).reshape(-1, 5)
-    return CocoObjects(
-        np.frombuffer(rows, np.int64),
-        integers_of[:, 0],
-        integers_of[:, 1],
-        table[:, :4],
-        table[:, 4],
-        np.frombuffer(flags, np.int64),
-    )
+    return CocoObjects(*columns[:3], table[:, :4], table[:, 4], columns[3])
 
 
 def _read_unusual(
-    entry: Any, where: str, scored: bool, texts: bool
+    entry: Any, where: str, scored: bool, lenient: bool
 ) -> tuple[list[int], list[float]]:
     """Ids and numbers of an entry that could not be taken as it is (3.0 for an id, say)."""
     if not isinstance(entry, CocoObject):
-        raise CocoEntryError(
-            "bad-entry", f"{where} is {shown(entry)}, expected an object with keys"
-        )
+        message = f"{where} is {shown(entry)}, expected an object with keys"
+        raise CocoEntryError("bad-entry", message)
     ids = [
         integer_of(entry, key, where, kind)
         for key, kind in (("image_id", "unknown-image"), ("category_id", "missing-class"))
     ]
-    if entry.bbox is UNSET or (texts and entry.bbox is None):
+    if entry.bbox is UNSET or (lenient and entry.bbox is None):
         raise CocoEntryError("missing-box", f"{where} has no 'bbox'")
     wrong = f"{where}: 'bbox' is {shown(entry.bbox)}, expected [x, y, width, height]"
     if not isinstance(entry.bbox, (list, tuple, np.ndarray)) or len(entry.bbox) != 4:
         raise CocoEntryError("missing-coordinate", wrong)
     try:
-        numbers = [_number(value, texts=texts) for value in entry.bbox]
+        numbers = [_number(value, texts=lenient) for value in entry.bbox]
     except ValueError as error:
         raise CocoEntryError("non-numeric-coordinate", f"{wrong}: {error}") from None
-    if scored and entry.score is UNSET:
+    key = "score" if scored else "area"
+    value = getattr(entry, key)
+    if scored and value is UNSET:
         raise CocoEntryError("bad-entry", f"{where} has no 'score'")
     try:
-        value = _number(entry.score if scored else entry.area, texts=False)
+        absent = not scored and (value is UNSET or value is None)
+        measure = _NAN if absent else _number(value, texts=False)
     except ValueError:
-        if scored:
-            message = f"{where}: 'score' is {shown(entry.score)}, expected a finite number"
-            raise CocoEntryError("bad-entry", message) from None
-        value = _NAN
-    return ids, [*numbers, value]
+        measure, absent = _NAN, False
+    if not (absent or lenient or math.isfinite(measure)):
+        message = f"{where}: '{key}' is {shown(value)}, expected a finite number"
+        raise CocoEntryError("bad-entry", message)
+    return ids, [*numbers, measure]
 
 
 def _number(value: Any, *, texts: bool) -> float:
@@ -242,11 +283,13 @@ def integer_of(entry: Any, key: str, where: str, kind: str) -> int:
 
 
 def _flags(entry: CocoObject, where: str, report: Report) -> int:
-    crowd, difficult = entry.iscrowd or 0, entry.difficult or 0
-    for key, value in (("iscrowd", crowd), ("difficult", difficult)):
+    flags = 0
+    for key, flag in (("difficult", 1), ("iscrowd", 2)):
+        value = getattr(entry, key) or 0
         if value not in (0, 1):
             report("bad-flag", f"{where}: '{key}' is {shown(value)}, expected 0 or 1")
-    return int(difficult == 1) + 2 * int(crowd == 1)
+        flags += flag * int(value == 1)
+    return flags
 
 
 def shown(value: Any) -> str:
@@ -307,12 +350,16 @@ class CocoFormat(DataFormat):
             raise self.no_such_split(split)
         file = self._files[split]
         builder = AnnotationBuilder(self.folder)
+
+        def report(kind: str, message: str, count: int = 1) -> None:
+            builder.report(kind, file, message, count=count)
+
         document = self._document(file)
         categories = _categories(document.categories, file)
+        objects = read_objects(document.annotations, "annotations", report, lenient=True)
+        document.annotations = UNSET  # the file's bytes go with them
         index_of = self._add_images(document.images, split, file, builder)
-        annotations, document = document.annotations, None
-        self._add_boxes(annotations, categories, class_names, index_of, file, builder)
-        del annotations
+        _add_boxes(builder, objects, categories, class_names, index_of, report)
         if builder.image_ids and min(builder.image_ids) < 1:
             shift = 1 - min(builder.image_ids)
             builder.image_ids = [image_id + shift for image_id in builder.image_ids]
@@ -349,7 +396,7 @@ class CocoFormat(DataFormat):
 
     def _document(self, file: str) -> Any:
         try:
-            document = decode_json(self.folder.read_bytes(file), CocoDocument)
+            document = coco_document(self.folder.read_bytes(file))
         except msgspec.ValidationError:
             message = "a COCO file is a JSON object with images, annotations and categories"
             raise ProblemError("unreadable-annotations", file, message) from None
@@ -416,45 +463,43 @@ class CocoFormat(DataFormat):
         texts = [name for name in names if isinstance(name, str) and name]
         return max(places, key=lambda base: sum(is_there(name, base) for name in texts))
 
-    def _add_boxes(
-        self,
-        entries: Sequence[Any],
-        categories: Sequence[tuple[int, str]],
-        class_names: Sequence[str] | None,
-        index_of: dict[int, int],
-        file: str,
-        builder: AnnotationBuilder,
-    ) -> None:
-        def report(kind: str, message: str, count: int = 1) -> None:
-            builder.report(kind, file, message, count=count)
 
-        objects = read_objects(entries, "annotations", report, texts=True)
-        numbers = _annotation_ids(entries, objects.rows, report)
-        image_ids = np.array(sorted(index_of), np.int64)
-        indices = np.array([index_of[i] for i in image_ids.tolist()], np.int64)
-        images = _look_up(objects.image_ids, image_ids, indices, absent=-2)
-        for row in np.flatnonzero(images == -2).tolist():
-            report(
-                "unknown-image",
-                f"annotation {numbers[row]}: no image has id {objects.image_ids[row]}",
-            )
-        known_ids = np.array([category for category, _ in categories], np.int64)
-        names = [name for _, name in categories]
-        label_of = {name: k for k, name in enumerate(names if class_names is None else class_names)}
-        labels_of_ids = np.array([label_of.get(name, -1) for name in names], np.int64)
-        labels = _look_up(objects.category_ids, known_ids, labels_of_ids, absent=-2)
-        _report_classes(categories, objects.category_ids, labels < 0, report)
-        kept = (images >= 0) & (labels >= 0)
-        corners = objects.xywh[kept]
-        corners[:, 2:] += corners[:, :2]
-        builder.add_boxes(
-            images[kept],
-            corners,
-            labels[kept],
-            numbers=numbers[kept],
-            flags=objects.flags[kept],
-            areas=objects.values[kept],
+def _add_boxes(
+    builder: AnnotationBuilder,
+    objects: CocoObjects,
+    categories: Sequence[tuple[int, str]],
+    class_names: Sequence[str] | None,
+    index_of: dict[int, int],
+    report: Callable[..., None],
+) -> None:
+    ids, counts = np.unique(objects.ids, return_counts=True)
+    for annotation_id in ids[counts > 1].tolist():
+        report("duplicate-annotation-id", f"annotation id {annotation_id} is used again")
+    image_ids = np.array(sorted(index_of), np.int64)
+    indices = np.array([index_of[i] for i in image_ids.tolist()], np.int64)
+    images = _look_up(objects.image_ids, image_ids, indices, absent=-2)
+    for row in np.flatnonzero(images == -2).tolist():
+        report(
+            "unknown-image",
+            f"annotation {objects.ids[row]}: no image has id {objects.image_ids[row]}",
         )
+    known_ids = np.array([category for category, _ in categories], np.int64)
+    names = [name for _, name in categories]
+    label_of = {name: k for k, name in enumerate(names if class_names is None else class_names)}
+    labels_of_ids = np.array([label_of.get(name, -1) for name in names], np.int64)
+    labels = _look_up(objects.category_ids, known_ids, labels_of_ids, absent=-2)
+    _report_classes(categories, objects.category_ids, labels < 0, report)
+    kept = (images >= 0) & (labels >= 0)
+    corners = objects.xywh[kept]
+    corners[:, 2:] += corners[:, :2]
+    builder.add_boxes(
+        images[kept],
+        corners,
+        labels[kept],
+        numbers=objects.ids[kept],
+        flags=objects.flags[kept],
+        areas=objects.values[kept],
+    )
 
 
 def _begins_as_coco(folder: DatasetFolder, file: str) -> bool:
@@ -525,24 +570,6 @@ def _categories(entries: Sequence[Any], file: str) -> list[tuple[int, str]]:
         if uses > 1:
             raise ProblemError("bad-categories", file, f"{value!r} names two categories")
     return sorted(categories)
-
-
-def _annotation_ids(
-    entries: Sequence[Any], rows: NDArray[np.int64], report: Report
-) -> NDArray[np.int64]:
-    """The id of each annotation, or its number in the list; those used twice are reported."""
-    given = [entries[row].id for row in rows.tolist()]
-    numbers = np.array(
-        [
-            one if type(one) is int and abs(one) < 2**62 else row + 1
-            for one, row in zip(given, rows.tolist(), strict=True)
-        ],
-        np.int64,
-    )
-    ids, counts = np.unique(numbers, return_counts=True)
-    for annotation_id in ids[counts > 1].tolist():
-        report("duplicate-annotation-id", f"annotation id {annotation_id} is used again")
-    return numbers
 
 
 def _report_classes(

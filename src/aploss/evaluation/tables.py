@@ -1,9 +1,9 @@
 """What metrics compare: annotated objects and detections, as flat arrays that are checked once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, overload
+from typing import Any, NoReturn, TypeVar, overload
 
 import msgspec
 import numpy as np
@@ -11,11 +11,10 @@ from msgspec import UNSET
 
 from aploss.data.annotations import Annotations, DetectionDataset
 from aploss.data.coco import (
-    CocoDocument,
     CocoEntryError,
     CocoObjects,
-    CocoResults,
-    decode_json,
+    coco_document,
+    coco_results,
     integer_of,
     read_objects,
     shown,
@@ -32,6 +31,9 @@ __all__ = [
     "read_detections",
     "read_ground_truth",
 ]
+
+
+Table = TypeVar("Table")
 
 
 class GroundTruth(Annotations):
@@ -61,9 +63,11 @@ class GroundTruth(Annotations):
             >>> truth.boxes
             array([[ 2.,  3., 12., 23.]])
         """
-        content = _as(CocoDocument, dataset)
-        if content is None:
-            raise DataError("the ground truth is not a COCO dict with images and annotations")
+        try:
+            content: Any = coco_document(dataset)
+        except msgspec.ValidationError:
+            message = "the ground truth is not a COCO dict with images and annotations"
+            raise DataError(message) from None
         for section in ("images", "annotations", "categories"):
             found = getattr(content, section)
             if found is UNSET:
@@ -81,7 +85,9 @@ class GroundTruth(Annotations):
             image_ids=objects.image_ids,
             category_ids=objects.category_ids,
             xywh=objects.xywh,
-            areas=_areas(content.annotations, objects),
+            areas=np.where(
+                np.isnan(objects.values), np.prod(objects.xywh[:, 2:], axis=1), objects.values
+            ),
             crowd=objects.flags >= 2,
             difficult=objects.flags % 2 == 1,
             images=np.sort(images),
@@ -131,12 +137,13 @@ class DetectionTable:
         Raises:
             DataError: an entry lacks a key or has a value it cannot have; its index is named.
         """
-        entries = _as(CocoResults, results)
-        if entries is None:
+        try:
+            entries = coco_results(results)
+        except msgspec.ValidationError:
             raise DataError(
-                f"the detections are a {type(results).__name__}, expected a list of COCO results "
+                "the detections are not what they should be: expected a list of COCO results "
                 "(image_id, category_id, bbox, score)"
-            )
+            ) from None
         objects = _checked(entries, "detections", scored=True)
         return cls(
             image_ids=objects.image_ids,
@@ -241,62 +248,42 @@ def read_ground_truth(path: str | Path) -> GroundTruth:
     Raises:
         DataError: the file is not there, is not JSON, or an entry is wrong; it names the file.
     """
-    document = _read_json(path, CocoDocument, "the ground truth is not a COCO dict")
-    try:
-        return GroundTruth.from_coco(document)
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from None
+    return _read(path, GroundTruth.from_coco)
 
 
 def read_detections(path: str | Path) -> DetectionTable:
     """Reads COCO results from a JSON file. Raises like :func:`read_ground_truth`."""
-    results = _read_json(path, CocoResults, "the detections are not a list of COCO results")
-    try:
-        return DetectionTable.from_results(results)
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from None
+    return _read(path, DetectionTable.from_results)
 
 
-def _read_json(path: str | Path, kind: Any, otherwise: str) -> Any:
+def _read(path: str | Path, parse: Callable[[Any], Table]) -> Table:
     file = Path(path)
     try:
         if file.exists() and not (file.is_file() or file.is_dir()):
-            raise DataError(f"{path}: cannot be read (a pipe or device, not a file)")
-        return decode_json(file.read_bytes(), kind)
+            raise DataError("cannot be read (a pipe or device, not a file)")
+        return parse(file.read_bytes())
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    except msgspec.ValidationError:
-        raise DataError(f"{path}: {otherwise}") from None
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
     except ValueError as error:
-        if isinstance(error, DataError):
-            raise
         raise DataError(f"{path}: not JSON ({error})") from None
-
-
-def _as(kind: Any, value: Any) -> Any:
-    """Plain dicts and lists as msgspec's objects; None where they are something else."""
-    try:
-        return value if isinstance(value, msgspec.Struct) else msgspec.convert(value, kind)
-    except msgspec.ValidationError:
-        return None
 
 
 def _checked(entries: Sequence[Any], where: str, *, scored: bool = False) -> CocoObjects:
     """The entries' columns, where all are right."""
     objects = read_objects(entries, where, _refuse, scored=scored)
-    for row in np.flatnonzero(~np.isfinite(objects.xywh).all(axis=1)):
-        bbox = shown(entries[row].bbox)
-        raise DataError(f"{where}[{row}]: 'bbox' is {bbox}, expected four finite numbers")
-    for row in np.flatnonzero((objects.xywh[:, 2:] < 0).any(axis=1)):
+    finite, positive = np.isfinite(objects.xywh).all(axis=1), (objects.xywh[:, 2:] >= 0).all(axis=1)
+    for row in np.flatnonzero(~(finite & positive)):
+        box = f"[{', '.join(f'{number:g}' for number in objects.xywh[row])}]"
+        if not finite[row]:
+            raise DataError(f"{where}[{row}]: 'bbox' is {box}, expected four finite numbers")
         raise DataError(
-            f"{where}[{row}]: 'bbox' has a negative width or height: "
-            f"{shown(entries[row].bbox)}; it must be [x, y, width, height]"
+            f"{where}[{row}]: 'bbox' has a negative width or height: {box}; "
+            "it must be [x, y, width, height]"
         )
-    for row in np.flatnonzero(~np.isfinite(objects.values)) if scored else ():
-        score = shown(entries[row].score)
-        raise DataError(f"{where}[{row}]: 'score' is {score}, expected a finite number")
     return objects
 
 
@@ -332,15 +319,6 @@ def _names(entries: Sequence[Any], ids: np.ndarray) -> dict[int, str]:
         names[category] = f"{name} (id {category})" if name in taken else name
         taken.add(names[category])
     return names
-
-
-def _areas(entries: Sequence[Any], objects: CocoObjects) -> np.ndarray:
-    absent = np.array([entry.area is UNSET or entry.area is None for entry in entries], bool)
-    areas: np.ndarray = np.where(absent, np.prod(objects.xywh[:, 2:], axis=1), objects.values)
-    for row in np.flatnonzero(~np.isfinite(areas)):
-        area = shown(entries[row].area)
-        raise DataError(f"annotations[{row}]: 'area' is {area}, expected a finite number")
-    return areas
 
 
 def _only_known(column: np.ndarray, known: np.ndarray, what: str, where: str) -> None:
