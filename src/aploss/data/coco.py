@@ -32,18 +32,8 @@ from aploss.data.formats import (
 from aploss.data.paths import DatasetFolder, is_image
 from aploss.data.problems import Problem, ProblemError
 
-__all__ = [
-    "CocoDocument",
-    "CocoEntryError",
-    "CocoFormat",
-    "CocoObjects",
-    "coco_document",
-    "coco_results",
-    "decode_json",
-    "integer_of",
-    "read_objects",
-    "shown",
-]
+__all__ = ["CocoDocument", "CocoFormat", "CocoObjects", "coco_document", "coco_results"]
+__all__ += ["CocoEntryError", "decode_json", "integer_of", "read_objects", "shown"]
 
 _FILLERS = re.compile(r"(^|[_.-])(annotations?|instances|coco|labels|gt)(?=[_.-]|$)", re.IGNORECASE)
 _OTHER_TASKS = ("captions_", "person_keypoints_", "panoptic_", "stuff_", "image_info_")
@@ -100,14 +90,14 @@ class CocoDocument(Struct):
 class _RawDocument(CocoDocument):
     """The same with annotations still in the file's own bytes, which takes a third less memory."""
 
-    annotations: list[msgspec.Raw] | _NotAList = UNSET
+    annotations: list[msgspec.Raw] | _NotAList = UNSET  # type: ignore[assignment]
 
 
 _decode_object = msgspec.json.Decoder(_AnyObject).decode
 
 
-def coco_document(source: Any) -> CocoDocument:
-    """A ground truth of a file's bytes or of a dict.
+def coco_document(source: Any) -> Any:
+    """A ground truth of a file's bytes or of a dict, as :class:`CocoDocument`.
 
     Raises:
         msgspec.ValidationError: it is not an object with keys.
@@ -118,7 +108,7 @@ def coco_document(source: Any) -> CocoDocument:
     return msgspec.convert(source, CocoDocument)
 
 
-def coco_results(source: Any) -> list[Any]:
+def coco_results(source: Any) -> Any:
     """Detections of a file's bytes or of a list of dicts. Raises like :func:`coco_document`."""
     if isinstance(source, bytes):
         return decode_json(source, list[msgspec.Raw], list[_AnyObject])
@@ -170,12 +160,12 @@ class CocoEntryError(ValueError):
 class CocoObjects(NamedTuple):
     """Annotations or detections, m of them."""
 
-    ids: NDArray[np.int64]  # [m] of the annotations; their number in the list where they have none
     image_ids: NDArray[np.int64]  # [m]
     category_ids: NDArray[np.int64]  # [m]
+    ids: NDArray[np.int64]  # [m] of the annotations; their number in the list where they have none
+    flags: NDArray[np.int64]  # [m], 1: difficult, 2: crowd
     xywh: NDArray[np.float64]  # [m, 4]
     values: NDArray[np.float64]  # [m] area, NaN where there is none; or score
-    flags: NDArray[np.int64]  # [m], 1: difficult, 2: crowd
 
 
 def read_objects(
@@ -206,12 +196,8 @@ def read_objects(
                 value = _NAN
             elif type(value) not in _NUMBERS or not -math.inf < value < math.inf:
                 raise TypeError
-            number = entry.id if type(entry.id) is int else row + 1
-            flags = 0
-            if entry.iscrowd or entry.difficult:
-                flags = _flags(entry, f"{where}[{row}]", report)
             # fromlist adds all or nothing, and nothing that is not a number
-            integers.fromlist([number, entry.image_id, entry.category_id, flags])
+            integers.fromlist([entry.image_id, entry.category_id])
             numbers.fromlist([x, y, width, height, value])
         except (TypeError, ValueError, AttributeError, OverflowError):
             del integers[4 * (len(numbers) // 5) :]
@@ -220,13 +206,15 @@ def read_objects(
             except CocoEntryError as error:
                 report(error.kind, str(error))
                 continue
-            flags = _flags(entry, f"{where}[{row}]", report)
-            own = entry.id if type(entry.id) is int and abs(entry.id) < 2**62 else row + 1
-            integers.fromlist([own, *ids, flags])
+            integers.fromlist(ids)
             numbers.fromlist(floats)
-    columns = np.frombuffer(integers, np.int64).reshape(-1, 4).T
+        own = type(entry.id) is int and abs(entry.id) < 2**62
+        flagged = entry.iscrowd or entry.difficult
+        integers.append(entry.id if own else row + 1)
+        integers.append(_flags(entry, f"{where}[{row}]", report) if flagged else 0)
+    image_ids, category_ids, own_ids, flags = np.frombuffer(integers, np.int64).reshape(-1, 4).T
     table = np.frombuffer(numbers, np.float64).reshape(-1, 5)
-    return CocoObjects(*columns[:3], table[:, :4], table[:, 4], columns[3])
+    return CocoObjects(image_ids, category_ids, own_ids, flags, table[:, :4], table[:, 4])
 
 
 def _read_unusual(

@@ -24,7 +24,7 @@ from aploss.data.formats import (
     register_format,
     split_order,
 )
-from aploss.data.paths import DatasetFolder, is_image
+from aploss.data.paths import DatasetFolder, FilesByStem, is_image, nearest, stem_of
 from aploss.data.problems import Problem, ProblemError
 
 __all__ = ["VocAnnotation", "VocFormat", "VocObject", "parse_annotation", "voc_annotation"]
@@ -43,8 +43,7 @@ _ALL = "all"
 # --- one annotation file ----------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class VocObject:
+class VocObject(NamedTuple):
     """An object with a class and four numbers, from pixel 0 on."""
 
     name: str
@@ -65,10 +64,6 @@ class VocAnnotation:
     problems: list[Problem] = field(default_factory=list)
     zero_based: bool = False
 
-    def report(self, kind: str, message: str) -> None:
-        """Notes a problem of this file."""
-        self.problems.append(Problem(kind, self.path, message))
-
 
 def parse_annotation(path: str, content: bytes) -> VocAnnotation:
     """Parses a VOC annotation.
@@ -87,9 +82,13 @@ def parse_annotation(path: str, content: bytes) -> VocAnnotation:
     root = _parse_safely(path, content)
     annotation = VocAnnotation(path, file_name=_text(root, "filename"), size=_image_size(root))
     if annotation.size is None:
-        annotation.report("missing-size", "no possible image size; taken from the image")
+        message = "no possible image size; taken from the image"
+        annotation.problems.append(Problem("missing-size", path, message))
     for position, element in enumerate(root.iterfind("object"), start=1):
-        _add_object(annotation, element, position)
+        try:
+            annotation.objects.append(_read_object(annotation, element, position))
+        except ProblemError as error:
+            annotation.problems.append(error.problem)
     return annotation
 
 
@@ -113,48 +112,39 @@ def _parse_safely(path: str, content: bytes) -> Element:
     return root
 
 
-def _add_object(annotation: VocAnnotation, element: Element, position: int) -> None:
+def _read_object(annotation: VocAnnotation, element: Element, position: int) -> VocObject:
     name = _text(element, "name")
     where = f"object {position} ({name})" if name else f"object {position}"
+
+    def fault(kind: str, message: str) -> ProblemError:
+        return ProblemError(kind, annotation.path, f"{where}: {message}")
+
     if not name:
-        annotation.report("missing-class", f"{where}: no class name")
-        return
+        raise fault("missing-class", "no class name")
     box = element.find("bndbox")
     if box is None:
-        annotation.report("missing-box", f"{where}: no <bndbox>")
-        return
-    texts = [_text(box, corner) for corner in _CORNERS]
-    if not all(texts):
-        absent = ", ".join(c for c, text in zip(_CORNERS, texts, strict=True) if not text)
-        annotation.report("missing-coordinate", f"{where}: no {absent}")
-        return
+        raise fault("missing-box", "no <bndbox>")
+    texts = {corner: _text(box, corner) for corner in _CORNERS}
+    if absent := [corner for corner, text in texts.items() if not text]:
+        raise fault("missing-coordinate", f"no {', '.join(absent)}")
     try:
-        xmin, ymin, xmax, ymax = map(number, texts)
+        xmin, ymin, xmax, ymax = map(number, texts.values())
     except ValueError as error:
-        annotation.report("non-numeric-coordinate", f"{where}: {error}")
-        return
+        raise fault("non-numeric-coordinate", str(error)) from None
     annotation.zero_based |= 0 <= xmin < 1 or 0 <= ymin < 1
-    annotation.objects.append(
-        VocObject(
-            name,
-            position,
-            (_from_one(xmin), _from_one(ymin), xmax, ymax),
-            difficult=_flag(annotation, element, "difficult", where),
-            crowd=_flag(annotation, element, "crowd", where),
-        )
-    )
+    flags = {}
+    for tag in ("difficult", "crowd"):
+        flags[tag] = _text(element, tag) or "0"
+        if flags[tag] not in ("0", "1"):
+            problem = fault("bad-flag", f"{tag} is {flags[tag]!r}, neither 0 nor 1").problem
+            annotation.problems.append(problem)
+    corners = (_from_one(xmin), _from_one(ymin), xmax, ymax)
+    return VocObject(name, position, corners, flags["difficult"] == "1", flags["crowd"] == "1")
 
 
 def _from_one(coordinate: float) -> float:
     """Pixel 1 is where 0 begins; a file that counts from 0 must not give a box outside."""
     return 0.0 if 0 <= coordinate < 1 else coordinate - 1
-
-
-def _flag(annotation: VocAnnotation, element: Element, tag: str, where: str) -> bool:
-    text = _text(element, tag) or "0"
-    if text not in ("0", "1"):
-        annotation.report("bad-flag", f"{where}: {tag} is {text!r}, neither 0 nor 1")
-    return text == "1"
 
 
 def _image_size(root: Element) -> tuple[int, int] | None:
@@ -256,13 +246,11 @@ class VocPart:
         self.base = base
         self.prefix = prefix
         files = folder.files(self._root("Annotations"))
-        self.annotations = [path for path in files if path.lower().endswith(".xml")]
+        self.annotations = FilesByStem(path for path in files if path.lower().endswith(".xml"))
         self.class_lists: set[str] = set()
         if not self.annotations:
             return
-        self._annotations_by_stem = _by_stem(self.annotations)
-        self.images = [path for path in folder.files(self._root("JPEGImages")) if is_image(path)]
-        self._images_by_stem = _by_stem(self.images)
+        self.images = FilesByStem(filter(is_image, folder.files(self._root("JPEGImages"))))
         self._lists = self._find_lists()
         self._folders = {} if self._lists else self._find_folders()
         self.splits = tuple(self._lists or self._folders or (_ALL,))
@@ -284,19 +272,19 @@ class VocPart:
 
     def image_of(self, annotation: str) -> str:
         """The image that an annotation file belongs to by its name; empty where there is none."""
-        return _nearest(annotation, self._images_by_stem.get(_stem_of(annotation), []))
+        return self.images.nearest(annotation)
 
     def image_named(self, file_name: str, annotation: str) -> str:
         """The image that an annotation names inside; empty where there is none."""
         name = posixpath.basename(file_name.replace("\\", "/"))
-        candidates = self._images_by_stem.get(_stem_of(name), [])
-        return _nearest(annotation, [p for p in candidates if posixpath.basename(p) == name])
+        candidates = self.images.alike(name)
+        return nearest(annotation, [p for p in candidates if posixpath.basename(p) == name])
 
     def rivals_of(self, image: str) -> list[str]:
         """Other images of the same name but extension in the same folder."""
-        beside = self._images_by_stem.get(_stem_of(image), [])
         folder = posixpath.dirname(image)
-        return [path for path in beside if path != image and posixpath.dirname(path) == folder]
+        alike = self.images.alike(image)
+        return [path for path in alike if path != image and posixpath.dirname(path) == folder]
 
     def _root(self, name: str) -> str:
         standard = posixpath.join(self.base, name)
@@ -372,64 +360,27 @@ class VocPart:
         """One line: an id, an image, an annotation, or an image and its annotation."""
         try:
             path = self.folder.inside(line, named_in=listed_in)
-            annotation = self._find_annotation(path)
+            annotation = self.annotations.nearest(path)
             words = line.split()
             if not annotation and len(words) > 1:
                 pair = [self.folder.inside(word, named_in=listed_in) for word in words]
                 path = pair[0]
-                annotation = self._find_annotation(pair[1 if pair[1].endswith(".xml") else 0])
+                annotation = self.annotations.nearest(pair[1 if pair[1].endswith(".xml") else 0])
         except ProblemError as error:
             return error.problem
         if annotation:
             return self._entry(annotation, path, listed_in)
-        image = _nearest(path, self._images_by_stem.get(_stem_of(path), []))
+        image = self.images.nearest(path)
         if image:
-            message = f"listed in {listed_in}, but there is no {_stem_of(path)}.xml"
+            message = f"listed in {listed_in}, but there is no {stem_of(path)}.xml"
             return Problem("missing-annotation", image, message)
         return Problem("missing-annotation", listed_in, f"{path}: neither annotation nor image")
-
-    def _find_annotation(self, path: str) -> str:
-        return _nearest(path, self._annotations_by_stem.get(_stem_of(path), []))
 
     def _entry(self, annotation: str, listed: str, listed_in: str) -> ListedImage:
         image = self.image_of(annotation)
         if is_image(listed):
-            image = _nearest(listed, self._images_by_stem.get(_stem_of(listed), [])) or image
+            image = self.images.nearest(listed) or image
         return ListedImage(listed, annotation, image, listed_in)
-
-
-def _stem_of(path: str) -> str:
-    """The file's name without an image's or annotation's extension (ids may contain dots)."""
-    stem, extension = posixpath.splitext(posixpath.basename(path.replace("\\", "/")))
-    return stem if is_image(path) or extension.lower() == ".xml" else stem + extension
-
-
-def _by_stem(paths: list[str]) -> dict[str, list[str]]:
-    table: dict[str, list[str]] = {}
-    for path in paths:
-        table.setdefault(_stem_of(path), []).append(path)
-    return table
-
-
-def _nearest(path: str, candidates: list[str]) -> str:
-    """The candidate whose folders agree best with the path's, counted from both ends."""
-    if len(candidates) < 2:
-        return candidates[0] if candidates else ""
-    if path in candidates:
-        return path
-    parts = posixpath.dirname(path).split("/")
-
-    def agreement(candidate: str) -> int:
-        other = posixpath.dirname(candidate).split("/")
-        if other == parts:
-            return len(parts) * 2 + 1
-        return _common(parts, other) + _common(parts[::-1], other[::-1])
-
-    return max(candidates, key=agreement)
-
-
-def _common(first: list[str], second: list[str]) -> int:
-    return len(posixpath.commonprefix([first, second]))
 
 
 # --- the dataset --------------------------------------------------------------------------------
@@ -558,7 +509,7 @@ class VocFormat(DataFormat):
         for name in ("Annotations", "ImageSets/Main"):
             (folder / name).mkdir(parents=True)
         for split, part in parts.items():
-            listed = [_stem_of(places[part.image_path(i)]) + "\n" for i in range(len(part))]
+            listed = [stem_of(places[part.image_path(i)]) + "\n" for i in range(len(part))]
             (folder / "ImageSets" / "Main" / f"{split}.txt").write_text("".join(listed), "utf-8")
         lost = 0
         for part, index in each_image_once(parts):
@@ -573,7 +524,7 @@ class VocFormat(DataFormat):
                 difficult=part.difficult(index)[kept].tolist(),
                 crowd=part.crowd(index)[kept].tolist(),
             )
-            (folder / "Annotations" / f"{_stem_of(name)}.xml").write_text(text, "utf-8")
+            (folder / "Annotations" / f"{stem_of(name)}.xml").write_text(text, "utf-8")
         class_names = next(iter(parts.values())).class_names
         (folder / "labels.txt").write_text("".join(f"{name}\n" for name in class_names), "utf-8")
         losses = [f"{lost} boxes of one pixel's width or height or less"] if lost else []
@@ -603,12 +554,12 @@ class VocFormat(DataFormat):
         """The image of an annotation: of the same name, otherwise the one named inside."""
         image = entry.image or part.image_named(annotation.file_name, annotation.path)
         if not image:
-            wanted = annotation.file_name or f"{_stem_of(annotation.path)} with any extension"
+            wanted = annotation.file_name or f"{stem_of(annotation.path)} with any extension"
             builder.report("missing-image", annotation.path, f"no image {wanted}")
             return ""
         if not builder.find_image(image, named_in=annotation.path):
             return ""
-        if annotation.file_name and _stem_of(annotation.file_name) != _stem_of(image):
+        if annotation.file_name and stem_of(annotation.file_name) != stem_of(image):
             message = f"names the image {annotation.file_name!r}, taken is {image}"
             builder.report("file-name-mismatch", annotation.path, message)
         rivals = part.rivals_of(image)

@@ -275,10 +275,10 @@ def _read(path: str | Path, parse: Callable[[Any], Table]) -> Table:
 def _checked(entries: Sequence[Any], where: str, *, scored: bool = False) -> CocoObjects:
     """The entries' columns, where all are right."""
     objects = read_objects(entries, where, _refuse, scored=scored)
-    finite, positive = np.isfinite(objects.xywh).all(axis=1), (objects.xywh[:, 2:] >= 0).all(axis=1)
-    for row in np.flatnonzero(~(finite & positive)):
+    right = np.isfinite(objects.xywh).all(axis=1) & (objects.xywh[:, 2:] >= 0).all(axis=1)
+    for row in np.flatnonzero(~right):
         box = f"[{', '.join(f'{number:g}' for number in objects.xywh[row])}]"
-        if not finite[row]:
+        if not np.isfinite(objects.xywh[row]).all():
             raise DataError(f"{where}[{row}]: 'bbox' is {box}, expected four finite numbers")
         raise DataError(
             f"{where}[{row}]: 'bbox' has a negative width or height: {box}; "

@@ -1,3 +1,0 @@
-"""MOVED"""
-
-from aploss.data.scenes import CLASS_NAMES, draw_scene  # noqa: F401
