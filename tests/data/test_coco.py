@@ -6,6 +6,7 @@ import shutil
 import msgspec
 import pytest
 
+from aploss.data.check import check_dataset, check_report
 from aploss.data.coco import CocoDocument, CocoFormat, decode_json
 from aploss.data.load import dataset_splits, load_dataset
 from aploss.errors import DataError
@@ -208,3 +209,69 @@ def test_a_broken_file_is_a_data_error_that_names_it(coco_folder):
     (coco_folder / TRAIN).write_text(text[: len(text) // 2])
     with pytest.raises(DataError, match=r"instances_train2017\.json: not valid JSON"):
         load_dataset(coco_folder, "train")
+
+
+UNREADABLE = {
+    "empty": b"",
+    "spaces": b" \n",
+    "UTF-16": '{"images": []}'.encode("utf-16"),
+    "NUL": b"\x00" * 4096,
+    "a list": b"[]",
+    "a number": b"5",
+    "null": b"null",
+    "an object without sections": b"{}",
+    "sections that are no lists": b'{"images": 1, "annotations": {}, "categories": null}',
+    "binary": bytes(range(256)),
+}
+
+
+@pytest.mark.parametrize("content", UNREADABLE.values(), ids=UNREADABLE)
+@pytest.mark.parametrize(
+    "file", [TRAIN, "train2017/_annotations.coco.json", "annotations/train2017.json"]
+)
+def test_a_file_in_the_place_of_annotations_that_cannot_be_read_is_a_problem(
+    coco_folder, content, file
+):
+    (coco_folder / TRAIN).unlink()
+    (coco_folder / file).write_bytes(content)
+    assert dataset_splits(coco_folder) == ("train2017", "val2017")
+    with pytest.raises(DataError, match=r"\.json: "):
+        load_dataset(coco_folder, "train")
+    result = check_dataset(coco_folder)
+    assert result.exit_code == 2
+    found = {(finding.problem.file, finding.problem.effect.value) for finding in result.findings}
+    assert (file, "split unusable") in found
+
+
+def test_so_is_the_only_file_there_is(tmp_path):
+    (tmp_path / "instances_train.json").write_bytes(b"")
+    assert dataset_splits(tmp_path) == ("train",)
+    with pytest.raises(DataError, match=r"instances_train\.json: not valid JSON"):
+        load_dataset(tmp_path, "train")
+    assert check_dataset(tmp_path).exit_code == 2
+
+
+@pytest.mark.parametrize("place", ["name", "file_name", "folder"])
+def test_half_a_surrogate_pair_is_one_line(coco_folder, place, capsys):
+    content = json.loads((coco_folder / TRAIN).read_text())
+    if place == "name":
+        content["categories"][0]["name"] = "half \ud800 a pair"
+    else:
+        half = "\ud800/a.png" if place == "folder" else "\ud800.png"
+        content["images"][0]["file_name"] = half
+    (coco_folder / TRAIN).write_text(json.dumps(content))
+    result = check_dataset(coco_folder)
+    kind = "bad-categories" if place == "name" else "missing-image"
+    (finding, *_) = [f for f in result.findings if f.problem.kind == kind]
+    assert r"\ud800" in str(finding.problem)
+    check_report(result).encode()
+
+
+def test_whole_numbers_may_be_written_as_fractions(coco_folder, expected_boxes, found_boxes):
+    content = json.loads((coco_folder / TRAIN).read_text())
+    for entry in (*content["images"], *content["categories"], *content["annotations"]):
+        entry |= {key: float(value) for key, value in entry.items() if key.endswith("id")}
+    (coco_folder / TRAIN).write_text(json.dumps(content))
+    dataset = load_dataset(coco_folder, "train")
+    assert found_boxes(dataset) == expected_boxes["train"]
+    assert dataset.problems == []

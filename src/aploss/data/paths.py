@@ -199,12 +199,14 @@ class DatasetFolder:
 
     def _listing(self, folder: str) -> _Listing:
         folder = "" if folder == "." else folder
+        if not folder.isascii() and not _can_exist(folder):
+            return _Listing()
         if folder not in self._listings:
             if folder:
                 self._check_link(folder)
             try:
                 entries = list(os.scandir(self.root / folder))
-            except (FileNotFoundError, NotADirectoryError, UnicodeEncodeError):
+            except (FileNotFoundError, NotADirectoryError):
                 entries = []
             except OSError as error:
                 message = f"the folder cannot be read: {error.strerror}"
@@ -220,6 +222,15 @@ class DatasetFolder:
         real = os.path.realpath(self.root / path)
         if real != str(self.root) and not Path(real).is_relative_to(self.root):
             raise _outside(path, "a symbolic link")
+
+
+def _can_exist(path: str) -> bool:
+    """Whether the system can name such a file: half a surrogate pair is in no name."""
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_folder(entry: "os.DirEntry[str]") -> bool:
