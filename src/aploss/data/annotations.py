@@ -31,6 +31,7 @@ Sample = tuple["tv_tensors.Image", dict[str, Any]]
 
 # Boxes that reach beyond the image by less are rounding: clipped without a problem.
 ROUNDING_PIXELS = 0.5
+_PER_OBJECT = ("boxes", "labels", "difficult", "crowd", "areas")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -319,15 +320,11 @@ class DetectionDataset(Dataset[Sample]):
             image_paths=[self._paths[i] for i in chosen.tolist()],
             image_sizes=self._sizes[chosen],
             boxes_per_image=counts,
-            boxes=self._boxes[rows],
-            labels=self._labels[rows],
-            difficult=self._difficult[rows],
-            crowd=self._crowd[rows],
-            areas=self._areas[rows],
             image_ids=self._ids[chosen],
             problems=self.problems,
             name=self.name,
             split=self.split if split is None else split,
+            **{column: getattr(self, f"_{column}")[rows] for column in _PER_OBJECT},
         )
 
 
@@ -368,15 +365,11 @@ def concatenate(parts: Sequence[DetectionDataset], *, split: str | None = None) 
         image_paths=list(paths),
         image_sizes=joined("_sizes"),
         boxes_per_image=np.concatenate([part.boxes_per_image() for part in fresh]),
-        boxes=joined("_boxes"),
-        labels=joined("_labels"),
-        difficult=joined("_difficult"),
-        crowd=joined("_crowd"),
-        areas=joined("_areas"),
         image_ids=ids if len(np.unique(ids)) == len(ids) else None,
         problems=list(dict.fromkeys(problem for part in parts for problem in part.problems)),
         name=parts[0].name,
         split="+".join(part.split for part in parts) if split is None else split,
+        **{column: joined(f"_{column}") for column in _PER_OBJECT},
     )
 
 
@@ -416,14 +409,12 @@ class AnnotationBuilder:
         self, path: str, size: tuple[int, int] | None, image_id: int | None = None
     ) -> int:
         """Adds an image and returns its index, or -1 where its size is needed and unreadable."""
-        if size is None:
-            try:
-                size = read_header(self.folder.root / path).size
-            except ImageError as error:
-                self.report(error.kind, path, error.detail)
-                return -1
+        try:
+            self.sizes.append(size or read_header(self.folder.root / path).size)
+        except ImageError as error:
+            self.report(error.kind, path, error.detail)
+            return -1
         self.paths.append(path)
-        self.sizes.append(size)
         self.image_ids.append(len(self.paths) if image_id is None else image_id)
         return len(self.paths) - 1
 

@@ -189,11 +189,8 @@ class CheckResult:
             "boxes_clipped": self.dropped(Effect.BOX_CLIPPED),
             "problems": [
                 {
-                    "kind": finding.problem.kind,
+                    **asdict(finding.problem),
                     "effect": finding.problem.effect.value,
-                    "file": finding.problem.file,
-                    "message": finding.problem.message,
-                    "count": finding.problem.count,
                     "splits": list(finding.splits),
                 }
                 for finding in self.findings
@@ -267,11 +264,7 @@ class _Findings:
         return sorted(findings, key=lambda f: (order.index(f.problem.effect), *key(f.problem)))
 
 
-def _usable_parts(
-    parts: Parts,
-    inspections: dict[str, Inspection],
-    findings: _Findings,
-) -> Parts:
+def _usable_parts(parts: Parts, inspections: dict[str, Inspection], findings: _Findings) -> Parts:
     """The splits without unusable images, without those that become empty by that."""
     usable = {}
     for split, part in parts.items():

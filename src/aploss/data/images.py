@@ -135,7 +135,9 @@ def _opened(path: str | Path) -> Iterator[Image.Image]:
     """Opens an image lazily; whatever Pillow raises inside becomes an :class:`ImageError`."""
     try:
         if not os.path.isfile(path):  # noqa: PTH113 - called for every sample, Path is slower
-            raise _not_a_file(path)
+            if os.path.exists(path):  # noqa: PTH110
+                raise ImageError.of("image-not-a-file", path, "not a file but a folder or device")
+            raise ImageError.of("missing-image", path, "no such image file")
         with Image.open(path, formats=_FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise _too_large(path, f"{image.width}x{image.height} pixels")
@@ -151,12 +153,6 @@ def _opened(path: str | Path) -> Iterator[Image.Image]:
         raise ImageError.of("unreadable-image", path, f"not an image ({known})") from None
     except (OSError, SyntaxError, ValueError, EOFError, MemoryError, IndexError, KeyError) as error:
         raise ImageError.of("truncated-image", path, f"damaged image: {error}") from None
-
-
-def _not_a_file(path: str | Path) -> ImageError:
-    if os.path.exists(path):  # noqa: PTH110
-        return ImageError.of("image-not-a-file", path, "not a file but a folder or device")
-    return ImageError.of("missing-image", path, "no such image file")
 
 
 def _too_large(path: str | Path, found: str) -> ImageError:

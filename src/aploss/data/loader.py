@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,13 +84,6 @@ class TrainingBatches:
 
     Each epoch visits the images once in its own order. Images that fill no whole batch are left
     out of that epoch; a set smaller than a batch is one batch.
-
-    Args:
-        samples: the augmented dataset.
-        batch_size: images in a step over all processes.
-        workers: processes that prepare batches, 0 for none.
-        rank: number of this process.
-        world_size: number of processes that share each batch.
     """
 
     def __init__(
@@ -166,7 +160,7 @@ class TrainingBatches:
             _Guarded(self._samples),
             batch_sampler=keys,
             num_workers=self._workers,
-            collate_fn=_pack_stacked,
+            collate_fn=partial(_pack, stack=True),
             prefetch_factor=PREFETCH if self._workers else None,
             generator=torch.Generator(),  # else it would draw from the caller's random state
         )
@@ -348,15 +342,18 @@ class _Packed(NamedTuple):
     """
 
     images: Tensor | list[Tensor]
-    boxes: Tensor  # [objects of all images, 4]
-    fields: dict[str, Tensor]  # each [objects of all images]
+    fields: dict[
+        str, Tensor
+    ]  # boxes [objects of all images, 4], the others [objects of all images]
     counts: list[int]  # objects of each image
     image_ids: list[int]
     indices: list[int]
 
 
-def _pack(samples: Sequence[tuple[int, Sample] | DataError]) -> _Packed | DataError:
-    """Collects samples whose images differ in size, or the first error among them."""
+def _pack(
+    samples: Sequence[tuple[int, Sample] | DataError], *, stack: bool = False
+) -> _Packed | DataError:
+    """Collects samples, their images in a list or stacked to [B, 3, H, W]; or the first error."""
     images, targets, indices = [], [], []
     for sample in samples:
         if isinstance(sample, DataError):
@@ -366,21 +363,15 @@ def _pack(samples: Sequence[tuple[int, Sample] | DataError]) -> _Packed | DataEr
         targets.append(target)
         indices.append(index)
     return _Packed(
-        images,
-        torch.cat([target["boxes"].as_subclass(Tensor) for target in targets]),
-        {field: torch.cat([target[field] for target in targets]) for field in OBJECT_FIELDS},
+        torch.stack(images) if stack else images,
+        {
+            field: torch.cat([target[field].as_subclass(Tensor) for target in targets])
+            for field in ("boxes", *OBJECT_FIELDS)
+        },
         [len(target["labels"]) for target in targets],
         [target["image_id"] for target in targets],
         indices,
     )
-
-
-def _pack_stacked(samples: Sequence[tuple[int, Sample] | DataError]) -> _Packed | DataError:
-    """Like :func:`_pack` for images of one size, which become one tensor [B, 3, H, W]."""
-    packed = _pack(samples)
-    if isinstance(packed, DataError):
-        return packed
-    return packed._replace(images=torch.stack(list(packed.images)))
 
 
 def _unpack(packed: _Packed | DataError) -> Batch:
@@ -393,8 +384,7 @@ def _unpack(packed: _Packed | DataError) -> Batch:
         images: Any = _to_unit(packed.images)
     else:
         images = [_to_unit(image) for image in packed.images]
-    columns = {"boxes": packed.boxes, **packed.fields}
-    parts = {field: torch.split(column, packed.counts) for field, column in columns.items()}
+    parts = {field: torch.split(column, packed.counts) for field, column in packed.fields.items()}
     targets = [
         {**{field: parts[field][place] for field in parts}, "image_id": image_id}
         for place, image_id in enumerate(packed.image_ids)

@@ -133,11 +133,7 @@ def fit_calibration(
 
 
 def calibrate_detections(
-    ground_truth: Truth,
-    detections: Detections,
-    *,
-    iou: float = 0.5,
-    matches: Matches | None = None,
+    ground_truth: Truth, detections: Detections, *, iou: float = 0.5, matches: Matches | None = None
 ) -> "tuple[Calibration, DrawThreshold]":
     """Fits the calibration and the threshold to draw at on the detections of a validation set.
 

@@ -85,11 +85,7 @@ class Pairs:
     overlaps: np.ndarray
 
 
-def match_detections(
-    ground_truth: Truth,
-    detections: Detections,
-    iou: float = 0.5,
-) -> Matches:
+def match_detections(ground_truth: Truth, detections: Detections, iou: float = 0.5) -> Matches:
     """Matches detections with objects of their image and class, best score first, as COCO does.
 
     A detection takes the free object it overlaps most, if by at least ``iou``. Objects that count
@@ -238,11 +234,7 @@ class Curve:
 
 
 def precision_recall_curves(
-    ground_truth: Truth,
-    detections: Detections,
-    *,
-    iou: float = 0.5,
-    matches: Matches | None = None,
+    ground_truth: Truth, detections: Detections, *, iou: float = 0.5, matches: Matches | None = None
 ) -> dict[str, Curve]:
     """The curve of each class that has an object that counts.
 

@@ -18,11 +18,7 @@ __all__ = ["match_voc", "voc_average_precision", "voc_metrics"]
 
 
 def voc_metrics(
-    ground_truth: Truth,
-    detections: Detections,
-    *,
-    year: int = 2012,
-    iou: float = 0.5,
+    ground_truth: Truth, detections: Detections, *, year: int = 2012, iou: float = 0.5
 ) -> Metrics:
     """Scores detections by the rules of the VOC development kit.
 
@@ -79,11 +75,7 @@ def voc_metrics(
     )
 
 
-def match_voc(
-    ground_truth: Truth,
-    detections: Detections,
-    iou: float = 0.5,
-) -> Matches:
+def match_voc(ground_truth: Truth, detections: Detections, iou: float = 0.5) -> Matches:
     """Matches as the VOC kit does.
 
     A detection is compared only with the object of its class it overlaps most, whether that one is
