@@ -1,7 +1,7 @@
-"""YOLO text labels, described by a data.yaml."""
+"""YOLO text labels, described by a data.yaml or by the folders they are in."""
 
 import posixpath
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from aploss.data.formats import (
     DataFormat,
     Parts,
     Written,
+    common_split_name,
     each_image_once,
     is_text,
     number,
@@ -144,7 +145,7 @@ class YoloFormat(DataFormat):
         description: what it says: ``names``, ``train``, ``val``, ``test``, ``path``, ``nc``.
     """
 
-    looked_for = "YOLO (data.yaml with names and train, val or test)"
+    looked_for = "YOLO (data.yaml with names and train, val or test; or images/ and labels/*.txt)"
 
     def __init__(self, folder: DatasetFolder, file: str, description: dict[str, Any]) -> None:
         self.folder = folder
@@ -157,7 +158,7 @@ class YoloFormat(DataFormat):
 
     @classmethod
     def find(cls, path: Path) -> "YoloFormat | None":
-        """The dataset of a YAML file, or of the one in a folder; None where there is none."""
+        """The dataset of a YAML file, of the one in a folder, or of ``images`` and ``labels``."""
         if path.is_file():
             folder, names = DatasetFolder(path.resolve().parent), [path.resolve().name]
         else:
@@ -168,7 +169,8 @@ class YoloFormat(DataFormat):
                 description = _read_yaml(folder, name)
                 if description is not None:
                     return cls(folder, name, description)
-        return None
+        file, description = _describe_folders(folder)
+        return cls(folder, file, description) if path.is_dir() and description else None
 
     def class_names(self) -> tuple[str, ...] | None:
         """The names of data.yaml, a list or a dict from 0 on; None where it has none.
@@ -439,3 +441,36 @@ def _read_yaml(folder: DatasetFolder, name: str) -> dict[str, Any] | None:
     else:  # it may be the settings of a program
         described = any(isinstance(content.get(split), (str, list)) for split in _SPLITS)
     return content if described or "names" in content else None
+
+
+def _describe_folders(folder: DatasetFolder) -> tuple[str, dict[str, Any]]:
+    """What a data.yaml would say of folders that have none, and the file its names are from.
+
+    Looked for are ``images/train`` with ``labels/train``, ``train/images`` with ``train/labels``,
+    and ``images`` with ``labels``, where there are no annotations of another format beside them.
+    """
+    top = folder.names("")
+    if any(name.lower() == "annotations" or name.endswith((".json", ".xml")) for name in top):
+        return "", {}
+    places = {split: (f"images/{split}", f"labels/{split}") for split in folder.names("images")}
+    places |= {split: (f"{split}/images", f"{split}/labels") for split in top}
+    found = {
+        split: images
+        for split, (images, labels) in places.items()
+        if common_split_name(split) in ("train", "val", "test")
+        and _is_labelled(folder, images, labels)
+    }
+    if not found and _is_labelled(folder, "images", "labels"):
+        found = {"all": "images"}
+    for file in ("classes.txt", "labels/classes.txt", "obj.names"):
+        if found and folder.is_file(file):
+            lines = map(str.strip, folder.read_text(file).splitlines())
+            return file, {**found, "names": [line for line in lines if line]}
+    return "labels", dict(found)
+
+
+def _is_labelled(folder: DatasetFolder, images: str, labels: str) -> bool:
+    def has(place: str, is_wanted: Callable[[str], bool]) -> bool:
+        return folder.is_folder(place) and any(map(is_wanted, folder.names(place)))
+
+    return has(images, is_image) and has(labels, lambda name: name.endswith(".txt"))
