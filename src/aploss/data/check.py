@@ -319,7 +319,7 @@ def _across_splits(
     lists = {part.class_names for part in parts.values()}
     if len(lists) > 1:
         shown = " / ".join(sorted(", ".join(names) for names in lists))
-        yield Problem("class-lists-differ", name, f"classes of the splits: {shown}")
+        yield Problem("class-lists-differ", name, f"classes of the splits: {shown:.500}")
     yield from _classes(parts, name)
 
 

@@ -203,15 +203,7 @@ def _mixing_key(path: str) -> bytes:
 
 
 def without_unusable_images(dataset: DetectionDataset, *, decode: bool = True) -> DetectionDataset:
-    """Leaves out images that cannot be read or whose size is not the annotated one.
-
-    Args:
-        dataset: every image of it is read once, in several threads.
-        decode: whether to decode the images, which finds damaged ones too, or read their headers.
-
-    Returns:
-        The dataset with the usable images; what was left out is in its problems.
-    """
+    """Leaves out images that cannot be read or are not of the annotated size; see its problems."""
     inspections = list(inspect_images(dataset, decode=decode))
     kept = [i for i, inspection in enumerate(inspections) if inspection.usable]
     if len(kept) == len(dataset):
@@ -225,13 +217,7 @@ def without_unusable_images(dataset: DetectionDataset, *, decode: bool = True) -
 def inspect_images(
     dataset: DetectionDataset, *, decode: bool = True, progress: Progress | None = None
 ) -> Iterator[Inspection]:
-    """Inspects the images of a dataset in order, in several threads.
-
-    Args:
-        dataset: where they are.
-        decode: whether to read the whole file (finds damage and equal files) or the header only.
-        progress: called with (images done, images in all).
-    """
+    """Inspects the images of a dataset in order, in several threads; see :func:`inspect_image`."""
     total = len(dataset)
 
     def inspect(index: int) -> Inspection:

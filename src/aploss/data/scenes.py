@@ -317,16 +317,8 @@ def _draw_figure(
     *,
     shadows: bool,
 ) -> None:
-    """Lays shadow, texture, light and rim of a figure over the canvas, in place.
-
-    Args:
-        generator: picks colours and texture.
-        canvas: [size, size, 3] in 0..1, changed inside the window.
-        figure: what to draw.
-        window: where.
-        shape: the figure's :func:`_stencil`.
-        shadows: whether it casts one.
-    """
+    """Lays shadow, texture, light and rim of a figure over the canvas, in place; ``shape`` is the
+    figure's :func:`_stencil`."""
     size = canvas.shape[0]
     ground = canvas[window.slices()]
     scale = shape.width // (window.right - window.left)

@@ -229,16 +229,8 @@ class ListedImage(NamedTuple):
 class VocPart:
     """One folder with its own annotations and splits, such as ``VOC2007``.
 
-    Args:
-        folder: the dataset's folder.
-        base: the part's folder below it.
-        prefix: what its splits' names begin with, such as ``2007_``.
-
-    Attributes:
-        annotations: all XML files, sorted.
-        images: all image files, sorted.
-        splits: names of its splits.
-        class_lists: class names for which there are lists such as ``dog_train.txt``.
+    Its folder is ``base`` below the dataset's, its splits' names begin with ``prefix`` (``2007_``).
+    ``class_lists`` are the classes for which there are lists such as ``dog_train.txt``.
     """
 
     def __init__(self, folder: DatasetFolder, base: str, *, prefix: str = "") -> None:

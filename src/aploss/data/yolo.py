@@ -137,13 +137,8 @@ def yolo_rows(
 
 @register_format("yolo")
 class YoloFormat(DataFormat):
-    """A dataset of YOLO label files.
-
-    Args:
-        folder: the folder of the YAML file.
-        file: the YAML file.
-        description: what it says: ``names``, ``train``, ``val``, ``test``, ``path``, ``nc``.
-    """
+    """A dataset of YOLO label files, described by the content of a YAML file in its folder:
+    ``names``, ``train``, ``val``, ``test``, ``path``, ``nc``."""
 
     looked_for = "YOLO (data.yaml with names and train, val or test; or images/ and labels/*.txt)"
 
@@ -169,8 +164,8 @@ class YoloFormat(DataFormat):
                 description = _read_yaml(folder, name)
                 if description is not None:
                     return cls(folder, name, description)
-        file, description = _describe_folders(folder)
-        return cls(folder, file, description) if path.is_dir() and description else None
+        file, description = _describe_folders(folder) if path.is_dir() else ("", {})
+        return cls(folder, file, description) if description else None
 
     def class_names(self) -> tuple[str, ...] | None:
         """The names of data.yaml, a list or a dict from 0 on; None where it has none.
@@ -457,8 +452,7 @@ def _describe_folders(folder: DatasetFolder) -> tuple[str, dict[str, Any]]:
     found = {
         split: images
         for split, (images, labels) in places.items()
-        if common_split_name(split) in ("train", "val", "test")
-        and _is_labelled(folder, images, labels)
+        if common_split_name(split) in _SPLITS and _is_labelled(folder, images, labels)
     }
     if not found and _is_labelled(folder, "images", "labels"):
         found = {"all": "images"}
