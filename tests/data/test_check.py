@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from aploss.data import check_dataset, load_dataset
-from aploss.data.check_report import check_report
+from aploss.data.check import check_report
 from aploss.data.problems import KINDS, Effect
 from aploss.errors import DataError
 
@@ -157,3 +157,15 @@ def test_every_kind_of_problem_is_in_the_documentation():
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     for kind, (effect, description) in KINDS.items():
         assert f"| `{kind}` | {description} | {effect.value} |" in page
+
+
+def test_many_categories_are_checked_in_a_moment(coco_folder):
+    file = coco_folder / "annotations/instances_train2017.json"
+    content = json.loads(file.read_text())
+    content["categories"] += [{"id": 100 + k, "name": f"class {k}"} for k in range(100_000)]
+    content["categories"] += [{"id": 10**6, "name": "Class-7"}]
+    file.write_text(json.dumps(content))
+    result = check_dataset(coco_folder)  # minutes, when every name was compared with every other
+    alike = [f.problem.message for f in result.findings if f.problem.kind == "similar-class-names"]
+    assert alike == ["'class 7' (0 images) and 'Class-7' (0 images)"]
+    assert len(result.class_names) == 100_003

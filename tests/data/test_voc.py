@@ -6,7 +6,7 @@ import pytest
 
 from aploss.data.check import check_dataset
 from aploss.data.load import dataset_splits, load_dataset
-from aploss.data.voc import find_voc
+from aploss.data.voc import VocFormat, parse_annotation, voc_annotation
 from aploss.errors import DataError
 
 
@@ -176,7 +176,7 @@ def test_an_image_of_another_name_is_found_by_the_name_in_the_annotation(voc_fol
 
 
 def test_a_folder_without_xml_is_not_voc(tmp_path):
-    assert find_voc(tmp_path) is None
+    assert VocFormat.find(tmp_path) is None
 
 
 def test_bccd_has_four_splits_and_all_but_two_boxes(bccd):
@@ -190,3 +190,51 @@ def test_bccd_has_four_splits_and_all_but_two_boxes(bccd):
         ("degenerate-box", "Annotations/BloodImage_00338.xml"),
         ("degenerate-box", "Annotations/BloodImage_00343.xml"),
     ]
+
+
+@pytest.mark.parametrize(
+    "width", ["inf", "-inf", "nan", "1e30", "9" * 20, "0", "-64", "4294967296"]
+)
+def test_an_impossible_image_size_is_taken_from_the_image(voc_folder, width):
+    xml = voc_folder / "Annotations" / "a.xml"
+    xml.write_text(xml.read_text().replace("<width>64<", f"<width>{width}<"))
+    dataset = load_dataset(voc_folder, "train")
+    assert dataset.image_size(0) == (64, 48)
+    assert [(p.kind, p.file) for p in dataset.problems] == [("missing-size", "Annotations/a.xml")]
+
+
+@pytest.mark.parametrize("value", ["1e30", "9" * 20, "1e400"])
+def test_a_coordinate_of_many_digits_is_clipped_or_dropped(voc_folder, value):
+    xml = voc_folder / "Annotations" / "a.xml"
+    xml.write_text(xml.read_text().replace("<xmax>20<", f"<xmax>{value}<"))
+    (problem,) = load_dataset(voc_folder, "train").problems
+    assert problem.kind in ("out-of-bounds-box", "non-finite-coordinate")
+
+
+def test_a_list_that_cannot_be_read_is_a_problem(voc_folder):
+    (voc_folder / "ImageSets" / "Main" / "train.txt").write_bytes(b"\xff\xfea\x00")
+    with pytest.raises(DataError, match=r"train\.txt: not UTF-8"):
+        load_dataset(voc_folder, "train")
+    assert check_dataset(voc_folder).exit_code == 2
+
+
+def test_annotations_are_written_as_they_are_read():
+    boxes = [[0.0, 0.0, 64.0, 48.0], [1.25, 2.5, 11.0, 22.75]]
+    text = voc_annotation(
+        "é\udcff.jpg",
+        (64, 48),
+        ["cat", "a & b"],
+        boxes,
+        difficult=[True, False],
+        crowd=[False, True],
+    )
+    read = parse_annotation("a.xml", text.encode())
+    assert (read.file_name, read.size) == ("é\ufffd.jpg", (64, 48))
+    assert [list(one.corners) for one in read.objects] == boxes
+    assert [(one.name, one.difficult, one.crowd) for one in read.objects] == [
+        ("cat", True, False),
+        ("a & b", False, True),
+    ]
+    scored = voc_annotation("a.jpg", (64, 48), ["cat"], [[1 / 3, 0, 9, 9]], scores=[0.5], digits=2)
+    assert "<score>0.5000</score>" in scored
+    assert "<xmin>1.33</xmin>" in scored

@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
+from aploss.data.check import check_dataset
 from aploss.data.load import dataset_splits, load_dataset
-from aploss.data.yolo import find_yolo
-from aploss.data.yolo_rows import parse_row
+from aploss.data.yolo import YoloFormat, parse_row, yolo_rows
 from aploss.errors import DataError
 
 
@@ -71,7 +71,7 @@ def test_a_yaml_of_another_name_is_found_and_one_about_something_else_is_not(yol
     (yolo_folder / "a-config.yaml").write_text("train: {steps: 10}\nmodel: x\n")
     assert dataset_splits(yolo_folder) == ("train", "val")
     (tmp_path / "config.yaml").write_text("train: {steps: 10}\n")
-    assert find_yolo(tmp_path) is None
+    assert YoloFormat.find(tmp_path) is None
 
 
 def test_other_splits_than_the_usual_ones_count_if_they_are_there(yolo_folder):
@@ -122,3 +122,87 @@ def test_unusable_names_are_an_error_that_names_the_file(yolo_folder, names):
     describe(yolo_folder, f"train: images/train\nval: images/val\nnames: {names}\n")
     with pytest.raises(DataError, match=r"data\.yaml"):
         load_dataset(yolo_folder, "train")
+
+
+@pytest.mark.parametrize(
+    "value", ["null", "[]", "5", "{}", "''", "[5]", "[[images/train]]", "true"]
+)
+def test_a_split_that_names_no_images_is_a_problem_not_absent(yolo_folder, value):
+    describe(yolo_folder, f"train: {value}\nval: images/val\nnames: [cat, dog]\n")
+    assert dataset_splits(yolo_folder) == ("train", "val")
+    with pytest.raises(DataError, match=r"data\.yaml: 'train' must name a folder"):
+        load_dataset(yolo_folder, "train")
+    result = check_dataset(yolo_folder)
+    assert result.exit_code == 2
+    assert ("missing-folder", ("train",)) in {
+        (finding.problem.kind, finding.splits) for finding in result.findings
+    }
+
+
+def test_an_empty_test_split_is_none_as_many_files_leave_it(yolo_folder):
+    describe(yolo_folder, "train: images/train\nval: images/val\ntest:\nnames: [cat, dog]\n")
+    assert dataset_splits(yolo_folder) == ("train", "val")
+    assert check_dataset(yolo_folder).exit_code == 0
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00\x00", b"- a\n", "train: x".encode("utf-16")])
+def test_a_description_that_cannot_be_read_is_an_error(yolo_folder, content):
+    (yolo_folder / "data.yaml").write_bytes(content)
+    with pytest.raises(DataError, match=r"data\.yaml: "):
+        load_dataset(yolo_folder, "train")
+
+
+def test_settings_of_a_program_are_no_dataset(coco_folder):
+    (coco_folder / "settings.yaml").write_text("train: {epochs: 3}\nval: 5\n")
+    (coco_folder / "empty.yaml").write_text("")
+    assert dataset_splits(coco_folder) == ("train2017", "val2017")
+
+
+def test_rows_are_written_as_they_are_read():
+    boxes = [[1.25, 2.5, 11.0, 22.75], [0.0, 0.0, 64.0, 48.0]]
+    text = yolo_rows([1, 0], boxes, (64, 48))
+    read = [parse_row(row, (64, 48), where=("a", 1)) for row in text.splitlines()]
+    assert [class_id for class_id, _ in read] == [1, 0]
+    assert [corners for _, corners in read] == [pytest.approx(box) for box in boxes]
+
+
+@pytest.mark.parametrize("layout", ["images/train", "train/images"])
+@pytest.mark.parametrize("names", ["classes.txt", "labels/classes.txt", None])
+def test_folders_without_a_description_are_recognised(
+    yolo_folder, expected_boxes, found_boxes, layout, names
+):
+    (yolo_folder / "data.yaml").unlink()
+    if layout == "train/images":
+        for kind in ("images", "labels"):
+            for split in ("train", "val"):
+                (yolo_folder / split).mkdir(exist_ok=True)
+                (yolo_folder / kind / split).rename(yolo_folder / split / kind)
+            (yolo_folder / kind).rmdir()
+    if names:
+        (yolo_folder / names).parent.mkdir(exist_ok=True)
+        (yolo_folder / names).write_text("cat\ndog\n")
+    given = None if names else ("cat", "dog")
+    assert dataset_splits(yolo_folder) == ("train", "val")
+    for split, expected in expected_boxes.items():
+        dataset = load_dataset(yolo_folder, split, class_names=given)
+        assert found_boxes(dataset) == expected
+        assert dataset.class_names == ("cat", "dog")
+    if not names:
+        with pytest.raises(DataError, match="give the class names"):
+            load_dataset(yolo_folder, "train")
+
+
+def test_one_folder_of_images_and_labels_is_one_split(tmp_path, picture):
+    picture(tmp_path / "images" / "a.png")
+    (tmp_path / "labels").mkdir()
+    (tmp_path / "labels" / "a.txt").write_text("0 0.5 0.5 0.5 0.5\n")
+    (tmp_path / "classes.txt").write_text("cat\n")
+    assert dataset_splits(tmp_path) == ("all",)
+    assert load_dataset(tmp_path).boxes(0).tolist() == [[16, 12, 48, 36]]
+
+
+def test_folders_beside_annotations_of_another_format_stay_that_format(coco_folder, picture):
+    picture(coco_folder / "images" / "train" / "x.png")
+    (coco_folder / "labels" / "train").mkdir(parents=True)
+    (coco_folder / "labels" / "train" / "x.txt").write_text("0 0.5 0.5 0.5 0.5\n")
+    assert dataset_splits(coco_folder) == ("train2017", "val2017")

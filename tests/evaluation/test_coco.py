@@ -7,8 +7,9 @@ import time
 import numpy as np
 import pytest
 
+from aploss.data import DetectionDataset
 from aploss.errors import ConfigError
-from aploss.evaluation import DetectionTable, coco_metrics
+from aploss.evaluation import DetectionTable, GroundTruth, as_ground_truth, coco_metrics
 
 SUMMARY = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR", "ARs", "ARm", "ARl")
 
@@ -197,3 +198,40 @@ def test_a_tenth_of_cocos_validation_set_takes_seconds():
     start = time.process_time()
     coco_metrics(truth, table)
     assert time.process_time() - start < 15  # 0.8 s on an idle core
+
+
+def test_a_limit_of_detections_beyond_all_numbers_of_the_machine_is_no_limit(simulate):
+    truth, results = simulate(3)
+    expected = coco_metrics(truth, results, max_detections=10_000)
+    assert coco_metrics(truth, results, max_detections=10**12).as_dict() == expected.as_dict()
+    assert coco_metrics(truth, results[:1], max_detections=10**30).AR10 >= 0
+
+
+def test_ground_truth_that_is_measured_again_gives_the_same_numbers(simulate):
+    document, results = simulate(4, crowds=0.2, difficult=0.2)
+    truth = GroundTruth.from_coco(document)
+    first = coco_metrics(truth, results[::2])
+    again = coco_metrics(truth, results)
+    assert again.as_dict() == coco_metrics(document, results).as_dict()
+    assert coco_metrics(truth, results[::2]).as_dict() == first.as_dict()
+
+
+def test_a_dataset_is_measured_on_directly(tmp_path):
+    dataset = DetectionDataset(
+        root=tmp_path,
+        class_names=("cat", "dog"),
+        image_paths=("a.png", "b.png"),
+        image_sizes=[(64, 48)] * 2,
+        boxes_per_image=[1, 2],
+        boxes=[(0, 0, 10, 10), (5, 5, 15.5, 25.25), (0.1, 0.2, 30.3, 40.4)],
+        labels=[0, 1, 0],
+        difficult=[False, True, False],
+        image_ids=[9, 4],
+    )
+    found = [
+        {"image_id": 9, "category_id": 1, "bbox": [0, 0, 10, 9], "score": 0.6},
+        {"image_id": 4, "category_id": 1, "bbox": [1, 1, 30, 40], "score": 0.7},
+    ]
+    expected = coco_metrics(dataset.to_coco(), found).as_dict()
+    assert coco_metrics(dataset.annotations, found).as_dict() == expected
+    assert coco_metrics(as_ground_truth(dataset), found).as_dict() == expected

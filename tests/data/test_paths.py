@@ -1,6 +1,7 @@
 """Nothing in a dataset may reach outside its folder, expand entities or blow up."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -187,3 +188,55 @@ def test_a_decompression_bomb_is_named_and_left_out(coco_folder):
     assert ("image-too-large", "train2017/a.png") in {
         (finding.problem.kind, finding.problem.file) for finding in findings
     }
+
+
+SPECIAL = [
+    ("voc", "Annotations/a.xml"),
+    ("voc", "ImageSets/Main/train.txt"),
+    ("voc", "labels.txt"),
+    ("coco", TRAIN_JSON),
+    ("yolo", "labels/train/a.txt"),
+    ("yolo", "data.yaml"),
+]
+
+
+@pytest.mark.parametrize("how", ["pipe", "link to itself", "folder"])
+@pytest.mark.parametrize(("format", "file"), SPECIAL)
+def test_what_is_no_file_in_the_place_of_annotations_is_told_and_not_waited_for(
+    clean_folders, format, file, how
+):
+    place = clean_folders[format] / file
+    place.unlink(missing_ok=True)
+    if how == "pipe":
+        os.mkfifo(place)
+    elif how == "link to itself":
+        place.symlink_to(place.name)
+    else:
+        place.mkdir()
+    if file == "data.yaml":  # nothing is left that could be a dataset
+        with pytest.raises(DataError, match=r"data\.yaml|no dataset found"):
+            check_dataset(clean_folders[format])
+    else:
+        result = check_dataset(clean_folders[format])
+        assert result.findings or file == "labels.txt"
+
+
+@pytest.mark.parametrize("how", ["pipe", "link to itself"])
+@pytest.mark.parametrize("format", ["voc", "coco", "yolo"])
+def test_what_is_no_file_in_the_place_of_an_image_is_told(clean_folders, format, how):
+    image = next(clean_folders[format].rglob("a.png"))
+    image.unlink()
+    if how == "pipe":
+        os.mkfifo(image)
+    else:
+        image.symlink_to(image.name)
+    found = {finding.problem.kind for finding in check_dataset(clean_folders[format]).findings}
+    assert found & {"image-not-a-file", "missing-image", "missing-annotation"}
+
+
+def test_a_folder_that_links_to_itself_is_passed_by(coco_folder):
+    (coco_folder / "loop").symlink_to("loop")
+    (coco_folder / "train2017" / "loop").symlink_to("loop")
+    assert len(load_dataset(coco_folder, "train")) == 3
+    with pytest.raises(DataError, match="no such file or folder"):
+        load_dataset(coco_folder / "loop")
