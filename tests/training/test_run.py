@@ -119,6 +119,28 @@ class TestRuns:
                 train(config)
             assert not Path(str(config.out)).exists()
 
+    def test_a_run_that_fails_before_its_first_step_leaves_the_folder_free(
+        self, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Such as one whose images do not fit into memory."""
+        config = make_config(schedule={"length": 1})
+
+        def fail(*arguments: Any) -> None:
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr("aploss.training.step.Stepper.step", fail)
+            with pytest.raises(MemoryError):
+                train(config)
+        assert not Path(str(config.out)).exists()
+        assert train(config).steps == 1
+
+    def test_a_shortened_warm_up_is_remarked_on(
+        self, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        train(make_config(schedule={"length": 1, "warmup_steps": 50}), quiet=False)
+        assert "warm-up of 50 steps is longer than the training" in capsys.readouterr().out
+
     def test_a_kill_while_the_folder_is_made_is_no_obstacle(self, make_config: MakeConfig) -> None:
         config = make_config(schedule={"length": 1})
         folder = Path(str(config.out))
@@ -273,16 +295,21 @@ class TestRuns:
             ({"data": ""}, ConfigError, "--data"),
             ({"splits": {"train": "sunday"}}, DataError, "sunday"),
             ({"model": {"frozen": ["tail"]}}, ConfigError, "tail"),
+            ({"device": "meta"}, ConfigError, "meta"),
+            ({"model": {"options": {"test_size": []}}}, ConfigError, "test_size"),
+            ({"model": {"options": {"test_size": [0, 0]}}}, ConfigError, "test_size"),
         ):
+            config = make_config(f"run-{text.replace('/', '-')}", **changes)
             with pytest.raises(error, match=text) as caught:
-                train(make_config(f"run-{text.replace('/', '-')}", **changes))
+                train(config)
+            assert not Path(str(config.out)).exists()
             assert "\n" not in str(caught.value)
 
 
 def _single_step(config: TrainConfig, number: int) -> dict[str, torch.Tensor]:
     """The weights after one plain SGD step on batch ``number``, written out by hand."""
-    from aploss.data.batches import make_training_loader
     from aploss.data.load import load_dataset
+    from aploss.data.loader import make_training_loader
 
     dataset = load_dataset(config.data, "train")
     loader = make_training_loader(dataset, batch_size=4, seed=config.seed, preset="light", size=64)

@@ -68,6 +68,14 @@ def test_part_of_an_epoch_is_at_least_one_step() -> None:
     assert schedule.steps(3, "steps") == 3
 
 
+def test_a_warm_up_longer_than_the_training_is_shortened() -> None:
+    config = ScheduleConfig(length=100, kind="milestones", warmup_steps=500, warmup_factor=0.5)
+    schedule = Schedule(config, steps_per_epoch=10)
+    assert schedule.warmup_steps == 10
+    assert [schedule.factor(step) for step in (0, 5, 10, 99)] == [0.5, 0.75, 1.0, 1.0]
+    assert Schedule(ScheduleConfig(length=100, warmup_steps=100), 10).warmup_steps == 100
+
+
 class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -277,8 +285,8 @@ class Refusing(nn.Module):
 
 
 def one_step(make_config: MakeConfig, loss: nn.Module) -> Any:
-    from aploss.data.batches import make_training_loader
     from aploss.data.load import load_dataset
+    from aploss.data.loader import make_training_loader
 
     config = make_config()
     dataset = load_dataset(config.data, "train")

@@ -130,6 +130,9 @@ class BatchesConfig(_Settings):
     workers: int | None = setting(
         None, "data loader workers; by default chosen for the hardware", at_least(0)
     )
+    max_unreadable: float = setting(
+        0.1, "stop when more than this share of the images cannot be read", between(0, 1)
+    )
 
 
 @dataclass(frozen=True)

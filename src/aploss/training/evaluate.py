@@ -14,18 +14,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aploss.data.batches import make_evaluation_loader
-from aploss.data.dataset import DetectionDataset
-from aploss.detectors.checkpoint_io import detector_from_record
+from aploss.data.annotations import Annotations, DetectionDataset
+from aploss.data.loader import make_evaluation_loader
+from aploss.detectors.checkpoint import detector_from_record
 from aploss.detectors.detector import Detector
+from aploss.errors import DataError
 from aploss.evaluation.calibration import calibrate_detections, calibration_report
-from aploss.evaluation.coco_metrics import coco_metrics
-from aploss.evaluation.curves import curves_as_dict, precision_recall_curves
-from aploss.evaluation.detections import DetectionTable
-from aploss.evaluation.ground_truth import GroundTruth, as_ground_truth
-from aploss.evaluation.matching import Matches, match_detections
+from aploss.evaluation.coco import coco_metrics
+from aploss.evaluation.matching import (
+    Matches,
+    curves_as_dict,
+    match_detections,
+    precision_recall_curves,
+)
 from aploss.evaluation.metrics import Metrics
-from aploss.evaluation.voc_metrics import voc_metrics
+from aploss.evaluation.tables import DetectionTable
+from aploss.evaluation.voc import voc_metrics
 from aploss.files import write_json
 from aploss.reporting.run_files import matches_document
 from aploss.training.config import TrainConfig
@@ -37,19 +41,41 @@ __all__ = ["FinalNumbers", "RunSplits", "Split", "detect_split", "evaluate_run"]
 
 
 class Split:
-    """A dataset to be measured on, its ground truth prepared once.
+    """A dataset to be measured on.
 
     Args:
         dataset: the images and their objects.
+
+    Attributes:
+        unreadable: images that were left out because they cannot be read: path → reason.
     """
 
     def __init__(self, dataset: DetectionDataset) -> None:
         self.dataset = dataset
         self.name = dataset.split
-        self.coco: dict[str, Any] = dataset.to_coco()
-        for index, image in enumerate(self.coco["images"]):
-            image["path"] = str(dataset.image_path(index).resolve())
-        self.truth: GroundTruth = as_ground_truth(self.coco)
+        self.unreadable: dict[str, str] = {}
+        self.truth: Annotations = dataset.annotations
+
+    def leave_out(self, unreadable: dict[int, str]) -> None:
+        """Goes on without some images: index → reason.
+
+        Raises:
+            DataError: none is left.
+        """
+        for index, reason in unreadable.items():
+            self.unreadable[str(self.dataset.image_path(index))] = reason
+        rest = [index for index in range(len(self.dataset)) if index not in unreadable]
+        if not rest:
+            raise DataError(f"no image of the split {self.name} can be read: {reason}")
+        self.dataset = self.dataset.subset(rest)
+        self.truth = self.dataset.annotations
+
+    def to_coco(self) -> dict[str, Any]:
+        """The annotations as a COCO dict, with the full path of each image."""
+        coco = self.dataset.to_coco()
+        for index, image in enumerate(coco["images"]):
+            image["path"] = str(self.dataset.image_path(index).resolve())
+        return coco
 
     def measure(self, detections: DetectionTable | None, detector: Detector) -> Metrics:
         """COCO's metrics of what :func:`detect_split` found, on rank 0."""
@@ -59,37 +85,29 @@ class Split:
 
 
 class RunSplits:
-    """What a run is measured on, each split prepared when it is first asked for.
+    """What a run is measured on; a dataset that serves two purposes is one split.
 
     Args:
-        data: the datasets of the run; where one serves two purposes, it is one split.
+        data: the datasets of the run.
+
+    Attributes:
+        data: as given.
+        validation: for every choice: best checkpoint, calibration, threshold.
+        evaluation: for the final numbers.
+        held_out: where the calibration is measured.
     """
 
     def __init__(self, data: RunData) -> None:
         self.data = data
-        self._known: dict[int, Split] = {}
+        datasets = (data.validation, data.evaluation, data.held_out)
+        known = {id(dataset): Split(dataset) for dataset in datasets if dataset is not None}
+        self.validation, self.evaluation, self.held_out = (known.get(id(d)) for d in datasets)
 
     @property
-    def validation(self) -> Split | None:
-        """For every choice: best checkpoint, calibration, threshold."""
-        return self._of(self.data.validation)
-
-    @property
-    def evaluation(self) -> Split | None:
-        """For the final numbers."""
-        return self._of(self.data.evaluation)
-
-    @property
-    def held_out(self) -> Split | None:
-        """Where the calibration is measured."""
-        return self._of(self.data.held_out)
-
-    def _of(self, dataset: DetectionDataset | None) -> Split | None:
-        if dataset is None:
-            return None
-        if id(dataset) not in self._known:
-            self._known[id(dataset)] = Split(dataset)
-        return self._known[id(dataset)]
+    def all(self) -> list[Split]:
+        """Each split once."""
+        splits = (self.validation, self.evaluation, self.held_out)
+        return list({id(split): split for split in splits if split is not None}.values())
 
 
 def detect_split(
@@ -105,10 +123,12 @@ def detect_split(
         workers: data loader workers.
 
     Returns:
-        On rank 0 the detections in the order of the images, on others None.
+        On rank 0 the detections in the order of the images, on others None. Images that cannot be
+        read are left out of the split from then on.
     """
     ids: list[int] = []
     found: list[dict[str, np.ndarray]] = []
+    unreadable: dict[int, str] = {}
     if world.rank < len(split.dataset):  # with fewer images than ranks some have none
         loader = make_evaluation_loader(
             split.dataset,
@@ -116,15 +136,20 @@ def detect_split(
             workers=workers,
             rank=world.rank,
             world_size=world.size,
+            skip_unreadable=True,
         )
         with _evaluating(detector):
             for batch in loader:
                 ids += [target["image_id"] for target in batch.targets]
                 found += _detect(detector, batch.images)
-    shares = world.gather((ids, found))
+        unreadable = loader.unreadable
+    shares = world.gather((ids, found, unreadable))
+    unreadable = world.from_main({i: why for share in shares for i, why in share[2].items()})
+    if unreadable:
+        split.leave_out(unreadable)
     if not world.is_main:
         return None
-    by_image = {i: entry for share in shares for i, entry in zip(*share, strict=True)}
+    by_image = {i: entry for share in shares for i, entry in zip(*share[:2], strict=True)}
     order = [split.dataset.image_id(index) for index in range(len(split.dataset))]
     return DetectionTable.from_predictions(order, [by_image[image] for image in order])
 
@@ -216,12 +241,11 @@ def evaluate_run(
     chosen = world.on_main(lambda: _chosen_checkpoint(config, folder))
     detector = detector_from_record(chosen["detector"]).to(device)
     detected: dict[int, _Detected | None] = {}
-    for split in (splits.validation, splits.evaluation, splits.held_out):
-        if split is not None and id(split) not in detected:
-            table = detect_split(
-                detector, split, world, batch_size=config.validation.batch_size, workers=workers
-            )
-            detected[id(split)] = None if table is None else _Detected(split, table)
+    for split in splits.all:
+        table = detect_split(
+            detector, split, world, batch_size=config.validation.batch_size, workers=workers
+        )
+        detected[id(split)] = None if table is None else _Detected(split, table)
     validation, evaluation, held_out = (
         detected.get(id(split)) for split in (splits.validation, splits.evaluation, splits.held_out)
     )
@@ -259,9 +283,17 @@ def _store_calibration(folder: RunFolder, chosen: dict[str, Any], detector: Dete
 def _calibrate(
     numbers: FinalNumbers, detector: Detector, validation: _Detected, held_out: _Detected
 ) -> FinalNumbers:
-    calibration, best = calibrate_detections(validation.split.truth, validation.table)
+    calibration, best = calibrate_detections(
+        validation.split.truth, validation.table, matches=validation.matches
+    )
     detector.calibration, detector.draw_threshold = calibration, best.threshold
-    report = calibration_report(held_out.split.truth, held_out.table, calibration, best.threshold)
+    report = calibration_report(
+        held_out.split.truth,
+        held_out.table,
+        calibration,
+        best.threshold,
+        matches=held_out.matches,
+    )
     report |= {
         "fitted_on": validation.split.name,
         "measured_on": held_out.split.name,
@@ -286,7 +318,8 @@ def _write_evaluation(
     split, table, matches = evaluation.split, evaluation.table, evaluation.matches
     assert numbers.metrics is not None
     curves = precision_recall_curves(split.truth, table, matches=matches)
-    ids = [annotation["id"] for annotation in split.coco["annotations"]]
+    coco = split.to_coco()
+    ids = [annotation["id"] for annotation in coco["annotations"]]
     pairs = matches_document(matches.correct, matches.ignored, matches.objects, ids)
     metrics = {**numbers.metrics.as_dict(), "precision_recall": curves_as_dict(curves)}
     if numbers.calibration and detector.calibration is not None:
@@ -294,7 +327,7 @@ def _write_evaluation(
         scores = np.asarray(detector.calibration(table.scores)).tolist()
         report = {**numbers.calibration, "calibrated_scores": scores}
         write_json(folder.evaluation / "calibration.json", report)
-    write_json(folder.evaluation / "ground_truth.json", split.coco, indent=None)
+    write_json(folder.evaluation / "ground_truth.json", coco, indent=None)
     write_json(folder.evaluation / "detections.json", table.to_results(), indent=None)
     write_json(folder.evaluation / "metrics.json", metrics)
     write_json(folder.evaluation / "matches.json", pairs, indent=None)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from aploss.data.batches import TrainingBatches
-from aploss.errors import AplossError, RunError
+from aploss.data.loader import TrainingBatches
+from aploss.errors import AplossError, DataError, RunError
 from aploss.training.config import TrainConfig
 from aploss.training.distributed import StopSignals, TrainingInterruptedError
 from aploss.training.evaluate import RunSplits, detect_split
@@ -44,6 +44,7 @@ class LoopState:
         stopped_by: ``"length"``, ``"patience"`` or ``"minutes"`` once training is over.
         window: sums of the losses since the last row of metrics.
         window_steps: steps in them.
+        unreadable: images that cannot be read, with the reason.
     """
 
     step: int = 0
@@ -58,6 +59,7 @@ class LoopState:
     stopped_by: str | None = None
     window: dict[str, float] = field(default_factory=dict)
     window_steps: int = 0
+    unreadable: dict[str, str] = field(default_factory=dict)
 
     def add_to_window(self, values: dict[str, float]) -> None:
         """Adds the values of a step to the sums of the next row of metrics."""
@@ -118,6 +120,8 @@ class Loop:
         settings = config.validation
         self._validate_every = stepper.schedule.steps(settings.every, settings.unit)
         self._log: MetricsLog | None = None
+        self._known_unreadable: set[int] = set()  # training images, on this rank
+        self._unreadable_now: set[str] = set()  # on all ranks, since the run was started or resumed
 
     def run(self, signals: StopSignals) -> None:
         """Trains from where the state is to the end.
@@ -146,7 +150,9 @@ class Loop:
             while state.stopped_by is None:
                 step_batches = list(itertools.islice(batches, accumulate))
                 self._after_step(self.stepper.step(state.step, step_batches))
-                interrupted, out_of_time = self._asked_to_stop(signals)
+                interrupted, out_of_time, unreadable = self._events(signals)
+                if unreadable:
+                    self._exchange_unreadable()
                 if state.step >= self.total_steps:
                     state.stopped_by = "length"
                 elif out_of_time:
@@ -222,11 +228,48 @@ class Loop:
         kept = f"the last good checkpoint {last} is kept"
         return kept if last.is_file() else "nothing was saved before"
 
-    def _asked_to_stop(self, signals: StopSignals) -> tuple[bool, bool]:
+    def _events(self, signals: StopSignals) -> tuple[bool, bool, bool]:
+        """Whether any rank was asked to stop, is out of time, or met an unreadable image."""
         limit = self.config.max_minutes
         late = limit is not None and self.state.seconds >= 60 * limit
-        interrupted, out_of_time = self.world.sum([float(signals.requested), float(late)])
-        return interrupted > 0, out_of_time > 0
+        news = len(self.batches.unreadable) > len(self._known_unreadable)
+        sums = self.world.sum([float(signals.requested), float(late), float(news)])
+        interrupted, out_of_time, unreadable = (total > 0 for total in sums)
+        return interrupted, out_of_time, unreadable
+
+    def _exchange_unreadable(self) -> None:
+        """Lets all ranks know of images that could not be read for the last step."""
+        new = {
+            str(self.images.image_path(index)): reason
+            for index, reason in self.batches.unreadable.items()
+            if index not in self._known_unreadable
+        }
+        self._known_unreadable = set(self.batches.unreadable)
+        shares = self.world.from_main(self.world.gather(new))
+        self.note_unreadable(
+            {path: reason for share in shares for path, reason in share.items()},
+            "the next image of the epoch stands in for it",
+        )
+        self._unreadable_now |= {path for share in shares for path in share}
+        found, share = len(self._unreadable_now), self.config.batches.max_unreadable
+        if found > share * len(self.images):
+            self.save()
+            raise DataError(
+                f"training stopped at step {self.state.step}: {found} of {len(self.images)} "
+                f"training images cannot be read, more than batches.max_unreadable ({share:g}); "
+                f"the first: {next(iter(self.state.unreadable.values()))}; everything is saved: "
+                f"repair the data, then go on with: {self.folder.resume_command}"
+            )
+
+    def note_unreadable(self, images: dict[str, str], consequence: str) -> None:
+        """Warns of images that cannot be read (path → reason), each once, and remembers them."""
+        for path, reason in images.items():
+            if path not in self.state.unreadable:
+                self.state.unreadable[path] = reason
+                self.progress.warn(f"step {self.state.step}: {reason}; {consequence}")
+                if self._log is not None:
+                    row = {"step": self.state.step, "image": path, "reason": reason}
+                    self._log.add_unreadable(row)
 
     def _interrupt(self) -> None:
         self.save()
@@ -254,6 +297,7 @@ class Loop:
         found = detect_split(
             detector, split, self.world, batch_size=settings.batch_size, workers=self.workers
         )
+        self.note_unreadable(split.unreadable, f"it is left out of {split.name}")
         metrics = self.world.on_main(lambda: split.measure(found, detector).as_dict())
         state.add_validation(metrics, settings.metric)
         row = {"kind": "validation", "step": state.step, "epoch": self.epoch}
@@ -294,6 +338,7 @@ class Loop:
             "stepper": self.stepper.state(),
             "random": capture_random_state(),
             "images": len(self.images),
+            "image_names": [self.images.relative_path(i) for i in range(len(self.images))],
             "threads": torch.get_num_threads(),
         }
         self.folder.checkpoints.save_last(detector, training)
@@ -320,6 +365,7 @@ class Loop:
         try:
             training = checkpoint["training"]
             self._check_images(training["images"])
+            training = {"unreadable": {}, **training}  # not in older ones
             self.state = LoopState(**{f.name: training[f.name] for f in fields(LoopState)})
             self.stepper.load_state(training["stepper"], checkpoint["detector"]["state"])
             restore_random_state(training["random"])
@@ -344,6 +390,8 @@ class Loop:
     def _check_images(self, images: int) -> None:
         if images != len(self.images):
             raise RunError(
-                f"{self.folder.path} was started with {images} training images, but "
-                f"the data now has {len(self.images)}"
+                f"{self.folder.path} was started with {images} training images, but the data now "
+                f"has {len(self.images)}, so that samples would come in another order; bring the "
+                "data back, or start a new run from these weights with "
+                f"--model.weights {self.folder.checkpoints.last} --out NEW"
             )

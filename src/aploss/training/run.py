@@ -3,15 +3,16 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import torch
 
-from aploss.data.batches import make_training_loader
+from aploss.data.loader import make_training_loader
 from aploss.detectors.build import build_detector
 from aploss.detectors.detector import Detector
-from aploss.errors import ConfigError
+from aploss.errors import ConfigError, DataError
 from aploss.training.config import TrainConfig
 from aploss.training.distributed import StopSignals, start_world
 from aploss.training.evaluate import FinalNumbers, RunSplits, evaluate_run
@@ -27,10 +28,11 @@ from aploss.training.run_folder import (
     RunFolder,
     Summary,
     default_folder,
+    discard,
     read_rows,
     refuse_changes,
 )
-from aploss.training.splits import RunData, load_run_data
+from aploss.training.splits import RunData, as_started, load_run_data
 from aploss.training.step import Schedule, Stepper
 
 __all__ = ["make_detector", "train"]
@@ -84,6 +86,8 @@ def train(
         checkpoint, best_step = world.on_main(lambda: _claim(config, folder, resume, stack))
 
         data = world.main_first(lambda: load_run_data(config))  # rank 0 makes the built-in data
+        if checkpoint is not None:
+            data = _data_of(checkpoint, data, config)
         workers = choose_workers(config.batches.workers, device, world.size)
         batches = make_training_loader(
             data.train,
@@ -94,6 +98,7 @@ def train(
             workers=workers,
             rank=world.rank,
             world_size=world.size,
+            skip_unreadable=True,
         )
         with quiet_weights(not world.is_main):
             detector = make_detector(config, data.train.class_names).to(device)
@@ -106,8 +111,8 @@ def train(
         loop = Loop(config, stepper, batches, splits, folder, progress)
         if checkpoint is not None:
             loop.restore(checkpoint, best_step=best_step)
-        elif world.is_main and not folder.exists:
-            folder.create(config)
+        else:
+            stack.enter_context(_new_run(config, folder, loop))
 
         _introduce(config, folder, data, loop)
         loop.run(signals)
@@ -115,6 +120,8 @@ def train(
         signals.message = f"stopped; training is done, measure with: {folder.resume_command}"
         progress.note("measuring the result")
         numbers = evaluate_run(config, folder, world, splits, device=device, workers=workers)
+        for split in splits.all:
+            loop.note_unreadable(split.unreadable, f"it is left out of {split.name}")
         summary = _summarise(config, folder, loop, numbers)
         world.on_main(lambda: _write_report(folder, summary))
     return summary
@@ -126,6 +133,8 @@ def _finished(config: TrainConfig, folder: RunFolder) -> Summary | None:
         return None
     refuse_changes(folder, config)
     training = folder.checkpoints.load_last()["training"]
+    if not isinstance(training, dict) or not {"stopped_by", "seconds"} <= training.keys():
+        return None  # restoring it says what is wrong
     state = LoopState(stopped_by=training["stopped_by"], seconds=training["seconds"])
     return Summary.read(folder.summary_file) if state.is_over(config.max_minutes) else None
 
@@ -148,6 +157,38 @@ def _claim(
     return last, best
 
 
+def _data_of(checkpoint: dict[str, Any], data: RunData, config: TrainConfig) -> RunData:
+    """The data with the training images in the order of the checkpoint, which older ones lack."""
+    training = checkpoint["training"]
+    names = training.get("image_names") if isinstance(training, dict) else None
+    if not isinstance(names, list):
+        return data
+    train_images, remark = as_started(data.train, names)
+    kept = {data.train.relative_path(index) for index in range(len(data.train))} & set(names)
+    share = config.batches.max_unreadable
+    if len(kept) < (1 - share) * len(names):
+        raise DataError(
+            f"{len(names) - len(kept)} of the {len(names)} training images of the run have "
+            f"vanished from {config.data}, more than batches.max_unreadable ({share:g}); bring "
+            "them back, or allow more"
+        )
+    remarks = (*data.remarks, remark) if remark else data.remarks
+    return replace(data, train=train_images, remarks=remarks)
+
+
+@contextmanager
+def _new_run(config: TrainConfig, folder: RunFolder, loop: Loop) -> Iterator[None]:
+    """Makes the folder; when not even one step could be done, it is free again."""
+    world = loop.world
+    started = world.on_main(lambda: None if folder.exists else folder.create(config) or True)
+    try:
+        yield
+    except Exception:
+        if world.is_main and started and loop.state.step == 0:
+            discard(folder)
+        raise
+
+
 def _introduce(config: TrainConfig, folder: RunFolder, data: RunData, loop: Loop) -> None:
     """Prints what is about to be done."""
     note, world, detector = loop.progress.note, loop.world, loop.stepper.detector
@@ -164,6 +205,10 @@ def _introduce(config: TrainConfig, folder: RunFolder, data: RunData, loop: Loop
     where = f"{device}" + (f", {world.size} processes" if world.size > 1 else "")
     note(f"detector  {detector.name}, {_parameters(detector) / 1e6:.1f} M parameters, "
          f"loss {config.loss}")  # fmt: skip
+    schedule = loop.stepper.schedule
+    if schedule.warmup_steps < config.schedule.warmup_steps:
+        note(f"          the warm-up of {config.schedule.warmup_steps} steps is longer than the "
+             f"training: shortened to {schedule.warmup_steps}")  # fmt: skip
     note(f"training  {loop.total_steps} steps of {loop.batches.batch_size} images on {where}")
     if device.type == "cuda" and torch.cuda.device_count() > world.size == 1:
         count = torch.cuda.device_count()
@@ -210,6 +255,7 @@ def _summarise(
         processes=loop.world.size,
         command=environment["command"],
         commit=environment["commit"],
+        unreadable_images=state.unreadable,
     )
 
 

@@ -4,9 +4,10 @@ import csv
 import io
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,10 +15,10 @@ import torch
 import yaml
 from filelock import FileLock, Timeout
 
-from aploss.detectors.checkpoint_io import detector_record, read_checkpoint
+from aploss.detectors.checkpoint import detector_record, read_checkpoint
 from aploss.detectors.detector import Detector
 from aploss.errors import ConfigError, RunError
-from aploss.files import remove_unfinished, write_json, write_text, write_whole
+from aploss.files import keep_as, remove_unfinished, write_json, write_text, write_whole
 from aploss.training.config import TrainConfig, config_from_dict, config_to_dict, differing_keys
 from aploss.training.machine import describe_environment
 from aploss.training.recipes import read_yaml
@@ -29,6 +30,7 @@ __all__ = [
     "RunFolder",
     "Summary",
     "default_folder",
+    "discard",
     "read_rows",
     "refuse_changes",
 ]
@@ -41,7 +43,7 @@ CHECKPOINT_FORMAT = 1
 # What may differ when a run is resumed: none of it changes what is learned.
 MAY_CHANGE = (
     "out", "device", "max_minutes", "checkpoint_minutes", "checkpoint_steps", "bad_steps",
-    "batches.workers", "validation.batch_size", "data",
+    "batches.workers", "batches.max_unreadable", "validation.batch_size", "data",
 )  # fmt: skip
 
 TENSORBOARD_SKIPS = ("kind", "step", "epoch", "seconds", "images")
@@ -174,6 +176,16 @@ class RunFolder:
         return dict(json.loads(self.summary_file.read_text(encoding="utf-8")))
 
 
+def discard(folder: RunFolder) -> None:
+    """Removes a run that has come to nothing, so that its folder is free for another try."""
+    for name in ("config.yaml", "environment.json", "metrics.jsonl", "metrics.csv"):
+        (folder.path / name).unlink(missing_ok=True)
+    shutil.rmtree(folder.path / "tensorboard", ignore_errors=True)
+    for name in FOLDERS:
+        with suppress(OSError):  # something is in it
+            (folder.path / name).rmdir()
+
+
 def refuse_changes(folder: RunFolder, config: TrainConfig) -> None:
     """Raises ConfigError if a run was started with settings that learn something else."""
     changed = [key for key in differing_keys(folder.read_config(), config) if key not in MAY_CHANGE]
@@ -187,9 +199,9 @@ def refuse_changes(folder: RunFolder, config: TrainConfig) -> None:
 class Checkpoints:
     """The ``checkpoints/`` folder of a run.
 
-    ``last.pt`` holds everything that a run needs to go on as if nothing had happened, ``best.pt``
-    the detector with the best validation. Both hold the detector under the key ``"detector"``, so
-    that :func:`aploss.detectors.load` reads either.
+    ``last.pt`` holds everything that a run needs to go on as if nothing had happened,
+    ``previous.pt`` the one before it, ``best.pt`` the detector with the best validation. All hold
+    the detector under the key ``"detector"``, so that :func:`aploss.detectors.load` reads them.
 
     Args:
         folder: ``runs/NAME/checkpoints``.
@@ -198,14 +210,17 @@ class Checkpoints:
     def __init__(self, folder: Path) -> None:
         self.last = folder / "last.pt"
         self.best = folder / "best.pt"
+        self.previous = folder / "previous.pt"
 
     def save_last(self, detector: Detector, training: dict[str, Any]) -> None:
-        """Replaces ``last.pt``.
+        """Replaces ``last.pt``, which becomes ``previous.pt``.
 
         Args:
             detector: the weights to evaluate and predict with (the EMA, if there is one).
             training: ``step`` and the state of everything else, of tensors and plain values.
         """
+        if self.last.is_file():
+            keep_as(self.last, self.previous)
         self._write(self.last, detector, {"training": training})
 
     def save_best(self, detector: Detector, *, step: int, metrics: dict[str, Any]) -> None:
@@ -216,9 +231,22 @@ class Checkpoints:
         """What ``last.pt`` holds, on the CPU.
 
         Raises:
-            RunError: if it is missing, damaged or of another version.
+            RunError: if it is missing, damaged or of another version; the message says whether
+                the checkpoint before it can take its place.
         """
-        return self._load(self.last, ("detector", "training"))
+        fields = ("detector", "training")
+        try:
+            return self._load(self.last, fields)
+        except RunError as error:
+            step = None
+            with suppress(RunError, KeyError, TypeError):
+                step = self._load(self.previous, fields)["training"]["step"]
+            if step is None:
+                raise
+            raise RunError(
+                f"{error}; the checkpoint before it, of step {step}, is whole: to go on from "
+                f"there, first cp {self.previous} {self.last}"
+            ) from error
 
     def load_best(self) -> dict[str, Any]:
         """What ``best.pt`` holds, on the CPU.
@@ -268,11 +296,13 @@ class MetricsLog:
 
         jsonl, table = folder / "metrics.jsonl", folder / "metrics.csv"
         self._bad_file = folder / "bad_numbers.jsonl"
+        self._unreadable_file = folder / "unreadable_images.jsonl"
         rows = _cut_back(jsonl, step)
         header = dict(zip(CSV_COLUMNS, CSV_COLUMNS, strict=True))
         write_text(table, "".join(map(_csv_line, [header, *rows])))
-        if self._bad_file.is_file():
-            _cut_back(self._bad_file, step)
+        for file in (self._bad_file, self._unreadable_file):
+            if file.is_file():
+                _cut_back(file, step)
         self._jsonl: IO[str] = jsonl.open("a", encoding="utf-8")
         self._csv: IO[str] = table.open("a", encoding="utf-8", newline="")
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
@@ -290,6 +320,11 @@ class MetricsLog:
     def add_bad(self, row: dict[str, Any]) -> None:
         """Writes one row, with ``step`` in it, to the file of skipped steps."""
         with self._bad_file.open("a", encoding="utf-8") as file:
+            file.write(_json_line(row))
+
+    def add_unreadable(self, row: dict[str, Any]) -> None:
+        """Writes one row, with ``step`` in it, to the file of images that cannot be read."""
+        with self._unreadable_file.open("a", encoding="utf-8") as file:
             file.write(_json_line(row))
 
     def flush_to_disk(self) -> None:
@@ -333,6 +368,8 @@ class Summary:
         best_step: step of the evaluated weights.
         stopped_by: ``"length"``, ``"patience"`` or ``"minutes"``.
         bad_steps: steps skipped because of NaN or Inf.
+        unreadable_images: images that could not be read, with the reason: others stood in for
+            those of training, those of other splits were left out.
     """
 
     folder: str
@@ -366,6 +403,7 @@ class Summary:
     processes: int
     command: str
     commit: str | None
+    unreadable_images: dict[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -384,10 +422,11 @@ class Summary:
         """
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
+            values = {"unreadable_images": {}, **values}  # not in older ones
             known = {entry.name: values[entry.name] for entry in fields(cls)}
         except OSError as error:
             raise RunError(f"{path} cannot be read: {error.strerror}") from error
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise RunError(f"{path} is not the summary of a run: {error}") from error
         return cls(**{**known, "folder": str(path.parent)})
 

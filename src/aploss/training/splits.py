@@ -1,18 +1,19 @@
 """Which images a run trains on, chooses by and is measured on, and settings that suit them."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from aploss.data.dataset import DetectionDataset
+from aploss.data.annotations import DetectionDataset
+from aploss.data.formats import common_split_name
 from aploss.data.load import dataset_splits, load_dataset
-from aploss.data.source import common_split_name
 from aploss.errors import ConfigError, DataError
 from aploss.training.config import TrainConfig
 
-__all__ = ["RunData", "load_run_data", "suggest_image_sizes", "suggest_recipe"]
+__all__ = ["RunData", "as_started", "load_run_data", "suggest_image_sizes", "suggest_recipe"]
 
 NO_SPLIT = "none"
 LARGEST_SIDE = 320  # of a square with as many pixels as a CPU trains on in reasonable time
@@ -125,6 +126,50 @@ def _shared_images(train: DetectionDataset, others: list[DetectionDataset | None
                     "numbers measured there are too good"
                 )
     return list(remarks.values())
+
+
+def as_started(dataset: DetectionDataset, names: list[str]) -> tuple[DetectionDataset, str]:
+    """The training images in the order a run was started with, whatever has changed since.
+
+    The order of the samples follows from it. An image that has vanished keeps its place, as one
+    that cannot be read; one that has come is left out.
+
+    Args:
+        dataset: as it is now.
+        names: paths of the images below the dataset's folder, when the run was started.
+
+    Returns:
+        The dataset, and a remark where it is not that which was given.
+    """
+    present = {dataset.relative_path(index): index for index in range(len(dataset))}
+    if list(present) == names:
+        return dataset, ""
+    kept = [name for name in names if name in present]
+    known = dataset.subset([present[name] for name in kept])
+    place = {name: index for index, name in enumerate(kept)}
+    counts, ids = known.boxes_per_image(), [known.image_id(index) for index in range(len(known))]
+    fresh = itertools.count(max(ids, default=0) + 1)
+    started = DetectionDataset(
+        root=dataset.root,
+        class_names=dataset.class_names,
+        image_paths=names,
+        image_sizes=[known.image_size(place[n]) if n in place else (1, 1) for n in names],
+        boxes_per_image=[counts[place[n]] if n in place else 0 for n in names],
+        boxes=known.all_boxes(),
+        labels=known.all_labels(),
+        difficult=known.all_difficult(),
+        crowd=known.all_crowd(),
+        image_ids=[ids[place[n]] if n in place else next(fresh) for n in names],
+        problems=dataset.problems,
+        name=dataset.name,
+        split=dataset.split,
+    )
+    changes = []
+    if gone := len(names) - len(kept):
+        changes.append(f"{gone} training images have vanished since the run was started")
+    if come := len(present) - len(kept):
+        changes.append(f"{come} have come, which this run leaves out")
+    return started, "; ".join(changes or ["the training images are in another order than at first"])
 
 
 # --- without a recipe ---

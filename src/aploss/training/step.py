@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from aploss.data.batches import Batch
+from aploss.data.loader import Batch
 from aploss.detectors.criterion import Criterion
 from aploss.detectors.detector import Detector
 from aploss.errors import ConfigError, RunError
@@ -82,8 +82,14 @@ class Schedule:
             self._milestones(step) if self.config.kind == "milestones" else self._cosine(step)
         )
 
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of the warm-up; one that is longer than the training becomes a tenth of it."""
+        wanted, total = self.config.warmup_steps, self.total_steps
+        return wanted if wanted <= total else max(1, total // 10)
+
     def _warmup(self, step: int) -> float:
-        steps, start = self.config.warmup_steps, self.config.warmup_factor
+        steps, start = self.warmup_steps, self.config.warmup_factor
         return 1.0 if step >= steps else start + (1 - start) * step / steps
 
     def _milestones(self, step: int) -> float:
