@@ -378,9 +378,9 @@ def _leave_signals_to_main(worker: int) -> None:
 
 
 class _Read(NamedTuple):
-    """A sample with its index, None where none could be read, and what could not be."""
+    """A sample with its number in the dataset, None where none could be read, and what could not be."""
 
-    index: int
+    number: int
     sample: Sample | None
     unreadable: tuple[tuple[int, str], ...] = ()
 
@@ -437,7 +437,8 @@ class _Packed(NamedTuple):
 
 def _pack(samples: Sequence[_Read | DataError]) -> _Packed | DataError:
     """Collects samples whose images differ in size, or the first error among them."""
-    images, targets, indices, unreadable = [], [], [], []
+    images, targets, indices = [], [], []
+    unreadable: list[tuple[int, str]] = []
     for read in samples:
         if isinstance(read, DataError):
             return read
@@ -446,7 +447,7 @@ def _pack(samples: Sequence[_Read | DataError]) -> _Packed | DataError:
             image, target = read.sample
             images.append(image.as_subclass(Tensor))
             targets.append(target)
-            indices.append(read.index)
+            indices.append(read.number)
     if not targets:
         none = torch.zeros(0)
         return _Packed([], none.view(0, 4), dict.fromkeys(OBJECT_FIELDS, none), [], [], [],

@@ -179,12 +179,17 @@ def _data_of(checkpoint: dict[str, Any], data: RunData, config: TrainConfig) -> 
 @contextmanager
 def _new_run(config: TrainConfig, folder: RunFolder, loop: Loop) -> Iterator[None]:
     """Makes the folder; when not even one step could be done, it is free again."""
-    world = loop.world
-    started = world.on_main(lambda: None if folder.exists else folder.create(config) or True)
+    world, is_new = loop.world, loop.world.is_main and not folder.exists
+
+    def create() -> None:
+        if is_new:
+            folder.create(config)
+
+    world.on_main(create)
     try:
         yield
     except Exception:
-        if world.is_main and started and loop.state.step == 0:
+        if is_new and loop.state.step == 0:
             discard(folder)
         raise
 
