@@ -378,7 +378,7 @@ def _leave_signals_to_main(worker: int) -> None:
 
 
 class _Read(NamedTuple):
-    """A sample with its number in the dataset, None where none could be read, and what could not be."""
+    """A sample, None where there is none, its number in the dataset, and what cannot be read."""
 
     number: int
     sample: Sample | None
