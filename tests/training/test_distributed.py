@@ -109,6 +109,10 @@ def settings(
     fast = merge(SETTINGS, FAST)
     few = {"data": str(few_objects(rectangles, tmp_path_factory.mktemp("few") / "data"))}
     alone = {"criterion": {"rank_over_processes": False}}
+    images = Path(shutil.copytree(rectangles, tmp_path_factory.mktemp("damaged") / "data"))
+    for name in ("train/train-3.png", "train/train-7.png", "val/val-2.png"):
+        (images / name).write_bytes(b"no image")
+    damaged = {"data": str(images), "batches": {"max_unreadable": 0.3}}
     return {
         "paper": ("", SETTINGS),
         "ap": ("double", fast),
@@ -118,6 +122,7 @@ def settings(
             "double",
             merge(fast, {"loss": "focal", "batches": {"accumulate": 2}, "model": {"ema": 0.9}}),
         ),
+        "damaged": ("", merge(SETTINGS, damaged)),
         "bad-ap": ("spoiled", merge(SETTINGS, BAD)),
         "bad-focal": ("spoiled", merge(SETTINGS, {**BAD, "loss": "focal"})),
         "bad-alone": ("spoiled", merge(merge(SETTINGS, BAD), alone)),
@@ -220,6 +225,13 @@ def test_all_processes_skip_a_step_that_is_bad_in_one(two: Path, name: str) -> N
     assert all("got nan" in row["detail"] for row in bad)
     assert all(len(row["images"]) == 2 for row in bad)  # of the process that found it
     assert len(curve(two / name)) == 2
+
+
+def test_images_that_one_process_cannot_read_are_named_for_all(two: Path) -> None:
+    summary = json.loads((two / "damaged" / "summary.json").read_text())
+    names = {Path(path).name for path in summary["unreadable_images"]}
+    assert names == {"train-3.png", "train-7.png", "val-2.png"}
+    assert summary["steps"] == 10
 
 
 def test_a_killed_process_ends_the_run_with_a_message(

@@ -393,6 +393,18 @@ def test_a_signal_to_the_process_group_saves_the_run(
     assert summary.stopped_by == "minutes"
 
 
+def test_a_signal_in_the_last_step_is_not_forgotten(make_config: MakeConfig) -> None:
+    config = make_config(schedule={"length": 2})
+
+    def stop(row: dict[str, Any]) -> None:
+        if (row["step"], row["kind"]) == (2, "train"):
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(TrainingInterruptedError, match="training is done"):
+        train(config, on_progress=stop)
+    assert train(config, resume=True).steps == 2
+
+
 def test_a_signal_while_the_result_is_measured_says_how_to_go_on(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

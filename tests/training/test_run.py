@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,14 @@ class TestRuns:
             train(config)
         stamp = (Path(summary.folder) / "checkpoints/last.pt").stat().st_mtime_ns
         assert train(config, resume=True) == summary
+        # Earlier versions wrote the last weights there: measured again, it goes.
+        checkpoints = Path(summary.folder) / "checkpoints"
+        shutil.copy(checkpoints / "last.pt", checkpoints / "best.pt")
+        (Path(summary.folder) / "summary.json").unlink()
+        change = torch.load(checkpoints / "best.pt", weights_only=True)
+        torch.save({**change, "step": 6, "metrics": {}}, checkpoints / "best.pt")
+        assert train(config, resume=True).AP == summary.AP
+        assert not (checkpoints / "best.pt").exists()
         assert (Path(summary.folder) / "checkpoints/last.pt").stat().st_mtime_ns == stamp
 
     def test_files_in_the_way_are_not_touched(self, make_config: MakeConfig) -> None:
@@ -176,6 +185,14 @@ class TestRuns:
         assert same(detector.state_dict(), weights(summary.folder))
         assert detector.draw_threshold == summary.draw_threshold
         assert train(config, resume=True) == summary
+        # Earlier versions wrote the last weights there: measured again, it goes.
+        checkpoints = Path(summary.folder) / "checkpoints"
+        shutil.copy(checkpoints / "last.pt", checkpoints / "best.pt")
+        (Path(summary.folder) / "summary.json").unlink()
+        change = torch.load(checkpoints / "best.pt", weights_only=True)
+        torch.save({**change, "step": 6, "metrics": {}}, checkpoints / "best.pt")
+        assert train(config, resume=True).AP == summary.AP
+        assert not (checkpoints / "best.pt").exists()
         assert rows(summary.folder, "validation")[-1]["AP"] == summary.AP
         assert summary.split == "val"
         assert summary.calibration_split == "test"

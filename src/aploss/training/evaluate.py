@@ -276,6 +276,7 @@ def _store_calibration(folder: RunFolder, chosen: dict[str, Any], detector: Dete
     """Adds calibration and threshold to the checkpoint that the detector comes from."""
     if "training" in chosen:
         folder.checkpoints.save_last(detector, chosen["training"])
+        folder.checkpoints.best.unlink(missing_ok=True)  # of an earlier version: a copy of the last
     else:
         folder.checkpoints.save_best(detector, step=chosen["step"], metrics=chosen["metrics"])
 

@@ -111,7 +111,7 @@ class Loop:
         progress: Progress,
     ) -> None:
         self.config, self.stepper, self.batches = config, stepper, batches
-        self.images, self.validation = splits.data.train, splits.validation
+        self.splits, self.images, self.validation = splits, splits.data.train, splits.validation
         self.folder, self.progress = folder, progress
         self.world = stepper.world
         self.workers = choose_workers(config.batches.workers, stepper.device, self.world.size)

@@ -14,7 +14,12 @@ from aploss.detectors.build import build_detector
 from aploss.detectors.detector import Detector
 from aploss.errors import ConfigError, DataError
 from aploss.training.config import TrainConfig
-from aploss.training.distributed import StopSignals, start_world
+from aploss.training.distributed import (
+    StopSignals,
+    TrainingInterruptedError,
+    World,
+    start_world,
+)
 from aploss.training.evaluate import FinalNumbers, RunSplits, evaluate_run
 from aploss.training.loop import Loop, LoopState
 from aploss.training.machine import (
@@ -23,7 +28,7 @@ from aploss.training.machine import (
     describe_environment,
     seeded,
 )
-from aploss.training.progress import make_progress
+from aploss.training.progress import Progress, make_progress
 from aploss.training.run_folder import (
     RunFolder,
     Summary,
@@ -88,27 +93,7 @@ def train(
         data = world.main_first(lambda: load_run_data(config))  # rank 0 makes the built-in data
         if checkpoint is not None:
             data = _data_of(checkpoint, data, config)
-        workers = choose_workers(config.batches.workers, device, world.size)
-        batches = make_training_loader(
-            data.train,
-            batch_size=config.batches.size,
-            seed=config.seed,
-            preset=config.batches.augmentation,
-            size=config.batches.image_size,
-            workers=workers,
-            rank=world.rank,
-            world_size=world.size,
-            skip_unreadable=True,
-        )
-        with quiet_weights(not world.is_main):
-            detector = make_detector(config, data.train.class_names).to(device)
-        steps_per_epoch = batches.batches_per_epoch / config.batches.accumulate
-        schedule = Schedule(config.schedule, steps_per_epoch)
-        stepper = Stepper(
-            config, detector, schedule, world, lambda index: data.train.image_path(index).name
-        )
-        splits = RunSplits(data)
-        loop = Loop(config, stepper, batches, splits, folder, progress)
+        loop = _make_loop(config, data, device, world, folder, progress)
         if checkpoint is not None:
             loop.restore(checkpoint, best_step=best_step)
         else:
@@ -118,9 +103,13 @@ def train(
         loop.run(signals)
 
         signals.message = f"stopped; training is done, measure with: {folder.resume_command}"
+        if world.sum([float(signals.requested)])[0]:  # in the last step
+            raise TrainingInterruptedError(signals.message)
         progress.note("measuring the result")
-        numbers = evaluate_run(config, folder, world, splits, device=device, workers=workers)
-        for split in splits.all:
+        numbers = evaluate_run(
+            config, folder, world, loop.splits, device=device, workers=loop.workers
+        )
+        for split in loop.splits.all:
             loop.note_unreadable(split.unreadable, f"it is left out of {split.name}")
         summary = _summarise(config, folder, loop, numbers)
         world.on_main(lambda: _write_report(folder, summary))
@@ -155,6 +144,36 @@ def _claim(
     last = checkpoints.load_last() if checkpoints.last.is_file() else None
     best = checkpoints.load_best()["step"] if checkpoints.best.is_file() else None
     return last, best
+
+
+def _make_loop(
+    config: TrainConfig,
+    data: RunData,
+    device: torch.device,
+    world: World,
+    folder: RunFolder,
+    progress: Progress,
+) -> Loop:
+    """Everything that trains: batches, detector, optimizer, schedule."""
+    workers = choose_workers(config.batches.workers, device, world.size)
+    batches = make_training_loader(
+        data.train,
+        batch_size=config.batches.size,
+        seed=config.seed,
+        preset=config.batches.augmentation,
+        size=config.batches.image_size,
+        workers=workers,
+        rank=world.rank,
+        world_size=world.size,
+        skip_unreadable=True,
+    )
+    with quiet_weights(not world.is_main):
+        detector = make_detector(config, data.train.class_names).to(device)
+    schedule = Schedule(config.schedule, batches.batches_per_epoch / config.batches.accumulate)
+    stepper = Stepper(
+        config, detector, schedule, world, lambda index: data.train.image_path(index).name
+    )
+    return Loop(config, stepper, batches, RunSplits(data), folder, progress)
 
 
 def _data_of(checkpoint: dict[str, Any], data: RunData, config: TrainConfig) -> RunData:
