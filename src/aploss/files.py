@@ -2,6 +2,7 @@
 
 import json
 import os
+import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -9,7 +10,14 @@ from typing import IO, Any
 
 from aploss.errors import RunError
 
-__all__ = ["remove_unfinished", "write_json", "write_text", "write_whole"]
+__all__ = [
+    "check_archive",
+    "keep_as",
+    "remove_unfinished",
+    "write_json",
+    "write_text",
+    "write_whole",
+]
 
 UNFINISHED = ".unfinished"
 
@@ -76,3 +84,31 @@ def remove_unfinished(folder: Path) -> None:
     """Removes what a killed process left half-written below a folder."""
     for path in folder.rglob(f".*{UNFINISHED}"):
         path.unlink(missing_ok=True)
+
+
+def keep_as(path: Path, kept: Path) -> None:
+    """Gives a file a second name that outlives its replacement; nothing where links cannot be."""
+    unfinished = kept.with_name(f".{kept.name}.{os.getpid()}{UNFINISHED}")
+    with suppress(OSError):
+        _remove(unfinished)
+        os.link(path, unfinished)
+        unfinished.replace(kept)
+    _remove(unfinished)  # still there where both were the same file already
+
+
+def check_archive(path: Path) -> None:
+    """Compares every part of a zip archive, as torch writes them, with its stored checksum.
+
+    torch itself does not: a checkpoint with a changed byte loads with a wrong weight.
+
+    Raises:
+        RunError: the file has changed since it was written, or is no archive.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except Exception as error:  # damaged headers end in many kinds of errors
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise RunError(f"{path} cannot be read, it is damaged: {reason}") from error
+    if damaged is not None:
+        raise RunError(f"{path} cannot be read, it is damaged: wrong checksum of {damaged}")

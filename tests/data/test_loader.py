@@ -1,6 +1,7 @@
 """Batches: the same for any number of workers and processes, from any point on."""
 
 import itertools
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -270,3 +271,53 @@ def test_empty_dataset_is_refused(dataset: DetectionDataset) -> None:
         loader(dataset.subset([]))
     with pytest.raises(DataError, match="no images"):
         make_evaluation_loader(dataset.subset([]), batch_size=1)
+
+
+@pytest.fixture
+def damaged(dataset: DetectionDataset, tmp_path: Path) -> DetectionDataset:
+    """The same images, but number 4 is no image and number 7 has gone."""
+    shutil.copytree(dataset.root, tmp_path / "images")
+    (tmp_path / "images" / "4.png").write_bytes(b"nothing")
+    (tmp_path / "images" / "7.png").unlink()
+    copy = dataset.subset(range(IMAGES))
+    copy.root = tmp_path / "images"
+    return copy
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_next_image_of_the_epoch_stands_in_for_one_that_cannot_be_read(
+    dataset: DetectionDataset, damaged: DetectionDataset, workers: int
+) -> None:
+    batches = loader(damaged, batch_size=1, workers=workers, skip_unreadable=True)
+    whole = loader(dataset, batch_size=1)
+    order = batches.order(2)
+    found = list(batches.epoch(2))
+    followers = [(*order[place:], *order[:place]) for place in range(IMAGES)]
+    expected = [next(i for i in rest if i not in (4, 7)) for rest in followers]
+    assert [batch.indices for batch in found] == [[index] for index in expected]
+    assert set(batches.unreadable) == {4, 7}
+    assert "not an image" in batches.unreadable[4]
+    assert "no such image" in batches.unreadable[7]
+    # Each sample is what it is in its own place: a function of seed, epoch and index.
+    by_index = {batch.indices[0]: batch for batch in whole.epoch(2)}
+    assert_same(found, [by_index[index] for index in expected])
+
+
+def test_without_being_asked_to_skip_an_unreadable_image_is_an_error(
+    damaged: DetectionDataset,
+) -> None:
+    with pytest.raises(DataError, match=r"(4|7)\.png"):
+        list(loader(damaged).epoch(0))
+
+
+def test_evaluation_leaves_out_what_cannot_be_read(damaged: DetectionDataset) -> None:
+    batches = make_evaluation_loader(damaged, batch_size=1, skip_unreadable=True)
+    found = list(batches)
+    assert [i for batch in found for i in batch.indices] == [0, 1, 2, 3, 5, 6, 8, 9, 10]
+    assert all(len(b.images) == len(b.targets) == len(b.indices) for b in found)
+    assert set(batches.unreadable) == {4, 7}
+
+
+def test_a_dataset_of_which_nothing_can_be_read_is_an_error(damaged: DetectionDataset) -> None:
+    with pytest.raises(DataError, match="and 1 images after it"):
+        list(loader(damaged.subset([4, 7]), skip_unreadable=True, batch_size=1).epoch(0))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,8 @@ import yaml
 from aploss.detectors import load
 from aploss.errors import ConfigError, DataError, RunError
 from aploss.training.config import TrainConfig, config_to_dict
-from aploss.training.metrics_log import read_rows
 from aploss.training.run import make_detector, train
-from aploss.training.summary import Summary
+from aploss.training.run_folder import Summary, read_rows
 
 MakeConfig = Callable[..., TrainConfig]
 
@@ -104,6 +104,14 @@ class TestRuns:
             train(config)
         stamp = (Path(summary.folder) / "checkpoints/last.pt").stat().st_mtime_ns
         assert train(config, resume=True) == summary
+        # Earlier versions wrote the last weights there: measured again, it goes.
+        checkpoints = Path(summary.folder) / "checkpoints"
+        shutil.copy(checkpoints / "last.pt", checkpoints / "best.pt")
+        (Path(summary.folder) / "summary.json").unlink()
+        change = torch.load(checkpoints / "best.pt", weights_only=True)
+        torch.save({**change, "step": 6, "metrics": {}}, checkpoints / "best.pt")
+        assert train(config, resume=True).AP == summary.AP
+        assert not (checkpoints / "best.pt").exists()
         assert (Path(summary.folder) / "checkpoints/last.pt").stat().st_mtime_ns == stamp
 
     def test_files_in_the_way_are_not_touched(self, make_config: MakeConfig) -> None:
@@ -119,6 +127,28 @@ class TestRuns:
             with pytest.raises((ConfigError, DataError)):
                 train(config)
             assert not Path(str(config.out)).exists()
+
+    def test_a_run_that_fails_before_its_first_step_leaves_the_folder_free(
+        self, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Such as one whose images do not fit into memory."""
+        config = make_config(schedule={"length": 1})
+
+        def fail(*arguments: Any) -> None:
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr("aploss.training.step.Stepper.step", fail)
+            with pytest.raises(MemoryError):
+                train(config)
+        assert not Path(str(config.out)).exists()
+        assert train(config).steps == 1
+
+    def test_a_shortened_warm_up_is_remarked_on(
+        self, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        train(make_config(schedule={"length": 1, "warmup_steps": 50}), quiet=False)
+        assert "warm-up of 50 steps is longer than the training" in capsys.readouterr().out
 
     def test_a_kill_while_the_folder_is_made_is_no_obstacle(self, make_config: MakeConfig) -> None:
         config = make_config(schedule={"length": 1})
@@ -149,7 +179,20 @@ class TestRuns:
         config = make_config(evaluation={"checkpoint": "last", "split": "val", "voc_year": 2007})
         summary = train(config)
         assert summary.best_step == 6
-        assert same(weights(summary.folder, "best"), weights(summary.folder, "last"))
+        # They are in last.pt, with the calibration; nothing else is called the best.
+        assert not (Path(summary.folder) / "checkpoints/best.pt").exists()
+        detector = load(summary.folder)
+        assert same(detector.state_dict(), weights(summary.folder))
+        assert detector.draw_threshold == summary.draw_threshold
+        assert train(config, resume=True) == summary
+        # Earlier versions wrote the last weights there: measured again, it goes.
+        checkpoints = Path(summary.folder) / "checkpoints"
+        shutil.copy(checkpoints / "last.pt", checkpoints / "best.pt")
+        (Path(summary.folder) / "summary.json").unlink()
+        change = torch.load(checkpoints / "best.pt", weights_only=True)
+        torch.save({**change, "step": 6, "metrics": {}}, checkpoints / "best.pt")
+        assert train(config, resume=True).AP == summary.AP
+        assert not (checkpoints / "best.pt").exists()
         assert rows(summary.folder, "validation")[-1]["AP"] == summary.AP
         assert summary.split == "val"
         assert summary.calibration_split == "test"
@@ -269,16 +312,21 @@ class TestRuns:
             ({"data": ""}, ConfigError, "--data"),
             ({"splits": {"train": "sunday"}}, DataError, "sunday"),
             ({"model": {"frozen": ["tail"]}}, ConfigError, "tail"),
+            ({"device": "meta"}, ConfigError, "meta"),
+            ({"model": {"options": {"test_size": []}}}, ConfigError, "test_size"),
+            ({"model": {"options": {"test_size": [0, 0]}}}, ConfigError, "test_size"),
         ):
+            config = make_config(f"run-{text.replace('/', '-')}", **changes)
             with pytest.raises(error, match=text) as caught:
-                train(make_config(f"run-{text.replace('/', '-')}", **changes))
+                train(config)
+            assert not Path(str(config.out)).exists()
             assert "\n" not in str(caught.value)
 
 
 def _single_step(config: TrainConfig, number: int) -> dict[str, torch.Tensor]:
     """The weights after one plain SGD step on batch ``number``, written out by hand."""
-    from aploss.data.batches import make_training_loader
     from aploss.data.load import load_dataset
+    from aploss.data.loader import make_training_loader
 
     dataset = load_dataset(config.data, "train")
     loader = make_training_loader(dataset, batch_size=4, seed=config.seed, preset="light", size=64)

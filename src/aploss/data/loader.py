@@ -6,6 +6,7 @@ started afresh or in the middle of an epoch.
 """
 
 import itertools
+import signal
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 PREFETCH = 4  # batches a worker prepares ahead: evens out slow images
+MOST_REPLACEMENTS = 1000  # images tried in place of one that cannot be read
 
 Key = tuple[int, int]  # epoch, index
 
@@ -46,6 +48,9 @@ class Batch(NamedTuple):
     images: Any
     targets: list[dict[str, Any]]
     indices: list[int]
+
+
+_Loaded = tuple[Batch, dict[int, str]]  # and what could not be read for it: index → reason
 
 
 class AugmentedSamples(Dataset[Sample]):
@@ -66,9 +71,17 @@ class AugmentedSamples(Dataset[Sample]):
         self.dataset = dataset
         self.seed = seed
         self.transforms = training_transforms(preset, size)
+        self._order: tuple[int, list[int]] = (-1, [])  # of the epoch last asked for
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+    def order(self, epoch: int) -> list[int]:
+        """The indices of an epoch in the order of its steps."""
+        if self._order[0] != epoch:
+            shuffle = torch.Generator().manual_seed(_mix(self.seed, epoch))
+            self._order = (epoch, torch.randperm(len(self), generator=shuffle).tolist())
+        return self._order[1]
 
     def __getitem__(self, key: Key) -> Sample:
         """The sample of ``key = (epoch, index)``."""
@@ -84,6 +97,9 @@ class TrainingBatches:
 
     Each epoch visits the images once in its own order. Images that fill no whole batch are left
     out of that epoch; a set smaller than a batch is one batch.
+
+    Attributes:
+        unreadable: images that others stood in for in the batches given so far: index → reason.
     """
 
     def __init__(
@@ -94,6 +110,7 @@ class TrainingBatches:
         workers: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        skip_unreadable: bool = False,
     ) -> None:
         _check_settings(len(samples), batch_size, workers, rank, world_size)
         self.batch_size = min(batch_size, len(samples))
@@ -105,7 +122,8 @@ class TrainingBatches:
         self.seed = samples.seed
         self.rank = rank
         self.world_size = world_size
-        self._samples, self._workers = samples, workers
+        self.unreadable: dict[int, str] = {}
+        self._samples, self._workers, self._skips = samples, workers, skip_unreadable
 
     @property
     def batches_per_epoch(self) -> int:
@@ -114,8 +132,7 @@ class TrainingBatches:
 
     def order(self, epoch: int) -> list[int]:
         """The indices of an epoch in the order of its steps, for all processes."""
-        shuffle = torch.Generator().manual_seed(_mix(self.seed, epoch))
-        return torch.randperm(len(self._samples), generator=shuffle).tolist()
+        return self._samples.order(epoch)
 
     def epoch(self, epoch: int, start_batch: int = 0) -> Generator[Batch]:
         """This process's part of each batch of an epoch.
@@ -132,7 +149,7 @@ class TrainingBatches:
             raise ConfigError(
                 f"an epoch has {self.batches_per_epoch} batches: it cannot start at {start_batch}"
             )
-        return self._load(self._keys(epoch, start_batch))
+        return self._give(self._load(self._keys(epoch, start_batch)))
 
     def endless(self, first_batch: int = 0) -> Generator[Batch]:
         """The batches of one epoch after the other, prepared across their borders.
@@ -153,13 +170,19 @@ class TrainingBatches:
             itertools.chain.from_iterable(map(self._keys, later)),
         )
         batches = self._load(keys)
-        return _one_ahead(batches) if self._workers else batches
+        return self._give(_one_ahead(batches) if self._workers else batches)
 
-    def _load(self, keys: Iterable[list[Key]]) -> Generator[Batch]:
+    def _give(self, loaded: Generator[_Loaded]) -> Generator[Batch]:
+        for batch, unreadable in loaded:
+            self.unreadable.update(unreadable)
+            yield batch
+
+    def _load(self, keys: Iterable[list[Key]]) -> Generator[_Loaded]:
         loader = DataLoader(
-            _Guarded(self._samples),
+            _Guarded(self._samples, skip=self._skips),
             batch_sampler=keys,
             num_workers=self._workers,
+            worker_init_fn=_leave_signals_to_main,
             collate_fn=partial(_pack, stack=True),
             prefetch_factor=PREFETCH if self._workers else None,
             generator=torch.Generator(),  # else it would draw from the caller's random state
@@ -168,18 +191,21 @@ class TrainingBatches:
             yield _unpack(packed)
 
     def _keys(self, epoch: int, start_batch: int = 0) -> list[list[Key]]:
-        """What this process's batches of an epoch are made of."""
-        order = self.order(epoch)
+        """What this process's batches of an epoch are made of: (epoch, place in its order)."""
         share = self.batch_size // self.world_size
         return [
-            [(epoch, index) for index in order[start : start + share]]
+            [(epoch, place) for place in range(start, start + share)]
             for step in range(start_batch, self.batches_per_epoch)
             for start in [step * self.batch_size + self.rank * share]
         ]
 
 
 class EvaluationBatches:
-    """Every image once, unchanged and in order; made by :func:`make_evaluation_loader`."""
+    """Every image once, unchanged and in order; made by :func:`make_evaluation_loader`.
+
+    Attributes:
+        unreadable: images that were left out so far: index → reason.
+    """
 
     def __init__(
         self,
@@ -189,6 +215,7 @@ class EvaluationBatches:
         workers: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        skip_unreadable: bool = False,
     ) -> None:
         _check_settings(len(dataset), batch_size, workers, rank, world_size)
         indices = range(rank, len(dataset), world_size)
@@ -196,11 +223,13 @@ class EvaluationBatches:
             [(0, index) for index in indices[start : start + batch_size]]
             for start in range(0, len(indices), batch_size)
         ]
+        self.unreadable: dict[int, str] = {}
         self._batches = len(plan)
         self._loader = DataLoader(
-            _Guarded(dataset),
+            _Guarded(dataset, skip=skip_unreadable),
             batch_sampler=plan,
             num_workers=workers,
+            worker_init_fn=_leave_signals_to_main,
             collate_fn=_pack,
             generator=torch.Generator(),  # as above
         )
@@ -209,7 +238,10 @@ class EvaluationBatches:
         return self._batches
 
     def __iter__(self) -> Iterator[Batch]:
-        return (_unpack(packed) for packed in self._loader)
+        for packed in self._loader:
+            batch, unreadable = _unpack(packed)
+            self.unreadable.update(unreadable)
+            yield batch
 
 
 def make_training_loader(
@@ -222,6 +254,7 @@ def make_training_loader(
     workers: int = 0,
     rank: int = 0,
     world_size: int = 1,
+    skip_unreadable: bool = False,
 ) -> TrainingBatches:
     """Training batches of a dataset, reproducible to the bit.
 
@@ -235,6 +268,8 @@ def make_training_loader(
         rank: number of this process.
         world_size: number of processes; step by step, their batches make up the one that a
             single process would get.
+        skip_unreadable: the next image of the epoch stands in for one that cannot be read, which
+            is noted in ``unreadable``; otherwise that is an error.
 
     Returns:
         An object whose ``epoch(number, start_batch=0)`` and ``endless(first_batch=0)`` give
@@ -246,7 +281,12 @@ def make_training_loader(
     """
     samples = AugmentedSamples(dataset, seed=seed, preset=preset, size=size)
     return TrainingBatches(
-        samples, batch_size=batch_size, workers=workers, rank=rank, world_size=world_size
+        samples,
+        batch_size=batch_size,
+        workers=workers,
+        rank=rank,
+        world_size=world_size,
+        skip_unreadable=skip_unreadable,
     )
 
 
@@ -257,6 +297,7 @@ def make_evaluation_loader(
     workers: int = 0,
     rank: int = 0,
     world_size: int = 1,
+    skip_unreadable: bool = False,
 ) -> EvaluationBatches:
     """Evaluation batches: each image once, of its own size, in the dataset's order.
 
@@ -266,6 +307,8 @@ def make_evaluation_loader(
         workers: processes that read images, 0 for none.
         rank: number of this process.
         world_size: number of processes; each gets every world_size-th image.
+        skip_unreadable: leave out images that cannot be read, and note them in ``unreadable``;
+            otherwise the first is an error.
 
     Returns:
         An iterable of :class:`Batch`, to be gone through any number of times.
@@ -275,7 +318,12 @@ def make_evaluation_loader(
         DataError: for an empty dataset, and while iterating for an image that cannot be read.
     """
     return EvaluationBatches(
-        dataset, batch_size=batch_size, workers=workers, rank=rank, world_size=world_size
+        dataset,
+        batch_size=batch_size,
+        workers=workers,
+        rank=rank,
+        world_size=world_size,
+        skip_unreadable=skip_unreadable,
     )
 
 
@@ -303,7 +351,7 @@ def _own_randomness(*numbers: int) -> Iterator[None]:
         yield
 
 
-def _one_ahead(batches: Generator[Batch]) -> Generator[Batch]:
+def _one_ahead(batches: Generator[_Loaded]) -> Generator[_Loaded]:
     """The same batches without end; a thread takes the next one while the last one is used."""
     with ThreadPoolExecutor(1, thread_name_prefix="aploss-batches") as thread:
         batch = next(batches)  # here, for the workers start with the first
@@ -316,23 +364,53 @@ def _one_ahead(batches: Generator[Batch]) -> Generator[Batch]:
 # --- the way from a worker ------------------------------------------------------------------------
 
 
-class _Guarded(Dataset[tuple[int, Sample] | DataError]):
+def _leave_signals_to_main(worker: int) -> None:
+    """Batch systems send SIGTERM to all processes: the main one saves, then ends its workers."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+class _Read(NamedTuple):
+    """A sample, None where there is none, its number in the dataset, and what cannot be read."""
+
+    number: int
+    sample: Sample | None
+    unreadable: tuple[tuple[int, str], ...] = ()
+
+
+class _Guarded(Dataset[_Read | DataError]):
     """Samples with their index; hands an unreadable image on as a value.
 
     An error raised in a worker reaches the user as a page of that worker's traceback; one that is
     handed on can be raised again as the one line it is.
     """
 
-    def __init__(self, samples: AugmentedSamples | DetectionDataset) -> None:
-        self.samples = samples
+    def __init__(self, samples: AugmentedSamples | DetectionDataset, *, skip: bool) -> None:
+        self.samples, self.skip = samples, skip
 
-    def __getitem__(self, key: Key) -> tuple[int, Sample] | DataError:
-        try:
-            if isinstance(self.samples, AugmentedSamples):
-                return key[1], self.samples[key]
-            return key[1], self.samples[key[1]]
-        except DataError as error:
-            return DataError(str(error))  # a subclass may not survive the way between processes
+    def __getitem__(self, key: Key) -> _Read | DataError:
+        """The sample of ``key``: epoch and place in its order; of a dataset only the place."""
+        unreadable: list[tuple[int, str]] = []
+        for index, own_key in self._candidates(*key):
+            try:
+                return _Read(index, self.samples[own_key], tuple(unreadable))  # type: ignore[index]
+            except DataError as error:
+                if not self.skip:
+                    return DataError(str(error))  # a subclass may not survive the way over
+                unreadable.append((index, str(error)))
+        if isinstance(self.samples, DetectionDataset):
+            return _Read(unreadable[0][0], None, tuple(unreadable))
+        return DataError(f"{unreadable[0][1]} (and {len(unreadable) - 1} images after it)")
+
+    def _candidates(self, epoch: int, place: int) -> Iterator[tuple[int, int | Key]]:
+        """Index and key of the sample, and of those that may stand in for it."""
+        if isinstance(self.samples, DetectionDataset):
+            yield place, place
+            return
+        order = self.samples.order(epoch)
+        for step in range(min(len(order), MOST_REPLACEMENTS)):
+            index = order[(place + step) % len(order)]
+            yield index, (epoch, index)
 
 
 class _Packed(NamedTuple):
@@ -342,26 +420,29 @@ class _Packed(NamedTuple):
     """
 
     images: Tensor | list[Tensor]
-    fields: dict[
-        str, Tensor
-    ]  # boxes [objects of all images, 4], the others [objects of all images]
+    fields: dict[str, Tensor]  # boxes [objects of all images, 4], others [objects of all images]
     counts: list[int]  # objects of each image
     image_ids: list[int]
     indices: list[int]
+    unreadable: tuple[tuple[int, str], ...]
 
 
-def _pack(
-    samples: Sequence[tuple[int, Sample] | DataError], *, stack: bool = False
-) -> _Packed | DataError:
+def _pack(samples: Sequence[_Read | DataError], *, stack: bool = False) -> _Packed | DataError:
     """Collects samples, their images in a list or stacked to [B, 3, H, W]; or the first error."""
     images, targets, indices = [], [], []
-    for sample in samples:
-        if isinstance(sample, DataError):
-            return sample
-        index, (image, target) = sample
-        images.append(image.as_subclass(Tensor))
-        targets.append(target)
-        indices.append(index)
+    unreadable: list[tuple[int, str]] = []
+    for read in samples:
+        if isinstance(read, DataError):
+            return read
+        unreadable += read.unreadable
+        if read.sample is not None:
+            image, target = read.sample
+            images.append(image.as_subclass(Tensor))
+            targets.append(target)
+            indices.append(read.number)
+    if not targets:
+        objects = {"boxes": torch.zeros(0, 4), **dict.fromkeys(OBJECT_FIELDS, torch.zeros(0))}
+        return _Packed([], objects, [], [], [], tuple(unreadable))
     return _Packed(
         torch.stack(images) if stack else images,
         {
@@ -371,10 +452,11 @@ def _pack(
         [len(target["labels"]) for target in targets],
         [target["image_id"] for target in targets],
         indices,
+        tuple(unreadable),
     )
 
 
-def _unpack(packed: _Packed | DataError) -> Batch:
+def _unpack(packed: _Packed | DataError) -> _Loaded:
     """Images into [0, 1], objects to their images, and an error into a raised one."""
     if isinstance(packed, DataError):
         # A new one: an error raised from a variable of its own frame keeps that frame, and with it
@@ -389,7 +471,7 @@ def _unpack(packed: _Packed | DataError) -> Batch:
         {**{field: parts[field][place] for field in parts}, "image_id": image_id}
         for place, image_id in enumerate(packed.image_ids)
     ]
-    return Batch(images, targets, packed.indices)
+    return Batch(images, targets, packed.indices), dict(packed.unreadable)
 
 
 def _to_unit(image: Tensor) -> Tensor:

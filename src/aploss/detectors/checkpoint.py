@@ -12,7 +12,7 @@ from aploss.detectors.detector import DETECTORS, Detector
 from aploss.detectors.losses_by_name import CUSTOM
 from aploss.errors import RunError
 from aploss.evaluation import Calibration
-from aploss.files import write_whole
+from aploss.files import check_archive, write_whole
 from aploss.losses.traits import LOSSES
 
 __all__ = [
@@ -119,6 +119,8 @@ def read_checkpoint(file: Path) -> Any:
     """
     if not file.is_file():
         raise RunError(f"there is no file {file}")
+    if zipfile.is_zipfile(file):
+        check_archive(file)
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:

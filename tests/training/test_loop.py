@@ -1,0 +1,488 @@
+"""A run that was interrupted ends with the same bits as one that was not.
+
+Four ``kill -9`` by default; ``APLOSS_KILLS=50`` for the long version.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from aploss.errors import DataError, RunError
+from aploss.training.config import TrainConfig, config_to_dict
+from aploss.training.distributed import StopSignals, TrainingInterruptedError
+from aploss.training.recipes import merge
+from aploss.training.run import train
+from aploss.training.run_folder import RunFolder, read_rows
+
+MakeConfig = Callable[..., TrainConfig]
+WALL_CLOCK = ("seconds", "images_per_second")
+pytestmark = pytest.mark.usefixtures("no_page")
+
+# An epoch is 4 steps: the checkpoints at 3 and 6 are in the middle of one. The rows are means over
+# 2 steps, so that a checkpoint at step 3 is also in the middle of a row.
+SETTINGS: dict[str, Any] = {
+    "schedule": {"length": 8},
+    "validation": {"every": 4},
+    "checkpoint_steps": 3,
+    "log_steps": 2,
+    "model": {"ema": 0.99},
+}
+
+
+class CrashError(Exception):
+    """What stands for a kill, inside this process."""
+
+
+def crash_at(step: int, kind: str = "train") -> Callable[[dict[str, Any]], None]:
+    def on_progress(row: dict[str, Any]) -> None:
+        if row["step"] >= step and row["kind"] == kind:
+            raise CrashError
+
+    return on_progress
+
+
+def checkpoint_step(folder: Path) -> int:
+    """The step of last.pt, which must be readable at every moment; -1 before the first."""
+    last = folder / "checkpoints" / "last.pt"
+    if not last.is_file():
+        return -1
+    return int(torch.load(last, weights_only=True)["training"]["step"])
+
+
+def outcome(config: TrainConfig) -> dict[str, Any]:
+    """Everything of a run that must not depend on interruptions."""
+    folder = Path(str(config.out))
+    last = torch.load(folder / "checkpoints/last.pt", weights_only=True)
+    best = torch.load(folder / "checkpoints/best.pt", weights_only=True)
+    rows = [
+        {key: value for key, value in row.items() if key not in WALL_CLOCK}
+        for row in read_rows(folder / "metrics.jsonl")
+    ]
+    lines = (folder / "metrics.csv").read_text().splitlines()
+    training = {key: value for key, value in last["training"].items() if key != "seconds"}
+    return {
+        "detector": last["detector"],
+        "training": training,
+        "best": best,
+        "rows": rows,
+        "csv": [line.split(",")[:-2] for line in lines],
+        "detections": json.loads((folder / "evaluation/detections.json").read_text()),
+        "calibration": json.loads((folder / "evaluation/calibration.json").read_text()),
+    }
+
+
+def assert_equal(first: Any, second: Any, where: str = "") -> None:
+    """Bit for bit, through dicts, lists and tensors."""
+    assert type(first) is type(second), where
+    if isinstance(first, dict):
+        assert first.keys() == second.keys(), where
+        for key in first:
+            assert_equal(first[key], second[key], f"{where}.{key}")
+    elif isinstance(first, list | tuple):
+        assert len(first) == len(second), where
+        for index, (one, other) in enumerate(zip(first, second, strict=True)):
+            assert_equal(one, other, f"{where}[{index}]")
+    elif isinstance(first, torch.Tensor):
+        assert torch.equal(first, second), where
+    else:
+        assert first == second, where
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(make_config: MakeConfig) -> None:
+    whole = make_config("whole", **SETTINGS)
+    train(whole)
+    broken = make_config("broken", **SETTINGS)
+    # Before any checkpoint, in the middle of an epoch, in a validation, right after a resume.
+    for crash in (crash_at(2), crash_at(6), crash_at(4, "validation"), crash_at(8)):
+        with pytest.raises(CrashError):
+            train(broken, resume=True, on_progress=crash)
+    train(broken, resume=True)
+    assert_equal(outcome(whole), outcome(broken))
+
+
+def test_a_kill_between_the_two_checkpoints_is_mended(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """last.pt has the new best step already, best.pt is still the old one, or not there."""
+    config = make_config(**SETTINGS)
+    with monkeypatch.context() as patch:
+
+        def crash(*arguments: Any, **options: Any) -> None:
+            raise CrashError
+
+        patch.setattr("aploss.training.run_folder.Checkpoints.save_best", crash)
+        with pytest.raises(CrashError):
+            train(config)
+    folder = Path(str(config.out)) / "checkpoints"
+    assert {path.name for path in folder.iterdir()} == {"previous.pt", "last.pt"}
+    with pytest.raises(CrashError):
+        train(config, resume=True, on_progress=crash_at(6))
+    best = torch.load(folder / "best.pt", weights_only=True)
+    assert best["step"] == 4
+    assert best["metrics"]["AP"] is not None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_the_step_and_says_how_to_go_on(
+    make_config: MakeConfig, number: signal.Signals
+) -> None:
+    whole = make_config("whole", schedule={"length": 4}, validation={"every": 2})
+    train(whole)
+    stopped = make_config("stopped", schedule={"length": 4}, validation={"every": 2})
+    handler = signal.getsignal(number)
+
+    def stop(row: dict[str, Any]) -> None:
+        if row["step"] == 2 and row["kind"] == "train":
+            signal.raise_signal(number)
+
+    with pytest.raises(TrainingInterruptedError, match=r"step 2 of 4.*--resume --out .*stopped"):
+        train(stopped, on_progress=stop)
+    assert signal.getsignal(number) is handler
+    # Interrupted before the validation of step 2: the resumed run makes up for it.
+    assert [row["kind"] for row in read_rows(Path(str(stopped.out)) / "metrics.jsonl")] == [
+        "train",
+        "train",
+    ]
+    train(stopped, resume=True)
+    assert_equal(outcome(whole), outcome(stopped))
+
+
+def test_a_second_ctrl_c_interrupts_at_once_unless_it_is_an_echo(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("aploss.training.distributed.time.monotonic", lambda: clock[0])
+    with StopSignals() as signals, signals.deferred():
+        signal.raise_signal(signal.SIGINT)
+        assert signals.requested
+        signal.raise_signal(signal.SIGINT)  # torchrun passes on what the terminal has sent
+        clock[0] = 2.0
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_resume_without_a_run_starts_one(make_config: MakeConfig) -> None:
+    summary = train(make_config(schedule={"length": 1}), resume=True)
+    assert summary.steps == 1
+
+
+def test_a_kill_while_measuring_only_measures_again(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(schedule={"length": 2})
+    with monkeypatch.context() as patch:
+
+        def crash(*arguments: Any, **options: Any) -> None:
+            raise CrashError
+
+        patch.setattr("aploss.training.run.evaluate_run", crash)
+        with pytest.raises(CrashError):
+            train(config)
+    steps: list[int] = []
+    summary = train(config, resume=True, on_progress=lambda row: steps.append(row["step"]))
+    assert steps == []
+    assert (summary.steps, summary.stopped_by) == (2, "length")
+
+
+def test_a_damaged_or_foreign_checkpoint_is_an_error_that_names_it(make_config: MakeConfig) -> None:
+    config = make_config(schedule={"length": 2})
+    with pytest.raises(CrashError):
+        train(config, on_progress=crash_at(2, "validation"))
+    last = Path(str(config.out)) / "checkpoints" / "last.pt"
+    last.write_bytes(b"PK broken")
+    with pytest.raises(RunError, match=r"last\.pt cannot be read"):
+        train(config, resume=True)
+    torch.save({"weights": 1}, last)
+    with pytest.raises(RunError, match=r"last\.pt is not a checkpoint"):
+        train(config, resume=True)
+
+
+# --- images that cannot be read, or are others on resume ---
+
+
+@pytest.fixture
+def own_data(rectangles: Path, tmp_path: Path) -> Path:
+    """A copy of the data set, to be damaged."""
+    return Path(shutil.copytree(rectangles, tmp_path / "own-data"))
+
+
+IMAGES: dict[str, Any] = {**SETTINGS, "batches": {"max_unreadable": 0.3}}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_damaged_image_is_replaced_counted_and_named(
+    make_config: MakeConfig, own_data: Path, capsys: pytest.CaptureFixture[str], workers: int
+) -> None:
+    """Of each split one; another image stands in for that of training, the others are left out."""
+    for split in ("train", "val", "test"):
+        (own_data / split / f"{split}-3.png").write_bytes(b"no image at all")
+    settings = merge(IMAGES, {"data": str(own_data), "batches": {"workers": workers}})
+    summary = train(make_config(**settings))
+    named = {Path(path).name: reason for path, reason in summary.unreadable_images.items()}
+    assert set(named) == {"train-3.png", "val-3.png", "test-3.png"}
+    assert all("not an image" in reason for reason in named.values())
+    assert (summary.steps, summary.stopped_by) == (8, "length")
+    folder = Path(summary.folder)
+    written = [Path(row["image"]).name for row in read_rows(folder / "unreadable_images.jsonl")]
+    assert written == ["train-3.png", "val-3.png", "test-3.png"]  # once, though it came up twice
+    warned = capsys.readouterr().err
+    assert all(warned.count(f"{split}-3.png") == 1 for split in ("train", "val", "test"))
+    truth = json.loads((folder / "evaluation/ground_truth.json").read_text())
+    assert [image["id"] for image in truth["images"]] == [1, 2, 4, 5, 6]
+
+
+def test_a_run_with_damaged_images_is_resumed_to_the_same_bits(
+    make_config: MakeConfig, own_data: Path
+) -> None:
+    for number in (3, 7):
+        (own_data / "train" / f"train-{number}.png").write_bytes(b"")
+    settings = merge(IMAGES, {"data": str(own_data)})
+    whole, broken = make_config("whole", **settings), make_config("broken", **settings)
+    train(whole)
+    for crash in (crash_at(4), crash_at(6)):
+        with pytest.raises(CrashError):
+            train(broken, resume=True, on_progress=crash)
+    train(broken, resume=True)
+    assert_equal(outcome(whole), outcome(broken))
+
+
+def test_too_many_unreadable_images_stop_a_saved_run_that_goes_on_when_they_are_back(
+    make_config: MakeConfig, own_data: Path, rectangles: Path
+) -> None:
+    files = sorted((own_data / "train").iterdir())[:6]
+    for file in files:
+        file.unlink()
+        file.mkdir()  # listed, but not an image
+    config = make_config(**merge(SETTINGS, {"data": str(own_data)}))
+    with pytest.raises(DataError, match=r"training images cannot be read.*is saved.*--resume"):
+        train(config)
+    assert (Path(str(config.out)) / "checkpoints/last.pt").is_file()
+    for file in files:
+        file.rmdir()
+        shutil.copy(rectangles / "train" / file.name, file)
+    assert train(config, resume=True).steps == 8
+
+
+def test_a_vanished_image_keeps_its_place_on_resume(
+    make_config: MakeConfig, own_data: Path
+) -> None:
+    """The run goes on as one whose image cannot be read: no other sample changes its place."""
+    settings = merge(IMAGES, {"data": str(own_data)})
+    config = make_config(**settings)
+    with pytest.raises(CrashError):
+        train(config, on_progress=crash_at(4))
+    (own_data / "train" / "train-3.png").unlink()
+    summary = train(config, resume=True)
+    assert summary.steps == 8
+    assert any(path.endswith("train-3.png") for path in summary.unreadable_images)
+
+
+def test_added_and_reordered_images_do_not_change_the_samples_of_a_resumed_run(
+    make_config: MakeConfig, own_data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = merge(SETTINGS, {"data": str(own_data)})
+    whole, broken = make_config("whole", **settings), make_config("broken", **settings)
+    train(whole)
+    with pytest.raises(CrashError):
+        train(broken, on_progress=crash_at(4))
+    path = own_data / "annotations" / "instances_train.json"
+    document = json.loads(path.read_text())
+    shutil.copy(own_data / "train" / "train-2.png", own_data / "train" / "a-new-one.png")
+    new = {**document["images"][1], "id": 99, "file_name": "a-new-one.png"}
+    document["images"] = [new, *reversed(document["images"])]
+    path.write_text(json.dumps(document))
+    train(broken, resume=True, quiet=False)
+    assert "1 have come, which this run leaves out" in capsys.readouterr().out
+    assert_equal(outcome(whole)["detector"], outcome(broken)["detector"])
+
+
+def test_other_training_images_are_noticed(make_config: MakeConfig, own_data: Path) -> None:
+    config = make_config(schedule={"length": 3}, checkpoint_steps=1, data=str(own_data))
+    with pytest.raises(CrashError):
+        train(config, on_progress=crash_at(2))
+    path = own_data / "annotations" / "instances_train.json"
+    document = json.loads(path.read_text())
+    document["images"] = document["images"][:8]
+    document["annotations"] = [a for a in document["annotations"] if a["image_id"] <= 8]
+    path.write_text(json.dumps(document))
+    with pytest.raises(DataError, match="8 of the 16 training images of the run have vanished"):
+        train(config, resume=True)
+    # A checkpoint of an earlier version knows only how many there were.
+    last = Path(str(config.out)) / "checkpoints" / "last.pt"
+    content = torch.load(last, weights_only=True)
+    for name in ("image_names", "unreadable"):
+        del content["training"][name]
+    torch.save(content, last)
+    with pytest.raises(RunError, match=r"16 training images, but the data now has 8.*--model\.w"):
+        train(config, resume=True)
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on_to_the_same_bits(
+    make_config: MakeConfig,
+) -> None:
+    whole, old = make_config("whole", **SETTINGS), make_config("old", **SETTINGS)
+    train(whole)
+    with pytest.raises(CrashError):
+        train(old, on_progress=crash_at(4))
+    folder = Path(str(old.out))
+    content = torch.load(folder / "checkpoints/last.pt", weights_only=True)
+    assert content["format"] == 1
+    for name in ("image_names", "unreadable"):
+        del content["training"][name]
+    torch.save(content, folder / "checkpoints/last.pt")
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    del config["batches"]["max_unreadable"]
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    train(old, resume=True)
+    assert_equal(outcome(whole), outcome(old))
+
+
+# --- signals to all processes ---
+
+GROUP_PROGRAM = """
+os.setsid()
+from aploss.training.config import config_from_dict
+from aploss.training.distributed import TrainingInterruptedError
+from aploss.training.run import train
+try:
+    train(config_from_dict(values["config"]))
+except TrainingInterruptedError as error:
+    print("interrupted:", error)
+    sys.exit(error.exit_code)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_process_group_saves_the_run(
+    make_config: MakeConfig,
+    spawn: Callable[..., BaseProcess],
+    tmp_path: Path,
+    number: signal.Signals,
+) -> None:
+    """As of ``timeout``, systemd and batch schedulers: the loader's workers get it, too."""
+    settings: dict[str, Any] = {
+        "schedule": {"length": 100_000},
+        "checkpoint_steps": 2,
+        "batches": {"workers": 2},
+        "validation": {"every": 100_000},
+    }
+    config = make_config(**settings)
+    process = spawn(GROUP_PROGRAM, log=tmp_path / "log", config=config_to_dict(config))
+    while checkpoint_step(tmp_path / "run") < 2:
+        assert process.is_alive(), (tmp_path / "log").read_text()
+        time.sleep(0.05)
+    assert process.pid is not None
+    os.killpg(process.pid, number)
+    process.join(timeout=120)
+    output = (tmp_path / "log").read_text()
+    assert process.exitcode == 130, output
+    assert "everything is saved; go on with: aploss train --resume --out" in output
+    assert "Traceback" not in output
+    summary = train(make_config(max_minutes=0.0, **settings), resume=True)
+    assert summary.stopped_by == "minutes"
+
+
+def test_a_signal_in_the_last_step_is_not_forgotten(make_config: MakeConfig) -> None:
+    config = make_config(schedule={"length": 2})
+
+    def stop(row: dict[str, Any]) -> None:
+        if (row["step"], row["kind"]) == (2, "train"):
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(TrainingInterruptedError, match="training is done"):
+        train(config, on_progress=stop)
+    assert train(config, resume=True).steps == 2
+
+
+def test_a_signal_while_the_result_is_measured_says_how_to_go_on(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(schedule={"length": 2})
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "aploss.training.run.evaluate_run",
+            lambda *a, **o: signal.raise_signal(signal.SIGTERM),
+        )
+        with pytest.raises(TrainingInterruptedError, match=r"training is done.*--resume --out"):
+            train(config)
+    assert train(config, resume=True).steps == 2
+
+
+# --- kill -9 ---
+
+KILLS = int(os.environ.get("APLOSS_KILLS", "4"))
+KILL_SETTINGS: dict[str, Any] = {
+    "schedule": {"length": 6 * KILLS, "warmup_steps": 2},
+    "validation": {"every": 5},
+    "checkpoint_steps": 1,
+}
+PROGRAM = """
+from aploss.training.config import config_from_dict
+from aploss.training.run import train
+train(config_from_dict(values["config"]), resume=True)
+"""
+
+
+def test_two_processes_cannot_train_in_one_folder(
+    make_config: Callable[..., TrainConfig], spawn: Callable[..., BaseProcess], tmp_path: Path
+) -> None:
+    config = make_config("shared", schedule={"length": 100_000}, checkpoint_steps=1)
+    process = spawn(PROGRAM, log=tmp_path / "log", config=config_to_dict(config))
+    while checkpoint_step(tmp_path / "shared") < 1:
+        assert process.is_alive(), (tmp_path / "log").read_text()
+        time.sleep(0.02)
+    with pytest.raises(RunError, match="another process is training in"):
+        train(config, resume=True)
+    process.kill()
+    process.join()
+    with RunFolder(tmp_path / "shared").locked():
+        pass  # the lock went with the process
+
+
+def test_killed_runs_always_go_on_and_end_with_the_same_bits(
+    make_config: Callable[..., TrainConfig], spawn: Callable[..., BaseProcess], tmp_path: Path
+) -> None:
+    killed = make_config("killed", **KILL_SETTINGS)
+    folder = tmp_path / "killed"
+    moments = random.Random(0)
+    kills_in_training = 0
+    for number in range(KILLS):
+        before = checkpoint_step(folder)
+        process = spawn(PROGRAM, log=tmp_path / f"{number}.log", config=config_to_dict(killed))
+        # Every kill hits a run that has got going; every other one after one more step.
+        while process.is_alive() and checkpoint_step(folder) <= before + number % 2:
+            time.sleep(0.01)
+        time.sleep(moments.uniform(0.0, 0.15))
+        process.kill()
+        process.join()
+        assert checkpoint_step(folder) > before, (tmp_path / f"{number}.log").read_text()
+        kills_in_training += not (folder / "summary.json").is_file()
+    assert kills_in_training == KILLS
+    train(killed, resume=True)
+    whole = make_config("whole", **KILL_SETTINGS)
+    train(whole)
+    for name in ("last", "best"):
+        expected, found = (
+            torch.load(tmp_path / run / "checkpoints" / f"{name}.pt", weights_only=True)["detector"]
+            for run in ("whole", "killed")
+        )
+        assert expected["state"].keys() == found["state"].keys()
+        for key, value in expected["state"].items():
+            assert torch.equal(value, found["state"][key]), (name, key)
+    rows = [
+        [(row["kind"], row["step"], row.get("loss"), row.get("AP")) for row in read_rows(file)]
+        for file in (tmp_path / "whole/metrics.jsonl", tmp_path / "killed/metrics.jsonl")
+    ]
+    assert rows[0] == rows[1]
+    assert not list(folder.rglob("*.unfinished"))
