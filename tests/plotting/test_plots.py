@@ -2,37 +2,37 @@
 
 import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from aploss.reporting import run_plots
-from aploss.reporting.comparison_plots import (
-    comparison_curves,
-    difference_plot,
-    mean_and_band,
-    spread_plot,
+from aploss.plotting.plots import (
+    Series,
+    bar_plot,
+    field_plot,
+    line_plot,
+    numbers,
+    power_text,
+    precision_recall_panels,
+    precision_recall_plot,
+    scatter_plot,
+    thin_out,
 )
-from aploss.reporting.drawing import Series, numbers, power_text, thin_out
-from aploss.reporting.plots import bar_plot, field_plot, line_plot, scatter_plot
-from aploss.reporting.style import LOSS_COLOURS
+from aploss.plotting.style import line_style
 
 GRID = np.linspace(-1, 1, 15)
-TRAIN = [
-    {"step": step, "loss": 2.0 / step, "classification": 1.5 / step, "box": 0.5 / step,
-     "lr": 1e-3, "gradient_norm": 1.0 + step}
-    for step in range(1, 200)
-]  # fmt: skip
-VALIDATION = [
-    {"step": 100 * k, "seconds": 30.0 * k, "AP": 0.1 * k, "AP50": 0.15 * k, "AP75": 0.12 * k}
-    for k in range(1, 6)
-]
-BINS = [
-    {"lower": 0.0, "upper": 0.5, "confidence": 0.2, "precision": 0.3, "count": 80},
-    {"lower": 0.5, "upper": 1.0, "confidence": None, "precision": None, "count": 0},
-]
 
+
+class Curve(NamedTuple):
+    """Precision over recall of a class."""
+
+    recall: Sequence[float]
+    precision: Sequence[float]
+
+
+CURVES = {"cat": Curve([0, 1], [1, 0.5]), "dog": Curve([0, 1], [1, 0.2])}
 PLOTS = {
     "line": lambda: line_plot([Series(name="ap", x=[1, 2, 3], y=[0.1, None, 0.3])], title="T"),
     "log": lambda: line_plot(
@@ -44,22 +44,8 @@ PLOTS = {
         paths=[Series(name="p", x=[-1, 0, 1], y=[0, 0.5, 1])],
     ),
     "bars": lambda: bar_plot(["a", "b"], [0.5, None], errors=[0.1, 0.0]),
-    "losses": lambda: run_plots.loss_curves(TRAIN),
-    "rate": lambda: run_plots.learning_rate_curve(TRAIN),
-    "norm": lambda: run_plots.gradient_norm_curve(TRAIN),
-    "AP": lambda: run_plots.ap_curves(VALIDATION),
-    "AP over time": lambda: run_plots.ap_curves(VALIDATION, against="minutes"),
-    "precision": lambda: run_plots.precision_recall_plot({"cat": ([0, 1], [1, 0.5])}, {"cat": 0.8}),
-    "reliability": lambda: run_plots.reliability_diagram(BINS, BINS, 0.2, 0.01),
-    "scores": lambda: run_plots.score_histogram([0.9, 0.8], [0.1], threshold=0.5),
-    "classes": lambda: run_plots.class_bars({"cat": {"AP": 0.5}, "dog": {"AP": None}}),
-    "curves": lambda: comparison_curves(
-        {"ap": [([1, 2], [0.1, 0.2]), ([1, 2], [0.2, 0.3])]}, title="T", x_label="step"
-    ),
-    "spread": lambda: spread_plot({"ap": [1.0, 2.0], "focal": [1.5]}, title="T", x_label="AP"),
-    "differences": lambda: difference_plot(
-        {"a - b": ([1.0, 2.0], 1.5, -1.0, 4.0)}, title="T", x_label="AP"
-    ),
+    "precision": lambda: precision_recall_plot(CURVES, scores={"cat": 0.8}),
+    "precision of each class": lambda: precision_recall_panels({0.5: CURVES, 0.75: CURVES}),
 }  # fmt: skip
 
 
@@ -77,28 +63,31 @@ def test_every_plot_is_one_well_formed_file_without_dates_or_addresses(name: str
     assert "<image" not in svg
 
 
-@pytest.mark.parametrize("name", ["line", "field", "scores", "curves"])
+@pytest.mark.parametrize("name", ["line", "field", "precision"])
 def test_the_same_data_gives_the_same_text(name: str) -> None:
     assert PLOTS[name]() == PLOTS[name]()
 
 
-@pytest.mark.parametrize("draw", [run_plots.loss_curves, run_plots.ap_curves])
-def test_a_run_without_rows_gives_empty_axes(draw: Callable[[list], str]) -> None:
-    assert ElementTree.fromstring(draw([])) is not None
-
-
 def test_names_of_losses_are_written_out_in_their_colours() -> None:
-    names = list(LOSS_COLOURS)
+    names = ("ap", "focal", "ce-ohem", "auc", "rank-sort", "alrp", "smooth-ap", "hinge-ap")
     svg = line_plot([Series(name=name, x=[0, 1], y=[0, 1]) for name in names])
     assert {"AP-loss", "Focal loss", "CE + OHEM", "AUC-loss"} <= set(texts(svg))
-    assert all(colour in svg for colour in LOSS_COLOURS.values())
+    assert all(line_style(name).colour in svg for name in names)
+
+
+@pytest.mark.parametrize(("y", "seen"), [([0.5], 1), ([0.5, None], 1), ([0.5, 0.6], 0)])
+def test_a_single_point_is_seen_and_a_line_needs_no_marks(y: list, seen: int) -> None:
+    svg = line_plot([Series(name="ap", x=range(len(y)), y=y)])
+    line = re.search(r'<g id="line2d_\d+">(?:(?!</g>).)*?stroke: #0072b2.*', svg, flags=re.DOTALL)
+    assert line is not None
+    assert line.group().split('<g id="patch_')[0].count("<use ") == seen
 
 
 @pytest.mark.parametrize(
     "name", ["_hidden", "$x_1$", "<script>alert(1)</script>", "50 % & more", "細胞", "a\nb"]
 )
 def test_any_name_is_shown_literally(name: str) -> None:
-    svg = run_plots.precision_recall_plot({name: ([0, 1], [1, 0.5]), "other": ([0, 1], [1, 1])})
+    svg = precision_recall_plot({name: CURVES["cat"], "other": CURVES["dog"]}, scores={})
     shown = [text.replace("\u200b", "") for text in texts(svg)]
     assert " ".join(name.split()) in [" ".join(text.split()) for text in shown]
     assert "<script" not in svg
@@ -106,27 +95,38 @@ def test_any_name_is_shown_literally(name: str) -> None:
 
 def test_many_classes_name_only_the_best_and_worst() -> None:
     names = [f"class {k:02d}" for k in range(40)]
-    curves = {name: ([0, 1], [1, k / 40]) for k, name in enumerate(names)}
-    svg = run_plots.precision_recall_plot(curves, {name: k / 40 for k, name in enumerate(names)})
+    curves = {name: Curve([0, 1], [1, k / 40]) for k, name in enumerate(names)}
+    svg = precision_recall_plot(curves, scores={name: k / 40 for k, name in enumerate(names)})
     shown = [text for text in texts(svg) if text.startswith("class")]
     assert sorted(shown) == sorted(
         ["class 39 0.975", "class 38 0.950", "class 37 0.925",
          "class 02 0.050", "class 01 0.025", "class 00 0.000"]
     )  # fmt: skip
     assert "34 other classes" in texts(svg)
+    assert "mean of classes 0.487" in texts(svg)  # (0 + 1 + ... + 39) / 40 / 40 = 0.4875
 
 
-def test_bars_of_many_classes_stay_on_a_page() -> None:
-    svg = run_plots.class_bars({f"class {k:02d}": {"AP": k / 80} for k in range(80)})
-    shown = [text for text in texts(svg) if text.startswith("class")]
-    assert len(shown) == 24
-    assert shown[0] == "class 79"
-    assert shown[-1] == "class 00"
+def test_without_scores_the_mean_precision_is_shown_and_its_mean_over_classes() -> None:
+    shown = texts(precision_recall_plot(CURVES, 0.75))
+    assert "Precision and recall at IoU 0.75" in shown
+    assert {"cat 0.750", "dog 0.600", "mean of classes 0.675"} <= set(shown)
 
 
-def test_a_long_run_gives_a_small_file() -> None:
-    rows = [{"step": step, "loss": float(np.sin(step))} for step in range(50_000)]
-    assert len(run_plots.loss_curves(rows)) < 80_000
+def test_one_class_and_curves_on_different_grids_have_no_mean() -> None:
+    one = {"cat": CURVES["cat"]}
+    different = {**one, "dog": Curve([0, 0.5, 1], [1, 1, 0])}
+    for curves in (one, different):
+        assert not [text for text in texts(precision_recall_plot(curves)) if "mean" in text]
+
+
+@pytest.mark.parametrize("classes", [1, 3, 11])
+def test_every_class_has_a_panel_with_a_line_for_each_iou(classes: int) -> None:
+    curves = {f"class {k}": CURVES["cat"] for k in range(classes)}
+    svg = precision_recall_panels({0.5: curves, 0.75: curves})
+    assert all(f">{name}<" in svg for name in curves)
+    assert {"IoU 0.5", "IoU 0.75"} <= set(texts(svg))
+    named = [name for name in curves if f">{name} " in precision_recall_plot(curves)]
+    assert len(named) == (classes if classes <= 8 else 6)
 
 
 def test_thinning_keeps_means_and_ends_gaps() -> None:
@@ -135,10 +135,6 @@ def test_thinning_keeps_means_and_ends_gaps() -> None:
     np.testing.assert_allclose(thin_x, [49.5 + 100 * k for k in range(10)])
     assert np.isnan(thin_y[:5]).all()
     np.testing.assert_array_equal(thin_y[5:], 2.0)
-
-
-def test_the_running_mean_of_a_constant_is_that_constant() -> None:
-    np.testing.assert_allclose(run_plots._running_mean(np.full(300, 2.5)), 2.5)
 
 
 def test_numbers_turn_nothing_and_infinity_into_gaps() -> None:
@@ -150,18 +146,3 @@ def test_numbers_turn_nothing_and_infinity_into_gaps() -> None:
 )
 def test_numbers_beside_logarithmic_axes(value: float, text: str) -> None:
     assert power_text(value) == text
-
-
-def test_bands_are_means_and_deviations_where_all_seeds_are_known() -> None:
-    x, mean, deviation = mean_and_band(
-        [([0, 2, 4], [0.0, 2.0, 4.0]), ([1, 3, 5], [3.0, 5.0, 7.0]), ([], [])]
-    )
-    np.testing.assert_array_equal(x, [1, 2, 3, 4])
-    np.testing.assert_allclose(mean, [2, 3, 4, 5])  # of x and x + 2
-    np.testing.assert_allclose(deviation, np.std([0, 2], ddof=1))
-
-
-def test_one_seed_has_no_band() -> None:
-    _, mean, deviation = mean_and_band([([1, 2], [0.5, None])])
-    np.testing.assert_array_equal(mean, [0.5])
-    np.testing.assert_array_equal(deviation, [0.0])

@@ -3,19 +3,26 @@
 import json
 import re
 import shutil
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from html import unescape
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from aploss.errors import RunError
-from aploss.reporting.run_files import matches_document, read_run
-from aploss.reporting.run_images import PictureSource
-from aploss.reporting.run_pictures import false_alarms, gallery, misses, side_by_side
-from aploss.reporting.run_report import write_run_report
+from aploss.plotting.style import MUTED
+from aploss.reports.run_files import read_run
+from aploss.reports.run_report import (
+    ap_curves,
+    class_bars,
+    loss_curves,
+    reliability_diagram,
+    score_histogram,
+    step_curve,
+    write_run_report,
+)
 
 MakeRun = Callable[..., Path]
 FILES = (
@@ -78,16 +85,6 @@ def test_a_missing_file_is_named_and_the_rest_is_shown(make_run: MakeRun, file: 
     assert "could not be made" not in text
     if file not in ("summary.json", "evaluation/detections.json"):
         assert f"{file} is not in the folder of this run" in text
-
-
-@pytest.mark.parametrize("content", [b"{", b"[1, 2", b"null", b"\xff\xfe\x00", b"3", b'"x"'])
-def test_a_file_that_cannot_be_read_is_noted(make_run: MakeRun, content: bytes) -> None:
-    run = make_run(images=1, steps=100)
-    documents = [file for file in FILES if file.endswith(".json")]
-    for file in documents:
-        (run / file).write_bytes(content)
-    problems = read_run(run).problems
-    assert [problem.split()[0] for problem in problems] == documents
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff\xfe\x00", b"[]", b"{}"])
@@ -160,141 +157,81 @@ def test_images_that_are_gone_are_counted(make_run: MakeRun) -> None:
     assert "scene_003.png: " in text
 
 
-def test_paths_may_be_relative_to_the_run(make_run: MakeRun) -> None:
-    run = make_run(images=2, steps=0)
-
-    def relative(truth: dict) -> None:
-        for image in truth["images"]:
-            image["path"] = f"../../scenes/{Path(image['path']).name}"
-
-    edit(run / "evaluation/ground_truth.json", relative)
-    assert len(gallery(PictureSource(read_run(run)))) == 2
-
-
-def test_misses_and_false_alarms_are_those_of_the_matching(make_run: MakeRun) -> None:
-    """A scene of two objects: one found, one not; and two wrong detections beside them."""
+def test_a_run_with_one_logged_row_draws_its_charts(make_run: MakeRun) -> None:
     run = make_run(images=1, steps=100)
-    box = {"image_id": 1, "category_id": 1, "iscrowd": 0, "difficult": 0}
-    objects = [
-        {**box, "id": 5, "bbox": [10, 10, 30, 30]},
-        {**box, "id": 6, "bbox": [80, 80, 40, 40]},
-        {**box, "id": 7, "bbox": [120, 10, 30, 30], "difficult": 1},
-    ]
-    rows = [(0.2, [10, 10, 30, 30]), (0.1, [60, 10, 20, 20]), (0.15, [70, 80, 20, 20]),
-            (0.3, [120, 10, 30, 30])]  # fmt: skip
-    detections = [
-        {"image_id": 1, "category_id": 1, "score": score, "bbox": corners}
-        for score, corners in rows
-    ]
-    edit(run / "evaluation/ground_truth.json", lambda one: one.update(annotations=objects))
-    (run / "evaluation/detections.json").write_text(json.dumps(detections))
-    (run / "evaluation/calibration.json").write_text(json.dumps({"draw_threshold": 0.12}))
-    matches = matches_document(
-        [True, False, False, False], [False, False, False, True], [0, -1, -1, 2], [5, 6, 7]
-    )
-    (run / "evaluation/matches.json").write_text(json.dumps(matches))
-    source = PictureSource(read_run(run))
-    assert [picture.caption for picture in misses(source)] == [
-        "disk, no detection at all: scene_001.png"
-    ]
-    assert [picture.caption for picture in false_alarms(source)] == [
-        "disk 0.15, badly placed: scene_001.png",
-        "disk 0.10, on no object: scene_001.png",
-    ]
-    assert [picture.caption for picture in gallery(source)] == [
-        "scene_001.png: 3 objects, 3 detections, 1 wrong"
-    ]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kinds = [next(row for row in rows if row["kind"] == kind) for kind in ("train", "validation")]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kinds))
+    text = words(write_run_report(run))
+    assert "could not be made" not in text
+    for name in ("loss", "AP", "AP-over-time", "lr", "gradient_norm"):
+        svg = (run / "plots" / f"{name}.svg").read_text()
+        # A line through one point is not seen: each series must have a marker of its own colour.
+        lines = re.findall(r'<use [^>]*style="fill: #[0-9a-f]{6}', svg)
+        marked = [line for line in lines if MUTED not in line]
+        assert len(marked) >= (3 if name in ("loss", "AP", "AP-over-time") else 1), name
 
 
-def test_an_object_found_below_the_threshold_is_a_miss_with_its_score(make_run: MakeRun) -> None:
-    run = make_run(images=1, steps=100)
-    edit(run / "evaluation/calibration.json", lambda one: one.update(draw_threshold=1.1))
-    source = PictureSource(read_run(run))
-    found = {key: row for key, row in source.run.matches["ground_truth"].items() if row is not None}
-    captions = [picture.caption for picture in misses(source)]
-    assert len(captions) == min(2, len(source.objects))  # at most two of one image
-    lowest = min(float(source.scores[row]) for row in found.values())
-    if len(found) == len(source.objects):
-        assert f"found only with score {lowest:.3f}" in captions[0]
+TRAIN = [
+    {"step": step, "loss": 2.0 / step, "classification": 1.5 / step, "box": 0.5 / step,
+     "lr": 1e-3, "gradient_norm": 1.0 + step}
+    for step in range(1, 200)
+]  # fmt: skip
+VALIDATION = [
+    {"step": 100 * k, "seconds": 30.0 * k, "AP": 0.1 * k, "AP50": 0.15 * k, "AP75": 0.12 * k}
+    for k in range(1, 6)
+]
+BINS = [
+    {"lower": 0.0, "upper": 0.5, "confidence": 0.2, "precision": 0.3, "count": 80},
+    {"lower": 0.5, "upper": 1.0, "confidence": None, "precision": None, "count": 0},
+]
+PLOTS = {
+    "losses": lambda: loss_curves(TRAIN),
+    "rate": lambda: step_curve(TRAIN, "lr"),
+    "norm": lambda: step_curve(TRAIN, "gradient_norm"),
+    "AP": lambda: ap_curves(VALIDATION),
+    "AP over time": lambda: ap_curves(VALIDATION, against="minutes"),
+    "reliability": lambda: reliability_diagram(BINS, BINS, 0.2, 0.01),
+    "scores": lambda: score_histogram([0.9, 0.8], [0.1], threshold=0.5),
+    "classes": lambda: class_bars({"cat": {"AP": 0.5}, "dog": {"AP": None}}),
+}
 
 
-@pytest.mark.parametrize("mode", ["I;16", "L", "P", "CMYK", "RGBA", "F"])
-def test_images_of_any_depth_are_shown(make_run: MakeRun, tmp_path: Path, mode: str) -> None:
-    run = make_run(images=1, steps=100)
-    ramp = np.linspace(0, 1, 192 * 144).reshape(144, 192)
-    if mode == "I;16":
-        picture = Image.fromarray((ramp * 65535).astype(np.uint16))
-    elif mode == "F":
-        picture = Image.fromarray((ramp * 7).astype(np.float32))
-    else:
-        picture = Image.fromarray((ramp * 255).astype(np.uint8)).convert(mode)
-    path = tmp_path / ("picture.jpg" if mode == "CMYK" else "picture.tif")
-    picture.save(path)
-    edit(run / "evaluation/ground_truth.json", lambda one: one["images"][0].update(path=str(path)))
-    opened = PictureSource(read_run(run)).open(1)
-    assert opened is not None
-    assert opened.mode == "RGB"
-    values = np.asarray(opened).mean(axis=2)
-    assert values[:20].mean() < 60
-    assert values[-20:].mean() > 195
+@pytest.mark.parametrize("name", PLOTS)
+def test_every_plot_is_one_well_formed_file_without_dates_or_addresses(name: str) -> None:
+    svg = PLOTS[name]()
+    assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
+    assert not re.search(r"20\d\d-\d\d-\d\d", svg)
+    assert "<image" not in svg
+    assert PLOTS[name]() == svg
 
 
-def test_a_photograph_is_turned_upright(make_run: MakeRun, tmp_path: Path) -> None:
-    run = make_run(images=1, steps=100)
-    picture = Image.new("RGB", (144, 192), "red")
-    exif = Image.Exif()
-    exif[0x0112] = 6  # shown turned by a quarter, so 192 x 144 as the annotation says
-    picture.save(tmp_path / "turned.jpg", exif=exif)
-    place = str(tmp_path / "turned.jpg")
-    edit(run / "evaluation/ground_truth.json", lambda one: one["images"][0].update(path=place))
-    opened = PictureSource(read_run(run)).open(1)
-    assert opened is not None
-    assert opened.size == (192, 144)
+@pytest.mark.parametrize("draw", [loss_curves, ap_curves])
+def test_a_run_without_rows_gives_empty_axes(draw: Callable[[list], str]) -> None:
+    assert ElementTree.fromstring(draw([])) is not None
 
 
-def test_the_more_boxes_the_shorter_their_captions(make_run: MakeRun) -> None:
-    source = PictureSource(read_run(make_run(images=3, steps=100)))
-    name = source.class_name(source.run.detections[0])
-    assert source.captions([0]) == [f"{name} {source.scores[0]:.2f}"]
-    assert source.captions(range(7))[0] == f"{source.scores[0]:.2f}"
-    assert source.captions(range(30)) == [""] * 30
-    source.class_names.update(dict.fromkeys(range(10, 20), "more"))  # colours repeat now
-    assert source.captions(range(7))[0] == f"{name} {source.scores[0]:.2f}"
+def test_bars_of_many_classes_stay_on_a_page() -> None:
+    svg = class_bars({f"class {k:02d}": {"AP": k / 80} for k in range(80)})
+    shown = re.findall(r">(class \d\d)<", svg)
+    assert len(shown) == 24
+    assert shown[0] == "class 79"
+    assert shown[-1] == "class 00"
 
 
-@pytest.mark.parametrize(
-    ("box", "category", "reason"),
-    [
-        ([10, 10, 30, 30], 1, "found twice"),
-        ([10, 10, 30, 30], 2, "annotated as disk"),
-        ([10, 10, 30, 12], 1, "badly placed"),  # IoU 0.4
-        ([100, 100, 5, 5], 1, "on no object"),
-    ],
-)
-def test_a_false_alarm_says_why_it_is_one(
-    make_run: MakeRun, box: list[float], category: int, reason: str
-) -> None:
-    run = make_run(images=1, steps=100)
-    target = {"id": 1, "image_id": 1, "category_id": 1, "bbox": [10, 10, 30, 30]}
-    edit(run / "evaluation/ground_truth.json", lambda one: one.update(annotations=[target]))
-    wrong = {"image_id": 1, "category_id": category, "bbox": box, "score": 0.5}
-    (run / "evaluation/detections.json").write_text(json.dumps([wrong]))
-    matches = matches_document([False], [False], [-1], [1])
-    (run / "evaluation/matches.json").write_text(json.dumps(matches))
-    captions = [one.caption for one in false_alarms(PictureSource(read_run(run)))]
-    assert len(captions) == 1
-    assert captions[0].endswith(f" 0.50, {reason}: scene_001.png")
+def test_a_long_run_gives_a_small_file() -> None:
+    rows = [{"step": step, "loss": float(np.sin(step))} for step in range(50_000)]
+    assert len(loss_curves(rows)) < 80_000
 
 
-def test_two_runs_are_shown_side_by_side(make_run: MakeRun, tmp_path: Path) -> None:
-    run = make_run(images=4, steps=100)
-    other = tmp_path / "other"
-    shutil.copytree(run, other)
-    (run.parents[1] / "scenes" / "scene_001.png").unlink()
-    pictures = side_by_side({"focal": read_run(run), "ap": read_run(other)}, count=4)
-    assert pictures.columns == 2
-    assert [picture.caption for picture in pictures.pictures] == [
-        f"{loss}: scene_{number:03d}.png"
-        for number in (2, 3, 4)
-        for loss in ("Focal loss", "AP-loss")
-    ]
+def test_the_running_mean_of_a_constant_is_that_constant() -> None:
+    constant = [{"step": step, "loss": 2.5} for step in range(300)]
+    gaps = [{**row, "loss": float("nan") if row["step"] % 7 else 2.5} for row in constant]
+    levels = []
+    for rows in (constant, gaps):
+        smooth = loss_curves(rows).split('<g id="line2d_')[-1]  # drawn last
+        heights = re.findall(r"[ML] \S+ (\S+)", smooth.split("</g>")[0])
+        assert len(heights) > 1
+        levels.append(set(heights))
+    assert levels[0] == levels[1]
+    assert len(levels[0]) == 1
