@@ -103,13 +103,13 @@ def test_many_classes_name_only_the_best_and_worst() -> None:
          "class 02 0.050", "class 01 0.025", "class 00 0.000"]
     )  # fmt: skip
     assert "34 other classes" in texts(svg)
-    assert "mean of classes 0.487" in texts(svg)  # (0 + 1 + ... + 39) / 40 / 40 = 0.4875
+    assert "mean 0.487" in texts(svg)  # (0 + 1 + ... + 39) / 40 / 40 = 0.4875
 
 
 def test_without_scores_the_mean_precision_is_shown_and_its_mean_over_classes() -> None:
     shown = texts(precision_recall_plot(CURVES, 0.75))
     assert "Precision and recall at IoU 0.75" in shown
-    assert {"cat 0.750", "dog 0.600", "mean of classes 0.675"} <= set(shown)
+    assert {"cat 0.750", "dog 0.600", "mean 0.675"} <= set(shown)
 
 
 def test_one_class_and_curves_on_different_grids_have_no_mean() -> None:

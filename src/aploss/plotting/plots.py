@@ -336,7 +336,7 @@ def precision_recall_plot(
             mean = np.mean([curve.precision for curve in curves.values()], axis=0)
             plot.axes.plot(curves[order[0]].recall, mean, color=INK, linewidth=2.4)
             value = f" {np.mean(list(known.values())):.3f}" if known else ""
-            entries = {f"mean of classes{value}": LineStyle(INK), **entries}
+            entries = {f"mean{value}": LineStyle(INK), **entries}
         plot.axes.set(xlim=(0, 1.01), ylim=(0, 1.02))
         add_legend(plot.figure, entries, always=True)
     return plot.svg
