@@ -43,7 +43,7 @@ PLOTS = {
         GRID, GRID, np.outer(GRID, GRID), arrows=(np.outer(GRID, GRID), np.outer(GRID, GRID)),
         paths=[Series(name="p", x=[-1, 0, 1], y=[0, 0.5, 1])],
     ),
-    "bars": lambda: bar_plot(["a", "b"], [0.5, None], errors=[0.1, 0.0]),
+    "bars": lambda: bar_plot(["a", "b"], [0.5, None], x_range=(0, 1)),
     "precision": lambda: precision_recall_plot(CURVES, scores={"cat": 0.8}),
     "precision of each class": lambda: precision_recall_panels({0.5: CURVES, 0.75: CURVES}),
 }  # fmt: skip

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack
 
 import numpy as np
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
+    "Frame",
     "Plot",
     "Series",
     "Values",
@@ -54,6 +55,18 @@ MAX_NAMED_CURVES = 6  # of classes, where there are more of them than colours
 WIDTH, HEIGHT = 4.2, 3.0  # inches: at 96 pixels each, what a phone shows
 
 Values = Sequence[float | None] | np.ndarray
+
+
+class Frame(TypedDict, total=False):
+    """What every plot takes: its texts, logarithmic axes, and its size in inches."""
+
+    title: str
+    x_label: str
+    y_label: str
+    log_x: bool
+    log_y: bool
+    width: float
+    height: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +107,12 @@ def new_plot(
     *,
     x_label: str = "",
     y_label: str = "",
+    log_x: bool = False,
+    log_y: bool = False,
     width: float = WIDTH,
     height: float = HEIGHT,
 ) -> Iterator[Plot]:
-    """A figure in the common style; sizes in inches, as wide as a phone by default.
+    """A figure in the common style; as wide as a phone by default.
 
     Example:
         >>> with new_plot("A line", x_label="x") as plot:
@@ -111,6 +126,7 @@ def new_plot(
         figure = Figure(figsize=(width, height))
         plot = Plot(figure, figure.add_subplot())
         plot.axes.set(title=title, xlabel=x_label, ylabel=y_label)
+        _make_logarithmic(plot.axes, log_x, log_y)
         yield plot
         plot.svg = _svg(figure)
 
@@ -118,27 +134,19 @@ def new_plot(
 def line_plot(
     series: Sequence[Series],
     *,
-    title: str = "",
-    x_label: str = "",
-    y_label: str = "",
-    log_x: bool = False,
-    log_y: bool = False,
     whole_x: bool = False,
     y_range: tuple[float | None, float | None] | None = None,
     level: tuple[str, float] | None = None,
-    width: float = WIDTH,
-    height: float = HEIGHT,
+    **frame: Unpack[Frame],
 ) -> str:
     """Lines with optional bands.
 
     Args:
         series: drawn in order; the legend stands below the axes when there are several.
-        title, x_label, y_label: texts.
-        log_x, log_y: logarithmic axes.
         whole_x: only whole numbers beside the x axis, for steps.
         y_range: limits of the y axis; None for an automatic end.
         level: a horizontal line (name, y), such as a bound or the paper's number.
-        width, height: in inches.
+        frame: texts, axes and size.
 
     Returns:
         The SVG document.
@@ -148,13 +156,12 @@ def line_plot(
         1
     """
     entries = _legend_entries(series)
-    with new_plot(title, x_label=x_label, y_label=y_label, width=width, height=height) as plot:
+    with new_plot(**frame) as plot:
         for index, one in enumerate(series):
             _draw_line(plot.axes, one, _style_of(one, index))
         if level is not None:
             entries[level[0]] = LineStyle(INK, (0, (2, 2)))
             plot.axes.axhline(level[1], color=INK, linewidth=1, linestyle=(0, (2, 2)))
-        _logarithmic(plot.axes, log_x, log_y)
         if whole_x:
             plot.axes.locator_params(axis="x", integer=True)
         if y_range is not None:
@@ -164,16 +171,7 @@ def line_plot(
 
 
 def scatter_plot(
-    groups: Sequence[Series],
-    *,
-    title: str = "",
-    x_label: str = "",
-    y_label: str = "",
-    log_x: bool = False,
-    log_y: bool = False,
-    diagonal: bool = False,
-    width: float = WIDTH,
-    height: float = HEIGHT,
+    groups: Sequence[Series], *, diagonal: bool = False, **frame: Unpack[Frame]
 ) -> str:
     """Clouds of points, one style for each group; ``diagonal`` adds the line y = x.
 
@@ -181,14 +179,13 @@ def scatter_plot(
         >>> scatter_plot([Series(name="steps", x=[1, 2], y=[2, 1])], diagonal=True).count("<svg")
         1
     """
-    with new_plot(title, x_label=x_label, y_label=y_label, width=width, height=height) as plot:
+    with new_plot(**frame) as plot:
         for index, group in enumerate(groups):
             style = _style_of(group, index)
             plot.axes.scatter(
                 numbers(group.x), numbers(group.y), s=16, marker=style.marker, color=style.colour,
                 alpha=0.75, linewidths=0,
             )  # fmt: skip
-        _logarithmic(plot.axes, log_x, log_y)
         if diagonal:
             plot.axes.axline(
                 (1, 1), (2, 2), color=MUTED, linewidth=1, linestyle=(0, (2, 2)), zorder=0.5
@@ -204,12 +201,8 @@ def field_plot(
     *,
     arrows: tuple[np.ndarray, np.ndarray] | None = None,
     paths: Sequence[Series] = (),
-    title: str = "",
-    x_label: str = "",
-    y_label: str = "",
     value_label: str = "",
-    width: float = WIDTH,
-    height: float = 3.6,
+    **frame: Unpack[Frame],
 ) -> str:
     """A function of two variables as shaded levels, with arrows and paths over it.
 
@@ -219,8 +212,8 @@ def field_plot(
         arrows: components (along x, along y), each [m, n]; only about 14 arrows per row are drawn,
             all of one length, so that they show directions alone.
         paths: lines over the field; a circle marks the start, a cross the end.
-        title, x_label, y_label, value_label: texts.
-        width, height: in inches.
+        value_label: what the shades stand for.
+        frame: texts and size.
 
     Example:
         >>> grid = np.linspace(-1, 1, 9)
@@ -228,7 +221,8 @@ def field_plot(
         1
     """
     xs, ys = np.asarray(x, float), np.asarray(y, float)
-    with new_plot(title, x_label=x_label, y_label=y_label, width=width, height=height) as plot:
+    frame.setdefault("height", 3.6)
+    with new_plot(**frame) as plot:
         axes = plot.axes
         axes.grid(visible=False)
         shades = axes.contourf(xs, ys, values, levels=16, cmap="cividis")
@@ -247,13 +241,8 @@ def bar_plot(
     names: Sequence[str],
     values: Values,
     *,
-    errors: Sequence[float] | None = None,
-    colours: Sequence[str] | None = None,
-    title: str = "",
-    x_label: str = "",
     x_range: tuple[float, float] | None = None,
-    digits: int = 3,
-    width: float = WIDTH,
+    **frame: Unpack[Frame],
 ) -> str:
     """Horizontal bars with their names on the left and their values at the end.
 
@@ -263,21 +252,20 @@ def bar_plot(
     """
     known, places = numbers(values), np.arange(len(names))
     lengths = np.nan_to_num(known)
-    shades = list(colours) if colours is not None else [PALETTE[0]] * len(names)
-    with new_plot(title, x_label=x_label, width=width, height=0.9 + 0.26 * len(names)) as plot:
+    frame.setdefault("height", 0.9 + 0.26 * len(names))
+    with new_plot(**frame) as plot:
         axes = plot.axes
-        axes.barh(places, lengths, color=shades, height=0.66, xerr=errors, ecolor=INK)
+        axes.barh(places, lengths, color=PALETTE[0], height=0.66)
         axes.set_yticks(places, [shorten(name) for name in names], color=INK)
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
         axes.tick_params(axis="y", length=0)
         if x_range is not None:
             axes.set_xlim(*x_range)
-        ends = lengths + (0 if errors is None else np.asarray(errors))
-        for place, end, value in zip(places, ends, known, strict=True):
-            text = "no value" if np.isnan(value) else f"{value:.{digits}f}"
+        for place, length, value in zip(places, lengths, known, strict=True):
+            text = "no value" if np.isnan(value) else f"{value:.3f}"
             axes.annotate(
-                text, (end, place), xytext=(4, 0), textcoords="offset points", va="center",
+                text, (length, place), xytext=(4, 0), textcoords="offset points", va="center",
                 fontsize=8.5, color=INK,
             )  # fmt: skip
     return plot.svg
@@ -298,8 +286,6 @@ def precision_recall_plot(
     iou: float = 0.5,
     *,
     scores: Mapping[str, float | None] | None = None,
-    width: float = WIDTH,
-    height: float = 3.4,
 ) -> str:
     """Precision over recall, a line for every class, and their mean.
 
@@ -311,7 +297,6 @@ def precision_recall_plot(
         iou: the IoU they were measured at, for the title.
         scores: class → its AP, shown in the legend and used for choosing; the mean precision of a
             curve where it is not given, and no number for a class that is not in it.
-        width, height: in inches.
     """
     if scores is None:
         scores = {name: float(np.mean(curve.precision)) for name, curve in curves.items()}
@@ -323,7 +308,7 @@ def precision_recall_plot(
     labels = {name: number for number, name in enumerate(named if many else curves)}
     entries: dict[str, LineStyle] = {}
     title = f"Precision and recall at IoU {iou:g}"
-    with new_plot(title, x_label="recall", y_label="precision", width=width, height=height) as plot:
+    with new_plot(title, x_label="recall", y_label="precision", height=3.4) as plot:
         for name in order[half:-half] if many else ():
             plot.axes.plot(*_thinned(curves[name]), color=MUTED, alpha=0.25, linewidth=0.8)
         for name in named:
@@ -505,8 +490,10 @@ def _draw_line(axes: "Axes", series: Series, style: LineStyle) -> None:
     )  # fmt: skip
 
 
-def _logarithmic(axes: "Axes", x: bool, y: bool) -> None:
+def _make_logarithmic(axes: "Axes", x: bool, y: bool) -> None:
     """Makes the chosen axes logarithmic, with plain numbers beside them."""
+    if not (x or y):
+        return
     from matplotlib.ticker import FuncFormatter, LogFormatter
 
     class PlainLogFormatter(LogFormatter):

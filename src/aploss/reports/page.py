@@ -5,10 +5,11 @@ come from strangers; only in running text (not in tables and below pictures) wor
 backticks look like code.
 """
 
+import itertools
 import math
 import numbers
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -314,17 +315,15 @@ def render_page(
 ) -> str:
     """The HTML text of a page; see :func:`write_page`."""
     anchors = _anchors([section.title for section in sections])
-    return (
-        _environment()
-        .get_template("page.html.j2")
-        .render(
-            title=title,
-            subtitle=subtitle,
-            footer=footer or f"Made by aploss {_version()}",
-            sections=list(zip(anchors, sections, strict=True)),
-            theme=list(THEME.items()),
-            embed=_embedder(),
-        )
+    count = itertools.count(1)
+    template = _environment().get_template("page.html.j2")
+    return template.render(
+        title=title,
+        subtitle=subtitle,
+        footer=footer or f"Made by aploss {_version()}",
+        sections=list(zip(anchors, sections, strict=True)),
+        theme=list(THEME.items()),
+        embed=lambda svg, label: embed_svg(svg, prefix=f"p{next(count)}-", label=label),
     )
 
 
@@ -360,27 +359,13 @@ def _themed(colour: str) -> str:
     return f"var({THEME[colour][0]})" if colour in THEME else colour
 
 
-def _embedder() -> Callable[[str, str], Markup]:
-    """A function for the template that numbers the plots of one page."""
-    count = 0
-
-    def embed(svg: str, label: str) -> Markup:
-        nonlocal count
-        count += 1
-        return embed_svg(svg, prefix=f"p{count}-", label=label)
-
-    return embed
-
-
 def _anchors(titles: Sequence[str]) -> list[str]:
     """An id for each section: the title's words, made different where they are the same."""
     anchors: list[str] = []
     for title in titles:
         words = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") or "section"
-        anchor, number = words, 2
-        while anchor in anchors:
-            anchor, number = f"{words}-{number}", number + 1
-        anchors.append(anchor)
+        choices = itertools.chain([words], (f"{words}-{number}" for number in itertools.count(2)))
+        anchors.append(next(one for one in choices if one not in anchors))
     return anchors
 
 
@@ -395,11 +380,6 @@ def _inline(text: str) -> Markup:
     )
 
 
-def _kind(block: Block) -> str:
-    """The name by which the template knows a block."""
-    return type(block).__name__.lower()
-
-
 @lru_cache(maxsize=1)
 def _environment() -> Environment:
     environment = Environment(
@@ -409,7 +389,9 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(inline=_inline, themed=_themed, kind=_kind)
+    environment.filters.update(
+        inline=_inline, themed=_themed, kind=lambda block: type(block).__name__.lower()
+    )
     return environment
 
 

@@ -1,6 +1,7 @@
-"""Figure 1: easy negatives make accuracy high and classification losses deaf, but not AP."""
+"""Figure 1: easy negatives raise accuracy and dominate classification losses, but not AP."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ def imbalance(seed: int = 0) -> Study:
         name: [g.on_hard / rows[0].on_hard for g in rows] for name, rows in gradients.items()
     }
     accuracy, precision = np.array(metrics).T
-    x = EASY[1:]  # the axis is logarithmic: what none do is in the table
+    x = EASY[1:]  # the axis is logarithmic; the row without easy negatives is in the table
     return Study(
         name="imbalance",
         title="What easy negatives do to metrics and losses",
@@ -88,7 +89,7 @@ def imbalance(seed: int = 0) -> Study:
             ),
             Verdict(
                 share["focal"][-2] < 0.1 < share["focal"][-1],
-                "Focal loss puts it off: they get under 10 % at 100,000, over 10 % at 1,000,000.",
+                "Focal loss delays it: they get under 10 % at 100,000, over 10 % at 1,000,000.",
             ),
             Verdict(max(share["ap"] + share["auc"]) == 0, "Ranking losses give them no gradient."),
             Verdict(strength["auc"][-1] < 1e-3, "AUC-loss on hard boxes fades to under 1/1000."),
@@ -107,7 +108,7 @@ def imbalance(seed: int = 0) -> Study:
 _TEXT = f"""
 A batch with {POSITIVES} positives and {HARD} hard negatives whose scores overlap, as at the top
 of a detector's ranking, and below them more and more easy negatives far from every positive, as a
-detector has tens of thousands of. Nothing about the detections changes.
+detector has by the tens of thousands. Nothing about the detections changes.
 
 For every loss the gradient on the scores is computed. First: which share of it, in absolute
 value, goes to the easy negatives? Second: how strong is what remains on the positives and hard
@@ -115,16 +116,15 @@ negatives, relative to a batch without easy ones?
 """
 
 
-class Gradients:
-    """Absolute gradient on the hard boxes and on the easy negatives."""
+class Gradients(NamedTuple):
+    """Sums of the absolute gradient over the hard boxes and over the easy negatives."""
 
-    def __init__(self, gradient: Tensor, easy: int) -> None:
-        size = len(gradient) - easy
-        self.on_hard = float(gradient[:size].abs().sum())
-        self.on_easy = float(gradient[size:].abs().sum())
+    on_hard: float
+    on_easy: float
 
     @property
     def easy_share(self) -> float:
+        """The part of the gradient that easy negatives get."""
         return self.on_easy / (self.on_easy + self.on_hard)
 
 
@@ -145,7 +145,8 @@ def gradients_with(loss: Loss, scores: Tensor, targets: Tensor, easy: Tensor) ->
     """The gradient of a loss with the easy negatives added."""
     leaf = torch.cat([scores, easy]).requires_grad_()
     (gradient,) = torch.autograd.grad(loss(leaf, F.pad(targets, (0, len(easy)))), leaf)
-    return Gradients(gradient, len(easy))
+    strength = gradient.abs()
+    return Gradients(float(strength[: len(scores)].sum()), float(strength[len(scores) :].sum()))
 
 
 def _loss_figure(
