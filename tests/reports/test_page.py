@@ -60,13 +60,13 @@ def every_block(text: str) -> list[Block]:
         Verdict(True, text), Verdict(False, text), Verdict(None, text),
         Table(columns=[text, "n"], rows=[[text, 1.0], [Cell(text, True, "#0072b2"), None]],
               caption=text),
-        Figures([SvgFigure(svg, text, text)]), Pictures([Picture(PIXEL, text, text)]),
+        Figures([SvgFigure(svg, text, text)]), Pictures([Picture(PIXEL, text)]),
         Details(text, [Text(text)]),
     ]  # fmt: skip
 
 
 def test_no_text_becomes_markup() -> None:
-    page = render_page(EVIL, [Section(EVIL, every_block(EVIL))], subtitle=EVIL, footer=EVIL)
+    page = render_page(EVIL, [Section(EVIL, every_block(EVIL))], subtitle=EVIL)
     reader = Reader(page)
     assert not [tag for tag, _ in reader.tags if tag in ("script", "iframe", "object", "embed")]
     for _, attributes in reader.tags:

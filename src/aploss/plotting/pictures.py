@@ -141,9 +141,8 @@ def outline_boxes(
     width = line_width or max(2, round(root / 7))
     shown = [row for row in range(count) if _is_visible(corners[row], canvas.size)]
     for row in shown:
-        _draw_outline(
-            pen, corners[row], all_colours[row], width, canvas.size, dashed=bool(broken[row])
-        )
+        box = _whole_pixels(corners[row], canvas.size, width)
+        _draw_outline(pen, box, all_colours[row], width, dashed=bool(broken[row]))
     font = _font(max(12, round(0.68 * root)))
     # Captions last: a box drawn later must not run through the text of an earlier one.
     for row in shown:
@@ -258,7 +257,7 @@ def crop_around(
     return image.crop((left, top, right, bottom)), (left, top)
 
 
-def data_uri(image: Image.Image, *, quality: int = 82) -> str:
+def data_uri(image: Image.Image) -> str:
     """The picture as a ``data:`` address: PNG when that is small, else JPEG.
 
     Example:
@@ -268,15 +267,14 @@ def data_uri(image: Image.Image, *, quality: int = 82) -> str:
     picture = image.convert("RGB")
     kind = "png" if picture.width * picture.height <= 64 * 64 else "jpeg"
     buffer = io.BytesIO()
-    picture.save(buffer, format=kind, quality=quality, optimize=True)
+    picture.save(buffer, format=kind, quality=82, optimize=True)
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
 
 
 def _resized(image: Image.Image, factor: float) -> Image.Image:
     """The image enlarged or reduced, with at least one pixel per side."""
     size = (max(1, round(image.width * factor)), max(1, round(image.height * factor)))
-    method = Image.Resampling.LANCZOS if factor < 1 else Image.Resampling.BICUBIC
-    return image if size == image.size else image.resize(size, method)
+    return image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
 
 
 def _is_visible(box: np.ndarray, size: tuple[int, int]) -> bool:
@@ -285,15 +283,9 @@ def _is_visible(box: np.ndarray, size: tuple[int, int]) -> bool:
 
 
 def _draw_outline(
-    pen: ImageDraw.ImageDraw,
-    box: np.ndarray,
-    colour: str,
-    width: int,
-    size: tuple[int, int],
-    *,
-    dashed: bool,
+    pen: ImageDraw.ImageDraw, box: tuple[int, ...], colour: str, width: int, *, dashed: bool
 ) -> None:
-    x1, y1, x2, y2 = _whole_pixels(box, size, width)
+    x1, y1, x2, y2 = box
     corners = [(x1, y1), (x2, y1), (x2, y2), (x1, y2), (x1, y1)]
     sides = list(itertools.pairwise(corners))
     # Under dashes the contrast fills the gaps; under a solid line it is an edge on both sides.

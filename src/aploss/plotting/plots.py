@@ -310,10 +310,13 @@ def precision_recall_plot(
     title = f"Precision and recall at IoU {iou:g}"
     with new_plot(title, x_label="recall", y_label="precision", height=3.4) as plot:
         for name in order[half:-half] if many else ():
-            plot.axes.plot(*_thinned(curves[name]), color=MUTED, alpha=0.25, linewidth=0.8)
+            curve = curves[name]
+            plot.axes.plot(curve.recall, curve.precision, color=MUTED, alpha=0.25, linewidth=0.8)
         for name in named:
-            style = class_style(labels[name])
-            plot.axes.plot(*_thinned(curves[name]), color=style.colour, linestyle=style.dashes)
+            curve, style = curves[name], class_style(labels[name])
+            plot.axes.plot(
+                curve.recall, curve.precision, color=style.colour, linestyle=style.dashes
+            )
             entries[f"{shorten(name)} {known[name]:.3f}" if name in known else name] = style
         if many:
             entries[f"{len(order) - len(named)} other classes"] = LineStyle(GRID)
@@ -507,13 +510,6 @@ def _make_logarithmic(axes: "Axes", x: bool, y: bool) -> None:
             axes.set(**{f"{axis.axis_name}scale": "log"})
             axis.set_major_formatter(FuncFormatter(lambda value, _: power_text(value)))
             axis.set_minor_formatter(PlainLogFormatter(minor_thresholds=(1.0, 0.5)))
-
-
-def _thinned(curve: PrecisionRecall) -> tuple[np.ndarray, np.ndarray]:
-    """At most 200 points of a curve, not averaged: its steps stay upright."""
-    recall, precision = numbers(curve.recall), numbers(curve.precision)
-    chosen = np.unique(np.linspace(0, len(recall) - 1, min(len(recall), 200)).astype(int))
-    return recall[chosen], precision[chosen]
 
 
 def _draw_arrows(

@@ -173,7 +173,6 @@ class Picture:
 
     source: str
     caption: str = ""
-    alternative: str = ""
 
     def __post_init__(self) -> None:
         if not self.source.startswith("data:image/"):
@@ -278,21 +277,15 @@ def _markdown_row(cells: Sequence[Any]) -> str:
 
 
 def write_page(
-    path: str | Path,
-    title: str,
-    sections: Sequence[Section],
-    *,
-    subtitle: str = "",
-    footer: str = "",
+    path: str | Path, title: str, sections: Sequence[Section], *, subtitle: str = ""
 ) -> Path:
-    """Write a self-contained page.
+    """Writes a self-contained page.
 
     Args:
         path: the HTML file; its folder is made when it is not there.
         title: the heading and the browser's title.
         sections: what the page shows; each gets a place in the table of contents.
         subtitle: a line below the heading.
-        footer: a line at the end.
 
     Returns:
         The path of the page.
@@ -306,13 +299,11 @@ def write_page(
         'page.html'
     """
     page = Path(path)
-    write_text(page, render_page(title, sections, subtitle=subtitle, footer=footer))
+    write_text(page, render_page(title, sections, subtitle=subtitle))
     return page
 
 
-def render_page(
-    title: str, sections: Sequence[Section], *, subtitle: str = "", footer: str = ""
-) -> str:
+def render_page(title: str, sections: Sequence[Section], *, subtitle: str = "") -> str:
     """The HTML text of a page; see :func:`write_page`."""
     anchors = _anchors([section.title for section in sections])
     count = itertools.count(1)
@@ -320,7 +311,7 @@ def render_page(
     return template.render(
         title=title,
         subtitle=subtitle,
-        footer=footer or f"Made by aploss {_version()}",
+        footer=f"Made by aploss {_version()}",
         sections=list(zip(anchors, sections, strict=True)),
         theme=list(THEME.items()),
         embed=lambda svg, label: embed_svg(svg, prefix=f"p{next(count)}-", label=label),

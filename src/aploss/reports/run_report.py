@@ -518,18 +518,18 @@ def score_histogram(
     return plot.svg
 
 
-def class_bars(per_class: Mapping[str, Mapping[str, Any]], metric: str = "AP") -> str:
-    """A bar for every class, the best first; of many classes the twelve best and worst."""
-    known = numbers([row.get(metric) for row in per_class.values()])
+def class_bars(per_class: Mapping[str, Mapping[str, Any]]) -> str:
+    """AP of every class, the best first; of many classes the twelve best and worst."""
+    known = numbers([row.get("AP") for row in per_class.values()])
     values = dict(zip(per_class, known.tolist(), strict=True))
     names = sorted(values, key=lambda name: -np.nan_to_num(values[name], nan=-1.0))
-    title = f"{metric} per class"
+    title = "AP per class"
     if len(names) > MAX_BARS:
         half = MAX_BARS // 2
-        title = f"{metric}: {half} best and {half} worst of {len(names)} classes"
+        title = f"AP: {half} best and {half} worst of {len(names)} classes"
         names = names[:half] + names[-half:]
     return bar_plot(
-        names, [values[name] for name in names], title=title, x_label=metric, x_range=(0, 1.12)
+        names, [values[name] for name in names], title=title, x_label="AP", x_range=(0, 1.12)
     )
 
 
