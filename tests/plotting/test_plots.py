@@ -83,6 +83,12 @@ def test_a_single_point_is_seen_and_a_line_needs_no_marks(y: list, seen: int) ->
     assert line.group().split('<g id="patch_')[0].count("<use ") == seen
 
 
+def test_a_single_step_has_whole_numbers_beside_it() -> None:
+    shown = texts(line_plot([Series(name="loss", x=[10], y=[1.2])], whole_x=True, y_range=(0, 2)))
+    beside_x = shown[: shown.index("10") + 2]
+    assert beside_x == ["9", "10", "11"]
+
+
 @pytest.mark.parametrize(
     "name", ["_hidden", "$x_1$", "<script>alert(1)</script>", "50 % & more", "細胞", "a\nb"]
 )

@@ -163,10 +163,13 @@ def line_plot(
             entries[level[0]] = LineStyle(INK, (0, (2, 2)))
             plot.axes.axhline(level[1], color=INK, linewidth=1, linestyle=(0, (2, 2)))
         if whole_x:
+            left, right = plot.axes.get_xlim()
+            if right - left < 2:  # a single step: no fractions of it beside the axis
+                plot.axes.set_xlim(left - 1, right + 1)
             plot.axes.locator_params(axis="x", integer=True)
         if y_range is not None:
             plot.axes.set_ylim(*y_range)
-        add_legend(plot.figure, entries, markers=any(one.markers for one in series))
+        add_legend(plot.figure, entries, markers=any(map(_has_markers, series)))
     return plot.svg
 
 
@@ -477,19 +480,24 @@ def _legend_entries(series: Sequence[Series]) -> dict[str, LineStyle]:
     return {loss_label(one.name): _style_of(one, index) for index, one in enumerate(series)}
 
 
+def _has_markers(series: Series) -> bool:
+    """Whether its points are marked: a line through a single point would not be seen."""
+    known = np.isfinite(numbers(series.x) + numbers(series.y))
+    return series.markers or int(known.sum()) == 1
+
+
 def _draw_line(axes: "Axes", series: Series, style: LineStyle) -> None:
     x, y = numbers(series.x), numbers(series.y)
     if series.low is not None and series.high is not None:
         low, high = numbers(series.low), numbers(series.high)
         axes.fill_between(x, low, high, color=style.colour, alpha=0.18, linewidth=0)
-    single = np.isfinite(x + y).sum() == 1  # a line through one point is not seen
     axes.plot(
         x, y,
         color=style.colour,
         linestyle="-" if series.faint else style.dashes,
         linewidth=0.8 if series.faint else 1.8,
         alpha=0.35 if series.faint else 1.0,
-        marker=style.marker if series.markers or single else "",
+        marker=style.marker if _has_markers(series) else "",
     )  # fmt: skip
 
 
