@@ -80,24 +80,7 @@ def imbalance(seed: int = 0) -> Study:
                 caption="Last columns: share of the gradient that easy negatives get.",
             )
         ],
-        verdicts=[
-            Verdict(bool(accuracy[-1] > 0.999), "Accuracy ends above 0.999."),
-            Verdict(bool(np.ptp(precision) == 0), "AP does not change at all."),
-            Verdict(
-                share["ce"][-1] > 0.9,
-                "Easy negatives end with over 90 % of cross-entropy's gradient.",
-            ),
-            Verdict(
-                share["focal"][-2] < 0.1 < share["focal"][-1],
-                "Focal loss delays it: they get under 10 % at 100,000, over 10 % at 1,000,000.",
-            ),
-            Verdict(max(share["ap"] + share["auc"]) == 0, "Ranking losses give them no gradient."),
-            Verdict(strength["auc"][-1] < 1e-3, "AUC-loss on hard boxes fades to under 1/1000."),
-            Verdict(
-                max(abs(s - 1) for s in strength["ap"]) < 1e-12,
-                "AP-loss keeps its gradient on the hard boxes (1e-12).",
-            ),
-        ],
+        verdicts=_verdicts(accuracy, precision, share, strength),
         numbers={
             "easy": EASY, "accuracy": accuracy.tolist(), "average_precision": precision.tolist(),
             "easy_share": share, "strength_on_hard": strength,
@@ -147,6 +130,32 @@ def gradients_with(loss: Loss, scores: Tensor, targets: Tensor, easy: Tensor) ->
     (gradient,) = torch.autograd.grad(loss(leaf, F.pad(targets, (0, len(easy)))), leaf)
     strength = gradient.abs()
     return Gradients(float(strength[: len(scores)].sum()), float(strength[len(scores) :].sum()))
+
+
+def _verdicts(
+    accuracy: np.ndarray,
+    precision: np.ndarray,
+    share: dict[str, list[float]],
+    strength: dict[str, list[float]],
+) -> list[Verdict]:
+    return [
+        Verdict(bool(accuracy[-1] > 0.999), "Accuracy ends above 0.999."),
+        Verdict(bool(np.ptp(precision) == 0), "AP does not change at all."),
+        Verdict(
+            share["ce"][-1] > 0.9,
+            "Easy negatives end with over 90 % of cross-entropy's gradient.",
+        ),
+        Verdict(
+            share["focal"][-2] < 0.1 < share["focal"][-1],
+            "Focal loss delays it: they get under 10 % at 100,000, over 10 % at 1,000,000.",
+        ),
+        Verdict(max(share["ap"] + share["auc"]) == 0, "Ranking losses give them no gradient."),
+        Verdict(strength["auc"][-1] < 1e-3, "AUC-loss on hard boxes fades to under 1/1000."),
+        Verdict(
+            max(abs(s - 1) for s in strength["ap"]) < 1e-12,
+            "AP-loss keeps its gradient on the hard boxes (1e-12).",
+        ),
+    ]
 
 
 def _loss_figure(

@@ -31,8 +31,6 @@ def smoothed_failure(seed: int = 0) -> Study:
     """Runs both algorithms from the same start; nothing is random, so the seed is not used."""
     path, values, slopes = gradient_descent()
     error_path, errors = error_driven_update()
-    grid = np.linspace(-2, SHOWN, 81)
-    field, arrows = smoothed_field(grid)
     always = bool(((slopes[:, 0] < slopes[:, 1]) & (slopes[:, 1] < 0)).all())
     return Study(
         name="smoothed-failure",
@@ -40,23 +38,7 @@ def smoothed_failure(seed: int = 0) -> Study:
         place="Section 3.3 and Appendix 2",
         text=_TEXT,
         figures=[
-            SvgFigure(
-                field_plot(
-                    grid,
-                    grid,
-                    field,
-                    arrows=arrows,
-                    paths=[
-                        Series(name="gradient descent on F", x=path[:, 0], y=path[:, 1]),
-                        Series(name="error-driven update", x=error_path[:, 0], y=error_path[:, 1]),
-                    ],
-                    x_label="θ₁",
-                    y_label="θ₂",
-                    value_label="smoothed AP-loss F",
-                ),
-                "The smoothed loss over the two weights; arrows point where gradient descent goes. "
-                "Only the wedge 0 < θ₁ < θ₂/3 ranks both positives above the negative.",
-            ),
+            _field_figure(path, error_path),
             SvgFigure(
                 line_plot(
                     [
@@ -159,3 +141,26 @@ def smoothed_field(grid: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.n
     )
     along_first, along_second = torch.autograd.grad(value.sum(), (first, second))
     return value.detach().numpy(), (-along_first.numpy(), -along_second.numpy())
+
+
+def _field_figure(path: np.ndarray, error_path: np.ndarray) -> SvgFigure:
+    """Both paths [T, 2] over the smoothed loss."""
+    grid = np.linspace(-2, SHOWN, 81)
+    field, arrows = smoothed_field(grid)
+    return SvgFigure(
+        field_plot(
+            grid,
+            grid,
+            field,
+            arrows=arrows,
+            paths=[
+                Series(name="gradient descent on F", x=path[:, 0], y=path[:, 1]),
+                Series(name="error-driven update", x=error_path[:, 0], y=error_path[:, 1]),
+            ],
+            x_label="θ₁",
+            y_label="θ₂",
+            value_label="smoothed AP-loss F",
+        ),
+        "The smoothed loss over the two weights; arrows point where gradient descent goes. "
+        "Only the wedge 0 < θ₁ < θ₂/3 ranks both positives above the negative.",
+    )
