@@ -8,7 +8,7 @@ import torch
 
 from aploss.cli import main as cli
 from aploss.losses import ap_loss, reference
-from aploss.reporting.blocks import Figure, Verdict
+from aploss.reports.page import SvgFigure, Verdict
 from aploss.theory import STUDIES, convergence, inseparable, smoothed_failure, write_study
 from aploss.theory.study import Study
 
@@ -37,7 +37,7 @@ def test_a_claim_that_fails_fails_the_command(monkeypatch, tmp_path, capsys):
     def failing(seed):
         return Study(
             name="consistency", title="t", place="p", text="x", numbers={},
-            figures=[Figure("<svg></svg>")], verdicts=[Verdict(False, "pigs fly")],
+            figures=[SvgFigure("<svg></svg>")], verdicts=[Verdict(False, "pigs fly")],
         )  # fmt: skip
 
     monkeypatch.setitem(STUDIES, "consistency", failing)
@@ -48,7 +48,7 @@ def test_a_claim_that_fails_fails_the_command(monkeypatch, tmp_path, capsys):
 def test_the_step_bound_is_that_of_appendix_1():
     # One sample, M = 2 boxes at 2 and -1 on a line, theta* = 1: margin 3, distance 3.
     # c = 3 / (2 * 1), C = 2² * 3²: C / c² = 36 / 2.25 = 16.
-    problem = convergence.Problem(
+    problem = convergence.SeparableProblem(
         features=[torch.tensor([[2.0], [-1.0]])],
         labels=[torch.tensor([1, 0])],
         direction=torch.tensor([1.0]),
@@ -57,26 +57,25 @@ def test_the_step_bound_is_that_of_appendix_1():
     assert convergence.step_bound(problem) == pytest.approx(16)
 
 
-def test_an_inseparable_problem_does_not_converge(monkeypatch):
-    monkeypatch.setattr(convergence, "MOST_STEPS", 50)
-    problem = convergence.Problem(
+def test_an_inseparable_problem_does_not_converge():
+    problem = convergence.SeparableProblem(
         features=[torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.float64)],
         labels=[torch.tensor([0, 1, 0])],
         direction=torch.tensor([1.0], dtype=torch.float64),
         margin=-1.0,
     )
-    curve = convergence.run_to_zero(problem, torch.Generator().manual_seed(0))
+    curve = convergence.run_to_zero(problem, torch.Generator().manual_seed(0), max_steps=50)
     assert len(curve) == 50
     assert min(curve) > 0
 
 
 def test_the_drawn_field_is_the_smoothed_loss_of_the_library():
     grid = np.array([-1.0, 0.5, 4.0])
-    field, _ = smoothed_failure._field(grid)
+    field, _ = smoothed_failure.smoothed_field(grid)
     for row, second in enumerate(grid):
         for column, first in enumerate(grid):
             theta = torch.tensor([first, second], dtype=torch.float64)
-            value, _ = smoothed_failure._smoothed(theta)
+            value, _ = smoothed_failure.smoothed_loss(theta)
             assert field[row, column] == pytest.approx(value, abs=1e-12)
 
 
@@ -103,9 +102,9 @@ def test_the_modified_update_is_the_one_of_appendix_3():
 def test_the_surrogate_lies_above_the_ap_loss_by_delta_over_4():
     # l(x, x) >= delta/4 * L_AP, because Q(x) >= delta/4 where H(x) = 1.
     x = np.linspace(0, 5, 100)
-    assert (inseparable._integral_of_step(x) >= inseparable.DELTA / 4).all()
-    slope = np.gradient(inseparable._integral_of_step(x), x)
-    assert slope[1:-1] == pytest.approx(inseparable._step(x)[1:-1], abs=0.02)
+    assert (inseparable.step_integral(x) >= inseparable.DELTA / 4).all()
+    slope = np.gradient(inseparable.step_integral(x), x)
+    assert slope[1:-1] == pytest.approx(inseparable.piecewise_step(x)[1:-1], abs=0.02)
 
 
 def test_separability_is_decided_by_a_linear_program():

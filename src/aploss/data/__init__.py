@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     from aploss.data.builtin import builtin_dataset
     from aploss.data.check import check_dataset
     from aploss.data.convert import convert_dataset
-    from aploss.data.draw import contact_sheet, draw_boxes
     from aploss.data.formats import DataFormat, register_format
     from aploss.data.images import read_image
     from aploss.data.load import dataset_splits, load_dataset
     from aploss.data.loader import make_evaluation_loader, make_training_loader
     from aploss.data.paths import DatasetFolder
     from aploss.data.problems import Problem
+    from aploss.plotting.pictures import contact_sheet, draw_boxes
 
 __all__ = [
     "AnnotationBuilder",
@@ -39,12 +39,12 @@ __all__ = [
 ]
 
 _MODULES = {
+    ".plotting.pictures": ("contact_sheet", "draw_boxes"),
     "annotations": ("AnnotationBuilder", "Annotations", "DetectionDataset"),
     "augment": ("training_transforms",),
     "builtin": ("builtin_dataset",),
     "check": ("check_dataset",),
     "convert": ("convert_dataset",),
-    "draw": ("contact_sheet", "draw_boxes"),
     "formats": ("DataFormat", "register_format"),
     "images": ("read_image",),
     "load": ("dataset_splits", "load_dataset"),
@@ -59,4 +59,4 @@ def __getattr__(name: str) -> Any:
     """Imports what is asked for: reading a dataset needs no augmentation, drawing no loader."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    return getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)

@@ -1,12 +1,14 @@
 """Appendix 4: the error-driven update contains the gradients of cross-entropy and hinge loss."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from aploss.losses import error_driven
-from aploss.reporting.blocks import Figure, Table, Verdict
-from aploss.reporting.plots import Series, line_plot
+from aploss.plotting.plots import Series, line_plot
+from aploss.reports.page import SvgFigure, Table, Verdict
 from aploss.theory.study import Study
 
 __all__ = ["consistency", "cross_entropy_gradients", "hinge_gradients"]
@@ -23,14 +25,20 @@ def consistency(seed: int = 0) -> Study:
     margins = 2 * torch.randn(2000, dtype=torch.float64, generator=random)
     sides = torch.randint(2, (2000,), generator=random)
     hinge_error = _largest_difference(hinge_gradients(margins, sides))
+    x = torch.linspace(-3, 3, 241, dtype=torch.float64)
+    first = torch.zeros(len(x), dtype=torch.int64)
     return Study(
         name="consistency",
         title="The error-driven update contains cross-entropy and hinge loss",
         place="Observation 1 and Appendix 4",
         text=_TEXT,
         figures=[
-            _binary_figure("softmax and cross-entropy", cross_entropy_gradients),
-            _binary_figure("loss-augmented step and hinge loss", hinge_gradients),
+            _binary_figure(
+                "softmax and cross-entropy",
+                x,
+                cross_entropy_gradients(torch.stack([x, -x], -1), first),
+            ),
+            _binary_figure("loss-augmented step and hinge loss", x, hinge_gradients(-x, first)),
         ],
         tables=[
             Table(
@@ -82,7 +90,7 @@ def hinge_gradients(inputs: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
     return ours, _gradient(lambda x: (right * (1 - x).clamp(min=0)).sum(), pair)
 
 
-def _gradient(function, inputs: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+def _gradient(function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
     leaf = inputs.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(function(leaf), leaf)
     return gradient
@@ -92,20 +100,16 @@ def _largest_difference(pair: tuple[Tensor, Tensor]) -> float:
     return float((pair[0] - pair[1]).abs().max())
 
 
-def _binary_figure(title: str, gradients) -> Figure:  # type: ignore[no-untyped-def]
-    """Both gradients for the right class of two, over its input."""
-    x = torch.linspace(-3, 3, 241, dtype=torch.float64)
-    inputs = torch.stack([x, -x], -1) if gradients is cross_entropy_gradients else -x
-    ours, autograd = (g[:, 0] for g in gradients(inputs, torch.zeros(len(x), dtype=torch.int64)))
+def _binary_figure(title: str, x: Tensor, gradients: tuple[Tensor, Tensor]) -> SvgFigure:
+    """Both gradients on the input of the right class of two, over that input."""
+    ours, autograd = (gradient[:, 0].numpy() for gradient in gradients)
     svg = line_plot(
         [
-            Series(name="gradient of the loss", x=x.numpy(), y=autograd.numpy()),
-            Series(
-                name="error-driven update", x=x.numpy()[::12], y=ours.numpy()[::12], markers=True
-            ),
+            Series(name="gradient of the loss", x=x.numpy(), y=autograd),
+            Series(name="error-driven update", x=x.numpy()[::12], y=ours[::12], markers=True),
         ],
         title=title,
         x_label="input of the right class",
         y_label="gradient",
     )
-    return Figure(svg, "Both lie on one line.")
+    return SvgFigure(svg, "Both lie on one line.")

@@ -7,18 +7,25 @@ import torch
 from torch import Tensor
 
 from aploss.losses import ap_loss
-from aploss.reporting.blocks import Figure, Table, Verdict
-from aploss.reporting.plots import Series, line_plot, scatter_plot
+from aploss.plotting.plots import Series, line_plot, scatter_plot
+from aploss.reports.page import SvgFigure, Table, Verdict
 from aploss.theory.study import Study
 
-__all__ = ["Problem", "convergence", "make_separable", "run_to_zero", "step_bound"]
+__all__ = [
+    "SeparableProblem",
+    "convergence",
+    "linear_ap_loss",
+    "make_separable",
+    "run_to_zero",
+    "step_bound",
+]
 
 PROBLEMS = 120
-MOST_STEPS = 20_000
+MAX_STEPS = 20_000
 
 
 @dataclass(frozen=True)
-class Problem:
+class SeparableProblem:
     """Training samples ("images"), each with features [M, D] and labels [M] of its boxes.
 
     ``direction`` (theta*) puts every positive above every negative by at least ``margin``.
@@ -45,7 +52,7 @@ def convergence(seed: int = 0) -> Study:
         place="Proposition 1 and Appendix 1",
         text=_TEXT,
         figures=[
-            Figure(
+            SvgFigure(
                 scatter_plot(
                     [Series(name="a random problem", x=bounds, y=np.maximum(steps, 1))],
                     x_label="bound C / c²",
@@ -54,10 +61,10 @@ def convergence(seed: int = 0) -> Study:
                     log_y=True,
                     diagonal=True,
                 ),
-                "Steps that were needed against the bound computed from the data. Every point "
-                "lies below the diagonal, most by many orders: the proof counts worst cases.",
+                "Steps that were needed against the bound computed from the data. Every point lies "
+                "below the diagonal, most by orders of magnitude: the proof counts worst cases.",
             ),
-            Figure(
+            SvgFigure(
                 line_plot(
                     [
                         Series(name=f"problem {n + 1}", x=range(len(curve)), y=curve)
@@ -67,7 +74,7 @@ def convergence(seed: int = 0) -> Study:
                     y_label="AP-loss, mean of all samples",
                 ),
                 "The three problems that took longest. The loss may rise on the way, as it does "
-                "for the perceptron; it ends at zero all the same.",
+                "for the perceptron; it still ends at zero.",
             ),
         ],
         tables=[
@@ -93,14 +100,14 @@ The model is linear, s = <f, theta>, and some theta* puts every positive above e
 margin. In each step a training sample that still makes an error is drawn, and theta moves by the
 error-driven update, the sum over pairs of L_ij (f_i - f_j), without any learning rate. Appendix 1
 proves that this stops after at most C / c² steps with c = margin / (M ||theta*||) and C = M² max
-||f_i - f_j||², where M is the most boxes of a sample.
+||f_i - f_j||², where M is the largest number of boxes in a sample.
 
 AP-loss is neither convex nor quasiconvex even here, so that no such statement holds for gradient
 descent on a smoothed version: see the study `smoothed-failure`.
 """
 
 
-def make_separable(random: torch.Generator) -> Problem:
+def make_separable(random: torch.Generator) -> SeparableProblem:
     """A random problem: 1-6 samples of 5-40 boxes with 2-12 features."""
     samples, boxes, dimensions = (
         int(torch.randint(low, high, (), generator=random))
@@ -120,10 +127,10 @@ def make_separable(random: torch.Generator) -> Problem:
         float((f @ direction)[t == 1].min() - (f @ direction)[t == 0].max())
         for f, t in zip(features, labels, strict=True)
     )
-    return Problem(features, labels, direction, margin)
+    return SeparableProblem(features, labels, direction, margin)
 
 
-def step_bound(problem: Problem) -> float:
+def step_bound(problem: SeparableProblem) -> float:
     """C / c² of Appendix 1."""
     most_boxes = max(len(f) for f in problem.features)  # M
     c = problem.margin / (most_boxes * float(problem.direction.norm()))
@@ -131,31 +138,28 @@ def step_bound(problem: Problem) -> float:
     return most_boxes**2 * farthest**2 / c**2
 
 
-def run_to_zero(problem: Problem, random: torch.Generator) -> list[float]:
-    """The mean AP-loss before every step; ends with 0, or after MOST_STEPS."""
+def run_to_zero(
+    problem: SeparableProblem, random: torch.Generator, max_steps: int = MAX_STEPS
+) -> list[float]:
+    """The mean AP-loss before every step; ends with 0, or after ``max_steps``."""
     theta = torch.zeros_like(problem.direction)  # theta^(0) = 0
     curve = []
-    for _ in range(MOST_STEPS):
-        losses, updates = zip(
-            *(
-                _loss_and_update(theta, f, t)
-                for f, t in zip(problem.features, problem.labels, strict=True)
-            ),
-            strict=True,
-        )
+    for _ in range(max_steps):
+        samples = list(zip(problem.features, problem.labels, strict=True))
+        losses, gradients = zip(*(linear_ap_loss(theta, f, t) for f, t in samples), strict=True)
         curve.append(sum(losses) / len(losses))
         erring = [n for n, loss in enumerate(losses) if loss > 0]
         if not erring:
             break
         chosen = erring[int(torch.randint(len(erring), (), generator=random))]
-        theta = theta + updates[chosen]
+        # The loss is divided by |P|, the update of Appendix 1 is not.
+        theta = theta - gradients[chosen] * int(problem.labels[chosen].sum())
     return curve
 
 
-def _loss_and_update(theta: Tensor, features: Tensor, labels: Tensor) -> tuple[float, Tensor]:
-    """AP-loss of a sample, and sum_ij L_ij (f_i - f_j), Eq. (update) of Appendix 1."""
+def linear_ap_loss(theta: Tensor, features: Tensor, labels: Tensor) -> tuple[float, Tensor]:
+    """AP-loss of the scores <f, theta>, and its error-driven gradient on theta."""
     scores = (features @ theta).requires_grad_()
     loss = ap_loss(scores, labels, delta=0, interpolated=False)
     (gradient,) = torch.autograd.grad(loss, scores)
-    # The loss is divided by |P|, the update of the appendix is not.
-    return loss.item(), -(features.T @ gradient) * int(labels.sum())
+    return loss.item(), features.T @ gradient  # sum_ij L_ij (f_j - f_i) / |P|

@@ -1,6 +1,7 @@
-"""Figure 1: easy negatives make accuracy high and classification losses deaf, but not AP."""
+"""Figure 1: easy negatives raise accuracy and dominate classification losses, but not AP."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -8,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aploss.losses import ap_loss, auc_loss, focal_loss
-from aploss.reporting.blocks import Figure, Table, Verdict
-from aploss.reporting.plots import Series, line_plot
+from aploss.plotting.plots import Series, line_plot
+from aploss.reports.page import SvgFigure, Table, Verdict
 from aploss.theory.study import Study
 
 __all__ = ["Gradients", "gradients_with", "imbalance", "metrics_with"]
@@ -42,14 +43,14 @@ def imbalance(seed: int = 0) -> Study:
         name: [g.on_hard / rows[0].on_hard for g in rows] for name, rows in gradients.items()
     }
     accuracy, precision = np.array(metrics).T
-    x = EASY[1:]  # the axis is logarithmic: what none do is in the table
+    x = EASY[1:]  # the axis is logarithmic; the row without easy negatives is in the table
     return Study(
         name="imbalance",
         title="What easy negatives do to metrics and losses",
         place="Figure 1 and Section 1",
         text=_TEXT,
         figures=[
-            Figure(
+            SvgFigure(
                 line_plot(
                     [
                         Series(name="accuracy", x=x, y=accuracy[1:], markers=True),
@@ -79,24 +80,7 @@ def imbalance(seed: int = 0) -> Study:
                 caption="Last columns: share of the gradient that easy negatives get.",
             )
         ],
-        verdicts=[
-            Verdict(bool(accuracy[-1] > 0.999), "Accuracy ends above 0.999."),
-            Verdict(bool(np.ptp(precision) == 0), "AP does not change at all."),
-            Verdict(
-                share["ce"][-1] > 0.9,
-                "Easy negatives end with over 90 % of cross-entropy's gradient.",
-            ),
-            Verdict(
-                share["focal"][-2] < 0.1 < share["focal"][-1],
-                "Focal loss puts it off: they get under 10 % at 100,000, over 10 % at 1,000,000.",
-            ),
-            Verdict(max(share["ap"] + share["auc"]) == 0, "Ranking losses give them no gradient."),
-            Verdict(strength["auc"][-1] < 1e-3, "AUC-loss on hard boxes fades to under 1/1000."),
-            Verdict(
-                max(abs(s - 1) for s in strength["ap"]) < 1e-12,
-                "AP-loss keeps its gradient on the hard boxes (1e-12).",
-            ),
-        ],
+        verdicts=_verdicts(accuracy, precision, share, strength),
         numbers={
             "easy": EASY, "accuracy": accuracy.tolist(), "average_precision": precision.tolist(),
             "easy_share": share, "strength_on_hard": strength,
@@ -107,7 +91,7 @@ def imbalance(seed: int = 0) -> Study:
 _TEXT = f"""
 A batch with {POSITIVES} positives and {HARD} hard negatives whose scores overlap, as at the top
 of a detector's ranking, and below them more and more easy negatives far from every positive, as a
-detector has tens of thousands of. Nothing about the detections changes.
+detector has by the tens of thousands. Nothing about the detections changes.
 
 For every loss the gradient on the scores is computed. First: which share of it, in absolute
 value, goes to the easy negatives? Second: how strong is what remains on the positives and hard
@@ -115,16 +99,15 @@ negatives, relative to a batch without easy ones?
 """
 
 
-class Gradients:
-    """Absolute gradient on the hard boxes and on the easy negatives."""
+class Gradients(NamedTuple):
+    """Sums of the absolute gradient over the hard boxes and over the easy negatives."""
 
-    def __init__(self, gradient: Tensor, easy: int) -> None:
-        size = len(gradient) - easy
-        self.on_hard = float(gradient[:size].abs().sum())
-        self.on_easy = float(gradient[size:].abs().sum())
+    on_hard: float
+    on_easy: float
 
     @property
     def easy_share(self) -> float:
+        """The part of the gradient that easy negatives get."""
         return self.on_easy / (self.on_easy + self.on_hard)
 
 
@@ -145,15 +128,42 @@ def gradients_with(loss: Loss, scores: Tensor, targets: Tensor, easy: Tensor) ->
     """The gradient of a loss with the easy negatives added."""
     leaf = torch.cat([scores, easy]).requires_grad_()
     (gradient,) = torch.autograd.grad(loss(leaf, F.pad(targets, (0, len(easy)))), leaf)
-    return Gradients(gradient, len(easy))
+    strength = gradient.abs()
+    return Gradients(float(strength[: len(scores)].sum()), float(strength[len(scores) :].sum()))
+
+
+def _verdicts(
+    accuracy: np.ndarray,
+    precision: np.ndarray,
+    share: dict[str, list[float]],
+    strength: dict[str, list[float]],
+) -> list[Verdict]:
+    return [
+        Verdict(bool(accuracy[-1] > 0.999), "Accuracy ends above 0.999."),
+        Verdict(bool(np.ptp(precision) == 0), "AP does not change at all."),
+        Verdict(
+            share["ce"][-1] > 0.9,
+            "Easy negatives end with over 90 % of cross-entropy's gradient.",
+        ),
+        Verdict(
+            share["focal"][-2] < 0.1 < share["focal"][-1],
+            "Focal loss delays it: they get under 10 % at 100,000, over 10 % at 1,000,000.",
+        ),
+        Verdict(max(share["ap"] + share["auc"]) == 0, "Ranking losses give them no gradient."),
+        Verdict(strength["auc"][-1] < 1e-3, "AUC-loss on hard boxes fades to under 1/1000."),
+        Verdict(
+            max(abs(s - 1) for s in strength["ap"]) < 1e-12,
+            "AP-loss keeps its gradient on the hard boxes (1e-12).",
+        ),
+    ]
 
 
 def _loss_figure(
     x: tuple[int, ...], values: dict[str, list[float]], label: str, caption: str, *, log_y: bool
-) -> Figure:
+) -> SvgFigure:
     series = [
         Series(name="cross-entropy" if name == "ce" else name, x=x, y=y[1:], markers=True)
         for name, y in values.items()
     ]
     svg = line_plot(series, x_label="easy negatives added", y_label=label, log_x=True, log_y=log_y)
-    return Figure(svg, caption)
+    return SvgFigure(svg, caption)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import linprog, minimize
 
-from aploss.reporting.blocks import Figure, Table, Verdict
-from aploss.reporting.plots import Series, line_plot
+from aploss.plotting.plots import Series, line_plot
+from aploss.reports.page import SvgFigure, Table, Verdict
 from aploss.theory.study import Study
 
 __all__ = [
@@ -17,6 +17,8 @@ __all__ = [
     "is_separable",
     "make_inseparable",
     "mean_losses",
+    "piecewise_step",
+    "step_integral",
     "surrogate_step",
 ]
 
@@ -56,7 +58,7 @@ def inseparable(seed: int = 0) -> Study:
         place="Section 3.3 and Appendix 3",
         text=_TEXT,
         figures=[
-            Figure(
+            SvgFigure(
                 line_plot(
                     [
                         Series(name="mean AP-loss", x=steps[shown], y=means[shown]),
@@ -68,7 +70,7 @@ def inseparable(seed: int = 0) -> Study:
                     log_x=True,
                     log_y=True,
                 ),
-                "The bounds fall with 1/T to what the best linear model leaves over; "
+                "The bounds fall with 1/T to the loss that the best linear model leaves; "
                 "above 1 a bound says nothing, since the AP-loss is at most 1.",
             )
         ],
@@ -85,7 +87,8 @@ def inseparable(seed: int = 0) -> Study:
             Verdict(bool((means <= first).all()), "Bound 1 holds for every T."),
             Verdict(bool((means <= second).all()), "Bound 2 holds for every T."),
             Verdict(
-                bool(min(first[-1], second[-1]) < 1), "At the end a bound is below 1: it tells."
+                bool(min(first[-1], second[-1]) < 1),
+                "At the end a bound is below 1, so that it says something.",
             ),
             Verdict(
                 not is_separable(differences, sizes), "No linear model ranks this data perfectly."
@@ -123,7 +126,7 @@ def make_inseparable(random: np.random.Generator) -> tuple[np.ndarray, tuple[int
 
 
 def is_separable(differences: np.ndarray, sizes: tuple[int, int]) -> bool:
-    """Whether some theta has every x_ij <= -1, asked of a linear program."""
+    """Whether some theta has every x_ij <= -1, decided by a linear program."""
     pairs = _negatives_of(differences, sizes).reshape(-1, differences.shape[-1])
     program = linprog(
         np.zeros(pairs.shape[1]), A_ub=pairs, b_ub=-np.ones(len(pairs)), bounds=(None, None)
@@ -131,12 +134,12 @@ def is_separable(differences: np.ndarray, sizes: tuple[int, int]) -> bool:
     return bool(program.status == 0)
 
 
-def _step(x: np.ndarray) -> np.ndarray:
+def piecewise_step(x: np.ndarray) -> np.ndarray:
     """The piecewise step function H~ (Section 3.4)."""
     return np.clip(x / (2 * DELTA) + 0.5, 0, 1)
 
 
-def _integral_of_step(x: np.ndarray) -> np.ndarray:
+def step_integral(x: np.ndarray) -> np.ndarray:
     """Q(x), the integral of the piecewise step function up to x."""
     return np.where(x > DELTA, x, np.clip(x + DELTA, 0, None) ** 2 / (4 * DELTA))
 
@@ -155,7 +158,7 @@ def surrogate_step(
     rank = above.sum(1)  # 1 + sum over k != i of H(x_ik): i itself has H(0) = 1
     pairs = _negatives_of(x, sizes)
     loss = float(((pairs >= 0).sum(1) / rank).mean())
-    terms = _step(pairs) / rank[:, None] / sizes[0]
+    terms = piecewise_step(pairs) / rank[:, None] / sizes[0]
     return loss, np.einsum("ij,ijd->d", terms, _negatives_of(differences, sizes))
 
 
@@ -178,7 +181,7 @@ def mean_losses(differences: np.ndarray, sizes: tuple[int, int]) -> np.ndarray:
 
 def bounds_of(u: np.ndarray, differences: np.ndarray, sizes: tuple[int, int]) -> Bounds:
     """final_bound1 and final_bound2 for a weight vector."""
-    sums = _integral_of_step(_negatives_of(differences @ u, sizes)).sum(1)  # A_i(u)
+    sums = step_integral(_negatives_of(differences @ u, sizes)).sum(1)  # A_i(u)
     scaled = 8 / DELTA * float(sums.max())  # 8/delta Z(u)
     norm = _spectral_norm(differences, sizes)
     return Bounds(
@@ -193,7 +196,7 @@ def _good_weights(differences: np.ndarray, sizes: tuple[int, int]) -> list[np.nd
     pairs = _negatives_of(differences, sizes)
 
     def objective(u: np.ndarray, sharpness: float = 20.0) -> float:
-        sums = _integral_of_step(pairs @ u).sum(1)
+        sums = step_integral(pairs @ u).sum(1)
         return float(
             np.log(np.exp(sharpness * (sums - sums.max())).mean()) / sharpness + sums.max()
         )

@@ -4,12 +4,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aploss.losses import ap_loss, smooth_ap_loss
-from aploss.reporting.blocks import Figure, Table, Verdict
-from aploss.reporting.plots import Series, field_plot, line_plot
+from aploss.losses import smooth_ap_loss
+from aploss.plotting.plots import Series, field_plot, line_plot
+from aploss.reports.page import SvgFigure, Table, Verdict
+from aploss.theory.convergence import linear_ap_loss
 from aploss.theory.study import Study
 
-__all__ = ["descend", "smoothed_failure", "update_by_error"]
+__all__ = [
+    "error_driven_update",
+    "gradient_descent",
+    "smoothed_failure",
+    "smoothed_field",
+    "smoothed_loss",
+]
 
 # The three samples of Appendix 2: one negative, two positives, two features.
 FEATURES = torch.tensor([[0.0, 0.0], [1.0, 0.0], [-3.0, 1.0]], dtype=torch.float64)
@@ -21,11 +28,9 @@ SHOWN = 12.0
 
 
 def smoothed_failure(seed: int = 0) -> Study:
-    """Follows both from the same start. Nothing here is random; the seed is not used."""
-    path, values, slopes = descend()
-    error_path, errors = update_by_error()
-    grid = np.linspace(-2, SHOWN, 81)
-    field, arrows = _field(grid)
+    """Runs both algorithms from the same start; nothing is random, so the seed is not used."""
+    path, values, slopes = gradient_descent()
+    error_path, errors = error_driven_update()
     always = bool(((slopes[:, 0] < slopes[:, 1]) & (slopes[:, 1] < 0)).all())
     return Study(
         name="smoothed-failure",
@@ -33,24 +38,8 @@ def smoothed_failure(seed: int = 0) -> Study:
         place="Section 3.3 and Appendix 2",
         text=_TEXT,
         figures=[
-            Figure(
-                field_plot(
-                    grid,
-                    grid,
-                    field,
-                    arrows=arrows,
-                    paths=[
-                        Series(name="gradient descent on F", x=path[:, 0], y=path[:, 1]),
-                        Series(name="error-driven update", x=error_path[:, 0], y=error_path[:, 1]),
-                    ],
-                    x_label="θ₁",
-                    y_label="θ₂",
-                    value_label="smoothed AP-loss F",
-                ),
-                "The smoothed loss over the two weights; arrows point where gradient descent goes. "
-                "Only the wedge 0 < θ₁ < θ₂/3 ranks both positives above the negative.",
-            ),
-            Figure(
+            _field_figure(path, error_path),
+            SvgFigure(
                 line_plot(
                     [
                         Series(name="F by gradient descent", x=range(1, len(values) + 1), y=values),
@@ -83,7 +72,7 @@ def smoothed_failure(seed: int = 0) -> Study:
                 bool(abs(values[-1] - 1 / 6) < 1e-3 and values[-1] > 1 / 6),
                 "Gradient descent approaches F = 1/6 from above, not the minimum 0.",
             ),
-            Verdict(always, "On its whole way ∂F/∂θ₁ < ∂F/∂θ₂ < 0, as Appendix 2 says."),
+            Verdict(always, "At every step ∂F/∂θ₁ < ∂F/∂θ₂ < 0, as Appendix 2 says."),
             Verdict(errors[-1] == 0, "The error-driven update reaches an AP-loss of exactly zero."),
         ],
         numbers={
@@ -100,18 +89,18 @@ Three samples with two features, (0, 0) negative, (1, 0) and (-3, 1) positive, a
 s = θ₁ f₁ + θ₂ f₂. They are separable: any 0 < θ₁ < θ₂/3 ranks both positives first.
 
 Replace the step function by a sigmoid and the AP-loss becomes a smooth function F. From θ₁ > θ₂ >
-0 with θ₁ large its gradient pulls both weights up with θ₁ ahead, for ever: the second positive
+0 with θ₁ large its gradient increases both weights forever, θ₁ ahead: the second positive
 stays below the negative, and F goes to 1/6. The error-driven update, from the same start and with
 the true step function, sees the one pair in the wrong order and corrects it.
 """
 
 
-def descend() -> tuple[np.ndarray, list[float], np.ndarray]:
+def gradient_descent() -> tuple[np.ndarray, list[float], np.ndarray]:
     """Gradient descent on F: weights [T + 1, 2], values [T + 1], gradients [T + 1, 2]."""
     theta = torch.tensor(START, dtype=torch.float64)
     path, values, slopes = [], [], []
     for _ in range(DESCENT_STEPS + 1):
-        value, slope = _smoothed(theta)
+        value, slope = smoothed_loss(theta)
         path.append(theta.tolist())
         values.append(value)
         slopes.append(slope.tolist())
@@ -119,29 +108,28 @@ def descend() -> tuple[np.ndarray, list[float], np.ndarray]:
     return np.array(path), values, np.array(slopes)
 
 
-def update_by_error() -> tuple[np.ndarray, list[float]]:
+def error_driven_update() -> tuple[np.ndarray, list[float]]:
     """Error-driven updates until the AP-loss is zero: weights [T + 1, 2] and losses [T + 1]."""
     theta = torch.tensor(START, dtype=torch.float64)
     path: list[list[float]] = []
     losses: list[float] = []
     while not losses or (losses[-1] > 0 and len(losses) < 1000):
-        scores = (FEATURES @ theta).requires_grad_()
-        loss = ap_loss(scores, LABELS, delta=0, interpolated=False)
-        (gradient,) = torch.autograd.grad(loss, scores)
+        loss, gradient = linear_ap_loss(theta, FEATURES, LABELS)
         path.append(theta.tolist())
-        losses.append(loss.item())
-        theta = theta - FEATURES.T @ gradient
+        losses.append(loss)
+        theta = theta - gradient
     return np.array(path), losses
 
 
-def _smoothed(theta: Tensor) -> tuple[float, Tensor]:
+def smoothed_loss(theta: Tensor) -> tuple[float, Tensor]:
+    """F of Appendix 2 at weights theta [2], and its gradient."""
     theta = theta.clone().requires_grad_()
     value = smooth_ap_loss(FEATURES @ theta, LABELS)
     (slope,) = torch.autograd.grad(value, theta)
     return value.item(), slope
 
 
-def _field(grid: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+def smoothed_field(grid: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
     """F and its descent direction on the grid, from the formula that Appendix 2 prints."""
     first, second = torch.meshgrid(torch.tensor(grid), torch.tensor(grid), indexing="xy")
     first.requires_grad_()
@@ -153,3 +141,26 @@ def _field(grid: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]
     )
     along_first, along_second = torch.autograd.grad(value.sum(), (first, second))
     return value.detach().numpy(), (-along_first.numpy(), -along_second.numpy())
+
+
+def _field_figure(path: np.ndarray, error_path: np.ndarray) -> SvgFigure:
+    """Both paths [T, 2] over the smoothed loss."""
+    grid = np.linspace(-2, SHOWN, 81)
+    field, arrows = smoothed_field(grid)
+    return SvgFigure(
+        field_plot(
+            grid,
+            grid,
+            field,
+            arrows=arrows,
+            paths=[
+                Series(name="gradient descent on F", x=path[:, 0], y=path[:, 1]),
+                Series(name="error-driven update", x=error_path[:, 0], y=error_path[:, 1]),
+            ],
+            x_label="θ₁",
+            y_label="θ₂",
+            value_label="smoothed AP-loss F",
+        ),
+        "The smoothed loss over the two weights; arrows point where gradient descent goes. "
+        "Only the wedge 0 < θ₁ < θ₂/3 ranks both positives above the negative.",
+    )
