@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 from pycocotools.coco import COCO
 
-from aploss.cli.image_files import find_images
 from aploss.cli.main import main
+from aploss.cli.predict import find_images
 from aploss.data.voc_xml import parse_annotation
 from aploss.data.yolo_rows import parse_row
 from aploss.detectors import build_detector, load, save_detector

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, Namespace
 
+from aploss.cli.command import Command
 from aploss.errors import ConfigError, DataError
 from aploss.evaluation import (
     Curve,
@@ -25,7 +26,7 @@ from aploss.evaluation import (
 )
 from aploss.files import write_text
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
+__all__ = ["EVAL"]
 
 EXAMPLES = """
   aploss eval --annotations instances_val2017.json --detections results.json
@@ -42,8 +43,7 @@ TITLES = {
 IOUS_OF_CURVES = (0.5, 0.6, 0.7, 0.8, 0.9)
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """Adds the options of the command."""
+def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--annotations", type=str, required=True, help="ground truth, COCO annotation JSON"
     )
@@ -70,7 +70,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def run(options: Namespace) -> int:
+def _run(options: Namespace) -> int:
     """Scores the detections, prints a table or JSON, and writes the files asked for."""
     truth = read_ground_truth(options.annotations)
     try:
@@ -133,3 +133,6 @@ def _write(
 def _curves(truth: GroundTruth, table: DetectionTable, iou: float, metric: str) -> dict[str, Curve]:
     match = match_detections if metric == "coco" else match_voc
     return precision_recall_curves(truth, table, matches=match(truth, table, iou))
+
+
+EVAL = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)
