@@ -8,7 +8,7 @@ import torch
 
 from aploss.cli import main as cli
 from aploss.losses import ap_loss, reference
-from aploss.reporting.blocks import Figure, Verdict
+from aploss.reports.page import SvgFigure, Verdict
 from aploss.theory import STUDIES, convergence, inseparable, smoothed_failure, write_study
 from aploss.theory.study import Study
 
@@ -37,7 +37,7 @@ def test_a_claim_that_fails_fails_the_command(monkeypatch, tmp_path, capsys):
     def failing(seed):
         return Study(
             name="consistency", title="t", place="p", text="x", numbers={},
-            figures=[Figure("<svg></svg>")], verdicts=[Verdict(False, "pigs fly")],
+            figures=[SvgFigure("<svg></svg>")], verdicts=[Verdict(False, "pigs fly")],
         )  # fmt: skip
 
     monkeypatch.setitem(STUDIES, "consistency", failing)

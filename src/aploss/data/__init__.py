@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from aploss.data.check import check_dataset
     from aploss.data.convert import convert_dataset
     from aploss.data.dataset import DetectionDataset
-    from aploss.data.draw import contact_sheet, draw_boxes
     from aploss.data.images import read_image
     from aploss.data.load import dataset_splits, load_dataset
     from aploss.data.problems import Problem
+    from aploss.plotting.pictures import contact_sheet, draw_boxes
 
 __all__ = [
     "DetectionDataset",
@@ -32,13 +32,13 @@ __all__ = [
 ]
 
 _MODULES = {
+    ".plotting.pictures": ("contact_sheet", "draw_boxes"),
     "augment": ("training_transforms",),
     "batches": ("make_evaluation_loader", "make_training_loader"),
     "builtin": ("builtin_dataset",),
     "check": ("check_dataset",),
     "convert": ("convert_dataset",),
     "dataset": ("DetectionDataset",),
-    "draw": ("contact_sheet", "draw_boxes"),
     "images": ("read_image",),
     "load": ("dataset_splits", "load_dataset"),
     "problems": ("Problem",),
@@ -50,4 +50,4 @@ def __getattr__(name: str) -> Any:
     """Imports what is asked for: reading a dataset needs no augmentation, drawing no loader."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    return getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)

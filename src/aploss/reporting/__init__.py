@@ -1,1 +1,1 @@
-"""Result files in, pages and plots out; knows no torch. See ``docs/reports.md``."""
+"""MOVED"""

@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aploss.losses import error_driven
-from aploss.reporting.blocks import Figure, Table, Verdict
-from aploss.reporting.plots import Series, line_plot
+from aploss.plotting.plots import Series, line_plot
+from aploss.reports.page import SvgFigure, Table, Verdict
 from aploss.theory.study import Study
 
 __all__ = ["consistency", "cross_entropy_gradients", "hinge_gradients"]
@@ -92,7 +92,7 @@ def _largest_difference(pair: tuple[Tensor, Tensor]) -> float:
     return float((pair[0] - pair[1]).abs().max())
 
 
-def _binary_figure(title: str, gradients) -> Figure:  # type: ignore[no-untyped-def]
+def _binary_figure(title: str, gradients) -> SvgFigure:  # type: ignore[no-untyped-def]
     """Both gradients for the right class of two, over its input."""
     x = torch.linspace(-3, 3, 241, dtype=torch.float64)
     inputs = torch.stack([x, -x], -1) if gradients is cross_entropy_gradients else -x
@@ -108,4 +108,4 @@ def _binary_figure(title: str, gradients) -> Figure:  # type: ignore[no-untyped-
         x_label="input of the right class",
         y_label="gradient",
     )
-    return Figure(svg, "Both lie on one line.")
+    return SvgFigure(svg, "Both lie on one line.")

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from aploss.losses import ap_loss
-from aploss.reporting.blocks import Figure, Table, Verdict
-from aploss.reporting.plots import Series, line_plot, scatter_plot
+from aploss.plotting.plots import Series, line_plot, scatter_plot
+from aploss.reports.page import SvgFigure, Table, Verdict
 from aploss.theory.study import Study
 
 __all__ = ["Problem", "convergence", "make_separable", "run_to_zero", "step_bound"]
@@ -45,7 +45,7 @@ def convergence(seed: int = 0) -> Study:
         place="Proposition 1 and Appendix 1",
         text=_TEXT,
         figures=[
-            Figure(
+            SvgFigure(
                 scatter_plot(
                     [Series(name="a random problem", x=bounds, y=np.maximum(steps, 1))],
                     x_label="bound C / c²",
@@ -57,7 +57,7 @@ def convergence(seed: int = 0) -> Study:
                 "Steps that were needed against the bound computed from the data. Every point "
                 "lies below the diagonal, most by many orders: the proof counts worst cases.",
             ),
-            Figure(
+            SvgFigure(
                 line_plot(
                     [
                         Series(name=f"problem {n + 1}", x=range(len(curve)), y=curve)

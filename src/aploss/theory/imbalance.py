@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aploss.losses import ap_loss, auc_loss, focal_loss
-from aploss.reporting.blocks import Figure, Table, Verdict
-from aploss.reporting.plots import Series, line_plot
+from aploss.plotting.plots import Series, line_plot
+from aploss.reports.page import SvgFigure, Table, Verdict
 from aploss.theory.study import Study
 
 __all__ = ["Gradients", "gradients_with", "imbalance", "metrics_with"]
@@ -49,7 +49,7 @@ def imbalance(seed: int = 0) -> Study:
         place="Figure 1 and Section 1",
         text=_TEXT,
         figures=[
-            Figure(
+            SvgFigure(
                 line_plot(
                     [
                         Series(name="accuracy", x=x, y=accuracy[1:], markers=True),
@@ -150,10 +150,10 @@ def gradients_with(loss: Loss, scores: Tensor, targets: Tensor, easy: Tensor) ->
 
 def _loss_figure(
     x: tuple[int, ...], values: dict[str, list[float]], label: str, caption: str, *, log_y: bool
-) -> Figure:
+) -> SvgFigure:
     series = [
         Series(name="cross-entropy" if name == "ce" else name, x=x, y=y[1:], markers=True)
         for name, y in values.items()
     ]
     svg = line_plot(series, x_label="easy negatives added", y_label=label, log_x=True, log_y=log_y)
-    return Figure(svg, caption)
+    return SvgFigure(svg, caption)

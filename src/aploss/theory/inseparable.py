@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import linprog, minimize
 
-from aploss.reporting.blocks import Figure, Table, Verdict
-from aploss.reporting.plots import Series, line_plot
+from aploss.plotting.plots import Series, line_plot
+from aploss.reports.page import SvgFigure, Table, Verdict
 from aploss.theory.study import Study
 
 __all__ = [
@@ -56,7 +56,7 @@ def inseparable(seed: int = 0) -> Study:
         place="Section 3.3 and Appendix 3",
         text=_TEXT,
         figures=[
-            Figure(
+            SvgFigure(
                 line_plot(
                     [
                         Series(name="mean AP-loss", x=steps[shown], y=means[shown]),

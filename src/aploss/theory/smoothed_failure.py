@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from aploss.losses import ap_loss, smooth_ap_loss
-from aploss.reporting.blocks import Figure, Table, Verdict
-from aploss.reporting.plots import Series, field_plot, line_plot
+from aploss.plotting.plots import Series, field_plot, line_plot
+from aploss.reports.page import SvgFigure, Table, Verdict
 from aploss.theory.study import Study
 
 __all__ = ["descend", "smoothed_failure", "update_by_error"]
@@ -33,7 +33,7 @@ def smoothed_failure(seed: int = 0) -> Study:
         place="Section 3.3 and Appendix 2",
         text=_TEXT,
         figures=[
-            Figure(
+            SvgFigure(
                 field_plot(
                     grid,
                     grid,
@@ -50,7 +50,7 @@ def smoothed_failure(seed: int = 0) -> Study:
                 "The smoothed loss over the two weights; arrows point where gradient descent goes. "
                 "Only the wedge 0 < θ₁ < θ₂/3 ranks both positives above the negative.",
             ),
-            Figure(
+            SvgFigure(
                 line_plot(
                     [
                         Series(name="F by gradient descent", x=range(1, len(values) + 1), y=values),

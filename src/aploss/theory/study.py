@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from aploss.files import write_json
-from aploss.reporting.blocks import Block, Figure, Figures, Section, Table, Text, Verdict
-from aploss.reporting.page import write_page
+from aploss.reports.page import Block, Figures, Section, SvgFigure, Table, Text, Verdict, write_page
 
 __all__ = ["Study", "StudyFunction", "write_study"]
 
@@ -31,7 +30,7 @@ class Study:
     title: str
     place: str
     text: str
-    figures: Sequence[Figure]
+    figures: Sequence[SvgFigure]
     verdicts: Sequence[Verdict]
     numbers: dict[str, Any]
     tables: Sequence[Table] = ()

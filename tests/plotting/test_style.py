@@ -1,24 +1,36 @@
 """Colours and line styles: measured, not just chosen."""
 
 import itertools
+import subprocess
+import sys
 
 import matplotlib
 import numpy as np
 import pytest
+import torch
 
-from aploss.reporting.style import (
-    LOSS_COLOURS,
-    LOSS_LABELS,
-    LOSS_STYLES,
+from aploss.losses import LossTraits, register_loss, traits_of
+from aploss.plotting.style import (
     PALETTE,
     PAPER,
     THEME,
     VARIANT_STYLES,
     line_style,
+    loss_label,
     plot_style,
 )
 
-LOSSES = ("ap", "focal", "ce-ohem", "auc", "rank-sort", "alrp", "smooth-ap", "hinge-ap")
+LABELS = {
+    "ap": "AP-loss",
+    "focal": "Focal loss",
+    "ce-ohem": "CE + OHEM",
+    "auc": "AUC-loss",
+    "rank-sort": "Rank & Sort",
+    "alrp": "aLRP loss",
+    "smooth-ap": "Smooth-AP",
+    "hinge-ap": "Hinge-AP",
+}
+STYLES = {name: line_style(name) for name in LABELS}
 
 # Machado, Oliveira and Fernandes (2009), severity 1, applied to linear RGB.
 SIGHT = {
@@ -63,7 +75,7 @@ def dark(colour: str) -> str:
 @pytest.mark.parametrize("sight", SIGHT)
 @pytest.mark.parametrize("mode", ["light", "dark"])
 def test_colours_of_losses_differ_for_every_kind_of_sight(sight: str, mode: str) -> None:
-    colours = [one if mode == "light" else dark(one) for one in LOSS_COLOURS.values()]
+    colours = [one if mode == "light" else dark(one) for one, *_ in STYLES.values()]
     for one, other in itertools.combinations(colours, 2):
         distance = np.linalg.norm(lab(one, SIGHT[sight]) - lab(other, SIGHT[sight]))
         assert distance > 15, (one, other)  # 2.3 is just noticeable
@@ -84,15 +96,47 @@ def test_every_colour_is_seen_on_its_background() -> None:
 
 
 def test_losses_can_be_told_apart_without_colour() -> None:
-    assert tuple(LOSS_STYLES) == tuple(LOSS_COLOURS) == tuple(LOSS_LABELS) == LOSSES
-    assert len({str(style.dashes) for style in LOSS_STYLES.values()}) == len(LOSSES)
-    assert len({style.marker for style in LOSS_STYLES.values()}) == len(LOSSES)
+    assert len({str(style.dashes) for style in STYLES.values()}) == len(STYLES)
+    assert len({style.marker for style in STYLES.values()}) == len(STYLES)
+
+
+def test_losses_are_labelled_and_coloured_as_they_say() -> None:
+    assert {name: loss_label(name) for name in LABELS} == LABELS
+    for name in LABELS:
+        traits = traits_of(name)
+        assert line_style(name) == (traits.colour, traits.dashes, traits.marker)
+    assert {style.colour for style in STYLES.values()} == set(PALETTE)  # dark mode knows them all
 
 
 def test_variants_take_no_colour_of_a_loss() -> None:
     used = {line_style(f"delta {index}", index).colour for index in range(12)}
-    assert used.isdisjoint(LOSS_COLOURS.values())
-    assert line_style("focal", 5) == LOSS_STYLES["focal"]
+    assert used.isdisjoint(style.colour for style in STYLES.values())
+    assert line_style("focal", 5) == STYLES["focal"]
+
+
+def test_a_registered_loss_without_a_colour_has_always_the_same_style() -> None:
+    class Plain(torch.nn.Module):
+        traits = LossTraits(label="Plain loss")
+
+    class Coloured(torch.nn.Module):
+        traits = LossTraits(colour="#12AB34", marker="*")
+
+    register_loss("style-test-plain")(Plain)
+    register_loss("style-test-coloured")(Coloured)
+    styles = {line_style("style-test-plain", index) for index in range(6)}
+    assert len(styles) == 1
+    assert styles < set(VARIANT_STYLES)
+    assert loss_label("style-test-plain") == "Plain loss"
+    assert line_style("style-test-coloured", 3) == ("#12ab34", "-", "*")
+    assert loss_label("style-test-coloured") == "style-test-coloured"
+
+
+def test_style_is_imported_without_torch_and_matplotlib() -> None:
+    script = (
+        "import sys, aploss.plotting.style, aploss.plotting.plots\n"
+        "assert not {'torch', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_the_style_leaves_global_settings_alone() -> None:

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aploss.reporting.blocks import Figure, Figures, Section, Table, Text, Verdict
-from aploss.reporting.comparison_report import Comparison, write_comparison
-from aploss.reporting.page import write_page
-from aploss.reporting.plots import Series, field_plot
-from aploss.reporting.run_report import write_run_report
+from aploss.plotting.plots import Series, field_plot
+from aploss.reports.comparison import Comparison, write_comparison_report
+from aploss.reports.page import Figures, Section, SvgFigure, Table, Text, Verdict, write_page
+from aploss.reports.run_report import write_run_report
 
 SIZES = {"phone": (390, 844), "desktop": (1440, 900)}
 MEASURE = """(() => {
@@ -53,7 +52,7 @@ def page(make_run: Callable[..., Path], comparison: Comparison, tmp_path: Path) 
                 path.unlink()
             return write_run_report(run)
         if kind == "comparison":
-            return write_comparison(tmp_path, comparison)
+            return write_comparison_report(comparison, tmp_path)
         return write_page(
             tmp_path / "theory.html", "W" * 120, theory_sections(), subtitle="w" * 200
         )
@@ -69,7 +68,9 @@ def theory_sections() -> list[Section]:
     )
     table = Table(columns=[f"column {k}" for k in range(30)], rows=[["x" * 80, *range(29)]])
     text = "word" * 60
-    return [Section(text, [Verdict(True, text), Text(text), table, Figures([Figure(field, text)])])]
+    return [
+        Section(text, [Verdict(True, text), Text(text), table, Figures([SvgFigure(field, text)])])
+    ]
 
 
 @pytest.mark.parametrize("kind", ["run", "unfinished run", "comparison", "theory"])

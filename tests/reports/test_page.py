@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from markupsafe import Markup
 
-from aploss.reporting.blocks import (
+from aploss.plotting.plots import Series, line_plot
+from aploss.plotting.style import THEME
+from aploss.reports.page import (
     DASH,
     Block,
     Cell,
@@ -17,19 +19,19 @@ from aploss.reporting.blocks import (
     Details,
     Fact,
     Facts,
-    Figure,
     Figures,
     Missing,
     Picture,
     Pictures,
     Section,
+    SvgFigure,
     Table,
     Text,
     Verdict,
+    embed_svg,
+    render_page,
+    write_page,
 )
-from aploss.reporting.page import embed_svg, render_page, write_page
-from aploss.reporting.plots import Series, line_plot
-from aploss.reporting.style import THEME
 
 EVIL = "<script>alert('x')</script>\"' onload=alert(1) {{ 7 * 7 }} </style> `code` &amp;"
 PIXEL = "data:image/png;base64,iVBORw0KGgo="
@@ -58,7 +60,7 @@ def every_block(text: str) -> list[Block]:
         Verdict(True, text), Verdict(False, text), Verdict(None, text),
         Table(columns=[text, "n"], rows=[[text, 1.0], [Cell(text, True, "#0072b2"), None]],
               caption=text),
-        Figures([Figure(svg, text, text)]), Pictures([Picture(PIXEL, text, text)]),
+        Figures([SvgFigure(svg, text, text)]), Pictures([Picture(PIXEL, text, text)]),
         Details(text, [Text(text)]),
     ]  # fmt: skip
 
@@ -87,7 +89,7 @@ def test_a_page_asks_nothing_of_the_network() -> None:
 
 def test_no_id_occurs_twice_and_every_reference_is_found() -> None:
     svg = line_plot([Series(name="ap", x=[0, 1], y=[0, 1], markers=True)])
-    figures = Figures([Figure(svg), Figure(svg), Figure(svg)])
+    figures = Figures([SvgFigure(svg), SvgFigure(svg), SvgFigure(svg)])
     page = render_page("T", [Section("Same", [figures]), Section("Same", []), Section("?!", [])])
     ids = [attributes["id"] for _, attributes in Reader(page).tags if "id" in attributes]
     assert len(ids) == len(set(ids))

@@ -1,20 +1,27 @@
 """The page and table of a comparison, against means and deviations computed by hand."""
 
 import dataclasses
+import math
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from aploss.reporting.blocks import Section, Text
-from aploss.reporting.comparison_report import (
+from aploss.reports.comparison import (
     Comparison,
     Difference,
     Entry,
+    TrainingCurve,
     comparison_markdown,
     comparison_table,
-    write_comparison,
+    curve_plot,
+    difference_plot,
+    mean_and_band,
+    spread_plot,
+    write_comparison_report,
 )
+from aploss.reports.page import Section, Text
 
 
 def test_the_table_has_means_deviations_and_the_paper_beside_them() -> None:
@@ -53,7 +60,7 @@ def test_a_row_without_numbers_is_shown_as_dashes() -> None:
 
 
 def test_page_and_table_are_written(comparison: Comparison, tmp_path: Path) -> None:
-    page = write_comparison(tmp_path / "table2", comparison)
+    page = write_comparison_report(comparison, tmp_path / "table2")
     assert sorted(path.name for path in page.parent.iterdir()) == ["report.html", "table.md"]
     text = page.read_text(encoding="utf-8")
     for expected in (
@@ -74,7 +81,7 @@ def test_the_document_for_readers_has_table_differences_and_command(comparison: 
 
 
 def test_a_comparison_that_has_just_begun_has_a_page(tmp_path: Path) -> None:
-    page = write_comparison(tmp_path, Comparison(title="Empty", entries=[]))
+    page = write_comparison_report(Comparison(title="Empty"), tmp_path)
     assert "Nothing was recorded" in page.read_text()
 
 
@@ -92,7 +99,7 @@ def test_one_seed_has_no_spread_and_more_sections_follow(
     one = dataclasses.replace(
         comparison, entries=single, differences=(), sections=[Section("Pictures", [Text("Side.")])]
     )
-    text = write_comparison(tmp_path, one).read_text()
+    text = write_comparison_report(one, tmp_path).read_text()
     assert "Spread over seeds" not in text
     assert text.index('id="while-training"') < text.index('id="pictures"')
     assert text.index('id="pictures"') < text.index('id="how-it-was-made"')
@@ -101,3 +108,60 @@ def test_one_seed_has_no_spread_and_more_sections_follow(
 def test_a_difference_is_named_by_its_losses() -> None:
     one = Difference(name="ap", baseline="batch size 1", values=[], mean=0, low=0, high=0)
     assert one.label == "AP-loss \N{MINUS SIGN} batch size 1"
+
+
+def test_a_difference_of_one_seed_has_no_interval(tmp_path: Path) -> None:
+    one = Difference(
+        name="ap", baseline="focal", values=[0.02], mean=0.02, low=math.nan, high=math.nan
+    )
+    assert not one.is_clear
+    entry = Entry(name="ap", values={"AP": [0.5, None]})
+    comparison = Comparison(title="T", entries=[entry], differences=[one])
+    assert "| +2.0 | \u2013 | 1 |" in comparison_markdown(comparison)
+    assert "Paired differences" not in write_comparison_report(comparison, tmp_path).read_text()
+
+
+@pytest.mark.parametrize(("low", "high", "clear"), [(0.1, 0.2, True), (-0.1, 0.2, False)])
+def test_a_difference_is_clear_when_zero_is_outside(low: float, high: float, clear: bool) -> None:
+    one = Difference(name="a", baseline="b", values=[0.1, 0.2], mean=0.1, low=low, high=high)
+    assert one.is_clear == clear
+
+
+PLOTS = {
+    "steps": lambda comparison: curve_plot(comparison.entries),
+    "minutes": lambda comparison: curve_plot(comparison.entries, against="minutes"),
+    "spread": lambda comparison: spread_plot(comparison.entries, "AP50"),
+    "differences": lambda comparison: difference_plot(comparison.differences),
+}
+
+
+@pytest.mark.parametrize("name", PLOTS)
+def test_every_plot_is_one_well_formed_file_and_the_same_each_time(
+    comparison: Comparison, name: str
+) -> None:
+    svg = PLOTS[name](comparison)
+    assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
+    assert "AP-loss" in svg
+    assert PLOTS[name](comparison) == svg
+
+
+def test_a_row_without_curves_leaves_the_colours_of_the_others_as_they_are() -> None:
+    curve = TrainingCurve(steps=[1, 2], values=[0.1, 0.2])
+    entries = [Entry(name=f"delta {k}", values={}, curves=[curve] if k else []) for k in range(2)]
+    svg = curve_plot(entries)
+    assert comparison_table(Comparison(title="T", entries=entries)).rows[1][0].colour in svg
+
+
+def test_bands_are_means_and_deviations_where_all_seeds_are_known() -> None:
+    x, mean, deviation = mean_and_band(
+        [([0, 2, 4], [0.0, 2.0, 4.0]), ([1, 3, 5], [3.0, 5.0, 7.0]), ([], [])]
+    )
+    np.testing.assert_array_equal(x, [1, 2, 3, 4])
+    np.testing.assert_allclose(mean, [2, 3, 4, 5])  # of x and x + 2
+    np.testing.assert_allclose(deviation, np.std([0, 2], ddof=1))
+
+
+def test_one_seed_has_no_band() -> None:
+    _, mean, deviation = mean_and_band([([1, 2], [0.5, None])])
+    np.testing.assert_array_equal(mean, [0.5])
+    np.testing.assert_array_equal(deviation, [0.0])

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image, ImageDraw
 from sklearn.isotonic import IsotonicRegression
 
-from aploss.reporting.comparison_data import Comparison, Curve, Difference, Entry
+from aploss.reports.comparison import Comparison, Difference, Entry, TrainingCurve
 
 CLASSES = ("disk", "square", "triangle", "star", "cross")
 SIZE = (192, 144)
@@ -343,7 +343,7 @@ def comparison() -> Comparison:
             values = level * (1 - np.exp(-4 * share)) + generator.normal(0, 0.006, size=10)
             speed = generator.uniform(0.95, 1.05)
             curves.append(
-                Curve(steps=(1000 * share).tolist(), values=values.tolist(),
+                TrainingCurve(steps=(1000 * share).tolist(), values=values.tolist(),
                       minutes=(1.2 * speed * share).tolist())
             )  # fmt: skip
             finals.append(float(values[-1]))

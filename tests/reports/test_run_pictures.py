@@ -1,163 +1,31 @@
-"""The page of a run: what it says, and that nothing missing or broken keeps it from being made."""
+"""The pictures of a run's page: which ones are chosen, and what is written below them."""
 
 import json
-import re
 import shutil
 from collections.abc import Callable
-from html import unescape
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from aploss.errors import RunError
-from aploss.reporting.run_files import matches_document, read_run
-from aploss.reporting.run_images import PictureSource
-from aploss.reporting.run_pictures import false_alarms, gallery, misses, side_by_side
-from aploss.reporting.run_report import write_run_report
+from aploss.data import read_image
+from aploss.reports.run_files import matches_document, read_run
+from aploss.reports.run_pictures import (
+    PictureSource,
+    false_positives,
+    gallery,
+    misses,
+    side_by_side,
+)
 
 MakeRun = Callable[..., Path]
-FILES = (
-    "summary.json", "metrics.jsonl", "config.yaml", "environment.json",
-    "evaluation/ground_truth.json", "evaluation/detections.json", "evaluation/metrics.json",
-    "evaluation/calibration.json", "evaluation/matches.json",
-)  # fmt: skip
 
 
 def edit(path: Path, change: Callable[[dict], object]) -> None:
     document = json.loads(path.read_text())
     change(document)
     path.write_text(json.dumps(document))
-
-
-def words(page: Path) -> str:
-    """The page's text without tags and styles, blanks made one."""
-    text = re.sub(r"<style>.*?</style>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    return " ".join(unescape(re.sub(r"<[^>]*>", " ", text)).split())
-
-
-def test_the_page_shows_what_is_in_the_files(make_run: MakeRun) -> None:
-    run = make_run()
-    page = write_run_report(run)
-    assert page == run / "report.html"
-    text = words(page)
-    summary = json.loads((run / "summary.json").read_text())
-    for key in ("AP", "AP50", "AP75"):
-        assert f"{summary[key]:.3f}" in text
-    assert "retinanet-tiny trained with AP-loss on builtin, seed 0" in text
-    assert summary["command"] in text
-    assert "delta: 1.0" in text
-    assert "hardware.processor a processor with a rather long name" in text
-    metrics = json.loads((run / "evaluation/metrics.json").read_text())
-    for name, row in metrics["per_class"].items():
-        assert f"{name} {row['objects']} {row['detections']} {row['AP']:.3f}" in text
-    assert "not in the folder" not in text
-    assert "could not be" not in text
-
-
-def test_the_page_is_of_moderate_size_and_the_plots_are_files_too(make_run: MakeRun) -> None:
-    page = write_run_report(make_run())
-    assert page.stat().st_size < 1_500_000
-    names = {path.name for path in (page.parent / "plots").iterdir()}
-    assert names >= {"loss.svg", "AP.svg", "precision-recall.svg", "reliability.svg", "scores.svg"}
-    assert ".svg" not in names
-
-
-def test_the_same_run_gives_the_same_page(make_run: MakeRun) -> None:
-    run = make_run(images=2, steps=0)
-    first = write_run_report(run).read_bytes()
-    assert write_run_report(run).read_bytes() == first
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_a_missing_file_is_named_and_the_rest_is_shown(make_run: MakeRun, file: str) -> None:
-    run = make_run(images=3, steps=0)
-    (run / file).unlink()
-    text = words(write_run_report(run))
-    assert "could not be made" not in text
-    if file not in ("summary.json", "evaluation/detections.json"):
-        assert f"{file} is not in the folder of this run" in text
-
-
-@pytest.mark.parametrize("content", [b"{", b"[1, 2", b"null", b"\xff\xfe\x00", b"3", b'"x"'])
-def test_a_file_that_cannot_be_read_is_noted(make_run: MakeRun, content: bytes) -> None:
-    run = make_run(images=1, steps=100)
-    documents = [file for file in FILES if file.endswith(".json")]
-    for file in documents:
-        (run / file).write_bytes(content)
-    problems = read_run(run).problems
-    assert [problem.split()[0] for problem in problems] == documents
-
-
-@pytest.mark.parametrize("content", [b"{", b"\xff\xfe\x00", b"[]", b"{}"])
-def test_broken_files_do_not_cost_the_page(make_run: MakeRun, content: bytes) -> None:
-    run = make_run(images=2, steps=100)
-    for file in FILES:
-        if file != "metrics.jsonl":
-            (run / file).write_bytes(content)
-    text = words(write_run_report(run))
-    assert "Training loss" in text
-    assert "could not be made" not in text
-
-
-def test_a_section_with_strange_content_says_so(
-    make_run: MakeRun, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = make_run(images=2, steps=100)
-    edit(run / "evaluation/metrics.json", lambda one: one.update(per_class={"cat": 3}))
-    text = words(write_run_report(run))
-    assert "This part could not be made (AttributeError" in text
-    assert "Training loss" in text
-    assert "section 'Classes' of the report is left out" in caplog.text
-
-
-def test_a_run_that_was_killed_in_the_middle_has_a_page(make_run: MakeRun) -> None:
-    run = make_run(images=2, steps=200)
-    shutil.rmtree(run / "evaluation")
-    (run / "summary.json").unlink()
-    with (run / "metrics.jsonl").open("a") as log:
-        log.write('{"kind": "train", "step": 21')
-    text = words(write_run_report(run))
-    assert "This run has no summary yet" in text
-    assert "Training loss" in text
-    assert len(read_run(run).training) == 20
-
-
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="no such folder"):
-        write_run_report(tmp_path / "nowhere")
-    with pytest.raises(RunError, match="not the folder of a run"):
-        write_run_report(tmp_path)
-
-
-def test_names_from_strangers_stay_text(make_run: MakeRun) -> None:
-    evil = "</td><script>alert(1)</script>`"
-    run = make_run(images=3, steps=0)
-    edit(run / "evaluation/ground_truth.json", lambda one: one["categories"][0].update(name=evil))
-    edit(run / "evaluation/ground_truth.json", lambda one: one["images"][0].update(file_name=evil))
-    edit(run / "summary.json", lambda one: one.update(data=evil, command=evil, detector=evil))
-    edit(run / "environment.json", lambda one: one.update({evil: evil}))
-    (run / "config.yaml").write_text(evil)
-
-    def rename(metrics: dict) -> None:
-        for key in ("per_class", "precision_recall"):
-            metrics[key][evil] = metrics[key].pop("disk")
-
-    edit(run / "evaluation/metrics.json", rename)
-    page = write_run_report(run).read_text(encoding="utf-8")
-    assert "<script" not in page
-    assert page.count("&lt;script&gt;") >= 5
-
-
-def test_images_that_are_gone_are_counted(make_run: MakeRun) -> None:
-    run = make_run(images=4, steps=0)
-    scenes = run.parents[1] / "scenes"
-    (scenes / "scene_001.png").unlink()
-    (scenes / "scene_002.png").write_bytes(b"no picture")
-    text = words(write_run_report(run))
-    assert "2 image(s) could not be read, the first: " in text
-    assert "scene_003.png: " in text
 
 
 def test_paths_may_be_relative_to_the_run(make_run: MakeRun) -> None:
@@ -171,7 +39,7 @@ def test_paths_may_be_relative_to_the_run(make_run: MakeRun) -> None:
     assert len(gallery(PictureSource(read_run(run)))) == 2
 
 
-def test_misses_and_false_alarms_are_those_of_the_matching(make_run: MakeRun) -> None:
+def test_misses_and_false_positives_are_those_of_the_matching(make_run: MakeRun) -> None:
     """A scene of two objects: one found, one not; and two wrong detections beside them."""
     run = make_run(images=1, steps=100)
     box = {"image_id": 1, "category_id": 1, "iscrowd": 0, "difficult": 0}
@@ -197,7 +65,7 @@ def test_misses_and_false_alarms_are_those_of_the_matching(make_run: MakeRun) ->
     assert [picture.caption for picture in misses(source)] == [
         "disk, no detection at all: scene_001.png"
     ]
-    assert [picture.caption for picture in false_alarms(source)] == [
+    assert [picture.caption for picture in false_positives(source)] == [
         "disk 0.15, badly placed: scene_001.png",
         "disk 0.10, on no object: scene_001.png",
     ]
@@ -225,7 +93,7 @@ def test_images_of_any_depth_are_shown(make_run: MakeRun, tmp_path: Path, mode: 
     if mode == "I;16":
         picture = Image.fromarray((ramp * 65535).astype(np.uint16))
     elif mode == "F":
-        picture = Image.fromarray((ramp * 7).astype(np.float32))
+        picture = Image.fromarray(ramp.astype(np.float32))
     else:
         picture = Image.fromarray((ramp * 255).astype(np.uint8)).convert(mode)
     path = tmp_path / ("picture.jpg" if mode == "CMYK" else "picture.tif")
@@ -237,6 +105,8 @@ def test_images_of_any_depth_are_shown(make_run: MakeRun, tmp_path: Path, mode: 
     values = np.asarray(opened).mean(axis=2)
     assert values[:20].mean() < 60
     assert values[-20:].mean() > 195
+    as_trained = read_image(path).permute(1, 2, 0).numpy()
+    np.testing.assert_array_equal(np.asarray(opened), as_trained)
 
 
 def test_a_photograph_is_turned_upright(make_run: MakeRun, tmp_path: Path) -> None:
@@ -281,7 +151,7 @@ def test_a_false_alarm_says_why_it_is_one(
     (run / "evaluation/detections.json").write_text(json.dumps([wrong]))
     matches = matches_document([False], [False], [-1], [1])
     (run / "evaluation/matches.json").write_text(json.dumps(matches))
-    captions = [one.caption for one in false_alarms(PictureSource(read_run(run)))]
+    captions = [one.caption for one in false_positives(PictureSource(read_run(run)))]
     assert len(captions) == 1
     assert captions[0].endswith(f" 0.50, {reason}: scene_001.png")
 

@@ -1,0 +1,1 @@
+"""One look for all plots and pictures: numbers and boxes in, SVG text and PIL images out."""

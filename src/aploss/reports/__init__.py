@@ -1,0 +1,1 @@
+"""Pages of runs, comparisons and studies, each one self-contained file. See ``docs/reports.md``."""

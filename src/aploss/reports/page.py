@@ -1,0 +1,420 @@
+"""One layout for every page: a single file without scripts that asks nothing of the network.
+
+A page is made of blocks of plain data. All texts are shown literally, since class and file names
+come from strangers; only in running text (not in tables and below pictures) words between
+backticks look like code.
+"""
+
+import math
+import numbers
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from aploss.files import write_text
+from aploss.plotting.style import THEME
+
+__all__ = [
+    "DASH",
+    "Block",
+    "Cell",
+    "Code",
+    "Details",
+    "Fact",
+    "Facts",
+    "Figures",
+    "Legend",
+    "Missing",
+    "Picture",
+    "Pictures",
+    "Section",
+    "SvgFigure",
+    "Table",
+    "Text",
+    "Verdict",
+    "embed_svg",
+    "render_page",
+    "show",
+    "write_page",
+]
+
+DASH = "\u2013"
+NUMBER_CHARACTERS = set("0123456789.+-\u2212±\u2013%, []")
+
+
+@dataclass(frozen=True)
+class Text:
+    """Paragraphs, separated by empty lines."""
+
+    text: str
+
+    @property
+    def paragraphs(self) -> list[str]:
+        return [part.strip() for part in self.text.split("\n\n") if part.strip()]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One headline number: its name, its value, and a small line below."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Headline numbers side by side."""
+
+    facts: Sequence[Fact]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table that needs more than a value.
+
+    Attributes:
+        value: a text, a number, or None.
+        strong: bold, for the best of a column.
+        colour: a swatch before the text, such as the colour of a loss.
+    """
+
+    value: Any
+    strong: bool = False
+    colour: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows under named columns; it scrolls inside its own box where the screen is narrow.
+
+    Attributes:
+        columns: the heads.
+        rows: a value or :class:`Cell` for each column.
+        caption: a line below.
+        digits: decimals of floats.
+
+    Example:
+        >>> table = Table(columns=["loss", "AP"], rows=[["AP-loss", 0.7354], ["a|b", None]])
+        >>> print(table.markdown())
+        | loss | AP |
+        |:---|---:|
+        | AP-loss | 0.735 |
+        | a\\|b | – |
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    caption: str = ""
+    digits: int = 3
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise ValueError(f"a row has {len(row)} cells, the table {len(self.columns)}")
+
+    def cell(self, content: Any) -> Cell:
+        """The content as a cell whose value is text."""
+        cell = content if isinstance(content, Cell) else Cell(content)
+        return Cell(show(cell.value, self.digits), cell.strong, cell.colour)
+
+    @property
+    def numeric(self) -> list[bool]:
+        """For each column whether it holds numbers, which are set to the right."""
+        return [all(map(_is_number, column)) for column in zip(*self.rows, strict=True)] or [
+            False
+        ] * len(self.columns)
+
+    def markdown(self) -> str:
+        """The same table for a Markdown document."""
+        lines = [_markdown_row(self.columns)]
+        lines.append("|" + "|".join("---:" if right else ":---" for right in self.numeric) + "|")
+        for row in self.rows:
+            cells = [self.cell(content) for content in row]
+            lines.append(_markdown_row([f"**{c.value}**" if c.strong else c.value for c in cells]))
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class SvgFigure:
+    """A plot as SVG text, with a line below.
+
+    Attributes:
+        svg: of :mod:`aploss.plotting.plots`.
+        caption: the line.
+        label: for those who cannot see the plot; the caption where it is empty.
+        name: of the file, without ending, where plots are also written as files.
+    """
+
+    svg: str
+    caption: str = ""
+    label: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Plots, side by side where there is room."""
+
+    figures: Sequence[SvgFigure]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture as a ``data:`` address with a line below."""
+
+    source: str
+    caption: str = ""
+    alternative: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.source.startswith("data:image/"):
+            raise ValueError(f"a page holds its pictures itself, got {self.source[:60]!r}")
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """A gallery.
+
+    Attributes:
+        pictures: in the order of reading.
+        width: the least width of a picture in pixels; as many columns as fit.
+        columns: always so many columns instead, for pictures that belong side by side.
+    """
+
+    pictures: Sequence[Picture]
+    width: int = 240
+    columns: int | None = None
+
+
+@dataclass(frozen=True)
+class Legend:
+    """What colours stand for: (colour, name) each."""
+
+    entries: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Code:
+    """A command or a file, literally."""
+
+    text: str
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A claim and whether it holds; None stands for "not decided"."""
+
+    holds: bool | None
+    claim: str
+
+    @property
+    def word(self) -> str:
+        return {True: "holds", False: "does not hold", None: "not decided"}[self.holds]
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A note in place of something that cannot be shown."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Details:
+    """Blocks that are folded away until the reader asks for them."""
+
+    summary: str
+    blocks: Sequence["Block"]
+
+
+Block = Text | Facts | Table | Figures | Pictures | Legend | Code | Verdict | Missing | Details
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading, also in the table of contents, and what stands below it."""
+
+    title: str
+    blocks: Sequence[Block]
+
+
+def show(value: Any, digits: int = 3) -> str:
+    """A value as text: a dash for nothing, fixed decimals for floats.
+
+    Example:
+        >>> show(0.5), show(None), show(float("nan")), show(True), show(1200)
+        ('0.500', '–', '–', 'yes', '1200')
+    """
+    if value is None:
+        return DASH
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
+        return f"{float(value):.{digits}f}" if math.isfinite(value) else DASH
+    return str(value)
+
+
+def _is_number(content: Any) -> bool:
+    value = content.value if isinstance(content, Cell) else content
+    if isinstance(value, str):
+        # "0.735 ± 0.004", "+0.021" and "–" stand in columns of numbers.
+        return bool(value) and set(value) <= NUMBER_CHARACTERS
+    return not isinstance(value, bool)
+
+
+def _markdown_row(cells: Sequence[Any]) -> str:
+    texts = [" ".join(str(cell).split()).replace("|", "\\|") for cell in cells]
+    return "| " + " | ".join(texts) + " |"
+
+
+def write_page(
+    path: str | Path,
+    title: str,
+    sections: Sequence[Section],
+    *,
+    subtitle: str = "",
+    footer: str = "",
+) -> Path:
+    """Write a self-contained page.
+
+    Args:
+        path: the HTML file; its folder is made when it is not there.
+        title: the heading and the browser's title.
+        sections: what the page shows; each gets a place in the table of contents.
+        subtitle: a line below the heading.
+        footer: a line at the end.
+
+    Returns:
+        The path of the page.
+
+    Example:
+        >>> import tempfile
+        >>> from aploss.reports.page import Section, Text, Verdict
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     sections = [Section("Result", [Verdict(True, "loss is zero"), Text("Done.")])]
+        ...     write_page(Path(folder) / "page.html", "Convergence", sections).name
+        'page.html'
+    """
+    page = Path(path)
+    write_text(page, render_page(title, sections, subtitle=subtitle, footer=footer))
+    return page
+
+
+def render_page(
+    title: str, sections: Sequence[Section], *, subtitle: str = "", footer: str = ""
+) -> str:
+    """The HTML text of a page; see :func:`write_page`."""
+    anchors = _anchors([section.title for section in sections])
+    return (
+        _environment()
+        .get_template("page.html.j2")
+        .render(
+            title=title,
+            subtitle=subtitle,
+            footer=footer or f"Made by aploss {_version()}",
+            sections=list(zip(anchors, sections, strict=True)),
+            theme=list(THEME.items()),
+            embed=_embedder(),
+        )
+    )
+
+
+def embed_svg(svg: str, *, prefix: str, label: str = "") -> Markup:
+    """An SVG document as part of a page.
+
+    Its colours become the page's variables, so that it follows dark mode; its ids get a prefix,
+    so that two plots on a page do not use each other's parts; its size is the column's.
+
+    Args:
+        svg: of :mod:`aploss.plotting.plots`: text of strangers is escaped in it.
+        prefix: different for each plot of a page.
+        label: read aloud by screen readers.
+    """
+    body = svg[svg.index("<svg") :]
+    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
+    body = re.sub(r"<style[^>]*>.*?</style>", "", body, flags=re.DOTALL)
+    # Only inside tags: a class may well be called "#0072b2".
+    body = re.sub(r"<[^>]*>", lambda tag: _adapt_tag(tag.group(), prefix), body)
+    head, _, rest = body.partition(">")
+    head = re.sub(r'\s(width|height|version|xmlns(:xlink)?)="[^"]*"', "", head)
+    return Markup(f'{head} role="img" aria-label="{escape(label)}">{rest}')
+
+
+def _adapt_tag(tag: str, prefix: str) -> str:
+    tag = re.sub(r'\bid="', f'id="{prefix}', tag)
+    tag = re.sub(r"url\(#", f"url(#{prefix}", tag)
+    tag = re.sub(r'xlink:href="#', f'href="#{prefix}', tag)
+    return re.sub(r"#[0-9a-f]{6}\b", lambda colour: _themed(colour.group()), tag)
+
+
+def _themed(colour: str) -> str:
+    return f"var({THEME[colour][0]})" if colour in THEME else colour
+
+
+def _embedder() -> Callable[[str, str], Markup]:
+    """A function for the template that numbers the plots of one page."""
+    count = 0
+
+    def embed(svg: str, label: str) -> Markup:
+        nonlocal count
+        count += 1
+        return embed_svg(svg, prefix=f"p{count}-", label=label)
+
+    return embed
+
+
+def _anchors(titles: Sequence[str]) -> list[str]:
+    """An id for each section: the title's words, made different where they are the same."""
+    anchors: list[str] = []
+    for title in titles:
+        words = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") or "section"
+        anchor, number = words, 2
+        while anchor in anchors:
+            anchor, number = f"{words}-{number}", number + 1
+        anchors.append(anchor)
+    return anchors
+
+
+def _inline(text: str) -> Markup:
+    """Escaped text in which words between backticks are code."""
+    parts = str(text).split("`")
+    if len(parts) % 2 == 0:  # a lone backtick is just that
+        return escape(text)
+    return Markup("").join(
+        Markup("<code>{}</code>").format(part) if index % 2 else part
+        for index, part in enumerate(parts)
+    )
+
+
+def _kind(block: Block) -> str:
+    """The name by which the template knows a block."""
+    return type(block).__name__.lower()
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("aploss.reports"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(inline=_inline, themed=_themed, kind=_kind)
+    return environment
+
+
+def _version() -> str:
+    try:
+        return version("aploss")
+    except PackageNotFoundError:
+        return "(not installed)"

@@ -1,0 +1,304 @@
+"""The pictures of a run's page: a fair sample, the misses and the false positives."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from aploss.data.images import ImageError, read_image
+from aploss.plotting.pictures import crop_around, data_uri, outline_boxes, thumbnail
+from aploss.plotting.style import PALETTE, class_colour, loss_label
+from aploss.reports.page import Picture, Pictures
+from aploss.reports.run_files import RunFiles
+
+__all__ = ["PictureSource", "false_positives", "gallery", "misses", "side_by_side"]
+
+TRUTH_COLOUR = "#ffffff"
+MAX_LONG_CAPTIONS, MAX_CAPTIONS = 6, 24
+MAX_PER_IMAGE = 2
+TOUCHES, MATCHES = 0.1, 0.5  # IoU from which a box is near another, and from which it finds it
+
+
+@dataclass
+class PictureSource:
+    """The images of a run with their objects and detections, looked up by image id.
+
+    ``unreadable`` collects the images that could not be opened: id → why.
+    """
+
+    run: RunFiles
+    unreadable: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        truth = self.run.ground_truth
+        self.images: dict[int, Mapping[str, Any]] = {
+            image["id"]: image for image in truth.get("images", [])
+        }
+        self.class_names: dict[int, str] = {
+            entry["id"]: str(entry["name"]) for entry in truth.get("categories", [])
+        }
+        self.labels = {number: label for label, number in enumerate(self.class_names)}
+        self.objects: list[Mapping[str, Any]] = list(truth.get("annotations", []))
+        self.scores = self.run.scores
+        self.outcomes = self.run.outcomes
+        self.objects_of = _group(one["image_id"] for one in self.objects)
+        self.detections_of = _group(one["image_id"] for one in self.run.detections)
+
+    def open(self, image_id: int) -> Image.Image | None:
+        """The image as training reads it, or None (and a note) when it cannot be read."""
+        entry = self.images.get(image_id, {})
+        path = self.run.folder / str(entry.get("path") or entry.get("file_name") or "")
+        width, height = entry.get("width"), entry.get("height")
+        try:
+            pixels = read_image(path, size=(width, height) if width and height else None)
+            return Image.fromarray(pixels.permute(1, 2, 0).numpy())
+        except (ImageError, OSError, ValueError) as error:
+            self.unreadable[image_id] = str(error)
+            return None
+
+    def file_name(self, image_id: int) -> str:
+        """The name of an image's file, without its folder."""
+        entry = self.images.get(image_id, {})
+        return Path(str(entry.get("file_name") or entry.get("path") or image_id)).name
+
+    def shown(self, image_id: int) -> list[int]:
+        """Rows of the detections above the threshold, the weakest first."""
+        rows = self.detections_of.get(image_id, [])
+        chosen = [row for row in rows if self.scores[row] >= self.run.threshold]
+        return sorted(chosen, key=lambda row: float(self.scores[row]))
+
+    def caption(self, row: int) -> str:
+        """Class and score of a detection."""
+        return f"{self.class_name(self.run.detections[row])} {self.scores[row]:.2f}"
+
+    def captions(self, rows: Sequence[int]) -> list[str]:
+        """Captions for all boxes of one picture: the more there are, the less they say.
+
+        Few boxes have class and score, more only the score (colours tell the class, if there are
+        not too many), and a crowd has none, since nobody could read them.
+        """
+        if len(rows) > MAX_CAPTIONS:
+            return [""] * len(rows)
+        if len(rows) > MAX_LONG_CAPTIONS and self.colours_differ:
+            return [f"{self.scores[row]:.2f}" for row in rows]
+        return [self.caption(row) for row in rows]
+
+    @property
+    def colours_differ(self) -> bool:
+        """Whether every class has a colour of its own."""
+        return len(self.class_names) <= len(PALETTE)
+
+    def class_name(self, entry: Mapping[str, Any]) -> str:
+        """The name of the class of an object or detection."""
+        return self.class_names.get(entry["category_id"], f"class {entry['category_id']}")
+
+    def draw(
+        self,
+        image: Image.Image,
+        image_id: int,
+        caption: str,
+        *,
+        rows: Sequence[int],
+        named: Mapping[int, str] | None = None,
+        corner: tuple[int, int] = (0, 0),
+        longest: int = 420,
+    ) -> Picture:
+        """The image with its objects dashed and the given detections in their class's colour.
+
+        Args:
+            image: the image, or the part of it that begins at ``corner``.
+            image_id: its id.
+            caption: the line below the picture.
+            rows: detections to draw, the most important last.
+            named: position of an object → its caption; the others have none.
+            corner: (x, y) of the part.
+            longest: longer side of the result.
+        """
+        texts = named or {}
+        objects = [self.objects[place] for place in self.objects_of.get(image_id, [])]
+        found = [self.run.detections[row] for row in rows]
+        chosen = [self.objects[place] for place in texts]
+        small, factor = thumbnail(image, longest)
+        labels = [self.labels.get(one["category_id"], 0) for one in found]
+        drawn = outline_boxes(
+            small,
+            (_xyxy([*objects, *found, *chosen]) - np.array([*corner, *corner])) * factor,
+            captions=[*[""] * len(objects), *self.captions(rows), *texts.values()],
+            colours=[
+                *[TRUTH_COLOUR] * len(objects),
+                *map(class_colour, labels),
+                *[TRUTH_COLOUR] * len(chosen),
+            ],
+            dashed=[*[True] * len(objects), *[False] * len(found), *[True] * len(chosen)],
+        )
+        return Picture(data_uri(drawn), caption)
+
+    def draw_around(
+        self,
+        entry: Mapping[str, Any],
+        note: str,
+        *,
+        rows: Sequence[int],
+        named: Mapping[int, str] | None = None,
+    ) -> Picture | None:
+        """The surroundings of an object or detection; see :meth:`draw`."""
+        image_id = entry["image_id"]
+        image = self.open(image_id)
+        if image is None:
+            return None
+        part, corner = crop_around(image, _xyxy([entry])[0], context=0.8)
+        caption = f"{note}: {self.file_name(image_id)}"
+        return self.draw(
+            part, image_id, caption, rows=rows, named=named, corner=corner, longest=240
+        )
+
+    def evenly_spaced(self, count: int) -> list[int]:
+        """Ids of images with objects, evenly spaced; of any images where none has objects."""
+        usable = [number for number in self.images if self.objects_of.get(number)]
+        usable = usable or list(self.images)
+        places = np.linspace(0, len(usable) - 1, min(count, len(usable))).round().astype(int)
+        return [usable[place] for place in np.unique(places)]
+
+
+def gallery(source: PictureSource, count: int = 12) -> list[Picture]:
+    """Images evenly spaced through the split, not chosen by how well they came out."""
+    pictures = []
+    for image_id in source.evenly_spaced(count):
+        image = source.open(image_id)
+        if image is None:
+            continue
+        rows = source.shown(image_id)
+        objects = len(source.objects_of.get(image_id, []))
+        caption = f"{source.file_name(image_id)}: {_counted(objects, 'object')}, "
+        caption += _counted(len(rows), "detection")
+        if source.outcomes is not None:
+            caption += f", {sum(source.outcomes[row] == 0 for row in rows)} wrong"
+        pictures.append(source.draw(image, image_id, caption, rows=rows))
+    return pictures
+
+
+def side_by_side(runs: Mapping[str, RunFiles], count: int = 6) -> Pictures:
+    """The same images as detected by several runs, a row for each image, as in Figure 5.
+
+    Args:
+        runs: name → run of the same split; the name of a loss is written out.
+        count: images, evenly spaced through the split.
+
+    Returns:
+        Pictures in as many columns as there are runs.
+    """
+    sources = {name: PictureSource(run) for name, run in runs.items()}
+    pictures = []
+    for image_id in next(iter(sources.values())).evenly_spaced(count):
+        images = [source.open(image_id) for source in sources.values()]
+        for (name, source), image in zip(sources.items(), images, strict=True):
+            if all(images) and image is not None:  # a row has a picture of every run, or is none
+                caption = f"{loss_label(name)}: {source.file_name(image_id)}"
+                rows = source.shown(image_id)
+                pictures.append(source.draw(image, image_id, caption, rows=rows))
+    return Pictures(pictures, columns=len(sources))
+
+
+def misses(source: PictureSource, count: int = 12) -> list[Picture]:
+    """Objects no drawn detection found: first those without any detection, the largest first."""
+    found_by = source.run.matches.get("ground_truth", {})
+    missed: list[tuple[float, float, int]] = []
+    for place, entry in enumerate(source.objects):
+        if entry.get("iscrowd") or entry.get("difficult"):
+            continue
+        row = found_by.get(str(entry["id"]))
+        score = -1.0 if row is None else float(source.scores[row])
+        if score < source.run.threshold:
+            missed.append((score, -float(entry["bbox"][2]) * float(entry["bbox"][3]), place))
+    missed.sort()
+    scores = {place: score for score, _, place in missed}
+    pictures: list[Picture] = []
+    for place in _few_per_image(scores, source.objects):
+        entry, score = source.objects[place], scores[place]
+        note = "no detection at all" if score < 0 else f"found only with score {score:.3f}"
+        name = source.class_name(entry)
+        shown = source.shown(entry["image_id"])
+        overlaps = _overlaps(entry, [source.run.detections[row] for row in shown])
+        near = [shown[k] for k in np.flatnonzero(overlaps >= TOUCHES)]
+        texts = {place: f"missed: {name}"}
+        picture = source.draw_around(entry, f"{name}, {note}", rows=near[-3:], named=texts)
+        pictures.extend([picture] if picture else [])
+        if len(pictures) == count:
+            break
+    return pictures
+
+
+def false_positives(source: PictureSource, count: int = 12) -> list[Picture]:
+    """The wrong detections with the highest scores."""
+    if source.outcomes is None:
+        return []
+    wrong = np.flatnonzero(source.outcomes == 0)
+    ranked = wrong[np.argsort(-source.scores[wrong], kind="stable")][: 20 * count].tolist()
+    pictures: list[Picture] = []
+    for row in _few_per_image(ranked, source.run.detections):
+        entry = source.run.detections[row]
+        note = f"{source.caption(row)}, {_why_wrong(source, entry)}"
+        picture = source.draw_around(entry, note, rows=[row])
+        pictures.extend([picture] if picture else [])
+        if len(pictures) == count:
+            break
+    return pictures
+
+
+def _why_wrong(source: PictureSource, entry: Mapping[str, Any]) -> str:
+    """Why a detection is wrong, from the object it overlaps most."""
+    objects = [source.objects[place] for place in source.objects_of.get(entry["image_id"], [])]
+    overlaps = _overlaps(entry, objects)
+    if not (overlaps >= TOUCHES).any():
+        return "on no object"
+    same = np.array([one["category_id"] == entry["category_id"] for one in objects])
+    if (same & (overlaps >= MATCHES)).any():
+        return "found twice"
+    nearest = objects[int(overlaps.argmax())]
+    if nearest["category_id"] == entry["category_id"]:
+        return "badly placed"
+    return f"annotated as {source.class_name(nearest)}"
+
+
+def _overlaps(entry: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    """IoU of a box with each of the others, float64 [n]."""
+    import torch
+    from torchvision.ops import box_iou
+
+    boxes, other_boxes = torch.from_numpy(_xyxy([entry])), torch.from_numpy(_xyxy(others))
+    overlaps: np.ndarray = box_iou(boxes, other_boxes)[0].nan_to_num().numpy()
+    return overlaps
+
+
+def _xyxy(entries: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    """The COCO boxes (x, y, width, height) of entries as (x1, y1, x2, y2), float64 [n, 4]."""
+    boxes = np.array([entry["bbox"] for entry in entries], dtype=np.float64).reshape(-1, 4)
+    boxes[:, 2:] += boxes[:, :2]
+    return boxes
+
+
+def _few_per_image(ranked: Iterable[int], entries: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The same order, but at most two of one image, so that no image fills the page."""
+    seen: Counter[int] = Counter()
+    chosen = []
+    for place in ranked:
+        image_id = entries[place]["image_id"]
+        seen[image_id] += 1
+        if seen[image_id] <= MAX_PER_IMAGE:
+            chosen.append(place)
+    return chosen
+
+
+def _group(image_ids: Iterable[int]) -> dict[int, list[int]]:
+    groups: dict[int, list[int]] = {}
+    for position, image_id in enumerate(image_ids):
+        groups.setdefault(image_id, []).append(position)
+    return groups
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,110 @@
+"""Run folders are read whatever is missing or broken in them."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from aploss.errors import RunError
+from aploss.reports.run_files import matches_document, read_json_lines, read_run
+
+MakeRun = Callable[..., Path]
+DOCUMENTS = (
+    "summary.json", "environment.json", "evaluation/ground_truth.json",
+    "evaluation/detections.json", "evaluation/metrics.json", "evaluation/calibration.json",
+    "evaluation/matches.json",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "content", [b"{", b"[1, 2", b"null", b"\xff\xfe\x00", b"3", b'"x"', b"[" * 100_000]
+)
+def test_a_file_that_cannot_be_read_is_noted(make_run: MakeRun, content: bytes) -> None:
+    run = make_run(images=1, steps=100)
+    for file in DOCUMENTS:
+        (run / file).write_bytes(content)
+    found = read_run(run)
+    assert [problem.split()[0] for problem in found.problems] == list(DOCUMENTS)
+    assert (found.summary, found.detections) == ({}, [])
+
+
+def test_a_list_in_the_place_of_an_object_is_noted(make_run: MakeRun) -> None:
+    run = make_run(images=1, steps=100)
+    (run / "summary.json").write_text("[]")
+    found = read_run(run)
+    assert found.problems == ["summary.json holds a list, not an object"]
+    assert found.summary == {}
+    assert found.training
+
+
+def test_lines_that_are_not_utf_8_are_left_out_and_noted(make_run: MakeRun) -> None:
+    run = make_run(images=1, steps=100)
+    rows = len(read_run(run).training)
+    with (run / "metrics.jsonl").open("ab") as log:
+        log.write(b'{"kind": "train", "note": "\xff"}\n[1]\n\n{"kind": "train", "step": 999}\n')
+    found = read_run(run)
+    assert found.problems == ["metrics.jsonl has 2 line(s) that are not JSON; they are left out"]
+    assert len(found.training) == rows + 1
+    assert found.training[-1]["step"] == 999
+
+
+def test_a_log_in_utf_16_is_noted_and_the_rest_is_read(make_run: MakeRun) -> None:
+    run = make_run(images=1, steps=100)
+    log = run / "metrics.jsonl"
+    log.write_bytes(log.read_text().encode("utf-16"))
+    found = read_run(run)
+    assert found.training == found.validation == []
+    assert len(found.problems) == 1
+    assert found.summary
+
+
+def test_the_line_that_a_kill_cut_is_no_problem(make_run: MakeRun) -> None:
+    run = make_run(images=1, steps=200)
+    with (run / "metrics.jsonl").open("a") as log:
+        log.write('{"kind": "train", "step": 21')
+    found = read_run(run)
+    assert len(found.training) == 20
+    assert found.problems == []
+    assert len(read_json_lines(run / "metrics.jsonl")) == 22
+
+
+def test_a_file_that_is_not_there_has_no_lines(tmp_path: Path) -> None:
+    assert read_json_lines(tmp_path / "metrics.jsonl") == []
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
+def test_a_pipe_or_folder_in_the_place_of_a_file_is_noted(make_run: MakeRun) -> None:
+    run = make_run(images=1, steps=100)
+    for file, make in (("summary.json", os.mkfifo), ("metrics.jsonl", os.mkdir)):
+        (run / file).unlink()
+        make(run / file)
+    assert read_run(run).problems == [
+        "summary.json cannot be read: not a file", "metrics.jsonl cannot be read: not a file"
+    ]  # fmt: skip
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="no such folder"):
+        read_run(tmp_path / "nowhere")
+    with pytest.raises(RunError, match="not the folder of a run"):
+        read_run(tmp_path)
+
+
+def test_scores_are_the_calibrated_ones_where_they_fit_the_detections(make_run: MakeRun) -> None:
+    run = make_run(images=1, steps=100)
+    calibration = json.loads((run / "evaluation/calibration.json").read_text())
+    assert read_run(run).scores.tolist() == calibration["calibrated_scores"]
+    calibration["calibrated_scores"].pop()
+    (run / "evaluation/calibration.json").write_text(json.dumps(calibration))
+    found = read_run(run)
+    assert found.scores.tolist() == [one["score"] for one in found.detections]
+
+
+def test_matches_say_for_each_detection_and_object_what_became_of_it() -> None:
+    # The first detection found object 8, the second lies on a crowd, the third is wrong.
+    document = matches_document([True, False, False], [False, True, False], [1, 0, -1], [7, 8])
+    assert document == {
+        "detections": [True, None, False], "ground_truth": {"7": 1, "8": 0}
+    }  # fmt: skip
