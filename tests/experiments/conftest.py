@@ -105,7 +105,9 @@ def fake_training(monkeypatch: pytest.MonkeyPatch) -> FakeTraining:
 @pytest.fixture
 def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out the drawing, which takes longer than all the rest."""
-    monkeypatch.setattr("aploss.experiments.results.write_comparison", lambda out, comparison: out)
+    monkeypatch.setattr(
+        "aploss.experiments.results.write_comparison_report", lambda comparison, out: out
+    )
 
 
 @pytest.fixture(scope="session")

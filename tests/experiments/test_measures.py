@@ -41,7 +41,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def no_run_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run's own page takes longer than the run."""
-    monkeypatch.setattr("aploss.reporting.run_report.write_run_report", lambda folder: None)
+    monkeypatch.setattr("aploss.reports.run_report.write_run_report", lambda folder: None)
 
 
 def test_losses_share_weights_and_data_and_their_pictures_are_side_by_side(

@@ -108,7 +108,7 @@ def _write(
     truth: GroundTruth, table: DetectionTable, metrics: Metrics, options: Namespace
 ) -> list[Path]:
     """Writes metrics.json and, where a class has objects, the curves; gives the paths."""
-    from aploss.evaluation.curve_plots import plot_classes_together, plot_each_class
+    from aploss.plotting.plots import precision_recall_panels, precision_recall_plot
 
     main_iou = 0.5 if options.iou is None else options.iou
     curves = {
@@ -122,8 +122,10 @@ def _write(
     }
     texts = {"metrics.json": json.dumps(document, indent=2, allow_nan=False) + "\n"}
     if main:
-        texts["precision-recall.svg"] = plot_classes_together(main, main_iou)
-        texts["precision-recall-by-class.svg"] = plot_each_class(dict(sorted(curves.items())))
+        texts["precision-recall.svg"] = precision_recall_plot(main, main_iou)
+        texts["precision-recall-by-class.svg"] = precision_recall_panels(
+            dict(sorted(curves.items()))
+        )
     folder = Path(options.out)
     for name, text in texts.items():
         write_text(folder / name, text)

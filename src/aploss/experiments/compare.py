@@ -17,8 +17,8 @@ from aploss.experiments.plan import (
 from aploss.experiments.results import Results, write_results
 from aploss.experiments.runner import Runner, execute
 from aploss.losses.traits import LOSSES
-from aploss.reporting.comparison_data import Comparison
-from aploss.reporting.style import loss_label
+from aploss.plotting.style import loss_label
+from aploss.reports.comparison import Comparison
 from aploss.training import TrainingInterruptedError
 from aploss.training.distributed import start_world
 from aploss.training.hardware import choose_device

@@ -18,7 +18,7 @@ from aploss.evaluation.detections import DetectionTable
 from aploss.evaluation.voc_metrics import voc_metrics
 from aploss.files import write_json
 from aploss.losses import ap_loss
-from aploss.reporting.comparison_data import Curve as TrainingCurve
+from aploss.reports.comparison import TrainingCurve
 from aploss.training.config import TrainConfig
 from aploss.training.datasets import load_run_data
 from aploss.training.hardware import choose_device, choose_workers

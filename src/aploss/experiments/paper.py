@@ -19,10 +19,10 @@ from aploss.experiments.measures import (
     MultiScaleMeasure,
 )
 from aploss.experiments.results import METRICS, Results
-from aploss.reporting.blocks import Block, Cell, Details, Legend, Missing, Section, Table, Text
-from aploss.reporting.run_files import read_run
-from aploss.reporting.run_pictures import side_by_side
-from aploss.reporting.style import class_colour, line_style, loss_label
+from aploss.plotting.style import class_colour, line_style, loss_label
+from aploss.reports.page import Block, Cell, Details, Legend, Missing, Section, Table, Text
+from aploss.reports.run_files import read_run
+from aploss.reports.run_pictures import side_by_side
 from aploss.training.config import CriterionConfig
 
 __all__ = ["REPRODUCTIONS", "Reproduction", "Row", "reproduction", "snapshots"]

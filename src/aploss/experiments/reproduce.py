@@ -22,7 +22,7 @@ from aploss.experiments.plan import (
     runs_of,
 )
 from aploss.experiments.results import METRICS, Results
-from aploss.reporting.comparison_data import Comparison
+from aploss.reports.comparison import Comparison
 from aploss.training.config import TrainConfig, config_to_dict, differing_keys
 from aploss.training.hardware import choose_device
 from aploss.training.random_state import seeded

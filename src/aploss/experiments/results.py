@@ -9,10 +9,9 @@ from aploss.experiments.measures import Run
 from aploss.experiments.plan import Plan, Variant, data_name
 from aploss.experiments.statistics import known_values, paired_difference, spread
 from aploss.files import write_json
-from aploss.reporting.blocks import DASH, Cell, Section, Table, Text
-from aploss.reporting.comparison_data import Comparison, Difference, Entry
-from aploss.reporting.comparison_report import write_comparison
-from aploss.reporting.style import line_style, loss_label
+from aploss.plotting.style import line_style, loss_label
+from aploss.reports.comparison import Comparison, Difference, Entry, write_comparison_report
+from aploss.reports.page import DASH, Cell, Section, Table, Text
 from aploss.training.run_folder import describe_environment
 
 __all__ = ["Results", "Trial", "write_results"]
@@ -191,7 +190,7 @@ def write_results(out: Path, results: Results, comparison: Comparison) -> Path:
     Returns:
         The path of the page.
     """
-    page = write_comparison(out, comparison)
+    page = write_comparison_report(comparison, out)
     write_json(out / "results.json", _document(results, comparison))
     return page
 

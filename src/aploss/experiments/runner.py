@@ -14,7 +14,7 @@ from aploss.errors import ConfigError, DivergedError, RunError
 from aploss.experiments.measures import Measure, Run
 from aploss.experiments.plan import Tuning, settings_hash, trials_of, with_rate
 from aploss.experiments.results import Results, Trial
-from aploss.reporting.style import loss_label
+from aploss.plotting.style import loss_label
 from aploss.training.config import TrainConfig
 from aploss.training.metrics_log import read_rows
 from aploss.training.run_folder import default_folder

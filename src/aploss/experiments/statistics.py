@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from aploss.reporting.comparison_data import Difference
+from aploss.reports.comparison import Difference
 
 __all__ = ["Spread", "known_values", "paired_difference", "spread"]
 
