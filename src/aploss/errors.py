@@ -1,6 +1,6 @@
 """The errors a user can cause, so that the command line can print them as one line."""
 
-__all__ = ["AplossError", "ConfigError", "DataError", "DivergedError", "RunError"]
+__all__ = ["AplossError", "ConfigError", "DataError", "RunError"]
 
 
 class AplossError(Exception):
@@ -17,7 +17,3 @@ class ConfigError(AplossError, ValueError):
 
 class RunError(AplossError, RuntimeError):
     """A training run that cannot start, go on or be read."""
-
-
-class DivergedError(RunError):
-    """A training whose scores, losses, gradients or weights became NaN or Inf."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from aploss.detectors.checkpoint_io import detector_record, read_checkpoint
 from aploss.detectors.detector import Detector
-from aploss.errors import DivergedError, RunError
+from aploss.errors import RunError
 from aploss.files import write_whole
 
 __all__ = ["Checkpoints", "non_finite_weight"]
@@ -40,11 +40,11 @@ class Checkpoints:
             training: ``step`` and the state of everything else, of tensors and plain values.
 
         Raises:
-            DivergedError: if a weight is not finite: then the last good checkpoint stays.
+            RunError: if a weight is not finite: then the last good checkpoint stays.
         """
         name = non_finite_weight(detector)
         if name is not None:
-            raise DivergedError(
+            raise RunError(
                 f"step {training['step']}: the weight {name} is no longer finite; "
                 f"{self._kept()}; try a lower optimizer.learning_rate"
             )

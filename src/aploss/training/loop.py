@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from aploss.data.batches import TrainingBatches
-from aploss.errors import DivergedError, RunError
+from aploss.errors import RunError
 from aploss.training.bad_numbers import BadNumbers
 from aploss.training.config import TrainConfig
 from aploss.training.distributed import World
@@ -67,7 +67,7 @@ class Loop:
 
         Raises:
             TrainingInterruptedError: after Ctrl-C or SIGTERM; the run is saved.
-            DivergedError: after too many bad numbers in a row; the last good checkpoint is kept.
+            RunError: after too many bad numbers in a row; the last good checkpoint is kept.
         """
         if self.world.is_main:
             self._log = MetricsLog(self.folder.path, step=self.state.step)
@@ -156,7 +156,7 @@ class Loop:
         if self.state.bad_in_a_row >= self.config.bad_steps:
             last = self.folder.checkpoints.last
             kept = f"the last good checkpoint is {last}" if last.is_file() else "nothing was saved"
-            raise DivergedError(
+            raise RunError(
                 f"training stopped after {self.state.bad_in_a_row} steps in a row with numbers "
                 f"not finite, the last: {bad}; {kept}; try a lower optimizer.learning_rate or "
                 "optimizer.clip_norm, or float32"
