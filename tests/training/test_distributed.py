@@ -293,14 +293,15 @@ def test_silence_of_another_process_is_noticed() -> None:
 
 def test_a_process_that_left_with_an_error_is_known_to_have_left() -> None:
     store = torch.distributed.HashStore()
-    with (
-        Heartbeat(0, 2, store=store, interval=0.02, silence=60.0) as own,
-        pytest.raises(KeyError),
-        Heartbeat(1, 2, store=store, interval=0.02, silence=60.0),
-    ):
-        assert own.peers_answer(5.0)
-        raise KeyError
+
+    def leave(own: Heartbeat) -> None:
+        with Heartbeat(1, 2, store=store, interval=0.02, silence=60.0):
+            assert own.peers_answer(5.0)
+            raise KeyError
+
     with Heartbeat(0, 2, store=store, interval=0.02, silence=60.0) as own:
+        with pytest.raises(KeyError):
+            leave(own)
         started = time.monotonic()
         assert not own.peers_answer(60.0)
         assert time.monotonic() - started < 30  # not by silence
