@@ -4,7 +4,13 @@ __all__ = ["AplossError", "ConfigError", "DataError", "RunError"]
 
 
 class AplossError(Exception):
-    """Something the user can put right: the message says what, where and how."""
+    """Something the user can put right: the message says what, where and how.
+
+    Attributes:
+        exit_code: what the command line ends with.
+    """
+
+    exit_code = 2
 
 
 class DataError(AplossError, ValueError):

@@ -7,13 +7,14 @@ import yaml
 
 from aploss.errors import ConfigError
 from aploss.training.config import (
+    BatchesConfig,
     OptimizerConfig,
     TrainConfig,
     config_from_dict,
     config_to_dict,
     differing_keys,
+    settings_of,
 )
-from aploss.training.config_types import settings_of
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,18 @@ from aploss.training.config_types import settings_of
         ({"splits": {"holdout": 1.0}}, "splits.holdout"),
         ({"evaluation": {"voc_year": 2010}}, "evaluation.voc_year"),
         ({"checkpoint_minutes": -1}, "checkpoint_minutes"),
+        ({"seed": 10**23}, "seed"),
+        ({"seed": True}, "seed"),
+        ({"seed": None}, "seed"),
+        ({"batches": {"image_size": 100_000}}, "batches.image_size"),
+        ({"batches": {"image_size": [64, 64, 64]}}, "batches.image_size"),
+        ({"validation": {"every": math.inf}}, "validation.every"),
+        ({"validation": {"every": 10**400}}, "validation.every"),
+        ({"optimizer": {"decay_norms_and_biases": 1}}, "optimizer.decay_norms_and_biases"),
+        ({"criterion": {"box_weight": "heavy"}}, "criterion.box_weight"),
+        ({"criterion": {"box_weight": -1}}, "criterion.box_weight"),
+        ({"model": {"frozen": "backbone"}}, "model.frozen"),
+        ({"model": {"options": [1]}}, "model.options"),
     ],
 )
 def test_a_wrong_setting_is_named_by_its_key_in_one_line(values: dict, key: str) -> None:
@@ -90,3 +103,14 @@ def test_differences_are_found_at_every_depth() -> None:
     second = config_from_dict({"batches": {"size": 4}, "loss": "ap"})
     assert differing_keys(first, second) == ["loss", "batches.size"]
     assert differing_keys(first, first) == []
+
+
+def test_settings_made_in_python_are_checked_by_the_same_rules() -> None:
+    with pytest.raises(ConfigError, match=r"batches\.size must be at least 1, got 0"):
+        BatchesConfig(size=0)
+    with pytest.raises(ConfigError, match=r"optimizer\.clip_norm must be above 0 or null, got -1"):
+        OptimizerConfig(clip_norm=-1)
+    with pytest.raises(ConfigError, match="precision must be one of float32, bfloat16, float16"):
+        TrainConfig(precision="int8")  # type: ignore[arg-type]
+    assert BatchesConfig(image_size=[64, 96]).image_size == (64, 96)  # type: ignore[arg-type]
+    assert TrainConfig(max_minutes=3).max_minutes == 3.0

@@ -3,6 +3,7 @@
 import json
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -15,12 +16,11 @@ import torch
 from aploss.detectors.detector import Detector
 from aploss.errors import ConfigError
 from aploss.training.config import TrainConfig, config_to_dict
-from aploss.training.distributed import World, is_lost_connection
-from aploss.training.metrics_log import read_rows
+from aploss.training.distributed import Heartbeat, World
 from aploss.training.recipes import merge
 from aploss.training.run import make_detector, train
-from aploss.training.schedule import Schedule
-from aploss.training.stepper import Stepper
+from aploss.training.run_folder import read_rows
+from aploss.training.step import Schedule, Stepper
 
 # Every process trains the configs one after another, in one process group.
 PROGRAM = """
@@ -38,6 +38,12 @@ def make_double(*arguments):
     detector.anchors_for(64, 64, "cpu")  # kept: they are found by float32 images
     return detector.double()
 
+def fail(self, images):  # process 1, at its third forward pass
+    calls.append(1)
+    if dist.get_rank() == 1 and len(calls) == 3:
+        raise RuntimeError("my own fault")
+    return heads(self, images)
+
 def spoil(self, images):  # NaN scores in process 1 at its second and third forward pass
     logits, deltas = heads(self, images)
     calls.append(1)
@@ -50,7 +56,7 @@ if len(values["runs"]) > 1:
 try:
     for mode, config in values["runs"]:
         run.make_detector = make_double if mode == "double" else build
-        Detector.heads = spoil if mode == "spoiled" else heads
+        Detector.heads = {"spoiled": spoil, "failing": fail}.get(mode, heads)
         calls.clear()
         run.train(config_from_dict(config))
 except AplossError as error:
@@ -235,27 +241,70 @@ def test_a_killed_process_ends_the_run_with_a_message(
     assert torch.load(last, weights_only=True)["training"]["step"] >= 2
 
 
-def test_silence_of_another_process_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With nccl a collective may hang for ever: the heartbeat ends the process."""
-    from aploss.training import heartbeat
+def test_a_process_with_an_error_of_its_own_says_so_and_the_other_that_it_has_gone(
+    launch: Launch, config_in: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    """Both see a RuntimeError: what tells them apart is whether the other one still answers."""
+    endless = {"schedule": {"length": 100_000}, "validation": {"every": 9e9}}
+    config = config_in(tmp_path / "failing", **merge(SETTINGS, endless))
+    processes = launch([("failing", config)], tmp_path)
+    for process in processes:
+        process.join(timeout=60)
+    assert "RuntimeError: my own fault" in (tmp_path / "1.log").read_text()
+    assert "another process of this run has gone" not in (tmp_path / "1.log").read_text()
+    assert processes[0].exitcode == 2
+    assert "another process of this run has gone" in (tmp_path / "0.log").read_text()
 
-    store = torch.distributed.HashStore()
-    monkeypatch.setattr(torch.distributed.HashStore, "clone", lambda self: self, raising=False)
-    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
-    monkeypatch.setattr(heartbeat, "INTERVAL_SECONDS", 0.02)
-    monkeypatch.setattr(heartbeat, "SILENCE_SECONDS", 0.5)
-    said: list[str] = []
-    with heartbeat.Heartbeat(0, 2, give_up=said.append):
-        until = time.monotonic() + 1.0
+
+class Beating:
+    """Another rank, which beats until it is told to stop."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.over = store, threading.Event()
+        self.thread = threading.Thread(target=self._beat, daemon=True)
+        self.thread.start()
+
+    def _beat(self) -> None:
         beats = 0
-        while time.monotonic() < until:  # process 1 beats for a second, then no more
+        while not self.over.wait(0.02):
             beats += 1
-            store.set("aploss/heartbeat/1", str(beats))
-            time.sleep(0.02)
+            self.store.set("aploss/heartbeat/1", str(beats))
+
+    def stop(self) -> None:
+        self.over.set()
+        self.thread.join()
+
+
+def test_silence_of_another_process_is_noticed() -> None:
+    """With nccl a collective may hang for ever: the heartbeat ends the process."""
+    store, said = torch.distributed.HashStore(), []
+    other = Beating(store)
+    with Heartbeat(0, 2, store=store, interval=0.02, silence=0.5, give_up=said.append) as own:
+        time.sleep(1.0)
+        assert own.peers_answer(5.0)
         assert said == []
+        other.stop()
+        assert not own.peers_answer(0.2)
         time.sleep(1.0)
     assert len(said) == 1
-    assert said[0].startswith("process 1 of 2 has not been heard of")
+    assert said[0].startswith("rank 1 of 2 has not been heard of")
+    assert "--resume" in said[0]
+
+
+def test_a_process_that_left_with_an_error_is_known_to_have_left() -> None:
+    store = torch.distributed.HashStore()
+
+    def leave(own: Heartbeat) -> None:
+        with Heartbeat(1, 2, store=store, interval=0.02, silence=60.0):
+            assert own.peers_answer(5.0)
+            raise KeyError
+
+    with Heartbeat(0, 2, store=store, interval=0.02, silence=60.0) as own:
+        with pytest.raises(KeyError):
+            leave(own)
+        started = time.monotonic()
+        assert not own.peers_answer(60.0)
+        assert time.monotonic() - started < 30  # not by silence
 
 
 def test_losses_that_cannot_rank_over_processes_refuse_it(
@@ -270,15 +319,8 @@ def test_losses_that_cannot_rank_over_processes_refuse_it(
 def test_a_world_of_one_needs_nobody() -> None:
     world = World()
     assert world.is_main
+    assert world.on_main(lambda: "a") == "a"
+    assert world.main_first(lambda: "a") == "a"
     assert world.sum([1.0, 2.0]) == [1.0, 2.0]
     assert world.gather("a") == ["a"]
     assert world.from_main("a") == "a"
-    with world.main_first():
-        pass
-
-
-def test_only_errors_of_the_connection_are_taken_for_one() -> None:
-    closed = RuntimeError("[.../gloo/transport/tcp/pair.cc:534] Connection closed by peer")
-    assert is_lost_connection(closed)
-    assert not is_lost_connection(RuntimeError("out of memory"))
-    assert not is_lost_connection(ValueError("Connection closed by peer"))

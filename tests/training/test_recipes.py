@@ -1,12 +1,15 @@
 """Recipes: the paper's hold the paper's settings, and everything in them can be built."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from aploss.detectors.build import DETECTOR_NAMES, detector_options
 from aploss.detectors.losses_by_name import LOSS_NAMES, make_loss
 from aploss.errors import ConfigError
+from aploss.training.config import config_from_dict, config_to_dict
 from aploss.training.recipes import load_config, read_recipe, recipe_names
 
 PAPER = [
@@ -121,4 +124,82 @@ def test_mistakes_in_recipes_name_recipe_and_key(tmp_path: Path) -> None:
         load_config(str(recipe))
     recipe.write_text("- 1\n")
     with pytest.raises(ConfigError, match="must hold keys and values"):
+        load_config(str(recipe))
+
+
+# --- inheritance ---
+
+# Of the recipes when each was still written out in full: what they stand for must not drift.
+RESOLVED: dict[str, Any] = json.loads(
+    Path(__file__).with_name("resolved_recipes.json").read_text(encoding="utf-8")
+)
+
+
+def held_by(frozen: Any, values: Any) -> bool:
+    """Whether everything frozen is there; settings that came later may be, too."""
+    if isinstance(frozen, dict) and isinstance(values, dict):
+        return all(key in values and held_by(frozen[key], values[key]) for key in frozen)
+    return bool(frozen == values)
+
+
+@pytest.mark.parametrize("name", RESOLVED)
+def test_recipes_that_extend_resolve_to_what_they_were_in_full(name: str) -> None:
+    resolved = config_to_dict(load_config(name))
+    assert held_by(RESOLVED[name]["config"], resolved)
+    # Options are free keys: none may have come in from a base.
+    for group in ("model", "criterion"):
+        assert resolved[group]["options"] == RESOLVED[name]["config"][group]["options"]
+    for loss in LOSS_NAMES:
+        config = load_config(name, {"loss": loss})
+        expected = RESOLVED[name]["criterion_by_loss"].get(loss, resolved["criterion"])
+        assert config_to_dict(config)["criterion"] == expected
+
+
+def test_no_recipe_has_been_lost() -> None:
+    assert set(RESOLVED) <= set(recipe_names())
+    assert not any(name.startswith("_") for name in recipe_names())
+
+
+def test_a_file_extends_a_packaged_recipe_or_a_file_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "lab").mkdir()
+    base, mine = tmp_path / "base.yaml", tmp_path / "lab" / "mine.yaml"
+    base.write_text("extends: voc-ssd512\nbatches: {size: 4}\nlosses: {focal: {seed: 7}}\n")
+    mine.write_text("extends: ../base.yaml\nschedule: {length: 3, milestones: []}\n")
+    config = load_config(str(mine), {"loss": "focal"})
+    assert (config.detector, config.batches.size, config.schedule.length) == ("ssd512", 4, 3)
+    assert config.batches.image_size == 512
+    assert config.criterion.options == {"alpha": 0.25, "gamma": 1.0}
+    assert config.seed == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("extends: mine.yaml", "mine.yaml extends mine.yaml"),
+        ("extends: other.yaml", "mine.yaml extends other.yaml extends mine.yaml"),
+        ("extends: missing.yaml", "mine.yaml extends 'missing.yaml', but there is no file"),
+        ("extends: voc", "mine.yaml extends 'voc': no recipe 'voc'; there are any-cpu"),
+        ("extends: _paper", "mine.yaml extends '_paper': no recipe"),
+        ("extends: [demo, any-cpu]", "extends must name one recipe or file"),
+        ("losses: {ap: 3}", "losses.ap must be a mapping"),
+    ],
+)
+def test_a_base_that_cannot_be_is_one_clear_line(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "mine.yaml").write_text(text + "\n")
+    (tmp_path / "other.yaml").write_text("extends: mine.yaml\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(str(tmp_path / "mine.yaml"))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_config_file_that_extends_is_pointed_to_recipe() -> None:
+    with pytest.raises(ConfigError, match="'extends' is for recipes: give the file with --recipe"):
+        config_from_dict({"extends": "demo"})
+
+
+def test_yaml_that_is_nested_too_deeply_is_one_line(tmp_path: Path) -> None:
+    recipe = tmp_path / "deep.yaml"
+    recipe.write_text("a: " + "[" * 100_000)
+    with pytest.raises(ConfigError, match=r"deep\.yaml is nested too deeply"):
         load_config(str(recipe))

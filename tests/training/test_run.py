@@ -14,9 +14,8 @@ import yaml
 from aploss.detectors import load
 from aploss.errors import ConfigError, DataError, RunError
 from aploss.training.config import TrainConfig, config_to_dict
-from aploss.training.metrics_log import read_rows
 from aploss.training.run import make_detector, train
-from aploss.training.summary import Summary
+from aploss.training.run_folder import Summary, read_rows
 
 MakeConfig = Callable[..., TrainConfig]
 
@@ -149,7 +148,12 @@ class TestRuns:
         config = make_config(evaluation={"checkpoint": "last", "split": "val", "voc_year": 2007})
         summary = train(config)
         assert summary.best_step == 6
-        assert same(weights(summary.folder, "best"), weights(summary.folder, "last"))
+        # They are in last.pt, with the calibration; nothing else is called the best.
+        assert not (Path(summary.folder) / "checkpoints/best.pt").exists()
+        detector = load(summary.folder)
+        assert same(detector.state_dict(), weights(summary.folder))
+        assert detector.draw_threshold == summary.draw_threshold
+        assert train(config, resume=True) == summary
         assert rows(summary.folder, "validation")[-1]["AP"] == summary.AP
         assert summary.split == "val"
         assert summary.calibration_split == "test"

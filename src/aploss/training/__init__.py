@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aploss.training.config import TrainConfig
-    from aploss.training.loop_state import TrainingInterruptedError
+    from aploss.training.distributed import TrainingInterruptedError
     from aploss.training.recipes import load_config, recipe_names
     from aploss.training.run import train
-    from aploss.training.run_folder import RunFolder
-    from aploss.training.summary import Summary
+    from aploss.training.run_folder import RunFolder, Summary
 
 __all__ = [
     "RunFolder",
@@ -26,9 +25,9 @@ __all__ = [
 
 _MODULES = {
     "RunFolder": "run_folder",
-    "Summary": "summary",
+    "Summary": "run_folder",
     "TrainConfig": "config",
-    "TrainingInterruptedError": "loop_state",
+    "TrainingInterruptedError": "distributed",
     "load_config": "recipes",
     "recipe_names": "recipes",
     "train": "run",

@@ -1,11 +1,18 @@
-"""Every setting of a training run, as frozen dataclasses with a help text per setting.
+"""Every setting of a run: frozen dataclasses, and the checks of their values.
 
-The command line, the YAML files and the Python API all end in one :class:`TrainConfig`. A key that
-does not exist, or a value that a key cannot have, is an error that names the key.
+The command line, the YAML files and the Python API all end in one :class:`TrainConfig`. Each
+setting is declared once, with its type, default, help line and range; a key that does not exist, or
+a value that a key cannot have, is an error that names the key.
 """
 
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Any, Literal
+import math
+import types
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from aploss.errors import ConfigError
 
@@ -16,66 +23,120 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ScheduleConfig",
+    "Setting",
     "SplitsConfig",
     "TrainConfig",
     "ValidationConfig",
     "config_from_dict",
     "config_to_dict",
     "differing_keys",
+    "settings_of",
 ]
 
 
-def setting(default: Any, help_text: str) -> Any:
-    """A dataclass field with the line that ``aploss train --help`` shows for it."""
-    return field(default=default, metadata={"help": help_text})
+class Check(NamedTuple):
+    """What a value must fulfil, and how a message says it."""
+
+    holds: Callable[[Any], bool]
+    expected: str
 
 
-def _require(holds: bool, key: str, value: Any, expected: str) -> None:
-    if not holds:
-        raise ConfigError(f"{key} must be {expected}, got {value!r}")
+def at_least(least: float) -> Check:
+    """Each number of the value is ``least`` or more."""
+    return Check(lambda value: min(_numbers(value)) >= least, f"at least {least}")
+
+
+def above(bound: float) -> Check:
+    """The number is larger than ``bound``."""
+    return Check(lambda value: value > bound, f"above {bound}")
+
+
+def between(low: float, high: float) -> Check:
+    """Each number of the value is in the closed interval."""
+    return Check(
+        lambda value: all(low <= number <= high for number in _numbers(value)),
+        f"between {low} and {high}",
+    )
+
+
+INSIDE_0_1 = Check(lambda value: 0 < value < 1, "between 0 and 1, both excluded")
+
+
+def _numbers(value: Any) -> tuple[float, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def setting(default: Any, help_text: str, check: Check | None = None) -> Any:
+    """A dataclass field with the line that ``aploss train --help`` shows for it, and its range."""
+    return field(default=default, metadata={"help": help_text, "check": check})
+
+
+class _Settings:
+    """A group of settings, checked when it is made: the one place where this happens."""
+
+    group: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):  # type: ignore[arg-type]
+            kind = _hints(type(self))[entry.name]
+            if is_dataclass(kind):
+                continue
+            key, value = self.group + entry.name, getattr(self, entry.name)
+            try:
+                value = _converted(kind, value)
+            except ValueError:
+                raise ConfigError(f"{key} must be {_type_name(kind)}, got {value!r}") from None
+            check = entry.metadata.get("check")
+            if check is not None and isinstance(value, int | float | tuple):
+                self._require(check.holds(value), key, value, check.expected + _or_null(kind))
+            object.__setattr__(self, entry.name, value)
+
+    @staticmethod
+    def _require(holds: bool, key: str, value: Any, expected: str) -> None:
+        if not holds:
+            raise ConfigError(f"{key} must be {expected}, got {value!r}")
 
 
 @dataclass(frozen=True)
-class SplitsConfig:
+class SplitsConfig(_Settings):
     """Which images are trained on and which are looked at while training."""
 
+    group = "splits."
     format: str = setting("auto", "format of the data: auto, voc, coco or yolo")
     train: str | None = setting(None, "split to train on; by default train, else trainval")
     validation: str | None = setting(
         None, "split for every choice; by default val, else a held-out part; 'none' for no split"
     )
     holdout: float = setting(
-        0.15, "share of the training images held out where the data has no validation split"
+        0.15,
+        "share of the training images held out without a validation split",
+        INSIDE_0_1,
     )
-
-    def __post_init__(self) -> None:
-        _require(0 < self.holdout < 1, "splits.holdout", self.holdout, "between 0 and 1")
 
 
 @dataclass(frozen=True)
-class BatchesConfig:
+class BatchesConfig(_Settings):
     """What one forward pass sees."""
 
-    size: int = setting(8, "images of all processes together in one forward pass")
-    accumulate: int = setting(1, "forward passes whose gradients make one step")
+    group = "batches."
+    size: int = setting(8, "images per forward pass, of all ranks together", at_least(1))
+    accumulate: int = setting(1, "forward passes whose gradients make one step", at_least(1))
     image_size: int | tuple[int, int] = setting(
-        512, "training images are resized to this: side of a square, or [height, width]"
+        512,
+        "training images are resized to this: side of a square, or [height, width]",
+        between(32, 8192),
     )
     augmentation: Literal["paper", "light", "none"] = setting("light", "augmentation preset")
-    workers: int | None = setting(None, "loader processes; by default chosen for the hardware")
-
-    def __post_init__(self) -> None:
-        _require(self.size >= 1, "batches.size", self.size, "at least 1")
-        _require(self.accumulate >= 1, "batches.accumulate", self.accumulate, "at least 1")
-        sides = (self.image_size,) if isinstance(self.image_size, int) else self.image_size
-        _require(min(sides) >= 32, "batches.image_size", self.image_size, "at least 32")
-        _require((self.workers or 0) >= 0, "batches.workers", self.workers, "0 or more")
+    workers: int | None = setting(
+        None, "data loader workers; by default chosen for the hardware", at_least(0)
+    )
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(_Settings):
     """The detector apart from its name and its loss."""
 
+    group = "model."
     weights: str | None = setting(
         None, "start from: 'imagenet' (backbone), 'coco' (detector), a file, or nothing"
     )
@@ -83,16 +144,17 @@ class ModelConfig:
         default_factory=dict, metadata={"help": "options of the architecture, of build_detector"}
     )
     frozen: tuple[str, ...] = setting((), "parameters not trained: names or patterns as backbone.*")
-    ema: float | None = setting(None, "decay of the moving average of the weights; none without")
-
-    def __post_init__(self) -> None:
-        _require(self.ema is None or 0 < self.ema < 1, "model.ema", self.ema, "between 0 and 1")
+    ema: float | None = setting(
+        None, "decay of the exponential moving average (EMA) of the weights; null for no EMA",
+        INSIDE_0_1,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class CriterionConfig:
+class CriterionConfig(_Settings):
     """The loss apart from its name."""
 
+    group = "criterion."
     options: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "options of the classification loss, as delta"}
     )
@@ -100,85 +162,80 @@ class CriterionConfig:
         "batch", "rank the anchors of all images together, or of each image alone"
     )
     rank_over_processes: bool = setting(
-        False, "rank, and count the positives, over the images of all processes"
+        False, "rank, and count the positives, over the images of all ranks (processes)"
     )
     box_loss: str | None = setting(None, "smooth-l1 or giou; by default what suits the loss")
     box_weight: float | Literal["balanced"] | None = setting(
-        None, "weight of the box loss; by default what suits the loss"
+        None, "weight of the box loss; by default what suits the loss", at_least(0)
     )
 
-    def __post_init__(self) -> None:
-        weight = self.box_weight
-        positive = not isinstance(weight, float) or weight >= 0
-        _require(positive, "criterion.box_weight", weight, "0 or more, or balanced")
-
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(_Settings):
     """How a gradient becomes a step."""
 
+    group = "optimizer."
     name: Literal["sgd", "adamw"] = setting("adamw", "sgd (with momentum) or adamw")
-    learning_rate: float = setting(3e-3, "the highest learning rate of the schedule")
-    momentum: float = setting(0.9, "momentum of sgd")
-    weight_decay: float = setting(1e-2, "weight decay")
+    learning_rate: float = setting(3e-3, "the highest learning rate of the schedule", above(0))
+    momentum: float = setting(
+        0.9, "momentum of sgd", Check(lambda value: 0 <= value < 1, "at least 0 and below 1")
+    )
+    weight_decay: float = setting(1e-2, "weight decay", at_least(0))
     decay_norms_and_biases: bool = setting(False, "also decay normalisation weights and biases")
-    clip_norm: float | None = setting(1.0, "longest gradient allowed; none for any")
-
-    def __post_init__(self) -> None:
-        _require(self.learning_rate > 0, "optimizer.learning_rate", self.learning_rate, "above 0")
-        _require(0 <= self.momentum < 1, "optimizer.momentum", self.momentum, "in [0, 1)")
-        _require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "0 or more")
-        clips = self.clip_norm is None or self.clip_norm > 0
-        _require(clips, "optimizer.clip_norm", self.clip_norm, "above 0 or null")
+    clip_norm: float | None = setting(
+        1.0, "maximum gradient norm; null disables clipping", above(0)
+    )
 
 
 @dataclass(frozen=True)
-class ScheduleConfig:
+class ScheduleConfig(_Settings):
     """How long training lasts and how the learning rate moves."""
 
-    length: int = setting(1000, "how long to train, in units")
+    group = "schedule."
+    length: int = setting(1000, "how long to train, in units", at_least(1))
     unit: Literal["steps", "epochs"] = setting("steps", "unit of length and milestones")
     kind: Literal["milestones", "cosine"] = setting("cosine", "how the learning rate falls")
     milestones: tuple[float, ...] = setting((), "when the learning rate is multiplied by gamma")
-    gamma: float = setting(0.1, "factor at a milestone")
-    final_factor: float = setting(0.02, "share of the learning rate where the cosine ends")
-    warmup_steps: int = setting(50, "steps over which the learning rate rises to its full value")
-    warmup_factor: float = setting(0.02, "share of the learning rate where the warm-up starts")
+    gamma: float = setting(0.1, "factor at a milestone", above(0))
+    final_factor: float = setting(
+        0.02, "share of the learning rate at the end of the cosine", between(0, 1)
+    )
+    warmup_steps: int = setting(
+        50, "steps over which the learning rate rises to its full value", at_least(0)
+    )
+    warmup_factor: float = setting(
+        0.02,
+        "share of the learning rate at the start of the warm-up",
+        Check(lambda value: 0 < value <= 1, "above 0 and at most 1"),
+    )
 
     def __post_init__(self) -> None:
-        _require(self.length >= 1, "schedule.length", self.length, "at least 1")
-        _require(self.gamma > 0, "schedule.gamma", self.gamma, "above 0")
-        _require(0 <= self.final_factor <= 1, "schedule.final_factor", self.final_factor, "in 0..1")
-        _require(self.warmup_steps >= 0, "schedule.warmup_steps", self.warmup_steps, "0 or more")
-        in_range = 0 < self.warmup_factor <= 1
-        _require(in_range, "schedule.warmup_factor", self.warmup_factor, "above 0, at most 1")
+        super().__post_init__()
         rising = all(a < b for a, b in zip(self.milestones, self.milestones[1:], strict=False))
-        _require(rising, "schedule.milestones", self.milestones, "in rising order")
+        self._require(rising, "schedule.milestones", self.milestones, "in rising order")
         used = not self.milestones or self.kind == "milestones"
-        _require(used, "schedule.milestones", self.milestones, "empty with kind cosine")
+        self._require(used, "schedule.milestones", self.milestones, "empty with kind cosine")
 
 
 @dataclass(frozen=True)
-class ValidationConfig:
-    """How often the validation split is detected, and what follows from it."""
+class ValidationConfig(_Settings):
+    """How often the validation split is measured, and what follows from it."""
 
-    every: float = setting(1.0, "how often to validate, in units")
+    group = "validation."
+    every: float = setting(1.0, "how often to validate, in units", above(0))
     unit: Literal["steps", "epochs"] = setting("epochs", "unit of every")
     metric: Literal["AP", "AP50", "AP75"] = setting("AP", "metric the best checkpoint is chosen by")
-    patience: int | None = setting(None, "stop after so many validations without a better one")
-    batch_size: int = setting(8, "images detected at a time")
-
-    def __post_init__(self) -> None:
-        _require(self.every > 0, "validation.every", self.every, "above 0")
-        patient = self.patience is None or self.patience >= 1
-        _require(patient, "validation.patience", self.patience, "at least 1 or null")
-        _require(self.batch_size >= 1, "validation.batch_size", self.batch_size, "at least 1")
+    patience: int | None = setting(
+        None, "early stopping: end after so many validations without a better one", at_least(1)
+    )
+    batch_size: int = setting(8, "images per forward pass of validation", at_least(1))
 
 
 @dataclass(frozen=True)
-class EvaluationConfig:
+class EvaluationConfig(_Settings):
     """The numbers at the end: on which split, of which weights."""
 
+    group = "evaluation."
     split: str | None = setting(None, "split of the final numbers; by default test, else val")
     checkpoint: Literal["best", "last"] = setting("best", "which weights are evaluated")
     voc_year: Literal[2007, 2012] | None = setting(
@@ -187,26 +244,37 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(_Settings):
     """A whole run. ``TrainConfig(data="builtin")`` is one that works."""
 
     data: str = setting("", "folder or file of the data set, or 'builtin'")
-    out: str | None = setting(None, "folder of the run; by default runs/DATA-DETECTOR-LOSS-seedN")
+    out: str | None = setting(None, "run folder; by default runs/DATA-DETECTOR-LOSS-seedN")
     detector: str = setting("retinanet-tiny", "name of the detector")
     loss: str = setting("ap", "classification loss")
-    seed: int = setting(0, "initial weights, data order and augmentation follow from it")
+    seed: int = setting(
+        0,
+        "initial weights, data order and augmentation follow from it",
+        Check(lambda value: 0 <= value < 2**63, "at least 0 and below 2^63"),
+    )
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps ...")
     precision: Literal["float32", "bfloat16", "float16"] = setting(
         "float32", "number type of the forward pass; weights stay float32"
     )
     deterministic: bool | None = setting(
-        None, "the same numbers in every run; by default on the CPU, where it costs little"
+        None, "bit-identical numbers in every run; by default on the CPU, where it costs little"
     )
-    max_minutes: float | None = setting(None, "stop training after so many minutes in all")
-    checkpoint_minutes: float | None = setting(10.0, "minutes between checkpoints")
-    checkpoint_steps: int | None = setting(None, "steps between checkpoints")
-    log_steps: int = setting(10, "steps between rows of the metrics files (means over them)")
-    bad_steps: int = setting(3, "stop after so many steps in a row with numbers not finite")
+    max_minutes: float | None = setting(
+        None, "stop training after so many minutes in all", at_least(0)
+    )
+    checkpoint_minutes: float | None = setting(10.0, "minutes between checkpoints", at_least(0))
+    checkpoint_steps: int | None = setting(None, "steps between checkpoints", at_least(1))
+    log_steps: int = setting(
+        10, "steps between rows of the metrics files (means over them)", at_least(1)
+    )
+    bad_steps: int = setting(
+        3, "stop after so many steps in a row with NaN or Inf in scores, losses or gradients",
+        at_least(1),
+    )  # fmt: skip
     splits: SplitsConfig = field(default_factory=SplitsConfig)
     batches: BatchesConfig = field(default_factory=BatchesConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -216,15 +284,99 @@ class TrainConfig:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
-    def __post_init__(self) -> None:
-        for key in ("max_minutes", "checkpoint_minutes"):
-            value = getattr(self, key)
-            _require(value is None or value >= 0, key, value, "0 or more, or null")
-        often = self.checkpoint_steps is None or self.checkpoint_steps >= 1
-        _require(often, "checkpoint_steps", self.checkpoint_steps, "at least 1 or null")
-        _require(self.seed >= 0, "seed", self.seed, "0 or more")
-        _require(self.log_steps >= 1, "log_steps", self.log_steps, "at least 1")
-        _require(self.bad_steps >= 1, "bad_steps", self.bad_steps, "at least 1")
+
+# --- types ---
+
+
+@cache
+def _hints(config_type: type) -> dict[str, Any]:
+    return get_type_hints(config_type)
+
+
+def _converted(kind: Any, value: Any) -> Any:
+    """The value as its declared type: lists become tuples, ``1e-3`` (text in YAML 1.1) a number.
+
+    Raises:
+        ValueError: it is of another type.
+    """
+    origin, parts = get_origin(kind) or kind, get_args(kind)
+    if origin in (Union, types.UnionType):
+        if type(None) in parts and value in (None, "null"):
+            return None
+        for part in parts:
+            try:
+                return _converted(part, value)
+            except ValueError:
+                continue
+    elif origin is Literal:
+        matching = [choice for choice in parts if choice in (value, _whole(value))]
+        if matching and not isinstance(value, bool):
+            return matching[0]
+    elif kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+        with suppress(OverflowError):  # a whole number of hundreds of digits
+            if math.isfinite(number := float(value)):
+                return number
+    elif kind is int:
+        if (whole := _whole(value)) is not None:
+            return whole
+    elif origin is tuple and isinstance(value, list | tuple):
+        kinds = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
+        if len(kinds) == len(value):
+            return tuple(_converted(part, entry) for part, entry in zip(kinds, value, strict=True))
+    elif origin in (str, bool, dict) and isinstance(value, origin):
+        return value
+    raise ValueError(value)
+
+
+def _whole(value: Any) -> int | None:
+    """A whole number, also written as text; None for anything else."""
+    if isinstance(value, str) and value.strip().lstrip("+-").isdecimal() and len(value) < 30:
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _or_null(kind: Any) -> str:
+    return " or null" if type(None) in get_args(kind) else ""
+
+
+def _type_name(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(str, get_args(kind)))
+    if get_origin(kind) in (Union, types.UnionType):
+        return " or ".join(_type_name(part) for part in get_args(kind))
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    names |= {dict: "a mapping", tuple: "a list", type(None): "null"}
+    return names[get_origin(kind) or kind]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One leaf of a config: dotted key, type, default and help line."""
+
+    key: str
+    type: Any
+    default: Any
+    help: str
+
+
+@cache
+def settings_of(config_type: type) -> tuple[Setting, ...]:
+    """The leaves of a config dataclass in order, groups opened: the options of the command line."""
+    return tuple(_leaves(config_type, ""))
+
+
+def _leaves(config_type: Any, prefix: str) -> Iterator[Setting]:
+    for entry in fields(config_type):
+        kind = _hints(config_type)[entry.name]
+        if is_dataclass(kind):
+            yield from _leaves(kind, f"{entry.name}.")
+        else:
+            factory = entry.default_factory
+            default = entry.default if factory is MISSING else factory()
+            yield Setting(prefix + entry.name, kind, default, entry.metadata["help"])
+
+
+# --- configs and plain values ---
 
 
 def config_from_dict(values: dict[str, Any], *, source: str = "") -> TrainConfig:
@@ -235,7 +387,7 @@ def config_from_dict(values: dict[str, Any], *, source: str = "") -> TrainConfig
         source: file the values come from, named in errors.
 
     Raises:
-        ConfigError: for a key that does not exist or a value of the wrong type, by name.
+        ConfigError: for a key that does not exist or a value it cannot have, by name.
 
     Example:
         >>> config_from_dict({"data": "builtin", "batches": {"size": 4}}).batches.size
@@ -245,13 +397,33 @@ def config_from_dict(values: dict[str, Any], *, source: str = "") -> TrainConfig
         ...
         aploss.errors.ConfigError: unknown key 'batches.sise'; did you mean 'batches.size'?
     """
-    from aploss.training.config_types import check_types
-
     try:
-        config: TrainConfig = check_types(TrainConfig, values)
+        config: TrainConfig = _from_mapping(TrainConfig, values, "")
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}" if source else str(error)) from None
     return config
+
+
+def _from_mapping(config_type: Any, values: Any, prefix: str) -> Any:
+    if not isinstance(values, dict):
+        where = f"{prefix[:-1]} must be" if prefix else "a config must be"
+        raise ConfigError(f"{where} a mapping of keys to values, got {values!r}")
+    kinds, arguments = _hints(config_type), {}
+    names = [entry.name for entry in fields(config_type)]
+    for name, value in values.items():
+        if name not in names:
+            raise ConfigError(_unknown_key(prefix + str(name), [prefix + known for known in names]))
+        is_group = is_dataclass(kinds[name])
+        arguments[name] = _from_mapping(kinds[name], value, f"{name}.") if is_group else value
+    return config_type(**arguments)
+
+
+def _unknown_key(key: str, known: list[str]) -> str:
+    if key in ("extends", "losses"):
+        return f"{key!r} is for recipes: give the file with --recipe"
+    close = get_close_matches(key, known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
+    return f"unknown key {key!r}; {hint}"
 
 
 def config_to_dict(config: TrainConfig) -> dict[str, Any]:
@@ -273,15 +445,15 @@ def differing_keys(first: TrainConfig, second: TrainConfig) -> list[str]:
         >>> differing_keys(TrainConfig(seed=1), TrainConfig(seed=2, log_steps=1))
         ['seed', 'log_steps']
     """
-    return _differences(first, second, "")
+    return [
+        entry.key
+        for entry in settings_of(TrainConfig)
+        if _value_of(first, entry.key) != _value_of(second, entry.key)
+    ]
 
 
-def _differences(first: Any, second: Any, prefix: str) -> list[str]:
-    found = []
-    for entry in fields(first):
-        one, other = getattr(first, entry.name), getattr(second, entry.name)
-        if is_dataclass(one):
-            found += _differences(one, other, f"{prefix}{entry.name}.")
-        elif one != other:
-            found.append(prefix + entry.name)
-    return found
+def _value_of(config: TrainConfig, key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value

@@ -1,4 +1,4 @@
-"""One process or many: what a run needs to know of the others, through ``torchrun``'s environment.
+"""One process or many, and how they end together: ranks, heartbeat, lost ranks, stop signals.
 
 ``aploss train ...`` is a world of one; ``torchrun --nproc-per-node 8 -m aploss train ...`` one of
 eight, on one machine or many. Small decisions (stop, skip a step) travel over a gloo group of their
@@ -6,22 +6,56 @@ own, so that they need no device and cannot disturb the gradients' traffic.
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from aploss.errors import RunError
-from aploss.training.heartbeat import Heartbeat
+from aploss.errors import AplossError, RunError
 
-__all__ = ["World", "is_lost_connection", "start_world"]
+__all__ = [
+    "Heartbeat",
+    "LostProcessError",
+    "StopSignals",
+    "TrainingInterruptedError",
+    "World",
+    "is_main_process",
+    "start_world",
+]
 
-# Others may wait while the first process evaluates COCO; a dead one is found by other means.
-PATIENCE = timedelta(minutes=60)
+T = TypeVar("T")
+
+# Other ranks may wait while rank 0 evaluates COCO; a dead one is found by its heartbeat.
+COLLECTIVE_TIMEOUT = timedelta(minutes=60)
+HEARTBEAT_SECONDS = 3.0
+SILENCE_SECONDS = 45.0  # without a heartbeat, after which a rank counts as dead
+ANSWER_SECONDS = 15.0  # for a sign of life once a connection has failed
+LEFT = b"left"
+GO_ON = "go on from the last checkpoint with --resume"
+
+
+class TrainingInterruptedError(RunError):
+    """Ctrl-C or SIGTERM: everything is saved, the message says how to go on."""
+
+    exit_code = 128 + signal.SIGINT
+
+
+class LostProcessError(RunError):
+    """Another rank of the run has gone; the run can go on from its last checkpoint."""
+
+
+def is_main_process() -> bool:
+    """Whether this process writes the files and prints, by ``torchrun``'s environment alone."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 @dataclass(frozen=True)
@@ -40,11 +74,11 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes the files and talks to the user."""
+        """Whether this is rank 0, which writes the files and prints."""
         return self.rank == 0
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """The sum of each value over the processes, in every process."""
+        """The sum of each value over the ranks, on every rank."""
         if self.size == 1:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
@@ -52,52 +86,64 @@ class World:
         return total.tolist()
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all processes by rank; in processes other than the main one, none."""
+        """The values of all ranks in order, on rank 0; an empty list on the others."""
         if self.size == 1:
             return [value]
         found: list[Any] | None = [None] * self.size if self.is_main else None
         dist.gather_object(value, found, dst=0, group=self.control)
         return found or []
 
-    def from_main(self, value: Any) -> Any:
-        """The main process's value, in every process."""
+    def from_main(self, value: T) -> T:
+        """The value of rank 0, on every rank."""
         if self.size == 1:
             return value
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
-    @contextmanager
-    def main_first(self) -> Iterator[None]:
-        """The main process goes through the block before the others.
+    def on_main(self, function: Callable[[], T]) -> T:
+        """Calls a function on rank 0 alone; its result, or its error, comes to every rank."""
+        if self.size == 1:
+            return function()
+        outcome: Any = None
+        if self.is_main:
+            try:
+                outcome = (function(), None)
+            except Exception as error:
+                self.from_main((None, RunError(f"rank 0 stopped: {error}")))
+                raise
+        result, problem = self.from_main(outcome)
+        if problem is not None:
+            raise problem
+        return result  # type: ignore[no-any-return]
 
-        An error of the main process is raised in all, so that nobody waits for it.
+    def main_first(self, function: Callable[[], T]) -> T:
+        """Calls a function on every rank, on rank 0 before the others.
+
+        An error of rank 0 is raised on all ranks, so that none waits for it.
         """
         if self.size == 1:
-            yield
-            return
-        if not self.is_main:
-            problem = self.from_main(None)
-            if problem is not None:
-                raise problem
-            yield
-            return
-        try:
-            yield
-        except Exception as error:
-            self.from_main(RunError(f"the main process stopped: {error}"))
-            raise
-        self.from_main(None)
+            return function()
+        if self.is_main:
+            result: list[T] = []
+            self.on_main(lambda: result.append(function()))
+            return result[0]
+        self.on_main(lambda: None)
+        return function()
 
 
 @contextmanager
-def start_world(device: torch.device) -> Iterator[World]:
+def start_world(device: torch.device, *, advice: str = GO_ON) -> Iterator[World]:
     """Joins the processes that ``torchrun`` started; a world of one without it.
 
     A process group that is already there is used and left as it is.
 
     Args:
         device: what this process computes on; decides between nccl and gloo.
+        advice: what to do when a rank is lost, for the message.
+
+    Raises:
+        LostProcessError: another rank has gone.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1 and not dist.is_initialized():
@@ -106,22 +152,181 @@ def start_world(device: torch.device) -> Iterator[World]:
     started = not dist.is_initialized()
     if started:
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=PATIENCE)
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     try:
-        control: Any = dist.new_group(backend="gloo", timeout=PATIENCE)
+        control: Any = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         world = World(rank=dist.get_rank(), size=dist.get_world_size(), control=control)
-        with Heartbeat(world.rank, world.size):
-            yield world
-            dist.barrier(group=control)  # nobody's silence is mistaken for death at the end
+        with Heartbeat(world.rank, world.size, advice=advice) as heartbeat:
+            try:
+                yield world
+                dist.barrier(group=control)  # nobody's silence is mistaken for death at the end
+            except AplossError:
+                raise
+            except RuntimeError as error:
+                # gloo and nccl raise plain RuntimeErrors, too: what counts is whether all answer.
+                if isinstance(error, dist.DistNetworkError) or not heartbeat.peers_answer():
+                    raise LostProcessError(
+                        f"another process of this run has gone; {advice}"
+                    ) from error
+                raise
     finally:
         if started:
             dist.destroy_process_group()
 
 
-def is_lost_connection(error: BaseException) -> bool:
-    """Whether an error says that another process of the run has gone."""
-    if isinstance(error, dist.DistNetworkError | dist.DistBackendError):
-        return True
-    text = str(error).lower()
-    signs = ("connection closed by peer", "connection reset", "gloo", "nccl", "broken pipe")
-    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+class Heartbeat:
+    """Beats in a thread of its own, and ends this process when another rank has stopped beating.
+
+    A collective operation can wait for a dead process for a very long time, above all with nccl;
+    the thread goes on beside it. Use as a context manager around all work with the others.
+
+    Args:
+        rank: number of this process.
+        size: how many there are.
+        advice: what to do about a lost rank, for the message.
+        store: where the ranks write their beats; by default that of the process group.
+        interval: seconds between beats.
+        silence: seconds without a beat after which a rank counts as dead.
+        give_up: what to do then; by default the process ends with a message.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        *,
+        advice: str = GO_ON,
+        store: Any = None,
+        interval: float = HEARTBEAT_SECONDS,
+        silence: float = SILENCE_SECONDS,
+        give_up: Callable[[str], Any] | None = None,
+    ) -> None:
+        self._rank, self._size, self._advice = rank, size, advice
+        self._interval, self._silence = interval, silence
+        self._give_up = give_up or _end_process
+        self._over = threading.Event()
+        if store is None:  # a connection of its own: the group's may be blocked
+            store = dist.distributed_c10d._get_default_store().clone()
+        self._store = store
+        now = time.monotonic()
+        self._heard: dict[int, tuple[bytes, float]] = {
+            other: (b"", now) for other in range(size) if other != rank
+        }
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="heartbeat")
+
+    def __enter__(self) -> "Heartbeat":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        self._thread.join(timeout=2 * self._interval)
+        if kind is not None and not self._thread.is_alive():
+            with suppress(RuntimeError):  # the host of the store may be the one that has gone
+                self._store.set(_key(self._rank), LEFT)
+
+    def peers_answer(self, seconds: float = ANSWER_SECONDS) -> bool:
+        """Whether every other rank beats once more within some seconds."""
+        asked = time.monotonic()
+        while time.monotonic() < asked + seconds:
+            beats = list(self._heard.values())
+            if any(beat == LEFT for beat, _ in beats):
+                return False
+            if all(heard > asked for _, heard in beats):
+                return True
+            time.sleep(min(0.1, self._interval))
+        return False
+
+    def _watch(self) -> None:
+        beats = 0
+        while not self._over.wait(self._interval if beats else 0):
+            beats += 1
+            with suppress(Exception):  # the store's host has gone: measured as silence like others
+                self._store.set(_key(self._rank), str(beats))
+                for other, (last, _) in list(self._heard.items()):
+                    known = self._store.check([_key(other)])
+                    beat = self._store.get(_key(other)) if known else b""
+                    if beat != last:
+                        self._heard[other] = (beat, time.monotonic())
+            now = time.monotonic()
+            silent = [other for other, (_, at) in self._heard.items() if now - at > self._silence]
+            if silent and not self._over.is_set():
+                self._give_up(
+                    f"rank {silent[0]} of {self._size} has not been heard of for "
+                    f"{self._silence:.0f} s: the run ends here; {self._advice}"
+                )
+                return
+
+
+def _key(rank: int) -> str:
+    return f"aploss/heartbeat/{rank}"
+
+
+def _end_process(message: str) -> None:
+    print(f"aploss: {message}", file=sys.stderr, flush=True)
+    os._exit(AplossError.exit_code)  # the main thread may hang in a collective
+
+
+class StopSignals:
+    """While active, Ctrl-C and SIGTERM end a run in order.
+
+    Inside :meth:`deferred` the first one only sets :attr:`requested`, so that the step can be
+    finished and saved; a second Ctrl-C interrupts at once. Outside, the first one raises
+    :class:`TrainingInterruptedError` with :attr:`message`. Outside the main thread, where Python
+    allows no handlers, nothing happens.
+
+    Attributes:
+        requested: whether a signal has come.
+        message: what an interruption outside of :meth:`deferred` says.
+    """
+
+    # On Ctrl-C the terminal and torchrun both send the signal: that is one wish, not two.
+    ECHO_SECONDS = 1.0
+
+    def __init__(self, message: str = "stopped") -> None:
+        self.requested = False
+        self.message = message
+        self._is_deferred = False
+        self._first_at = 0.0
+        self._process = os.getpid()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def deferred(self) -> Iterator["StopSignals"]:
+        """A block that looks at :attr:`requested` itself."""
+        self._is_deferred = True
+        try:
+            yield self
+        finally:
+            self._is_deferred = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            return  # a forked data loader worker: it ends when the main process lets it
+        now = time.monotonic()
+        if not self.requested:
+            self.requested, self._first_at = True, now
+            if not self._is_deferred:
+                raise TrainingInterruptedError(self.message)
+        elif number == signal.SIGINT and now - self._first_at > self.ECHO_SECONDS:
+            raise KeyboardInterrupt

@@ -3,26 +3,88 @@
 import itertools
 import time
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
 
 from aploss.data.batches import TrainingBatches
-from aploss.errors import RunError
-from aploss.training.bad_numbers import BadNumbers
+from aploss.errors import AplossError, RunError
 from aploss.training.config import TrainConfig
-from aploss.training.distributed import World
-from aploss.training.loop_state import LoopState, TrainingInterruptedError
-from aploss.training.metrics_log import MetricsLog
+from aploss.training.distributed import StopSignals, TrainingInterruptedError
+from aploss.training.evaluate import RunSplits, detect_split
+from aploss.training.machine import capture_random_state, choose_workers, restore_random_state
 from aploss.training.progress import Progress
-from aploss.training.random_state import capture_random_state, restore_random_state
-from aploss.training.run_folder import RunFolder
-from aploss.training.signals import StopSignals
-from aploss.training.stepper import Stepper, StepResult
-from aploss.training.validation import Split, detect_split
+from aploss.training.run_folder import MetricsLog, RunFolder
+from aploss.training.step import (
+    BadNumbers,
+    DivergedError,
+    Stepper,
+    StepResult,
+    non_finite_weight,
+)
 
-__all__ = ["Loop"]
+__all__ = ["Loop", "LoopState"]
+
+
+@dataclass
+class LoopState:
+    """What a checkpoint holds of a run, apart from weights, optimizer and generators.
+
+    Attributes:
+        step: steps done.
+        seconds: spent training so far, over all resumptions.
+        validated_step: the last step after which validation took place.
+        best_step: step of the best validation, 0 before the first.
+        best_value: its metric.
+        best_metrics: all metrics of it.
+        validations_since_best: for patience.
+        bad_in_a_row: steps skipped for NaN or Inf since the last good one.
+        bad_steps: all of them.
+        stopped_by: ``"length"``, ``"patience"`` or ``"minutes"`` once training is over.
+        window: sums of the losses since the last row of metrics.
+        window_steps: steps in them.
+    """
+
+    step: int = 0
+    seconds: float = 0.0
+    validated_step: int = 0
+    best_step: int = 0
+    best_value: float = float("-inf")
+    best_metrics: dict[str, Any] = field(default_factory=dict)
+    validations_since_best: int = 0
+    bad_in_a_row: int = 0
+    bad_steps: int = 0
+    stopped_by: str | None = None
+    window: dict[str, float] = field(default_factory=dict)
+    window_steps: int = 0
+
+    def add_to_window(self, values: dict[str, float]) -> None:
+        """Adds the values of a step to the sums of the next row of metrics."""
+        for name, value in values.items():
+            self.window[name] = self.window.get(name, 0.0) + value
+        self.window_steps += 1
+
+    def take_window(self) -> dict[str, float]:
+        """The means since the last row; the sums start again."""
+        means = {name: total / self.window_steps for name, total in self.window.items()}
+        self.window, self.window_steps = {}, 0
+        return means
+
+    def add_validation(self, metrics: dict[str, Any], metric: str) -> None:
+        """Notes a validation: the best so far, or one more that is not."""
+        self.validated_step = self.step
+        value = metrics[metric] or 0.0
+        if value > self.best_value:
+            self.best_value, self.best_step, self.best_metrics = value, self.step, metrics
+            self.validations_since_best = 0
+        else:
+            self.validations_since_best += 1
+
+    def is_over(self, max_minutes: float | None) -> bool:
+        """Whether training has ended, and not only for a time limit that is now a later one."""
+        more_time = max_minutes is None or self.seconds < 60 * max_minutes
+        return self.stopped_by is not None and not (self.stopped_by == "minutes" and more_time)
 
 
 class Loop:
@@ -30,44 +92,39 @@ class Loop:
 
     Args:
         config: of the run.
-        stepper: does the steps.
-        loader: gives the batches.
-        images: how many images are trained on, to notice on resume that they are others.
-        validation: split to validate on, or None.
-        world: the processes.
-        folder: of the run; only the main process writes.
+        stepper: does the steps, and knows the ranks.
+        batches: the training data.
+        splits: what is measured on, and the datasets of the run.
+        folder: of the run; only rank 0 writes.
         progress: what the user sees.
-        workers: processes that read images for validation.
     """
 
     def __init__(
         self,
         config: TrainConfig,
-        *,
         stepper: Stepper,
-        loader: TrainingBatches,
-        images: int,
-        validation: Split | None,
-        world: World,
+        batches: TrainingBatches,
+        splits: RunSplits,
         folder: RunFolder,
         progress: Progress,
-        workers: int,
     ) -> None:
-        self.config, self.stepper, self.loader, self.images = config, stepper, loader, images
-        self.validation, self.world, self.folder = validation, world, folder
-        self.progress, self.workers = progress, workers
+        self.config, self.stepper, self.batches = config, stepper, batches
+        self.images, self.validation = splits.data.train, splits.validation
+        self.folder, self.progress = folder, progress
+        self.world = stepper.world
+        self.workers = choose_workers(config.batches.workers, stepper.device, self.world.size)
         self.state = LoopState()
         self.total_steps = stepper.schedule.total_steps
         settings = config.validation
         self._validate_every = stepper.schedule.steps(settings.every, settings.unit)
         self._log: MetricsLog | None = None
 
-    def run(self) -> None:
+    def run(self, signals: StopSignals) -> None:
         """Trains from where the state is to the end.
 
         Raises:
             TrainingInterruptedError: after Ctrl-C or SIGTERM; the run is saved.
-            RunError: after too many bad numbers in a row; the last good checkpoint is kept.
+            DivergedError: after too many steps with NaN or Inf; the last good checkpoint is kept.
         """
         if self.world.is_main:
             self._log = MetricsLog(self.folder.path, step=self.state.step)
@@ -75,7 +132,7 @@ class Loop:
         self._saved_at = self._row_at = self._resumed_at
         self.progress.begin(self.total_steps, self.state.step)
         try:
-            with StopSignals() as signals:
+            with signals.deferred():
                 self._steps(signals)
         finally:
             self.progress.end()
@@ -83,11 +140,11 @@ class Loop:
                 self._log.close()
 
     def _steps(self, signals: StopSignals) -> None:
-        state = self.state
+        state, accumulate = self.state, self.config.batches.accumulate
         self._validate_and_save()  # an interruption may have come before a validation
-        with closing(self.loader.endless(state.step * self.config.batches.accumulate)) as batches:
+        with closing(self.batches.endless(state.step * accumulate)) as batches:
             while state.stopped_by is None:
-                step_batches = list(itertools.islice(batches, self.config.batches.accumulate))
+                step_batches = list(itertools.islice(batches, accumulate))
                 self._after_step(self.stepper.step(state.step, step_batches))
                 interrupted, out_of_time = self._asked_to_stop(signals)
                 if state.step >= self.total_steps:
@@ -99,9 +156,9 @@ class Loop:
                 self._validate_and_save()
 
     @property
-    def _epoch(self) -> float:
-        done = self.state.step * self.config.batches.accumulate
-        return round(done / self.loader.batches_per_epoch, 4)
+    def epoch(self) -> float:
+        """Epochs done, with their fraction."""
+        return round(self.state.step / self.stepper.schedule.steps_per_epoch, 4)
 
     @property
     def _seconds(self) -> float:
@@ -123,14 +180,14 @@ class Loop:
             self._write_training_row(result.learning_rate)
 
     def _write_training_row(self, learning_rate: float) -> None:
-        images = self.state.window_steps * self.loader.batch_size * self.config.batches.accumulate
+        images = self.state.window_steps * self.batches.batch_size * self.config.batches.accumulate
         means = self.state.take_window()
         now = time.monotonic()
         self._add_row(
             {
                 "kind": "train",
                 "step": self.state.step,
-                "epoch": self._epoch,
+                "epoch": self.epoch,
                 "loss": means["classification"] + means["box"],
                 "classification": means["classification"],
                 "box": means["box"],
@@ -154,13 +211,16 @@ class Loop:
         if self._log is not None:
             self._log.add_bad(bad.as_row())
         if self.state.bad_in_a_row >= self.config.bad_steps:
-            last = self.folder.checkpoints.last
-            kept = f"the last good checkpoint is {last}" if last.is_file() else "nothing was saved"
-            raise RunError(
-                f"training stopped after {self.state.bad_in_a_row} steps in a row with numbers "
-                f"not finite, the last: {bad}; {kept}; try a lower optimizer.learning_rate or "
-                "optimizer.clip_norm, or float32"
+            raise DivergedError(
+                f"training stopped after {self.state.bad_in_a_row} steps in a row with NaN or Inf, "
+                f"the last: {bad}; {self._kept_checkpoint()}; try a lower optimizer.learning_rate "
+                "or optimizer.clip_norm, or precision float32"
             )
+
+    def _kept_checkpoint(self) -> str:
+        last = self.folder.checkpoints.last
+        kept = f"the last good checkpoint {last} is kept"
+        return kept if last.is_file() else "nothing was saved before"
 
     def _asked_to_stop(self, signals: StopSignals) -> tuple[bool, bool]:
         limit = self.config.max_minutes
@@ -172,7 +232,7 @@ class Loop:
         self.save()
         raise TrainingInterruptedError(
             f"stopped at step {self.state.step} of {self.total_steps}, everything is saved; "
-            f"go on with: aploss train --resume --out {self.folder.path}"
+            f"go on with: {self.folder.resume_command}"
         )
 
     def _validate_and_save(self) -> None:
@@ -185,25 +245,18 @@ class Loop:
             self.save()
         # After last.pt, so that the two can be brought together again after a kill in between.
         if validates and state.best_step == state.step:
-            self.save_best()
+            self._save_best()
 
     def _validate(self) -> None:
         assert self.validation is not None
-        state, settings = self.state, self.config.validation
+        state, settings, split = self.state, self.config.validation, self.validation
         detector = self.stepper.evaluated
         found = detect_split(
-            detector,
-            self.validation,
-            self.world,
-            batch_size=settings.batch_size,
-            workers=self.workers,
+            detector, split, self.world, batch_size=settings.batch_size, workers=self.workers
         )
-        metrics: dict[str, Any] = {}
-        if found is not None:
-            metrics = self.validation.measure(found, detector).as_dict()
-        metrics = self.world.from_main(metrics)
-        state.judge(metrics, settings.metric)
-        row = {"kind": "validation", "step": state.step, "epoch": self._epoch}
+        metrics = self.world.on_main(lambda: split.measure(found, detector).as_dict())
+        state.add_validation(metrics, settings.metric)
+        row = {"kind": "validation", "step": state.step, "epoch": self.epoch}
         averages = {name: value for name, value in metrics.items() if name.startswith("A")}
         self._add_row({**row, "seconds": round(self._seconds, 3), **averages})
         self._row_at = time.monotonic()  # the next row's speed is that of training alone
@@ -219,25 +272,35 @@ class Loop:
         return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
 
     def save(self) -> None:
-        """Writes ``last.pt``: everything that a resumed run needs."""
+        """Writes ``last.pt``: everything that a resumed run needs.
+
+        Raises:
+            DivergedError: a weight is NaN or Inf: then the checkpoint before stays.
+        """
         self._saved_at = time.monotonic()
-        if not self.world.is_main:
+        detector = self.stepper.evaluated
+        name = non_finite_weight(detector)  # the same on every rank
+        if name is not None:
+            raise DivergedError(
+                f"step {self.state.step}: the weight {name} is NaN or Inf; "
+                f"{self._kept_checkpoint()}; try a lower optimizer.learning_rate"
+            )
+        if self._log is None:
             return
-        if self._log is not None:
-            self._log.flush_to_disk()
+        self._log.flush_to_disk()
         self.state.seconds = self._seconds
         training = {
             **asdict(self.state),
             "stepper": self.stepper.state(),
             "random": capture_random_state(),
-            "images": self.images,
+            "images": len(self.images),
             "threads": torch.get_num_threads(),
         }
-        self.folder.checkpoints.save_last(self.stepper.evaluated, training)
+        self.folder.checkpoints.save_last(detector, training)
 
-    def save_best(self) -> None:
-        """Writes ``best.pt`` with the present weights."""
-        if self.world.is_main:
+    def _save_best(self) -> None:
+        """Writes ``best.pt`` with the present weights, if they are the ones to be kept."""
+        if self.world.is_main and self.config.evaluation.checkpoint == "best":
             self.folder.checkpoints.save_best(
                 self.stepper.evaluated, step=self.state.best_step, metrics=self.state.best_metrics
             )
@@ -250,26 +313,37 @@ class Loop:
             best_step: the step of ``best.pt``, None without one.
 
         Raises:
-            RunError: if the training images are not those of the checkpoint.
+            RunError: the checkpoint does not fit: other training images, another detector, or
+                fields that are missing.
         """
-        training = checkpoint["training"]
-        if training["images"] != self.images:
-            raise RunError(
-                f"{self.folder.path} was started with {training['images']} training images, but "
-                f"the data now has {self.images}"
-            )
-        if training["threads"] != torch.get_num_threads():
+        last = self.folder.checkpoints.last
+        try:
+            training = checkpoint["training"]
+            self._check_images(training["images"])
+            self.state = LoopState(**{f.name: training[f.name] for f in fields(LoopState)})
+            self.stepper.load_state(training["stepper"], checkpoint["detector"]["state"])
+            restore_random_state(training["random"])
+            threads = training["threads"]
+        except AplossError:
+            raise
+        except KeyError as error:
+            raise RunError(f"{last} is not a whole checkpoint: it has no {error}") from error
+        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise RunError(f"{last} does not fit {self.folder.config_file}: {reason}") from error
+        if threads != torch.get_num_threads():
             self.progress.note(
-                f"the run had {training['threads']} threads, now {torch.get_num_threads()}: "
+                f"the run had {threads} threads, now {torch.get_num_threads()}: "
                 "numbers may differ in the last digits"
             )
-        self.state = LoopState(**{name: training[name] for name in asdict(LoopState())})
-        self.stepper.load_state(training["stepper"], checkpoint["detector"]["state"])
-        restore_random_state(training["random"])
         if self.state.best_step == self.state.step != best_step and self.state.step > 0:
-            self.save_best()  # killed after last.pt was written, before best.pt was
-        limit = self.config.max_minutes
-        if self.state.stopped_by == "minutes" and (
-            limit is None or training["seconds"] < 60 * limit
-        ):
+            self._save_best()  # killed after last.pt was written, before best.pt was
+        if not self.state.is_over(self.config.max_minutes):
             self.state.stopped_by = None
+
+    def _check_images(self, images: int) -> None:
+        if images != len(self.images):
+            raise RunError(
+                f"{self.folder.path} was started with {images} training images, but "
+                f"the data now has {len(self.images)}"
+            )

@@ -1,4 +1,8 @@
-"""What the user sees of a training: a live bar on a terminal, plain lines elsewhere, nothing."""
+"""What the user sees of long work: a live bar on a terminal, plain lines elsewhere, or nothing.
+
+Made for training, whose rows of metrics it understands; ``begin``, ``step``, ``note``, ``warn`` and
+``end`` serve any other work with a number of steps.
+"""
 
 import sys
 import time
@@ -12,7 +16,7 @@ SECONDS_BETWEEN_LINES = 15.0
 
 
 class Progress:
-    """Says nothing but what went wrong; the base of the others.
+    """Prints only warnings; the base of the others.
 
     Args:
         on_progress: called with every row of the metrics.
@@ -21,8 +25,8 @@ class Progress:
     def __init__(self, on_progress: Callable[[Row], Any] | None = None) -> None:
         self._on_progress = on_progress
 
-    def begin(self, total: int, done: int) -> None:
-        """Training starts at step ``done`` of ``total``."""
+    def begin(self, total: int, done: int = 0, label: str = "training") -> None:
+        """The work starts at step ``done`` of ``total``."""
 
     def step(self, done: int) -> None:
         """A step is done."""
@@ -36,24 +40,24 @@ class Progress:
         """Something worth knowing."""
 
     def warn(self, text: str) -> None:
-        """Something is wrong; shown in every mode."""
+        """A problem; shown in every mode."""
         print(text, file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Training is over, for whatever reason."""
+        """The work is over, for whatever reason."""
 
 
 class SilentProgress(Progress):
-    """Says nothing at all, for all processes but the main one."""
+    """Prints nothing at all, for all ranks but rank 0."""
 
     def warn(self, text: str) -> None:
-        """The main process says it."""
+        """Rank 0 prints it."""
 
 
 class PlainProgress(Progress):
     """A line from time to time, for logs and pipes."""
 
-    def begin(self, total: int, done: int) -> None:
+    def begin(self, total: int, done: int = 0, label: str = "training") -> None:
         self._total, self._first, self._started = total, done, time.monotonic()
         self._last_line = self._started
 
@@ -86,7 +90,7 @@ class RichProgress(Progress):
         super().__init__(on_progress)
         self._console = Console()
         self._bar = RichBar(
-            TextColumn("training"),
+            TextColumn("{task.description}"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("{task.fields[loss]}  {task.fields[metric]}"),
@@ -96,8 +100,8 @@ class RichProgress(Progress):
         )
         self._task = self._bar.add_task("training", total=None, loss="", metric="")
 
-    def begin(self, total: int, done: int) -> None:
-        self._bar.update(self._task, total=total, completed=done)
+    def begin(self, total: int, done: int = 0, label: str = "training") -> None:
+        self._bar.update(self._task, total=total, completed=done, description=label)
         self._bar.start()
 
     def step(self, done: int) -> None:
@@ -121,8 +125,21 @@ class RichProgress(Progress):
         self._bar.stop()
 
 
-def make_progress(*, quiet: bool, on_progress: Callable[[Row], Any] | None = None) -> Progress:
-    """The progress display for this output: none, live or plain."""
+def make_progress(
+    *,
+    quiet: bool,
+    on_progress: Callable[[Row], Any] | None = None,
+    is_main: bool = True,
+) -> Progress:
+    """The progress display for this output: none, live or plain.
+
+    Args:
+        quiet: only warnings.
+        on_progress: called with every row of the metrics.
+        is_main: whether this is rank 0; the others are silent.
+    """
+    if not is_main:
+        return SilentProgress()
     if quiet:
         return Progress(on_progress)
     return RichProgress(on_progress) if sys.stdout.isatty() else PlainProgress(on_progress)
@@ -145,7 +162,7 @@ def describe_validation(row: Row) -> str:
 
 
 def describe_seconds(seconds: float) -> str:
-    """A time for people.
+    """A duration in readable units.
 
     Example:
         >>> describe_seconds(45), describe_seconds(150), describe_seconds(8000)

@@ -1,13 +1,16 @@
 """Recipes: YAML files of settings, in the package or the user's own.
 
-A recipe has the keys of :class:`~aploss.training.config.TrainConfig`, and may have a section
-``losses`` with the settings that apply only when that loss is trained::
+A recipe has the keys of :class:`~aploss.training.config.TrainConfig`. It may build on another one
+(``extends``: the name of a packaged recipe, or a file beside it), and may have a section ``losses``
+with the settings that apply only when that loss is trained::
 
-    optimizer: {name: sgd, learning_rate: 0.001}
+    extends: voc-retinanet-r50
+    optimizer: {learning_rate: 0.002}
     losses:
-      focal: {criterion: {options: {gamma: 2.0}}}
+      focal: {criterion: {options: {gamma: 1.5}}}
 
-What is more particular wins: defaults, then recipe, then its section of the loss, then overrides.
+What is more particular wins: defaults, the recipe that is extended, the recipe itself, its section
+of the loss, then overrides.
 """
 
 from importlib.resources import files
@@ -23,14 +26,15 @@ __all__ = ["load_config", "merge", "read_recipe", "read_yaml", "recipe_names"]
 
 
 def recipe_names() -> tuple[str, ...]:
-    """The recipes of the package.
+    """The recipes of the package; files that only others extend start with an underscore.
 
     Example:
         >>> "demo" in recipe_names()
         True
     """
     found = (Path(entry.name) for entry in files("aploss.recipes").iterdir())
-    return tuple(sorted(path.stem for path in found if path.suffix == ".yaml"))
+    names = (path.stem for path in found if path.suffix == ".yaml")
+    return tuple(sorted(name for name in names if not name.startswith("_")))
 
 
 def load_config(recipe: str | None = None, overrides: dict[str, Any] | None = None) -> TrainConfig:
@@ -56,21 +60,60 @@ def load_config(recipe: str | None = None, overrides: dict[str, Any] | None = No
     if not isinstance(sections, dict):
         raise ConfigError(f"recipe {recipe}: losses must be a mapping, got {sections!r}")
     loss = overrides.get("loss", values.get("loss", TrainConfig.loss))
-    values = merge(values, sections.get(loss) or {})
+    section = sections.get(loss) or {}
+    if not isinstance(section, dict):
+        raise ConfigError(f"recipe {recipe}: losses.{loss} must be a mapping, got {section!r}")
+    values = merge(values, section)
     # On its own first, so that a mistake in the recipe is reported as the recipe's.
     config_from_dict(values, source=f"recipe {recipe}")
     return config_from_dict(merge(values, overrides))
 
 
 def read_recipe(name: str) -> dict[str, Any]:
-    """The values of a packaged recipe, or of a YAML file where the name is a path."""
-    if name in recipe_names():
-        return read_yaml(Path(str(files("aploss.recipes") / f"{name}.yaml")))
-    path = Path(name)
+    """The values of a recipe, laid over those of the recipes that it extends.
+
+    Args:
+        name: a packaged recipe, or the path of a YAML file.
+
+    Raises:
+        ConfigError: there is no such recipe or base, it is not YAML, or it extends itself.
+    """
+    chain: list[Path] = []
+    layers: list[dict[str, Any]] = []
+    path = _recipe_path(name, beside=None)
+    while True:
+        if path in chain:
+            circle = " extends ".join(entry.name for entry in [*chain[chain.index(path) :], path])
+            raise ConfigError(f"recipe {name} extends itself: {circle}")
+        chain.append(path)
+        values = read_yaml(path)
+        base = values.pop("extends", None)
+        layers.append(values)
+        if base is None:
+            break
+        if not isinstance(base, str):
+            raise ConfigError(f"{path}: extends must name one recipe or file, got {base!r}")
+        path = _recipe_path(base, beside=path)
+    merged: dict[str, Any] = {}
+    for values in reversed(layers):
+        merged = merge(merged, values)
+    return merged
+
+
+def _recipe_path(name: str, *, beside: Path | None) -> Path:
+    """The file of a recipe's name or path; ``beside`` is the file that extends it, if any."""
+    packaged = Path(str(files("aploss.recipes"))).resolve()
+    own = beside is not None and beside.parent == packaged  # underscored bases are for our own
+    if name in recipe_names() or (own and (packaged / f"{name}.yaml").is_file()):
+        return packaged / f"{name}.yaml"
+    path = (Path() if beside is None else beside.parent) / name
     if path.suffix in (".yaml", ".yml") or path.is_file():
-        return read_yaml(path)
+        if beside is not None and not path.is_file():
+            raise ConfigError(f"{beside} extends {name!r}, but there is no file {path}")
+        return path.resolve()
+    where = f"{beside} extends {name!r}: " if beside is not None else ""
     raise ConfigError(
-        f"no recipe {name!r}; there are {', '.join(recipe_names())}, or name a .yaml file"
+        f"{where}no recipe {name!r}; there are {', '.join(recipe_names())}, or name a .yaml file"
     )
 
 
@@ -84,7 +127,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise ConfigError(f"config file {path} is nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"config file {path} is not valid YAML: {reason}") from error
     if not isinstance(values, dict):

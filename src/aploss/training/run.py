@@ -1,30 +1,31 @@
 """``train(config)``: a whole run from a config to a summary."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from aploss.data.batches import make_training_loader
+from aploss.detectors.build import build_detector
 from aploss.detectors.detector import Detector
+from aploss.errors import ConfigError
 from aploss.training.config import TrainConfig
-from aploss.training.datasets import RunData, load_run_data
-from aploss.training.distributed import World, is_lost_connection, start_world
-from aploss.training.finish import FinalNumbers, evaluate_run
-from aploss.training.hardware import choose_device, choose_workers
-from aploss.training.loop import Loop
-from aploss.training.loop_state import LostProcessError
-from aploss.training.metrics_log import read_rows
-from aploss.training.progress import Progress, SilentProgress, make_progress
-from aploss.training.random_state import seeded
-from aploss.training.run_folder import RunFolder, default_folder, describe_environment
-from aploss.training.schedule import Schedule
-from aploss.training.start_weights import make_detector, silent_weights
-from aploss.training.stepper import Stepper
-from aploss.training.summary import Summary
-from aploss.training.validation import Split
+from aploss.training.distributed import StopSignals, start_world
+from aploss.training.evaluate import FinalNumbers, RunSplits, evaluate_run
+from aploss.training.loop import Loop, LoopState
+from aploss.training.machine import (
+    choose_device,
+    choose_workers,
+    describe_environment,
+    seeded,
+)
+from aploss.training.progress import make_progress
+from aploss.training.run_folder import RunFolder, Summary, default_folder, read_rows
+from aploss.training.splits import RunData, load_run_data
+from aploss.training.step import Schedule, Stepper
 
 __all__ = ["make_detector", "train"]
 
@@ -46,8 +47,8 @@ def train(
         config: what to do; ``config.out`` is the run folder.
         resume: go on with the run that is in the folder. One that is finished is only read, one
             that is not there is started.
-        quiet: show nothing; otherwise a live bar on a terminal, lines elsewhere.
-        on_progress: called in the main process with every row of the metrics, as it is written.
+        quiet: show only warnings; otherwise a live bar on a terminal, lines elsewhere.
+        on_progress: called on rank 0 with every row of the metrics, as it is written.
 
     Returns:
         The summary, as in ``summary.json``.
@@ -55,227 +56,211 @@ def train(
     Raises:
         ConfigError: a setting that cannot be.
         DataError: data that cannot be used.
-        RunError: the folder is taken, too many numbers were not finite, or a process has gone.
+        RunError: the folder is taken or cannot be written, or a checkpoint cannot be read.
+        DivergedError: too many steps in a row with NaN or Inf.
+        LostProcessError: another rank has gone.
         TrainingInterruptedError: Ctrl-C or SIGTERM; everything is saved.
     """
     device = choose_device(config.device)
+    deterministic = device.type == "cpu" if config.deterministic is None else config.deterministic
     folder = RunFolder(config.out or default_folder(config))
-    deterministic = config.deterministic
-    deterministic = device.type == "cpu" if deterministic is None else deterministic
-    with start_world(device) as world, seeded(config.seed, deterministic=deterministic):
-        progress: Progress = SilentProgress()
-        if world.is_main:
-            progress = make_progress(quiet=quiet, on_progress=on_progress)
-        try:
-            return _Run(config, folder, device, world, progress).carry_out(resume=resume)
-        except RuntimeError as error:
-            if world.size > 1 and is_lost_connection(error):
-                raise LostProcessError(
-                    f"another process of this run has gone; go on from the last checkpoint with "
-                    f"--resume --out {folder.path}"
-                ) from error
-            raise
+    advice = f"go on from the last checkpoint with --resume --out {folder.path}"
+    with ExitStack() as stack:
+        world = stack.enter_context(start_world(device, advice=advice))
+        stack.enter_context(seeded(config.seed, deterministic=deterministic))
+        signals = stack.enter_context(StopSignals("stopped before the first step"))
+        progress = make_progress(quiet=quiet, on_progress=on_progress, is_main=world.is_main)
 
+        finished = world.on_main(lambda: _finished(config, folder) if resume else None)
+        if finished is not None:
+            progress.note(f"{folder.path} is finished already")
+            return finished
+        checkpoint, best_step = world.on_main(lambda: _claim(config, folder, resume, stack))
 
-class _Run:
-    """One run in one process."""
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        folder: RunFolder,
-        device: torch.device,
-        world: World,
-        progress: Progress,
-    ) -> None:
-        self.config, self.folder, self.device = config, folder, device
-        self.world, self.progress = world, progress
-        self.workers = choose_workers(config.batches.workers, device, world.size)
-
-    def carry_out(self, *, resume: bool) -> Summary:
-        with ExitStack() as lock:
-            return self._carry_out(resume, lock)
-
-    def _carry_out(self, resume: bool, lock: ExitStack) -> Summary:
-        checkpoint, best_step = self._look_at_folder(resume, lock)
-        if checkpoint is not None and self._is_finished(checkpoint):
-            return cast(Summary, self.world.from_main(self._read_summary()))
-        with self.world.main_first():  # the built-in data is made by one process only
-            data = load_run_data(self.config)
-        loop, detector = self._make_loop(data)
-        self._start_folder(lock)
-        if checkpoint is not None:
-            loop.restore(checkpoint, best_step=best_step)
-        self._introduce(data, detector, loop)
-        loop.run()
-        self.progress.note("measuring the result")
-        evaluation = loop.validation
-        if data.evaluation is not data.validation and data.evaluation is not None:
-            evaluation = Split(data.evaluation)
-        held_out = evaluation
-        if data.held_out is not data.evaluation and data.held_out is not None:
-            held_out = Split(data.held_out)
-        numbers = evaluate_run(
-            self.config,
-            self.folder,
-            self.world,
-            device=self.device,
-            validation=loop.validation,
-            evaluation=evaluation,
-            held_out=held_out,
-            workers=self.workers,
-        )
-        return self._summarise(loop, detector, numbers)
-
-    def _look_at_folder(
-        self, resume: bool, lock: ExitStack
-    ) -> tuple[dict[str, Any] | None, int | None]:
-        """The checkpoint to go on from and the step of the best one, in every process."""
-        found: tuple[dict[str, Any] | None, int | None] = (None, None)
-        with self.world.main_first():
-            if self.world.is_main and resume and self.folder.exists:
-                lock.enter_context(self.folder.locked())
-                self.folder.go_on(self.config)
-                found = self._read_checkpoints()
-            elif self.world.is_main:
-                self.folder.refuse_if_taken()
-        return cast(tuple[dict[str, Any] | None, int | None], self.world.from_main(found))
-
-    def _start_folder(self, lock: ExitStack) -> None:
-        """Makes the folder of a new run, once everything else is known to work."""
-        with self.world.main_first():
-            if self.world.is_main and not self.folder.exists:
-                self.folder.create(self.config)
-                lock.enter_context(self.folder.locked())
-
-    def _read_checkpoints(self) -> tuple[dict[str, Any] | None, int | None]:
-        checkpoints = self.folder.checkpoints
-        last = checkpoints.load_last() if checkpoints.last.is_file() else None
-        best = checkpoints.load_best()["step"] if checkpoints.best.is_file() else None
-        return last, best
-
-    def _is_finished(self, checkpoint: dict[str, Any]) -> bool:
-        stopped_by, limit = checkpoint["training"]["stopped_by"], self.config.max_minutes
-        more_time = limit is None or checkpoint["training"]["seconds"] < 60 * limit
-        summarised = self.world.from_main(self.folder.summary_file.is_file())
-        return summarised and stopped_by is not None and not (stopped_by == "minutes" and more_time)
-
-    def _read_summary(self) -> Summary | None:
-        if not self.world.is_main:
-            return None
-        self.progress.note(f"{self.folder.path} is finished already")
-        return Summary.read(self.folder.summary_file)
-
-    def _make_loop(self, data: RunData) -> tuple[Loop, Detector]:
-        config, world = self.config, self.world
-        loader = make_training_loader(
+        data = world.main_first(lambda: load_run_data(config))  # rank 0 makes the built-in data
+        workers = choose_workers(config.batches.workers, device, world.size)
+        batches = make_training_loader(
             data.train,
             batch_size=config.batches.size,
             seed=config.seed,
             preset=config.batches.augmentation,
             size=config.batches.image_size,
-            workers=self.workers,
+            workers=workers,
             rank=world.rank,
             world_size=world.size,
         )
-        with silent_weights(not world.is_main):
-            detector = make_detector(config, data.train.class_names).to(self.device)
-        schedule = Schedule(config.schedule, loader.batches_per_epoch / config.batches.accumulate)
+        with quiet_weights(not world.is_main):
+            detector = make_detector(config, data.train.class_names).to(device)
+        steps_per_epoch = batches.batches_per_epoch / config.batches.accumulate
+        schedule = Schedule(config.schedule, steps_per_epoch)
         stepper = Stepper(
-            config, detector, schedule, world, lambda i: data.train.image_path(i).name
+            config, detector, schedule, world, lambda index: data.train.image_path(index).name
         )
-        loop = Loop(
-            config,
-            stepper=stepper,
-            loader=loader,
-            images=len(data.train),
-            validation=None if data.validation is None else Split(data.validation),
-            world=world,
-            folder=self.folder,
-            progress=self.progress,
-            workers=self.workers,
-        )
-        return loop, detector
+        splits = RunSplits(data)
+        loop = Loop(config, stepper, batches, splits, folder, progress)
+        if checkpoint is not None:
+            loop.restore(checkpoint, best_step=best_step)
+        elif world.is_main and not folder.exists:
+            folder.create(config)
 
-    def _introduce(self, data: RunData, detector: Detector, loop: Loop) -> None:
-        note = self.progress.note
-        sizes = [f"{len(data.train)} images to train on"]
-        for word, dataset in (("validation", data.validation), ("evaluation", data.evaluation)):
-            if dataset is not None:
-                sizes.append(f"{len(dataset)} for {word} ({dataset.split})")
-        note(
-            f"data      {data.train.name}: {', '.join(sizes)}; {len(detector.class_names)} classes"
-        )
-        if data.train.problems:
-            note(
-                f"          {len(data.train.problems)} problems in it: aploss data check lists them"
-            )
-        for remark in data.remarks:
-            note(f"          {remark}")
-        where = f"{self.device}" + (f", {self.world.size} processes" if self.world.size > 1 else "")
-        millions = _parameters(detector) / 1e6
-        note(f"detector  {detector.name}, {millions:.1f} M parameters, loss {self.config.loss}")
-        note(f"training  {loop.total_steps} steps of {loop.loader.batch_size} images on {where}")
-        if self.device.type == "cuda" and torch.cuda.device_count() > self.world.size == 1:
-            count = torch.cuda.device_count()
-            note(
-                f"          {count} GPUs: use all with torchrun --nproc-per-node {count} -m aploss"
-            )
-        note(
-            f"run       {self.folder.path}"
-            + (f", from step {loop.state.step}" * (loop.state.step > 0))
-        )
+        _introduce(config, folder, data, loop)
+        loop.run(signals)
 
-    def _summarise(self, loop: Loop, detector: Detector, numbers: FinalNumbers) -> Summary:
-        config, state = self.config, loop.state
-        metrics = {} if numbers.metrics is None else numbers.metrics.as_dict()
-        after = numbers.calibration.get("after", {})
-        environment = describe_environment()
-        steps_per_epoch = loop.stepper.schedule.steps_per_epoch
-        summary = Summary(
-            folder=str(self.folder.path),
-            data=config.data,
-            split=numbers.split,
-            detector=config.detector,
-            loss=config.loss,
-            seed=config.seed,
-            **{name: metrics.get(name) for name in ("AP", "AP50", "AP75", "APs", "APm", "APl")},
-            voc_AP50=numbers.voc_AP50,
-            per_class=metrics.get("per_class", {}),
-            calibration_error=after.get("all", {}).get("expected_calibration_error"),
-            calibration_error_drawn=after.get("expected_calibration_error"),
-            calibration_split=numbers.calibration.get("measured_on"),
-            calibration_held_out=numbers.calibration.get("held_out"),
-            draw_threshold=numbers.draw_threshold,
-            steps=state.step,
-            epochs=round(state.step / steps_per_epoch, 3),
-            best_step=numbers.step,
-            stopped_by=str(state.stopped_by),
-            bad_steps=state.bad_steps,
-            minutes=round(state.seconds / 60, 3),
-            images_per_second=self._usual_speed(),
-            parameters=_parameters(detector),
-            device=str(self.device),
-            processes=self.world.size,
-            command=environment["command"],
-            commit=environment["commit"],
-        )
-        if self.world.is_main:
-            from aploss.reporting.run_report import write_run_report
+        signals.message = f"stopped; training is done, measure with: {folder.resume_command}"
+        progress.note("measuring the result")
+        numbers = evaluate_run(config, folder, world, splits, device=device, workers=workers)
+        summary = _summarise(config, folder, loop, numbers)
+        world.on_main(lambda: _write_report(folder, summary))
+    return summary
 
-            summary.write(self.folder.summary_file)
-            write_run_report(self.folder.path)
-        self.world.from_main(None)  # nobody leaves before the page is written
-        return summary
 
-    def _usual_speed(self) -> float:
-        speeds = [
-            row["images_per_second"]
-            for row in read_rows(self.folder.path / "metrics.jsonl")
-            if row["kind"] == "train"
-        ]
-        return round(median(speeds), 2) if speeds else 0.0
+def _finished(config: TrainConfig, folder: RunFolder) -> Summary | None:
+    """The summary of a run that needs no more training."""
+    if not (folder.exists and folder.summary_file.is_file() and folder.checkpoints.last.is_file()):
+        return None
+    folder.check_same(config)
+    training = folder.checkpoints.load_last()["training"]
+    state = LoopState(stopped_by=training["stopped_by"], seconds=training["seconds"])
+    return Summary.read(folder.summary_file) if state.is_over(config.max_minutes) else None
+
+
+def _claim(
+    config: TrainConfig, folder: RunFolder, resume: bool, stack: ExitStack
+) -> tuple[dict[str, Any] | None, int | None]:
+    """Locks the folder until the stack ends; the checkpoint to go on from, and the best step."""
+    if not (resume and folder.exists):
+        folder.refuse_if_taken()
+    stack.enter_context(folder.locked())
+    if not folder.exists:
+        return None, None
+    if not resume:
+        folder.refuse_if_taken()  # another process was faster
+    folder.go_on(config)
+    checkpoints = folder.checkpoints
+    last = checkpoints.load_last() if checkpoints.last.is_file() else None
+    best = checkpoints.load_best()["step"] if checkpoints.best.is_file() else None
+    return last, best
+
+
+def _introduce(config: TrainConfig, folder: RunFolder, data: RunData, loop: Loop) -> None:
+    """Prints what is about to be done."""
+    note, world, detector = loop.progress.note, loop.world, loop.stepper.detector
+    sizes = [f"{len(data.train)} images to train on"]
+    for word, dataset in (("validation", data.validation), ("evaluation", data.evaluation)):
+        if dataset is not None:
+            sizes.append(f"{len(dataset)} for {word} ({dataset.split})")
+    note(f"data      {data.train.name}: {', '.join(sizes)}; {len(detector.class_names)} classes")
+    if data.train.problems:
+        note(f"          {len(data.train.problems)} problems in it: aploss data check lists them")
+    for remark in data.remarks:
+        note(f"          {remark}")
+    device = loop.stepper.device
+    where = f"{device}" + (f", {world.size} processes" if world.size > 1 else "")
+    note(f"detector  {detector.name}, {_parameters(detector) / 1e6:.1f} M parameters, "
+         f"loss {config.loss}")  # fmt: skip
+    note(f"training  {loop.total_steps} steps of {loop.batches.batch_size} images on {where}")
+    if device.type == "cuda" and torch.cuda.device_count() > world.size == 1:
+        count = torch.cuda.device_count()
+        note(f"          {count} GPUs: use all with torchrun --nproc-per-node {count} -m aploss")
+    resumed = f", from step {loop.state.step}" if loop.state.step > 0 else ""
+    note(f"run       {folder.path}{resumed}")
+
+
+def _summarise(
+    config: TrainConfig, folder: RunFolder, loop: Loop, numbers: FinalNumbers
+) -> Summary:
+    state = loop.state
+    metrics = {} if numbers.metrics is None else numbers.metrics.as_dict()
+    calibration = numbers.calibration or {}
+    after = calibration.get("after", {})
+    environment = describe_environment()
+    speeds = [
+        row["images_per_second"] for row in read_rows(folder.metrics_file) if row["kind"] == "train"
+    ]
+    return Summary(
+        folder=str(folder.path),
+        data=config.data,
+        split=numbers.split,
+        detector=config.detector,
+        loss=config.loss,
+        seed=config.seed,
+        **{name: metrics.get(name) for name in ("AP", "AP50", "AP75", "APs", "APm", "APl")},
+        voc_AP50=numbers.voc_AP50,
+        per_class=metrics.get("per_class", {}),
+        calibration_error=after.get("all", {}).get("expected_calibration_error"),
+        calibration_error_drawn=after.get("expected_calibration_error"),
+        calibration_split=calibration.get("measured_on"),
+        calibration_held_out=calibration.get("held_out"),
+        draw_threshold=numbers.draw_threshold,
+        steps=state.step,
+        epochs=round(loop.epoch, 3),
+        best_step=numbers.step,
+        stopped_by=str(state.stopped_by),
+        bad_steps=state.bad_steps,
+        minutes=round(state.seconds / 60, 3),
+        images_per_second=round(median(speeds), 2) if speeds else 0.0,
+        parameters=_parameters(loop.stepper.detector),
+        device=str(loop.stepper.device),
+        processes=loop.world.size,
+        command=environment["command"],
+        commit=environment["commit"],
+    )
+
+
+def _write_report(folder: RunFolder, summary: Summary) -> None:
+    from aploss.reporting.run_report import write_run_report
+
+    summary.write(folder.summary_file)
+    write_run_report(folder.path)
 
 
 def _parameters(detector: Detector) -> int:
     return sum(parameter.numel() for parameter in detector.parameters())
+
+
+def make_detector(config: TrainConfig, class_names: tuple[str, ...]) -> Detector:
+    """The detector of a config with its initial weights.
+
+    They follow from the seed alone: runs that differ in the loss start from the same weights,
+    wherever the shapes are the same (a softmax loss has one column more).
+    """
+    detector = _build(config, class_names, config.loss)
+    if config.loss != TrainConfig.loss:
+        with quiet_weights():  # what was loaded has been logged
+            reference = _build(config, class_names, TrainConfig.loss).state_dict()
+        own = detector.state_dict()
+        shared = {k: v for k, v in reference.items() if k in own and own[k].shape == v.shape}
+        detector.load_state_dict({**own, **shared})
+    return detector
+
+
+def _build(config: TrainConfig, class_names: tuple[str, ...], loss: str) -> Detector:
+    criterion = config.criterion
+    is_own = loss == config.loss
+    torch.manual_seed(config.seed)
+    try:
+        return build_detector(
+            config.detector,
+            class_names=class_names,
+            loss=loss,
+            loss_options=criterion.options if is_own else None,
+            rank_over=criterion.rank_over,
+            box_loss=criterion.box_loss,  # type: ignore[arg-type]
+            box_weight=criterion.box_weight if is_own else None,
+            weights=config.model.weights,
+            **config.model.options,
+        )
+    except TypeError as error:
+        raise ConfigError(f"model.options: {error}") from error
+
+
+@contextmanager
+def quiet_weights(quiet: bool = True) -> Iterator[None]:
+    """Logs nothing of which start weights were loaded."""
+    logger = logging.getLogger("aploss.detectors.weights")
+    before = logger.disabled
+    logger.disabled = before or quiet
+    try:
+        yield
+    finally:
+        logger.disabled = before

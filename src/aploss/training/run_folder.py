@@ -1,49 +1,53 @@
 """A run is a folder: config, environment, metrics, checkpoints, evaluation, report."""
 
+import csv
+import io
 import json
 import os
-import platform
-import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import yaml
+from filelock import FileLock, Timeout
 
+from aploss.detectors.checkpoint_io import detector_record, read_checkpoint
+from aploss.detectors.detector import Detector
 from aploss.errors import ConfigError, RunError
-from aploss.files import remove_unfinished, write_json, write_text
-from aploss.training.checkpoint import Checkpoints
-from aploss.training.config import (
-    TrainConfig,
-    config_from_dict,
-    config_to_dict,
-    differing_keys,
-)
+from aploss.files import remove_unfinished, write_json, write_text, write_whole
+from aploss.training.config import TrainConfig, config_from_dict, config_to_dict, differing_keys
+from aploss.training.machine import describe_environment
 from aploss.training.recipes import read_yaml
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
-__all__ = ["RunFolder", "default_folder", "describe_environment"]
+__all__ = [
+    "MAY_CHANGE",
+    "Checkpoints",
+    "MetricsLog",
+    "RunFolder",
+    "Summary",
+    "default_folder",
+    "read_rows",
+]
 
 FOLDERS = ("checkpoints", "evaluation", "plots")
 LOCK_FILE = ".lock"
 FIRST_ENTRIES = (*FOLDERS, LOCK_FILE, "environment.json")
+CHECKPOINT_FORMAT = 1
 
-# What may differ when a run goes on: none of it changes what is learned.
+# What may differ when a run is resumed: none of it changes what is learned.
 MAY_CHANGE = (
     "out", "device", "max_minutes", "checkpoint_minutes", "checkpoint_steps", "bad_steps",
     "batches.workers", "validation.batch_size", "data",
 )  # fmt: skip
-PACKAGES = ("aploss", "torch", "torchvision", "numpy", "numba", "faster-coco-eval", "scikit-learn")
+
+TENSORBOARD_SKIPS = ("kind", "step", "epoch", "seconds", "images")
+CSV_COLUMNS = (
+    "kind", "step", "epoch", "loss", "classification", "box", "lr", "gradient_norm",
+    "AP", "AP50", "AP75", "APs", "APm", "APl", "images_per_second", "seconds",
+)  # fmt: skip
 
 
 def default_folder(config: TrainConfig) -> Path:
@@ -68,6 +72,7 @@ class RunFolder:
         self.path = Path(path)
         self.config_file = self.path / "config.yaml"
         self.summary_file = self.path / "summary.json"
+        self.metrics_file = self.path / "metrics.jsonl"
         self.evaluation = self.path / "evaluation"
         self.checkpoints = Checkpoints(self.path / "checkpoints")
 
@@ -75,6 +80,11 @@ class RunFolder:
     def exists(self) -> bool:
         """Whether a run has been started here."""
         return self.config_file.is_file()
+
+    @property
+    def resume_command(self) -> str:
+        """What to type to go on with the run."""
+        return f"aploss train --resume --out {self.path}"
 
     def refuse_if_taken(self) -> None:
         """Raises RunError if a run or something else is at this place."""
@@ -111,21 +121,35 @@ class RunFolder:
     def locked(self) -> Iterator[None]:
         """Keeps other processes out of the folder; the lock goes with the process, even if killed.
 
+        The folder is made for it, and removed again when no run has been started in it.
+
         Raises:
-            RunError: if another process is training in it.
+            RunError: if another process is training in it, or nothing can be written there.
         """
-        with (self.path / LOCK_FILE).open("w") as file:
-            try:
-                if fcntl is not None:
-                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
-                raise RunError(
-                    f"another process is training in {self.path}; wait for it, or choose another "
-                    "folder with --out"
-                ) from None
-            except OSError:
-                pass  # a file system without locks
+        lock = FileLock(self.path / LOCK_FILE)
+        made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock.acquire(blocking=False)
+        except Timeout:
+            raise RunError(
+                f"another process is training in {self.path}; wait for it, or choose another "
+                "folder with --out"
+            ) from None
+        except OSError as error:
+            raise RunError(
+                f"nothing can be written in {self.path}: {error.strerror}; change its permissions, "
+                "copy it, or choose another folder with --out"
+            ) from error
+        try:
             yield
+        finally:
+            if made and not self.exists:
+                (self.path / LOCK_FILE).unlink(missing_ok=True)
+                with suppress(OSError):  # something else is in it now
+                    for folder in made:
+                        folder.rmdir()
+            lock.release()
 
     def read_config(self) -> TrainConfig:
         """The config of the run that is here.
@@ -143,6 +167,11 @@ class RunFolder:
         Raises:
             ConfigError: if the config differs in more than what may change on the way.
         """
+        self.check_same(config)
+        remove_unfinished(self.path)
+
+    def check_same(self, config: TrainConfig) -> None:
+        """Raises ConfigError if the run was started with settings that learn something else."""
         different = [
             key for key in differing_keys(self.read_config(), config) if key not in MAY_CHANGE
         ]
@@ -151,7 +180,6 @@ class RunFolder:
                 f"{self.path} was started with another {', '.join(different)}; resume it as it "
                 "was, or start a new run with --out"
             )
-        remove_unfinished(self.path)
 
     def read_summary(self) -> dict[str, Any] | None:
         """The summary of a finished run, or None."""
@@ -160,50 +188,226 @@ class RunFolder:
         return dict(json.loads(self.summary_file.read_text(encoding="utf-8")))
 
 
-def describe_environment() -> dict[str, Any]:
-    """Versions, commit, hardware and command of this process."""
-    return {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "commit": _commit(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": {name: _version(name) for name in PACKAGES},
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "processes": int(os.environ.get("WORLD_SIZE", "1")),
-    }
+class Checkpoints:
+    """The ``checkpoints/`` folder of a run.
+
+    ``last.pt`` holds everything that a run needs to go on as if nothing had happened, ``best.pt``
+    the detector with the best validation. Both hold the detector under the key ``"detector"``, so
+    that :func:`aploss.detectors.load` reads either.
+
+    Args:
+        folder: ``runs/NAME/checkpoints``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.last = folder / "last.pt"
+        self.best = folder / "best.pt"
+
+    def save_last(self, detector: Detector, training: dict[str, Any]) -> None:
+        """Replaces ``last.pt``.
+
+        Args:
+            detector: the weights to evaluate and predict with (the EMA, if there is one).
+            training: ``step`` and the state of everything else, of tensors and plain values.
+        """
+        self._write(self.last, detector, {"training": training})
+
+    def save_best(self, detector: Detector, *, step: int, metrics: dict[str, Any]) -> None:
+        """Replaces ``best.pt``; also used to add the calibration to it."""
+        self._write(self.best, detector, {"step": step, "metrics": metrics})
+
+    def load_last(self) -> dict[str, Any]:
+        """What ``last.pt`` holds, on the CPU.
+
+        Raises:
+            RunError: if it is missing, damaged or of another version.
+        """
+        return self._load(self.last, ("detector", "training"))
+
+    def load_best(self) -> dict[str, Any]:
+        """What ``best.pt`` holds, on the CPU.
+
+        Raises:
+            RunError: if it is missing, damaged or of another version.
+        """
+        return self._load(self.best, ("detector", "step", "metrics"))
+
+    def _write(self, path: Path, detector: Detector, content: dict[str, Any]) -> None:
+        record = {"format": CHECKPOINT_FORMAT, "detector": detector_record(detector), **content}
+        write_whole(path, lambda file: torch.save(record, file))
+
+    def _load(self, path: Path, fields: tuple[str, ...]) -> dict[str, Any]:
+        content = read_checkpoint(path)
+        if not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT:
+            raise RunError(f"{path} is not a checkpoint of this version of aploss")
+        missing = [name for name in fields if name not in content]
+        if missing:
+            raise RunError(f"{path} is not a whole checkpoint: it has no {', '.join(missing)}")
+        return content
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSON-lines file; a last line torn by a kill is left out."""
+    rows: list[dict[str, Any]] = []
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+    return rows
 
 
-def _commit() -> str | None:
-    """The commit of aploss's own source, with a '+' where it has changes; None when installed."""
-    source = Path(__file__).resolve().parents[3]
-    if not (source / ".git").exists():
-        return None
+class MetricsLog:
+    """Appends rows to ``metrics.jsonl``, ``metrics.csv`` and ``tensorboard/``.
 
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(source), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    Args:
+        folder: the run folder.
+        step: the step the run goes on from: rows after it are cut off, because they are about to
+            be written again. 0 for a new run.
+    """
 
-    try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    def __init__(self, folder: Path, *, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        jsonl, table = folder / "metrics.jsonl", folder / "metrics.csv"
+        self._bad_file = folder / "bad_numbers.jsonl"
+        rows = _cut_back(jsonl, step)
+        header = dict(zip(CSV_COLUMNS, CSV_COLUMNS, strict=True))
+        write_text(table, "".join(map(_csv_line, [header, *rows])))
+        if self._bad_file.is_file():
+            _cut_back(self._bad_file, step)
+        self._jsonl: IO[str] = jsonl.open("a", encoding="utf-8")
+        self._csv: IO[str] = table.open("a", encoding="utf-8", newline="")
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Writes one row, with ``kind`` and ``step`` in it, to all three."""
+        self._jsonl.write(_json_line(row))
+        self._csv.write(_csv_line(row))
+        self._jsonl.flush()
+        self._csv.flush()
+        for name, value in row.items():
+            if name not in TENSORBOARD_SKIPS and isinstance(value, int | float):
+                self._board.add_scalar(f"{row['kind']}/{name}", value, row["step"])
+
+    def add_bad(self, row: dict[str, Any]) -> None:
+        """Writes one row, with ``step`` in it, to the file of skipped steps."""
+        with self._bad_file.open("a", encoding="utf-8") as file:
+            file.write(_json_line(row))
+
+    def flush_to_disk(self) -> None:
+        """Makes sure that a checkpoint written next has its rows, even after a power cut."""
+        for file in (self._jsonl, self._csv):
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._jsonl.close()
+        self._csv.close()
+        self._board.close()
 
 
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+def _cut_back(path: Path, step: int) -> list[dict[str, Any]]:
+    rows = [row for row in read_rows(path) if row["step"] <= step]
+    write_text(path, "".join(map(_json_line, rows)))
+    return rows
+
+
+def _json_line(row: dict[str, Any]) -> str:
+    return json.dumps(row) + "\n"
+
+
+def _csv_line(row: dict[str, Any]) -> str:
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\n").writerow([row.get(name, "") for name in CSV_COLUMNS])
+    return line.getvalue()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The result of a run. AP values are those of the split ``split``; None where undefined.
+
+    Attributes:
+        folder: of the run.
+        calibration_error: expected calibration error of all detections, after calibration, on
+            ``calibration_split``.
+        calibration_error_drawn: of those above ``draw_threshold`` alone.
+        calibration_held_out: whether that split is another than the calibration was fitted on.
+        best_step: step of the evaluated weights.
+        stopped_by: ``"length"``, ``"patience"`` or ``"minutes"``.
+        bad_steps: steps skipped because of NaN or Inf.
+    """
+
+    folder: str
+    data: str
+    split: str | None
+    detector: str
+    loss: str
+    seed: int
+    AP: float | None
+    AP50: float | None
+    AP75: float | None
+    APs: float | None
+    APm: float | None
+    APl: float | None
+    voc_AP50: float | None  # noqa: N815
+    per_class: dict[str, dict[str, Any]]
+    calibration_error: float | None
+    calibration_error_drawn: float | None
+    calibration_split: str | None
+    calibration_held_out: bool | None
+    draw_threshold: float | None
+    steps: int
+    epochs: float
+    best_step: int
+    stopped_by: str
+    bad_steps: int
+    minutes: float
+    images_per_second: float
+    parameters: int
+    device: str
+    processes: int
+    command: str
+    commit: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+    def write(self, path: Path) -> None:
+        """Writes ``summary.json``."""
+        write_json(path, self.as_dict())
+
+    @classmethod
+    def read(cls, path: Path) -> "Summary":
+        """Reads ``summary.json``; the folder is where the file is now.
+
+        Raises:
+            RunError: if there is none, or it is of another version.
+        """
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            known = {entry.name: values[entry.name] for entry in fields(cls)}
+        except OSError as error:
+            raise RunError(f"{path} cannot be read: {error.strerror}") from error
+        except (ValueError, KeyError) as error:
+            raise RunError(f"{path} is not the summary of a run: {error}") from error
+        return cls(**{**known, "folder": str(path.parent)})
+
+    def table(self) -> str:
+        """The numbers to print at the end of a run."""
+        shown = [
+            f"{name} {value:.3f}"
+            for name in ("AP", "AP50", "AP75", "APs", "APm", "APl", "voc_AP50")
+            if (value := getattr(self, name)) is not None
+        ]
+        lines = [f"{self.split or 'no split'}: " + ("  ".join(shown) or "nothing to measure")]
+        if self.per_class:
+            width = max(map(len, self.per_class))
+            lines.append(f"  {'class':<{width}}  {'AP':>6} {'AP50':>6} {'AP75':>6}")
+            for name, values in self.per_class.items():
+                cells = (values.get(metric) for metric in ("AP", "AP50", "AP75"))
+                row = " ".join(f"{'-':>6}" if cell is None else f"{cell:6.3f}" for cell in cells)
+                lines.append(f"  {name:<{width}}  {row}")
+        return "\n".join(lines)

@@ -10,8 +10,8 @@ import pytest
 
 from aploss.errors import ConfigError, DataError
 from aploss.training.config import TrainConfig
-from aploss.training.datasets import RunData, load_run_data
 from aploss.training.recipes import merge
+from aploss.training.splits import RunData, load_run_data
 
 MakeConfig = Callable[..., TrainConfig]
 

@@ -1,14 +1,9 @@
-"""Metrics that are cut back, and random states that survive."""
+"""The run folder: metrics that are cut back, and a lock."""
 
 import csv
-import random
 from pathlib import Path
 
-import numpy as np
-import torch
-
-from aploss.training.metrics_log import MetricsLog, read_rows
-from aploss.training.random_state import capture_random_state, restore_random_state, seeded
+from aploss.training.run_folder import MetricsLog, read_rows
 
 
 def train_row(step: int) -> dict[str, object]:
@@ -49,28 +44,3 @@ def test_tensorboard_events_hold_the_numbers(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert set(events.Tags()["scalars"]) == {"train/loss", "train/box", "validation/AP"}
     assert events.Scalars("validation/AP")[0].value == 0.25
-
-
-def draws() -> tuple[float, float, float]:
-    return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002
-
-
-def test_random_state_survives_a_checkpoint(tmp_path: Path) -> None:
-    torch.save(capture_random_state(), tmp_path / "state.pt")
-    expected = draws()
-    restore_random_state(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert draws() == expected
-
-
-def test_a_seeded_block_leaves_generators_and_switches_as_they_were() -> None:
-    before = capture_random_state()
-    expected = draws()
-    restore_random_state(before)
-    with seeded(5, deterministic=True):
-        first = draws()
-        assert torch.are_deterministic_algorithms_enabled()
-    assert not torch.are_deterministic_algorithms_enabled()
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    assert draws() == expected
-    with seeded(5, deterministic=False):
-        assert draws() == first

@@ -1,0 +1,177 @@
+"""Which images a run trains on, chooses by and is measured on, and settings that suit them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from aploss.data.dataset import DetectionDataset
+from aploss.data.load import dataset_splits, load_dataset
+from aploss.data.source import common_split_name
+from aploss.errors import ConfigError, DataError
+from aploss.training.config import TrainConfig
+
+__all__ = ["RunData", "load_run_data", "suggest_image_sizes", "suggest_recipe"]
+
+NO_SPLIT = "none"
+LARGEST_SIDE = 320  # of a square with as many pixels as a CPU trains on in reasonable time
+SMALLEST_SIDE = 128
+STRIDE = 32  # images are padded to multiples of it anyway
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The datasets of a run.
+
+    Attributes:
+        train: to learn from.
+        validation: for every choice: best checkpoint, calibration, threshold. None without.
+        evaluation: for the final numbers; may be the validation set.
+        held_out: where the calibration is measured; a set it was not fitted on, where there is one.
+        remarks: what the user should know about the choice.
+    """
+
+    train: DetectionDataset
+    validation: DetectionDataset | None
+    evaluation: DetectionDataset | None
+    held_out: DetectionDataset | None
+    remarks: tuple[str, ...]
+
+
+def load_run_data(config: TrainConfig) -> RunData:
+    """Loads the splits that the config names, or that the data set has.
+
+    Raises:
+        ConfigError: for a split that the data set does not have.
+        DataError: for data that cannot be read or has nothing to train on.
+    """
+    if not config.data:
+        raise ConfigError("no data: give --data a folder, or --data builtin")
+    found = dataset_splits(config.data, format=config.splits.format)
+    known = {common_split_name(name): name for name in reversed(found)}  # "train" for "train2017"
+    train_name = config.splits.train or _training_split(known, config.data)
+    train = _load(config, train_name)
+    if train.num_boxes == 0:
+        raise DataError(f"the split {train_name} of {config.data} has no object to learn from")
+    remarks: list[str] = []
+    validation: DetectionDataset | None = None
+    validation_name = config.splits.validation or _validation_split(known, train_name)
+    if validation_name is None:
+        train_name, validation_name = _hold_out(train_name, config.splits.holdout)
+        train, validation = (_load(config, name, train) for name in (train_name, validation_name))
+        remarks.append(f"no validation split: {len(validation)} training images are held out")
+    elif validation_name != NO_SPLIT:
+        validation = _load(config, validation_name, train)
+    test_name = None if "test" in train_name else known.get("test")
+    wanted = config.evaluation.split or test_name
+    evaluation = validation
+    if wanted is not None and wanted != validation_name:
+        evaluation = _load(config, wanted, train)
+        if config.evaluation.split is None and evaluation.num_boxes == 0:
+            remarks.append(f"the split {wanted} has no annotations: measured on validation instead")
+            evaluation = validation
+    held_out = evaluation
+    if evaluation is validation and test_name is not None:
+        held_out = _load(config, test_name, train)
+        held_out = held_out if held_out.num_boxes else validation
+    remarks += _shared_images(train, [validation, evaluation])
+    return RunData(train, validation, evaluation, held_out, tuple(remarks))
+
+
+def _load(
+    config: TrainConfig, split: str, train: DetectionDataset | None = None
+) -> DetectionDataset:
+    names = None if train is None else train.class_names
+    return load_dataset(config.data, split, format=config.splits.format, class_names=names)
+
+
+def _training_split(known: dict[str, str], data: str) -> str:
+    for name in ("train", "trainval", "all"):
+        if name in known:
+            return known[name]
+    of_years = [name for name in known.values() if name.endswith("_trainval")]  # a VOC devkit
+    if of_years:
+        return "+".join(of_years)
+    if len(known) == 1:
+        return next(iter(known.values()))
+    raise ConfigError(
+        f"{data} has the splits {', '.join(known.values())}: choose one with --splits.train"
+    )
+
+
+def _validation_split(known: dict[str, str], train_name: str) -> str | None:
+    """The split called val, unless it is trained on or the training split is but a part."""
+    trained = any("val" in part or "[" in part for part in train_name.split("+"))
+    return None if trained else known.get("val")
+
+
+def _hold_out(name: str, share: float) -> tuple[str, str]:
+    """The two parts of a split, or of several joined by ``+``, as the loader understands them."""
+    kept = f"{100 * (1 - share):g}%"
+    terms = name.split("+")
+    return "+".join(f"{t}[:{kept}]" for t in terms), "+".join(f"{t}[{kept}:]" for t in terms)
+
+
+def _shared_images(train: DetectionDataset, others: list[DetectionDataset | None]) -> list[str]:
+    trained = {train.image_path(index) for index in range(len(train))}
+    remarks = {}
+    for other in others:
+        if other is not None:
+            shared = sum(other.image_path(index) in trained for index in range(len(other)))
+            if shared:
+                remarks[other.split] = (
+                    f"{shared} of the {len(other)} images of {other.split} are also trained on: "
+                    "numbers measured there are too good"
+                )
+    return list(remarks.values())
+
+
+# --- without a recipe ---
+
+
+def suggest_recipe(device: torch.device) -> str:
+    """The recipe for data nobody has made one for."""
+    return "any-gpu" if device.type == "cuda" else "any-cpu"
+
+
+def suggest_image_sizes(recipe: str, data: str, *, format: str = "auto") -> dict[str, Any]:
+    """Settings of a run that follow from the size and shape of its images.
+
+    On a CPU images are trained on in the shape that most have, so that objects look the same as
+    in testing, and no larger than they are. A GPU has pixels to spare and augmentation that
+    changes shapes: there the recipe's own size stays.
+
+    Args:
+        recipe: of :func:`suggest_recipe`.
+        data: see :func:`~aploss.data.load.load_dataset`.
+        format: of the data.
+    """
+    if recipe != "any-cpu":
+        return {}
+    height, width = usual_size(load_dataset(data, format=format))
+    shorter = min(height, width)
+    return {
+        "batches": {"image_size": [height, width]},
+        "model": {"options": {"test_size": [shorter, 2 * shorter]}},
+    }
+
+
+def usual_size(dataset: DetectionDataset) -> tuple[int, int]:
+    """Height and width, multiples of 32, of the usual shape of a dataset's images.
+
+    Example:
+        >>> dataset = DetectionDataset(
+        ...     root=".", class_names=["a"], image_paths=["1.png"], image_sizes=[(640, 480)],
+        ...     boxes_per_image=[0], boxes=[], labels=[])
+        >>> usual_size(dataset)
+        (288, 384)
+    """
+    sizes = np.array([dataset.image_size(index) for index in range(len(dataset))], dtype=float)
+    ratio = float(np.median(sizes[:, 0] / sizes[:, 1]))  # width over height
+    side = float(np.median(np.sqrt(sizes.prod(axis=1))))
+    side = min(max(side, SMALLEST_SIDE), LARGEST_SIDE)
+    ratio = min(max(ratio, 0.5), 2.0)
+    height, width = side / ratio**0.5, side * ratio**0.5
+    rounded = (max(STRIDE, STRIDE * round(length / STRIDE)) for length in (height, width))
+    return next(rounded), next(rounded)

@@ -1,0 +1,430 @@
+"""One training step: learning rate, forward passes, gradients, and what to do about NaN and Inf."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn, optim
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from aploss.data.batches import Batch
+from aploss.detectors.criterion import Criterion
+from aploss.detectors.detector import Detector
+from aploss.errors import ConfigError, RunError
+from aploss.losses import NonFiniteScoresError, OtherProcessError, traits_of
+from aploss.training.config import OptimizerConfig, ScheduleConfig, TrainConfig
+from aploss.training.distributed import World
+
+__all__ = [
+    "BadNumbers",
+    "DivergedError",
+    "Schedule",
+    "StepResult",
+    "Stepper",
+    "freeze",
+    "make_optimizer",
+    "non_finite_weight",
+]
+
+PARTS = ("classification", "box")
+NORMS = (nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._NormBase)
+SHOWN_IMAGES = 8
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class DivergedError(RunError):
+    """Too many steps in a row had NaN or Inf, or a weight did; the last good checkpoint stays."""
+
+
+# --- learning rate ---
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Length of a run in steps and the learning-rate factor of each step.
+
+    The factor is a function of the step alone: a resumed run needs no state for it.
+
+    Args:
+        config: kind, length, milestones and warm-up.
+        steps_per_epoch: turns epochs into steps.
+    """
+
+    config: ScheduleConfig
+    steps_per_epoch: float
+
+    def steps(self, amount: float, unit: str) -> int:
+        """An amount of epochs or steps as a number of steps, at least one."""
+        return max(1, round(amount * (self.steps_per_epoch if unit == "epochs" else 1)))
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run."""
+        return self.steps(self.config.length, self.config.unit)
+
+    def factor(self, step: int) -> float:
+        """Share of the learning rate that step number ``step`` (from 0) uses.
+
+        Example:
+            >>> paper = ScheduleConfig(length=160, unit="epochs", kind="milestones",
+            ...     milestones=(110, 140), warmup_steps=500, warmup_factor=1 / 3)
+            >>> schedule = Schedule(paper, steps_per_epoch=1000)
+            >>> [round(schedule.factor(s), 4) for s in (0, 250, 500, 109_999, 110_000, 140_000)]
+            [0.3333, 0.6667, 1.0, 1.0, 0.1, 0.01]
+        """
+        return self._warmup(step) * (
+            self._milestones(step) if self.config.kind == "milestones" else self._cosine(step)
+        )
+
+    def _warmup(self, step: int) -> float:
+        steps, start = self.config.warmup_steps, self.config.warmup_factor
+        return 1.0 if step >= steps else start + (1 - start) * step / steps
+
+    def _milestones(self, step: int) -> float:
+        passed = sum(step >= self.steps(m, self.config.unit) for m in self.config.milestones)
+        return float(self.config.gamma**passed)
+
+    def _cosine(self, step: int) -> float:
+        end = self.config.final_factor
+        done = min(step / max(1, self.total_steps - 1), 1.0)
+        return end + (1 - end) * (1 + math.cos(math.pi * done)) / 2
+
+
+# --- optimizer ---
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> optim.Optimizer:
+    """SGD with momentum or AdamW over the parameters that are trained.
+
+    Normalisation weights and biases are not decayed unless the config says so.
+
+    Raises:
+        ConfigError: if nothing is left to train.
+    """
+    norms = {id(p) for module in model.modules() if isinstance(module, NORMS)
+             for p in module.parameters()}  # fmt: skip
+    decayed: list[nn.Parameter] = []
+    spared: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            spare = id(parameter) in norms or name.split(".")[-1] == "bias" or parameter.ndim < 2
+            (spared if spare else decayed).append(parameter)
+    if not decayed and not spared:
+        raise ConfigError("model.frozen leaves nothing to train")
+    # All tensors in one operation, where the device has it: one after the other costs AdamW a
+    # twentieth of a small detector's step on a CPU.
+    fused = (decayed + spared)[0].device.type in ("cpu", "cuda")
+    if config.decay_norms_and_biases:
+        decayed, spared = decayed + spared, []
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}]
+    if spared:
+        groups.append({"params": spared, "weight_decay": 0.0})
+    rate = config.learning_rate
+    if config.name == "sgd":
+        return optim.SGD(groups, lr=rate, momentum=config.momentum, fused=fused)
+    return optim.AdamW(groups, lr=rate, fused=fused)
+
+
+def freeze(model: nn.Module, patterns: Iterable[str]) -> int:
+    """Stops training of the parameters whose names match, or lie below a matching module.
+
+    Returns:
+        How many parameter tensors are frozen by it.
+
+    Raises:
+        ConfigError: for a pattern that matches nothing.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> freeze(model, ["0"]), [p.requires_grad for p in model.parameters()]
+        (2, [False, False, True, True])
+    """
+    frozen = 0
+    for pattern in patterns:
+        matching = [
+            parameter
+            for name, parameter in model.named_parameters()
+            if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+        ]
+        if not matching:
+            tops = ", ".join(dict(model.named_children()))
+            raise ConfigError(f"model.frozen: {pattern!r} matches no parameter; below {tops}")
+        for parameter in matching:
+            frozen += parameter.requires_grad
+            parameter.requires_grad_(False)
+    return frozen
+
+
+def _make_ema(detector: Detector, decay: float | None) -> AveragedModel | None:
+    if decay is None:
+        return None
+
+    def average(averages: Any, current: Any, count: Tensor | int) -> None:
+        # A young average forgets faster, or the initial weights would stay in it for long.
+        ramp = (1 + int(count)) / (10 + int(count))
+        get_ema_multi_avg_fn(min(decay, ramp))(averages, current, count)  # type: ignore[no-untyped-call]
+
+    return AveragedModel(detector, multi_avg_fn=average)
+
+
+# --- NaN and Inf ---
+
+
+@dataclass(frozen=True)
+class BadNumbers:
+    """A step that was skipped because of NaN or Inf.
+
+    Attributes:
+        step: its number, from 1.
+        what: ``"score"``, ``"loss"`` or ``"gradient"``.
+        detail: which of them.
+        images: files of the batch, of the ranks in which it was found.
+    """
+
+    step: int
+    what: str
+    detail: str
+    images: tuple[str, ...]
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.images[:SHOWN_IMAGES])
+        more = len(self.images) - SHOWN_IMAGES
+        images = f"{shown} and {more} more" if more > 0 else shown
+        return f"step {self.step}: {self.what} is NaN or Inf ({self.detail}); images: {images}"
+
+    def as_row(self) -> dict[str, Any]:
+        """Plain values for ``bad_numbers.jsonl``."""
+        return {**asdict(self), "images": list(self.images)}
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """NaN or Inf on one rank; ``is_own`` is False where another rank has found it."""
+
+    what: str
+    detail: str
+    is_own: bool = True
+    images: tuple[str, ...] = ()  # of the batch
+
+
+def _non_finite_gradient(model: nn.Module) -> str:
+    """The name of the first parameter with NaN or Inf in its gradient."""
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
+            return name
+    return "only the norm, which overflows"
+
+
+def non_finite_weight(model: nn.Module) -> str | None:
+    """The name of a parameter or buffer with NaN or Inf, or None."""
+    for name, value in model.state_dict().items():
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            return name
+    return None
+
+
+# --- the step ---
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The outcome of a step.
+
+    Attributes:
+        losses: ``classification`` and ``box``, means over ranks and accumulated passes.
+        gradient_norm: before clipping.
+        learning_rate: what it was done with.
+        bad: why it was skipped, or None.
+        counts: whether the weights were changed: not after NaN or Inf, nor where the loss scale of
+            float16 was still too high.
+    """
+
+    losses: dict[str, float]
+    gradient_norm: float
+    learning_rate: float
+    bad: BadNumbers | None = None
+    counts: bool = True
+
+
+class Stepper:
+    """Detector, optimizer and everything else that a step changes.
+
+    Args:
+        config: of the run.
+        detector: on its device, with its initial weights.
+        schedule: the learning rate.
+        world: the ranks.
+        image_name: file name of a training image by its index, for messages.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        detector: Detector,
+        schedule: Schedule,
+        world: World,
+        image_name: Callable[[int], str],
+    ) -> None:
+        self.config, self.schedule, self.world = config, schedule, world
+        self.detector = detector
+        self.device = next(detector.parameters()).device
+        freeze(detector, config.model.frozen)
+        self.optimizer = make_optimizer(detector, config.optimizer)
+        self.ema = _make_ema(detector, config.model.ema)
+        half = config.precision == "float16"
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=half)
+        self._image_name = image_name
+        self._model = self._parallel(detector)
+        self._trained = [p for p in detector.parameters() if p.requires_grad]
+
+    @property
+    def evaluated(self) -> Detector:
+        """The detector to validate and keep: the EMA of the weights where there is one."""
+        return self.detector if self.ema is None else cast(Detector, self.ema.module)
+
+    def step(self, number: int, batches: Sequence[Batch]) -> StepResult:
+        """Learns from the batches of one step.
+
+        Args:
+            number: of the step, from 0.
+            batches: one for each accumulated forward pass.
+
+        Raises:
+            RunError: another rank was given targets that its loss cannot take.
+        """
+        rate = self.config.optimizer.learning_rate * self.schedule.factor(number)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self._train_mode()
+        self.optimizer.zero_grad(set_to_none=True)
+        sums = dict.fromkeys(PARTS, 0.0)
+        for index, batch in enumerate(batches):
+            losses, problem = self._forward(batch)
+            found, *values = self.world.sum([float(problem is not None), *_values(losses)])
+            if found:
+                return StepResult(
+                    sums, math.nan, rate, self._skip(number, problem, batch.indices), counts=False
+                )
+            for part, value in zip(PARTS, values, strict=True):
+                sums[part] += value / self.world.size / len(batches)
+            self._backward(losses, len(batches), is_last=index == len(batches) - 1)
+        norm = self._clipped_norm()
+        overflow = not math.isfinite(norm)
+        if overflow and not self._scale_is_too_high():
+            problem = _Problem("gradient", _non_finite_gradient(self.detector))
+            indices = [index for batch in batches for index in batch.indices]
+            bad = self._skip(number, problem, indices)
+            self.scaler.update()
+            return StepResult(sums, norm, rate, bad, counts=False)
+        self.scaler.step(self.optimizer)  # does nothing after an overflow
+        self.scaler.update()
+        if self.ema is not None and not overflow:
+            self.ema.update_parameters(self.detector)
+        return StepResult(sums, norm, rate, counts=not overflow)
+
+    def _forward(self, batch: Batch) -> tuple[dict[str, Tensor], _Problem | None]:
+        images = batch.images.to(self.device, non_blocking=True)
+        dtype = DTYPES.get(self.config.precision)
+        try:
+            with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
+                losses = self._model(images, batch.targets)
+        except NonFiniteScoresError as error:
+            return {}, _Problem("score", str(error))
+        except OtherProcessError as error:
+            if error.cause == "score":
+                return {}, _Problem("score", str(error), is_own=False)
+            raise RunError(f"the step cannot be done: {error}") from error
+        for part, value in losses.items():
+            if not bool(value.isfinite()):
+                return losses, _Problem("loss", f"{part} = {value.item()}")
+        return losses, None
+
+    def _backward(self, losses: dict[str, Tensor], passes: int, *, is_last: bool) -> None:
+        total = sum(losses.values(), torch.zeros((), device=self.device)) / passes
+        waits = isinstance(self._model, DistributedDataParallel) and not is_last
+        with self._model.no_sync() if waits else nullcontext():  # type: ignore[operator]
+            torch.autograd.backward(self.scaler.scale(total))
+
+    def _clipped_norm(self) -> float:
+        self.scaler.unscale_(self.optimizer)
+        largest = self.config.optimizer.clip_norm or math.inf
+        return float(clip_grad_norm_(self._trained, largest))
+
+    def _scale_is_too_high(self) -> bool:
+        """Whether an overflow is the loss scale of float16 finding its level, not a bad number."""
+        return self.scaler.is_enabled() and self.scaler.get_scale() > 1
+
+    def _skip(self, number: int, problem: _Problem | None, indices: Sequence[int]) -> BadNumbers:
+        """Drops the gradients; what was found, agreed on by all ranks."""
+        self.optimizer.zero_grad(set_to_none=True)
+        own = None
+        if problem is not None:
+            own = replace(problem, images=tuple(self._image_name(index) for index in indices))
+        reports = self.world.from_main([found for found in self.world.gather(own) if found])
+        # A rank that was only informed adds nothing to what the finder reports.
+        finders = [report for report in reports if report.is_own] or reports
+        images = tuple(name for report in finders for name in report.images)
+        return BadNumbers(number + 1, finders[0].what, finders[0].detail, images)
+
+    def _train_mode(self) -> None:
+        self._model.train()
+        if self.config.model.frozen:  # frozen batch norm must not move its statistics either
+            for module in self.detector.modules():
+                own = list(module.parameters(recurse=False))
+                if own and not any(parameter.requires_grad for parameter in own):
+                    module.eval()
+
+    def _parallel(self, detector: Detector) -> nn.Module:
+        if self.world.size == 1:
+            return detector
+        if self.config.criterion.rank_over_processes:
+            self._rank_over_processes(detector.criterion)
+        devices = [self.device] if self.device.type == "cuda" else None
+        return DistributedDataParallel(detector, device_ids=devices)
+
+    def _rank_over_processes(self, criterion: Criterion) -> None:
+        traits, group = traits_of(criterion.loss), torch.distributed.group.WORLD
+        can_be_global = traits.ranks_across_processes or traits.divides_by_positives
+        if not can_be_global and criterion.rank_over == "batch":
+            raise ConfigError(
+                f"the loss {self.config.loss} cannot rank over processes; leave "
+                "criterion.rank_over_processes false"
+            )
+        assert group is not None
+        criterion.rank_across(group)
+
+    def state(self) -> dict[str, Any]:
+        """What :meth:`load_state` needs to go on."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            # Without an EMA the weights are already in the checkpoint's detector.
+            "weights": None if self.ema is None else self.detector.state_dict(),
+            "averaged_steps": None if self.ema is None else int(self.ema.n_averaged),
+        }
+
+    def load_state(self, state: dict[str, Any], evaluated: dict[str, Tensor]) -> None:
+        """Brings everything into a saved state.
+
+        Args:
+            state: of :meth:`state`.
+            evaluated: weights of the detector that was saved beside it.
+        """
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        if self.ema is None:
+            self.detector.load_state_dict(evaluated)
+        else:
+            self.detector.load_state_dict(state["weights"])
+            self.ema.module.load_state_dict(evaluated)
+            self.ema.n_averaged.fill_(state["averaged_steps"])
+
+
+def _values(losses: dict[str, Tensor]) -> list[float]:
+    return [losses[part].item() if part in losses else 0.0 for part in PARTS]

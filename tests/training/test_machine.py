@@ -1,0 +1,56 @@
+"""Devices and random states."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from aploss.errors import ConfigError
+from aploss.training.machine import (
+    capture_random_state,
+    choose_device,
+    choose_workers,
+    restore_random_state,
+    seeded,
+)
+
+
+def draws() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002
+
+
+def test_random_state_survives_a_checkpoint(tmp_path: Path) -> None:
+    torch.save(capture_random_state(), tmp_path / "state.pt")
+    expected = draws()
+    restore_random_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert draws() == expected
+
+
+def test_a_seeded_block_leaves_generators_and_switches_as_they_were() -> None:
+    before = capture_random_state()
+    expected = draws()
+    restore_random_state(before)
+    with seeded(5, deterministic=True):
+        first = draws()
+        assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert draws() == expected
+    with seeded(5, deterministic=False):
+        assert draws() == first
+
+
+@pytest.mark.parametrize("name", ["abacus", "meta", "cpu:x", "cuda:99"])
+def test_a_device_that_cannot_compute_is_refused_in_one_line(name: str) -> None:
+    with pytest.raises(ConfigError, match="device") as error:
+        choose_device(name)
+    assert "\n" not in str(error.value)
+
+
+def test_workers_are_as_many_as_asked_for_and_few_on_a_cpu() -> None:
+    cpu = torch.device("cpu")
+    assert choose_workers(5, cpu, 1) == 5
+    assert choose_workers(None, cpu, 1000) == 0
+    assert choose_workers(None, cpu, 1) <= 1

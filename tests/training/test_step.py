@@ -1,0 +1,303 @@
+"""A step: learning rate, parameter groups, frozen layers, and NaN or Inf in any of its numbers."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, MultiStepLR
+
+from aploss.detectors.build import build_detector
+from aploss.detectors.criterion import Criterion
+from aploss.detectors.detector import Detector
+from aploss.errors import ConfigError, RunError
+from aploss.losses import OtherProcessError
+from aploss.training import run
+from aploss.training.config import OptimizerConfig, ScheduleConfig, TrainConfig
+from aploss.training.distributed import World
+from aploss.training.run import make_detector, train
+from aploss.training.run_folder import read_rows
+from aploss.training.step import DivergedError, Schedule, Stepper, freeze, make_optimizer
+
+MakeConfig = Callable[..., TrainConfig]
+
+
+def rates_of(scheduler_type: type, steps: int, **options: object) -> list[float]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = scheduler_type(optimizer, **options)
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def test_milestones_in_epochs_equal_multi_step_lr() -> None:
+    config = ScheduleConfig(
+        length=16, unit="epochs", kind="milestones", milestones=(11, 14), warmup_steps=0
+    )
+    schedule = Schedule(config, steps_per_epoch=5)
+    assert schedule.total_steps == 80
+    expected = rates_of(MultiStepLR, 80, milestones=[55, 70], gamma=0.1)
+    assert [schedule.factor(step) for step in range(80)] == pytest.approx(expected)
+
+
+def test_warmup_from_a_third_equals_linear_lr() -> None:
+    config = ScheduleConfig(length=1000, kind="milestones", warmup_steps=500, warmup_factor=1 / 3)
+    schedule = Schedule(config, steps_per_epoch=10)
+    expected = rates_of(LinearLR, 600, start_factor=1 / 3, total_iters=500)
+    assert [schedule.factor(step) for step in range(600)] == pytest.approx(expected)
+
+
+def test_cosine_ends_at_its_final_share() -> None:
+    config = ScheduleConfig(length=101, kind="cosine", warmup_steps=0, final_factor=0.02)
+    schedule = Schedule(config, steps_per_epoch=10)
+    expected = rates_of(CosineAnnealingLR, 101, T_max=100, eta_min=0.02)
+    assert [schedule.factor(step) for step in range(101)] == pytest.approx(expected)
+    assert schedule.factor(100) == pytest.approx(0.02)
+
+
+def test_part_of_an_epoch_is_at_least_one_step() -> None:
+    schedule = Schedule(ScheduleConfig(), steps_per_epoch=7.5)
+    assert schedule.steps(2, "epochs") == 15
+    assert schedule.steps(0.01, "epochs") == 1
+    assert schedule.steps(3, "steps") == 3
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.BatchNorm2d(4))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.head = nn.Conv2d(4, 2, 1)
+
+
+def test_norms_biases_and_scalars_are_not_decayed() -> None:
+    model = Small()
+    optimizer = make_optimizer(model, OptimizerConfig(weight_decay=0.1))
+    assert isinstance(optimizer, torch.optim.AdamW)
+    decay = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    by_name = {name: decay[id(parameter)] for name, parameter in model.named_parameters()}
+    assert by_name == {
+        "scale": 0.0,
+        "body.0.weight": 0.1,
+        "body.0.bias": 0.0,
+        "body.1.weight": 0.0,
+        "body.1.bias": 0.0,
+        "body.2.weight": 0.0,
+        "body.2.bias": 0.0,
+        "head.weight": 0.1,
+        "head.bias": 0.0,
+    }
+
+
+def test_the_papers_sgd_decays_everything_with_momentum() -> None:
+    config = OptimizerConfig(
+        name="sgd", learning_rate=0.001, weight_decay=1e-4, decay_norms_and_biases=True
+    )
+    optimizer = make_optimizer(Small(), config)
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert [(g["weight_decay"], g["momentum"]) for g in optimizer.param_groups] == [(1e-4, 0.9)]
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    detector = build_detector("retinanet-tiny", class_names=["a"])
+    everything = sum(1 for _ in detector.parameters())
+    frozen = freeze(detector, ["backbone.body", "head.classification_head.conv.*"])
+    optimizer = make_optimizer(detector, OptimizerConfig())
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    assert 0 < frozen == everything - len(trained)
+    assert not any(p.requires_grad for p in detector.backbone.body.parameters())
+
+
+def test_a_pattern_that_matches_nothing_is_an_error_that_helps() -> None:
+    with pytest.raises(ConfigError, match=r"'backbon\.\*' matches no parameter; below .*head"):
+        freeze(Small(), ["backbon.*"])
+
+
+def test_nothing_left_to_train_is_an_error() -> None:
+    model = Small()
+    freeze(model, ["*"])
+    with pytest.raises(ConfigError, match="nothing to train"):
+        make_optimizer(model, OptimizerConfig())
+
+
+class Spoil:
+    """Spoils what a method returns at some of its calls, counted from 1."""
+
+    def __init__(self, calls: set[int], spoil: Callable[[Any], Any]) -> None:
+        self.calls, self.spoil, self.count = calls, spoil, 0
+
+    def wrap(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def spoiled(*arguments: Any) -> Any:
+            self.count += 1
+            result = method(*arguments)
+            return self.spoil(result) if self.count in self.calls else result
+
+        return spoiled
+
+
+def nan_score(outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    logits, deltas = outputs
+    logits = logits.clone()
+    logits.view(-1)[5] = math.nan
+    return logits, deltas
+
+
+def infinite_box_loss(losses: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**losses, "box": losses["box"] * math.inf}
+
+
+def bad_gradient(losses: dict[str, Tensor]) -> dict[str, Tensor]:
+    losses["box"].register_hook(lambda gradient: gradient * math.nan)
+    return losses
+
+
+def spoil(
+    monkeypatch: pytest.MonkeyPatch, where: type, method: str, calls: set[int], what: Any
+) -> None:
+    monkeypatch.setattr(where, method, Spoil(calls, what).wrap(getattr(where, method)))
+
+
+@pytest.mark.parametrize(
+    ("where", "method", "what", "kind", "detail"),
+    [
+        (Detector, "heads", nan_score, "score", "scores must be finite, got nan at flat index 5"),
+        (Criterion, "forward", infinite_box_loss, "loss", "box = inf"),
+        (Criterion, "forward", bad_gradient, "gradient", "backbone"),
+    ],
+)
+@pytest.mark.usefixtures("no_page")
+def test_a_bad_step_is_reported_skipped_and_survived(
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    where: type,
+    method: str,
+    what: Any,
+    kind: str,
+    detail: str,
+) -> None:
+    settings: dict[str, Any] = {"schedule": {"length": 4}, "splits": {"validation": "none"}}
+    with monkeypatch.context() as patch:
+        spoil(patch, where, method, {2, 3}, what)
+        summary = train(make_config(**settings))
+    assert (summary.steps, summary.bad_steps) == (4, 2)
+    folder = Path(summary.folder)
+    written = read_rows(folder / "bad_numbers.jsonl")
+    assert [(row["step"], row["what"]) for row in written] == [(2, kind), (3, kind)]
+    assert all(detail in row["detail"] for row in written)
+    assert all(len(row["images"]) == 4 for row in written)
+    assert all(name.startswith("train-") for row in written for name in row["images"])
+    assert [row["step"] for row in read_rows(folder / "metrics.jsonl")] == [1, 4]
+    message = capsys.readouterr().err
+    assert f"step 2: {kind} is NaN or Inf" in message
+    assert written[0]["images"][0] in message
+    state = torch.load(folder / "checkpoints/last.pt", weights_only=True)["detector"]["state"]
+    assert all(bool(value.isfinite().all()) for value in state.values())
+
+
+@pytest.mark.usefixtures("no_page")
+def test_too_many_in_a_row_end_the_run_and_keep_the_last_good_checkpoint(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(
+        schedule={"length": 9}, checkpoint_steps=1, bad_steps=3, splits={"validation": "none"}
+    )
+    spoil(monkeypatch, Detector, "heads", {2, 3, 5, 6, 7}, nan_score)
+    with pytest.raises(DivergedError, match=r"3 steps in a row .*step 7: score.*last\.pt") as error:
+        train(config)
+    assert "\n" not in str(error.value)
+    last = Path(str(config.out)) / "checkpoints" / "last.pt"
+    training = torch.load(last, weights_only=True)["training"]
+    assert (training["step"], training["bad_in_a_row"]) == (6, 2)
+
+
+def test_weights_that_are_not_finite_are_never_saved(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finite gradient can still throw the weights out: the checkpoint before stays."""
+    config = make_config(schedule={"length": 6}, checkpoint_steps=1, validation={"every": 100})
+    seen: list[int] = []
+
+    def spoil_weights(row: dict[str, Any]) -> None:
+        seen.append(row["step"])
+        if row["step"] == 3:
+            torch.nn.Module.apply(detectors[0], _set_infinite)
+
+    detectors: list[Detector] = []
+
+    def remember(*arguments: Any) -> Detector:
+        detectors.append(make_detector(*arguments))
+        return detectors[0]
+
+    monkeypatch.setattr(run, "make_detector", remember)
+    with pytest.raises(
+        DivergedError, match=r"step 3: the weight .* is NaN or Inf; .*last\.pt is kept"
+    ):
+        train(config, on_progress=spoil_weights)
+    last = torch.load(Path(str(config.out)) / "checkpoints/last.pt", weights_only=True)
+    assert last["training"]["step"] == 2
+    assert all(bool(value.isfinite().all()) for value in last["detector"]["state"].values())
+
+
+def _set_infinite(module: torch.nn.Module) -> None:
+    if isinstance(module, torch.nn.GroupNorm):
+        torch.nn.init.constant_(module.weight, math.inf)
+
+
+@pytest.mark.usefixtures("no_page")
+def test_overflow_of_float16_is_the_scale_finding_its_level(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss scale starts at 65536; a step that overflows only halves it."""
+    spoil(monkeypatch, Criterion, "forward", {2}, bad_gradient)
+    config = make_config(precision="float16", schedule={"length": 3}, splits={"validation": "none"})
+    summary = train(config)
+    assert summary.bad_steps == 0
+    folder = Path(summary.folder)
+    assert [row["step"] for row in read_rows(folder / "metrics.jsonl")] == [1, 3]
+    last = torch.load(folder / "checkpoints/last.pt", weights_only=True)
+    assert last["training"]["stepper"]["scaler"]["scale"] == 65536 / 2
+
+
+class Refusing(nn.Module):
+    """A loss on a rank whose peer has refused its own input."""
+
+    def __init__(self, cause: Any) -> None:
+        super().__init__()
+        self.cause = cause
+
+    def forward(self, scores: Tensor, targets: Tensor) -> Tensor:
+        raise OtherProcessError(self.cause)
+
+
+def one_step(make_config: MakeConfig, loss: nn.Module) -> Any:
+    from aploss.data.batches import make_training_loader
+    from aploss.data.load import load_dataset
+
+    config = make_config()
+    dataset = load_dataset(config.data, "train")
+    detector = make_detector(config, dataset.class_names)
+    detector.criterion.loss = loss
+    stepper = Stepper(config, detector, Schedule(config.schedule, 4), World(), str)
+    batches = make_training_loader(dataset, batch_size=4, seed=0, preset="none", size=64)
+    return stepper.step(0, list(batches.epoch(0))[:1])
+
+
+def test_a_bad_score_of_another_rank_is_a_bad_step(make_config: MakeConfig) -> None:
+    result = one_step(make_config, Refusing("score"))
+    assert result.bad is not None
+    assert (result.bad.what, result.counts) == ("score", False)
+
+
+@pytest.mark.parametrize("cause", ["target", "arguments"])
+def test_bad_targets_or_arguments_of_another_rank_end_the_run(
+    make_config: MakeConfig, cause: str
+) -> None:
+    with pytest.raises(RunError, match="another process of the group"):
+        one_step(make_config, Refusing(cause))
