@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from aploss.data.builtin import builtin_folder
-from aploss.errors import DivergedError
 from aploss.training import Summary, TrainConfig, TrainingInterruptedError
+from aploss.training.step import DivergedError
 
 LEVELS = {
     "ap": 0.74,

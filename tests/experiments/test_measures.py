@@ -13,7 +13,7 @@ from aploss.detectors import build_detector
 from aploss.detectors.ranking_labels import label_anchors
 from aploss.experiments.measures import RANKING_AP, training_ap_loss
 from aploss.experiments.reproduce import Request, reproduce
-from aploss.training.metrics_log import read_rows
+from aploss.training.run_folder import read_rows
 
 RECIPE = """
 splits: {train: train, validation: val}
@@ -36,12 +36,6 @@ def asked(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Request:
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One cache for all tests here, as a user has."""
     return tmp_path_factory.mktemp("runs") / "cache"
-
-
-@pytest.fixture(autouse=True)
-def no_run_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run's own page takes longer than the run."""
-    monkeypatch.setattr("aploss.reports.run_report.write_run_report", lambda folder: None)
 
 
 def test_losses_share_weights_and_data_and_their_pictures_are_side_by_side(

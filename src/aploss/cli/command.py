@@ -1,6 +1,5 @@
 """What the commands share: their description, exit codes, progress, and what is said at the end."""
 
-import os
 import shlex
 import sys
 import time
@@ -18,11 +17,8 @@ if TYPE_CHECKING:
     from aploss.training import TrainConfig
 
 __all__ = [
-    "EXIT_INTERRUPTED",
     "EXIT_PROBLEMS",
-    "EXIT_USER_ERROR",
     "Command",
-    "is_main_process",
     "progress",
     "require_at_least",
     "run_comparison",
@@ -30,8 +26,6 @@ __all__ = [
 ]
 
 EXIT_PROBLEMS = 1  # done, but something could not be used or does not hold
-EXIT_USER_ERROR = 2  # what the user can put right
-EXIT_INTERRUPTED = 130  # Ctrl-C or SIGTERM, as shells have it
 SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -50,11 +44,6 @@ class Command:
     add_arguments: "Callable[[ArgumentParser], None]"
     run: "Callable[[Namespace], int]"
     plugins: bool = True
-
-
-def is_main_process() -> bool:
-    """Whether this process is the one of several that talks; ``torchrun`` numbers them."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def require_at_least(least: float, options: "Namespace", *names: str) -> None:
@@ -124,7 +113,7 @@ def run_training(
         plugins: files that the command to go on with needs, too.
     """
     from aploss import training
-    from aploss.training.loop_state import LostProcessError
+    from aploss.training.distributed import LostProcessError, is_main_process
 
     try:
         summary = training.train(config, resume=resume, quiet=quiet)
@@ -132,13 +121,13 @@ def run_training(
         if is_main_process():
             again = "".join(f" --plugin {shlex.quote(file)}" for file in plugins)
             print(f"{interruption}{again}", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return interruption.exit_code
     except LostProcessError:
         raise
-    except AplossError:
+    except AplossError as error:
         if is_main_process():
             raise
-        return EXIT_USER_ERROR  # the main process says it
+        return error.exit_code  # the main process says it
     if is_main_process():
         print(summary.table())
         print(f"report: {summary.folder}/report.html")
@@ -147,14 +136,14 @@ def run_training(
 
 def run_comparison(out: Path, work: Callable[[], Any]) -> int:
     """Does the work of a comparison and prints its table; says how to go on after Ctrl-C."""
-    from aploss.training import TrainingInterruptedError
+    from aploss.training.distributed import TrainingInterruptedError, is_main_process
 
     try:
         results = work()
-    except TrainingInterruptedError:
+    except TrainingInterruptedError as interruption:
         if is_main_process():
             print("stopped, everything is saved; the same command goes on", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return interruption.exit_code
     if is_main_process():
         print((out / "table.md").read_text(encoding="utf-8"), end="")
         print(f"\nreport: {out / 'report.html'}")

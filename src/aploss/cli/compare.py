@@ -13,8 +13,7 @@ from jsonargparse import SUPPRESS, ArgumentParser, Namespace
 from aploss.cli.command import Command, require_at_least, run_comparison
 from aploss.errors import ConfigError
 from aploss.losses.traits import LOSSES
-from aploss.training.config import TrainConfig
-from aploss.training.config_types import settings_of
+from aploss.training.config import TrainConfig, settings_of
 from aploss.training.recipes import merge, recipe_names
 
 __all__ = ["COMPARE"]
@@ -105,8 +104,8 @@ def _run(options: Namespace) -> int:
 
 def _recipe_and_changes(options: Namespace) -> tuple[str, dict[str, Any]]:
     """The recipe, given or suggested for data and machine, and what wins over it."""
-    from aploss.training.hardware import choose_device
-    from aploss.training.suggest import suggest_image_sizes, suggest_recipe
+    from aploss.training.machine import choose_device
+    from aploss.training.splits import suggest_image_sizes, suggest_recipe
 
     groups = {key: value for key, value in options.as_dict().items() if isinstance(value, dict)}
     changes = {**groups, **{key: options[key] for key in OWN if options[key] is not None}}

@@ -16,7 +16,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from aploss.cli.command import EXIT_INTERRUPTED, EXIT_PROBLEMS, EXIT_USER_ERROR, Command
+from aploss.cli.command import EXIT_PROBLEMS, Command
 from aploss.errors import AplossError, ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +40,9 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
     ("bench",): ("bench", "measure the losses, the data loading and the training step"),
 }
 
-EXIT_BROKEN_PIPE = 141  # as of a program that SIGPIPE ends
+EXIT_USER_ERROR = AplossError.exit_code
+EXIT_INTERRUPTED = 130  # as shells have it: 128 + SIGINT
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 CLOSE_ENOUGH = 0.6  # likeness of a misspelt word
 
 
@@ -77,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _in_words(error: Exception) -> tuple[str, int]:
     """What is printed of an error, in one line, and the exit code."""
     if isinstance(error, AplossError):
-        return " ".join(str(error).splitlines()), EXIT_USER_ERROR
+        return " ".join(str(error).splitlines()), error.exit_code
     if isinstance(error, OSError) and error.strerror is not None:
         name = "" if error.filename is None else f"{_shortened(str(error.filename))}: "
         return f"{name}{error.strerror}", EXIT_USER_ERROR

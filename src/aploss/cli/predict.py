@@ -110,7 +110,7 @@ def _load(path: str, device: str) -> "ObjectDetector":
 
         return OnnxDetector(path)
     from aploss.detectors.checkpoint_io import load
-    from aploss.training.hardware import choose_device
+    from aploss.training.machine import choose_device
 
     return load(path, device=choose_device(device))
 

@@ -10,10 +10,9 @@ from typing import Any
 import yaml
 from jsonargparse import SUPPRESS, ArgumentParser, Namespace
 
-from aploss.cli.command import Command, is_main_process, run_training
+from aploss.cli.command import Command, run_training
 from aploss.errors import ConfigError
-from aploss.training.config import TrainConfig, config_from_dict, config_to_dict
-from aploss.training.config_types import settings_of
+from aploss.training.config import TrainConfig, config_from_dict, config_to_dict, settings_of
 from aploss.training.recipes import load_config, merge, read_yaml, recipe_names
 
 __all__ = ["TRAIN"]
@@ -84,8 +83,9 @@ def _resolve_config(options: Namespace) -> TrainConfig:
 
 
 def _without_recipe(values: dict[str, Any], *, talks: bool) -> TrainConfig:
-    from aploss.training.hardware import choose_device
-    from aploss.training.suggest import suggest_image_sizes, suggest_recipe
+    from aploss.training.distributed import is_main_process
+    from aploss.training.machine import choose_device
+    from aploss.training.splits import suggest_image_sizes, suggest_recipe
 
     config = config_from_dict(values)
     recipe = suggest_recipe(choose_device(config.device))

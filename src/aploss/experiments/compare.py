@@ -21,8 +21,7 @@ from aploss.plotting.style import loss_label
 from aploss.reports.comparison import Comparison
 from aploss.training import TrainingInterruptedError
 from aploss.training.distributed import start_world
-from aploss.training.hardware import choose_device
-from aploss.training.run_folder import describe_environment
+from aploss.training.machine import choose_device, describe_environment
 
 __all__ = ["compare", "comparison_plan", "comparison_text", "default_out", "run_plan"]
 

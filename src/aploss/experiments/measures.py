@@ -20,12 +20,11 @@ from aploss.files import write_json
 from aploss.losses import ap_loss
 from aploss.reports.comparison import TrainingCurve
 from aploss.training.config import TrainConfig
-from aploss.training.datasets import load_run_data
-from aploss.training.hardware import choose_device, choose_workers
-from aploss.training.metrics_log import read_rows
+from aploss.training.evaluate import Split
+from aploss.training.machine import choose_device, choose_workers
 from aploss.training.run import make_detector
-from aploss.training.summary import Summary
-from aploss.training.validation import Split
+from aploss.training.run_folder import Summary, read_rows
+from aploss.training.splits import load_run_data
 
 __all__ = [
     "DETECTION",

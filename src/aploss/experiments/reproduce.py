@@ -24,8 +24,7 @@ from aploss.experiments.plan import (
 from aploss.experiments.results import METRICS, Results
 from aploss.reports.comparison import Comparison
 from aploss.training.config import TrainConfig, config_to_dict, differing_keys
-from aploss.training.hardware import choose_device
-from aploss.training.random_state import seeded
+from aploss.training.machine import choose_device, seeded
 from aploss.training.recipes import merge
 from aploss.training.run import make_detector
 

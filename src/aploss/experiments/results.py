@@ -12,7 +12,7 @@ from aploss.files import write_json
 from aploss.plotting.style import line_style, loss_label
 from aploss.reports.comparison import Comparison, Difference, Entry, write_comparison_report
 from aploss.reports.page import DASH, Cell, Section, Table, Text
-from aploss.training.run_folder import describe_environment
+from aploss.training.machine import describe_environment
 
 __all__ = ["Results", "Trial", "write_results"]
 

@@ -10,15 +10,14 @@ from typing import Any
 from filelock import FileLock
 
 from aploss import training
-from aploss.errors import ConfigError, DivergedError, RunError
+from aploss.errors import ConfigError, RunError
 from aploss.experiments.measures import Measure, Run
 from aploss.experiments.plan import Tuning, settings_hash, trials_of, with_rate
 from aploss.experiments.results import Results, Trial
 from aploss.plotting.style import loss_label
 from aploss.training.config import TrainConfig
-from aploss.training.metrics_log import read_rows
-from aploss.training.run_folder import default_folder
-from aploss.training.summary import Summary
+from aploss.training.run_folder import Summary, default_folder, read_rows
+from aploss.training.step import DivergedError
 
 __all__ = ["OutOfTimeError", "Runner", "cache_folder", "execute"]
 
