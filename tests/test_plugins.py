@@ -33,7 +33,7 @@ class MarginLoss(torch.nn.Module):
         return losses.sum() / max(1, len(positive))
 '''
 
-DETECTOR = '''
+DETECTOR = """
 from torchvision.models import mobilenet_v3_small
 from torchvision.models._utils import IntermediateLayerGetter
 from aploss.detectors import DetectorConfig, register_detector, retinanet_network
@@ -47,7 +47,7 @@ class MobileNet(DetectorConfig):
         body = IntermediateLayerGetter(layers, {"3": "P3", "8": "P4", "12": "P5"})
         return retinanet_network(body, columns=columns, softmax=softmax, channels=32,
                                  head_convolutions=1)
-'''
+"""
 
 FORMAT = '''
 import csv
@@ -199,7 +199,7 @@ def test_a_plugin_comes_from_the_command_line_alone(trained: Path) -> None:
     # Nothing in the run folder says where the code is, and nothing loads it.
     for words in (
         ["predict", "run", "photos", "--out", "other"],
-        ["train", "--resume", "--out", "run", *plugins("format")],
+        ["train", *SHORT, "--recipe", "any-cpu", "--loss", "margin", "--out", "other"],
         ["data", "check", "photos"],
     ):
         done = run(trained, words)
