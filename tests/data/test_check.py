@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from aploss.data import check_dataset, load_dataset
-from aploss.data.check_report import check_report
+from aploss.data.check import check_report
 from aploss.data.problems import KINDS, Effect
 from aploss.errors import DataError
 

@@ -1,14 +1,12 @@
-"""COCO JSON in the usual layouts, and its piecewise reading."""
+"""COCO JSON in the usual layouts, and its decoding."""
 
 import json
 import shutil
 
-import numpy as np
+import msgspec
 import pytest
 
-from aploss.data import json_stream
-from aploss.data.coco import find_coco
-from aploss.data.json_stream import iterate_entries
+from aploss.data.coco import CocoDocument, CocoFormat, decode_json
 from aploss.data.load import dataset_splits, load_dataset
 from aploss.errors import DataError
 
@@ -114,7 +112,7 @@ def test_given_class_names_decide_the_labels_and_others_are_counted_in_one_line(
 
 def test_a_folder_without_coco_files_is_not_coco(tmp_path):
     (tmp_path / "a.json").write_text("{}")
-    assert find_coco(tmp_path) is None
+    assert CocoFormat.find(tmp_path) is None
 
 
 def test_splits_with_different_class_lists_get_one_when_joined(coco_folder):
@@ -127,72 +125,82 @@ def test_splits_with_different_class_lists_get_one_when_joined(coco_folder):
     assert joined.labels(3).tolist() == [0]
 
 
-# --- reading piece by piece -------------------------------------------------------------------
+# --- decoding -----------------------------------------------------------------------------------
+
+CONTENT = {
+    "info": {"text": 'quotes " and braces }, { and "segmentation": [1] inside', "é": "✓"},
+    "images": [{"id": i, "nested": {"a": [1, {"b": 2}]}} for i in range(20)],
+    "empty": [],
+    "number": -12.5e-3,
+    "annotations": [
+        {"id": i, "bbox": [i / 7, 1e-9, 3, 1e300], "rle": {"counts": "a},{b"}} for i in range(50)
+    ],
+    "mixed": [1, "two", None, [3], {}, True, 1e300],
+    "last": 123456,
+}
 
 
-def entries_of(content: dict) -> list:
-    """What iterate_entries gives, from json.loads."""
-    return [
-        (key, entry)
-        for key, value in content.items()
-        for entry in ((value or [None]) if isinstance(value, list) else [value])
-    ]
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 64, 1000, 1 << 20])
 @pytest.mark.parametrize("indent", [None, 1])
-def test_entries_equal_those_of_the_json_module_however_the_file_is_cut(
-    tmp_path, monkeypatch, chunk, indent
-):
-    generator = np.random.default_rng(chunk)
-    content = {
-        "info": {"text": 'quotes " and braces }, { and "segmentation": [1] inside', "é": "✓"},
-        "images": [{"id": i, "nested": {"a": [1, {"b": 2}]}} for i in range(20)],
-        "empty": [],
-        "number": -12.5e-3,
-        "annotations": [
-            {"id": i, "bbox": generator.random(4).tolist(), "rle": {"counts": "a},{b"}}
-            for i in range(50)
-        ],
-        "mixed": [1, "two", None, [3], {}, True, 1e300],
-        "last": 123456,
-    }
-    file = tmp_path / "a.json"
-    file.write_text(json.dumps(content, indent=indent))
-    monkeypatch.setattr(json_stream, "_CHUNK", chunk)
-    assert list(iterate_entries(file)) == entries_of(content)
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_content_equals_that_of_the_json_module(indent, mark, ascii_only):
+    text = mark + json.dumps(CONTENT, indent=indent, ensure_ascii=ascii_only)
+    assert decode_json(text.encode()) == CONTENT
 
 
-def test_unneeded_lists_of_numbers_are_left_out_and_nothing_else(tmp_path, monkeypatch):
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), "half \ud800 a pair", "a pair 😀"])
+def test_what_python_writes_beyond_json_is_read(value):
+    assert decode_json(json.dumps({"a": [value, 1]}).encode()) == {"a": [value, 1]}
+
+
+def test_nan_is_read():
+    assert str(decode_json(b'{"a": [NaN]}')) == "{'a': [nan]}"
+
+
+def test_only_what_is_needed_is_kept_of_a_document():
     entries = [
         {
             "id": i,
             "segmentation": [[1.5, 2], [3, 4]] if i % 3 else {"counts": [1, 2]},
-            "box": [1, 2],
+            "bbox": [1, 2, 3, 4],
         }
         for i in range(60)
     ]
-    file = tmp_path / "a.json"
-    file.write_text(json.dumps({"annotations": entries}))
-    monkeypatch.setattr(json_stream, "_CHUNK", 500)
-    found = [entry for _, entry in iterate_entries(file, unneeded="segmentation")]
-    kept = [{k: v for k, v in entry.items() if k != "segmentation"} for entry in found]
-    assert kept == [{"id": i, "box": [1, 2]} for i in range(60)]
-    assert any(entry["segmentation"] == 0 for entry in found)
+    text = json.dumps({"annotations": [*entries, "text", None, [1]], "images": {}, "more": [1]})
+    document = decode_json(text.encode(), CocoDocument)
+    assert document.annotations[60:] == ["text", None, [1]]
+    assert [(one.id, one.bbox) for one in document.annotations[:60]] == [
+        (i, [1, 2, 3, 4]) for i in range(60)
+    ]
+    assert not hasattr(document.annotations[0], "segmentation")
+    assert document.images == {}
+    assert document.categories is msgspec.UNSET
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "", "[1, 2]", "{", '{"a"', '{"a": [1, 2}', '{"a": [{"b": 1},]}', '{"a": 1} x', "{'a': 1}",
+        "", "{", '{"a"', '{"a": [1, 2}', '{"a": [{"b": 1},]}', '{"a": 1} x', "{'a': 1}",
         '{"a": [{"b": 1} {"b": 2}]}', '{1: 2}', '{"a": ' + "[" * 100_000, '{"a": nul}',
+        '{"a": NaN,}', '[' * 100_000 + "NaN",
     ],
 )  # fmt: skip
-def test_text_that_is_no_json_object_is_an_error(tmp_path, text):
-    file = tmp_path / "a.json"
-    file.write_text(text)
-    with pytest.raises(ValueError, match="at character"):
-        list(iterate_entries(file))
+def test_text_that_is_no_json_is_an_error(text):
+    with pytest.raises(ValueError, match=r".") as caught:
+        decode_json(text.encode())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "5", "null", '"text"'])
+def test_a_document_that_is_no_object_is_an_error(text):
+    with pytest.raises(msgspec.ValidationError):
+        decode_json(text.encode(), CocoDocument)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe{\x00", b"\x00" * 100, '{"a": 1}'.encode("utf-16")])
+def test_text_that_is_not_utf_8_is_an_error(content):
+    with pytest.raises(ValueError, match=r"."):
+        decode_json(content)
 
 
 def test_a_broken_file_is_a_data_error_that_names_it(coco_folder):

@@ -87,7 +87,7 @@ def test_an_empty_folder_is_answered_with_what_was_looked_for(tmp_path):
 
 def test_a_folder_of_two_formats_asks_which(voc_folder):
     (voc_folder / "data.yaml").write_text("train: JPEGImages\nnames: [cat]\n")
-    with pytest.raises(DataError, match="yolo and voc"):
+    with pytest.raises(DataError, match="voc and yolo"):
         load_dataset(voc_folder)
     assert dataset_splits(voc_folder, format="voc") == ("train", "val")
 

@@ -6,7 +6,7 @@ import pytest
 
 from aploss.data.check import check_dataset
 from aploss.data.load import dataset_splits, load_dataset
-from aploss.data.voc import find_voc
+from aploss.data.voc import VocFormat
 from aploss.errors import DataError
 
 
@@ -176,7 +176,7 @@ def test_an_image_of_another_name_is_found_by_the_name_in_the_annotation(voc_fol
 
 
 def test_a_folder_without_xml_is_not_voc(tmp_path):
-    assert find_voc(tmp_path) is None
+    assert VocFormat.find(tmp_path) is None
 
 
 def test_bccd_has_four_splits_and_all_but_two_boxes(bccd):

@@ -5,8 +5,7 @@ import shutil
 import pytest
 
 from aploss.data.load import dataset_splits, load_dataset
-from aploss.data.yolo import find_yolo
-from aploss.data.yolo_rows import parse_row
+from aploss.data.yolo import YoloFormat, parse_row
 from aploss.errors import DataError
 
 
@@ -71,7 +70,7 @@ def test_a_yaml_of_another_name_is_found_and_one_about_something_else_is_not(yol
     (yolo_folder / "a-config.yaml").write_text("train: {steps: 10}\nmodel: x\n")
     assert dataset_splits(yolo_folder) == ("train", "val")
     (tmp_path / "config.yaml").write_text("train: {steps: 10}\n")
-    assert find_yolo(tmp_path) is None
+    assert YoloFormat.find(tmp_path) is None
 
 
 def test_other_splits_than_the_usual_ones_count_if_they_are_there(yolo_folder):

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from aploss.data._scene import CLASS_NAMES, draw_scene
+from aploss.data.annotations import DetectionDataset
 from aploss.data.augment import PRESETS
-from aploss.data.batches import TrainingBatches, make_training_loader
-from aploss.data.dataset import DetectionDataset
+from aploss.data.loader import TrainingBatches, make_training_loader
+from aploss.data.scenes import CLASS_NAMES, draw_scene
 from aploss.detectors.build import build_detector
 
 __all__ = ["run", "table"]

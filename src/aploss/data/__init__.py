@@ -4,18 +4,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from aploss.data.annotations import AnnotationBuilder, Annotations, DetectionDataset
     from aploss.data.augment import training_transforms
-    from aploss.data.batches import make_evaluation_loader, make_training_loader
     from aploss.data.builtin import builtin_dataset
     from aploss.data.check import check_dataset
     from aploss.data.convert import convert_dataset
-    from aploss.data.dataset import DetectionDataset
+    from aploss.data.formats import DataFormat, register_format
     from aploss.data.images import read_image
     from aploss.data.load import dataset_splits, load_dataset
+    from aploss.data.loader import make_evaluation_loader, make_training_loader
+    from aploss.data.paths import DatasetFolder
     from aploss.data.problems import Problem
     from aploss.plotting.pictures import contact_sheet, draw_boxes
 
 __all__ = [
+    "AnnotationBuilder",
+    "Annotations",
+    "DataFormat",
+    "DatasetFolder",
     "DetectionDataset",
     "Problem",
     "builtin_dataset",
@@ -28,19 +34,22 @@ __all__ = [
     "make_evaluation_loader",
     "make_training_loader",
     "read_image",
+    "register_format",
     "training_transforms",
 ]
 
 _MODULES = {
     ".plotting.pictures": ("contact_sheet", "draw_boxes"),
+    "annotations": ("AnnotationBuilder", "Annotations", "DetectionDataset"),
     "augment": ("training_transforms",),
-    "batches": ("make_evaluation_loader", "make_training_loader"),
     "builtin": ("builtin_dataset",),
     "check": ("check_dataset",),
     "convert": ("convert_dataset",),
-    "dataset": ("DetectionDataset",),
+    "formats": ("DataFormat", "register_format"),
     "images": ("read_image",),
     "load": ("dataset_splits", "load_dataset"),
+    "loader": ("make_evaluation_loader", "make_training_loader"),
+    "paths": ("DatasetFolder",),
     "problems": ("Problem",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

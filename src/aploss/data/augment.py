@@ -1,27 +1,42 @@
 """What training does to its images: SSD's augmentation (``paper``), a lighter one, or none.
 
-Each preset ends in one fixed size, and works on what :class:`~aploss.data.dataset.DetectionDataset`
-gives: an image and a target whose boxes, labels and flags stay in step.
+Each preset ends in one fixed size, and works on what
+:class:`~aploss.data.annotations.DetectionDataset` gives: an image and a target whose boxes, labels
+and flags stay in step. Boxes come as ``tv_tensors.BoundingBoxes`` and leave as plain tensors: their
+canvas is the image.
 """
 
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchvision import tv_tensors
 from torchvision.ops import box_iou
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
-from aploss.data.dataset import Sample
-from aploss.data.light_augmentation import MEAN_COLOUR, OBJECT_FIELDS, LightAugmentation
+from aploss.data.annotations import Sample
 from aploss.errors import ConfigError
 
-__all__ = ["PRESETS", "IoUCrop", "ShrinkLarge", "training_transforms"]
+__all__ = [
+    "PRESETS",
+    "IoUCrop",
+    "LightAugmentation",
+    "ShrinkLarge",
+    "draw_zoom",
+    "training_transforms",
+]
 
 Target = dict[str, Any]
 
 PRESETS = ("paper", "light", "none")
+MEAN_COLOUR = (123.0, 117.0, 104.0)  # of ImageNet, SSD's colour where the picture ends
+OBJECT_FIELDS = ("labels", "difficult", "crowd")  # one entry per object, beside its box
+
+ZOOM = (0.75, 1.25)  # lowest and highest factor of the light preset
+COLOURS = 0.2  # share by which it changes brightness and contrast at most
+BRIGHTNESS, CONTRAST = 0, 1  # the places of the two in ColorJitter's order of four
+LEVELS = torch.arange(256, dtype=torch.uint8).expand(3, 1, 256)
 
 
 def training_transforms(preset: str, size: int | tuple[int, int]) -> v2.Transform:
@@ -38,7 +53,7 @@ def training_transforms(preset: str, size: int | tuple[int, int]) -> v2.Transfor
 
     Returns:
         A transform of ``(image, target)``. Objects that vanish are removed with their labels
-        and flags; an image without objects stays usable.
+        and flags; an image without objects stays usable. Boxes are a plain tensor [n, 4] then.
 
     Raises:
         ConfigError: for a preset or a size that does not exist.
@@ -75,17 +90,46 @@ def training_transforms(preset: str, size: int | tuple[int, int]) -> v2.Transfor
         steps = [resize]
     else:
         raise ConfigError(f"no augmentation '{preset}': choose one of {', '.join(PRESETS)}")
+    sanitize = v2.SanitizeBoundingBoxes(min_size=1, labels_getter=_per_object_fields)
     # Rounding may put a corner a hair outside, which would count as an impossible box.
-    return v2.Compose([*steps, v2.ClampBoundingBoxes(), _drop_vanished()])
+    return v2.Compose([*steps, v2.ClampBoundingBoxes(), sanitize, _PlainBoxes()])
 
 
-def _drop_vanished() -> v2.Transform:
-    return v2.SanitizeBoundingBoxes(min_size=1, labels_getter=_per_object_fields)
-
-
-def _per_object_fields(sample: Sample) -> tuple[torch.Tensor, ...]:
-    """Labels and flags: one entry an object, kept or removed together with its box."""
+def _per_object_fields(sample: Sample) -> tuple[Tensor, ...]:
+    """Labels and flags: one entry per object, kept or removed together with its box."""
     return tuple(sample[1][field] for field in OBJECT_FIELDS)
+
+
+class _PlainBoxes(nn.Module):
+    """The last step: boxes without torchvision's wrapping."""
+
+    def forward(self, image: tv_tensors.Image, target: Target) -> Sample:
+        return image, {**target, "boxes": target["boxes"].as_subclass(Tensor)}
+
+
+class ShrinkLarge(nn.Module):
+    """Shrinks an image whose shorter side is above a limit to that limit.
+
+    A photograph of many megapixels carries detail that no training image keeps, and zooming it out
+    four times would need gigabytes.
+
+    Args:
+        limit: in pixels.
+    """
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def forward(self, image: tv_tensors.Image, target: Target) -> Sample:
+        """Shrinks one sample, or leaves it alone."""
+        height, width = image.shape[-2:]
+        factor = self.limit / min(height, width)
+        if factor >= 1:
+            return image, target
+        size = [round(height * factor), round(width * factor)]
+        image = F.resize(image, size, antialias=True)
+        return image, {**target, "boxes": F.resize(target["boxes"], size)}
 
 
 class IoUCrop(nn.Module):
@@ -105,7 +149,7 @@ class IoUCrop(nn.Module):
     def forward(self, image: tv_tensors.Image, target: Target) -> Sample:
         """Crops one sample; objects whose centre is outside go."""
         height, width = F.get_size(image)
-        boxes = target["boxes"].as_subclass(torch.Tensor)
+        boxes = target["boxes"].as_subclass(Tensor)
         if not len(boxes) or min(height, width) * self.smallest < 1:
             return image, target
         while (overlap := self.overlaps[int(torch.randint(len(self.overlaps), ()))]) < 1:
@@ -116,7 +160,7 @@ class IoUCrop(nn.Module):
                 return _crop(image, target, *fitting[0].int().tolist())
         return image, target
 
-    def _propose(self, height: int, width: int) -> torch.Tensor:
+    def _propose(self, height: int, width: int) -> Tensor:
         """Random crops of whole pixels with an allowed aspect ratio: [at most trials, 4] xyxy."""
         sides = torch.tensor([width, height])
         shares = self.smallest + (1 - self.smallest) * torch.rand(self.trials, 2)
@@ -127,47 +171,110 @@ class IoUCrop(nn.Module):
         return torch.cat([corner, corner + extent], 1)[(ratio >= lowest) & (ratio <= highest)]
 
 
-class ShrinkLarge(nn.Module):
-    """Shrinks an image whose shorter side is above a limit to that limit.
-
-    A photograph of many megapixels carries detail that no training image keeps, and zooming it out
-    four times would need gigabytes.
-
-    Args:
-        limit: in pixels.
-    """
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self.limit = limit
-
-    def forward(self, image: tv_tensors.Image, target: Target) -> Sample:
-        """Shrinks one sample, or leaves it alone."""
-        height, width = F.get_size(image)
-        factor = self.limit / min(height, width)
-        if factor >= 1:
-            return image, target
-        size = [round(height * factor), round(width * factor)]
-        image = F.resize(image, size, antialias=True)
-        return image, {**target, "boxes": F.resize(target["boxes"], size)}
-
-
 def _crop(
     image: tv_tensors.Image, target: Target, left: int, top: int, right: int, bottom: int
 ) -> Sample:
     """Cuts a rectangle out of a sample; objects whose centre is outside go."""
     boxes = target["boxes"]
     rectangle = torch.tensor([[left, top, right, bottom]])
-    stays = _centres_inside(rectangle, boxes.as_subclass(torch.Tensor))[0]
+    stays = _centres_inside(rectangle, boxes.as_subclass(Tensor))[0]
     cut = F.crop(boxes, top, left, bottom - top, right - left)
     kept = {field: target[field][stays] for field in OBJECT_FIELDS}
     kept["boxes"] = tv_tensors.wrap(cut[stays], like=cut)
     return F.crop(image, top, left, bottom - top, right - left), {**target, **kept}
 
 
-def _centres_inside(crops: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
+def _centres_inside(crops: Tensor, boxes: Tensor) -> Tensor:
     """Which crops [m, 4] contain the centres of which boxes [n, 4]: bool [m, n]."""
     centres = (boxes[:, :2] + boxes[:, 2:]) / 2  # [n, 2]
     after = centres > crops[:, None, :2]  # [m, n, 2]
     before = centres < crops[:, None, 2:]
     return (after & before).all(dim=2)
+
+
+class LightAugmentation(nn.Module):
+    """Zoom, flip, resize, brightness and contrast of one sample, vanished objects removed.
+
+    Gives what a zoom of torchvision's crop and pad, ``RandomHorizontalFlip``, ``Resize``,
+    ``ColorJitter``, ``ClampBoundingBoxes`` and ``SanitizeBoundingBoxes`` give one after the other,
+    at half their cost: most of a small sample's time goes into finding out, transform after
+    transform, what is an image and what a box, and on a CPU that also trains, training waits.
+
+    Args:
+        size: height and width that come out.
+    """
+
+    def __init__(self, size: tuple[int, int]) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, image: tv_tensors.Image, target: Target) -> Sample:
+        """Augments one sample of 8-bit RGB."""
+        pixels = image.as_subclass(Tensor)
+        boxes = target["boxes"].as_subclass(Tensor)
+        height, width = pixels.shape[-2:]
+        left, top, right, bottom = draw_zoom(height, width, *ZOOM)
+        inside = min(left, top, width - right, height - bottom) >= 0
+        if inside:
+            pixels = pixels[:, top:bottom, left:right]
+            # A cut-out keeps the objects whose centre is inside, as SSD's crop does.
+            keep = _centres_inside(torch.tensor([[left, top, right, bottom]]), boxes)[0]
+        else:
+            padding = [-left, -top, right - width, bottom - height]
+            pixels = F.pad_image(pixels, padding, fill=list(MEAN_COLOUR))
+        height, width = bottom - top, right - left
+        boxes = _clipped(boxes - torch.tensor([left, top] * 2), height, width)
+        if torch.rand(1) < 0.5:
+            pixels = pixels.flip(-1)
+            boxes[:, [0, 2]] = width - boxes[:, [2, 0]]
+        if (height, width) != self.size:
+            pixels = F.resize_image(pixels, list(self.size), antialias=True)
+            boxes = boxes * torch.tensor([self.size[1] / width, self.size[0] / height] * 2)
+        boxes = _clipped(boxes, *self.size)
+        large = (boxes[:, 2:] - boxes[:, :2] >= 1).all(dim=1)
+        keep = keep & large if inside else large
+        kept = {field: target[field][keep] for field in OBJECT_FIELDS}
+        return tv_tensors.Image(_jitter(pixels)), {**target, **kept, "boxes": boxes[keep]}
+
+
+def draw_zoom(
+    height: int, width: int, smallest: float, largest: float
+) -> tuple[int, int, int, int]:
+    """The part of an image to be seen, at random: left, top, right, bottom in its pixels.
+
+    Zooming in it lies inside the image, zooming out the image lies inside it. Both have the same
+    shape.
+    """
+    share, across, down = torch.rand(3).tolist()
+    zoom = smallest + share * (largest - smallest)
+    new_height, new_width = max(1, round(height / zoom)), max(1, round(width / zoom))
+    left, top = round(abs(new_width - width) * across), round(abs(new_height - height) * down)
+    if zoom < 1:
+        left, top = -left, -top
+    return left, top, left + new_width, top + new_height
+
+
+def _clipped(boxes: Tensor, height: int, width: int) -> Tensor:
+    return boxes.clamp(boxes.new_zeros(4), boxes.new_tensor([width, height] * 2))
+
+
+def _jitter(pixels: Tensor) -> Tensor:
+    """Brightness and contrast, one after the other in random order."""
+    order = torch.randperm(4).tolist()
+    bounds = 1 - COLOURS, 1 + COLOURS
+    brightness, contrast = (torch.empty(1).uniform_(*bounds).item() for _ in range(2))
+    for change in order:
+        if change == BRIGHTNESS:
+            pixels = _looked_up(pixels, F.adjust_brightness_image(LEVELS, brightness))
+        elif change == CONTRAST:
+            grey = F.rgb_to_grayscale_image(pixels).float().mean()
+            levels = LEVELS.mul(contrast).add_(grey, alpha=1 - contrast).clamp_(0, 255)
+            pixels = _looked_up(pixels, levels.byte())
+    return pixels
+
+
+def _looked_up(pixels: Tensor, levels: Tensor) -> Tensor:
+    """Every value replaced by that of its level; bytes.translate is faster than any indexing."""
+    table = levels[0, 0].numpy().tobytes()
+    changed = bytearray(pixels.numpy().tobytes().translate(table))
+    return torch.frombuffer(changed, dtype=torch.uint8).view(pixels.shape)

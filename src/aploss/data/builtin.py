@@ -8,19 +8,22 @@ import json
 import logging
 import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 from PIL import Image
+from platformdirs import user_cache_path
 
-from aploss.data._scene import CLASS_NAMES, Scene, draw_scene
-from aploss.data.dataset import DetectionDataset
+from aploss.data.annotations import DetectionDataset
+from aploss.data.coco import CocoFormat
+from aploss.data.paths import DatasetFolder
+from aploss.data.scenes import CLASS_NAMES, draw_scene
 from aploss.errors import ConfigError, DataError
 
-__all__ = ["CLASS_NAMES", "SPLITS", "builtin_dataset", "builtin_folder", "cache_folder"]
+__all__ = ["CLASS_NAMES", "SPLITS", "VERSION", "builtin_dataset", "builtin_folder", "cache_folder"]
 
 SPLITS = ("train", "val", "test")
 IMAGE_SIZE = 128
@@ -51,14 +54,12 @@ def builtin_dataset(
         ConfigError: for a split, seed or size that cannot be.
         DataError: when the cache folder cannot be written.
     """
-    from aploss.data.load import load_dataset  # loading "builtin" comes back here
-
     if split not in SPLITS:
         raise ConfigError(f"the built-in set has no split '{split}': choose {', '.join(SPLITS)}")
     folder = builtin_folder(seed=seed, cache=cache, image_size=image_size, counts=counts)
-    dataset = load_dataset(folder, split, format="coco", class_names=CLASS_NAMES)
-    dataset.name = "builtin"
-    return dataset
+    source = CocoFormat(DatasetFolder(folder), [f"annotations/instances_{split}.json"])
+    source.name = "builtin"
+    return source.read(split, CLASS_NAMES)
 
 
 def builtin_folder(
@@ -70,8 +71,8 @@ def builtin_folder(
 ) -> Path:
     """The folder of the built-in dataset as COCO JSON and PNG, drawn first if it is not there.
 
-    Several processes may ask at once: each draws into a folder of its own, and the first to finish
-    gives its folder the final name. Arguments and errors as in :func:`builtin_dataset`.
+    Several processes may ask at once: one draws, the others wait. Arguments and errors as in
+    :func:`builtin_dataset`.
     """
     if seed < 0:
         raise ConfigError(f"the seed is {seed}: give 0 or more")
@@ -84,14 +85,12 @@ def builtin_folder(
     folder = home / f"shapes-v{VERSION}-seed{seed}-{image_size}px-{sizes}"
     if _is_complete(folder, counts):
         return folder
-    _log.info("drawing the built-in dataset into %s (once, some seconds)", folder)
     try:
         home.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".drawing-", dir=home) as scratch:
-            fresh = Path(scratch) / "fresh"
-            for number, split in enumerate(SPLITS):
-                _write_split(fresh, number, split, seed, image_size, counts[number])
-            _move_into_place(fresh, folder, counts, discard=Path(scratch) / "damaged")
+        with FileLock(home / f".{folder.name}.lock"):
+            if not _is_complete(folder, counts):  # nobody drew it while we waited
+                _log.info("drawing the built-in dataset into %s (once, some seconds)", folder)
+                _draw(folder, seed, image_size, counts)
     except OSError as error:
         raise DataError(
             f"cannot write the built-in dataset to {home} ({error.strerror or error}): "
@@ -104,84 +103,67 @@ def cache_folder() -> Path:
     """Where generated things are kept: ``APLOSS_CACHE``, or the system's place for caches."""
     if named := os.environ.get("APLOSS_CACHE"):
         return Path(named).expanduser()
-    if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
-        return Path(local) / "aploss" / "cache"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "aploss"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aploss"
+    return user_cache_path("aploss", appauthor=False)
 
 
 def _is_complete(folder: Path, counts: tuple[int, int, int]) -> bool:
     """Whether all files are there; systems that tidy caches may have taken some away."""
     return all(
-        _annotation_file(folder, split).is_file()
+        (folder / "annotations" / f"instances_{split}.json").is_file()
         and (folder / split).is_dir()
         and sum(entry.name.endswith(".png") for entry in os.scandir(folder / split)) == count
         for split, count in zip(SPLITS, counts, strict=True)
     )
 
 
-def _move_into_place(
-    fresh: Path, folder: Path, counts: tuple[int, int, int], *, discard: Path
-) -> None:
-    """Gives a finished folder its final name, unless another process was faster."""
-    if folder.exists() and not _is_complete(folder, counts):
-        shutil.move(folder, discard)
-    try:
+def _draw(folder: Path, seed: int, image_size: int, counts: tuple[int, int, int]) -> None:
+    """Draws into a folder of another name, which gets its own when it is complete."""
+    with tempfile.TemporaryDirectory(prefix=".drawing-", dir=folder.parent) as scratch:
+        fresh = Path(scratch) / "fresh"
+        (fresh / "annotations").mkdir(parents=True)
+        for number, split in enumerate(SPLITS):
+            content = _draw_split(
+                fresh / split, [VERSION, seed, number], image_size, counts[number]
+            )
+            file = fresh / "annotations" / f"instances_{split}.json"
+            file.write_text(json.dumps(content), encoding="utf-8")
+        if folder.exists():
+            shutil.move(folder, Path(scratch) / "damaged")
         fresh.rename(folder)
-    except OSError:
-        if not _is_complete(folder, counts):
-            raise
 
 
-def _annotation_file(folder: Path, split: str) -> Path:
-    return folder / "annotations" / f"instances_{split}.json"
-
-
-def _write_split(
-    folder: Path, number: int, split: str, seed: int, image_size: int, count: int
-) -> None:
-    """Draws one split. Picture i depends on (seed, split, i, size) alone, not on the counts."""
-    (folder / split).mkdir(parents=True)
+def _draw_split(folder: Path, seeds: list[int], image_size: int, count: int) -> dict[str, Any]:
+    """Draws one split. Picture i depends on (seeds, i, size) alone, not on the counts."""
+    folder.mkdir()
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
-    for index in range(count):
-        scene = draw_scene(np.random.default_rng([VERSION, seed, number, index]), image_size)
-        name = f"{index + 1:06d}.png"
-        Image.fromarray(scene.pixels).save(folder / split / name, compress_level=1)
+    for image_id in range(1, count + 1):
+        scene = draw_scene(np.random.default_rng([*seeds, image_id - 1]), image_size)
+        name = f"{image_id:06d}.png"
+        Image.fromarray(scene.pixels).save(folder / name, compress_level=1)
         images.append(
-            {"id": index + 1, "file_name": name, "width": image_size, "height": image_size}
+            {"id": image_id, "file_name": name, "width": image_size, "height": image_size}
         )
-        annotations += _annotations(scene, image_id=index + 1, first_id=len(annotations) + 1)
-    content = {
+        for (x1, y1, x2, y2), label in zip(scene.boxes.tolist(), scene.labels, strict=True):
+            annotations.append(
+                {
+                    "id": len(annotations) + 1,
+                    "image_id": image_id,
+                    "category_id": int(label) + 1,
+                    "bbox": [x1, y1, x2 - x1, y2 - y1],
+                    "area": (x2 - x1) * (y2 - y1),
+                    "iscrowd": 0,
+                }
+            )
+    version, seed, _ = seeds
+    return {
         "info": {
             "description": "aploss built-in shapes",
-            "version": str(VERSION),
+            "version": str(version),
             "seed": seed,
-            "split": split,
+            "split": folder.name,
         },
         "images": images,
         "annotations": annotations,
         "categories": [{"id": k + 1, "name": name} for k, name in enumerate(CLASS_NAMES)],
     }
-    file = _annotation_file(folder, split)
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps(content), encoding="utf-8")
-
-
-def _annotations(scene: Scene, *, image_id: int, first_id: int) -> list[dict[str, Any]]:
-    """A scene's boxes as COCO annotations, xywh."""
-    corners = scene.boxes.tolist()
-    return [
-        {
-            "id": first_id + row,
-            "image_id": image_id,
-            "category_id": label + 1,
-            "bbox": [x1, y1, x2 - x1, y2 - y1],
-            "area": (x2 - x1) * (y2 - y1),
-            "iscrowd": 0,
-        }
-        for row, ((x1, y1, x2, y2), label) in enumerate(
-            zip(corners, scene.labels.tolist(), strict=True)
-        )
-    ]

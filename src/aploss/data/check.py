@@ -1,23 +1,127 @@
-"""Counts a dataset and finds what is wrong with it, before training does."""
+"""Counts a dataset and finds what is wrong with it, before training does; and says it in words."""
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import combinations
+from dataclasses import asdict, dataclass, field
+from itertools import combinations, groupby
 from operator import attrgetter
 from pathlib import Path
 
-from aploss.data.dataset import DetectionDataset
-from aploss.data.load import find_source
-from aploss.data.problems import Effect, Problem, ProblemError
-from aploss.data.source import check_class_names, common_split_name
-from aploss.data.statistics import SplitStatistics, split_statistics
-from aploss.data.verify import Inspection, Progress, inspect_images
+import numpy as np
 
-__all__ = ["CheckResult", "Finding", "check_dataset"]
+from aploss.data.annotations import DetectionDataset
+from aploss.data.formats import Parts, check_class_names, common_split_name
+from aploss.data.images import Inspection
+from aploss.data.load import Progress, find_source, inspect_images
+from aploss.data.problems import KINDS, Effect, Problem, ProblemError
+
+__all__ = [
+    "CheckResult",
+    "Finding",
+    "SplitStatistics",
+    "check_dataset",
+    "check_report",
+    "split_statistics",
+]
 
 USABLE, SOMETHING_DROPPED, UNUSABLE = 0, 1, 2
+# Side of the square of a box's area, in pixels; 32 and 96 are COCO's small and large.
+BOX_SIZE_EDGES = (0, 8, 16, 32, 64, 96, 128, 256, 512)
+_OBJECT_EDGES = (0, 1, 2, 3, 5, 9, 17, 33, 65, 129)
+_BAR_WIDTH = 30
+
+
+# --- counts ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SplitStatistics:
+    """What is usable in a split.
+
+    Attributes:
+        images: number of images.
+        empty_images: how many of them have no box.
+        boxes: number of boxes.
+        difficult: how many boxes are marked difficult.
+        crowd: how many boxes mark a crowd.
+        boxes_of_class: class name → number of boxes.
+        box_sizes: range of √area in pixels ("8-16") → number of boxes.
+        boxes_per_image: range of numbers of boxes ("3-4") → number of images.
+        image_sizes: smallest and largest width and height.
+    """
+
+    images: int
+    empty_images: int
+    boxes: int
+    difficult: int
+    crowd: int
+    boxes_of_class: dict[str, int]
+    box_sizes: dict[str, int]
+    boxes_per_image: dict[str, int]
+    image_sizes: dict[str, int]
+
+    def to_dict(self) -> dict[str, object]:
+        """Ready for JSON."""
+        return asdict(self)
+
+
+def split_statistics(parts: Sequence[DetectionDataset]) -> SplitStatistics:
+    """Counts datasets together.
+
+    Example:
+        >>> dataset = DetectionDataset(
+        ...     root=".", class_names=("disc",), image_paths=("a.png", "b.png"),
+        ...     image_sizes=[(64, 48), (64, 48)], boxes_per_image=[0, 1],
+        ...     boxes=[(0, 0, 9, 16)], labels=[0])
+        >>> counts = split_statistics([dataset])
+        >>> counts.images, counts.empty_images, counts.boxes_of_class, counts.box_sizes["8-16"]
+        (2, 1, {'disc': 1}, 1)
+    """
+    names = list(dict.fromkeys(name for part in parts for name in part.class_names))
+    of_class = dict.fromkeys(names, 0)
+    for part in parts:
+        counts = np.bincount(part.all_labels(), minlength=part.num_classes)
+        for name, count in zip(part.class_names, counts.tolist(), strict=True):
+            of_class[name] += count
+    boxes = np.concatenate([np.zeros((0, 4)), *(part.all_boxes() for part in parts)])
+    sides = np.sqrt(np.prod(boxes[:, 2:] - boxes[:, :2], axis=1))
+    per_image = np.concatenate([np.zeros(0, int), *(part.boxes_per_image() for part in parts)])
+    sizes = np.array([part.image_size(i) for part in parts for i in range(len(part))])
+    sizes = sizes.reshape(-1, 2)
+    return SplitStatistics(
+        images=len(per_image),
+        empty_images=int((per_image == 0).sum()),
+        boxes=len(boxes),
+        difficult=sum(int(part.all_difficult().sum()) for part in parts),
+        crowd=sum(int(part.all_crowd().sum()) for part in parts),
+        boxes_of_class=of_class,
+        box_sizes=_counts_by_range(sides, BOX_SIZE_EDGES, whole=False),
+        boxes_per_image=_counts_by_range(per_image, _OBJECT_EDGES, whole=True),
+        image_sizes={
+            f"{which}_{side}": int(function(sizes[:, column])) if len(sizes) else 0
+            for which, function in (("smallest", np.min), ("largest", np.max))
+            for column, side in enumerate(("width", "height"))
+        },
+    )
+
+
+def _counts_by_range(values: np.ndarray, edges: Sequence[int], *, whole: bool) -> dict[str, int]:
+    counts, _ = np.histogram(values, [*edges, np.inf])
+    return {
+        _range_name(start, stop, whole=whole): count
+        for start, stop, count in zip(edges, [*edges[1:], None], counts.tolist(), strict=True)
+    }
+
+
+def _range_name(start: int, stop: int | None, *, whole: bool) -> str:
+    if stop is None:
+        return f"{start}+"
+    last = stop - 1 if whole else stop
+    return f"{start}" if whole and last == start else f"{start}-{last}"
+
+
+# --- the check ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -33,12 +137,12 @@ class CheckResult:
     """What a check found.
 
     Attributes:
-        path: The dataset.
+        path: the dataset.
         format: "voc", "coco" or "yolo".
-        class_names: The classes of all splits.
-        splits: Counts of what is usable in each split that can be used.
-        total: The same for all splits together, every image once.
-        findings: Every problem.
+        class_names: the classes of all splits.
+        splits: counts of what is usable in each split that can be used.
+        total: the same for all splits together, every image once.
+        findings: every problem.
         exit_code: 0 when nothing would be dropped or clipped, 1 when something would, 2 when the
             dataset, or its training split, cannot be used.
     """
@@ -108,20 +212,20 @@ def check_dataset(
     """Reads all splits of a dataset and all its images.
 
     Args:
-        path: See :func:`aploss.data.load_dataset`.
-        format: See :func:`aploss.data.load_dataset`.
-        class_names: The classes there should be; others are reported as unknown.
-        decode: Whether to decode every image, or to read the headers alone (fast, but does not
+        path: see :func:`aploss.data.load_dataset`.
+        format: see :func:`aploss.data.load_dataset`.
+        class_names: the classes there should be; others are reported as unknown.
+        decode: whether to decode every image, or to read the headers alone (fast, but does not
             find damaged or equal images).
-        progress: Called with (images done, images in all).
+        progress: called with (images done, images in all).
 
     Raises:
-        DataError: There is no dataset to check.
+        DataError: there is no dataset to check.
     """
     source = find_source(path, format=format)
     names = None if class_names is None else check_class_names(class_names)
     findings = _Findings()
-    parts: dict[str, DetectionDataset] = {}
+    parts: Parts = {}
     for split in source.splits:
         try:
             parts[split] = source.read(split, names)
@@ -164,10 +268,10 @@ class _Findings:
 
 
 def _usable_parts(
-    parts: dict[str, DetectionDataset],
+    parts: Parts,
     inspections: dict[str, Inspection],
     findings: _Findings,
-) -> dict[str, DetectionDataset]:
+) -> Parts:
     """The splits without unusable images, without those that become empty by that."""
     usable = {}
     for split, part in parts.items():
@@ -182,9 +286,7 @@ def _usable_parts(
     return usable
 
 
-def _inspect(
-    parts: dict[str, DetectionDataset], *, decode: bool, progress: Progress | None
-) -> dict[str, Inspection]:
+def _inspect(parts: Parts, *, decode: bool, progress: Progress | None) -> dict[str, Inspection]:
     """Inspects every image once, however many splits it is in."""
     fresh = _each_image_once(parts)
     total = sum(map(len, fresh))
@@ -201,7 +303,7 @@ def _inspect(
     return inspections
 
 
-def _each_image_once(parts: dict[str, DetectionDataset]) -> list[DetectionDataset]:
+def _each_image_once(parts: Parts) -> list[DetectionDataset]:
     """The parts without the images that an earlier part has."""
     seen: set[str] = set()
     fresh = []
@@ -213,7 +315,7 @@ def _each_image_once(parts: dict[str, DetectionDataset]) -> list[DetectionDatase
 
 
 def _across_splits(
-    parts: dict[str, DetectionDataset], inspections: dict[str, Inspection], name: str
+    parts: Parts, inspections: dict[str, Inspection], name: str
 ) -> Iterator[Problem]:
     """What shows only when all splits are seen together."""
     if not parts:
@@ -255,7 +357,7 @@ def _same_contents(
             yield Problem("same-content", path, f"the same bytes as {same[0]} (splits: {where})")
 
 
-def _classes(parts: dict[str, DetectionDataset], name: str) -> Iterator[Problem]:
+def _classes(parts: Parts, name: str) -> Iterator[Problem]:
     """Classes that are never used, or are probably one class spelt in two ways."""
     example: dict[str, str] = {}
     images: Counter[str] = Counter()
@@ -271,12 +373,131 @@ def _classes(parts: dict[str, DetectionDataset], name: str) -> Iterator[Problem]
     names = list(dict.fromkeys(n for part in parts.values() for n in part.class_names))
     for unused in (class_name for class_name in names if class_name not in example):
         yield Problem("class-without-boxes", name, f"no box of class {unused!r}")
-    for first, second in combinations(names, 2):
-        if _plain(first) == _plain(second):
+    by_plain_name: dict[str, list[str]] = {}
+    for class_name in names:
+        by_plain_name.setdefault(_plain_name(class_name), []).append(class_name)
+    for alike in by_plain_name.values():
+        for first, second in combinations(alike, 2):
             rare = min(first, second, key=lambda class_name: images[class_name])
             message = f"{first!r} ({images[first]} images) and {second!r} ({images[second]} images)"
             yield Problem("similar-class-names", example.get(rare, name), message)
 
 
-def _plain(name: str) -> str:
+def _plain_name(name: str) -> str:
     return re.sub(r"[\W_]+", "", name.casefold()) or name
+
+
+# --- in words -------------------------------------------------------------------------------------
+
+
+def check_report(result: CheckResult, *, limit: int = 20) -> str:
+    """Counts, histograms and problems.
+
+    Args:
+        result: what :func:`aploss.data.check_dataset` found.
+        limit: how many problems of a kind to write out; 0 for all.
+    """
+    head = f"{result.path}: {result.format} dataset, {_count(len(result.class_names), 'class')}"
+    parts = [head]
+    if result.splits:
+        parts += [_count_table(result), _histograms(result.total)]
+    parts += [_problems(result.findings, limit), _verdict(result)]
+    return "\n\n".join(parts)
+
+
+def _count_table(result: CheckResult) -> str:
+    """A table with one column a split and one row a class."""
+    columns = {**result.splits, "total": result.total} if len(result.splits) > 1 else result.splits
+    rows = [
+        ["", *columns],
+        ["images", *(f"{counts.images:,}" for counts in columns.values())],
+        ["without boxes", *(f"{counts.empty_images:,}" for counts in columns.values())],
+        ["boxes", *(f"{counts.boxes:,}" for counts in columns.values())],
+    ]
+    for flag in ("difficult", "crowd"):
+        if getattr(result.total, flag):
+            rows.append([f"  {flag}", *(f"{getattr(c, flag):,}" for c in columns.values())])
+    rows += [
+        [f"  {name}", *(f"{c.boxes_of_class.get(name, 0):,}" for c in columns.values())]
+        for name in result.class_names
+    ]
+    sizes = [_size_range(counts) for counts in columns.values()]
+    return _table([*rows, ["image size", *sizes]])
+
+
+def _size_range(counts: SplitStatistics) -> str:
+    sizes = counts.image_sizes
+    small = f"{sizes['smallest_width']}x{sizes['smallest_height']}"
+    large = f"{sizes['largest_width']}x{sizes['largest_height']}"
+    return small if small == large else f"{small}-{large}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *rest in rows:
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(lines)
+
+
+def _histograms(counts: SplitStatistics) -> str:
+    return "\n\n".join(
+        [
+            _histogram("box size (√area in pixels)", counts.box_sizes),
+            _histogram("boxes per image", counts.boxes_per_image),
+        ]
+    )
+
+
+def _histogram(title: str, counts: dict[str, int]) -> str:
+    """Bars from the first range that is not empty to the last one."""
+    filled = [i for i, count in enumerate(counts.values()) if count]
+    shown = list(counts.items())[filled[0] : filled[-1] + 1] if filled else []
+    most = max((count for _, count in shown), default=1)
+    rows = [[f"  {name}", f"{count:,}"] for name, count in shown]
+    lines = _table(rows).split("\n") if rows else []
+    bars = ["█" * -(-count * _BAR_WIDTH // most) for _, count in shown]
+    return "\n".join(
+        [title, *(f"{line}  {bar}".rstrip() for line, bar in zip(lines, bars, strict=True))]
+    )
+
+
+def _problems(findings: Sequence[Finding], limit: int) -> str:
+    if not findings:
+        return "no problems found"
+    blocks = []
+    for kind, group in groupby(findings, key=lambda finding: finding.problem.kind):
+        same = list(group)
+        effect, description = KINDS[kind]
+        lines = [f"{kind} ({effect.value}): {description}: {len(same):,}"]
+        shown = same[:limit] if limit else same
+        for finding in shown:
+            splits = f" [{', '.join(finding.splits)}]" if finding.splits else ""
+            lines.append(f"  {finding.problem.file}: {finding.problem.message}{splits}")
+        if len(shown) < len(same):
+            lines.append(f"  and {len(same) - len(shown):,} more (--limit 0 shows all)")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def _verdict(result: CheckResult) -> str:
+    if result.exit_code == 2:
+        return "This dataset cannot be used as it is."
+    dropped_images = result.dropped(Effect.IMAGE_DROPPED)
+    dropped_boxes = result.dropped(Effect.BOX_DROPPED)
+    clipped = result.dropped(Effect.BOX_CLIPPED)
+    if result.exit_code == 0:
+        return "Everything in this dataset can be used."
+    usable = (
+        f"Usable: {_count(result.total.images, 'image')} and {_count(result.total.boxes, 'box')}"
+    )
+    return (
+        f"{usable}. Loading drops {_count(dropped_images, 'image')} and "
+        f"{_count(dropped_boxes, 'box')}, and clips {_count(clipped, 'box')}."
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    plural = f"{noun}es" if noun.endswith(("x", "s")) else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"

@@ -1,61 +1,515 @@
-"""COCO JSON: one annotation file a split, with the images in one of the usual places."""
+"""COCO JSON: one annotation file per split, with the images in one of the usual places.
 
+The entries of a file are read in one way for two uses: a dataset leaves out what cannot be used and
+lists it, the ground truth of a metric is refused at the first entry that is wrong.
+"""
+
+import json
+import math
 import posixpath
 import re
+from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
+from msgspec import UNSET, Struct
 from numpy.typing import NDArray
 
-from aploss.data.coco_json import CocoContent, read_content
-from aploss.data.dataset import DetectionDataset
+from aploss.data.annotations import AnnotationBuilder, DetectionDataset
+from aploss.data.formats import (
+    DataFormat,
+    Parts,
+    Written,
+    common_split_name,
+    is_text,
+    number,
+    register_format,
+)
 from aploss.data.paths import DatasetFolder, is_image
 from aploss.data.problems import Problem, ProblemError
-from aploss.data.records import Records
-from aploss.data.source import split_order
 
-__all__ = ["CocoSource", "find_coco"]
+__all__ = ["CocoDocument", "CocoFormat", "CocoObjects", "coco_document", "coco_results"]
+__all__ += ["CocoEntryError", "decode_json", "integer_of", "read_objects", "shown"]
 
 _FILLERS = re.compile(r"(^|[_.-])(annotations?|instances|coco|labels|gt)(?=[_.-]|$)", re.IGNORECASE)
 _OTHER_TASKS = ("captions_", "person_keypoints_", "panoptic_", "stuff_", "image_info_")
-_SECTIONS = re.compile(rb'"(images|annotations|categories|licenses|info)"\s*:')
+_SECTIONS = ("images", "annotations", "categories")
+_SECTION_KEYS = re.compile(rb'"(images|annotations|categories|licenses|info)"\s*:')
+_SPLITS = ("train", "trainval", "val", "test")
+_NUMBERS = (int, float)
+_NAN = float("nan")
 
 
-def find_coco(path: Path) -> "CocoSource | None":
-    """The COCO dataset in a folder or JSON file, or None where there is none.
+# --- the file ---------------------------------------------------------------------------------
+# Fields of any type: what an entry may hold is checked below, with a message that says where.
 
-    Annotation files are looked for in the folder, in its ``annotations`` and in the folders of
-    its splits: ``annotations/instances_train2017.json`` is split ``train2017``,
+
+class CocoImage(Struct, gc=False):
+    id: Any = UNSET
+    file_name: Any = UNSET
+    width: Any = UNSET
+    height: Any = UNSET
+
+
+class CocoCategory(Struct, gc=False):
+    id: Any = UNSET
+    name: Any = UNSET
+
+
+class CocoObject(Struct, gc=False):
+    """An annotation, or a detection with its score. Outlines, three quarters of a file, are
+    skipped without being built."""
+
+    id: Any = UNSET
+    image_id: Any = UNSET
+    category_id: Any = UNSET
+    bbox: Any = UNSET
+    area: Any = UNSET
+    score: Any = UNSET
+    iscrowd: Any = 0
+    difficult: Any = 0
+
+
+_Scalar = str | int | float | bool | None
+_NotAList = dict[str, Any] | _Scalar | msgspec.UnsetType
+_AnyObject = CocoObject | list[Any] | _Scalar
+
+
+class CocoDocument(Struct):
+    """A ground truth; sections that are missing are UNSET."""
+
+    images: list[CocoImage | list[Any] | _Scalar] | _NotAList = UNSET
+    annotations: list[_AnyObject] | _NotAList = UNSET
+    categories: list[CocoCategory | list[Any] | _Scalar] | _NotAList = UNSET
+
+
+class _RawDocument(CocoDocument):
+    """The same with annotations still in the file's own bytes, which takes a third less memory."""
+
+    annotations: list[msgspec.Raw] | _NotAList = UNSET  # type: ignore[assignment]
+
+
+_decode_object = msgspec.json.Decoder(_AnyObject).decode
+
+
+def coco_document(source: Any) -> Any:
+    """A ground truth of a file's bytes or of a dict, as :class:`CocoDocument`.
+
+    Raises:
+        msgspec.ValidationError: it is not an object with keys.
+        ValueError: the bytes are not JSON.
+    """
+    if isinstance(source, bytes):
+        return decode_json(source, _RawDocument, CocoDocument)
+    return msgspec.convert(source, CocoDocument)
+
+
+def coco_results(source: Any) -> Any:
+    """Detections of a file's bytes or of a list of dicts. Raises like :func:`coco_document`."""
+    if isinstance(source, bytes):
+        return decode_json(source, list[msgspec.Raw], list[_AnyObject])
+    return msgspec.convert(source, list[_AnyObject])
+
+
+# What Python's json writes and JSON does not know; it is read all the same.
+_PYTHONS_OWN = re.compile(rb"NaN|Infinity|\\u[dD][89a-fA-F]")
+
+
+def decode_json(content: bytes, kind: Any = Any, kind_of_python: Any = Any) -> Any:
+    """The value of a JSON file in UTF-8.
+
+    Args:
+        content: of the file.
+        kind: the type to build, as msgspec takes it; what it has no place for is skipped.
+        kind_of_python: the same where the file holds what only Python's json reads.
+
+    Raises:
+        ValueError: it is not JSON, or not of that type.
+    """
+    text = memoryview(content)[3:] if content.startswith(b"\xef\xbb\xbf") else content
+    try:
+        try:
+            return msgspec.json.decode(text, type=kind)
+        except msgspec.ValidationError:
+            raise
+        except msgspec.DecodeError:
+            if not _PYTHONS_OWN.search(content):
+                raise
+            return msgspec.convert(json.loads(content.decode("utf-8-sig")), type=kind_of_python)
+    except RecursionError:
+        raise ValueError("too deeply nested") from None
+
+
+# --- its entries ------------------------------------------------------------------------------
+
+Report = Callable[[str, str], None]  # kind of the problem, message
+
+
+class CocoEntryError(ValueError):
+    """An entry that cannot be used, with the kind of problem."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class CocoObjects(NamedTuple):
+    """Annotations or detections, m of them."""
+
+    image_ids: NDArray[np.int64]  # [m]
+    category_ids: NDArray[np.int64]  # [m]
+    ids: NDArray[np.int64]  # [m] of the annotations; their number in the list where they have none
+    flags: NDArray[np.int64]  # [m], 1: difficult, 2: crowd
+    xywh: NDArray[np.float64]  # [m, 4]
+    values: NDArray[np.float64]  # [m] area, NaN where there is none; or score
+
+
+def read_objects(
+    entries: Sequence[Any],
+    where: str,
+    report: Report,
+    *,
+    scored: bool = False,
+    lenient: bool = False,
+) -> CocoObjects:
+    """The entries that can be read.
+
+    Args:
+        entries: of the file's list.
+        where: what the list is called in messages.
+        report: called for each entry that is left out or wrong.
+        scored: whether they are detections, which need a score.
+        lenient: whether a coordinate may be written as text, and an area be anything.
+    """
+    integers, numbers = array("q"), array("d")
+    for row, entry in enumerate(entries):
+        if type(entry) is msgspec.Raw:
+            entry = _decode_object(entry)
+        try:
+            x, y, width, height = entry.bbox
+            value = entry.score if scored else entry.area
+            if not scored and (value is UNSET or value is None):
+                value = _NAN
+            elif type(value) not in _NUMBERS or not -math.inf < value < math.inf:
+                raise TypeError
+            # fromlist adds all or nothing, and nothing that is not a number
+            integers.fromlist([entry.image_id, entry.category_id])
+            numbers.fromlist([x, y, width, height, value])
+        except (TypeError, ValueError, AttributeError, OverflowError):
+            del integers[4 * (len(numbers) // 5) :]
+            try:
+                ids, floats = _read_unusual(entry, f"{where}[{row}]", scored, lenient)
+            except CocoEntryError as error:
+                report(error.kind, str(error))
+                continue
+            integers.fromlist(ids)
+            numbers.fromlist(floats)
+        own = type(entry.id) is int and abs(entry.id) < 2**62
+        flagged = entry.iscrowd or entry.difficult
+        integers.append(entry.id if own else row + 1)
+        integers.append(_flags(entry, f"{where}[{row}]", report) if flagged else 0)
+    image_ids, category_ids, own_ids, flags = np.frombuffer(integers, np.int64).reshape(-1, 4).T
+    table = np.frombuffer(numbers, np.float64).reshape(-1, 5)
+    return CocoObjects(image_ids, category_ids, own_ids, flags, table[:, :4], table[:, 4])
+
+
+def _read_unusual(
+    entry: Any, where: str, scored: bool, lenient: bool
+) -> tuple[list[int], list[float]]:
+    """Ids and numbers of an entry that could not be taken as it is (3.0 for an id, say)."""
+    if not isinstance(entry, CocoObject):
+        message = f"{where} is {shown(entry)}, expected an object with keys"
+        raise CocoEntryError("bad-entry", message)
+    ids = [
+        integer_of(entry, key, where, kind)
+        for key, kind in (("image_id", "unknown-image"), ("category_id", "missing-class"))
+    ]
+    if entry.bbox is UNSET or (lenient and entry.bbox is None):
+        raise CocoEntryError("missing-box", f"{where} has no 'bbox'")
+    wrong = f"{where}: 'bbox' is {shown(entry.bbox)}, expected [x, y, width, height]"
+    if not isinstance(entry.bbox, (list, tuple, np.ndarray)) or len(entry.bbox) != 4:
+        raise CocoEntryError("missing-coordinate", wrong)
+    try:
+        numbers = [_number(value, texts=lenient) for value in entry.bbox]
+    except ValueError as error:
+        raise CocoEntryError("non-numeric-coordinate", f"{wrong}: {error}") from None
+    key = "score" if scored else "area"
+    value = getattr(entry, key)
+    if scored and value is UNSET:
+        raise CocoEntryError("bad-entry", f"{where} has no 'score'")
+    try:
+        absent = not scored and (value is UNSET or value is None)
+        measure = _NAN if absent else _number(value, texts=False)
+    except ValueError:
+        measure, absent = _NAN, False
+    if not (absent or lenient or math.isfinite(measure)):
+        message = f"{where}: '{key}' is {shown(value)}, expected a finite number"
+        raise CocoEntryError("bad-entry", message)
+    return ids, [*numbers, measure]
+
+
+def _number(value: Any, *, texts: bool) -> float:
+    if isinstance(value, np.number):
+        return float(value)
+    if isinstance(value, str) and not texts:
+        raise ValueError(f"{value!r} is text")
+    return number(value)
+
+
+def integer_of(entry: Any, key: str, where: str, kind: str) -> int:
+    value = getattr(entry, key)
+    if value is UNSET:
+        raise CocoEntryError(kind, f"{where} has no '{key}'")
+    whole = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    if not (whole and math.isfinite(value) and value == round(value) and abs(value) < 2**62):
+        raise CocoEntryError(kind, f"{where}: '{key}' is {shown(value)}, expected an integer")
+    return int(value)
+
+
+def _flags(entry: CocoObject, where: str, report: Report) -> int:
+    flags = 0
+    for key, flag in (("difficult", 1), ("iscrowd", 2)):
+        value = getattr(entry, key) or 0
+        if value not in (0, 1):
+            report("bad-flag", f"{where}: '{key}' is {shown(value)}, expected 0 or 1")
+        flags += flag * int(value == 1)
+    return flags
+
+
+def shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# --- the dataset --------------------------------------------------------------------------------
+
+
+@register_format("coco")
+class CocoFormat(DataFormat):
+    """A dataset of COCO annotation files.
+
+    They are looked for in the folder, in its ``annotations`` and in the folders of its splits:
+    ``annotations/instances_train2017.json`` is split ``train2017``,
     ``train/_annotations.coco.json`` is split ``train``.
     """
-    if path.is_file():
-        if path.suffix.lower() != ".json":
-            return None
-        real = path.resolve()
-        root = real.parent.parent if real.parent.name.lower() == "annotations" else real.parent
-        return CocoSource(DatasetFolder(root), [real.relative_to(root).as_posix()])
-    folder = DatasetFolder(path)
-    folders = ["", *(name for name in folder.names("") if folder.is_folder(name))]
-    files = [
-        posixpath.join(parent, name)
-        for parent in folders
-        for name in folder.names(parent)
-        if name.lower().endswith(".json") and not name.startswith(".")
-    ]
-    files = [file for file in files if _is_coco(folder, file)]
-    instances = [f for f in files if not posixpath.basename(f).startswith(_OTHER_TASKS)]
-    return CocoSource(folder, instances or files) if files else None
+
+    looked_for = "COCO (annotations/*.json, *.json or train/*.json with images and annotations)"
+
+    def __init__(self, folder: DatasetFolder, files: Sequence[str]) -> None:
+        uses = Counter(map(_split_name, files))
+        self._files = {}
+        for file in files:
+            name = _split_name(file)
+            self._files[name if uses[name] == 1 else file[: -len(".json")]] = file
+        super().__init__(folder, list(self._files))
+        self._listed: set[str] = set()
+        self._image_folders: set[str] = set()
+
+    @classmethod
+    def find(cls, path: Path) -> "CocoFormat | None":
+        """The COCO dataset in a folder or JSON file, or None where there is none."""
+        if path.is_file():
+            if path.suffix.lower() != ".json":
+                return None
+            real = path.resolve()
+            root = real.parent.parent if real.parent.name.lower() == "annotations" else real.parent
+            return cls(DatasetFolder(root), [real.relative_to(root).as_posix()])
+        folder = DatasetFolder(path)
+        folders = ["", *(name for name in folder.names("") if folder.is_folder(name))]
+        candidates = [
+            posixpath.join(parent, name)
+            for parent in folders
+            for name in folder.names(parent)
+            if name.lower().endswith(".json") and not name.startswith(".")
+        ]
+        begun = {file for file in candidates if _begins_as_coco(folder, file)}
+        # A file in the place of annotations is one even if it cannot be read: never left alone.
+        files = [f for f in candidates if f in begun or _is_named_as_coco(f, certainly=not begun)]
+        instances = [f for f in files if not posixpath.basename(f).startswith(_OTHER_TASKS)]
+        return cls(folder, instances or files) if files else None
+
+    def read(self, split: str, class_names: Sequence[str] | None) -> DetectionDataset:
+        """See :meth:`DataFormat.read`."""
+        if split not in self._files:
+            raise self.no_such_split(split)
+        file = self._files[split]
+        builder = AnnotationBuilder(self.folder)
+
+        def report(kind: str, message: str, count: int = 1) -> None:
+            builder.report(kind, file, message, count=count)
+
+        document = self._document(file)
+        categories = _categories(document.categories, file)
+        objects = read_objects(document.annotations, "annotations", report, lenient=True)
+        document.annotations = UNSET  # the file's bytes go with them
+        index_of = self._add_images(document.images, split, file, builder)
+        _add_boxes(builder, objects, categories, class_names, index_of, report)
+        if builder.image_ids and min(builder.image_ids) < 1:
+            shift = 1 - min(builder.image_ids)
+            builder.image_ids = [image_id + shift for image_id in builder.image_ids]
+
+        def describe(image: int, number: int) -> tuple[str, str]:
+            return file, f"annotation {number} of {builder.paths[image]}"
+
+        names = tuple(name for _, name in categories) if class_names is None else class_names
+        return builder.dataset(class_names=names, name=self.name, split=split, describe=describe)
+
+    def leftovers(self) -> list[Problem]:
+        """See :meth:`DataFormat.leftovers`; of the splits that were read."""
+        unlisted = {
+            path: None
+            for folder in sorted(self._image_folders)
+            for path in self.folder.files(folder)
+            if is_image(path) and path not in self._listed
+        }
+        message = "in no annotation file"
+        return [Problem("image-without-annotation", path, message) for path in unlisted]
+
+    @classmethod
+    def write(cls, folder: Path, parts: Parts, places: dict[Path, str]) -> Written:
+        """Writes ``annotations/instances_SPLIT.json``, for images in ``images`` or
+        ``images/SPLIT``; see :meth:`DataFormat.write`."""
+        (folder / "annotations").mkdir(parents=True)
+        for split, part in parts.items():
+            content = part.to_coco()
+            for index, image in enumerate(content["images"]):
+                image["file_name"] = posixpath.basename(places[part.image_path(index)])
+            file = folder / "annotations" / f"instances_{split}.json"
+            file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+        return Written("images")
+
+    def _document(self, file: str) -> Any:
+        try:
+            document = coco_document(self.folder.read_bytes(file))
+        except msgspec.ValidationError:
+            message = "a COCO file is a JSON object with images, annotations and categories"
+            raise ProblemError("unreadable-annotations", file, message) from None
+        except ValueError as error:
+            if isinstance(error, ProblemError):
+                raise
+            raise ProblemError("unreadable-annotations", file, f"not valid JSON: {error}") from None
+        for section in _SECTIONS:
+            if not isinstance(getattr(document, section), list):
+                raise ProblemError("missing-section", file, f"no list {section!r}")
+        return document
+
+    def _add_images(
+        self, entries: Sequence[Any], split: str, file: str, builder: AnnotationBuilder
+    ) -> dict[int, int]:
+        """Adds the images that are there; returns id → index, -1 for those that are not."""
+        named = [entry for entry in entries if isinstance(entry, CocoImage)]
+        base = self._image_folder([entry.file_name for entry in named[:50]], split, file)
+        self._image_folders.add(base)
+        index_of: dict[int, int] = {}
+        seen = set()
+        for row, entry in enumerate(entries):
+            try:
+                image_id, file_name = _image(entry, f"images[{row}]")
+            except CocoEntryError as error:
+                builder.report(error.kind, file, str(error))
+                continue
+            if image_id in index_of:
+                message = f"image id {image_id} is used again, for {file_name}"
+                builder.report("duplicate-image-id", file, message)
+                continue
+            index_of[image_id] = -1
+            try:
+                path = self.folder.locate(file_name, base=base, named_in=file)
+            except ProblemError as error:
+                builder.problems.append(error.problem)
+                continue
+            if path in seen:
+                message = f"{path} is listed again, with id {image_id}"
+                builder.report("duplicate-image", file, message)
+                continue
+            seen.add(path)
+            if builder.find_image(path, named_in=file):
+                size = _size(entry)
+                if size is None:
+                    message = f"{path} has no width and height; taken from the image"
+                    builder.report("missing-size", file, message)
+                index_of[image_id] = builder.add_image(path, size, image_id)
+        self._listed |= seen
+        return index_of
+
+    def _image_folder(self, names: Sequence[Any], split: str, file: str) -> str:
+        """The folder that most of these images are in."""
+        parent = posixpath.dirname(file)
+        beside = posixpath.join(parent, "images")
+        places = (split, f"images/{split}", f"{split}/images", parent, beside, "images", "")
+
+        def is_there(name: str, base: str) -> bool:
+            try:
+                return self.folder.has(self.folder.inside(name, base=base, named_in=""))
+            except ProblemError:
+                return True  # the place is right, and reading it will say what is wrong
+
+        texts = [name for name in names if isinstance(name, str) and name]
+        return max(places, key=lambda base: sum(is_there(name, base) for name in texts))
 
 
-def _is_coco(folder: DatasetFolder, file: str) -> bool:
+def _add_boxes(
+    builder: AnnotationBuilder,
+    objects: CocoObjects,
+    categories: Sequence[tuple[int, str]],
+    class_names: Sequence[str] | None,
+    index_of: dict[int, int],
+    report: Callable[..., None],
+) -> None:
+    ids, counts = np.unique(objects.ids, return_counts=True)
+    for annotation_id in ids[counts > 1].tolist():
+        report("duplicate-annotation-id", f"annotation id {annotation_id} is used again")
+    image_ids = np.array(sorted(index_of), np.int64)
+    indices = np.array([index_of[i] for i in image_ids.tolist()], np.int64)
+    images = _look_up(objects.image_ids, image_ids, indices, absent=-2)
+    for row in np.flatnonzero(images == -2).tolist():
+        report(
+            "unknown-image",
+            f"annotation {objects.ids[row]}: no image has id {objects.image_ids[row]}",
+        )
+    known_ids = np.array([category for category, _ in categories], np.int64)
+    names = [name for _, name in categories]
+    label_of = {name: k for k, name in enumerate(names if class_names is None else class_names)}
+    labels_of_ids = np.array([label_of.get(name, -1) for name in names], np.int64)
+    labels = _look_up(objects.category_ids, known_ids, labels_of_ids, absent=-2)
+    _report_classes(categories, objects.category_ids, labels < 0, report)
+    kept = (images >= 0) & (labels >= 0)
+    corners = objects.xywh[kept]
+    corners[:, 2:] += corners[:, :2]
+    builder.add_boxes(
+        images[kept],
+        corners,
+        labels[kept],
+        numbers=objects.ids[kept],
+        flags=objects.flags[kept],
+        areas=objects.values[kept],
+    )
+
+
+def _begins_as_coco(folder: DatasetFolder, file: str) -> bool:
     """Whether a JSON file begins as a COCO annotation file does."""
     if not folder.is_file(file):
         return False
-    with (folder.root / file).open("rb") as opened:
-        start = opened.read(1 << 16).lstrip(b"\xef\xbb\xbf \t\r\n")
-    return start.startswith(b"{") and _SECTIONS.search(start) is not None
+    try:
+        with (folder.root / file).open("rb") as opened:
+            start = opened.read(1 << 16).lstrip(b"\xef\xbb\xbf \t\r\n")
+    except OSError:
+        return False
+    return start.startswith(b"{") and _SECTION_KEYS.search(start) is not None
+
+
+def _is_named_as_coco(file: str, *, certainly: bool) -> bool:
+    """Whether a file's name and place are those of COCO annotations, and of nothing else."""
+    folder, name = posixpath.split(file)
+    stem = name[: -len(".json")]
+    if stem.startswith("instances_") or stem.lower() == "_annotations.coco":
+        return True
+    plain = common_split_name(_FILLERS.sub("", stem).strip("_.-"))
+    return plain in _SPLITS and (not certainly or posixpath.basename(folder) == "annotations")
 
 
 def _split_name(file: str) -> str:
@@ -68,166 +522,65 @@ def _split_name(file: str) -> str:
     return name or parent or "all"
 
 
-class CocoSource:
-    """A dataset of COCO annotation files; see :func:`find_coco`."""
+def _image(entry: Any, where: str) -> tuple[int, str]:
+    """Id and file name of an entry of ``images``."""
+    if not isinstance(entry, CocoImage):
+        raise CocoEntryError("bad-image-entry", f"{where} is {shown(entry)}, expected an object")
+    image_id = integer_of(entry, "id", where, "bad-image-entry")
+    if not isinstance(entry.file_name, str) or not entry.file_name:
+        raise CocoEntryError("bad-image-entry", f"{where}: image {image_id} has no file_name")
+    return image_id, entry.file_name
 
-    format = "coco"
 
-    def __init__(self, folder: DatasetFolder, files: Sequence[str]) -> None:
-        self.folder = folder
-        self.name = folder.root.name
-        uses = Counter(map(_split_name, files))
-        self._files = {}
-        for file in files:
-            name = _split_name(file)
-            self._files[name if uses[name] == 1 else file[: -len(".json")]] = file
-        self.splits = tuple(sorted(self._files, key=split_order))
-        self._listed: set[str] = set()
-        self._image_folders: set[str] = set()
+def _size(entry: CocoImage) -> tuple[int, int] | None:
+    sides = entry.width, entry.height
+    if all(type(side) in (int, float) and 1 <= side < 2**31 for side in sides):
+        return int(entry.width), int(entry.height)
+    return None
 
-    def read(self, split: str, class_names: Sequence[str] | None) -> DetectionDataset:
-        """See :meth:`Source.read`."""
-        if split not in self._files:
-            known = ", ".join(self.splits)
-            raise ProblemError("missing-folder", split, f"no such split; there are: {known}")
-        file = self._files[split]
-        records = Records(self.folder)
-        content = read_content(self.folder, file, records)
-        names = content.class_names if class_names is None else tuple(class_names)
-        index_of = self._add_images(content, split, file, records)
-        self._add_boxes(content, index_of, names, file, records)
-        if records.image_ids and min(records.image_ids) < 1:
-            shift = 1 - min(records.image_ids)
-            records.image_ids = [image_id + shift for image_id in records.image_ids]
 
-        def describe(image: int, number: int) -> tuple[str, str]:
-            return file, f"annotation {number} of {records.paths[image]}"
-
-        return records.dataset(class_names=names, name=self.name, split=split, describe=describe)
-
-    def leftovers(self) -> list[Problem]:
-        """See :meth:`Source.leftovers`; of the splits that were read."""
-        folders = sorted(self._image_folders)
-        unlisted = {
-            path: None
-            for folder in folders
-            for path in self.folder.files(folder)
-            if is_image(path) and path not in self._listed
-        }
-        message = "in no annotation file"
-        return [Problem("image-without-annotation", path, message) for path in unlisted]
-
-    def _add_images(
-        self, content: CocoContent, split: str, file: str, records: Records
-    ) -> dict[int, int]:
-        """Adds the images that are there; returns id → index, -1 for those that are not."""
-        base = self._image_folder(content, split, file)
-        self._image_folders.add(base)
-        index_of: dict[int, int] = {}
-        seen = set()
-        for image_id, file_name, size in content.images:
-            if image_id in index_of:
-                message = f"image id {image_id} is used again, for {file_name}"
-                records.report("duplicate-image-id", file, message)
-                continue
-            index_of[image_id] = -1
-            try:
-                path = self.folder.locate(file_name, base=base, named_in=file)
-            except ProblemError as error:
-                records.problems.append(error.problem)
-                continue
-            if path in seen:
-                message = f"{path} is listed again, with id {image_id}"
-                records.report("duplicate-image", file, message)
-                continue
-            seen.add(path)
-            if not records.find_image(path, named_in=file):
-                continue
-            if size is None:
-                message = f"{path} has no width and height; taken from the image"
-                records.report("missing-size", file, message)
-            index_of[image_id] = records.add_image(path, size, image_id)
-        self._listed |= seen
-        return index_of
-
-    def _image_folder(self, content: CocoContent, split: str, file: str) -> str:
-        """The folder that most of the first images are in."""
-        parent = posixpath.dirname(file)
-        candidates = (
-            split,
-            f"images/{split}",
-            f"{split}/images",
-            parent,
-            posixpath.join(parent, "images"),
-            "images",
-            "",
-        )
-        some = [file_name for _, file_name, _ in content.images[:50]]
-
-        def hits(base: str) -> int:
-            return sum(self._is_there(file_name, base) for file_name in some)
-
-        return max(candidates, key=hits)
-
-    def _is_there(self, file_name: str, base: str) -> bool:
+def _categories(entries: Sequence[Any], file: str) -> list[tuple[int, str]]:
+    """Ids and names, ascending by id."""
+    categories = []
+    for row, entry in enumerate(entries):
+        name = entry.name if isinstance(entry, CocoCategory) else None
         try:
-            return self.folder.has(self.folder.inside(file_name, base=base, named_in=""))
-        except ProblemError:
-            return True  # the place is right, and reading it will say what is wrong
+            if not isinstance(name, (str, int)) or name == "" or not is_text(str(name)):
+                raise CocoEntryError("bad-categories", f"categories[{row}] has no name: {entry}")
+            category = integer_of(entry, "id", f"categories[{row}]", "bad-categories")
+        except CocoEntryError as error:
+            raise ProblemError(error.kind, file, str(error)[:160]) from None
+        categories.append((category, str(name)))
+    if not categories:
+        raise ProblemError("no-classes", file, "the list of categories is empty")
+    for column in zip(*categories, strict=True):
+        value, uses = Counter(column).most_common(1)[0]
+        if uses > 1:
+            raise ProblemError("bad-categories", file, f"{value!r} names two categories")
+    return sorted(categories)
 
-    def _add_boxes(
-        self,
-        content: CocoContent,
-        index_of: dict[int, int],
-        names: tuple[str, ...],
-        file: str,
-        records: Records,
-    ) -> None:
-        boxes = content.boxes()
-        image_ids = np.array(sorted(index_of), np.int64)
-        indices = np.array([index_of[i] for i in image_ids.tolist()], np.int64)
-        images = _look_up(boxes.image_ids, image_ids, indices, absent=-2)
-        for row in np.flatnonzero(images == -2).tolist():
-            message = f"annotation {boxes.numbers[row]}: no image has id {boxes.image_ids[row]}"
-            records.report("unknown-image", file, message)
-        label_of_name = {name: label for label, name in enumerate(names)}
-        category_ids = np.array([i for i, _ in content.categories], np.int64)
-        labels_of_ids = np.array(
-            [label_of_name.get(n, -1) for _, n in content.categories], np.int64
-        )
-        labels = _look_up(boxes.category_ids, category_ids, labels_of_ids, absent=-2)
-        self._report_classes(content, boxes.category_ids[labels < 0], file, records)
-        kept = (images >= 0) & (labels >= 0)
-        records.add_boxes(
-            images[kept],
-            boxes.corners[kept],
-            labels[kept],
-            numbers=boxes.numbers[kept],
-            flags=boxes.flags[kept],
-            areas=boxes.areas[kept],
-        )
 
-    def _report_classes(
-        self, content: CocoContent, unknown: NDArray[np.int64], file: str, records: Records
-    ) -> None:
-        known = dict(content.categories)
-        for category_id, count in zip(*np.unique(unknown, return_counts=True), strict=True):
-            name = known.get(int(category_id))
-            words = (
-                f"class {name!r} is not in the class list"
-                if name is not None
-                else f"category_id {category_id} is not among the categories"
-            )
-            records.report("unknown-class", file, f"{words}: {count} boxes", count=int(count))
-        used = set(np.unique(content.boxes().category_ids).tolist())
-        low, high = min(known), max(known)
-        if (low - 1 in used and high not in used) or (high + 1 in used and low not in used):
-            records.report(
-                "class-ids-off-by-one",
-                file,
-                f"categories have ids {low}..{high}, annotations use {min(used)}..{max(used)}: "
-                "are they counted from another number?",
-            )
+def _report_classes(
+    categories: Sequence[tuple[int, str]],
+    used: NDArray[np.int64],
+    unknown: NDArray[np.bool_],
+    report: Callable[..., None],
+) -> None:
+    known = dict(categories)
+    ids, counts = np.unique(used[unknown], return_counts=True)
+    for category, count in zip(ids.tolist(), counts.tolist(), strict=True):
+        words = f"category_id {category} is not among the categories"
+        if category in known:
+            words = f"class {known[category]!r} is not in the class list"
+        report("unknown-class", f"{words}: {count} boxes", count=count)
+    seen = set(np.unique(used).tolist())
+    low, high = categories[0][0], categories[-1][0]
+    if (low - 1 in seen and high not in seen) or (high + 1 in seen and low not in seen):
+        report(
+            "class-ids-off-by-one",
+            f"categories have ids {low}..{high}, annotations use {min(seen)}..{max(seen)}: "
+            "are they counted from another number?",
+        )
 
 
 def _look_up(

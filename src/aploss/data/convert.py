@@ -4,24 +4,19 @@ import posixpath
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image
 
-from aploss.data.dataset import DetectionDataset, concatenate
+from aploss.data.annotations import DetectionDataset, concatenate
+from aploss.data.formats import FORMATS, DataFormat, Parts, Written
 from aploss.data.images import EXTENSIONS, read_header, read_image
-from aploss.data.load import find_source, load_split
+from aploss.data.load import Progress, find_source, load_split, without_unusable_images
 from aploss.data.problems import Problem
-from aploss.data.verify import verify_images
-from aploss.data.write import Written, write_coco, write_voc, write_yolo
 from aploss.errors import DataError
 
-__all__ = ["TARGET_FORMATS", "Conversion", "convert_dataset"]
-
-_WRITERS = {"coco": write_coco, "voc": write_voc, "yolo": write_yolo}
-TARGET_FORMATS = tuple(sorted(_WRITERS))
+__all__ = ["Conversion", "convert_dataset", "unique_names"]
 
 
 @dataclass(frozen=True)
@@ -29,12 +24,12 @@ class Conversion:
     """What was written.
 
     Attributes:
-        folder: The new dataset.
-        images: Number of images, each counted once.
-        boxes: Number of boxes, each counted once.
-        splits: Names of the splits.
-        problems: What of the old dataset was left out.
-        losses: What the new format cannot hold, in words.
+        folder: the new dataset.
+        images: number of images, each counted once.
+        boxes: number of boxes, each counted once.
+        splits: names of the splits.
+        problems: what of the old dataset was left out.
+        losses: what the new format cannot hold, in words.
     """
 
     folder: Path
@@ -51,7 +46,7 @@ def convert_dataset(
     *,
     to: str,
     format: str = "auto",
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Conversion:
     """Writes all splits of a dataset in another format.
 
@@ -59,28 +54,28 @@ def convert_dataset(
     :func:`aploss.data.load_dataset`) is left out. The folder appears when it is complete.
 
     Args:
-        path: The dataset.
-        out: A folder that does not exist or is empty.
-        to: "voc", "coco" or "yolo".
-        format: Format of the old dataset.
-        progress: Called with (images done, images in all).
+        path: the dataset.
+        out: a folder that does not exist or is empty.
+        to: "voc", "coco", "yolo", or a registered format that can be written.
+        format: format of the old dataset.
+        progress: called with (images done, images in all).
 
     Raises:
-        DataError: The target is in use, or the dataset cannot be read.
+        DataError: the target is in use, or the dataset cannot be read.
     """
-    if to not in _WRITERS:
-        raise DataError(f"cannot write '{to}'; choose one of {', '.join(TARGET_FORMATS)}")
+    if to not in FORMATS:
+        raise DataError(f"cannot write '{to}'; choose one of {', '.join(sorted(FORMATS))}")
     source = find_source(path, format=format)
     out = Path(out)
     _check_target(out, source.folder.root)
     class_names = load_split(source, "all").class_names
     parts = {
-        split: verify_images(load_split(source, split, class_names), decode=False)
+        split: without_unusable_images(load_split(source, split, class_names), decode=False)
         for split in source.splits
     }
     whole = concatenate(list(parts.values()), split="all")
     try:
-        written = _write(out, parts, whole, to=to, progress=progress)
+        written = _write(out, parts, whole, FORMATS.get(to), progress)
     except OSError as error:
         raise DataError(f"{out}: cannot be written: {error.strerror or error}") from error
     return Conversion(
@@ -95,19 +90,18 @@ def convert_dataset(
 
 def _write(
     out: Path,
-    parts: dict[str, DetectionDataset],
+    parts: Parts,
     whole: DetectionDataset,
-    *,
-    to: str,
-    progress: Callable[[int, int], None] | None,
+    format_class: type[DataFormat],
+    progress: Progress | None,
 ) -> Written:
     """Writes into a folder of another name, which gets its own when it is complete."""
     shared = len(whole) < sum(map(len, parts.values()))
-    places, rewritten = _plan(parts, flat=to == "voc" or shared)
+    places, rewritten = _plan(parts, flat=format_class.one_image_folder or shared)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
         fresh = Path(scratch) / "dataset"
-        written = _WRITERS[to](fresh, parts, places)
+        written = format_class.write(fresh, parts, places)
         for index in range(len(whole)):
             image = whole.image_path(index)
             target = fresh / written.image_folder / places[image]
@@ -120,7 +114,7 @@ def _write(
     return written
 
 
-def _plan(parts: dict[str, DetectionDataset], *, flat: bool) -> tuple[dict[Path, str], set[Path]]:
+def _plan(parts: Parts, *, flat: bool) -> tuple[dict[Path, str], set[Path]]:
     """Where each image goes (one folder for all, or one a split), and which are written anew."""
     groups = {f"{split}/": [part] for split, part in parts.items()}
     if flat:

@@ -1,5 +1,7 @@
-"""Image files as upright 8-bit RGB tensors, whatever kind of file they are."""
+"""Image files as upright 8-bit RGB tensors, whatever kind of file they are; and what is wrong
+with them."""
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +13,7 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from aploss.data.problems import KINDS
+from aploss.data.problems import KINDS, Effect, Problem
 from aploss.errors import DataError
 
 __all__ = [
@@ -19,9 +21,10 @@ __all__ = [
     "MAX_PIXELS",
     "ImageError",
     "ImageHeader",
+    "Inspection",
+    "inspect_image",
     "read_header",
     "read_image",
-    "size_mismatch",
     "to_rgb",
 ]
 
@@ -44,6 +47,7 @@ MAX_PIXELS = 89_478_485
 
 _ROTATING_ORIENTATIONS = (5, 6, 7, 8)  # EXIF values that exchange width and height
 _EXIF_ORIENTATION = 0x0112
+_TINY_PIXELS = 16
 
 
 class ImageError(DataError):
@@ -52,8 +56,8 @@ class ImageError(DataError):
     The message alone makes one, so that a data-loader's worker can hand it to its parent.
 
     Attributes:
-        kind: A key of :data:`problems.KINDS`.
-        detail: The message without the path.
+        kind: a key of :data:`problems.KINDS`.
+        detail: the message without the path.
     """
 
     kind = "unreadable-image"
@@ -81,7 +85,7 @@ def read_header(path: str | Path) -> ImageHeader:
     """Size and format of an image, without decoding it.
 
     Raises:
-        ImageError: The file is not there, not an image, or of more than `MAX_PIXELS` pixels.
+        ImageError: the file is not there, not an image, or of more than `MAX_PIXELS` pixels.
     """
     with _opened(path) as image:
         # Photographs of some telephones hold a second frame for depth: no reason to remark on it.
@@ -97,8 +101,8 @@ def read_image(path: str | Path, *, size: tuple[int, int] | None = None) -> Tens
     turned upright as its EXIF data says.
 
     Args:
-        path: The file.
-        size: The (width, height) an annotation gives. Where it fits the image as stored and not
+        path: the file.
+        size: the (width, height) an annotation gives. Where it fits the image as stored and not
             the upright one, the annotation was made without the EXIF rotation, and the image is
             left as stored too.
 
@@ -106,19 +110,19 @@ def read_image(path: str | Path, *, size: tuple[int, int] | None = None) -> Tens
         uint8 tensor [3, height, width].
 
     Raises:
-        ImageError: The file cannot be read, or has another size than `size`.
+        ImageError: the file cannot be read, or has another size than `size`.
     """
     with _opened(path) as image:
         annotated_as_stored = image.size == size != _upright_size(image)
         if _orientation(image) != 1 and not annotated_as_stored:
             image = ImageOps.exif_transpose(image)
         if size is not None and image.size != size:
-            raise ImageError.of("size-mismatch", path, size_mismatch(size, image.size))
+            raise ImageError.of("size-mismatch", path, _size_mismatch(size, image.size))
         pixels = np.array(to_rgb(image))  # [H, W, 3]
     return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
 
 
-def size_mismatch(annotated: tuple[int, int], found: tuple[int, int]) -> str:
+def _size_mismatch(annotated: tuple[int, int], found: tuple[int, int]) -> str:
     """The sentence for an image whose size is not its annotation's."""
     return (
         f"the annotation says {annotated[0]}x{annotated[1]} pixels, "
@@ -197,3 +201,51 @@ def _eight_bit(image: Image.Image) -> Image.Image:
     largest = 65535 if image.mode != "F" else 1 if values.max() <= 1 else 255
     values *= 255 / largest
     return Image.fromarray(np.clip(np.round(values), 0, 255).astype(np.uint8))
+
+
+class Inspection(NamedTuple):
+    """What was found about one image."""
+
+    problems: tuple[Problem, ...]
+    digest: str  # of the file's content; empty where it was not read
+
+    @property
+    def usable(self) -> bool:
+        """Whether training can read the image."""
+        return all(problem.effect is Effect.KEPT for problem in self.problems)
+
+
+def inspect_image(path: Path, *, name: str, size: tuple[int, int], decode: bool) -> Inspection:
+    """Looks for everything that can be wrong with an image file.
+
+    Args:
+        path: the file.
+        name: what to call it in messages.
+        size: the annotated (width, height).
+        decode: whether to read the whole file (finds damage and equal files) or the header only.
+    """
+    digest = ""
+    problems = []
+    try:
+        header = read_header(path)
+        if size not in (header.size, header.stored_size):
+            raise ImageError.of("size-mismatch", path, _size_mismatch(size, header.size))
+        if decode:
+            pixels = read_image(path, size=size)
+            digest = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+            if bool((pixels == pixels[:, :1, :1]).all()):
+                problems.append(Problem("blank-image", name, "every pixel has the same colour"))
+    except ImageError as error:
+        return Inspection((Problem(error.kind, name, error.detail),), digest)
+    if header.format not in EXTENSIONS.get(path.suffix.lower(), ()):
+        problems.append(Problem("wrong-extension", name, f"contains a {header.format} image"))
+    if header.frames > 1:
+        problems.append(
+            Problem("several-frames", name, f"{header.frames} frames, the first counts")
+        )
+    if size != header.size:
+        message = f"annotated as stored, {size[0]}x{size[1]}, not as its EXIF rotation shows it"
+        problems.append(Problem("rotated-image", name, message))
+    if min(size) < _TINY_PIXELS:
+        problems.append(Problem("tiny-image", name, f"{size[0]}x{size[1]} pixels"))
+    return Inspection(tuple(problems), digest)

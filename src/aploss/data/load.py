@@ -1,23 +1,42 @@
 """Finding out what a dataset is, and loading its splits."""
 
 import hashlib
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 
-from aploss.data.coco import find_coco
-from aploss.data.dataset import DetectionDataset, concatenate
-from aploss.data.problems import raise_refused, summarise
-from aploss.data.source import Source, check_class_names, common_split_name, usual_split_name
-from aploss.data.verify import verify_images as verify
-from aploss.data.voc import find_voc
-from aploss.data.yolo import find_yolo
+import aploss.data.coco
+import aploss.data.voc
+import aploss.data.yolo  # noqa: F401 - each registers its format
+from aploss.data.annotations import DetectionDataset, concatenate
+from aploss.data.builtin import builtin_folder
+from aploss.data.formats import (
+    FORMATS,
+    DataFormat,
+    check_class_names,
+    common_split_name,
+    usual_split_name,
+)
+from aploss.data.images import Inspection, inspect_image
+from aploss.data.problems import Effect, raise_refused, summarise
 from aploss.errors import DataError
 
-__all__ = ["FORMATS", "dataset_splits", "find_source", "load_dataset", "load_split"]
+__all__ = [
+    "Progress",
+    "dataset_splits",
+    "find_source",
+    "format_names",
+    "inspect_images",
+    "load_dataset",
+    "load_split",
+    "without_unusable_images",
+]
 
-_FINDERS = {"yolo": find_yolo, "coco": find_coco, "voc": find_voc}
-FORMATS = ("auto", *sorted(_FINDERS))
+Progress = Callable[[int, int], None]  # images done, images in all
+
 _SLICE = re.compile(r"(?P<name>.*)\[(?P<start>[\d.]+%)?:(?P<stop>[\d.]+%)?\]$")
 _ALL = "all"
 
@@ -36,19 +55,19 @@ def load_dataset(
     the dataset's ``problems`` with its file.
 
     Args:
-        path: A folder, a COCO JSON file, a YOLO ``data.yaml``, or ``"builtin"``.
-        split: A split's name (``train``, ``2007_trainval``), a text file that lists images (VOC),
+        path: a folder, a COCO JSON file, a YOLO ``data.yaml``, or ``"builtin"``.
+        split: a split's name (``train``, ``2007_trainval``), a text file that lists images (VOC),
             or several joined by ``+``. ``train[:80%]`` and ``train[80%:]`` are parts of one, of a
             fixed mixed order, so that they have no image in common. None stands for all images.
         format: "voc", "coco", "yolo", or "auto" to recognise it.
-        class_names: The classes to read, in the order of their labels; objects of other classes
+        class_names: the classes to read, in the order of their labels; objects of other classes
             are left out. Where not given, the data's own. Give a training split's ``class_names``
             when loading its validation split.
-        verify_images: Whether to decode every image once and leave out those that are damaged or
+        verify_images: whether to decode every image once and leave out those that are damaged or
             not of the annotated size. Otherwise reading such an image raises a DataError.
 
     Raises:
-        DataError: There is no such dataset or split, it has no usable image, or something in it
+        DataError: there is no such dataset or split, it has no usable image, or something in it
             leads outside its folder.
 
     Example:
@@ -58,11 +77,11 @@ def load_dataset(
     """
     names = None if class_names is None else check_class_names(class_names)
     dataset = load_split(find_source(path, format=format), split or _ALL, names)
-    return _not_empty(verify(dataset)) if verify_images else dataset
+    return _not_empty(without_unusable_images(dataset)) if verify_images else dataset
 
 
 def load_split(
-    source: Source, split: str, class_names: tuple[str, ...] | None = None
+    source: DataFormat, split: str, class_names: tuple[str, ...] | None = None
 ) -> DetectionDataset:
     """Loads a split of a dataset that :func:`find_source` found; as :func:`load_dataset`."""
     dataset = _read_expression(source, split, class_names)
@@ -81,59 +100,49 @@ def dataset_splits(path: str | Path, *, format: str = "auto") -> tuple[str, ...]
     """Names of a dataset's splits, training first.
 
     Args:
-        path: See :func:`load_dataset`.
-        format: See :func:`load_dataset`.
+        path: see :func:`load_dataset`.
+        format: see :func:`load_dataset`.
     """
     return find_source(path, format=format).splits
 
 
-def find_source(path: str | Path, *, format: str = "auto") -> Source:
+def format_names() -> tuple[str, ...]:
+    """What may be given as format: "auto", and the names of all that are registered."""
+    return ("auto", *sorted(FORMATS))
+
+
+def find_source(path: str | Path, *, format: str = "auto") -> DataFormat:
     """Recognises a dataset without loading it.
 
     Raises:
-        DataError: There is none, or it may be of several formats.
+        DataError: there is none, or it may be of several formats.
     """
-    if format not in FORMATS:
-        raise DataError(f"unknown format '{format}'; choose one of {', '.join(FORMATS)}")
-    if str(path) == "builtin":
-        return _builtin_source()
+    if format not in format_names():
+        raise DataError(f"unknown format '{format}'; choose one of {', '.join(format_names())}")
+    builtin = str(path) == "builtin"
+    if builtin:
+        path, format = builtin_folder(), "coco"
     path = Path(path).expanduser()
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
-    formats = _FINDERS if format == "auto" else {format: _FINDERS[format]}
-    found: list[Source] = [source for find in formats.values() if (source := find(path))]
+    formats = [one for name, one in FORMATS.items() if format in ("auto", name)]
+    found = [source for one in formats if (source := one.find(path))]
     if not found:
-        raise DataError(f"{path}: no dataset found; looked for {_looked_for(format)}")
+        looked_for = "; ".join(one.looked_for or one.format for one in formats)
+        raise DataError(f"{path}: no dataset found; looked for {looked_for}")
+    source = found[0]
     if len(found) > 1:
-        names = " and ".join(source.format for source in found)
-        raise DataError(
-            f"{path}: looks like {names}; choose the format (--format {found[0].format})"
-        )
-    if not found[0].splits:
-        raise DataError(f"{path}: the {found[0].format} dataset names no split (train, val, test)")
-    return found[0]
-
-
-def _builtin_source() -> Source:
-    from aploss.data.builtin import builtin_folder  # it loads what it wrote by this module
-
-    source = find_coco(builtin_folder())
-    assert source is not None
-    source.name = "builtin"
+        names = " and ".join(one.format for one in found)
+        raise DataError(f"{path}: looks like {names}; choose the format (--format {source.format})")
+    if not source.splits:
+        raise DataError(f"{path}: the {source.format} dataset names no split (train, val, test)")
+    if builtin:
+        source.name = "builtin"
     return source
 
 
-def _looked_for(format: str) -> str:
-    places = {
-        "yolo": "YOLO (data.yaml with names and train, val or test)",
-        "coco": "COCO (annotations/*.json, *.json or train/*.json with images and annotations)",
-        "voc": "VOC (VOCdevkit/VOC2007, Annotations/*.xml, or *.xml in any folder)",
-    }
-    return "; ".join(places.values() if format == "auto" else [places[format]])
-
-
 def _read_expression(
-    source: Source, expression: str, class_names: tuple[str, ...] | None
+    source: DataFormat, expression: str, class_names: tuple[str, ...] | None
 ) -> DetectionDataset:
     """Reads splits joined by ``+``."""
     if expression in source.splits:
@@ -150,7 +159,9 @@ def _read_expression(
     return parts[0] if len(parts) == 1 else concatenate(parts, split=expression)
 
 
-def _read_term(source: Source, term: str, class_names: tuple[str, ...] | None) -> DetectionDataset:
+def _read_term(
+    source: DataFormat, term: str, class_names: tuple[str, ...] | None
+) -> DetectionDataset:
     """Reads one split, or a part of it such as ``train[:80%]``."""
     match = _SLICE.match(term)
     if match is None or term in source.splits:
@@ -165,7 +176,7 @@ def _read_term(source: Source, term: str, class_names: tuple[str, ...] | None) -
     return whole.subset(sorted(order[start:stop]), split=term)
 
 
-def _resolve(source: Source, name: str) -> str:
+def _resolve(source: DataFormat, name: str) -> str:
     """A split by its own name or, where that is clear, by a usual one: "train" for "train2017"."""
     if name in source.splits or name.endswith(".txt"):
         return name
@@ -189,3 +200,55 @@ def _fraction(text: str, term: str) -> float:
 
 def _mixing_key(path: str) -> bytes:
     return hashlib.blake2b(path.encode(errors="surrogateescape"), digest_size=8).digest()
+
+
+def without_unusable_images(dataset: DetectionDataset, *, decode: bool = True) -> DetectionDataset:
+    """Leaves out images that cannot be read or whose size is not the annotated one.
+
+    Args:
+        dataset: every image of it is read once, in several threads.
+        decode: whether to decode the images, which finds damaged ones too, or read their headers.
+
+    Returns:
+        The dataset with the usable images; what was left out is in its problems.
+    """
+    inspections = list(inspect_images(dataset, decode=decode))
+    kept = [i for i, inspection in enumerate(inspections) if inspection.usable]
+    if len(kept) == len(dataset):
+        return dataset
+    verified = dataset.subset(kept)
+    found = (problem for inspection in inspections for problem in inspection.problems)
+    verified.problems += [problem for problem in found if problem.effect is not Effect.KEPT]
+    return verified
+
+
+def inspect_images(
+    dataset: DetectionDataset, *, decode: bool = True, progress: Progress | None = None
+) -> Iterator[Inspection]:
+    """Inspects the images of a dataset in order, in several threads.
+
+    Args:
+        dataset: where they are.
+        decode: whether to read the whole file (finds damage and equal files) or the header only.
+        progress: called with (images done, images in all).
+    """
+    total = len(dataset)
+
+    def inspect(index: int) -> Inspection:
+        return inspect_image(
+            dataset.image_path(index),
+            name=dataset.relative_path(index),
+            size=dataset.image_size(index),
+            decode=decode,
+        )
+
+    workers = min(8, os.cpu_count() or 1)
+    with ThreadPoolExecutor(workers) as pool:
+        indices = iter(range(total))
+        pending = [pool.submit(inspect, i) for i in islice(indices, 4 * workers)]
+        for done in range(1, total + 1):
+            result = pending.pop(0).result()
+            pending += [pool.submit(inspect, i) for i in islice(indices, 1)]
+            if progress is not None:
+                progress(done, total)
+            yield result

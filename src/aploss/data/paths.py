@@ -3,14 +3,14 @@
 import os
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import NamedTuple
 
 from aploss.data.images import EXTENSIONS
 from aploss.data.problems import ProblemError
 
-__all__ = ["DatasetFolder", "is_image"]
+__all__ = ["DatasetFolder", "FilesByStem", "is_image", "nearest", "stem_of"]
 
 _PLAIN = re.compile(r"[\w-][\w .-]*(/[\w-][\w .-]*)*")
 
@@ -18,6 +18,48 @@ _PLAIN = re.compile(r"[\w-][\w .-]*(/[\w-][\w .-]*)*")
 def is_image(path: str) -> bool:
     """Whether a file's extension is that of an image."""
     return posixpath.splitext(path)[1].lower() in EXTENSIONS
+
+
+def stem_of(path: str) -> str:
+    """The file's name without an image's or annotation's extension (ids may contain dots)."""
+    stem, extension = posixpath.splitext(posixpath.basename(path.replace("\\", "/")))
+    return stem if is_image(path) or extension.lower() == ".xml" else stem + extension
+
+
+class FilesByStem(list[str]):
+    """Paths that can be found by the stem of their name."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        super().__init__(paths)
+        self._by_stem: dict[str, list[str]] = {}
+        for path in self:
+            self._by_stem.setdefault(stem_of(path), []).append(path)
+
+    def alike(self, path: str) -> list[str]:
+        """The files whose names have the same stem."""
+        return self._by_stem.get(stem_of(path), [])
+
+    def nearest(self, path: str) -> str:
+        """The one of them whose folders are most like the path's; empty where there is none."""
+        return nearest(path, self.alike(path))
+
+
+def nearest(path: str, candidates: list[str]) -> str:
+    """The candidate whose folders agree best with the path's, counted from both ends."""
+    if len(candidates) < 2:
+        return candidates[0] if candidates else ""
+    if path in candidates:
+        return path
+    parts = posixpath.dirname(path).split("/")
+
+    def agreement(candidate: str) -> int:
+        other = posixpath.dirname(candidate).split("/")
+        if other == parts:
+            return len(parts) * 2 + 1
+        both_ways = ([parts, other], [parts[::-1], other[::-1]])
+        return sum(len(posixpath.commonprefix(pair)) for pair in both_ways)
+
+    return max(candidates, key=agreement)
 
 
 class _Listing(NamedTuple):
@@ -35,7 +77,7 @@ class DatasetFolder:
     is followed as long as its target is inside the folder too.
 
     Args:
-        root: The folder; itself it may be a link.
+        root: the folder; itself it may be a link.
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -46,12 +88,12 @@ class DatasetFolder:
         """A path as written in an annotation, as path below the folder.
 
         Args:
-            text: The path as written; backslashes separate too, whatever the system.
-            base: Folder below the root that `text` is relative to.
-            named_in: The file that contains `text`, for the error message.
+            text: the path as written; backslashes separate too, whatever the system.
+            base: folder below the root that `text` is relative to.
+            named_in: the file that contains `text`, for the error message.
 
         Raises:
-            ProblemError: The path is absolute or climbs out of the folder.
+            ProblemError: the path is absolute or climbs out of the folder.
 
         Example:
             >>> DatasetFolder(".").inside("../images/a.jpg", base="labels", named_in="x.txt")
@@ -79,11 +121,11 @@ class DatasetFolder:
         """Whether there is something of this name (a file, a folder, an unbroken link).
 
         Args:
-            path: A path that :meth:`inside` gave.
-            named_in: The file to blame; the path itself where not given.
+            path: a path that :meth:`inside` gave.
+            named_in: the file to blame; the path itself where not given.
 
         Raises:
-            ProblemError: A symbolic link on the way leads outside the folder.
+            ProblemError: a symbolic link on the way leads outside the folder.
         """
         if path in ("", "."):
             return True
@@ -129,24 +171,31 @@ class DatasetFolder:
             pending += reversed(folders)
 
     def read_bytes(self, path: str) -> bytes:
-        """The content of a file inside."""
+        """The content of a file inside.
+
+        Raises:
+            ProblemError: it is missing, cannot be read, or is no file: a pipe would be waited for.
+        """
         self.has(path)
-        return (self.root / path).read_bytes()
+        full = self.root / path
+        try:
+            if full.exists() and not full.is_file():
+                raise ProblemError("unreadable-annotations", path, "a folder, pipe or device")
+            return full.read_bytes()
+        except OSError as error:
+            message = f"cannot be read: {error.strerror}"
+            raise ProblemError("unreadable-annotations", path, message) from None
 
     def read_text(self, path: str) -> str:
         """The content of a UTF-8 file inside.
 
         Raises:
-            ProblemError: The file is missing or not text.
+            ProblemError: the file is missing or not text.
         """
         try:
             return self.read_bytes(path).decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise ProblemError("unreadable-annotations", path, f"not UTF-8 text: {error}") from None
-        except OSError as error:
-            raise ProblemError(
-                "unreadable-annotations", path, f"cannot be read: {error.strerror}"
-            ) from None
 
     def _listing(self, folder: str) -> _Listing:
         folder = "" if folder == "." else folder
@@ -155,7 +204,7 @@ class DatasetFolder:
                 self._check_link(folder)
             try:
                 entries = list(os.scandir(self.root / folder))
-            except (FileNotFoundError, NotADirectoryError):
+            except (FileNotFoundError, NotADirectoryError, UnicodeEncodeError):
                 entries = []
             except OSError as error:
                 message = f"the folder cannot be read: {error.strerror}"
@@ -163,7 +212,7 @@ class DatasetFolder:
             self._listings[folder] = _Listing(
                 frozenset(entry.name for entry in entries),
                 frozenset(entry.name for entry in entries if entry.is_symlink()),
-                frozenset(entry.name for entry in entries if entry.is_dir()),
+                frozenset(entry.name for entry in entries if _is_folder(entry)),
             )
         return self._listings[folder]
 
@@ -171,6 +220,13 @@ class DatasetFolder:
         real = os.path.realpath(self.root / path)
         if real != str(self.root) and not Path(real).is_relative_to(self.root):
             raise _outside(path, "a symbolic link")
+
+
+def _is_folder(entry: "os.DirEntry[str]") -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
 
 
 def _outside(named_in: str, what: str) -> ProblemError:

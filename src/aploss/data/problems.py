@@ -108,10 +108,10 @@ class Problem:
     """One thing wrong with a dataset.
 
     Args:
-        kind: A key of :data:`KINDS`.
-        file: The file to look at, relative to the dataset's folder.
-        message: What is wrong there, in words, with the value that was found.
-        count: How many boxes or images it is about, where one line stands for many.
+        kind: a key of :data:`KINDS`.
+        file: the file to look at, relative to the dataset's folder.
+        message: what is wrong there, in words, with the value that was found.
+        count: how many boxes or images it is about, where one line stands for many.
 
     Example:
         >>> problem = Problem("degenerate-box", "Annotations/7.xml", "object 2: xmin 5 = xmax 5")
@@ -128,6 +128,11 @@ class Problem:
 
     def __post_init__(self) -> None:
         assert self.kind in KINDS, self.kind
+        for text in ("file", "message"):
+            if not getattr(self, text).isascii():
+                # Half a surrogate pair, from JSON or the name of a file, could not be printed.
+                printable = getattr(self, text).encode("utf-8", "backslashreplace").decode()
+                object.__setattr__(self, text, printable)
 
     @property
     def effect(self) -> Effect:
@@ -145,6 +150,12 @@ class ProblemError(DataError):
         super().__init__(kind, file, message)
         self.problem = Problem(kind, file, message)
 
+    def of_one_image(self) -> Problem:
+        """The problem where the file that cannot be read is one image's, not a split's."""
+        kind = self.problem.kind
+        kind = "unreadable-annotation" if kind == "unreadable-annotations" else kind
+        return Problem(kind, self.problem.file, self.problem.message)
+
     def __str__(self) -> str:
         return f"{self.problem.file}: {self.problem.message}"
 
@@ -153,7 +164,7 @@ def raise_refused(problems: Iterable[Problem]) -> None:
     """Stops loading at the first problem for which nothing may be read.
 
     Raises:
-        DataError: A problem's effect is :attr:`Effect.REFUSED`.
+        DataError: a problem's effect is :attr:`Effect.REFUSED`.
     """
     for problem in problems:
         if problem.effect is Effect.REFUSED:

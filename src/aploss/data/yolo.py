@@ -2,91 +2,179 @@
 
 import posixpath
 from collections.abc import Iterator, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from aploss.data.dataset import DetectionDataset
+from aploss.data.annotations import AnnotationBuilder, DetectionDataset
+from aploss.data.formats import (
+    DataFormat,
+    Parts,
+    Written,
+    each_image_once,
+    is_text,
+    number,
+    outline_losses,
+    register_format,
+)
 from aploss.data.paths import DatasetFolder, is_image
 from aploss.data.problems import Problem, ProblemError
-from aploss.data.records import Records
-from aploss.data.source import split_order
-from aploss.data.yolo_rows import parse_row
 
-__all__ = ["YoloSource", "find_yolo"]
+__all__ = ["YoloFormat", "parse_row", "yolo_rows"]
 
 _SPLITS = ("train", "val", "valid", "validation", "test")
 _NO_SPLITS = ("path", "names", "nc", "download", "roboflow", "kpt_shape", "flip_idx")
+_LISTS = ("classes.txt", "train.txt", "val.txt", "test.txt")
 _MAX_BYTES = 4 << 20
+_FRACTION_LIMIT = 1.01  # above it a number is one of pixels, not a rounded fraction
+_SNAP_PIXELS = 1e-6  # rounding of cx ± w/2 beside the image's border
 
 
-def find_yolo(path: Path) -> "YoloSource | None":
-    """The YOLO dataset of a YAML file, or of the one in a folder; None where there is none."""
-    if path.is_file():
-        files = [path.resolve()] if path.suffix.lower() in (".yaml", ".yml") else []
-    else:
-        folder = DatasetFolder(path)
-        names = [n for n in folder.names("") if n.lower().endswith((".yaml", ".yml"))]
-        names.sort(key=lambda name: (name not in ("data.yaml", "data.yml"), name))
-        files = [folder.root / name for name in names if folder.is_file(name)]
-    for file in files:
-        description = _read_yaml(DatasetFolder(file.parent), file.name)
-        if description is not None:
-            return YoloSource(DatasetFolder(file.parent), file.name, description)
-    return None
+# --- one label file -----------------------------------------------------------------------------
 
 
-def _read_yaml(folder: DatasetFolder, name: str) -> dict[str, Any] | None:
-    """What a YAML file says of a dataset; None where it is about something else."""
-    if (folder.root / name).stat().st_size > _MAX_BYTES:
-        return None
+def parse_row(
+    row: str, size: tuple[int, int], *, where: tuple[str, int]
+) -> tuple[int, tuple[float, float, float, float]]:
+    """Class id and corners in pixels of a row.
+
+    Args:
+        row: ``class cx cy w h``, or ``class x1 y1 x2 y2 x3 y3 ...`` for a polygon, of which the
+            enclosing box is taken; all as fractions of the image's width and height.
+        size: width and height of the image.
+        where: file and line, for messages.
+
+    Raises:
+        ProblemError: it is neither, or the numbers are not fractions.
+
+    Example:
+        >>> parse_row("2 0.5 0.5 0.25 0.5", (640, 480), where=("a.txt", 1))
+        (2, (240.0, 120.0, 400.0, 360.0))
+    """
+    file, line = where
+
+    def fault(kind: str, message: str) -> ProblemError:
+        return ProblemError(kind, file, f"line {line}: {message}")
+
+    first, *rest = row.split()
+    if len(rest) != 4 and (len(rest) < 6 or len(rest) % 2):
+        raise fault("bad-row", f"a class and 4 numbers (or 3 or more points) expected: {row:.80}")
     try:
-        content = yaml.safe_load(folder.read_text(name))
-    except (yaml.YAMLError, RecursionError) as error:
-        if name.startswith("data."):
-            line = str(error).splitlines()[0]
-            raise ProblemError("unreadable-annotations", name, f"not valid YAML: {line}") from None
-        return None
-    if not isinstance(content, dict):
-        return None
-    described = any(isinstance(content.get(split), (str, list)) for split in _SPLITS)
-    return content if described or "names" in content else None
+        values = [number(text) for text in rest]
+    except ValueError as error:
+        raise fault("non-numeric-coordinate", str(error)) from None
+    if not all(map(isfinite, values)):
+        raise fault("non-finite-coordinate", f"a NaN or infinite coordinate: {row:.80}")
+    try:
+        value = number(first)
+        class_id = int(value)
+    except (ValueError, OverflowError):
+        value, class_id = 0.0, -1
+    if value != class_id:
+        raise fault("bad-row", f"the class must be a whole number, got {first!r:.80}")
+    if max(values) > _FRACTION_LIMIT:
+        raise fault("not-normalised", f"coordinates must be fractions of the image size: {row:.80}")
+    return class_id, _corners(values, size)
 
 
-def _places(value: object) -> list[str]:
-    """Folders or lists of a split. Nothing but text: YAML's aliases can make a list of lists that
-    is too long to be written out."""
-    values = value if isinstance(value, list) else [value]
-    return [place for place in values if isinstance(place, str) and place]
+def _corners(values: list[float], size: tuple[int, int]) -> tuple[float, float, float, float]:
+    width, height = size
+    if len(values) == 4:
+        x, y, w, h = values
+        left, top, right, bottom = x - w / 2, y - h / 2, x + w / 2, y + h / 2
+    else:
+        left, top = min(values[::2]), min(values[1::2])
+        right, bottom = max(values[::2]), max(values[1::2])
+    return (
+        _snap(left * width, width),
+        _snap(top * height, height),
+        _snap(right * width, width),
+        _snap(bottom * height, height),
+    )
 
 
-class YoloSource:
+def _snap(value: float, end: int) -> float:
+    for border in (0.0, float(end)):
+        if abs(value - border) < _SNAP_PIXELS:
+            return border
+    return value
+
+
+def yolo_rows(
+    labels: Sequence[int],
+    boxes: Sequence[Sequence[float]],
+    size: tuple[int, int],
+    *,
+    digits: int | None = None,
+) -> str:
+    """The text of a label file, for :func:`parse_row` to read back.
+
+    Args:
+        labels: class of each of the n objects, from 0.
+        boxes: [n, 4] xyxy in pixels.
+        size: width and height of the image.
+        digits: behind the point; as many as it takes to read the same pixels where not given.
+
+    Example:
+        >>> yolo_rows([1], [[10, 10, 30, 20]], (100, 50), digits=6)
+        '1 0.200000 0.300000 0.200000 0.200000\\n'
+    """
+    width, height = size
+    lines = []
+    for label, (x1, y1, x2, y2) in zip(labels, boxes, strict=True):
+        centre = (x1 + x2) / 2 / width, (y1 + y2) / 2 / height
+        values = (*centre, (x2 - x1) / width, (y2 - y1) / height)
+        texts = [repr(value) if digits is None else f"{value:.{digits}f}" for value in values]
+        lines.append(f"{label} {' '.join(texts)}\n")
+    return "".join(lines)
+
+
+# --- the dataset --------------------------------------------------------------------------------
+
+
+@register_format("yolo")
+class YoloFormat(DataFormat):
     """A dataset of YOLO label files.
 
     Args:
-        folder: The folder of the YAML file.
-        file: The YAML file.
-        description: What it says: ``names``, ``train``, ``val``, ``test``, ``path``, ``nc``.
+        folder: the folder of the YAML file.
+        file: the YAML file.
+        description: what it says: ``names``, ``train``, ``val``, ``test``, ``path``, ``nc``.
     """
 
-    format = "yolo"
+    looked_for = "YOLO (data.yaml with names and train, val or test)"
 
     def __init__(self, folder: DatasetFolder, file: str, description: dict[str, Any]) -> None:
         self.folder = folder
         self.file = file
-        self.name = folder.root.name
         self._description = description
         found = [str(key) for key, value in description.items() if self._is_split(key, value)]
-        self.splits = tuple(sorted(found, key=split_order))
+        super().__init__(folder, found)
         self._listed: set[str] = set()
         self._label_folders: set[str] = set()
+
+    @classmethod
+    def find(cls, path: Path) -> "YoloFormat | None":
+        """The dataset of a YAML file, or of the one in a folder; None where there is none."""
+        if path.is_file():
+            folder, names = DatasetFolder(path.resolve().parent), [path.resolve().name]
+        else:
+            folder = DatasetFolder(path)
+            names = sorted(folder.names(""), key=lambda name: (not _is_data_yaml(name), name))
+        for name in names:
+            if name.lower().endswith((".yaml", ".yml")):
+                description = _read_yaml(folder, name)
+                if description is not None:
+                    return cls(folder, name, description)
+        return None
 
     def class_names(self) -> tuple[str, ...] | None:
         """The names of data.yaml, a list or a dict from 0 on; None where it has none.
 
         Raises:
-            ProblemError: There are gaps, repetitions or no names in the list.
+            ProblemError: there are gaps, repetitions or no names in the list.
         """
         names = self._description.get("names")
         if names is None:
@@ -97,7 +185,10 @@ class YoloSource:
             names = [names[label] for label in range(len(names))]
         if not isinstance(names, list) or not names:
             raise self._error("bad-categories", "names must be a list, or a dict from 0 on")
-        if not all(isinstance(name, (str, int, float)) and name != "" for name in names):
+        if not all(
+            isinstance(name, (str, int, float)) and name != "" and is_text(str(name))
+            for name in names
+        ):
             raise self._error("bad-categories", "every class must have a name")
         names = [str(name) for name in names]
         if len(set(names)) < len(names):
@@ -105,32 +196,34 @@ class YoloSource:
         return tuple(names)
 
     def read(self, split: str, class_names: Sequence[str] | None) -> DetectionDataset:
-        """See :meth:`Source.read`."""
+        """See :meth:`DataFormat.read`."""
         if split not in self.splits:
-            known = ", ".join(self.splits)
-            raise ProblemError("missing-folder", split, f"no such split; there are: {known}")
+            raise self.no_such_split(split)
         own_names = self.class_names() or class_names
         if own_names is None:
             raise self._error("no-classes", "no names; add them or give the class names")
         names = tuple(own_names if class_names is None else class_names)
-        labels = [names.index(name) if name in names else -1 for name in own_names]
-        records = Records(self.folder)
-        self._check_count(own_names, records)
+        label_of = {name: label for label, name in enumerate(names)}
+        labels = [label_of.get(name, -1) for name in own_names]
+        builder = AnnotationBuilder(self.folder)
+        stated = self._description.get("nc")
+        if isinstance(stated, int) and stated != len(own_names):
+            message = f"nc is {stated}, but there are {len(own_names)} names"
+            builder.report("class-count-mismatch", self.file, message)
         label_files: list[str] = []
         used: set[int] = set()
-        for path in self._images(split, records):
-            image = records.add_image(path, None)
-            if image < 0:
-                continue
-            label_files.append(self._label_file(path))
-            used |= self._add_rows(records, image, label_files[-1], labels, own_names)
+        for path in self._images(split, builder):
+            image = builder.add_image(path, None)
+            if image >= 0:
+                label_files.append(self._label_file(path))
+                used |= self._add_rows(builder, image, label_files[-1], labels, own_names)
         if len(own_names) in used and 0 not in used:
-            records.report(
+            builder.report(
                 "class-ids-off-by-one",
                 self.file,
                 f"class ids go up to {len(own_names)} and never are 0: YOLO counts from 0",
             )
-        return records.dataset(
+        return builder.dataset(
             class_names=names,
             name=self.name,
             split=split,
@@ -138,23 +231,57 @@ class YoloSource:
         )
 
     def leftovers(self) -> list[Problem]:
-        """See :meth:`Source.leftovers`; of the splits that were read."""
+        """See :meth:`DataFormat.leftovers`; of the splits that were read."""
         return [
             Problem("annotation-without-image", path, "no image of this name in any split")
             for folder in sorted(self._label_folders)
             for path in self.folder.files(folder)
             if path.endswith(".txt")
             and path not in self._listed
-            and posixpath.basename(path) not in ("classes.txt", "train.txt", "val.txt", "test.txt")
+            and posixpath.basename(path) not in _LISTS
         ]
+
+    @classmethod
+    def write(cls, folder: Path, parts: Parts, places: dict[Path, str]) -> Written:
+        """Writes ``data.yaml`` and one label file per image; see :meth:`DataFormat.write`.
+
+        Images are in ``images/SPLIT``; where splits share images, in ``images``, with a list of
+        its images for each split.
+        """
+        folder.mkdir(parents=True)
+        everything = list(each_image_once(parts))
+        shared = len(everything) < sum(map(len, parts.values()))
+        for part, index in everything:
+            stem = posixpath.splitext(places[part.image_path(index)])[0]
+            label_file = folder / "labels" / f"{stem}.txt"
+            label_file.parent.mkdir(parents=True, exist_ok=True)
+            labels, boxes = part.labels(index).tolist(), part.boxes(index).tolist()
+            label_file.write_text(yolo_rows(labels, boxes, part.image_size(index)), "utf-8")
+        description: dict[str, object] = {}
+        for split, part in parts.items():
+            description[split] = f"{split}.txt" if shared else f"images/{split}"
+            if shared:
+                lines = [f"./images/{places[part.image_path(i)]}\n" for i in range(len(part))]
+                (folder / f"{split}.txt").write_text("".join(lines), "utf-8")
+        description["names"] = dict(enumerate(next(iter(parts.values())).class_names))
+        text = yaml.safe_dump(description, sort_keys=False, allow_unicode=True)
+        (folder / "data.yaml").write_text(text, "utf-8")
+        losses = []
+        for flag in ("difficult", "crowd"):
+            count = sum(int(getattr(part, flag)(index).sum()) for part, index in everything)
+            losses += [f"{count} '{flag}' marks"] if count else []
+        return Written("images", losses=(*losses, *outline_losses(parts)))
 
     def _error(self, kind: str, message: str) -> ProblemError:
         return ProblemError(kind, self.file, message)
 
     def _is_split(self, key: object, value: object) -> bool:
-        """Whether a key of data.yaml names images: the usual keys, and others if they are there."""
+        """Whether a key of data.yaml names images: the usual keys, and others if they are there.
+
+        One of the usual keys is a split whatever it holds; but ``test:`` is often left empty.
+        """
         if key in _SPLITS:
-            return bool(_places(value))
+            return not (key == "test" and value is None)
         if key in _NO_SPLITS or not isinstance(value, str):
             return False
         try:
@@ -163,25 +290,27 @@ class YoloSource:
             return False
         return True
 
-    def _check_count(self, names: Sequence[str], records: Records) -> None:
-        stated = self._description.get("nc")
-        if isinstance(stated, int) and stated != len(names):
-            message = f"nc is {stated}, but there are {len(names)} names"
-            records.report("class-count-mismatch", self.file, message)
-
-    def _images(self, split: str, records: Records) -> Iterator[str]:
+    def _images(self, split: str, builder: AnnotationBuilder) -> Iterator[str]:
         """The distinct images of a split."""
+        value = self._description[split]
+        # Nothing but text: YAML's aliases can make a list of lists too long to be written out.
+        places = value if isinstance(value, list) else [value]
+        places = [place for place in places if isinstance(place, str) and place]
+        if not places:
+            kind = "null" if value is None else type(value).__name__
+            message = f"'{split}' must name a folder or list of images, or several; it is {kind}"
+            raise self._error("missing-folder", message)
         seen = set()
-        for place in _places(self._description[split]):
-            for path in self._listed_images(place, records):
+        for place in places:
+            for path in self._listed_images(place, builder):
                 if path in seen:
-                    records.report("duplicate-image", path, f"listed twice in split {split}")
+                    builder.report("duplicate-image", path, f"listed twice in split {split}")
                     continue
                 seen.add(path)
-                if records.find_image(path, named_in=self.file):
+                if builder.find_image(path, named_in=self.file):
                     yield path
 
-    def _listed_images(self, place: str, records: Records) -> Iterator[str]:
+    def _listed_images(self, place: str, builder: AnnotationBuilder) -> Iterator[str]:
         base = self._description.get("path")
         base = base if isinstance(base, str) else ""
         found = self._find(place, base=base, named_in=self.file)
@@ -194,11 +323,10 @@ class YoloSource:
             try:
                 yield self._find(line.strip(), base=posixpath.dirname(found), named_in=found)
             except ProblemError as error:
-                kind = error.problem.kind
-                if kind == "missing-folder":
-                    records.report("missing-image", found, f"no image {line.strip()}")
+                if error.problem.kind == "missing-folder":
+                    builder.report("missing-image", found, f"no image {line.strip()}")
                 else:
-                    records.problems.append(error.problem)
+                    builder.problems.append(error.problem)
 
     def _find(self, place: str, *, base: str, named_in: str) -> str:
         """A folder, list or image as written, inside the dataset's folder.
@@ -243,7 +371,7 @@ class YoloSource:
 
     def _add_rows(
         self,
-        records: Records,
+        builder: AnnotationBuilder,
         image: int,
         file: str,
         labels: Sequence[int],
@@ -256,29 +384,58 @@ class YoloSource:
         try:
             if not self.folder.has(file):
                 message = "no label file; taken as an image without objects"
-                records.report("image-without-annotation", records.paths[image], message)
+                builder.report("image-without-annotation", builder.paths[image], message)
                 return used
             text = self.folder.read_text(file)
         except ProblemError as error:
-            refused = error.problem.kind == "path-outside-dataset"
-            kind = error.problem.kind if refused else "unreadable-annotation"
-            records.report(kind, file, error.problem.message)
+            builder.problems.append(error.of_one_image())
             return used
         for line, row in enumerate(text.splitlines(), start=1):
             if not row.strip():
                 continue
             try:
-                class_id, corners = parse_row(row, records.sizes[image], where=(file, line))
+                class_id, corners = parse_row(row, builder.sizes[image], where=(file, line))
             except ProblemError as error:
-                records.problems.append(error.problem)
+                builder.problems.append(error.problem)
                 continue
             used.add(class_id)
             if not 0 <= class_id < len(labels):
                 message = f"line {line}: class {class_id} is not in 0..{len(labels) - 1}"
-                records.report("unknown-class", file, message)
+                builder.report("unknown-class", file, message)
             elif labels[class_id] < 0:
                 message = f"line {line}: class {names[class_id]!r} is not in the class list"
-                records.report("unknown-class", file, message)
+                builder.report("unknown-class", file, message)
             else:
-                records.add_box(image, corners, labels[class_id], number=line)
+                builder.add_box(image, corners, labels[class_id], number=line)
         return used
+
+
+def _is_data_yaml(name: str) -> bool:
+    return name.lower() in ("data.yaml", "data.yml")
+
+
+def _read_yaml(folder: DatasetFolder, name: str) -> dict[str, Any] | None:
+    """What a YAML file says of a dataset; None where it is about something else."""
+    try:
+        text = folder.read_text(name)
+        if len(text) > _MAX_BYTES:
+            raise ProblemError("unreadable-annotations", name, f"over {_MAX_BYTES >> 20} MB")
+        content = yaml.safe_load(text)
+        if not isinstance(content, dict):
+            message = f"names no splits: it holds {type(content).__name__}, not keys"
+            raise ProblemError("unreadable-annotations", name, message)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        if isinstance(error, ProblemError):
+            problem = error
+        else:
+            line = str(error).splitlines()[0]
+            problem = ProblemError("unreadable-annotations", name, f"not valid YAML: {line}")
+        refused = problem.problem.kind == "path-outside-dataset"
+        if refused or _is_data_yaml(name):
+            raise problem from None
+        return None
+    if _is_data_yaml(name):
+        described = any(split in content for split in _SPLITS)
+    else:  # it may be the settings of a program
+        described = any(isinstance(content.get(split), (str, list)) for split in _SPLITS)
+    return content if described or "names" in content else None

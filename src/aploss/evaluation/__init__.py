@@ -1,33 +1,41 @@
 """Average precision as COCO and VOC measure it, curves, matching and calibration of scores.
 
-Imports numpy alone; faster-coco-eval and scikit-learn are imported when a COCO metric is computed
-or a calibration fitted. Ground truth is a COCO dict or a :class:`GroundTruth`, detections are COCO
-results or a :class:`DetectionTable`.
+faster-coco-eval and scikit-learn are imported when a COCO metric is computed or a calibration
+fitted. Ground truth is a COCO dict or arrays (a :class:`GroundTruth`, or ``dataset.annotations`` of
+a loaded dataset), detections are COCO results or a :class:`DetectionTable`.
 """
 
 from aploss.evaluation.calibration import (
     Calibration,
-    calibrate_detections,
-    calibration_report,
-    fit_calibration,
-)
-from aploss.evaluation.coco_metrics import COCO_IOUS, coco_metrics
-from aploss.evaluation.curves import Curve, curves_as_dict, precision_recall_curves
-from aploss.evaluation.detections import DetectionTable, as_detections
-from aploss.evaluation.files import read_detections, read_ground_truth
-from aploss.evaluation.ground_truth import GroundTruth, as_ground_truth
-from aploss.evaluation.matching import Matches, match_detections
-from aploss.evaluation.metrics import Metrics
-from aploss.evaluation.reliability import (
     DrawThreshold,
     ReliabilityBin,
     best_f1_threshold,
+    calibrate_detections,
+    calibration_report,
     equal_mass_edges,
     expected_calibration_error,
     expected_noise,
+    fit_calibration,
     reliability,
 )
-from aploss.evaluation.voc_metrics import match_voc, voc_average_precision, voc_metrics
+from aploss.evaluation.coco import COCO_IOUS, coco_metrics
+from aploss.evaluation.matching import (
+    Curve,
+    Matches,
+    curves_as_dict,
+    match_detections,
+    precision_recall_curves,
+)
+from aploss.evaluation.metrics import Metrics
+from aploss.evaluation.tables import (
+    DetectionTable,
+    GroundTruth,
+    as_detections,
+    as_ground_truth,
+    read_detections,
+    read_ground_truth,
+)
+from aploss.evaluation.voc import match_voc, voc_average_precision, voc_metrics
 
 __all__ = [
     "COCO_IOUS",

@@ -1,4 +1,5 @@
-"""Scores that mean something: a monotone map from a detector's score to a probability.
+"""Scores that mean something: a monotone map from a detector's score to a probability, and how far
+probabilities can be believed.
 
 A ranking loss orders detections and leaves the scores anywhere. The map is fitted on detections of
 a validation set and is strictly increasing, so the order, and with it AP, stays what it was.
@@ -11,20 +12,24 @@ from typing import Any
 import numpy as np
 
 from aploss.errors import DataError
-from aploss.evaluation.detections import DetectionTable, as_detections
-from aploss.evaluation.ground_truth import GroundTruth, as_ground_truth
-from aploss.evaluation.matching import match_detections
-from aploss.evaluation.reliability import (
-    DrawThreshold,
-    best_f1_threshold,
-    equal_mass_edges,
-    expected_calibration_error,
-    expected_noise,
-    reliability,
-)
+from aploss.evaluation.matching import Matches, match_detections
+from aploss.evaluation.tables import Detections, Truth, as_detections, as_ground_truth
 
-__all__ = ["Calibration", "calibrate_detections", "calibration_report", "fit_calibration"]
+__all__ = [
+    "Calibration",
+    "DrawThreshold",
+    "ReliabilityBin",
+    "best_f1_threshold",
+    "calibrate_detections",
+    "calibration_report",
+    "equal_mass_edges",
+    "expected_calibration_error",
+    "expected_noise",
+    "fit_calibration",
+    "reliability",
+]
 
+BINS = 10
 # Relative rise per doubling of the score. Two neighbouring float32 scores differ by at least
 # 2^-24 of their size, so their probabilities by about 1e-6 * 2^-24 / 2 = 3e-14 of theirs: far more
 # than the 2e-16 that float64 resolves, and over all 149 doublings of float32 still only 1.5e-4.
@@ -128,17 +133,19 @@ def fit_calibration(
 
 
 def calibrate_detections(
-    ground_truth: dict[str, Any] | GroundTruth,
-    detections: Sequence[dict[str, Any]] | DetectionTable,
+    ground_truth: Truth,
+    detections: Detections,
     *,
     iou: float = 0.5,
-) -> tuple[Calibration, DrawThreshold]:
+    matches: Matches | None = None,
+) -> "tuple[Calibration, DrawThreshold]":
     """Fits the calibration and the threshold to draw at on the detections of a validation set.
 
     Args:
         ground_truth: COCO dict or arrays of the validation set.
         detections: a detector's raw detections on it, without a score threshold.
         iou: overlap from which a detection is correct.
+        matches: of these detections, where they are known; ``iou`` is then theirs.
 
     Returns:
         The calibration of all classes together, and the threshold with the best F1, which is a
@@ -146,7 +153,7 @@ def calibrate_detections(
     """
     truth = as_ground_truth(ground_truth)
     table = as_detections(detections, truth)
-    matches = match_detections(truth, table, iou)
+    matches = match_detections(truth, table, iou) if matches is None else matches
     judged = ~matches.ignored
     calibration = fit_calibration(table.scores[judged], matches.correct[judged])
     threshold = best_f1_threshold(
@@ -156,12 +163,13 @@ def calibrate_detections(
 
 
 def calibration_report(
-    ground_truth: dict[str, Any] | GroundTruth,
-    detections: Sequence[dict[str, Any]] | DetectionTable,
+    ground_truth: Truth,
+    detections: Detections,
     calibration: Calibration,
     threshold: float,
     *,
     iou: float = 0.5,
+    matches: Matches | None = None,
 ) -> dict[str, Any]:
     """What the calibration does to detections it was not fitted on, as plain values for JSON.
 
@@ -171,6 +179,7 @@ def calibration_report(
         calibration: fitted on others.
         threshold: the calibrated score from which detections are drawn.
         iou: overlap from which a detection is correct.
+        matches: of these detections, where they are known; ``iou`` is then theirs.
 
     Returns:
         ``iou``, ``draw_threshold``, ``calibrated_scores`` of all detections; what is drawn:
@@ -181,14 +190,14 @@ def calibration_report(
     """
     truth = as_ground_truth(ground_truth)
     table = as_detections(detections, truth)
-    matches = match_detections(truth, table, iou)
+    matches = match_detections(truth, table, iou) if matches is None else matches
     judged = ~matches.ignored
     calibrated = calibration(table.scores)
     correct = matches.correct[judged]
     drawn = calibrated[judged] >= threshold
     right, shown, objects = correct[drawn].sum(), drawn.sum(), matches.counted.sum()
     return {
-        "iou": iou,
+        "iou": matches.iou,
         "draw_threshold": threshold,
         "drawn": int(shown),
         "precision": float(right / max(1, shown)),
@@ -231,3 +240,158 @@ def _strictly_increasing(x: np.ndarray, y: np.ndarray) -> Calibration:
     knots = np.union1d(x, octaves)
     probabilities = np.interp(knots, x, y) * (1 + RISE_PER_OCTAVE * np.log2(knots))
     return Calibration(x=np.append(0.0, knots), y=np.append(0.0, probabilities))
+
+
+# --- reliability ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReliabilityBin:
+    """Detections with a probability in [lower, upper): claimed (mean probability) and true."""
+
+    lower: float
+    upper: float
+    count: int
+    confidence: float
+    precision: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawThreshold:
+    """The score from which detections are drawn, and what is then right and found."""
+
+    threshold: float
+    f1: float
+    precision: float
+    recall: float
+
+
+def reliability(
+    probabilities: np.ndarray | Sequence[float],
+    correct: np.ndarray | Sequence[bool],
+    bins: int | np.ndarray = BINS,
+) -> list[ReliabilityBin]:
+    """Claimed against true precision, bin by bin; empty bins are left out.
+
+    Args:
+        probabilities: in [0, 1], [n].
+        correct: whether each detection found an object, [n].
+        bins: number of equal-width bins over [0, 1], or their edges, ascending.
+
+    Example:
+        >>> [row] = reliability([0.72, 0.78], [True, False])
+        >>> row.count, row.confidence, row.precision
+        (2, 0.75, 0.5)
+    """
+    values, right = _numbers(probabilities, correct)
+    edges, place = _binned(values, bins)
+    counts = np.bincount(place, minlength=len(edges) - 1)
+    claimed = np.bincount(place, weights=values, minlength=len(edges) - 1)
+    true = np.bincount(place, weights=right, minlength=len(edges) - 1)
+    return [
+        ReliabilityBin(
+            lower=float(edges[index]),
+            upper=float(edges[index + 1]),
+            count=int(counts[index]),
+            confidence=float(claimed[index] / counts[index]),
+            precision=float(true[index] / counts[index]),
+        )
+        for index in np.flatnonzero(counts)
+    ]
+
+
+def expected_calibration_error(
+    probabilities: np.ndarray | Sequence[float],
+    correct: np.ndarray | Sequence[bool],
+    bins: int | np.ndarray = BINS,
+) -> float:
+    """Mean distance of claimed and true precision over the bins, each weighted by its count.
+
+    It depends on which detections are given: a detector's 100 best per image are mostly certain
+    background, which is easy to be right about. Give those above the threshold to judge what
+    people see. 0 when there is no detection.
+    """
+    rows = reliability(probabilities, correct, bins)
+    total = sum(row.count for row in rows)
+    return sum(row.count * abs(row.confidence - row.precision) for row in rows) / max(1, total)
+
+
+def expected_noise(
+    probabilities: np.ndarray | Sequence[float], bins: int | np.ndarray = BINS
+) -> float:
+    """The calibration error that perfectly true probabilities would show by chance.
+
+    The number of correct detections in a bin has variance sum p (1 - p); a normal variable is on
+    average sqrt(2 / pi) standard deviations from its mean.
+    """
+    values, _ = _numbers(probabilities, np.zeros(len(probabilities)))
+    _, place = _binned(values, bins)
+    variance = np.bincount(place, weights=values * (1 - values))
+    return float(np.sqrt(2 / np.pi * variance).sum() / max(1, len(values)))
+
+
+def equal_mass_edges(probabilities: np.ndarray | Sequence[float], bins: int = BINS) -> np.ndarray:
+    """Edges of bins with about the same number of detections in each, float64 [at most bins + 1].
+
+    Equal probabilities share a bin, so there may be fewer.
+    """
+    if len(probabilities) == 0:
+        return np.array([0.0, 1.0])
+    inner = np.quantile(probabilities, np.linspace(0, 1, bins + 1)[1:-1])
+    return np.unique(np.concatenate([[0.0], inner, [1.0]]))
+
+
+def best_f1_threshold(
+    scores: np.ndarray | Sequence[float], correct: np.ndarray | Sequence[bool], objects: int
+) -> DrawThreshold:
+    """The threshold with the best F1 over all classes together.
+
+    It lies halfway to the next lower score, so that it does not hang on the last digit of one.
+
+    Args:
+        scores: of detections, ignored ones left out, [n].
+        correct: whether each found an object, [n].
+        objects: number of objects that count.
+
+    Returns:
+        The threshold; 0.5 with F1 0 when nothing was found.
+
+    Example:
+        >>> best = best_f1_threshold([0.9, 0.8, 0.2, 0.1], [True, True, False, True], objects=3)
+        >>> best.threshold, best.precision  # F1 with the 2 best 4/5, with all 6/7
+        (0.05, 0.75)
+    """
+    values, right = _numbers(scores, correct)
+    if objects < right.sum():
+        raise DataError(f"{int(right.sum())} correct detections of {objects} objects")
+    if not right.any():
+        return DrawThreshold(threshold=0.5, f1=0.0, precision=0.0, recall=0.0)
+    order = np.argsort(-values, kind="stable")
+    descending = values[order]
+    lower = np.append(descending[1:], 0.0)
+    last_of_ties = np.flatnonzero(np.append(descending[:-1] != descending[1:], True))
+    found = np.cumsum(right[order])[last_of_ties]
+    drawn = last_of_ties + 1
+    best = int(np.argmax(2 * found / (drawn + objects)))
+    return DrawThreshold(
+        threshold=float((descending[last_of_ties[best]] + lower[last_of_ties[best]]) / 2),
+        f1=float(2 * found[best] / (drawn[best] + objects)),
+        precision=float(found[best] / drawn[best]),
+        recall=float(found[best] / objects),
+    )
+
+
+def _binned(values: np.ndarray, bins: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Edges of the bins, and the bin of each value; the last bin includes its upper edge."""
+    edges = np.linspace(0.0, 1.0, bins + 1) if isinstance(bins, int) else np.asarray(bins)
+    place = np.searchsorted(edges, values, side="right") - 1
+    return edges, np.clip(place, 0, len(edges) - 2)
+
+
+def _numbers(
+    values: np.ndarray | Sequence[float], correct: np.ndarray | Sequence[bool]
+) -> tuple[np.ndarray, np.ndarray]:
+    numbers, right = np.asarray(values, dtype=np.float64), np.asarray(correct, dtype=np.float64)
+    if numbers.ndim != 1 or numbers.shape != right.shape:
+        raise DataError(f"{numbers.shape} scores and {right.shape} outcomes, expected [n] of both")
+    return numbers, right

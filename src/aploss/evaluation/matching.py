@@ -1,15 +1,34 @@
-"""Which detection found which object: the greedy rule of COCO at one IoU."""
+"""Which detection found which object, by the greedy rule of COCO at one IoU; and the curves that
+follow from it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from aploss.evaluation.detections import DetectionTable, as_detections
-from aploss.evaluation.ground_truth import GroundTruth, as_ground_truth
+from aploss.data.annotations import Annotations
+from aploss.evaluation.metrics import objects_per_category
+from aploss.evaluation.tables import (
+    Detections,
+    DetectionTable,
+    Truth,
+    as_detections,
+    as_ground_truth,
+)
 
-__all__ = ["Matches", "Pairs", "candidate_pairs", "match_detections"]
+__all__ = [
+    "Curve",
+    "Matches",
+    "Pairs",
+    "by_category",
+    "candidate_pairs",
+    "curves_as_dict",
+    "match_detections",
+    "precision_recall_curves",
+]
+
+RECALL_POINTS = np.linspace(0.0, 1.0, 101)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +72,7 @@ class Matches:
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """Detections and objects of the same image and category, one row a pair, p rows.
+    """Detections and objects of the same image and category, one row per pair, p rows.
 
     Attributes:
         detections: index of the detection, ascending, int64 [p].
@@ -67,8 +86,8 @@ class Pairs:
 
 
 def match_detections(
-    ground_truth: dict[str, Any] | GroundTruth,
-    detections: Sequence[dict[str, Any]] | DetectionTable,
+    ground_truth: Truth,
+    detections: Detections,
     iou: float = 0.5,
 ) -> Matches:
     """Matches detections with objects of their image and class, best score first, as COCO does.
@@ -103,7 +122,7 @@ def match_detections(
     return _outcome(truth, pairs, objects, ignored, order, iou)
 
 
-def candidate_pairs(truth: GroundTruth, table: DetectionTable, *, crowds_cover: bool) -> Pairs:
+def candidate_pairs(truth: Annotations, table: DetectionTable, *, crowds_cover: bool) -> Pairs:
     """All pairs of a detection and an object of the same image and category.
 
     Args:
@@ -125,7 +144,7 @@ def candidate_pairs(truth: GroundTruth, table: DetectionTable, *, crowds_cover: 
     return Pairs(detections=detection, objects=objects, overlaps=overlaps)
 
 
-def _group_keys(truth: GroundTruth, image_ids: np.ndarray, category_ids: np.ndarray) -> np.ndarray:
+def _group_keys(truth: Annotations, image_ids: np.ndarray, category_ids: np.ndarray) -> np.ndarray:
     """One number per image and category."""
     categories = np.array(list(truth.categories), dtype=np.int64)
     images = np.searchsorted(truth.images, image_ids)
@@ -145,7 +164,7 @@ def _overlaps(boxes: np.ndarray, others: np.ndarray, crowd: np.ndarray) -> np.nd
     return overlaps
 
 
-def _assign(truth: GroundTruth, pairs: Pairs, order: np.ndarray, iou: float) -> np.ndarray:
+def _assign(truth: Annotations, pairs: Pairs, order: np.ndarray, iou: float) -> np.ndarray:
     """Index of the object each detection takes, -1 for none, int64 [n]."""
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
@@ -165,7 +184,7 @@ def _assign(truth: GroundTruth, pairs: Pairs, order: np.ndarray, iou: float) -> 
 
 
 def _outcome(
-    truth: GroundTruth,
+    truth: Annotations,
     pairs: Pairs,
     objects: np.ndarray,
     ignored: np.ndarray,
@@ -189,4 +208,96 @@ def _outcome(
         found=found,
         counted=truth.counted,
         order=order,
+    )
+
+
+# --- curves -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Precision over recall of one class.
+
+    Attributes:
+        recall: 0, 0.01, …, 1, float64 [101].
+        precision: the best precision at this recall or a higher one, 0 where the recall is not
+            reached; the mean of it is COCO's AP at this IoU, float64 [101].
+        scores: the score a detection must have to get there, NaN where not reached, float64 [101].
+        objects: objects that count.
+    """
+
+    recall: np.ndarray
+    precision: np.ndarray
+    scores: np.ndarray
+    objects: int
+
+    @property
+    def average_precision(self) -> float:
+        """Mean precision over the recall points."""
+        return float(self.precision.mean())
+
+
+def precision_recall_curves(
+    ground_truth: Truth,
+    detections: Detections,
+    *,
+    iou: float = 0.5,
+    matches: Matches | None = None,
+) -> dict[str, Curve]:
+    """The curve of each class that has an object that counts.
+
+    Args:
+        ground_truth: COCO dict or arrays.
+        detections: COCO results or a table.
+        iou: smallest overlap of a match.
+        matches: outcomes to draw the curve of, such as those of ``match_voc``; COCO's matching at
+            ``iou`` when not given.
+    """
+    truth = as_ground_truth(ground_truth)
+    table = as_detections(detections, truth)
+    matches = match_detections(truth, table, iou) if matches is None else matches
+    return {
+        name: _curve(matches.correct[rows], table.scores[rows], objects)
+        for name, objects, rows in by_category(truth, table, matches)
+        if objects
+    }
+
+
+def by_category(
+    truth: Annotations, table: DetectionTable, matches: Matches
+) -> Iterator[tuple[str, int, np.ndarray]]:
+    """Of each category its name, how many objects count, and the detections that do, best first."""
+    ranked = matches.order[~matches.ignored[matches.order]]
+    objects = objects_per_category(truth, truth.category_ids[truth.counted])
+    found = objects_per_category(truth, table.category_ids[ranked])
+    grouped = ranked[np.argsort(table.category_ids[ranked], kind="stable")]
+    rows = np.split(grouped, np.cumsum(found)[:-1])
+    return zip(truth.categories.values(), objects.tolist(), rows, strict=False)
+
+
+def curves_as_dict(curves: dict[str, Curve]) -> dict[str, dict[str, Any]]:
+    """Curves as lists for JSON, with a mean curve's worth of digits: class → recall, precision,
+    score (``None`` where the recall is not reached), average_precision, objects."""
+    return {
+        name: {
+            "recall": curve.recall.round(2).tolist(),
+            "precision": curve.precision.round(6).tolist(),
+            "score": [None if np.isnan(score) else float(score) for score in curve.scores],
+            "average_precision": curve.average_precision,
+            "objects": curve.objects,
+        }
+        for name, curve in curves.items()
+    }
+
+
+def _curve(hits: np.ndarray, scores: np.ndarray, objects: int) -> Curve:
+    found = np.cumsum(hits)
+    precision = found / np.arange(1, len(hits) + 1)
+    best_from_here = np.maximum.accumulate(precision[::-1])[::-1]
+    places = np.searchsorted(found / objects, RECALL_POINTS, side="left")
+    return Curve(
+        recall=RECALL_POINTS.copy(),
+        precision=np.append(best_from_here, 0.0)[places],
+        scores=np.append(scores, np.nan)[places],
+        objects=objects,
     )

@@ -5,7 +5,11 @@ from dataclasses import asdict, dataclass, field
 from math import isnan, nan
 from typing import Any
 
-__all__ = ["Metrics", "mean_over_classes"]
+import numpy as np
+
+from aploss.data.annotations import Annotations
+
+__all__ = ["Metrics", "mean_over_classes", "objects_per_category"]
 
 VALUES = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR", "ARs", "ARm", "ARl")
 TABLE_COLUMNS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR")
@@ -66,7 +70,7 @@ class Metrics:
         return {name: _without_nan(value) for name, value in asdict(self).items()}
 
     def table(self) -> str:
-        """One row a class and one for the mean, with the columns that are defined anywhere."""
+        """One row per class and one for the mean, with the columns that are defined anywhere."""
         overall = {name: getattr(self, name) for name in VALUES}
         rows = {
             **self.per_class,
@@ -93,6 +97,13 @@ def mean_over_classes(values: Iterable[float]) -> float:
     """Mean of the values that are defined; NaN when none is."""
     defined = [value for value in values if not isnan(value)]
     return sum(defined) / len(defined) if defined else nan
+
+
+def objects_per_category(truth: Annotations, category_ids: np.ndarray) -> np.ndarray:
+    """How many of these objects or detections are of each category of the truth, int64 [K]."""
+    categories = np.array(list(truth.categories), dtype=np.int64)
+    places = np.searchsorted(categories, category_ids)
+    return np.bincount(places, minlength=len(categories))
 
 
 def _shown(value: float) -> str:

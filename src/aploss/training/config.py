@@ -78,7 +78,7 @@ class _Settings:
 
     def __post_init__(self) -> None:
         for entry in fields(self):  # type: ignore[arg-type]
-            kind = _hints(type(self))[entry.name]
+            kind = _hints(type(self))[entry.name]  # type: ignore[arg-type]
             if is_dataclass(kind):
                 continue
             key, value = self.group + entry.name, getattr(self, entry.name)

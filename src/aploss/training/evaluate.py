@@ -51,8 +51,9 @@ class Split:
             image["path"] = str(dataset.image_path(index).resolve())
         self.truth: GroundTruth = as_ground_truth(self.coco)
 
-    def measure(self, detections: DetectionTable, detector: Detector) -> Metrics:
-        """COCO's metrics of detections on this split."""
+    def measure(self, detections: DetectionTable | None, detector: Detector) -> Metrics:
+        """COCO's metrics of what :func:`detect_split` found, on rank 0."""
+        assert detections is not None
         limit = detector.detections_per_image
         return coco_metrics(self.truth, detections, max_detections=limit)
 

@@ -23,7 +23,13 @@ from aploss.training.machine import (
     seeded,
 )
 from aploss.training.progress import make_progress
-from aploss.training.run_folder import RunFolder, Summary, default_folder, read_rows
+from aploss.training.run_folder import (
+    RunFolder,
+    Summary,
+    default_folder,
+    read_rows,
+    refuse_changes,
+)
 from aploss.training.splits import RunData, load_run_data
 from aploss.training.step import Schedule, Stepper
 
@@ -118,7 +124,7 @@ def _finished(config: TrainConfig, folder: RunFolder) -> Summary | None:
     """The summary of a run that needs no more training."""
     if not (folder.exists and folder.summary_file.is_file() and folder.checkpoints.last.is_file()):
         return None
-    folder.check_same(config)
+    refuse_changes(folder, config)
     training = folder.checkpoints.load_last()["training"]
     state = LoopState(stopped_by=training["stopped_by"], seconds=training["seconds"])
     return Summary.read(folder.summary_file) if state.is_over(config.max_minutes) else None

@@ -30,6 +30,7 @@ __all__ = [
     "Summary",
     "default_folder",
     "read_rows",
+    "refuse_changes",
 ]
 
 FOLDERS = ("checkpoints", "evaluation", "plots")
@@ -75,16 +76,12 @@ class RunFolder:
         self.metrics_file = self.path / "metrics.jsonl"
         self.evaluation = self.path / "evaluation"
         self.checkpoints = Checkpoints(self.path / "checkpoints")
+        self.resume_command = f"aploss train --resume --out {self.path}"
 
     @property
     def exists(self) -> bool:
         """Whether a run has been started here."""
         return self.config_file.is_file()
-
-    @property
-    def resume_command(self) -> str:
-        """What to type to go on with the run."""
-        return f"aploss train --resume --out {self.path}"
 
     def refuse_if_taken(self) -> None:
         """Raises RunError if a run or something else is at this place."""
@@ -167,25 +164,24 @@ class RunFolder:
         Raises:
             ConfigError: if the config differs in more than what may change on the way.
         """
-        self.check_same(config)
+        refuse_changes(self, config)
         remove_unfinished(self.path)
-
-    def check_same(self, config: TrainConfig) -> None:
-        """Raises ConfigError if the run was started with settings that learn something else."""
-        different = [
-            key for key in differing_keys(self.read_config(), config) if key not in MAY_CHANGE
-        ]
-        if different:
-            raise ConfigError(
-                f"{self.path} was started with another {', '.join(different)}; resume it as it "
-                "was, or start a new run with --out"
-            )
 
     def read_summary(self) -> dict[str, Any] | None:
         """The summary of a finished run, or None."""
         if not self.summary_file.is_file():
             return None
         return dict(json.loads(self.summary_file.read_text(encoding="utf-8")))
+
+
+def refuse_changes(folder: RunFolder, config: TrainConfig) -> None:
+    """Raises ConfigError if a run was started with settings that learn something else."""
+    changed = [key for key in differing_keys(folder.read_config(), config) if key not in MAY_CHANGE]
+    if changed:
+        raise ConfigError(
+            f"{folder.path} was started with another {', '.join(changed)}; resume it as it "
+            "was, or start a new run with --out"
+        )
 
 
 class Checkpoints:

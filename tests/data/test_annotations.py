@@ -8,7 +8,7 @@ import torch
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from aploss.data.dataset import DetectionDataset, concatenate
+from aploss.data.annotations import DetectionDataset, concatenate
 from aploss.errors import DataError
 
 
