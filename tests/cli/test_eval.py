@@ -15,7 +15,8 @@ from pycocotools.cocoeval import COCOeval
 from aploss.cli.main import main
 from aploss.data.builtin import builtin_folder
 from aploss.detectors import build_detector, save_detector
-from aploss.evaluation import coco_metrics, voc_metrics
+from aploss.evaluation.coco import coco_metrics
+from aploss.evaluation.voc import voc_metrics
 
 TRUTH = {
     "images": [{"id": 1, "width": 200, "height": 200}, {"id": 2, "width": 200, "height": 200}],

@@ -11,8 +11,8 @@ from pycocotools.coco import COCO
 
 from aploss.cli.main import main
 from aploss.cli.predict import find_images
-from aploss.data.voc_xml import parse_annotation
-from aploss.data.yolo_rows import parse_row
+from aploss.data.voc import parse_annotation
+from aploss.data.yolo import parse_row
 from aploss.detectors import build_detector, load, save_detector
 from aploss.evaluation.calibration import Calibration
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from sklearn.metrics import average_precision_score
 
-from aploss.data.batches import make_training_loader
 from aploss.data.load import load_dataset
+from aploss.data.loader import make_training_loader
 from aploss.detectors import build_detector
-from aploss.detectors.ranking_labels import label_anchors
+from aploss.detectors.labels import label_anchors
 from aploss.experiments.measures import RANKING_AP, training_ap_loss
 from aploss.experiments.reproduce import Request, reproduce
 from aploss.training.run_folder import read_rows

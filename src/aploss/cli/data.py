@@ -16,7 +16,7 @@ from aploss.files import write_whole
 if TYPE_CHECKING:
     from PIL import Image
 
-    from aploss.data.dataset import DetectionDataset, Sample
+    from aploss.data.annotations import DetectionDataset, Sample
 
 __all__ = ["CHECK", "CONVERT", "SHOW"]
 
@@ -50,9 +50,10 @@ def _add_source(parser: ArgumentParser) -> None:
 
 
 def _formats() -> list[str]:
-    from aploss.data.load import FORMATS
+    """The formats that are registered, those of plugins as well."""
+    from aploss.data.load import format_names
 
-    return [name for name in FORMATS if name != "auto"]
+    return [name for name in format_names() if name != "auto"]
 
 
 def _add_check_arguments(parser: ArgumentParser) -> None:
@@ -83,8 +84,7 @@ def _check(options: Namespace) -> int:
     """
     from PIL import Image
 
-    from aploss.data.check import check_dataset
-    from aploss.data.check_report import check_report
+    from aploss.data.check import check_dataset, check_report
 
     names = options.classes and [name.strip() for name in options.classes.split(",")]
     with warnings.catch_warnings(), progress("images checked") as show:
@@ -153,7 +153,7 @@ def _show(options: Namespace) -> int:
 def _samples(dataset: "DetectionDataset", indices: list[int], options: Namespace) -> "list[Sample]":
     if not options.augment:
         return [dataset[index] for index in indices]
-    from aploss.data.batches import AugmentedSamples
+    from aploss.data.loader import AugmentedSamples
 
     size = _parse_size(options.size or "300")
     samples = AugmentedSamples(dataset, seed=options.seed, preset=options.augment, size=size)

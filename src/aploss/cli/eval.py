@@ -17,22 +17,23 @@ import numpy as np
 from jsonargparse import ArgumentParser, Namespace
 
 from aploss.cli.command import Command, require_at_least
+from aploss.data.annotations import Annotations
 from aploss.errors import ConfigError, DataError
-from aploss.evaluation import (
+from aploss.evaluation.coco import coco_metrics
+from aploss.evaluation.matching import (
     Curve,
-    DetectionTable,
-    GroundTruth,
-    Metrics,
-    as_detections,
-    coco_metrics,
     curves_as_dict,
     match_detections,
-    match_voc,
     precision_recall_curves,
+)
+from aploss.evaluation.metrics import Metrics
+from aploss.evaluation.tables import (
+    DetectionTable,
+    as_detections,
     read_detections,
     read_ground_truth,
-    voc_metrics,
 )
+from aploss.evaluation.voc import match_voc, voc_metrics
 from aploss.files import write_text
 
 __all__ = ["EVAL"]
@@ -134,7 +135,7 @@ def _check(options: Namespace) -> None:
         raise ConfigError(f"--max-detections {options.max_detections}: at most {MOST_DETECTIONS}")
 
 
-def _detect(options: Namespace) -> tuple[GroundTruth, DetectionTable]:
+def _detect(options: Namespace) -> tuple[Annotations, DetectionTable]:
     """The objects of a split, and what a run finds there."""
     from aploss.data import load_dataset
     from aploss.detectors import load
@@ -178,7 +179,7 @@ def _usual_split(data: str, format: str) -> str:
     return splits[0]
 
 
-def _read(annotations: str, detections: str) -> tuple[GroundTruth, DetectionTable]:
+def _read(annotations: str, detections: str) -> tuple[Annotations, DetectionTable]:
     """The objects and detections of two files, matched by name where predict's names are there."""
     truth = read_ground_truth(annotations)
     table = read_detections(detections)
@@ -216,8 +217,8 @@ def _images_of(detections: str, table: DetectionTable) -> dict[str, Any] | None:
 
 
 def _matched_by_name(
-    truth: GroundTruth, table: DetectionTable, named: dict[str, Any], annotations: str
-) -> tuple[GroundTruth, DetectionTable]:
+    truth: Annotations, table: DetectionTable, named: dict[str, Any], annotations: str
+) -> tuple[Annotations, DetectionTable]:
     """The detections under the annotations' ids, and the objects of the images looked at."""
     with Path(annotations).open(encoding="utf-8") as file:
         annotated = {one["id"]: str(one.get("file_name", "")) for one in json.load(file)["images"]}
@@ -302,7 +303,7 @@ def _warn(text: str) -> None:
     print(f"aploss eval: warning: {text}", file=sys.stderr)
 
 
-def _score(truth: GroundTruth, table: DetectionTable, options: Namespace) -> Metrics:
+def _score(truth: Annotations, table: DetectionTable, options: Namespace) -> Metrics:
     if options.metric == "coco":
         limit = 100 if options.max_detections is None else options.max_detections
         return coco_metrics(truth, table, iou=options.iou, max_detections=limit)
@@ -313,7 +314,7 @@ def _score(truth: GroundTruth, table: DetectionTable, options: Namespace) -> Met
 
 
 def _write(
-    truth: GroundTruth, table: DetectionTable, metrics: Metrics, options: Namespace
+    truth: Annotations, table: DetectionTable, metrics: Metrics, options: Namespace
 ) -> list[Path]:
     """Writes metrics.json and, where a class has objects, the curves; gives the paths."""
     from aploss.plotting.plots import precision_recall_panels, precision_recall_plot
@@ -339,7 +340,7 @@ def _write(
     return [folder / name for name in texts]
 
 
-def _curves(truth: GroundTruth, table: DetectionTable, iou: float, metric: str) -> dict[str, Curve]:
+def _curves(truth: Annotations, table: DetectionTable, iou: float, metric: str) -> dict[str, Curve]:
     match = match_detections if metric == "coco" else match_voc
     return precision_recall_curves(truth, table, matches=match(truth, table, iou))
 

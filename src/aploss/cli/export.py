@@ -37,7 +37,7 @@ def _run(options: Namespace) -> int:
         raise ConfigError(f"--out {options.out}: end its name in .onnx")
     require_at_least(LEAST_SIZE, options, "size")
 
-    from aploss.detectors.checkpoint_io import load
+    from aploss.detectors.checkpoint import load
     from aploss.detectors.export import OnnxDetector, export_onnx
 
     detector = load(options.run)

@@ -22,8 +22,8 @@ from aploss.files import write_text, write_whole
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aploss.detectors.multi_scale import ObjectDetector
-    from aploss.detectors.prediction import Prediction
+    from aploss.detectors.postprocess import ObjectDetector
+    from aploss.detectors.predict import Prediction
 
 __all__ = ["PREDICT", "ImageFile", "find_images"]
 
@@ -75,8 +75,8 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 def _run(options: Namespace) -> int:
     """Predicts image by image and writes the results; 1 if some images could not be used."""
-    from aploss.detectors.multi_scale import MultiScale
-    from aploss.detectors.prediction import predict
+    from aploss.detectors.postprocess import MultiScale
+    from aploss.detectors.predict import predict
 
     require_at_least(1, options, "batch_size")
     images, failures = find_images(options.images, exclude=options.out / PICTURES)
@@ -109,7 +109,7 @@ def _load(path: str, device: str) -> "ObjectDetector":
         from aploss.detectors.export import OnnxDetector
 
         return OnnxDetector(path)
-    from aploss.detectors.checkpoint_io import load
+    from aploss.detectors.checkpoint import load
     from aploss.training.machine import choose_device
 
     return load(path, device=choose_device(device))
@@ -170,7 +170,7 @@ class _Results:
 
     def write(self) -> None:
         """Writes the two JSON files, and the classes of YOLO labels."""
-        from aploss.evaluation.detections import DetectionTable
+        from aploss.evaluation.tables import DetectionTable
 
         found = [
             {"boxes": one.boxes, "scores": one.scores, "labels": one.labels}
@@ -195,7 +195,7 @@ class _Results:
         return f"{objects} objects in {len(self.images)} images{above}: {self.folder}"
 
     def _write_labels(self, image: ImageFile, prediction: "Prediction") -> None:
-        from aploss.detectors.label_files import voc_annotation, yolo_rows
+        from aploss.detectors.predict import voc_annotation, yolo_rows
 
         if self.labels == "voc":
             text = voc_annotation(prediction, image.path.name)

@@ -9,13 +9,13 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from aploss.data.batches import Batch, make_evaluation_loader, make_training_loader
-from aploss.detectors.checkpoint_io import detector_from_record, load, read_checkpoint
+from aploss.data.loader import Batch, make_evaluation_loader, make_training_loader
+from aploss.detectors.checkpoint import detector_from_record, load, read_checkpoint
 from aploss.detectors.detector import Detector
-from aploss.detectors.multi_scale import MultiScale
-from aploss.detectors.ranking_labels import label_anchors
-from aploss.evaluation.detections import DetectionTable
-from aploss.evaluation.voc_metrics import voc_metrics
+from aploss.detectors.labels import label_anchors
+from aploss.detectors.postprocess import MultiScale
+from aploss.evaluation.tables import DetectionTable
+from aploss.evaluation.voc import voc_metrics
 from aploss.files import write_json
 from aploss.losses import ap_loss
 from aploss.reports.comparison import TrainingCurve
