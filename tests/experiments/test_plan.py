@@ -57,7 +57,8 @@ def test_seeds_are_a_number_or_a_list() -> None:
 
 def test_more_seeds_than_anyone_trains_are_refused() -> None:
     for wrong, part in (
-        ("999999999999", "at most 4294967295"),
+        ("999999999999", "at most 1000 seeds, got 999999999999"),
+        ("9" * 5000, "at most 1000 seeds, got 9{30};"),
         ("99999999999999999999999,", "at most 4294967295"),
         ("1001", "at most 1000 seeds, got 1001"),
         ("\u0663", "a number of seeds"),  # a digit, but not one of ours

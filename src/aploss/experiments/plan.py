@@ -224,17 +224,17 @@ def parse_seeds(text: str) -> tuple[int, ...]:
         raise ConfigError(
             f"--seeds must be a number of seeds or a list such as 0,1,2, got {text!r}"
         )
-    if max(map(len, words)) > len(str(MAX_SEED)) or max(map(int, words)) > MAX_SEED:
-        raise ConfigError(f"--seeds: a seed is at most {MAX_SEED}, got {max(words, key=len)}")
-    seeds = tuple(int(word) for word in words)
-    number = len(seeds) if "," in text else seeds[0]
-    if number > MAX_SEEDS:
+    longest = max(words, key=len)
+    if "," not in text and (len(longest) > len(str(MAX_SEEDS)) or int(longest) > MAX_SEEDS):
         raise ConfigError(
-            f"--seeds must be at most {MAX_SEEDS} seeds, got {number}; one seed alone is written "
-            f"with a comma: --seeds {number},"
+            f"--seeds must be at most {MAX_SEEDS} seeds, got {longest:.30}; one seed alone is "
+            f"written with a comma: --seeds {longest:.30},"
         )
+    if len(longest) > len(str(MAX_SEED)) or max(map(int, words)) > MAX_SEED:
+        raise ConfigError(f"--seeds: a seed is at most {MAX_SEED}, got {longest:.30}")
+    seeds = tuple(int(word) for word in words)
     if "," not in text:
-        seeds = tuple(range(number))
+        seeds = tuple(range(seeds[0]))
     if not seeds or len(set(seeds)) < len(seeds):
         raise ConfigError(f"--seeds must name at least one seed, each once, got {text!r}")
     return seeds
