@@ -67,14 +67,10 @@ def describe(package):
 def command_line():
     from argparse import SUPPRESS
 
-    from jsonargparse import ArgumentParser
+    from aploss.cli.main import COMMANDS, make_parser
 
-    from aploss.cli.main import COMMANDS
-
-    for words, (module, *_) in COMMANDS.items():
-        parser = ArgumentParser()
-        import_module(f"aploss.cli.{module}").add_arguments(parser)
-        for action in parser._actions:
+    for words in COMMANDS:
+        for action in make_parser(words)._actions:
             if action.help == SUPPRESS or "--help" in action.option_strings:
                 continue
             names = " ".join(action.option_strings) or action.dest.upper()

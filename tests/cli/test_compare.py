@@ -8,10 +8,7 @@ import pytest
 
 from aploss.cli import main as cli
 from aploss.errors import RunError
-from aploss.training.config import TrainConfig
-from aploss.training.loop_state import TrainingInterruptedError
-from aploss.training.recipes import load_config
-from aploss.training.summary import Summary
+from aploss.training import Summary, TrainConfig, TrainingInterruptedError, load_config
 
 NUMBERS = {"ap": 0.74, "focal": 0.71, "ce-ohem": 0.72, "auc": 0.55}
 EMPTY: dict[str, Any] = dict.fromkeys(
@@ -50,8 +47,7 @@ class Trainer:
 def trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trainer:
     """The invented trainer in place, in a folder of its own."""
     trainer = Trainer()
-    monkeypatch.setattr("aploss.training.run.train", trainer)
-    monkeypatch.setitem(cli.COMMANDS, ("compare",), ("compare", "compare losses"))
+    monkeypatch.setattr("aploss.training.train", trainer)
     monkeypatch.chdir(tmp_path)
     return trainer
 
@@ -124,6 +120,8 @@ def test_out_of_time_it_says_so(trainer: Trainer, capsys: pytest.CaptureFixture[
         (["compare", "--losses", "ap,fokal"], "fokal"),
         (["compare", "--losses", ","], "rows"),
         (["compare", "--seeds", "none"], "--seeds"),
+        (["compare", "--seeds", "999999999999"], "--seeds"),
+        (["compare", "--data", "x" * 300], "File name too long"),
         (["compare", "--steps", "0"], "--steps"),
         (["compare", "--tune-steps", "5"], "--tune"),
         (["compare", "--recipe", "fast"], "fast"),

@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 
 from aploss.cli.main import main
-from aploss.training.config import TrainConfig
-from aploss.training.recipes import load_config
-from aploss.training.run_folder import RunFolder
+from aploss.training import RunFolder, TrainConfig, load_config
 
 
 @pytest.fixture
@@ -17,12 +15,12 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     monkeypatch.chdir(tmp_path)
     configs: list[TrainConfig] = []
 
-    def remember(config: TrainConfig, *, resume: bool, quiet: bool) -> int:
+    def remember(config: TrainConfig, *, resume: bool, quiet: bool, plugins: list) -> int:
         assert resume
         configs.append(config)
         return 0
 
-    monkeypatch.setattr("aploss.cli.demo.train_and_tell", remember)
+    monkeypatch.setattr("aploss.cli.demo.run_training", remember)
     return configs
 
 

@@ -6,10 +6,17 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
 
 from aploss.cli.main import main
-from aploss.evaluation import coco_metrics, voc_metrics
+from aploss.data.builtin import builtin_folder
+from aploss.detectors import build_detector, save_detector
+from aploss.evaluation.coco import coco_metrics
+from aploss.evaluation.voc import voc_metrics
 
 TRUTH = {
     "images": [{"id": 1, "width": 200, "height": 200}, {"id": 2, "width": 200, "height": 200}],
@@ -191,3 +198,165 @@ def test_help_has_examples(capsys):
         evaluate("--help")
     words = " ".join(capsys.readouterr().out.split())
     assert "aploss eval --annotations gt.json --detections results.json --metric voc07" in words
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return builtin_folder(cache=tmp_path_factory.mktemp("shapes"), image_size=64, counts=(2, 2, 6))
+
+
+@pytest.fixture(scope="module")
+def run_folder(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a random detector of the classes of the shapes."""
+    names = [one["name"] for one in json.loads(annotations_of(shapes).read_text())["categories"]]
+    torch.manual_seed(0)
+    detector = build_detector("retinanet-tiny", class_names=names, test_size=(64, 64))
+    for weight in detector.head.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=0.05)
+    folder = tmp_path_factory.mktemp("run")
+    save_detector(detector, folder / "checkpoints" / "best.pt")
+    return folder
+
+
+def annotations_of(shapes: Path) -> Path:
+    return shapes / "annotations" / "instances_test.json"
+
+
+def images_of(shapes: Path) -> list[Path]:
+    names = {Path(one["file_name"]).name for one in COCO(annotations_of(shapes)).dataset["images"]}
+    found = [path for path in shapes.rglob("*") if path.name in names]
+    return sorted(path for path in found if path.parent.name.startswith("test"))
+
+
+def reference_ap(truth: Path, results: list[dict], images: list[int], iou: float) -> float:
+    """AP at one IoU by pycocotools, on some images alone."""
+    coco = COCO(truth)
+    evaluation = COCOeval(coco, coco.loadRes(results), "bbox")
+    evaluation.params.imgIds, evaluation.params.iouThrs = images, np.array([iou])
+    evaluation.evaluate()
+    evaluation.accumulate()
+    precision = evaluation.eval["precision"][0, :, :, 0, -1]
+    return float(precision[precision > -1].mean())
+
+
+class TestRun:
+    """A run is scored on data, at an IoU at which even a random detector finds something."""
+
+    IOU = 0.1
+
+    def test_a_run_is_scored_as_pycocotools_scores_its_detections(
+        self, run_folder, shapes, tmp_path, capsys
+    ):
+        words = ["eval", str(run_folder), "--data", str(shapes), "--device", "cpu"]
+        assert main([*words, "--split", "test", "--iou", str(self.IOU), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        # The independent way: detect by predict, number images by hand, measure by pycocotools.
+        files = images_of(shapes)
+        self.predict(run_folder, files, tmp_path)
+        truth = COCO(annotations_of(shapes))
+        results = self.renumbered(tmp_path, truth)
+        ids = sorted(truth.imgs)
+        expected = reference_ap(annotations_of(shapes), results, ids, self.IOU)
+        assert 0 < found["AP"] == pytest.approx(expected, abs=1e-6)
+        assert found["images"] == len(files) == 6
+
+    def test_test_is_the_split_unless_another_is_named(self, run_folder, shapes, capsys):
+        words = ["eval", str(run_folder), "--data", str(shapes), "--device", "cpu"]
+        assert main(words) == 0
+        assert "split test\n" in capsys.readouterr().out
+        assert main([*words, "--split", "val"]) == 0
+        assert ": 2 images, " in capsys.readouterr().out
+
+    def test_a_part_of_the_images_is_matched_by_name_and_said_loudly(
+        self, run_folder, shapes, tmp_path, capsys
+    ):
+        files = images_of(shapes)[3:]  # predict numbers them 1, 2, 3
+        self.predict(run_folder, files, tmp_path)
+        capsys.readouterr()
+        words = ["--annotations", str(annotations_of(shapes)), "--iou", str(self.IOU), "--json"]
+        assert main(["eval", "--detections", str(tmp_path / "detections.json"), *words]) == 0
+        printed = capsys.readouterr()
+        truth = COCO(annotations_of(shapes))
+        results = self.renumbered(tmp_path, truth)
+        names = {path.name for path in files}
+        ids = [k for k, one in truth.imgs.items() if Path(one["file_name"]).name in names]
+        expected = reference_ap(annotations_of(shapes), results, ids, self.IOU)
+        assert 0 < json.loads(printed.out)["AP"] == pytest.approx(expected, abs=1e-6)
+        assert "warning: scored on the 3 images that were looked at; the annotations have 6" in (
+            printed.err
+        )
+
+    def test_images_of_another_split_are_refused(self, run_folder, shapes, tmp_path, capsys):
+        self.predict(run_folder, images_of(shapes)[:1], tmp_path)
+        document = json.loads((tmp_path / "images.json").read_text())
+        document["images"][0]["file_name"] = "elsewhere/other.png"
+        (tmp_path / "images.json").write_text(json.dumps(document))
+        capsys.readouterr()
+        words = ["--annotations", str(annotations_of(shapes))]
+        assert main(["eval", "--detections", str(tmp_path / "detections.json"), *words]) == 2
+        error = capsys.readouterr().err
+        assert "elsewhere/other.png" in error
+        assert "another split" in error
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            ([], "give a run and --data PATH, or --annotations FILE and --detections FILE"),
+            (["--annotations", "gt.json"], "give a run and --data"),
+            (["{run}"], "give --data PATH"),
+            (["--annotations", "a", "--detections", "b", "--data", "c"], "name the run first"),
+            (["{run}", "--data", "builtin", "--annotations", "a"], "leave out --annotations"),
+            (["{run}", "--data", "nowhere"], "nowhere: no such file or folder"),
+            (["{run}", "--data", "{data}", "--split", "none"], "no split 'none'"),
+            (["nowhere", "--data", "{data}"], "there is no run folder or checkpoint nowhere"),
+            (["{run}", "--data", "{data}", "--batch-size", "0"], "--batch-size 0"),
+            (["{run}", "--data", "{data}", "--max-detections", "1000000000000"], "at most"),
+        ],
+    )
+    def test_mistakes_are_one_line_and_exit_2(self, words, message, run_folder, shapes, capsys):
+        words = [word.format(run=run_folder, data=shapes) for word in words]
+        assert main(["eval", *words]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+
+    @staticmethod
+    def predict(run: Path, files: list[Path], out: Path) -> None:
+        words = ["predict", str(run), *map(str, files), "--out", str(out), "--threshold", "0"]
+        assert main([*words, "--device", "cpu", "--quiet"]) == 0
+
+    @staticmethod
+    def renumbered(folder: Path, truth: COCO) -> list[dict]:
+        looked_at = json.loads((folder / "images.json").read_text())["images"]
+        by_name = {Path(one["file_name"]).name: one["id"] for one in truth.dataset["images"]}
+        ids = {one["id"]: by_name[Path(one["file_name"]).name] for one in looked_at}
+        results = json.loads((folder / "detections.json").read_text())
+        return [{**one, "image_id": ids[one["image_id"]]} for one in results]
+
+
+def test_images_without_a_detection_are_said_loudly(tmp_path, capsys):
+    files = write(tmp_path, TRUTH, RESULTS[:1])
+    assert evaluate(*files) == 0
+    assert "warning: 1 of 2 annotated images have no detection" in capsys.readouterr().err
+
+
+def test_files_of_the_same_name_in_two_folders_are_told_apart(tmp_path, capsys):
+    images = [{"id": 5, "file_name": "day/a.png"}, {"id": 6, "file_name": "night/a.png"}]
+    truth = {**TRUTH, "images": [{**one, "width": 200, "height": 200} for one in images]}
+    truth["annotations"] = [
+        {"id": 1, "image_id": 6, "category_id": 2, "bbox": [0, 80, 20, 20], "iscrowd": 0}
+    ]
+    # Of predict: image 1 is night/a.png, and class 1 is what the annotations call 2.
+    results = [{"image_id": 1, "category_id": 1, "bbox": [0, 80, 20, 20], "score": 0.9}]
+    files = write(tmp_path, truth, results)
+    looked_at = {
+        "images": [{"id": 1, "file_name": "/data/night/a.png"}],
+        "categories": [{"id": 1, "name": "dust"}, {"id": 2, "name": "lint"}],
+    }
+    (tmp_path / "images.json").write_text(json.dumps(looked_at))
+    assert evaluate(*files, "--json") == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["AP"] == 1.0
+    assert "classes that are not in the annotations, left out: lint" in printed.err
+    assert "scored on the 1 images" in printed.err

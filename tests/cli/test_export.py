@@ -57,7 +57,7 @@ def test_the_file_predicts_what_the_run_predicts(
     ("arguments", "message"),
     [
         (["{run}", "--out", "model.pt"], "end its name in .onnx"),
-        (["{run}", "--out", "model.onnx", "--size", "3"], "--size 3: give 32 or more"),
+        (["{run}", "--out", "model.onnx", "--size", "3"], "--size 3: must be at least 32"),
         (["nowhere", "--out", "model.onnx"], "there is no run folder or checkpoint nowhere"),
     ],
 )

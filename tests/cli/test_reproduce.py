@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from aploss.cli import main as cli
-from aploss.cli.reproduce import Names
-from aploss.reproduction.plan import Plan
-from aploss.reproduction.registry import REPRODUCTIONS
+from aploss.experiments.paper import REPRODUCTIONS
+from aploss.experiments.plan import Plan
 
 
 @pytest.fixture
@@ -17,21 +16,23 @@ def carried_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[P
     """What would be trained: (plan, folder, options) of each reproduction that was asked for."""
     found: list[tuple[Plan, Path, Any]] = []
 
-    def carry_out(plan: Plan, out: Path, text_of: Any, **options: Any) -> Any:
+    def run_plan(plan: Plan, out: Path, page_of: Any, **options: Any) -> Any:
         found.append((plan, out, options))
         out.mkdir(parents=True)
         (out / "table.md").write_text("# A table\n")
         return SimpleNamespace(complete=True)
 
-    monkeypatch.setattr("aploss.reproduction.reproduce.carry_out", carry_out)
-    monkeypatch.setattr("aploss.reproduction.estimate.seconds_per_image", lambda config: 5.0)
-    monkeypatch.setitem(cli.COMMANDS, ("reproduce",), ("reproduce", "reproduce the paper"))
+    monkeypatch.setattr("aploss.experiments.reproduce.run_plan", run_plan)
+    monkeypatch.setattr("aploss.experiments.reproduce.seconds_per_image", lambda config: 5.0)
     monkeypatch.chdir(tmp_path)
     return found
 
 
-def test_every_reproduction_can_be_asked_for() -> None:
-    assert set(Names.__args__) == set(REPRODUCTIONS)
+def test_every_reproduction_is_offered(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["reproduce", "table5"]) == 2
+    told = capsys.readouterr().err
+    assert all(name in told for name in REPRODUCTIONS)
+    assert told.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", REPRODUCTIONS)

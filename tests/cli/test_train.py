@@ -9,9 +9,8 @@ import yaml
 from PIL import Image
 
 from aploss.cli.main import main
+from aploss.training import TrainingInterruptedError, load_config
 from aploss.training.config import config_from_dict
-from aploss.training.loop_state import TrainingInterruptedError
-from aploss.training.recipes import load_config
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +157,7 @@ def test_an_interruption_says_how_to_go_on_and_exits_with_130(
     def interrupted(*arguments: Any, **options: Any) -> None:
         raise TrainingInterruptedError("stopped at step 3; go on with: aploss train --resume")
 
-    monkeypatch.setattr("aploss.training.run.train", interrupted)
+    monkeypatch.setattr("aploss.training.train", interrupted)
     assert main(["train", "--recipe", "demo"]) == 130
     assert capsys.readouterr().err == "stopped at step 3; go on with: aploss train --resume\n"
 
@@ -171,7 +170,7 @@ def test_only_the_main_process_talks(
     def fails(*arguments: Any, **options: Any) -> None:
         raise RunError("the folder is taken")
 
-    monkeypatch.setattr("aploss.training.run.train", fails)
+    monkeypatch.setattr("aploss.training.train", fails)
     monkeypatch.setenv("RANK", "1")
     assert main(["train", "--recipe", "demo"]) == 2
     assert capsys.readouterr().err == ""

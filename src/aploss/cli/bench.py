@@ -3,13 +3,13 @@
 import json
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, Namespace
 
+from aploss.cli.command import Command, progress
 from aploss.files import write_text
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
+__all__ = ["BENCH"]
 
 EXAMPLES = """
   aploss bench                       everything (about 10 minutes on 2 cores)
@@ -20,11 +20,11 @@ EXAMPLES = """
 BENCHMARKS = {"losses": "losses", "data": "data", "training-step": "training_step"}
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "what",
         nargs="?",
-        type=Literal["all", "losses", "data", "training-step"],
+        choices=["all", *BENCHMARKS],
         default="all",
         help="which benchmark",
     )
@@ -36,11 +36,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def run(options: Namespace) -> int:
+def _run(options: Namespace) -> int:
     names = list(BENCHMARKS) if options.what == "all" else [options.what]
     for name in names:
         benchmark = import_module(f"aploss.benchmarks.{BENCHMARKS[name]}")
-        result = _with_progress(name, benchmark, options.quick)
+        with progress(name) as show:
+            result = benchmark.run(lambda step: show(text=step), quick=options.quick)
         print(f"\n{name}\n{benchmark.table(result)}", flush=True)
         write_text(options.out / f"{name}.json", json.dumps(result, indent=2) + "\n")
         if hasattr(benchmark, "plot"):
@@ -49,15 +50,4 @@ def run(options: Namespace) -> int:
     return 0
 
 
-def _with_progress(name: str, benchmark: Any, quick: bool) -> dict[str, Any]:
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, transient=True) as progress:
-        task = progress.add_task(name, total=None)
-
-        def show(step: str) -> None:
-            progress.update(task, description=f"{name}: {step}")
-
-        result: dict[str, Any] = benchmark.run(show, quick=quick)
-    return result
+BENCH = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)

@@ -5,18 +5,18 @@ kept in a cache: adding a loss or a seed later costs only that, and an interrupt
 on where it was when the same command is given again.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import SUPPRESS, ArgumentParser, Namespace
 
+from aploss.cli.command import Command, require_at_least, run_comparison
 from aploss.errors import ConfigError
-from aploss.training.config import TrainConfig
-from aploss.training.config_types import settings_of
+from aploss.losses.traits import LOSSES
+from aploss.training.config import TrainConfig, settings_of
 from aploss.training.recipes import merge, recipe_names
 
-__all__ = ["EXAMPLES", "add_arguments", "run", "tell"]
+__all__ = ["COMPARE"]
 
 EXAMPLES = """
   aploss compare --losses ap,focal
@@ -26,7 +26,6 @@ EXAMPLES = """
   aploss compare --losses ap,rank-sort --batches.size 4 --optimizer.weight_decay 0.05
 """
 
-INTERRUPTED = 130
 # Settings that the comparison itself decides; the options of a loss belong in a recipe.
 DECIDED = (
     "criterion.options", "schedule.length", "schedule.unit", "validation.every", "validation.unit",
@@ -35,12 +34,12 @@ DECIDED = (
 OWN = ("data", "detector", "device")
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """Adds the options of the command, and the settings of a run that losses share."""
+def _add_arguments(parser: ArgumentParser) -> None:
+    """The options of the command, and the settings of a run that losses share."""
     parser.add_argument(
         "--losses",
         default="ap,focal,ce-ohem,auc",
-        help="names, separated by commas",
+        help=f"names, separated by commas, of: {', '.join(LOSSES.names())}",
     )
     parser.add_argument("--data", help="folder of the data set; built-in data by default")
     parser.add_argument("--detector", help="name of the detector; the recipe's by default")
@@ -72,14 +71,12 @@ def add_arguments(parser: ArgumentParser) -> None:
             )
 
 
-def run(options: Namespace) -> int:
+def _run(options: Namespace) -> int:
     """Trains what is missing, and prints the table and where the page is."""
-    from aploss.reproduction.compare import compare, comparison_plan, default_out
-    from aploss.reproduction.plan import Tuning, parse_seeds
+    from aploss.experiments.compare import compare, comparison_plan, default_out
+    from aploss.experiments.plan import Tuning, parse_seeds
 
-    for name in ("steps", "tune_steps", "validations"):
-        if options[name] is not None and options[name] < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {options[name]}")
+    require_at_least(1, options, "steps", "tune_steps", "validations")
     if options.tune_steps is not None and not options.tune:
         raise ConfigError("--tune-steps goes with --tune")
     recipe, changes = _recipe_and_changes(options)
@@ -93,7 +90,7 @@ def run(options: Namespace) -> int:
         tuning=Tuning(steps=options.tune_steps) if options.tune else None,
     )
     out = Path(options.out) if options.out else default_out(plan)
-    return tell(
+    return run_comparison(
         out,
         lambda: compare(
             plan,
@@ -107,8 +104,8 @@ def run(options: Namespace) -> int:
 
 def _recipe_and_changes(options: Namespace) -> tuple[str, dict[str, Any]]:
     """The recipe, given or suggested for data and machine, and what wins over it."""
-    from aploss.training.hardware import choose_device
-    from aploss.training.suggest import suggest_image_sizes, suggest_recipe
+    from aploss.training.machine import choose_device
+    from aploss.training.splits import suggest_image_sizes, suggest_recipe
 
     groups = {key: value for key, value in options.as_dict().items() if isinstance(value, dict)}
     changes = {**groups, **{key: options[key] for key in OWN if options[key] is not None}}
@@ -120,20 +117,4 @@ def _recipe_and_changes(options: Namespace) -> tuple[str, dict[str, Any]]:
     return recipe, merge(suggest_image_sizes(recipe, options.data), changes)
 
 
-def tell(out: Path, work: Any) -> int:
-    """Does the work of a comparison and prints its table; says how to go on after Ctrl-C."""
-    from aploss.reproduction.measure import is_main_process
-    from aploss.training.loop_state import TrainingInterruptedError
-
-    try:
-        results = work()
-    except TrainingInterruptedError:
-        if is_main_process():
-            print("stopped, everything is saved; the same command goes on", file=sys.stderr)
-        return INTERRUPTED
-    if is_main_process():
-        print((out / "table.md").read_text(encoding="utf-8"), end="")
-        print(f"\nreport: {out / 'report.html'}")
-        if not results.complete:
-            print("not finished: the same command goes on", file=sys.stderr)
-    return 0
+COMPARE = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)

@@ -4,11 +4,12 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
-from aploss.cli.train import train_and_tell
+from aploss.cli.command import Command, run_training
+from aploss.losses.traits import LOSSES
 from aploss.training.recipes import load_config
 from aploss.training.run_folder import RunFolder
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
+__all__ = ["DEMO"]
 
 EXAMPLES = """
   aploss demo
@@ -17,20 +18,22 @@ EXAMPLES = """
 """
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """Adds the options of the command."""
-    parser.add_argument("--loss", default="ap", help="classification loss")
+def _add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--loss", default="ap", help=f"classification loss: {', '.join(LOSSES.names())}"
+    )
     parser.add_argument("--seed", type=int, default=0, help="initial weights and data order")
     parser.add_argument("--out", help="run folder; by default runs/demo, or the next free number")
     parser.add_argument("--quiet", action="store_true", help="show only the result")
 
 
-def run(options: Namespace) -> int:
+def _run(options: Namespace) -> int:
     """Trains the demo recipe; an unfinished demo goes on where it was."""
+    LOSSES.get(options.loss)
     wanted = {"data": "builtin", "loss": options.loss, "seed": options.seed}
     folder = Path(options.out) if options.out else _free_or_unfinished(wanted)
     config = load_config("demo", {**wanted, "out": str(folder)})
-    return train_and_tell(config, resume=True, quiet=options.quiet)
+    return run_training(config, resume=True, quiet=options.quiet, plugins=options.plugin)
 
 
 def _free_or_unfinished(wanted: dict[str, object]) -> Path:
@@ -46,3 +49,6 @@ def _free_or_unfinished(wanted: dict[str, object]) -> Path:
         if same and not folder.summary_file.is_file():
             return path
         number += 1
+
+
+DEMO = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)

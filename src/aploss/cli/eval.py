@@ -1,37 +1,50 @@
-"""Score a detections file of any detector against annotations."""
+"""Score a run on data, or a detections file of any detector against annotations.
+
+``aploss predict`` writes ``images.json`` beside its ``detections.json``. Where that file is there,
+images and classes are matched to the annotations by name, whatever their ids are, and only images
+that were looked at are scored.
+"""
 
 import json
 import sys
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
+import numpy as np
 from jsonargparse import ArgumentParser, Namespace
 
+from aploss.cli.command import Command, require_at_least
+from aploss.data.annotations import Annotations
 from aploss.errors import ConfigError, DataError
-from aploss.evaluation import (
+from aploss.evaluation.coco import coco_metrics
+from aploss.evaluation.matching import (
     Curve,
-    DetectionTable,
-    GroundTruth,
-    Metrics,
-    as_detections,
-    coco_metrics,
     curves_as_dict,
     match_detections,
-    match_voc,
     precision_recall_curves,
+)
+from aploss.evaluation.metrics import Metrics
+from aploss.evaluation.tables import (
+    DetectionTable,
+    as_detections,
     read_detections,
     read_ground_truth,
-    voc_metrics,
 )
+from aploss.evaluation.voc import match_voc, voc_metrics
 from aploss.files import write_text
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
+__all__ = ["EVAL"]
 
 EXAMPLES = """
+  aploss eval runs/demo --data builtin --split test
+  aploss eval runs/demo --data VOCdevkit --split 2007_test --metric voc07 --json
   aploss eval --annotations instances_val2017.json --detections results.json
+  aploss eval --annotations gt.json --detections found/detections.json --out scores/
   aploss eval --annotations gt.json --detections results.json --metric voc07
   aploss eval --annotations gt.json --detections results.json --iou 0.7 --json
-  aploss eval --annotations gt.json --detections results.json --out scores/
 """
 
 TITLES = {
@@ -40,17 +53,27 @@ TITLES = {
     "voc12": "VOC2012 metrics (area under the curve)",
 }
 IOUS_OF_CURVES = (0.5, 0.6, 0.7, 0.8, 0.9)
+MOST_DETECTIONS = 1_000_000
+IMAGES_FILE = "images.json"  # what predict writes beside its detections
+NAMES_SHOWN = 3
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """Adds the options of the command."""
+def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--annotations", type=str, required=True, help="ground truth, COCO annotation JSON"
+        "run", nargs="?", help="run folder or checkpoint to score on --data; none for a file"
     )
+    parser.add_argument("--data", help="dataset to score a run on: folder, file, or 'builtin'")
+    parser.add_argument("--split", help="part of the dataset; test by default, or else val")
     parser.add_argument(
-        "--detections", type=str, required=True,
+        "--format", default="auto", help="of the dataset, where it cannot be told from the files"
+    )
+    parser.add_argument("--device", default="auto", help="cpu, cuda, mps or auto")
+    parser.add_argument("--batch-size", type=int, default=8, help="images in one pass")
+    parser.add_argument("--annotations", help="ground truth, COCO annotation JSON")
+    parser.add_argument(
+        "--detections",
         help="COCO results JSON: list of image_id, category_id, bbox (x, y, width, height), score",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--metric", type=Literal["coco", "voc07", "voc12"], default="coco",
         help="COCO, VOC2007 (11 points) or VOC2010 and later (area)",
@@ -70,15 +93,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def run(options: Namespace) -> int:
-    """Scores the detections, prints a table or JSON, and writes the files asked for."""
-    truth = read_ground_truth(options.annotations)
-    try:
-        table = as_detections(read_detections(options.detections), truth)
-    except DataError as error:
-        text = str(error)
-        known = text.startswith(options.detections)
-        raise DataError(text if known else f"{options.detections}: {text}") from None
+def _run(options: Namespace) -> int:
+    """Scores, prints a table or JSON, and writes the files asked for."""
+    _check(options)
+    if options.run is not None:
+        truth, table = _detect(options)
+    else:
+        truth, table = _read(options.annotations, options.detections)
     metrics = _score(truth, table, options)
     written = [] if options.out is None else _write(truth, table, metrics, options)
     if options.json:
@@ -94,7 +115,195 @@ def run(options: Namespace) -> int:
     return 0
 
 
-def _score(truth: GroundTruth, table: DetectionTable, options: Namespace) -> Metrics:
+def _check(options: Namespace) -> None:
+    """Refuses options that do not go together."""
+    files = {f"--{name}": options[name] for name in ("annotations", "detections")}
+    given = [name for name, value in files.items() if value is not None]
+    if options.run is None:
+        if len(given) < len(files):
+            raise ConfigError(
+                "give a run and --data PATH, or --annotations FILE and --detections FILE"
+            )
+        if options.data is not None:
+            raise ConfigError("--data is what a run is scored on: name the run first")
+    elif given:
+        raise ConfigError(f"a run is scored on --data: leave out {' and '.join(given)}")
+    elif options.data is None:
+        raise ConfigError("give --data PATH, the dataset to score the run on")
+    require_at_least(1, options, "batch_size")
+    if options.max_detections is not None and options.max_detections > MOST_DETECTIONS:
+        raise ConfigError(f"--max-detections {options.max_detections}: at most {MOST_DETECTIONS}")
+
+
+def _detect(options: Namespace) -> tuple[Annotations, DetectionTable]:
+    """The objects of a split, and what a run finds there."""
+    from aploss.data import load_dataset
+    from aploss.detectors import load
+    from aploss.training.distributed import World
+    from aploss.training.evaluate import Split, detect_split
+    from aploss.training.machine import choose_device, choose_workers
+
+    device = choose_device(options.device)
+    detector = load(options.run, device=device)
+    split = options.split or _usual_split(options.data, options.format)
+    dataset = load_dataset(
+        options.data, split, format=options.format, class_names=detector.class_names
+    )
+    if dataset.num_boxes == 0:
+        raise DataError(
+            f"{options.data}: split '{split}' has no object of the run's classes "
+            f"({', '.join(detector.class_names)})"
+        )
+    prepared = Split(dataset)
+    workers = choose_workers(None, device, 1)
+    table = detect_split(
+        detector, prepared, World(), batch_size=options.batch_size, workers=workers
+    )
+    assert table is not None  # this is the only process
+    if not options.json:
+        print(f"{options.run} on {dataset.name}, split {split}")
+    return prepared.truth, table
+
+
+def _usual_split(data: str, format: str) -> str:
+    """``test`` where a dataset has it, else ``val``, else its only one."""
+    from aploss.data import dataset_splits
+
+    splits = dataset_splits(data, format=format)
+    for name in ("test", "val"):
+        found = [split for split in splits if split.startswith(name)]  # val2017
+        if found:
+            return found[0]
+    if len(splits) > 1:
+        raise ConfigError(f"--split: no test or val in {data}; name one of: {', '.join(splits)}")
+    return splits[0]
+
+
+def _read(annotations: str, detections: str) -> tuple[Annotations, DetectionTable]:
+    """The objects and detections of two files, matched by name where predict's names are there."""
+    truth = read_ground_truth(annotations)
+    table = read_detections(detections)
+    named = _images_of(detections, table)
+    if named is not None:
+        return _matched_by_name(truth, table, named, annotations)
+    try:
+        table = as_detections(table, truth)
+    except DataError as error:
+        raise DataError(f"{detections}: {error}") from None
+    missed = len(truth.images) - len(np.unique(table.image_ids))
+    if missed:
+        _warn(
+            f"{missed} of {len(truth.images)} annotated images have no detection, which counts as "
+            "missed: are these the detections of all images?"
+        )
+    return truth, table
+
+
+def _images_of(detections: str, table: DetectionTable) -> dict[str, Any] | None:
+    """The images and classes that predict wrote beside its detections, where they belong."""
+    file = Path(detections).with_name(IMAGES_FILE)
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        images = {int(one["id"]): str(one["file_name"]) for one in content["images"]}
+        classes = {int(one["id"]): str(one["name"]) for one in content["categories"]}
+    except (OSError, ValueError, TypeError, KeyError):
+        return None  # a file of that name, but not predict's
+    belongs = {*table.image_ids.tolist()} <= {*images} and (
+        {*table.category_ids.tolist()} <= {*classes}
+    )
+    return {"images": images, "classes": classes} if belongs else None
+
+
+def _matched_by_name(
+    truth: Annotations, table: DetectionTable, named: dict[str, Any], annotations: str
+) -> tuple[Annotations, DetectionTable]:
+    """The detections under the annotations' ids, and the objects of the images looked at."""
+    with Path(annotations).open(encoding="utf-8") as file:
+        annotated = {one["id"]: str(one.get("file_name", "")) for one in json.load(file)["images"]}
+    image_ids = _by_file_name(named["images"], annotated)
+    unknown = [name for number, name in named["images"].items() if number not in image_ids]
+    if not image_ids:
+        raise DataError(
+            f"{annotations}: none of the images that were looked at is in it "
+            f"({_listed(unknown)}): is it of another split?"
+        )
+    if unknown:
+        _warn(f"{len(unknown)} images are not in the annotations, left out: {_listed(unknown)}")
+    looked_at = np.isin(truth.images, list(image_ids.values()))
+    if not looked_at.all():
+        _warn(
+            f"scored on the {looked_at.sum()} images that were looked at; the annotations have "
+            f"{len(truth.images)}"
+        )
+    by_name = {name: number for number, name in truth.categories.items()}
+    category_ids = {k: by_name[name] for k, name in named["classes"].items() if name in by_name}
+    strange = sorted({*named["classes"].values()} - {*by_name})
+    if strange:
+        _warn(f"classes that are not in the annotations, left out: {_listed(strange)}")
+    objects = np.isin(truth.image_ids, truth.images[looked_at])
+    columns = ("image_ids", "category_ids", "xywh", "areas", "crowd", "difficult")
+    truth = replace(
+        truth,
+        images=truth.images[looked_at],
+        **{name: getattr(truth, name)[objects] for name in columns},
+    )
+    kept = np.isin(table.image_ids, list(image_ids))
+    kept &= np.isin(table.category_ids, list(category_ids))
+    return truth, DetectionTable(
+        image_ids=_renumbered(table.image_ids[kept], image_ids),
+        category_ids=_renumbered(table.category_ids[kept], category_ids),
+        xywh=table.xywh[kept],
+        scores=table.scores[kept],
+    )
+
+
+def _by_file_name(found: dict[int, str], annotated: dict[int, str]) -> dict[int, int]:
+    """Image id of the detections → image id of the annotations that name the same file.
+
+    One of the two names is the end of the other, whose folders are then not known; an image that
+    several others may be is left out.
+
+    Example:
+        >>> _by_file_name({1: "data/test/b.jpg"}, {7: "test/a.jpg", 8: "test/b.jpg"})
+        {1: 8}
+    """
+    candidates: dict[str, list[tuple[tuple[str, ...], int]]] = defaultdict(list)
+    for number, name in annotated.items():
+        parts = _parts(name)
+        candidates[parts[-1]].append((parts, number))
+    ids = {}
+    for number, name in found.items():
+        parts = _parts(name)
+        same = [
+            other
+            for others, other in candidates[parts[-1]]
+            if all(one == another for one, another in zip(parts[::-1], others[::-1], strict=False))
+        ]
+        if len(same) == 1:
+            ids[number] = same[0]
+    return ids
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    return PurePosixPath(name.replace("\\", "/")).parts or ("",)
+
+
+def _renumbered(column: np.ndarray, ids: dict[int, int]) -> np.ndarray:
+    return np.array([ids[number] for number in column.tolist()], dtype=np.int64)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more
+
+
+def _warn(text: str) -> None:
+    print(f"aploss eval: warning: {text}", file=sys.stderr)
+
+
+def _score(truth: Annotations, table: DetectionTable, options: Namespace) -> Metrics:
     if options.metric == "coco":
         limit = 100 if options.max_detections is None else options.max_detections
         return coco_metrics(truth, table, iou=options.iou, max_detections=limit)
@@ -105,10 +314,10 @@ def _score(truth: GroundTruth, table: DetectionTable, options: Namespace) -> Met
 
 
 def _write(
-    truth: GroundTruth, table: DetectionTable, metrics: Metrics, options: Namespace
+    truth: Annotations, table: DetectionTable, metrics: Metrics, options: Namespace
 ) -> list[Path]:
     """Writes metrics.json and, where a class has objects, the curves; gives the paths."""
-    from aploss.evaluation.curve_plots import plot_classes_together, plot_each_class
+    from aploss.plotting.plots import precision_recall_panels, precision_recall_plot
 
     main_iou = 0.5 if options.iou is None else options.iou
     curves = {
@@ -122,14 +331,18 @@ def _write(
     }
     texts = {"metrics.json": json.dumps(document, indent=2, allow_nan=False) + "\n"}
     if main:
-        texts["precision-recall.svg"] = plot_classes_together(main, main_iou)
-        texts["precision-recall-by-class.svg"] = plot_each_class(dict(sorted(curves.items())))
+        panels = precision_recall_panels(dict(sorted(curves.items())))
+        texts["precision-recall.svg"] = precision_recall_plot(main, main_iou)
+        texts["precision-recall-by-class.svg"] = panels
     folder = Path(options.out)
     for name, text in texts.items():
         write_text(folder / name, text)
     return [folder / name for name in texts]
 
 
-def _curves(truth: GroundTruth, table: DetectionTable, iou: float, metric: str) -> dict[str, Curve]:
+def _curves(truth: Annotations, table: DetectionTable, iou: float, metric: str) -> dict[str, Curve]:
     match = match_detections if metric == "coco" else match_voc
     return precision_recall_curves(truth, table, matches=match(truth, table, iou))
+
+
+EVAL = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)

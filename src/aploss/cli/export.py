@@ -9,9 +9,10 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
+from aploss.cli.command import Command, require_at_least
 from aploss.errors import ConfigError
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
+__all__ = ["EXPORT"]
 
 EXAMPLES = """
   aploss export runs/demo --out detector.onnx
@@ -21,8 +22,7 @@ EXAMPLES = """
 LEAST_SIZE = 32
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """Adds the options of the command."""
+def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", type=str, help="run folder or checkpoint of a detector")
     parser.add_argument("--out", type=Path, required=True, help="file to write, such as model.onnx")
     parser.add_argument(
@@ -31,14 +31,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def run(options: Namespace) -> int:
+def _run(options: Namespace) -> int:
     """Exports, and says what is in the file."""
     if options.out.suffix.lower() != ".onnx":
         raise ConfigError(f"--out {options.out}: end its name in .onnx")
-    if options.size is not None and options.size < LEAST_SIZE:
-        raise ConfigError(f"--size {options.size}: give {LEAST_SIZE} or more")
+    require_at_least(LEAST_SIZE, options, "size")
 
-    from aploss.detectors.checkpoint_io import load
+    from aploss.detectors.checkpoint import load
     from aploss.detectors.export import OnnxDetector, export_onnx
 
     detector = load(options.run)
@@ -55,3 +54,6 @@ def run(options: Namespace) -> int:
     print(f"  scores: {'calibrated' if exported.calibration is not None else 'not calibrated'}")
     print("  checked: onnxruntime gives what the detector gives")
     return 0
+
+
+EXPORT = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)

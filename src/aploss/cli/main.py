@@ -1,40 +1,49 @@
 """The `aploss` command: finds the sub-command, parses its options, prints user errors as one line.
 
-A command is a module of this package with ``EXAMPLES``, ``add_arguments(parser)`` and
-``run(options) -> exit code``. Only the module of the command that was asked for is imported, so
-that ``aploss --help`` answers at once.
+Only the module of the command that was asked for is imported, so that ``aploss --help`` answers at
+once.
 """
 
+import difflib
+import os
 import re
 import sys
+import tempfile
+import traceback
 from argparse import RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.metadata import version
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from aploss.cli.command import EXIT_PROBLEMS, Command
 from aploss.errors import AplossError, ConfigError
 
-__all__ = ["main"]
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
 
-# command words → (module of aploss.cli, line for the overview)
+__all__ = ["COMMANDS", "main", "make_parser"]
+
+# command words → (module of aploss.cli, line for the overview); the last word names the command
 COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
     ("demo",): ("demo", "train on built-in data in a few minutes, and show the result"),
     ("train",): ("train", "train a detector on VOC, COCO, YOLO or built-in data"),
-    ("eval",): ("eval", "score a detections file against annotations"),
+    ("eval",): ("eval", "score a run on data, or a detections file against annotations"),
     ("predict",): ("predict", "detect objects in images with a trained run"),
     ("export",): ("export", "write a trained run as ONNX"),
-    ("data", "check"): ("data_check", "count a dataset and list every problem in it"),
-    ("data", "show"): ("data_show", "draw a contact sheet with the boxes"),
-    ("data", "convert"): ("data_convert", "write a dataset in another format"),
+    ("data", "check"): ("data", "count a dataset and list every problem in it"),
+    ("data", "show"): ("data", "draw a contact sheet with the boxes"),
+    ("data", "convert"): ("data", "write a dataset in another format"),
     ("compare",): ("compare", "train with several losses over several seeds, and compare"),
     ("reproduce",): ("reproduce", "reproduce a table or figure of the paper"),
     ("theory",): ("theory", "put the paper's theorems to the test, a page each"),
     ("bench",): ("bench", "measure the losses, the data loading and the training step"),
 }
 
-EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130
+EXIT_USER_ERROR = AplossError.exit_code
+EXIT_INTERRUPTED = 130  # as shells have it: 128 + SIGINT
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+CLOSE_ENOUGH = 0.6  # likeness of a misspelt word
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,14 +58,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = _find_command(words)
     if command is None:
         return _unknown_command(words)
+    debug = "--debug" in words
     try:
-        return _run(command, words[len(command) :])
-    except AplossError as error:
-        print(f"aploss {' '.join(command)}: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        code = _run(command, words[len(command) :])
+        sys.stdout.flush()  # a closed pipe is found here, not when the interpreter ends
+    except BrokenPipeError:  # as `aploss ... | head` does: whoever reads has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        line, code = _in_words(error)
+        print(f"aploss {' '.join(command)}: {line}", file=sys.stderr)
+    return code
+
+
+def _in_words(error: Exception) -> tuple[str, int]:
+    """What is printed of an error, in one line, and the exit code."""
+    if isinstance(error, AplossError):
+        return " ".join(str(error).splitlines()), error.exit_code
+    if isinstance(error, OSError) and error.strerror is not None:
+        name = "" if error.filename is None else f"{_shortened(str(error.filename))}: "
+        return f"{name}{error.strerror}", EXIT_USER_ERROR
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        return (
+            f"needs the extra 'detect' ({error.name} is missing): pip install 'aploss[detect]'",
+            EXIT_USER_ERROR,
+        )
+    line = " ".join(str(error).split())
+    where = ""
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="aploss-error-", suffix=".txt", delete=False, encoding="utf-8"
+        ) as file:
+            traceback.print_exception(error, file=file)
+        where = f"; the traceback is in {file.name}"
+    except OSError:
+        pass
+    return (
+        f"unexpected {type(error).__name__}: {_shortened(line)}{where} (--debug shows it)",
+        EXIT_PROBLEMS,
+    )
+
+
+def _shortened(text: str, longest: int = 200) -> str:
+    return text if len(text) <= longest else f"{text[:longest]}..."
 
 
 def _find_command(words: list[str]) -> tuple[str, ...] | None:
@@ -67,13 +116,39 @@ def _find_command(words: list[str]) -> tuple[str, ...] | None:
 
 
 def _run(command: tuple[str, ...], arguments: list[str]) -> int:
-    try:
-        from jsonargparse import ArgumentParser, DefaultHelpFormatter
-    except ImportError as error:
-        raise AplossError(
-            f"the command line needs the extra 'detect' ({error.name} is missing): "
-            "pip install 'aploss[detect]'"
-        ) from None
+    # Plugins come first: what they register are choices of the options.
+    if _command(command).plugins:
+        from aploss.registry import load_plugins
+
+        load_plugins(list(_plugin_files(arguments)))
+    parser = make_parser(command)
+    _refuse_unknown_options(parser, arguments)
+    return int(_command(command).run(parser.parse_args(arguments)) or 0)
+
+
+def _command(words: tuple[str, ...]) -> Command:
+    module = import_module(f"aploss.cli.{COMMANDS[words][0]}")
+    found: Command = getattr(module, words[-1].upper())
+    return found
+
+
+def _plugin_files(arguments: Sequence[str]) -> Iterator[str]:
+    words = iter(arguments)
+    for word in words:
+        if word == "--plugin":
+            yield from [file for file in [next(words, None)] if file is not None]
+        elif word.startswith("--plugin="):
+            yield word.partition("=")[2]
+
+
+def make_parser(command: tuple[str, ...]) -> "ArgumentParser":
+    """The parser of a command's options.
+
+    Args:
+        command: its words, such as ``("data", "check")``.
+    """
+    definition = _command(command)
+    from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
     class Formatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
         """Keeps the lines of the examples."""
@@ -84,20 +159,42 @@ def _run(command: tuple[str, ...], arguments: list[str]) -> int:
         def error(self, message: str, ex: Exception | None = None) -> NoReturn:
             words = [action.dest for action in self._actions if not action.option_strings]
             line = _in_one_line(message, words)
-            raise ConfigError(f"{line} ({self.prog} --help lists the options)")
+            raise ConfigError(f"{line} ({self.prog} --help lists the options)") from ex
 
-    module_name, line = COMMANDS[command]
-    module = import_module(f"aploss.cli.{module_name}")
-    examples = module.EXAMPLES.strip("\n")
+    line = COMMANDS[command][1]
     parser = Parser(
         prog=f"aploss {' '.join(command)}",
         description=line[0].upper() + line[1:] + ".",
-        epilog=f"examples:\n{examples}",
+        epilog="examples:\n" + definition.examples.strip("\n"),
         formatter_class=Formatter,
         allow_abbrev=False,  # a misspelt option must not become another one
     )
-    module.add_arguments(parser)
-    return int(module.run(parser.parse_args(arguments)) or 0)
+    definition.add_arguments(parser)
+    if definition.plugins:
+        parser.add_argument(
+            "--plugin", action="append", default=[], metavar="FILE.py",
+            help="Python file with losses, detectors or data formats of your own; may be repeated",
+        )  # fmt: skip
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error, too")
+    return parser
+
+
+def _refuse_unknown_options(parser: Any, arguments: Sequence[str]) -> None:
+    """Names an option that does not exist, and the one that was perhaps meant."""
+    known = [name for action in parser._actions for name in action.option_strings]
+    for word in arguments:
+        option = word.partition("=")[0].removesuffix("+")
+        if word == "--" or not option.startswith("--") or option in known:
+            continue
+        if any(option.startswith(f"{name}.") for name in known):  # --model.options.norm
+            continue
+        close = difflib.get_close_matches(option, known, n=1, cutoff=CLOSE_ENOUGH)
+        by_ending = [name for name in known if name.endswith(f".{option.removeprefix('--')}")]
+        meant = (by_ending or close)[:1]
+        guess = f"; did you mean {meant[0]}?" if meant else ""
+        raise ConfigError(
+            f"there is no option {_shortened(option)}{guess} ({parser.prog} --help lists them)"
+        )
 
 
 def _in_one_line(message: str, words: Sequence[str] = ()) -> str:
@@ -111,7 +208,7 @@ def _in_one_line(message: str, words: Sequence[str] = ()) -> str:
         >>> _in_one_line('Parser key "a.b": Got value: x')
         '--a.b: Got value: x'
     """
-    line = re.sub(r"<class '(\w+)'>", r"\1", " ".join(message.split()))
+    line = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", " ".join(message.split()))
     line = re.sub(r"(?:typing\.)?Literal\[([^]]+)\]", r"choice of \1", line)
     return re.sub(
         r'Parser key "([^"]+)":',
@@ -136,7 +233,14 @@ def _unknown_command(words: list[str]) -> int:
         print(_overview(prefix))
         return 0 if len(words) > 1 else EXIT_USER_ERROR
     asked = " ".join(words[:2] if group else words[:1])
-    print(f"aploss: no command '{asked}'; aploss --help lists them", file=sys.stderr)
+    names = [" ".join(command) for command in COMMANDS]
+    close = difflib.get_close_matches(" ".join(words[:2]), names, n=1, cutoff=CLOSE_ENOUGH)
+    close = close or difflib.get_close_matches(asked, names, n=1, cutoff=CLOSE_ENOUGH)
+    guess = f"; did you mean 'aploss {close[0]}'?" if close else ""
+    print(
+        f"aploss: no command '{_shortened(asked)}'{guess} (aploss --help lists them)",
+        file=sys.stderr,
+    )
     return EXIT_USER_ERROR
 
 

@@ -6,25 +6,26 @@ The pictures with boxes go to ``pictures/`` in the output folder, the detections
 
 import json
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from glob import glob, has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from jsonargparse import ArgumentParser, Namespace
 
-from aploss.cli.image_files import ImageFile, find_images
-from aploss.errors import ConfigError, DataError, RunError
+from aploss.cli.command import EXIT_PROBLEMS, Command, progress, require_at_least
+from aploss.data.images import EXTENSIONS
+from aploss.errors import DataError
+from aploss.files import write_text, write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aploss.detectors.multi_scale import ObjectDetector
-    from aploss.detectors.prediction import Prediction
+    from aploss.detectors.postprocess import ObjectDetector
+    from aploss.detectors.predict import Prediction
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
+__all__ = ["PREDICT", "ImageFile", "find_images"]
 
 EXAMPLES = """
   aploss predict runs/demo photos/ --out found/
@@ -34,14 +35,25 @@ EXAMPLES = """
   aploss predict model.onnx photos/ --out found/
 """
 
-EXIT_SOME_FAILED = 1
-SECONDS_BETWEEN_LINES = 10.0
 PICTURES = "pictures"
 LOSSY = (".jpg", ".jpeg")  # drawn in kind; everything else becomes PNG
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """Adds the options of the command."""
+@dataclass(frozen=True)
+class ImageFile:
+    """An image to look at.
+
+    Attributes:
+        path: the file.
+        name: what results are called: its path below the folder that was given, without suffix;
+            different for all images.
+    """
+
+    path: Path
+    name: str
+
+
+def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", type=str, help="run folder, checkpoint, or .onnx file of a detector")
     parser.add_argument("images", type=str, nargs="+", help="image files, folders, or patterns")
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
@@ -61,19 +73,18 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="say only what went wrong")
 
 
-def run(options: Namespace) -> int:
+def _run(options: Namespace) -> int:
     """Predicts image by image and writes the results; 1 if some images could not be used."""
-    from aploss.detectors.multi_scale import MultiScale
-    from aploss.detectors.prediction import predict
+    from aploss.detectors.postprocess import MultiScale
+    from aploss.detectors.predict import predict
 
-    if options.batch_size < 1:
-        raise ConfigError(f"--batch-size {options.batch_size}: give 1 or more")
+    require_at_least(1, options, "batch_size")
     images, failures = find_images(options.images, exclude=options.out / PICTURES)
     if not images:
         raise DataError(f"no images to look at: {'; '.join(failures)}")
     detector = _load(options.run, options.device)
     results = _Results(options.out, detector.class_names, options.labels)
-    with _progress(len(images), quiet=options.quiet) as advance:
+    with progress("images", len(images), quiet=options.quiet) as show:
         for start in range(0, len(images), options.batch_size):
             chunk = images[start : start + options.batch_size]
             readable = list(_read(chunk, failures))
@@ -86,11 +97,11 @@ def run(options: Namespace) -> int:
             )
             for (image, tensor), prediction in zip(readable, predictions, strict=True):
                 results.add(image, tensor, prediction)
-            advance(len(chunk))
+            show(start + len(chunk))
     results.write()
     if not options.quiet:
         print(results.summary(detector.draw_threshold, options.threshold))
-    return _tell(failures)
+    return _report(failures)
 
 
 def _load(path: str, device: str) -> "ObjectDetector":
@@ -98,8 +109,8 @@ def _load(path: str, device: str) -> "ObjectDetector":
         from aploss.detectors.export import OnnxDetector
 
         return OnnxDetector(path)
-    from aploss.detectors.checkpoint_io import load
-    from aploss.training.hardware import choose_device
+    from aploss.detectors.checkpoint import load
+    from aploss.training.machine import choose_device
 
     return load(path, device=choose_device(device))
 
@@ -114,35 +125,13 @@ def _read(chunk: Sequence[ImageFile], failures: list[str]) -> "Iterator[tuple[Im
             failures.append(str(error))
 
 
-def _tell(failures: list[str]) -> int:
+def _report(failures: list[str]) -> int:
     if not failures:
         return 0
     print(f"{len(failures)} could not be used:", file=sys.stderr)
     for line in failures:
         print(f"  {line}", file=sys.stderr)
-    return EXIT_SOME_FAILED
-
-
-@contextmanager
-def _progress(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A live bar on a terminal, elsewhere a line from time to time; gives what to call."""
-    if sys.stdout.isatty() and not quiet:
-        from rich.progress import Progress
-
-        with Progress(transient=True) as bar:
-            task = bar.add_task("images", total=total)
-            yield lambda count: bar.advance(task, count)
-        return
-    done, said = 0, time.monotonic()
-
-    def advance(count: int) -> None:
-        nonlocal done, said
-        done += count
-        if not quiet and time.monotonic() - said >= SECONDS_BETWEEN_LINES:
-            said = time.monotonic()
-            print(f"{done} of {total} images", flush=True)
-
-    yield advance
+    return EXIT_PROBLEMS
 
 
 @dataclass
@@ -156,7 +145,7 @@ class _Results:
     predictions: "list[Prediction]" = field(default_factory=list)
 
     def add(self, image: ImageFile, tensor: "Tensor", prediction: "Prediction") -> None:
-        from aploss.data.draw import draw_boxes
+        from aploss.data import draw_boxes
 
         width, height = prediction.image_size
         number = len(self.images) + 1
@@ -172,14 +161,16 @@ class _Results:
             prediction.scores.numpy(),
         )
         suffix = image.path.suffix.lower()
-        suffix = suffix if suffix in LOSSY else ".png"
-        with self._new(f"{PICTURES}/{image.name}{suffix}") as path:
-            picture.save(path, quality=92)
+        suffix, kind = (suffix, "JPEG") if suffix in LOSSY else (".png", "PNG")
+        write_whole(
+            self.folder / PICTURES / f"{image.name}{suffix}",
+            lambda file: picture.save(file, format=kind, quality=92),
+        )
         self._write_labels(image, prediction)
 
     def write(self) -> None:
         """Writes the two JSON files, and the classes of YOLO labels."""
-        from aploss.evaluation.detections import DetectionTable
+        from aploss.evaluation.tables import DetectionTable
 
         found = [
             {"boxes": one.boxes, "scores": one.scores, "labels": one.labels}
@@ -195,7 +186,7 @@ class _Results:
         if self.labels == "yolo":
             texts["labels/classes.txt"] = "".join(f"{name}\n" for name in self.class_names)
         for name, text in texts.items():
-            self._write(name, text)
+            write_text(self.folder / name, text)
 
     def summary(self, draw_threshold: float | None, threshold: float | None) -> str:
         least = draw_threshold if threshold is None else threshold
@@ -204,30 +195,71 @@ class _Results:
         return f"{objects} objects in {len(self.images)} images{above}: {self.folder}"
 
     def _write_labels(self, image: ImageFile, prediction: "Prediction") -> None:
-        from aploss.detectors.label_files import voc_annotation, yolo_rows
+        from aploss.detectors.predict import voc_annotation, yolo_rows
 
         if self.labels == "voc":
             text = voc_annotation(prediction, image.path.name)
-            self._write(f"labels/{image.name}.xml", text)
+            write_text(self.folder / f"labels/{image.name}.xml", text)
         elif self.labels == "yolo":
-            self._write(f"labels/{image.name}.txt", yolo_rows(prediction))
+            write_text(self.folder / f"labels/{image.name}.txt", yolo_rows(prediction))
 
-    def _write(self, name: str, text: str) -> None:
-        with self._new(name) as path:
-            path.write_text(text, encoding="utf-8")
 
-    @contextmanager
-    def _new(self, name: str) -> Iterator[Path]:
-        """A temporary name with the same ending, renamed when the file is complete."""
-        path = self.folder / name
-        unfinished = path.with_name(f".unfinished-{path.name}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            yield unfinished
-            unfinished.replace(path)
-        except OSError as error:
-            reason = error.strerror or error
-            raise RunError(f"--out {self.folder}: {path} cannot be written ({reason})") from error
-        finally:
-            with suppress(OSError):
-                unfinished.unlink()
+def find_images(
+    arguments: Sequence[str], *, exclude: Path | None = None
+) -> tuple[list[ImageFile], list[str]]:
+    """Image files from files, folders (with the folders in them) and patterns such as ``*.jpg``.
+
+    Args:
+        arguments: as given on the command line; the shell may have left patterns in them.
+        exclude: a folder that is not looked into, such as the one that results go to.
+
+    Returns:
+        The files in the order of the arguments, each once; and a line for each argument that is
+        no image.
+    """
+    found: dict[Path, str] = {}
+    problems: list[str] = []
+    for argument in arguments:
+        candidates = dict(_candidates(argument))
+        if not candidates:
+            problems.append(f"{argument}: {_why_nothing(argument)}")
+        for path, name in candidates.items():
+            if exclude is None or not path.resolve().is_relative_to(exclude.resolve()):
+                found.setdefault(path, name)
+    return _with_different_names(found), problems
+
+
+def _candidates(argument: str) -> Iterator[tuple[Path, str]]:
+    """Files and their names; folders are searched for names that images end in."""
+    path = Path(argument)
+    if path.is_dir():
+        for file in sorted(path.rglob("*")):
+            if file.suffix.lower() in EXTENSIONS and file.is_file():
+                yield file, file.relative_to(path).with_suffix("").as_posix()
+    elif path.is_file():
+        yield path, path.stem
+    elif has_magic(argument):
+        for match in sorted(glob(argument, recursive=True)):  # noqa: PTH207 - absolute ones too
+            yield from _candidates(match)
+
+
+def _why_nothing(argument: str) -> str:
+    if Path(argument).is_dir():
+        return "no images in this folder"
+    return "no image matches" if has_magic(argument) else "no such image file or folder"
+
+
+def _with_different_names(found: dict[Path, str]) -> list[ImageFile]:
+    taken: set[str] = set()
+    images = []
+    for path, wanted in found.items():
+        name, number = wanted, 1
+        while name.casefold() in taken:  # some file systems take A and a for the same
+            number += 1
+            name = f"{wanted}-{number}"
+        taken.add(name.casefold())
+        images.append(ImageFile(path, name))
+    return images
+
+
+PREDICT = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)

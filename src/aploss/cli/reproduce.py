@@ -10,9 +10,10 @@ from typing import Literal
 
 from jsonargparse import ArgumentParser, Namespace
 
-from aploss.errors import ConfigError
+from aploss.cli.command import Command, require_at_least, run_comparison
+from aploss.experiments.paper import REPRODUCTIONS
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
+__all__ = ["REPRODUCE"]
 
 EXAMPLES = """
   aploss reproduce table2                                  four losses, three seeds
@@ -24,15 +25,9 @@ EXAMPLES = """
   aploss reproduce table3 --scale paper --benchmark coco --data coco/
 """
 
-Names = Literal[
-    "table1a", "table1b", "table1c", "table2", "figure4a", "figure4b", "figure5", "table3",
-    "table4",
-]  # fmt: skip
 
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Adds the options of the command."""
-    parser.add_argument("name", type=Names, help="which table or figure")
+def _add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("name", choices=list(REPRODUCTIONS), help="which table or figure")
     parser.add_argument(
         "--scale",
         type=Literal["small", "paper"],
@@ -68,16 +63,18 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="show only the result")
 
 
-def run(options: Namespace) -> int:
+def _run(options: Namespace) -> int:
     """Trains what is missing, and prints the table and where the page is."""
-    from aploss.cli.compare import tell
-    from aploss.reproduction.plan import parse_seeds
-    from aploss.reproduction.reproduce import check_time, default_out, describe_plan, reproduce
-    from aploss.reproduction.request import Request
+    from aploss.experiments.plan import parse_seeds
+    from aploss.experiments.reproduce import (
+        Request,
+        check_time,
+        default_out,
+        describe_plan,
+        reproduce,
+    )
 
-    for name in ("steps", "tune_steps"):
-        if options[name] is not None and options[name] < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {options[name]}")
+    require_at_least(1, options, "steps", "tune_steps")
     request = Request(
         scale=options.scale,
         benchmark=options.benchmark,
@@ -95,7 +92,7 @@ def run(options: Namespace) -> int:
         return 0
     check_time(options.name, request, print, start_anyway=options.yes)
     out = Path(options.out) if options.out else default_out(options.name, request)
-    return tell(
+    return run_comparison(
         out,
         lambda: reproduce(
             options.name,
@@ -106,3 +103,6 @@ def run(options: Namespace) -> int:
             quiet=options.quiet,
         ),
     )
+
+
+REPRODUCE = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)

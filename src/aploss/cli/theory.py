@@ -6,7 +6,9 @@ from typing import Literal
 
 from jsonargparse import ArgumentParser, Namespace
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
+from aploss.cli.command import EXIT_PROBLEMS, Command
+
+__all__ = ["THEORY"]
 
 EXAMPLES = """
   aploss theory                     all five, a page each
@@ -14,7 +16,7 @@ EXAMPLES = """
 """
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "name",
         nargs="?",
@@ -30,7 +32,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def run(options: Namespace) -> int:
+def _run(options: Namespace) -> int:
     from aploss.theory import STUDIES, write_study
 
     holds = True
@@ -43,4 +45,7 @@ def run(options: Namespace) -> int:
             print(f"  {verdict.word}: {verdict.claim}")
         print(f"  {page}", flush=True)
         holds = holds and study.holds
-    return 0 if holds else 1
+    return 0 if holds else EXIT_PROBLEMS
+
+
+THEORY = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run, plugins=False)

@@ -4,19 +4,18 @@ Settings come from a recipe, then a config file, then the command line; each win
 before it. ``--print_config`` shows the result without training.
 """
 
-import os
-import sys
+from pathlib import Path
 from typing import Any
 
 import yaml
 from jsonargparse import SUPPRESS, ArgumentParser, Namespace
 
-from aploss.errors import AplossError, ConfigError
-from aploss.training.config import TrainConfig, config_from_dict, config_to_dict
-from aploss.training.config_types import settings_of
+from aploss.cli.command import Command, run_training
+from aploss.errors import ConfigError
+from aploss.training.config import TrainConfig, config_from_dict, config_to_dict, settings_of
 from aploss.training.recipes import load_config, merge, read_yaml, recipe_names
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
+__all__ = ["TRAIN"]
 
 EXAMPLES = """
   aploss train --data builtin
@@ -28,12 +27,11 @@ EXAMPLES = """
   torchrun --nproc-per-node 8 -m aploss train --recipe coco-retinanet-r50 --data coco/
 """
 
-INTERRUPTED = 130
-OWN_OPTIONS = ("recipe", "config", "resume", "quiet", "print_config")
+OWN_OPTIONS = ("recipe", "config", "resume", "quiet", "print_config", "plugin", "debug")
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """Adds the options of the command, and one for each setting of a run."""
+def _add_arguments(parser: ArgumentParser) -> None:
+    """One option for each setting of a run, after those of the command."""
     parser.usage = "aploss train --data PATH [--recipe NAME] [--SETTING VALUE ...]"
     parser.add_argument(
         "--recipe", help=f"settings to start from: {', '.join(recipe_names())}, or a .yaml file"
@@ -55,45 +53,21 @@ def add_arguments(parser: ArgumentParser) -> None:
         )
 
 
-def run(options: Namespace) -> int:
+def _run(options: Namespace) -> int:
     """Trains, and prints the numbers and where the page is."""
-    config = resolve_config(options)
-    if asks_for_config(options):
+    config = _resolve_config(options)
+    if _asks_for_config(options):
         print(yaml.safe_dump(config_to_dict(config), sort_keys=False), end="")
         return 0
-    return train_and_tell(config, resume=options.resume, quiet=options.quiet)
+    return run_training(config, resume=options.resume, quiet=options.quiet, plugins=options.plugin)
 
 
-def train_and_tell(config: TrainConfig, *, resume: bool, quiet: bool) -> int:
-    """Trains with progress, then prints the table of AP and the path of the page."""
-    from aploss.training.loop_state import LostProcessError, TrainingInterruptedError
-    from aploss.training.run import train
-
-    is_main = is_main_process()
-    try:
-        summary = train(config, resume=resume, quiet=quiet)
-    except TrainingInterruptedError as interruption:
-        if is_main:
-            print(interruption, file=sys.stderr)
-        return INTERRUPTED
-    except LostProcessError:
-        raise
-    except AplossError:
-        if is_main:
-            raise
-        return 2  # the main process says it
-    if is_main:
-        print(summary.table())
-        print(f"report: {summary.folder}/report.html")
-    return 0
-
-
-def resolve_config(options: Namespace) -> TrainConfig:
+def _resolve_config(options: Namespace) -> TrainConfig:
     """The config of recipe, file and options; of the run in ``--out`` when it is resumed."""
     from aploss.training.run_folder import RunFolder
 
     given = {key: value for key, value in options.as_dict().items() if key not in OWN_OPTIONS}
-    values = merge(read_yaml_of(options.config), given)
+    values = merge(_read_yaml_of(options.config), given)
     if options.resume and options.recipe is None and values.get("out") is not None:
         folder = RunFolder(values["out"])
         if folder.exists or "data" not in values:
@@ -102,15 +76,16 @@ def resolve_config(options: Namespace) -> TrainConfig:
     if options.recipe is not None:
         config = load_config(options.recipe, values)
     else:
-        config = _without_recipe(values, talks=not (options.quiet or asks_for_config(options)))
-    if not config.data and not asks_for_config(options):
+        config = _without_recipe(values, talks=not (options.quiet or _asks_for_config(options)))
+    if not config.data and not _asks_for_config(options):
         raise ConfigError("no data: give --data a folder of VOC, COCO or YOLO data, or builtin")
     return config
 
 
 def _without_recipe(values: dict[str, Any], *, talks: bool) -> TrainConfig:
-    from aploss.training.hardware import choose_device
-    from aploss.training.suggest import suggest_image_sizes, suggest_recipe
+    from aploss.training.distributed import is_main_process
+    from aploss.training.machine import choose_device
+    from aploss.training.splits import suggest_image_sizes, suggest_recipe
 
     config = config_from_dict(values)
     recipe = suggest_recipe(choose_device(config.device))
@@ -125,22 +100,18 @@ def _without_recipe(values: dict[str, Any], *, talks: bool) -> TrainConfig:
     return config
 
 
-def asks_for_config(options: Namespace) -> bool:
+def _asks_for_config(options: Namespace) -> bool:
     """Whether only the settings are to be shown."""
     return options.print_config is not None
 
 
-def is_main_process() -> bool:
-    """Whether this process of several is the one that talks."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def read_yaml_of(path: str | None) -> dict[str, Any]:
+def _read_yaml_of(path: str | None) -> dict[str, Any]:
     """The values of a config file, after a check of its keys; nothing without a file."""
-    from pathlib import Path
-
     if path is None:
         return {}
     values = read_yaml(Path(path))
     config_from_dict(values, source=path)
     return values
+
+
+TRAIN = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)

@@ -1,0 +1,213 @@
+"""``aploss data``: check a dataset, show it, and convert it to another format."""
+
+import json
+import random
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jsonargparse import ArgumentParser, Namespace
+
+from aploss.cli.command import Command, progress, require_at_least
+from aploss.errors import ConfigError, DataError
+from aploss.files import write_whole
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from aploss.data.annotations import DetectionDataset, Sample
+
+__all__ = ["CHECK", "CONVERT", "SHOW"]
+
+CHECK_EXAMPLES = """
+  aploss data check VOCdevkit
+  aploss data check coco --json > report.json
+  aploss data check mine/data.yaml --fast
+  aploss data check blood --classes RBC,WBC,Platelets
+"""
+SHOW_EXAMPLES = """
+  aploss data show builtin --out sheet.png
+  aploss data show VOCdevkit --split 2007_trainval --count 25 --out voc.png
+  aploss data show builtin --augment paper --size 300 --out augmented.png
+"""
+CONVERT_EXAMPLES = """
+  aploss data convert VOCdevkit --to coco --out voc-as-coco
+  aploss data convert coco/annotations/instances_val2017.json --to yolo --out coco-val-yolo
+  aploss data convert builtin --to voc --out shapes
+"""
+TILE = 300  # pixels of an image on a contact sheet
+
+
+def _add_source(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "path", type=str, help="folder, COCO JSON file, YOLO data.yaml, or 'builtin'"
+    )
+    parser.add_argument(
+        "--format", default="auto",
+        help=f"where it cannot be told from the files: {', '.join(_formats())}",
+    )  # fmt: skip
+
+
+def _formats() -> list[str]:
+    """The formats that are registered, those of plugins as well."""
+    from aploss.data.load import format_names
+
+    return [name for name in format_names() if name != "auto"]
+
+
+def _add_check_arguments(parser: ArgumentParser) -> None:
+    _add_source(parser)
+    parser.add_argument(
+        "--classes",
+        type=str,
+        default=None,
+        help="class names joined by commas; others are reported as unknown",
+    )
+    parser.add_argument(
+        "--fast",
+        action="store_true",
+        help="read the headers of images alone: does not find damaged or equal images",
+    )
+    parser.add_argument(
+        "--limit", type=int, default=20, help="problems of a kind to write out, 0 for all"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _check(options: Namespace) -> int:
+    """Checks the dataset and prints what was found.
+
+    Returns:
+        0: everything can be used; 1: something would be dropped or clipped; 2: the dataset, or its
+        training split, cannot be used.
+    """
+    from PIL import Image
+
+    from aploss.data.check import check_dataset, check_report
+
+    names = options.classes and [name.strip() for name in options.classes.split(",")]
+    with warnings.catch_warnings(), progress("images checked") as show:
+        # Pillow warns of images that the check itself reports as too large.
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        result = check_dataset(
+            options.path,
+            format=options.format,
+            class_names=names,
+            decode=not options.fast,
+            progress=show,
+        )
+    if options.json:
+        print(json.dumps(result.to_dict(), indent=2))
+    else:
+        print(check_report(result, limit=max(options.limit, 0)))
+    return result.exit_code
+
+
+def _add_show_arguments(parser: ArgumentParser) -> None:
+    _add_source(parser)
+    parser.add_argument("--split", type=str, help="part of the dataset; all of it if not given")
+    parser.add_argument(
+        "--augment",
+        choices=["paper", "light", "none"],
+        help="show images as this augmentation hands them to training",
+    )
+    parser.add_argument(
+        "--size", type=str, help="of augmented images, as 300 or 240x320 (height x width); 300"
+    )
+    parser.add_argument("--count", type=int, default=16, help="how many images")
+    parser.add_argument("--seed", type=int, default=0, help="which images, and which augmentation")
+    parser.add_argument("--out", type=Path, required=True, help="picture to write: .png, .jpg ...")
+
+
+def _show(options: Namespace) -> int:
+    """Writes a contact sheet and says in one line what is on it."""
+    from PIL import Image
+
+    from aploss.data import contact_sheet, load_dataset
+
+    require_at_least(1, options, "count")
+    require_at_least(0, options, "seed")
+    if options.size and not options.augment:
+        raise ConfigError("--size is that of augmented images: add --augment paper, light or none")
+    kind = Image.registered_extensions().get(options.out.suffix.lower())
+    if kind is None:
+        raise ConfigError(f"--out {options.out}: no picture format, end its name in .png or .jpg")
+    dataset = load_dataset(options.path, options.split, format=options.format)
+    if len(dataset) == 0:
+        raise DataError("the dataset has no images: check its path and split")
+    count = min(options.count, len(dataset))
+    indices = sorted(random.Random(options.seed).sample(range(len(dataset)), count))
+    samples = _samples(dataset, indices, options)
+    tiles = [_draw(sample, dataset) for sample in samples]
+    captions = [dataset.relative_path(index) for index in indices]
+    how = f", augmented as '{options.augment}'" if options.augment else ""
+    title = f"{dataset.name} · {dataset.split}: {len(tiles)} of {len(dataset)} images{how}"
+    sheet = contact_sheet(tiles, captions, tile=TILE, title=title)
+    write_whole(options.out, lambda file: sheet.save(file, format=kind))
+    boxes = sum(len(target["boxes"]) for _, target in samples)
+    print(f"{options.out}: {title}, {boxes} boxes")
+    return 0
+
+
+def _samples(dataset: "DetectionDataset", indices: list[int], options: Namespace) -> "list[Sample]":
+    if not options.augment:
+        return [dataset[index] for index in indices]
+    from aploss.data.loader import AugmentedSamples
+
+    size = _parse_size(options.size or "300")
+    samples = AugmentedSamples(dataset, seed=options.seed, preset=options.augment, size=size)
+    return [samples[0, index] for index in indices]
+
+
+def _parse_size(text: str) -> tuple[int, int]:
+    """Height and width of ``300`` or ``240x320``."""
+    sides = text.lower().split("x")
+    if len(sides) > 2 or not all(side.isdecimal() for side in sides):
+        raise ConfigError(f"--size {text}: write 300, or 240x320 for height x width")
+    return int(sides[0]), int(sides[-1])
+
+
+def _draw(sample: "Sample", dataset: "DetectionDataset") -> "Image.Image":
+    from aploss.data import draw_boxes
+
+    image, target = sample
+    return draw_boxes(
+        image.numpy(),
+        target["boxes"].numpy(),
+        target["labels"].numpy(),
+        dataset.class_names,
+        dashed=(target["difficult"] | target["crowd"]).numpy(),
+        smallest=TILE,
+        largest=TILE,
+    )
+
+
+def _add_convert_arguments(parser: ArgumentParser) -> None:
+    _add_source(parser)
+    parser.add_argument("--to", required=True, help=f"format to write: {', '.join(_formats())}")
+    parser.add_argument("--out", type=str, required=True, help="new folder; nothing is overwritten")
+
+
+def _convert(options: Namespace) -> int:
+    """Converts the dataset and says what was written and what was not."""
+    from aploss.data import convert_dataset
+    from aploss.data.problems import Effect, summarise
+
+    result = convert_dataset(options.path, options.out, to=options.to, format=options.format)
+    print(
+        f"{result.folder}: {result.images:,} images, {result.boxes:,} boxes, "
+        f"splits {', '.join(result.splits)}"
+    )
+    changed = [problem for problem in result.problems if problem.effect is not Effect.KEPT]
+    if changed:
+        print(f"left out or clipped: {summarise(changed)}", file=sys.stderr)
+    if result.losses:
+        losses = "; ".join(result.losses)
+        print(f"{options.to} cannot hold, and so lost: {losses}", file=sys.stderr)
+    return 0
+
+
+CHECK = Command(examples=CHECK_EXAMPLES, add_arguments=_add_check_arguments, run=_check)
+SHOW = Command(examples=SHOW_EXAMPLES, add_arguments=_add_show_arguments, run=_show)
+CONVERT = Command(examples=CONVERT_EXAMPLES, add_arguments=_add_convert_arguments, run=_convert)

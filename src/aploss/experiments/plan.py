@@ -1,0 +1,250 @@
+"""What is compared: rows, seeds, and the search for learning rates."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from aploss.data.builtin import VERSION as BUILTIN_VERSION
+from aploss.errors import ConfigError
+from aploss.experiments.measures import DETECTION, Measure
+from aploss.training.config import TrainConfig, config_to_dict
+from aploss.training.recipes import load_config
+from aploss.training.run_folder import MAY_CHANGE
+
+__all__ = [
+    "Plan",
+    "Tuning",
+    "Variant",
+    "changed",
+    "comparison_config",
+    "data_name",
+    "parse_seeds",
+    "runs_of",
+    "settings_hash",
+    "trials_of",
+    "with_length",
+    "with_rate",
+]
+
+Config = TypeVar("Config")
+VALIDATIONS = 10  # points of the curve of AP while training
+MAX_SEEDS = 1000
+MAX_SEED = 2**32 - 1  # as numpy takes them
+WARMUP_SHARE = 0.1  # of a trial, at most, where the length of the real run in steps is not known
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One row of a comparison.
+
+    Attributes:
+        name: name of a loss, or any text such as ``"delta 0.5"``.
+        config: how it is trained, whatever its seed.
+        paper: metric → the paper's number, between 0 and 1.
+        measure: what is looked at in its runs.
+    """
+
+    name: str
+    config: TrainConfig
+    paper: Mapping[str, float] = field(default_factory=dict)
+    measure: Measure = DETECTION
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """The search for the learning rate of each row, on the validation split: never on test.
+
+    Attributes:
+        factors: of the row's own learning rate; every row gets the same number of trials.
+        steps: length of a trial, whose warm-up shrinks with it; None for the length of the real
+            run, with whose first seed a trial is then shared.
+    """
+
+    factors: tuple[float, ...] = (1 / 9, 1 / 3, 1.0, 3.0)
+    steps: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All runs of a comparison; rows have different names."""
+
+    variants: Sequence[Variant]
+    seeds: Sequence[int]
+    tuning: Tuning | None = None
+
+    def __post_init__(self) -> None:
+        names = [variant.name for variant in self.variants]
+        if not names or len(set(names)) < len(names):
+            raise ConfigError(f"a comparison needs rows of different names, got {names}")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ConfigError(f"a comparison needs different seeds, got {list(self.seeds)}")
+
+
+def comparison_config(
+    recipe: str | None,
+    changes: dict[str, Any],
+    *,
+    steps: int | None = None,
+    validations: int = VALIDATIONS,
+) -> TrainConfig:
+    """A config under which runs can be compared.
+
+    The weights at the end of the schedule are measured, on the test split where there is one, so
+    that nothing is chosen by a run; the validation split is looked at ``validations`` times on the
+    way, for the curve and for learning rates.
+
+    Args:
+        recipe: name or file, as of :func:`~aploss.training.recipes.load_config`.
+        changes: nested values that win over the recipe.
+        steps: another length of the schedule, in steps; milestones keep their share of it.
+        validations: how often to validate.
+    """
+    config = load_config(recipe, changes)
+    config = with_length(config, steps, validations=validations)
+    chosen_by = config.splits.validation or "val"
+    measured_on = config.evaluation.split
+    split = None if measured_on == chosen_by else measured_on
+    return changed(config, {"evaluation": {"checkpoint": "last", "split": split}})
+
+
+def with_length(config: TrainConfig, steps: int | None, *, validations: int) -> TrainConfig:
+    """The config with another length, evenly spaced validations, and none that could end it.
+
+    Example:
+        >>> short = with_length(TrainConfig(), 500, validations=5)
+        >>> short.schedule.length, short.validation.every
+        (500, 100.0)
+    """
+    schedule: dict[str, Any] = {}
+    length: float = config.schedule.length
+    unit: str = config.schedule.unit
+    if steps is not None:
+        milestones = tuple(round(steps / length * one) for one in config.schedule.milestones)
+        length, unit = steps, "steps"
+        schedule = {"length": steps, "unit": unit, "milestones": milestones}
+    every = length / validations
+    if unit == "steps":
+        every = float(max(1, round(every)))
+    validation = {"every": every, "unit": unit, "patience": None}
+    return changed(config, {"schedule": schedule, "validation": validation})
+
+
+def trials_of(variant: Variant, tuning: Tuning, seed: int) -> list[TrainConfig]:
+    """The trials of a row's learning rate, one config for each factor."""
+    rate = variant.config.optimizer.learning_rate
+    config = replace(variant.config, seed=seed)
+    if tuning.steps is not None:
+        config = _shortened(config, tuning.steps)
+    return [with_rate(config, float(f"{factor * rate:.3g}")) for factor in tuning.factors]
+
+
+def _shortened(config: TrainConfig, steps: int) -> TrainConfig:
+    """A trial of so many steps: its warm-up takes the share of it that it takes of the real run.
+
+    With the warm-up of the real run a short trial would hardly train at the rate it is to judge,
+    and too high a rate would win.
+    """
+    schedule = config.schedule
+    share = WARMUP_SHARE
+    if schedule.unit == "steps":
+        share = schedule.warmup_steps / schedule.length
+    warmup = min(schedule.warmup_steps, round(share * steps))
+    config = changed(config, {"schedule": {"warmup_steps": warmup}})
+    return with_length(config, steps, validations=1)
+
+
+def with_rate(config: TrainConfig, rate: float) -> TrainConfig:
+    """The config with another learning rate."""
+    return changed(config, {"optimizer": {"learning_rate": rate}})
+
+
+def changed(config: Config, changes: Mapping[str, Any]) -> Config:
+    """The config with nested values replaced.
+
+    Example:
+        >>> changed(TrainConfig(), {"optimizer": {"learning_rate": 0.1}}).optimizer.learning_rate
+        0.1
+    """
+    values = {
+        name: changed(getattr(config, name), value)
+        if is_dataclass(getattr(config, name))
+        else value
+        for name, value in changes.items()
+    }
+    return replace(config, **values)  # type: ignore[type-var]
+
+
+def settings_hash(config: TrainConfig) -> str:
+    """Ten hexadecimal digits of everything that decides what a run learns.
+
+    Its folder, its time limit and how often it saves are no part of it; a data folder counts by
+    where it is, not by how it is written.
+
+    Example:
+        >>> one, other = TrainConfig(data="builtin"), TrainConfig(data="builtin", max_minutes=5)
+        >>> settings_hash(one) == settings_hash(other) != settings_hash(TrainConfig(data="a"))
+        True
+    """
+    values = config_to_dict(config)
+    for key in MAY_CHANGE:
+        group, _, name = key.rpartition(".")
+        del (values[group] if group else values)[name]
+    values["device"] = config.device  # minutes of two devices must not be compared
+    is_builtin = config.data == "builtin"
+    values["data"] = BUILTIN_VERSION if is_builtin else str(Path(config.data).resolve())
+    text = json.dumps(values, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def runs_of(plan: Plan) -> int:
+    """How many trainings a plan has, those that rows and trials share counted once."""
+    rows = len({settings_hash(variant.config) for variant in plan.variants})
+    runs = rows * len(plan.seeds)
+    if plan.tuning is None:
+        return runs
+    shared = 1 if plan.tuning.steps is None and 1.0 in plan.tuning.factors else 0
+    return runs + rows * (len(plan.tuning.factors) - shared)
+
+
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """Seeds from ``"3"`` (as many, from 0 on) or ``"4,5"`` (these).
+
+    Raises:
+        ConfigError: neither of the two, or too many or too large.
+
+    Example:
+        >>> parse_seeds("3"), parse_seeds("4,5"), parse_seeds("7,")
+        ((0, 1, 2), (4, 5), (7,))
+    """
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isascii() and word.isdecimal() for word in words):
+        raise ConfigError(
+            f"--seeds must be a number of seeds or a list such as 0,1,2, got {text!r}"
+        )
+    longest = max(words, key=len)
+    if "," not in text and (len(longest) > len(str(MAX_SEEDS)) or int(longest) > MAX_SEEDS):
+        raise ConfigError(
+            f"--seeds must be at most {MAX_SEEDS} seeds, got {longest:.30}; one seed alone is "
+            f"written with a comma: --seeds {longest:.30},"
+        )
+    if len(longest) > len(str(MAX_SEED)) or max(map(int, words)) > MAX_SEED:
+        raise ConfigError(f"--seeds: a seed is at most {MAX_SEED}, got {longest:.30}")
+    seeds = tuple(int(word) for word in words)
+    if "," not in text:
+        seeds = tuple(range(seeds[0]))
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ConfigError(f"--seeds must name at least one seed, each once, got {text!r}")
+    return seeds
+
+
+def data_name(data: str) -> str:
+    """What the data of a config is called: ``builtin``, or its folder or file.
+
+    Example:
+        >>> data_name("builtin"), data_name("data/bccd")
+        ('builtin', 'bccd')
+    """
+    return data if data == "builtin" else Path(data).resolve().name

@@ -1,0 +1,356 @@
+"""``reproduce``: a table or figure of the paper, from what is asked to its runs and its page."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+
+from aploss.errors import ConfigError
+from aploss.experiments.compare import run_plan
+from aploss.experiments.paper import TEST_SPLIT, Reproduction, Row, reproduction
+from aploss.experiments.plan import (
+    Plan,
+    Tuning,
+    Variant,
+    changed,
+    comparison_config,
+    data_name,
+    runs_of,
+)
+from aploss.experiments.results import METRICS, Results
+from aploss.reports.comparison import Comparison
+from aploss.training.config import TrainConfig, config_to_dict, differing_keys
+from aploss.training.machine import choose_device, seeded
+from aploss.training.recipes import merge
+from aploss.training.run import make_detector
+
+__all__ = [
+    "Request",
+    "check_time",
+    "default_out",
+    "describe_days",
+    "describe_plan",
+    "describe_work",
+    "page_for",
+    "plan_for",
+    "reproduce",
+    "seconds_per_image",
+]
+
+SMALL_SEEDS = (0, 1, 2)
+PAPER_SEEDS = (0,)  # the paper names none
+PAPER_BATCH = 8  # Section 4.1: 2 GPUs with 8 images each, and each ranks its own
+PAPER_GPUS = 2
+SMALL_SCALE = (
+    "This is the small scale: a detector of few parameters, trained from scratch for minutes on "
+    "small images. The paper's numbers come from large pretrained networks on other data, so "
+    "levels cannot be compared with them; the order and the differences can."
+)
+# How a training step is measured.
+CLASSES = 20
+MOST_PIXELS = 512 * 512
+MOST_STEPS, LONG_ENOUGH = 8, 4.0  # how many steps, and for how many seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The options of ``aploss reproduce``.
+
+    Attributes:
+        scale: ``"small"`` for minutes on a CPU, ``"paper"`` for the paper's own settings.
+        benchmark: which of the paper's data sets: its numbers and, at the paper's scale, recipes.
+        data: folder of the data; built-in data by default at small scale.
+        recipe: settings of the small scale; by default ``demo`` for built-in data, else
+            ``bccd-cpu``.
+        seeds: by default three at small scale, one at the paper's.
+        steps: length of the runs at small scale.
+        tune: search for learning rates at small scale, where losses are compared.
+        tune_steps: length of a trial of that search.
+        device: as of a run.
+        processes: how many train together, as ``torchrun`` started them.
+    """
+
+    scale: Literal["small", "paper"] = "small"
+    benchmark: Literal["voc", "coco"] = "voc"
+    data: str | None = None
+    recipe: str | None = None
+    seeds: tuple[int, ...] | None = None
+    steps: int | None = None
+    tune: bool = True
+    tune_steps: int | None = None
+    device: str = "auto"
+    processes: int = 1
+
+    def __post_init__(self) -> None:
+        if self.is_small:
+            return
+        for option, value in (("--recipe", self.recipe), ("--steps", self.steps)):
+            if value is not None:
+                raise ConfigError(
+                    f"{option} goes with --scale small: the paper's scale has the paper's settings"
+                )
+        if self.processes > PAPER_GPUS:
+            raise ConfigError(
+                f"the paper's scale is for 1 or {PAPER_GPUS} processes of {PAPER_BATCH} images "
+                f"each, got {self.processes}"
+            )
+
+    @property
+    def is_small(self) -> bool:
+        """Whether this is the scale for a CPU."""
+        return self.scale == "small"
+
+
+def plan_for(name: str, request: Request) -> Plan:
+    """The runs that a table or figure needs.
+
+    Raises:
+        ConfigError: there is no such one, or the paper has it not for this data set.
+    """
+    entry = reproduction(name)
+    if request.benchmark not in entry.benchmarks:
+        raise ConfigError(f"{name} is in the paper for {', '.join(entry.benchmarks)} only")
+    numbers_of = _numbers_of(entry, request)
+    rows = [*entry.rows, *(entry.small_rows if request.is_small else ())]
+    variants = [
+        Variant(
+            name=row.name,
+            config=_config(entry, row, request),
+            paper=row.paper.get(numbers_of, {}),
+            measure=entry.measures.get(request.scale, row.measure),
+        )
+        for row in rows
+    ]
+    seeds = request.seeds or (SMALL_SEEDS if request.is_small else PAPER_SEEDS)
+    tuning = None
+    if request.is_small and request.tune and entry.trial_steps is not None:
+        trial_steps = min(entry.trial_steps, request.steps or entry.trial_steps)
+        tuning = Tuning(steps=request.tune_steps or trial_steps)
+    return Plan(
+        variants=variants, seeds=seeds[:1] if entry.first_seed_alone else seeds, tuning=tuning
+    )
+
+
+def _config(entry: Reproduction, row: Row, request: Request) -> TrainConfig:
+    """How a row is trained."""
+    settings = merge(dict(entry.settings), dict(row.settings))
+    settings["device"] = request.device
+    if request.is_small:
+        config = _small_config(entry, row, request, settings)
+    else:
+        config = _paper_config(entry, row, request, settings)
+    if entry.curve_points:
+        length = config.schedule.length
+        if config.schedule.unit == "epochs":
+            step_images = config.batches.size * config.batches.accumulate
+            length *= entry.epoch_images[request.benchmark] // step_images
+        config = changed(config, {"checkpoint_steps": max(1, length // entry.curve_points)})
+    return config
+
+
+def _small_config(
+    entry: Reproduction, row: Row, request: Request, settings: dict[str, Any]
+) -> TrainConfig:
+    settings = merge(merge(settings, dict(entry.small)), dict(row.small))
+    settings["data"] = request.data or "builtin"
+    recipe = request.recipe or ("demo" if settings["data"] == "builtin" else "bccd-cpu")
+    is_standard = request.recipe is None and settings["data"] == "builtin"
+    steps = request.steps or (entry.steps if is_standard else None)
+    return comparison_config(recipe, settings, steps=steps)
+
+
+def _paper_config(
+    entry: Reproduction, row: Row, request: Request, settings: dict[str, Any]
+) -> TrainConfig:
+    together = {
+        "size": row.batch * request.processes,
+        "accumulate": PAPER_GPUS // request.processes,
+    }
+    settings = merge(settings, {**entry.full, "data": request.data or "", "batches": together})
+    config = comparison_config(f"{request.benchmark}-{entry.recipe}", settings)
+    if entry.curves_on_test:
+        config = changed(config, {"splits": {"validation": TEST_SPLIT[request.benchmark]}})
+    return config
+
+
+def _numbers_of(entry: Reproduction, request: Request) -> str:
+    """The data set whose numbers stand beside the measured ones."""
+    return entry.small_benchmark or request.benchmark if request.is_small else request.benchmark
+
+
+def page_for(name: str, request: Request, results: Results) -> Comparison:
+    """What the page of a table or figure shows."""
+    entry, numbers_of = reproduction(name), _numbers_of(reproduction(name), request)
+    more = entry.small_summary if request.is_small else entry.paper_summary
+    split = "test" if entry.curves_on_test and not request.is_small else "validation"
+    notes = [entry.notes, SMALL_SCALE if request.is_small else ""]
+    metrics = entry.metrics.get(numbers_of, METRICS)
+    claims = [
+        results.verdict(first, second, by=by, metric=metrics[0])
+        for first, second, by in entry.claims
+    ]
+    return results.comparison(
+        title=entry.title,
+        summary=" ".join(filter(None, [entry.summary, more])),
+        metrics=metrics,
+        reference=entry.reference,
+        verdicts=[*claims, *entry.verdicts(results)],
+        notes="\n\n".join(filter(None, notes)),
+        paper=entry.measured_on[numbers_of],
+        sections=entry.sections(results),
+        row_name=entry.row_name,
+        curve_label=entry.curve_label or f"AP on {split}",
+    )
+
+
+def reproduce(
+    name: str,
+    request: Request,
+    out: str | Path | None = None,
+    *,
+    cache: str | Path | None = None,
+    max_minutes: float | None = None,
+    quiet: bool = True,
+    command: str | None = None,
+) -> Results:
+    """Trains what a table or figure needs and writes its page.
+
+    Args:
+        name: one of :data:`~aploss.experiments.paper.REPRODUCTIONS`.
+        request: scale, data, seeds.
+        out: folder of the page; by default of :func:`default_out`.
+        cache: see :func:`~aploss.experiments.compare.compare`, as the others.
+
+    Returns:
+        The runs and what follows from them.
+    """
+    return run_plan(
+        plan_for(name, request),
+        default_out(name, request) if out is None else out,
+        lambda results: page_for(name, request, results),
+        cache=cache,
+        max_minutes=max_minutes,
+        quiet=quiet,
+        command=command,
+    )
+
+
+def default_out(name: str, request: Request) -> Path:
+    """Where a page goes that was given no folder.
+
+    Example:
+        >>> str(default_out("table2", Request(data="data/bccd")))
+        'runs/table2-small-bccd'
+    """
+    data = request.data or ("builtin" if request.is_small else request.benchmark)
+    return Path("runs") / f"{name}-{request.scale}-{Path(data_name(data)).stem}"
+
+
+def check_time(
+    name: str, request: Request, say: Callable[[str], Any], *, start_anyway: bool
+) -> None:
+    """Says how long the paper's scale takes here, and refuses it on a CPU.
+
+    Raises:
+        ConfigError: no GPU, and the user did not insist; or no data.
+    """
+    if request.is_small:
+        return
+    work = describe_work(name, request)
+    if choose_device(request.device).type == "cpu" and not start_anyway:
+        raise ConfigError(f"{work}; use a GPU, --scale small, or --yes to start anyway")
+    if not request.data:
+        where = {"voc": "VOCdevkit (VOC2007 and VOC2012)", "coco": "COCO"}[request.benchmark]
+        raise ConfigError(f"the paper's scale needs --data with the folder of {where}")
+    say(work)
+
+
+def describe_work(name: str, request: Request) -> str:
+    """How many trainings a reproduction is, and how long they take on this machine.
+
+    Validation and reading of images are not counted; all rows have the first one's detector, image
+    size and schedule.
+    """
+    plan = plan_for(name, request)
+    config = plan.variants[0].config
+    images = config.schedule.length * config.batches.size * config.batches.accumulate
+    if config.schedule.unit == "epochs":
+        images = config.schedule.length * reproduction(name).epoch_images[request.benchmark]
+    days = runs_of(plan) * images * seconds_per_image(config) / request.processes / 86_400
+    scale = "small scale" if request.is_small else "the paper's scale"
+    return (
+        f"{name} at {scale}: {runs_of(plan)} trainings of {config.detector}, "
+        f"about {describe_days(days)} on this {choose_device(request.device).type}"
+    )
+
+
+def describe_plan(name: str, request: Request) -> str:
+    """The runs of a reproduction with all their settings, without training any."""
+    entry, plan = reproduction(name), plan_for(name, request)
+    first = plan.variants[0].config
+    lines = [entry.title, f"shows: {entry.shows}", describe_work(name, request)]
+    lines.append(f"seeds: {', '.join(map(str, plan.seeds))}")
+    if plan.tuning is not None:
+        factors = ", ".join(f"{factor:.3g}" for factor in plan.tuning.factors)
+        lines.append(f"learning rates tried for each row: {factors} times the row's own")
+    lines.append("rows, and what they have in place of the first one's settings:")
+    for variant in plan.variants:
+        differing = [
+            f"{key} = {_setting(variant.config, key)}"
+            for key in differing_keys(first, variant.config)
+        ]
+        lines.append(f"  {variant.name}: {'; '.join(differing) or 'the settings below'}")
+    settings = yaml.safe_dump(config_to_dict(first), sort_keys=False)
+    return "\n".join([*lines, "", settings.rstrip()])
+
+
+def _setting(config: TrainConfig, key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def seconds_per_image(config: TrainConfig) -> float:
+    """Seconds of forward and backward pass for one image, measured on random pixels.
+
+    Small images are measured in a batch, of which large ones would need too long.
+    """
+    device = choose_device(config.device)
+    size = config.batches.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    count = max(1, min(config.batches.size, MOST_PIXELS // (height * width)))
+    fresh = replace(config, model=replace(config.model, weights=None))  # no download for that
+    with seeded(config.seed, deterministic=False):
+        detector = make_detector(fresh, tuple(f"class {k}" for k in range(CLASSES))).to(device)
+        images = torch.rand(count, 3, height, width, device=device)
+        corner = min(height, width) / 4
+        box = torch.tensor([[corner, corner, 3 * corner, 3 * corner]], device=device)
+        targets = [{"boxes": box, "labels": torch.tensor([0], device=device)}] * count
+        times: list[float] = []
+        while len(times) < 2 or (len(times) < MOST_STEPS and sum(times) < LONG_ENOUGH):
+            start = time.perf_counter()
+            losses = detector(images, targets)
+            sum(losses.values(), torch.zeros((), device=device)).backward()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - start)
+    return min(times[1:]) / count  # the first one also compiles and allocates
+
+
+def describe_days(days: float) -> str:
+    """A long time for people.
+
+    Example:
+        >>> describe_days(0.01), describe_days(0.5), describe_days(400.0)
+        ('14 minutes', '12 hours', '400 days')
+    """
+    if days * 24 < 1:
+        return f"{max(1, round(days * 1440))} minutes"
+    if days < 2:
+        return f"{round(days * 24)} hours"
+    return f"{round(days)} days"

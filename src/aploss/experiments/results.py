@@ -1,0 +1,313 @@
+"""The runs of a comparison and what follows from them: rows, differences, verdicts, the page."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aploss.experiments.measures import Run
+from aploss.experiments.plan import Plan, Variant, data_name
+from aploss.experiments.statistics import known_values, paired_difference, spread
+from aploss.files import write_json
+from aploss.plotting.style import line_style, loss_label
+from aploss.reports.comparison import Comparison, Difference, Entry, write_comparison_report
+from aploss.reports.page import DASH, Cell, Section, Table, Text
+from aploss.training.machine import describe_environment
+
+__all__ = ["Results", "Trial", "write_results"]
+
+METRICS = ("AP", "AP50", "AP75")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One learning rate that was tried for a row; ``score`` is None where it diverged."""
+
+    name: str
+    learning_rate: float
+    score: float | None
+
+
+@dataclass
+class Results:
+    """What is known of a plan so far.
+
+    Attributes:
+        plan: with the learning rates that were chosen.
+        runs: (name of the row, seed) → run.
+        trials: of the search for learning rates.
+    """
+
+    plan: Plan
+    runs: dict[tuple[str, int], Run] = field(default_factory=dict)
+    trials: list[Trial] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        """How many runs the plan has, trials not counted."""
+        return len(self.plan.variants) * len(self.plan.seeds)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all runs are done."""
+        return len(self.runs) == self.total
+
+    @property
+    def minutes(self) -> float:
+        """Minutes of training and validation; a run that rows share is counted once."""
+        minutes = {run.folder: run.summary.minutes for run in self.runs.values() if run.summary}
+        return sum(minutes.values())
+
+    def variant(self, name: str) -> Variant:
+        """The row of a name."""
+        return next(one for one in self.plan.variants if one.name == name)
+
+    def values(self, name: str, metric: str) -> list[float | None]:
+        """A metric of a row for each seed of the plan; None where there is none (yet)."""
+        measure = self.variant(name).measure
+        found: list[float | None] = []
+        for seed in self.plan.seeds:
+            run = self.runs.get((name, seed))
+            done = run is not None and run.summary is not None
+            found.append(measure.values(run).get(metric) if run and done else None)
+        return found
+
+    def mean(self, name: str, metric: str = "AP") -> float:
+        """The mean of a row over its seeds; NaN without any."""
+        return spread(self.values(name, metric)).mean
+
+    def finished_runs(self, name: str) -> list[Run]:
+        """The runs of a row that have a result, in the order of the seeds."""
+        runs = [self.runs.get((name, seed)) for seed in self.plan.seeds]
+        return [run for run in runs if run is not None and run.summary is not None]
+
+    def entries(self, metrics: Sequence[str]) -> list[Entry]:
+        """The rows as a page shows them."""
+        return [self._entry(variant, metrics) for variant in self.plan.variants]
+
+    def _entry(self, variant: Variant, metrics: Sequence[str]) -> Entry:
+        name, runs = variant.name, self.finished_runs(variant.name)
+        curves = [variant.measure.curve(run) for run in runs]
+        found = {seed: self.runs.get((name, seed)) for seed in self.plan.seeds}
+        diverged = [str(seed) for seed, run in found.items() if run and run.summary is None]
+        return Entry(
+            name=name,
+            values={metric: known_values(self.values(name, metric)) for metric in metrics},
+            minutes=[run.summary.minutes for run in runs if run.summary],
+            paper=variant.paper,
+            curves=[curve for curve in curves if len(curve.steps)],
+            note=f"diverged: seed {', '.join(diverged)}" if diverged else "",
+        )
+
+    def difference(self, first: str, second: str, metric: str = "AP") -> Difference:
+        """``first - second`` over the seeds that both have."""
+        return paired_difference(
+            self.values(first, metric), self.values(second, metric),
+            name=first, baseline=second, metric=metric,
+        )  # fmt: skip
+
+    def differences(self, reference: str | None, metric: str = "AP") -> list[Difference]:
+        """The reference minus every other row, where at least two seeds give an interval."""
+        if reference is None:
+            return []
+        others = [variant.name for variant in self.plan.variants if variant.name != reference]
+        found = [self.difference(reference, other, metric) for other in others]
+        return [one for one in found if len(one.values) > 1]
+
+    def is_ahead(
+        self, first: str, second: str, *, by: float = 0.0, metric: str = "AP"
+    ) -> bool | None:
+        """Whether a row is ahead of another by at least ``by``; None where seeds do not decide.
+
+        It is not where the mean of the differences is smaller than ``by`` or zero. It is where
+        their confidence interval is above zero, too.
+        """
+        one = self.difference(first, second, metric)
+        if not self.complete or not one.values:
+            return None
+        if one.mean < by or one.mean <= 0:
+            return False
+        return True if one.low > 0 else None
+
+    def verdict(
+        self, first: str, second: str, *, by: float = 0.0, metric: str = "AP"
+    ) -> tuple[bool | None, str]:
+        """The claim that a row is ahead of another, with the numbers."""
+        one = self.difference(first, second, metric)
+        least = f" by at least {100 * by:g}" if by else ""
+        claim = f"{loss_label(first)} is above {loss_label(second)}{least}"
+        if one.values:
+            claim += f": {100 * one.mean:+.1f} {metric}"
+            interval = f" [{100 * one.low:+.1f}, {100 * one.high:+.1f}]"
+            claim += interval if len(one.values) > 1 else ", one seed"
+        return self.is_ahead(first, second, by=by, metric=metric), claim
+
+    def comparison(
+        self,
+        *,
+        summary: str,
+        metrics: Sequence[str] = METRICS,
+        reference: str | None = None,
+        sections: Sequence[Section] = (),
+        curve_label: str = "AP on validation",
+        **texts: Any,
+    ) -> Comparison:
+        """What a page shows: the numbers of these results, and the texts given.
+
+        Args:
+            summary: what is compared, in words.
+            metrics: columns; the first is drawn, and differences are of it.
+            reference: the row that the others are subtracted from; None for no differences.
+            sections: more sections.
+            curve_label: what the curves show.
+            texts: other fields of a :class:`Comparison`: title, verdicts, notes, ...
+        """
+        if not self.complete:
+            summary += f"\n\nNot finished: {len(self.runs)} of {self.total} runs are done."
+        config = self.plan.variants[0].config
+        return Comparison(
+            entries=self.entries(metrics),
+            metrics=metrics,
+            summary=summary,
+            differences=self.differences(reference, metrics[0]),
+            facts={
+                "Detector": config.detector,
+                "Data": data_name(config.data),
+                "Length": f"{config.schedule.length} {config.schedule.unit}",
+                "Seeds": len(self.plan.seeds),
+                "Minutes of training": self.minutes,
+            },
+            provenance=_provenance(self),
+            sections=[*sections, *([_trials_section(self)] if self.trials else [])],
+            curve_label=curve_label,
+            **texts,
+        )
+
+
+def write_results(out: Path, results: Results, comparison: Comparison) -> Path:
+    """Writes ``report.html``, ``table.md`` and ``results.json`` into a folder.
+
+    Returns:
+        The path of the page.
+    """
+    page = write_comparison_report(comparison, out)
+    write_json(out / "results.json", _document(results, comparison))
+    return page
+
+
+def _provenance(results: Results) -> dict[str, Any]:
+    environment = describe_environment()
+    config = results.plan.variants[0].config
+    done = [run for run in results.runs.values() if run.summary]
+    commits = {run.summary.commit or "unknown" for run in done if run.summary}
+    splits = sorted({str(run.summary.split) for run in done if run.summary})
+    packages = environment["packages"]
+    devices = environment["devices"] or [f"{environment['cpu']}, {environment['cores']} cores"]
+    folders = sorted({str(run.folder.parent) for run in results.runs.values()})
+    accumulate = config.batches.accumulate
+    return {
+        "commit": ", ".join(sorted(commits)) or environment["commit"] or "unknown",
+        "seeds": ", ".join(map(str, results.plan.seeds)),
+        "minutes": f"{results.minutes:.1f} of training and validation, trials not counted",
+        "batch": f"{config.batches.size} images" + (f" x {accumulate}" if accumulate > 1 else ""),
+        "image size": str(config.batches.image_size),
+        "optimizer": f"{config.optimizer.name}, {config.schedule.kind}, "
+        f"{config.schedule.warmup_steps} steps of warm-up",
+        "learning rate": _learning_rates(results.plan),
+        "data": f"{data_name(config.data)}, measured on {', '.join(splits)}",
+        "hardware": ", ".join(devices) + f", threads: {environment['torch_threads']}",
+        "software": ", ".join(f"{name} {packages[name]}" for name in ("aploss", "torch", "numba")),
+        "runs": ", ".join(folders),
+    }
+
+
+def _learning_rates(plan: Plan) -> str:
+    rates = {v.name: f"{v.config.optimizer.learning_rate:.3g}" for v in plan.variants}
+    if len(set(rates.values())) == 1:
+        return next(iter(rates.values()))
+    return ", ".join(f"{loss_label(name)} {rate}" for name, rate in rates.items())
+
+
+def _trials_section(results: Results) -> Section:
+    rates = sorted({trial.learning_rate for trial in results.trials})
+    rows = []
+    for place, variant in enumerate(results.plan.variants):
+        scores = {
+            trial.learning_rate: "diverged" if trial.score is None else f"{100 * trial.score:.1f}"
+            for trial in results.trials
+            if trial.name == variant.name
+        }
+        chosen = variant.config.optimizer.learning_rate
+        first = Cell(loss_label(variant.name), colour=line_style(variant.name, place).colour)
+        cells = [Cell(scores.get(rate, DASH), strong=rate == chosen) for rate in rates]
+        rows.append([first, *cells])
+    text = (
+        "Every row was tried with as many learning rates and the first seed, and took the one "
+        "with the best score (bold), in percent: AP on the validation split, or, where the "
+        "optimisation itself is measured, the AP of the ranking of training images."
+    )
+    table = Table(columns=["row", *(f"{rate:.3g}" for rate in rates)], rows=rows)
+    return Section("Search for learning rates", [Text(text), table])
+
+
+def _document(results: Results, comparison: Comparison) -> dict[str, Any]:
+    """Everything as plain values for ``results.json``."""
+    return {
+        "title": comparison.title,
+        "command": comparison.command,
+        "complete": results.complete,
+        "seeds": list(results.plan.seeds),
+        "rows": [
+            _row(results, variant, entry)
+            for variant, entry in zip(results.plan.variants, comparison.entries, strict=True)
+        ],
+        "differences": [
+            {
+                "first": one.name, "second": one.baseline, "metric": one.metric,
+                "values": list(one.values), "mean": one.mean, "low": one.low, "high": one.high,
+                "confidence": one.confidence,
+            }
+            for one in comparison.differences
+        ],
+        "learning_rates_tried": [
+            {"row": one.name, "learning_rate": one.learning_rate, "score": one.score}
+            for one in results.trials
+        ],
+        "verdicts": [{"holds": holds, "claim": claim} for holds, claim in comparison.verdicts],
+        "environment": describe_environment(),
+    }  # fmt: skip
+
+
+def _row(results: Results, variant: Variant, entry: Entry) -> dict[str, Any]:
+    values = {metric: results.values(variant.name, metric) for metric in entry.values}
+    spreads = {metric: spread(found) for metric, found in values.items()}
+    runs = {seed: results.runs.get((variant.name, seed)) for seed in results.plan.seeds}
+    return {
+        "name": variant.name,
+        "loss": variant.config.loss,
+        "learning_rate": variant.config.optimizer.learning_rate,
+        "values": values,
+        "mean": {name: _number(one.mean) for name, one in spreads.items()},
+        "standard_deviation": {name: _number(one.deviation) for name, one in spreads.items()},
+        "paper": dict(variant.paper),
+        "minutes": list(entry.minutes),
+        "curves": [
+            {"steps": list(c.steps), "values": list(c.values), "minutes": list(c.minutes)}
+            for c in entry.curves
+        ],
+        "runs": [
+            {
+                "seed": seed,
+                "folder": str(run.folder),
+                "failure": run.failure,
+                "commit": run.summary.commit if run.summary else None,
+            }
+            for seed, run in runs.items()
+            if run is not None
+        ],
+    }
+
+
+def _number(value: float) -> float | None:
+    """JSON has no NaN."""
+    return None if value != value else value

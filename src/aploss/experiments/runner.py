@@ -1,0 +1,183 @@
+"""Trains the runs of a plan, each once: a run is found again by a hash of its settings."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from aploss import training
+from aploss.errors import ConfigError, RunError
+from aploss.experiments.measures import Measure, Run
+from aploss.experiments.plan import Tuning, settings_hash, trials_of, with_rate
+from aploss.experiments.results import Results, Trial
+from aploss.plotting.style import loss_label
+from aploss.training.config import TrainConfig
+from aploss.training.run_folder import Summary, default_folder, read_rows
+from aploss.training.step import DivergedError
+
+__all__ = ["OutOfTimeError", "Runner", "cache_folder", "execute"]
+
+
+class OutOfTimeError(Exception):
+    """The time limit of a comparison is reached; what was trained is saved."""
+
+
+def cache_folder(config: TrainConfig, cache: Path) -> Path:
+    """Where a run is kept: a readable name and the hash of its settings."""
+    return cache / f"{default_folder(config).name}-{settings_hash(config)}"
+
+
+class Runner:
+    """Trains what is not there yet, goes on with what is unfinished, reads what is done.
+
+    Args:
+        cache: folder of all runs, shared by all comparisons.
+        max_minutes: time for all runs together.
+        quiet: show nothing of the training itself.
+        is_main: whether this process writes files; under ``torchrun`` only the first does.
+        processes: how many train together.
+    """
+
+    def __init__(
+        self,
+        cache: Path,
+        *,
+        max_minutes: float | None = None,
+        quiet: bool = True,
+        is_main: bool = True,
+        processes: int = 1,
+    ) -> None:
+        self.cache, self.quiet, self.is_main, self.processes = cache, quiet, is_main, processes
+        self._end = None if max_minutes is None else time.monotonic() + 60 * max_minutes
+
+    def find(self, config: TrainConfig) -> Run | None:
+        """A finished run, or None."""
+        folder = cache_folder(config, self.cache)
+        if not (folder / "summary.json").is_file():
+            return None
+        summary = Summary.read(folder / "summary.json")
+        if summary.stopped_by == "minutes":  # by an earlier time limit: not finished
+            return None
+        return Run(config=config, folder=folder, summary=summary)
+
+    def run(self, config: TrainConfig, measure: Measure) -> Run:
+        """A finished run, trained if need be.
+
+        Args:
+            config: its settings; the folder is chosen here.
+            measure: watches the training.
+
+        Raises:
+            OutOfTimeError: the time limit is reached.
+            TrainingInterruptedError: Ctrl-C or SIGTERM; everything is saved.
+            RunError: it cannot be trained. A run that diverged is no error: it has no summary.
+        """
+        folder = cache_folder(config, self.cache)
+        with self._one_at_a_time(folder):
+            # Several processes must agree, though perhaps only one sees the files: train() does.
+            done = self.find(config) if self.processes == 1 else None
+            if done is not None:
+                return done
+            limited = replace(config, out=str(folder), max_minutes=self._limit(folder))
+            observer = measure.observer(config, folder)
+            try:
+                summary = training.train(
+                    limited, resume=True, quiet=self.quiet, on_progress=observer
+                )
+            except DivergedError as error:  # too high a learning rate, perhaps
+                return Run(config=config, folder=folder, summary=None, failure=str(error))
+        if summary.stopped_by == "minutes":
+            raise OutOfTimeError
+        return Run(config=config, folder=folder, summary=summary)
+
+    def _limit(self, folder: Path) -> float | None:
+        """The minutes of training, earlier ones included, after which a run has to stop."""
+        if self._end is None:
+            return None
+        left = (self._end - time.monotonic()) / 60
+        if left <= 0 and self.processes == 1:
+            raise OutOfTimeError
+        rows = read_rows(folder / "metrics.jsonl")
+        spent = rows[-1]["seconds"] / 60 if rows else 0.0
+        return spent + max(left, 0.0)
+
+    @contextmanager
+    def _one_at_a_time(self, folder: Path) -> Iterator[None]:
+        """Waits while another comparison trains the same run."""
+        if not self.is_main:
+            yield
+            return
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            held = FileLock(folder.with_name(f".{folder.name}.lock")).acquire()
+        except OSError as error:
+            raise RunError(f"runs cannot be kept in {folder.parent}: {error.strerror}") from error
+        with held:
+            yield
+
+
+def execute(
+    results: Results,
+    runner: Runner,
+    *,
+    say: Callable[[str], Any] = lambda line: None,
+    on_run: Callable[[], Any] = lambda: None,
+) -> None:
+    """Trains all runs of a plan that the cache does not have, into ``results``.
+
+    Learning rates come first, then every row with the first seed, the second, ...: an unfinished
+    comparison has whole pairs. The results are not ``complete`` where the runner ran out of time.
+
+    Args:
+        results: with the plan; filled run by run.
+        runner: trains.
+        say: told what is going on.
+        on_run: called after every run.
+
+    Raises:
+        TrainingInterruptedError: Ctrl-C or SIGTERM; everything is saved.
+    """
+    try:
+        if results.plan.tuning is not None:
+            _tune(results, runner, results.plan.tuning, say)
+        plan, number = results.plan, 0
+        total = len(plan.variants) * len(plan.seeds)
+        for seed in plan.seeds:
+            for variant in plan.variants:
+                number += 1
+                config = replace(variant.config, seed=seed)
+                say(f"run {number} of {total}: {loss_label(variant.name)}, seed {seed}")
+                results.runs[variant.name, seed] = runner.run(config, variant.measure)
+                on_run()
+    except OutOfTimeError:
+        say("the time is over; the same command goes on from here")
+
+
+def _tune(results: Results, runner: Runner, tuning: Tuning, say: Callable[[str], Any]) -> None:
+    """Gives every row of the plan the learning rate that did best on its validation split."""
+    plan = results.plan
+    chosen = []
+    total, number = len(plan.variants) * len(tuning.factors), 0
+    for variant in plan.variants:
+        scores: dict[float, float] = {}
+        for config in trials_of(variant, tuning, plan.seeds[0]):
+            number += 1
+            rate = config.optimizer.learning_rate
+            say(f"trial {number} of {total}: {loss_label(variant.name)}, learning rate {rate:.3g}")
+            run = runner.run(config, variant.measure)
+            score = None if run.summary is None else variant.measure.score(run)
+            if run.summary is not None and score is None:
+                raise ConfigError(
+                    "learning rates can only be searched with a validation split: name one with "
+                    "--splits.validation, or leave out --tune"
+                )
+            results.trials.append(Trial(name=variant.name, learning_rate=rate, score=score))
+            if score is not None:
+                scores[rate] = score
+        best = max(scores, key=scores.__getitem__, default=variant.config.optimizer.learning_rate)
+        chosen.append(replace(variant, config=with_rate(variant.config, best)))
+    results.plan = replace(plan, variants=chosen)

@@ -1,0 +1,233 @@
+"""A loss, a detector and a data format of one's own, each in one file outside the package.
+
+The commands run in processes of their own: what a plugin registers stays there.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+LOSS = '''
+import torch
+from torch.nn.functional import softplus
+from aploss.losses import LossTraits, register_loss
+
+@register_loss("margin")
+class MarginLoss(torch.nn.Module):
+    """Positives above the margin, negatives below it, as logistic losses."""
+
+    traits = LossTraits(label="Margin loss", colour="#117733")
+
+    def __init__(self, margin: float = 1.0) -> None:
+        super().__init__()
+        self.margin = margin
+
+    def forward(self, scores, targets):
+        positive, negative = scores[targets == 1], scores[targets == 0]
+        losses = torch.cat([softplus(self.margin - positive), softplus(negative + self.margin)])
+        return losses.sum() / max(1, len(positive))
+'''
+
+DETECTOR = """
+from torchvision.models import mobilenet_v3_small
+from torchvision.models._utils import IntermediateLayerGetter
+from aploss.detectors import DetectorConfig, register_detector, retinanet_network
+
+@register_detector("my-mobilenet")
+class MobileNet(DetectorConfig):
+    width: float = 0.5
+
+    def network(self, *, columns, softmax):
+        layers = mobilenet_v3_small(weights=None, width_mult=self.width).features
+        body = IntermediateLayerGetter(layers, {"3": "P3", "8": "P4", "12": "P5"})
+        return retinanet_network(body, columns=columns, softmax=softmax, channels=32,
+                                 head_convolutions=1)
+"""
+
+FORMAT = '''
+import csv
+from aploss.data import AnnotationBuilder, DataFormat, DatasetFolder, register_format
+
+@register_format("csv")
+class CsvFormat(DataFormat):
+    """A file of rows "image,class,x1,y1,x2,y2" for each split."""
+
+    looked_for = "CSV (train.csv, val.csv)"
+
+    @classmethod
+    def find(cls, path):
+        splits = [file.stem for file in path.glob("*.csv")]
+        return cls(DatasetFolder(path), splits) if splits else None
+
+    def read(self, split, class_names):
+        with (self.folder.root / f"{split}.csv").open() as file:
+            rows = list(csv.reader(file))
+        names = tuple(class_names or sorted({row[1] for row in rows}))
+        builder, images = AnnotationBuilder(self.folder), {}
+        for number, (image, name, *corners) in enumerate(rows, start=1):
+            if image not in images:
+                images[image] = builder.add_image(image, None)
+            box = [float(corner) for corner in corners]
+            builder.add_box(images[image], box, names.index(name), number=number)
+        return builder.dataset(
+            class_names=names, name=self.name, split=split,
+            describe=lambda image, number: (f"{split}.csv", f"row {number}"),
+        )
+'''
+RUN_ALL = """
+import json, sys
+import torch
+torch.set_num_threads(1)
+from aploss.cli.main import main
+codes = [main(words) for words in json.loads(sys.argv[1])]
+sys.exit(max(codes))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three plugins, and a data set in the format of one of them."""
+    folder = tmp_path_factory.mktemp("plugins")
+    for name, text in (("loss", LOSS), ("detector", DETECTOR), ("format", FORMAT)):
+        (folder / f"my_{name}.py").write_text(text)
+    (folder / "photos").mkdir()
+    generator = np.random.default_rng(0)
+    for split, count in (("train", 6), ("val", 3)):
+        rows = []
+        for number in range(count):
+            pixels = generator.integers(0, 120, (64, 64, 3), dtype=np.uint8)
+            x, y = (int(corner) for corner in generator.integers(0, 36, 2))
+            pixels[y : y + 24, x : x + 24] = 250
+            Image.fromarray(pixels).save(folder / "photos" / f"{split}{number}.png")
+            rows.append(f"{split}{number}.png,patch,{x},{y},{x + 24},{y + 24}")
+        (folder / "photos" / f"{split}.csv").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+def run(folder: Path, *commands: list[str]) -> "subprocess.CompletedProcess[str]":
+    """Runs commands one after the other in one process."""
+    return subprocess.run(
+        [sys.executable, "-c", RUN_ALL, json.dumps(commands)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def plugins(*names: str) -> list[str]:
+    return [word for name in names for word in ("--plugin", f"my_{name}.py")]
+
+
+ALL = plugins("loss", "detector", "format")
+SHORT = [
+    "--data", "photos", "--detector", "my-mobilenet", "--device", "cpu",
+    "--batches.size", "3", "--batches.image_size", "64", "--batches.workers", "0",
+    "--model.options", '{"test_size": [64, 64]}',
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Path:
+    """A run with all three plugins."""
+    words = ["train", *ALL, *SHORT, "--loss", "margin", "--criterion.options", '{"margin": 0.5}']
+    words += ["--recipe", "any-cpu", "--schedule.length", "3", "--out", "run", "--quiet"]
+    done = run(folder, words)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_a_detector_takes_fewer_than_twenty_lines() -> None:
+    assert len(DETECTOR.strip().splitlines()) < 20
+
+
+def test_a_run_is_trained_and_has_its_page(trained: Path) -> None:
+    summary = json.loads((trained / "run/summary.json").read_text())
+    assert (summary["loss"], summary["detector"]) == ("margin", "my-mobilenet")
+    assert (summary["steps"], summary["split"]) == (3, "val")
+    assert "Margin loss" in (trained / "run/report.html").read_text()
+
+
+def test_a_run_predicts_exports_and_goes_on(trained: Path) -> None:
+    done = run(
+        trained,
+        ["predict", "run", "photos", "--out", "found", "--threshold", "0", *ALL],
+        ["export", "run", "--out", "model.onnx", *ALL],
+        ["predict", "model.onnx", "photos", "--out", "found-onnx", "--threshold", "0"],
+        ["train", "--resume", "--out", "run", "--quiet", *ALL],
+    )
+    assert done.returncode == 0, done.stderr
+    found, by_onnx = (
+        json.loads((trained / name / "detections.json").read_text())
+        for name in ("found", "found-onnx")
+    )
+    assert len(found) == len(by_onnx) > 0
+    assert by_onnx[0]["score"] == pytest.approx(found[0]["score"], abs=1e-3)
+
+
+def test_losses_of_both_kinds_are_compared(folder: Path) -> None:
+    words = ["compare", "--losses", "margin,ap", "--seeds", "1", "--steps", "2", "--quiet", *ALL]
+    done = run(folder, [*words, *SHORT, "--recipe", "any-cpu", "--out", "compared"])
+    assert done.returncode == 0, done.stderr
+    assert "| Margin loss |" in done.stdout
+    assert "| AP-loss |" in done.stdout
+    page = (folder / "compared/report.html").read_text()
+    assert "Margin loss" in page
+
+
+def test_data_of_the_format_is_checked_shown_and_converted(folder: Path) -> None:
+    own = plugins("format")
+    done = run(
+        folder,
+        ["data", "check", "photos", *own],
+        ["data", "show", "photos", "--out", "sheet.png", *own],
+        ["data", "convert", "photos", "--to", "coco", "--out", "as-coco", *own],
+        ["data", "check", "as-coco"],
+    )
+    assert done.returncode == 0, done.stderr
+    assert "csv dataset, 1 class" in done.stdout
+    assert "coco dataset, 1 class" in done.stdout
+    assert (folder / "sheet.png").is_file()
+
+
+def test_a_plugin_comes_from_the_command_line_alone(trained: Path) -> None:
+    # Nothing in the run folder says where the code is, and nothing loads it.
+    for words in (
+        ["predict", "run", "photos", "--out", "other"],
+        ["train", *SHORT, "--recipe", "any-cpu", "--loss", "margin", "--out", "other"],
+        ["data", "check", "photos"],
+    ):
+        done = run(trained, words)
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1, done.stderr
+    assert not (trained / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no such Python file"),
+        ("import no_such_module_at_all", "ModuleNotFoundError"),
+        ("def broken(:", "SyntaxError"),
+        (
+            "import torch\nfrom aploss.losses import register_loss\n"
+            "register_loss('ap')(torch.nn.Identity)",
+            "there is a loss 'ap' already",
+        ),
+    ],
+)
+def test_a_plugin_that_cannot_be_loaded_is_one_line(
+    text: str | None, message: str, tmp_path: Path
+) -> None:
+    if text is not None:
+        (tmp_path / "mine.py").write_text(text)
+    done = run(tmp_path, ["train", "--plugin", "mine.py", "--recipe", "demo", "--print_config"])
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
