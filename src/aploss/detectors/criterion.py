@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torchvision.models.detection._utils import BoxCoder
 from torchvision.ops import generalized_box_iou_loss
 
-from aploss.detectors.losses_by_name import is_loss, takes_background_column
+from aploss.detectors.losses_by_name import is_loss
 from aploss.detectors.ranking_labels import AnchorLabels, label_anchors
 from aploss.errors import ConfigError, DataError
+from aploss.losses.traits import traits_of
 
 __all__ = ["Criterion", "LossParts", "classification_loss", "iou_of_pairs"]
 
@@ -35,29 +36,34 @@ def classification_loss(
     *,
     box_losses: Callable[[], Tensor],
     ious: Callable[[], Tensor],
+    num_positives: float | Tensor | None = None,
 ) -> LossParts:
-    """Hands a batch to a loss in the way this loss takes it.
+    """Hands a batch to a loss in the way that its traits ask for.
 
     Args:
         loss: one of ours, or any callable of ``(scores, targets)`` with targets 1, 0 and -1.
         logits: [B, A, K], or [B, A, K + 1] with the background in column 0 for softmax losses.
         labels: of the B·A anchors.
-        box_losses: gives one loss per positive [P], asked for by aLRP only.
-        ious: gives one IoU of predicted and true box per positive [P], for Rank & Sort only.
+        box_losses: gives one loss per positive [P]; called if the loss needs them.
+        ious: gives one IoU of predicted and true box per positive [P]; called if needed.
+        num_positives: what losses that divide by the number of positives are to divide by, where
+            it is not their own number.
     """
-    if takes_background_column(loss):
-        return LossParts(loss(logits, labels.softmax_targets()))
+    traits = traits_of(loss)
+    options: dict[str, Any] = {}
+    if traits.divides_by_positives and num_positives is not None:
+        options["num_positives"] = num_positives
+    if traits.softmax:
+        return LossParts(loss(logits, labels.softmax_targets(), **options))
     targets = labels.ranking_targets(logits.shape[-1])
-    if is_loss(loss, "alrp"):
-        classification, localisation = loss(logits, targets, box_losses())
-        return LossParts(classification, localisation)
-    if is_loss(loss, "rank-sort"):
-        soft_targets = targets.to(torch.float32)
-        overlap = ious().detach().clamp(min=LEAST_IOU).float()
-        soft_targets[labels.images, labels.anchors, labels.positive_classes] = overlap
-        ranking, sorting = loss(logits, soft_targets)
-        return LossParts(ranking + sorting)
-    return LossParts(loss(logits, targets))
+    if traits.positives_need == "box_loss":
+        return LossParts(*loss(logits, targets, box_losses(), **options))
+    if traits.positives_need == "iou":
+        targets = targets.to(torch.float32)
+        overlaps = ious().detach().clamp(min=LEAST_IOU).float()
+        targets[labels.images, labels.anchors, labels.positive_classes] = overlaps
+    values = loss(logits, targets, **options)
+    return LossParts(torch.stack(values).sum() if isinstance(values, tuple) else values)
 
 
 class Criterion(nn.Module):

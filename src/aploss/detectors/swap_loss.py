@@ -15,14 +15,20 @@ from aploss.detectors.losses_by_name import takes_background_column
 from aploss.detectors.ranking_labels import AnchorLabels
 from aploss.errors import ConfigError
 
-__all__ = ["softmax_log_odds", "use_loss"]
+__all__ = ["ScoreThresholdWarning", "softmax_log_odds", "use_loss"]
 
 Model = TypeVar("Model", bound=nn.Module)
 Targets = Sequence[Mapping[str, Tensor]]
 LEAST_LOG_ODDS_GAP = 1e-6  # 1 - p of the surest score, so that log-odds stay finite
 
 
-def use_loss(model: Model, loss: nn.Module) -> Model:
+class ScoreThresholdWarning(UserWarning):
+    """A model drops detections below a score that means nothing with its loss."""
+
+
+def use_loss(
+    model: Model, loss: nn.Module | None, *, weights: Mapping[str, float] | None = None
+) -> Model:
     """Trains a torchvision RetinaNet, FCOS or SSD with another classification loss from now on.
 
     Only the loss in training mode changes, on all images of the batch together: weights, matching,
@@ -37,6 +43,8 @@ def use_loss(model: Model, loss: nn.Module) -> Model:
     Args:
         model: from ``torchvision.models.detection``, with any weights.
         loss: one of our loss objects, or any module of ``(scores, targets)`` with targets 1, 0, -1.
+        weights: of the loss terms, for models of ``transformers`` alone; see
+            :func:`~aploss.detectors.hugging_face.use_loss_in_transformers`.
 
     Returns:
         The same model. Calling it again sets another loss.
@@ -50,6 +58,14 @@ def use_loss(model: Model, loss: nn.Module) -> Model:
         >>> model = ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None)
         >>> model = use_loss(model, APLoss())
     """
+    from aploss.detectors.hugging_face import is_transformers_model, use_loss_in_transformers
+
+    if is_transformers_model(model):
+        return use_loss_in_transformers(model, loss, weights=weights)
+    if weights is not None:
+        raise ConfigError(f"{type(model).__name__} has no weights of loss terms to be given")
+    if loss is None:
+        raise ConfigError("None gives the loss of a transformers model back, not of torchvision's")
     holder: Any  # of the method that computes the losses
     mixin: type[_SwappedLoss]
     if isinstance(model, RetinaNet):
