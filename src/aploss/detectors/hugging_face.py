@@ -195,16 +195,12 @@ class _SwappedLoss:
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the matching needs SciPy anyway
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """What the model's own loss function returns: the sum, all terms, auxiliary outputs."""
-        call = inspect.signature(self.original).bind(*arguments, **options)
-        config = call.arguments["config"]
         factor = 1.0  # of the classification term, where the library has no weight for it
         if self.weights:
-            values = {
-                attribute: value
-                for name, value in self.weights.items()
-                for attribute in _weight_attributes(name, config)
-            }
-            call.arguments["config"] = _OtherWeights(config, values)
+            call = inspect.signature(self.original).bind(*arguments, **options)
+            config = call.arguments["config"]
+            call.arguments["config"] = _OtherWeights(config, self.weights)
+            arguments, options = call.args, call.kwargs
             if not _weight_attributes("class", config):
                 factor = self.weights.get("class", 1.0)
         seen: list[str] = []
@@ -227,12 +223,12 @@ class _SwappedLoss:
             criterion.get_loss = get_loss
 
         with _first_criterion(exchange):
-            result = self.original(*call.args, **call.kwargs)
+            result = self.original(*arguments, **options)
         if not seen:
             raise RunError(
-                f"{getattr(self.original, '__name__', self.original)} of this version of "
-                "transformers computes its classification term in an unknown way; "
-                "use_loss(model, None) gives the model's own loss back"
+                f"the loss function {getattr(self.original, '__name__', self.original)} computes "
+                "its classification term in a way that use_loss does not know, so it cannot be "
+                "replaced; use_loss(model, None) gives the model's own loss back"
             )
         return result
 
@@ -264,8 +260,10 @@ class _SwappedLoss:
 class _OtherWeights:
     """A model's configuration with other weights of the terms."""
 
-    def __init__(self, config: object, values: Mapping[str, float]) -> None:
-        self.__dict__.update(values, _config=config)
+    def __init__(self, config: object, weights: Mapping[str, float]) -> None:
+        self.__dict__["_config"] = config
+        for name, value in weights.items():
+            self.__dict__.update(dict.fromkeys(_weight_attributes(name, config), value))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_config"], name)
