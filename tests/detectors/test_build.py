@@ -1,15 +1,51 @@
-"""Detectors by name, and rebuilt from their config."""
+"""Detectors by name, rebuilt from their config, and a user's own kind in one file."""
 
 import json
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torchvision.models import resnet18
+from torchvision.models.feature_extraction import create_feature_extractor
 
-from aploss.detectors import DETECTOR_NAMES, LOSS_NAMES, Detector, build_detector, save_detector
+import aploss.detectors
+from aploss.detectors import (
+    DETECTOR_NAMES,
+    LOSS_NAMES,
+    Detector,
+    DetectorConfig,
+    build_detector,
+    load,
+    make_loss,
+    register_detector,
+    retinanet_network,
+    save_detector,
+)
 from aploss.detectors.build import detector_options
+from aploss.detectors.export import OnnxDetector, export_onnx
 from aploss.errors import ConfigError
-from aploss.losses.ap_loss import APLoss
+from aploss.losses import APLoss, LossTraits, register_loss
+from aploss.registry import load_plugins
+
+PLUGIN = """
+from torchvision.models import mobilenet_v3_small
+from torchvision.models._utils import IntermediateLayerGetter
+from aploss.detectors import DetectorConfig, register_detector, retinanet_network
+
+@register_detector("plugin-mobilenet")
+class MobileNet(DetectorConfig):
+    test_size: tuple[int, int] = (64, 128)
+    width: float = 1.0
+
+    def network(self, *, columns, softmax):
+        layers = mobilenet_v3_small(weights=None, width_mult=self.width).features
+        body = IntermediateLayerGetter(layers, {"3": "P3", "8": "P4", "12": "P5"})
+        return retinanet_network(body, columns=columns, softmax=softmax, channels=64)
+"""
 
 
 @pytest.mark.parametrize("name", DETECTOR_NAMES)
@@ -91,4 +127,123 @@ def test_weights_of_our_own_keep_the_architecture_they_were_trained_with(tmp_pat
 
 def test_no_weights_can_be_said_in_a_word() -> None:
     detector = build_detector("retinanet-r18", class_names=["a"], weights="none")
-    assert "norm" not in detector.config
+    assert detector.config["norm"] == "group"  # not frozen as with weights
+
+
+def test_a_detector_in_a_file_of_the_user_trains_saves_predicts_and_exports(
+    tmp_path: Path, make_target: Callable[..., Any]
+) -> None:
+    (tmp_path / "my_detector.py").write_text(PLUGIN)
+    load_plugins([tmp_path / "my_detector.py"])
+    assert "plugin-mobilenet" in aploss.detectors.DETECTOR_NAMES
+    assert detector_options("plugin-mobilenet")[0] == "width"
+    torch.manual_seed(0)
+    detector = build_detector("plugin-mobilenet", class_names=["cat", "dog"], width=0.5)
+    sum(
+        detector(torch.rand(2, 3, 64, 96), [make_target(2, size=64, classes=2)] * 2).values()
+    ).backward()
+    assert all(weight.grad.isfinite().all() for weight in detector.parameters())
+    torch.optim.SGD(detector.parameters(), lr=0.01).step()
+
+    loaded = load(save_detector(detector, tmp_path / "detector.pt"))
+    exported = OnnxDetector(export_onnx(loaded, tmp_path / "detector.onnx"))
+
+    assert loaded.config["width"] == exported.config["width"] == 0.5
+    image = torch.rand(3, 60, 80)
+    (expected,) = detector.predict(image)
+    assert len(expected) == 100
+    (same,), (from_onnx,) = loaded.predict(image), exported.predict(image)
+    assert torch.equal(same.boxes, expected.boxes)
+    torch.testing.assert_close(from_onnx.scores, expected.scores, rtol=0, atol=1e-4)
+
+
+def test_the_backbone_may_give_a_list_of_maps_and_its_strides_are_found() -> None:
+    body = create_feature_extractor(resnet18(weights=None), {"layer1": "a", "layer2": "b"})
+    network = retinanet_network(_AsList(body), columns=2, softmax=False, channels=32)
+    assert network.size_divisor == 8
+    assert [
+        len(level) for level in network.anchors(64, 64, [(16, 16), (8, 8), (4, 4), (2, 2)])
+    ] == [6 * cells**2 for cells in (16, 8, 4, 2)]
+    assert network.head.classification_head.cls_logits.out_channels == 6 * 2
+    skipping = create_feature_extractor(resnet18(weights=None), {"layer1": "a", "layer3": "b"})
+    with pytest.raises(ConfigError, match="half the size of the one before, got strides 4, 16"):
+        retinanet_network(skipping, columns=2, softmax=False)
+
+
+class _AsList(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        return list(self.body(images).values())
+
+
+def test_names_are_taken_once_and_only_configs_are_detectors() -> None:
+    with pytest.raises(ConfigError, match="there is a detector 'ssd300' already"):
+
+        @register_detector("ssd300")
+        class Mine(DetectorConfig):
+            pass
+
+    with pytest.raises(ConfigError, match="takes a subclass of DetectorConfig, got 'Linear'"):
+        register_detector("linear")(nn.Linear)  # type: ignore[type-var]
+
+
+def test_the_config_of_a_detector_is_frozen_and_checked() -> None:
+    architecture = build_detector("ssd300", class_names=["a"]).architecture
+    with pytest.raises(FrozenInstanceError):
+        architecture.nms_iou = 0.9  # type: ignore[misc]
+    for size in ((300,), (0, 100), 300, ("a", "b")):
+        with pytest.raises(ConfigError, match="test_size must be two numbers"):
+            build_detector("ssd300", class_names=["a"], test_size=size)
+
+
+def test_a_config_of_earlier_versions_builds_the_same_detector() -> None:
+    """They stored options of the architecture only where they had been given."""
+    config = {
+        "name": "retinanet-r18", "anchors_per_cell": 9, "class_names": ["a", "b"], "loss": "ap",
+        "loss_options": {"delta": 0.5, "interpolated": True}, "rank_over": "batch",
+        "box_loss": "smooth-l1", "box_weight": 1.0, "test_size": [600, 1000],
+        "score_threshold": None, "topk_per_level": 1000, "nms_iou": 0.5,
+        "detections_per_image": 100, "channels_last": False,
+    }  # fmt: skip
+    detector = build_detector(**config)
+    assert {**detector.config, "test_size": [600, 1000]} == {
+        **config, "norm": "group", "anchor_grid": "exact", "trainable_stages": 5,
+    }  # fmt: skip
+
+
+def test_a_registered_loss_is_built_described_and_listed() -> None:
+    @register_loss("mean-of-positives")
+    class MeanOfPositives(nn.Module):
+        traits = LossTraits(box_loss="giou", box_weight=2.0)
+
+        def __init__(self, scale: float = 1.0, *, offset: int = 0, process_group: Any = None):
+            super().__init__()
+            self.scale, self.process_group = scale, process_group  # offset is not kept
+
+        def forward(self, scores: Tensor, targets: Tensor) -> Tensor:
+            return -self.scale * scores[targets == 1].mean()
+
+    assert "mean-of-positives" in aploss.detectors.LOSS_NAMES
+    detector = build_detector(
+        "retinanet-tiny", class_names=["a"], loss="mean-of-positives", loss_options={"scale": 3.0}
+    )
+    detector.criterion.loss.process_group = object()
+    assert (detector.criterion.box_loss, detector.criterion.box_weight) == ("giou", 2.0)
+    assert detector.config["loss"] == detector.loss_name == "mean-of-positives"
+    assert detector.config["loss_options"] == {"scale": 3.0}
+    with pytest.raises(ConfigError, match="has no option 'process_group'; it has: scale, offset"):
+        make_loss("mean-of-positives", process_group=None)
+
+
+def test_a_softmax_loss_of_the_users_own_is_rebuilt_with_its_background_column() -> None:
+    class MySoftmax(nn.Module):
+        traits = LossTraits(softmax=True)
+
+    detector = build_detector("retinanet-tiny", class_names=["a"], loss=MySoftmax())
+    assert detector.config["loss"] == "custom"
+    again = build_detector(**detector.config)
+    again.load_state_dict(detector.state_dict())
+    assert again.uses_softmax

@@ -12,7 +12,7 @@ import torch
 from aploss.detectors import Detector, MultiScale, build_detector
 from aploss.detectors.export import OnnxDetector, export_onnx
 from aploss.errors import ConfigError, RunError
-from aploss.evaluation.calibration import Calibration
+from aploss.evaluation import Calibration
 
 # one of each kind, sigmoid and softmax; the exporter takes most of the time of these tests
 KINDS = [("retinanet-tiny", "ap"), ("ssdlite", "ap"), ("ssd300", "ce-ohem")]

@@ -20,13 +20,8 @@ from torch import Tensor, nn
 from torchvision.ops import box_convert, box_iou, generalized_box_iou
 
 from aploss.data import builtin_dataset
-from aploss.detectors import make_loss, use_loss
-from aploss.detectors.hugging_face import (
-    calibrate_in_transformers,
-    calibration_of,
-    set_calibration,
-)
-from aploss.detectors.swap_loss import ScoreThresholdWarning
+from aploss.detectors import ScoreThresholdWarning, calibrate, make_loss, use_loss
+from aploss.detectors.hugging_face import calibration_of, set_calibration
 from aploss.errors import ConfigError, DataError, RunError
 from aploss.evaluation import Calibration, coco_metrics
 from aploss.losses import ALRPLoss, APLoss, FocalLoss, OHEMCrossEntropy, RankSortLoss
@@ -740,8 +735,8 @@ def test_the_sigmoid_of_calibrated_logits_is_the_calibrated_score(family: str) -
     assert torch.equal(boxes, same_boxes)
     assert torch.equal(_detect(other, images)[0], raw)
     assert torch.equal(_detect(copy.deepcopy(model), images)[0], logits)
-    assert calibration_of(model) is STEEP
-    set_calibration(model, None)
+    assert calibration_of(model).to_dict() == STEEP.to_dict()
+    calibrate(model, None)
     assert torch.equal(_detect(model, images)[0], raw)
     assert calibration_of(model) is None
 
@@ -786,10 +781,24 @@ def step_as_tuple(model: Any, images: Tensor, labels: Labels) -> Tensor:
 def test_calibration_without_objects_or_with_too_few_targets_is_refused() -> None:
     model = make_model("rt-detr")
     images, labels = make_batch()
-    with pytest.raises(DataError, match="3 images have 2 targets"):
-        calibrate_in_transformers(model, images, labels[:2])
-    with pytest.raises(DataError, match="images with objects"):
-        calibrate_in_transformers(model, images, [labels[1]] * 3)
+    with pytest.raises(DataError, match="3 images, but 2 targets"):
+        calibrate(model, images, labels[:2])
+    with pytest.raises(DataError, match="without any object"):
+        calibrate(model, images, [labels[1]] * 3)
+    with pytest.raises(ConfigError, match="no score_thresh"):
+        calibrate(model, images, labels, score_thresh=0.5)
+    with pytest.raises(ConfigError, match="no score_thresh"):
+        use_loss(model, APLoss(), score_thresh=0.5)
+
+
+def test_another_loss_takes_the_calibration_away() -> None:
+    model = make_model("rt-detr")
+    set_calibration(model, STEEP)
+    use_loss(model, APLoss())
+    assert calibration_of(model) is None
+    set_calibration(model, STEEP)
+    use_loss(model, None)
+    assert calibration_of(model) is None
 
 
 # Learning
@@ -869,6 +878,6 @@ def test_eight_images_are_learnt_by_heart_and_thresholds_mean_something_once_cal
             head.bias.sub_(8.0)
     assert _ap50(model, images, truth, threshold=0.0) == pytest.approx(without, abs=1e-3)
     assert _ap50(model, images, truth, threshold=0.5) < without - 0.3
-    calibrate_in_transformers(model, images, labels)
+    calibrate(model, images, labels)
     assert _ap50(model, images, truth, threshold=0.0) == pytest.approx(without, abs=1e-3)
     assert _ap50(model, images, truth, threshold=0.5) == pytest.approx(without, abs=0.01)

@@ -2,25 +2,25 @@
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torchvision.models import resnet18
 from torchvision.models.detection import FCOS, RetinaNet, fasterrcnn_mobilenet_v3_large_320_fpn
 from torchvision.models.detection.anchor_utils import AnchorGenerator
-from torchvision.models.detection.backbone_utils import _resnet_fpn_extractor
+from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
+from torchvision.models.detection.retinanet import RetinaNetHead
 from torchvision.models.detection.ssdlite import ssdlite320_mobilenet_v3_large
 from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
-from aploss.detectors import LOSS_NAMES, make_loss, use_loss
+from aploss.detectors import LOSS_NAMES, ScoreThresholdWarning, make_loss, use_loss
 from aploss.detectors.swap_loss import softmax_log_odds
 from aploss.errors import ConfigError
-from aploss.losses.ap_loss import APLoss, ap_loss
-from aploss.losses.focal_loss import FocalLoss
-from aploss.losses.ohem_cross_entropy import OHEMCrossEntropy
+from aploss.losses import APLoss, FocalLoss, OHEMCrossEntropy, ap_loss
 
+pytestmark = pytest.mark.filterwarnings("ignore::aploss.detectors.ScoreThresholdWarning")
 Targets = list[dict[str, Tensor]]
 KINDS = ["retinanet", "fcos", "ssd"]
 SIZE = {"min_size": 96, "max_size": 96}
@@ -31,8 +31,13 @@ def make_model(kind: str) -> Any:
     torch.manual_seed(0)
     if kind == "ssd":
         return ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=4)
-    backbone = _resnet_fpn_extractor(
-        resnet18(weights=None), 5, returned_layers=[2, 3, 4], extra_blocks=LastLevelP6P7(256, 256)
+    backbone = resnet_fpn_backbone(
+        backbone_name="resnet18",
+        weights=None,
+        norm_layer=nn.BatchNorm2d,
+        trainable_layers=5,
+        returned_layers=[2, 3, 4],
+        extra_blocks=LastLevelP6P7(256, 256),
     )
     if kind == "fcos":
         return FCOS(backbone, 3, **SIZE)
@@ -158,18 +163,105 @@ def test_copies_have_the_loss_too_and_are_independent(kind: str) -> None:
     torch.testing.assert_close(model(images, targets)["classification"], wanted)
 
 
-def test_loss_of_a_users_own_subclass_can_be_swapped_and_swapped_again() -> None:
-    class MyRetinaNet(RetinaNet):
-        pass
+class MyHead(RetinaNetHead):
+    """A head of the user's own."""
 
-    model = make_model("retinanet")
-    model.__class__ = MyRetinaNet
-    model.head.__class__ = type("MyHead", (type(model.head),), {})
+
+class MyRetinaNet(RetinaNet):
+    """A model of the user's own."""
+
+
+def test_loss_of_a_users_own_subclass_can_be_swapped_and_swapped_again() -> None:
+    plain = make_model("retinanet")
+    model = MyRetinaNet(
+        plain.backbone,
+        3,
+        anchor_generator=plain.anchor_generator,
+        head=MyHead(256, 2, 3),
+        **SIZE,
+    )
     use_loss(model, APLoss())
-    first = type(model.head)
     use_loss(model, FocalLoss())
-    assert type(model.head) is first
-    assert isinstance(model, MyRetinaNet)
+    assert (type(model), type(model.head)) == (MyRetinaNet, MyHead)
+    assert isinstance(model.head.classification_loss, FocalLoss)
+    images, targets = make_batch("retinanet")
+    assert model.train()(images, targets)["classification"].isfinite()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_none_gives_the_original_back(kind: str) -> None:
+    model = make_model(kind).train()
+    _freeze_norms(model)
+    images, targets = make_batch(kind)
+    expected, attributes, threshold = (
+        model(images, targets),
+        set(dir(model.head)),
+        model.score_thresh,
+    )
+    modules = dict(model.named_modules())
+    use_loss(model, APLoss(), score_thresh=0)
+    assert use_loss(model, FocalLoss()).score_thresh == 0
+    assert use_loss(model, None) is model
+    assert use_loss(model, None).score_thresh == threshold  # a second time changes nothing
+    assert dict(model.named_modules()) == modules
+    assert set(dir(model.head)) == attributes
+    torch.testing.assert_close(model(images, targets), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_swapped_model_is_scripted_where_the_plain_one_is(kind: str) -> None:
+    images, _ = make_batch(kind)
+    model = use_loss(make_model(kind), APLoss()).eval()
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch finds scripting out of date
+        (expected, *_), (_, (found, *_)) = model(images), torch.jit.script(model)(images)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value)
+
+
+def test_a_swapped_model_is_compiled_with_its_loss() -> None:
+    model = use_loss(make_model("retinanet"), APLoss()).train()
+    _freeze_norms(model)
+    images, targets = make_batch("retinanet")
+    expected = model(images, targets)
+    found = torch.compile(model, backend="eager")(images, targets)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_loss_with_weights_is_a_part_of_the_model() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, scores: Tensor, targets: Tensor) -> Tensor:
+            return self.scale * ap_loss(scores, targets)
+
+    model = use_loss(make_model("fcos"), Scaled()).train()
+    sum(model(*make_batch("fcos")).values()).backward()
+    assert dict(model.named_parameters())["head.classification_loss.scale"].grad is not None
+
+
+@pytest.mark.parametrize(("kind", "threshold"), [("retinanet", "0.05"), ("fcos", "0.2")])
+def test_a_threshold_that_does_not_fit_the_scores_is_told_with_the_remedies(
+    kind: str, threshold: str
+) -> None:
+    message = rf"score below {threshold}, .*AP-loss.*score_thresh=0.*calibrate\(model"
+    with pytest.warns(ScoreThresholdWarning, match=message) as told:
+        use_loss(make_model(kind), APLoss())
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        use_loss(make_model(kind), FocalLoss())  # whose scores are probabilities
+        model = use_loss(make_model(kind), APLoss(), score_thresh=0)
+    assert model.score_thresh == 0
+
+
+@pytest.mark.parametrize("what", [APLoss, ap_loss, "ap", 1])
+def test_what_is_no_loss_is_refused_at_once_and_changes_nothing(what: Any) -> None:
+    model = use_loss(make_model("fcos"), FocalLoss())
+    with pytest.raises(ConfigError, match=r"takes a loss object such as APLoss\(\), or None; got"):
+        use_loss(model, what)
     assert isinstance(model.head.classification_loss, FocalLoss)
 
 

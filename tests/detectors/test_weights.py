@@ -7,24 +7,25 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torchvision.models import mobilenet_v3_large, resnet18, vgg16
+from torchvision.models import get_weight, mobilenet_v3_large, resnet18, vgg16
 from torchvision.models.detection import retinanet_resnet50_fpn, ssdlite320_mobilenet_v3_large
 from torchvision.models.detection.ssd import SSDFeatureExtractorVGG
-from torchvision.models.detection.ssdlite import _mobilenet_extractor
 
 from aploss.detectors import build_detector, save_detector
+from aploss.detectors.detector import DETECTORS
 from aploss.detectors.weights import NAMED_WEIGHTS, load_weights
 from aploss.errors import ConfigError, RunError
 
 RESNET18 = "resnet18-f37072fd.pth"
 RETINANET = "retinanet_resnet50_fpn_coco-eeacb38b.pth"
+MOBILENET = "mobilenet_v3_large-8738ca79.pth"
 SSDLITE = "ssdlite320_mobilenet_v3_large_coco-a79551df.pth"
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty torch hub folder, and a machine without network."""
-    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "hub"))
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
 
     def no_network(*arguments: object, **options: object) -> None:
         raise urllib.error.URLError("Network is unreachable")
@@ -106,11 +107,11 @@ def test_a_file_that_could_run_code_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_named_weight_exists_in_torchvision() -> None:
-    from torchvision.models import get_weight
-
-    for names in NAMED_WEIGHTS.values():
-        for name in names.values():
-            assert get_weight(name).url.startswith("https://")
+    names = [name for _, config in DETECTORS.items() for name in config.named_weights.items()]
+    assert {kind for kind, _ in names} == set(NAMED_WEIGHTS) == {"imagenet", "coco"}
+    assert len(names) == 10
+    for _, name in names:
+        assert get_weight(name).url.startswith("https://")
 
 
 def test_names_that_mean_nothing_are_refused() -> None:
@@ -156,13 +157,11 @@ def test_vgg_weights_land_where_torchvisions_own_extractor_has_them(tmp_path: Pa
         assert torch.equal(own[name], expected[name]), name
 
 
-def test_mobilenet_weights_land_where_torchvisions_own_extractor_has_them(tmp_path: Path) -> None:
-    classifier = _shake(mobilenet_v3_large(weights=None))
-    torch.save(classifier.state_dict(), tmp_path / "mobilenet.pth")
-    detector = build_detector("ssdlite", class_names=["cat"], norm="batch", reduced_tail=False)
-    load_weights(detector, tmp_path / "mobilenet.pth")
-    expected = _mobilenet_extractor(classifier, 6, nn.BatchNorm2d).state_dict()
-    own = detector.backbone.state_dict()
+def test_mobilenet_weights_land_where_torchvisions_own_detector_has_them(hub: Path) -> None:
+    torch.save(_shake(mobilenet_v3_large(weights=None)).state_dict(), hub / MOBILENET)
+    detector = build_detector("ssdlite", class_names=["cat"], weights="imagenet")
+    theirs = ssdlite320_mobilenet_v3_large(weights=None, weights_backbone="IMAGENET1K_V1")
+    expected, own = theirs.backbone.state_dict(), detector.backbone.state_dict()
     features = [name for name in expected if name.startswith("features.")]
     assert len(features) > 250
     for name in features:

@@ -8,44 +8,52 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aploss.detectors.build import DETECTOR_NAMES, build_detector
-    from aploss.detectors.checkpoint_io import load, save_detector
+    from aploss.detectors.checkpoint import load, save_detector
     from aploss.detectors.criterion import Criterion
-    from aploss.detectors.detector import Detector
+    from aploss.detectors.detector import Detector, DetectorConfig, Network, register_detector
+    from aploss.detectors.labels import label_anchors
     from aploss.detectors.losses_by_name import LOSS_NAMES, make_loss
-    from aploss.detectors.multi_scale import MultiScale
-    from aploss.detectors.prediction import Prediction
-    from aploss.detectors.ranking_labels import label_anchors
-    from aploss.detectors.swap_loss import use_loss
+    from aploss.detectors.postprocess import MultiScale
+    from aploss.detectors.predict import Prediction
+    from aploss.detectors.retinanet import retinanet_network
+    from aploss.detectors.score_map import calibrate
+    from aploss.detectors.swap_loss import ScoreThresholdWarning, use_loss
 
 __all__ = [
     "DETECTOR_NAMES",
     "LOSS_NAMES",
     "Criterion",
     "Detector",
+    "DetectorConfig",
     "MultiScale",
+    "Network",
     "Prediction",
+    "ScoreThresholdWarning",
     "build_detector",
+    "calibrate",
     "label_anchors",
     "load",
     "make_loss",
+    "register_detector",
+    "retinanet_network",
     "save_detector",
     "use_loss",
 ]
 
-_MODULES = {
-    "DETECTOR_NAMES": "build",
-    "LOSS_NAMES": "losses_by_name",
-    "Criterion": "criterion",
-    "Detector": "detector",
-    "MultiScale": "multi_scale",
-    "Prediction": "prediction",
-    "build_detector": "build",
-    "label_anchors": "ranking_labels",
-    "load": "checkpoint_io",
-    "make_loss": "losses_by_name",
-    "save_detector": "checkpoint_io",
-    "use_loss": "swap_loss",
+_NAMES = {
+    "build": ("DETECTOR_NAMES", "build_detector"),
+    "checkpoint": ("load", "save_detector"),
+    "criterion": ("Criterion",),
+    "detector": ("Detector", "DetectorConfig", "Network", "register_detector"),
+    "labels": ("label_anchors",),
+    "losses_by_name": ("LOSS_NAMES", "make_loss"),
+    "postprocess": ("MultiScale",),
+    "predict": ("Prediction",),
+    "retinanet": ("retinanet_network",),
+    "score_map": ("calibrate",),
+    "swap_loss": ("ScoreThresholdWarning", "use_loss"),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,37 +1,30 @@
 """Detectors by name."""
 
-import inspect
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
 from torchvision.models.detection._utils import BoxCoder
 
+import aploss.detectors.retinanet  # registers its detectors
+import aploss.detectors.ssd  # noqa: F401  # registers its detectors
 from aploss.detectors.criterion import Criterion
-from aploss.detectors.detector import SETTINGS, Detector
-from aploss.detectors.losses_by_name import make_loss, takes_background_column
-from aploss.detectors.retinanet import retinanet, retinanet_tiny
-from aploss.detectors.ssd import ssd300, ssd512
-from aploss.detectors.ssdlite import ssdlite
+from aploss.detectors.detector import DETECTORS, SETTINGS, Detector, DetectorConfig
+from aploss.detectors.losses_by_name import make_loss
 from aploss.errors import ConfigError
+from aploss.losses.traits import traits_of
 
 __all__ = ["DETECTOR_NAMES", "build_detector", "detector_options"]
 
 BOX_CODER_WEIGHTS = (10.0, 10.0, 5.0, 5.0)  # regression targets are divided by .1, .1, .2, .2
-_BUILDERS: dict[str, Callable[..., Detector]] = {
-    "retinanet-tiny": retinanet_tiny,
-    "retinanet-r18": partial(retinanet, depth=18),
-    "retinanet-r34": partial(retinanet, depth=34),
-    "retinanet-r50": partial(retinanet, depth=50),
-    "retinanet-r101": partial(retinanet, depth=101),
-    "ssd300": ssd300,
-    "ssd512": ssd512,
-    "ssdlite": ssdlite,
-}
-DETECTOR_NAMES: tuple[str, ...] = tuple(_BUILDERS)
-_SET_BY_US = ("depth", "class_names", "make_criterion", "columns", "options")
+DETECTOR_NAMES: tuple[str, ...]  # with those of plugins, so it is looked up anew each time
+
+
+def __getattr__(name: str) -> Any:
+    if name == "DETECTOR_NAMES":
+        return DETECTORS.names()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def build_detector(
@@ -59,9 +52,8 @@ def build_detector(
         weights: see :func:`~aploss.detectors.weights.load_weights`; none by default. Where options
             are left open, the architecture is then the one that the weights were trained with, and
             ResNets have frozen batch norm as in the paper and two frozen first stages.
-        options: of the architecture, see ``detector_options(name)``; and how detections are made:
-            ``test_size``, ``score_threshold``, ``topk_per_level``, ``nms_iou``,
-            ``detections_per_image``, ``channels_last``.
+        options: of the architecture, see ``detector_options(name)``; and how detections are made,
+            see :class:`~aploss.detectors.detector.DetectorConfig`.
 
     Returns:
         The detector, in training mode.
@@ -74,28 +66,30 @@ def build_detector(
         >>> round(sum(weight.numel() for weight in detector.parameters()) / 1e6, 1)
         1.6
     """
-    _check(name, class_names, options)
+    config_class = DETECTORS.get(name)
+    if not class_names:
+        raise ConfigError("class_names is empty: a detector needs at least one class")
     weights = None if weights == "none" else weights
+    if weights is not None:
+        options = {**_options_for_weights(config_class, str(weights)), **options}
+    config = _make_config(name, config_class, options)
     if isinstance(loss, str):
         loss = make_loss(loss, **(loss_options or {}))
     elif loss_options:
         raise ConfigError("loss_options go with a loss by name; set the options of a loss object")
-    if weights is not None:
-        options = {**_defaults_for_weights(name, str(weights)), **options}
-    detector = _BUILDERS[name](
-        class_names=class_names,
-        columns=len(class_names) + takes_background_column(loss),
-        make_criterion=partial(
-            Criterion,
-            loss=loss,
-            num_classes=len(class_names),
-            box_coder=BoxCoder(BOX_CODER_WEIGHTS),
-            rank_over=rank_over,
-            box_loss=box_loss,
-            box_weight=box_weight,
-        ),
-        config={"name": name, **options},
-        **options,
+    softmax = traits_of(loss).softmax
+    network = config.network(columns=len(class_names) + softmax, softmax=softmax)
+    criterion = Criterion(
+        loss=loss,
+        num_classes=len(class_names),
+        box_coder=BoxCoder(BOX_CODER_WEIGHTS),
+        rank_over=rank_over,
+        box_loss=box_loss,
+        box_weight=box_weight,
+        **network.matching,
+    )
+    detector = Detector(
+        name=name, class_names=class_names, config=config, network=network, criterion=criterion
     )
     if weights is not None:
         from aploss.detectors.weights import load_weights
@@ -106,38 +100,27 @@ def build_detector(
 
 def detector_options(name: str) -> tuple[str, ...]:
     """Names of the options that a detector takes besides classes, losses and weights."""
-    parameters = inspect.signature(_BUILDERS[name]).parameters
-    own = [parameter for parameter in parameters if parameter not in _SET_BY_US]
-    return tuple(dict.fromkeys([*own, *SETTINGS]))
+    return DETECTORS.get(name).option_names()
 
 
-def _check(name: str, class_names: Sequence[str], options: dict[str, Any]) -> None:
-    if name not in _BUILDERS:
-        raise ConfigError(f"there is no detector {name!r}; choose one of: {', '.join(_BUILDERS)}")
-    if not class_names:
-        raise ConfigError("class_names is empty: a detector needs at least one class")
+def _make_config(
+    name: str, config_class: type[DetectorConfig], options: dict[str, Any]
+) -> DetectorConfig:
+    allowed = config_class.option_names()
     for option in options:
-        if option not in detector_options(name):
-            raise ConfigError(
-                f"{name} has no option {option!r}; it has: {', '.join(detector_options(name))}"
-            )
+        if option not in allowed:
+            raise ConfigError(f"{name} has no option {option!r}; it has: {', '.join(allowed)}")
+    return config_class(**options)
 
 
-def _defaults_for_weights(name: str, weights: str) -> dict[str, Any]:
-    """Options under which weights fit: those they were trained with, the paper's for ResNets."""
+def _options_for_weights(config_class: type[DetectorConfig], weights: str) -> dict[str, Any]:
+    """Options under which weights fit: those they were trained with, else the architecture's."""
     if Path(weights).exists():
-        from aploss.detectors.checkpoint_io import checkpoint_file, read_checkpoint
+        from aploss.detectors.checkpoint import checkpoint_file, read_checkpoint
 
         content = read_checkpoint(checkpoint_file(Path(weights)))
         if isinstance(content, dict) and "detector" in content:
-            own = set(detector_options(name)) - set(SETTINGS)
             config = content["detector"]["config"]
+            own = set(config_class.option_names()) - set(SETTINGS)
             return {option: config[option] for option in config if option in own}
-    if name == "ssdlite":
-        backbone_alone = weights.startswith(("imagenet", "MobileNet_"))
-        return {"norm": "batch", "reduced_tail": not backbone_alone}
-    if name.startswith("retinanet-r"):
-        frozen = {"norm": "frozen-bn", "trainable_stages": 3}
-        of_heads = {"anchors_per_cell": 9, "anchor_grid": "torchvision"}
-        return {**frozen, **of_heads} if weights.startswith(("coco", "RetinaNet_")) else frozen
-    return {}
+    return config_class.options_for_weights(weights)

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,15 +11,17 @@ from torch import Tensor, nn
 from torchvision.models.detection._utils import BoxCoder
 from torchvision.ops import generalized_box_iou_loss
 
-from aploss.detectors.losses_by_name import is_loss
-from aploss.detectors.ranking_labels import AnchorLabels, label_anchors
+from aploss.detectors.labels import AnchorLabels, label_anchors
 from aploss.errors import ConfigError, DataError
+from aploss.losses import NonFiniteScoresError, OtherProcessError
 from aploss.losses.traits import traits_of
 
 __all__ = ["Criterion", "LossParts", "classification_loss", "iou_of_pairs"]
 
+T = TypeVar("T")
+CAUSES: tuple[Literal["score", "target", "arguments"], ...] = ("score", "target", "arguments")
 NO_WEIGHT = 1e-12  # a divisor for sums without any positive, which are 0
-LEAST_IOU = 1e-6  # a positive must keep a target above 0, or Rank & Sort would take it for negative
+LEAST_IOU = 1e-6  # a positive must keep a target above 0, or it would count as negative
 
 
 class LossParts(NamedTuple):
@@ -69,19 +71,9 @@ def classification_loss(
 class Criterion(nn.Module):
     """Labels the anchors and computes ``{"classification": ..., "box": ...}``.
 
-    The balance of the two, where ``box_loss`` and ``box_weight`` are left open:
-
-    =====================================  =========  =============================================
-    loss                                   box loss   weight of the box loss
-    =====================================  =========  =============================================
-    ap, auc, smooth-ap, hinge-ap,          smooth-l1  1, mean over the positives of the batch
-    focal, ce-ohem, loss objects of users
-    rank-sort                              giou       ``"balanced"``: the value of the ranking and
-                                                      sorting loss over the value of the box loss,
-                                                      boxes weighted by their scores
-    alrp                                   giou       ``"balanced"``: the whole loss over its
-                                                      localisation part
-    =====================================  =========  =============================================
+    Where ``box_loss`` and ``box_weight`` are left open, they are those of the loss's traits: for
+    most losses smooth-L1 with weight 1, the mean over the positives of the batch; for Rank & Sort
+    and aLRP GIoU, ``"balanced"``.
 
     Args:
         loss: the classification loss.
@@ -91,7 +83,8 @@ class Criterion(nn.Module):
             shift), ``"image"`` ranks each image alone and averages over the images.
         box_loss: ``"smooth-l1"`` or ``"giou"``.
         box_weight: a factor, or ``"balanced"``: the factor that makes the value of the box loss
-            that of the classification loss, anew in each step.
+            that of the classification loss, anew in each step; where a loss brings its own box
+            loss (aLRP), that of both together.
         smooth_l1_beta: where smooth-L1 turns from square to linear.
         positive_iou: least overlap of a positive anchor.
         negative_iou: least overlap of an ignored anchor.
@@ -111,15 +104,13 @@ class Criterion(nn.Module):
         negative_iou: float = 0.4,
     ) -> None:
         super().__init__()
-        localises = is_loss(loss, "rank-sort", "alrp")
+        traits = traits_of(loss)
         self.loss = loss
         self.num_classes = num_classes
         self.box_coder = box_coder
         self.rank_over = rank_over
-        self.box_loss = box_loss or ("giou" if localises else "smooth-l1")
-        self.box_weight: float | str = "balanced" if localises else 1.0
-        if box_weight is not None:
-            self.box_weight = box_weight
+        self.box_loss = traits.box_loss if box_loss is None else box_loss
+        self.box_weight = traits.box_weight if box_weight is None else box_weight
         self.smooth_l1_beta = smooth_l1_beta
         self.positive_iou = positive_iou
         self.negative_iou = negative_iou
@@ -131,11 +122,17 @@ class Criterion(nn.Module):
 
         Ranking losses rank the scores of all processes together (with ``rank_over="batch"``), and
         sums are divided by the positives of all. After DDP's averaging, the weights get the
-        gradient that one process with the whole batch would give them.
+        gradient that one process with the whole batch would give them. When one process refuses
+        its scores or targets, the others raise :class:`~aploss.losses.OtherProcessError`.
         """
         self.process_group = process_group
-        if self.rank_over == "batch" and hasattr(self.loss, "process_group"):
+        if self._loss_ranks_across:
             self.loss.process_group = process_group  # type: ignore[assignment]
+
+    @property
+    def _loss_ranks_across(self) -> bool:
+        """Whether the loss itself exchanges scores with the other processes, and its errors."""
+        return self.rank_over == "batch" and traits_of(self.loss).ranks_across_processes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Criterion":
         """A copy, as of a moving average of weights, belongs to the same processes."""
@@ -159,7 +156,7 @@ class Criterion(nn.Module):
             logits: [B, A, K], or [B, A, K + 1] with the background in column 0 for softmax losses.
             deltas: [B, A, 4], box regressions.
             anchors: [A, 4] in pixels of the batch.
-            targets: B dicts as of :func:`~aploss.detectors.ranking_labels.label_anchors`.
+            targets: B dicts as of :func:`~aploss.detectors.label_anchors`.
 
         Returns:
             ``classification`` and ``box``, weighted so that their sum is what is minimised.
@@ -167,12 +164,14 @@ class Criterion(nn.Module):
         Raises:
             DataError: if there are not as many targets as images, or a label is no class.
         """
-        self._check_targets(logits, targets)
-        labels = label_anchors(
-            anchors, targets, positive_iou=self.positive_iou, negative_iou=self.negative_iou
-        )
+        labels = self._in_all(logits.device, lambda: self._label(logits, anchors, targets))
         box_losses = self._box_losses(deltas, anchors, labels)
-        parts = self._classify(logits, deltas, anchors, labels, box_losses)
+        if self._loss_ranks_across:
+            parts = self._classify(logits, deltas, anchors, labels, box_losses)
+        else:
+            parts = self._in_all(
+                logits.device, lambda: self._classify(logits, deltas, anchors, labels, box_losses)
+            )
         if parts.localisation is not None:
             whole = parts.classification + parts.localisation
             box = self._weighted(parts.localisation, whole)
@@ -182,6 +181,14 @@ class Criterion(nn.Module):
             box = self._weighted((box_losses * weights).sum() / total_weight, parts.classification)
         return {"classification": parts.classification, "box": box}
 
+    def _label(
+        self, logits: Tensor, anchors: Tensor, targets: Sequence[Mapping[str, Tensor]]
+    ) -> AnchorLabels:
+        self._check_targets(logits, targets)
+        return label_anchors(
+            anchors, targets, positive_iou=self.positive_iou, negative_iou=self.negative_iou
+        )
+
     def _classify(
         self,
         logits: Tensor,
@@ -190,13 +197,26 @@ class Criterion(nn.Module):
         labels: AnchorLabels,
         box_losses: Tensor,
     ) -> LossParts:
+        def ranked(
+            logits: Tensor, deltas: Tensor, labels: AnchorLabels, box_losses: Tensor
+        ) -> LossParts:
+            return classification_loss(
+                self.loss,
+                logits,
+                labels,
+                box_losses=lambda: box_losses,
+                ious=lambda: iou_of_pairs(
+                    self._decode(deltas.detach(), anchors, labels), labels.boxes
+                ),
+                num_positives=self._num_positives(labels),
+            )
+
         if self.rank_over == "batch":
-            return self._classify_together(logits, deltas, anchors, labels, box_losses)
+            return ranked(logits, deltas, labels, box_losses)
         of_images = [
-            self._classify_together(
+            ranked(
                 logits[index : index + 1],
                 deltas[index : index + 1],
-                anchors,
                 labels.of_image(index),
                 box_losses[labels.images == index],
             )
@@ -206,29 +226,16 @@ class Criterion(nn.Module):
         localisation = [parts.localisation for parts in of_images if parts.localisation is not None]
         return LossParts(classification, torch.stack(localisation).mean() if localisation else None)
 
-    def _classify_together(
-        self,
-        logits: Tensor,
-        deltas: Tensor,
-        anchors: Tensor,
-        labels: AnchorLabels,
-        box_losses: Tensor,
-    ) -> LossParts:
-        parts = classification_loss(
-            self.loss,
-            logits,
-            labels,
-            box_losses=lambda: box_losses,
-            ious=lambda: iou_of_pairs(self._decode(deltas.detach(), anchors, labels), labels.boxes),
+    def _num_positives(self, labels: AnchorLabels) -> Tensor | None:
+        """The mean number of positives of a process; None where the loss counts its own."""
+        divides = traits_of(self.loss).divides_by_positives
+        if self.process_group is None or self.rank_over == "image" or not divides:
+            return None
+        positives = torch.tensor(float(len(labels.boxes)), device=labels.boxes.device)
+        # at least 1 of all processes together, as without processes
+        return self._over_processes(positives).clamp(
+            min=1 / dist.get_world_size(self.process_group)
         )
-        divides_by_positives = is_loss(self.loss, "focal", "ce-ohem")
-        if self.process_group is None or self.rank_over == "image" or not divides_by_positives:
-            return parts
-        # From a sum over at least 1 positive of this process to one over at least 1 of all.
-        positives = torch.tensor(float(len(labels.boxes)), device=logits.device)
-        one_of_all = 1 / dist.get_world_size(self.process_group)
-        scale = positives.clamp(min=1) / self._over_processes(positives).clamp(min=one_of_all)
-        return LossParts(parts.classification * scale)
 
     def _box_losses(self, deltas: Tensor, anchors: Tensor, labels: AnchorLabels) -> Tensor:
         """One loss per positive, float32 [P]."""
@@ -249,7 +256,7 @@ class Criterion(nn.Module):
         return boxes
 
     def _weights_of_boxes(self, logits: Tensor, labels: AnchorLabels) -> Tensor:
-        if is_loss(self.loss, "rank-sort"):  # as its authors: by confidence
+        if traits_of(self.loss).weighs_boxes_by_score:
             scores = logits[labels.images, labels.anchors, labels.positive_classes]
             return scores.detach().float().sigmoid()
         return logits.new_ones(len(labels.boxes), dtype=torch.float32)
@@ -267,6 +274,29 @@ class Criterion(nn.Module):
         value = value.clone()
         dist.all_reduce(value, group=self.process_group)
         return value / dist.get_world_size(self.process_group)
+
+    def _in_all(self, device: torch.device, compute: Callable[[], T]) -> T:
+        """Computes something that refuses bad input; when one process does, all processes raise.
+
+        What comes next exchanges values between the processes: one that has left early would keep
+        the others waiting.
+        """
+        if self.process_group is None:
+            return compute()
+        refused = torch.zeros(len(CAUSES), device=device)
+        result, problem = None, None
+        try:
+            result = compute()
+        except ValueError as error:
+            problem = error
+            refused[CAUSES.index(_cause(error))] = 1
+        dist.all_reduce(refused, group=self.process_group)
+        if problem is not None:
+            raise problem
+        for cause, processes in zip(CAUSES, refused.tolist(), strict=True):
+            if processes:
+                raise OtherProcessError(cause)
+        return result  # type: ignore[return-value]  # nothing was raised here
 
     def _check_targets(self, logits: Tensor, targets: Sequence[Mapping[str, Tensor]]) -> None:
         if len(targets) != len(logits):
@@ -294,6 +324,12 @@ class Criterion(nn.Module):
                 f"negative_iou and positive_iou must be 0 < negative <= positive <= 1, "
                 f"got {self.negative_iou} and {self.positive_iou}"
             )
+
+
+def _cause(error: ValueError) -> Literal["score", "target", "arguments"]:
+    if isinstance(error, NonFiniteScoresError):
+        return "score"
+    return "target" if isinstance(error, DataError) else "arguments"
 
 
 def iou_of_pairs(boxes: Tensor, others: Tensor) -> Tensor:

@@ -1,60 +1,190 @@
-"""What all detectors share: images in, losses or detections out."""
+"""What a detector is made from, and what all share: images in, losses or detections out.
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+A kind of detector is a frozen config: a subclass of :class:`DetectorConfig` whose fields are the
+options of the architecture and whose :meth:`~DetectorConfig.network` makes everything that has
+weights. Registered under a name, it is known to ``build_detector``, recipes and the command line.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models.detection._utils import BoxCoder
 
 from aploss.detectors.criterion import Criterion
-from aploss.detectors.image_batch import pad_images, resize_image
-from aploss.detectors.losses_by_name import describe_loss, takes_background_column
-from aploss.detectors.postprocess import postprocess
+from aploss.detectors.losses_by_name import describe_loss
+from aploss.detectors.postprocess import Detections, ObjectDetector, postprocess
 from aploss.errors import ConfigError, DataError
+from aploss.losses.traits import traits_of
+from aploss.registry import Registry
 
-if TYPE_CHECKING:
-    from aploss.detectors.multi_scale import MultiScale
-    from aploss.detectors.prediction import ImageLike, Prediction
-    from aploss.evaluation.calibration import Calibration
-
-__all__ = ["Detector"]
+__all__ = [
+    "DETECTORS",
+    "Detector",
+    "DetectorConfig",
+    "Network",
+    "feature_shapes",
+    "register_detector",
+]
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-SETTINGS = (
-    "test_size",
-    "score_threshold",
-    "topk_per_level",
-    "nms_iou",
-    "detections_per_image",
-    "channels_last",
-)
+CACHED_SIZES = 64  # image sizes whose anchors are kept
+ConfigClass = TypeVar("ConfigClass", bound="type[DetectorConfig]")
+AnchorMaker = Callable[[int, int, Sequence[tuple[int, int]]], list[Tensor]]
 
 
-class Detector(nn.Module):
-    """A one-stage detector: backbone, heads, anchors and a criterion.
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Everything in a detector that has weights, and what follows from its shape.
 
-    In training mode a call returns ``{"classification": loss, "box": loss}``, in evaluation mode
-    the detections of each image. The modules ``backbone`` and ``head`` are torchvision's, under
-    torchvision's names, so that its weights load.
-
-    Args:
-        class_names: K names; label k is the k-th.
+    Attributes:
         backbone: gives a dict of feature maps.
         head: turns the list of feature maps into ``cls_logits`` [B, A, columns] and
             ``bbox_regression`` [B, A, 4].
-        criterion: the training loss.
-        config: the options that make this detector again, see :attr:`config`.
+        anchors: gives the anchors of each level [A_l, 4] for the height and width of a batch, and
+            the height and width of each of its feature maps.
+        size_divisor: images are padded at the right and bottom to a multiple of this.
+        keeps_aspect_ratio: whether images keep their shape at inference, or are stretched.
         image_mean: subtracted from images in [0, 1].
         image_std: divides what is left.
-        test_size: shorter side and limit of the longer side of images at inference.
-        size_divisor: images are padded at the right and bottom to a multiple of this.
-        score_threshold: see :func:`~aploss.detectors.postprocess.postprocess`, as the next three.
+        matching: ``positive_iou``, ``negative_iou`` and ``smooth_l1_beta`` of the criterion.
+    """
+
+    backbone: nn.Module
+    head: nn.Module
+    anchors: AnchorMaker
+    size_divisor: int = 1
+    keeps_aspect_ratio: bool = True
+    image_mean: Sequence[float] = IMAGENET_MEAN
+    image_std: Sequence[float] = IMAGENET_STD
+    matching: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetectorConfig:
+    """The settings that all detectors share; subclasses add the options of an architecture.
+
+    Attributes:
+        test_size: shorter side and limit of the longer side of images at inference; height and
+            width where images are stretched.
+        score_threshold: detections with a lower score are dropped; None keeps all, since ranking
+            losses order scores without giving them a scale.
         topk_per_level: scores of a level that go on to NMS.
-        nms_iou: overlap from which on NMS drops a box.
+        nms_iou: of two boxes of a class that overlap more than this, the better stays.
         detections_per_image: detections kept.
         channels_last: memory format of weights and images.
+    """
+
+    test_size: tuple[int, int] = (600, 1000)
+    score_threshold: float | None = None
+    topk_per_level: int = 1000
+    nms_iou: float = 0.5
+    detections_per_image: int = 100
+    channels_last: bool = False
+
+    # What "imagenet" and "coco" mean here, as names of torchvision's weights.
+    named_weights: ClassVar[Mapping[str, str]] = {}
+
+    def __post_init__(self) -> None:
+        for option in fields(self):  # files have lists, where a frozen config has tuples
+            value = getattr(self, option.name)
+            if isinstance(value, list):
+                object.__setattr__(self, option.name, tuple(value))
+        sides = self.test_size
+        numbers = isinstance(sides, tuple) and all(isinstance(side, int | float) for side in sides)
+        if not numbers or len(sides) != 2 or min(sides) < 1:
+            raise ConfigError(f"test_size must be two numbers of pixels, got {sides!r}")
+        object.__setattr__(self, "test_size", (int(sides[0]), int(sides[1])))
+
+    def network(self, *, columns: int, softmax: bool) -> Network:
+        """Makes the network, with fresh weights.
+
+        Args:
+            columns: logits of an anchor: K classes, and one more for the background with
+                ``softmax``.
+            softmax: whether the logits share one distribution, rather than being K sigmoids.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def options_for_weights(cls, weights: str) -> dict[str, Any]:
+        """Options under which weights of torchvision fit, where the user leaves them open."""
+        return {}
+
+    def backbone_key(self, name: str) -> str:
+        """Where in the detector a tensor of the classifier lies that the backbone was taken from.
+
+        Args:
+            name: in the state dict of the classifier.
+        """
+        return f"backbone.body.{name}"
+
+    @classmethod
+    def option_names(cls) -> tuple[str, ...]:
+        """All options, those of the architecture first."""
+        own = [option.name for option in fields(cls) if option.name not in SETTINGS]
+        return (*own, *SETTINGS)
+
+
+SETTINGS = tuple(option.name for option in fields(DetectorConfig))
+DETECTORS: Registry[type[DetectorConfig]] = Registry("detector")
+
+
+def register_detector(name: str) -> Callable[[ConfigClass], ConfigClass]:
+    """Makes a kind of detector known by a name, to ``build_detector`` and to the command line.
+
+    It decorates a subclass of :class:`DetectorConfig`, and makes it a frozen dataclass if it is
+    none of its own. :func:`~aploss.detectors.retinanet_network` makes a RetinaNet of any backbone.
+
+    Raises:
+        ConfigError: if the name is taken, or the class is of another kind.
+
+    Example:
+        >>> from torchvision.models import mobilenet_v3_small
+        >>> from torchvision.models._utils import IntermediateLayerGetter
+        >>> from aploss.detectors import build_detector, retinanet_network
+        >>> @register_detector("doc-mobilenet")
+        ... class MobileNet(DetectorConfig):
+        ...     width: float = 1.0
+        ...     def network(self, *, columns, softmax):
+        ...         layers = mobilenet_v3_small(weights=None, width_mult=self.width).features
+        ...         body = IntermediateLayerGetter(layers, {"3": "P3", "8": "P4", "12": "P5"})
+        ...         return retinanet_network(body, columns=columns, softmax=softmax)
+        >>> build_detector("doc-mobilenet", class_names=["cat"], width=0.5).name
+        'doc-mobilenet'
+    """
+
+    def add(config_class: ConfigClass) -> ConfigClass:
+        if not (isinstance(config_class, type) and issubclass(config_class, DetectorConfig)):
+            raise ConfigError(
+                f"register_detector({name!r}) takes a subclass of DetectorConfig, got "
+                f"{getattr(config_class, '__name__', config_class)!r}"
+            )
+        if "__dataclass_fields__" not in vars(config_class):
+            dataclass(frozen=True, kw_only=True)(config_class)
+        DETECTORS.register(name)(config_class)
+        return config_class
+
+    return add
+
+
+class Detector(nn.Module, ObjectDetector):
+    """A one-stage detector: backbone, heads, anchors and a criterion.
+
+    In training mode a call returns ``{"classification": loss, "box": loss}``, in evaluation mode
+    the detections of each image. The modules ``backbone`` and ``head`` have torchvision's names,
+    so that its weights load.
+
+    Args:
+        name: under which the config is registered.
+        class_names: K names; label k is the k-th.
+        config: what the network was made from; its settings become attributes, which may be set.
+        network: what has weights.
+        criterion: the training loss.
 
     Attributes:
         calibration: monotone map from scores to precision, fitted after training; only
@@ -62,50 +192,42 @@ class Detector(nn.Module):
         draw_threshold: the calibrated score with the best F1 on validation.
     """
 
-    name: str
     image_mean: Tensor
     image_std: Tensor
-    test_size: tuple[int, int]
-    keeps_aspect_ratio = True
+    score_threshold: float | None
+    topk_per_level: int
+    channels_last: bool
 
     def __init__(
         self,
         *,
+        name: str,
         class_names: Sequence[str],
-        backbone: nn.Module,
-        head: nn.Module,
+        config: DetectorConfig,
+        network: Network,
         criterion: Criterion,
-        config: Mapping[str, Any],
-        image_mean: Sequence[float] = IMAGENET_MEAN,
-        image_std: Sequence[float] = IMAGENET_STD,
-        test_size: tuple[int, int],
-        size_divisor: int = 1,
-        score_threshold: float | None = None,
-        topk_per_level: int = 1000,
-        nms_iou: float = 0.5,
-        detections_per_image: int = 100,
-        channels_last: bool = False,
     ) -> None:
         super().__init__()
-        self.name = config["name"]
+        self.name = name
         self.class_names = tuple(class_names)
-        self.backbone = backbone
-        self.head = head
+        self.architecture = config
+        for setting in SETTINGS:
+            setattr(self, setting, getattr(config, setting))
+        self.backbone = network.backbone
+        self.head = network.head
         self.criterion = criterion
-        self.test_size = (int(test_size[0]), int(test_size[1]))
-        self.size_divisor = size_divisor
-        self.score_threshold = score_threshold
-        self.topk_per_level = topk_per_level
-        self.nms_iou = nms_iou
-        self.detections_per_image = detections_per_image
-        self.channels_last = channels_last
-        self.calibration: Calibration | None = None
-        self.draw_threshold: float | None = None
-        self._config = dict(config)
+        self.size_divisor = network.size_divisor
+        self.keeps_aspect_ratio = network.keeps_aspect_ratio
+        self.calibration = None
+        self.draw_threshold = None
+        self._make_anchors = network.anchors
         self._anchor_cache: dict[tuple[int, int, torch.device], list[Tensor]] = {}
-        for buffer, values in (("image_mean", image_mean), ("image_std", image_std)):
+        for buffer, values in (
+            ("image_mean", network.image_mean),
+            ("image_std", network.image_std),
+        ):
             self.register_buffer(buffer, torch.tensor(values).view(3, 1, 1), persistent=False)
-        if channels_last:
+        if self.channels_last:
             self.to(memory_format=torch.channels_last)
 
     @property
@@ -121,7 +243,7 @@ class Detector(nn.Module):
     @property
     def uses_softmax(self) -> bool:
         """Whether the logits have a background column 0 and share one softmax."""
-        return takes_background_column(self.criterion.loss)
+        return traits_of(self.criterion.loss).softmax
 
     @property
     def box_coder(self) -> BoxCoder:
@@ -132,8 +254,10 @@ class Detector(nn.Module):
     def config(self) -> dict[str, Any]:
         """Plain values with which ``build_detector(**config)`` makes this detector again."""
         loss, loss_options = describe_loss(self.criterion.loss)
+        options = self.architecture.option_names()
         return {
-            **self._config,
+            "name": self.name,
+            **{option: getattr(self.architecture, option) for option in options},
             "class_names": list(self.class_names),
             "loss": loss,
             "loss_options": loss_options,
@@ -157,8 +281,7 @@ class Detector(nn.Module):
 
         Returns:
             In training mode, where images are not resized: ``{"classification": ..., "box": ...}``.
-            In evaluation mode: for each image a dict of ``boxes`` [n, 4] in its own pixels,
-            ``scores`` [n] descending and ``labels`` [n].
+            In evaluation mode: see :meth:`detect`.
         """
         if not self.training:
             return self.detect(images)
@@ -170,11 +293,27 @@ class Detector(nn.Module):
         logits, deltas = self.heads(batch)
         return self.criterion(logits, deltas, anchors, targets)
 
-    def detect(self, images: Tensor | Sequence[Tensor]) -> list[dict[str, Tensor]]:
-        """Detections of each image, see :meth:`forward`."""
-        batch, sizes = self.pad([self.resize(image) for image in images])
+    def detect(
+        self,
+        images: Tensor | Sequence[Tensor],
+        *,
+        size: tuple[int, int] | None = None,
+        heads: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
+    ) -> list[Detections]:
+        """Detections of each image.
+
+        Args:
+            images: floats in [0, 1], [B, 3, H, W] or a list of [3, h, w].
+            size: in place of ``test_size``.
+            heads: computes what :meth:`heads` does, in another runtime.
+
+        Returns:
+            For each image a dict of ``boxes`` [n, 4] in its own pixels, ``scores`` [n] descending
+            and ``labels`` [n].
+        """
+        batch, sizes = self.pad([self.resize(image, size) for image in images])
         self.anchors_for(batch.shape[-2], batch.shape[-1], batch.device)  # refuses impossible sizes
-        logits, deltas = self.heads(batch)
+        logits, deltas = (heads or self.heads)(batch)
         detections = self.postprocess(logits, deltas, batch.shape[-2:], sizes)
         for image, (height, width), found in zip(images, sizes, detections, strict=True):
             scale = found["boxes"].new_tensor([image.shape[-1] / width, image.shape[-2] / height])
@@ -202,14 +341,10 @@ class Detector(nn.Module):
         deltas: Tensor,
         batch_size: Sequence[int],
         image_sizes: Sequence[tuple[int, int]],
-    ) -> list[dict[str, Tensor]]:
+    ) -> list[Detections]:
         """Detections in pixels of the batch, from what :meth:`heads` gives.
 
-        Args:
-            logits: [B, A, columns].
-            deltas: [B, A, 4].
-            batch_size: height and width of the batch that went through :meth:`heads`.
-            image_sizes: height and width of each image inside its padding.
+        ``batch_size`` is height and width of the batch, ``image_sizes`` those of each image in it.
         """
         height, width = batch_size
         return postprocess(
@@ -231,58 +366,73 @@ class Detector(nn.Module):
         """The anchors of a batch of this size, for each level [A_l, 4] in pixels of the batch."""
         key = (height, width, torch.device(device))
         if key not in self._anchor_cache:
-            if len(self._anchor_cache) >= 64:  # many image sizes: forget, rather than grow
+            if len(self._anchor_cache) >= CACHED_SIZES:  # forget, rather than grow
                 self._anchor_cache.clear()
             # Made under inference mode, they could not be used for a training step later.
             with torch.inference_mode(False), torch.no_grad():
-                anchors = self.make_anchors(height, width, self.feature_sizes(height, width))
+                anchors = self._make_anchors(height, width, self.feature_sizes(height, width))
                 self._anchor_cache[key] = [level.float().to(device) for level in anchors]
         return self._anchor_cache[key]
-
-    def make_anchors(
-        self, height: int, width: int, feature_sizes: Sequence[tuple[int, int]]
-    ) -> list[Tensor]:
-        """Anchors of each level from the height and width of its feature map."""
-        raise NotImplementedError
 
     def feature_sizes(self, height: int, width: int) -> list[tuple[int, int]]:
         """Height and width of each feature map for images of a size."""
         return [(shape[-2], shape[-1]) for shape in feature_shapes(self.backbone, height, width)]
 
-    def resize(self, image: Tensor) -> Tensor:
-        """An image [3, h, w] in the size for inference, see ``test_size``."""
-        return resize_image(image, self.test_size, keeps_aspect_ratio=self.keeps_aspect_ratio)
+    def resize(self, image: Tensor, size: tuple[int, int] | None = None) -> Tensor:
+        """An image [3, h, w] in the size for inference, ``test_size`` unless another is given."""
+        height, width = image.shape[-2:]
+        wanted = size or self.test_size
+        if self.keeps_aspect_ratio:
+            shorter, longest = wanted
+            scale = min(shorter / min(height, width), longest / max(height, width))
+            wanted = (max(1, round(height * scale)), max(1, round(width * scale)))
+        if wanted == (height, width):
+            return image
+        # Training images are shrunk with antialiasing, too; MPS lacks the operator.
+        antialias = image.device.type != "mps" and (wanted[0] < height or wanted[1] < width)
+        return F.interpolate(
+            image[None], size=wanted, mode="bilinear", align_corners=False, antialias=antialias
+        )[0]
 
     def pad(self, images: Tensor | Sequence[Tensor]) -> tuple[Tensor, list[tuple[int, int]]]:
         """One batch of images of any size, and the height and width of each inside it.
 
-        The padding has the mean colour, which is 0 for the network.
+        The padding at the right and the bottom has the mean colour, which is 0 for the network.
+
+        Raises:
+            DataError: if there is no image, or they are not floats.
         """
-        return pad_images(images, colour=self.image_mean, size_divisor=self.size_divisor)
+        sizes = [(image.shape[-2], image.shape[-1]) for image in images]
+        if not sizes:
+            raise DataError("a detector needs at least one image")
+        if not images[0].is_floating_point():
+            raise DataError(
+                f"images must be floats in [0, 1], got {images[0].dtype}: divide by 255"
+            )
+        divisor = self.size_divisor
+        height, width = (
+            -(-max(size[axis] for size in sizes) // divisor) * divisor for axis in (0, 1)
+        )
+        if isinstance(images, Tensor) and images.shape[-2:] == (height, width):
+            return images.to(self.image_mean.device), sizes
+        batch = self.image_mean.expand(len(sizes), 3, height, width).clone()
+        for row, image in zip(batch, images, strict=True):
+            row[:, : image.shape[-2], : image.shape[-1]].copy_(image)
+        return batch, sizes
 
     def compile(self, *arguments: Any, **options: Any) -> None:
         """Compiles what has weights with ``torch.compile``; labels and NMS stay as they are."""
         self.backbone.compile(*arguments, **options)
         self.head.compile(*arguments, **options)
 
-    def predict(
-        self,
-        images: "ImageLike | Sequence[ImageLike]",
-        *,
-        threshold: float | None = None,
-        batch_size: int = 8,
-        multi_scale: "MultiScale | None" = None,
-    ) -> "list[Prediction]":
-        """Objects in images of any kind, see :func:`~aploss.detectors.prediction.predict`."""
-        from aploss.detectors.prediction import predict
-
-        return predict(
-            self, images, threshold=threshold, batch_size=batch_size, multi_scale=multi_scale
-        )
-
 
 def feature_shapes(backbone: nn.Module, height: int, width: int) -> list[torch.Size]:
-    """Shapes of the feature maps of one image, found without computing them.
+    """Shapes of the feature maps of images of a size, found without computing them.
+
+    Args:
+        backbone: gives a dict or a list of feature maps.
+        height: of the images.
+        width: of the images.
 
     Raises:
         ConfigError: if the backbone cannot take images of this size.
@@ -299,4 +449,5 @@ def feature_shapes(backbone: nn.Module, height: int, width: int) -> list[torch.S
         raise ConfigError(
             f"the detector cannot take images of {width}x{height} pixels: {error}"
         ) from error
-    return [feature.shape for feature in features.values()]
+    maps = features.values() if isinstance(features, Mapping) else features
+    return [feature.shape for feature in maps]

@@ -8,7 +8,7 @@ follows (anchors, decoding, NMS, calibration) is described in the file's metadat
 import json
 import logging
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from aploss.detectors.build import build_detector
-from aploss.detectors.checkpoint_io import detector_from_record, detector_record
+from aploss.detectors.checkpoint import detector_from_record, detector_record
 from aploss.detectors.detector import Detector
-from aploss.detectors.multi_scale import Detections, MultiScale
-from aploss.detectors.prediction import ImageLike, Prediction, predict
+from aploss.detectors.postprocess import Detections, ObjectDetector
 from aploss.errors import ConfigError, RunError
-from aploss.evaluation.calibration import Calibration
+from aploss.evaluation import Calibration
 from aploss.files import write_whole
 
 __all__ = ["OnnxDetector", "export_onnx"]
@@ -83,7 +82,7 @@ def export_onnx(detector: Detector, path: str | Path, *, size: int | None = None
     return path
 
 
-class OnnxDetector:
+class OnnxDetector(ObjectDetector):
     """An exported detector: the network runs in onnxruntime, the rest as in the detector.
 
     Called with a list of images, float [3, h, w] in [0, 1], it gives the detections of each, as a
@@ -102,44 +101,30 @@ class OnnxDetector:
         path = Path(path)
         if not path.is_file():
             raise RunError(f"there is no file {path}")
-        session = _session(path.read_bytes(), str(path), providers)
-        metadata = session.get_modelmeta().custom_metadata_map
+        self._heads = _Session(path.read_bytes(), str(path), providers)
+        metadata = self._heads.metadata
         if metadata.get("aploss_format") != str(FORMAT):
             raise RunError(f"{path} was not written by 'aploss export' of this version")
-        self.calibration = _calibration(json.loads(metadata["calibration"]))
-        self.draw_threshold: float | None = json.loads(metadata["draw_threshold"])
+        calibration = json.loads(metadata["calibration"])
+        self.calibration = None if calibration is None else Calibration.from_dict(calibration)
+        self.draw_threshold = json.loads(metadata["draw_threshold"])
         self._detector = _without_weights(json.loads(metadata["config"]))
-        self._detector.heads = _Runner(session)  # type: ignore[method-assign]
+        self.config = self._detector.config
         self.class_names = self._detector.class_names
         self.keeps_aspect_ratio = self._detector.keeps_aspect_ratio
+        self.test_size = self._detector.test_size
         self.nms_iou = self._detector.nms_iou
         self.detections_per_image = self._detector.detections_per_image
 
-    @property
-    def test_size(self) -> tuple[int, int]:
-        """Shorter side and limit of the longer side to which images are resized."""
-        return self._detector.test_size
+    def __call__(self, images: Tensor | Sequence[Tensor]) -> list[Detections]:
+        return self.detect(images)
 
-    @test_size.setter
-    def test_size(self, size: tuple[int, int]) -> None:
-        self._detector.test_size = size
-
-    def __call__(self, images: list[Tensor]) -> list[Detections]:
+    def detect(
+        self, images: Tensor | Sequence[Tensor], *, size: tuple[int, int] | None = None
+    ) -> list[Detections]:
+        """Detections of images of ``test_size`` or another size, see :meth:`Detector.detect`."""
         with torch.inference_mode():
-            return self._detector.detect(images)
-
-    def predict(
-        self,
-        images: ImageLike | Iterable[ImageLike],
-        *,
-        threshold: float | None = None,
-        batch_size: int = 8,
-        multi_scale: MultiScale | None = None,
-    ) -> list[Prediction]:
-        """Objects in images of any kind, see :func:`~aploss.detectors.prediction.predict`."""
-        return predict(
-            self, images, threshold=threshold, batch_size=batch_size, multi_scale=multi_scale
-        )
+            return self._detector.detect(images, size=size or self.test_size, heads=self._heads)
 
 
 class _Heads(nn.Module):
@@ -151,11 +136,27 @@ class _Heads(nn.Module):
         return self.detector.heads(images)
 
 
-class _Runner:
-    """Stands where a detector has its ``heads``."""
+class _Session:
+    """Computes what a detector's ``heads`` do, in onnxruntime.
 
-    def __init__(self, session: Any) -> None:
-        self.session = session
+    Raises:
+        RunError: if the content of the file is damaged.
+    """
+
+    def __init__(self, content: bytes, name: str, providers: Iterable[str] | None = None) -> None:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.log_severity_level = 3  # errors only
+        try:
+            self.session = onnxruntime.InferenceSession(
+                content, options, providers=list(providers or ["CPUExecutionProvider"])
+            )
+        except Exception as error:  # onnxruntime's errors share no base class of their own
+            reason = str(error).splitlines()[0]
+            raise RunError(f"{name} cannot be run by onnxruntime: {reason}") from error
+        self.metadata: dict[str, str] = self.session.get_modelmeta().custom_metadata_map
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
         expected = self.session.get_inputs()[0].shape[2:]
@@ -185,7 +186,7 @@ def _open_dimensions(detector: Detector) -> dict[int, Any]:
 
 
 def _metadata(detector: Detector) -> dict[str, str]:
-    """Everything besides the graph that detections need, as JSON a value."""
+    """Everything besides the graph that detections need, each value as JSON."""
     record = detector_record(detector)
     values = {
         "class_names": detector.class_names,
@@ -203,7 +204,7 @@ def _metadata(detector: Detector) -> dict[str, str]:
 
 
 def _compare(detector: Detector, content: bytes, images: Tensor) -> None:
-    run = _Runner(_session(content, "the exported model", None))
+    run = _Session(content, "the exported model")
     for batch in (images, images[:1]):
         with torch.no_grad():
             expected = detector.heads(batch)
@@ -216,31 +217,12 @@ def _compare(detector: Detector, content: bytes, images: Tensor) -> None:
                 )
 
 
-def _session(content: bytes, name: str, providers: Iterable[str] | None) -> Any:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 3  # errors only
-    try:
-        return onnxruntime.InferenceSession(
-            content, options, providers=list(providers or ["CPUExecutionProvider"])
-        )
-    except Exception as error:  # onnxruntime's errors share no base class of their own
-        reason = str(error).splitlines()[0]
-        raise RunError(f"{name} cannot be run by onnxruntime: {reason}") from error
-
-
 def _without_weights(config: dict[str, Any]) -> Detector:
     detector = build_detector(**config).eval()
     # Shapes of feature maps are still found from the modules, which need no memory for that.
     detector.backbone.to("meta")
     detector.head.to("meta")
     return detector
-
-
-def _calibration(values: dict[str, Any] | None) -> Calibration | None:
-    return None if values is None else Calibration.from_dict(values)
 
 
 @contextmanager

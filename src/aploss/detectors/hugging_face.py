@@ -21,10 +21,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torchvision.ops import box_convert, generalized_box_iou_loss
 
 from aploss.detectors.criterion import classification_loss, iou_of_pairs
-from aploss.detectors.ranking_labels import NEGATIVE, AnchorLabels
+from aploss.detectors.labels import NEGATIVE, AnchorLabels
+from aploss.detectors.score_map import ScoreMap, fit_score_map
 from aploss.detectors.swap_loss import ScoreThresholdWarning, softmax_log_odds
-from aploss.errors import ConfigError, DataError, RunError
-from aploss.evaluation import Calibration, calibrate_detections
+from aploss.errors import ConfigError, RunError
+from aploss.evaluation import Calibration
 from aploss.losses.traits import traits_of
 
 __all__ = [
@@ -94,24 +95,22 @@ def use_loss_in_transformers(
     Raises:
         ConfigError: if the model, the loss or a weight is of another kind.
     """
+    _check_model(model)
     own: Any = model
-    if _loss_type(model) not in HAS_SOFTMAX:
-        raise ConfigError(
-            f"use_loss knows these detectors of transformers: {FAMILIES}; "
-            f"got {type(model).__name__}"
-        )
     current = own.loss_function
     original = current.original if isinstance(current, _SwappedLoss) else current
     if loss is None:
         if weights:
             raise ConfigError("weights go with a loss, got weights and no loss")
+        set_calibration(model, None)
         _give_back(own, original)
         return model
     has_softmax = HAS_SOFTMAX[_loss_type(model)]
     _check_loss(loss, model, has_softmax)
     _check_weights(weights or {}, own.config)
+    set_calibration(model, None)  # which belongs to the loss before
     own.loss_function = _SwappedLoss(original, loss, has_softmax, dict(weights or {}))
-    if not traits_of(loss).calibrated and calibration_of(model) is None:
+    if not traits_of(loss).calibrated:
         warnings.warn(
             f"{type(loss).__name__} orders the scores of {type(model).__name__} but does not make "
             "them probabilities: post_process_object_detection(threshold=0.5) would drop correct "
@@ -120,6 +119,13 @@ def use_loss_in_transformers(
             stacklevel=3,
         )
     return model
+
+
+def _check_model(model: nn.Module) -> None:
+    if _loss_type(model) not in HAS_SOFTMAX:
+        raise ConfigError(
+            f"these detectors of transformers are known: {FAMILIES}; got {type(model).__name__}"
+        )
 
 
 def _loss_type(model: object) -> str:
@@ -327,45 +333,44 @@ def _corners(boxes: Tensor) -> Tensor:
 
 def calibrate_in_transformers(
     model: Model,
-    images: Tensor | Sequence[Tensor],
-    targets: Sequence[Mapping[str, Tensor]],
+    images: Tensor | Sequence[Tensor] | None,
+    targets: Sequence[Mapping[str, Tensor]] = (),
     *,
     iou: float = 0.5,
 ) -> Model:
-    """Makes the scores of a trained ``transformers`` detector precisions, in evaluation mode.
+    """Makes the scores of a trained ``transformers`` detector mean precision, in evaluation mode.
 
     ``outputs.logits`` become such that their sigmoid (or softmax) is the share of correct
     detections with such a score, so that ``post_process_object_detection(threshold=0.5)`` keeps
     what is more often right than wrong. The order of all detections, and with it AP, stays; so do
-    weights and training. :func:`set_calibration` with ``None`` takes it back.
+    weights and training.
 
     Args:
         model: trained.
         images: held-out images as the model takes them, ``pixel_values`` [N, 3, H, W] or a list of
-            [3, H, W].
+            [3, H, W]; None takes a calibration away.
         targets: for each image ``class_labels`` [n] and ``boxes`` [n, 4], centre and size relative
             to the image, as for training.
         iou: overlap from which a detection is correct.
 
     Raises:
-        DataError: if there are not as many targets as images, or no objects at all.
+        ConfigError: if the model is of another kind.
+        DataError: if there is no object in the images, or not one target per image.
     """
-    if len(images) != len(targets):
-        raise DataError(f"{len(images)} images have {len(targets)} targets")
-    if not sum(len(target["class_labels"]) for target in targets):
-        raise DataError("calibrate needs images with objects, got none")
+    _check_model(model)
     set_calibration(model, None)
-    detections: list[dict[str, Any]] = []
+    if images is None:
+        return model
     was_training = model.training
     model.eval()
     try:
-        for image_id, image in enumerate(images):
-            detections += _detections(model, image, image_id)
+        detections = [_detections(model, image) for image in images]
     finally:
         model.train(was_training)
-    truth = _coco_dict(images, targets, num_classes=int(model.config.num_labels))  # type: ignore[union-attr, arg-type]
-    calibration, _ = calibrate_detections(truth, detections, iou=iou)
-    set_calibration(model, calibration)
+    objects = [
+        {"boxes": _corners(target["boxes"]), "labels": target["class_labels"]} for target in targets
+    ]
+    _attach(model, fit_score_map(detections, objects, iou=iou))
     return model
 
 
@@ -373,25 +378,29 @@ def calibration_of(model: nn.Module) -> Calibration | None:
     """The calibration of a model's scores, to keep in a file beside the model's, if it has one."""
     for hook in model._forward_hooks.values():
         if isinstance(hook, _CalibratedLogits):
-            return hook.calibration
+            return Calibration(x=hook.score_map.x.cpu().numpy(), y=hook.score_map.y.cpu().numpy())
     return None
 
 
 def set_calibration(model: nn.Module, calibration: Calibration | None) -> None:
     """Gives a model the calibration of an earlier one with the same weights, or takes its away."""
+    _check_model(model)
     for key, hook in list(model._forward_hooks.items()):
         if isinstance(hook, _CalibratedLogits):
             del model._forward_hooks[key]
     if calibration is not None:
-        has_softmax = HAS_SOFTMAX[_loss_type(model)]
-        model.register_forward_hook(_CalibratedLogits(calibration, has_softmax))
+        _attach(model, ScoreMap(calibration))
+
+
+def _attach(model: nn.Module, score_map: ScoreMap) -> None:
+    model.register_forward_hook(_CalibratedLogits(score_map, HAS_SOFTMAX[_loss_type(model)]))
 
 
 class _CalibratedLogits:
-    """Maps the logits of a model's output, in evaluation mode; the loss has seen the others."""
+    """A forward hook that maps the logits in evaluation mode; the loss has seen the raw ones."""
 
-    def __init__(self, calibration: Calibration, has_softmax: bool) -> None:
-        self.calibration = calibration
+    def __init__(self, score_map: ScoreMap, has_softmax: bool) -> None:
+        self.score_map = score_map
         self.has_softmax = has_softmax
 
     def __call__(self, model: nn.Module, _inputs: Any, output: Any) -> Any:
@@ -404,75 +413,33 @@ class _CalibratedLogits:
         return output
 
     def logits(self, logits: Tensor) -> Tensor:
-        """Calibrated logits; in float64 where there is one, since float32 would make some equal."""
-        exact = logits.float() if logits.device.type == "mps" else logits.double()
+        """Calibrated logits in float64, since float32 would make some scores equal."""
+        if logits.device.type == "mps":  # which has no float64
+            return self.logits(logits.cpu()).float().to(logits.device)
+        probabilities = self.score_map.to(logits.device)
+        exact = logits.double()
         if not self.has_softmax:
-            return torch.logit(self._probabilities(exact.sigmoid()))
+            return torch.logit(probabilities(exact.sigmoid()))
         # A query's detection is its best class, which gets its probability. The other classes
         # share what remains without passing it, and "no object" has the rest.
-        wanted = self._probabilities(exact.softmax(dim=-1)[..., :-1])
+        wanted = probabilities(exact.softmax(dim=-1)[..., :-1])
         best, place = wanted.max(dim=-1, keepdim=True)
         others = wanted.scatter(-1, place, 0.0)
         others = others * ((1 - best) / others.sum(dim=-1, keepdim=True)).clamp(max=0.999)
         classes = others.scatter(-1, place, best)
         return torch.cat([classes, 1 - classes.sum(dim=-1, keepdim=True)], dim=-1).log()
 
-    def _probabilities(self, scores: Tensor) -> Tensor:
-        """The calibration's straight lines between its knots, on the device of the scores."""
-        x, y = (torch.as_tensor(k).to(scores) for k in (self.calibration.x, self.calibration.y))
-        right = torch.searchsorted(x, scores.contiguous()).clamp(1, len(x) - 1)
-        share = (scores - x[right - 1]) / (x[right] - x[right - 1])
-        return torch.lerp(y[right - 1], y[right], share)
-
 
 @torch.no_grad()
-def _detections(model: nn.Module, image: Tensor, image_id: int) -> list[dict[str, Any]]:
-    """COCO's dicts of the detections that post-processing would make, without a threshold."""
+def _detections(model: nn.Module, image: Tensor) -> dict[str, Tensor]:
+    """What post-processing would make of an image without a threshold, in relative corners."""
     like = next(model.parameters())
     output = model(pixel_values=image[None].to(like), return_dict=True)
-    logits, boxes = output.logits[0].double(), output.pred_boxes[0].double()
+    logits, boxes = output.logits[0].double(), _corners(output.pred_boxes[0])
     if HAS_SOFTMAX[_loss_type(model)]:  # the best class of each query
-        scores, classes = logits.softmax(dim=-1)[:, :-1].max(dim=-1)
-    else:  # the best pairs of query and class, as many as there are queries
-        count = logits.shape[-1]
-        scores, places = logits.sigmoid().flatten().topk(len(logits))
-        boxes, classes = boxes[places // count], places % count
-    return [
-        {"image_id": image_id, "category_id": category, "score": score, "bbox": box}
-        for category, score, box in zip(
-            classes.tolist(), scores.tolist(), _coco_boxes(boxes, image), strict=True
-        )
-    ]
-
-
-def _coco_boxes(boxes: Tensor, image: Tensor) -> list[list[float]]:
-    """Pixels (left, top, width, height) from relative (centre, size)."""
-    height, width = image.shape[-2:]
-    corner_and_size = box_convert(boxes.double(), "cxcywh", "xywh")
-    scaled: list[list[float]] = (
-        corner_and_size * corner_and_size.new_tensor([width, height, width, height])
-    ).tolist()
-    return scaled
-
-
-def _coco_dict(
-    images: Tensor | Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]], num_classes: int
-) -> dict[str, Any]:
-    annotations: list[dict[str, Any]] = []
-    for image_id, (image, target) in enumerate(zip(images, targets, strict=True)):
-        rows = zip(
-            target["class_labels"].tolist(), _coco_boxes(target["boxes"], image), strict=True
-        )
-        for category, box in rows:
-            annotations.append({
-                "id": len(annotations) + 1, "image_id": image_id, "category_id": category,
-                "bbox": box, "area": box[2] * box[3], "iscrowd": 0,
-            })  # fmt: skip
-    return {
-        "images": [
-            {"id": index, "height": int(image.shape[-2]), "width": int(image.shape[-1])}
-            for index, image in enumerate(images)
-        ],
-        "annotations": annotations,
-        "categories": [{"id": index, "name": str(index)} for index in range(num_classes)],
-    }
+        scores, labels = logits.softmax(dim=-1)[:, :-1].max(dim=-1)
+        return {"boxes": boxes, "scores": scores, "labels": labels}
+    # the best pairs of query and class, as many as there are queries
+    num_classes = logits.shape[-1]
+    scores, places = logits.sigmoid().flatten().topk(len(logits))
+    return {"boxes": boxes[places // num_classes], "scores": scores, "labels": places % num_classes}

@@ -1,4 +1,4 @@
-"""The classification losses a detector can be trained with, by name."""
+"""The classification losses a detector can be trained with, by name, and back to their names."""
 
 import inspect
 from typing import Any
@@ -6,34 +6,32 @@ from typing import Any
 from torch import Tensor, nn
 
 from aploss.errors import ConfigError, RunError
-from aploss.losses.alrp_loss import ALRPLoss
-from aploss.losses.ap_loss import APLoss
-from aploss.losses.auc_loss import AUCLoss
-from aploss.losses.focal_loss import FocalLoss
-from aploss.losses.hinge_ap_loss import HingeAPLoss
-from aploss.losses.ohem_cross_entropy import OHEMCrossEntropy
-from aploss.losses.rank_sort_loss import RankSortLoss
-from aploss.losses.smooth_ap_loss import SmoothAPLoss
+from aploss.losses.traits import LOSSES, LossTraits, traits_of
 
-__all__ = ["LOSS_NAMES", "describe_loss", "is_loss", "make_loss", "takes_background_column"]
+__all__ = ["CUSTOM", "LOSS_NAMES", "describe_loss", "make_loss"]
 
-_CLASSES: dict[str, type[nn.Module]] = {
-    "ap": APLoss,
-    "auc": AUCLoss,
-    "focal": FocalLoss,
-    "ce-ohem": OHEMCrossEntropy,
-    "rank-sort": RankSortLoss,
-    "alrp": ALRPLoss,
-    "smooth-ap": SmoothAPLoss,
-    "hinge-ap": HingeAPLoss,
-}
-LOSS_NAMES: tuple[str, ...] = tuple(_CLASSES)
-CUSTOM = "custom"  # the name of a loss object that is none of ours
-NOT_STORED = "process_group"  # belongs to the running processes, not to the detector
+CUSTOM = "custom"  # the name of a loss object that is not registered
+OF_THE_PROCESS = ("process_group",)  # arguments of losses that belong to the running process
+PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
+LOSS_NAMES: tuple[str, ...]  # with those of plugins, so it is looked up anew each time
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LOSS_NAMES":
+        return LOSSES.names()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class _LossOfTheUser(nn.Module):
-    """Stands where a detector was saved with a loss object of the user's own."""
+    """Stands where a detector was saved with a loss object of the user's own.
+
+    Args:
+        softmax: as of the traits of that loss, since the number of logits depends on it.
+    """
+
+    def __init__(self, softmax: bool = False) -> None:
+        super().__init__()
+        self.traits = LossTraits(softmax=softmax)
 
     def forward(self, scores: Tensor, targets: Tensor) -> Tensor:
         raise RunError(
@@ -56,11 +54,7 @@ def make_loss(name: str, **options: Any) -> nn.Module:
         >>> make_loss("ap", delta=0.5).delta
         0.5
     """
-    if name == CUSTOM:
-        return _LossOfTheUser()
-    if name not in _CLASSES:
-        raise ConfigError(f"there is no loss {name!r}; choose one of: {', '.join(LOSS_NAMES)}")
-    loss_class = _CLASSES[name]
+    loss_class = _LossOfTheUser if name == CUSTOM else LOSSES.get(name)
     allowed = _option_names(loss_class)
     for option in options:
         if option not in allowed:
@@ -76,31 +70,18 @@ def make_loss(name: str, **options: Any) -> nn.Module:
 def describe_loss(loss: nn.Module) -> tuple[str, dict[str, Any]]:
     """The name and options that :func:`make_loss` would make this loss from.
 
-    A loss object that is none of ours is called ``"custom"`` and has no options.
+    Options are the arguments of its constructor that it keeps as attributes and that are plain
+    values; what belongs to the running process is none. A loss object that is not registered is
+    called ``"custom"``.
     """
-    for name, loss_class in _CLASSES.items():
+    for name, loss_class in LOSSES.items():
         if type(loss) is loss_class:
-            options = {key: getattr(loss, key) for key in _option_names(type(loss))}
-            return name, options
-    return CUSTOM, {}
-
-
-def is_loss(loss: object, *names: str) -> bool:
-    """Whether a loss object is of one of these names' classes.
-
-    Example:
-        >>> is_loss(make_loss("focal"), "focal", "ce-ohem")
-        True
-    """
-    return isinstance(loss, tuple(_CLASSES[name] for name in names))
-
-
-def takes_background_column(loss: object) -> bool:
-    """Whether the loss is a softmax over K classes and background, rather than K sigmoids."""
-    return is_loss(loss, "ce-ohem")
+            values = {key: getattr(loss, key, ...) for key in _option_names(loss_class)}
+            return name, {key: value for key, value in values.items() if isinstance(value, PLAIN)}
+    return CUSTOM, {"softmax": True} if traits_of(loss).softmax else {}
 
 
 def _option_names(loss_class: type) -> list[str]:
     parameters = inspect.signature(loss_class).parameters.values()
-    named = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
-    return [name for name in named if name != NOT_STORED]
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [one.name for one in parameters if one.kind in named and one.name not in OF_THE_PROCESS]

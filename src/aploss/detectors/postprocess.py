@@ -1,26 +1,30 @@
-"""From logits and box regressions to detections: top-k of each level, class-wise NMS, best 100."""
+"""From logits to detections, of an image in one size or in several."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torchvision.models.detection._utils import BoxCoder
 from torchvision.ops import batched_nms, clip_boxes_to_image
 
-__all__ = ["class_scores", "postprocess"]
+from aploss.errors import ConfigError
 
+if TYPE_CHECKING:
+    from aploss.detectors.predict import ImageLike, Prediction
+    from aploss.evaluation import Calibration
 
-def class_scores(logits: Tensor, *, softmax: bool) -> Tensor:
-    """Scores in [0, 1] of the K classes.
+__all__ = [
+    "Detections",
+    "MultiScale",
+    "ObjectDetector",
+    "merge_detections",
+    "postprocess",
+]
 
-    Args:
-        logits: [..., K], or [..., K + 1] with the background in column 0 if ``softmax``.
-        softmax: whether the classes and the background share one distribution.
-
-    Returns:
-        [..., K].
-    """
-    return logits.softmax(dim=-1)[..., 1:] if softmax else logits.sigmoid()
+DEFAULT_SCALES = (0.75, 1.0, 1.25, 1.5)
+Detections = dict[str, Tensor]
 
 
 def postprocess(
@@ -35,7 +39,7 @@ def postprocess(
     topk_per_level: int,
     nms_iou: float,
     detections_per_image: int,
-) -> list[dict[str, Tensor]]:
+) -> list[Detections]:
     """Detections of a batch, in pixels of the batch.
 
     Args:
@@ -45,7 +49,7 @@ def postprocess(
         image_sizes: height and width of each image inside the batch; boxes are clipped to it,
             and boxes that lie outside it (in the padding) are dropped.
         box_coder: turns deltas into boxes.
-        softmax: see :func:`class_scores`.
+        softmax: whether classes and background (column 0) share one distribution.
         score_threshold: detections with a lower score are dropped; None keeps all, since ranking
             losses order scores without giving them a scale.
         topk_per_level: how many scores of a level go on.
@@ -89,10 +93,121 @@ def _best_of_level(
     topk: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # The sigmoid is monotone: taken after the top-k, it is computed for the few instead of for all.
-    rankable = class_scores(logits, softmax=True) if softmax else logits
+    rankable = logits.softmax(dim=-1)[..., 1:] if softmax else logits
     num_classes = rankable.shape[-1]
     values, positions = rankable.flatten().topk(min(topk, rankable.numel()))
     chosen = positions.div(num_classes, rounding_mode="floor")
     boxes = box_coder.decode_single(deltas[chosen], anchors[chosen])
-    scores = values if softmax else class_scores(values, softmax=False)
+    scores = values if softmax else values.sigmoid()
     return boxes, scores, positions % num_classes
+
+
+class ObjectDetector:
+    """What finding objects needs of a detector: ours have it, and the exported ones."""
+
+    class_names: tuple[str, ...]
+    calibration: "Calibration | None"
+    draw_threshold: float | None
+    test_size: tuple[int, int]
+    nms_iou: float
+    detections_per_image: int
+    keeps_aspect_ratio: bool
+
+    def detect(
+        self, images: Tensor | Sequence[Tensor], *, size: tuple[int, int] | None = None
+    ) -> list[Detections]:
+        """``boxes``, ``scores`` and ``labels`` of images [3, h, w] in [0, 1]."""
+        raise NotImplementedError
+
+    def predict(
+        self,
+        images: "ImageLike | Iterable[ImageLike]",
+        *,
+        threshold: float | None = None,
+        batch_size: int = 8,
+        multi_scale: "MultiScale | None" = None,
+    ) -> "list[Prediction]":
+        """Objects in images of any kind, see :func:`~aploss.detectors.predict.predict`."""
+        from aploss.detectors.predict import predict
+
+        return predict(
+            self, images, threshold=threshold, batch_size=batch_size, multi_scale=multi_scale
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiScale:
+    """Multi-scale testing: an image looked at in several sizes and mirrored, merged by NMS.
+
+    The lower half of Table 3; the paper does not say which scales it used.
+
+    Attributes:
+        scales: factors on the detector's ``test_size``; 1.0 is an ordinary test. By default 0.75
+            to 1.5, for SSD from 1.0 on: its last maps vanish in smaller images.
+        flip: look at the mirrored image of every scale, too.
+
+    Example:
+        >>> both_directions = MultiScale(scales=(1.0,), flip=True)
+        >>> merged = both_directions(detector, images)  # doctest: +SKIP
+    """
+
+    scales: tuple[float, ...] | None = None
+    flip: bool = True
+
+    def __post_init__(self) -> None:
+        if self.scales is not None and not (self.scales and min(self.scales) > 0):
+            raise ConfigError(f"multi-scale testing needs scales above 0, got {self.scales}")
+
+    def __call__(self, detector: ObjectDetector, images: list[Tensor]) -> list[Detections]:
+        """Detections of every view of the images, merged by the detector's class-wise NMS.
+
+        Args:
+            detector: a detector in evaluation mode.
+            images: float [3, h, w] in [0, 1], each of its own size.
+
+        Returns:
+            For each image the same dict as the detector gives: ``boxes`` [n, 4] in its pixels,
+            ``scores`` [n] descending and uncalibrated, ``labels`` [n].
+        """
+        smallest = 0.0 if detector.keeps_aspect_ratio else 1.0
+        shorter, longest = detector.test_size
+        views: list[list[Detections]] = []
+        for scale in self.scales or [one for one in DEFAULT_SCALES if one >= smallest]:
+            size = (max(1, round(shorter * scale)), max(1, round(longest * scale)))
+            views.append(detector.detect(images, size=size))
+            if self.flip:
+                views.append(_detect_mirrored(detector, images, size))
+        return [
+            merge_detections(
+                list(of_one_image),
+                nms_iou=detector.nms_iou,
+                detections_per_image=detector.detections_per_image,
+            )
+            for of_one_image in zip(*views, strict=True)
+        ]
+
+
+def merge_detections(
+    views: list[Detections], *, nms_iou: float, detections_per_image: int
+) -> Detections:
+    """Class-wise NMS over the detections of several views of one image, in its pixels.
+
+    The best ``detections_per_image`` stay, best score first; of two boxes of a class that overlap
+    more than ``nms_iou``, the better.
+    """
+    boxes, scores, labels = (
+        torch.cat([view[key] for view in views]) for key in ("boxes", "scores", "labels")
+    )
+    keep = batched_nms(boxes, scores, labels, nms_iou)[:detections_per_image]
+    return {"boxes": boxes[keep], "scores": scores[keep], "labels": labels[keep]}
+
+
+def _detect_mirrored(
+    detector: ObjectDetector, images: list[Tensor], size: tuple[int, int]
+) -> list[Detections]:
+    detections = detector.detect([image.flip(-1) for image in images], size=size)
+    for image, found in zip(images, detections, strict=True):
+        left, top, right, bottom = found["boxes"].unbind(-1)
+        width = image.shape[-1]
+        found["boxes"] = torch.stack([width - right, top, width - left, bottom], dim=-1)
+    return detections

@@ -1,147 +1,245 @@
-"""SSD300 and SSD512 on VGG-16 (Liu et al., ECCV 2016; Appendix 5) from torchvision's pieces."""
+"""SSD300 and SSD512 on VGG-16 (Liu et al., ECCV 2016; Appendix 5), and SSDlite on MobileNetV3."""
 
-import math
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torchvision.models import mobilenet_v3_large
 from torchvision.models.detection.anchor_utils import DefaultBoxGenerator
 from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.ssd import SSDFeatureExtractorVGG, SSDHead
+from torchvision.models.detection.ssdlite import SSDLiteFeatureExtractorMobileNet, SSDLiteHead
+from torchvision.models.mobilenetv3 import InvertedResidual
 from torchvision.models.vgg import cfgs, make_layers
+from torchvision.ops import FrozenBatchNorm2d
 
-from aploss.detectors.criterion import Criterion
-from aploss.detectors.detector import IMAGENET_STD, Detector, feature_shapes
-from aploss.detectors.retinanet import PRIOR_PROBABILITY
+from aploss.detectors.detector import (
+    IMAGENET_STD,
+    DetectorConfig,
+    Network,
+    feature_shapes,
+    register_detector,
+)
+from aploss.detectors.retinanet import PRIOR_LOG_ODDS
 from aploss.errors import ConfigError
 
-__all__ = ["SSD", "set_prior", "ssd300", "ssd512"]
+__all__ = ["DefaultBoxes"]
 
 # The network of the original, which was trained on pixels of 0..255 minus their mean.
 CAFFE_MEAN = (0.48235, 0.45882, 0.40784)
 CAFFE_STD = (1 / 255, 1 / 255, 1 / 255)
 MATCHING = {"positive_iou": 0.5, "negative_iou": 0.5, "smooth_l1_beta": 1.0}  # SSD's own
-SCALES_300 = (0.07, 0.15, 0.33, 0.51, 0.69, 0.87, 1.05)  # torchvision's, of its COCO weights
-SCALES_512 = (0.07, 0.15, 0.30, 0.45, 0.60, 0.75, 0.90, 1.05)  # the original's for VOC
+VGG_FIRST_EXTRA = 23  # pool4 of VGG-16: from here on layers belong to SSD's first extra block
+MOBILENET_C4 = 13  # MobileNetV3-Large: SSDlite cuts this block in two
+MOBILENET_NORMS: dict[str, Callable[..., nn.Module]] = {
+    "group": partial(nn.GroupNorm, 8),  # every width of the network is a multiple of 8
+    "batch": partial(nn.BatchNorm2d, eps=0.001, momentum=0.03),
+    "frozen-bn": partial(FrozenBatchNorm2d, eps=0.001),
+}
 
 
-class SSD(Detector):
-    """Feature maps of falling size, each with its own heads and default boxes.
-
-    At inference images are stretched to the square ``test_size``. Training images are taken as
-    they are, and should have that size.
+class DefaultBoxes:
+    """The default boxes of each feature map.
 
     Args:
-        anchor_generator: torchvision's default boxes.
-        options: see :class:`~aploss.detectors.detector.Detector`.
+        generator: torchvision's.
     """
 
-    keeps_aspect_ratio = False
+    def __init__(self, generator: DefaultBoxGenerator) -> None:
+        self.generator = generator
 
-    def __init__(self, *, anchor_generator: DefaultBoxGenerator, **options: Any) -> None:
-        super().__init__(**options)
-        self.anchor_generator = anchor_generator
-
-    def make_anchors(
+    def __call__(
         self, height: int, width: int, feature_sizes: Sequence[tuple[int, int]]
     ) -> list[Tensor]:
         # The generator reads nothing but shapes from images and feature maps.
         images = torch.empty(1, 3, height, width, device="meta")
         features = [torch.empty(1, 1, *size) for size in feature_sizes]
-        (boxes,) = self.anchor_generator(ImageList(images, [(height, width)]), features)
-        counts = self.anchor_generator.num_anchors_per_location()
+        (boxes,) = self.generator(ImageList(images, [(height, width)]), features)
+        counts = self.generator.num_anchors_per_location()
         cells = [rows * columns for rows, columns in feature_sizes]
         return list(boxes.split([a * b for a, b in zip(cells, counts, strict=True)]))
 
 
-def ssd300(
-    *, anchor_scales: Sequence[float] = SCALES_300, trainable_stages: int = 5, **options: Any
-) -> SSD:
-    """SSD300: six feature maps of 38, 19, 10, 5, 3 and 1 pixels.
+@dataclass(frozen=True, kw_only=True)
+class VGGDetector(DetectorConfig):
+    """SSD on VGG-16. At inference images are stretched to the square ``test_size``.
 
-    Args:
+    Training images are taken as they are, and should have that size.
+
+    Attributes:
         anchor_scales: sizes of the default boxes of each map relative to the image, and one more.
-            By default those of torchvision's COCO weights; the original has (0.1, 0.2, 0.37, 0.54,
-            0.71, 0.88, 1.05) for VOC.
         trainable_stages: how many of VGG's five stages are trained, from the last on.
-        options: as of :func:`~aploss.detectors.build.build_detector`.
     """
-    return _vgg_ssd(
-        size=300,
-        ratios=[[2], [2, 3], [2, 3], [2, 3], [2], [2]],
-        steps=[8, 16, 32, 64, 100, 300],
-        anchor_scales=anchor_scales,
-        backbone=SSDFeatureExtractorVGG(_vgg_features(trainable_stages), highres=False),
-        **options,
-    )
+
+    anchor_scales: tuple[float, ...] = ()
+    trainable_stages: int = 5
+
+    ratios: ClassVar[Sequence[Sequence[int]]]
+    steps: ClassVar[Sequence[int]]  # the last is the size of the image
+    highres: ClassVar[bool] = False  # one map more
+
+    def network(self, *, columns: int, softmax: bool) -> Network:
+        if len(self.anchor_scales) != len(self.steps) + 1:
+            raise ConfigError(
+                f"anchor_scales needs {len(self.steps) + 1} numbers, got {self.anchor_scales!r}"
+            )
+        backbone: Any = SSDFeatureExtractorVGG(
+            _vgg_features(self.trainable_stages), highres=self.highres
+        )
+        if self.highres:  # torchvision's ends in maps of 6, 4 and 1 pixels; the original's halve
+            for block in backbone.extra[3:5]:  # conv10_2, conv11_2
+                block[2].stride, block[2].padding = (2, 2), (1, 1)
+            backbone.extra[5][2].padding = (1, 1)  # conv12_2
+        generator = DefaultBoxGenerator(
+            [list(ratios) for ratios in self.ratios],
+            scales=list(self.anchor_scales),
+            steps=list(self.steps),
+        )
+        side = self.steps[-1]
+        channels = [shape[1] for shape in feature_shapes(backbone, side, side)]
+        head = SSDHead(channels, generator.num_anchors_per_location(), columns)
+        if not softmax:
+            _start_at_prior(list(head.classification_head.module_list))
+        return Network(
+            backbone=backbone,
+            head=head,
+            anchors=DefaultBoxes(generator),
+            keeps_aspect_ratio=False,
+            image_mean=CAFFE_MEAN,
+            image_std=CAFFE_STD,
+            matching=MATCHING,
+        )
+
+    def backbone_key(self, name: str) -> str:
+        """``features.28.weight`` → ``backbone.extra.0.5.weight``."""
+        layer = re.fullmatch(r"features\.(\d+)\.(\w+)", name)
+        if layer is None:
+            return name
+        index = int(layer[1])
+        if index < VGG_FIRST_EXTRA:
+            return f"backbone.{name}"
+        return f"backbone.extra.0.{index - VGG_FIRST_EXTRA}.{layer[2]}"
 
 
-def ssd512(
-    *, anchor_scales: Sequence[float] = SCALES_512, trainable_stages: int = 5, **options: Any
-) -> SSD:
-    """SSD512: conv4_3 (scaled), conv7, conv8_2 ... conv12_2 of 64, 32, 16, 8, 4, 2 and 1 pixels.
+@register_detector("ssd300")
+@dataclass(frozen=True, kw_only=True)
+class SSD300(VGGDetector):
+    """Six feature maps of 38, 19, 10, 5, 3 and 1 pixels.
 
-    Args:
-        anchor_scales: sizes of the default boxes of each map relative to the image, and one more;
-            by default the original's for VOC.
-        trainable_stages: how many of VGG's five stages are trained, from the last on.
-        options: as of :func:`~aploss.detectors.build.build_detector`.
+    Attributes:
+        anchor_scales: by default those of torchvision's COCO weights; the original has (0.1, 0.2,
+            0.37, 0.54, 0.71, 0.88, 1.05) for VOC.
     """
-    backbone = SSDFeatureExtractorVGG(_vgg_features(trainable_stages), highres=True)
-    # torchvision's large variant has maps of 6, 4 and 1 pixels at the end; the original's halve.
-    for block in backbone.extra[3:5]:  # conv10_2, conv11_2
-        block[2].stride, block[2].padding = (2, 2), (1, 1)
-    backbone.extra[5][2].padding = (1, 1)  # conv12_2
-    return _vgg_ssd(
-        size=512,
-        ratios=[[2], [2, 3], [2, 3], [2, 3], [2, 3], [2], [2]],
-        steps=[8, 16, 32, 64, 128, 256, 512],
-        anchor_scales=anchor_scales,
-        backbone=backbone,
-        **options,
-    )
+
+    test_size: tuple[int, int] = (300, 300)
+    anchor_scales: tuple[float, ...] = (0.07, 0.15, 0.33, 0.51, 0.69, 0.87, 1.05)
+
+    ratios: ClassVar[Sequence[Sequence[int]]] = ((2,), (2, 3), (2, 3), (2, 3), (2,), (2,))
+    steps: ClassVar[Sequence[int]] = (8, 16, 32, 64, 100, 300)
+    named_weights: ClassVar[Mapping[str, str]] = {
+        # the weights SSD was made with, for pixels of 0..255 minus their mean
+        "imagenet": "VGG16_Weights.IMAGENET1K_FEATURES",
+        "coco": "SSD300_VGG16_Weights.COCO_V1",
+    }
 
 
-def _vgg_ssd(
-    *,
-    size: int,
-    ratios: list[list[int]],
-    steps: list[int],
-    anchor_scales: Sequence[float],
-    backbone: nn.Module,
-    class_names: Sequence[str],
-    make_criterion: Callable[..., Criterion],
-    columns: int,
-    **options: Any,
-) -> SSD:
-    if len(anchor_scales) != len(steps) + 1:
-        raise ConfigError(f"anchor_scales needs {len(steps) + 1} numbers, got {anchor_scales!r}")
-    generator = DefaultBoxGenerator(ratios, scales=list(anchor_scales), steps=steps)
-    channels = [shape[1] for shape in feature_shapes(backbone, size, size)]
-    head = SSDHead(channels, generator.num_anchors_per_location(), columns)
-    set_prior(list(head.classification_head.module_list), softmax=columns != len(class_names))
-    return SSD(
-        class_names=class_names,
-        backbone=backbone,
-        head=head,
-        anchor_generator=generator,
-        criterion=make_criterion(**MATCHING),
-        image_mean=CAFFE_MEAN,
-        image_std=CAFFE_STD,
-        **{"test_size": (size, size), **options},
-    )
+@register_detector("ssd512")
+@dataclass(frozen=True, kw_only=True)
+class SSD512(VGGDetector):
+    """conv4_3 (scaled), conv7, conv8_2 ... conv12_2 of 64, 32, 16, 8, 4, 2 and 1 pixels.
+
+    Attributes:
+        anchor_scales: by default the original's for VOC.
+    """
+
+    test_size: tuple[int, int] = (512, 512)
+    anchor_scales: tuple[float, ...] = (0.07, 0.15, 0.30, 0.45, 0.60, 0.75, 0.90, 1.05)
+
+    ratios: ClassVar[Sequence[Sequence[int]]] = ((2,), *[(2, 3)] * 4, (2,), (2,))
+    steps: ClassVar[Sequence[int]] = (8, 16, 32, 64, 128, 256, 512)
+    highres: ClassVar[bool] = True
+    named_weights: ClassVar[Mapping[str, str]] = {"imagenet": "VGG16_Weights.IMAGENET1K_FEATURES"}
 
 
-def set_prior(last_layers: Sequence[nn.Conv2d], *, softmax: bool) -> None:
+@register_detector("ssdlite")
+@dataclass(frozen=True, kw_only=True)
+class SSDlite(DetectorConfig):
+    """The SSD for CPUs, on MobileNetV3-Large: six maps from stride 16 on, depthwise heads.
+
+    Attributes:
+        norm: ``"group"`` trains from scratch with any batch size, ``"batch"`` is torchvision's,
+            ``"frozen-bn"`` keeps the statistics of loaded weights.
+        width: factor on the channels of the backbone.
+        reduced_tail: halve the channels of the backbone's end, as torchvision's COCO weights do;
+            its ImageNet weights need False.
+    """
+
+    test_size: tuple[int, int] = (320, 320)
+    norm: Literal["group", "batch", "frozen-bn"] = "group"
+    width: float = 1.0
+    reduced_tail: bool = True
+
+    named_weights: ClassVar[Mapping[str, str]] = {
+        "imagenet": "MobileNet_V3_Large_Weights.IMAGENET1K_V1",
+        "coco": "SSDLite320_MobileNet_V3_Large_Weights.COCO_V1",
+    }
+
+    def network(self, *, columns: int, softmax: bool) -> Network:
+        if self.norm not in MOBILENET_NORMS:
+            raise ConfigError(
+                f"norm must be one of {', '.join(MOBILENET_NORMS)}, got {self.norm!r}"
+            )
+        norm = MOBILENET_NORMS[self.norm]
+        layers = mobilenet_v3_large(
+            weights=None, norm_layer=norm, reduced_tail=self.reduced_tail, width_mult=self.width
+        ).features
+        backbone = SSDLiteFeatureExtractorMobileNet(layers, _last_halving(layers), norm)
+        generator = DefaultBoxGenerator([[2, 3]] * 6, min_ratio=0.2, max_ratio=0.95)
+        channels = [shape[1] for shape in feature_shapes(backbone, *self.test_size)]
+        head = SSDLiteHead(channels, generator.num_anchors_per_location(), columns, norm)
+        if not softmax:
+            _start_at_prior([block[-1] for block in head.classification_head.module_list])
+        return Network(
+            backbone=backbone,
+            head=head,
+            anchors=DefaultBoxes(generator),
+            keeps_aspect_ratio=False,
+            image_mean=(0.5, 0.5, 0.5),
+            image_std=(0.5, 0.5, 0.5),
+            matching=MATCHING,
+        )
+
+    @classmethod
+    def options_for_weights(cls, weights: str) -> dict[str, Any]:
+        backbone_alone = weights.startswith(("imagenet", "MobileNet_"))
+        return {"norm": "batch", "reduced_tail": not backbone_alone}
+
+    def backbone_key(self, name: str) -> str:
+        """``features.14.block.0.0.weight`` → ``backbone.features.1.1.block.0.0.weight``."""
+        layer = re.fullmatch(r"features\.(\d+)\.(.+)", name)
+        if layer is None:
+            return name
+        index, rest = int(layer[1]), layer[2]
+        if index < MOBILENET_C4:
+            return f"backbone.features.0.{index}.{rest}"
+        if index > MOBILENET_C4:
+            return f"backbone.features.1.{index - MOBILENET_C4}.{rest}"
+        rest = rest.removeprefix("block.")
+        if rest.startswith("0."):  # the expansion, SSDlite's first map
+            return f"backbone.features.0.{MOBILENET_C4}.{rest.removeprefix('0.')}"
+        return f"backbone.features.1.0.{rest}"
+
+
+def _start_at_prior(last_layers: Sequence[nn.Conv2d]) -> None:
     """Starts sigmoid scores near the prior of 0.01; a softmax head stays as torchvision's."""
-    if softmax:
-        return
     for layer in last_layers:
         nn.init.normal_(layer.weight, std=0.01)
-        nn.init.constant_(
-            cast(Tensor, layer.bias), math.log(PRIOR_PROBABILITY / (1 - PRIOR_PROBABILITY))
-        )
+        assert layer.bias is not None
+        nn.init.constant_(layer.bias, PRIOR_LOG_ODDS)
 
 
 def _vgg_features(trainable_stages: int) -> nn.Sequential:
@@ -150,11 +248,23 @@ def _vgg_features(trainable_stages: int) -> nn.Sequential:
     if not 0 <= trainable_stages <= len(starts):
         raise ConfigError(f"trainable_stages must be 0..{len(starts)}, got {trainable_stages}")
     first_trained = [*starts, len(layers)][len(starts) - trainable_stages]
-    for index, layer in enumerate(layers):
-        if isinstance(layer, nn.Conv2d):
-            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
-            nn.init.zeros_(cast(Tensor, layer.bias))
-            layer.requires_grad_(index >= first_trained)
+    convolutions = [(i, layer) for i, layer in enumerate(layers) if isinstance(layer, nn.Conv2d)]
+    for index, layer in convolutions:
+        assert layer.bias is not None
+        nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+        nn.init.zeros_(layer.bias)
+        layer.requires_grad_(index >= first_trained)
     # Pretrained weights expect pixels of 0..255; fresh ones are scaled to inputs of that size.
-    cast(Tensor, layers[0].weight).data.mul_(CAFFE_STD[0] / IMAGENET_STD[0])
+    convolutions[0][1].weight.data.mul_(CAFFE_STD[0] / IMAGENET_STD[0])
     return layers
+
+
+def _last_halving(layers: nn.Sequential) -> int:
+    """Index of the last block that halves the map: its expansion is the first map of SSDlite."""
+    halving = [
+        index
+        for index, layer in enumerate(layers)
+        if isinstance(layer, InvertedResidual)
+        and any(isinstance(part, nn.Conv2d) and part.stride == (2, 2) for part in layer.modules())
+    ]
+    return halving[-1]

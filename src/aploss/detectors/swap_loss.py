@@ -1,25 +1,34 @@
-"""Our losses in a torchvision detector that somebody already has."""
+"""Our losses in a torchvision detector that somebody already has.
 
+torchvision's models call ``compute_loss`` of their head (RetinaNet, FCOS) or of themselves (SSD)
+with the matches they made. That is where the loss goes in: an attribute of this one object stands
+before the method of its class. Classes, weights and their names, and everything at inference stay
+torchvision's; taken away again, the model is what it was.
+"""
+
+import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torchvision.models.detection.fcos import FCOS, FCOSHead
-from torchvision.models.detection.retinanet import RetinaNet, RetinaNetHead
+from torchvision.models.detection.fcos import FCOS
+from torchvision.models.detection.retinanet import RetinaNet
 from torchvision.models.detection.ssd import SSD
 from torchvision.ops import generalized_box_iou_loss
 
 from aploss.detectors.criterion import classification_loss, iou_of_pairs
-from aploss.detectors.losses_by_name import takes_background_column
-from aploss.detectors.ranking_labels import AnchorLabels
+from aploss.detectors.labels import AnchorLabels
+from aploss.detectors.score_map import calibrate
 from aploss.errors import ConfigError
+from aploss.losses.traits import traits_of
 
 __all__ = ["ScoreThresholdWarning", "softmax_log_odds", "use_loss"]
 
 Model = TypeVar("Model", bound=nn.Module)
 Targets = Sequence[Mapping[str, Tensor]]
 LEAST_LOG_ODDS_GAP = 1e-6  # 1 - p of the surest score, so that log-odds stay finite
+METHOD, LOSS, HIDDEN = "compute_loss", "classification_loss", "__jit_ignored_attributes__"
 
 
 class ScoreThresholdWarning(UserWarning):
@@ -27,9 +36,16 @@ class ScoreThresholdWarning(UserWarning):
 
 
 def use_loss(
-    model: Model, loss: nn.Module | None, *, weights: Mapping[str, float] | None = None
+    model: Model,
+    loss: nn.Module | None,
+    *,
+    score_thresh: float | None = None,
+    weights: Mapping[str, float] | None = None,
 ) -> Model:
     """Trains a torchvision RetinaNet, FCOS or SSD with another classification loss from now on.
+
+    Or a detector of Hugging Face ``transformers``, for which see
+    :func:`~aploss.detectors.hugging_face.use_loss_in_transformers`; what follows is torchvision's.
 
     Only the loss in training mode changes, on all images of the batch together: weights, matching,
     box loss, names of the losses and everything at inference stay as they are. Labels are
@@ -40,53 +56,88 @@ def use_loss(
     they order as the softmax scores at inference do. ``OHEMCrossEntropy`` is for SSD alone;
     ``ALRPLoss`` brings its own box loss, which then replaces the model's.
 
+    Copies, pickles and compiled models have the loss, too. ``torch.jit.script`` gives a model for
+    inference: its training mode is torchvision's own.
+
     Args:
         model: from ``torchvision.models.detection``, with any weights.
         loss: one of our loss objects, or any module of ``(scores, targets)`` with targets 1, 0, -1.
-        weights: of the loss terms, for models of ``transformers`` alone; see
-            :func:`~aploss.detectors.hugging_face.use_loss_in_transformers`.
+            None gives the model its own loss, scores and score threshold back.
+        score_thresh: the model's score threshold from now on; 0 keeps every detection. Ranking
+            losses order scores without giving them a scale.
+        weights: of the loss terms, for models of ``transformers``.
 
     Returns:
         The same model. Calling it again sets another loss.
 
     Raises:
-        ConfigError: if the model is of another kind, or the loss needs another kind.
+        ConfigError: if the model is of another kind, or the loss needs another kind or is none.
+
+    Warns:
+        ScoreThresholdWarning: if the model has a score threshold and the scores of the loss are
+            not calibrated.
 
     Example:
         >>> from torchvision.models.detection import ssdlite320_mobilenet_v3_large
         >>> from aploss.losses import APLoss
         >>> model = ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None)
-        >>> model = use_loss(model, APLoss())
+        >>> model = use_loss(model, APLoss(), score_thresh=0)
     """
     from aploss.detectors.hugging_face import is_transformers_model, use_loss_in_transformers
 
     if is_transformers_model(model):
+        if score_thresh is not None:
+            raise ConfigError("models of transformers have no score_thresh; post-processing has")
         return use_loss_in_transformers(model, loss, weights=weights)
-    if weights is not None:
-        raise ConfigError(f"{type(model).__name__} has no weights of loss terms to be given")
-    if loss is None:
-        raise ConfigError("None gives the loss of a transformers model back, not of torchvision's")
-    holder: Any  # of the method that computes the losses
-    mixin: type[_SwappedLoss]
-    if isinstance(model, RetinaNet):
-        holder, mixin = model.head, _SwappedInRetinaNet
-    elif isinstance(model, FCOS):
-        holder, mixin = model.head, _SwappedInFCOS
-    elif isinstance(model, SSD):
-        holder, mixin = model, _SwappedInSSD
-    else:
+    if not isinstance(model, RetinaNet | FCOS | SSD):
         raise ConfigError(
-            f"use_loss takes torchvision's RetinaNet, FCOS or SSD, got {type(model).__name__}"
+            "use_loss takes torchvision's RetinaNet, FCOS or SSD, or a detector of transformers, "
+            f"got {type(model).__name__}"
         )
-    if takes_background_column(loss) and not isinstance(model, SSD):
+    if weights is not None:
+        raise ConfigError(f"weights are for models of transformers, got {type(model).__name__}")
+    if loss is not None:
+        _check_loss(model, loss)
+    calibrate(model, None)  # which belongs to the loss before
+    holder = model if isinstance(model, SSD) else model.head
+    swapped = vars(holder).get(METHOD)
+    threshold = model.score_thresh  # of the model's own
+    if isinstance(swapped, _SwappedLoss):
+        threshold = swapped.score_thresh
+        for name in (METHOD, LOSS, HIDDEN):
+            delattr(holder, name)
+    if loss is None:
+        model.score_thresh = threshold
+        return model
+    kind = next(swapped for known, swapped in _KINDS.items() if isinstance(model, known))
+    hidden = [*getattr(holder, HIDDEN, ()), METHOD, LOSS]
+    setattr(holder, METHOD, kind(holder, threshold))
+    setattr(holder, LOSS, loss)  # a module of the model: moved with it, and saved if it has weights
+    setattr(holder, HIDDEN, hidden)  # torch.jit.script compiles torchvision's own method
+    if score_thresh is not None:
+        model.score_thresh = score_thresh
+    if model.score_thresh > 0 and not traits_of(loss).calibrated:
+        warnings.warn(_about_threshold(model, loss), ScoreThresholdWarning, stacklevel=2)
+    return model
+
+
+def _about_threshold(model: Any, loss: nn.Module) -> str:
+    return (
+        f"{type(model).__name__} drops detections with a score below {model.score_thresh:g}, but "
+        f"the scores of {traits_of(loss).label or type(loss).__name__} have an order and no scale: "
+        "use_loss(..., score_thresh=0) keeps all, and calibrate(model, images, targets) fits a "
+        "scale after training"
+    )
+
+
+def _check_loss(model: nn.Module, loss: object) -> None:
+    if not isinstance(loss, nn.Module):
+        shown = f"the class {loss.__name__}" if isinstance(loss, type) else repr(loss)
+        raise ConfigError(f"use_loss takes a loss object such as APLoss(), or None; got {shown}")
+    if traits_of(loss).softmax and not isinstance(model, SSD):
         raise ConfigError(
             f"{type(loss).__name__} needs a background column, which {type(model).__name__} lacks"
         )
-    if not isinstance(holder, mixin):
-        # Another class rather than a method tied to this object: copies of the model stay whole.
-        holder.__class__ = _subclass(type(holder), mixin)
-    holder.classification_loss = loss
-    return model
 
 
 def softmax_log_odds(logits: Tensor) -> Tensor:
@@ -100,45 +151,64 @@ def softmax_log_odds(logits: Tensor) -> Tensor:
     return log_scores - torch.log(-torch.expm1(log_scores))
 
 
-class _SwappedLoss:
-    """Computes torchvision's dict of losses, with the classification loss that was handed in."""
+class _Batch(NamedTuple):
+    """What torchvision hands to ``compute_loss``."""
 
-    classification_loss: nn.Module
+    targets: Targets
+    head_outputs: dict[str, Tensor]
+    anchors: list[Tensor]
+    matched_idxs: list[Tensor]
+
+    def labels(self, first_class: int) -> AnchorLabels:
+        """The matches, with the class of an object in place of its index."""
+        classes = torch.stack(self.matched_idxs)  # [B, A]: index of an object, NEGATIVE or IGNORED
+        images, anchors = (classes >= 0).nonzero(as_tuple=True)
+        boxes, found = [], []
+        for target, row in zip(self.targets, classes, strict=True):
+            matches = row[row >= 0]
+            boxes.append(target["boxes"][matches])
+            found.append(target["labels"][matches] - first_class)
+        classes[images, anchors] = torch.cat(found)
+        return AnchorLabels(classes=classes, images=images, anchors=anchors, boxes=torch.cat(boxes))
+
+
+class _SwappedLoss:
+    """Computes torchvision's dict of losses, with the classification loss that was handed in.
+
+    Args:
+        holder: the head or model whose ``compute_loss`` this stands for.
+        score_thresh: what the model had before.
+    """
+
     first_class = 0  # label of the first column that is a class
 
-    def compute_loss(
-        self,
-        targets: Targets,
-        head_outputs: dict[str, Tensor],
-        anchors: list[Tensor],
-        matched_idxs: list[Tensor],
-    ) -> dict[str, Tensor]:
-        """What torchvision asks of its heads, from the matches it made."""
-        labels = _labels_from_matches(targets, matched_idxs, self.first_class)
+    def __init__(self, holder: Any, score_thresh: float) -> None:
+        self.holder = holder
+        self.score_thresh = score_thresh
+
+    def __call__(self, *arguments: Any) -> dict[str, Tensor]:
+        batch = _Batch(*arguments)
+        labels = batch.labels(self.first_class)
+        positives = (labels.images, labels.anchors)
+        anchors = torch.stack(batch.anchors)[positives]
 
         def predicted_boxes() -> Tensor:
-            deltas = head_outputs["bbox_regression"][labels.images, labels.anchors]
-            return self.decode(deltas.float(), _of_positives(anchors, labels))
+            return self.decode(batch.head_outputs["bbox_regression"][positives].float(), anchors)
 
         parts = classification_loss(
-            self.classification_loss,
-            self.scores(head_outputs["cls_logits"]),
+            self.holder.classification_loss,
+            self.scores(batch.head_outputs["cls_logits"]),
             labels,
             box_losses=lambda: generalized_box_iou_loss(predicted_boxes(), labels.boxes),
             ious=lambda: iou_of_pairs(predicted_boxes().detach(), labels.boxes),
         )
-        losses = self.other_losses(labels, targets, head_outputs, anchors, matched_idxs)
+        losses = self.other_losses(batch, labels, anchors)
         if parts.localisation is not None:
             losses["bbox_regression"] = parts.localisation
         return {**losses, "classification": parts.classification}
 
     def other_losses(
-        self,
-        labels: AnchorLabels,
-        targets: Targets,
-        head_outputs: dict[str, Tensor],
-        anchors: list[Tensor],
-        matched_idxs: list[Tensor],
+        self, batch: _Batch, labels: AnchorLabels, anchors: Tensor
     ) -> dict[str, Tensor]:
         """The model's own losses, which are means over the positives of the batch.
 
@@ -146,14 +216,13 @@ class _SwappedLoss:
         else, so that the classification loss of torchvision, not wanted, costs next to nothing.
         """
         gathered = {"boxes": labels.boxes, "labels": labels.positive_classes + self.first_class}
-        losses: dict[str, Tensor] = super().compute_loss(  # type: ignore[misc]
-            [gathered],
-            {
-                key: value[labels.images, labels.anchors][None]
-                for key, value in head_outputs.items()
-            },
-            [_of_positives(anchors, labels)],
-            [torch.arange(len(labels.boxes), device=labels.boxes.device)],
+        outputs = {
+            key: value[labels.images, labels.anchors][None]
+            for key, value in batch.head_outputs.items()
+        }
+        matches = torch.arange(len(labels.boxes), device=labels.boxes.device)
+        losses: dict[str, Tensor] = type(self.holder).compute_loss(
+            self.holder, [gathered], outputs, [anchors], [matches]
         )
         return losses
 
@@ -163,93 +232,43 @@ class _SwappedLoss:
 
     def decode(self, deltas: Tensor, anchors: Tensor) -> Tensor:
         """Boxes [P, 4] from box regressions [P, 4]."""
-        raise NotImplementedError
+        boxes: Tensor = self.holder.box_coder.decode_single(deltas, anchors)
+        return boxes
 
 
 class _SwappedInRetinaNet(_SwappedLoss):
     """Goes into the head. Its box loss is a mean over images, of means over positives."""
 
-    regression_head: nn.Module
-
     def other_losses(
-        self,
-        labels: AnchorLabels,
-        targets: Targets,
-        head_outputs: dict[str, Tensor],
-        anchors: list[Tensor],
-        matched_idxs: list[Tensor],
+        self, batch: _Batch, labels: AnchorLabels, anchors: Tensor
     ) -> dict[str, Tensor]:
-        regression: Any = self.regression_head
-        box_loss = regression.compute_loss(targets, head_outputs, anchors, matched_idxs)
-        return {"bbox_regression": box_loss}
+        return {"bbox_regression": self.holder.regression_head.compute_loss(*batch)}
 
     def decode(self, deltas: Tensor, anchors: Tensor) -> Tensor:
-        regression: Any = self.regression_head
-        boxes: Tensor = regression.box_coder.decode_single(deltas, anchors)
+        boxes: Tensor = self.holder.regression_head.box_coder.decode_single(deltas, anchors)
         return boxes
 
 
 class _SwappedInFCOS(_SwappedLoss):
     """Goes into the head; centreness and box loss stay."""
 
-    box_coder: Any
-
     def decode(self, deltas: Tensor, anchors: Tensor) -> Tensor:
-        boxes: Tensor = self.box_coder.decode(deltas, anchors)
+        boxes: Tensor = self.holder.box_coder.decode(deltas, anchors)
         return boxes
 
 
 class _SwappedInSSD(_SwappedLoss):
     """Goes into the model itself."""
 
-    box_coder: Any
     first_class = 1
 
     def scores(self, logits: Tensor) -> Tensor:
-        needs_columns = takes_background_column(self.classification_loss)
-        return logits if needs_columns else softmax_log_odds(logits)
-
-    def decode(self, deltas: Tensor, anchors: Tensor) -> Tensor:
-        boxes: Tensor = self.box_coder.decode_single(deltas, anchors)
-        return boxes
+        softmax = traits_of(self.holder.classification_loss).softmax
+        return logits if softmax else softmax_log_odds(logits)
 
 
-class _RetinaNetHead(_SwappedInRetinaNet, RetinaNetHead):  # type: ignore[misc]
-    pass
-
-
-class _FCOSHead(_SwappedInFCOS, FCOSHead):  # type: ignore[misc]
-    pass
-
-
-class _SSD(_SwappedInSSD, SSD):  # type: ignore[misc]
-    pass
-
-
-def _subclass(kind: type, mixin: type) -> type:
-    """A class of this kind with the loss swapped.
-
-    Those of torchvision's own classes have a place in this module, so that models can be pickled.
-    """
-    for known in (_RetinaNetHead, _FCOSHead, _SSD):
-        if known.__bases__ == (mixin, kind):
-            return known
-    return type(kind.__name__, (mixin, kind), {})
-
-
-def _labels_from_matches(
-    targets: Targets, matched_idxs: list[Tensor], first_class: int
-) -> AnchorLabels:
-    classes = torch.stack(matched_idxs)  # [B, A]: index of an object, NEGATIVE or IGNORED
-    images, anchors = (classes >= 0).nonzero(as_tuple=True)
-    boxes, found = [], []
-    for target, row in zip(targets, classes, strict=True):
-        matches = row[row >= 0]
-        boxes.append(target["boxes"][matches])
-        found.append(target["labels"][matches] - first_class)
-    classes[images, anchors] = torch.cat(found)
-    return AnchorLabels(classes=classes, images=images, anchors=anchors, boxes=torch.cat(boxes))
-
-
-def _of_positives(anchors: list[Tensor], labels: AnchorLabels) -> Tensor:
-    return torch.stack(anchors)[labels.images, labels.anchors]
+_KINDS: dict[type, type[_SwappedLoss]] = {
+    RetinaNet: _SwappedInRetinaNet,
+    FCOS: _SwappedInFCOS,
+    SSD: _SwappedInSSD,
+}

@@ -1,6 +1,7 @@
 """Weights to start from: torchvision's by name, or a file; and a report of what fitted."""
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,43 +13,27 @@ from torch import Tensor
 from torchvision.models import get_weight
 from torchvision.models._api import WeightsEnum
 
-from aploss.detectors.checkpoint_io import checkpoint_file, read_checkpoint
-from aploss.detectors.detector import Detector
-from aploss.detectors.foreign_weights import (
-    BACKGROUND,
-    WeightsSource,
-    has_class_rows,
-    merge_class_rows,
-    tensors_for,
-)
-from aploss.detectors.losses_by_name import make_loss, takes_background_column
+from aploss.detectors.checkpoint import checkpoint_file, read_checkpoint
+from aploss.detectors.detector import DETECTORS, Detector
+from aploss.detectors.losses_by_name import make_loss
 from aploss.errors import ConfigError, RunError
+from aploss.losses.traits import traits_of
 
 __all__ = ["NAMED_WEIGHTS", "LoadedWeights", "load_weights"]
 
 logger = logging.getLogger(__name__)
 
-# name → detector → torchvision's name
-NAMED_WEIGHTS: dict[str, dict[str, str]] = {
-    "imagenet": {
-        "retinanet-r18": "ResNet18_Weights.IMAGENET1K_V1",
-        "retinanet-r34": "ResNet34_Weights.IMAGENET1K_V1",
-        "retinanet-r50": "ResNet50_Weights.IMAGENET1K_V1",
-        "retinanet-r101": "ResNet101_Weights.IMAGENET1K_V1",
-        # the weights SSD was made with, for pixels of 0..255 minus their mean
-        "ssd300": "VGG16_Weights.IMAGENET1K_FEATURES",
-        "ssd512": "VGG16_Weights.IMAGENET1K_FEATURES",
-        "ssdlite": "MobileNet_V3_Large_Weights.IMAGENET1K_V1",
-    },
-    "coco": {
-        "retinanet-r50": "RetinaNet_ResNet50_FPN_Weights.COCO_V1",
-        "ssd300": "SSD300_VGG16_Weights.COCO_V1",
-        "ssdlite": "SSDLite320_MobileNet_V3_Large_Weights.COCO_V1",
-    },
-}
+NAMED_WEIGHTS = ("imagenet", "coco")  # what they mean for a detector, its config says
+BACKGROUND = "__background__"  # torchvision's name of column 0
 NOTHING = "none"
 COUNTER = "num_batches_tracked"  # frozen batch norm has none
 NESTED_STATES = ("state_dict", "model_state_dict", "model")  # where other tools keep the weights
+CLASS_LAYER = re.compile(
+    r"head\.classification_head\.(cls_logits|module_list\.\d+(\.1)?)\.(weight|bias)"
+)
+# Before torchvision 0.12 the convolutions of RetinaNet's heads had their ReLUs beside them.
+OLD_HEAD = re.compile(r"(head\.(?:classification|regression)_head\.conv)\.(\d+)\.(weight|bias)")
+RETINANET_BOX_LAYER = "head.regression_head.bbox_reg."
 
 
 @dataclass(frozen=True)
@@ -93,6 +78,21 @@ class LoadedWeights:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """Weights as they were found.
+
+    ``columns`` says what each logit of an anchor stands for, where that is known, with
+    ``BACKGROUND`` for none of the classes.
+    """
+
+    name: str
+    state: Mapping[str, Tensor]
+    from_torchvision: bool
+    columns: tuple[str, ...] | None = None
+    softmax: bool = False
+
+
 def load_weights(detector: Detector, weights: str | Path | None) -> LoadedWeights | None:
     """Starts a detector from weights trained elsewhere; what does not fit stays as initialised.
 
@@ -123,15 +123,16 @@ def load_weights(detector: Detector, weights: str | Path | None) -> LoadedWeight
     return report
 
 
-def _find(detector: Detector, weights: str) -> WeightsSource:
+def _find(detector: Detector, weights: str) -> _Source:
     if weights in NAMED_WEIGHTS:
-        names = NAMED_WEIGHTS[weights]
-        if detector.name not in names:
+        named = detector.architecture.named_weights
+        if weights not in named:
+            others = [name for name, one in DETECTORS.items() if weights in one.named_weights]
             raise ConfigError(
                 f"there are no {weights!r} weights for {detector.name}, only for "
-                f"{', '.join(names)}; leave weights away or name a file"
+                f"{', '.join(others)}; leave weights away or name a file"
             )
-        return _from_torchvision(get_weight(names[detector.name]))
+        return _from_torchvision(get_weight(named[weights]))
     if Path(weights).exists():
         return _from_file(checkpoint_file(Path(weights)))
     try:
@@ -143,7 +144,7 @@ def _find(detector: Detector, weights: str) -> WeightsSource:
         ) from None
 
 
-def _from_torchvision(entry: WeightsEnum) -> WeightsSource:
+def _from_torchvision(entry: WeightsEnum) -> _Source:
     file = Path(torch.hub.get_dir()) / "checkpoints" / Path(entry.url).name
     try:
         # The hash in the file name is checked after a download, by torch.hub.
@@ -157,7 +158,7 @@ def _from_torchvision(entry: WeightsEnum) -> WeightsSource:
         ) from None
     categories = entry.meta.get("categories") or [""]
     detects = categories[0] == BACKGROUND
-    return WeightsSource(
+    return _Source(
         name=f"{entry} ({file.name})",
         state=_tensors(read_checkpoint(file), file),
         from_torchvision=True,
@@ -166,16 +167,17 @@ def _from_torchvision(entry: WeightsEnum) -> WeightsSource:
     )
 
 
-def _from_file(file: Path) -> WeightsSource:
+def _from_file(file: Path) -> _Source:
     content = read_checkpoint(file)
     if isinstance(content, Mapping) and "detector" in content:
         record = content["detector"]
-        softmax = takes_background_column(make_loss(record["config"]["loss"]))
-        return WeightsSource(
+        config = record["config"]
+        softmax = traits_of(make_loss(config["loss"], **config["loss_options"])).softmax
+        return _Source(
             name=str(file),
             state=_tensors(record["state"], file),
             from_torchvision=False,
-            columns=(BACKGROUND,) * softmax + tuple(record["config"]["class_names"]),
+            columns=(BACKGROUND,) * softmax + tuple(config["class_names"]),
             softmax=softmax,
         )
     for key in NESTED_STATES:
@@ -184,7 +186,7 @@ def _from_file(file: Path) -> WeightsSource:
             break
     # torch.save keeps the modules' names beside a state dict; only our detectors have a criterion.
     ours = "criterion" in (getattr(content, "_metadata", None) or {})
-    return WeightsSource(
+    return _Source(
         name=str(file),
         state=_tensors(content, file),
         from_torchvision=not ours,
@@ -198,16 +200,16 @@ def _tensors(content: Any, file: Path) -> dict[str, Tensor]:
     return {str(name).removeprefix("module."): tensor for name, tensor in content.items()}
 
 
-def _load_fitting(detector: Detector, source: WeightsSource) -> LoadedWeights:
-    own, theirs = detector.state_dict(), tensors_for(detector, source)
+def _load_fitting(detector: Detector, source: _Source) -> LoadedWeights:
+    own, theirs = detector.state_dict(), _tensors_for(detector, source)
     fitting: dict[str, Tensor] = {}
     by_class: list[str] = []
     classes: tuple[str, ...] = ()
     shared = [name for name in own if name in theirs]
     for name in shared:
         tensor = theirs[name]
-        if has_class_rows(name) and source.columns is not None:
-            tensor, found = merge_class_rows(own[name], theirs[name], detector, source)
+        if CLASS_LAYER.fullmatch(name) and source.columns is not None:
+            tensor, found = _merge_class_rows(own[name], theirs[name], detector, source)
             classes = found or classes
             if 0 < len(found) < detector.num_classes:
                 by_class.append(name)
@@ -223,6 +225,58 @@ def _load_fitting(detector: Detector, source: WeightsSource) -> LoadedWeights:
         missing=tuple(name for name in own if name not in theirs),
         unused=tuple(name for name in theirs if name not in own and not name.endswith(COUNTER)),
     )
+
+
+def _tensors_for(detector: Detector, source: _Source) -> dict[str, Tensor]:
+    """The tensors of a source under the detector's names; unknown ones keep theirs."""
+    is_detector = any(name.startswith("backbone.") for name in source.state)
+    rename = _head_key if is_detector else detector.architecture.backbone_key
+    tensors = {rename(name): tensor for name, tensor in source.state.items()}
+    if source.from_torchvision:
+        for key in tensors:
+            if key.startswith(RETINANET_BOX_LAYER):
+                tensors[key] = _in_our_box_code(detector, tensors[key])
+    return tensors
+
+
+def _head_key(name: str) -> str:
+    return OLD_HEAD.sub(lambda m: f"{m[1]}.{int(m[2]) // 2}.0.{m[3]}", name)
+
+
+def _in_our_box_code(detector: Detector, tensor: Tensor) -> Tensor:
+    """torchvision's RetinaNet regresses plain offsets, ours are divided by .1, .1, .2, .2."""
+    factors = tensor.new_tensor(detector.box_coder.weights)
+    per_anchor = tensor.view(-1, 4, *tensor.shape[1:])  # [A, 4, ...]
+    return (per_anchor * factors.view(4, *[1] * (tensor.ndim - 1))).view_as(tensor)
+
+
+def _merge_class_rows(
+    own: Tensor, theirs: Tensor, detector: Detector, source: _Source
+) -> tuple[Tensor, tuple[str, ...]]:
+    """The detector's tensor [anchors x columns, ...] with the rows of classes the source knows.
+
+    And these classes. Where there are none, or anchors or scores are of another kind, the tensor
+    is empty, which fits nowhere.
+    """
+    assert source.columns is not None
+    background = (BACKGROUND,) * detector.uses_softmax
+    columns = background + detector.class_names
+    anchors = own.shape[0] // len(columns)
+    classes = tuple(name for name in detector.class_names if name in source.columns)
+    comparable = (
+        source.softmax == detector.uses_softmax
+        and theirs.shape[0] == anchors * len(source.columns)
+        and theirs.shape[1:] == own.shape[1:]
+    )
+    if not comparable or not classes:
+        return own.new_empty(0), ()
+    merged = own.clone().view(anchors, len(columns), *own.shape[1:])
+    rows = theirs.to(own).view(anchors, len(source.columns), *own.shape[1:])
+    found = background + classes
+    merged[:, [columns.index(name) for name in found]] = rows[
+        :, [source.columns.index(name) for name in found]
+    ]
+    return merged.view_as(own), classes
 
 
 def _fits(

@@ -7,7 +7,7 @@ import torch
 
 from aploss.detectors import Detector, build_detector, load, save_detector
 from aploss.errors import RunError
-from aploss.evaluation.calibration import Calibration
+from aploss.evaluation import Calibration
 
 KINDS = [("retinanet-tiny", "ap"), ("retinanet-tiny", "ce-ohem"), ("ssdlite", "focal"),
          ("retinanet-r18", "ap"), ("ssd300", "ce-ohem")]  # fmt: skip

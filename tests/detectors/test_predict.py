@@ -9,9 +9,9 @@ import torch
 from PIL import Image
 
 from aploss.detectors import Detector, MultiScale, build_detector
-from aploss.detectors.prediction import image_tensor, predict
+from aploss.detectors.predict import image_tensor, predict
 from aploss.errors import DataError
-from aploss.evaluation.calibration import Calibration
+from aploss.evaluation import Calibration
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from torch import Tensor
 from torchvision.models.detection._utils import Matcher
 from torchvision.ops import box_iou
 
-from aploss.detectors.ranking_labels import IGNORED, NEGATIVE, label_anchors, match_anchors
+from aploss.detectors.labels import IGNORED, NEGATIVE, label_anchors, match_anchors
 
 
 def test_three_anchors_two_classes_two_images_drawn_by_hand() -> None:

@@ -1,0 +1,186 @@
+"""From anchors and ground truth to the labels of the ranking task (Section 3.1.1, Figure 3)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torchvision.ops import box_area, box_iou
+
+__all__ = ["IGNORED", "NEGATIVE", "AnchorLabels", "label_anchors", "match_anchors"]
+
+NEGATIVE = -1
+IGNORED = -2
+CROWD_COVERAGE = 0.5  # share of an anchor's area inside a crowd box from which on it is ignored
+
+
+@dataclass(frozen=True)
+class AnchorLabels:
+    """What every anchor of a batch is matched to.
+
+    Attributes:
+        classes: int64 [B, A]: class of the matched object (0..K-1), ``NEGATIVE`` or ``IGNORED``.
+        images: int64 [P], image index of each positive anchor; positives are ordered by image,
+            then by anchor, which is the order of ``scores[targets == 1]``.
+        anchors: int64 [P], anchor index of each positive.
+        boxes: float [P, 4], the ground truth box of each positive.
+    """
+
+    classes: Tensor
+    images: Tensor
+    anchors: Tensor
+    boxes: Tensor
+
+    def ranking_targets(self, num_classes: int) -> Tensor:
+        """Labels t_ik of the anchors replicated K times: int8 [B, A, K] of 1, 0 and -1.
+
+        One byte each, because this is the largest tensor of a training step after the scores.
+        """
+        targets = torch.zeros(
+            (*self.classes.shape, num_classes), dtype=torch.int8, device=self.classes.device
+        )
+        targets[self.classes == IGNORED] = -1
+        targets[self.images, self.anchors, self.positive_classes] = 1
+        return targets
+
+    def softmax_targets(self) -> Tensor:
+        """Traditional labels t_i: int64 [B, A], 0 background, 1..K class, -1 ignored."""
+        return self.classes + 1
+
+    @property
+    def positive_classes(self) -> Tensor:
+        """Class of each positive anchor, int64 [P]."""
+        return self.classes[self.images, self.anchors]
+
+    def of_image(self, index: int) -> "AnchorLabels":
+        """The labels of one image, as a batch of one."""
+        mine = self.images == index
+        return AnchorLabels(
+            classes=self.classes[index : index + 1],
+            images=torch.zeros_like(self.images[mine]),
+            anchors=self.anchors[mine],
+            boxes=self.boxes[mine],
+        )
+
+
+def label_anchors(
+    anchors: Tensor,
+    targets: Sequence[Mapping[str, Tensor]],
+    *,
+    positive_iou: float = 0.5,
+    negative_iou: float = 0.4,
+) -> AnchorLabels:
+    """Labels the anchors of a batch by their overlap with the ground truth.
+
+    * An anchor is positive for the object it overlaps most, from ``positive_iou`` on.
+    * Every object gets its best anchor, however small the overlap (see :func:`match_anchors`).
+    * Other anchors with an overlap from ``negative_iou`` on are ignored, in all K classes.
+    * ``difficult`` objects are matched in the same way, but what would be positive is ignored.
+    * An anchor with at least half of its area inside one ``crowd`` box is ignored, as a
+      detection there is by COCO's evaluation.
+    * Positive for an ordinary object goes before ignored, ignored before negative.
+
+    Args:
+        anchors: float [A, 4], the same for all images of the batch.
+        targets: for each image ``boxes`` [n, 4] and ``labels`` [n] of 0..K-1, and optionally
+            ``crowd`` and ``difficult``, bool [n].
+        positive_iou: least overlap of a positive anchor.
+        negative_iou: least overlap of an ignored anchor; equal to ``positive_iou``, none is.
+
+    Returns:
+        The labels of all B·A anchors.
+    """
+    classes = torch.full((len(targets), len(anchors)), NEGATIVE, device=anchors.device)
+    matched_boxes = []
+    for row, target in zip(classes, targets, strict=True):
+        boxes = target["boxes"].as_subclass(Tensor).to(anchors)
+        labels = target["labels"].to(anchors.device)
+        crowd, difficult = (_flags(target, key, boxes) for key in ("crowd", "difficult"))
+        if bool(difficult.any()):
+            matches = match_anchors(
+                boxes[difficult & ~crowd],
+                anchors,
+                positive_iou=positive_iou,
+                negative_iou=negative_iou,
+            )
+            row[matches != NEGATIVE] = IGNORED
+        if bool(crowd.any()):
+            row[_coverage(boxes[crowd], anchors) >= CROWD_COVERAGE] = IGNORED
+        ordinary = ~(crowd | difficult)
+        matches = match_anchors(
+            boxes[ordinary], anchors, positive_iou=positive_iou, negative_iou=negative_iou
+        )
+        row[matches == IGNORED] = IGNORED
+        positive = (matches >= 0).nonzero().squeeze(1)
+        row[positive] = labels[ordinary][matches[positive]]
+        matched_boxes.append(boxes[ordinary][matches[positive]])
+    images, positions = (classes >= 0).nonzero(as_tuple=True)
+    boxes = torch.cat(matched_boxes) if matched_boxes else anchors.new_zeros(0, 4)
+    return AnchorLabels(classes=classes, images=images, anchors=positions, boxes=boxes)
+
+
+def match_anchors(
+    boxes: Tensor, anchors: Tensor, *, positive_iou: float, negative_iou: float
+) -> Tensor:
+    """The object each anchor of one image belongs to.
+
+    As torchvision's ``Matcher`` with low-quality matches, and beyond it: the best anchor of an
+    object (all of them, if several overlap it equally well) always goes to that object, not to
+    another which it overlaps more. Where two objects have the same best anchor, the one with the
+    larger overlap takes it and the other takes the best that is left. An object that overlaps no
+    anchor at all gets none.
+
+    Args:
+        boxes: float [n, 4].
+        anchors: float [A, 4].
+        positive_iou: least overlap of a positive anchor.
+        negative_iou: least overlap of an ignored anchor.
+
+    Returns:
+        int64 [A]: index of the object, ``NEGATIVE`` or ``IGNORED``.
+    """
+    if len(boxes) == 0 or len(anchors) == 0:
+        return torch.full((len(anchors),), NEGATIVE, device=anchors.device)
+    overlaps = box_iou(boxes, anchors)  # [n, A]
+    best_overlap, matches = overlaps.max(dim=0)
+    matches[best_overlap < positive_iou] = IGNORED
+    matches[best_overlap < negative_iou] = NEGATIVE
+    claims = _claims(overlaps)
+    return torch.where(claims < len(boxes), claims, matches)
+
+
+def _claims(overlaps: Tensor) -> Tensor:
+    """The object that claims each anchor as its best, int64 [A]; n where none does."""
+    count, num_anchors = overlaps.shape
+    best = overlaps.amax(dim=1)  # [n]
+    found = best > 0
+    objects, positions = (overlaps == best.where(found, -1.0)[:, None]).nonzero(as_tuple=True)
+    strength = best[objects]
+    strongest = strength.new_zeros(num_anchors).scatter_reduce(0, positions, strength, "amax")
+    won = strength == strongest[positions]
+    first = strength.new_full((num_anchors,), count)  # as floats, since MPS reduces no int64
+    first = first.scatter_reduce(0, positions[won], objects[won].to(first), "amin")
+    claims = first.long()
+    has_claim = torch.zeros(count + 1, dtype=torch.bool, device=overlaps.device)
+    has_claim[claims] = True
+    for loser in (found & ~has_claim[:count]).nonzero().squeeze(1).tolist():
+        left = overlaps[loser].where(claims == count, 0.0)
+        overlap, position = left.max(dim=0)
+        if bool(overlap > 0):
+            claims[position] = loser
+    return claims
+
+
+def _coverage(regions: Tensor, anchors: Tensor) -> Tensor:
+    """The largest share of each anchor's area inside one of the regions, float [A]."""
+    top_left = torch.maximum(regions[:, None, :2], anchors[None, :, :2])
+    bottom_right = torch.minimum(regions[:, None, 2:], anchors[None, :, 2:])
+    inside = (bottom_right - top_left).clamp(min=0).prod(dim=2)  # [regions, A]
+    coverage: Tensor = inside.amax(dim=0) / box_area(anchors)
+    return coverage
+
+
+def _flags(target: Mapping[str, Tensor], key: str, boxes: Tensor) -> Tensor:
+    if key not in target:
+        return torch.zeros(len(boxes), dtype=torch.bool, device=boxes.device)
+    return target[key].to(device=boxes.device, dtype=torch.bool)
