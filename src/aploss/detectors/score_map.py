@@ -131,6 +131,9 @@ def calibrate(
     threshold drops what is below that precision. What is found and its order stay as they were.
     Copies and pickles are calibrated, too; ``torch.jit.script`` needs a model without.
 
+    Detectors of Hugging Face ``transformers`` are calibrated, too: see
+    :func:`~aploss.detectors.hugging_face.calibrate_in_transformers`.
+
     Args:
         model: trained with any loss, see :func:`~aploss.detectors.use_loss`.
         images: held-out images [3, h, w], some hundred of them; None takes a calibration away.
@@ -147,9 +150,16 @@ def calibrate(
         ConfigError: if the model is of another kind.
         DataError: if there is no object in the images, or not one target per image.
     """
+    from aploss.detectors.hugging_face import calibrate_in_transformers, is_transformers_model
+
+    if is_transformers_model(model):
+        if score_thresh is not None:
+            raise ConfigError("models of transformers have no score_thresh; post-processing has")
+        return calibrate_in_transformers(model, images, targets, iou=iou)
     if not isinstance(model, RetinaNet | FCOS | SSD):
         raise ConfigError(
-            f"calibrate takes torchvision's RetinaNet, FCOS or SSD, got {type(model).__name__}"
+            "calibrate takes torchvision's RetinaNet, FCOS or SSD, or a detector of transformers, "
+            f"got {type(model).__name__}"
         )
     _remove(model)
     if images is None:

@@ -35,8 +35,17 @@ class ScoreThresholdWarning(UserWarning):
     """A model drops detections below a score that means nothing with its loss."""
 
 
-def use_loss(model: Model, loss: nn.Module | None, *, score_thresh: float | None = None) -> Model:
+def use_loss(
+    model: Model,
+    loss: nn.Module | None,
+    *,
+    score_thresh: float | None = None,
+    weights: Mapping[str, float] | None = None,
+) -> Model:
     """Trains a torchvision RetinaNet, FCOS or SSD with another classification loss from now on.
+
+    Or a detector of Hugging Face ``transformers``, for which see
+    :func:`~aploss.detectors.hugging_face.use_loss_in_transformers`; what follows is torchvision's.
 
     Only the loss in training mode changes, on all images of the batch together: weights, matching,
     box loss, names of the losses and everything at inference stay as they are. Labels are
@@ -56,6 +65,7 @@ def use_loss(model: Model, loss: nn.Module | None, *, score_thresh: float | None
             None gives the model its own loss, scores and score threshold back.
         score_thresh: the model's score threshold from now on; 0 keeps every detection. Ranking
             losses order scores without giving them a scale.
+        weights: of the loss terms, for models of ``transformers``.
 
     Returns:
         The same model. Calling it again sets another loss.
@@ -73,10 +83,19 @@ def use_loss(model: Model, loss: nn.Module | None, *, score_thresh: float | None
         >>> model = ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None)
         >>> model = use_loss(model, APLoss(), score_thresh=0)
     """
+    from aploss.detectors.hugging_face import is_transformers_model, use_loss_in_transformers
+
+    if is_transformers_model(model):
+        if score_thresh is not None:
+            raise ConfigError("models of transformers have no score_thresh; post-processing has")
+        return use_loss_in_transformers(model, loss, weights=weights)
     if not isinstance(model, RetinaNet | FCOS | SSD):
         raise ConfigError(
-            f"use_loss takes torchvision's RetinaNet, FCOS or SSD, got {type(model).__name__}"
+            "use_loss takes torchvision's RetinaNet, FCOS or SSD, or a detector of transformers, "
+            f"got {type(model).__name__}"
         )
+    if weights is not None:
+        raise ConfigError(f"weights are for models of transformers, got {type(model).__name__}")
     if loss is not None:
         _check_loss(model, loss)
     calibrate(model, None)  # which belongs to the loss before
