@@ -289,6 +289,37 @@ def _tally(problem: Problem, notes: _Notes, marks: Any) -> tuple[Any, Any]:
     return sum(part[0] for part in parts), sum(part[1] for part in parts)
 
 
+def _tally_groups(problem: Problem, notes: _Notes, segments: Segments) -> Tensor:
+    """Tallies of the rows of all groups; notes the rows."""
+    groups = segments.groups
+    assert groups is not None and problem.groups is not None
+    one, size = _ONE[problem.dtype], len(notes.scores)
+    count = int(groups.of_positives[-1]) + 1
+    numbers = groups.numbers[:count].numpy()
+    spread = int(numbers[-1]) - int(numbers[0])
+    dense = np.empty(size, np.int32)
+    kernels.dense_groups(
+        problem.groups.numpy(), numbers, spread if spread <= max(2 * size, 1 << 20) else 0, dense
+    )
+    edges = segments.edges
+    marks = torch.cat([segments.for_rows(edges, edges[:1]), edges.new_full((1,), torch.inf)]).numpy()
+    # The row below the segments of every group, see Segments.reached.
+    first_row = (groups.first_segment[: count + 1] + torch.arange(1, count + 2)).numpy()
+    tables = kernels.group_tables(marks, first_row, one)
+    notes.marks, notes.rows = marks, np.empty(size, _small_integers(len(marks)).dtype)
+    notes.below = np.empty(len(notes.pure), np.bool_)
+    kept = (notes.pure, notes.left_out, notes.rows, notes.below)
+    width = type(one)(2 * problem.delta)
+
+    def work(start: int, stop: int) -> Any:
+        return kernels.tally_groups(
+            notes.scores, start, stop, kept, dense, marks, first_row, tables, one, width
+        )
+
+    parts = _in_parts(size, work)
+    return torch.from_numpy(np.stack([sum(part[k] for part in parts) for k in range(2)]))
+
+
 def _evaluate(
     scores: Any, notes: Any, marks: Any, lines: Any, width: Any, factor: Any, out: Any
 ) -> None:

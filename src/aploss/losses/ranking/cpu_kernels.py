@@ -29,13 +29,16 @@ __all__ = [
     "RANK_SORT",
     "Compiled",
     "backward",
+    "dense_groups",
     "evaluate",
     "find",
     "finish",
     "forward",
+    "group_tables",
     "prepare_table",
     "sort_and_cut",
     "tally",
+    "tally_groups",
     "write_positives",
 ]
 
@@ -673,6 +676,91 @@ def _write_positives(index, own, first, second, out):
         out[index[i]] = own[0, i] * first + own[1, i] * second
 
 
+def _dense_groups(groups, numbers, spread, dense):
+    """Which of the numbers [G], ascending, each score's group is; -1 for none.
+
+    ``spread`` is the distance from the first to the last number if that is small, or 0.
+    """
+    first = numbers[0]
+    if spread == 0:
+        for i in range(len(groups)):
+            place = np.searchsorted(numbers, groups[i])
+            known = place < len(numbers) and numbers[place] == groups[i]
+            dense[i] = place if known else -1
+        return
+    table = np.full(spread + 1, -1, np.int32)
+    for place in range(len(numbers)):
+        table[numbers[place] - first] = place
+    for i in range(len(groups)):
+        inside = groups[i] >= first and groups[i] - first <= spread
+        dense[i] = table[groups[i] - first] if inside else -1
+
+
+def _group_tables(marks, first_row, one):
+    """A lookup table for every group, one behind the other.
+
+    Args:
+        marks: the edge below every row [R + 1].
+        first_row: the row below the segments of every group, and one past the last [G + 1].
+
+    Returns:
+        tables, where each begins [G + 1], left end and inverse width of the cells [G].
+    """
+    count = len(first_row) - 1
+    begin = np.empty(count + 1, np.int64)
+    begin[0] = 0
+    for g in range(count):
+        begin[g + 1] = begin[g] + 2 * (first_row[g + 1] - first_row[g]) + 2
+    table = np.empty(begin[count], np.int32)
+    lows, scales = np.full(count, one), np.full(count, one)
+    for g in range(count):
+        cells = begin[g + 1] - begin[g]
+        low, high = marks[first_row[g] + 1], marks[first_row[g + 1] - 1]
+        last = one * np.float32(cells - 2)
+        scale = last / (high - low) if high > low else one - one
+        if not abs(scale) < np.inf:
+            scale = one - one
+        row = first_row[g]
+        for cell in range(cells):
+            while (
+                row + 1 < first_row[g + 1]
+                and _cell(marks[row + 1], low, scale, last, one) < cell
+            ):
+                row += 1
+            table[begin[g] + cell] = row
+        lows[g], scales[g] = low, scale
+    return table, begin, lows, scales
+
+
+def _tally_groups(
+    scores, start, stop, notes, dense, marks, first_row, tables, one, width
+):  # fmt: skip
+    """Counts and sums of shares of every row [R]; notes the rows. Row 0 is for everything else."""
+    pure, left_out, rows, below = notes
+    table, begin, lows, scales = tables
+    counts, sums = np.zeros(len(marks) - 1), np.zeros(len(marks) - 1)
+    inverse = one / width if width > 0 else one - one
+    for i in range(np.uint64(start), np.uint64(stop)):
+        below[i // STEP] = False
+        group = np.int64(dense[i])
+        if group < 0 or (not pure[i // STEP] and left_out[i]):
+            rows[i] = 0
+            continue
+        score, where = scores[i], np.uint64(group)
+        last = one * np.float32(begin[where + ONE] - begin[where] - 2)
+        cell = _cell(score, lows[where], scales[where], last, one)
+        row = np.uint64(table[np.uint64(begin[where] + cell)])
+        end = np.uint64(first_row[where + ONE])
+        while row + ONE < end and marks[row + ONE] <= score:
+            row += ONE
+        rows[i] = row
+        share = (score - marks[row]) * inverse
+        share = share if share > 0 else one - one
+        counts[row] += 1.0
+        sums[row] += share if share < one else one
+    return counts, sums
+
+
 _sort_and_cut_here, _table_here = helper(_sort_and_cut), helper(_prepare_table)
 _tally_here, _write_here = helper(_tally), helper(_write_positives)
 
@@ -721,4 +809,6 @@ def _backward(scores, index, own, marks, lines, blocks, left_out, rows, first, w
 forward, backward = Compiled(_forward), Compiled(_backward)
 find, sort_and_cut = Compiled(_find), Compiled(_sort_and_cut)
 prepare_table, tally, finish = Compiled(_prepare_table), Compiled(_tally), Compiled(_finish)
+dense_groups, group_tables = Compiled(_dense_groups), Compiled(_group_tables)
+tally_groups = Compiled(_tally_groups)
 evaluate, write_positives = Compiled(_evaluate_part.py_func), Compiled(_write_positives)
