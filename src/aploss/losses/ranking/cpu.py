@@ -1,0 +1,421 @@
+"""The ranking of CPU tensors: one compiled call each way, or parts of them on several threads.
+
+Rankings within groups, and those of several processes, go through the stages of the torch backend
+for their positives, and through the compiled kernels for their scores.
+"""
+
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..checks import COMPARABLE
+from . import cpu_kernels as kernels
+from .problem import Found, Problem, Ranked, loss_dtype
+from .segments import Segments, line_through_segments
+from .torch_backend import Kept, TorchBackend
+
+__all__ = ["CPUBackend", "gradient_directly", "rank_directly"]
+
+BLOCK = kernels.BLOCK
+MOST_PARTS, SMALLEST_PART = 16, 1 << 16
+SECONDS_OF_SILENCE = 2.0
+
+_RULES = {
+    "ap": kernels.AP,
+    "auc": kernels.AUC,
+    "rank-sort": kernels.RANK_SORT,
+    "alrp": kernels.ALRP,
+}
+_ONE32, _ONE64 = np.float32(1), np.float64(1)
+_ONE = {torch.float32: _ONE32, torch.float64: _ONE64}
+_log = logging.getLogger("aploss.losses")
+_compiled_for: set[tuple[Any, ...]] = set()
+_pool: tuple[int, int, ThreadPoolExecutor] | None = None
+
+Accept = Callable[[Problem, list[int]], None]
+
+
+@dataclass(eq=False, slots=True)
+class _Kept:
+    """A ranking of this process alone, between its forward and its backward pass."""
+
+    scores: Any  # [N]
+    index: Any  # of the positives [P]
+    own: Any  # gradients on them [2, P]
+    marks: Any  # edges below the rows [R + 1]
+    lines: Any  # of the rows [2, R]
+    notes: Any  # pure, left_out, rows, below
+
+
+@dataclass(eq=False)
+class _Notes:
+    """What the passes note of the scores of one process."""
+
+    scores: Any  # [N], float32 or float64
+    index: Any  # of the positives
+    pure: Any  # blocks of negatives alone
+    left_out: Any  # what is no negative, in the other blocks
+    rows: Any = None
+    below: Any = None  # blocks below all positives
+    marks: Any = None
+
+
+class CPUBackend(TorchBackend):
+    """See :class:`aploss.losses.ranking.problem.Backend`."""
+
+    name = "cpu"
+    at_once = True
+
+    def rank(self, problem: Problem, accept: Accept) -> Ranked:
+        """All stages at once, for a process alone and without groups.
+
+        Args:
+            accept: raises what is wrong with a status.
+        """
+        with _telling((problem.dtype, problem.targets.dtype, problem.rule)):
+            return _rank_in_parts(problem, accept)
+
+    def gradient(self, ranked: Ranked, upstream: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        problem, held = ranked.problem, ranked.held
+        gradient = torch.empty(problem.scores.shape, dtype=problem.dtype)
+        (_gradient if type(held) is _Kept else _gradient_of_stages)(
+            problem, held, upstream, gradient
+        )
+        return gradient if gradient.dtype == dtype else gradient.to(dtype)
+
+    def find(self, problem: Problem) -> Found:
+        with _telling(("find", problem.dtype, problem.targets.dtype)):
+            notes, status = _find(problem)
+        boxes = problem.box_losses
+        if boxes is not None:
+            allowed = (boxes >= 0) & (boxes < torch.inf)
+            status[4] = int(not bool(allowed.all()) or len(boxes) != status[0])
+        return Found(torch.tensor(status), notes)
+
+    def positive_index(self, found: Found, capacity: int) -> Tensor:
+        index = torch.full((capacity,), -1)
+        known = torch.from_numpy(found.held.index[:capacity])
+        index[: len(known)] = known
+        return index
+
+    def tally_negatives(self, problem: Problem, found: Found, segments: Segments) -> Tensor:
+        if segments.groups is not None:
+            return _tally_groups(problem, found.held, segments)
+        edges = segments.edges
+        marks = torch.cat([edges[:1], edges, edges.new_full((1,), torch.inf)]).numpy()
+        with _telling(("tally", problem.dtype)):
+            tallies = _tally(problem, found.held, marks)
+        return torch.from_numpy(np.stack(tallies))
+
+
+def rank_directly(scores: Tensor, targets: Tensor, rule: str, delta: float, interpolated: bool):  # type: ignore[no-untyped-def]
+    """AP or AUC of few scores with as little around the kernel as can be: 60 microseconds.
+
+    Returns:
+        the loss and a state for :func:`gradient_directly`; None if this is not the plain case, or
+        something is wrong.
+    """
+    dtype = scores.dtype
+    if rule not in _DIRECT or not 0 <= delta < np.inf:
+        return None
+    if (dtype, targets.dtype) not in _compiled_for:
+        if dtype not in _ONE or targets.dtype not in COMPARABLE:
+            return None
+        with _telling((dtype, targets.dtype)):
+            _compiled_for.add((dtype, targets.dtype))
+            return rank_directly(scores, targets, rule, delta, interpolated)
+    array = scores.detach().numpy()
+    target_array = (targets.detach() if targets.requires_grad else targets).numpy()
+    if array.shape != target_array.shape:
+        return None
+    if array.ndim != 1 or not scores.is_contiguous() or not targets.is_contiguous():
+        array, target_array = array.ravel(), target_array.ravel()
+    if not 0 < len(array) < 2 * SMALLEST_PART:
+        return None
+    one, width = (_ONE32, np.float32(2 * delta)) if dtype is torch.float32 else (_ONE64, 2 * delta)
+    status, value, *kept = kernels.forward(
+        array,
+        target_array,
+        _DIRECT[rule],
+        interpolated,
+        delta,
+        one,
+        width,
+        _small_integers(2 * len(array)),
+    )
+    return None if status[2] or status[3] else (value, (array, *kept, width))
+
+
+_DIRECT = {"ap": kernels.AP, "auc": kernels.AUC}
+
+
+def gradient_directly(state: tuple[Any, ...], upstream: Tensor, like: Tensor) -> Tensor:
+    """The gradient on the scores of :func:`rank_directly`."""
+    *kept, width = state
+    if not len(kept[1]):
+        return torch.zeros_like(like, memory_format=torch.contiguous_format)
+    gradient, first = torch.empty(like.shape, dtype=like.dtype), upstream.item()
+    factor = np.float32(first) if like.dtype is torch.float32 else first
+    kernels.backward(*kept, first, width, factor, gradient.numpy().ravel())
+    return gradient
+
+
+def _scores(problem: Problem) -> Any:
+    scores, dtype = problem.scores, problem.dtype
+    return (scores if scores.dtype == dtype else scores.to(dtype)).numpy()
+
+
+def _rank_in_parts(problem: Problem, accept: Accept) -> Ranked:
+    notes, status = _find(problem)
+    boxes = np.empty(0)
+    if problem.box_losses is not None:
+        boxes = problem.box_losses.double().numpy().copy()
+        status[4] = int(not (np.isfinite(boxes) & (boxes >= 0)).all())
+    accept(problem, status)
+    one, rule = _ONE[problem.dtype], _RULES[problem.rule]
+    positives, order, cuts = kernels.sort_and_cut(notes.scores, notes.index, problem.delta, one)
+    tallies = _tally(problem, notes, cuts[0]) if len(order) else (_NOTHING, _NOTHING)
+    if problem.soft:
+        boxes = problem.targets.numpy()[notes.index].astype(np.float64)
+    values, lines, own, box_weights = kernels.finish(
+        rule,
+        problem.interpolated,
+        problem.delta,
+        cuts,
+        positives,
+        order,
+        boxes,
+        tallies,
+        np.int64(status[1]),
+        one,
+    )
+    noted = (notes.pure, notes.left_out, notes.rows, notes.below)
+    kept = _Kept(notes.scores, notes.index, own, cuts[0], lines, noted)
+    box_gradient = None
+    if problem.box_losses is not None:
+        box_gradient = torch.from_numpy(box_weights).to(loss_dtype(problem.box_losses.dtype))
+    values = torch.from_numpy(values[: 1 if problem.rule in _DIRECT else 2])
+    return Ranked(problem, values.to(problem.dtype), box_gradient, kept)
+
+
+_NOTHING = np.zeros(1)
+
+
+def _gradient(problem: Problem, kept: _Kept, upstream: tuple[Tensor, ...], out: Tensor) -> None:
+    if len(kept.index) == 0:
+        out.zero_()
+        return
+    kind = type(_ONE[problem.dtype])
+    first = float(upstream[0])
+    second = float(upstream[1]) if problem.rule == "rank-sort" else 0.0
+    gradient = out.numpy()
+    _evaluate(
+        kept.scores,
+        kept.notes,
+        kept.marks,
+        kept.lines,
+        kind(2 * problem.delta),
+        kind(first),
+        gradient,
+    )
+    kernels.write_positives(kept.index, kept.own, first, second, gradient)
+
+
+def _gradient_of_stages(
+    problem: Problem, held: Kept, upstream: tuple[Tensor, ...], out: Tensor
+) -> None:
+    factors = torch.stack(upstream[: len(held.own)]).double()[:, None] * problem.num_processes
+    lines = line_through_segments(held.segments, held.pair_weights * factors[0])
+    of_rows = [
+        held.segments.for_rows(values, values.new_zeros(1)).to(problem.dtype)
+        for values in (lines[0], lines[1] / (2 * problem.delta or 1.0))
+    ]
+    notes: _Notes = held.scores
+    one = _ONE[problem.dtype]
+    noted = (notes.pure, notes.left_out, notes.rows, notes.below)
+    _evaluate(
+        notes.scores,
+        noted,
+        notes.marks,
+        torch.stack(of_rows).numpy(),
+        type(one)(2 * problem.delta),
+        one,
+        out.numpy(),
+    )
+    own = (held.own * factors).sum(0).to(problem.dtype)
+    here = held.index >= 0
+    out[held.index[here]] = own[here]
+
+
+def _find(problem: Problem) -> tuple[_Notes, list[int]]:
+    scores, targets = _scores(problem), problem.targets.numpy()
+    notes = _Notes(scores, None, *_blocks(len(scores)))
+
+    def work(start: int, stop: int) -> Any:
+        return kernels.find(targets, scores, start, stop, problem.soft, notes.pure, notes.left_out)
+
+    parts = _in_parts(len(scores), work)
+    notes.index = np.concatenate([index for (index, _, _), _ in parts])
+    negatives = sum(part[1] for part, _ in parts)
+    bad_targets = sum(part[2] for part, _ in parts)
+    bad_scores = sum(bad for _, bad in parts)
+    return notes, [len(notes.index), negatives, bad_targets, bad_scores, 0]
+
+
+def _tally(problem: Problem, notes: _Notes, marks: Any) -> tuple[Any, Any]:
+    """Counts and sums of every row; notes the rows."""
+    one, size = _ONE[problem.dtype], len(notes.scores)
+    small = _small_integers(len(marks))
+    table, axis = kernels.prepare_table(marks, one, size, small)
+    notes.marks, notes.rows = marks, np.empty(size, small.dtype)
+    notes.below = np.empty(len(notes.pure), np.bool_)
+    kept = (notes.pure, notes.left_out, notes.rows, notes.below)
+    width = type(one)(2 * problem.delta)
+
+    def work(start: int, stop: int) -> Any:
+        return kernels.tally(notes.scores, start, stop, kept, marks, table, axis, one, width)
+
+    parts = _in_parts(size, work)
+    return sum(part[0] for part in parts), sum(part[1] for part in parts)
+
+
+def _tally_groups(problem: Problem, notes: _Notes, segments: Segments) -> Tensor:
+    """Tallies of the rows of all groups; notes the rows."""
+    groups = segments.groups
+    assert groups is not None and problem.groups is not None
+    one, size = _ONE[problem.dtype], len(notes.scores)
+    count = int(groups.of_positives[-1]) + 1
+    numbers = groups.numbers[:count].numpy()
+    spread = int(numbers[-1]) - int(numbers[0])
+    dense = np.empty(size, np.int32)
+    kernels.dense_groups(
+        problem.groups.numpy(), numbers, spread if spread <= max(2 * size, 1 << 20) else 0, dense
+    )
+    edges = segments.edges
+    marks = torch.cat([segments.for_rows(edges, edges[:1]), edges.new_full((1,), torch.inf)]).numpy()
+    # The row below the segments of every group, see Segments.reached.
+    first_row = (groups.first_segment[: count + 1] + torch.arange(1, count + 2)).numpy()
+    tables = kernels.group_tables(marks, first_row, one)
+    notes.marks, notes.rows = marks, np.empty(size, _small_integers(len(marks)).dtype)
+    notes.below = np.empty(len(notes.pure), np.bool_)
+    kept = (notes.pure, notes.left_out, notes.rows, notes.below)
+    width = type(one)(2 * problem.delta)
+
+    def work(start: int, stop: int) -> Any:
+        return kernels.tally_groups(
+            notes.scores, start, stop, kept, dense, marks, first_row, tables, one, width
+        )
+
+    parts = _in_parts(size, work)
+    return torch.from_numpy(np.stack([sum(part[k] for part in parts) for k in range(2)]))
+
+
+def _evaluate(
+    scores: Any, notes: Any, marks: Any, lines: Any, width: Any, factor: Any, out: Any
+) -> None:
+    pure, left_out, rows, below = notes
+
+    def work(start: int, stop: int) -> Any:
+        kernels.evaluate(
+            scores, start, stop, pure, left_out, rows, below, marks, lines, width, factor, out
+        )
+
+    _in_parts(len(scores), work)
+
+
+def _blocks(size: int) -> tuple[Any, Any]:
+    return np.empty(-(-size // BLOCK), np.bool_), np.empty(size, np.bool_)
+
+
+def _small_integers(highest: int) -> Any:
+    """An empty array of the integers for rows up to ``highest``, and one bit more.
+
+    Two bytes keep the lookup table in the fastest cache.
+    """
+    return _TWO_BYTES if highest + 2 < 1 << 15 else _FOUR_BYTES
+
+
+_TWO_BYTES, _FOUR_BYTES = np.empty(0, np.uint16), np.empty(0, np.uint32)
+
+
+def _in_parts(size: int, work: Callable[[int, int], Any]) -> list[Any]:
+    """Runs ``work(start, stop)`` for every part, on torch's number of threads; in their order."""
+    parts = min(max(size // SMALLEST_PART, 1), MOST_PARTS)
+    edges = [size * part // parts // BLOCK * BLOCK for part in range(parts)] + [size]
+    threads = min(torch.get_num_threads(), parts)
+    if threads <= 1:
+        return [work(*edge) for edge in itertools.pairwise(edges)]
+    waiting = iter(list(enumerate(itertools.pairwise(edges))))
+    results: list[Any] = [None] * parts
+
+    def take_turns() -> None:
+        for place, edge in waiting:  # threads may share the iterator of a list
+            results[place] = work(*edge)
+
+    others = [_threads(threads - 1).submit(take_turns) for _ in range(threads - 1)]
+    take_turns()
+    for other in others:
+        other.result()
+    return results
+
+
+def _threads(count: int) -> ThreadPoolExecutor:
+    """The pool of this process, with that many threads. A fork inherits no threads."""
+    global _pool
+    if _pool is None or _pool[:2] != (os.getpid(), count):
+        _pool = (os.getpid(), count, ThreadPoolExecutor(count, thread_name_prefix="aploss"))
+    return _pool[2]
+
+
+@contextmanager
+def _telling(kind: tuple[Any, ...]) -> Iterator[None]:
+    """Says what is going on if compiling takes its time."""
+    if kind in _compiled_for:
+        yield
+        return
+    timer = threading.Timer(SECONDS_OF_SILENCE, _say_that_it_compiles)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        _compiled_for.add(kind)
+
+
+_said: set[str] = set()
+
+
+def _say_once(key: str, message: str, *arguments: Any) -> None:
+    if key not in _said:
+        _said.add(key)
+        _log.warning(message, *arguments)
+
+
+def _say_that_it_compiles() -> None:
+    _say_once(
+        "compiling", "compiling the ranking losses for this processor; later runs find them cached"
+    )
+
+
+def _say_that_there_is_no_cache(error: Exception) -> None:
+    _say_once(
+        "cache",
+        "numba's cache of compiled functions cannot be used (%s: %s); compiling without it. "
+        "NUMBA_CACHE_DIR names another folder for it",
+        type(error).__name__,
+        error,
+    )
+
+
+kernels.Compiled.no_cache = staticmethod(_say_that_there_is_no_cache)
