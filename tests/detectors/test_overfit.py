@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from aploss.data.annotations import DetectionDataset
 from aploss.data.builtin import builtin_dataset
-from aploss.data.dataset import DetectionDataset
 from aploss.detectors import Detector, build_detector
-from aploss.evaluation.coco_metrics import coco_metrics
-from aploss.evaluation.detections import DetectionTable
+from aploss.evaluation.coco import coco_metrics
+from aploss.evaluation.tables import DetectionTable
 
 STEPS = 40
 WARM_UP_STEPS = 10

@@ -13,7 +13,8 @@ from aploss.evaluation import (
     match_voc,
     precision_recall_curves,
 )
-from aploss.evaluation.curve_plots import plot_classes_together, plot_each_class
+from aploss.plotting.plots import precision_recall_panels as plot_each_class
+from aploss.plotting.plots import precision_recall_plot as plot_classes_together
 
 CASES = {
     "plain": {},

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from aploss.losses.ranking.passes import TorchPasses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score
@@ -9,7 +10,6 @@ from torch import Tensor
 
 from aploss.losses import APLoss, NonFiniteScoresError, ap_loss, reference
 from aploss.losses.ranking import engine
-from aploss.losses.ranking.passes import TorchPasses
 
 DISTRIBUTIONS = (
     "random", "separated", "tied", "all equal", "tiny spread", "huge spread", "offset",

@@ -75,7 +75,7 @@ def table(result: dict[str, Any]) -> str:
 
 def plot(result: dict[str, Any]) -> str:
     """Time against the number of scores early in training, both logarithmic, as SVG."""
-    from aploss.reporting.plots import Series, line_plot
+    from aploss.plotting.plots import Series, line_plot
 
     labels = {
         "loop": "loop of Algorithm 1",

@@ -87,7 +87,10 @@ class EfficientNetLite0(nn.Module):
         pairs = [("stem", "_conv_stem", "_bn0")]
         for index, block in enumerate(self.blocks):
             names = [("expand", "_expand_conv", "_bn0")] if block.expand is not None else []
-            names += [("depthwise", "_depthwise_conv", "_bn1"), ("project", "_project_conv", "_bn2")]
+            names += [
+                ("depthwise", "_depthwise_conv", "_bn1"),
+                ("project", "_project_conv", "_bn2"),
+            ]
             prefix = f"_blocks.{index}."
             pairs += [(f"blocks.{index}.{own}", prefix + c, prefix + b) for own, c, b in names]
         for own, convolution, norm in pairs:
@@ -139,9 +142,7 @@ class _Block(nn.Module):
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, expansion: int) -> None:
         super().__init__()
         inner = inputs * expansion
-        self.expand = (
-            _Convolution(inputs, inner, kernel=1, stride=1) if expansion != 1 else None
-        )
+        self.expand = _Convolution(inputs, inner, kernel=1, stride=1) if expansion != 1 else None
         self.depthwise = _Convolution(inner, inner, kernel=kernel, stride=stride, groups=inner)
         self.project = _Convolution(inner, outputs, kernel=1, stride=1)
         self.has_shortcut = stride == 1 and inputs == outputs

@@ -31,7 +31,7 @@ from aploss.evaluation.metrics import Metrics
 from aploss.evaluation.tables import DetectionTable
 from aploss.evaluation.voc import voc_metrics
 from aploss.files import write_json
-from aploss.reporting.run_files import matches_document
+from aploss.reports.run_files import matches_document
 from aploss.training.config import TrainConfig
 from aploss.training.distributed import World
 from aploss.training.run_folder import RunFolder

@@ -284,7 +284,7 @@ def _summarise(
 
 
 def _write_report(folder: RunFolder, summary: Summary) -> None:
-    from aploss.reporting.run_report import write_run_report
+    from aploss.reports.run_report import write_run_report
 
     summary.write(folder.summary_file)
     write_run_report(folder.path)

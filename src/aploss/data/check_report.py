@@ -1,3 +1,0 @@
-"""MOVED"""
-
-from aploss.data.check import check_report  # noqa: F401

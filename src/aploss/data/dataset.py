@@ -1,3 +1,0 @@
-"""MOVED"""
-
-from aploss.data.annotations import DetectionDataset, Sample, concatenate  # noqa: F401

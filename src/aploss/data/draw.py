@@ -1,3 +1,0 @@
-"""MOVED"""
-
-from aploss.plotting.pictures import as_picture, contact_sheet, draw_boxes  # noqa: F401

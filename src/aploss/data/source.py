@@ -1,3 +1,0 @@
-"""MOVED"""
-
-from aploss.data.formats import common_split_name  # noqa: F401

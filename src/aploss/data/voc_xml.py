@@ -1,3 +1,0 @@
-"""MOVED"""
-
-from aploss.data.voc import parse_annotation  # noqa: F401

@@ -1,3 +1,0 @@
-"""MOVED"""
-
-from aploss.data.yolo import parse_row  # noqa: F401

@@ -1,8 +1,0 @@
-"""MOVED"""
-
-from aploss.detectors.postprocess import (  # noqa: F401
-    Detections,
-    MultiScale,
-    ObjectDetector,
-    merge_detections,
-)

@@ -1,3 +1,0 @@
-"""MOVED"""
-
-from aploss.detectors.predict import ImageLike, Prediction, image_tensor, predict  # noqa: F401

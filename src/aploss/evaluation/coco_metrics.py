@@ -1,3 +1,0 @@
-"""MOVED"""
-
-from aploss.evaluation.coco import coco_metrics  # noqa: F401

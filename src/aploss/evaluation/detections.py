@@ -1,3 +1,0 @@
-"""MOVED"""
-
-from aploss.evaluation.tables import DetectionTable  # noqa: F401

@@ -1,3 +1,0 @@
-"""MOVED"""
-
-from aploss.evaluation.tables import GroundTruth, as_ground_truth  # noqa: F401

@@ -1,3 +1,0 @@
-"""MOVED"""
-
-from aploss.evaluation.voc import voc_metrics  # noqa: F401

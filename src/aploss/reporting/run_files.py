@@ -1,3 +1,0 @@
-"""MOVED"""
-
-from aploss.reports.run_files import RunFiles, matches_document, read_run  # noqa: F401

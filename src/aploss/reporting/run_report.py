@@ -1,3 +1,0 @@
-"""MOVED"""
-
-from aploss.reports.run_report import write_run_report  # noqa: F401

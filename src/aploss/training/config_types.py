@@ -1,3 +1,0 @@
-"""MOVED"""
-
-from aploss.training.config import Setting, settings_of  # noqa: F401

@@ -1,3 +1,0 @@
-"""MOVED"""
-
-from aploss.training.splits import RunData, load_run_data  # noqa: F401

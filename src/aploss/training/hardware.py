@@ -1,3 +1,0 @@
-"""MOVED"""
-
-from aploss.training.machine import choose_device, choose_workers  # noqa: F401

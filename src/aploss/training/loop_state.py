@@ -1,3 +1,0 @@
-"""MOVED"""
-
-from aploss.training.distributed import LostProcessError, TrainingInterruptedError  # noqa: F401

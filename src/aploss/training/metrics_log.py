@@ -1,3 +1,0 @@
-"""MOVED"""
-
-from aploss.training.run_folder import MetricsLog, read_rows  # noqa: F401

@@ -1,3 +1,0 @@
-"""MOVED"""
-
-from aploss.training.splits import suggest_image_sizes, suggest_recipe  # noqa: F401
