@@ -10,6 +10,7 @@ from torchvision.transforms import v2
 
 from aploss.data.annotations import DetectionDataset, concatenate
 from aploss.errors import DataError
+from aploss.evaluation import GroundTruth
 
 
 @pytest.fixture
@@ -166,3 +167,13 @@ def test_a_dataset_survives_pickling_as_workers_do_it(dataset):
     copy = pickle.loads(pickle.dumps(dataset))
     assert np.array_equal(copy.boxes(0), dataset.boxes(0))
     assert copy[2][1]["image_id"] == 9
+
+
+def test_the_table_of_annotations_is_that_of_the_coco_dict_and_made_once(dataset):
+    table, expected = dataset.annotations, GroundTruth.from_coco(dataset.to_coco())
+    assert dataset.annotations is table
+    for column in ("image_ids", "category_ids", "xywh", "areas", "crowd", "difficult", "images"):
+        assert np.array_equal(getattr(table, column), getattr(expected, column))
+    assert table.categories == expected.categories == {1: "cat", 2: "dog"}
+    assert table.counted.tolist() == [True, False, False]
+    assert np.array_equal(table.boxes, dataset.all_boxes())

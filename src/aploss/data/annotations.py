@@ -143,6 +143,7 @@ class DetectionDataset(Dataset[Sample]):
         self._ids = _array(ids, np.int64, (images,))
         counts = _array(boxes_per_image, np.int64, (images,))
         self._starts = np.concatenate([[0], np.cumsum(counts)])
+        self._table: Annotations | None = None
         self._check()
 
     def _check(self) -> None:
@@ -194,18 +195,20 @@ class DetectionDataset(Dataset[Sample]):
 
     @property
     def annotations(self) -> Annotations:
-        """The objects as the table that metrics take; category ids are labels + 1."""
-        corners = self._boxes.astype(np.float64)  # so that x + w gives x2 back exactly
-        return Annotations(
-            image_ids=np.repeat(self._ids, self.boxes_per_image()),
-            category_ids=self._labels + 1,
-            xywh=np.concatenate([corners[:, :2], corners[:, 2:] - corners[:, :2]], axis=1),
-            areas=self._areas.astype(np.float64),
-            crowd=self._crowd,
-            difficult=self._difficult,
-            images=np.sort(self._ids),
-            categories=dict(enumerate(self.class_names, start=1)),
-        )
+        """The objects as the table that metrics take, made once; category ids are labels + 1."""
+        if self._table is None:
+            corners = self._boxes.astype(np.float64)  # so that x + w gives x2 back exactly
+            self._table = Annotations(
+                image_ids=np.repeat(self._ids, self.boxes_per_image()),
+                category_ids=self._labels + 1,
+                xywh=np.concatenate([corners[:, :2], corners[:, 2:] - corners[:, :2]], axis=1),
+                areas=self._areas.astype(np.float64),
+                crowd=self._crowd,
+                difficult=self._difficult,
+                images=np.sort(self._ids),
+                categories=dict(enumerate(self.class_names, start=1)),
+            )
+        return self._table
 
     def image_id(self, index: int) -> int:
         """The image's id: distinct, at least 1, the same at every loading."""
