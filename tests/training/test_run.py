@@ -104,14 +104,6 @@ class TestRuns:
             train(config)
         stamp = (Path(summary.folder) / "checkpoints/last.pt").stat().st_mtime_ns
         assert train(config, resume=True) == summary
-        # Earlier versions wrote the last weights there: measured again, it goes.
-        checkpoints = Path(summary.folder) / "checkpoints"
-        shutil.copy(checkpoints / "last.pt", checkpoints / "best.pt")
-        (Path(summary.folder) / "summary.json").unlink()
-        change = torch.load(checkpoints / "best.pt", weights_only=True)
-        torch.save({**change, "step": 6, "metrics": {}}, checkpoints / "best.pt")
-        assert train(config, resume=True).AP == summary.AP
-        assert not (checkpoints / "best.pt").exists()
         assert (Path(summary.folder) / "checkpoints/last.pt").stat().st_mtime_ns == stamp
 
     def test_files_in_the_way_are_not_touched(self, make_config: MakeConfig) -> None:
