@@ -46,9 +46,7 @@ class Finder(lit.LightningModule):
 
 lit.seed_everything(0)
 digits = load_digits()
-data = TensorDataset(
-    torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target == 8)
-)
+data = TensorDataset(torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target == 8))
 train, val = torch.utils.data.random_split(data, [0.7, 0.3])
 trainer = lit.Trainer(
     max_epochs=10, accelerator="cpu", logger=False, enable_checkpointing=False,

@@ -112,11 +112,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(folder: Path, *commands: list[str]) -> "subprocess.CompletedProcess[str]":
     """Runs commands one after the other in one process."""
     return subprocess.run(
-        [sys.executable, "-c", RUN_ALL, json.dumps(commands)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-c", RUN_ALL, json.dumps(commands)], cwd=folder, capture_output=True, text=True, check=False
     )
 
 
@@ -162,10 +158,7 @@ def test_a_run_predicts_exports_and_goes_on(trained: Path) -> None:
         ["train", "--resume", "--out", "run", "--quiet", *ALL],
     )
     assert done.returncode == 0, done.stderr
-    found, by_onnx = (
-        json.loads((trained / name / "detections.json").read_text())
-        for name in ("found", "found-onnx")
-    )
+    found, by_onnx = (json.loads((trained / name / "detections.json").read_text()) for name in ("found", "found-onnx"))
     assert len(found) == len(by_onnx) > 0
     assert by_onnx[0]["score"] == pytest.approx(found[0]["score"], abs=1e-3)
 
@@ -215,15 +208,12 @@ def test_a_plugin_comes_from_the_command_line_alone(trained: Path) -> None:
         ("import no_such_module_at_all", "ModuleNotFoundError"),
         ("def broken(:", "SyntaxError"),
         (
-            "import torch\nfrom aploss.losses import register_loss\n"
-            "register_loss('ap')(torch.nn.Identity)",
+            "import torch\nfrom aploss.losses import register_loss\nregister_loss('ap')(torch.nn.Identity)",
             "there is a loss 'ap' already",
         ),
     ],
 )
-def test_a_plugin_that_cannot_be_loaded_is_one_line(
-    text: str | None, message: str, tmp_path: Path
-) -> None:
+def test_a_plugin_that_cannot_be_loaded_is_one_line(text: str | None, message: str, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "mine.py").write_text(text)
     done = run(tmp_path, ["train", "--plugin", "mine.py", "--recipe", "demo", "--print_config"])

@@ -26,9 +26,7 @@ PACKAGES = (
 def parameters(function):
     """Names, kinds and defaults; annotations may be written in any way."""
     signature = inspect.signature(function)
-    plain = [
-        one.replace(annotation=inspect.Parameter.empty) for one in signature.parameters.values()
-    ]
+    plain = [one.replace(annotation=inspect.Parameter.empty) for one in signature.parameters.values()]
     return str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
 
 
@@ -84,9 +82,7 @@ def interface():
 
 def test_the_public_interface_is_the_frozen_one():
     # In a process of its own: other tests register losses and detectors.
-    result = subprocess.run(
-        [sys.executable, __file__, "--print"], capture_output=True, text=True, check=True
-    )
+    result = subprocess.run([sys.executable, __file__, "--print"], capture_output=True, text=True, check=True)
     assert result.stdout.splitlines() == FROZEN.read_text(encoding="utf-8").splitlines()
 
 

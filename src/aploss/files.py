@@ -10,14 +10,7 @@ from typing import IO, Any
 
 from aploss.errors import RunError
 
-__all__ = [
-    "check_archive",
-    "keep_as",
-    "remove_unfinished",
-    "write_json",
-    "write_text",
-    "write_whole",
-]
+__all__ = ["check_archive", "keep_as", "remove_unfinished", "write_json", "write_text", "write_whole"]
 
 UNFINISHED = ".unfinished"
 

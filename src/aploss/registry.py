@@ -61,9 +61,7 @@ class Registry(Generic[T]):
         if name not in self._entries:
             close = difflib.get_close_matches(name, self._entries, n=1)
             meant = f"; did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(
-                f"there is no {self.kind} {name!r}; choose one of: {', '.join(self)}{meant}"
-            )
+            raise ConfigError(f"there is no {self.kind} {name!r}; choose one of: {', '.join(self)}{meant}")
         return self._entries[name]
 
     def names(self) -> tuple[str, ...]:

@@ -52,9 +52,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trainer:
     return trainer
 
 
-def test_compare_prints_the_table_and_where_the_page_is(
-    trainer: Trainer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_prints_the_table_and_where_the_page_is(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["compare", "--losses", "ap,focal", "--seeds", "2", "--steps", "5"]) == 0
     shown = capsys.readouterr().out
     assert "run 4 of 4: Focal loss, seed 1" in shown
@@ -89,9 +87,7 @@ def test_other_data_takes_a_recipe_for_the_hardware(trainer: Trainer, tmp_path: 
     assert config.batches.image_size == (160, 160)  # of the images
 
 
-def test_learning_rates_are_searched_when_asked(
-    trainer: Trainer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_learning_rates_are_searched_when_asked(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--losses", "ap", "--seeds", "1", "--tune", "--tune-steps", "3"]
     assert cli.main(["compare", *words]) == 0
     lengths = [config.schedule.length for config in trainer.configs]
@@ -99,9 +95,7 @@ def test_learning_rates_are_searched_when_asked(
     assert "trial 4 of 4: AP-loss, learning rate 0.009" in capsys.readouterr().out
 
 
-def test_after_ctrl_c_it_says_how_to_go_on(
-    trainer: Trainer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_after_ctrl_c_it_says_how_to_go_on(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
     trainer.error = TrainingInterruptedError("go on with: aploss train ...")
     assert cli.main(["compare", "--quiet"]) == 130
     error = capsys.readouterr().err
@@ -139,9 +133,7 @@ def test_mistakes_are_one_line_and_exit_2(
     assert trainer.configs == []
 
 
-def test_an_error_of_the_training_is_one_line(
-    trainer: Trainer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_of_the_training_is_one_line(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
     trainer.error = RunError("the disk is full")
     assert cli.main(["compare", "--quiet"]) == 2
     assert capsys.readouterr().err == "aploss compare: the disk is full\n"

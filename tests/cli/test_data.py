@@ -22,9 +22,7 @@ def yolo_folder(tmp_path: Path) -> Path:
         picture.save(tmp_path / "set" / "images" / split / f"{split}.png")
         labels = tmp_path / "set" / "labels" / split / f"{split}.txt"
         labels.write_text("0 0.5 0.5 0.5 0.5\n")
-    (tmp_path / "set" / "data.yaml").write_text(
-        "train: images/train\nval: images/val\nnames: [cell]\n"
-    )
+    (tmp_path / "set" / "data.yaml").write_text("train: images/train\nval: images/val\nnames: [cell]\n")
     return tmp_path / "set"
 
 
@@ -63,9 +61,7 @@ def test_json_is_one_object_with_the_same_findings(yolo_folder, capsys):
     assert content["format"] == "yolo"
     assert content["exit_code"] == 1
     assert content["splits"]["train"]["boxes_of_class"] == {"cell": 1}
-    assert [(p["kind"], p["file"]) for p in content["problems"]] == [
-        ("unknown-class", "labels/val/val.txt")
-    ]
+    assert [(p["kind"], p["file"]) for p in content["problems"]] == [("unknown-class", "labels/val/val.txt")]
 
 
 def test_classes_limit_and_fast_reach_the_check(yolo_folder, capsys):
@@ -113,15 +109,7 @@ def test_it_says_what_was_written_left_out_and_lost(coco_folder, tmp_path, capsy
 def test_a_folder_in_use_is_refused_with_one_line(coco_folder, tmp_path, capsys):
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "x").touch()
-    arguments = [
-        "data",
-        "convert",
-        str(coco_folder),
-        "--to",
-        "voc",
-        "--out",
-        str(tmp_path / "used"),
-    ]
+    arguments = ["data", "convert", str(coco_folder), "--to", "voc", "--out", str(tmp_path / "used")]
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert "not an empty folder" in error
@@ -129,12 +117,9 @@ def test_a_folder_in_use_is_refused_with_one_line(coco_folder, tmp_path, capsys)
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [(["--to", "labelme"], "labelme"), (["--to", "voc", "--format", "x"], "unknown format 'x'")],
+    ("words", "message"), [(["--to", "labelme"], "labelme"), (["--to", "voc", "--format", "x"], "unknown format 'x'")]
 )
-def test_formats_that_do_not_exist_are_refused_with_one_line(
-    coco_folder, tmp_path, capsys, words, message
-):
+def test_formats_that_do_not_exist_are_refused_with_one_line(coco_folder, tmp_path, capsys, words, message):
     out = tmp_path / "new"
     assert main(["data", "convert", str(coco_folder), "--out", str(out), *words]) == 2
     error = capsys.readouterr().err
@@ -169,16 +154,12 @@ def test_sheet_shows_the_asked_number_of_images_of_the_split(
     assert "2 of 2 images" in capsys.readouterr().out
 
 
-def test_augmented_sheets_differ_from_plain_ones_and_repeat_by_seed(
-    shapes: str, tmp_path: Path
-) -> None:
+def test_augmented_sheets_differ_from_plain_ones_and_repeat_by_seed(shapes: str, tmp_path: Path) -> None:
     common = ("--split", "train", "--count", "4")
     plain = show(shapes, tmp_path / "a.png", *common)
     paper = show(shapes, tmp_path / "b.png", *common, "--augment", "paper", "--size", "96")
     again = show(shapes, tmp_path / "c.png", *common, "--augment", "paper", "--size", "96")
-    other = show(
-        shapes, tmp_path / "d.png", *common, "--augment", "paper", "--size", "96", "--seed", "5"
-    )
+    other = show(shapes, tmp_path / "d.png", *common, "--augment", "paper", "--size", "96", "--seed", "5")
     assert plain.shape == paper.shape
     assert (paper == again).all()
     assert (paper != plain).any()
@@ -201,11 +182,7 @@ def test_augmented_sheets_differ_from_plain_ones_and_repeat_by_seed(
     ],
 )
 def test_mistakes_are_one_line_and_leave_no_file(
-    shapes: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    options: list[str],
-    message: str,
+    shapes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     out = tmp_path / "sheet.png"
     assert main(["data", "show", shapes, "--out", str(out), *options]) == 2

@@ -134,11 +134,7 @@ BROKEN = {
     ),
     "results in place of annotations": ("gt.json", RESULTS, "not a COCO dict"),
     "annotations in place of results": ("dets.json", TRUTH, "expected a list of COCO results"),
-    "annotation without image": (
-        "gt.json",
-        {**TRUTH, "images": [{"id": 1}]},
-        "annotations[2]: image_id 2 is not in",
-    ),
+    "annotation without image": ("gt.json", {**TRUTH, "images": [{"id": 1}]}, "annotations[2]: image_id 2 is not in"),
 }
 
 
@@ -245,9 +241,7 @@ class TestRun:
 
     IOU = 0.1
 
-    def test_a_run_is_scored_as_pycocotools_scores_its_detections(
-        self, run_folder, shapes, tmp_path, capsys
-    ):
+    def test_a_run_is_scored_as_pycocotools_scores_its_detections(self, run_folder, shapes, tmp_path, capsys):
         words = ["eval", str(run_folder), "--data", str(shapes), "--device", "cpu"]
         assert main([*words, "--split", "test", "--iou", str(self.IOU), "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
@@ -268,9 +262,7 @@ class TestRun:
         assert main([*words, "--split", "val"]) == 0
         assert ": 2 images, " in capsys.readouterr().out
 
-    def test_a_part_of_the_images_is_matched_by_name_and_said_loudly(
-        self, run_folder, shapes, tmp_path, capsys
-    ):
+    def test_a_part_of_the_images_is_matched_by_name_and_said_loudly(self, run_folder, shapes, tmp_path, capsys):
         files = images_of(shapes)[3:]  # predict numbers them 1, 2, 3
         self.predict(run_folder, files, tmp_path)
         capsys.readouterr()
@@ -283,9 +275,7 @@ class TestRun:
         ids = [k for k, one in truth.imgs.items() if Path(one["file_name"]).name in names]
         expected = reference_ap(annotations_of(shapes), results, ids, self.IOU)
         assert 0 < json.loads(printed.out)["AP"] == pytest.approx(expected, abs=1e-6)
-        assert "warning: scored on the 3 images that were looked at; the annotations have 6" in (
-            printed.err
-        )
+        assert "warning: scored on the 3 images that were looked at; the annotations have 6" in (printed.err)
 
     def test_images_of_another_split_are_refused(self, run_folder, shapes, tmp_path, capsys):
         self.predict(run_folder, images_of(shapes)[:1], tmp_path)
@@ -344,9 +334,7 @@ def test_images_without_a_detection_are_said_loudly(tmp_path, capsys):
 def test_files_of_the_same_name_in_two_folders_are_told_apart(tmp_path, capsys):
     images = [{"id": 5, "file_name": "day/a.png"}, {"id": 6, "file_name": "night/a.png"}]
     truth = {**TRUTH, "images": [{**one, "width": 200, "height": 200} for one in images]}
-    truth["annotations"] = [
-        {"id": 1, "image_id": 6, "category_id": 2, "bbox": [0, 80, 20, 20], "iscrowd": 0}
-    ]
+    truth["annotations"] = [{"id": 1, "image_id": 6, "category_id": 2, "bbox": [0, 80, 20, 20], "iscrowd": 0}]
     # Of predict: image 1 is night/a.png, and class 1 is what the annotations call 2.
     results = [{"image_id": 1, "category_id": 1, "bbox": [0, 80, 20, 20], "score": 0.9}]
     files = write(tmp_path, truth, results)

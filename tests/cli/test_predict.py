@@ -86,14 +86,11 @@ def test_a_folder_gives_pictures_and_coco_results(
     assert f"{objects} objects in 3 images with a score of at least 0.50" in shown
 
 
-def test_boxes_are_drawn_with_class_and_score(
-    run_folder: Path, photos: Path, tmp_path: Path
-) -> None:
+def test_boxes_are_drawn_with_class_and_score(run_folder: Path, photos: Path, tmp_path: Path) -> None:
     _run(run_folder, photos / "b.png", "--out", tmp_path / "some")
     _run(run_folder, photos / "b.png", "--out", tmp_path / "none", "--threshold", "0.99")
     some, none = (
-        np.asarray(Image.open(tmp_path / folder / "pictures" / "b.png")).astype(int)
-        for folder in ("some", "none")
+        np.asarray(Image.open(tmp_path / folder / "pictures" / "b.png")).astype(int) for folder in ("some", "none")
     )
     assert some.shape == none.shape
     assert np.abs(some - none).max() > 100
@@ -138,16 +135,12 @@ def test_voc_labels_say_what_was_found(run_folder: Path, photos: Path, tmp_path:
     assert annotation.size == (50, 50)
     assert not annotation.problems
     assert len(annotation.objects) == len(prediction) > 0
-    for found, name, box in zip(
-        annotation.objects, prediction.class_names, prediction.boxes, strict=True
-    ):
+    for found, name, box in zip(annotation.objects, prediction.class_names, prediction.boxes, strict=True):
         assert found.name == name
         assert found.corners == pytest.approx(box.tolist(), abs=0.006)
 
 
-def test_a_threshold_of_zero_reports_everything(
-    run_folder: Path, photos: Path, tmp_path: Path
-) -> None:
+def test_a_threshold_of_zero_reports_everything(run_folder: Path, photos: Path, tmp_path: Path) -> None:
     assert _run(run_folder, photos / "a.jpg", "--out", tmp_path, "--threshold", 0) == 0
     assert len(json.loads((tmp_path / "detections.json").read_text())) == 100
 
@@ -155,10 +148,7 @@ def test_a_threshold_of_zero_reports_everything(
 def test_several_scales_find_other_boxes(run_folder: Path, photos: Path, tmp_path: Path) -> None:
     for folder, more in (("one", []), ("many", ["--multi-scale"])):
         _run(run_folder, photos / "a.jpg", "--out", tmp_path / folder, "--threshold", 0, *more)
-    one, many = (
-        json.loads((tmp_path / folder / "detections.json").read_text())
-        for folder in ("one", "many")
-    )
+    one, many = (json.loads((tmp_path / folder / "detections.json").read_text()) for folder in ("one", "many"))
     assert len(many) == 100
     assert many[0]["score"] >= one[0]["score"]
     assert many != one
@@ -170,9 +160,7 @@ def test_results_inside_the_folder_are_not_looked_at_again(run_folder: Path, pho
     assert len(json.loads((photos / "found" / "images.json").read_text())["images"]) == 3
 
 
-def test_quiet_says_nothing(
-    run_folder: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quiet_says_nothing(run_folder: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(run_folder, photos, "--out", tmp_path, "--quiet") == 0
     captured = capsys.readouterr()
     assert captured.out == captured.err == ""
@@ -202,9 +190,7 @@ def test_mistakes_end_in_one_line_and_exit_code_2(
 
 
 def test_files_folders_and_patterns_are_found_once_with_different_names(photos: Path) -> None:
-    images, problems = find_images(
-        [f"{photos}/**/*.jpg", str(photos), str(photos / "more"), f"{photos}/*.gif"]
-    )
+    images, problems = find_images([f"{photos}/**/*.jpg", str(photos), str(photos / "more"), f"{photos}/*.gif"])
     assert [(image.path.relative_to(photos).as_posix(), image.name) for image in images] == [
         ("a.jpg", "a"),
         ("more/a.jpg", "a-2"),

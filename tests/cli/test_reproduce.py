@@ -36,16 +36,12 @@ def test_every_reproduction_is_offered(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("name", REPRODUCTIONS)
-def test_a_name_alone_is_enough(
-    name: str, carried_out: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_name_alone_is_enough(name: str, carried_out: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["reproduce", name]) == 0
     ((plan, out, _),) = carried_out
     assert out == Path(f"runs/{name}-small-builtin")
     assert plan.variants[0].config.data == "builtin"
-    assert (
-        capsys.readouterr().out == f"# A table\n\nreport: runs/{name}-small-builtin/report.html\n"
-    )
+    assert capsys.readouterr().out == f"# A table\n\nreport: runs/{name}-small-builtin/report.html\n"
 
 
 def test_options_reach_the_plan(carried_out: list[Any]) -> None:
@@ -74,9 +70,7 @@ def test_the_papers_scale_is_refused_on_a_cpu_with_an_estimate(
     assert carried_out[0][1] == Path("runs/table4-paper-VOCdevkit")
 
 
-def test_the_plan_is_shown_without_training(
-    carried_out: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_plan_is_shown_without_training(carried_out: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["reproduce", "table2", "--scale", "paper", "--plan", "--device", "cpu"]) == 0
     shown = capsys.readouterr().out
     assert "milestones:\n  - 110.0\n  - 140.0\n" in shown

@@ -31,11 +31,7 @@ def squares(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 {"id": number, "image_id": number, "category_id": 1, "bbox": box, "area": 400,
                  "iscrowd": 0}
             )  # fmt: skip
-        document = {
-            "images": images,
-            "annotations": annotations,
-            "categories": [{"id": 1, "name": "square"}],
-        }
+        document = {"images": images, "annotations": annotations, "categories": [{"id": 1, "name": "square"}]}
         (folder / "annotations" / f"instances_{split}.json").write_text(json.dumps(document))
     return folder
 
@@ -68,22 +64,16 @@ def test_a_run_needs_nothing_but_data(squares: Path, capsys: pytest.CaptureFixtu
     assert "report: here/report.html" in capsys.readouterr().out
 
 
-def test_options_win_over_the_file_and_the_file_over_the_recipe(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_options_win_over_the_file_and_the_file_over_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.yaml").write_text("batches: {size: 6, image_size: 96}\nloss: focal\n")
-    values = printed_config(
-        capsys, "--recipe", "demo", "--config", "mine.yaml", "--batches.size", "2"
-    )
+    values = printed_config(capsys, "--recipe", "demo", "--config", "mine.yaml", "--batches.size", "2")
     assert values["loss"] == "focal"
     assert values["batches"]["size"] == 2
     assert values["batches"]["image_size"] == 96
     assert values["schedule"]["length"] == load_config("demo").schedule.length
 
 
-def test_the_loss_given_chooses_its_section_of_the_recipe(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_loss_given_chooses_its_section_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     values = printed_config(capsys, "--recipe", "voc-ssd512", "--loss", "focal")
     assert values["criterion"]["options"] == {"alpha": 0.25, "gamma": 1.0}
 
@@ -130,9 +120,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert captured.err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--batches.sise", "3"], ["--batches.size", "many"], ["--schedule.kind", "x"]]
-)
+@pytest.mark.parametrize("arguments", [["--batches.sise", "3"], ["--batches.size", "many"], ["--schedule.kind", "x"]])
 def test_an_option_that_does_not_exist_or_fit_is_named(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
@@ -162,9 +150,7 @@ def test_an_interruption_says_how_to_go_on_and_exits_with_130(
     assert capsys.readouterr().err == "stopped at step 3; go on with: aploss train --resume\n"
 
 
-def test_only_the_main_process_talks(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_main_process_talks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from aploss.errors import RunError
 
     def fails(*arguments: Any, **options: Any) -> None:

@@ -12,11 +12,7 @@ WIDTH, HEIGHT = 64, 48
 CLASS_NAMES = ("cat", "dog")
 # split → image name → boxes (class, x1, y1, x2, y2) with the first pixel at 0
 SPLITS = {
-    "train": {
-        "a": [("cat", 4, 5, 20, 25), ("dog", 30, 10, 60.5, 40.25)],
-        "b": [("dog", 0, 0, 64, 48)],
-        "c": [],
-    },
+    "train": {"a": [("cat", 4, 5, 20, 25), ("dog", 30, 10, 60.5, 40.25)], "b": [("dog", 0, 0, 64, 48)], "c": []},
     "val": {"d": [("cat", 10, 10, 30, 30)]},
 }
 
@@ -147,9 +143,7 @@ def found_boxes() -> Callable:
 
     def collect(dataset) -> dict[str, list]:
         return {
-            dataset.image_path(i).stem: list(
-                zip(dataset.labels(i).tolist(), dataset.boxes(i).tolist(), strict=True)
-            )
+            dataset.image_path(i).stem: list(zip(dataset.labels(i).tolist(), dataset.boxes(i).tolist(), strict=True))
             for i in range(len(dataset))
         }
 

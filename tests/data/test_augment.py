@@ -9,13 +9,7 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
-from aploss.data.augment import (
-    PRESETS,
-    IoUCrop,
-    ShrinkLarge,
-    draw_zoom,
-    training_transforms,
-)
+from aploss.data.augment import PRESETS, IoUCrop, ShrinkLarge, draw_zoom, training_transforms
 from aploss.errors import ConfigError
 
 Target = dict[str, Any]
@@ -30,9 +24,7 @@ def make_sample(height: int, width: int, boxes: list[list[float]]) -> tuple[Any,
     count = torch.arange(len(boxes))
     target = {
         "boxes": tv_tensors.BoundingBoxes(
-            torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4),
-            format="XYXY",
-            canvas_size=(height, width),
+            torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4), format="XYXY", canvas_size=(height, width)
         ),
         "labels": count,
         "difficult": count % 2 == 1,
@@ -88,9 +80,7 @@ def test_every_preset_gives_the_asked_size_with_boxes_labels_and_flags_in_step(
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("shape", [(90, 120), (1, 1), (3, 200), (200, 2)])
-def test_images_without_objects_and_of_a_few_pixels_work(
-    preset: str, shape: tuple[int, int]
-) -> None:
+def test_images_without_objects_and_of_a_few_pixels_work(preset: str, shape: tuple[int, int]) -> None:
     transforms = training_transforms(preset, 32)
     torch.manual_seed(1)
     for boxes in ([], [[0.0, 0.0, float(shape[1]), float(shape[0])]]):
@@ -149,9 +139,7 @@ class LiteralZoom(torch.nn.Module):
 
 @pytest.mark.parametrize("size", [(64, 64), (48, 80), (90, 120), (75, 75)])
 @pytest.mark.parametrize("shape", [(90, 120), (75, 75), (301, 97), (3, 5), (1, 1)])
-def test_light_equals_its_parts_from_torchvision(
-    size: tuple[int, int], shape: tuple[int, int]
-) -> None:
+def test_light_equals_its_parts_from_torchvision(size: tuple[int, int], shape: tuple[int, int]) -> None:
     literal = v2.Compose(
         [
             LiteralZoom(),
@@ -161,9 +149,7 @@ def test_light_equals_its_parts_from_torchvision(
             v2.ClampBoundingBoxes(),
             v2.SanitizeBoundingBoxes(
                 min_size=1,
-                labels_getter=lambda sample: tuple(
-                    sample[1][field] for field in ("labels", "difficult", "crowd")
-                ),
+                labels_getter=lambda sample: tuple(sample[1][field] for field in ("labels", "difficult", "crowd")),
             ),
         ]
     )

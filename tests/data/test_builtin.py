@@ -33,14 +33,9 @@ def fingerprint(folder: Path) -> dict[str, str]:
     }
 
 
-def test_processes_that_start_at_once_get_the_same_complete_folder_bit_for_bit(
-    cache: Path, tmp_path: Path
-) -> None:
+def test_processes_that_start_at_once_get_the_same_complete_folder_bit_for_bit(cache: Path, tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    processes = [
-        context.Process(target=builtin.builtin_folder, kwargs={"cache": tmp_path, **SMALL})
-        for _ in range(2)
-    ]
+    processes = [context.Process(target=builtin.builtin_folder, kwargs={"cache": tmp_path, **SMALL}) for _ in range(2)]
     for process in processes:
         process.start()
     for process in processes:
@@ -84,9 +79,7 @@ def test_every_split_loads_as_coco_without_problems(cache: Path) -> None:
         assert len(target["boxes"]) == len(target["labels"])
 
 
-def test_cache_folder_is_the_one_named_in_the_environment(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_cache_folder_is_the_one_named_in_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("APLOSS_CACHE", str(tmp_path / "here"))
     assert builtin.cache_folder() == tmp_path / "here"
     monkeypatch.delenv("APLOSS_CACHE")
@@ -101,9 +94,7 @@ def test_cache_that_cannot_be_written_is_said_in_one_line(tmp_path: Path) -> Non
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"), [("seed", -1), ("image_size", 16), ("counts", (5, 0, 1))]
-)
+@pytest.mark.parametrize(("setting", "value"), [("seed", -1), ("image_size", 16), ("counts", (5, 0, 1))])
 def test_impossible_settings_are_refused(setting: str, value: object, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=str(value).strip("()")):
         builtin.builtin_folder(cache=tmp_path, **{**SMALL, setting: value})

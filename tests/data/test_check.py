@@ -60,9 +60,7 @@ def test_a_problem_in_two_splits_is_one_finding(voc_folder):
 
 
 def test_a_validation_split_inside_the_training_split_is_reported(yolo_folder):
-    (yolo_folder / "data.yaml").write_text(
-        "train: images/train\nval: images/train\nnames: [cat, dog]\n"
-    )
+    (yolo_folder / "data.yaml").write_text("train: images/train\nval: images/train\nnames: [cat, dog]\n")
     findings = check_dataset(yolo_folder).findings
     assert {f.problem.kind for f in findings} == {"image-in-two-splits"}
     assert len(findings) == 3

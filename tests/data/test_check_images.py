@@ -107,9 +107,7 @@ DROPPED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "file", "plant"), [f[1:] for f in FAULTS], ids=[f[0] for f in FAULTS]
-)
+@pytest.mark.parametrize(("kind", "file", "plant"), [f[1:] for f in FAULTS], ids=[f[0] for f in FAULTS])
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_a_planted_fault_is_found_and_its_file_named(coco_folder, kind, file, plant):
     plant(coco_folder)

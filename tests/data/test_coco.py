@@ -63,9 +63,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(("file", "images"), LAYOUTS.values(), ids=LAYOUTS)
-def test_other_layouts_are_recognised(
-    tmp_path, coco_folder, file, images, expected_boxes, found_boxes
-):
+def test_other_layouts_are_recognised(tmp_path, coco_folder, file, images, expected_boxes, found_boxes):
     root = tmp_path / "other"
     (root / file).parent.mkdir(parents=True)
     shutil.copytree(coco_folder / "train2017", root / images, dirs_exist_ok=True)
@@ -133,9 +131,7 @@ CONTENT = {
     "images": [{"id": i, "nested": {"a": [1, {"b": 2}]}} for i in range(20)],
     "empty": [],
     "number": -12.5e-3,
-    "annotations": [
-        {"id": i, "bbox": [i / 7, 1e-9, 3, 1e300], "rle": {"counts": "a},{b"}} for i in range(50)
-    ],
+    "annotations": [{"id": i, "bbox": [i / 7, 1e-9, 3, 1e300], "rle": {"counts": "a},{b"}} for i in range(50)],
     "mixed": [1, "two", None, [3], {}, True, 1e300],
     "last": 123456,
 }
@@ -160,19 +156,13 @@ def test_nan_is_read():
 
 def test_only_what_is_needed_is_kept_of_a_document():
     entries = [
-        {
-            "id": i,
-            "segmentation": [[1.5, 2], [3, 4]] if i % 3 else {"counts": [1, 2]},
-            "bbox": [1, 2, 3, 4],
-        }
+        {"id": i, "segmentation": [[1.5, 2], [3, 4]] if i % 3 else {"counts": [1, 2]}, "bbox": [1, 2, 3, 4]}
         for i in range(60)
     ]
     text = json.dumps({"annotations": [*entries, "text", None, [1]], "images": {}, "more": [1]})
     document = decode_json(text.encode(), CocoDocument)
     assert document.annotations[60:] == ["text", None, [1]]
-    assert [(one.id, one.bbox) for one in document.annotations[:60]] == [
-        (i, [1, 2, 3, 4]) for i in range(60)
-    ]
+    assert [(one.id, one.bbox) for one in document.annotations[:60]] == [(i, [1, 2, 3, 4]) for i in range(60)]
     assert not hasattr(document.annotations[0], "segmentation")
     assert document.images == {}
     assert document.categories is msgspec.UNSET
@@ -226,12 +216,8 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("content", UNREADABLE.values(), ids=UNREADABLE)
-@pytest.mark.parametrize(
-    "file", [TRAIN, "train2017/_annotations.coco.json", "annotations/train2017.json"]
-)
-def test_a_file_in_the_place_of_annotations_that_cannot_be_read_is_a_problem(
-    coco_folder, content, file
-):
+@pytest.mark.parametrize("file", [TRAIN, "train2017/_annotations.coco.json", "annotations/train2017.json"])
+def test_a_file_in_the_place_of_annotations_that_cannot_be_read_is_a_problem(coco_folder, content, file):
     (coco_folder / TRAIN).unlink()
     (coco_folder / file).write_bytes(content)
     assert dataset_splits(coco_folder) == ("train2017", "val2017")

@@ -53,9 +53,7 @@ def test_the_built_in_set_survives_every_format_to_the_last_bit(tmp_path, to):
 def test_any_format_becomes_any_other(clean_folders, tmp_path, source, to):
     convert_dataset(clean_folders[source], tmp_path / "new", to=to)
     for split in dataset_splits(clean_folders[source]):
-        assert_same(
-            load_dataset(clean_folders[source], split), load_dataset(tmp_path / "new", split)
-        )
+        assert_same(load_dataset(clean_folders[source], split), load_dataset(tmp_path / "new", split))
 
 
 @pytest.fixture
@@ -68,9 +66,7 @@ def awkward(tmp_path):
         width, height = (int(side) for side in generator.choice([61, 97, 127, 211], 2))
         noise = generator.integers(0, 255, (height, width, 3), dtype=np.uint8)
         Image.fromarray(noise).save(tmp_path / "coco" / f"{number}.png")
-        images.append(
-            {"id": number, "file_name": f"{number}.png", "width": width, "height": height}
-        )
+        images.append({"id": number, "file_name": f"{number}.png", "width": width, "height": height})
         for _ in range(40):
             x1, x2 = np.sort(generator.uniform(0, width, 2)).astype(np.float32).tolist()
             y1, y2 = np.sort(generator.uniform(0, height, 2)).astype(np.float32).tolist()
@@ -151,15 +147,7 @@ def test_images_of_the_same_name_get_different_ones(coco_folder, tmp_path):
 
 
 def test_new_names_suit_every_file_system_and_list(tmp_path):
-    old = [
-        "a/1.jpg",
-        "b/1.JPG",
-        "c/1.png",
-        "c/one two.png",
-        "d/new\nline.png",
-        "d/ .png",
-        "x/1.bmp",
-    ]
+    old = ["a/1.jpg", "b/1.JPG", "c/1.png", "c/one two.png", "d/new\nline.png", "d/ .png", "x/1.bmp"]
     names = list(unique_names([tmp_path / name for name in old], tmp_path).values())
     stems = [name.rsplit(".", 1)[0].casefold() for name in names]
     assert len(set(stems)) == len(old)

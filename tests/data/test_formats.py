@@ -51,10 +51,7 @@ class CsvFormat(DataFormat):
                 box = [float(value) for value in corners]
                 builder.add_box(index_of[image], box, names.index(name), number=line)
         return builder.dataset(
-            class_names=names,
-            name=self.name,
-            split=split,
-            describe=lambda image, number: (file, f"line {number}"),
+            class_names=names, name=self.name, split=split, describe=lambda image, number: (file, f"line {number}")
         )
 
     @classmethod

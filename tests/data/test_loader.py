@@ -12,13 +12,7 @@ import torch
 from PIL import Image
 
 from aploss.data.annotations import DetectionDataset
-from aploss.data.loader import (
-    AugmentedSamples,
-    Batch,
-    TrainingBatches,
-    make_evaluation_loader,
-    make_training_loader,
-)
+from aploss.data.loader import AugmentedSamples, Batch, TrainingBatches, make_evaluation_loader, make_training_loader
 from aploss.errors import ConfigError, DataError
 
 IMAGES = 11
@@ -86,9 +80,7 @@ def test_batch_has_the_promised_form(expected: list[list[Batch]]) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_workers_change_nothing(
-    dataset: DetectionDataset, expected: list[list[Batch]], workers: int
-) -> None:
+def test_workers_change_nothing(dataset: DetectionDataset, expected: list[list[Batch]], workers: int) -> None:
     batches = loader(dataset, workers=workers)
     for epoch in (0, 2, 1):
         assert_same(batches.epoch(epoch), expected[epoch])
@@ -132,9 +124,7 @@ def test_endless_is_one_epoch_after_the_other(
 def test_processes_share_the_batch_of_one(
     dataset: DetectionDataset, expected: list[list[Batch]], processes: int
 ) -> None:
-    parts = [
-        list(loader(dataset, rank=rank, world_size=processes).epoch(1)) for rank in range(processes)
-    ]
+    parts = [list(loader(dataset, rank=rank, world_size=processes).epoch(1)) for rank in range(processes)]
     joined = [
         Batch(
             torch.cat([part.images for part in step]),
@@ -157,9 +147,7 @@ def test_epochs_visit_each_image_at_most_once_in_orders_of_their_own(
     assert set.union(*left_out) == set(range(IMAGES))  # nobody is left out for good
 
 
-def test_augmentation_differs_by_seed_epoch_and_image_but_not_by_repetition(
-    dataset: DetectionDataset,
-) -> None:
+def test_augmentation_differs_by_seed_epoch_and_image_but_not_by_repetition(dataset: DetectionDataset) -> None:
     def sample(seed: int, epoch: int, index: int) -> torch.Tensor:
         samples = AugmentedSamples(dataset, seed=seed, preset="light", size=32)
         return samples[epoch, index][0]
@@ -180,14 +168,10 @@ def test_set_smaller_than_a_batch_is_one_batch(dataset: DetectionDataset) -> Non
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_evaluation_gives_every_image_once_as_it_is(
-    dataset: DetectionDataset, workers: int
-) -> None:
+def test_evaluation_gives_every_image_once_as_it_is(dataset: DetectionDataset, workers: int) -> None:
     seen = []
     for rank in range(2):
-        batches = make_evaluation_loader(
-            dataset, batch_size=4, workers=workers, rank=rank, world_size=2
-        )
+        batches = make_evaluation_loader(dataset, batch_size=4, workers=workers, rank=rank, world_size=2)
         assert len(batches) == len(list(batches)) == 2
         for images, targets, indices in batches:
             for image, target, index in zip(images, targets, indices, strict=True):
@@ -259,9 +243,7 @@ def test_a_worker_uses_one_thread(dataset: DetectionDataset) -> None:
         ({"preset": "strong"}, "no augmentation 'strong'"),
     ],
 )
-def test_impossible_settings_are_refused(
-    dataset: DetectionDataset, settings: dict[str, Any], message: str
-) -> None:
+def test_impossible_settings_are_refused(dataset: DetectionDataset, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         loader(dataset, **settings)
 
@@ -303,9 +285,7 @@ def test_the_next_image_of_the_epoch_stands_in_for_one_that_cannot_be_read(
     assert_same(found, [by_index[index] for index in expected])
 
 
-def test_without_being_asked_to_skip_an_unreadable_image_is_an_error(
-    damaged: DetectionDataset,
-) -> None:
+def test_without_being_asked_to_skip_an_unreadable_image_is_an_error(damaged: DetectionDataset) -> None:
     with pytest.raises(DataError, match=r"(4|7)\.png"):
         list(loader(damaged).epoch(0))
 

@@ -51,9 +51,7 @@ def test_a_coco_file_name_cannot_leave_the_folder(coco_folder, secret, which):
     assert "outside the dataset's folder" in message
 
 
-def test_a_coco_file_name_that_would_leave_the_folder_from_its_root_is_refused_too(
-    coco_folder, secret
-):
+def test_a_coco_file_name_that_would_leave_the_folder_from_its_root_is_refused_too(coco_folder, secret):
     content = json.loads((coco_folder / TRAIN_JSON).read_text())
     content["images"][1]["file_name"] = f"../{secret.name}"
     (coco_folder / TRAIN_JSON).write_text(json.dumps(content))
@@ -77,9 +75,7 @@ def test_a_voc_list_cannot_leave_the_folder(voc_folder, secret, which):
 
 @pytest.mark.parametrize("which", range(7))
 def test_a_yolo_list_cannot_leave_the_folder(yolo_folder, secret, which):
-    (yolo_folder / "train.txt").write_text(
-        f"images/train/a.png\n{paths_outside(secret, '..')[which]}\n"
-    )
+    (yolo_folder / "train.txt").write_text(f"images/train/a.png\n{paths_outside(secret, '..')[which]}\n")
     (yolo_folder / "data.yaml").write_text("train: train.txt\nnames: [cat, dog]\n")
     assert "train.txt" in refused(yolo_folder)
 
@@ -170,9 +166,7 @@ def test_yaml_cannot_make_objects_and_its_aliases_are_not_multiplied(yolo_folder
     assert not (tmp_path / "made").exists()
 
     levels = ["a0: &a0 [x, x]"] + [f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 40)]
-    (yolo_folder / "data.yaml").write_text(
-        "\n".join(levels) + "\ntrain: images/train\nnames: [*a39]\n"
-    )
+    (yolo_folder / "data.yaml").write_text("\n".join(levels) + "\ntrain: images/train\nnames: [*a39]\n")
     with pytest.raises(DataError, match="every class must have a name"):
         load_dataset(yolo_folder, "train")
 
@@ -202,9 +196,7 @@ SPECIAL = [
 
 @pytest.mark.parametrize("how", ["pipe", "link to itself", "folder"])
 @pytest.mark.parametrize(("format", "file"), SPECIAL)
-def test_what_is_no_file_in_the_place_of_annotations_is_told_and_not_waited_for(
-    clean_folders, format, file, how
-):
+def test_what_is_no_file_in_the_place_of_annotations_is_told_and_not_waited_for(clean_folders, format, file, how):
     place = clean_folders[format] / file
     place.unlink(missing_ok=True)
     if how == "pipe":

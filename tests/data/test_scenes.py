@@ -5,13 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from aploss.data.scenes import (
-    EMPTY_SHARE,
-    Silhouette,
-    choose_things,
-    draw_scene,
-    make_silhouette,
-)
+from aploss.data.scenes import EMPTY_SHARE, Silhouette, choose_things, draw_scene, make_silhouette
 
 
 def test_scenes_are_varied_and_boxes_stay_inside() -> None:
@@ -42,9 +36,7 @@ def test_some_pictures_show_no_object_and_some_show_lookalikes() -> None:
 @pytest.mark.parametrize("size", [96, 224])
 def test_box_is_tight_around_the_pixels_that_an_object_changes(label: int, size: int) -> None:
     pictures = [
-        draw_scene(
-            np.random.default_rng(label), size, things=things, grain=(0.0, 0.0), shadows=False
-        )
+        draw_scene(np.random.default_rng(label), size, things=things, grain=(0.0, 0.0), shadows=False)
         for things in ([label], [])
     ]
     changed = np.any(pictures[0].pixels != pictures[1].pixels, axis=2)
@@ -66,15 +58,11 @@ def rectangle(x1: float, y1: float, x2: float, y2: float) -> Silhouette:
 def test_hidden_part_does_not_count_for_the_box() -> None:
     # The second hides 4 of the first one's 40 columns, a tenth of it.
     outlines = iter([rectangle(10, 10, 50, 50), rectangle(46, 4, 60, 56)])
-    scene = draw_scene(
-        np.random.default_rng(0), 64, things=[1, 1], silhouette=lambda *_: next(outlines)
-    )
+    scene = draw_scene(np.random.default_rng(0), 64, things=[1, 1], silhouette=lambda *_: next(outlines))
     np.testing.assert_allclose(scene.boxes, [[10, 10, 46, 50], [46, 4, 60, 56]], atol=0.26)
 
 
 def test_thing_that_would_hide_too_much_is_left_out() -> None:
     same = rectangle(10, 10, 50, 50)
-    scene = draw_scene(
-        np.random.default_rng(0), 64, things=[1, 2, None], silhouette=lambda *_: same
-    )
+    scene = draw_scene(np.random.default_rng(0), 64, things=[1, 2, None], silhouette=lambda *_: same)
     assert scene.labels.tolist() == [1]

@@ -83,9 +83,7 @@ def test_given_class_names_decide_order_and_leave_others_out(voc_folder):
     assert [(p.kind, p.file) for p in dataset.problems] == [("unknown-class", "Annotations/a.xml")]
 
 
-def test_a_plain_folder_without_lists_is_one_split(
-    tmp_path, voc_folder, expected_boxes, found_boxes
-):
+def test_a_plain_folder_without_lists_is_one_split(tmp_path, voc_folder, expected_boxes, found_boxes):
     plain = tmp_path / "plain"
     shutil.copytree(voc_folder / "Annotations", plain)
     for image in (voc_folder / "JPEGImages").iterdir():
@@ -192,9 +190,7 @@ def test_bccd_has_four_splits_and_all_but_two_boxes(bccd):
     ]
 
 
-@pytest.mark.parametrize(
-    "width", ["inf", "-inf", "nan", "1e30", "9" * 20, "0", "-64", "4294967296"]
-)
+@pytest.mark.parametrize("width", ["inf", "-inf", "nan", "1e30", "9" * 20, "0", "-64", "4294967296"])
 def test_an_impossible_image_size_is_taken_from_the_image(voc_folder, width):
     xml = voc_folder / "Annotations" / "a.xml"
     xml.write_text(xml.read_text().replace("<width>64<", f"<width>{width}<"))
@@ -221,12 +217,7 @@ def test_a_list_that_cannot_be_read_is_a_problem(voc_folder):
 def test_annotations_are_written_as_they_are_read():
     boxes = [[0.0, 0.0, 64.0, 48.0], [1.25, 2.5, 11.0, 22.75]]
     text = voc_annotation(
-        "é\udcff.jpg",
-        (64, 48),
-        ["cat", "a & b"],
-        boxes,
-        difficult=[True, False],
-        crowd=[False, True],
+        "é\udcff.jpg", (64, 48), ["cat", "a & b"], boxes, difficult=[True, False], crowd=[False, True]
     )
     read = parse_annotation("a.xml", text.encode())
     assert (read.file_name, read.size) == ("é\ufffd.jpg", (64, 48))

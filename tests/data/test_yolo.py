@@ -28,10 +28,8 @@ def test_the_usual_layout_is_read(yolo_folder, expected_boxes, found_boxes):
 DESCRIPTIONS = {
     "names as a dict": "train: images/train\nval: images/val\nnames: {0: cat, 1: dog}\n",
     "a path": "path: .\ntrain: images/train\nval: images/val\nnc: 2\nnames: [cat, dog]\n",
-    "a path of another machine": "path: /data/pets\ntrain: images/train\nval: images/val\n"
-    "names: [cat, dog]\n",
-    "paths as exported, one too high": "train: ../images/train\nval: ../images/val\n"
-    "names: [cat, dog]\n",
+    "a path of another machine": "path: /data/pets\ntrain: images/train\nval: images/val\nnames: [cat, dog]\n",
+    "paths as exported, one too high": "train: ../images/train\nval: ../images/val\nnames: [cat, dog]\n",
     "absolute paths of another machine": "train: /content/pets/images/train\n"
     "val: /content/pets/images/val\nnames: [cat, dog]\n",
     "windows paths": "train: .\\images\\train\nval: .\\images\\val\nnames: [cat, dog]\n",
@@ -49,9 +47,7 @@ def test_data_yaml_may_be_written_in_many_ways(yolo_folder, text, expected_boxes
 
 
 def test_a_split_may_be_a_text_file_of_images(yolo_folder, expected_boxes, found_boxes):
-    (yolo_folder / "train.txt").write_text(
-        "./images/train/c.png\nimages/train/a.png\n/elsewhere/images/train/b.png\n"
-    )
+    (yolo_folder / "train.txt").write_text("./images/train/c.png\nimages/train/a.png\n/elsewhere/images/train/b.png\n")
     describe(yolo_folder, "train: train.txt\nval: images/val\nnames: [cat, dog]\n")
     dataset = load_dataset(yolo_folder, "train")
     assert found_boxes(dataset) == expected_boxes["train"]
@@ -76,10 +72,7 @@ def test_a_yaml_of_another_name_is_found_and_one_about_something_else_is_not(yol
 
 def test_other_splits_than_the_usual_ones_count_if_they_are_there(yolo_folder):
     shutil.copytree(yolo_folder / "images/val", yolo_folder / "images/night")
-    describe(
-        yolo_folder,
-        "train: images/train\nnight: images/night\nurl: http://nowhere\nnames: [cat, dog]\n",
-    )
+    describe(yolo_folder, "train: images/train\nnight: images/night\nurl: http://nowhere\nnames: [cat, dog]\n")
     assert dataset_splits(yolo_folder) == ("train", "night")
 
 
@@ -115,18 +108,14 @@ def test_given_names_choose_among_the_data_s_own(yolo_folder):
     assert [problem.kind for problem in dataset.problems] == ["unknown-class"]
 
 
-@pytest.mark.parametrize(
-    "names", ["{0: cat, 2: dog}", "[cat, cat]", "5", "[]", "[cat, [dog]]", "['']"]
-)
+@pytest.mark.parametrize("names", ["{0: cat, 2: dog}", "[cat, cat]", "5", "[]", "[cat, [dog]]", "['']"])
 def test_unusable_names_are_an_error_that_names_the_file(yolo_folder, names):
     describe(yolo_folder, f"train: images/train\nval: images/val\nnames: {names}\n")
     with pytest.raises(DataError, match=r"data\.yaml"):
         load_dataset(yolo_folder, "train")
 
 
-@pytest.mark.parametrize(
-    "value", ["null", "[]", "5", "{}", "''", "[5]", "[[images/train]]", "true"]
-)
+@pytest.mark.parametrize("value", ["null", "[]", "5", "{}", "''", "[5]", "[[images/train]]", "true"])
 def test_a_split_that_names_no_images_is_a_problem_not_absent(yolo_folder, value):
     describe(yolo_folder, f"train: {value}\nval: images/val\nnames: [cat, dog]\n")
     assert dataset_splits(yolo_folder) == ("train", "val")
@@ -134,9 +123,7 @@ def test_a_split_that_names_no_images_is_a_problem_not_absent(yolo_folder, value
         load_dataset(yolo_folder, "train")
     result = check_dataset(yolo_folder)
     assert result.exit_code == 2
-    assert ("missing-folder", ("train",)) in {
-        (finding.problem.kind, finding.splits) for finding in result.findings
-    }
+    assert ("missing-folder", ("train",)) in {(finding.problem.kind, finding.splits) for finding in result.findings}
 
 
 def test_an_empty_test_split_is_none_as_many_files_leave_it(yolo_folder):
@@ -168,9 +155,7 @@ def test_rows_are_written_as_they_are_read():
 
 @pytest.mark.parametrize("layout", ["images/train", "train/images"])
 @pytest.mark.parametrize("names", ["classes.txt", "labels/classes.txt", None])
-def test_folders_without_a_description_are_recognised(
-    yolo_folder, expected_boxes, found_boxes, layout, names
-):
+def test_folders_without_a_description_are_recognised(yolo_folder, expected_boxes, found_boxes, layout, names):
     (yolo_folder / "data.yaml").unlink()
     if layout == "train/images":
         for kind in ("images", "labels"):

@@ -50,9 +50,7 @@ class MobileNet(DetectorConfig):
 
 @pytest.mark.parametrize("name", DETECTOR_NAMES)
 def test_config_is_plain_and_rebuilds_the_same_detector(name: str) -> None:
-    detector = build_detector(
-        name, class_names=["a", "b"], loss="ap", loss_options={"delta": 0.5}, nms_iou=0.6
-    )
+    detector = build_detector(name, class_names=["a", "b"], loss="ap", loss_options={"delta": 0.5}, nms_iou=0.6)
     detector.detections_per_image = 7
     config = json.loads(json.dumps(detector.config))
     again = build_detector(**config)
@@ -100,12 +98,7 @@ def test_wrong_names_and_options_are_refused_in_one_line() -> None:
 
 
 def test_options_of_a_detector_are_told() -> None:
-    assert detector_options("retinanet-r50")[:4] == (
-        "norm",
-        "anchors_per_cell",
-        "anchor_grid",
-        "trainable_stages",
-    )
+    assert detector_options("retinanet-r50")[:4] == ("norm", "anchors_per_cell", "anchor_grid", "trainable_stages")
     assert "test_size" in detector_options("ssd512")
 
 
@@ -139,9 +132,7 @@ def test_a_detector_in_a_file_of_the_user_trains_saves_predicts_and_exports(
     assert detector_options("plugin-mobilenet")[0] == "width"
     torch.manual_seed(0)
     detector = build_detector("plugin-mobilenet", class_names=["cat", "dog"], width=0.5)
-    sum(
-        detector(torch.rand(2, 3, 64, 96), [make_target(2, size=64, classes=2)] * 2).values()
-    ).backward()
+    sum(detector(torch.rand(2, 3, 64, 96), [make_target(2, size=64, classes=2)] * 2).values()).backward()
     assert all(weight.grad.isfinite().all() for weight in detector.parameters())
     torch.optim.SGD(detector.parameters(), lr=0.01).step()
 
@@ -161,9 +152,9 @@ def test_the_backbone_may_give_a_list_of_maps_and_its_strides_are_found() -> Non
     body = create_feature_extractor(resnet18(weights=None), {"layer1": "a", "layer2": "b"})
     network = retinanet_network(_AsList(body), columns=2, softmax=False, channels=32)
     assert network.size_divisor == 8
-    assert [
-        len(level) for level in network.anchors(64, 64, [(16, 16), (8, 8), (4, 4), (2, 2)])
-    ] == [6 * cells**2 for cells in (16, 8, 4, 2)]
+    assert [len(level) for level in network.anchors(64, 64, [(16, 16), (8, 8), (4, 4), (2, 2)])] == [
+        6 * cells**2 for cells in (16, 8, 4, 2)
+    ]
     assert network.head.classification_head.cls_logits.out_channels == 6 * 2
     skipping = create_feature_extractor(resnet18(weights=None), {"layer1": "a", "layer3": "b"})
     with pytest.raises(ConfigError, match="half the size of the one before, got strides 4, 16"):

@@ -22,9 +22,7 @@ def _detector(name: str = "retinanet-tiny", loss: str = "ap") -> Detector:
 
 
 @pytest.mark.parametrize(("name", "loss"), KINDS)
-def test_a_loaded_detector_gives_the_very_same_detections(
-    name: str, loss: str, tmp_path: Path
-) -> None:
+def test_a_loaded_detector_gives_the_very_same_detections(name: str, loss: str, tmp_path: Path) -> None:
     detector = _detector(name, loss)
     detector.nms_iou, detector.detections_per_image = 0.6, 17
     if detector.keeps_aspect_ratio:
@@ -58,9 +56,7 @@ def test_a_run_folder_means_its_best_checkpoint_else_its_last(tmp_path: Path) ->
     assert load(str(tmp_path / "checkpoints" / "last.pt")).draw_threshold == 0.1
 
 
-def test_a_killed_writer_leaves_the_earlier_file_and_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_writer_leaves_the_earlier_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_detector(_detector(), tmp_path / "detector.pt")
     content = path.read_bytes()
 
@@ -92,9 +88,7 @@ def _truncated(path: Path) -> None:
         (lambda path: torch.save({"detector": print}, path), "could run code"),
     ],
 )
-def test_a_file_that_holds_no_detector_is_refused_in_one_line(
-    damage: object, message: str, tmp_path: Path
-) -> None:
+def test_a_file_that_holds_no_detector_is_refused_in_one_line(damage: object, message: str, tmp_path: Path) -> None:
     path = save_detector(_detector(), tmp_path / "detector.pt")
     damage(path)  # type: ignore[operator]
     with pytest.raises(RunError, match=message) as caught:

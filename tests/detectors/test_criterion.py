@@ -21,21 +21,14 @@ from aploss.detectors.losses_by_name import LOSS_NAMES, describe_loss, make_loss
 from aploss.errors import ConfigError, DataError, RunError
 
 ANCHORS = torch.tensor(
-    [
-        [0.0, 0.0, 10.0, 10.0],
-        [0.0, 0.0, 10.0, 22.0],
-        [50.0, 50.0, 60.0, 60.0],
-        [30.0, 0.0, 40.0, 20.0],
-    ]
+    [[0.0, 0.0, 10.0, 10.0], [0.0, 0.0, 10.0, 22.0], [50.0, 50.0, 60.0, 60.0], [30.0, 0.0, 40.0, 20.0]]
 )
 K = 2
 
 
 def make_criterion(loss: str | nn.Module = "ap", **options: Any) -> Criterion:
     loss = make_loss(loss) if isinstance(loss, str) else loss
-    return Criterion(
-        loss=loss, num_classes=K, box_coder=BoxCoder((10.0, 10.0, 5.0, 5.0)), **options
-    )
+    return Criterion(loss=loss, num_classes=K, box_coder=BoxCoder((10.0, 10.0, 5.0, 5.0)), **options)
 
 
 def one_object(box: list[float], label: int) -> dict[str, Tensor]:
@@ -146,19 +139,14 @@ def test_ranking_each_image_is_the_mean_of_the_images_alone(name: str) -> None:
     anchors, targets, logits, deltas = random_batch(seed=5, columns=K + (name == "ce-ohem"))
     criterion = make_criterion(name, rank_over="image", box_weight=1.0)
     together = criterion(logits, deltas, anchors, targets)["classification"]
-    alone = [
-        criterion(logits[i : i + 1], deltas[i : i + 1], anchors, targets[i : i + 1])
-        for i in range(len(targets))
-    ]
+    alone = [criterion(logits[i : i + 1], deltas[i : i + 1], anchors, targets[i : i + 1]) for i in range(len(targets))]
     expected = torch.stack([one["classification"] for one in alone]).mean()
     torch.testing.assert_close(together, expected)
 
 
 @pytest.mark.parametrize("name", LOSS_NAMES)
 @pytest.mark.parametrize("rank_over", ["batch", "image"])
-def test_batches_without_objects_give_a_loss_and_finite_gradients(
-    name: str, rank_over: str
-) -> None:
+def test_batches_without_objects_give_a_loss_and_finite_gradients(name: str, rank_over: str) -> None:
     anchors, _, logits, deltas = random_batch(seed=6, columns=K + (name == "ce-ohem"))
     logits.requires_grad_()
     deltas.requires_grad_()
@@ -251,9 +239,7 @@ def test_labels_that_are_no_class_are_refused() -> None:
 
 def test_iou_of_pairs_is_the_diagonal_of_all_ious() -> None:
     boxes = random_batch(seed=10)[0]
-    torch.testing.assert_close(
-        iou_of_pairs(boxes[:20], boxes[20:40]), box_iou(boxes[:20], boxes[20:40]).diag()
-    )
+    torch.testing.assert_close(iou_of_pairs(boxes[:20], boxes[20:40]), box_iou(boxes[:20], boxes[20:40]).diag())
 
 
 def test_two_processes_give_the_gradient_of_one_with_the_whole_batch(tmp_path: Path) -> None:
@@ -297,9 +283,7 @@ CASES_OF_REFUSALS = {  # what the process that finds it raises, and what the oth
 
 def _refuse_in_one_process(rank: int, world_size: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size
-    )
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size)
     anchors, targets, logits, deltas = random_batch(seed=14)
     for case in CASES_OF_REFUSALS:
         kind, what = case.split("-")
@@ -342,9 +326,7 @@ CASES_OF_PROCESSES = [  # loss, and which image has no object
 ]
 
 
-def _batch_of_processes(
-    name: str, empty: str | None
-) -> tuple[Tensor, list[dict[str, Tensor]], Tensor, Tensor]:
+def _batch_of_processes(name: str, empty: str | None) -> tuple[Tensor, list[dict[str, Tensor]], Tensor, Tensor]:
     anchors, targets, logits, deltas = random_batch(seed=11, columns=K + (name == "ce-ohem"))
     if empty:
         targets = [targets[0] if empty == "second" else no_object(), no_object()]
@@ -353,9 +335,7 @@ def _batch_of_processes(
 
 def _gradients_of_one_process(rank: int, world_size: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size
-    )
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size)
     for name, empty in CASES_OF_PROCESSES:
         anchors, targets, logits, deltas = _batch_of_processes(name, empty)
         criterion = make_criterion(name)
@@ -366,28 +346,19 @@ def _gradients_of_one_process(rank: int, world_size: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def _gradients(
-    criterion: Criterion, anchors: Tensor, targets: list, logits: Tensor, deltas: Tensor
-) -> list[Tensor]:
+def _gradients(criterion: Criterion, anchors: Tensor, targets: list, logits: Tensor, deltas: Tensor) -> list[Tensor]:
     logits, deltas = logits.clone().requires_grad_(), deltas.clone().requires_grad_()
     losses = criterion(logits, deltas, anchors, targets)
     return list(torch.autograd.grad(sum(losses.values()), [logits, deltas]))
 
 
-def random_batch(
-    seed: int, columns: int = K
-) -> tuple[Tensor, list[dict[str, Tensor]], Tensor, Tensor]:
+def random_batch(seed: int, columns: int = K) -> tuple[Tensor, list[dict[str, Tensor]], Tensor, Tensor]:
     """Two images: one with four objects, one with one; objects far apart, so none competes."""
     generator = torch.Generator().manual_seed(seed)
     corner = torch.rand(80, 2, generator=generator) * 90
     anchors = torch.cat([corner, corner + 5 + torch.rand(80, 2, generator=generator) * 25], dim=1)
     boxes = torch.tensor(
-        [
-            [5.0, 5.0, 25.0, 20.0],
-            [60.0, 5.0, 80.0, 30.0],
-            [5.0, 60.0, 22.0, 80.0],
-            [70.0, 70.0, 90.0, 95.0],
-        ]
+        [[5.0, 5.0, 25.0, 20.0], [60.0, 5.0, 80.0, 30.0], [5.0, 60.0, 22.0, 80.0], [70.0, 70.0, 90.0, 95.0]]
     )
     targets = [
         {"boxes": boxes, "labels": torch.tensor([0, 1, 1, 0])},

@@ -33,9 +33,7 @@ def _detector(name: str, loss: str) -> Detector:
 
 
 @pytest.fixture(scope="module", params=KINDS, ids="-".join)
-def pair(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Detector, OnnxDetector]:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Detector, OnnxDetector]:
     if request.param[0] == "retinanet-tiny":
         detector, path = request.getfixturevalue("tiny")
         exported = OnnxDetector(path)
@@ -55,9 +53,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Detector, Path]:
     return detector, export_onnx(detector, tmp_path_factory.mktemp("onnx") / "tiny.onnx", size=64)
 
 
-def test_the_exported_detector_gives_the_same_detections(
-    pair: tuple[Detector, OnnxDetector],
-) -> None:
+def test_the_exported_detector_gives_the_same_detections(pair: tuple[Detector, OnnxDetector]) -> None:
     detector, exported = pair
     generator = torch.Generator().manual_seed(0)
     for size in ((100, 130), (140, 90)):
@@ -120,9 +116,7 @@ def test_several_scales_work_with_the_exported_detector(tiny: tuple[Detector, Pa
     torch.testing.assert_close(found["scores"], expected["scores"], rtol=0, atol=1e-4)
 
 
-def test_a_fixed_size_is_told_when_another_is_asked_for(
-    pair: tuple[Detector, OnnxDetector],
-) -> None:
+def test_a_fixed_size_is_told_when_another_is_asked_for(pair: tuple[Detector, OnnxDetector]) -> None:
     detector, exported = pair
     if detector.keeps_aspect_ratio:
         pytest.skip("takes images of any size")
@@ -131,9 +125,7 @@ def test_a_fixed_size_is_told_when_another_is_asked_for(
         MultiScale(scales=(2.0,))(exported, [torch.rand(3, 60, 60)])
 
 
-def test_files_that_are_not_exported_detectors_are_refused(
-    tiny: tuple[Detector, Path], tmp_path: Path
-) -> None:
+def test_files_that_are_not_exported_detectors_are_refused(tiny: tuple[Detector, Path], tmp_path: Path) -> None:
     with pytest.raises(RunError, match="there is no file"):
         OnnxDetector(tmp_path / "missing.onnx")
     (tmp_path / "damaged.onnx").write_bytes(tiny[1].read_bytes()[:1000])

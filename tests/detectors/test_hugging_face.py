@@ -68,9 +68,7 @@ def _resnet(*stages: str) -> Any:
 
 
 def _real_time(model: str, config: str, **more: Any) -> Callable[[], nn.Module]:
-    return lambda: getattr(tf, model)(
-        getattr(tf, config)(backbone_config=_real_time_backbone(), **REAL_TIME, **more)
-    )
+    return lambda: getattr(tf, model)(getattr(tf, config)(backbone_config=_real_time_backbone(), **REAL_TIME, **more))
 
 
 MAKERS: dict[str, Callable[[], Any]] = {
@@ -137,12 +135,7 @@ def step(model: Any, images: Tensor, labels: Labels) -> Any:
 
 
 def _matcher(family: str, config: Any) -> Callable[..., list[tuple[Tensor, Tensor]]]:
-    from transformers.loss import (
-        loss_deformable_detr,
-        loss_for_object_detection,
-        loss_lw_detr,
-        loss_rt_detr,
-    )
+    from transformers.loss import loss_deformable_detr, loss_for_object_detection, loss_lw_detr, loss_rt_detr
 
     if hasattr(config, "matcher_class_cost"):
         matcher: Any = loss_rt_detr.RTDetrHungarianMatcher(config)
@@ -162,15 +155,7 @@ def _seen_by_loss_function(model: Any) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     original = model.loss_function
 
-    def look(
-        logits: Tensor,
-        labels: Any,
-        device: Any,
-        boxes: Tensor,
-        config: Any,
-        *rest: Any,
-        **more: Any,
-    ) -> Any:
+    def look(logits: Tensor, labels: Any, device: Any, boxes: Tensor, config: Any, *rest: Any, **more: Any) -> Any:
         seen.update(more, logits=logits, boxes=boxes, rest=rest)
         return original(logits, labels, device, boxes, config, *rest, **more)
 
@@ -275,9 +260,7 @@ def test_ap_loss_takes_the_place_of_each_classification_term(family: str) -> Non
         return _ap_loss_by_hand(scores, positives)
 
     expected = _expected_terms(family, model, seen, labels, by_hand)
-    assert len(expected) == {"yolos": 1, "lw-detr": 3, "rf-detr": 3}.get(family, 2) or (
-        "dn_0" in "".join(expected)
-    )
+    assert len(expected) == {"yolos": 1, "lw-detr": 3, "rf-detr": 3}.get(family, 2) or ("dn_0" in "".join(expected))
     assert set(found.loss_dict) == set(own.loss_dict)
     for name, value in found.loss_dict.items():
         if name in expected:
@@ -297,9 +280,7 @@ def _is_class(name: str) -> bool:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("loss", [APLoss(), RankSortLoss(), ALRPLoss()], ids=["ap", "rs", "alrp"])
-def test_gradients_are_finite_and_reach_what_the_models_own_loss_reaches(
-    family: str, loss: nn.Module
-) -> None:
+def test_gradients_are_finite_and_reach_what_the_models_own_loss_reaches(family: str, loss: nn.Module) -> None:
     model = make_model(family)
     images, labels = make_batch()
     step(model, images, labels).loss.backward()
@@ -435,11 +416,7 @@ def test_a_users_loss_is_called_by_its_traits_and_not_by_its_name() -> None:
     targets, num_positives = loss.seen
     assert num_positives == 9  # 3 objects in each of 3 groups of queries
     assert (targets > 0).sum() == 9
-    assert (targets > 0).any(dim=2).view(3, 3, 12).sum(dim=2).tolist() == [
-        [2] * 3,
-        [0] * 3,
-        [1] * 3,
-    ]
+    assert (targets > 0).any(dim=2).view(3, 3, 12).sum(dim=2).tolist() == [[2] * 3, [0] * 3, [1] * 3]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -477,9 +454,7 @@ def test_inference_is_bit_identical_and_another_model_keeps_its_loss(family: str
     step(model, images, labels)
     again = step(other, images, labels)
     assert again.loss_dict.keys() == expected.loss_dict.keys()
-    assert all(
-        torch.equal(again.loss_dict[name], value) for name, value in expected.loss_dict.items()
-    )
+    assert all(torch.equal(again.loss_dict[name], value) for name, value in expected.loss_dict.items())
     assert other.loss_function is type(other)(other.config).loss_function
 
 
@@ -512,15 +487,7 @@ class _TwiceTheLoss:
     def __init__(self, own: Any) -> None:
         self.own = own
 
-    def __call__(
-        self,
-        logits: Tensor,
-        labels: Labels,
-        device: Any,
-        pred_boxes: Tensor,
-        config: Any,
-        *rest: Any,
-    ) -> Any:
+    def __call__(self, logits: Tensor, labels: Labels, device: Any, pred_boxes: Tensor, config: Any, *rest: Any) -> Any:
         total, terms, auxiliary = self.own(logits, labels, device, pred_boxes, config, *rest)
         return 2 * total, terms, auxiliary
 
@@ -542,9 +509,7 @@ def test_copies_and_pickles_have_the_loss_and_files_do_not(family: str, tmp_path
     loaded = type(model).from_pretrained(tmp_path).train()
     own = step(use_loss(model, None), images, labels)
     torch.testing.assert_close(step(loaded, images, labels).loss, own.loss)
-    torch.testing.assert_close(
-        step(use_loss(loaded, APLoss(delta=0.7)), images, labels).loss, expected.loss
-    )
+    torch.testing.assert_close(step(use_loss(loaded, APLoss(delta=0.7)), images, labels).loss, expected.loss)
 
 
 def test_what_is_no_loss_or_no_detector_is_refused_at_once() -> None:
@@ -556,9 +521,7 @@ def test_what_is_no_loss_or_no_detector_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="needs a background column, which RTDetrFor"):
         use_loss(model, OHEMCrossEntropy())
     assert model.loss_function is own
-    tiny = tf.BertConfig(
-        hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=9
-    )
+    tiny = tf.BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=9)
     with pytest.raises(ConfigError, match=r"RT-DETR, .* got BertForMaskedLM"):
         use_loss(tf.BertForMaskedLM(tiny), APLoss())
 
@@ -687,9 +650,7 @@ def test_the_librarys_trainer_trains_with_the_loss(tmp_path: Path) -> None:
 def _class_term_of_one_process(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=120)
-    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=120))
     images, labels = make_batch()
     mine = slice(0, 2) if rank == 0 else slice(2, 3)
     model = use_loss(make_model("yolos"), APLoss(process_group=dist.group.WORLD))
@@ -703,9 +664,7 @@ def _class_term_of_one_process(rank: int, folder: str) -> None:
 
 
 def test_processes_rank_together_where_the_loss_has_a_group(tmp_path: Path) -> None:
-    processes.start_processes(
-        _class_term_of_one_process, (str(tmp_path),), nprocs=2, start_method="fork"
-    )
+    processes.start_processes(_class_term_of_one_process, (str(tmp_path),), nprocs=2, start_method="fork")
     images, labels = make_batch()
     model = use_loss(make_model("yolos"), APLoss())
     whole = step(model, images, labels)
@@ -766,8 +725,7 @@ def test_training_and_the_loss_do_not_see_the_calibration() -> None:
     assert torch.equal(step(model, images, labels).loss, judged.loss)
     in_tuple = step_as_tuple(model, images, labels)
     torch.testing.assert_close(
-        in_tuple.sigmoid(),
-        torch.from_numpy(STEEP(judged.logits.double().sigmoid().detach().numpy())),
+        in_tuple.sigmoid(), torch.from_numpy(STEEP(judged.logits.double().sigmoid().detach().numpy()))
     )
     again = step(model.train(), images, labels)
     assert torch.equal(again.logits, trained.logits)

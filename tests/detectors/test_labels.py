@@ -10,13 +10,7 @@ from aploss.detectors.labels import IGNORED, NEGATIVE, label_anchors, match_anch
 
 
 def test_three_anchors_two_classes_two_images_drawn_by_hand() -> None:
-    anchors = torch.tensor(
-        [
-            [0.0, 0.0, 10.0, 10.0],
-            [0.0, 0.0, 10.0, 22.0],
-            [50.0, 50.0, 60.0, 60.0],
-        ]
-    )
+    anchors = torch.tensor([[0.0, 0.0, 10.0, 10.0], [0.0, 0.0, 10.0, 22.0], [50.0, 50.0, 60.0, 60.0]])
     first = {"boxes": torch.tensor([[0.0, 0.0, 10.0, 10.0]]), "labels": torch.tensor([1])}
     # IoU of the first image: 100/100 = 1 positive; 100/220 = 0.45 ignored; 0 negative.
     second = {"boxes": torch.tensor([[50.0, 50.0, 60.0, 90.0]]), "labels": torch.tensor([0])}
@@ -24,10 +18,7 @@ def test_three_anchors_two_classes_two_images_drawn_by_hand() -> None:
 
     labels = label_anchors(anchors, [first, second])
 
-    assert labels.ranking_targets(2).tolist() == [
-        [[0, 1], [-1, -1], [0, 0]],
-        [[0, 0], [0, 0], [1, 0]],
-    ]
+    assert labels.ranking_targets(2).tolist() == [[[0, 1], [-1, -1], [0, 0]], [[0, 0], [0, 0], [1, 0]]]
     assert labels.ranking_targets(2).dtype == torch.int8
     assert labels.softmax_targets().tolist() == [[2, -1, 0], [0, 0, 1]]
     assert labels.images.tolist() == [0, 1]
@@ -52,12 +43,8 @@ def test_two_objects_with_one_best_anchor_both_get_an_anchor() -> None:
 
 
 def test_equally_good_anchors_are_all_positive() -> None:
-    anchors = torch.tensor(
-        [[0.0, 0.0, 40.0, 40.0], [2.0, 0.0, 42.0, 40.0], [90.0, 90.0, 99.0, 99.0]]
-    )
-    matches = match_anchors(
-        torch.tensor([[10.0, 10.0, 20.0, 20.0]]), anchors, positive_iou=0.5, negative_iou=0.4
-    )
+    anchors = torch.tensor([[0.0, 0.0, 40.0, 40.0], [2.0, 0.0, 42.0, 40.0], [90.0, 90.0, 99.0, 99.0]])
+    matches = match_anchors(torch.tensor([[10.0, 10.0, 20.0, 20.0]]), anchors, positive_iou=0.5, negative_iou=0.4)
     assert matches.tolist() == [0, 0, NEGATIVE]  # IoU 100/1600 twice
 
 
@@ -80,9 +67,7 @@ def test_crowd_and_difficult_boxes_make_anchors_ignored() -> None:
         ]
     )
     target = {
-        "boxes": torch.tensor(
-            [[0.0, 0.0, 50.0, 50.0], [100.0, 100.0, 110.0, 110.0], [0.0, 0.0, 12.0, 10.0]]
-        ),
+        "boxes": torch.tensor([[0.0, 0.0, 50.0, 50.0], [100.0, 100.0, 110.0, 110.0], [0.0, 0.0, 12.0, 10.0]]),
         "labels": torch.tensor([0, 1, 0]),
         "crowd": torch.tensor([True, False, False]),
         "difficult": torch.tensor([False, True, False]),
@@ -127,9 +112,7 @@ def test_labels_equal_a_literal_version_with_loops(seed: int) -> None:
 def test_agrees_with_torchvisions_matcher_where_no_object_competes() -> None:
     generator = torch.Generator().manual_seed(0)
     corners = torch.rand(400, 2, generator=generator) * 60
-    anchors = torch.cat(
-        [corners, corners + 4 + torch.rand(400, 2, generator=generator) * 20], dim=1
-    )
+    anchors = torch.cat([corners, corners + 4 + torch.rand(400, 2, generator=generator) * 20], dim=1)
     for box in anchors[:10] + torch.tensor([1.0, -2.0, 3.0, 1.0]):
         expected = Matcher(0.5, 0.4, allow_low_quality_matches=True)(box_iou(box[None], anchors))
         found = match_anchors(box[None], anchors, positive_iou=0.5, negative_iou=0.4)
@@ -149,15 +132,11 @@ def _random_case(seed: int) -> tuple[Tensor, list[dict[str, Tensor]]]:
     for count in (7, 1, 0, 12):
         flags = torch.rand(2, count, generator=generator) < 0.2
         labels = torch.randint(0, 4, (count,), generator=generator)
-        targets.append(
-            {"boxes": boxes(count), "labels": labels, "crowd": flags[0], "difficult": flags[1]}
-        )
+        targets.append({"boxes": boxes(count), "labels": labels, "crowd": flags[0], "difficult": flags[1]})
     return boxes(60), targets
 
 
-def _literal_targets(
-    anchors: Tensor, target: dict[str, Tensor], num_classes: int
-) -> list[list[int]]:
+def _literal_targets(anchors: Tensor, target: dict[str, Tensor], num_classes: int) -> list[list[int]]:
     boxes, labels = target["boxes"].tolist(), target["labels"].tolist()
     crowd, difficult = target["crowd"].tolist(), target["difficult"].tolist()
     all_anchors = anchors.tolist()
@@ -169,9 +148,7 @@ def _literal_targets(
     for index, anchor in enumerate(all_anchors):
         row = [0] * num_classes
         area = (anchor[2] - anchor[0]) * (anchor[3] - anchor[1])
-        in_crowd = any(
-            _shared(boxes[i], anchor) / area >= 0.5 for i in range(len(boxes)) if crowd[i]
-        )
+        in_crowd = any(_shared(boxes[i], anchor) / area >= 0.5 for i in range(len(boxes)) if crowd[i])
         if isinstance(owners[index], int):
             row[labels[ordinary[owners[index]]]] = 1
         elif owners[index] == "ignored" or of_hard[index] != "negative" or in_crowd:

@@ -32,9 +32,7 @@ def test_eight_images_are_learnt_by_heart(name: str, loss: str, dataset: Detecti
     images = torch.stack([image.as_subclass(Tensor).float() / 255 for image, _ in samples])
     targets = [target for _, target in samples]
     height, width = images.shape[-2:]
-    detector = build_detector(
-        name, class_names=dataset.class_names, loss=loss, test_size=(height, width)
-    )
+    detector = build_detector(name, class_names=dataset.class_names, loss=loss, test_size=(height, width))
     _train(detector, images, targets)
 
     detector.eval()

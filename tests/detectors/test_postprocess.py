@@ -13,10 +13,7 @@ from aploss.detectors.postprocess import merge_detections, postprocess
 from aploss.errors import ConfigError
 
 CODER = BoxCoder((10.0, 10.0, 5.0, 5.0))
-LEVELS = [
-    torch.tensor([[0.0, 0.0, 10.0, 10.0], [20.0, 0.0, 30.0, 10.0]]),
-    torch.tensor([[0.0, 1.0, 10.0, 10.0]]),
-]
+LEVELS = [torch.tensor([[0.0, 0.0, 10.0, 10.0], [20.0, 0.0, 30.0, 10.0]]), torch.tensor([[0.0, 1.0, 10.0, 10.0]])]
 
 
 def detect(logits: Tensor, size: tuple[int, int] = (64, 64), **options: Any) -> dict[str, Tensor]:
@@ -76,9 +73,7 @@ def test_softmax_scores_leave_the_background_out() -> None:
     torch.testing.assert_close(everything, expected)
     found = detect(logits, softmax=True, detections_per_image=1)
     assert found["labels"].tolist() == [0]
-    assert found["scores"].item() == pytest.approx(
-        torch.tensor(4.0).exp() / (torch.tensor(4.0).exp() + 2)
-    )
+    assert found["scores"].item() == pytest.approx(torch.tensor(4.0).exp() / (torch.tensor(4.0).exp() + 2))
 
 
 @pytest.mark.parametrize("threshold", [None, 0.0101])
@@ -131,9 +126,7 @@ def images() -> list[torch.Tensor]:
     return [torch.rand(3, *size, generator=generator) for size in ((50, 70), (96, 128))]
 
 
-def test_one_scale_without_flip_is_the_ordinary_test(
-    detector: Detector, images: list[torch.Tensor]
-) -> None:
+def test_one_scale_without_flip_is_the_ordinary_test(detector: Detector, images: list[torch.Tensor]) -> None:
     with torch.no_grad():
         ordinary, merged = detector(images), MultiScale(scales=(1.0,), flip=False)(detector, images)
     for one, other in zip(ordinary, merged, strict=True):
@@ -141,9 +134,7 @@ def test_one_scale_without_flip_is_the_ordinary_test(
             assert torch.equal(one[key], other[key])
 
 
-def test_a_mirrored_image_gives_mirrored_detections(
-    detector: Detector, images: list[torch.Tensor]
-) -> None:
+def test_a_mirrored_image_gives_mirrored_detections(detector: Detector, images: list[torch.Tensor]) -> None:
     multi_scale = MultiScale(scales=(0.75, 1.0, 1.5), flip=True)
     with torch.no_grad():
         straight = multi_scale(detector, images)
@@ -157,9 +148,7 @@ def test_a_mirrored_image_gives_mirrored_detections(
         assert torch.equal(one["labels"], other["labels"])
 
 
-def test_a_scale_is_the_detector_at_that_test_size(
-    detector: Detector, images: list[torch.Tensor]
-) -> None:
+def test_a_scale_is_the_detector_at_that_test_size(detector: Detector, images: list[torch.Tensor]) -> None:
     with torch.no_grad():
         (larger, _) = MultiScale(scales=(1.5,), flip=False)(detector, images)
         detector.test_size = (144, 192)

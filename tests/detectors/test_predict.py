@@ -30,9 +30,7 @@ def pixels() -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8)
 
 
-def test_all_kinds_of_pictures_give_the_same_prediction(
-    detector: Detector, pixels: np.ndarray, tmp_path: Path
-) -> None:
+def test_all_kinds_of_pictures_give_the_same_prediction(detector: Detector, pixels: np.ndarray, tmp_path: Path) -> None:
     Image.fromarray(pixels).save(tmp_path / "image.png")
     chw = torch.from_numpy(pixels).permute(2, 0, 1)
     kinds = [
@@ -56,9 +54,7 @@ def test_all_kinds_of_pictures_give_the_same_prediction(
     assert predictions[3].path is None
 
 
-def test_a_prediction_is_what_the_detector_gives_with_names(
-    detector: Detector, pixels: np.ndarray
-) -> None:
+def test_a_prediction_is_what_the_detector_gives_with_names(detector: Detector, pixels: np.ndarray) -> None:
     (prediction,) = detector.predict(pixels)
     with torch.no_grad():
         (found,) = detector([torch.from_numpy(pixels).permute(2, 0, 1) / 255])
@@ -169,9 +165,7 @@ def test_grey_arrays_are_pictures_too() -> None:
 
 def test_a_damaged_pillow_image_is_told_by_its_name(tmp_path: Path) -> None:
     path = tmp_path / "half.png"
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 50, 3), dtype=np.uint8)).save(
-        path
-    )
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 50, 3), dtype=np.uint8)).save(path)
     path.write_bytes(path.read_bytes()[:3000])
     with pytest.raises(DataError, match=r"half\.png: damaged image"):
         image_tensor(Image.open(path))

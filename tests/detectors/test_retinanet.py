@@ -76,9 +76,7 @@ def test_exact_grid_keeps_the_stride_where_torchvisions_shrinks_it() -> None:
     exact = build_detector("retinanet-r18", class_names=CLASSES)
     fitted = build_detector("retinanet-r18", class_names=CLASSES, anchor_grid="torchvision")
     # 160 pixels are 2 cells of the last level, rounded up: torchvision's step is 80, not 128.
-    steps = [
-        d.anchors_for(160, 160)[-1][6] - d.anchors_for(160, 160)[-1][0] for d in (exact, fitted)
-    ]
+    steps = [d.anchors_for(160, 160)[-1][6] - d.anchors_for(160, 160)[-1][0] for d in (exact, fitted)]
     assert [step[0].item() for step in steps] == [128, 80]
 
 
@@ -101,8 +99,7 @@ def test_softmax_losses_get_a_background_column_and_start_undecided() -> None:
 
 
 @pytest.mark.parametrize(
-    ("norm", "kind"),
-    [("frozen-bn", FrozenBatchNorm2d), ("group", nn.GroupNorm), ("batch", nn.BatchNorm2d)],
+    ("norm", "kind"), [("frozen-bn", FrozenBatchNorm2d), ("group", nn.GroupNorm), ("batch", nn.BatchNorm2d)]
 )
 def test_norm_is_the_one_asked_for(norm: str, kind: type) -> None:
     detector = build_detector("retinanet-r18", class_names=CLASSES, norm=norm)
@@ -114,10 +111,7 @@ def test_frozen_stages_have_no_gradients() -> None:
     detector = build_detector("retinanet-r18", class_names=CLASSES, trainable_stages=3)
     frozen = {n for n, p in detector.named_parameters() if not p.requires_grad}
     assert frozen
-    assert all(
-        n.startswith(("backbone.body.conv1", "backbone.body.bn1", "backbone.body.layer1"))
-        for n in frozen
-    )
+    assert all(n.startswith(("backbone.body.conv1", "backbone.body.bn1", "backbone.body.layer1")) for n in frozen)
     with pytest.raises(ConfigError, match=r"trainable_stages must be 0\.\.5"):
         build_detector("retinanet-r18", class_names=CLASSES, trainable_stages=6)
 
@@ -141,9 +135,7 @@ def test_asking_for_feature_sizes_changes_no_mode_and_no_statistics() -> None:
         assert torch.equal(value, before[name]), name
 
 
-def test_anchors_seen_first_at_inference_can_be_trained_with(
-    tiny: Detector, make_target: Callable[..., Any]
-) -> None:
+def test_anchors_seen_first_at_inference_can_be_trained_with(tiny: Detector, make_target: Callable[..., Any]) -> None:
     detector = copy.deepcopy(tiny)
     detector.criterion.box_loss = "giou"  # its backward pass needs the anchors
     with torch.inference_mode():

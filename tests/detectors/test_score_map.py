@@ -140,10 +140,7 @@ def _train(model: FCOS, images: list[Tensor], targets: list[dict[str, Tensor]]) 
 def _samples(dataset: Any) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     samples = [dataset[index] for index in range(len(dataset))]
     images = [image.as_subclass(Tensor).float() / 255 for image, _ in samples]
-    targets = [
-        {"boxes": target["boxes"].as_subclass(Tensor), "labels": target["labels"]}
-        for _, target in samples
-    ]
+    targets = [{"boxes": target["boxes"].as_subclass(Tensor), "labels": target["labels"]} for _, target in samples]
     return images, targets
 
 
@@ -153,9 +150,7 @@ def _ap(model: Any, images: list[Tensor], targets: list[dict[str, Tensor]]) -> f
     results, objects = [], []
     for image, (found, target) in enumerate(zip(detections, targets, strict=True)):
         for box, score, label in zip(*(found[key].tolist() for key in found), strict=True):
-            results.append(
-                {"image_id": image, "category_id": label, "score": score, "bbox": _xywh(box)}
-            )
+            results.append({"image_id": image, "category_id": label, "score": score, "bbox": _xywh(box)})
         for box, label in zip(target["boxes"].tolist(), target["labels"].tolist(), strict=True):
             objects.append({"image_id": image, "category_id": label, "bbox": _xywh(box)})
     truth = {

@@ -129,6 +129,4 @@ def test_frozen_stages_of_vgg_are_the_first() -> None:
     detector = build_detector("ssd300", class_names=CLASSES, trainable_stages=3)
     frozen = [n for n, p in detector.named_parameters() if not p.requires_grad]
     # conv1_1, conv1_2, conv2_1, conv2_2, each with weight and bias
-    assert frozen == [
-        f"backbone.features.{i}.{w}" for i in (0, 2, 5, 7) for w in ("weight", "bias")
-    ]
+    assert frozen == [f"backbone.features.{i}.{w}" for i in (0, 2, 5, 7) for w in ("weight", "bias")]

@@ -173,13 +173,7 @@ class MyRetinaNet(RetinaNet):
 
 def test_loss_of_a_users_own_subclass_can_be_swapped_and_swapped_again() -> None:
     plain = make_model("retinanet")
-    model = MyRetinaNet(
-        plain.backbone,
-        3,
-        anchor_generator=plain.anchor_generator,
-        head=MyHead(256, 2, 3),
-        **SIZE,
-    )
+    model = MyRetinaNet(plain.backbone, 3, anchor_generator=plain.anchor_generator, head=MyHead(256, 2, 3), **SIZE)
     use_loss(model, APLoss())
     use_loss(model, FocalLoss())
     assert (type(model), type(model.head)) == (MyRetinaNet, MyHead)
@@ -193,11 +187,7 @@ def test_none_gives_the_original_back(kind: str) -> None:
     model = make_model(kind).train()
     _freeze_norms(model)
     images, targets = make_batch(kind)
-    expected, attributes, threshold = (
-        model(images, targets),
-        set(dir(model.head)),
-        model.score_thresh,
-    )
+    expected, attributes, threshold = (model(images, targets), set(dir(model.head)), model.score_thresh)
     modules = dict(model.named_modules())
     use_loss(model, APLoss(), score_thresh=0)
     assert use_loss(model, FocalLoss()).score_thresh == 0
@@ -243,9 +233,7 @@ def test_a_loss_with_weights_is_a_part_of_the_model() -> None:
 
 
 @pytest.mark.parametrize(("kind", "threshold"), [("retinanet", "0.05"), ("fcos", "0.2")])
-def test_a_threshold_that_does_not_fit_the_scores_is_told_with_the_remedies(
-    kind: str, threshold: str
-) -> None:
+def test_a_threshold_that_does_not_fit_the_scores_is_told_with_the_remedies(kind: str, threshold: str) -> None:
     message = rf"score below {threshold}, .*AP-loss.*score_thresh=0.*calibrate\(model"
     with pytest.warns(ScoreThresholdWarning, match=message) as told:
         use_loss(make_model(kind), APLoss())
@@ -267,9 +255,7 @@ def test_what_is_no_loss_is_refused_at_once_and_changes_nothing(what: Any) -> No
 
 def test_wrong_models_and_losses_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"RetinaNet, FCOS or SSD, or .*, got FasterRCNN"):
-        use_loss(
-            fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None), APLoss()
-        )
+        use_loss(fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None), APLoss())
     with pytest.raises(ConfigError, match="needs a background column, which RetinaNet lacks"):
         use_loss(make_model("retinanet"), OHEMCrossEntropy())
 

@@ -52,9 +52,7 @@ def test_every_loss_gives_finite_gradients_for_any_number_of_objects(
 
 
 @pytest.mark.parametrize("name", ["retinanet-r18", "ssd300"])
-def test_full_size_detectors_get_finite_gradients_from_every_loss(
-    name: str, make_target: Callable[..., Any]
-) -> None:
+def test_full_size_detectors_get_finite_gradients_from_every_loss(name: str, make_target: Callable[..., Any]) -> None:
     """One pass through the network; each loss then sends its own gradient back to the heads."""
     torch.manual_seed(0)
     size = 300 if name == "ssd300" else 128
@@ -85,9 +83,7 @@ def test_ssd300_with_softmax_gets_finite_gradients(make_target: Callable[..., An
     check_gradients(detector)
 
 
-def test_images_of_different_sizes_are_trained_on_in_one_batch(
-    make_target: Callable[..., Any],
-) -> None:
+def test_images_of_different_sizes_are_trained_on_in_one_batch(make_target: Callable[..., Any]) -> None:
     detector = build_detector("retinanet-tiny", class_names=CLASSES)
     images = [torch.rand(3, 64, 96), torch.rand(3, 100, 50)]
     losses = detector(images, [make_target(2, size=50), make_target(1, size=50)])
@@ -110,9 +106,7 @@ def test_step_under_autocast_and_compile_runs(make_target: Callable[..., Any]) -
     assert names == {"backbone", "head"}  # weights keep their names
 
 
-def test_crowd_and_difficult_objects_take_no_part_in_the_loss(
-    make_target: Callable[..., Any],
-) -> None:
+def test_crowd_and_difficult_objects_take_no_part_in_the_loss(make_target: Callable[..., Any]) -> None:
     detector = build_detector("retinanet-tiny", class_names=CLASSES)
     target = make_target(4, size=64)
     flags = torch.tensor([True, True, False, False])

@@ -121,9 +121,7 @@ def test_names_that_mean_nothing_are_refused() -> None:
         build_detector("retinanet-tiny", class_names=["cat"], weights="imagenett")
 
 
-def test_a_classifier_from_a_path_and_by_torchvisions_name_gives_the_same(
-    hub: Path, tmp_path: Path
-) -> None:
+def test_a_classifier_from_a_path_and_by_torchvisions_name_gives_the_same(hub: Path, tmp_path: Path) -> None:
     state = _random_resnet18()
     torch.save(state, hub / RESNET18)
     torch.save({"state_dict": {f"module.{k}": v for k, v in state.items()}}, tmp_path / "mine.pth")
@@ -203,12 +201,8 @@ def test_coco_retinanet_gives_torchvisions_own_detections(hub: Path) -> None:
         wanted = (other["labels"] == number) & inside
         mine = own["labels"] == label
         assert wanted.sum() > 20
-        torch.testing.assert_close(
-            own["scores"][mine], other["scores"][wanted], rtol=1e-3, atol=1e-5
-        )
-        torch.testing.assert_close(
-            own["boxes"][mine][:20], other["boxes"][wanted][:20], rtol=1e-3, atol=1e-2
-        )
+        torch.testing.assert_close(own["scores"][mine], other["scores"][wanted], rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(own["boxes"][mine][:20], other["boxes"][wanted][:20], rtol=1e-3, atol=1e-2)
 
 
 def test_coco_ssdlite_with_a_softmax_loss_keeps_background_and_known_classes(hub: Path) -> None:
@@ -257,9 +251,7 @@ def test_our_checkpoints_load_class_by_class_in_any_order(tmp_path: Path) -> Non
     assert torch.equal(bias[:, 2], trained_bias[:, 0])
     assert report is not None
     assert report.classes == ("dog", "cat")
-    assert torch.equal(
-        detector.head.regression_head.bbox_reg.weight, trained.head.regression_head.bbox_reg.weight
-    )
+    assert torch.equal(detector.head.regression_head.bbox_reg.weight, trained.head.regression_head.bbox_reg.weight)
 
 
 def test_a_state_dict_of_ours_is_not_rescaled_as_torchvisions(tmp_path: Path) -> None:

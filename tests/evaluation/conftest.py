@@ -56,9 +56,7 @@ def simulated_detector(
     generator = np.random.default_rng(seed)
     truth: dict[str, Any] = {
         "images": [{"id": 7 * index + 3, "width": 400, "height": 400} for index in range(images)],
-        "categories": [
-            {"id": 2 * index + 1, "name": f"class {index}"} for index in range(classes + 1)
-        ],
+        "categories": [{"id": 2 * index + 1, "name": f"class {index}"} for index in range(classes + 1)],
         "annotations": [],
     }
     results: list[dict[str, Any]] = []
@@ -121,9 +119,7 @@ def _results(
         seen.add(chosen)
     return [
         {"image_id": image_id, "category_id": 2 * label + 1, "bbox": box, "score": strength}
-        for label, box, strength in zip(
-            found_labels.tolist(), found.tolist(), strengths.tolist(), strict=True
-        )
+        for label, box, strength in zip(found_labels.tolist(), found.tolist(), strengths.tolist(), strict=True)
     ]
 
 

@@ -42,9 +42,7 @@ def neighbours(values: np.ndarray) -> np.ndarray:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    logits=st.lists(st.floats(-80, 20), min_size=1, max_size=60),
-    seed=st.integers(0, 2**32 - 1),
-    slope=st.floats(-1, 3),
+    logits=st.lists(st.floats(-80, 20), min_size=1, max_size=60), seed=st.integers(0, 2**32 - 1), slope=st.floats(-1, 3)
 )
 def test_neighbouring_float32_scores_stay_apart_and_in_order(logits, seed, slope):
     generator = np.random.default_rng(seed)
@@ -82,9 +80,7 @@ def test_ap_is_identical_before_and_after(seed, options, simulate):
     assert not np.array_equal(after.scores, table.scores)
     assert coco_metrics(truth, after) == coco_metrics(truth, table)
     for year in (2007, 2012):
-        assert voc_metrics(truth, after, year=year).as_dict() == (
-            voc_metrics(truth, table, year=year).as_dict()
-        )
+        assert voc_metrics(truth, after, year=year).as_dict() == (voc_metrics(truth, table, year=year).as_dict())
 
 
 def test_the_map_is_isotonic_regression_up_to_a_thousandth():
@@ -94,9 +90,7 @@ def test_the_map_is_isotonic_regression_up_to_a_thousandth():
     padded = np.append(scores, [scores.min(), scores.max()])
     oracle = IsotonicRegression(y_min=0, y_max=1).fit(padded, np.append(correct, [1, 0]))
     inside = np.sort(scores)
-    assert fit_calibration(scores, correct)(inside) == pytest.approx(
-        oracle.predict(inside), abs=1e-3
-    )
+    assert fit_calibration(scores, correct)(inside) == pytest.approx(oracle.predict(inside), abs=1e-3)
 
 
 def split_halves(truth, results):
@@ -109,9 +103,7 @@ def split_halves(truth, results):
                 {
                     **truth,
                     "images": truth["images"][half::2],
-                    "annotations": [
-                        one for one in truth["annotations"] if one["image_id"] in chosen
-                    ],
+                    "annotations": [one for one in truth["annotations"] if one["image_id"] in chosen],
                 },
                 [row for row in results if row["image_id"] in chosen],
             )
@@ -122,9 +114,7 @@ def split_halves(truth, results):
 @pytest.mark.parametrize("seed", range(4))
 def test_probabilities_come_true_on_other_images(seed, simulate):
     # like a detector trained with a ranking loss: 100 detections an image, objects at about 0.15
-    truth, results = simulate(
-        seed, images=300, detections=100, objects=4.0, near=0.1, separation=1.6
-    )
+    truth, results = simulate(seed, images=300, detections=100, objects=4.0, near=0.1, separation=1.6)
     (fitted_truth, fitted), (held_out_truth, held_out) = split_halves(truth, results)
     calibration, threshold = calibrate_detections(fitted_truth, fitted)
     report = calibration_report(held_out_truth, held_out, calibration, threshold.threshold)
@@ -142,9 +132,7 @@ def test_the_report_counts_what_is_drawn():
     truth = {
         "images": [{"id": 1}],
         "categories": [{"id": 1, "name": "cell"}],
-        "annotations": [
-            {"image_id": 1, "category_id": 1, "bbox": [20 * place, 0, 10, 10]} for place in range(4)
-        ],
+        "annotations": [{"image_id": 1, "category_id": 1, "bbox": [20 * place, 0, 10, 10]} for place in range(4)],
     }
     # two right, one wrong above 0.5; one right below; the fourth object is not found
     results = [
@@ -273,10 +261,7 @@ def test_equal_probabilities_share_a_bin():
 def test_true_probabilities_show_the_expected_noise():
     generator = np.random.default_rng(0)
     probabilities = generator.uniform(0.3, 1.0, 400)
-    errors = [
-        expected_calibration_error(probabilities, generator.random(400) < probabilities)
-        for _ in range(300)
-    ]
+    errors = [expected_calibration_error(probabilities, generator.random(400) < probabilities) for _ in range(300)]
     assert expected_noise(probabilities) == pytest.approx(np.mean(errors), rel=0.08)
 
 

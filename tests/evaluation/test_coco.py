@@ -105,8 +105,7 @@ def test_a_table_scores_like_the_results_it_came_from(simulate):
 def test_perfect_detections_give_one_and_none_give_zero(simulate):
     truth, _ = simulate(9)
     perfect = [
-        {key: one[key] for key in ("image_id", "category_id", "bbox")} | {"score": 0.5}
-        for one in truth["annotations"]
+        {key: one[key] for key in ("image_id", "category_id", "bbox")} | {"score": 0.5} for one in truth["annotations"]
     ]
     metrics = coco_metrics(truth, perfect)
     assert pytest.approx(1, abs=1e-12) == metrics.AP

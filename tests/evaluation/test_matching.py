@@ -6,13 +6,7 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from aploss.evaluation import (
-    coco_metrics,
-    curves_as_dict,
-    match_detections,
-    match_voc,
-    precision_recall_curves,
-)
+from aploss.evaluation import coco_metrics, curves_as_dict, match_detections, match_voc, precision_recall_curves
 from aploss.plotting.plots import precision_recall_panels as plot_each_class
 from aploss.plotting.plots import precision_recall_plot as plot_classes_together
 
@@ -63,10 +57,7 @@ def truth_of(*boxes, **flags):
 
 
 def found(*rows, **changes):
-    return [
-        {"image_id": 1, "category_id": 1, "bbox": list(box), "score": score, **changes}
-        for box, score in rows
-    ]
+    return [{"image_id": 1, "category_id": 1, "bbox": list(box), "score": score, **changes} for box, score in rows]
 
 
 LEFT, RIGHT = (0, 0, 10, 10), (3, 0, 10, 10)
@@ -138,9 +129,7 @@ def test_the_mean_of_a_curve_is_the_ap_of_its_class(seed, iou, simulate):
 TRUTH = {
     "images": [{"id": 1}],
     "categories": [{"id": 1, "name": "cell"}, {"id": 2, "name": "dust"}],
-    "annotations": [
-        {"image_id": 1, "category_id": 1, "bbox": [20 * place, 0, 10, 10]} for place in range(2)
-    ],
+    "annotations": [{"image_id": 1, "category_id": 1, "bbox": [20 * place, 0, 10, 10]} for place in range(2)],
 }
 RESULTS = [
     {"image_id": 1, "category_id": 1, "bbox": [left, 0, 10, 10], "score": score}

@@ -56,10 +56,7 @@ def test_arrays_follow_the_annotations():
 
 
 def test_categories_without_a_name_or_with_the_same_one_stay_apart():
-    document = {
-        **GOOD,
-        "categories": [{"id": 2, "name": "cell"}, {"id": 7, "name": "cell"}, {"id": 8}],
-    }
+    document = {**GOOD, "categories": [{"id": 2, "name": "cell"}, {"id": 7, "name": "cell"}, {"id": 8}]}
     names = GroundTruth.from_coco(document).categories
     assert names == {2: "cell", 7: "cell (id 7)", 8: "category 8"}
 
@@ -71,14 +68,8 @@ BROKEN_TRUTH = {
     "no categories": ({"images": [], "annotations": []}, "no 'categories'"),
     "images not a list": ({**GOOD, "images": {}}, "'images' is a dict, expected a list"),
     "an image without id": ({**GOOD, "images": [{"id": 4}, {}]}, "images[1] has no 'id'"),
-    "the same image twice": (
-        {**GOOD, "images": [{"id": 9}, {"id": 4}, {"id": 9}]},
-        "images[2] repeats id 9",
-    ),
-    "the same category twice": (
-        {**GOOD, "categories": [{"id": 2}, {"id": 2}]},
-        "categories[1] repeats id 2",
-    ),
+    "the same image twice": ({**GOOD, "images": [{"id": 9}, {"id": 4}, {"id": 9}]}, "images[2] repeats id 9"),
+    "the same category twice": ({**GOOD, "categories": [{"id": 2}, {"id": 2}]}, "categories[1] repeats id 2"),
     "unknown image": (changed(image_id=77), "annotations[1]: image_id 77 is not in"),
     "unknown category": (changed(category_id=77), "annotations[1]: category_id 77 is not in"),
     "no box": (lacking("annotations", 1, "bbox"), "annotations[1] has no 'bbox'"),
@@ -163,9 +154,7 @@ def test_tensors_with_gradient_and_half_precision_are_read():
 
 
 def test_labels_can_have_their_own_categories():
-    table = DetectionTable.from_predictions(
-        [4, 9, 2], predictions(np.asarray), category_ids=[18, 44, 90]
-    )
+    table = DetectionTable.from_predictions([4, 9, 2], predictions(np.asarray), category_ids=[18, 44, 90])
     assert table.category_ids.tolist() == [90, 18, 44]
 
 
@@ -227,9 +216,7 @@ def test_a_broken_entry_is_named_in_one_line(case):
 
 
 def test_numbers_of_unusual_kinds_are_read():
-    table = DetectionTable.from_results(
-        [row(image_id=3.0), row(score=2**70, bbox=[0, 0, 2**70, 1])]
-    )
+    table = DetectionTable.from_results([row(image_id=3.0), row(score=2**70, bbox=[0, 0, 2**70, 1])])
     assert table.image_ids.tolist() == [3, 1]
     assert table.scores.tolist() == [0.5, 2.0**70]
     assert table.xywh[1].tolist() == [0, 0, 2.0**70, 1]

@@ -77,11 +77,7 @@ def devkit_average_precision(recall, precision, positives, year):
     if year == 2007:
         total = 0.0
         for step in range(11):
-            reached = [
-                value
-                for (right, of), value in zip(recall, precision, strict=True)
-                if 10 * right >= step * of
-            ]
+            reached = [value for (right, of), value in zip(recall, precision, strict=True) if 10 * right >= step * of]
             total += max(reached, default=0.0) / 11
         return total
     recalls = [0.0, *(right / of for right, of in recall), 1.0]
@@ -120,21 +116,14 @@ def truth_of(*boxes, difficult=()):
         "images": [{"id": 1}],
         "categories": [{"id": 1, "name": "cell"}],
         "annotations": [
-            {
-                "image_id": 1,
-                "category_id": 1,
-                "bbox": list(box),
-                "difficult": int(index in difficult),
-            }
+            {"image_id": 1, "category_id": 1, "bbox": list(box), "difficult": int(index in difficult)}
             for index, box in enumerate(boxes)
         ],
     }
 
 
 def found(*rows):
-    return [
-        {"image_id": 1, "category_id": 1, "bbox": list(box), "score": score} for box, score in rows
-    ]
+    return [{"image_id": 1, "category_id": 1, "bbox": list(box), "score": score} for box, score in rows]
 
 
 LEFT, MIDDLE, RIGHT = (0, 0, 10, 10), (20, 0, 10, 10), (40, 0, 10, 10)
@@ -199,8 +188,7 @@ def test_equal_scores_keep_the_order_of_the_file():
 def test_perfect_detections_give_one_and_none_give_zero(simulate):
     truth, _ = simulate(0)
     perfect = [
-        {key: one[key] for key in ("image_id", "category_id", "bbox")} | {"score": 0.5}
-        for one in truth["annotations"]
+        {key: one[key] for key in ("image_id", "category_id", "bbox")} | {"score": 0.5} for one in truth["annotations"]
     ]
     for year in (2007, 2012):
         assert pytest.approx(1, abs=1e-12) == voc_metrics(truth, perfect, year=year, iou=0.99).AP

@@ -12,14 +12,7 @@ from aploss.data.builtin import builtin_folder
 from aploss.training import Summary, TrainConfig, TrainingInterruptedError
 from aploss.training.step import DivergedError
 
-LEVELS = {
-    "ap": 0.74,
-    "focal": 0.71,
-    "ce-ohem": 0.72,
-    "auc": 0.55,
-    "smooth-ap": 0.3,
-    "hinge-ap": 0.2,
-}
+LEVELS = {"ap": 0.74, "focal": 0.71, "ce-ohem": 0.72, "auc": 0.55, "smooth-ap": 0.3, "hinge-ap": 0.2}
 BEST_RATE = {"ap": 0.003, "focal": 0.009, "ce-ohem": 0.001, "auc": 0.003}
 MINUTES = 2.0
 
@@ -105,14 +98,10 @@ def fake_training(monkeypatch: pytest.MonkeyPatch) -> FakeTraining:
 @pytest.fixture
 def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out the drawing, which takes longer than all the rest."""
-    monkeypatch.setattr(
-        "aploss.experiments.results.write_comparison_report", lambda comparison, out: out
-    )
+    monkeypatch.setattr("aploss.experiments.results.write_comparison_report", lambda comparison, out: out)
 
 
 @pytest.fixture(scope="session")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A COCO data set of 12 + 4 + 4 pictures of 64 pixels."""
-    return builtin_folder(
-        cache=tmp_path_factory.mktemp("pictures"), image_size=64, counts=(12, 4, 4)
-    )
+    return builtin_folder(cache=tmp_path_factory.mktemp("pictures"), image_size=64, counts=(12, 4, 4))

@@ -45,9 +45,7 @@ def test_a_recipes_settings_of_a_loss_are_taken() -> None:
 
 
 def test_unknown_and_repeated_losses_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"no loss .fokal.; choose one of: .* did you mean .focal."
-    ):
+    with pytest.raises(ConfigError, match=r"no loss .fokal.; choose one of: .* did you mean .focal."):
         comparison_plan(["ap", "fokal"], recipe="demo", seeds=[0])
     for losses in ([], ["ap", "ap"]):
         with pytest.raises(ConfigError, match="rows of different names"):
@@ -60,12 +58,7 @@ def test_a_comparison_of_two_processes_is_finished(pictures: Path, tmp_path: Pat
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(script), str(pictures), str(tmp_path / "page")]
     done = subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads((tmp_path / "page" / "results.json").read_text())

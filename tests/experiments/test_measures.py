@@ -66,17 +66,12 @@ def test_several_scales_are_measured_once(
     kept = json.loads(file.read_text())
     assert results.values("several scales", "AP") == [kept["values"]["AP"]]
     assert "| 42.1 |" in (tmp_path / "page/table.md").read_text()  # the paper's, on COCO
-    monkeypatch.setattr(
-        "aploss.experiments.measures.load",
-        lambda *a, **k: pytest.fail("measured again"),
-    )
+    monkeypatch.setattr("aploss.experiments.measures.load", lambda *a, **k: pytest.fail("measured again"))
     again = reproduce("table3", asked, tmp_path / "page", cache=cache)
     assert again.values("several scales", "AP") == [kept["values"]["AP"]]
 
 
-def test_the_ap_loss_of_the_training_set_is_watched(
-    asked: Request, cache: Path, tmp_path: Path
-) -> None:
+def test_the_ap_loss_of_the_training_set_is_watched(asked: Request, cache: Path, tmp_path: Path) -> None:
     results = reproduce("figure4b", asked, tmp_path / "page", cache=cache)
     assert results.complete
     starts = set()

@@ -4,15 +4,7 @@ import pytest
 
 from aploss.errors import ConfigError
 from aploss.experiments.compare import comparison_plan
-from aploss.experiments.plan import (
-    Tuning,
-    Variant,
-    comparison_config,
-    parse_seeds,
-    runs_of,
-    trials_of,
-    with_length,
-)
+from aploss.experiments.plan import Tuning, Variant, comparison_config, parse_seeds, runs_of, trials_of, with_length
 
 
 def test_the_end_of_the_schedule_is_measured_on_the_test_split() -> None:

@@ -10,23 +10,14 @@ import pytest
 from aploss.cli.main import make_parser
 from aploss.errors import ConfigError
 from aploss.experiments.paper import REPRODUCTIONS, reproduction, snapshots
-from aploss.experiments.reproduce import (
-    Request,
-    check_time,
-    default_out,
-    describe_plan,
-    plan_for,
-    reproduce,
-)
+from aploss.experiments.reproduce import Request, check_time, default_out, describe_plan, plan_for, reproduce
 
 MADE_OF_NUMBERS = ("table1a", "table1b", "table1c", "table2", "figure4a", "table4")
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "reproduction.md"
 
 
 @pytest.mark.parametrize("name", MADE_OF_NUMBERS)
-def test_a_page_has_the_papers_numbers_and_the_claims(
-    name: str, fake_training, tmp_path: Path
-) -> None:
+def test_a_page_has_the_papers_numbers_and_the_claims(name: str, fake_training, tmp_path: Path) -> None:
     out = tmp_path / "page"
     results = reproduce(name, Request(seeds=(0, 1)), out, command=f"aploss reproduce {name}")
     assert results.complete

@@ -34,9 +34,7 @@ class TestPage:
         assert "aploss compare x" in table
         assert "0123abc" in table
 
-    def test_differences_are_paired_with_the_first_loss(
-        self, fake_training, tmp_path: Path
-    ) -> None:
+    def test_differences_are_paired_with_the_first_loss(self, fake_training, tmp_path: Path) -> None:
         results = compare(plan_of("ap", "focal", "auc", seeds=3), tmp_path / "page")
         (to_focal, to_auc) = results.differences("ap")
         assert (to_focal.baseline, to_auc.baseline) == ("focal", "auc")
@@ -77,9 +75,7 @@ class TestPage:
 
 @pytest.mark.usefixtures("no_page")
 class TestVerdicts:
-    def test_a_claim_holds_where_the_interval_is_above_zero(
-        self, fake_training, tmp_path: Path
-    ) -> None:
+    def test_a_claim_holds_where_the_interval_is_above_zero(self, fake_training, tmp_path: Path) -> None:
         results = compare(plan_of("ap", "focal", seeds=3), tmp_path / "page")
         assert results.is_ahead("ap", "focal", by=0.01) is True
         assert results.is_ahead("ap", "focal", by=0.1) is False

@@ -57,17 +57,13 @@ class TestCache:
         name = cache_folder(config, Path("runs/cache")).name
         assert name == f"bccd-retinanet-tiny-focal-seed3-{settings_hash(config)}"
 
-    def test_the_cache_is_beside_the_page_or_where_it_is_asked(
-        self, fake_training, tmp_path: Path
-    ) -> None:
+    def test_the_cache_is_beside_the_page_or_where_it_is_asked(self, fake_training, tmp_path: Path) -> None:
         compare(plan_of("ap", seeds=1), tmp_path / "a" / "page")
         compare(plan_of("ap", seeds=1), tmp_path / "page", cache=tmp_path / "mine")
         folders = [Path(config.out).parent for config in fake_training.configs]
         assert folders == [tmp_path / "a" / "cache", tmp_path / "mine"]
 
-    def test_a_cache_that_cannot_be_is_an_error_of_one_line(
-        self, fake_training, tmp_path: Path
-    ) -> None:
+    def test_a_cache_that_cannot_be_is_an_error_of_one_line(self, fake_training, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         with pytest.raises(RunError, match="runs cannot be kept in") as caught:
             compare(plan_of("ap"), tmp_path / "page", cache=tmp_path / "file")
@@ -101,9 +97,7 @@ class TestGoingOn:
         assert results.complete
         assert {config.max_minutes for config in fake_training.configs[1:]} == {None}
 
-    def test_a_second_limit_comes_on_top_of_what_was_trained(
-        self, fake_training, tmp_path: Path
-    ) -> None:
+    def test_a_second_limit_comes_on_top_of_what_was_trained(self, fake_training, tmp_path: Path) -> None:
         for _ in range(2):
             compare(plan_of("ap", seeds=1), tmp_path / "page", max_minutes=0.5)
         assert fake_training.configs[1].max_minutes == pytest.approx(1.0, abs=0.2)
@@ -112,9 +106,7 @@ class TestGoingOn:
         compare(plan_of("ap"), tmp_path / "page", max_minutes=0.0)
         assert fake_training.configs == []
 
-    def test_a_run_that_diverges_is_shown_and_the_others_go_on(
-        self, fake_training, tmp_path: Path
-    ) -> None:
+    def test_a_run_that_diverges_is_shown_and_the_others_go_on(self, fake_training, tmp_path: Path) -> None:
         fake_training.diverges_from = 0.001
         results = compare(plan_of("ap", "focal"), tmp_path / "page")
         assert results.complete

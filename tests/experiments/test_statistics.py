@@ -37,12 +37,9 @@ def test_interval_by_hand() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=2, max_size=8),
-    st.sampled_from([0.8, 0.95, 0.99]),
+    st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=2, max_size=8), st.sampled_from([0.8, 0.95, 0.99])
 )
-def test_interval_is_that_of_scipys_paired_test(
-    pairs: list[tuple[float, float]], confidence: float
-) -> None:
+def test_interval_is_that_of_scipys_paired_test(pairs: list[tuple[float, float]], confidence: float) -> None:
     first, second = (np.array(values) for values in zip(*pairs, strict=True))
     found = paired_difference(first.tolist(), second.tolist(), confidence=confidence)
     if np.ptp(first - second) < 1e-9:

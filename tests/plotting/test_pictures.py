@@ -226,9 +226,7 @@ def test_long_captions_are_cut_off_at_their_picture() -> None:
 def test_one_picture_can_have_dashed_and_solid_boxes() -> None:
     picture = Image.new("RGB", (300, 300))
     boxes = [[20, 40, 280, 120], [20, 160, 280, 280]]
-    drawn = outline_boxes(
-        picture, boxes, colours=[class_colour(0), class_colour(1)], dashed=[True, False]
-    )
+    drawn = outline_boxes(picture, boxes, colours=[class_colour(0), class_colour(1)], dashed=[True, False])
     assert 0.3 < has_colour(drawn, 0)[120, 30:270].mean() < 0.8
     assert has_colour(drawn, 1)[280, 30:270].mean() == 1
     with pytest.raises(ValueError, match="2 boxes need as many"):

@@ -89,9 +89,7 @@ def test_a_single_step_has_whole_numbers_beside_it() -> None:
     assert beside_x == ["9", "10", "11"]
 
 
-@pytest.mark.parametrize(
-    "name", ["_hidden", "$x_1$", "<script>alert(1)</script>", "50 % & more", "細胞", "a\nb"]
-)
+@pytest.mark.parametrize("name", ["_hidden", "$x_1$", "<script>alert(1)</script>", "50 % & more", "細胞", "a\nb"])
 def test_any_name_is_shown_literally(name: str) -> None:
     svg = precision_recall_plot({name: CURVES["cat"], "other": CURVES["dog"]}, scores={})
     shown = [text.replace("\u200b", "") for text in texts(svg)]
@@ -147,8 +145,6 @@ def test_numbers_turn_nothing_and_infinity_into_gaps() -> None:
     np.testing.assert_array_equal(numbers([None, 1, float("-inf")]), [np.nan, 1.0, np.nan])
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(0.0, "0"), (0.001, "0.001"), (1e-7, "10⁻⁷"), (20.0, "20"), (1e5, "10⁵")]
-)
+@pytest.mark.parametrize(("value", "text"), [(0.0, "0"), (0.001, "0.001"), (1e-7, "10⁻⁷"), (20.0, "20"), (1e5, "10⁵")])
 def test_numbers_beside_logarithmic_axes(value: float, text: str) -> None:
     assert power_text(value) == text

@@ -10,15 +10,7 @@ import pytest
 import torch
 
 from aploss.losses import LossTraits, register_loss, traits_of
-from aploss.plotting.style import (
-    PALETTE,
-    PAPER,
-    THEME,
-    VARIANT_STYLES,
-    line_style,
-    loss_label,
-    plot_style,
-)
+from aploss.plotting.style import PALETTE, PAPER, THEME, VARIANT_STYLES, line_style, loss_label, plot_style
 
 LABELS = {
     "ap": "AP-loss",

@@ -29,9 +29,7 @@ def draw_object(pen: ImageDraw.ImageDraw, label: int, box: np.ndarray, colour: s
     elif label == 1:
         pen.rectangle([x1, y1, x2, y2], fill=colour)
     else:
-        pen.regular_polygon(
-            ((x1 + x2) / 2, (y1 + y2) / 2, (x2 - x1) / 2), n_sides=label + 1, fill=colour
-        )
+        pen.regular_polygon(((x1 + x2) / 2, (y1 + y2) / 2, (x2 - x1) / 2), n_sides=label + 1, fill=colour)
 
 
 def make_scenes(folder: Path, generator: np.random.Generator, images: int) -> dict[str, Any]:
@@ -112,9 +110,7 @@ def reliability_bins(scores: np.ndarray, flags: np.ndarray) -> dict[str, Any]:
     return {"bins": bins, "expected_calibration_error": error}
 
 
-def make_metrics(
-    truth: dict[str, Any], detections: list[dict[str, Any]], flags: np.ndarray
-) -> dict[str, Any]:
+def make_metrics(truth: dict[str, Any], detections: list[dict[str, Any]], flags: np.ndarray) -> dict[str, Any]:
     per_class, curves = {}, {}
     for number, name in enumerate(CLASSES, start=1):
         rows = [k for k, one in enumerate(detections) if one["category_id"] == number]
@@ -171,9 +167,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
         scenes.mkdir()
         run.mkdir(parents=True)
         truth = make_scenes(scenes, generator, images)
-        truth["categories"] = [
-            {"id": number, "name": name} for number, name in enumerate(CLASSES, start=1)
-        ]
+        truth["categories"] = [{"id": number, "name": name} for number, name in enumerate(CLASSES, start=1)]
         detections, scores, matches = make_detections(truth, generator)
         flags = np.array(matches["detections"])
         metrics = make_metrics(truth, detections, flags)
@@ -288,9 +282,7 @@ class Browser:
             self.events.append(self._read())
 
     def evaluate(self, script: str) -> Any:
-        return self.send("Runtime.evaluate", expression=script, returnByValue=True)["result"].get(
-            "value"
-        )
+        return self.send("Runtime.evaluate", expression=script, returnByValue=True)["result"].get("value")
 
     def requests(self) -> list[str]:
         """Addresses of everything the page asked for, without what it holds itself."""

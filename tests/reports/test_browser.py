@@ -53,9 +53,7 @@ def page(make_run: Callable[..., Path], comparison: Comparison, tmp_path: Path) 
             return write_run_report(run)
         if kind == "comparison":
             return write_comparison_report(comparison, tmp_path)
-        return write_page(
-            tmp_path / "theory.html", "W" * 120, theory_sections(), subtitle="w" * 200
-        )
+        return write_page(tmp_path / "theory.html", "W" * 120, theory_sections(), subtitle="w" * 200)
 
     return make
 
@@ -63,20 +61,14 @@ def page(make_run: Callable[..., Path], comparison: Comparison, tmp_path: Path) 
 def theory_sections() -> list[Section]:
     """The widest things one can think of."""
     grid = np.linspace(-2, 2, 20)
-    field = field_plot(
-        grid, grid, np.hypot(grid[:, None], grid), paths=[Series(name="p" * 60, x=[0, 1], y=[0, 1])]
-    )
+    field = field_plot(grid, grid, np.hypot(grid[:, None], grid), paths=[Series(name="p" * 60, x=[0, 1], y=[0, 1])])
     table = Table(columns=[f"column {k}" for k in range(30)], rows=[["x" * 80, *range(29)]])
     text = "word" * 60
-    return [
-        Section(text, [Verdict(True, text), Text(text), table, Figures([SvgFigure(field, text)])])
-    ]
+    return [Section(text, [Verdict(True, text), Text(text), table, Figures([SvgFigure(field, text)])])]
 
 
 @pytest.mark.parametrize("kind", ["run", "unfinished run", "comparison", "theory"])
-def test_pages_fit_phone_and_desktop_and_load_nothing(
-    browser: Any, page: Page, kind: str, tmp_path: Path
-) -> None:
+def test_pages_fit_phone_and_desktop_and_load_nothing(browser: Any, page: Page, kind: str, tmp_path: Path) -> None:
     path = page(kind)
     for name, (width, height) in SIZES.items():
         browser.open(path, width, height)
@@ -108,9 +100,7 @@ def test_dark_mode_turns_page_and_plots(browser: Any, page: Page) -> None:
 def test_a_script_that_slips_in_does_not_run(browser: Any, page: Page, tmp_path: Path) -> None:
     """The policy of the page is the second line of defence, so it is tested by itself."""
     text = page("comparison").read_text(encoding="utf-8")
-    attack = (
-        "<script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\">"
-    )
+    attack = "<script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\">"
     broken = tmp_path / "broken.html"
     broken.write_text(text.replace("</main>", f"{attack}</main>"), encoding="utf-8")
     browser.open(broken, *SIZES["phone"])

@@ -85,14 +85,10 @@ def test_a_comparison_that_has_just_begun_has_a_page(tmp_path: Path) -> None:
     assert "Nothing was recorded" in page.read_text()
 
 
-def test_one_seed_has_no_spread_and_more_sections_follow(
-    comparison: Comparison, tmp_path: Path
-) -> None:
+def test_one_seed_has_no_spread_and_more_sections_follow(comparison: Comparison, tmp_path: Path) -> None:
     single = [
         dataclasses.replace(
-            entry,
-            values={key: values[:1] for key, values in entry.values.items()},
-            curves=entry.curves[:1],
+            entry, values={key: values[:1] for key, values in entry.values.items()}, curves=entry.curves[:1]
         )
         for entry in comparison.entries
     ]
@@ -111,9 +107,7 @@ def test_a_difference_is_named_by_its_losses() -> None:
 
 
 def test_a_difference_of_one_seed_has_no_interval(tmp_path: Path) -> None:
-    one = Difference(
-        name="ap", baseline="focal", values=[0.02], mean=0.02, low=math.nan, high=math.nan
-    )
+    one = Difference(name="ap", baseline="focal", values=[0.02], mean=0.02, low=math.nan, high=math.nan)
     assert not one.is_clear
     entry = Entry(name="ap", values={"AP": [0.5, None]})
     comparison = Comparison(title="T", entries=[entry], differences=[one])
@@ -136,9 +130,7 @@ PLOTS = {
 
 
 @pytest.mark.parametrize("name", PLOTS)
-def test_every_plot_is_one_well_formed_file_and_the_same_each_time(
-    comparison: Comparison, name: str
-) -> None:
+def test_every_plot_is_one_well_formed_file_and_the_same_each_time(comparison: Comparison, name: str) -> None:
     svg = PLOTS[name](comparison)
     assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
     assert "AP-loss" in svg
@@ -153,9 +145,7 @@ def test_a_row_without_curves_leaves_the_colours_of_the_others_as_they_are() -> 
 
 
 def test_bands_are_means_and_deviations_where_all_seeds_are_known() -> None:
-    x, mean, deviation = mean_and_band(
-        [([0, 2, 4], [0.0, 2.0, 4.0]), ([1, 3, 5], [3.0, 5.0, 7.0]), ([], [])]
-    )
+    x, mean, deviation = mean_and_band([([0, 2, 4], [0.0, 2.0, 4.0]), ([1, 3, 5], [3.0, 5.0, 7.0]), ([], [])])
     np.testing.assert_array_equal(x, [1, 2, 3, 4])
     np.testing.assert_allclose(mean, [2, 3, 4, 5])  # of x and x + 2
     np.testing.assert_allclose(deviation, np.std([0, 2], ddof=1))

@@ -18,9 +18,7 @@ DOCUMENTS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "content", [b"{", b"[1, 2", b"null", b"\xff\xfe\x00", b"3", b'"x"', b"[" * 100_000]
-)
+@pytest.mark.parametrize("content", [b"{", b"[1, 2", b"null", b"\xff\xfe\x00", b"3", b'"x"', b"[" * 100_000])
 def test_a_file_that_cannot_be_read_is_noted(make_run: MakeRun, content: bytes) -> None:
     run = make_run(images=1, steps=100)
     for file in DOCUMENTS:

@@ -11,13 +11,7 @@ from PIL import Image
 
 from aploss.data import read_image
 from aploss.reports.run_files import matches_document, read_run
-from aploss.reports.run_pictures import (
-    PictureSource,
-    false_positives,
-    gallery,
-    misses,
-    side_by_side,
-)
+from aploss.reports.run_pictures import PictureSource, false_positives, gallery, misses, side_by_side
 
 MakeRun = Callable[..., Path]
 
@@ -50,28 +44,19 @@ def test_misses_and_false_positives_are_those_of_the_matching(make_run: MakeRun)
     ]
     rows = [(0.2, [10, 10, 30, 30]), (0.1, [60, 10, 20, 20]), (0.15, [70, 80, 20, 20]),
             (0.3, [120, 10, 30, 30])]  # fmt: skip
-    detections = [
-        {"image_id": 1, "category_id": 1, "score": score, "bbox": corners}
-        for score, corners in rows
-    ]
+    detections = [{"image_id": 1, "category_id": 1, "score": score, "bbox": corners} for score, corners in rows]
     edit(run / "evaluation/ground_truth.json", lambda one: one.update(annotations=objects))
     (run / "evaluation/detections.json").write_text(json.dumps(detections))
     (run / "evaluation/calibration.json").write_text(json.dumps({"draw_threshold": 0.12}))
-    matches = matches_document(
-        [True, False, False, False], [False, False, False, True], [0, -1, -1, 2], [5, 6, 7]
-    )
+    matches = matches_document([True, False, False, False], [False, False, False, True], [0, -1, -1, 2], [5, 6, 7])
     (run / "evaluation/matches.json").write_text(json.dumps(matches))
     source = PictureSource(read_run(run))
-    assert [picture.caption for picture in misses(source)] == [
-        "disk, no detection at all: scene_001.png"
-    ]
+    assert [picture.caption for picture in misses(source)] == ["disk, no detection at all: scene_001.png"]
     assert [picture.caption for picture in false_positives(source)] == [
         "disk 0.15, badly placed: scene_001.png",
         "disk 0.10, on no object: scene_001.png",
     ]
-    assert [picture.caption for picture in gallery(source)] == [
-        "scene_001.png: 3 objects, 3 detections, 1 wrong"
-    ]
+    assert [picture.caption for picture in gallery(source)] == ["scene_001.png: 3 objects, 3 detections, 1 wrong"]
 
 
 def test_an_object_found_below_the_threshold_is_a_miss_with_its_score(make_run: MakeRun) -> None:
@@ -141,9 +126,7 @@ def test_the_more_boxes_the_shorter_their_captions(make_run: MakeRun) -> None:
         ([100, 100, 5, 5], 1, "on no object"),
     ],
 )
-def test_a_false_alarm_says_why_it_is_one(
-    make_run: MakeRun, box: list[float], category: int, reason: str
-) -> None:
+def test_a_false_alarm_says_why_it_is_one(make_run: MakeRun, box: list[float], category: int, reason: str) -> None:
     run = make_run(images=1, steps=100)
     target = {"id": 1, "image_id": 1, "category_id": 1, "bbox": [10, 10, 30, 30]}
     edit(run / "evaluation/ground_truth.json", lambda one: one.update(annotations=[target]))
@@ -164,7 +147,5 @@ def test_two_runs_are_shown_side_by_side(make_run: MakeRun, tmp_path: Path) -> N
     pictures = side_by_side({"focal": read_run(run), "ap": read_run(other)}, count=4)
     assert pictures.columns == 2
     assert [picture.caption for picture in pictures.pictures] == [
-        f"{loss}: scene_{number:03d}.png"
-        for number in (2, 3, 4)
-        for loss in ("Focal loss", "AP-loss")
+        f"{loss}: scene_{number:03d}.png" for number in (2, 3, 4) for loss in ("Focal loss", "AP-loss")
     ]

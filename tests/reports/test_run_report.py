@@ -98,9 +98,7 @@ def test_broken_files_do_not_cost_the_page(make_run: MakeRun, content: bytes) ->
     assert "could not be made" not in text
 
 
-def test_a_section_with_strange_content_says_so(
-    make_run: MakeRun, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_section_with_strange_content_says_so(make_run: MakeRun, caplog: pytest.LogCaptureFixture) -> None:
     run = make_run(images=2, steps=100)
     edit(run / "evaluation/metrics.json", lambda one: one.update(per_class={"cat": 3}))
     text = words(write_run_report(run))
@@ -178,8 +176,7 @@ TRAIN = [
     for step in range(1, 200)
 ]  # fmt: skip
 VALIDATION = [
-    {"step": 100 * k, "seconds": 30.0 * k, "AP": 0.1 * k, "AP50": 0.15 * k, "AP75": 0.12 * k}
-    for k in range(1, 6)
+    {"step": 100 * k, "seconds": 30.0 * k, "AP": 0.1 * k, "AP50": 0.15 * k, "AP75": 0.12 * k} for k in range(1, 6)
 ]
 BINS = [
     {"lower": 0.0, "upper": 0.5, "confidence": 0.2, "precision": 0.3, "count": 80},

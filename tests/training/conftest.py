@@ -94,9 +94,7 @@ def config_in(rectangles: Path) -> Callable[..., TrainConfig]:
 
 
 @pytest.fixture
-def make_config(
-    config_in: Callable[..., TrainConfig], tmp_path: Path
-) -> Callable[..., TrainConfig]:
+def make_config(config_in: Callable[..., TrainConfig], tmp_path: Path) -> Callable[..., TrainConfig]:
     """The same by the name of the folder."""
 
     def make(name: str = "run", **changes: Any) -> TrainConfig:

@@ -92,9 +92,7 @@ def test_numbers_in_exponent_form_are_read_from_yaml_and_text() -> None:
 
 def test_every_setting_has_a_key_and_a_help_line() -> None:
     settings = settings_of(TrainConfig)
-    assert {"data", "batches.size", "model.options", "evaluation.split"} <= {
-        setting.key for setting in settings
-    }
+    assert {"data", "batches.size", "model.options", "evaluation.split"} <= {setting.key for setting in settings}
     assert all(setting.help for setting in settings)
 
 

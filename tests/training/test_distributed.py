@@ -89,12 +89,7 @@ def launch(spawn: Callable[..., BaseProcess], tmp_path_factory: pytest.TempPathF
         shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         plain = [(mode, config_to_dict(config)) for mode, config in runs]
         return [
-            spawn(
-                PROGRAM,
-                log=logs / f"{rank}.log",
-                runs=plain,
-                environment={**shared, "RANK": str(rank)},
-            )
+            spawn(PROGRAM, log=logs / f"{rank}.log", runs=plain, environment={**shared, "RANK": str(rank)})
             for rank in (0, 1)
         ]
 
@@ -102,9 +97,7 @@ def launch(spawn: Callable[..., BaseProcess], tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="module")
-def settings(
-    rectangles: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[str, dict[str, Any]]]:
+def settings(rectangles: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dict[str, Any]]]:
     """Mode and changes of every run of two processes."""
     fast = merge(SETTINGS, FAST)
     few = {"data": str(few_objects(rectangles, tmp_path_factory.mktemp("few") / "data"))}
@@ -118,10 +111,7 @@ def settings(
         "ap": ("double", fast),
         "few-objects": ("double", merge(fast, few)),
         "few-objects-focal": ("double", merge(fast, {**few, "loss": "focal"})),
-        "accumulated": (
-            "double",
-            merge(fast, {"loss": "focal", "batches": {"accumulate": 2}, "model": {"ema": 0.9}}),
-        ),
+        "accumulated": ("double", merge(fast, {"loss": "focal", "batches": {"accumulate": 2}, "model": {"ema": 0.9}})),
         "damaged": ("", merge(SETTINGS, damaged)),
         "bad-ap": ("spoiled", merge(SETTINGS, BAD)),
         "bad-focal": ("spoiled", merge(SETTINGS, {**BAD, "loss": "focal"})),
@@ -174,8 +164,7 @@ def compare(one: Path, two: Path, *, tolerance: float) -> None:
     assert len(found) == len(expected) >= 6
     assert found == pytest.approx(expected, abs=tolerance, rel=0)
     states = [
-        torch.load(folder / "checkpoints/last.pt", weights_only=True)["detector"]["state"]
-        for folder in (one, two)
+        torch.load(folder / "checkpoints/last.pt", weights_only=True)["detector"]["state"] for folder in (one, two)
     ]
     for key, value in states[0].items():
         assert torch.allclose(value, states[1][key], rtol=0, atol=tolerance), key
@@ -188,10 +177,7 @@ def compare(one: Path, two: Path, *, tolerance: float) -> None:
 
 @pytest.mark.usefixtures("no_page")
 def test_two_processes_train_to_the_same_curve_as_one(
-    two: Path,
-    settings: dict[str, tuple[str, dict[str, Any]]],
-    config_in: Callable[..., TrainConfig],
-    tmp_path: Path,
+    two: Path, settings: dict[str, tuple[str, dict[str, Any]]], config_in: Callable[..., TrainConfig], tmp_path: Path
 ) -> None:
     """In float32, with the paper's optimizer."""
     train(config_in(tmp_path / "one", **settings["paper"][1]))
@@ -319,9 +305,7 @@ def test_a_process_that_left_with_an_error_is_known_to_have_left() -> None:
         assert time.monotonic() - started < 30  # not by silence
 
 
-def test_losses_that_cannot_rank_over_processes_refuse_it(
-    make_config: Callable[..., TrainConfig],
-) -> None:
+def test_losses_that_cannot_rank_over_processes_refuse_it(make_config: Callable[..., TrainConfig]) -> None:
     config = make_config(loss="smooth-ap", criterion={"rank_over_processes": True})
     detector = make_detector(config, ("red", "green"))
     with pytest.raises(ConfigError, match="smooth-ap cannot rank over processes"):

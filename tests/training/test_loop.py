@@ -111,9 +111,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(make_config: Make
     assert_equal(outcome(whole), outcome(broken))
 
 
-def test_a_kill_between_the_two_checkpoints_is_mended(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_between_the_two_checkpoints_is_mended(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """last.pt has the new best step already, best.pt is still the old one, or not there."""
     config = make_config(**SETTINGS)
     with monkeypatch.context() as patch:
@@ -134,9 +132,7 @@ def test_a_kill_between_the_two_checkpoints_is_mended(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_the_step_and_says_how_to_go_on(
-    make_config: MakeConfig, number: signal.Signals
-) -> None:
+def test_a_signal_saves_the_step_and_says_how_to_go_on(make_config: MakeConfig, number: signal.Signals) -> None:
     whole = make_config("whole", schedule={"length": 4}, validation={"every": 2})
     train(whole)
     stopped = make_config("stopped", schedule={"length": 4}, validation={"every": 2})
@@ -150,17 +146,12 @@ def test_a_signal_saves_the_step_and_says_how_to_go_on(
         train(stopped, on_progress=stop)
     assert signal.getsignal(number) is handler
     # Interrupted before the validation of step 2: the resumed run makes up for it.
-    assert [row["kind"] for row in read_rows(Path(str(stopped.out)) / "metrics.jsonl")] == [
-        "train",
-        "train",
-    ]
+    assert [row["kind"] for row in read_rows(Path(str(stopped.out)) / "metrics.jsonl")] == ["train", "train"]
     train(stopped, resume=True)
     assert_equal(outcome(whole), outcome(stopped))
 
 
-def test_a_second_ctrl_c_interrupts_at_once_unless_it_is_an_echo(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_second_ctrl_c_interrupts_at_once_unless_it_is_an_echo(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr("aploss.training.distributed.time.monotonic", lambda: clock[0])
     with StopSignals() as signals, signals.deferred():
@@ -177,9 +168,7 @@ def test_resume_without_a_run_starts_one(make_config: MakeConfig) -> None:
     assert summary.steps == 1
 
 
-def test_a_kill_while_measuring_only_measures_again(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_while_measuring_only_measures_again(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(schedule={"length": 2})
     with monkeypatch.context() as patch:
 
@@ -242,9 +231,7 @@ def test_a_damaged_image_is_replaced_counted_and_named(
     assert [image["id"] for image in truth["images"]] == [1, 2, 4, 5, 6]
 
 
-def test_a_run_with_damaged_images_is_resumed_to_the_same_bits(
-    make_config: MakeConfig, own_data: Path
-) -> None:
+def test_a_run_with_damaged_images_is_resumed_to_the_same_bits(make_config: MakeConfig, own_data: Path) -> None:
     for number in (3, 7):
         (own_data / "train" / f"train-{number}.png").write_bytes(b"")
     settings = merge(IMAGES, {"data": str(own_data)})
@@ -274,9 +261,7 @@ def test_too_many_unreadable_images_stop_a_saved_run_that_goes_on_when_they_are_
     assert train(config, resume=True).steps == 8
 
 
-def test_a_vanished_image_keeps_its_place_on_resume(
-    make_config: MakeConfig, own_data: Path
-) -> None:
+def test_a_vanished_image_keeps_its_place_on_resume(make_config: MakeConfig, own_data: Path) -> None:
     """The run goes on as one whose image cannot be read: no other sample changes its place."""
     settings = merge(IMAGES, {"data": str(own_data)})
     config = make_config(**settings)
@@ -328,9 +313,7 @@ def test_other_training_images_are_noticed(make_config: MakeConfig, own_data: Pa
         train(config, resume=True)
 
 
-def test_a_checkpoint_of_an_earlier_version_goes_on_to_the_same_bits(
-    make_config: MakeConfig,
-) -> None:
+def test_a_checkpoint_of_an_earlier_version_goes_on_to_the_same_bits(make_config: MakeConfig) -> None:
     whole, old = make_config("whole", **SETTINGS), make_config("old", **SETTINGS)
     train(whole)
     with pytest.raises(CrashError):
@@ -365,10 +348,7 @@ except TrainingInterruptedError as error:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_process_group_saves_the_run(
-    make_config: MakeConfig,
-    spawn: Callable[..., BaseProcess],
-    tmp_path: Path,
-    number: signal.Signals,
+    make_config: MakeConfig, spawn: Callable[..., BaseProcess], tmp_path: Path, number: signal.Signals
 ) -> None:
     """As of ``timeout``, systemd and batch schedulers: the loader's workers get it, too."""
     settings: dict[str, Any] = {
@@ -410,10 +390,7 @@ def test_a_signal_while_the_result_is_measured_says_how_to_go_on(
 ) -> None:
     config = make_config(schedule={"length": 2})
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "aploss.training.run.evaluate_run",
-            lambda *a, **o: signal.raise_signal(signal.SIGTERM),
-        )
+        patch.setattr("aploss.training.run.evaluate_run", lambda *a, **o: signal.raise_signal(signal.SIGTERM))
         with pytest.raises(TrainingInterruptedError, match=r"training is done.*--resume --out"):
             train(config)
     assert train(config, resume=True).steps == 2

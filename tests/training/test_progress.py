@@ -30,9 +30,7 @@ def test_lines_come_at_validations_and_from_time_to_time(
     ]
 
 
-def test_quiet_shows_warnings_alone_and_still_calls_back(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_quiet_shows_warnings_alone_and_still_calls_back(capsys: pytest.CaptureFixture[str]) -> None:
     rows: list[dict[str, object]] = []
     quiet = make_progress(quiet=True, on_progress=rows.append)
     assert type(quiet) is Progress

@@ -12,13 +12,7 @@ from aploss.errors import ConfigError
 from aploss.training.config import config_from_dict, config_to_dict
 from aploss.training.recipes import load_config, read_recipe, recipe_names
 
-PAPER = [
-    "voc-retinanet-r50",
-    "voc-retinanet-r101",
-    "coco-retinanet-r50",
-    "coco-retinanet-r101",
-    "voc-ssd512",
-]
+PAPER = ["voc-retinanet-r50", "voc-retinanet-r101", "coco-retinanet-r50", "coco-retinanet-r101", "voc-ssd512"]
 
 
 @pytest.mark.parametrize("name", PAPER)
@@ -130,9 +124,7 @@ def test_mistakes_in_recipes_name_recipe_and_key(tmp_path: Path) -> None:
 # --- inheritance ---
 
 # Of the recipes when each was still written out in full: what they stand for must not drift.
-RESOLVED: dict[str, Any] = json.loads(
-    Path(__file__).with_name("resolved_recipes.json").read_text(encoding="utf-8")
-)
+RESOLVED: dict[str, Any] = json.loads(Path(__file__).with_name("resolved_recipes.json").read_text(encoding="utf-8"))
 
 
 def held_by(frozen: Any, values: Any) -> bool:

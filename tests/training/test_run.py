@@ -51,9 +51,7 @@ def test_a_run_leaves_everything_in_its_folder(make_config: MakeConfig) -> None:
     environment = json.loads((folder / "environment.json").read_text())
     assert torch.__version__.startswith(environment["packages"]["torch"])
     written = json.loads((folder / "summary.json").read_text())
-    assert {"AP", "AP50", "AP75", "per_class", "loss", "detector", "seed", "minutes"} <= set(
-        written
-    )
+    assert {"AP", "AP50", "AP75", "per_class", "loss", "detector", "seed", "minutes"} <= set(written)
     assert (written["split"], written["steps"], written["epochs"]) == ("test", 6, 1.5)
     assert Summary.read(folder / "summary.json") == summary
     assert [row["step"] for row in seen if row["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
@@ -246,10 +244,7 @@ class TestRuns:
 
     def test_the_moving_average_is_what_is_kept(self, make_config: MakeConfig) -> None:
         """Against the average taken by hand over the weights after each step."""
-        constant = {
-            "optimizer": {"name": "sgd", "learning_rate": 0.01},
-            "splits": {"validation": "none"},
-        }
+        constant = {"optimizer": {"name": "sgd", "learning_rate": 0.01}, "splits": {"validation": "none"}}
         states = []
         for length in (1, 2, 3):  # at a constant rate, the beginnings of the same run
             schedule = {"length": length, "kind": "milestones", "warmup_steps": 0}
@@ -277,9 +272,7 @@ class TestRuns:
         for loss in ("focal", "ce-ohem"):
             other = make_detector(make_config(loss=loss), names).state_dict()
             differing = [name for name in other if other[name].shape != reference[name].shape]
-            assert all(
-                torch.equal(other[name], reference[name]) for name in other if name not in differing
-            )
+            assert all(torch.equal(other[name], reference[name]) for name in other if name not in differing)
             assert all("cls_logits" in name for name in differing)
 
     def test_start_weights_are_loaded_and_told_of_once(

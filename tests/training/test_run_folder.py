@@ -104,9 +104,7 @@ def test_the_loser_of_two_runs_started_together_writes_nothing(make_config: Make
 
 
 @pytest.mark.usefixtures("no_page")
-def test_resume_where_nothing_can_be_written_is_one_line_and_a_finished_run_is_read(
-    make_config: MakeConfig,
-) -> None:
+def test_resume_where_nothing_can_be_written_is_one_line_and_a_finished_run_is_read(make_config: MakeConfig) -> None:
     config = make_config(schedule={"length": 2})
     summary = train(config)
     folder = Path(str(config.out))
@@ -132,9 +130,7 @@ def test_resume_where_nothing_can_be_written_is_one_line_and_a_finished_run_is_r
 
 
 @pytest.fixture(scope="module")
-def stopped(
-    config_in: Callable[..., TrainConfig], tmp_path_factory: pytest.TempPathFactory
-) -> TrainConfig:
+def stopped(config_in: Callable[..., TrainConfig], tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     """A run that stopped after step 4, with a best checkpoint of step 2."""
     config = config_in(
         tmp_path_factory.mktemp("stopped") / "run",

@@ -47,32 +47,23 @@ def test_train_val_and_test_are_found(make_config: MakeConfig) -> None:
     assert data.validation.class_names == data.train.class_names == ("red", "green")
 
 
-def test_names_with_years_are_understood(
-    make_config: MakeConfig, without: Callable[..., str]
-) -> None:
+def test_names_with_years_are_understood(make_config: MakeConfig, without: Callable[..., str]) -> None:
     folder = without("test", train="train2017", val="val2017")
     data = load_run_data(make_config(data=folder))
     assert names(data) == ["train2017", "val2017", "val2017", "val2017"]
 
 
-def test_without_a_validation_split_images_are_held_out(
-    make_config: MakeConfig, without: Callable[..., str]
-) -> None:
+def test_without_a_validation_split_images_are_held_out(make_config: MakeConfig, without: Callable[..., str]) -> None:
     config = make_config(data=without("val"), splits={"holdout": 0.25})
     data = load_run_data(config)
     assert data.validation is not None
     assert (len(data.train), len(data.validation)) == (12, 4)
-    files = [
-        {part.image_path(index) for index in range(len(part))}
-        for part in (data.train, data.validation)
-    ]
+    files = [{part.image_path(index) for index in range(len(part))} for part in (data.train, data.validation)]
     assert not files[0] & files[1]
     assert "4 training images are held out" in data.remarks[0]
 
 
-def test_final_numbers_on_validation_measure_the_calibration_on_test(
-    make_config: MakeConfig,
-) -> None:
+def test_final_numbers_on_validation_measure_the_calibration_on_test(make_config: MakeConfig) -> None:
     data = load_run_data(make_config(evaluation={"split": "val"}))
     assert names(data) == ["train", "val", "val", "test"]
     assert data.evaluation is data.validation
@@ -118,9 +109,7 @@ def test_splits_that_are_not_there_are_named(
         load_run_data(make_config(**merge({}, changes)))
 
 
-def test_training_images_without_any_object_are_refused(
-    make_config: MakeConfig, without: Callable[..., str]
-) -> None:
+def test_training_images_without_any_object_are_refused(make_config: MakeConfig, without: Callable[..., str]) -> None:
     folder = without()
     path = Path(folder) / "annotations" / "instances_train.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "annotations": []}))

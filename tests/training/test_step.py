@@ -37,9 +37,7 @@ def rates_of(scheduler_type: type, steps: int, **options: object) -> list[float]
 
 
 def test_milestones_in_epochs_equal_multi_step_lr() -> None:
-    config = ScheduleConfig(
-        length=16, unit="epochs", kind="milestones", milestones=(11, 14), warmup_steps=0
-    )
+    config = ScheduleConfig(length=16, unit="epochs", kind="milestones", milestones=(11, 14), warmup_steps=0)
     schedule = Schedule(config, steps_per_epoch=5)
     assert schedule.total_steps == 80
     expected = rates_of(MultiStepLR, 80, milestones=[55, 70], gamma=0.1)
@@ -104,9 +102,7 @@ def test_norms_biases_and_scalars_are_not_decayed() -> None:
 
 
 def test_the_papers_sgd_decays_everything_with_momentum() -> None:
-    config = OptimizerConfig(
-        name="sgd", learning_rate=0.001, weight_decay=1e-4, decay_norms_and_biases=True
-    )
+    config = OptimizerConfig(name="sgd", learning_rate=0.001, weight_decay=1e-4, decay_norms_and_biases=True)
     optimizer = make_optimizer(Small(), config)
     assert isinstance(optimizer, torch.optim.SGD)
     assert [(g["weight_decay"], g["momentum"]) for g in optimizer.param_groups] == [(1e-4, 0.9)]
@@ -165,9 +161,7 @@ def bad_gradient(losses: dict[str, Tensor]) -> dict[str, Tensor]:
     return losses
 
 
-def spoil(
-    monkeypatch: pytest.MonkeyPatch, where: type, method: str, calls: set[int], what: Any
-) -> None:
+def spoil(monkeypatch: pytest.MonkeyPatch, where: type, method: str, calls: set[int], what: Any) -> None:
     monkeypatch.setattr(where, method, Spoil(calls, what).wrap(getattr(where, method)))
 
 
@@ -213,9 +207,7 @@ def test_a_bad_step_is_reported_skipped_and_survived(
 def test_too_many_in_a_row_end_the_run_and_keep_the_last_good_checkpoint(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make_config(
-        schedule={"length": 9}, checkpoint_steps=1, bad_steps=3, splits={"validation": "none"}
-    )
+    config = make_config(schedule={"length": 9}, checkpoint_steps=1, bad_steps=3, splits={"validation": "none"})
     spoil(monkeypatch, Detector, "heads", {2, 3, 5, 6, 7}, nan_score)
     with pytest.raises(DivergedError, match=r"3 steps in a row .*step 7: score.*last\.pt") as error:
         train(config)
@@ -225,9 +217,7 @@ def test_too_many_in_a_row_end_the_run_and_keep_the_last_good_checkpoint(
     assert (training["step"], training["bad_in_a_row"]) == (6, 2)
 
 
-def test_weights_that_are_not_finite_are_never_saved(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_are_not_finite_are_never_saved(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A finite gradient can still throw the weights out: the checkpoint before stays."""
     config = make_config(schedule={"length": 6}, checkpoint_steps=1, validation={"every": 100})
     seen: list[int] = []
@@ -244,9 +234,7 @@ def test_weights_that_are_not_finite_are_never_saved(
         return detectors[0]
 
     monkeypatch.setattr(run, "make_detector", remember)
-    with pytest.raises(
-        DivergedError, match=r"step 3: the weight .* is NaN or Inf; .*last\.pt is kept"
-    ):
+    with pytest.raises(DivergedError, match=r"step 3: the weight .* is NaN or Inf; .*last\.pt is kept"):
         train(config, on_progress=spoil_weights)
     last = torch.load(Path(str(config.out)) / "checkpoints/last.pt", weights_only=True)
     assert last["training"]["step"] == 2
@@ -304,8 +292,6 @@ def test_a_bad_score_of_another_rank_is_a_bad_step(make_config: MakeConfig) -> N
 
 
 @pytest.mark.parametrize("cause", ["target", "arguments"])
-def test_bad_targets_or_arguments_of_another_rank_end_the_run(
-    make_config: MakeConfig, cause: str
-) -> None:
+def test_bad_targets_or_arguments_of_another_rank_end_the_run(make_config: MakeConfig, cause: str) -> None:
     with pytest.raises(RunError, match="another process of the group"):
         one_step(make_config, Refusing(cause))

@@ -20,18 +20,13 @@ from aploss.data.loader import TrainingBatches, make_training_loader
 from aploss.data.scenes import CLASS_NAMES, draw_scene
 from aploss.detectors.build import build_detector
 
-__all__ = ["run", "table"]
-
 Progress = Callable[[str], None]
 
 WORKERS = (0, 1, 2)
 TRAINED = (("paper", 1), ("paper", 2), ("light", 1), ("light", 2))  # preset, workers
 BATCH_SIZE = 8
 # name → size of the files, their format, side of the training images
-SOURCES = {
-    "shapes 128 px": ((128, 128), "png", 128),
-    "photographs 500x375": ((500, 375), "jpg", 300),
-}
+SOURCES = {"shapes 128 px": ((128, 128), "png", 128), "photographs 500x375": ((500, 375), "jpg", 300)}
 TRAINED_SOURCE = "shapes 128 px"
 COCO_IMAGES, COCO_BOXES = 120_000, 860_000
 SECONDS_ALLOWED, GIGABYTES_ALLOWED = 20.0, 1.5
@@ -72,16 +67,11 @@ def run(progress: Progress, *, quick: bool = False) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> str:
     """The result as text."""
     lines = [f"{'images/s':<38}{'0 workers':>12}{'1 worker':>12}{'2 workers':>12}"]
-    for (source, preset), group in itertools.groupby(
-        result["rows"], key=lambda row: (row["source"], row["preset"])
-    ):
+    for (source, preset), group in itertools.groupby(result["rows"], key=lambda row: (row["source"], row["preset"])):
         rates = "".join(f"{row['images_per_second']:>12.0f}" for row in group)
         size = SOURCES[source][2]
         lines.append(f"{f'{source} → {size}, {preset}':<38}{rates}")
-    lines += [
-        "",
-        f"share of training's time spent waiting for data (retinanet-tiny, {TRAINED_SOURCE})",
-    ]
+    lines += ["", f"share of training's time spent waiting for data (retinanet-tiny, {TRAINED_SOURCE})"]
     for row in result["waiting"]:
         lines.append(
             f"  {row['preset']:<8}{row['workers']} workers {row['waiting_share']:>8.1%}"
@@ -121,9 +111,7 @@ def _write_images(folder: Path, size: tuple[int, int], suffix: str, count: int) 
 
 
 def _loader(dataset: DetectionDataset, preset: str, side: int, workers: int) -> TrainingBatches:
-    return make_training_loader(
-        dataset, batch_size=BATCH_SIZE, seed=0, preset=preset, size=side, workers=workers
-    )
+    return make_training_loader(dataset, batch_size=BATCH_SIZE, seed=0, preset=preset, size=side, workers=workers)
 
 
 def _images_per_second(loader: TrainingBatches, seconds: float) -> float:
@@ -137,11 +125,7 @@ def _images_per_second(loader: TrainingBatches, seconds: float) -> float:
 
 
 def _training_waits(
-    progress: Progress,
-    dataset: DetectionDataset,
-    side: int,
-    cases: Sequence[tuple[str, int]],
-    steps: int,
+    progress: Progress, dataset: DetectionDataset, side: int, cases: Sequence[tuple[str, int]], steps: int
 ) -> list[dict[str, Any]]:
     """How long a training of the small detector stands still for its next batch."""
     rows = []
@@ -177,9 +161,7 @@ def _load_annotations(folder: Path, share: float) -> dict[str, Any]:
     """Loads a synthetic COCO file in a process of its own, whose memory is measured."""
     images, boxes = round(COCO_IMAGES * share), round(COCO_BOXES * share)
     file = _write_annotations(folder, images, boxes)
-    answer = subprocess.run(
-        [sys.executable, "-c", _LOADING, str(folder)], check=True, capture_output=True, text=True
-    )
+    answer = subprocess.run([sys.executable, "-c", _LOADING, str(folder)], check=True, capture_output=True, text=True)
     measured = json.loads(answer.stdout)
     if (measured["images"], measured["boxes"]) != (images, boxes):
         raise RuntimeError(f"{images} images and {boxes} boxes were written, read: {measured}")

@@ -21,8 +21,6 @@ from aploss.losses import ap_loss, reference
 from aploss.losses.ranking import engine
 from aploss.losses.ranking.passes import Passes, TorchPasses
 
-__all__ = ["memory_factor", "plot", "run", "table"]
-
 SIZES = (10**5, 10**6, 5 * 10**6, 2 * 10**7)
 QUICK_SIZES = (10**4, 10**5)
 POSITIVES = 500
@@ -86,10 +84,7 @@ def plot(result: dict[str, Any]) -> str:
     early = [row for row in result["rows"] if row["stage"] == "early"]
     sizes = [row["scores"] for row in early]
     return line_plot(
-        [
-            Series(name=label, x=sizes, y=[row[key] for row in early], markers=True)
-            for key, label in labels.items()
-        ],
+        [Series(name=label, x=sizes, y=[row[key] for row in early], markers=True) for key, label in labels.items()],
         x_label="scores in the batch",
         y_label="seconds, forward + backward",
         log_x=True,
@@ -191,9 +186,7 @@ def memory_factor(size: int) -> float | None:
         return None
     script = f"from aploss.benchmarks import losses; print(losses._peak_of_one_step({size}))"
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    output = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment
-    )
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
     return float(json.loads(output.stdout))
 
 

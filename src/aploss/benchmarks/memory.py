@@ -5,8 +5,6 @@ Not that of ``resource.getrusage``: a child starts with the peak of its parent t
 
 from pathlib import Path
 
-__all__ = ["can_measure_peak", "peak_bytes", "restart_peak"]
-
 _CLEAR = Path("/proc/self/clear_refs")
 
 

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["run", "table"]
-
 FULL: dict[str, Any] = {"depth": 50, "size": 512, "images": 2, "classes": 80, "rounds": 8}
 QUICK: dict[str, Any] = {"depth": 18, "size": 96, "images": 1, "classes": 3, "rounds": 1}
 OBJECTS_PER_IMAGE = 8
@@ -94,11 +92,7 @@ def _models(settings: dict[str, Any]) -> dict[str, nn.Module]:
         model.load_state_dict(ours.state_dict())
         return model
 
-    return {
-        BASELINE: torchvisions(),
-        SWAPPED: use_loss(torchvisions(), APLoss()),
-        OURS.format(**settings): ours,
-    }
+    return {BASELINE: torchvisions(), SWAPPED: use_loss(torchvisions(), APLoss()), OURS.format(**settings): ours}
 
 
 def _training_step(model: nn.Module, images: Tensor, targets: list[dict[str, Tensor]]) -> Step:
@@ -158,9 +152,7 @@ def _rows(what: str, times: dict[str, list[float]]) -> list[dict[str, Any]]:
             "best": min(seconds),
             "median": statistics.median(seconds),
             "ratio_of_best": min(seconds) / min(baseline),
-            "median_ratio": statistics.median(
-                one / other for one, other in zip(seconds, baseline, strict=True)
-            ),
+            "median_ratio": statistics.median(one / other for one, other in zip(seconds, baseline, strict=True)),
         }
         for name, seconds in times.items()
     ]

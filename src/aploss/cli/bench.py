@@ -9,8 +9,6 @@ from jsonargparse import ArgumentParser, Namespace
 from aploss.cli.command import Command, progress
 from aploss.files import write_text
 
-__all__ = ["BENCH"]
-
 EXAMPLES = """
   aploss bench                       everything (about 10 minutes on 2 cores)
   aploss bench losses                AP-loss against focal loss and a plain loop
@@ -21,19 +19,9 @@ BENCHMARKS = {"losses": "losses", "data": "data", "training-step": "training_ste
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "what",
-        nargs="?",
-        choices=["all", *BENCHMARKS],
-        default="all",
-        help="which benchmark",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="a short run on small sizes, to see that it works"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/bench"), help="folder for JSON and plots"
-    )
+    parser.add_argument("what", nargs="?", choices=["all", *BENCHMARKS], default="all", help="which benchmark")
+    parser.add_argument("--quick", action="store_true", help="a short run on small sizes, to see that it works")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for JSON and plots")
 
 
 def _run(options: Namespace) -> int:

@@ -16,15 +16,6 @@ if TYPE_CHECKING:
 
     from aploss.training import TrainConfig
 
-__all__ = [
-    "EXIT_PROBLEMS",
-    "Command",
-    "progress",
-    "require_at_least",
-    "run_comparison",
-    "run_training",
-]
-
 EXIT_PROBLEMS = 1  # done, but something could not be used or does not hold
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -61,9 +52,7 @@ def require_at_least(least: float, options: "Namespace", *names: str) -> None:
 class Show(Protocol):
     """Takes how much is done, a text on what goes on, and how much there is in all."""
 
-    def __call__(
-        self, done: int | None = None, total: int | None = None, *, text: str = ""
-    ) -> None: ...
+    def __call__(self, done: int | None = None, total: int | None = None, *, text: str = "") -> None: ...
 
 
 @contextmanager
@@ -82,9 +71,7 @@ def progress(what: str, total: int | None = None, *, quiet: bool = False) -> Ite
         with Progress(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(what, total=total)
 
-            def update(
-                done: int | None = None, total: int | None = None, *, text: str = ""
-            ) -> None:
+            def update(done: int | None = None, total: int | None = None, *, text: str = "") -> None:
                 described = f"{what}: {text}" if text else what
                 bar.update(task, completed=done, total=total, description=described)
 
@@ -101,9 +88,7 @@ def progress(what: str, total: int | None = None, *, quiet: bool = False) -> Ite
     yield say
 
 
-def run_training(
-    config: "TrainConfig", *, resume: bool, quiet: bool, plugins: Sequence[str] = ()
-) -> int:
+def run_training(config: "TrainConfig", *, resume: bool, quiet: bool, plugins: Sequence[str] = ()) -> int:
     """Trains with progress, then prints the table of AP and the path of the page.
 
     Args:

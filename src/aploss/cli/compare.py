@@ -16,8 +16,6 @@ from aploss.losses.traits import LOSSES
 from aploss.training.config import TrainConfig, settings_of
 from aploss.training.recipes import merge, recipe_names
 
-__all__ = ["COMPARE"]
-
 EXAMPLES = """
   aploss compare --losses ap,focal
   aploss compare --losses ap,focal,ce-ohem,auc --seeds 3 --tune
@@ -37,9 +35,7 @@ OWN = ("data", "detector", "device")
 def _add_arguments(parser: ArgumentParser) -> None:
     """The options of the command, and the settings of a run that losses share."""
     parser.add_argument(
-        "--losses",
-        default="ap,focal,ce-ohem,auc",
-        help=f"names, separated by commas, of: {', '.join(LOSSES.names())}",
+        "--losses", default="ap,focal,ce-ohem,auc", help=f"names, separated by commas, of: {', '.join(LOSSES.names())}"
     )
     parser.add_argument("--data", help="folder of the data set; built-in data by default")
     parser.add_argument("--detector", help="name of the detector; the recipe's by default")
@@ -49,26 +45,18 @@ def _add_arguments(parser: ArgumentParser) -> None:
         "demo for built-in data, else one for the hardware",
     )
     parser.add_argument("--seeds", default="3", help="how many, or which: 0,1,2")
-    parser.add_argument(
-        "--steps", type=int, help="length of each training; the recipe's by default"
-    )
+    parser.add_argument("--steps", type=int, help="length of each training; the recipe's by default")
     parser.add_argument("--validations", type=int, default=10, help="points of the curve of AP")
-    parser.add_argument(
-        "--tune", action="store_true", help="search the learning rate of each loss on validation"
-    )
+    parser.add_argument("--tune", action="store_true", help="search the learning rate of each loss on validation")
     parser.add_argument("--tune-steps", type=int, help="length of each trial; --steps by default")
-    parser.add_argument(
-        "--max-minutes", type=float, help="stop after so many minutes; the same command goes on"
-    )
+    parser.add_argument("--max-minutes", type=float, help="stop after so many minutes; the same command goes on")
     parser.add_argument("--out", help="folder of page and tables; by default runs/compare-...")
     parser.add_argument("--cache", help="folder of the runs; by default 'cache' beside --out")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ...")
     parser.add_argument("--quiet", action="store_true", help="show only the result")
     for setting in settings_of(TrainConfig):
         if "." in setting.key and setting.key not in DECIDED:
-            parser.add_argument(
-                f"--{setting.key}", type=setting.type, default=SUPPRESS, help=setting.help
-            )
+            parser.add_argument(f"--{setting.key}", type=setting.type, default=SUPPRESS, help=setting.help)
 
 
 def _run(options: Namespace) -> int:
@@ -91,14 +79,7 @@ def _run(options: Namespace) -> int:
     )
     out = Path(options.out) if options.out else default_out(plan)
     return run_comparison(
-        out,
-        lambda: compare(
-            plan,
-            out,
-            cache=options.cache,
-            max_minutes=options.max_minutes,
-            quiet=options.quiet,
-        ),
+        out, lambda: compare(plan, out, cache=options.cache, max_minutes=options.max_minutes, quiet=options.quiet)
     )
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from aploss.data.annotations import DetectionDataset, Sample
 
-__all__ = ["CHECK", "CONVERT", "SHOW"]
-
 CHECK_EXAMPLES = """
   aploss data check VOCdevkit
   aploss data check coco --json > report.json
@@ -40,9 +38,7 @@ TILE = 300  # pixels of an image on a contact sheet
 
 
 def _add_source(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "path", type=str, help="folder, COCO JSON file, YOLO data.yaml, or 'builtin'"
-    )
+    parser.add_argument("path", type=str, help="folder, COCO JSON file, YOLO data.yaml, or 'builtin'")
     parser.add_argument(
         "--format", default="auto",
         help=f"where it cannot be told from the files: {', '.join(_formats())}",
@@ -59,19 +55,12 @@ def _formats() -> list[str]:
 def _add_check_arguments(parser: ArgumentParser) -> None:
     _add_source(parser)
     parser.add_argument(
-        "--classes",
-        type=str,
-        default=None,
-        help="class names joined by commas; others are reported as unknown",
+        "--classes", type=str, default=None, help="class names joined by commas; others are reported as unknown"
     )
     parser.add_argument(
-        "--fast",
-        action="store_true",
-        help="read the headers of images alone: does not find damaged or equal images",
+        "--fast", action="store_true", help="read the headers of images alone: does not find damaged or equal images"
     )
-    parser.add_argument(
-        "--limit", type=int, default=20, help="problems of a kind to write out, 0 for all"
-    )
+    parser.add_argument("--limit", type=int, default=20, help="problems of a kind to write out, 0 for all")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -91,11 +80,7 @@ def _check(options: Namespace) -> int:
         # Pillow warns of images that the check itself reports as too large.
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         result = check_dataset(
-            options.path,
-            format=options.format,
-            class_names=names,
-            decode=not options.fast,
-            progress=show,
+            options.path, format=options.format, class_names=names, decode=not options.fast, progress=show
         )
     if options.json:
         print(json.dumps(result.to_dict(), indent=2))
@@ -108,13 +93,9 @@ def _add_show_arguments(parser: ArgumentParser) -> None:
     _add_source(parser)
     parser.add_argument("--split", type=str, help="part of the dataset; all of it if not given")
     parser.add_argument(
-        "--augment",
-        choices=["paper", "light", "none"],
-        help="show images as this augmentation hands them to training",
+        "--augment", choices=["paper", "light", "none"], help="show images as this augmentation hands them to training"
     )
-    parser.add_argument(
-        "--size", type=str, help="of augmented images, as 300 or 240x320 (height x width); 300"
-    )
+    parser.add_argument("--size", type=str, help="of augmented images, as 300 or 240x320 (height x width); 300")
     parser.add_argument("--count", type=int, default=16, help="how many images")
     parser.add_argument("--seed", type=int, default=0, help="which images, and which augmentation")
     parser.add_argument("--out", type=Path, required=True, help="picture to write: .png, .jpg ...")
@@ -195,10 +176,7 @@ def _convert(options: Namespace) -> int:
     from aploss.data.problems import Effect, summarise
 
     result = convert_dataset(options.path, options.out, to=options.to, format=options.format)
-    print(
-        f"{result.folder}: {result.images:,} images, {result.boxes:,} boxes, "
-        f"splits {', '.join(result.splits)}"
-    )
+    print(f"{result.folder}: {result.images:,} images, {result.boxes:,} boxes, splits {', '.join(result.splits)}")
     changed = [problem for problem in result.problems if problem.effect is not Effect.KEPT]
     if changed:
         print(f"left out or clipped: {summarise(changed)}", file=sys.stderr)

@@ -9,8 +9,6 @@ from aploss.losses.traits import LOSSES
 from aploss.training.recipes import load_config
 from aploss.training.run_folder import RunFolder
 
-__all__ = ["DEMO"]
-
 EXAMPLES = """
   aploss demo
   aploss demo --loss focal
@@ -19,9 +17,7 @@ EXAMPLES = """
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--loss", default="ap", help=f"classification loss: {', '.join(LOSSES.names())}"
-    )
+    parser.add_argument("--loss", default="ap", help=f"classification loss: {', '.join(LOSSES.names())}")
     parser.add_argument("--seed", type=int, default=0, help="initial weights and data order")
     parser.add_argument("--out", help="run folder; by default runs/demo, or the next free number")
     parser.add_argument("--quiet", action="store_true", help="show only the result")

@@ -20,23 +20,11 @@ from aploss.cli.command import Command, require_at_least
 from aploss.data.annotations import Annotations
 from aploss.errors import ConfigError, DataError
 from aploss.evaluation.coco import coco_metrics
-from aploss.evaluation.matching import (
-    Curve,
-    curves_as_dict,
-    match_detections,
-    precision_recall_curves,
-)
+from aploss.evaluation.matching import Curve, curves_as_dict, match_detections, precision_recall_curves
 from aploss.evaluation.metrics import Metrics
-from aploss.evaluation.tables import (
-    DetectionTable,
-    as_detections,
-    read_detections,
-    read_ground_truth,
-)
+from aploss.evaluation.tables import DetectionTable, as_detections, read_detections, read_ground_truth
 from aploss.evaluation.voc import match_voc, voc_metrics
 from aploss.files import write_text
-
-__all__ = ["EVAL"]
 
 EXAMPLES = """
   aploss eval runs/demo --data builtin --split test
@@ -59,20 +47,15 @@ NAMES_SHOWN = 3
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "run", nargs="?", help="run folder or checkpoint to score on --data; none for a file"
-    )
+    parser.add_argument("run", nargs="?", help="run folder or checkpoint to score on --data; none for a file")
     parser.add_argument("--data", help="dataset to score a run on: folder, file, or 'builtin'")
     parser.add_argument("--split", help="part of the dataset; test by default, or else val")
-    parser.add_argument(
-        "--format", default="auto", help="of the dataset, where it cannot be told from the files"
-    )
+    parser.add_argument("--format", default="auto", help="of the dataset, where it cannot be told from the files")
     parser.add_argument("--device", default="auto", help="cpu, cuda, mps or auto")
     parser.add_argument("--batch-size", type=int, default=8, help="images in one pass")
     parser.add_argument("--annotations", help="ground truth, COCO annotation JSON")
     parser.add_argument(
-        "--detections",
-        help="COCO results JSON: list of image_id, category_id, bbox (x, y, width, height), score",
+        "--detections", help="COCO results JSON: list of image_id, category_id, bbox (x, y, width, height), score"
     )
     parser.add_argument(
         "--metric", type=Literal["coco", "voc07", "voc12"], default="coco",
@@ -121,9 +104,7 @@ def _check(options: Namespace) -> None:
     given = [name for name, value in files.items() if value is not None]
     if options.run is None:
         if len(given) < len(files):
-            raise ConfigError(
-                "give a run and --data PATH, or --annotations FILE and --detections FILE"
-            )
+            raise ConfigError("give a run and --data PATH, or --annotations FILE and --detections FILE")
         if options.data is not None:
             raise ConfigError("--data is what a run is scored on: name the run first")
     elif given:
@@ -146,19 +127,14 @@ def _detect(options: Namespace) -> tuple[Annotations, DetectionTable]:
     device = choose_device(options.device)
     detector = load(options.run, device=device)
     split = options.split or _usual_split(options.data, options.format)
-    dataset = load_dataset(
-        options.data, split, format=options.format, class_names=detector.class_names
-    )
+    dataset = load_dataset(options.data, split, format=options.format, class_names=detector.class_names)
     if dataset.num_boxes == 0:
         raise DataError(
-            f"{options.data}: split '{split}' has no object of the run's classes "
-            f"({', '.join(detector.class_names)})"
+            f"{options.data}: split '{split}' has no object of the run's classes ({', '.join(detector.class_names)})"
         )
     prepared = Split(dataset)
     workers = choose_workers(None, device, 1)
-    table = detect_split(
-        detector, prepared, World(), batch_size=options.batch_size, workers=workers
-    )
+    table = detect_split(detector, prepared, World(), batch_size=options.batch_size, workers=workers)
     assert table is not None  # this is the only process
     if not options.json:
         print(f"{options.run} on {dataset.name}, split {split}")
@@ -210,9 +186,7 @@ def _images_of(detections: str, table: DetectionTable) -> dict[str, Any] | None:
         classes = {int(one["id"]): str(one["name"]) for one in content["categories"]}
     except (OSError, ValueError, TypeError, KeyError):
         return None  # a file of that name, but not predict's
-    belongs = {*table.image_ids.tolist()} <= {*images} and (
-        {*table.category_ids.tolist()} <= {*classes}
-    )
+    belongs = {*table.image_ids.tolist()} <= {*images} and ({*table.category_ids.tolist()} <= {*classes})
     return {"images": images, "classes": classes} if belongs else None
 
 
@@ -233,10 +207,7 @@ def _matched_by_name(
         _warn(f"{len(unknown)} images are not in the annotations, left out: {_listed(unknown)}")
     looked_at = np.isin(truth.images, list(image_ids.values()))
     if not looked_at.all():
-        _warn(
-            f"scored on the {looked_at.sum()} images that were looked at; the annotations have "
-            f"{len(truth.images)}"
-        )
+        _warn(f"scored on the {looked_at.sum()} images that were looked at; the annotations have {len(truth.images)}")
     by_name = {name: number for number, name in truth.categories.items()}
     category_ids = {k: by_name[name] for k, name in named["classes"].items() if name in by_name}
     strange = sorted({*named["classes"].values()} - {*by_name})
@@ -244,11 +215,7 @@ def _matched_by_name(
         _warn(f"classes that are not in the annotations, left out: {_listed(strange)}")
     objects = np.isin(truth.image_ids, truth.images[looked_at])
     columns = ("image_ids", "category_ids", "xywh", "areas", "crowd", "difficult")
-    truth = replace(
-        truth,
-        images=truth.images[looked_at],
-        **{name: getattr(truth, name)[objects] for name in columns},
-    )
+    truth = replace(truth, images=truth.images[looked_at], **{name: getattr(truth, name)[objects] for name in columns})
     kept = np.isin(table.image_ids, list(image_ids))
     kept &= np.isin(table.category_ids, list(category_ids))
     return truth, DetectionTable(
@@ -313,16 +280,12 @@ def _score(truth: Annotations, table: DetectionTable, options: Namespace) -> Met
     return voc_metrics(truth, table, year=year, iou=0.5 if options.iou is None else options.iou)
 
 
-def _write(
-    truth: Annotations, table: DetectionTable, metrics: Metrics, options: Namespace
-) -> list[Path]:
+def _write(truth: Annotations, table: DetectionTable, metrics: Metrics, options: Namespace) -> list[Path]:
     """Writes metrics.json and, where a class has objects, the curves; gives the paths."""
     from aploss.plotting.plots import precision_recall_panels, precision_recall_plot
 
     main_iou = 0.5 if options.iou is None else options.iou
-    curves = {
-        iou: _curves(truth, table, iou, options.metric) for iou in {main_iou, *IOUS_OF_CURVES}
-    }
+    curves = {iou: _curves(truth, table, iou, options.metric) for iou in {main_iou, *IOUS_OF_CURVES}}
     main = curves[main_iou]
     document: dict[str, Any] = {
         **metrics.as_dict(),

@@ -12,8 +12,6 @@ from jsonargparse import ArgumentParser, Namespace
 from aploss.cli.command import Command, require_at_least
 from aploss.errors import ConfigError
 
-__all__ = ["EXPORT"]
-
 EXAMPLES = """
   aploss export runs/demo --out detector.onnx
   aploss export runs/demo/checkpoints/last.pt --out detector.onnx --size 320

@@ -22,8 +22,6 @@ from aploss.errors import AplossError, ConfigError
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
-__all__ = ["COMMANDS", "main", "make_parser"]
-
 # command words → (module of aploss.cli, line for the overview); the last word names the command
 COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
     ("demo",): ("demo", "train on built-in data in a few minutes, and show the result"),
@@ -84,10 +82,7 @@ def _in_words(error: Exception) -> tuple[str, int]:
         name = "" if error.filename is None else f"{_shortened(str(error.filename))}: "
         return f"{name}{error.strerror}", EXIT_USER_ERROR
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
-        return (
-            f"needs the extra 'detect' ({error.name} is missing): pip install 'aploss[detect]'",
-            EXIT_USER_ERROR,
-        )
+        return (f"needs the extra 'detect' ({error.name} is missing): pip install 'aploss[detect]'", EXIT_USER_ERROR)
     line = " ".join(str(error).split())
     where = ""
     try:
@@ -98,10 +93,7 @@ def _in_words(error: Exception) -> tuple[str, int]:
         where = f"; the traceback is in {file.name}"
     except OSError:
         pass
-    return (
-        f"unexpected {type(error).__name__}: {_shortened(line)}{where} (--debug shows it)",
-        EXIT_PROBLEMS,
-    )
+    return (f"unexpected {type(error).__name__}: {_shortened(line)}{where} (--debug shows it)", EXIT_PROBLEMS)
 
 
 def _shortened(text: str, longest: int = 200) -> str:
@@ -192,9 +184,7 @@ def _refuse_unknown_options(parser: Any, arguments: Sequence[str]) -> None:
         by_ending = [name for name in known if name.endswith(f".{option.removeprefix('--')}")]
         meant = (by_ending or close)[:1]
         guess = f"; did you mean {meant[0]}?" if meant else ""
-        raise ConfigError(
-            f"there is no option {_shortened(option)}{guess} ({parser.prog} --help lists them)"
-        )
+        raise ConfigError(f"there is no option {_shortened(option)}{guess} ({parser.prog} --help lists them)")
 
 
 def _in_one_line(message: str, words: Sequence[str] = ()) -> str:
@@ -210,20 +200,14 @@ def _in_one_line(message: str, words: Sequence[str] = ()) -> str:
     """
     line = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", " ".join(message.split()))
     line = re.sub(r"(?:typing\.)?Literal\[([^]]+)\]", r"choice of \1", line)
-    return re.sub(
-        r'Parser key "([^"]+)":',
-        lambda match: f"{'' if match[1] in words else '--'}{match[1]}:",
-        line,
-    )
+    return re.sub(r'Parser key "([^"]+)":', lambda match: f"{'' if match[1] in words else '--'}{match[1]}:", line)
 
 
 def _overview(prefix: tuple[str, ...]) -> str:
     rows = {" ".join(k): line for k, (_, line) in COMMANDS.items() if k[: len(prefix)] == prefix}
     width = max(map(len, rows))
     lines = [f"  {name:<{width}}  {line}" for name, line in rows.items()]
-    return "\n".join(
-        ["usage: aploss COMMAND [options]", "", *lines, "", "aploss COMMAND --help shows more."]
-    )
+    return "\n".join(["usage: aploss COMMAND [options]", "", *lines, "", "aploss COMMAND --help shows more."])
 
 
 def _unknown_command(words: list[str]) -> int:
@@ -237,10 +221,7 @@ def _unknown_command(words: list[str]) -> int:
     close = difflib.get_close_matches(" ".join(words[:2]), names, n=1, cutoff=CLOSE_ENOUGH)
     close = close or difflib.get_close_matches(asked, names, n=1, cutoff=CLOSE_ENOUGH)
     guess = f"; did you mean 'aploss {close[0]}'?" if close else ""
-    print(
-        f"aploss: no command '{_shortened(asked)}'{guess} (aploss --help lists them)",
-        file=sys.stderr,
-    )
+    print(f"aploss: no command '{_shortened(asked)}'{guess} (aploss --help lists them)", file=sys.stderr)
     return EXIT_USER_ERROR
 
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from aploss.detectors.postprocess import ObjectDetector
     from aploss.detectors.predict import Prediction
 
-__all__ = ["PREDICT", "ImageFile", "find_images"]
-
 EXAMPLES = """
   aploss predict runs/demo photos/ --out found/
   aploss predict runs/demo a.jpg b.png "holiday/**/*.jpg" --out found/ --threshold 0.5
@@ -65,9 +63,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
         "--labels", type=Literal["voc", "yolo"] | None, default=None,
         help="also write annotation files, to be corrected and trained on",
     )  # fmt: skip
-    parser.add_argument(
-        "--multi-scale", action="store_true", help="look at several sizes and mirrored: slower"
-    )
+    parser.add_argument("--multi-scale", action="store_true", help="look at several sizes and mirrored: slower")
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, mps or auto")
     parser.add_argument("--batch-size", type=int, default=8, help="images in one pass")
     parser.add_argument("--quiet", action="store_true", help="say only what went wrong")
@@ -149,9 +145,7 @@ class _Results:
 
         width, height = prediction.image_size
         number = len(self.images) + 1
-        self.images.append(
-            {"id": number, "file_name": str(image.path), "width": width, "height": height}
-        )
+        self.images.append({"id": number, "file_name": str(image.path), "width": width, "height": height})
         self.predictions.append(prediction)
         picture = draw_boxes(
             tensor.numpy(),
@@ -163,8 +157,7 @@ class _Results:
         suffix = image.path.suffix.lower()
         suffix, kind = (suffix, "JPEG") if suffix in LOSSY else (".png", "PNG")
         write_whole(
-            self.folder / PICTURES / f"{image.name}{suffix}",
-            lambda file: picture.save(file, format=kind, quality=92),
+            self.folder / PICTURES / f"{image.name}{suffix}", lambda file: picture.save(file, format=kind, quality=92)
         )
         self._write_labels(image, prediction)
 
@@ -172,17 +165,11 @@ class _Results:
         """Writes the two JSON files, and the classes of YOLO labels."""
         from aploss.evaluation.tables import DetectionTable
 
-        found = [
-            {"boxes": one.boxes, "scores": one.scores, "labels": one.labels}
-            for one in self.predictions
-        ]
+        found = [{"boxes": one.boxes, "scores": one.scores, "labels": one.labels} for one in self.predictions]
         table = DetectionTable.from_predictions(list(range(1, len(found) + 1)), found)
         categories = [{"id": i, "name": name} for i, name in enumerate(self.class_names, start=1)]
         about = {"images": self.images, "categories": categories, "annotations": []}
-        texts = {
-            "detections.json": json.dumps(table.to_results()),
-            "images.json": json.dumps(about, indent=1),
-        }
+        texts = {"detections.json": json.dumps(table.to_results()), "images.json": json.dumps(about, indent=1)}
         if self.labels == "yolo":
             texts["labels/classes.txt"] = "".join(f"{name}\n" for name in self.class_names)
         for name, text in texts.items():
@@ -204,9 +191,7 @@ class _Results:
             write_text(self.folder / f"labels/{image.name}.txt", yolo_rows(prediction))
 
 
-def find_images(
-    arguments: Sequence[str], *, exclude: Path | None = None
-) -> tuple[list[ImageFile], list[str]]:
+def find_images(arguments: Sequence[str], *, exclude: Path | None = None) -> tuple[list[ImageFile], list[str]]:
     """Image files from files, folders (with the folders in them) and patterns such as ``*.jpg``.
 
     Args:

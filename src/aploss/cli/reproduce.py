@@ -13,8 +13,6 @@ from jsonargparse import ArgumentParser, Namespace
 from aploss.cli.command import Command, require_at_least, run_comparison
 from aploss.experiments.paper import REPRODUCTIONS
 
-__all__ = ["REPRODUCE"]
-
 EXAMPLES = """
   aploss reproduce table2                                  four losses, three seeds
   aploss reproduce table2 --data path/to/bccd --steps 1000
@@ -29,21 +27,13 @@ EXAMPLES = """
 def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("name", choices=list(REPRODUCTIONS), help="which table or figure")
     parser.add_argument(
-        "--scale",
-        type=Literal["small", "paper"],
-        default="small",
-        help="minutes on a CPU, or the paper's settings",
+        "--scale", type=Literal["small", "paper"], default="small", help="minutes on a CPU, or the paper's settings"
     )
     parser.add_argument(
-        "--benchmark",
-        type=Literal["voc", "coco"],
-        default="voc",
-        help="which of the paper's data sets",
+        "--benchmark", type=Literal["voc", "coco"], default="voc", help="which of the paper's data sets"
     )
     parser.add_argument("--data", help="folder of the data; at small scale built-in by default")
-    parser.add_argument(
-        "--recipe", help="settings of the small scale; demo for built-in data, else bccd-cpu"
-    )
+    parser.add_argument("--recipe", help="settings of the small scale; demo for built-in data, else bccd-cpu")
     parser.add_argument("--seeds", help="how many, or which: 0,1,2; 3 at small scale, else 1")
     parser.add_argument("--steps", type=int, help="length of each training at small scale")
     parser.add_argument(
@@ -52,9 +42,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
         help="take the recipe's learning rates; else they are searched where losses are compared",
     )
     parser.add_argument("--tune-steps", type=int, help="length of each trial of that search")
-    parser.add_argument(
-        "--max-minutes", type=float, help="stop after so many minutes; the same command goes on"
-    )
+    parser.add_argument("--max-minutes", type=float, help="stop after so many minutes; the same command goes on")
     parser.add_argument("--out", help="folder of page and tables; by default runs/NAME-SCALE-DATA")
     parser.add_argument("--cache", help="folder of the runs; by default 'cache' beside --out")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ...")
@@ -66,13 +54,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
 def _run(options: Namespace) -> int:
     """Trains what is missing, and prints the table and where the page is."""
     from aploss.experiments.plan import parse_seeds
-    from aploss.experiments.reproduce import (
-        Request,
-        check_time,
-        default_out,
-        describe_plan,
-        reproduce,
-    )
+    from aploss.experiments.reproduce import Request, check_time, default_out, describe_plan, reproduce
 
     require_at_least(1, options, "steps", "tune_steps")
     request = Request(
@@ -95,12 +77,7 @@ def _run(options: Namespace) -> int:
     return run_comparison(
         out,
         lambda: reproduce(
-            options.name,
-            request,
-            out,
-            cache=options.cache,
-            max_minutes=options.max_minutes,
-            quiet=options.quiet,
+            options.name, request, out, cache=options.cache, max_minutes=options.max_minutes, quiet=options.quiet
         ),
     )
 

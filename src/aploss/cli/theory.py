@@ -8,8 +8,6 @@ from jsonargparse import ArgumentParser, Namespace
 
 from aploss.cli.command import EXIT_PROBLEMS, Command
 
-__all__ = ["THEORY"]
-
 EXAMPLES = """
   aploss theory                     all five, a page each
   aploss theory smoothed-failure
@@ -20,16 +18,12 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "name",
         nargs="?",
-        type=Literal[
-            "all", "convergence", "smoothed-failure", "inseparable", "consistency", "imbalance"
-        ],
+        type=Literal["all", "convergence", "smoothed-failure", "inseparable", "consistency", "imbalance"],
         default="all",
         help="which study",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random problems")
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/theory"), help="folder for the pages"
-    )
+    parser.add_argument("--out", type=Path, default=Path("runs/theory"), help="folder for the pages")
 
 
 def _run(options: Namespace) -> int:

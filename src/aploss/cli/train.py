@@ -15,8 +15,6 @@ from aploss.errors import ConfigError
 from aploss.training.config import TrainConfig, config_from_dict, config_to_dict, settings_of
 from aploss.training.recipes import load_config, merge, read_yaml, recipe_names
 
-__all__ = ["TRAIN"]
-
 EXAMPLES = """
   aploss train --data builtin
   aploss train --data my-photos/ --loss ap --max-minutes 30
@@ -33,24 +31,18 @@ OWN_OPTIONS = ("recipe", "config", "resume", "quiet", "print_config", "plugin", 
 def _add_arguments(parser: ArgumentParser) -> None:
     """One option for each setting of a run, after those of the command."""
     parser.usage = "aploss train --data PATH [--recipe NAME] [--SETTING VALUE ...]"
-    parser.add_argument(
-        "--recipe", help=f"settings to start from: {', '.join(recipe_names())}, or a .yaml file"
-    )
+    parser.add_argument("--recipe", help=f"settings to start from: {', '.join(recipe_names())}, or a .yaml file")
     parser.add_argument("--config", help="YAML file of settings that win over the recipe")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     parser.add_argument("--quiet", action="store_true", help="show only what goes wrong")
-    parser.add_argument(
-        "--print_config", nargs="?", const="yes", metavar="", help="show all settings and stop"
-    )
+    parser.add_argument("--print_config", nargs="?", const="yes", metavar="", help="show all settings and stop")
     for setting in settings_of(TrainConfig):
         default = "" if setting.default in (None, "", {}, ()) else f" (default: {setting.default})"
         names = [f"--{setting.key}"]
         if "_" in setting.key and "." not in setting.key:
             names.insert(0, f"--{setting.key.replace('_', '-')}")
         # Only what was given arrives here: a default must not win over the recipe.
-        parser.add_argument(
-            *names, type=setting.type, default=SUPPRESS, help=setting.help + default
-        )
+        parser.add_argument(*names, type=setting.type, default=SUPPRESS, help=setting.help + default)
 
 
 def _run(options: Namespace) -> int:

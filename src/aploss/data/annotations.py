@@ -25,8 +25,6 @@ from aploss.errors import DataError
 if TYPE_CHECKING:
     from torchvision import tv_tensors
 
-__all__ = ["AnnotationBuilder", "Annotations", "DetectionDataset", "Sample", "concatenate"]
-
 Sample = tuple["tv_tensors.Image", dict[str, Any]]
 
 # Boxes that reach beyond the image by less are rounding: clipped without a problem.
@@ -149,9 +147,7 @@ class DetectionDataset(Dataset[Sample]):
     def _check(self) -> None:
         count, classes = len(self._boxes), len(self.class_names)
         if self._starts[-1] != count:
-            raise DataError(
-                f"boxes_per_image counts {self._starts[-1]} boxes, but there are {count}"
-            )
+            raise DataError(f"boxes_per_image counts {self._starts[-1]} boxes, but there are {count}")
         if len(set(self.class_names)) != classes:
             raise DataError(f"class names must be distinct, got {', '.join(self.class_names)}")
         if count and not 0 <= self._labels.min() <= self._labels.max() < classes:
@@ -297,10 +293,7 @@ class DetectionDataset(Dataset[Sample]):
                 {"id": image_id, "file_name": path, "width": width, "height": height}
                 for image_id, path, (width, height) in images
             ],
-            "annotations": [
-                dict(zip(columns, values, strict=True))
-                for values in zip(*columns.values(), strict=True)
-            ],
+            "annotations": [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)],
             "categories": [{"id": k, "name": name} for k, name in table.categories.items()],
         }
 
@@ -408,9 +401,7 @@ class AnnotationBuilder:
         """Notes a problem."""
         self.problems.append(Problem(kind, file, message, count))
 
-    def add_image(
-        self, path: str, size: tuple[int, int] | None, image_id: int | None = None
-    ) -> int:
+    def add_image(self, path: str, size: tuple[int, int] | None, image_id: int | None = None) -> int:
         """Adds an image and returns its index, or -1 where its size is needed and unreadable."""
         try:
             self.sizes.append(size or read_header(self.folder.root / path).size)
@@ -473,12 +464,7 @@ class AnnotationBuilder:
         self._numbers.frombytes(np.column_stack([corners, areas]).astype(np.float64).tobytes())
 
     def dataset(
-        self,
-        *,
-        class_names: Sequence[str],
-        name: str,
-        split: str,
-        describe: Callable[[int, int], tuple[str, str]],
+        self, *, class_names: Sequence[str], name: str, split: str, describe: Callable[[int, int], tuple[str, str]]
     ) -> DetectionDataset:
         """Checks the boxes and packs everything.
 

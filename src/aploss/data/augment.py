@@ -18,15 +18,6 @@ from torchvision.transforms.v2 import functional as F
 from aploss.data.annotations import Sample
 from aploss.errors import ConfigError
 
-__all__ = [
-    "PRESETS",
-    "IoUCrop",
-    "LightAugmentation",
-    "ShrinkLarge",
-    "draw_zoom",
-    "training_transforms",
-]
-
 Target = dict[str, Any]
 
 PRESETS = ("paper", "light", "none")
@@ -70,9 +61,7 @@ def training_transforms(preset: str, size: int | tuple[int, int]) -> v2.Transfor
     """
     height, width = (size, size) if isinstance(size, int) else size
     if min(height, width) < 8:
-        raise ConfigError(
-            f"training images of {height}x{width} pixels are too small: give at least 8"
-        )
+        raise ConfigError(f"training images of {height}x{width} pixels are too small: give at least 8")
     shrink = ShrinkLarge(2 * max(height, width))
     resize = v2.Resize((height, width), antialias=True)
     if preset == "paper":
@@ -171,9 +160,7 @@ class IoUCrop(nn.Module):
         return torch.cat([corner, corner + extent], 1)[(ratio >= lowest) & (ratio <= highest)]
 
 
-def _crop(
-    image: tv_tensors.Image, target: Target, left: int, top: int, right: int, bottom: int
-) -> Sample:
+def _crop(image: tv_tensors.Image, target: Target, left: int, top: int, right: int, bottom: int) -> Sample:
     """Cuts a rectangle out of a sample; objects whose centre is outside go."""
     boxes = target["boxes"]
     rectangle = torch.tensor([[left, top, right, bottom]])
@@ -237,9 +224,7 @@ class LightAugmentation(nn.Module):
         return tv_tensors.Image(_jitter(pixels)), {**target, **kept, "boxes": boxes[keep]}
 
 
-def draw_zoom(
-    height: int, width: int, smallest: float, largest: float
-) -> tuple[int, int, int, int]:
+def draw_zoom(height: int, width: int, smallest: float, largest: float) -> tuple[int, int, int, int]:
     """The part of an image to be seen, at random: left, top, right, bottom in its pixels.
 
     Zooming in it lies inside the image, zooming out the image lies inside it. Both have the same

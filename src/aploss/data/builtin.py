@@ -23,8 +23,6 @@ from aploss.data.paths import DatasetFolder
 from aploss.data.scenes import CLASS_NAMES, draw_scene
 from aploss.errors import ConfigError, DataError
 
-__all__ = ["CLASS_NAMES", "SPLITS", "VERSION", "builtin_dataset", "builtin_folder", "cache_folder"]
-
 SPLITS = ("train", "val", "test")
 IMAGE_SIZE = 128
 COUNTS = (600, 150, 150)  # images in each of SPLITS
@@ -122,9 +120,7 @@ def _draw(folder: Path, seed: int, image_size: int, counts: tuple[int, int, int]
         fresh = Path(scratch) / "fresh"
         (fresh / "annotations").mkdir(parents=True)
         for number, split in enumerate(SPLITS):
-            content = _draw_split(
-                fresh / split, [VERSION, seed, number], image_size, counts[number]
-            )
+            content = _draw_split(fresh / split, [VERSION, seed, number], image_size, counts[number])
             file = fresh / "annotations" / f"instances_{split}.json"
             file.write_text(json.dumps(content), encoding="utf-8")
         if folder.exists():
@@ -141,9 +137,7 @@ def _draw_split(folder: Path, seeds: list[int], image_size: int, count: int) -> 
         scene = draw_scene(np.random.default_rng([*seeds, image_id - 1]), image_size)
         name = f"{image_id:06d}.png"
         Image.fromarray(scene.pixels).save(folder / name, compress_level=1)
-        images.append(
-            {"id": image_id, "file_name": name, "width": image_size, "height": image_size}
-        )
+        images.append({"id": image_id, "file_name": name, "width": image_size, "height": image_size})
         for (x1, y1, x2, y2), label in zip(scene.boxes.tolist(), scene.labels, strict=True):
             annotations.append(
                 {
@@ -157,12 +151,7 @@ def _draw_split(folder: Path, seeds: list[int], image_size: int, count: int) -> 
             )
     version, seed, _ = seeds
     return {
-        "info": {
-            "description": "aploss built-in shapes",
-            "version": str(version),
-            "seed": seed,
-            "split": folder.name,
-        },
+        "info": {"description": "aploss built-in shapes", "version": str(version), "seed": seed, "split": folder.name},
         "images": images,
         "annotations": annotations,
         "categories": [{"id": k + 1, "name": name} for k, name in enumerate(CLASS_NAMES)],

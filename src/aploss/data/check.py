@@ -16,15 +16,6 @@ from aploss.data.images import Inspection
 from aploss.data.load import Progress, find_source, inspect_images
 from aploss.data.problems import KINDS, Effect, Problem, ProblemError
 
-__all__ = [
-    "CheckResult",
-    "Finding",
-    "SplitStatistics",
-    "check_dataset",
-    "check_report",
-    "split_statistics",
-]
-
 USABLE, SOMETHING_DROPPED, UNUSABLE = 0, 1, 2
 # Side of the square of a box's area, in pixels; 32 and 96 are COCO's small and large.
 BOX_SIZE_EDGES = (0, 8, 16, 32, 64, 96, 128, 256, 512)
@@ -188,11 +179,7 @@ class CheckResult:
             "boxes_dropped": self.dropped(Effect.BOX_DROPPED),
             "boxes_clipped": self.dropped(Effect.BOX_CLIPPED),
             "problems": [
-                {
-                    **asdict(finding.problem),
-                    "effect": finding.problem.effect.value,
-                    "splits": list(finding.splits),
-                }
+                {**asdict(finding.problem), "effect": finding.problem.effect.value, "splits": list(finding.splits)}
                 for finding in self.findings
             ],
         }
@@ -307,9 +294,7 @@ def _each_image_once(parts: Parts) -> list[DetectionDataset]:
     return fresh
 
 
-def _across_splits(
-    parts: Parts, inspections: dict[str, Inspection], name: str
-) -> Iterator[Problem]:
+def _across_splits(parts: Parts, inspections: dict[str, Inspection], name: str) -> Iterator[Problem]:
     """What shows only when all splits are seen together."""
     if not parts:
         return
@@ -335,9 +320,7 @@ def _leaks(paths: dict[str, set[str]]) -> Iterator[Problem]:
             yield Problem("image-in-two-splits", path, f"in {first} and {second}")
 
 
-def _same_contents(
-    paths: dict[str, set[str]], inspections: dict[str, Inspection]
-) -> Iterator[Problem]:
+def _same_contents(paths: dict[str, set[str]], inspections: dict[str, Inspection]) -> Iterator[Problem]:
     """Different files with the same bytes: the same image under two names."""
     by_digest: dict[str, list[str]] = {}
     for path in sorted(set().union(*paths.values())):
@@ -411,8 +394,7 @@ def _count_table(result: CheckResult) -> str:
         if getattr(result.total, flag):
             rows.append([f"  {flag}", *(f"{getattr(c, flag):,}" for c in columns.values())])
     rows += [
-        [f"  {name}", *(f"{c.boxes_of_class.get(name, 0):,}" for c in columns.values())]
-        for name in result.class_names
+        [f"  {name}", *(f"{c.boxes_of_class.get(name, 0):,}" for c in columns.values())] for name in result.class_names
     ]
     sizes = [_size_range(counts) for counts in columns.values()]
     return _table([*rows, ["image size", *sizes]])
@@ -451,9 +433,7 @@ def _histogram(title: str, counts: dict[str, int]) -> str:
     rows = [[f"  {name}", f"{count:,}"] for name, count in shown]
     lines = _table(rows).split("\n") if rows else []
     bars = ["█" * -(-count * _BAR_WIDTH // most) for _, count in shown]
-    return "\n".join(
-        [title, *(f"{line}  {bar}".rstrip() for line, bar in zip(lines, bars, strict=True))]
-    )
+    return "\n".join([title, *(f"{line}  {bar}".rstrip() for line, bar in zip(lines, bars, strict=True))])
 
 
 def _problems(findings: Sequence[Finding], limit: int) -> str:
@@ -482,9 +462,7 @@ def _verdict(result: CheckResult) -> str:
     clipped = result.dropped(Effect.BOX_CLIPPED)
     if result.exit_code == 0:
         return "Everything in this dataset can be used."
-    usable = (
-        f"Usable: {_count(result.total.images, 'image')} and {_count(result.total.boxes, 'box')}"
-    )
+    usable = f"Usable: {_count(result.total.images, 'image')} and {_count(result.total.boxes, 'box')}"
     return (
         f"{usable}. Loading drops {_count(dropped_images, 'image')} and "
         f"{_count(dropped_boxes, 'box')}, and clips {_count(clipped, 'box')}."

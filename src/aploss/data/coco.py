@@ -20,19 +20,10 @@ from msgspec import UNSET, Struct
 from numpy.typing import NDArray
 
 from aploss.data.annotations import AnnotationBuilder, DetectionDataset
-from aploss.data.formats import (
-    DataFormat,
-    Parts,
-    Written,
-    common_split_name,
-    is_text,
-    number,
-    register_format,
-)
+from aploss.data.formats import DataFormat, Parts, Written, common_split_name, is_text, number, register_format
 from aploss.data.paths import DatasetFolder, is_image
 from aploss.data.problems import Problem, ProblemError
 
-__all__ = ["CocoDocument", "CocoFormat", "CocoObjects", "coco_document", "coco_results"]
 __all__ += ["CocoEntryError", "decode_json", "integer_of", "read_objects", "shown"]
 
 _FILLERS = re.compile(r"(^|[_.-])(annotations?|instances|coco|labels|gt)(?=[_.-]|$)", re.IGNORECASE)
@@ -169,12 +160,7 @@ class CocoObjects(NamedTuple):
 
 
 def read_objects(
-    entries: Sequence[Any],
-    where: str,
-    report: Report,
-    *,
-    scored: bool = False,
-    lenient: bool = False,
+    entries: Sequence[Any], where: str, report: Report, *, scored: bool = False, lenient: bool = False
 ) -> CocoObjects:
     """The entries that can be read.
 
@@ -217,9 +203,7 @@ def read_objects(
     return CocoObjects(image_ids, category_ids, own_ids, flags, table[:, :4], table[:, 4])
 
 
-def _read_unusual(
-    entry: Any, where: str, scored: bool, lenient: bool
-) -> tuple[list[int], list[float]]:
+def _read_unusual(entry: Any, where: str, scored: bool, lenient: bool) -> tuple[list[int], list[float]]:
     """Ids and numbers of an entry that could not be taken as it is (3.0 for an id, say)."""
     if not isinstance(entry, CocoObject):
         message = f"{where} is {shown(entry)}, expected an object with keys"
@@ -397,9 +381,7 @@ class CocoFormat(DataFormat):
                 raise ProblemError("missing-section", file, f"no list {section!r}")
         return document
 
-    def _add_images(
-        self, entries: Sequence[Any], split: str, file: str, builder: AnnotationBuilder
-    ) -> dict[int, int]:
+    def _add_images(self, entries: Sequence[Any], split: str, file: str, builder: AnnotationBuilder) -> dict[int, int]:
         """Adds the images that are there; returns id → index, -1 for those that are not."""
         named = [entry for entry in entries if isinstance(entry, CocoImage)]
         base = self._image_folder([entry.file_name for entry in named[:50]], split, file)
@@ -467,10 +449,7 @@ def _add_boxes(
     indices = np.array([index_of[i] for i in image_ids.tolist()], np.int64)
     images = _look_up(objects.image_ids, image_ids, indices, absent=-2)
     for row in np.flatnonzero(images == -2).tolist():
-        report(
-            "unknown-image",
-            f"annotation {objects.ids[row]}: no image has id {objects.image_ids[row]}",
-        )
+        report("unknown-image", f"annotation {objects.ids[row]}: no image has id {objects.image_ids[row]}")
     known_ids = np.array([category for category, _ in categories], np.int64)
     names = [name for _, name in categories]
     label_of = {name: k for k, name in enumerate(names if class_names is None else class_names)}
@@ -584,11 +563,7 @@ def _report_classes(
 
 
 def _look_up(
-    keys: NDArray[np.int64],
-    table_keys: NDArray[np.int64],
-    values: NDArray[np.int64],
-    *,
-    absent: int,
+    keys: NDArray[np.int64], table_keys: NDArray[np.int64], values: NDArray[np.int64], *, absent: int
 ) -> NDArray[np.int64]:
     """The value of each key in a table sorted by key."""
     if not len(table_keys):

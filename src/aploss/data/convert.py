@@ -16,8 +16,6 @@ from aploss.data.load import Progress, find_source, load_split, without_unusable
 from aploss.data.problems import Problem
 from aploss.errors import DataError
 
-__all__ = ["Conversion", "convert_dataset", "unique_names"]
-
 
 @dataclass(frozen=True)
 class Conversion:
@@ -41,12 +39,7 @@ class Conversion:
 
 
 def convert_dataset(
-    path: str | Path,
-    out: str | Path,
-    *,
-    to: str,
-    format: str = "auto",
-    progress: Progress | None = None,
+    path: str | Path, out: str | Path, *, to: str, format: str = "auto", progress: Progress | None = None
 ) -> Conversion:
     """Writes all splits of a dataset in another format.
 
@@ -70,8 +63,7 @@ def convert_dataset(
     _check_target(out, source.folder.root)
     class_names = load_split(source, "all").class_names
     parts = {
-        split: without_unusable_images(load_split(source, split, class_names), decode=False)
-        for split in source.splits
+        split: without_unusable_images(load_split(source, split, class_names), decode=False) for split in source.splits
     }
     whole = concatenate(list(parts.values()), split="all")
     try:
@@ -89,11 +81,7 @@ def convert_dataset(
 
 
 def _write(
-    out: Path,
-    parts: Parts,
-    whole: DetectionDataset,
-    format_class: type[DataFormat],
-    progress: Progress | None,
+    out: Path, parts: Parts, whole: DetectionDataset, format_class: type[DataFormat], progress: Progress | None
 ) -> Written:
     """Writes into a folder of another name, which gets its own when it is complete."""
     shared = len(whole) < sum(map(len, parts.values()))

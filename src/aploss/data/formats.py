@@ -28,31 +28,9 @@ from aploss.data.problems import Problem, ProblemError
 from aploss.errors import DataError
 from aploss.registry import Registry
 
-__all__ = [
-    "FORMATS",
-    "DataFormat",
-    "Parts",
-    "Written",
-    "check_class_names",
-    "common_split_name",
-    "each_image_once",
-    "is_text",
-    "number",
-    "outline_losses",
-    "register_format",
-    "split_order",
-    "usual_split_name",
-]
-
 Parts = dict[str, DetectionDataset]  # split → its images
 
-_COMMON_NAMES = {
-    "training": "train",
-    "validation": "val",
-    "valid": "val",
-    "dev": "val",
-    "testing": "test",
-}
+_COMMON_NAMES = {"training": "train", "validation": "val", "valid": "val", "dev": "val", "testing": "test"}
 _ORDER = ("train", "trainval", "val", "test")
 
 

@@ -16,18 +16,6 @@ from torch import Tensor
 from aploss.data.problems import KINDS, Effect, Problem
 from aploss.errors import DataError
 
-__all__ = [
-    "EXTENSIONS",
-    "MAX_PIXELS",
-    "ImageError",
-    "ImageHeader",
-    "Inspection",
-    "inspect_image",
-    "read_header",
-    "read_image",
-    "to_rgb",
-]
-
 # Only formats whose decoders are part of Pillow: others (EPS) start programs of the system.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "JPEG2000")
 
@@ -157,9 +145,7 @@ def _opened(path: str | Path) -> Iterator[Image.Image]:
 
 def _too_large(path: str | Path, found: str) -> ImageError:
     return ImageError.of(
-        "image-too-large",
-        path,
-        f"refused as a decompression bomb: {found}, at most {MAX_PIXELS:,} pixels are read",
+        "image-too-large", path, f"refused as a decompression bomb: {found}, at most {MAX_PIXELS:,} pixels are read"
     )
 
 
@@ -236,9 +222,7 @@ def inspect_image(path: Path, *, name: str, size: tuple[int, int], decode: bool)
     if header.format not in EXTENSIONS.get(path.suffix.lower(), ()):
         problems.append(Problem("wrong-extension", name, f"contains a {header.format} image"))
     if header.frames > 1:
-        problems.append(
-            Problem("several-frames", name, f"{header.frames} frames, the first counts")
-        )
+        problems.append(Problem("several-frames", name, f"{header.frames} frames, the first counts"))
     if size != header.size:
         message = f"annotated as stored, {size[0]}x{size[1]}, not as its EXIF rotation shows it"
         problems.append(Problem("rotated-image", name, message))

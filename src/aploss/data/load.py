@@ -13,27 +13,10 @@ import aploss.data.voc
 import aploss.data.yolo  # noqa: F401 - each registers its format
 from aploss.data.annotations import DetectionDataset, concatenate
 from aploss.data.builtin import builtin_folder
-from aploss.data.formats import (
-    FORMATS,
-    DataFormat,
-    check_class_names,
-    common_split_name,
-    usual_split_name,
-)
+from aploss.data.formats import FORMATS, DataFormat, check_class_names, common_split_name, usual_split_name
 from aploss.data.images import Inspection, inspect_image
 from aploss.data.problems import Effect, raise_refused, summarise
 from aploss.errors import DataError
-
-__all__ = [
-    "Progress",
-    "dataset_splits",
-    "find_source",
-    "format_names",
-    "inspect_images",
-    "load_dataset",
-    "load_split",
-    "without_unusable_images",
-]
 
 Progress = Callable[[int, int], None]  # images done, images in all
 
@@ -80,9 +63,7 @@ def load_dataset(
     return _not_empty(without_unusable_images(dataset)) if verify_images else dataset
 
 
-def load_split(
-    source: DataFormat, split: str, class_names: tuple[str, ...] | None = None
-) -> DetectionDataset:
+def load_split(source: DataFormat, split: str, class_names: tuple[str, ...] | None = None) -> DetectionDataset:
     """Loads a split of a dataset that :func:`find_source` found; as :func:`load_dataset`."""
     dataset = _read_expression(source, split, class_names)
     raise_refused(dataset.problems)
@@ -141,9 +122,7 @@ def find_source(path: str | Path, *, format: str = "auto") -> DataFormat:
     return source
 
 
-def _read_expression(
-    source: DataFormat, expression: str, class_names: tuple[str, ...] | None
-) -> DetectionDataset:
+def _read_expression(source: DataFormat, expression: str, class_names: tuple[str, ...] | None) -> DetectionDataset:
     """Reads splits joined by ``+``."""
     if expression in source.splits:
         terms = [expression]
@@ -159,9 +138,7 @@ def _read_expression(
     return parts[0] if len(parts) == 1 else concatenate(parts, split=expression)
 
 
-def _read_term(
-    source: DataFormat, term: str, class_names: tuple[str, ...] | None
-) -> DetectionDataset:
+def _read_term(source: DataFormat, term: str, class_names: tuple[str, ...] | None) -> DetectionDataset:
     """Reads one split, or a part of it such as ``train[:80%]``."""
     match = _SLICE.match(term)
     if match is None or term in source.splits:
@@ -222,10 +199,7 @@ def inspect_images(
 
     def inspect(index: int) -> Inspection:
         return inspect_image(
-            dataset.image_path(index),
-            name=dataset.relative_path(index),
-            size=dataset.image_size(index),
-            decode=decode,
+            dataset.image_path(index), name=dataset.relative_path(index), size=dataset.image_size(index), decode=decode
         )
 
     workers = min(8, os.cpu_count() or 1)

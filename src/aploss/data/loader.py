@@ -22,15 +22,6 @@ from aploss.data.annotations import DetectionDataset, Sample
 from aploss.data.augment import OBJECT_FIELDS, training_transforms
 from aploss.errors import ConfigError, DataError
 
-__all__ = [
-    "AugmentedSamples",
-    "Batch",
-    "EvaluationBatches",
-    "TrainingBatches",
-    "make_evaluation_loader",
-    "make_training_loader",
-]
-
 PREFETCH = 4  # batches a worker prepares ahead: evens out slow images
 MOST_REPLACEMENTS = 1000  # images tried in place of one that cannot be read
 
@@ -63,9 +54,7 @@ class AugmentedSamples(Dataset[Sample]):
         size: side of the square that comes out, or (height, width).
     """
 
-    def __init__(
-        self, dataset: DetectionDataset, *, seed: int, preset: str, size: int | tuple[int, int]
-    ) -> None:
+    def __init__(self, dataset: DetectionDataset, *, seed: int, preset: str, size: int | tuple[int, int]) -> None:
         if seed < 0:
             raise ConfigError(f"the seed is {seed}: give 0 or more")
         self.dataset = dataset
@@ -146,9 +135,7 @@ class TrainingBatches:
             DataError: while iterating, when an image cannot be read.
         """
         if not 0 <= start_batch <= self.batches_per_epoch:
-            raise ConfigError(
-                f"an epoch has {self.batches_per_epoch} batches: it cannot start at {start_batch}"
-            )
+            raise ConfigError(f"an epoch has {self.batches_per_epoch} batches: it cannot start at {start_batch}")
         return self._give(self._load(self._keys(epoch, start_batch)))
 
     def endless(self, first_batch: int = 0) -> Generator[Batch]:
@@ -166,8 +153,7 @@ class TrainingBatches:
         first_epoch, start_batch = divmod(first_batch, self.batches_per_epoch)
         later = itertools.count(first_epoch + 1)
         keys = itertools.chain(
-            self._keys(first_epoch, start_batch),
-            itertools.chain.from_iterable(map(self._keys, later)),
+            self._keys(first_epoch, start_batch), itertools.chain.from_iterable(map(self._keys, later))
         )
         batches = self._load(keys)
         return self._give(_one_ahead(batches) if self._workers else batches)

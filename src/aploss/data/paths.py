@@ -10,8 +10,6 @@ from typing import NamedTuple
 from aploss.data.images import EXTENSIONS
 from aploss.data.problems import ProblemError
 
-__all__ = ["DatasetFolder", "FilesByStem", "is_image", "nearest", "stem_of"]
-
 _PLAIN = re.compile(r"[\w-][\w .-]*(/[\w-][\w .-]*)*")
 
 
@@ -242,7 +240,5 @@ def _is_folder(entry: "os.DirEntry[str]") -> bool:
 
 def _outside(named_in: str, what: str) -> ProblemError:
     return ProblemError(
-        "path-outside-dataset",
-        named_in,
-        f"{what} leads outside the dataset's folder; put the file inside it",
+        "path-outside-dataset", named_in, f"{what} leads outside the dataset's folder; put the file inside it"
     )

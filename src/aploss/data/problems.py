@@ -7,8 +7,6 @@ from enum import StrEnum
 
 from aploss.errors import DataError
 
-__all__ = ["KINDS", "Effect", "Problem", "ProblemError", "raise_refused", "summarise"]
-
 
 class Effect(StrEnum):
     """What loading does about a problem, the worst first."""

@@ -14,8 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFilter
 
-__all__ = ["CLASS_NAMES", "Scene", "Silhouette", "choose_things", "draw_scene", "make_silhouette"]
-
 Floats = NDArray[np.floating[Any]]
 Points = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -67,10 +65,7 @@ class Window:
 
     def slices(self, scale: int = 1) -> tuple[slice, slice]:
         """Rows and columns of the window in an array ``scale`` times finer than the pixels."""
-        return (
-            slice(self.top * scale, self.bottom * scale),
-            slice(self.left * scale, self.right * scale),
-        )
+        return (slice(self.top * scale, self.bottom * scale), slice(self.left * scale, self.right * scale))
 
 
 @dataclass(frozen=True)
@@ -331,9 +326,7 @@ def _draw_figure(
     x = np.arange(window.left, window.right, dtype=np.float32)[None, :] + (0.5 - middle_x)
     y = np.arange(window.top, window.bottom, dtype=np.float32)[:, None] + (0.5 - middle_y)
     x, y = x / figure.extent, y / figure.extent
-    base, accent = _two_colours(
-        generator, figure.hue, (ground * alpha).sum(axis=(0, 1)) / alpha.sum()
-    )
+    base, accent = _two_colours(generator, figure.hue, (ground * alpha).sum(axis=(0, 1)) / alpha.sum())
     pattern = _texture(generator, x, y, figure.angle, generator.uniform(4, 7))[..., None]
     light = np.clip(1.0 - 0.35 * (x + y), 0.75, 1.2)[..., None]  # from the top left
     body = (base + TEXTURE_CONTRAST * (accent - base) * pattern) * light
@@ -399,9 +392,7 @@ def _stroke(generator: np.random.Generator, size: int) -> int:
     return max(1, round(generator.uniform(0.004, 0.016) * size))
 
 
-def _two_colours(
-    generator: np.random.Generator, hue: float, behind: Floats
-) -> tuple[Floats, Floats]:
+def _two_colours(generator: np.random.Generator, hue: float, behind: Floats) -> tuple[Floats, Floats]:
     """A strong colour that stands out from what it covers, and a lighter, darker or other one."""
     for _ in range(20):
         base = _colour(generator, (0.45, 0.95), (0.45, 1.0), hue + generator.normal(0, 0.03))
@@ -419,9 +410,7 @@ def _clouds(generator: np.random.Generator, size: int) -> Floats:
     return np.asarray(coarse.resize((size, size), Image.Resampling.BICUBIC))
 
 
-def _texture(
-    generator: np.random.Generator, x: Floats, y: Floats, angle: float, cells: float
-) -> Floats:
+def _texture(generator: np.random.Generator, x: Floats, y: Floats, angle: float, cells: float) -> Floats:
     """A soft-edged pattern in 0..1, turned by ``angle``, of ``cells`` half-waves a unit of x, y."""
     across = (x * math.cos(angle) + y * math.sin(angle)) * (cells * math.pi)
     along = (y * math.cos(angle) - x * math.sin(angle)) * (cells * math.pi)

@@ -27,8 +27,6 @@ from aploss.data.formats import (
 from aploss.data.paths import DatasetFolder, FilesByStem, is_image, nearest, stem_of
 from aploss.data.problems import Problem, ProblemError
 
-__all__ = ["VocAnnotation", "VocFormat", "VocObject", "parse_annotation", "voc_annotation"]
-
 _MAX_BYTES = 64 << 20  # far more than any image's objects need
 _MAX_SIDE = 2**31  # pixels; a size of more digits is as good as none
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
@@ -99,16 +97,12 @@ def _parse_safely(path: str, content: bytes) -> Element:
         root: Element = fromstring(content, forbid_dtd=True)
     except DefusedXmlException:
         raise ProblemError(
-            "xml-entities",
-            path,
-            "an XML document type or entity, which is not expanded; remove it from the file",
+            "xml-entities", path, "an XML document type or entity, which is not expanded; remove it from the file"
         ) from None
     except (ParseError, ValueError, LookupError, RecursionError) as error:
         raise ProblemError("unreadable-annotation", path, f"not valid XML: {error}") from None
     if root.tag != "annotation":
-        raise ProblemError(
-            "unreadable-annotation", path, f"a VOC file holds <annotation>, this one <{root.tag}>"
-        )
+        raise ProblemError("unreadable-annotation", path, f"a VOC file holds <annotation>, this one <{root.tag}>")
     return root
 
 
@@ -392,9 +386,7 @@ class VocFormat(DataFormat):
 
     def __init__(self, folder: DatasetFolder, parts: Sequence[VocPart]) -> None:
         self.parts = tuple(parts)
-        self._places = {
-            f"{part.prefix}{split}": (part, split) for part in parts for split in part.splits
-        }
+        self._places = {f"{part.prefix}{split}": (part, split) for part in parts for split in part.splits}
         super().__init__(folder, list(self._places))
         self.splits = tuple(sorted(self._places, key=self._order))
         self._parsed: dict[str, VocAnnotation | Problem] = {}
@@ -414,8 +406,7 @@ class VocFormat(DataFormat):
             parts = [
                 VocPart(folder, posixpath.join(base, name), prefix=f"{year[1]}_")
                 for name in folder.names(base)
-                if (year := _YEAR.match(name))
-                and folder.is_folder(f"{base}/{name}/Annotations".strip("/"))
+                if (year := _YEAR.match(name)) and folder.is_folder(f"{base}/{name}/Annotations".strip("/"))
             ]
             parts = [part for part in parts if part.annotations]
             if parts:
@@ -522,9 +513,7 @@ class VocFormat(DataFormat):
         losses = [f"{lost} boxes of one pixel's width or height or less"] if lost else []
         return Written("JPEGImages", lost, (*losses, *outline_losses(parts)))
 
-    def _entries(
-        self, part: VocPart, split: str, builder: AnnotationBuilder
-    ) -> Iterator[ListedImage]:
+    def _entries(self, part: VocPart, split: str, builder: AnnotationBuilder) -> Iterator[ListedImage]:
         """The distinct images that a split lists."""
         seen = set()
         for entry in part.entries(split):
@@ -536,13 +525,7 @@ class VocFormat(DataFormat):
                 seen.add(entry.annotation)
                 yield entry
 
-    def _image(
-        self,
-        part: VocPart,
-        entry: ListedImage,
-        annotation: VocAnnotation,
-        builder: AnnotationBuilder,
-    ) -> str:
+    def _image(self, part: VocPart, entry: ListedImage, annotation: VocAnnotation, builder: AnnotationBuilder) -> str:
         """The image of an annotation: of the same name, otherwise the one named inside."""
         image = entry.image or part.image_named(annotation.file_name, annotation.path)
         if not image:
@@ -572,9 +555,7 @@ class VocFormat(DataFormat):
         return self._parsed[path]
 
 
-def _add_objects(
-    builder: AnnotationBuilder, annotation: VocAnnotation, image: int, labels: dict[str, int]
-) -> None:
+def _add_objects(builder: AnnotationBuilder, annotation: VocAnnotation, image: int, labels: dict[str, int]) -> None:
     builder.problems += annotation.problems
     for item in annotation.objects:
         if item.name not in labels:
@@ -582,10 +563,5 @@ def _add_objects(
             builder.report("unknown-class", annotation.path, message)
             continue
         builder.add_box(
-            image,
-            item.corners,
-            labels[item.name],
-            number=item.number,
-            difficult=item.difficult,
-            crowd=item.crowd,
+            image, item.corners, labels[item.name], number=item.number, difficult=item.difficult, crowd=item.crowd
         )

@@ -23,8 +23,6 @@ from aploss.data.formats import (
 from aploss.data.paths import DatasetFolder, is_image
 from aploss.data.problems import Problem, ProblemError
 
-__all__ = ["YoloFormat", "parse_row", "yolo_rows"]
-
 _SPLITS = ("train", "val", "valid", "validation", "test")
 _NO_SPLITS = ("path", "names", "nc", "download", "roboflow", "kpt_shape", "flip_idx")
 _LISTS = ("classes.txt", "train.txt", "val.txt", "test.txt")
@@ -104,11 +102,7 @@ def _snap(value: float, end: int) -> float:
 
 
 def yolo_rows(
-    labels: Sequence[int],
-    boxes: Sequence[Sequence[float]],
-    size: tuple[int, int],
-    *,
-    digits: int | None = None,
+    labels: Sequence[int], boxes: Sequence[Sequence[float]], size: tuple[int, int], *, digits: int | None = None
 ) -> str:
     """The text of a label file, for :func:`parse_row` to read back.
 
@@ -182,10 +176,7 @@ class YoloFormat(DataFormat):
             names = [names[label] for label in range(len(names))]
         if not isinstance(names, list) or not names:
             raise self._error("bad-categories", "names must be a list, or a dict from 0 on")
-        if not all(
-            isinstance(name, (str, int, float)) and name != "" and is_text(str(name))
-            for name in names
-        ):
+        if not all(isinstance(name, (str, int, float)) and name != "" and is_text(str(name)) for name in names):
             raise self._error("bad-categories", "every class must have a name")
         names = [str(name) for name in names]
         if len(set(names)) < len(names):
@@ -233,9 +224,7 @@ class YoloFormat(DataFormat):
             Problem("annotation-without-image", path, "no image of this name in any split")
             for folder in sorted(self._label_folders)
             for path in self.folder.files(folder)
-            if path.endswith(".txt")
-            and path not in self._listed
-            and posixpath.basename(path) not in _LISTS
+            if path.endswith(".txt") and path not in self._listed and posixpath.basename(path) not in _LISTS
         ]
 
     @classmethod
@@ -343,9 +332,7 @@ class YoloFormat(DataFormat):
                 continue
             if self.folder.has(path, named_in=named_in):
                 return "" if path == "." else path
-        parts = [
-            part for part in place.replace("\\", "/").split("/") if part not in ("", ".", "..")
-        ]
+        parts = [part for part in place.replace("\\", "/").split("/") if part not in ("", ".", "..")]
         for start in range(len(parts)):
             ending = "/".join(parts[start:])
             if self.folder.has(ending, named_in=named_in):
@@ -367,12 +354,7 @@ class YoloFormat(DataFormat):
         return f"{stem}.txt"
 
     def _add_rows(
-        self,
-        builder: AnnotationBuilder,
-        image: int,
-        file: str,
-        labels: Sequence[int],
-        names: Sequence[str],
+        self, builder: AnnotationBuilder, image: int, file: str, labels: Sequence[int], names: Sequence[str]
     ) -> set[int]:
         """Adds the boxes of a label file and returns the class ids it uses."""
         self._listed.add(file)

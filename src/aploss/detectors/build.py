@@ -15,8 +15,6 @@ from aploss.detectors.losses_by_name import make_loss
 from aploss.errors import ConfigError
 from aploss.losses.traits import traits_of
 
-__all__ = ["DETECTOR_NAMES", "build_detector", "detector_options"]
-
 BOX_CODER_WEIGHTS = (10.0, 10.0, 5.0, 5.0)  # regression targets are divided by .1, .1, .2, .2
 DETECTOR_NAMES: tuple[str, ...]  # with those of plugins, so it is looked up anew each time
 
@@ -88,9 +86,7 @@ def build_detector(
         box_weight=box_weight,
         **network.matching,
     )
-    detector = Detector(
-        name=name, class_names=class_names, config=config, network=network, criterion=criterion
-    )
+    detector = Detector(name=name, class_names=class_names, config=config, network=network, criterion=criterion)
     if weights is not None:
         from aploss.detectors.weights import load_weights
 
@@ -103,9 +99,7 @@ def detector_options(name: str) -> tuple[str, ...]:
     return DETECTORS.get(name).option_names()
 
 
-def _make_config(
-    name: str, config_class: type[DetectorConfig], options: dict[str, Any]
-) -> DetectorConfig:
+def _make_config(name: str, config_class: type[DetectorConfig], options: dict[str, Any]) -> DetectorConfig:
     allowed = config_class.option_names()
     for option in options:
         if option not in allowed:

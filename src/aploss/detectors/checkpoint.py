@@ -15,15 +15,6 @@ from aploss.evaluation import Calibration
 from aploss.files import check_archive, write_whole
 from aploss.losses.traits import LOSSES
 
-__all__ = [
-    "checkpoint_file",
-    "detector_from_record",
-    "detector_record",
-    "load",
-    "read_checkpoint",
-    "save_detector",
-]
-
 CHECKPOINT_NAMES = ("best.pt", "last.pt")  # of a run folder, in the order they are looked for
 
 
@@ -87,8 +78,7 @@ def load(path: str | Path, *, device: str | torch.device = "cpu") -> Detector:
     checkpoint = read_checkpoint(file)
     if not isinstance(checkpoint, dict) or "detector" not in checkpoint:
         raise RunError(
-            f"{file} holds no detector of aploss; to start a training from other weights, "
-            f"use weights={str(path)!r}"
+            f"{file} holds no detector of aploss; to start a training from other weights, use weights={str(path)!r}"
         )
     record = checkpoint["detector"]
     try:
@@ -127,10 +117,7 @@ def read_checkpoint(file: Path) -> Any:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(file):
             unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-            reason = (
-                "it holds more than weights and plain values, which could run code: "
-                f"{', '.join(unsafe)}"
-            )
+            reason = f"it holds more than weights and plain values, which could run code: {', '.join(unsafe)}"
         raise RunError(f"{file} cannot be read as a torch file: {reason}") from error
 
 

@@ -16,8 +16,6 @@ from aploss.errors import ConfigError, DataError
 from aploss.losses import NonFiniteScoresError, OtherProcessError
 from aploss.losses.traits import traits_of
 
-__all__ = ["Criterion", "LossParts", "classification_loss", "iou_of_pairs"]
-
 T = TypeVar("T")
 CAUSES: tuple[Literal["score", "target", "arguments"], ...] = ("score", "target", "arguments")
 NO_WEIGHT = 1e-12  # a divisor for sums without any positive, which are 0
@@ -144,11 +142,7 @@ class Criterion(nn.Module):
         return copied
 
     def forward(
-        self,
-        logits: Tensor,
-        deltas: Tensor,
-        anchors: Tensor,
-        targets: Sequence[Mapping[str, Tensor]],
+        self, logits: Tensor, deltas: Tensor, anchors: Tensor, targets: Sequence[Mapping[str, Tensor]]
     ) -> dict[str, Tensor]:
         """The losses of a batch.
 
@@ -169,9 +163,7 @@ class Criterion(nn.Module):
         if self._loss_ranks_across:
             parts = self._classify(logits, deltas, anchors, labels, box_losses)
         else:
-            parts = self._in_all(
-                logits.device, lambda: self._classify(logits, deltas, anchors, labels, box_losses)
-            )
+            parts = self._in_all(logits.device, lambda: self._classify(logits, deltas, anchors, labels, box_losses))
         if parts.localisation is not None:
             whole = parts.classification + parts.localisation
             box = self._weighted(parts.localisation, whole)
@@ -181,33 +173,20 @@ class Criterion(nn.Module):
             box = self._weighted((box_losses * weights).sum() / total_weight, parts.classification)
         return {"classification": parts.classification, "box": box}
 
-    def _label(
-        self, logits: Tensor, anchors: Tensor, targets: Sequence[Mapping[str, Tensor]]
-    ) -> AnchorLabels:
+    def _label(self, logits: Tensor, anchors: Tensor, targets: Sequence[Mapping[str, Tensor]]) -> AnchorLabels:
         self._check_targets(logits, targets)
-        return label_anchors(
-            anchors, targets, positive_iou=self.positive_iou, negative_iou=self.negative_iou
-        )
+        return label_anchors(anchors, targets, positive_iou=self.positive_iou, negative_iou=self.negative_iou)
 
     def _classify(
-        self,
-        logits: Tensor,
-        deltas: Tensor,
-        anchors: Tensor,
-        labels: AnchorLabels,
-        box_losses: Tensor,
+        self, logits: Tensor, deltas: Tensor, anchors: Tensor, labels: AnchorLabels, box_losses: Tensor
     ) -> LossParts:
-        def ranked(
-            logits: Tensor, deltas: Tensor, labels: AnchorLabels, box_losses: Tensor
-        ) -> LossParts:
+        def ranked(logits: Tensor, deltas: Tensor, labels: AnchorLabels, box_losses: Tensor) -> LossParts:
             return classification_loss(
                 self.loss,
                 logits,
                 labels,
                 box_losses=lambda: box_losses,
-                ious=lambda: iou_of_pairs(
-                    self._decode(deltas.detach(), anchors, labels), labels.boxes
-                ),
+                ious=lambda: iou_of_pairs(self._decode(deltas.detach(), anchors, labels), labels.boxes),
                 num_positives=self._num_positives(labels),
             )
 
@@ -233,9 +212,7 @@ class Criterion(nn.Module):
             return None
         positives = torch.tensor(float(len(labels.boxes)), device=labels.boxes.device)
         # at least 1 of all processes together, as without processes
-        return self._over_processes(positives).clamp(
-            min=1 / dist.get_world_size(self.process_group)
-        )
+        return self._over_processes(positives).clamp(min=1 / dist.get_world_size(self.process_group))
 
     def _box_losses(self, deltas: Tensor, anchors: Tensor, labels: AnchorLabels) -> Tensor:
         """One loss per positive, float32 [P]."""
@@ -245,9 +222,7 @@ class Criterion(nn.Module):
             return box_losses
         predicted = deltas[labels.images, labels.anchors].float()
         wanted = self.box_coder.encode_single(labels.boxes, anchors[labels.anchors])
-        losses_of_sides = F.smooth_l1_loss(
-            predicted, wanted, beta=self.smooth_l1_beta, reduction="none"
-        )
+        losses_of_sides = F.smooth_l1_loss(predicted, wanted, beta=self.smooth_l1_beta, reduction="none")
         return losses_of_sides.sum(dim=1)
 
     def _decode(self, deltas: Tensor, anchors: Tensor, labels: AnchorLabels) -> Tensor:

@@ -21,15 +21,6 @@ from aploss.errors import ConfigError, DataError
 from aploss.losses.traits import traits_of
 from aploss.registry import Registry
 
-__all__ = [
-    "DETECTORS",
-    "Detector",
-    "DetectorConfig",
-    "Network",
-    "feature_shapes",
-    "register_detector",
-]
-
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 CACHED_SIZES = 64  # image sizes whose anchors are kept
@@ -199,13 +190,7 @@ class Detector(nn.Module, ObjectDetector):
     channels_last: bool
 
     def __init__(
-        self,
-        *,
-        name: str,
-        class_names: Sequence[str],
-        config: DetectorConfig,
-        network: Network,
-        criterion: Criterion,
+        self, *, name: str, class_names: Sequence[str], config: DetectorConfig, network: Network, criterion: Criterion
     ) -> None:
         super().__init__()
         self.name = name
@@ -222,10 +207,7 @@ class Detector(nn.Module, ObjectDetector):
         self.draw_threshold = None
         self._make_anchors = network.anchors
         self._anchor_cache: dict[tuple[int, int, torch.device], list[Tensor]] = {}
-        for buffer, values in (
-            ("image_mean", network.image_mean),
-            ("image_std", network.image_std),
-        ):
+        for buffer, values in (("image_mean", network.image_mean), ("image_std", network.image_std)):
             self.register_buffer(buffer, torch.tensor(values).view(3, 1, 1), persistent=False)
         if self.channels_last:
             self.to(memory_format=torch.channels_last)
@@ -267,11 +249,7 @@ class Detector(nn.Module, ObjectDetector):
             **{setting: getattr(self, setting) for setting in SETTINGS},
         }
 
-    def forward(
-        self,
-        images: Tensor | Sequence[Tensor],
-        targets: Sequence[Mapping[str, Tensor]] | None = None,
-    ) -> Any:
+    def forward(self, images: Tensor | Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]] | None = None) -> Any:
         """Losses in training mode, detections in evaluation mode.
 
         Args:
@@ -336,11 +314,7 @@ class Detector(nn.Module, ObjectDetector):
         return outputs["cls_logits"], outputs["bbox_regression"]
 
     def postprocess(
-        self,
-        logits: Tensor,
-        deltas: Tensor,
-        batch_size: Sequence[int],
-        image_sizes: Sequence[tuple[int, int]],
+        self, logits: Tensor, deltas: Tensor, batch_size: Sequence[int], image_sizes: Sequence[tuple[int, int]]
     ) -> list[Detections]:
         """Detections in pixels of the batch, from what :meth:`heads` gives.
 
@@ -360,9 +334,7 @@ class Detector(nn.Module, ObjectDetector):
             detections_per_image=self.detections_per_image,
         )
 
-    def anchors_for(
-        self, height: int, width: int, device: torch.device | str = "cpu"
-    ) -> list[Tensor]:
+    def anchors_for(self, height: int, width: int, device: torch.device | str = "cpu") -> list[Tensor]:
         """The anchors of a batch of this size, for each level [A_l, 4] in pixels of the batch."""
         key = (height, width, torch.device(device))
         if key not in self._anchor_cache:
@@ -390,9 +362,7 @@ class Detector(nn.Module, ObjectDetector):
             return image
         # Training images are shrunk with antialiasing, too; MPS lacks the operator.
         antialias = image.device.type != "mps" and (wanted[0] < height or wanted[1] < width)
-        return F.interpolate(
-            image[None], size=wanted, mode="bilinear", align_corners=False, antialias=antialias
-        )[0]
+        return F.interpolate(image[None], size=wanted, mode="bilinear", align_corners=False, antialias=antialias)[0]
 
     def pad(self, images: Tensor | Sequence[Tensor]) -> tuple[Tensor, list[tuple[int, int]]]:
         """One batch of images of any size, and the height and width of each inside it.
@@ -406,13 +376,9 @@ class Detector(nn.Module, ObjectDetector):
         if not sizes:
             raise DataError("a detector needs at least one image")
         if not images[0].is_floating_point():
-            raise DataError(
-                f"images must be floats in [0, 1], got {images[0].dtype}: divide by 255"
-            )
+            raise DataError(f"images must be floats in [0, 1], got {images[0].dtype}: divide by 255")
         divisor = self.size_divisor
-        height, width = (
-            -(-max(size[axis] for size in sizes) // divisor) * divisor for axis in (0, 1)
-        )
+        height, width = (-(-max(size[axis] for size in sizes) // divisor) * divisor for axis in (0, 1))
         if isinstance(images, Tensor) and images.shape[-2:] == (height, width):
             return images.to(self.image_mean.device), sizes
         batch = self.image_mean.expand(len(sizes), 3, height, width).clone()
@@ -438,16 +404,12 @@ def feature_shapes(backbone: nn.Module, height: int, width: int) -> list[torch.S
         ConfigError: if the backbone cannot take images of this size.
     """
     tensors = {**dict(backbone.named_parameters()), **dict(backbone.named_buffers())}
-    without_data = {
-        name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()
-    }
+    without_data = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
     images = torch.empty(2, 3, height, width, device="meta")  # batch norm cannot train on one value
     try:
         with torch.compiler.set_stance("force_eager"):
             features = torch.func.functional_call(backbone, without_data, (images,))
     except RuntimeError as error:
-        raise ConfigError(
-            f"the detector cannot take images of {width}x{height} pixels: {error}"
-        ) from error
+        raise ConfigError(f"the detector cannot take images of {width}x{height} pixels: {error}") from error
     maps = features.values() if isinstance(features, Mapping) else features
     return [feature.shape for feature in maps]

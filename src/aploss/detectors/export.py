@@ -25,8 +25,6 @@ from aploss.errors import ConfigError, RunError
 from aploss.evaluation import Calibration
 from aploss.files import write_whole
 
-__all__ = ["OnnxDetector", "export_onnx"]
-
 FORMAT = 1  # of the metadata
 INPUT, OUTPUTS = "images", ("logits", "deltas")
 ABOUT = (
@@ -119,9 +117,7 @@ class OnnxDetector(ObjectDetector):
     def __call__(self, images: Tensor | Sequence[Tensor]) -> list[Detections]:
         return self.detect(images)
 
-    def detect(
-        self, images: Tensor | Sequence[Tensor], *, size: tuple[int, int] | None = None
-    ) -> list[Detections]:
+    def detect(self, images: Tensor | Sequence[Tensor], *, size: tuple[int, int] | None = None) -> list[Detections]:
         """Detections of images of ``test_size`` or another size, see :meth:`Detector.detect`."""
         with torch.inference_mode():
             return self._detector.detect(images, size=size or self.test_size, heads=self._heads)

@@ -28,14 +28,6 @@ from aploss.errors import ConfigError, RunError
 from aploss.evaluation import Calibration
 from aploss.losses.traits import traits_of
 
-__all__ = [
-    "calibrate_in_transformers",
-    "calibration_of",
-    "is_transformers_model",
-    "set_calibration",
-    "use_loss_in_transformers",
-]
-
 Model = TypeVar("Model", bound=nn.Module)
 
 # `loss_type` of the models that are known, and whether their classes share a softmax with the
@@ -123,9 +115,7 @@ def use_loss_in_transformers(
 
 def _check_model(model: nn.Module) -> None:
     if _loss_type(model) not in HAS_SOFTMAX:
-        raise ConfigError(
-            f"these detectors of transformers are known: {FAMILIES}; got {type(model).__name__}"
-        )
+        raise ConfigError(f"these detectors of transformers are known: {FAMILIES}; got {type(model).__name__}")
 
 
 def _loss_type(model: object) -> str:
@@ -144,9 +134,7 @@ def _check_loss(loss: object, model: nn.Module, has_softmax: bool) -> None:
         shown = f"the class {loss.__name__}" if isinstance(loss, type) else repr(loss)
         raise ConfigError(f"use_loss takes a loss object such as APLoss(), or None; got {shown}")
     if traits_of(loss).softmax and not has_softmax:
-        raise ConfigError(
-            f"{type(loss).__name__} needs a background column, which {type(model).__name__} lacks"
-        )
+        raise ConfigError(f"{type(loss).__name__} needs a background column, which {type(model).__name__} lacks")
 
 
 def _check_weights(weights: Mapping[str, float], config: object) -> None:
@@ -178,11 +166,7 @@ class _SwappedLoss:
     """
 
     def __init__(
-        self,
-        original: Callable[..., Any],
-        loss: nn.Module,
-        has_softmax: bool,
-        weights: dict[str, float],
+        self, original: Callable[..., Any], loss: nn.Module, has_softmax: bool, weights: dict[str, float]
     ) -> None:
         self.original = original
         self.loss = loss
@@ -194,9 +178,7 @@ class _SwappedLoss:
         group = getattr(self.loss, "process_group", None)
         if group is not None:
             memo[id(group)] = group  # which cannot be copied
-        return _SwappedLoss(
-            self.original, copy.deepcopy(self.loss, memo), self.has_softmax, dict(self.weights)
-        )
+        return _SwappedLoss(self.original, copy.deepcopy(self.loss, memo), self.has_softmax, dict(self.weights))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the matching needs SciPy anyway
     def __call__(self, *arguments: Any, **options: Any) -> Any:
@@ -217,9 +199,7 @@ class _SwappedLoss:
             def get_loss(name: str, outputs: Any, targets: Any, indices: Any, count: Any) -> Any:
                 if name in CLASS_TERMS:
                     seen.append(name)
-                    terms = self._class_terms(
-                        outputs, _labels(outputs["logits"], targets, indices), count
-                    )
+                    terms = self._class_terms(outputs, _labels(outputs["logits"], targets, indices), count)
                     return {CLASS_TERMS[name]: terms.pop("class") * factor, **terms}
                 terms = others(name, outputs, targets, indices, count)
                 if traits_of(self.loss).positives_need == "box_loss":
@@ -238,9 +218,7 @@ class _SwappedLoss:
             )
         return result
 
-    def _class_terms(
-        self, outputs: Mapping[str, Tensor], labels: AnchorLabels, num_boxes: float
-    ) -> dict[str, Tensor]:
+    def _class_terms(self, outputs: Mapping[str, Tensor], labels: AnchorLabels, num_boxes: float) -> dict[str, Tensor]:
         """The term ``class`` of one layer, and ``loss_giou`` if the loss brings a box loss."""
         scores = outputs["logits"]
         if self.has_softmax:
@@ -300,9 +278,7 @@ def _first_criterion(prepare: Callable[[nn.Module], None]) -> Iterator[None]:
 
 
 def _labels(
-    logits: Tensor,
-    targets: Sequence[Mapping[str, Tensor]],
-    matches: Sequence[tuple[Tensor, Tensor]],
+    logits: Tensor, targets: Sequence[Mapping[str, Tensor]], matches: Sequence[tuple[Tensor, Tensor]]
 ) -> AnchorLabels:
     """Labels of the queries [B, A], from the queries and objects that were matched per image."""
     classes = torch.full(logits.shape[:2], NEGATIVE, device=logits.device)
@@ -314,12 +290,7 @@ def _labels(
         images.append(torch.full_like(query, image))
         queries.append(query)
         boxes.append(target["boxes"][place])
-    return AnchorLabels(
-        classes=classes,
-        images=torch.cat(images),
-        anchors=torch.cat(queries),
-        boxes=torch.cat(boxes),
-    )
+    return AnchorLabels(classes=classes, images=torch.cat(images), anchors=torch.cat(queries), boxes=torch.cat(boxes))
 
 
 def _corners(boxes: Tensor) -> Tensor:
@@ -367,9 +338,7 @@ def calibrate_in_transformers(
         detections = [_detections(model, image) for image in images]
     finally:
         model.train(was_training)
-    objects = [
-        {"boxes": _corners(target["boxes"]), "labels": target["class_labels"]} for target in targets
-    ]
+    objects = [{"boxes": _corners(target["boxes"]), "labels": target["class_labels"]} for target in targets]
     _attach(model, fit_score_map(detections, objects, iou=iou))
     return model
 

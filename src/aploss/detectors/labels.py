@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 from torchvision.ops import box_area, box_iou
 
-__all__ = ["IGNORED", "NEGATIVE", "AnchorLabels", "label_anchors", "match_anchors"]
-
 NEGATIVE = -1
 IGNORED = -2
 CROWD_COVERAGE = 0.5  # share of an anchor's area inside a crowd box from which on it is ignored
@@ -36,9 +34,7 @@ class AnchorLabels:
 
         One byte each, because this is the largest tensor of a training step after the scores.
         """
-        targets = torch.zeros(
-            (*self.classes.shape, num_classes), dtype=torch.int8, device=self.classes.device
-        )
+        targets = torch.zeros((*self.classes.shape, num_classes), dtype=torch.int8, device=self.classes.device)
         targets[self.classes == IGNORED] = -1
         targets[self.images, self.anchors, self.positive_classes] = 1
         return targets
@@ -64,11 +60,7 @@ class AnchorLabels:
 
 
 def label_anchors(
-    anchors: Tensor,
-    targets: Sequence[Mapping[str, Tensor]],
-    *,
-    positive_iou: float = 0.5,
-    negative_iou: float = 0.4,
+    anchors: Tensor, targets: Sequence[Mapping[str, Tensor]], *, positive_iou: float = 0.5, negative_iou: float = 0.4
 ) -> AnchorLabels:
     """Labels the anchors of a batch by their overlap with the ground truth.
 
@@ -98,18 +90,13 @@ def label_anchors(
         crowd, difficult = (_flags(target, key, boxes) for key in ("crowd", "difficult"))
         if bool(difficult.any()):
             matches = match_anchors(
-                boxes[difficult & ~crowd],
-                anchors,
-                positive_iou=positive_iou,
-                negative_iou=negative_iou,
+                boxes[difficult & ~crowd], anchors, positive_iou=positive_iou, negative_iou=negative_iou
             )
             row[matches != NEGATIVE] = IGNORED
         if bool(crowd.any()):
             row[_coverage(boxes[crowd], anchors) >= CROWD_COVERAGE] = IGNORED
         ordinary = ~(crowd | difficult)
-        matches = match_anchors(
-            boxes[ordinary], anchors, positive_iou=positive_iou, negative_iou=negative_iou
-        )
+        matches = match_anchors(boxes[ordinary], anchors, positive_iou=positive_iou, negative_iou=negative_iou)
         row[matches == IGNORED] = IGNORED
         positive = (matches >= 0).nonzero().squeeze(1)
         row[positive] = labels[ordinary][matches[positive]]
@@ -119,9 +106,7 @@ def label_anchors(
     return AnchorLabels(classes=classes, images=images, anchors=positions, boxes=boxes)
 
 
-def match_anchors(
-    boxes: Tensor, anchors: Tensor, *, positive_iou: float, negative_iou: float
-) -> Tensor:
+def match_anchors(boxes: Tensor, anchors: Tensor, *, positive_iou: float, negative_iou: float) -> Tensor:
     """The object each anchor of one image belongs to.
 
     As torchvision's ``Matcher`` with low-quality matches, and beyond it: the best anchor of an

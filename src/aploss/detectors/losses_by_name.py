@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from aploss.errors import ConfigError, RunError
 from aploss.losses.traits import LOSSES, LossTraits, traits_of
 
-__all__ = ["CUSTOM", "LOSS_NAMES", "describe_loss", "make_loss"]
-
 CUSTOM = "custom"  # the name of a loss object that is not registered
 OF_THE_PROCESS = ("process_group",)  # arguments of losses that belong to the running process
 PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
@@ -58,9 +56,7 @@ def make_loss(name: str, **options: Any) -> nn.Module:
     allowed = _option_names(loss_class)
     for option in options:
         if option not in allowed:
-            raise ConfigError(
-                f"loss {name!r} has no option {option!r}; it has: {', '.join(allowed) or 'none'}"
-            )
+            raise ConfigError(f"loss {name!r} has no option {option!r}; it has: {', '.join(allowed) or 'none'}")
     try:
         return loss_class(**options)
     except (TypeError, ValueError) as error:

@@ -15,14 +15,6 @@ if TYPE_CHECKING:
     from aploss.detectors.predict import ImageLike, Prediction
     from aploss.evaluation import Calibration
 
-__all__ = [
-    "Detections",
-    "MultiScale",
-    "ObjectDetector",
-    "merge_detections",
-    "postprocess",
-]
-
 DEFAULT_SCALES = (0.75, 1.0, 1.25, 1.5)
 Detections = dict[str, Tensor]
 
@@ -63,15 +55,9 @@ def postprocess(
     detections = []
     for image_logits, image_deltas, size in zip(logits, deltas, image_sizes, strict=True):
         levels = zip(
-            image_logits.float().split(level_sizes),
-            image_deltas.float().split(level_sizes),
-            anchors,
-            strict=True,
+            image_logits.float().split(level_sizes), image_deltas.float().split(level_sizes), anchors, strict=True
         )
-        found = [
-            _best_of_level(*level, box_coder=box_coder, softmax=softmax, topk=topk_per_level)
-            for level in levels
-        ]
+        found = [_best_of_level(*level, box_coder=box_coder, softmax=softmax, topk=topk_per_level) for level in levels]
         boxes, scores, labels = (torch.cat(parts) for parts in zip(*found, strict=True))
         boxes = clip_boxes_to_image(boxes, size)
         keep = (boxes[:, 2:] > boxes[:, :2]).all(dim=1)
@@ -84,13 +70,7 @@ def postprocess(
 
 
 def _best_of_level(
-    logits: Tensor,
-    deltas: Tensor,
-    anchors: Tensor,
-    *,
-    box_coder: BoxCoder,
-    softmax: bool,
-    topk: int,
+    logits: Tensor, deltas: Tensor, anchors: Tensor, *, box_coder: BoxCoder, softmax: bool, topk: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     # The sigmoid is monotone: taken after the top-k, it is computed for the few instead of for all.
     rankable = logits.softmax(dim=-1)[..., 1:] if softmax else logits
@@ -113,9 +93,7 @@ class ObjectDetector:
     detections_per_image: int
     keeps_aspect_ratio: bool
 
-    def detect(
-        self, images: Tensor | Sequence[Tensor], *, size: tuple[int, int] | None = None
-    ) -> list[Detections]:
+    def detect(self, images: Tensor | Sequence[Tensor], *, size: tuple[int, int] | None = None) -> list[Detections]:
         """``boxes``, ``scores`` and ``labels`` of images [3, h, w] in [0, 1]."""
         raise NotImplementedError
 
@@ -130,9 +108,7 @@ class ObjectDetector:
         """Objects in images of any kind, see :func:`~aploss.detectors.predict.predict`."""
         from aploss.detectors.predict import predict
 
-        return predict(
-            self, images, threshold=threshold, batch_size=batch_size, multi_scale=multi_scale
-        )
+        return predict(self, images, threshold=threshold, batch_size=batch_size, multi_scale=multi_scale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,32 +155,24 @@ class MultiScale:
                 views.append(_detect_mirrored(detector, images, size))
         return [
             merge_detections(
-                list(of_one_image),
-                nms_iou=detector.nms_iou,
-                detections_per_image=detector.detections_per_image,
+                list(of_one_image), nms_iou=detector.nms_iou, detections_per_image=detector.detections_per_image
             )
             for of_one_image in zip(*views, strict=True)
         ]
 
 
-def merge_detections(
-    views: list[Detections], *, nms_iou: float, detections_per_image: int
-) -> Detections:
+def merge_detections(views: list[Detections], *, nms_iou: float, detections_per_image: int) -> Detections:
     """Class-wise NMS over the detections of several views of one image, in its pixels.
 
     The best ``detections_per_image`` stay, best score first; of two boxes of a class that overlap
     more than ``nms_iou``, the better.
     """
-    boxes, scores, labels = (
-        torch.cat([view[key] for view in views]) for key in ("boxes", "scores", "labels")
-    )
+    boxes, scores, labels = (torch.cat([view[key] for view in views]) for key in ("boxes", "scores", "labels"))
     keep = batched_nms(boxes, scores, labels, nms_iou)[:detections_per_image]
     return {"boxes": boxes[keep], "scores": scores[keep], "labels": labels[keep]}
 
 
-def _detect_mirrored(
-    detector: ObjectDetector, images: list[Tensor], size: tuple[int, int]
-) -> list[Detections]:
+def _detect_mirrored(detector: ObjectDetector, images: list[Tensor], size: tuple[int, int]) -> list[Detections]:
     detections = detector.detect([image.flip(-1) for image in images], size=size)
     for image, found in zip(images, detections, strict=True):
         left, top, right, bottom = found["boxes"].unbind(-1)

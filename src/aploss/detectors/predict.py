@@ -17,15 +17,6 @@ from aploss.data.images import read_image, to_rgb
 from aploss.detectors.postprocess import Detections, MultiScale, ObjectDetector
 from aploss.errors import DataError
 
-__all__ = [
-    "ImageLike",
-    "Prediction",
-    "image_tensor",
-    "predict",
-    "voc_annotation",
-    "yolo_rows",
-]
-
 TOLERANCE = 0.01  # resizing may leave [0, 1] by a little
 ImageLike = str | Path | Image.Image | np.ndarray | Tensor
 
@@ -55,20 +46,13 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        rows = zip(
-            self.class_names,
-            self.labels.tolist(),
-            self.scores.tolist(),
-            self.boxes.tolist(),
-            strict=True,
-        )
+        rows = zip(self.class_names, self.labels.tolist(), self.scores.tolist(), self.boxes.tolist(), strict=True)
         return {
             "path": self.path,
             "width": self.image_size[0],
             "height": self.image_size[1],
             "detections": [
-                {"class_name": name, "label": label, "score": score, "box": box}
-                for name, label, score, box in rows
+                {"class_name": name, "label": label, "score": score, "box": box} for name, label, score, box in rows
             ],
         }
 
@@ -200,10 +184,7 @@ def _as_tensor(image: ImageLike) -> Tensor:
     if not isinstance(pixels, np.ndarray):
         raise DataError(f"an image must be a path, PIL image, array or tensor, got {type(image)}")
     if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or pixels.shape[2:] not in ((), (3,)):
-        raise DataError(
-            "an image array must be uint8 [H, W, 3] or [H, W], "
-            f"got {pixels.dtype} {list(pixels.shape)}"
-        )
+        raise DataError(f"an image array must be uint8 [H, W, 3] or [H, W], got {pixels.dtype} {list(pixels.shape)}")
     colour = pixels if pixels.ndim == 3 else np.repeat(pixels[..., None], 3, axis=2)
     return torch.from_numpy(colour.transpose(2, 0, 1).copy())
 
@@ -216,9 +197,7 @@ def _decode(image: Image.Image) -> np.ndarray:
         raise DataError(f"{name}: damaged image: {error}") from error
 
 
-def _detect(
-    detector: ObjectDetector, tensors: Sequence[Tensor], multi_scale: MultiScale | None
-) -> list[Detections]:
+def _detect(detector: ObjectDetector, tensors: Sequence[Tensor], multi_scale: MultiScale | None) -> list[Detections]:
     by_size: dict[torch.Size, list[int]] = {}
     for index, tensor in enumerate(tensors):
         by_size.setdefault(tensor.shape, []).append(index)
@@ -232,11 +211,7 @@ def _detect(
 
 
 def _prediction(
-    detector: ObjectDetector,
-    image: ImageLike,
-    tensor: Tensor,
-    found: Detections,
-    threshold: float | None,
+    detector: ObjectDetector, image: ImageLike, tensor: Tensor, found: Detections, threshold: float | None
 ) -> Prediction:
     boxes, scores, labels = (found[key].detach().cpu() for key in ("boxes", "scores", "labels"))
     if detector.calibration is not None:

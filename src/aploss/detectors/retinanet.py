@@ -27,14 +27,9 @@ from aploss.detectors.detector import (
 )
 from aploss.errors import ConfigError
 
-__all__ = ["PRIOR_LOG_ODDS", "TinyResNet", "retinanet_network"]
-
 PRIOR_LOG_ODDS = math.log(0.01 / 0.99)  # of every score at the start
 RATIOS = (0.5, 1.0, 2.0)
-OCTAVE_SCALES = {
-    6: (1.0, 2 ** (1 / 2)),
-    9: (1.0, 2 ** (1 / 3), 2 ** (2 / 3)),
-}  # by anchors per cell
+OCTAVE_SCALES = {6: (1.0, 2 ** (1 / 2)), 9: (1.0, 2 ** (1 / 3), 2 ** (2 / 3))}  # by anchors per cell
 MATCHING = {"positive_iou": 0.5, "negative_iou": 0.4}
 NORMS: dict[str, Callable[..., nn.Module]] = {
     "frozen-bn": FrozenBatchNorm2d,
@@ -119,33 +114,25 @@ def retinanet_network(
 class PyramidAnchors:
     """The anchors of each level of a pyramid; see :func:`retinanet_network` for the arguments."""
 
-    def __init__(
-        self, strides: Sequence[int], per_cell: int, size: float, grid: AnchorGrid
-    ) -> None:
+    def __init__(self, strides: Sequence[int], per_cell: int, size: float, grid: AnchorGrid) -> None:
         if per_cell not in OCTAVE_SCALES:
             raise ConfigError(f"anchors_per_cell must be 6 or 9, got {per_cell!r}")
         if grid not in ("exact", "torchvision"):
             raise ConfigError(f"anchor_grid must be exact or torchvision, got {grid!r}")
         # torchvision cuts the sizes of its nine anchors to integers; its weights expect the same.
         number = int if per_cell == 9 else float
-        sizes = tuple(
-            tuple(number(size * stride * scale) for scale in OCTAVE_SCALES[per_cell])
-            for stride in strides
-        )
+        sizes = tuple(tuple(number(size * stride * scale) for scale in OCTAVE_SCALES[per_cell]) for stride in strides)
         self.strides = tuple(strides)
         self.grid = grid
         self.generator = AnchorGenerator(sizes, (RATIOS,) * len(sizes))
 
-    def __call__(
-        self, height: int, width: int, feature_sizes: Sequence[tuple[int, int]]
-    ) -> list[Tensor]:
+    def __call__(self, height: int, width: int, feature_sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
         if self.grid == "exact":
             steps = [(stride, stride) for stride in self.strides]
         else:
             steps = [(height // rows, width // columns) for rows, columns in feature_sizes]
         anchors: list[Tensor] = self.generator.grid_anchors(
-            [list(size) for size in feature_sizes],
-            [[torch.tensor(step) for step in pair] for pair in steps],
+            [list(size) for size in feature_sizes], [[torch.tensor(step) for step in pair] for pair in steps]
         )
         return anchors
 
@@ -153,9 +140,7 @@ class PyramidAnchors:
 class _PyramidBackbone(nn.Module):
     """A body and a feature pyramid on its maps, with the names of torchvision's BackboneWithFPN."""
 
-    def __init__(
-        self, body: nn.Module, in_channels: Sequence[int], channels: int, extra_levels: int
-    ) -> None:
+    def __init__(self, body: nn.Module, in_channels: Sequence[int], channels: int, extra_levels: int) -> None:
         super().__init__()
         extra = LastLevelP6P7(channels, channels) if extra_levels == 2 else _LastLevelP6(channels)
         self.body = body
@@ -177,9 +162,7 @@ class _LastLevelP6(ExtraFPNBlock):  # type: ignore[misc]
         super().__init__()
         self.p6 = nn.Conv2d(channels, channels, kernel_size=3, stride=2, padding=1)
 
-    def forward(
-        self, p: list[Tensor], c: list[Tensor], names: list[str]
-    ) -> tuple[list[Tensor], list[str]]:
+    def forward(self, p: list[Tensor], c: list[Tensor], names: list[str]) -> tuple[list[Tensor], list[str]]:
         return [*p, self.p6(p[-1])], [*names, "p6"]
 
 

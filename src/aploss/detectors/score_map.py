@@ -19,8 +19,6 @@ from torchvision.models.detection.ssd import SSD
 from aploss.errors import ConfigError, DataError
 from aploss.evaluation import Calibration, calibrate_detections
 
-__all__ = ["ScoreMap", "calibrate", "fit_score_map"]
-
 Model = TypeVar("Model", bound=nn.Module)
 ATTRIBUTE = "score_map"
 
@@ -69,10 +67,7 @@ class ScoreMap(nn.Module):
 
 
 def fit_score_map(
-    detections: Sequence[Mapping[str, Any]],
-    targets: Sequence[Mapping[str, Any]],
-    *,
-    iou: float = 0.5,
+    detections: Sequence[Mapping[str, Any]], targets: Sequence[Mapping[str, Any]], *, iou: float = 0.5
 ) -> ScoreMap:
     """Fits the map on detections of held-out images, made without a score threshold.
 
@@ -93,9 +88,7 @@ def fit_score_map(
     found = [
         {"image_id": image, "category_id": label, "bbox": _xywh(box), "score": score}
         for image, one in enumerate(detections)
-        for box, score, label in zip(
-            *(one[key].tolist() for key in ("boxes", "scores", "labels")), strict=True
-        )
+        for box, score, label in zip(*(one[key].tolist() for key in ("boxes", "scores", "labels")), strict=True)
     ]
     objects = [
         {"image_id": image, "category_id": label, "bbox": _xywh(box), "iscrowd": int(crowd)}

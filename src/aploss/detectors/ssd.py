@@ -17,17 +17,9 @@ from torchvision.models.mobilenetv3 import InvertedResidual
 from torchvision.models.vgg import cfgs, make_layers
 from torchvision.ops import FrozenBatchNorm2d
 
-from aploss.detectors.detector import (
-    IMAGENET_STD,
-    DetectorConfig,
-    Network,
-    feature_shapes,
-    register_detector,
-)
+from aploss.detectors.detector import IMAGENET_STD, DetectorConfig, Network, feature_shapes, register_detector
 from aploss.detectors.retinanet import PRIOR_LOG_ODDS
 from aploss.errors import ConfigError
-
-__all__ = ["DefaultBoxes"]
 
 # The network of the original, which was trained on pixels of 0..255 minus their mean.
 CAFFE_MEAN = (0.48235, 0.45882, 0.40784)
@@ -52,9 +44,7 @@ class DefaultBoxes:
     def __init__(self, generator: DefaultBoxGenerator) -> None:
         self.generator = generator
 
-    def __call__(
-        self, height: int, width: int, feature_sizes: Sequence[tuple[int, int]]
-    ) -> list[Tensor]:
+    def __call__(self, height: int, width: int, feature_sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
         # The generator reads nothing but shapes from images and feature maps.
         images = torch.empty(1, 3, height, width, device="meta")
         features = [torch.empty(1, 1, *size) for size in feature_sizes]
@@ -84,20 +74,14 @@ class VGGDetector(DetectorConfig):
 
     def network(self, *, columns: int, softmax: bool) -> Network:
         if len(self.anchor_scales) != len(self.steps) + 1:
-            raise ConfigError(
-                f"anchor_scales needs {len(self.steps) + 1} numbers, got {self.anchor_scales!r}"
-            )
-        backbone: Any = SSDFeatureExtractorVGG(
-            _vgg_features(self.trainable_stages), highres=self.highres
-        )
+            raise ConfigError(f"anchor_scales needs {len(self.steps) + 1} numbers, got {self.anchor_scales!r}")
+        backbone: Any = SSDFeatureExtractorVGG(_vgg_features(self.trainable_stages), highres=self.highres)
         if self.highres:  # torchvision's ends in maps of 6, 4 and 1 pixels; the original's halve
             for block in backbone.extra[3:5]:  # conv10_2, conv11_2
                 block[2].stride, block[2].padding = (2, 2), (1, 1)
             backbone.extra[5][2].padding = (1, 1)  # conv12_2
         generator = DefaultBoxGenerator(
-            [list(ratios) for ratios in self.ratios],
-            scales=list(self.anchor_scales),
-            steps=list(self.steps),
+            [list(ratios) for ratios in self.ratios], scales=list(self.anchor_scales), steps=list(self.steps)
         )
         side = self.steps[-1]
         channels = [shape[1] for shape in feature_shapes(backbone, side, side)]
@@ -190,9 +174,7 @@ class SSDlite(DetectorConfig):
 
     def network(self, *, columns: int, softmax: bool) -> Network:
         if self.norm not in MOBILENET_NORMS:
-            raise ConfigError(
-                f"norm must be one of {', '.join(MOBILENET_NORMS)}, got {self.norm!r}"
-            )
+            raise ConfigError(f"norm must be one of {', '.join(MOBILENET_NORMS)}, got {self.norm!r}")
         norm = MOBILENET_NORMS[self.norm]
         layers = mobilenet_v3_large(
             weights=None, norm_layer=norm, reduced_tail=self.reduced_tail, width_mult=self.width

@@ -23,8 +23,6 @@ from aploss.detectors.score_map import calibrate
 from aploss.errors import ConfigError
 from aploss.losses.traits import traits_of
 
-__all__ = ["ScoreThresholdWarning", "softmax_log_odds", "use_loss"]
-
 Model = TypeVar("Model", bound=nn.Module)
 Targets = Sequence[Mapping[str, Tensor]]
 LEAST_LOG_ODDS_GAP = 1e-6  # 1 - p of the surest score, so that log-odds stay finite
@@ -135,9 +133,7 @@ def _check_loss(model: nn.Module, loss: object) -> None:
         shown = f"the class {loss.__name__}" if isinstance(loss, type) else repr(loss)
         raise ConfigError(f"use_loss takes a loss object such as APLoss(), or None; got {shown}")
     if traits_of(loss).softmax and not isinstance(model, SSD):
-        raise ConfigError(
-            f"{type(loss).__name__} needs a background column, which {type(model).__name__} lacks"
-        )
+        raise ConfigError(f"{type(loss).__name__} needs a background column, which {type(model).__name__} lacks")
 
 
 def softmax_log_odds(logits: Tensor) -> Tensor:
@@ -207,19 +203,14 @@ class _SwappedLoss:
             losses["bbox_regression"] = parts.localisation
         return {**losses, "classification": parts.classification}
 
-    def other_losses(
-        self, batch: _Batch, labels: AnchorLabels, anchors: Tensor
-    ) -> dict[str, Tensor]:
+    def other_losses(self, batch: _Batch, labels: AnchorLabels, anchors: Tensor) -> dict[str, Tensor]:
         """The model's own losses, which are means over the positives of the batch.
 
         They are asked for as of a batch of one image that has the positives of all and nothing
         else, so that the classification loss of torchvision, not wanted, costs next to nothing.
         """
         gathered = {"boxes": labels.boxes, "labels": labels.positive_classes + self.first_class}
-        outputs = {
-            key: value[labels.images, labels.anchors][None]
-            for key, value in batch.head_outputs.items()
-        }
+        outputs = {key: value[labels.images, labels.anchors][None] for key, value in batch.head_outputs.items()}
         matches = torch.arange(len(labels.boxes), device=labels.boxes.device)
         losses: dict[str, Tensor] = type(self.holder).compute_loss(
             self.holder, [gathered], outputs, [anchors], [matches]
@@ -239,9 +230,7 @@ class _SwappedLoss:
 class _SwappedInRetinaNet(_SwappedLoss):
     """Goes into the head. Its box loss is a mean over images, of means over positives."""
 
-    def other_losses(
-        self, batch: _Batch, labels: AnchorLabels, anchors: Tensor
-    ) -> dict[str, Tensor]:
+    def other_losses(self, batch: _Batch, labels: AnchorLabels, anchors: Tensor) -> dict[str, Tensor]:
         return {"bbox_regression": self.holder.regression_head.compute_loss(*batch)}
 
     def decode(self, deltas: Tensor, anchors: Tensor) -> Tensor:
@@ -267,8 +256,4 @@ class _SwappedInSSD(_SwappedLoss):
         return logits if softmax else softmax_log_odds(logits)
 
 
-_KINDS: dict[type, type[_SwappedLoss]] = {
-    RetinaNet: _SwappedInRetinaNet,
-    FCOS: _SwappedInFCOS,
-    SSD: _SwappedInSSD,
-}
+_KINDS: dict[type, type[_SwappedLoss]] = {RetinaNet: _SwappedInRetinaNet, FCOS: _SwappedInFCOS, SSD: _SwappedInSSD}

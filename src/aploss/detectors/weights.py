@@ -19,8 +19,6 @@ from aploss.detectors.losses_by_name import make_loss
 from aploss.errors import ConfigError, RunError
 from aploss.losses.traits import traits_of
 
-__all__ = ["NAMED_WEIGHTS", "LoadedWeights", "load_weights"]
-
 logger = logging.getLogger(__name__)
 
 NAMED_WEIGHTS = ("imagenet", "coco")  # what they mean for a detector, its config says
@@ -28,9 +26,7 @@ BACKGROUND = "__background__"  # torchvision's name of column 0
 NOTHING = "none"
 COUNTER = "num_batches_tracked"  # frozen batch norm has none
 NESTED_STATES = ("state_dict", "model_state_dict", "model")  # where other tools keep the weights
-CLASS_LAYER = re.compile(
-    r"head\.classification_head\.(cls_logits|module_list\.\d+(\.1)?)\.(weight|bias)"
-)
+CLASS_LAYER = re.compile(r"head\.classification_head\.(cls_logits|module_list\.\d+(\.1)?)\.(weight|bias)")
 # Before torchvision 0.12 the convolutions of RetinaNet's heads had their ReLUs beside them.
 OLD_HEAD = re.compile(r"(head\.(?:classification|regression)_head\.conv)\.(\d+)\.(weight|bias)")
 RETINANET_BOX_LAYER = "head.regression_head.bbox_reg."
@@ -186,11 +182,7 @@ def _from_file(file: Path) -> _Source:
             break
     # torch.save keeps the modules' names beside a state dict; only our detectors have a criterion.
     ours = "criterion" in (getattr(content, "_metadata", None) or {})
-    return _Source(
-        name=str(file),
-        state=_tensors(content, file),
-        from_torchvision=not ours,
-    )
+    return _Source(name=str(file), state=_tensors(content, file), from_torchvision=not ours)
 
 
 def _tensors(content: Any, file: Path) -> dict[str, Tensor]:
@@ -273,15 +265,11 @@ def _merge_class_rows(
     merged = own.clone().view(anchors, len(columns), *own.shape[1:])
     rows = theirs.to(own).view(anchors, len(source.columns), *own.shape[1:])
     found = background + classes
-    merged[:, [columns.index(name) for name in found]] = rows[
-        :, [source.columns.index(name) for name in found]
-    ]
+    merged[:, [columns.index(name) for name in found]] = rows[:, [source.columns.index(name) for name in found]]
     return merged.view_as(own), classes
 
 
-def _fits(
-    name: str, tensor: Tensor, own: Mapping[str, Tensor], theirs: Mapping[str, Tensor]
-) -> bool:
+def _fits(name: str, tensor: Tensor, own: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
     # The scale of a batch norm means something else without its statistics: in a group norm.
     statistics = f"{name.rpartition('.')[0]}.running_mean"
     same_kind = (statistics in own) == (statistics in theirs)

@@ -19,13 +19,7 @@ from aploss.evaluation.calibration import (
     reliability,
 )
 from aploss.evaluation.coco import COCO_IOUS, coco_metrics
-from aploss.evaluation.matching import (
-    Curve,
-    Matches,
-    curves_as_dict,
-    match_detections,
-    precision_recall_curves,
-)
+from aploss.evaluation.matching import Curve, Matches, curves_as_dict, match_detections, precision_recall_curves
 from aploss.evaluation.metrics import Metrics
 from aploss.evaluation.tables import (
     DetectionTable,

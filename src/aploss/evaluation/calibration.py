@@ -15,20 +15,6 @@ from aploss.errors import DataError
 from aploss.evaluation.matching import Matches, match_detections
 from aploss.evaluation.tables import Detections, Truth, as_detections, as_ground_truth
 
-__all__ = [
-    "Calibration",
-    "DrawThreshold",
-    "ReliabilityBin",
-    "best_f1_threshold",
-    "calibrate_detections",
-    "calibration_report",
-    "equal_mass_edges",
-    "expected_calibration_error",
-    "expected_noise",
-    "fit_calibration",
-    "reliability",
-]
-
 BINS = 10
 # Relative rise per doubling of the score. Two neighbouring float32 scores differ by at least
 # 2^-24 of their size, so their probabilities by about 1e-6 * 2^-24 / 2 = 3e-14 of theirs: far more
@@ -91,9 +77,7 @@ class Calibration:
             raise DataError(f"not a calibration: {error}") from None
 
 
-def fit_calibration(
-    scores: np.ndarray | Sequence[float], correct: np.ndarray | Sequence[bool]
-) -> Calibration:
+def fit_calibration(scores: np.ndarray | Sequence[float], correct: np.ndarray | Sequence[bool]) -> Calibration:
     """Fits the map on detections by isotonic regression.
 
     Two made-up detections, a correct one at the lowest score and a wrong one at the highest, keep
@@ -152,9 +136,7 @@ def calibrate_detections(
     matches = match_detections(truth, table, iou) if matches is None else matches
     judged = ~matches.ignored
     calibration = fit_calibration(table.scores[judged], matches.correct[judged])
-    threshold = best_f1_threshold(
-        calibration(table.scores[judged]), matches.correct[judged], int(truth.counted.sum())
-    )
+    threshold = best_f1_threshold(calibration(table.scores[judged]), matches.correct[judged], int(truth.counted.sum()))
     return calibration, threshold
 
 
@@ -223,8 +205,7 @@ def _isotonic(scores: np.ndarray, correct: np.ndarray) -> tuple[np.ndarray, np.n
     from sklearn.isotonic import IsotonicRegression
 
     regression = IsotonicRegression(y_min=0.0, y_max=1.0).fit(
-        np.concatenate([scores, [scores.min(), scores.max()]]),
-        np.concatenate([correct, [1.0, 0.0]]),
+        np.concatenate([scores, [scores.min(), scores.max()]]), np.concatenate([correct, [1.0, 0.0]])
     )
     return regression.X_thresholds_, regression.y_thresholds_
 
@@ -263,9 +244,7 @@ class DrawThreshold:
 
 
 def reliability(
-    probabilities: np.ndarray | Sequence[float],
-    correct: np.ndarray | Sequence[bool],
-    bins: int | np.ndarray = BINS,
+    probabilities: np.ndarray | Sequence[float], correct: np.ndarray | Sequence[bool], bins: int | np.ndarray = BINS
 ) -> list[ReliabilityBin]:
     """Claimed against true precision, bin by bin; empty bins are left out.
 
@@ -297,9 +276,7 @@ def reliability(
 
 
 def expected_calibration_error(
-    probabilities: np.ndarray | Sequence[float],
-    correct: np.ndarray | Sequence[bool],
-    bins: int | np.ndarray = BINS,
+    probabilities: np.ndarray | Sequence[float], correct: np.ndarray | Sequence[bool], bins: int | np.ndarray = BINS
 ) -> float:
     """Mean distance of claimed and true precision over the bins, each weighted by its count.
 
@@ -312,9 +289,7 @@ def expected_calibration_error(
     return sum(row.count * abs(row.confidence - row.precision) for row in rows) / max(1, total)
 
 
-def expected_noise(
-    probabilities: np.ndarray | Sequence[float], bins: int | np.ndarray = BINS
-) -> float:
+def expected_noise(probabilities: np.ndarray | Sequence[float], bins: int | np.ndarray = BINS) -> float:
     """The calibration error that perfectly true probabilities would show by chance.
 
     The number of correct detections in a bin has variance sum p (1 - p); a normal variable is on

@@ -9,15 +9,7 @@ import numpy as np
 from aploss.data.annotations import Annotations
 from aploss.errors import ConfigError
 from aploss.evaluation.metrics import Metrics, objects_per_category
-from aploss.evaluation.tables import (
-    Detections,
-    DetectionTable,
-    Truth,
-    as_detections,
-    as_ground_truth,
-)
-
-__all__ = ["COCO_IOUS", "coco_metrics"]
+from aploss.evaluation.tables import Detections, DetectionTable, Truth, as_detections, as_ground_truth
 
 COCO_IOUS = np.linspace(0.5, 0.95, 10)
 
@@ -39,11 +31,7 @@ AVERAGES: dict[str, tuple[str, float | None, str, int | None]] = {
 
 
 def coco_metrics(
-    ground_truth: Truth,
-    detections: Detections,
-    *,
-    iou: float | None = None,
-    max_detections: int = 100,
+    ground_truth: Truth, detections: Detections, *, iou: float | None = None, max_detections: int = 100
 ) -> Metrics:
     """Scores detections by the rules of COCO; the numbers are those of pycocotools.
 
@@ -102,9 +90,7 @@ def coco_metrics(
     )
 
 
-def _evaluate(
-    truth: Annotations, table: DetectionTable, ious: np.ndarray, max_detections: int
-) -> Any:
+def _evaluate(truth: Annotations, table: DetectionTable, ious: np.ndarray, max_detections: int) -> Any:
     """A faster-coco-eval object that has run."""
     from faster_coco_eval.core.faster_eval_api import COCOeval_faster
 
@@ -114,9 +100,7 @@ def _evaluate(
         _PREPARED[truth] = _tool_dataset(truth, truth, areas, iscrowd=truth.crowd.astype(int))
     areas = table.xywh[:, 2] * table.xywh[:, 3]
     detections = _tool_dataset(truth, table, areas, iscrowd=areas * 0, score=table.scores)
-    evaluation = COCOeval_faster(
-        _PREPARED[truth], detections, "bbox", print_function=lambda *_: None
-    )
+    evaluation = COCOeval_faster(_PREPARED[truth], detections, "bbox", print_function=lambda *_: None)
     evaluation.params.iouThrs = ious
     evaluation.params.maxDets = sorted({1, min(10, max_detections), max_detections})
     evaluation.evaluate()
@@ -129,10 +113,7 @@ _PREPARED: "WeakKeyDictionary[Annotations, Any]" = WeakKeyDictionary()
 
 
 def _tool_dataset(
-    truth: Annotations,
-    table: Annotations | DetectionTable,
-    areas: np.ndarray,
-    **columns: np.ndarray,
+    truth: Annotations, table: Annotations | DetectionTable, areas: np.ndarray, **columns: np.ndarray
 ) -> Any:
     """Objects or detections as the tool takes them.
 

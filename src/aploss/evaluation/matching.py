@@ -9,24 +9,7 @@ import numpy as np
 
 from aploss.data.annotations import Annotations
 from aploss.evaluation.metrics import objects_per_category
-from aploss.evaluation.tables import (
-    Detections,
-    DetectionTable,
-    Truth,
-    as_detections,
-    as_ground_truth,
-)
-
-__all__ = [
-    "Curve",
-    "Matches",
-    "Pairs",
-    "by_category",
-    "candidate_pairs",
-    "curves_as_dict",
-    "match_detections",
-    "precision_recall_curves",
-]
+from aploss.evaluation.tables import Detections, DetectionTable, Truth, as_detections, as_ground_truth
 
 RECALL_POINTS = np.linspace(0.0, 1.0, 101)
 
@@ -134,9 +117,7 @@ def candidate_pairs(truth: Annotations, table: DetectionTable, *, crowds_cover: 
     detection = np.repeat(np.arange(len(table)), counts)
     within = np.arange(len(detection)) - np.repeat(np.cumsum(counts) - counts, counts)
     objects = by_key[np.repeat(first, counts) + within]
-    overlaps = _overlaps(
-        table.xywh[detection], truth.xywh[objects], truth.crowd[objects] & crowds_cover
-    )
+    overlaps = _overlaps(table.xywh[detection], truth.xywh[objects], truth.crowd[objects] & crowds_cover)
     return Pairs(detections=detection, objects=objects, overlaps=overlaps)
 
 
@@ -167,9 +148,7 @@ def _assign(truth: Annotations, pairs: Pairs, order: np.ndarray, iou: float) -> 
     close = np.flatnonzero(pairs.overlaps >= min(iou, 1 - 1e-10))
     detection, candidate = pairs.detections[close], pairs.objects[close]
     # what a detection prefers: objects that count, then large overlap, then the later object
-    preference = np.lexsort(
-        (-candidate, -pairs.overlaps[close], ~truth.counted[candidate], rank[detection])
-    )
+    preference = np.lexsort((-candidate, -pairs.overlaps[close], ~truth.counted[candidate], rank[detection]))
     objects = np.full(len(order), -1, dtype=np.int64)
     taken = np.zeros(len(truth), dtype=bool)
     for row in preference:
@@ -180,12 +159,7 @@ def _assign(truth: Annotations, pairs: Pairs, order: np.ndarray, iou: float) -> 
 
 
 def _outcome(
-    truth: Annotations,
-    pairs: Pairs,
-    objects: np.ndarray,
-    ignored: np.ndarray,
-    order: np.ndarray,
-    iou: float,
+    truth: Annotations, pairs: Pairs, objects: np.ndarray, ignored: np.ndarray, order: np.ndarray, iou: float
 ) -> Matches:
     matched = objects >= 0
     overlaps = np.zeros(len(objects))
@@ -255,9 +229,7 @@ def precision_recall_curves(
     }
 
 
-def by_category(
-    truth: Annotations, table: DetectionTable, matches: Matches
-) -> Iterator[tuple[str, int, np.ndarray]]:
+def by_category(truth: Annotations, table: DetectionTable, matches: Matches) -> Iterator[tuple[str, int, np.ndarray]]:
     """Of each category its name, how many objects count, and the detections that do, best first."""
     ranked = matches.order[~matches.ignored[matches.order]]
     objects = objects_per_category(truth, truth.category_ids[truth.counted])

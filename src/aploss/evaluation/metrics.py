@@ -9,8 +9,6 @@ import numpy as np
 
 from aploss.data.annotations import Annotations
 
-__all__ = ["Metrics", "mean_over_classes", "objects_per_category"]
-
 VALUES = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR", "ARs", "ARm", "ARl")
 TABLE_COLUMNS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR")
 
@@ -72,15 +70,8 @@ class Metrics:
     def table(self) -> str:
         """One row per class and one for the mean, with the columns that are defined anywhere."""
         overall = {name: getattr(self, name) for name in VALUES}
-        rows = {
-            **self.per_class,
-            "mean": {**overall, "objects": self.objects, "detections": self.detections},
-        }
-        columns = [
-            name
-            for name in TABLE_COLUMNS
-            if any(not isnan(row.get(name, nan)) for row in rows.values())
-        ]
+        rows = {**self.per_class, "mean": {**overall, "objects": self.objects, "detections": self.detections}}
+        columns = [name for name in TABLE_COLUMNS if any(not isnan(row.get(name, nan)) for row in rows.values())]
         width = max(len("class"), *map(len, rows))
         header = f"{'class':<{width}} {'objects':>8} {'detections':>10}"
         header += "".join(f" {name:>6}" for name in columns)

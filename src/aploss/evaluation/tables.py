@@ -10,28 +10,8 @@ import numpy as np
 from msgspec import UNSET
 
 from aploss.data.annotations import Annotations, DetectionDataset
-from aploss.data.coco import (
-    CocoEntryError,
-    CocoObjects,
-    coco_document,
-    coco_results,
-    integer_of,
-    read_objects,
-    shown,
-)
+from aploss.data.coco import CocoEntryError, CocoObjects, coco_document, coco_results, integer_of, read_objects, shown
 from aploss.errors import DataError
-
-__all__ = [
-    "DetectionTable",
-    "Detections",
-    "GroundTruth",
-    "Truth",
-    "as_detections",
-    "as_ground_truth",
-    "read_detections",
-    "read_ground_truth",
-]
-
 
 Table = TypeVar("Table")
 
@@ -71,9 +51,7 @@ class GroundTruth(Annotations):
         for section in ("images", "annotations", "categories"):
             found = getattr(content, section)
             if found is UNSET:
-                raise DataError(
-                    f"no '{section}': a COCO ground truth has images, annotations and categories"
-                )
+                raise DataError(f"no '{section}': a COCO ground truth has images, annotations and categories")
             if not isinstance(found, list):
                 raise DataError(f"'{section}' is a {type(found).__name__}, expected a list")
         images = _distinct_ids(content.images, "images")
@@ -85,9 +63,7 @@ class GroundTruth(Annotations):
             image_ids=objects.image_ids,
             category_ids=objects.category_ids,
             xywh=objects.xywh,
-            areas=np.where(
-                np.isnan(objects.values), np.prod(objects.xywh[:, 2:], axis=1), objects.values
-            ),
+            areas=np.where(np.isnan(objects.values), np.prod(objects.xywh[:, 2:], axis=1), objects.values),
             crowd=objects.flags >= 2,
             difficult=objects.flags % 2 == 1,
             images=np.sort(images),
@@ -146,10 +122,7 @@ class DetectionTable:
             ) from None
         objects = _checked(entries, "detections", scored=True)
         return cls(
-            image_ids=objects.image_ids,
-            category_ids=objects.category_ids,
-            xywh=objects.xywh,
-            scores=objects.values,
+            image_ids=objects.image_ids, category_ids=objects.category_ids, xywh=objects.xywh, scores=objects.values
         )
 
     @classmethod
@@ -206,9 +179,7 @@ class DetectionTable:
         values = np.asarray(scores, dtype=np.float64)
         if values.shape != self.scores.shape:
             raise DataError(f"{values.shape} scores for {len(self)} detections")
-        return DetectionTable(
-            image_ids=self.image_ids, category_ids=self.category_ids, xywh=self.xywh, scores=values
-        )
+        return DetectionTable(image_ids=self.image_ids, category_ids=self.category_ids, xywh=self.xywh, scores=values)
 
 
 Truth = dict[str, Any] | Annotations  # what metrics take as ground truth
@@ -281,8 +252,7 @@ def _checked(entries: Sequence[Any], where: str, *, scored: bool = False) -> Coc
         if not np.isfinite(objects.xywh[row]).all():
             raise DataError(f"{where}[{row}]: 'bbox' is {box}, expected four finite numbers")
         raise DataError(
-            f"{where}[{row}]: 'bbox' has a negative width or height: {box}; "
-            "it must be [x, y, width, height]"
+            f"{where}[{row}]: 'bbox' has a negative width or height: {box}; it must be [x, y, width, height]"
         )
     return objects
 
@@ -326,16 +296,11 @@ def _only_known(column: np.ndarray, known: np.ndarray, what: str, where: str) ->
     if unknown.size:
         first = unknown[0]
         more = f" (and {unknown.size - 1} more entries)" if unknown.size > 1 else ""
-        raise DataError(
-            f"{where}[{first}]: {what} {column[first]} is not in the annotations' list{more}"
-        )
+        raise DataError(f"{where}[{first}]: {what} {column[first]} is not in the annotations' list{more}")
 
 
 def _gather(parts: Sequence[Any]) -> np.ndarray:
     """Arrays or tensors joined along the first axis, float64."""
-    arrays = [
-        part.detach().cpu().double().numpy() if hasattr(part, "detach") else np.asarray(part)
-        for part in parts
-    ]
+    arrays = [part.detach().cpu().double().numpy() if hasattr(part, "detach") else np.asarray(part) for part in parts]
     filled = [array for array in arrays if len(array)]
     return np.concatenate(filled).astype(np.float64) if filled else np.zeros(0)

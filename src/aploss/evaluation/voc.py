@@ -6,20 +6,10 @@ from aploss.data.annotations import Annotations
 from aploss.errors import ConfigError
 from aploss.evaluation.matching import Matches, Pairs, by_category, candidate_pairs
 from aploss.evaluation.metrics import Metrics, mean_over_classes, objects_per_category
-from aploss.evaluation.tables import (
-    Detections,
-    DetectionTable,
-    Truth,
-    as_detections,
-    as_ground_truth,
-)
-
-__all__ = ["match_voc", "voc_average_precision", "voc_metrics"]
+from aploss.evaluation.tables import Detections, DetectionTable, Truth, as_detections, as_ground_truth
 
 
-def voc_metrics(
-    ground_truth: Truth, detections: Detections, *, year: int = 2012, iou: float = 0.5
-) -> Metrics:
+def voc_metrics(ground_truth: Truth, detections: Detections, *, year: int = 2012, iou: float = 0.5) -> Metrics:
     """Scores detections by the rules of the VOC development kit.
 
     Boxes are continuous: a box from pixel 1 to pixel 10 of a VOC file, both included, is

@@ -6,14 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from aploss.experiments.plan import (
-    VALIDATIONS,
-    Plan,
-    Tuning,
-    Variant,
-    comparison_config,
-    data_name,
-)
+from aploss.experiments.plan import VALIDATIONS, Plan, Tuning, Variant, comparison_config, data_name
 from aploss.experiments.results import Results, write_results
 from aploss.experiments.runner import Runner, execute
 from aploss.losses.traits import LOSSES
@@ -22,8 +15,6 @@ from aploss.reports.comparison import Comparison
 from aploss.training import TrainingInterruptedError
 from aploss.training.distributed import start_world
 from aploss.training.machine import choose_device, describe_environment
-
-__all__ = ["compare", "comparison_plan", "comparison_text", "default_out", "run_plan"]
 
 CACHE = "cache"  # beside the folders of the comparisons
 SECONDS_BETWEEN_PAGES = 20.0  # runs that are only read are quicker than that
@@ -63,9 +54,7 @@ def comparison_plan(
     variants = [
         Variant(
             name=loss,
-            config=comparison_config(
-                recipe, {**(changes or {}), "loss": loss}, steps=steps, validations=validations
-            ),
+            config=comparison_config(recipe, {**(changes or {}), "loss": loss}, steps=steps, validations=validations),
         )
         for loss in losses
     ]
@@ -173,8 +162,7 @@ def comparison_text(results: Results) -> Comparison:
         ),
         reference=names[0] if len(names) > 1 else None,
         notes=(
-            "The interval of a paired difference is that of Student's t over seeds, for each "
-            "difference by itself."
+            "The interval of a paired difference is that of Student's t over seeds, for each difference by itself."
             if len(results.plan.seeds) > 1
             else "One seed shows no spread: a difference may be chance."
         ),

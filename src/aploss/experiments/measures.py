@@ -26,17 +26,6 @@ from aploss.training.run import make_detector
 from aploss.training.run_folder import Summary, read_rows
 from aploss.training.splits import load_run_data
 
-__all__ = [
-    "DETECTION",
-    "RANKING_AP",
-    "APLossMeasure",
-    "DetectionMeasure",
-    "Measure",
-    "MultiScaleMeasure",
-    "Run",
-    "training_ap_loss",
-]
-
 VOC_AP50 = "VOC AP50"
 METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 RANKING_AP = "AP of the ranking"
@@ -185,9 +174,7 @@ class APLossMeasure:
 
     def curve(self, run: Run) -> TrainingCurve:
         points = self._points(run)
-        return TrainingCurve(
-            steps=[step for step, _ in points], values=[value for _, value in points]
-        )
+        return TrainingCurve(steps=[step for step, _ in points], values=[value for _, value in points])
 
     def score(self, run: Run) -> float | None:
         return self.values(run)[RANKING_AP]

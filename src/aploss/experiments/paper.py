@@ -11,21 +11,13 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 
 from aploss.errors import ConfigError
-from aploss.experiments.measures import (
-    DETECTION,
-    RANKING_AP,
-    APLossMeasure,
-    Measure,
-    MultiScaleMeasure,
-)
+from aploss.experiments.measures import DETECTION, RANKING_AP, APLossMeasure, Measure, MultiScaleMeasure
 from aploss.experiments.results import METRICS, Results
 from aploss.plotting.style import class_colour, line_style, loss_label
 from aploss.reports.page import Block, Cell, Details, Legend, Missing, Section, Table, Text
 from aploss.reports.run_files import read_run
 from aploss.reports.run_pictures import side_by_side
 from aploss.training.config import CriterionConfig
-
-__all__ = ["REPRODUCTIONS", "Reproduction", "Row", "reproduction", "snapshots"]
 
 Numbers = Mapping[str, float]  # metric → value between 0 and 1
 Verdict = tuple[bool | None, str]
@@ -124,21 +116,14 @@ class Reproduction:
 
 
 def _numbers(*percent: float, metrics: Sequence[str] = METRICS) -> Numbers:
-    return MappingProxyType(
-        {name: round(value / 100, 4) for name, value in zip(metrics, percent, strict=True)}
-    )
+    return MappingProxyType({name: round(value / 100, 4) for name, value in zip(metrics, percent, strict=True)})
 
 
 # Table 1: AP-loss on RetinaNet with one setting varied.
 
 AP_OPTIONS = {"delta": 1.0, "interpolated": True}
-NOT_TUNED = (
-    "All rows have the learning rate of the recipe: the setting is varied, nothing is tuned."
-)
-ABLATION: dict[str, Any] = {
-    "settings": {"loss": "ap", "criterion": {"options": AP_OPTIONS}},
-    "steps": 500,
-}
+NOT_TUNED = "All rows have the learning rate of the recipe: the setting is varied, nothing is tuned."
+ABLATION: dict[str, Any] = {"settings": {"loss": "ap", "criterion": {"options": AP_OPTIONS}}, "steps": 500}
 IMAGES_PER_STEP = 8  # at small scale, however they are grouped
 EACH_CLASS = "8 images, each class alone"
 
@@ -155,11 +140,7 @@ def _images_row(images: int, *percent: float) -> Row:
 
 
 def _option_row(name: str, options: Mapping[str, Any], *percent: float) -> Row:
-    return Row(
-        name=name,
-        settings={"criterion": {"options": options}},
-        paper={"voc": _numbers(*percent)},
-    )
+    return Row(name=name, settings={"criterion": {"options": options}}, paper={"voc": _numbers(*percent)})
 
 
 # Section 3.1.1 ranks the scores of all classes together: "the score distribution should be unified
@@ -167,17 +148,13 @@ def _option_row(name: str, options: Mapping[str, Any], *percent: float) -> Row:
 # where the criterion can rank so.
 RANKS_EACH_CLASS = "class" in get_args(get_type_hints(CriterionConfig)["rank_over"])
 EACH_CLASS_ROWS = (
-    Row(
-        name=EACH_CLASS,
-        small={"batches": {"size": 8, "accumulate": 1}, "criterion": {"rank_over": "class"}},
-    ),
+    Row(name=EACH_CLASS, small={"batches": {"size": 8, "accumulate": 1}, "criterion": {"rank_over": "class"}}),
 ) * RANKS_EACH_CLASS
 
 TABLE_1A = Reproduction(
     title="Table 1a: how many images are ranked together",
     shows="ranking over more images is better",
-    summary="AP-loss over more images cannot be misled by scores that shift from image to image "
-    "(Section 3.4).",
+    summary="AP-loss over more images cannot be misled by scores that shift from image to image (Section 3.4).",
     small_summary="Each step learns from 8 images whose anchors are ranked in groups of 1, 2, 4 or "
     "8 images (gradients are summed over the groups), so that the number of steps, images and "
     "updates is the same in all rows. The paper varies the batch itself."
@@ -188,8 +165,7 @@ TABLE_1A = Reproduction(
         else ""
     )
     + f"\n\n{NOT_TUNED}",
-    paper_summary="The batch of each of two GPUs is varied; each GPU ranks its own images."
-    f"\n\n{NOT_TUNED}",
+    paper_summary=f"The batch of each of two GPUs is varied; each GPU ranks its own images.\n\n{NOT_TUNED}",
     rows=(
         _images_row(1, 52.4, 80.2, 56.7),
         _images_row(2, 53.0, 81.7, 57.8),
@@ -200,9 +176,7 @@ TABLE_1A = Reproduction(
     reference="8 images",
     claims=(("8 images", "1 image", 0.0),),
     verdicts=lambda results: [
-        results.verdict("8 images", one.name)
-        for one in results.plan.variants
-        if one.name == EACH_CLASS
+        results.verdict("8 images", one.name) for one in results.plan.variants if one.name == EACH_CLASS
     ],
     row_name="images ranked together",
     **ABLATION,
@@ -258,8 +232,7 @@ RETINANET_ROWS = {  # in the paper's order
 }
 LOSS_CLAIMS = (("ap", "focal", 0.01), ("ap", "ce-ohem", 0.0), ("ap", "auc", 0.0))
 ONLY_THE_LOSS = (
-    "The same RetinaNet, schedule, initial weights and order of the data for each seed; only the "
-    "loss differs."
+    "The same RetinaNet, schedule, initial weights and order of the data for each seed; only the loss differs."
 )
 RETINANET: dict[str, Any] = {
     "steps": 800,  # with its trials an hour on slow cores
@@ -325,10 +298,7 @@ def snapshots(results: Results) -> tuple[list[float], dict[str, list[float]]]:
     every = [set(curve.steps) for found in curves.values() for curve in found]
     steps = sorted(set.intersection(*every)) if every else []
     means = {
-        name: [
-            float(np.mean([dict(zip(c.steps, c.values, strict=True))[step] for c in found]))
-            for step in steps
-        ]
+        name: [float(np.mean([dict(zip(c.steps, c.values, strict=True))[step] for c in found])) for step in steps]
         for name, found in curves.items()
     }
     return steps, means
@@ -435,10 +405,7 @@ FIGURE_4B = Reproduction(
     rows=(
         Row(name="ap", settings={"loss": "ap", "criterion": {"options": AP_OPTIONS}}),
         # log(AP + eps), "to quickly escape from the initial state"
-        Row(
-            name="smooth-ap",
-            settings={"loss": "smooth-ap", "criterion": {"options": {"log_space": True}}},
-        ),
+        Row(name="smooth-ap", settings={"loss": "smooth-ap", "criterion": {"options": {"log_space": True}}}),
         Row(name="hinge-ap", settings={"loss": "hinge-ap"}),
     ),
     settings={"criterion": {"box_weight": 0.0}, "splits": {"validation": "none"}},
@@ -495,8 +462,7 @@ def _other_detectors(results: Results) -> list[Section]:
 TABLE_3 = Reproduction(
     title="Table 3: the final detector, at one scale and at several",
     shows="the final detector, single- and multi-scale",
-    summary="The final detector with AP-loss. Both rows are the same weights; only the test "
-    "differs.",
+    summary="The final detector with AP-loss. Both rows are the same weights; only the test differs.",
     rows=(
         Row(
             name=ONE_SCALE,

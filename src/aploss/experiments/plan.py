@@ -14,21 +14,6 @@ from aploss.training.config import TrainConfig, config_to_dict
 from aploss.training.recipes import load_config
 from aploss.training.run_folder import MAY_CHANGE
 
-__all__ = [
-    "Plan",
-    "Tuning",
-    "Variant",
-    "changed",
-    "comparison_config",
-    "data_name",
-    "parse_seeds",
-    "runs_of",
-    "settings_hash",
-    "trials_of",
-    "with_length",
-    "with_rate",
-]
-
 Config = TypeVar("Config")
 VALIDATIONS = 10  # points of the curve of AP while training
 MAX_SEEDS = 1000
@@ -84,11 +69,7 @@ class Plan:
 
 
 def comparison_config(
-    recipe: str | None,
-    changes: dict[str, Any],
-    *,
-    steps: int | None = None,
-    validations: int = VALIDATIONS,
+    recipe: str | None, changes: dict[str, Any], *, steps: int | None = None, validations: int = VALIDATIONS
 ) -> TrainConfig:
     """A config under which runs can be compared.
 
@@ -169,9 +150,7 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
         0.1
     """
     values = {
-        name: changed(getattr(config, name), value)
-        if is_dataclass(getattr(config, name))
-        else value
+        name: changed(getattr(config, name), value) if is_dataclass(getattr(config, name)) else value
         for name, value in changes.items()
     }
     return replace(config, **values)  # type: ignore[type-var]
@@ -221,9 +200,7 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     """
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words or not all(word.isascii() and word.isdecimal() for word in words):
-        raise ConfigError(
-            f"--seeds must be a number of seeds or a list such as 0,1,2, got {text!r}"
-        )
+        raise ConfigError(f"--seeds must be a number of seeds or a list such as 0,1,2, got {text!r}")
     longest = max(words, key=len)
     if "," not in text and (len(longest) > len(str(MAX_SEEDS)) or int(longest) > MAX_SEEDS):
         raise ConfigError(

@@ -12,34 +12,13 @@ import yaml
 from aploss.errors import ConfigError
 from aploss.experiments.compare import run_plan
 from aploss.experiments.paper import TEST_SPLIT, Reproduction, Row, reproduction
-from aploss.experiments.plan import (
-    Plan,
-    Tuning,
-    Variant,
-    changed,
-    comparison_config,
-    data_name,
-    runs_of,
-)
+from aploss.experiments.plan import Plan, Tuning, Variant, changed, comparison_config, data_name, runs_of
 from aploss.experiments.results import METRICS, Results
 from aploss.reports.comparison import Comparison
 from aploss.training.config import TrainConfig, config_to_dict, differing_keys
 from aploss.training.machine import choose_device, seeded
 from aploss.training.recipes import merge
 from aploss.training.run import make_detector
-
-__all__ = [
-    "Request",
-    "check_time",
-    "default_out",
-    "describe_days",
-    "describe_plan",
-    "describe_work",
-    "page_for",
-    "plan_for",
-    "reproduce",
-    "seconds_per_image",
-]
 
 SMALL_SEEDS = (0, 1, 2)
 PAPER_SEEDS = (0,)  # the paper names none
@@ -90,9 +69,7 @@ class Request:
             return
         for option, value in (("--recipe", self.recipe), ("--steps", self.steps)):
             if value is not None:
-                raise ConfigError(
-                    f"{option} goes with --scale small: the paper's scale has the paper's settings"
-                )
+                raise ConfigError(f"{option} goes with --scale small: the paper's scale has the paper's settings")
         if self.processes > PAPER_GPUS:
             raise ConfigError(
                 f"the paper's scale is for 1 or {PAPER_GPUS} processes of {PAPER_BATCH} images "
@@ -130,9 +107,7 @@ def plan_for(name: str, request: Request) -> Plan:
     if request.is_small and request.tune and entry.trial_steps is not None:
         trial_steps = min(entry.trial_steps, request.steps or entry.trial_steps)
         tuning = Tuning(steps=request.tune_steps or trial_steps)
-    return Plan(
-        variants=variants, seeds=seeds[:1] if entry.first_seed_alone else seeds, tuning=tuning
-    )
+    return Plan(variants=variants, seeds=seeds[:1] if entry.first_seed_alone else seeds, tuning=tuning)
 
 
 def _config(entry: Reproduction, row: Row, request: Request) -> TrainConfig:
@@ -152,9 +127,7 @@ def _config(entry: Reproduction, row: Row, request: Request) -> TrainConfig:
     return config
 
 
-def _small_config(
-    entry: Reproduction, row: Row, request: Request, settings: dict[str, Any]
-) -> TrainConfig:
+def _small_config(entry: Reproduction, row: Row, request: Request, settings: dict[str, Any]) -> TrainConfig:
     settings = merge(merge(settings, dict(entry.small)), dict(row.small))
     settings["data"] = request.data or "builtin"
     recipe = request.recipe or ("demo" if settings["data"] == "builtin" else "bccd-cpu")
@@ -163,13 +136,8 @@ def _small_config(
     return comparison_config(recipe, settings, steps=steps)
 
 
-def _paper_config(
-    entry: Reproduction, row: Row, request: Request, settings: dict[str, Any]
-) -> TrainConfig:
-    together = {
-        "size": row.batch * request.processes,
-        "accumulate": PAPER_GPUS // request.processes,
-    }
+def _paper_config(entry: Reproduction, row: Row, request: Request, settings: dict[str, Any]) -> TrainConfig:
+    together = {"size": row.batch * request.processes, "accumulate": PAPER_GPUS // request.processes}
     settings = merge(settings, {**entry.full, "data": request.data or "", "batches": together})
     config = comparison_config(f"{request.benchmark}-{entry.recipe}", settings)
     if entry.curves_on_test:
@@ -189,10 +157,7 @@ def page_for(name: str, request: Request, results: Results) -> Comparison:
     split = "test" if entry.curves_on_test and not request.is_small else "validation"
     notes = [entry.notes, SMALL_SCALE if request.is_small else ""]
     metrics = entry.metrics.get(numbers_of, METRICS)
-    claims = [
-        results.verdict(first, second, by=by, metric=metrics[0])
-        for first, second, by in entry.claims
-    ]
+    claims = [results.verdict(first, second, by=by, metric=metrics[0]) for first, second, by in entry.claims]
     return results.comparison(
         title=entry.title,
         summary=" ".join(filter(None, [entry.summary, more])),
@@ -250,9 +215,7 @@ def default_out(name: str, request: Request) -> Path:
     return Path("runs") / f"{name}-{request.scale}-{Path(data_name(data)).stem}"
 
 
-def check_time(
-    name: str, request: Request, say: Callable[[str], Any], *, start_anyway: bool
-) -> None:
+def check_time(name: str, request: Request, say: Callable[[str], Any], *, start_anyway: bool) -> None:
     """Says how long the paper's scale takes here, and refuses it on a CPU.
 
     Raises:
@@ -299,10 +262,7 @@ def describe_plan(name: str, request: Request) -> str:
         lines.append(f"learning rates tried for each row: {factors} times the row's own")
     lines.append("rows, and what they have in place of the first one's settings:")
     for variant in plan.variants:
-        differing = [
-            f"{key} = {_setting(variant.config, key)}"
-            for key in differing_keys(first, variant.config)
-        ]
+        differing = [f"{key} = {_setting(variant.config, key)}" for key in differing_keys(first, variant.config)]
         lines.append(f"  {variant.name}: {'; '.join(differing) or 'the settings below'}")
     settings = yaml.safe_dump(config_to_dict(first), sort_keys=False)
     return "\n".join([*lines, "", settings.rstrip()])

@@ -14,8 +14,6 @@ from aploss.reports.comparison import Comparison, Difference, Entry, write_compa
 from aploss.reports.page import DASH, Cell, Section, Table, Text
 from aploss.training.machine import describe_environment
 
-__all__ = ["Results", "Trial", "write_results"]
-
 METRICS = ("AP", "AP50", "AP75")
 
 
@@ -114,9 +112,7 @@ class Results:
         found = [self.difference(reference, other, metric) for other in others]
         return [one for one in found if len(one.values) > 1]
 
-    def is_ahead(
-        self, first: str, second: str, *, by: float = 0.0, metric: str = "AP"
-    ) -> bool | None:
+    def is_ahead(self, first: str, second: str, *, by: float = 0.0, metric: str = "AP") -> bool | None:
         """Whether a row is ahead of another by at least ``by``; None where seeds do not decide.
 
         It is not where the mean of the differences is smaller than ``by`` or zero. It is where
@@ -129,9 +125,7 @@ class Results:
             return False
         return True if one.low > 0 else None
 
-    def verdict(
-        self, first: str, second: str, *, by: float = 0.0, metric: str = "AP"
-    ) -> tuple[bool | None, str]:
+    def verdict(self, first: str, second: str, *, by: float = 0.0, metric: str = "AP") -> tuple[bool | None, str]:
         """The claim that a row is ahead of another, with the numbers."""
         one = self.difference(first, second, metric)
         least = f" by at least {100 * by:g}" if by else ""
@@ -292,8 +286,7 @@ def _row(results: Results, variant: Variant, entry: Entry) -> dict[str, Any]:
         "paper": dict(variant.paper),
         "minutes": list(entry.minutes),
         "curves": [
-            {"steps": list(c.steps), "values": list(c.values), "minutes": list(c.minutes)}
-            for c in entry.curves
+            {"steps": list(c.steps), "values": list(c.values), "minutes": list(c.minutes)} for c in entry.curves
         ],
         "runs": [
             {

@@ -19,8 +19,6 @@ from aploss.training.config import TrainConfig
 from aploss.training.run_folder import Summary, default_folder, read_rows
 from aploss.training.step import DivergedError
 
-__all__ = ["OutOfTimeError", "Runner", "cache_folder", "execute"]
-
 
 class OutOfTimeError(Exception):
     """The time limit of a comparison is reached; what was trained is saved."""
@@ -85,9 +83,7 @@ class Runner:
             limited = replace(config, out=str(folder), max_minutes=self._limit(folder))
             observer = measure.observer(config, folder)
             try:
-                summary = training.train(
-                    limited, resume=True, quiet=self.quiet, on_progress=observer
-                )
+                summary = training.train(limited, resume=True, quiet=self.quiet, on_progress=observer)
             except DivergedError as error:  # too high a learning rate, perhaps
                 return Run(config=config, folder=folder, summary=None, failure=str(error))
         if summary.stopped_by == "minutes":

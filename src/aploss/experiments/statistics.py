@@ -9,8 +9,6 @@ import numpy as np
 
 from aploss.reports.comparison import Difference
 
-__all__ = ["Spread", "known_values", "paired_difference", "spread"]
-
 CONFIDENCE = 0.95
 
 
@@ -81,9 +79,7 @@ def paired_difference(
         >>> round(one.mean, 4), round(one.low, 4), round(one.high, 4)
         (0.03, -0.0971, 0.1571)
     """
-    pairs = [
-        known for pair in zip(first, second, strict=True) if len(known := known_values(pair)) == 2
-    ]
+    pairs = [known for pair in zip(first, second, strict=True) if len(known := known_values(pair)) == 2]
     values = tuple(one - other for one, other in pairs)
     low = high = math.nan
     if len(values) > 1:

@@ -19,16 +19,6 @@ from PIL import Image, ImageDraw, ImageFont
 
 from aploss.plotting.style import INK, MUTED, PAPER, class_colour
 
-__all__ = [
-    "as_picture",
-    "contact_sheet",
-    "crop_around",
-    "data_uri",
-    "draw_boxes",
-    "outline_boxes",
-    "thumbnail",
-]
-
 READABLE = 256  # pixels of the longer side below which captions would hide the picture
 GAP, CAPTION, TITLE = 8, 12, 17  # pixels of a contact sheet
 
@@ -130,8 +120,7 @@ def outline_boxes(
     broken = [dashed] * count if isinstance(dashed, bool) else list(dashed)
     if not len(texts) == len(all_colours) == len(broken) == count:
         raise ValueError(
-            f"{count} boxes need as many colours and captions, "
-            f"got {len(all_colours)} colours and {len(texts)} captions"
+            f"{count} boxes need as many colours and captions, got {len(all_colours)} colours and {len(texts)} captions"
         )
     canvas = image.convert("RGB")
     if canvas is image:
@@ -282,9 +271,7 @@ def _is_visible(box: np.ndarray, size: tuple[int, int]) -> bool:
     return bool(np.isfinite(box).all() and x1 <= size[0] and y1 <= size[1] and x2 >= 0 and y2 >= 0)
 
 
-def _draw_outline(
-    pen: ImageDraw.ImageDraw, box: tuple[int, ...], colour: str, width: int, *, dashed: bool
-) -> None:
+def _draw_outline(pen: ImageDraw.ImageDraw, box: tuple[int, ...], colour: str, width: int, *, dashed: bool) -> None:
     x1, y1, x2, y2 = box
     corners = [(x1, y1), (x2, y1), (x2, y2), (x1, y2), (x1, y1)]
     sides = list(itertools.pairwise(corners))
@@ -321,12 +308,7 @@ def _dashes(
 
 
 def _draw_caption(
-    pen: ImageDraw.ImageDraw,
-    box: np.ndarray,
-    text: str,
-    colour: str,
-    font: Font,
-    size: tuple[int, int],
+    pen: ImageDraw.ImageDraw, box: np.ndarray, text: str, colour: str, font: Font, size: tuple[int, int]
 ) -> None:
     text = " ".join(text.split())
     left, top, right, bottom = pen.textbbox((0, 0), text, font=font)
@@ -338,9 +320,7 @@ def _draw_caption(
     pen.text((x + 3 - left, y + 2 - top), text, fill=_contrasting(colour), font=font)
 
 
-def _write_line(
-    sheet: Image.Image, text: str, place: tuple[int, int], height: int, colour: str, width: int
-) -> None:
+def _write_line(sheet: Image.Image, text: str, place: tuple[int, int], height: int, colour: str, width: int) -> None:
     """Writes one line no wider than ``width`` pixels, its end cut off where necessary."""
     font = _font(height)
     text = " ".join(text.split())

@@ -14,41 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack
 
 import numpy as np
 
-from aploss.plotting.style import (
-    GRID,
-    INK,
-    MUTED,
-    PALETTE,
-    LineStyle,
-    class_style,
-    line_style,
-    loss_label,
-    plot_style,
-)
+from aploss.plotting.style import GRID, INK, MUTED, PALETTE, LineStyle, class_style, line_style, loss_label, plot_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-__all__ = [
-    "Frame",
-    "Plot",
-    "Series",
-    "Values",
-    "add_legend",
-    "bar_plot",
-    "count_axis",
-    "field_plot",
-    "line_plot",
-    "new_plot",
-    "numbers",
-    "power_text",
-    "precision_recall_panels",
-    "precision_recall_plot",
-    "scatter_plot",
-    "shorten",
-    "thin_out",
-]
 
 MAX_POINTS = 500
 MAX_NAMED_CURVES = 6  # of classes, where there are more of them than colours
@@ -173,9 +143,7 @@ def line_plot(
     return plot.svg
 
 
-def scatter_plot(
-    groups: Sequence[Series], *, diagonal: bool = False, **frame: Unpack[Frame]
-) -> str:
+def scatter_plot(groups: Sequence[Series], *, diagonal: bool = False, **frame: Unpack[Frame]) -> str:
     """Clouds of points, one style for each group; ``diagonal`` adds the line y = x.
 
     Example:
@@ -190,9 +158,7 @@ def scatter_plot(
                 alpha=0.75, linewidths=0,
             )  # fmt: skip
         if diagonal:
-            plot.axes.axline(
-                (1, 1), (2, 2), color=MUTED, linewidth=1, linestyle=(0, (2, 2)), zorder=0.5
-            )
+            plot.axes.axline((1, 1), (2, 2), color=MUTED, linewidth=1, linestyle=(0, (2, 2)), zorder=0.5)
         add_legend(plot.figure, _legend_entries(groups), markers=True, lines=False)
     return plot.svg
 
@@ -241,11 +207,7 @@ def field_plot(
 
 
 def bar_plot(
-    names: Sequence[str],
-    values: Values,
-    *,
-    x_range: tuple[float, float] | None = None,
-    **frame: Unpack[Frame],
+    names: Sequence[str], values: Values, *, x_range: tuple[float, float] | None = None, **frame: Unpack[Frame]
 ) -> str:
     """Horizontal bars with their names on the left and their values at the end.
 
@@ -285,10 +247,7 @@ class PrecisionRecall(Protocol):
 
 
 def precision_recall_plot(
-    curves: Mapping[str, PrecisionRecall],
-    iou: float = 0.5,
-    *,
-    scores: Mapping[str, float | None] | None = None,
+    curves: Mapping[str, PrecisionRecall], iou: float = 0.5, *, scores: Mapping[str, float | None] | None = None
 ) -> str:
     """Precision over recall, a line for every class, and their mean.
 
@@ -317,9 +276,7 @@ def precision_recall_plot(
             plot.axes.plot(curve.recall, curve.precision, color=MUTED, alpha=0.25, linewidth=0.8)
         for name in named:
             curve, style = curves[name], class_style(labels[name])
-            plot.axes.plot(
-                curve.recall, curve.precision, color=style.colour, linestyle=style.dashes
-            )
+            plot.axes.plot(curve.recall, curve.precision, color=style.colour, linestyle=style.dashes)
             entries[f"{shorten(name)} {known[name]:.3f}" if name in known else name] = style
         if many:
             entries[f"{len(order) - len(named)} other classes"] = LineStyle(GRID)
@@ -366,13 +323,9 @@ def precision_recall_panels(curves: Mapping[float, Mapping[str, PrecisionRecall]
                 panel.plot(curve.recall, curve.precision, color=shade, label=f"IoU {iou:g}")
             panel.set_title(shorten(names[number]))
             panel.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
-            panel.tick_params(
-                labelleft=number % columns == 0, labelbottom=number >= len(names) - columns
-            )
+            panel.tick_params(labelleft=number % columns == 0, labelbottom=number >= len(names) - columns)
         handles, labels = panels[0, 0].get_legend_handles_labels()
-        figure.legend(
-            handles, labels, loc="lower left", ncols=len(labels), handlelength=1.2, columnspacing=1
-        )
+        figure.legend(handles, labels, loc="lower left", ncols=len(labels), handlelength=1.2, columnspacing=1)
         figure.supxlabel("recall", y=0.38 / height, va="bottom", fontsize=9.5)
         figure.supylabel("precision", fontsize=9.5)
         return _svg(figure)
@@ -520,9 +473,7 @@ def _make_logarithmic(axes: "Axes", x: bool, y: bool) -> None:
             axis.set_minor_formatter(PlainLogFormatter(minor_thresholds=(1.0, 0.5)))
 
 
-def _draw_arrows(
-    axes: "Axes", x: np.ndarray, y: np.ndarray, arrows: tuple[np.ndarray, np.ndarray]
-) -> None:
+def _draw_arrows(axes: "Axes", x: np.ndarray, y: np.ndarray, arrows: tuple[np.ndarray, np.ndarray]) -> None:
     step = (max(1, round(len(y) / 14)), max(1, round(len(x) / 14)))
     chosen = np.s_[step[0] // 2 :: step[0], step[1] // 2 :: step[1]]
     u, v = np.asarray(arrows[0], float)[chosen], np.asarray(arrows[1], float)[chosen]

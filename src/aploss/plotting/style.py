@@ -14,24 +14,6 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-__all__ = [
-    "GRID",
-    "INK",
-    "MUTED",
-    "PALETTE",
-    "PAPER",
-    "RIGHT",
-    "THEME",
-    "VARIANT_STYLES",
-    "WRONG",
-    "LineStyle",
-    "class_colour",
-    "class_style",
-    "line_style",
-    "loss_label",
-    "plot_style",
-]
-
 BLUE, ORANGE, GREEN, VERMILLION = "#0072b2", "#e69f00", "#009e73", "#d55e00"
 PURPLE, SKY, BROWN, SLATE = "#cc79a7", "#56b4e9", "#5a3a00", "#444c56"
 
@@ -81,9 +63,7 @@ class LineStyle(NamedTuple):
 DASHES: tuple[Any, ...] = (
     "-", "--", "-.", ":", (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)), (0, (5, 1)), (0, (1, 2)),
 )  # fmt: skip
-VARIANT_STYLES = tuple(
-    map(LineStyle, (INDIGO, ROSE, TEAL, SAND, WINE, CYAN), DASHES, ("o", "s", "^", "D", "v", "P"))
-)
+VARIANT_STYLES = tuple(map(LineStyle, (INDIGO, ROSE, TEAL, SAND, WINE, CYAN), DASHES, ("o", "s", "^", "D", "v", "P")))
 RIGHT, WRONG = LineStyle(BLUE, "-", "o"), LineStyle(VERMILLION, "--", "s")
 
 

@@ -32,21 +32,6 @@ from aploss.reports.page import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = [
-    "Comparison",
-    "Difference",
-    "Entry",
-    "TrainingCurve",
-    "comparison_markdown",
-    "comparison_sections",
-    "comparison_table",
-    "curve_plot",
-    "difference_plot",
-    "mean_and_band",
-    "spread_plot",
-    "write_comparison_report",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCurve:
@@ -79,9 +64,7 @@ class Entry:
     note: str = ""
 
     def __post_init__(self) -> None:
-        for value in _known(
-            [*self.paper.values(), *(v for row in self.values.values() for v in row)]
-        ):
+        for value in _known([*self.paper.values(), *(v for row in self.values.values() for v in row)]):
             if not 0 <= value <= 1:
                 raise ValueError(f"{self.name}: values are between 0 and 1, got {value}")
 
@@ -239,9 +222,7 @@ def comparison_markdown(comparison: Comparison) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def mean_and_band(
-    curves: Sequence[tuple[Values, Values]],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def mean_and_band(curves: Sequence[tuple[Values, Values]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The mean of several curves and their standard deviation, where all of them are known.
 
     Curves need not share their points (evaluations of two runs never fall on the same second):
@@ -296,9 +277,7 @@ def curve_plot(entries: Sequence[Entry], *, against: str = "steps", label: str =
                 )
             )  # fmt: skip
     what, x_label = ("steps", "step") if against == "steps" else ("time", "minutes")
-    return line_plot(
-        series, title=f"{label} against {what}", x_label=x_label, y_label=f"{label} (%)", height=3.4
-    )
+    return line_plot(series, title=f"{label} against {what}", x_label=x_label, y_label=f"{label} (%)", height=3.4)
 
 
 def spread_plot(entries: Sequence[Entry], metric: str = "AP") -> str:
@@ -332,13 +311,7 @@ def difference_plot(differences: Sequence[Difference]) -> str:
 
 
 def _draw_row(
-    axes: "Axes",
-    row: int,
-    seeds: np.ndarray,
-    centre: float,
-    span: tuple[float, float],
-    style: LineStyle,
-    number: str,
+    axes: "Axes", row: int, seeds: np.ndarray, centre: float, span: tuple[float, float], style: LineStyle, number: str
 ) -> None:
     """A mean with its interval as a line, and the seeds as circles below."""
     axes.plot(span, [row, row], color=style.colour, linewidth=2.4, solid_capstyle="butt")

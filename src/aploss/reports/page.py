@@ -22,30 +22,6 @@ from markupsafe import Markup, escape
 from aploss.files import write_text
 from aploss.plotting.style import THEME
 
-__all__ = [
-    "DASH",
-    "Block",
-    "Cell",
-    "Code",
-    "Details",
-    "Fact",
-    "Facts",
-    "Figures",
-    "Legend",
-    "Missing",
-    "Picture",
-    "Pictures",
-    "Section",
-    "SvgFigure",
-    "Table",
-    "Text",
-    "Verdict",
-    "embed_svg",
-    "render_page",
-    "show",
-    "write_page",
-]
-
 DASH = "\u2013"
 NUMBER_CHARACTERS = set("0123456789.+-\u2212±\u2013%, []")
 
@@ -129,9 +105,7 @@ class Table:
     @property
     def numeric(self) -> list[bool]:
         """For each column whether it holds numbers, which are set to the right."""
-        return [all(map(_is_number, column)) for column in zip(*self.rows, strict=True)] or [
-            False
-        ] * len(self.columns)
+        return [all(map(_is_number, column)) for column in zip(*self.rows, strict=True)] or [False] * len(self.columns)
 
     def markdown(self) -> str:
         """The same table for a Markdown document."""
@@ -276,9 +250,7 @@ def _markdown_row(cells: Sequence[Any]) -> str:
     return "| " + " | ".join(texts) + " |"
 
 
-def write_page(
-    path: str | Path, title: str, sections: Sequence[Section], *, subtitle: str = ""
-) -> Path:
+def write_page(path: str | Path, title: str, sections: Sequence[Section], *, subtitle: str = "") -> Path:
     """Writes a self-contained page.
 
     Args:
@@ -366,8 +338,7 @@ def _inline(text: str) -> Markup:
     if len(parts) % 2 == 0:  # a lone backtick is just that
         return escape(text)
     return Markup("").join(
-        Markup("<code>{}</code>").format(part) if index % 2 else part
-        for index, part in enumerate(parts)
+        Markup("<code>{}</code>").format(part) if index % 2 else part for index, part in enumerate(parts)
     )
 
 
@@ -380,9 +351,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(
-        inline=_inline, themed=_themed, kind=lambda block: type(block).__name__.lower()
-    )
+    environment.filters.update(inline=_inline, themed=_themed, kind=lambda block: type(block).__name__.lower())
     return environment
 
 

@@ -15,8 +15,6 @@ import numpy as np
 
 from aploss.errors import RunError
 
-__all__ = ["RunFiles", "matches_document", "read_json_lines", "read_run"]
-
 Document = TypeVar("Document", dict[str, Any], list[Any])
 
 

@@ -15,8 +15,6 @@ from aploss.plotting.style import PALETTE, class_colour, loss_label
 from aploss.reports.page import Picture, Pictures
 from aploss.reports.run_files import RunFiles
 
-__all__ = ["PictureSource", "false_positives", "gallery", "misses", "side_by_side"]
-
 TRUTH_COLOUR = "#ffffff"
 MAX_LONG_CAPTIONS, MAX_CAPTIONS = 6, 24
 MAX_PER_IMAGE = 2
@@ -35,12 +33,8 @@ class PictureSource:
 
     def __post_init__(self) -> None:
         truth = self.run.ground_truth
-        self.images: dict[int, Mapping[str, Any]] = {
-            image["id"]: image for image in truth.get("images", [])
-        }
-        self.class_names: dict[int, str] = {
-            entry["id"]: str(entry["name"]) for entry in truth.get("categories", [])
-        }
+        self.images: dict[int, Mapping[str, Any]] = {image["id"]: image for image in truth.get("images", [])}
+        self.class_names: dict[int, str] = {entry["id"]: str(entry["name"]) for entry in truth.get("categories", [])}
         self.labels = {number: label for label, number in enumerate(self.class_names)}
         self.objects: list[Mapping[str, Any]] = list(truth.get("annotations", []))
         self.scores = self.run.scores
@@ -128,22 +122,13 @@ class PictureSource:
             small,
             (_xyxy([*objects, *found, *chosen]) - np.array([*corner, *corner])) * factor,
             captions=[*[""] * len(objects), *self.captions(rows), *texts.values()],
-            colours=[
-                *[TRUTH_COLOUR] * len(objects),
-                *map(class_colour, labels),
-                *[TRUTH_COLOUR] * len(chosen),
-            ],
+            colours=[*[TRUTH_COLOUR] * len(objects), *map(class_colour, labels), *[TRUTH_COLOUR] * len(chosen)],
             dashed=[*[True] * len(objects), *[False] * len(found), *[True] * len(chosen)],
         )
         return Picture(data_uri(drawn), caption)
 
     def draw_around(
-        self,
-        entry: Mapping[str, Any],
-        note: str,
-        *,
-        rows: Sequence[int],
-        named: Mapping[int, str] | None = None,
+        self, entry: Mapping[str, Any], note: str, *, rows: Sequence[int], named: Mapping[int, str] | None = None
     ) -> Picture | None:
         """The surroundings of an object or detection; see :meth:`draw`."""
         image_id = entry["image_id"]
@@ -152,9 +137,7 @@ class PictureSource:
             return None
         part, corner = crop_around(image, _xyxy([entry])[0], context=0.8)
         caption = f"{note}: {self.file_name(image_id)}"
-        return self.draw(
-            part, image_id, caption, rows=rows, named=named, corner=corner, longest=240
-        )
+        return self.draw(part, image_id, caption, rows=rows, named=named, corner=corner, longest=240)
 
     def evenly_spaced(self, count: int) -> list[int]:
         """Ids of images with objects, evenly spaced; of any images where none has objects."""

@@ -19,16 +19,7 @@ from aploss.plotting.plots import (
     precision_recall_plot,
     thin_out,
 )
-from aploss.plotting.style import (
-    INK,
-    MUTED,
-    RIGHT,
-    VARIANT_STYLES,
-    WRONG,
-    LineStyle,
-    class_colour,
-    loss_label,
-)
+from aploss.plotting.style import INK, MUTED, RIGHT, VARIANT_STYLES, WRONG, LineStyle, class_colour, loss_label
 from aploss.reports.page import (
     DASH,
     Block,
@@ -51,16 +42,6 @@ from aploss.reports.page import (
 )
 from aploss.reports.run_files import RunFiles, read_run
 from aploss.reports.run_pictures import PictureSource, false_positives, gallery, misses
-
-__all__ = [
-    "ap_curves",
-    "class_bars",
-    "loss_curves",
-    "reliability_diagram",
-    "score_histogram",
-    "step_curve",
-    "write_run_report",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -108,9 +89,7 @@ def write_run_report(run_folder: str | Path) -> Path:
         for block in section.blocks:
             for figure in block.figures if isinstance(block, Figures) else ():
                 write_text(run.folder / "plots" / f"{figure.name}.svg", figure.svg)
-    return write_page(
-        run.folder / "report.html", run.name, sections, subtitle=_subtitle(run.summary)
-    )
+    return write_page(run.folder / "report.html", run.name, sections, subtitle=_subtitle(run.summary))
 
 
 def _section(title: str, run: RunFiles) -> Section:
@@ -119,9 +98,7 @@ def _section(title: str, run: RunFiles) -> Section:
         return Section(title, SECTIONS[title](run))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         logger.warning("section %r of the report is left out", title, exc_info=True)
-        return Section(
-            title, [Missing(f"This part could not be made ({type(error).__name__}: {error}).")]
-        )
+        return Section(title, [Missing(f"This part could not be made ({type(error).__name__}: {error}).")])
 
 
 def _subtitle(summary: Mapping[str, Any]) -> str:
@@ -218,18 +195,10 @@ def _classes(run: RunFiles) -> list[Block]:
         drawing = precision_recall_plot(curves, scores=scores)
         figures.append(SvgFigure(drawing, "With AP50 of each class.", name="precision-recall"))
     figures.append(SvgFigure(class_bars(per_class), label="AP of each class", name="classes"))
-    columns = [
-        name
-        for name in CLASS_COLUMNS
-        if any(row.get(name) is not None for row in per_class.values())
-    ]
+    columns = [name for name in CLASS_COLUMNS if any(row.get(name) is not None for row in per_class.values())]
     counts = [name for name in ("objects", "detections") if name in next(iter(per_class.values()))]
     rows = [
-        [
-            Cell(name, colour=class_colour(place)),
-            *(row.get(key) for key in counts),
-            *(row.get(key) for key in columns),
-        ]
+        [Cell(name, colour=class_colour(place)), *(row.get(key) for key in counts), *(row.get(key) for key in columns)]
         for place, (name, row) in enumerate(per_class.items())
     ]
     return [Figures(figures), Table(columns=["class", *counts, *columns], rows=rows)]
@@ -287,9 +256,7 @@ def _sample(run: RunFiles) -> list[Block]:
         "White dashes: the objects as annotated. Solid, in the colour of the class: detections "
         f"with a score of at least {run.threshold:.2f}."
     )
-    colours = [
-        (class_colour(place), name) for place, name in enumerate(source.class_names.values())
-    ]
+    colours = [(class_colour(place), name) for place, name in enumerate(source.class_names.values())]
     legend: list[Block] = [Legend(colours)] if source.colours_differ else []
     return [Text(text), *legend, *_shown(pictures, source, 280)]
 
@@ -317,12 +284,7 @@ def _false_positives(run: RunFiles) -> list[Block]:
 
 
 def _chosen_pictures(
-    run: RunFiles,
-    choose: Callable[[PictureSource], list[Picture]],
-    *,
-    text: str,
-    none: str,
-    unknown: str,
+    run: RunFiles, choose: Callable[[PictureSource], list[Picture]], *, text: str, none: str, unknown: str
 ) -> list[Block]:
     """Pictures that need to know which detection found which object."""
     if run.outcomes is None or not run.ground_truth.get("images"):
@@ -453,10 +415,7 @@ def ap_curves(rows: Rows, *, against: str = "step") -> str:
 
 
 def reliability_diagram(
-    before: Rows,
-    after: Rows,
-    error_before: float | None = None,
-    error_after: float | None = None,
+    before: Rows, after: Rows, error_before: float | None = None, error_after: float | None = None
 ) -> str:
     """Precision of the detections over their score, before and after calibration.
 
@@ -467,9 +426,7 @@ def reliability_diagram(
     """
     looks = (("before", before, error_before, VARIANT_STYLES[1]),
              ("after calibration", after, error_after, RIGHT))  # fmt: skip
-    with new_plot(
-        "Do scores mean precision?", x_label="score", y_label="precision (IoU 0.5)", height=3.4
-    ) as plot:
+    with new_plot("Do scores mean precision?", x_label="score", y_label="precision (IoU 0.5)", height=3.4) as plot:
         plot.axes.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle=(0, (2, 2)))
         entries = {"ideal": LineStyle(MUTED, (0, (2, 2)))}
         for name, bins, error, style in looks:
@@ -505,9 +462,7 @@ def score_histogram(
         for values, (name, style) in zip((correct, wrong), looks.items(), strict=True):
             heights, edges = np.histogram(np.clip(numbers(values), 0, 1), bins)
             plot.axes.stairs(heights, edges, color=style.colour, fill=True, alpha=0.18)
-            plot.axes.stairs(
-                heights, edges, color=style.colour, linestyle=style.dashes, linewidth=1.6
-            )
+            plot.axes.stairs(heights, edges, color=style.colour, linestyle=style.dashes, linewidth=1.6)
             entries[f"{name} ({len(values)})"] = style
         if threshold is not None:
             plot.axes.axvline(threshold, color=INK, linewidth=1, linestyle=(0, (2, 2)))
@@ -528,9 +483,7 @@ def class_bars(per_class: Mapping[str, Mapping[str, Any]]) -> str:
         half = MAX_BARS // 2
         title = f"AP: {half} best and {half} worst of {len(names)} classes"
         names = names[:half] + names[-half:]
-    return bar_plot(
-        names, [values[name] for name in names], title=title, x_label="AP", x_range=(0, 1.12)
-    )
+    return bar_plot(names, [values[name] for name in names], title=title, x_label="AP", x_range=(0, 1.12))
 
 
 def _column(rows: Rows, x_key: str, y_key: str) -> tuple[np.ndarray, np.ndarray]:

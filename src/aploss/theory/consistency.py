@@ -11,8 +11,6 @@ from aploss.plotting.plots import Series, line_plot
 from aploss.reports.page import SvgFigure, Table, Verdict
 from aploss.theory.study import Study
 
-__all__ = ["consistency", "cross_entropy_gradients", "hinge_gradients"]
-
 TOLERANCE = 1e-12
 
 
@@ -33,11 +31,7 @@ def consistency(seed: int = 0) -> Study:
         place="Observation 1 and Appendix 4",
         text=_TEXT,
         figures=[
-            _binary_figure(
-                "softmax and cross-entropy",
-                x,
-                cross_entropy_gradients(torch.stack([x, -x], -1), first),
-            ),
+            _binary_figure("softmax and cross-entropy", x, cross_entropy_gradients(torch.stack([x, -x], -1), first)),
             _binary_figure("loss-augmented step and hinge loss", x, hinge_gradients(-x, first)),
         ],
         tables=[
@@ -50,13 +44,8 @@ def consistency(seed: int = 0) -> Study:
             )
         ],
         verdicts=[
-            Verdict(
-                softmax_error < TOLERANCE, "Softmax gives the gradient of cross-entropy (1e-12)."
-            ),
-            Verdict(
-                hinge_error < TOLERANCE,
-                "The loss-augmented step gives the gradient of the hinge loss (1e-12).",
-            ),
+            Verdict(softmax_error < TOLERANCE, "Softmax gives the gradient of cross-entropy (1e-12)."),
+            Verdict(hinge_error < TOLERANCE, "The loss-augmented step gives the gradient of the hinge loss (1e-12)."),
         ],
         numbers={"softmax_error": softmax_error, "hinge_error": hinge_error},
     )

@@ -11,15 +11,6 @@ from aploss.plotting.plots import Series, line_plot, scatter_plot
 from aploss.reports.page import SvgFigure, Table, Verdict
 from aploss.theory.study import Study
 
-__all__ = [
-    "SeparableProblem",
-    "convergence",
-    "linear_ap_loss",
-    "make_separable",
-    "run_to_zero",
-    "step_bound",
-]
-
 PROBLEMS = 120
 MAX_STEPS = 20_000
 
@@ -110,8 +101,7 @@ descent on a smoothed version: see the study `smoothed-failure`.
 def make_separable(random: torch.Generator) -> SeparableProblem:
     """A random problem: 1-6 samples of 5-40 boxes with 2-12 features."""
     samples, boxes, dimensions = (
-        int(torch.randint(low, high, (), generator=random))
-        for low, high in ((1, 7), (5, 41), (2, 13))
+        int(torch.randint(low, high, (), generator=random)) for low, high in ((1, 7), (5, 41), (2, 13))
     )
     direction = torch.randn(dimensions, dtype=torch.float64, generator=random)
     direction /= direction.norm()
@@ -138,9 +128,7 @@ def step_bound(problem: SeparableProblem) -> float:
     return most_boxes**2 * farthest**2 / c**2
 
 
-def run_to_zero(
-    problem: SeparableProblem, random: torch.Generator, max_steps: int = MAX_STEPS
-) -> list[float]:
+def run_to_zero(problem: SeparableProblem, random: torch.Generator, max_steps: int = MAX_STEPS) -> list[float]:
     """The mean AP-loss before every step; ends with 0, or after ``max_steps``."""
     theta = torch.zeros_like(problem.direction)  # theta^(0) = 0
     curve = []

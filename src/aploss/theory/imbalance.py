@@ -13,8 +13,6 @@ from aploss.plotting.plots import Series, line_plot
 from aploss.reports.page import SvgFigure, Table, Verdict
 from aploss.theory.study import Study
 
-__all__ = ["Gradients", "gradients_with", "imbalance", "metrics_with"]
-
 EASY = (0, *(10**k for k in range(1, 7)))
 POSITIVES, HARD = 30, 60
 
@@ -34,14 +32,9 @@ def imbalance(seed: int = 0) -> Study:
     scores, targets = _hard_problem(random)
     easy = -5 + torch.rand(max(EASY), dtype=torch.float64, generator=random)
     metrics = [metrics_with(scores, targets, easy[:n]) for n in EASY]
-    gradients = {
-        name: [gradients_with(loss, scores, targets, easy[:n]) for n in EASY]
-        for name, loss in LOSSES.items()
-    }
+    gradients = {name: [gradients_with(loss, scores, targets, easy[:n]) for n in EASY] for name, loss in LOSSES.items()}
     share = {name: [g.easy_share for g in rows] for name, rows in gradients.items()}
-    strength = {
-        name: [g.on_hard / rows[0].on_hard for g in rows] for name, rows in gradients.items()
-    }
+    strength = {name: [g.on_hard / rows[0].on_hard for g in rows] for name, rows in gradients.items()}
     accuracy, precision = np.array(metrics).T
     x = EASY[1:]  # the axis is logarithmic; the row without easy negatives is in the table
     return Study(
@@ -133,18 +126,12 @@ def gradients_with(loss: Loss, scores: Tensor, targets: Tensor, easy: Tensor) ->
 
 
 def _verdicts(
-    accuracy: np.ndarray,
-    precision: np.ndarray,
-    share: dict[str, list[float]],
-    strength: dict[str, list[float]],
+    accuracy: np.ndarray, precision: np.ndarray, share: dict[str, list[float]], strength: dict[str, list[float]]
 ) -> list[Verdict]:
     return [
         Verdict(bool(accuracy[-1] > 0.999), "Accuracy ends above 0.999."),
         Verdict(bool(np.ptp(precision) == 0), "AP does not change at all."),
-        Verdict(
-            share["ce"][-1] > 0.9,
-            "Easy negatives end with over 90 % of cross-entropy's gradient.",
-        ),
+        Verdict(share["ce"][-1] > 0.9, "Easy negatives end with over 90 % of cross-entropy's gradient."),
         Verdict(
             share["focal"][-2] < 0.1 < share["focal"][-1],
             "Focal loss delays it: they get under 10 % at 100,000, over 10 % at 1,000,000.",
@@ -152,8 +139,7 @@ def _verdicts(
         Verdict(max(share["ap"] + share["auc"]) == 0, "Ranking losses give them no gradient."),
         Verdict(strength["auc"][-1] < 1e-3, "AUC-loss on hard boxes fades to under 1/1000."),
         Verdict(
-            max(abs(s - 1) for s in strength["ap"]) < 1e-12,
-            "AP-loss keeps its gradient on the hard boxes (1e-12).",
+            max(abs(s - 1) for s in strength["ap"]) < 1e-12, "AP-loss keeps its gradient on the hard boxes (1e-12)."
         ),
     ]
 
@@ -162,8 +148,7 @@ def _loss_figure(
     x: tuple[int, ...], values: dict[str, list[float]], label: str, caption: str, *, log_y: bool
 ) -> SvgFigure:
     series = [
-        Series(name="cross-entropy" if name == "ce" else name, x=x, y=y[1:], markers=True)
-        for name, y in values.items()
+        Series(name="cross-entropy" if name == "ce" else name, x=x, y=y[1:], markers=True) for name, y in values.items()
     ]
     svg = line_plot(series, x_label="easy negatives added", y_label=label, log_x=True, log_y=log_y)
     return SvgFigure(svg, caption)

@@ -10,18 +10,6 @@ from aploss.plotting.plots import Series, line_plot
 from aploss.reports.page import SvgFigure, Table, Verdict
 from aploss.theory.study import Study
 
-__all__ = [
-    "Bounds",
-    "bounds_of",
-    "inseparable",
-    "is_separable",
-    "make_inseparable",
-    "mean_losses",
-    "piecewise_step",
-    "step_integral",
-    "surrogate_step",
-]
-
 DELTA = 1.0
 STEPS = 30_000
 POSITIVES, NEGATIVES = 60, 10
@@ -78,21 +66,15 @@ def inseparable(seed: int = 0) -> Study:
             Table(
                 columns=["T", "mean AP-loss", "bound 1", "bound 2"],
                 rows=[
-                    [t, float(means[t - 1]), float(first[t - 1]), float(second[t - 1])]
-                    for t in (10, 100, 1000, STEPS)
+                    [t, float(means[t - 1]), float(first[t - 1]), float(second[t - 1])] for t in (10, 100, 1000, STEPS)
                 ],
             )
         ],
         verdicts=[
             Verdict(bool((means <= first).all()), "Bound 1 holds for every T."),
             Verdict(bool((means <= second).all()), "Bound 2 holds for every T."),
-            Verdict(
-                bool(min(first[-1], second[-1]) < 1),
-                "At the end a bound is below 1, so that it says something.",
-            ),
-            Verdict(
-                not is_separable(differences, sizes), "No linear model ranks this data perfectly."
-            ),
+            Verdict(bool(min(first[-1], second[-1]) < 1), "At the end a bound is below 1, so that it says something."),
+            Verdict(not is_separable(differences, sizes), "No linear model ranks this data perfectly."),
         ],
         numbers=dict(zip(("mean_loss", "bound1", "bound2"), map(float, at_end), strict=True)),
     )
@@ -128,9 +110,7 @@ def make_inseparable(random: np.random.Generator) -> tuple[np.ndarray, tuple[int
 def is_separable(differences: np.ndarray, sizes: tuple[int, int]) -> bool:
     """Whether some theta has every x_ij <= -1, decided by a linear program."""
     pairs = _negatives_of(differences, sizes).reshape(-1, differences.shape[-1])
-    program = linprog(
-        np.zeros(pairs.shape[1]), A_ub=pairs, b_ub=-np.ones(len(pairs)), bounds=(None, None)
-    )
+    program = linprog(np.zeros(pairs.shape[1]), A_ub=pairs, b_ub=-np.ones(len(pairs)), bounds=(None, None))
     return bool(program.status == 0)
 
 
@@ -149,9 +129,7 @@ def _negatives_of(values: np.ndarray, sizes: tuple[int, int]) -> np.ndarray:
     return values[: sizes[0], sizes[0] :]
 
 
-def surrogate_step(
-    theta: np.ndarray, differences: np.ndarray, sizes: tuple[int, int]
-) -> tuple[float, np.ndarray]:
+def surrogate_step(theta: np.ndarray, differences: np.ndarray, sizes: tuple[int, int]) -> tuple[float, np.ndarray]:
     """AP-loss at theta, and the gradient of the surrogate: sum of L~_ij (f_j - f_i) / |P|."""
     x = differences @ theta  # x_ij = s_j - s_i, all pairs
     above = x[: sizes[0]] >= 0
@@ -197,9 +175,7 @@ def _good_weights(differences: np.ndarray, sizes: tuple[int, int]) -> list[np.nd
 
     def objective(u: np.ndarray, sharpness: float = 20.0) -> float:
         sums = step_integral(pairs @ u).sum(1)
-        return float(
-            np.log(np.exp(sharpness * (sums - sums.max())).mean()) / sharpness + sums.max()
-        )
+        return float(np.log(np.exp(sharpness * (sums - sums.max())).mean()) / sharpness + sums.max())
 
     best = minimize(objective, np.zeros(differences.shape[-1]), method="BFGS").x
     return [best * scale for scale in np.geomspace(0.05, 2.0, 20)]

@@ -10,14 +10,6 @@ from aploss.reports.page import SvgFigure, Table, Verdict
 from aploss.theory.convergence import linear_ap_loss
 from aploss.theory.study import Study
 
-__all__ = [
-    "error_driven_update",
-    "gradient_descent",
-    "smoothed_failure",
-    "smoothed_field",
-    "smoothed_loss",
-]
-
 # The three samples of Appendix 2: one negative, two positives, two features.
 FEATURES = torch.tensor([[0.0, 0.0], [1.0, 0.0], [-3.0, 1.0]], dtype=torch.float64)
 LABELS = torch.tensor([0, 1, 1])

@@ -8,8 +8,6 @@ from typing import Any
 from aploss.files import write_json
 from aploss.reports.page import Block, Figures, Section, SvgFigure, Table, Text, Verdict, write_page
 
-__all__ = ["Study", "StudyFunction", "write_study"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Study:

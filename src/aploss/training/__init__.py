@@ -13,15 +13,7 @@ if TYPE_CHECKING:
     from aploss.training.run import train
     from aploss.training.run_folder import RunFolder, Summary
 
-__all__ = [
-    "RunFolder",
-    "Summary",
-    "TrainConfig",
-    "TrainingInterruptedError",
-    "load_config",
-    "recipe_names",
-    "train",
-]
+__all__ = ["RunFolder", "Summary", "TrainConfig", "TrainingInterruptedError", "load_config", "recipe_names", "train"]
 
 _MODULES = {
     "RunFolder": "run_folder",

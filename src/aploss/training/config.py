@@ -16,23 +16,6 @@ from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args, get_orig
 
 from aploss.errors import ConfigError
 
-__all__ = [
-    "BatchesConfig",
-    "CriterionConfig",
-    "EvaluationConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "ScheduleConfig",
-    "Setting",
-    "SplitsConfig",
-    "TrainConfig",
-    "ValidationConfig",
-    "config_from_dict",
-    "config_to_dict",
-    "differing_keys",
-    "settings_of",
-]
-
 
 class Check(NamedTuple):
     """What a value must fulfil, and how a message says it."""
@@ -53,10 +36,7 @@ def above(bound: float) -> Check:
 
 def between(low: float, high: float) -> Check:
     """Each number of the value is in the closed interval."""
-    return Check(
-        lambda value: all(low <= number <= high for number in _numbers(value)),
-        f"between {low} and {high}",
-    )
+    return Check(lambda value: all(low <= number <= high for number in _numbers(value)), f"between {low} and {high}")
 
 
 INSIDE_0_1 = Check(lambda value: 0 < value < 1, "between 0 and 1, both excluded")
@@ -107,11 +87,7 @@ class SplitsConfig(_Settings):
     validation: str | None = setting(
         None, "split for every choice; by default val, else a held-out part; 'none' for no split"
     )
-    holdout: float = setting(
-        0.15,
-        "share of the training images held out without a validation split",
-        INSIDE_0_1,
-    )
+    holdout: float = setting(0.15, "share of the training images held out without a validation split", INSIDE_0_1)
 
 
 @dataclass(frozen=True)
@@ -122,17 +98,11 @@ class BatchesConfig(_Settings):
     size: int = setting(8, "images per forward pass, of all ranks together", at_least(1))
     accumulate: int = setting(1, "forward passes whose gradients make one step", at_least(1))
     image_size: int | tuple[int, int] = setting(
-        512,
-        "training images are resized to this: side of a square, or [height, width]",
-        between(32, 8192),
+        512, "training images are resized to this: side of a square, or [height, width]", between(32, 8192)
     )
     augmentation: Literal["paper", "light", "none"] = setting("light", "augmentation preset")
-    workers: int | None = setting(
-        None, "data loader workers; by default chosen for the hardware", at_least(0)
-    )
-    max_unreadable: float = setting(
-        0.1, "stop when more than this share of the images cannot be read", between(0, 1)
-    )
+    workers: int | None = setting(None, "data loader workers; by default chosen for the hardware", at_least(0))
+    max_unreadable: float = setting(0.1, "stop when more than this share of the images cannot be read", between(0, 1))
 
 
 @dataclass(frozen=True)
@@ -140,9 +110,7 @@ class ModelConfig(_Settings):
     """The detector apart from its name and its loss."""
 
     group = "model."
-    weights: str | None = setting(
-        None, "start from: 'imagenet' (backbone), 'coco' (detector), a file, or nothing"
-    )
+    weights: str | None = setting(None, "start from: 'imagenet' (backbone), 'coco' (detector), a file, or nothing")
     options: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "options of the architecture, of build_detector"}
     )
@@ -180,14 +148,10 @@ class OptimizerConfig(_Settings):
     group = "optimizer."
     name: Literal["sgd", "adamw"] = setting("adamw", "sgd (with momentum) or adamw")
     learning_rate: float = setting(3e-3, "the highest learning rate of the schedule", above(0))
-    momentum: float = setting(
-        0.9, "momentum of sgd", Check(lambda value: 0 <= value < 1, "at least 0 and below 1")
-    )
+    momentum: float = setting(0.9, "momentum of sgd", Check(lambda value: 0 <= value < 1, "at least 0 and below 1"))
     weight_decay: float = setting(1e-2, "weight decay", at_least(0))
     decay_norms_and_biases: bool = setting(False, "also decay normalisation weights and biases")
-    clip_norm: float | None = setting(
-        1.0, "maximum gradient norm; null disables clipping", above(0)
-    )
+    clip_norm: float | None = setting(1.0, "maximum gradient norm; null disables clipping", above(0))
 
 
 @dataclass(frozen=True)
@@ -200,12 +164,8 @@ class ScheduleConfig(_Settings):
     kind: Literal["milestones", "cosine"] = setting("cosine", "how the learning rate falls")
     milestones: tuple[float, ...] = setting((), "when the learning rate is multiplied by gamma")
     gamma: float = setting(0.1, "factor at a milestone", above(0))
-    final_factor: float = setting(
-        0.02, "share of the learning rate at the end of the cosine", between(0, 1)
-    )
-    warmup_steps: int = setting(
-        50, "steps over which the learning rate rises to its full value", at_least(0)
-    )
+    final_factor: float = setting(0.02, "share of the learning rate at the end of the cosine", between(0, 1))
+    warmup_steps: int = setting(50, "steps over which the learning rate rises to its full value", at_least(0))
     warmup_factor: float = setting(
         0.02,
         "share of the learning rate at the start of the warm-up",
@@ -266,14 +226,10 @@ class TrainConfig(_Settings):
     deterministic: bool | None = setting(
         None, "bit-identical numbers in every run; by default on the CPU, where it costs little"
     )
-    max_minutes: float | None = setting(
-        None, "stop training after so many minutes in all", at_least(0)
-    )
+    max_minutes: float | None = setting(None, "stop training after so many minutes in all", at_least(0))
     checkpoint_minutes: float | None = setting(10.0, "minutes between checkpoints", at_least(0))
     checkpoint_steps: int | None = setting(None, "steps between checkpoints", at_least(1))
-    log_steps: int = setting(
-        10, "steps between rows of the metrics files (means over them)", at_least(1)
-    )
+    log_steps: int = setting(10, "steps between rows of the metrics files (means over them)", at_least(1))
     bad_steps: int = setting(
         3, "stop after so many steps in a row with NaN or Inf in scores, losses or gradients",
         at_least(1),
@@ -449,9 +405,7 @@ def differing_keys(first: TrainConfig, second: TrainConfig) -> list[str]:
         ['seed', 'log_steps']
     """
     return [
-        entry.key
-        for entry in settings_of(TrainConfig)
-        if _value_of(first, entry.key) != _value_of(second, entry.key)
+        entry.key for entry in settings_of(TrainConfig) if _value_of(first, entry.key) != _value_of(second, entry.key)
     ]
 
 

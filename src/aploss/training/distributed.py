@@ -22,16 +22,6 @@ import torch.distributed as dist
 
 from aploss.errors import AplossError, RunError
 
-__all__ = [
-    "Heartbeat",
-    "LostProcessError",
-    "StopSignals",
-    "TrainingInterruptedError",
-    "World",
-    "is_main_process",
-    "start_world",
-]
-
 T = TypeVar("T")
 
 # Other ranks may wait while rank 0 evaluates COCO; a dead one is found by its heartbeat.
@@ -165,9 +155,7 @@ def start_world(device: torch.device, *, advice: str = GO_ON) -> Iterator[World]
             except RuntimeError as error:
                 # gloo and nccl raise plain RuntimeErrors, too: what counts is whether all answer.
                 if isinstance(error, dist.DistNetworkError) or not heartbeat.peers_answer():
-                    raise LostProcessError(
-                        f"another process of this run has gone; {advice}"
-                    ) from error
+                    raise LostProcessError(f"another process of this run has gone; {advice}") from error
                 raise
     finally:
         if started:
@@ -209,9 +197,7 @@ class Heartbeat:
             store = dist.distributed_c10d._get_default_store().clone()
         self._store = store
         now = time.monotonic()
-        self._heard: dict[int, tuple[bytes, float]] = {
-            other: (b"", now) for other in range(size) if other != rank
-        }
+        self._heard: dict[int, tuple[bytes, float]] = {other: (b"", now) for other in range(size) if other != rank}
         self._thread = threading.Thread(target=self._watch, daemon=True, name="heartbeat")
 
     def __enter__(self) -> "Heartbeat":

@@ -21,12 +21,7 @@ from aploss.detectors.detector import Detector
 from aploss.errors import DataError
 from aploss.evaluation.calibration import calibrate_detections, calibration_report
 from aploss.evaluation.coco import coco_metrics
-from aploss.evaluation.matching import (
-    Matches,
-    curves_as_dict,
-    match_detections,
-    precision_recall_curves,
-)
+from aploss.evaluation.matching import Matches, curves_as_dict, match_detections, precision_recall_curves
 from aploss.evaluation.metrics import Metrics
 from aploss.evaluation.tables import DetectionTable
 from aploss.evaluation.voc import voc_metrics
@@ -36,8 +31,6 @@ from aploss.training.config import TrainConfig
 from aploss.training.distributed import World
 from aploss.training.run_folder import RunFolder
 from aploss.training.splits import RunData
-
-__all__ = ["FinalNumbers", "RunSplits", "Split", "detect_split", "evaluate_run"]
 
 
 class Split:
@@ -217,13 +210,7 @@ class _Detected:
 
 
 def evaluate_run(
-    config: TrainConfig,
-    folder: RunFolder,
-    world: World,
-    splits: RunSplits,
-    *,
-    device: torch.device,
-    workers: int,
+    config: TrainConfig, folder: RunFolder, world: World, splits: RunSplits, *, device: torch.device, workers: int
 ) -> FinalNumbers:
     """Calibrates and measures the detector that a run ends with, and writes ``evaluation/``.
 
@@ -242,9 +229,7 @@ def evaluate_run(
     detector = detector_from_record(chosen["detector"]).to(device)
     detected: dict[int, _Detected | None] = {}
     for split in splits.all:
-        table = detect_split(
-            detector, split, world, batch_size=config.validation.batch_size, workers=workers
-        )
+        table = detect_split(detector, split, world, batch_size=config.validation.batch_size, workers=workers)
         detected[id(split)] = None if table is None else _Detected(split, table)
     validation, evaluation, held_out = (
         detected.get(id(split)) for split in (splits.validation, splits.evaluation, splits.held_out)
@@ -281,19 +266,11 @@ def _store_calibration(folder: RunFolder, chosen: dict[str, Any], detector: Dete
         folder.checkpoints.save_best(detector, step=chosen["step"], metrics=chosen["metrics"])
 
 
-def _calibrate(
-    numbers: FinalNumbers, detector: Detector, validation: _Detected, held_out: _Detected
-) -> FinalNumbers:
-    calibration, best = calibrate_detections(
-        validation.split.truth, validation.table, matches=validation.matches
-    )
+def _calibrate(numbers: FinalNumbers, detector: Detector, validation: _Detected, held_out: _Detected) -> FinalNumbers:
+    calibration, best = calibrate_detections(validation.split.truth, validation.table, matches=validation.matches)
     detector.calibration, detector.draw_threshold = calibration, best.threshold
     report = calibration_report(
-        held_out.split.truth,
-        held_out.table,
-        calibration,
-        best.threshold,
-        matches=held_out.matches,
+        held_out.split.truth, held_out.table, calibration, best.threshold, matches=held_out.matches
     )
     report |= {
         "fitted_on": validation.split.name,
@@ -303,9 +280,7 @@ def _calibrate(
     return replace(numbers, calibration=report, draw_threshold=best.threshold)
 
 
-def _measure(
-    numbers: FinalNumbers, config: TrainConfig, detector: Detector, evaluation: _Detected
-) -> FinalNumbers:
+def _measure(numbers: FinalNumbers, config: TrainConfig, detector: Detector, evaluation: _Detected) -> FinalNumbers:
     split, table = evaluation.split, evaluation.table
     voc = None
     if config.evaluation.voc_year is not None:
@@ -313,9 +288,7 @@ def _measure(
     return replace(numbers, split=split.name, metrics=split.measure(table, detector), voc_AP50=voc)
 
 
-def _write_evaluation(
-    folder: RunFolder, numbers: FinalNumbers, detector: Detector, evaluation: _Detected
-) -> None:
+def _write_evaluation(folder: RunFolder, numbers: FinalNumbers, detector: Detector, evaluation: _Detected) -> None:
     split, table, matches = evaluation.split, evaluation.table, evaluation.matches
     assert numbers.metrics is not None
     curves = precision_recall_curves(split.truth, table, matches=matches)

@@ -16,15 +16,7 @@ from aploss.training.evaluate import RunSplits, detect_split
 from aploss.training.machine import capture_random_state, choose_workers, restore_random_state
 from aploss.training.progress import Progress
 from aploss.training.run_folder import MetricsLog, RunFolder
-from aploss.training.step import (
-    BadNumbers,
-    DivergedError,
-    Stepper,
-    StepResult,
-    non_finite_weight,
-)
-
-__all__ = ["Loop", "LoopState"]
+from aploss.training.step import BadNumbers, DivergedError, Stepper, StepResult, non_finite_weight
 
 
 @dataclass
@@ -294,9 +286,7 @@ class Loop:
         assert self.validation is not None
         state, settings, split = self.state, self.config.validation, self.validation
         detector = self.stepper.evaluated
-        found = detect_split(
-            detector, split, self.world, batch_size=settings.batch_size, workers=self.workers
-        )
+        found = detect_split(detector, split, self.world, batch_size=settings.batch_size, workers=self.workers)
         self.note_unreadable(split.unreadable, f"it is left out of {split.name}")
         metrics = self.world.on_main(lambda: split.measure(found, detector).as_dict())
         state.add_validation(metrics, settings.metric)
@@ -379,8 +369,7 @@ class Loop:
             raise RunError(f"{last} does not fit {self.folder.config_file}: {reason}") from error
         if threads != torch.get_num_threads():
             self.progress.note(
-                f"the run had {threads} threads, now {torch.get_num_threads()}: "
-                "numbers may differ in the last digits"
+                f"the run had {threads} threads, now {torch.get_num_threads()}: numbers may differ in the last digits"
             )
         if self.state.best_step == self.state.step != best_step and self.state.step > 0:
             self._save_best()  # killed after last.pt was written, before best.pt was

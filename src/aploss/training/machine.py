@@ -18,15 +18,6 @@ import torch
 
 from aploss.errors import ConfigError
 
-__all__ = [
-    "capture_random_state",
-    "choose_device",
-    "choose_workers",
-    "describe_environment",
-    "restore_random_state",
-    "seeded",
-]
-
 PACKAGES = ("aploss", "torch", "torchvision", "numpy", "numba", "faster-coco-eval", "scikit-learn")
 
 
@@ -57,17 +48,13 @@ def choose_device(name: str) -> torch.device:
             raise ConfigError("device: this machine has no usable cuda device")
         number = device.index if device.index is not None else int(os.environ.get("LOCAL_RANK", 0))
         if number >= torch.cuda.device_count():
-            raise ConfigError(
-                f"device: there are {torch.cuda.device_count()} GPUs, not {number + 1}"
-            )
+            raise ConfigError(f"device: there are {torch.cuda.device_count()} GPUs, not {number + 1}")
         device = torch.device("cuda", number)
         torch.cuda.set_device(device)
     try:
         torch.ones(1, device=device).item()  # torch knows devices without hardware or values
     except (RuntimeError, NotImplementedError, AssertionError, ImportError) as error:
-        raise ConfigError(
-            f"device: this machine cannot compute on {name!r}; try cpu, cuda or mps"
-        ) from error
+        raise ConfigError(f"device: this machine cannot compute on {name!r}; try cpu, cuda or mps") from error
     return device
 
 

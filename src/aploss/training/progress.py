@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["PlainProgress", "Progress", "RichProgress", "SilentProgress", "make_progress"]
-
 Row = dict[str, Any]
 SECONDS_BETWEEN_LINES = 15.0
 
@@ -125,12 +123,7 @@ class RichProgress(Progress):
         self._bar.stop()
 
 
-def make_progress(
-    *,
-    quiet: bool,
-    on_progress: Callable[[Row], Any] | None = None,
-    is_main: bool = True,
-) -> Progress:
+def make_progress(*, quiet: bool, on_progress: Callable[[Row], Any] | None = None, is_main: bool = True) -> Progress:
     """The progress display for this output: none, live or plain.
 
     Args:

@@ -22,8 +22,6 @@ import yaml
 from aploss.errors import ConfigError
 from aploss.training.config import TrainConfig, config_from_dict
 
-__all__ = ["load_config", "merge", "read_recipe", "read_yaml", "recipe_names"]
-
 
 def recipe_names() -> tuple[str, ...]:
     """The recipes of the package; files that only others extend start with an underscore.
@@ -112,9 +110,7 @@ def _recipe_path(name: str, *, beside: Path | None) -> Path:
             raise ConfigError(f"{beside} extends {name!r}, but there is no file {path}")
         return path.resolve()
     where = f"{beside} extends {name!r}: " if beside is not None else ""
-    raise ConfigError(
-        f"{where}no recipe {name!r}; there are {', '.join(recipe_names())}, or name a .yaml file"
-    )
+    raise ConfigError(f"{where}no recipe {name!r}; there are {', '.join(recipe_names())}, or name a .yaml file")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -14,33 +14,14 @@ from aploss.detectors.build import build_detector
 from aploss.detectors.detector import Detector
 from aploss.errors import ConfigError, DataError
 from aploss.training.config import TrainConfig
-from aploss.training.distributed import (
-    StopSignals,
-    TrainingInterruptedError,
-    World,
-    start_world,
-)
+from aploss.training.distributed import StopSignals, TrainingInterruptedError, World, start_world
 from aploss.training.evaluate import FinalNumbers, RunSplits, evaluate_run
 from aploss.training.loop import Loop, LoopState
-from aploss.training.machine import (
-    choose_device,
-    choose_workers,
-    describe_environment,
-    seeded,
-)
+from aploss.training.machine import choose_device, choose_workers, describe_environment, seeded
 from aploss.training.progress import Progress, make_progress
-from aploss.training.run_folder import (
-    RunFolder,
-    Summary,
-    default_folder,
-    discard,
-    read_rows,
-    refuse_changes,
-)
+from aploss.training.run_folder import RunFolder, Summary, default_folder, discard, read_rows, refuse_changes
 from aploss.training.splits import RunData, as_started, load_run_data
 from aploss.training.step import Schedule, Stepper
-
-__all__ = ["make_detector", "train"]
 
 
 def train(
@@ -106,9 +87,7 @@ def train(
         if world.sum([float(signals.requested)])[0]:  # in the last step
             raise TrainingInterruptedError(signals.message)
         progress.note("measuring the result")
-        numbers = evaluate_run(
-            config, folder, world, loop.splits, device=device, workers=loop.workers
-        )
+        numbers = evaluate_run(config, folder, world, loop.splits, device=device, workers=loop.workers)
         for split in loop.splits.all:
             loop.note_unreadable(split.unreadable, f"it is left out of {split.name}")
         summary = _summarise(config, folder, loop, numbers)
@@ -147,12 +126,7 @@ def _claim(
 
 
 def _make_loop(
-    config: TrainConfig,
-    data: RunData,
-    device: torch.device,
-    world: World,
-    folder: RunFolder,
-    progress: Progress,
+    config: TrainConfig, data: RunData, device: torch.device, world: World, folder: RunFolder, progress: Progress
 ) -> Loop:
     """Everything that trains: batches, detector, optimizer, schedule."""
     workers = choose_workers(config.batches.workers, device, world.size)
@@ -170,9 +144,7 @@ def _make_loop(
     with quiet_weights(not world.is_main):
         detector = make_detector(config, data.train.class_names).to(device)
     schedule = Schedule(config.schedule, batches.batches_per_epoch / config.batches.accumulate)
-    stepper = Stepper(
-        config, detector, schedule, world, lambda index: data.train.image_path(index).name
-    )
+    stepper = Stepper(config, detector, schedule, world, lambda index: data.train.image_path(index).name)
     return Loop(config, stepper, batches, RunSplits(data), folder, progress)
 
 
@@ -241,17 +213,13 @@ def _introduce(config: TrainConfig, folder: RunFolder, data: RunData, loop: Loop
     note(f"run       {folder.path}{resumed}")
 
 
-def _summarise(
-    config: TrainConfig, folder: RunFolder, loop: Loop, numbers: FinalNumbers
-) -> Summary:
+def _summarise(config: TrainConfig, folder: RunFolder, loop: Loop, numbers: FinalNumbers) -> Summary:
     state = loop.state
     metrics = {} if numbers.metrics is None else numbers.metrics.as_dict()
     calibration = numbers.calibration or {}
     after = calibration.get("after", {})
     environment = describe_environment()
-    speeds = [
-        row["images_per_second"] for row in read_rows(folder.metrics_file) if row["kind"] == "train"
-    ]
+    speeds = [row["images_per_second"] for row in read_rows(folder.metrics_file) if row["kind"] == "train"]
     return Summary(
         folder=str(folder.path),
         data=config.data,

@@ -23,18 +23,6 @@ from aploss.training.config import TrainConfig, config_from_dict, config_to_dict
 from aploss.training.machine import describe_environment
 from aploss.training.recipes import read_yaml
 
-__all__ = [
-    "MAY_CHANGE",
-    "Checkpoints",
-    "MetricsLog",
-    "RunFolder",
-    "Summary",
-    "default_folder",
-    "discard",
-    "read_rows",
-    "refuse_changes",
-]
-
 FOLDERS = ("checkpoints", "evaluation", "plots")
 LOCK_FILE = ".lock"
 FIRST_ENTRIES = (*FOLDERS, LOCK_FILE, "environment.json")
@@ -89,16 +77,13 @@ class RunFolder:
         """Raises RunError if a run or something else is at this place."""
         if self.exists:
             raise RunError(
-                f"{self.path} already holds a run; add --resume to go on with it, or choose "
-                "another folder with --out"
+                f"{self.path} already holds a run; add --resume to go on with it, or choose another folder with --out"
             )
         taken = self.path.exists() and not self.path.is_dir()
         if self.path.is_dir():  # what a kill during create() has left is no obstacle
             taken = any(entry.name not in FIRST_ENTRIES for entry in self.path.iterdir())
         if taken:
-            raise RunError(
-                f"{self.path} is in the way of the run; choose another folder with --out"
-            )
+            raise RunError(f"{self.path} is in the way of the run; choose another folder with --out")
 
     def create(self, config: TrainConfig) -> None:
         """Makes a new run folder with its config and environment.
@@ -132,8 +117,7 @@ class RunFolder:
             lock.acquire(blocking=False)
         except Timeout:
             raise RunError(
-                f"another process is training in {self.path}; wait for it, or choose another "
-                "folder with --out"
+                f"another process is training in {self.path}; wait for it, or choose another folder with --out"
             ) from None
         except OSError as error:
             raise RunError(

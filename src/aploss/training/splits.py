@@ -13,8 +13,6 @@ from aploss.data.load import dataset_splits, load_dataset
 from aploss.errors import ConfigError, DataError
 from aploss.training.config import TrainConfig
 
-__all__ = ["RunData", "as_started", "load_run_data", "suggest_image_sizes", "suggest_recipe"]
-
 NO_SPLIT = "none"
 LARGEST_SIDE = 320  # of a square with as many pixels as a CPU trains on in reasonable time
 SMALLEST_SIDE = 128
@@ -80,9 +78,7 @@ def load_run_data(config: TrainConfig) -> RunData:
     return RunData(train, validation, evaluation, held_out, tuple(remarks))
 
 
-def _load(
-    config: TrainConfig, split: str, train: DetectionDataset | None = None
-) -> DetectionDataset:
+def _load(config: TrainConfig, split: str, train: DetectionDataset | None = None) -> DetectionDataset:
     names = None if train is None else train.class_names
     return load_dataset(config.data, split, format=config.splits.format, class_names=names)
 
@@ -96,9 +92,7 @@ def _training_split(known: dict[str, str], data: str) -> str:
         return "+".join(of_years)
     if len(known) == 1:
         return next(iter(known.values()))
-    raise ConfigError(
-        f"{data} has the splits {', '.join(known.values())}: choose one with --splits.train"
-    )
+    raise ConfigError(f"{data} has the splits {', '.join(known.values())}: choose one with --splits.train")
 
 
 def _validation_split(known: dict[str, str], train_name: str) -> str | None:
@@ -196,10 +190,7 @@ def suggest_image_sizes(recipe: str, data: str, *, format: str = "auto") -> dict
         return {}
     height, width = usual_size(load_dataset(data, format=format))
     shorter = min(height, width)
-    return {
-        "batches": {"image_size": [height, width]},
-        "model": {"options": {"test_size": [shorter, 2 * shorter]}},
-    }
+    return {"batches": {"image_size": [height, width]}, "model": {"options": {"test_size": [shorter, 2 * shorter]}}}
 
 
 def usual_size(dataset: DetectionDataset) -> tuple[int, int]:

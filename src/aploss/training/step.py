@@ -21,17 +21,6 @@ from aploss.losses import NonFiniteScoresError, OtherProcessError, traits_of
 from aploss.training.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from aploss.training.distributed import World
 
-__all__ = [
-    "BadNumbers",
-    "DivergedError",
-    "Schedule",
-    "StepResult",
-    "Stepper",
-    "freeze",
-    "make_optimizer",
-    "non_finite_weight",
-]
-
 PARTS = ("classification", "box")
 NORMS = (nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._NormBase)
 SHOWN_IMAGES = 8
@@ -78,9 +67,7 @@ class Schedule:
             >>> [round(schedule.factor(s), 4) for s in (0, 250, 500, 109_999, 110_000, 140_000)]
             [0.3333, 0.6667, 1.0, 1.0, 0.1, 0.01]
         """
-        return self._warmup(step) * (
-            self._milestones(step) if self.config.kind == "milestones" else self._cosine(step)
-        )
+        return self._warmup(step) * (self._milestones(step) if self.config.kind == "milestones" else self._cosine(step))
 
     @property
     def warmup_steps(self) -> int:
@@ -314,9 +301,7 @@ class Stepper:
             losses, problem = self._forward(batch)
             found, *values = self.world.sum([float(problem is not None), *_values(losses)])
             if found:
-                return StepResult(
-                    sums, math.nan, rate, self._skip(number, problem, batch.indices), counts=False
-                )
+                return StepResult(sums, math.nan, rate, self._skip(number, problem, batch.indices), counts=False)
             for part, value in zip(PARTS, values, strict=True):
                 sums[part] += value / self.world.size / len(batches)
             self._backward(losses, len(batches), is_last=index == len(batches) - 1)
@@ -399,8 +384,7 @@ class Stepper:
         can_be_global = traits.ranks_across_processes or traits.divides_by_positives
         if not can_be_global and criterion.rank_over == "batch":
             raise ConfigError(
-                f"the loss {self.config.loss} cannot rank over processes; leave "
-                "criterion.rank_over_processes false"
+                f"the loss {self.config.loss} cannot rank over processes; leave criterion.rank_over_processes false"
             )
         assert group is not None
         criterion.rank_across(group)
