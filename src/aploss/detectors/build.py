@@ -7,8 +7,10 @@ from typing import Any, Literal
 from torch import nn
 from torchvision.models.detection._utils import BoxCoder
 
+import aploss.detectors.efficientnet_lite  # registers its detectors
 import aploss.detectors.retinanet  # registers its detectors
-import aploss.detectors.ssd  # noqa: F401  # registers its detectors
+import aploss.detectors.ssd
+import aploss.detectors.timm_backbones  # noqa: F401  # registers its detectors
 from aploss.detectors.criterion import Criterion
 from aploss.detectors.detector import DETECTORS, SETTINGS, Detector, DetectorConfig
 from aploss.detectors.losses_by_name import make_loss
@@ -31,7 +33,7 @@ def build_detector(
     class_names: Sequence[str],
     loss: str | nn.Module = "ap",
     loss_options: dict[str, Any] | None = None,
-    rank_over: Literal["batch", "image"] = "batch",
+    rank_over: Literal["batch", "image", "class"] = "batch",
     box_loss: Literal["smooth-l1", "giou"] | None = None,
     box_weight: float | Literal["balanced"] | None = None,
     weights: str | Path | None = None,
@@ -44,7 +46,7 @@ def build_detector(
         class_names: names of the K classes; label k is the k-th.
         loss: one of ``LOSS_NAMES``, or a loss object.
         loss_options: keyword arguments of a loss given by name.
-        rank_over: rank the scores of the whole batch together, or of each image alone.
+        rank_over: rank the scores of the whole batch together, or of each image or class alone.
         box_loss: see :class:`~aploss.detectors.criterion.Criterion`.
         box_weight: see :class:`~aploss.detectors.criterion.Criterion`.
         weights: see :func:`~aploss.detectors.weights.load_weights`; none by default. Where options

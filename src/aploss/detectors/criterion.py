@@ -19,6 +19,7 @@ from aploss.losses.traits import traits_of
 T = TypeVar("T")
 CAUSES: tuple[Literal["score", "target", "arguments"], ...] = ("score", "target", "arguments")
 NO_WEIGHT = 1e-12  # a divisor for sums without any positive, which are 0
+DIMENSION = {"image": 0, "class": 2}  # of logits [B, A, K], whose entries are ranked alone
 LEAST_IOU = 1e-6  # a positive must keep a target above 0, or it would count as negative
 
 
@@ -37,6 +38,7 @@ def classification_loss(
     box_losses: Callable[[], Tensor],
     ious: Callable[[], Tensor],
     num_positives: float | Tensor | None = None,
+    groups: int | None = None,
 ) -> LossParts:
     """Hands a batch to a loss in the way that its traits ask for.
 
@@ -48,9 +50,10 @@ def classification_loss(
         ious: gives one IoU of predicted and true box per positive [P]; called if needed.
         num_positives: what losses that divide by the number of positives are to divide by, where
             it is not their own number.
+        groups: dimension of the logits whose entries are ranked alone, for losses with ``groups``.
     """
     traits = traits_of(loss)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {} if groups is None else {"groups": groups}
     if traits.divides_by_positives and num_positives is not None:
         options["num_positives"] = num_positives
     if traits.softmax:
@@ -77,8 +80,9 @@ class Criterion(nn.Module):
         loss: the classification loss.
         num_classes: K.
         box_coder: torchvision's; its weights divide the regression targets.
-        rank_over: ``"batch"`` ranks the scores of all images together (Section 3.4, against score
-            shift), ``"image"`` ranks each image alone and averages over the images.
+        rank_over: ``"batch"`` ranks the scores of all images and classes together (Section 3.4,
+            against score shift); ``"image"`` and ``"class"`` rank each image or class alone and
+            average over those that have positives (Section 3.1.1 argues against ``"class"``).
         box_loss: ``"smooth-l1"`` or ``"giou"``.
         box_weight: a factor, or ``"balanced"``: the factor that makes the value of the box loss
             that of the classification loss, anew in each step; where a loss brings its own box
@@ -94,7 +98,7 @@ class Criterion(nn.Module):
         loss: nn.Module,
         num_classes: int,
         box_coder: BoxCoder,
-        rank_over: Literal["batch", "image"] = "batch",
+        rank_over: Literal["batch", "image", "class"] = "batch",
         box_loss: Literal["smooth-l1", "giou"] | None = None,
         box_weight: float | Literal["balanced"] | None = None,
         smooth_l1_beta: float = 1 / 9,
@@ -118,7 +122,7 @@ class Criterion(nn.Module):
     def rank_across(self, process_group: dist.ProcessGroup) -> None:
         """Makes the loss that of the global batch of all processes of a group.
 
-        Ranking losses rank the scores of all processes together (with ``rank_over="batch"``), and
+        Ranking losses rank the scores of all processes together (each image alone with ``rank_over="image"``), and
         sums are divided by the positives of all. After DDP's averaging, the weights get the
         gradient that one process with the whole batch would give them. When one process refuses
         its scores or targets, the others raise :class:`~aploss.losses.OtherProcessError`.
@@ -130,7 +134,7 @@ class Criterion(nn.Module):
     @property
     def _loss_ranks_across(self) -> bool:
         """Whether the loss itself exchanges scores with the other processes, and its errors."""
-        return self.rank_over == "batch" and traits_of(self.loss).ranks_across_processes
+        return self.rank_over != "image" and traits_of(self.loss).ranks_across_processes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Criterion":
         """A copy, as of a moving average of weights, belongs to the same processes."""
@@ -180,6 +184,9 @@ class Criterion(nn.Module):
     def _classify(
         self, logits: Tensor, deltas: Tensor, anchors: Tensor, labels: AnchorLabels, box_losses: Tensor
     ) -> LossParts:
+        takes_groups = traits_of(self.loss).groups
+        groups = DIMENSION.get(self.rank_over) if takes_groups else None
+
         def ranked(logits: Tensor, deltas: Tensor, labels: AnchorLabels, box_losses: Tensor) -> LossParts:
             return classification_loss(
                 self.loss,
@@ -188,9 +195,10 @@ class Criterion(nn.Module):
                 box_losses=lambda: box_losses,
                 ious=lambda: iou_of_pairs(self._decode(deltas.detach(), anchors, labels), labels.boxes),
                 num_positives=self._num_positives(labels),
+                groups=groups,
             )
 
-        if self.rank_over == "batch":
+        if takes_groups or self.rank_over == "batch":
             return ranked(logits, deltas, labels, box_losses)
         of_images = [
             ranked(
@@ -287,10 +295,14 @@ class Criterion(nn.Module):
                 )
 
     def _check_options(self) -> None:
-        choices = {"rank_over": ("batch", "image"), "box_loss": ("smooth-l1", "giou")}
+        choices = {"rank_over": ("batch", "image", "class"), "box_loss": ("smooth-l1", "giou")}
         for option, allowed in choices.items():
             if (value := getattr(self, option)) not in allowed:
                 raise ConfigError(f"{option} must be one of {', '.join(allowed)}, got {value!r}")
+        traits = traits_of(self.loss)
+        if self.rank_over == "class" and not traits.groups:
+            label = traits.label or type(self.loss).__name__
+            raise ConfigError(f"{label} cannot rank each class alone: leave rank_over batch")
         weight = self.box_weight
         if weight != "balanced" and not (isinstance(weight, int | float) and weight >= 0):
             raise ConfigError(f"box_weight must be a number >= 0 or 'balanced', got {weight!r}")

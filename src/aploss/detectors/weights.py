@@ -121,6 +121,8 @@ def load_weights(detector: Detector, weights: str | Path | None) -> LoadedWeight
 
 def _find(detector: Detector, weights: str) -> _Source:
     if weights in NAMED_WEIGHTS:
+        if (state := detector.architecture.own_weights(weights)) is not None:
+            return _Source(name=f"{weights} for {detector.name}", state=state, from_torchvision=False)
         named = detector.architecture.named_weights
         if weights not in named:
             others = [name for name, one in DETECTORS.items() if weights in one.named_weights]

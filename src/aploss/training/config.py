@@ -111,6 +111,7 @@ class ModelConfig(_Settings):
 
     group = "model."
     weights: str | None = setting(None, "start from: 'imagenet' (backbone), 'coco' (detector), a file, or nothing")
+    backbone: str | None = setting(None, "backbone of the detector 'retinanet': any model of timm, as convnext_tiny")
     options: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "options of the architecture, of build_detector"}
     )
@@ -119,6 +120,11 @@ class ModelConfig(_Settings):
         None, "decay of the exponential moving average (EMA) of the weights; null for no EMA",
         INSIDE_0_1,
     )  # fmt: skip
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """All options of the architecture."""
+        return self.options if self.backbone is None else {**self.options, "backbone": self.backbone}
 
 
 @dataclass(frozen=True)
@@ -129,8 +135,8 @@ class CriterionConfig(_Settings):
     options: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "options of the classification loss, as delta"}
     )
-    rank_over: Literal["batch", "image"] = setting(
-        "batch", "rank the anchors of all images together, or of each image alone"
+    rank_over: Literal["batch", "image", "class"] = setting(
+        "batch", "rank the anchors of all images and classes together, or of each image or class alone"
     )
     rank_over_processes: bool = setting(
         False, "rank, and count the positives, over the images of all ranks (processes)"

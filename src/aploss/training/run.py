@@ -292,7 +292,7 @@ def _build(config: TrainConfig, class_names: tuple[str, ...], loss: str) -> Dete
             box_loss=criterion.box_loss,  # type: ignore[arg-type]
             box_weight=criterion.box_weight if is_own else None,
             weights=config.model.weights,
-            **config.model.options,
+            **config.model.architecture,
         )
     except TypeError as error:
         raise ConfigError(f"model.options: {error}") from error
