@@ -179,5 +179,5 @@ def test_drawings_are_svg_and_name_the_classes(classes, simulate):
     for text in (together, each):
         assert ElementTree.fromstring(text).tag.endswith("svg")
     named = [name for name in curves[0.5] if f">{name} " in together]
-    assert len(named) == (classes if classes <= 8 else 2)
+    assert len(named) == (classes if classes <= 8 else 6)  # three best, three worst
     assert all(f">{name}<" in each for name in curves[0.5])
