@@ -17,7 +17,7 @@ model = ssdlite320_mobilenet_v3_large(
     weights_backbone=None,
     num_classes=1 + len(dataset.class_names),  # torchvision's label 0 is the background
 )
-use_loss(model, APLoss())  # the one line
+use_loss(model, APLoss(), score_thresh=0)  # the one line; the scores have an order and no scale
 
 batches = make_training_loader(dataset, batch_size=4, seed=0, preset="light", size=160)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

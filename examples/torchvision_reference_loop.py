@@ -29,7 +29,7 @@ rank = dist.get_rank() if processes > 1 else 0
 torch.manual_seed(0)
 model = ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=6).to(device)
 ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99), use_buffers=True)
-use_loss(model, APLoss(process_group=dist.group.WORLD if processes > 1 else None))
+use_loss(model, APLoss(process_group=dist.group.WORLD if processes > 1 else None), score_thresh=0)
 parallel = DistributedDataParallel(model) if processes > 1 else model
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 scaler = torch.amp.GradScaler(device.type, enabled=device.type == "cuda")
