@@ -3,11 +3,12 @@
 from .alrp_loss import ALRP, ALRPLoss, alrp_loss
 from .ap_loss import APLoss, ap_loss
 from .auc_loss import AUCLoss, auc_loss
-from .error_driven import error_driven
+from .autograd import error_driven
 from .focal_loss import FocalLoss, focal_loss
 from .hinge_ap_loss import HingeAPLoss, hinge_ap_loss
-from .input_checks import NonFiniteScoresError, OtherProcessError
+from .checks import NonFiniteScoresError, OtherProcessError
 from .ohem_cross_entropy import OHEMCrossEntropy, ohem_cross_entropy
+from .ranking.engine import use_backend
 from .rank_sort_loss import RankSort, RankSortLoss, rank_sort_loss
 from .smooth_ap_loss import SmoothAPLoss, smooth_ap_loss
 from .traits import LossTraits, register_loss, traits_of
@@ -37,4 +38,5 @@ __all__ = [
     "register_loss",
     "smooth_ap_loss",
     "traits_of",
+    "use_backend",
 ]

@@ -2,13 +2,10 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from .input_checks import check_delta, check_scores_and_targets
-from .ranking.across_processes import group_name
-from .ranking.engine import rank_boxes
-from .ranking.operator import ErrorDrivenUpdate, ranking_operator
+from .autograd import rank, ranking_operator
+from .checks import check_delta, check_max_positives
 from .traits import LossTraits, register_loss
 
 __all__ = ["APLoss", "ap_loss"]
@@ -21,8 +18,10 @@ def ap_loss(
     delta: float = 1.0,
     interpolated: bool = True,
     process_group: Any = None,
+    groups: Tensor | int | None = None,
+    max_positives: int | None = None,
 ) -> Tensor:
-    """1 - average precision of the ranking of all boxes by their scores.
+    """1 - average precision of the ranking of all anchors by their scores.
 
     From "Towards Accurate One-Stage Object Detection with AP-Loss" (Chen et al., CVPR 2019):
     Eq. (5)-(7) with the piecewise step function of Section 3.4 and, by default, the interpolated
@@ -35,16 +34,25 @@ def ap_loss(
         delta: half the width of the step function; 0 is the Heaviside step, with which, and
             without interpolation, the loss is 1 - average precision.
         interpolated: make the precision monotone in the score, as benchmarks do.
-        process_group: rank the boxes of all its processes together, as if on one device. The
+        process_group: rank the scores of all its processes together, as if on one device. The
             gradient is then that of the whole batch times the number of processes, which the
             averaging of DistributedDataParallel undoes.
+        groups: rank scores within their group alone, and average the losses of the groups that
+            have positives. An integer tensor of the shape of the scores (equal numbers are one
+            group, also in different processes), or a dimension of them: 0 for one ranking per
+            image of [B, A, K] logits, -1 for one per class.
+        max_positives: there are no more positives than that (in each process). On a GPU nothing is
+            read from the device then, so that CUDA graphs can hold the loss. More positives, or
+            input that is refused otherwise, make the loss and its gradient NaN; the next call
+            without this option says what it was.
 
     Returns:
         scalar in [0, 1], float32 (float64 for float64 scores). 0 where there are no positives or
         no negatives.
 
     Raises:
-        ValueError: shapes differ, a target is not allowed, a score is NaN or infinite, delta < 0.
+        ValueError: shapes differ, a target is not allowed, a score is NaN or infinite (then it is
+            a :class:`NonFiniteScoresError`), an option is out of range.
 
     Example:
         >>> import torch
@@ -54,11 +62,19 @@ def ap_loss(
         >>> loss.item(), scores.grad.tolist()
         (0.5, [0.5, -0.5, 0.0])
     """
-    check_scores_and_targets(scores, targets)
-    check_delta(delta)
-    group = group_name(process_group)
-    loss: Tensor = _ap_loss(scores, targets, float(delta), interpolated, group)[0]
-    return loss
+    return rank(
+        _OPERATOR,
+        scores,
+        targets,
+        delta=delta,
+        interpolated=interpolated,
+        groups=groups,
+        max_positives=max_positives,
+        process_group=process_group,
+    )[0]
+
+
+_OPERATOR = ranking_operator("ap")
 
 
 @register_loss("ap")
@@ -69,49 +85,36 @@ class APLoss(nn.Module):
         label="AP-loss",
         colour="#0072b2",
         ranks_across_processes=True,
+        groups=True,
     )
 
     def __init__(
-        self, delta: float = 1.0, interpolated: bool = True, process_group: Any = None
+        self,
+        delta: float = 1.0,
+        interpolated: bool = True,
+        process_group: Any = None,
+        max_positives: int | None = None,
     ) -> None:
         super().__init__()
         check_delta(delta)
+        check_max_positives(max_positives)
         self.delta = delta
         self.interpolated = interpolated
         self.process_group = process_group
+        self.max_positives = max_positives
 
-    def forward(self, scores: Tensor, targets: Tensor) -> Tensor:
+    def forward(
+        self, scores: Tensor, targets: Tensor, groups: Tensor | int | None = None
+    ) -> Tensor:
         return ap_loss(
             scores,
             targets,
             delta=self.delta,
             interpolated=self.interpolated,
             process_group=self.process_group,
+            groups=groups,
+            max_positives=self.max_positives,
         )
 
     def extra_repr(self) -> str:
         return f"delta={self.delta}, interpolated={self.interpolated}"
-
-
-def _update(
-    scores: Tensor, targets: Tensor, delta: float, interpolated: bool, group: str
-) -> ErrorDrivenUpdate:
-    ranking = rank_boxes(scores, targets, delta, group=group)
-    positives = max(ranking.num_positives, 1)
-    rank = 1 + ranking.positives_above + ranking.negatives_above
-    error = ranking.negatives_above / rank  # [P] sum_j L_ij = 1 - precision, Eq. (5)
-    # Algorithm 1, lines 8-11: on the way up, the precision never falls.
-    kept = error.cummin(0).values if interpolated and len(error) else error
-    # Line 11 scales the row L_i; where there is no error there is nothing to scale.
-    row_scale = torch.where(error > 0, kept / error, 1.0)
-    return ErrorDrivenUpdate(
-        ranking,
-        losses=(kept.sum() / positives,),
-        pair_weights=(row_scale / rank / positives,),
-        positive_gradients=(-kept / positives,),
-    )
-
-
-_ap_loss = ranking_operator(
-    "ap_loss", _update, options="float delta, bool interpolated, str group", losses=1
-)

@@ -2,20 +2,23 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from .input_checks import check_delta, check_scores_and_targets
-from .ranking.across_processes import group_name
-from .ranking.engine import rank_boxes
-from .ranking.operator import ErrorDrivenUpdate, ranking_operator
+from .autograd import rank, ranking_operator
+from .checks import check_delta, check_max_positives
 from .traits import LossTraits, register_loss
 
 __all__ = ["AUCLoss", "auc_loss"]
 
 
 def auc_loss(
-    scores: Tensor, targets: Tensor, *, delta: float = 1.0, process_group: Any = None
+    scores: Tensor,
+    targets: Tensor,
+    *,
+    delta: float = 1.0,
+    process_group: Any = None,
+    groups: Tensor | int | None = None,
+    max_positives: int | None = None,
 ) -> Tensor:
     """1 - area under the ROC curve: the share of (positive, negative) pairs in the wrong order.
 
@@ -27,7 +30,7 @@ def auc_loss(
         scores: logits, any shape, any floating dtype.
         targets: same shape; 1 positive, 0 negative, -1 ignored.
         delta: half the width of the step function; 0 is the Heaviside step.
-        process_group: rank the boxes of all its processes together.
+        groups, max_positives, process_group: see :func:`ap_loss`.
 
     Returns:
         scalar in [0, 1]; 0 where there are no positives or no negatives.
@@ -37,10 +40,18 @@ def auc_loss(
         >>> auc_loss(torch.tensor([2.0, 1.0, 0.0]), torch.tensor([0, 1, 0]), delta=0)
         tensor(0.5000)
     """
-    check_scores_and_targets(scores, targets)
-    check_delta(delta)
-    loss: Tensor = _auc_loss(scores, targets, float(delta), group_name(process_group))[0]
-    return loss
+    return rank(
+        _OPERATOR,
+        scores,
+        targets,
+        delta=delta,
+        groups=groups,
+        max_positives=max_positives,
+        process_group=process_group,
+    )[0]
+
+
+_OPERATOR = ranking_operator("auc")
 
 
 @register_loss("auc")
@@ -53,31 +64,30 @@ class AUCLoss(nn.Module):
         dashes=":",
         marker="D",
         ranks_across_processes=True,
+        groups=True,
     )
 
-    def __init__(self, delta: float = 1.0, process_group: Any = None) -> None:
+    def __init__(
+        self, delta: float = 1.0, process_group: Any = None, max_positives: int | None = None
+    ) -> None:
         super().__init__()
         check_delta(delta)
+        check_max_positives(max_positives)
         self.delta = delta
         self.process_group = process_group
+        self.max_positives = max_positives
 
-    def forward(self, scores: Tensor, targets: Tensor) -> Tensor:
-        return auc_loss(scores, targets, delta=self.delta, process_group=self.process_group)
+    def forward(
+        self, scores: Tensor, targets: Tensor, groups: Tensor | int | None = None
+    ) -> Tensor:
+        return auc_loss(
+            scores,
+            targets,
+            delta=self.delta,
+            process_group=self.process_group,
+            groups=groups,
+            max_positives=self.max_positives,
+        )
 
     def extra_repr(self) -> str:
         return f"delta={self.delta}"
-
-
-def _update(scores: Tensor, targets: Tensor, delta: float, group: str) -> ErrorDrivenUpdate:
-    ranking = rank_boxes(scores, targets, delta, group=group)
-    pairs = max(ranking.num_positives, 1) * max(ranking.num_negatives, 1)
-    error = ranking.negatives_above / pairs  # [P] sum_j L'_ij / |P|
-    return ErrorDrivenUpdate(
-        ranking,
-        losses=(error.sum(),),
-        pair_weights=(torch.full_like(error, 1 / pairs),),
-        positive_gradients=(-error,),
-    )
-
-
-_auc_loss = ranking_operator("auc_loss", _update, options="float delta, str group", losses=1)

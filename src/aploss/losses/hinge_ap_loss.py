@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from .input_checks import check_scores_and_targets, check_values
-from .ranking.operator import loss_dtype
+from .checks import check_scores_and_targets, check_values
+from .autograd import Operator, Values, loss_dtype, scaled
 from .traits import LossTraits, register_loss
-from .value_with_gradient import value_with_gradient
 
 __all__ = ["HingeAPLoss", "hinge_ap_loss"]
 
@@ -44,8 +43,7 @@ def hinge_ap_loss(scores: Tensor, targets: Tensor) -> Tensor:
         2.5
     """
     check_scores_and_targets(scores, targets)
-    loss: Tensor = _hinge_ap_loss(scores, targets)[0]
-    return loss
+    return _OPERATOR(scores, targets)[0]
 
 
 @register_loss("hinge-ap")
@@ -63,8 +61,7 @@ class HingeAPLoss(nn.Module):
         return hinge_ap_loss(scores, targets)
 
 
-@value_with_gradient("hinge_ap_loss")
-def _hinge_ap_loss(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _value_and_gradient(scores: Tensor, targets: Tensor) -> tuple[Values, Tensor]:
     check_values(scores, targets)
     dtype = loss_dtype(scores.dtype)
     flat = scores.detach().flatten()
@@ -73,7 +70,7 @@ def _hinge_ap_loss(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     negative_index = (targets.flatten() == 0).nonzero().flatten()
     num_positives, num_negatives = len(positive_index), len(negative_index)
     if num_positives == 0 or num_negatives == 0:
-        return gradient.new_zeros(()), gradient
+        return (gradient.new_zeros(()),), gradient
     positives, positive_order = flat[positive_index].double().sort()  # ascending
     negatives, negative_order = flat[negative_index].sort(descending=True)
 
@@ -91,7 +88,10 @@ def _hinge_ap_loss(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     passes = levels.repeat_interleave(passed.flip(0))[:moved]  # [moved] positives passed by each
     gradient[positive_index[positive_order]] = (-per_pair * above.double()).to(dtype)
     gradient[negative_index[negative_order[:moved]]] = (per_pair * passes.double()).to(dtype)
-    return loss.to(dtype), gradient
+    return (loss.to(dtype),), gradient
+
+
+_OPERATOR = Operator("hinge_ap_loss", "Tensor scores, Tensor targets", _value_and_gradient, scaled)
 
 
 def _count_by_passed_positives(positives: Tensor, negatives: Tensor) -> Tensor:

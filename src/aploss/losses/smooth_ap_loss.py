@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from .input_checks import check_scores_and_targets, check_values
-from .ranking.operator import loss_dtype
+from .checks import check_scores_and_targets, check_values
+from .autograd import Operator, Values, loss_dtype, scaled
 from .traits import LossTraits, register_loss
-from .value_with_gradient import value_with_gradient
 
 __all__ = ["SmoothAPLoss", "smooth_ap_loss"]
 
@@ -53,8 +52,7 @@ def smooth_ap_loss(
     """
     check_scores_and_targets(scores, targets)
     _check_options(temperature, eps)
-    loss: Tensor = _smooth_ap_loss(scores, targets, float(temperature), log_space, float(eps))[0]
-    return loss
+    return _OPERATOR(scores, targets, float(temperature), log_space, float(eps))[0]
 
 
 @register_loss("smooth-ap")
@@ -90,17 +88,16 @@ class SmoothAPLoss(nn.Module):
         return f"temperature={self.temperature}, log_space={self.log_space}, eps={self.eps}"
 
 
-@value_with_gradient("smooth_ap_loss")
-def _smooth_ap_loss(
+def _value_and_gradient(
     scores: Tensor, targets: Tensor, temperature: float, log_space: bool, eps: float
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Values, Tensor]:
     check_values(scores, targets)
     flat = scores.detach().flatten().to(loss_dtype(scores.dtype))
     gradient = torch.zeros_like(flat)
     is_positive, is_negative = targets.flatten() == 1, targets.flatten() == 0
     positives, negatives = flat[is_positive], flat[is_negative]
     if len(positives) == 0 or len(negatives) == 0:
-        return flat.new_zeros(()), gradient
+        return (flat.new_zeros(()),), gradient
     # Autocast would do the matrix products below in half precision.
     with torch.autocast(scores.device.type, enabled=False):
         loss, on_positives, on_negatives = _smoothed_error(positives, negatives, temperature)
@@ -110,7 +107,15 @@ def _smooth_ap_loss(
         loss, scale = -precision.log(), float(1 / precision)
     gradient[is_positive] = on_positives.mul_(scale)
     gradient[is_negative] = on_negatives.mul_(scale)
-    return loss.to(flat.dtype), gradient
+    return (loss.to(flat.dtype),), gradient
+
+
+_OPERATOR = Operator(
+    "smooth_ap_loss",
+    "Tensor scores, Tensor targets, float temperature, bool log_space, float eps",
+    _value_and_gradient,
+    scaled,
+)
 
 
 def _smoothed_error(

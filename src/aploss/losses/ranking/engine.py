@@ -1,256 +1,281 @@
-"""The engine of all ranking losses: two passes over N scores, and O(P log P) between them.
+"""Drives a ranking: which backend, what is read from the device, what is refused, who takes part.
 
-How a loss uses it, here the AP-loss without interpolation::
+The backend makes the passes over the scores (see :mod:`.problem`); between its stages the engine
+reads the status, once, and raises what is wrong. With ``max_positives`` it reads nothing: the loss
+is NaN then, and the status is looked at in the next call that reads anyway.
 
-    ranking = rank_boxes(scores, targets, delta)
-    rank = 1 + ranking.positives_above + ranking.negatives_above
-    error = ranking.negatives_above / rank                      # sum_j L_ij, Eq. (5)
-    gradient = ranking.gradient(1 / rank / P, -error / P)       # Eq. (12)
-
-Everything per positive is in ascending order of score, in float64, over all positives of the batch
-(of all processes, if a group is named), on the device of the scores. ``gradient`` hands every
-negative j the sum over the positives i of ``pair_weights[i] * f(s_j - s_i)``.
+Several data-parallel processes rank together as one would. The positives travel, and per segment
+one count and one sum: O(P) numbers in three messages; the N scores never do. Every process takes
+part in every exchange, also one without positives or negatives, and one that was given something
+wrong: then all of them raise, and none is left waiting.
 """
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import replace
+from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
-from ..input_checks import OtherProcessError, refuse_score, refuse_target
-from . import across_processes
-from .passes import Passes, TorchPasses
-from .segments import Floats, Segments, cut_into_segments, line_through_segments, sums_of_steps
+from ..checks import (
+    OtherProcessError,
+    check_box_losses,
+    check_delta,
+    check_max_positives,
+    check_scores_and_targets,
+    comparable_targets,
+    groups_of_scores,
+    refuse_box_loss,
+    refuse_earlier_call,
+    refuse_score,
+    refuse_target,
+)
+from .problem import Backend, Found, Positives, Problem, Ranked
+from .torch_backend import TorchBackend, sort_positives
 
-__all__ = ["Ranking", "rank_boxes"]
+__all__ = ["rank_scores", "resolve_group", "use_backend"]
 
-
-@dataclass(frozen=True)
-class Ranking:
-    """The positives of a batch in ascending order of score, and what is ranked above each.
-
-    Attributes:
-        num_negatives: negatives of the whole batch.
-        positives_above: sum over the other positives k of f(s_k - s_i) [P]; rank+ is one more.
-        negatives_above: sum over the negatives j of f(s_j - s_i) [P]: the false positives of i.
-        positive_scores: s_i [P], ascending, relative to an arbitrary shift.
-    """
-
-    num_negatives: int
-    positives_above: Tensor
-    negatives_above: Tensor
-    positive_scores: Tensor
-    _boxes: "_Boxes"
-    _segments: Segments
-    _order: NDArray[np.int64]  # [P] which of the gathered positives stands at each place
-    _first_own: int  # where this process's positives start among the gathered ones
-
-    @property
-    def num_positives(self) -> int:
-        """Number of positives P of the whole batch."""
-        return len(self._order)
-
-    @cached_property
-    def own_places(self) -> Tensor:
-        """Where this process's positives, in the order of their flat index, stand in [P]."""
-        place = np.empty_like(self._order)
-        place[self._order] = np.arange(len(place))
-        own = place[self._first_own : self._first_own + len(self._boxes.positive_scores)]
-        return torch.from_numpy(own).to(self._boxes.scores.device)
-
-    @property
-    def num_processes(self) -> int:
-        """How many processes rank together."""
-        return dist.get_world_size(self._boxes.group) if self._boxes.group is not None else 1
-
-    def from_all(self, own_values: Tensor) -> Tensor:
-        """Brings one value per own positive (in the order of flat index) into the order of [P]."""
-        device = self._boxes.scores.device
-        values = own_values.detach().to(device, torch.float64)
-        if self._boxes.group is not None:
-            values, _ = across_processes.gather_values(values, self._boxes.group)
-        return values[torch.from_numpy(self._order).to(device)]
-
-    def gradient(self, pair_weights: Tensor | None, positive_gradient: Tensor) -> Tensor:
-        """The second pass: the gradient on this process's scores.
-
-        Args:
-            pair_weights: factor of f(s_j - s_i) in the error of the pair (i, j) [P]; None for a
-                loss that does not move the negatives.
-            positive_gradient: gradient on the positives themselves [P].
-
-        Returns:
-            flat gradient in float32 or float64. It is the gradient of the whole batch times the
-            number of processes, so that data parallelism, which averages the gradients of the
-            weights, ends with that of the whole batch.
-        """
-        boxes, scale = self._boxes, self.num_processes
-        if pair_weights is None or self.num_positives == 0:
-            gradient = torch.zeros_like(boxes.scores)
-        else:
-            weights = _on_host(pair_weights) * scale
-            at_left, slope = line_through_segments(self._segments, weights)
-            gradient = boxes.passes.gradient_of_negatives(self._segments, at_left, slope)
-        own = positive_gradient[self.own_places] * scale
-        gradient[boxes.passes.positive_index] = own.to(gradient.dtype)
-        return gradient
+BACKENDS = ("cpu", "torch", "triton")
+_chosen: str | None = None
+# Status of a call with max_positives that nobody has looked at, and what was allowed.
+_pending: tuple[Tensor | None, int] = (None, 0)
 
 
-@dataclass(frozen=True)
-class _Boxes:
-    """The flat boxes of this process, checked but for the scores of the negatives."""
-
-    scores: Tensor  # [n], float32 or float64
-    targets: Tensor  # [n]
-    passes: Passes
-    positive_scores: Floats  # on the host, in the order of the flat index
-    group: Any
-
-
-def rank_boxes(
-    scores: Tensor,
-    targets: Tensor,
-    delta: float,
-    *,
-    soft_targets: bool = False,
-    group: str = "",
-    backend: str = "",
-) -> Ranking:
-    """Makes the first pass: what is ranked above every positive.
+class use_backend:  # noqa: N801 - reads as a function, and as a context
+    """Chooses who makes the passes of the ranking losses, for good or within a ``with`` block.
 
     Args:
-        scores: any shape and floating dtype.
-        targets: same shape; 1, 0 and -1, or with ``soft_targets`` also values in (0, 1).
-        delta: half the width of the step function; 0 is the Heaviside step.
-        group: name of the process group to rank over; "" for this process alone.
-        backend: "cpu" or "torch" to choose who makes the passes; by default the device does.
+        name: ``"cpu"`` (compiled by numba, CPU tensors alone), ``"torch"`` (torch operations, every
+            device), ``"triton"`` (GPUs), or None for the best one for the device of the scores.
 
     Raises:
-        ValueError: a target that is not allowed.
-        NonFiniteScoresError: a NaN or infinite score that is not ignored.
+        ValueError: no such backend.
+
+    Example:
+        >>> import torch
+        >>> from aploss import ap_loss
+        >>> with use_backend("torch"):
+        ...     ap_loss(torch.tensor([2.0, 1.0]), torch.tensor([0, 1]), delta=0)
+        tensor(0.5000)
     """
-    boxes = _find_positives(scores, targets, soft_targets, group, backend)
-    gathered, first_own = boxes.positive_scores, 0
-    if boxes.group is not None:
-        everyone, first_own = across_processes.gather_values(
-            torch.from_numpy(gathered).to(boxes.scores.device), boxes.group
+
+    def __init__(self, name: str | None) -> None:
+        global _chosen
+        if name is not None and name not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {name!r}")
+        self._before, _chosen = _chosen, name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        global _chosen
+        _chosen = self._before
+
+
+def rank_scores(
+    scores: Tensor,
+    targets: Tensor,
+    *,
+    rule: str,
+    delta: float,
+    interpolated: bool = True,
+    groups: Tensor | int | None = None,
+    box_losses: Tensor | None = None,
+    max_positives: int | None = None,
+    process_group: Any = None,
+) -> tuple[Backend, Ranked]:
+    """Ranks scores, together with those of the other processes of a group.
+
+    The arguments are those of :func:`aploss.losses.ap_loss`; ``rule`` and ``box_losses`` those of
+    :class:`.problem.Problem`.
+
+    Returns:
+        the backend that computes the gradient, and what it needs for it.
+
+    Raises:
+        ValueError: something is not allowed; :class:`NonFiniteScoresError` for a score, and
+            :class:`OtherProcessError` if it was another process that was given it.
+    """
+    options = {"delta": float(delta), "interpolated": interpolated, "max_positives": max_positives}
+    mistake = None
+    try:
+        check_scores_and_targets(scores, targets)
+        check_delta(delta)
+        check_max_positives(max_positives)
+        problem = _flat_problem(scores, targets, groups, box_losses, rule=rule, **options)
+    except ValueError as error:
+        if process_group is None:
+            raise
+        mistake = error
+        problem = _nothing_to_rank(process_group, groups, box_losses, rule=rule, **options)
+    if process_group is None:
+        backend = _backend_for(problem)
+        return backend, _rank_alone(backend, problem)
+    problem = replace(problem, num_processes=dist.get_world_size(process_group))
+    backend = _backend_for(problem)
+    return backend, _rank_together(backend, problem, process_group, mistake)
+
+
+def resolve_group(name: str) -> Any:
+    """The process group of a name, for operators in compiled graphs; None for ""."""
+    # The way torch's own functional collectives go from a name back to its group.
+    return getattr(dist.distributed_c10d, "_resolve_process_group")(name) if name else None  # noqa: B009
+
+
+def _flat_problem(
+    scores: Tensor, targets: Tensor, groups: Any, box_losses: Tensor | None, **options: Any
+) -> Problem:
+    flat_scores = scores.detach().reshape(-1)
+    flat_targets = comparable_targets(targets.detach().reshape(-1))
+    flat_groups = groups_of_scores(groups, scores)
+    if len(flat_scores) == 0:  # backends rank one score at least: an ignored one
+        flat_scores, flat_targets = flat_scores.new_zeros(1), flat_scores.new_full((1,), -1.0)
+        flat_groups = None if flat_groups is None else flat_groups.new_zeros(1)
+    if box_losses is not None:
+        check_box_losses(box_losses, scores.device)
+        box_losses = box_losses.detach()
+    if flat_scores.device.type == "mps":  # has no float64
+        flat_scores, flat_targets = flat_scores.cpu(), flat_targets.cpu()
+        flat_groups = None if flat_groups is None else flat_groups.cpu()
+        box_losses = None if box_losses is None else box_losses.cpu()
+    return Problem(flat_scores, flat_targets, groups=flat_groups, box_losses=box_losses, **options)
+
+
+def _nothing_to_rank(group: Any, groups: Any, box_losses: Any, **options: Any) -> Problem:
+    """What a process brings along that was given something it cannot rank."""
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    scores = torch.zeros(1, device=device)
+    return Problem(
+        scores,
+        torch.full_like(scores, -1),
+        groups=None if groups is None else scores.long(),
+        box_losses=None if box_losses is None else scores[:0],
+        **options,
+    )
+
+
+def _rank_alone(backend: Backend, problem: Problem) -> Ranked:
+    found = backend.find(problem)
+    capacity = problem.max_positives
+    if capacity is None:
+        (status,) = _read_status(found.status[None])
+        _refuse(problem, status)
+        capacity = max(status[0], 1)
+    else:
+        _look_later(found.status, capacity)
+    positives = backend.positives(problem, found, capacity)
+    tallies = backend.tally(problem, found, positives)
+    return backend.finish(problem, found, positives, tallies)
+
+
+def _rank_together(
+    backend: Backend, problem: Problem, group: Any, mistake: ValueError | None
+) -> Ranked:
+    found = backend.find(problem)
+    if mistake is not None:
+        found.status[2] = 1  # so that the loss is NaN where nobody reads
+    flag = found.status.new_full((1,), mistake is not None)
+    statuses = _gather(torch.cat([found.status, flag]), group)
+    if problem.max_positives is None:
+        read = _read_status(statuses)
+        if mistake is not None:
+            raise mistake
+        _refuse(problem, read[dist.get_rank(group)])
+        _refuse_others(read)
+        counts = [status[0] for status in read]
+    else:
+        _look_later(found.status, problem.max_positives)
+        counts = [problem.max_positives] * len(statuses)
+    own = backend.positives(problem, found, max(*counts, 1))
+    found.status = statuses[:, :-1].sum(0)
+    positives = _gather_positives(own, counts, group)
+    tallies = backend.tally(problem, found, positives)
+    dist.all_reduce(tallies, group=group)
+    if mistake is not None:
+        raise mistake
+    return backend.finish(problem, found, positives, tallies)
+
+
+def _gather_positives(own: Positives, counts: list[int], group: Any) -> Positives:
+    """The positives of all processes, in the order of a ranking."""
+    places = torch.arange(len(own.scores), device=own.scores.device)
+    columns = [(places < own.count).long(), own.scores.double().view(torch.int64)]
+    if own.extras is not None:
+        columns.append(own.extras.view(torch.int64))
+    if own.groups is not None:
+        columns.append(own.groups)
+    gathered = _gather(torch.stack(columns), group)  # [processes, columns, places]
+    rank = dist.get_rank(group)
+    index = torch.full_like(gathered[:, 0], -1)
+    index[rank] = own.index
+    together = [part[:, :count] for part, count in zip(gathered, counts, strict=True)]
+    columns = list(torch.cat(together, dim=1))
+    own_index = torch.cat([part[:count] for part, count in zip(index, counts, strict=True)])
+    if len(own_index) == 0:  # a ranking has one place at least
+        return replace(own, scores=own.scores[:1], index=own.index[:1])
+    groups = columns.pop() if own.groups is not None else None
+    extras = columns.pop().view(torch.float64) if own.extras is not None else None
+    scores = columns[1].view(torch.float64).to(own.scores.dtype)
+    return sort_positives(scores, own_index, columns[0] == 0, extras, groups)
+
+
+def _gather(values: Tensor, group: Any) -> Tensor:
+    """The tensors of all processes, stacked in the order of their ranks."""
+    parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, values.contiguous(), group=group)
+    return torch.stack(parts)
+
+
+def _read_status(statuses: Tensor) -> list[list[int]]:
+    """Reads the status [..., S], and that of an earlier call that nobody has looked at."""
+    global _pending
+    (pending, capacity), _pending = _pending, (None, 0)
+    if pending is None or type(pending) is not type(statuses) or pending.device != statuses.device:
+        rows: list[list[int]] = statuses.tolist()
+        return rows
+    padded = torch.nn.functional.pad(pending, (0, statuses.shape[1] - len(pending)))
+    *rows, late = torch.cat([statuses, padded[None]]).tolist()
+    refuse_earlier_call([late[0] - capacity, *late[2:5]])
+    return rows
+
+
+def _look_later(status: Tensor, capacity: int) -> None:
+    global _pending
+    _pending = (status, capacity)
+
+
+def _refuse(problem: Problem, status: list[int]) -> None:
+    """Raises what is wrong with this process's input; finds out where it is."""
+    positives, _, bad_targets, bad_scores, bad_boxes = status[:5]
+    if bad_targets:
+        refuse_target(problem.targets, soft=problem.soft)
+    if bad_scores:
+        refuse_score(problem.scores, problem.targets)
+    boxes = problem.box_losses
+    if boxes is not None and len(boxes) != positives:
+        raise ValueError(
+            f"box_losses must have one value per positive, {positives}, got {len(boxes)}"
         )
-        gathered = _on_host(everyone)
-    order = gathered.argsort(kind="stable")
-    sorted_scores = gathered[order]
-    # A shift into the middle of the positives keeps the digits of scores with a large offset.
-    # The Heaviside step needs comparisons alone, which are exact only without one.
-    shift = float(sorted_scores[len(order) // 2]) if len(order) and delta else 0.0
-    sorted_scores = sorted_scores - shift
-    segments = cut_into_segments(sorted_scores, delta, shift)
-    counts, sums, negatives = _negatives_per_segment(boxes, segments)
-    per_positive = [*_sums_above(segments, sorted_scores, counts, sums), sorted_scores]
-    device = boxes.scores.device
-    positives_above, negatives_above, positive_scores = (
-        torch.from_numpy(values).to(device) for values in per_positive
-    )
-    return Ranking(
-        num_negatives=negatives,
-        positives_above=positives_above,
-        negatives_above=negatives_above,
-        positive_scores=positive_scores,
-        _boxes=boxes,
-        _segments=segments,
-        _order=order,
-        _first_own=first_own,
-    )
+    if boxes is not None and bad_boxes:
+        refuse_box_loss(boxes)
 
 
-def _find_positives(
-    scores: Tensor, targets: Tensor, soft: bool, group: str, backend: str
-) -> _Boxes:
-    # MPS has no float64: its scores are ranked on the CPU.
-    device = torch.device("cpu") if scores.device.type == "mps" else scores.device
-    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
-    flat_scores = scores.detach().reshape(-1).to(device, dtype)
-    flat_targets = targets.detach().reshape(-1).to(device)
-    if flat_targets.dtype == torch.bool:
-        flat_targets = flat_targets.view(torch.uint8)
-    elif flat_targets.dtype in (torch.float16, torch.bfloat16):
-        flat_targets = flat_targets.to(torch.float32)
-    process_group = across_processes.resolve(group)
-
-    passes = _passes_for(device, backend)(flat_scores, flat_targets, soft)
-    positive_scores, bad_target = passes.positive_scores, passes.bad_target
-    finite = np.isfinite(positive_scores)
-    bad_score = -1 if finite.all() else int(passes.positive_index[int(finite.argmin())])
-    _agree_on_problems(bad_score >= 0, bad_target >= 0, device, process_group)
-    if bad_target >= 0:
-        refuse_target(flat_targets, bad_target, soft=soft)
-    if bad_score >= 0:
-        refuse_score(flat_scores, bad_score)
-    return _Boxes(flat_scores, flat_targets, passes, positive_scores, process_group)
+def _refuse_others(statuses: list[list[int]]) -> None:
+    for _, _, bad_targets, bad_scores, bad_boxes, bad_arguments in statuses:
+        if bad_arguments or bad_boxes:
+            raise OtherProcessError("arguments")
+        if bad_targets:
+            raise OtherProcessError("target")
+        if bad_scores:
+            raise OtherProcessError("score")
 
 
-def _negatives_per_segment(boxes: _Boxes, segments: Segments) -> tuple[Floats, Floats, int]:
-    """Counts [M], sums [M] and number of the negatives of all processes."""
-    device = boxes.scores.device
-    if segments.count:
-        counts, sums, bad_score = boxes.passes.negatives_per_segment(segments)
-    else:  # No positive anywhere: nothing to count, but the scores are checked all the same.
-        counts = sums = segments.breakpoints
-        bad = ((boxes.targets == 0) & ~boxes.scores.isfinite()).nonzero()
-        bad_score = int(bad[0, 0]) if len(bad) else -1
-    _agree_on_problems(bad_score >= 0, False, device, boxes.group)
-    if bad_score >= 0:
-        refuse_score(boxes.scores, bad_score)
-    negatives = boxes.passes.num_negatives
-    if boxes.group is None:
-        return counts, sums, negatives
-    own = torch.from_numpy(np.concatenate([counts, sums, [negatives]])).to(device)
-    total = _on_host(across_processes.sum_over(own, boxes.group))
-    counts, sums = total[:-1].reshape(2, -1)
-    return counts, sums, int(total[-1])
-
-
-def _sums_above(
-    segments: Segments, positive_scores: Floats, counts: Floats, sums: Floats
-) -> tuple[Floats, Floats]:
-    """Sums of f(s_k - s_i) over the other positives k [P] and over the negatives [P]."""
-    if not segments.count:
-        return positive_scores, positive_scores
-    row = segments.breakpoints.searchsorted(positive_scores, side="right") - 1
-    distance = positive_scores - segments.breakpoints[row]
-    own_counts = np.bincount(row, minlength=segments.count)
-    own_sums = np.bincount(row, distance, minlength=segments.count)
-    both = np.array([own_counts, counts]), np.array([own_sums, sums])
-    positives, negatives = sums_of_steps(segments, *both)
-    step_at_zero = 0.5 if segments.delta else 1.0  # i itself is counted: f(0), or H(0)
-    return positives - step_at_zero, negatives
-
-
-def _on_host(values: Tensor) -> Floats:
-    array: Floats = values.detach().cpu().numpy()
-    return array
-
-
-def _agree_on_problems(bad_score: bool, bad_target: bool, device: torch.device, group: Any) -> None:
-    """Lets every process of the group know that one of them is about to raise."""
-    if group is None:
-        return
-    flags = torch.tensor([float(bad_score), float(bad_target)], device=device)
-    scores, targets = across_processes.sum_over(flags, group).tolist()
-    if bad_score or bad_target:
-        return
-    if targets:
-        raise OtherProcessError("target")
-    if scores:
-        raise OtherProcessError("score")
-
-
-def _passes_for(device: torch.device, backend: str) -> type[Passes]:
-    if backend == "torch" or (not backend and device.type != "cpu"):
-        return TorchPasses
-    from .passes_cpu import CPUPasses  # imports numba, which takes its time
-
-    return CPUPasses
+def _backend_for(problem: Problem) -> Backend:
+    return TorchBackend()

@@ -1,0 +1,394 @@
+"""The stages of a ranking in torch operations, for every device.
+
+Sums over the scores are sums of integers (fixed point), which do not depend on the order of adding:
+results are the same in every run, without the slow paths of deterministic algorithms.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import rules
+from .problem import Found, Positives, Problem, Ranked, loss_dtype
+from .segments import (
+    Segments,
+    cut_into_segments,
+    line_through_segments,
+    running_minimum,
+    suffix_sums,
+    sums_above,
+)
+
+__all__ = ["TorchBackend", "step_at_zero"]
+
+LANES = 64  # copies of the tallies, so that few scores at a time add to the same number
+FRACTION_BITS = 30  # of a share in float32
+PAIRS = 1 << 21  # pairs of positives held at a time: 16 MB in float64
+
+
+def step_at_zero(delta: float) -> float:
+    """f(0), what a positive counts in its own row: 1/2, but 1 for the Heaviside step."""
+    return 0.5 if delta else 1.0
+
+
+class TorchBackend:
+    """See :class:`aploss.losses.ranking.problem.Backend`."""
+
+    name = "torch"
+
+    def find(self, problem: Problem) -> Found:
+        targets = problem.targets
+        positive = (targets > 0) & (targets <= 1) if problem.soft else targets == 1
+        negative, ignored = targets == 0, targets == -1
+        scores = problem.scores.to(problem.dtype)
+        counts = torch.stack([positive.sum(), negative.sum(), ignored.sum()])
+        # The extremes of what is not ignored tell of NaN, too.
+        lowest, highest = torch.aminmax(scores.masked_fill(ignored, 0.0))
+        bad = [~((lowest > -torch.inf) & (highest < torch.inf))]
+        if problem.box_losses is None:
+            bad.append(torch.zeros_like(bad[0]))
+        else:
+            allowed = (problem.box_losses >= 0) & (problem.box_losses < torch.inf)
+            bad.append(~allowed.all() | (counts[0] != len(allowed)))
+        bad_targets = len(targets) - counts.sum(0, keepdim=True)
+        status = torch.cat([counts[:2], bad_targets, torch.stack(bad)])
+        return Found(status, _Scores(positive, torch.where(negative, scores, -torch.inf)))
+
+    def positives(self, problem: Problem, found: Found, capacity: int) -> Positives:
+        index = torch.nonzero_static(found.held.is_positive, size=capacity, fill_value=-1)[:, 0]
+        padding = index < 0
+        at = index.clamp(min=0)
+        extras = None
+        if problem.soft:
+            extras = problem.targets[at].double()
+        elif problem.box_losses is not None:
+            extras = problem.box_losses.detach().double()
+            extras = torch.nn.functional.pad(extras, (0, capacity - len(extras)))
+        scores = problem.scores[at].to(problem.dtype)
+        groups = None if problem.groups is None else problem.groups[at]
+        return sort_positives(scores, index, padding, extras, groups)
+
+    def tally(self, problem: Problem, found: Found, positives: Positives) -> Tensor:
+        positives.held = cut_into_segments(positives.scores, problem.delta, positives.groups)
+        with _any_order_of_adding():
+            _locate(problem, found.held, positives.held)
+            return _tally(found.held, positives.held.rows)
+
+    def finish(
+        self, problem: Problem, found: Found, positives: Positives, tallies: Tensor
+    ) -> Ranked:
+        with _any_order_of_adding():
+            places = torch.arange(len(positives.scores), device=tallies.device)
+            real = places < positives.count
+            weight = _weights(problem, found, positives, real)
+            outcome = _RULES[problem.rule](_Ranks(problem, found, positives, tallies, real, weight))
+            segments: Segments = positives.held
+            held = _Kept(segments, found.held, outcome.pair_weights, outcome.own, positives.index)
+            box_gradient = None
+            if outcome.box_weights is not None:
+                box_gradient = _in_given_order(problem, positives.index, outcome.box_weights)
+        return Ranked(problem, outcome.values.to(problem.dtype), box_gradient, held)
+
+    def gradient(self, ranked: Ranked, upstream: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        problem, held = ranked.problem, ranked.held
+        with _any_order_of_adding():
+            factors = torch.stack(upstream[: len(held.own)]).double()[:, None]
+            if problem.num_processes > 1:
+                factors = factors * problem.num_processes
+            height, slope = line_through_segments(held.segments, held.pair_weights * factors[0])
+            gradient = held.at_rows(height, problem.dtype)
+            if problem.delta:
+                steps = held.at_rows(slope / held.scores.unit, problem.dtype)
+                gradient.addcmul_(steps, held.scores.share)
+            own = (held.own * factors).sum(0).masked_fill_(held.index < 0, 0.0)
+            gradient.index_add_(0, held.index.clamp(min=0), own.to(problem.dtype))
+        return gradient.to(dtype)
+
+
+def sort_positives(
+    scores: Tensor,
+    index: Tensor,
+    padding: Tensor,
+    extras: Tensor | None,
+    groups: Tensor | None,
+) -> Positives:
+    """Brings positives [C], of which some are padding, into the order of a ranking."""
+    scores, order = scores.masked_fill(padding, torch.inf).sort(stable=True)
+    if groups is not None:
+        last = torch.iinfo(torch.int64).max
+        groups, by_group = groups.masked_fill(padding, last)[order].sort(stable=True)
+        scores, order = scores[by_group], order[by_group]
+    count = (~padding).sum()
+    # Padding repeats the last positive; 0 if there is none.
+    last_place = (count - 1).clamp_(min=0)
+    place = torch.arange(len(scores), device=scores.device).minimum(last_place)
+    return Positives(
+        scores=scores[place].masked_fill_(count == 0, 0.0),
+        index=index[order],
+        count=count,
+        extras=None if extras is None else extras.masked_fill(padding, 0.0)[order],
+        groups=None if groups is None else groups[place],
+    )
+
+
+@dataclass(eq=False)
+class _Scores:
+    """This process's scores between the stages."""
+
+    is_positive: Tensor  # bool [N]
+    negatives: Tensor | None  # [N]; -inf for what is no negative
+    row: Tensor | None = None  # int32 [N], in lanes
+    share: Tensor | None = None  # [N]: distance to the row's edge, in units
+    unit: float = 1.0
+
+
+@dataclass(eq=False)
+class _Kept:
+    """What the backward pass needs."""
+
+    segments: Segments
+    scores: _Scores
+    pair_weights: Tensor  # [C]
+    own: Tensor  # gradients on the positives, of each loss that has one [K, C]
+    index: Tensor  # [C]
+
+    def at_rows(self, of_segments: Tensor, dtype: torch.dtype) -> Tensor:
+        """The value of every score's row [N]; 0 for the rows below all segments."""
+        rows = self.segments.for_rows(of_segments, of_segments.new_zeros(1)).to(dtype)
+        assert self.scores.row is not None
+        return rows.repeat(LANES).index_select(0, self.scores.row)
+
+
+def _locate(problem: Problem, scores: _Scores, segments: Segments) -> None:
+    """Finds the row of every score, and how far above the row's edge it lies."""
+    values, groups = scores.negatives, segments.groups
+    assert values is not None
+    scores.negatives = None
+    if groups is None or problem.groups is None:
+        row = segments.reached(values)
+    else:
+        group = torch.searchsorted(groups.numbers, problem.groups).clamp_(
+            max=len(groups.numbers) - 1
+        )
+        others = (groups.numbers[group] != problem.groups) | (values == -torch.inf)
+        row = segments.reached(values, group).add_(group).add_(1)
+        row = row.masked_fill_(others, 0).to(torch.int32)
+    bits = FRACTION_BITS
+    if problem.dtype == torch.float64:
+        bits = 62 - len(values).bit_length()
+    scores.unit = float(1 << bits)
+    if problem.delta:
+        edges = segments.for_rows(segments.edges, segments.edges[:1])
+        share = values.sub_(edges.index_select(0, row)).mul_(scores.unit / (2 * problem.delta))
+        scores.share = share.clamp_(0, scores.unit)
+    lanes = torch.arange(LANES, dtype=torch.int32, device=row.device).mul_(segments.rows)
+    row[: len(row) // LANES * LANES].view(-1, LANES).add_(lanes)
+    scores.row = row
+
+
+def _tally(scores: _Scores, rows: int) -> Tensor:
+    """Counts the scores of every row and adds up their shares, float64 [2, R]."""
+    assert scores.row is not None
+    tallies = torch.zeros(2, LANES * rows, dtype=torch.int64, device=scores.row.device)
+    one = torch.ones((), dtype=torch.int64, device=scores.row.device)
+    tallies[0].index_add_(0, scores.row, one.expand(len(scores.row)))
+    if scores.share is not None:
+        tallies[1].index_add_(0, scores.row, scores.share.to(torch.int64))
+    totals = tallies.view(2, LANES, rows).sum(1).double()
+    totals[1].div_(scores.unit)
+    return totals
+
+
+def _weights(problem: Problem, found: Found, positives: Positives, real: Tensor) -> Tensor:
+    """What every positive weighs in the mean [C]; NaN if there is something wrong."""
+    count = positives.count.clamp(min=1)
+    groups = positives.held.groups
+    if groups is not None:
+        count = groups.sizes(count) * (groups.of_positives[-1] + 1)
+    weight = real / count.double()
+    if problem.max_positives is not None:
+        wrong = (found.status[2:].sum() > 0) | (found.status[0] > positives.count)
+        weight = weight.masked_fill_(wrong, torch.nan)
+    return weight
+
+
+@dataclass(eq=False)
+class _Ranks:
+    """What the rules of the losses are applied to."""
+
+    problem: Problem
+    found: Found
+    positives: Positives
+    tallies: Tensor  # [2, R]
+    real: Tensor  # bool [C]
+    weight: Tensor  # [C]
+
+    @property
+    def f0(self) -> float:
+        """f(0)."""
+        return step_at_zero(self.problem.delta)
+
+    def own_places(self) -> tuple[Tensor, Tensor]:
+        """The segment every positive lies in, and its distance to the edge [C]."""
+        segments: Segments = self.positives.held
+        scores = self.positives.scores
+        group = segments.groups.of_positives if segments.groups else None
+        place = segments.reached(scores, group).long() - 1
+        if self.problem.delta == 0:
+            return place, torch.zeros_like(self.weight)
+        distance = scores.double() - segments.edges.double()[place]
+        return place, distance / (2 * self.problem.delta)
+
+    def above(self, place: Tensor, share: Tensor, *weights: Tensor) -> Tensor:
+        """Sums of f(s_k - s_i), over the positives k with these weights, and the negatives.
+
+        Returns:
+            [number of weights + 1, C]; of k = i the term f(0) is included.
+        """
+        segments: Segments = self.positives.held
+        stacked = torch.stack(weights)
+        both = torch.cat([stacked, stacked * share])
+        # Adding up what lies in each segment: their places ascend.
+        edges = torch.arange(len(segments.edges) + 1, device=place.device)
+        first = torch.searchsorted(place, edges)
+        from_there = torch.nn.functional.pad(suffix_sums(both), (0, 1))[:, first]
+        counts, sums = (from_there[:, :-1] - from_there[:, 1:]).chunk(2)
+        tallies = segments.rows_of_segments(self.tallies)
+        return sums_above(
+            segments, torch.cat([counts, tallies[:1]]), torch.cat([sums, tallies[1:]])
+        )
+
+
+@dataclass(eq=False)
+class _Outcome:
+    """The losses of a rule [K] and their update."""
+
+    values: Tensor
+    pair_weights: Tensor
+    own: Tensor
+    box_weights: Tensor | None = None
+
+
+def _ap(ranks: _Ranks) -> _Outcome:
+    p, n = ranks.above(*ranks.own_places(), ranks.real.double())
+    kept = rules.ap_error(p - ranks.f0, n)
+    if ranks.problem.interpolated:
+        kept = running_minimum(kept, ranks.positives.held.groups)
+    losses = (kept * ranks.weight)[None]
+    return _Outcome(losses.sum(1), rules.ap_weight(kept, n) * ranks.weight, -losses)
+
+
+def _auc(ranks: _Ranks) -> _Outcome:
+    n = sums_above(ranks.positives.held, *_negatives(ranks))[0]
+    groups = ranks.positives.held.groups
+    negatives = ranks.found.status[1].double()
+    if groups is not None:
+        negatives = groups.sums(ranks.tallies[0])
+    losses = (rules.auc_error(n, negatives) * ranks.weight)[None]
+    return _Outcome(losses.sum(1), rules.auc_weight(negatives) * ranks.weight, -losses)
+
+
+def _negatives(ranks: _Ranks) -> tuple[Tensor, Tensor]:
+    tallies = ranks.positives.held.rows_of_segments(ranks.tallies)
+    return tallies[:1], tallies[1:]
+
+
+def _rank_sort(ranks: _Ranks) -> _Outcome:
+    p, n = ranks.above(*ranks.own_places(), ranks.real.double())
+    p = p - ranks.f0
+    sorting, sorting_gradient = _sorting_error(ranks)
+    losses = torch.stack([rules.rank_sort_error(p, n, ranks.f0) * ranks.weight, sorting])
+    return _Outcome(
+        values=losses.sum(1),
+        pair_weights=rules.rank_sort_weight(p, n, ranks.f0) * ranks.weight,
+        own=torch.stack([-losses[0], sorting_gradient]),
+    )
+
+
+def _sorting_error(ranks: _Ranks) -> tuple[Tensor, Tensor]:
+    """Weighted sorting error of every positive [C], and the gradient of their sum [C].
+
+    The current error is the mean of 1 - y over the positives above i; the target is that over
+    those among them that belong there, y >= y_i. Those with y < y_i share the blame.
+    """
+    positives, delta = ranks.positives, ranks.problem.delta
+    assert positives.extras is not None
+    scores, qualities = positives.scores.double(), positives.extras
+    deficits = 1 - qualities
+    errors, gradient = torch.zeros_like(scores), torch.zeros_like(scores)
+    rows = max(1, PAIRS // len(scores))
+    for first in range(0, len(scores), rows):
+        block = slice(first, min(first + rows, len(scores)))
+        differences = scores[None, :] - scores[block, None]  # x_ik
+        if delta == 0:
+            steps = (differences >= 0).double()
+        else:
+            steps = differences.div_(2 * delta).add_(0.5).clamp_(0, 1)
+        steps = steps.mul_(ranks.real)
+        if positives.groups is not None:
+            steps.mul_(positives.groups[None, :] == positives.groups[block, None])
+        violating = steps * (qualities[None, :] < qualities[block, None])
+        in_order = steps - violating
+        violations = violating.sum(1)
+        error = rules.sorting_error(
+            (steps * deficits).sum(1), steps.sum(1), (in_order * deficits).sum(1), in_order.sum(1)
+        )
+        error = torch.where(violations > 0, error * ranks.weight[block], 0.0)
+        errors[block] = error
+        blame = error / (violations + (violations == 0))
+        gradient += violating.mul_(blame[:, None]).sum(0)
+    return errors, gradient.sub_(errors)
+
+
+def _alrp(ranks: _Ranks) -> _Outcome:
+    place, share = ranks.own_places()
+    box_losses = ranks.positives.extras  # E_loc(i)
+    assert box_losses is not None
+    p, losses_above, n = ranks.above(place, share, ranks.real.double(), box_losses)
+    losses_above = losses_above - ranks.f0 * box_losses
+    rank = rules.alrp_rank(p - ranks.f0, n)
+    error = rules.alrp_error(n, losses_above, rank)
+    over_rank = ranks.weight / rank
+    # Box loss k weighs 1 / rank(k), and f(x_ik) / rank(i) for every other i.
+    height, slope = line_through_segments(ranks.positives.held, over_rank)
+    box_weights = height[place] + slope[place] * share + (1 - ranks.f0) * over_rank
+    return _Outcome(
+        values=(torch.stack([n, box_losses + losses_above]) * over_rank).sum(1),
+        pair_weights=rules.alrp_weight(error, n) * ranks.weight,
+        own=(-error * ranks.weight)[None],
+        box_weights=box_weights,
+    )
+
+
+_RULES = {"ap": _ap, "auc": _auc, "rank-sort": _rank_sort, "alrp": _alrp}
+
+
+def _in_given_order(problem: Problem, index: Tensor, box_weights: Tensor) -> Tensor:
+    """The gradient of this process's box losses, in the order in which they were given."""
+    assert problem.box_losses is not None
+    order = index.masked_fill(index < 0, torch.iinfo(torch.int64).max).argsort(stable=True)
+    given = len(problem.box_losses)
+    own = box_weights[order[:given]] * problem.num_processes
+    own = torch.nn.functional.pad(own, (0, given - len(own)))
+    return own.to(loss_dtype(problem.box_losses.dtype))
+
+
+@contextmanager
+def _any_order_of_adding() -> Iterator[None]:
+    """Lets scatter-adds run in any order: those below add integers, or to distinct places.
+
+    With ``torch.use_deterministic_algorithms(True)`` torch would refuse some of them and sort all
+    scores for others.
+    """
+    if not torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)
