@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from aploss.losses.ranking.problem import Problem
-from aploss.losses.ranking.triton import TritonBackend
+from aploss.losses.ranking.triton import SCORES, TARGETS, TritonBackend
 
 __all__ = ["ARCHITECTURES", "Build", "Built", "build", "launches", "main"]
 
@@ -34,11 +34,8 @@ MAX_SHARED = 48 * 1024
 
 _TRITON_TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
-    torch.int8: "i8", torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+    torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
-_SCORES = (torch.float16, torch.bfloat16, torch.float32)
-_TARGETS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float16,
-            torch.bfloat16, torch.float32)  # fmt: skip
 _POSITIVES = 300
 _RULES = ("ap", "auc", "rank-sort", "alrp")
 
@@ -124,12 +121,12 @@ def _type_of(value: Any) -> str:
 def launches() -> list[Build]:
     """Everything that the backend launches, for every loss, step function and dtype."""
     found: set[Build] = set()
-    for scores in _SCORES:
+    for scores in SCORES:
         for rule in _RULES:
             for delta in (0.0, 1.0):
                 found |= _launches(scores, torch.float32, rule, delta)
-    for scores in _SCORES:
-        for targets in _TARGETS:
+    for scores in SCORES:
+        for targets in TARGETS:
             for rule in ("ap", "rank-sort"):
                 found |= _launches(scores, targets, rule, 1.0)
     return sorted(found, key=str)
@@ -149,7 +146,9 @@ def _launches(
         sorted_positives = backend.positives(problem, found, positives)
         tallies = backend.tally(problem, found, sorted_positives)
         ranked = backend.finish(problem, found, sorted_positives, tallies)
-        backend.gradient(ranked, (torch.empty((), device="meta"),) * len(ranked.values))
+        upstream = (torch.empty((), device="meta"),) * len(ranked.values)
+        for dtype in {score_dtype, torch.float32}:  # as autograd and compiled graphs ask
+            backend.gradient(ranked, upstream, dtype)
     return backend.builds
 
 

@@ -28,7 +28,7 @@ try:
 except ImportError:  # Triton is not installed, see supports()
     kernels = None  # type: ignore[assignment]
 
-__all__ = ["LIMIT", "TritonBackend", "supports"]
+__all__ = ["LIMIT", "SCORES", "TARGETS", "TritonBackend", "supports"]
 
 LIMIT = 1 << 13  # most positives; pairs of them take time beyond
 BLOCK = 1024  # scores of a program
@@ -36,11 +36,8 @@ TILE = 1024  # segments or positives that a single program handles at a time
 PAIR_ROWS, PAIR_TILE = 16, 64  # positives whose pairs a program handles at a time
 CHUNK = 4096  # scores that are added to the same copy of the tallies, whatever the block
 
-_SCORES = (torch.float32, torch.float16, torch.bfloat16)
-_TARGETS = (
-    torch.float32, torch.float16, torch.bfloat16,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
-)  # fmt: skip
+SCORES = (torch.float32, torch.float16, torch.bfloat16)
+TARGETS = (torch.float32, torch.int64, torch.int32, torch.int16, torch.int8)
 _RULES = {"ap": 0, "auc": 1, "rank-sort": 2, "alrp": 3}
 
 
@@ -48,8 +45,8 @@ def supports(problem: Problem) -> bool:
     """Whether the kernels can rank this; everything else is for torch operations."""
     allowed = (
         problem.groups is None
-        and problem.scores.dtype in _SCORES
-        and problem.targets.dtype in _TARGETS
+        and problem.scores.dtype in SCORES
+        and problem.targets.dtype in TARGETS
         and problem.scores.numel() > 0
         and (problem.max_positives or 0) <= LIMIT
         and (problem.delta == 0 or 1e-30 < problem.delta < 1e30)  # float32 holds its fractions
@@ -58,7 +55,11 @@ def supports(problem: Problem) -> bool:
 
 
 def _triton_runs_on(scores: Tensor) -> bool:
-    return kernels is not None and (scores.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
+    if kernels is None or hasattr(scores, "fake_mode"):  # fake tensors have nothing to read
+        return False
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return True
+    return scores.is_cuda and torch.cuda.is_available()
 
 
 @dataclass(eq=False)
@@ -243,15 +244,15 @@ class TritonBackend(TorchBackend):
         kept = _Kept(segments, held.negative_bits, positives.index, count, pair_weights, own)
         return Ranked(problem, values, box_gradient, kept)
 
-    def gradient(self, ranked: Ranked, upstream: tuple[Tensor, ...]) -> Tensor:
+    def gradient(self, ranked: Ranked, upstream: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         kept, problem = ranked.held, ranked.problem
         if not isinstance(kept, _Kept):
-            return super().gradient(ranked, upstream)
+            return super().gradient(ranked, upstream, dtype)
         scores, size = problem.scores, problem.scores.numel()
         segments, capacity = kept.segments, len(kept.index)
         heaviside, processes = problem.delta == 0, problem.num_processes
         lines = _empty(scores, torch.float32, len(segments.edges), 4)
-        gradient = torch.empty_like(scores)
+        gradient = torch.empty_like(scores, dtype=dtype)
         self.launch(
             kernels.line_through_segments, 1,
             kept.pair_weights, upstream[0], segments.edges, segments.owners[0],

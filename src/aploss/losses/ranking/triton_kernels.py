@@ -83,8 +83,6 @@ def find_positives(
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
     t = tl.load(targets + i, mask=inside, other=2)
-    if targets.dtype.element_ty.primitive_bitwidth < 32:
-        t = t.to(tl.float32)  # unsigned and half types, too
     positive = ((t > 0) & (t <= 1)) if SOFT else t == 1
     negative = t == 0
     allowed = positive | negative
@@ -166,10 +164,11 @@ def tally_negatives(
         distance = s - edge
         seen = s - distance
         lost = (s - (distance + seen)) + (seen - edge)
-        on_ramp = distance <= width
-        whole = tl.floor(tl.where(on_ramp, distance, 0.0) * unit_inverse)
-        rest = distance * unit_inverse - whole + lost * unit_inverse
-        added += whole.to(tl.int64) + tl.floor(tl.where(on_ramp, rest, 0.0) + 0.5).to(tl.int64)
+        on_ramp = distance <= width  # others have no use for it
+        distance = tl.where(on_ramp, distance, 0.0) * unit_inverse
+        whole = tl.floor(distance)
+        rest = distance - whole + tl.where(on_ramp, lost, 0.0) * unit_inverse
+        added += whole.to(tl.int64) + tl.floor(rest + 0.5).to(tl.int64)
     tl.atomic_add(base + row, added, mask=between, sem="relaxed")
 
 
@@ -215,11 +214,12 @@ def stride_of(capacity, HEAVISIDE: tl.constexpr):
 
 @kernel
 def check_box_losses(box_losses, status, size, TILE: tl.constexpr):
-    """Counts box losses that are negative or not finite."""
+    """Counts box losses that are negative or not finite, or not one per positive."""
     k = tl.program_id(0) * TILE + tl.arange(0, TILE)
     value = tl.load(box_losses + k, mask=k < size, other=0.0)
     allowed = (value >= 0) & (value < float("inf"))
-    tl.atomic_add(status + 4, tl.sum((allowed == 0).to(tl.int64)), sem="relaxed")
+    refused = tl.sum((allowed == 0).to(tl.int64)) + (tl.load(status) != size).to(tl.int64)
+    tl.atomic_add(status + 4, refused, sem="relaxed")
 
 
 @kernel
@@ -432,6 +432,8 @@ def pair_rows(
     [2]: that over its violations, the sum of f(x_ik) over y_k < y_i.
     """
     count = real_count(count_on_device, capacity)
+    if tl.program_id(0) * ROWS >= count:
+        return
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = i < count
     s_i = tl.load(positives + i, mask=real, other=0.0).to(tl.float64)
@@ -561,6 +563,8 @@ def pair_columns(
     the box loss of k, in the order of the index of this process's positives.
     """
     count = real_count(count_on_device, capacity)
+    if tl.program_id(0) * ROWS >= count:
+        return
     k = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = k < count
     s_k = tl.load(positives + k, mask=real, other=0.0).to(tl.float64)

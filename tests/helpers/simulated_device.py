@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import aploss
 
-__all__ = ["Kernel", "SimulatedGPU", "SimulatedTensor", "Transfer", "gradients"]
+__all__ = ["Counts", "Kernel", "SimulatedGPU", "SimulatedTensor", "Transfer", "gradients", "measure"]
 
 DEVICE = torch.device("cuda", 0)
 # To torch's C++ code the tensors are on "meta", the one device without any kernels that autograd
@@ -46,6 +46,7 @@ _PACKAGE = str(Path(aploss.__file__).parent)
 
 # Kernels an operation launches on CUDA, from its source, where that is not one.
 _LAUNCHES = {
+    "_local_scalar_dense": 0,
     "bincount": 4,  # minimum, maximum, zeros, the histogram
     "nonzero": 3,
     "nonzero_static": 4,
@@ -131,6 +132,8 @@ class SimulatedTensor(Tensor):
 class SimulatedGPU:
     """Context in which the device exists, and its log: see the module."""
 
+    current: "SimulatedGPU | None" = None
+
     def __init__(self) -> None:
         self.kernels: list[Kernel] = []
         self.host_reads: list[Transfer] = []
@@ -140,40 +143,48 @@ class SimulatedGPU:
     def __enter__(self) -> "SimulatedGPU":
         self._stack.enter_context(_DeviceArguments(self))
         self._stack.enter_context(_Operations(self))
+        SimulatedGPU.current = self
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._stack.close()
+        SimulatedGPU.current = None
 
     @staticmethod
     def tensor(values: Tensor) -> SimulatedTensor:
         """A copy of a CPU tensor on the device; not logged."""
         return SimulatedTensor(values.detach().clone())
 
-    @property
-    def launches(self) -> int:
-        return sum(kernel.launches for kernel in self.kernels)
-
-    @property
-    def bytes(self) -> int:
-        return sum(kernel.bytes for kernel in self.kernels)
+    def counts(self) -> "Counts":
+        return Counts(
+            host_reads=[f"{read.name} at {read.where}" for read in self.host_reads],
+            uploads=[f"{upload.name} at {upload.where}" for upload in self.uploads],
+            launches=sum(kernel.launches for kernel in self.kernels),
+            bytes=sum(kernel.bytes for kernel in self.kernels),
+        )
 
     def forget(self) -> None:
         """Starts the log again."""
         for log in (self.kernels, self.host_reads, self.uploads):
             log.clear()
 
-    def launch(self, name: str, run: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """Runs a kernel of another compiler on the held tensors; every argument is moved once."""
+    @staticmethod
+    def launch_triton(backend: Any, kernel: Any, programs: int, *args: Any, **options: Any) -> None:
+        """Takes the place of ``TritonBackend.launch``; for Triton's interpreter.
+
+        Every argument counts as moved once, but no more than 4096 elements of it by one program.
+        """
+        gpu, name = SimulatedGPU.current, kernel.__name__
+        assert gpu is not None
         held = [arg.held if isinstance(arg, SimulatedTensor) else arg for arg in args]
         tensors = [arg for arg in held if isinstance(arg, Tensor)]
-        simulated = sum(isinstance(arg, SimulatedTensor) for arg in args)
-        if simulated < len(tensors):
+        if len(tensors) > sum(isinstance(arg, SimulatedTensor) for arg in args):
             raise RuntimeError(f"a tensor on the CPU was handed to the kernel {name}")
-        self._log(name, 1, sum(_bytes(tensor) for tensor in tensors), tensors)
-        run(*held)
+        moved = (min(t.numel(), programs * 4096) * t.element_size() for t in tensors)
+        gpu.log(name, 1, sum(moved), tensors)
+        kernel[(programs,)](*held, **options)
 
-    def _log(self, name: str, launches: int, moved: int, tensors: list[Tensor]) -> None:
+    def log(self, name: str, launches: int, moved: int, tensors: list[Tensor]) -> None:
         size = max((tensor.numel() for tensor in tensors), default=0)
         wide = any(t.dtype == torch.float64 and t.numel() == size for t in tensors)
         self.kernels.append(Kernel(name, launches, moved, size, wide, _where()))
@@ -227,6 +238,8 @@ class _Operations(TorchDispatchMode):
             held_kwargs["device"] = torch.device("cpu")
         if not simulated and not on_gpu:
             return func(*args, **kwargs)
+        if func.namespace not in ("aten", "prims", "prim"):
+            raise NotImplementedError(f"{func} would hide what it launches")
 
         copied = self._log_transfers(name, leaves, simulated, on_gpu)
         result = func(*held_args, **held_kwargs)
@@ -234,7 +247,7 @@ class _Operations(TorchDispatchMode):
         outputs = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
         if not (copied or func.is_view or name in _NO_KERNEL):
             moved = _bytes_moved(name, inputs, outputs)
-            self.gpu._log(name, _LAUNCHES.get(name, 1), moved, inputs + outputs)
+            self.gpu.log(name, _LAUNCHES.get(name, 1), moved, inputs + outputs)
         if name.endswith("_") and isinstance(leaves[0], Tensor):
             return leaves[0]
         if "out" in kwargs:
@@ -265,6 +278,29 @@ class _Operations(TorchDispatchMode):
                 raise RuntimeError(f"{name}: tensors on the CPU and the GPU at {_where()}")
             self.gpu.uploads.append(Transfer(name, sum(map(_bytes, on_host)), _where()))
         return name == "_local_scalar_dense"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The log of one pass: transfers, launches and bytes moved."""
+
+    host_reads: list[str]
+    uploads: list[str]
+    launches: int
+    bytes: int
+
+
+def measure(compute: Callable[..., Tensor], *tensors: Tensor) -> tuple[Counts, Counts]:
+    """What the forward and the backward pass of a loss cost; the first tensor are the scores."""
+    with SimulatedGPU() as gpu:
+        scores, *others = map(gpu.tensor, tensors)
+        loss = compute(scores.requires_grad_(), *others)
+        forward = gpu.counts()
+        gpu.forget()
+        (gradient,) = gradients(loss, scores)
+        assert gradient is not None
+        assert gradient.shape == scores.shape
+        return forward, gpu.counts()
 
 
 def gradients(output: Tensor, *leaves: Tensor) -> list[Tensor | None]:
@@ -328,10 +364,11 @@ def _bytes_moved(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
     read, written = [_bytes(t) for t in inputs], [_bytes(t) for t in outputs]
     if name in ("zero_", "fill_"):
         return sum(written)
-    if name in ("index", "index_select", "gather"):  # reads the index and what it names
-        return sum(read[1:]) + 2 * sum(written)
+    # What an index names is read or changed there; of a small tensor, once, and then in the cache.
+    if name in ("index", "index_select", "gather"):
+        return sum(read[1:]) + sum(written) + min(read[0], sum(written))
     if name in ("index_put_", "index_add_", "index_copy_", "scatter_", "scatter_add_"):
-        return sum(read[1:]) + 2 * read[-1]
+        return sum(read[1:]) + 2 * min(read[0], read[-1])
     if name in ("bincount", "nonzero"):  # passes of their own for the size of the result
         return (3 if name == "bincount" else 2) * read[0] + sum(read[1:]) + sum(written)
     return sum(read) + sum(written)
