@@ -10,7 +10,9 @@ part in every exchange, also one without positives or negatives, and one that wa
 wrong: then all of them raise, and none is left waiting.
 """
 
+import warnings
 from dataclasses import replace
+from functools import cache, partial
 from types import TracebackType
 from typing import Any
 
@@ -162,6 +164,10 @@ def _nothing_to_rank(group: Any, groups: Any, box_losses: Any, **options: Any) -
 
 
 def _rank_alone(backend: Backend, problem: Problem) -> Ranked:
+    at_once = getattr(backend, "rank", None)
+    if at_once is not None and problem.groups is None and problem.max_positives is None:
+        ranked: Ranked = at_once(problem, partial(_accept, problem))
+        return ranked
     found = backend.find(problem)
     capacity = problem.max_positives
     if capacity is None:
@@ -246,6 +252,13 @@ def _read_status(statuses: Tensor) -> list[list[int]]:
     return rows
 
 
+def _accept(problem: Problem, status: list[int]) -> None:
+    """Raises what is wrong with a status that is on the host already."""
+    if _pending[0] is not None:
+        _read_status(torch.tensor([status]))
+    _refuse(problem, status)
+
+
 def _look_later(status: Tensor, capacity: int) -> None:
     global _pending
     _pending = (status, capacity)
@@ -278,4 +291,39 @@ def _refuse_others(statuses: list[list[int]]) -> None:
 
 
 def _backend_for(problem: Problem) -> Backend:
-    return TorchBackend()
+    """The chosen backend, or the best one for the device of the scores."""
+    kind = problem.scores.device.type
+    if _chosen == "torch":
+        return TorchBackend()
+    if _chosen == "triton" or (_chosen is None and kind == "cuda"):
+        triton = _triton_backend(problem)
+        if triton is not None:
+            return triton
+    if kind == "cpu" and _chosen != "triton":
+        return _cpu_backend()
+    if _chosen in (None, "torch"):
+        return TorchBackend()
+    raise ValueError(f"backend {_chosen!r} cannot rank these scores, {problem.scores.dtype} on {kind}")
+
+
+@cache
+def _cpu_backend() -> Backend:
+    try:
+        from .cpu import CPUBackend  # imports numba, which takes its time
+    except ImportError as error:
+        warnings.warn(
+            f"the ranking losses are several times slower without numba ({error}); "
+            "install it with: pip install numba",
+            stacklevel=2,
+        )
+        return TorchBackend()
+    return CPUBackend()
+
+
+def _triton_backend(problem: Problem) -> Backend | None:
+    try:
+        from . import triton
+    except ImportError:
+        return None
+    backend: Backend | None = triton.TritonBackend() if triton.supports(problem) else None
+    return backend

@@ -22,7 +22,7 @@ from .segments import (
     sums_above,
 )
 
-__all__ = ["TorchBackend", "step_at_zero"]
+__all__ = ["Kept", "TorchBackend", "sort_positives", "step_at_zero"]
 
 LANES = 64  # copies of the tallies, so that few scores at a time add to the same number
 FRACTION_BITS = 30  # of a share in float32
@@ -58,7 +58,7 @@ class TorchBackend:
         return Found(status, _Scores(positive, torch.where(negative, scores, -torch.inf)))
 
     def positives(self, problem: Problem, found: Found, capacity: int) -> Positives:
-        index = torch.nonzero_static(found.held.is_positive, size=capacity, fill_value=-1)[:, 0]
+        index = self.positive_index(found, capacity)
         padding = index < 0
         at = index.clamp(min=0)
         extras = None
@@ -71,11 +71,23 @@ class TorchBackend:
         groups = None if problem.groups is None else problem.groups[at]
         return sort_positives(scores, index, padding, extras, groups)
 
+    def positive_index(self, found: Found, capacity: int) -> Tensor:
+        """The flat index of the positives, ascending; -1 behind them [capacity]."""
+        index: Tensor = torch.nonzero_static(
+            found.held.is_positive, size=capacity, fill_value=-1
+        )
+        return index[:, 0]
+
     def tally(self, problem: Problem, found: Found, positives: Positives) -> Tensor:
-        positives.held = cut_into_segments(positives.scores, problem.delta, positives.groups)
+        segments = cut_into_segments(positives.scores, problem.delta, positives.groups)
+        positives.held = segments
         with _any_order_of_adding():
-            _locate(problem, found.held, positives.held)
-            return _tally(found.held, positives.held.rows)
+            return self.tally_negatives(problem, found, segments)
+
+    def tally_negatives(self, problem: Problem, found: Found, segments: Segments) -> Tensor:
+        """See :meth:`tally`."""
+        _locate(problem, found.held, segments)
+        return _tally(found.held, segments.rows)
 
     def finish(
         self, problem: Problem, found: Found, positives: Positives, tallies: Tensor
@@ -86,7 +98,7 @@ class TorchBackend:
             weight = _weights(problem, found, positives, real)
             outcome = _RULES[problem.rule](_Ranks(problem, found, positives, tallies, real, weight))
             segments: Segments = positives.held
-            held = _Kept(segments, found.held, outcome.pair_weights, outcome.own, positives.index)
+            held = Kept(segments, found.held, outcome.pair_weights, outcome.own, positives.index)
             box_gradient = None
             if outcome.box_weights is not None:
                 box_gradient = _in_given_order(problem, positives.index, outcome.box_weights)
@@ -146,7 +158,7 @@ class _Scores:
 
 
 @dataclass(eq=False)
-class _Kept:
+class Kept:
     """What the backward pass needs."""
 
     segments: Segments

@@ -1,0 +1,682 @@
+"""Compiled kernels of the CPU backend (numba). See :mod:`.segments` for the mathematics.
+
+The kernels over all scores work on one part of them and release the interpreter lock, so that
+several threads run several parts at once. Parts depend on the sizes alone, so results do not change
+with the number of threads.
+
+They go block by block: a vectorised sweep finds the lookup cells of a block, and tells when all of
+it lies below every positive, as most of it does late in training. Rows are found before the first
+of them is added to: a processor that has to guess whether the sum it reads is one it still has to
+write takes half as long again. Indices are unsigned: numba checks signed ones for being negative,
+and vectorises nothing that is checked.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+
+from . import rules
+
+__all__ = [
+    "BLOCK",
+    "MOST_PARTS",
+    "SMALLEST_PART",
+    "Compiled",
+    "backward",
+    "evaluate",
+    "evaluate_groups",
+]
+
+BLOCK = 256
+STEP, ONE, TWO = np.uint64(BLOCK), np.uint64(1), np.uint64(2)
+CELLS_PER_SEGMENT, MOST_CELLS = 8, 1 << 16  # of the lookup table
+# A count and a sum of shares in one integer: room for FLUSH scores of FRACTION bits each.
+FRACTION_BITS, FLUSH_BITS = 28, 17
+UNIT, COUNT_SHIFT, FLUSH = 1 << FRACTION_BITS, FRACTION_BITS + FLUSH_BITS, 1 << FLUSH_BITS
+AP, AUC, RANK_SORT, ALRP = 0, 1, 2, 3
+
+
+OPTIONS = {"nogil": True, "error_model": "numpy"}
+helper = numba.njit(**OPTIONS)
+_rule = {name: helper(getattr(rules, name)) for name in rules.__all__ if callable(getattr(rules, name))}
+_ap_error, _ap_weight = _rule["ap_error"], _rule["ap_weight"]
+_auc_error, _auc_weight = _rule["auc_error"], _rule["auc_weight"]
+_rank_sort_error, _rank_sort_weight = _rule["rank_sort_error"], _rule["rank_sort_weight"]
+_sorting_error = _rule["sorting_error"]
+_alrp_rank, _alrp_error, _alrp_weight = _rule["alrp_rank"], _rule["alrp_error"], _rule["alrp_weight"]
+
+
+class Compiled:
+    """A kernel that is called from Python: compiled at its first call, and cached on disk.
+
+    A cache that cannot be read or written (full, damaged, of another user) is done without.
+    """
+
+    no_cache: Callable[[Exception], None] = staticmethod(lambda error: None)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        try:
+            self.call: Any = numba.njit(cache=True, **OPTIONS)(function)
+            self.cached = True
+        except RuntimeError as error:  # numba found no folder to write its cache to
+            self._give_up_cache(error)
+
+    def __call__(self, *arguments: Any) -> Any:
+        try:
+            return self.call(*arguments)
+        except Exception as error:
+            if not self.cached:
+                raise
+            self._give_up_cache(error)
+            return self.call(*arguments)
+
+    def _give_up_cache(self, error: Exception) -> None:
+        self.call, self.cached = numba.njit(**OPTIONS)(self.function), False
+        Compiled.no_cache(error)
+
+
+# ---- The first pass over the targets -------------------------------------------------------------
+
+
+@helper
+def _find_part(targets, start, stop, soft, pure, left_out):
+    """Which blocks hold negatives alone, what is left out of the others, and the positives.
+
+    Returns:
+        flat index of the positives, number of negatives, number of targets not allowed.
+    """
+    found = np.empty(64, np.int64)
+    positives, negatives, bad = 0, np.int64(0), np.int64(0)
+    stop = np.uint64(stop)
+    for block in range(np.uint64(start), stop, STEP):
+        end = min(block + STEP, stop)
+        others = 0
+        for i in range(block, end):
+            others += targets[i] != 0
+        negatives += np.int64(end - block) - others
+        pure[block // STEP] = others == 0
+        if others == 0:
+            continue
+        for i in range(block, end):
+            left_out[i] = targets[i] != 0
+        for i in range(block, end):
+            if not left_out[i]:
+                continue
+            target = targets[i]
+            if target == 1 or (soft and target > 0 and target < 1):
+                if positives == len(found):
+                    grown = np.empty(2 * positives, np.int64)
+                    for k in range(positives):
+                        grown[k] = found[k]
+                    found = grown
+                found[positives] = i
+                positives += 1
+            elif target != -1:
+                bad += 1
+    return found[:positives], negatives, bad
+
+
+@helper
+def _count_bad_scores(scores, start, stop, pure, left_out):
+    """How many scores that are not ignored are NaN or infinite, at least 1 if there are any."""
+    suspicious = np.int64(0)
+    for i in range(np.uint64(start), np.uint64(stop)):
+        suspicious += not (abs(scores[i]) < np.inf)
+    if suspicious == 0:
+        return suspicious
+    bad = np.int64(0)
+    for i in range(np.uint64(start), np.uint64(stop)):
+        bad += not (abs(scores[i]) < np.inf) and (pure[i // STEP] or not left_out[i])
+    return bad
+
+
+# ---- The lookup table ----------------------------------------------------------------------------
+
+
+@helper
+def _cell(score, low, scale, last, one):
+    """The lookup cell of a score; never falls as the score rises, however the steps round."""
+    position = (score - low) * scale
+    position = position if position < last else last
+    position = position if position > -one else -one
+    return np.int32(position + one)
+
+
+@helper
+def _several(table):
+    """The bit that says that several edges lie in a cell."""
+    return np.uint32(1) << np.uint32(8 * table.itemsize - 1)
+
+
+@helper
+def _fill_table(marks, count, one, table):
+    """Fills a table by which a score finds its row, the number of edges it has reached.
+
+    A cell of the score axis names the number of edges below the cell; a score in it has reached
+    these, and those within the cell that it is not below: mostly none or one. A cell with more has
+    its highest bit set, and a search goes on from there.
+
+    Args:
+        marks: the lowest edge, then all ``count`` edges ascending, then infinity: marks[row] is
+            the edge below a row, and marks[row + 1] the one above it.
+        one: 1 in the dtype of the edges.
+
+    Returns:
+        left end, inverse width of the cells and number of the last cell, in that dtype.
+    """
+    low = marks[0]
+    last = one * np.float32(len(table) - 2)
+    width = marks[count] - low
+    scale = last / width if width > 0 else one - one
+    if not abs(scale) < np.inf:
+        scale = one - one
+    reached, several = 0, _several(table)
+    for cell in range(len(table)):
+        first = reached
+        while reached < count and _cell(marks[reached + 1], low, scale, last, one) <= cell:
+            reached += 1
+        table[cell] = first + several * (reached - first > 1)
+    return low, scale, last
+
+
+@helper
+def _search(score, marks, low, high):
+    """The row of a score, which is one of low..high."""
+    while low < high:
+        middle = (low + high) // TWO
+        if marks[middle + ONE] <= score:
+            low = middle + ONE
+        else:
+            high = middle
+    return low
+
+
+@helper
+def _find_rows(scores, block, size, marks, table, low, scale, last, one, cells, rows):
+    """Rows of a block of scores. Returns whether any score has reached an edge."""
+    for n in range(size):
+        cells[n] = _cell(scores[block + n], low, scale, last, one)
+    highest = np.int32(0)
+    for n in range(size):
+        highest = max(highest, cells[n])
+    if highest == 0:
+        return False
+    several, end = _several(table), np.uint64(len(marks) - 2)
+    for n in range(size):
+        score = scores[block + n]
+        named = np.uint32(table[np.uint64(cells[n])])
+        if named < several:
+            row = np.uint64(named)
+            row += np.uint64(score >= marks[row + ONE])
+        else:
+            row = _search(score, marks, np.uint64(named - several), end)
+        rows[block + n] = row
+    return True
+
+
+# ---- The first pass over the scores --------------------------------------------------------------
+
+
+@helper
+def _tally_part(
+    scores, start, stop, pure, left_out, marks, table, low, scale, last, one, width,
+    rows, below, counts, sums
+):  # fmt: skip
+    """Finds the rows of all scores; adds up the count and the shares of every row [R].
+
+    float32 shares are added as integers, together with the count, in one addition per score;
+    float64 ones as they are.
+
+    Returns:
+        how many scores are not finite, ignored ones included.
+    """
+    cells, distances = np.empty(BLOCK, np.int32), np.empty(BLOCK, scores.dtype)
+    fixed = np.empty(BLOCK, np.int32)
+    packed = np.zeros(len(counts), np.int64)
+    infinite, filled = np.int64(0), 0
+    inverse = one / width if width > 0 else one - one
+    whole = one * np.float32(UNIT)
+    for block in range(np.uint64(start), np.uint64(stop), STEP):
+        size = min(STEP, np.uint64(stop) - block)
+        odd = np.int32(0)
+        for n in range(size):
+            odd += np.int32(not (abs(scores[block + n]) < np.inf))
+        infinite += odd
+        reached = _find_rows(
+            scores, block, size, marks, table, low, scale, last, one, cells, rows
+        )
+        below[block // STEP] = not reached
+        if not reached:
+            continue
+        if not pure[block // STEP]:
+            for n in range(size):
+                if left_out[block + n]:
+                    rows[block + n] = 0
+        for n in range(size):
+            distances[n] = scores[block + n] - marks[np.uint64(rows[block + n])]
+        if scores.itemsize == 4:
+            for n in range(size):
+                share = distances[n] * inverse
+                share = share if share > 0 else one - one  # row 0; NaN
+                fixed[n] = np.int32(share * whole if share < one else whole)
+            for n in range(size):
+                packed[np.uint64(rows[block + n])] += np.int64(fixed[n]) + np.int64(1 << COUNT_SHIFT)
+            filled += BLOCK
+            if filled == FLUSH:
+                _flush(packed, counts, sums)
+                filled = 0
+        else:
+            for n in range(size):
+                row = np.uint64(rows[block + n])
+                share = distances[n] * inverse
+                share = share if share > 0 else one - one
+                counts[row] += 1.0
+                sums[row] += share if share < one else one
+    if scores.itemsize == 4:
+        _flush(packed, counts, sums)
+    return infinite
+
+
+@helper
+def _flush(packed, counts, sums):
+    for row in range(len(packed)):
+        counts[row] += packed[row] >> COUNT_SHIFT
+        sums[row] += (packed[row] & ((1 << COUNT_SHIFT) - 1)) / UNIT
+        packed[row] = 0
+
+
+# ---- The second pass -----------------------------------------------------------------------------
+
+
+@helper
+def _evaluate_part(
+    scores, start, stop, pure, left_out, rows, below, marks, width, height, slope, out
+):
+    """Writes the value of the line of every negative's row [R]."""
+    stop = np.uint64(stop)
+    for block in range(np.uint64(start), stop, STEP):
+        end = min(block + STEP, stop)
+        if below[block // STEP]:
+            for i in range(block, end):
+                out[i] = 0.0
+            continue
+        for i in range(block, end):
+            row = np.uint64(rows[i])
+            distance = scores[i] - marks[row]
+            distance = distance if distance < width else width  # infinite where it overflows
+            distance = distance if distance > 0 else width - width
+            out[i] = height[row] + slope[row] * distance
+        if not pure[block // STEP]:
+            # An ignored score may be NaN or infinite: zero times it is not zero.
+            for i in range(block, end):
+                if left_out[i]:
+                    out[i] = 0.0
+
+
+# ---- The positives, between the passes -----------------------------------------------------------
+
+
+@helper
+def _cut(positives, delta, one):
+    """Cuts the score axis at s_i - delta and s_i + delta; see :func:`.segments.cut_into_segments`.
+
+    Args:
+        positives: s_i, ascending, float64 [P].
+
+    Returns:
+        marks (see :func:`_fill_table`), and of the M segments the lengths, gaps and how many ramps
+        they lie on; segments in which the ramp of each positive starts and ends [P].
+    """
+    size = len(positives)
+    ramp_start, ramp_end = np.empty(size, np.int64), np.empty(size, np.int64)
+    infinity = one * np.float32(np.inf)
+    if delta == 0:
+        marks = np.full(size + 2, infinity)
+        for i in range(size):
+            marks[i + 1] = positives[i]
+            tied = i > 0 and positives[i] == positives[i - 1]
+            ramp_start[i] = ramp_start[i - 1] if tied else i
+        marks[0] = marks[1]
+        nothing = np.zeros(size)
+        return marks, nothing, nothing, np.zeros(size, np.int64), ramp_start, ramp_start
+    high, low, edges = np.empty(2 * size), np.empty(2 * size), np.full(2 * size, infinity)
+    for i in range(2 * size):
+        score = positives[i if i < size else i - size]
+        offset = -delta if i < size else delta
+        total = score + offset  # and what rounding has lost (Knuth)
+        seen = total - score
+        lost = (score - (total - seen)) + (offset - seen)
+        edges[i] = total
+        if edges[i] < total or (edges[i] == total and lost > 0):
+            edges[i] = np.nextafter(edges[i], infinity)
+        high[i], low[i] = total, lost
+    return _merge(edges, high, low, delta, infinity, ramp_start, ramp_end)
+
+
+@helper
+def _merge(edges, high, low, delta, infinity, ramp_start, ramp_end):
+    size = len(ramp_start)
+    marks = np.full(2 * size + 2, infinity)
+    lengths, gaps, ramps = np.zeros(2 * size), np.zeros(2 * size), np.zeros(2 * size, np.int64)
+    start, end, before = 0, 0, 0
+    for k in range(2 * size):
+        if start < size and edges[start] <= edges[size + end]:
+            this = start
+            ramp_start[start] = k
+            start += 1
+        else:
+            this = size + end
+            ramp_end[end] = k
+            end += 1
+        if k > 0 and ramps[k - 1] > 0:
+            length = (high[this] - high[before]) + (low[this] - low[before])
+            lengths[k - 1] = length / (2 * delta)
+        marks[k + 1] = edges[this]
+        ramps[k] = start - end
+        if edges[this] < infinity:
+            gaps[k] = (edges[this] - high[this] - low[this]) / (2 * delta)
+        before = this
+    marks[0] = marks[1]
+    return marks, lengths, gaps, ramps, ramp_start, ramp_end
+
+
+@helper
+def _places(positives, marks, delta):
+    """The segment each positive lies in, and its distance to the edge, as share [P]."""
+    places, shares = np.empty(len(positives), np.int64), np.zeros(len(positives))
+    row = 0
+    for i in range(len(positives)):
+        while row + 1 < len(marks) - 1 and marks[row + 1] <= positives[i]:
+            row += 1
+        places[i] = row - 1
+        if delta > 0:
+            shares[i] = (positives[i] - marks[row]) / (2 * delta)
+    return places, shares
+
+
+@helper
+def _above(cuts, delta, counts, sums, out):
+    """Sums of f(s_j - s_i) over what was tallied in the segments [M]; into ``out`` [P]."""
+    _, lengths, gaps, ramps, ramp_start, ramp_end = cuts
+    size = len(lengths)
+    integral = np.zeros(size + 1)
+    above = 0.0
+    for k in range(size - 1, -1, -1):
+        if delta == 0:
+            above += counts[k]
+            integral[k] = above
+            continue
+        integral[k] = integral[k + 1]
+        if ramps[k] > 0:
+            integral[k] += above * lengths[k] + sums[k] + counts[k] * gaps[k]
+        above += counts[k]
+    for i in range(len(out)):
+        out[i] = integral[ramp_start[i]]
+        if delta > 0:
+            out[i] -= integral[ramp_end[i]]
+
+
+@helper
+def _line(cuts, weights, delta):
+    """g(s) = sum_i weights_i f(s - s_i) on every segment: value at the edge and slope [M]."""
+    _, lengths, gaps, ramps, ramp_start, ramp_end = cuts
+    size = len(lengths)
+    height, slope = np.zeros(size), np.zeros(size)
+    if delta == 0:
+        total = 0.0
+        for k in range(size):
+            total += weights[k]
+            height[k] = total
+        return height, slope
+    for i in range(len(weights)):
+        slope[ramp_start[i]] += weights[i]
+        slope[ramp_end[i]] -= weights[i]
+    rate, value = 0.0, 0.0
+    for k in range(size):
+        rate += slope[k]
+        slope[k] = rate if ramps[k] > 0 else 0.0
+        height[k] = value + slope[k] * gaps[k]
+        value += slope[k] * lengths[k]
+    return height, slope
+
+
+@helper
+def _errors(rule, interpolated, delta, cuts, positives, counts, sums, negatives):
+    """Errors of AP, AUC and the ranking part of Rank & Sort; see :mod:`.rules`.
+
+    Returns:
+        values [2], pair weights [P], gradients of both values on the positives [2, P], and p + f(0)
+        and n of every positive [P].
+    """
+    size = len(positives)
+    f0 = 0.5 if delta > 0 else 1.0
+    values, weights, own = np.zeros(2), np.empty(size), np.zeros((2, size))
+    p, n = np.empty(size), np.empty(size)
+    _above(cuts, delta, counts[1:], sums[1:], n)
+    if rule != AUC:
+        places, shares = _places(positives, cuts[0], delta)
+        own_counts, own_sums = np.zeros(len(cuts[1])), np.zeros(len(cuts[1]))
+        for i in range(size):
+            own_counts[places[i]] += 1.0
+            own_sums[places[i]] += shares[i]
+        _above(cuts, delta, own_counts, own_sums, p)
+    lowest = np.inf
+    for i in range(size):
+        if rule == AUC:
+            error, weight = _auc_error(n[i], negatives), _auc_weight(negatives)
+        elif rule == AP:
+            error = _ap_error(p[i] - f0, n[i])
+            lowest = min(lowest, error) if interpolated else error
+            error, weight = lowest, _ap_weight(lowest, n[i])
+        else:
+            error = _rank_sort_error(p[i] - f0, n[i], f0)
+            weight = _rank_sort_weight(p[i] - f0, n[i], f0)
+        values[0] += error / size
+        weights[i] = weight / size
+        own[0, i] = -error / size
+    return values, weights, own, p, n
+
+
+@helper
+def _alrp(delta, cuts, positives, box_losses, p, n, values, weights, own):
+    """aLRP, from p + f(0) and n. Returns the derivatives by the box losses [P]."""
+    size = len(positives)
+    f0 = 0.5 if delta > 0 else 1.0
+    places, shares = _places(positives, cuts[0], delta)
+    own_counts, own_sums = np.zeros(len(cuts[1])), np.zeros(len(cuts[1]))
+    losses_above, over_rank = np.empty(size), np.empty(size)
+    for i in range(size):
+        own_counts[places[i]] += box_losses[i]
+        own_sums[places[i]] += box_losses[i] * shares[i]
+    _above(cuts, delta, own_counts, own_sums, losses_above)
+    values[0] = 0.0
+    for i in range(size):
+        rank = _alrp_rank(p[i] - f0, n[i])
+        above = losses_above[i] - f0 * box_losses[i]
+        error = _alrp_error(n[i], above, rank)
+        over_rank[i] = 1 / rank / size
+        values[0] += n[i] * over_rank[i]
+        values[1] += (box_losses[i] + above) * over_rank[i]
+        weights[i] = _alrp_weight(error, n[i]) / size
+        own[0, i] = -error / size
+    height, slope = _line(cuts, over_rank, delta)
+    for i in range(size):
+        line = height[places[i]] + slope[places[i]] * shares[i]
+        losses_above[i] = line + (1 - f0) * over_rank[i]
+    return losses_above
+
+
+@numba.njit(fastmath={"reassoc", "nsz", "contract"}, **OPTIONS)
+def _pair_sums(positives, deficits, first, i, delta):
+    """Sums over the positives k from ``first`` on, of f(x_ik) and f(x_ik) (1 - y_k).
+
+    Returns:
+        both sums over all of them, then over those with y_k < y_i.
+    """
+    count, deficit, violations, violating_deficit = 0.0, 0.0, 0.0, 0.0
+    score, own = positives[i], deficits[i]
+    rate = 0.5 / delta if delta > 0 else 0.0
+    for k in range(np.uint64(first), np.uint64(len(positives))):
+        step = 1.0
+        if delta > 0:
+            step = min(max((positives[k] - score) * rate + 0.5, 0.0), 1.0)
+        violating = step if deficits[k] > own else 0.0
+        count += step
+        deficit += step * deficits[k]
+        violations += violating
+        violating_deficit += violating * deficits[k]
+    return count, deficit, violations, violating_deficit
+
+
+@helper
+def _sort_pairs(positives, qualities, delta, gradient):
+    """Sorting error of Rank & Sort, and its gradient on the positives [P].
+
+    The current error is the mean of 1 - y over the positives above i; the target is that over
+    those among them that belong there, y >= y_i. Those with y < y_i share the blame.
+    """
+    size, first, total = len(positives), 0, 0.0
+    deficits = np.empty(size)
+    for i in range(size):
+        deficits[i] = 1 - qualities[i]
+    rate = 0.5 / delta if delta > 0 else 0.0
+    for i in range(size):
+        # Positives further below i than delta are not above it. Equal ones are, for delta = 0.
+        while positives[i] - positives[first] > delta:
+            first += 1
+        sums = _pair_sums(positives, deficits, first, i, delta)
+        count, deficit, violations, violating_deficit = sums
+        if violations <= 0:
+            continue
+        error = _sorting_error(deficit, count, deficit - violating_deficit, count - violations)
+        error /= size
+        total += error
+        gradient[i] -= error
+        blame = error / violations
+        for k in range(np.uint64(first), np.uint64(size)):
+            step = 1.0
+            if delta > 0:
+                step = min(max((positives[k] - positives[i]) * rate + 0.5, 0.0), 1.0)
+            gradient[k] += step * blame if deficits[k] > deficits[i] else 0.0
+    return total
+
+
+# ---- What Python calls ---------------------------------------------------------------------------
+
+
+def _find(targets, scores, start, stop, soft, pure, left_out):
+    """See :func:`_find_part`; and how many scores are not allowed."""
+    found = _find_part(targets, start, stop, soft, pure, left_out)
+    return found, _count_bad_scores(scores, start, stop, pure, left_out)
+
+
+def _sort_and_cut(scores, index, delta, one):
+    """Scores and order of the sorted positives, and :func:`_cut`."""
+    found = np.empty(len(index))
+    for i in range(len(index)):
+        found[i] = scores[index[i]]
+    order = np.argsort(found, kind="mergesort")
+    positives = np.empty(len(index))
+    for i in range(len(index)):
+        positives[i] = found[order[i]]
+    return positives, order, _cut(positives, delta, one)
+
+
+def _prepare_table(marks, one, scores, small):
+    """The lookup table for so many scores, of the dtype of ``small``; see :func:`_fill_table`."""
+    segments = len(marks) - 2
+    cells = min(CELLS_PER_SEGMENT * segments, MOST_CELLS, max(scores, 64))
+    table, axis = np.empty(cells + 2, small.dtype), np.full(3, one)
+    axis[0], axis[1], axis[2] = _fill_table(marks, segments, one, table)
+    return table, axis  # an array: Python would make float64 of a float32
+
+
+def _tally(scores, start, stop, notes, marks, table, axis, one, width):
+    """Counts and sums of shares of every row [R]; see :func:`_tally_part`."""
+    pure, left_out, rows, below = notes
+    low, scale, last = axis[0], axis[1], axis[2]
+    counts, sums = np.zeros(len(marks) - 1), np.zeros(len(marks) - 1)
+    _tally_part(
+        scores, start, stop, pure, left_out, marks, table, low, scale, last, one, width,
+        rows, below, counts, sums
+    )  # fmt: skip
+    return counts, sums
+
+
+def _finish(rule, interpolated, delta, cuts, positives, extras, counts, sums, negatives):
+    """Values [2], pair weights [P], own gradients [2, P], derivatives by the box losses [P]."""
+    values, weights, own, p, n = _errors(
+        rule, interpolated, delta, cuts, positives, counts, sums, negatives
+    )
+    if rule == RANK_SORT:
+        values[1] = _sort_pairs(positives, extras, delta, own[1])
+    elif rule == ALRP:
+        p = _alrp(delta, cuts, positives, extras, p, n, values, weights, own)
+    return values, weights, own, p
+
+
+def _lines(cuts, weights, delta, factor, one):
+    """The rows' lines for a factor from above, in the dtype of ``one`` [R]."""
+    height, slope = _line(cuts, weights, delta)
+    heights, slopes = np.full(len(height) + 1, one - one), np.full(len(height) + 1, one - one)
+    for k in range(len(height)):
+        heights[k + 1] = height[k] * factor
+        if delta > 0:
+            slopes[k + 1] = slope[k] * factor / (2 * delta)
+    return heights, slopes
+
+
+def _write_positives(index, order, own, first, second, out):
+    for i in range(len(order)):
+        out[index[order[i]]] = own[0, i] * first + own[1, i] * second
+
+
+_sort_and_cut_here, _table_here = helper(_sort_and_cut), helper(_prepare_table)
+_tally_here, _lines_here, _write_here = helper(_tally), helper(_lines), helper(_write_positives)
+
+
+def _forward(scores, targets, rule, interpolated, delta, one, width, small):
+    """All of a forward pass of AP or AUC over few scores.
+
+    Returns:
+        what was found, order and cuts of the positives, notes on the scores, outcome of the rule.
+    """
+    size = len(scores)
+    blocks = (size + BLOCK - 1) // BLOCK
+    pure, left_out = np.empty(blocks, np.bool_), np.empty(size, np.bool_)
+    rows, below = np.empty(size, small.dtype), np.empty(blocks, np.bool_)
+    notes = pure, left_out, rows, below
+    found = _find_part(targets, 0, size, False, pure, left_out)
+    bad_scores = _count_bad_scores(scores, 0, size, pure, left_out)
+    index, negatives, bad_targets = found
+    if bad_targets > 0 or bad_scores > 0:
+        index = index[:0]
+    positives, order, cuts = _sort_and_cut_here(scores, index, delta, one)
+    counts, sums = np.zeros(len(cuts[0]) - 1), np.zeros(len(cuts[0]) - 1)
+    if len(index) > 0:
+        table, axis = _table_here(cuts[0], one, size, small)
+        counts, sums = _tally_here(scores, 0, size, notes, cuts[0], table, axis, one, width)
+    outcome = _errors(rule, interpolated, delta, cuts, positives, counts, sums, negatives)
+    return found, bad_scores, order, cuts, notes, outcome[:3]
+
+
+def _backward(scores, index, order, cuts, notes, weights, own, delta, first, second, one, width, out):  # noqa: E501 # fmt: skip
+    """All of a backward pass over few scores."""
+    pure, left_out, rows, below = notes
+    heights, slopes = _lines_here(cuts, weights, delta, first, one)
+    _evaluate_part(
+        scores, 0, len(scores), pure, left_out, rows, below, cuts[0], width, heights, slopes, out
+    )
+    _write_here(index, order, own, first, second, out)
+
+
+forward, backward = Compiled(_forward), Compiled(_backward)
+find, sort_and_cut, prepare_table = Compiled(_find), Compiled(_sort_and_cut), Compiled(_prepare_table)
+tally, finish, lines = Compiled(_tally), Compiled(_finish), Compiled(_lines)
+evaluate, write_positives = Compiled(_evaluate_part.py_func), Compiled(_write_positives)
