@@ -36,7 +36,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import aploss
 
-__all__ = ["Counts", "Kernel", "SimulatedGPU", "SimulatedTensor", "Transfer", "gradients", "measure"]
+__all__ = [
+    "Counts",
+    "Kernel",
+    "SimulatedGPU",
+    "SimulatedTensor",
+    "Transfer",
+    "gradients",
+    "measure",
+]
 
 DEVICE = torch.device("cuda", 0)
 # To torch's C++ code the tensors are on "meta", the one device without any kernels that autograd
@@ -304,7 +312,7 @@ def measure(compute: Callable[..., Tensor], *tensors: Tensor) -> tuple[Counts, C
 
 
 def gradients(output: Tensor, *leaves: Tensor) -> list[Tensor | None]:
-    """What ``torch.autograd.grad`` returns, on devices that are not there (also of fake tensors)."""
+    """What ``torch.autograd.grad`` returns, on devices that are not there; of fake tensors, too."""
     root = output.grad_fn
     waiting = Counter(below for node in _graph(root) for below, _ in node.next_functions if below)
     incoming: dict[Any, dict[int, Tensor]] = {root: {output.output_nr: torch.ones_like(output)}}

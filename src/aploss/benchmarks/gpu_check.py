@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from aploss.losses.ranking.problem import Problem
-from aploss.losses.ranking.triton import SCORES, TARGETS, TritonBackend
+from aploss.losses.ranking.triton import SCORES, TARGETS, TritonBackend, kernels
 
 __all__ = ["ARCHITECTURES", "Build", "Built", "build", "launches", "main"]
 
@@ -158,8 +158,6 @@ def build(what: Build, architecture: str) -> Built:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from aploss.losses.ranking import triton_kernels
-
     if architecture.startswith("sm_"):
         target = GPUTarget("cuda", int(architecture[3:]), 32)
     else:
@@ -171,7 +169,7 @@ def build(what: Build, architecture: str) -> Built:
         if kind.startswith("*")
     }
     source = ASTSource(
-        fn=getattr(triton_kernels, what.kernel),
+        fn=getattr(kernels, what.kernel),
         signature=dict(what.signature),
         constexprs=dict(what.constants),
         attrs=aligned,
@@ -231,11 +229,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__.split("\n")[0])
     parser.add_argument("--architectures", nargs="+", default=list(ARCHITECTURES))
     options = parser.parse_args(arguments)
-    try:
-        import triton
-    except ImportError:
-        print("skipped: Triton is not installed")
+    if kernels is None:
+        print("skipped: needs Triton 3.4 or newer")
         return 0
+    import triton
+
     builds = launches()
     print(f"Triton {triton.__version__}: {len(builds)} kernels, without a GPU")
     if _cuobjdump() is None:

@@ -23,22 +23,38 @@ from torch import Tensor
 from .problem import Found, Positives, Problem, Ranked, loss_dtype
 from .torch_backend import TorchBackend
 
-try:
-    from . import triton_kernels as kernels
-except ImportError:  # Triton is not installed, see supports()
-    kernels = None  # type: ignore[assignment]
 
 __all__ = ["LIMIT", "SCORES", "TARGETS", "TritonBackend", "supports"]
 
 LIMIT = 1 << 13  # most positives; pairs of them take time beyond
 BLOCK = 1024  # scores of a program
 TILE = 1024  # segments or positives that a single program handles at a time
-PAIR_ROWS, PAIR_TILE = 16, 64  # positives whose pairs a program handles at a time
+PAIR_ROWS, PAIR_TILE = 16, 32  # positives whose pairs a program handles at a time
 CHUNK = 4096  # scores that are added to the same copy of the tallies, whatever the block
 
 SCORES = (torch.float32, torch.float16, torch.bfloat16)
 TARGETS = (torch.float32, torch.int64, torch.int32, torch.int16, torch.int8)
 _RULES = {"ap": 0, "auc": 1, "rank-sort": 2, "alrp": 3}
+
+
+def _load_kernels() -> Any:
+    """The module of the kernels; None without Triton 3.4, which comes with torch 2.8.
+
+    Older versions hand numbers of Python to kernels as float32.
+    """
+    try:
+        import triton
+    except ImportError:
+        return None
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version < (3, 4):
+        return None
+    from . import triton_kernels
+
+    return triton_kernels
+
+
+kernels = _load_kernels()
 
 
 def supports(problem: Problem) -> bool:
@@ -130,7 +146,7 @@ class TritonBackend(TorchBackend):
         self.launch(
             kernels.find_positives, _blocks(size, self._block),
             problem.targets, scores, held.negative_bits, held.scores, held.index, status,
-            size, room, SOFT=problem.soft, BLOCK=self._block,
+            size, room, SOFT=problem.soft, BLOCK=self._block, num_warps=8,
         )  # fmt: skip
         if problem.box_losses is not None:
             boxes = problem.box_losses.detach().contiguous()
