@@ -6,13 +6,17 @@ kernels are imported. It carries out one program after the other, so it finds no
 
 import os
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from simulated_device import SimulatedGPU, measure
 from torch import Tensor
 
 from aploss.losses import alrp_loss, ap_loss, auc_loss, rank_sort_loss, reference, use_backend
+from aploss.losses.ranking import triton
 from aploss.losses.ranking.problem import Problem
 from aploss.losses.ranking.triton import LIMIT, TritonBackend, supports
 
@@ -41,7 +45,9 @@ def box_losses(targets: Tensor) -> Tensor:
     return torch.rand(int((targets == 1).sum()), generator=torch.Generator().manual_seed(2))
 
 
-def computed(loss: str, scores: Tensor, targets: Tensor, **options) -> tuple[list, list]:
+def computed(
+    loss: str, scores: Tensor, targets: Tensor, boxes: Tensor | None = None, **options
+) -> tuple[list, list]:
     """Values, and the gradient of each on the scores (and of the second on the box losses)."""
     scores = scores.clone().requires_grad_()
     if loss.startswith("ap"):
@@ -51,7 +57,7 @@ def computed(loss: str, scores: Tensor, targets: Tensor, **options) -> tuple[lis
     elif loss == "rank-sort":
         values = list(rank_sort_loss(scores, soft(targets), **options))
     else:
-        boxes = box_losses(targets).requires_grad_()
+        boxes = (box_losses(targets) if boxes is None else boxes).requires_grad_()
         values = list(alrp_loss(scores, targets, boxes, **options))
         on_scores, on_boxes = torch.autograd.grad(sum(values), [scores, boxes])
         return [value.item() for value in values], [on_scores, on_boxes]
@@ -97,16 +103,12 @@ def test_one_and_two_positives(make_boxes, loss, positives):
     assert_equals_reference(loss, *boxes, 0.3)
 
 
-@pytest.mark.parametrize(("positives", "delta"), [(1030, 0.0), (520, 1.0)])
-def test_more_segments_than_a_tile(make_boxes, positives, delta):
-    boxes = make_boxes("random", positives, 300, dtype=torch.float32)
-    assert_equals_reference("ap", *boxes, delta)
-
-
-@pytest.mark.parametrize("loss", ["rank-sort", "alrp"])
-def test_more_pairs_than_a_tile(make_boxes, loss):
+@pytest.mark.parametrize("delta", [0.0, 1.0])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_more_positives_than_a_tile(make_boxes, monkeypatch, loss, delta):
+    monkeypatch.setattr(triton, "TILE", 64)
     boxes = make_boxes("random", 150, 300, dtype=torch.float32)
-    assert_equals_reference(loss, *boxes, 1.0)
+    assert_equals_reference(loss, *boxes, delta)
 
 
 @pytest.mark.parametrize("delta", [0.0, 1.0, 0.3, 1e4])
@@ -246,11 +248,39 @@ def test_what_the_kernels_do_not_support_is_left_to_torch_operations(make_boxes)
     assert not supports(Problem(scores, targets, "ap", 1.0, max_positives=LIMIT + 1))
 
 
+def rank_part(rank: int, folder: Path, parts: list, capacity: int | None) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", len(parts))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=len(parts))
+    options = {"process_group": dist.group.WORLD, "max_positives": capacity}
+    results = [computed(loss, *parts[rank], **options) for loss in ("ap", "auc", "alrp")]
+    torch.save(results, folder / f"{rank}.pt")
+
+
+@pytest.mark.parametrize("capacity", [None, 16])
+def test_processes_rank_their_parts_as_one_batch(make_boxes, tmp_path, capacity):
+    scores, targets = make_boxes("random", 20, 200, dtype=torch.float32)
+    boxes = box_losses(targets)
+    first = int((targets[:100] == 1).sum())
+    parts = [
+        (scores[:100], targets[:100], boxes[:first]),
+        (scores[100:], targets[100:], boxes[first:]),
+    ]
+    mp.start_processes(rank_part, (tmp_path, parts, capacity), nprocs=2, start_method="fork")
+    by_process = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for place, loss in enumerate(("ap", "auc", "alrp")):
+        right_values, right_gradients = expected(loss, scores, targets, 1.0)
+        for values, _ in (results[place] for results in by_process):
+            assert values == pytest.approx(right_values, rel=0, abs=3e-8)
+        for k, right in enumerate(right_gradients):
+            gradient = torch.cat([results[place][1][k] for results in by_process]).double()
+            assert (gradient - 2 * right).abs().max() <= 2e-7 * right.abs().max()
+
+
 @pytest.mark.parametrize("capacity", [None, 32])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_launches_and_bytes_on_a_gpu(make_boxes, monkeypatch, loss, capacity):
-    """Of every byte over the launches: a few reads and one write of the scores."""
-
     def compute(scores: Tensor, targets: Tensor, *boxes: Tensor) -> Tensor:
         function = {"ap": ap_loss, "auc": auc_loss, "rank-sort": rank_sort_loss, "alrp": alrp_loss}
         value = function[loss](scores, targets, *boxes, max_positives=capacity)
@@ -269,4 +299,3 @@ def test_launches_and_bytes_on_a_gpu(make_boxes, monkeypatch, loss, capacity):
         assert backward.launches <= 8
     small, large = (sum(counts.bytes for counts in both) for both in passes)
     assert (large - small) / 8192 <= 21
-    print(loss, capacity, passes[0][0].launches, passes[0][1].launches, (large - small) / 8192)

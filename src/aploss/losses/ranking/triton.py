@@ -23,8 +23,7 @@ from torch import Tensor
 from .problem import Found, Positives, Problem, Ranked, loss_dtype
 from .torch_backend import TorchBackend
 
-
-__all__ = ["LIMIT", "SCORES", "TARGETS", "TritonBackend", "supports"]
+__all__ = ["LIMIT", "SCORES", "TARGETS", "TILE", "TritonBackend", "kernels", "supports"]
 
 LIMIT = 1 << 13  # most positives; pairs of them take time beyond
 BLOCK = 1024  # scores of a program
@@ -255,7 +254,7 @@ class TritonBackend(TorchBackend):
             self.launch(
                 kernels.pair_columns, pair_grid,
                 scores, positives.index, extras, pairs, found.status, count, out, capacity,
-                len(out), problem.delta, **pair_options,
+                len(out), problem.num_processes, problem.delta, **pair_options,
             )  # fmt: skip
         kept = _Kept(segments, held.negative_bits, positives.index, count, pair_weights, own)
         return Ranked(problem, values, box_gradient, kept)

@@ -553,7 +553,7 @@ def apply_rule(
 
 @kernel
 def pair_columns(
-    positives, index, extras, pairs, status, count_on_device, out, capacity, out_size,
+    positives, index, extras, pairs, status, count_on_device, out, capacity, out_size, processes,
     delta: tl.float64,
     RULE: tl.constexpr, HEAVISIDE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -597,7 +597,7 @@ def pair_columns(
         f0 = 1.0 if HEAVISIDE else 0.5
         total += (1 - f0) * tl.load(pairs + k, mask=real, other=0.0)
         own = real & (i_k >= 0) & (place < out_size)
-        tl.store(out + place, total.to(out.dtype.element_ty), mask=own)
+        tl.store(out + place, (total * processes).to(out.dtype.element_ty), mask=own)
 
 
 @kernel
