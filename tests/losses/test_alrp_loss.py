@@ -39,7 +39,7 @@ def check(scores, targets, box_losses, delta, tolerance):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("delta", [0.0, 0.1, 1.0, 10.0])
-def test_values_and_gradients_equal_the_literal_version(dtype, delta):
+def test_values_and_gradients_equal_the_literal_version(backend, dtype, delta):
     check(*random_boxes(dtype), delta, TOLERANCE[dtype])
 
 
@@ -55,13 +55,13 @@ def test_values_and_gradients_equal_the_literal_version(dtype, delta):
     ],
     ids=["tied", "equal", "tiny", "huge", "offset"],
 )
-def test_unusual_scores(change, delta):
+def test_unusual_scores(backend, change, delta):
     scores, targets, box_losses = random_boxes(torch.float32)
     check(change(scores), targets, box_losses, delta, 1e-6)
 
 
 @pytest.mark.parametrize("positives", [1, 2, 250])
-def test_few_and_many_positives(positives):
+def test_few_and_many_positives(backend, positives):
     check(*random_boxes(positives=positives), 1.0, 1e-12)
 
 

@@ -4,12 +4,12 @@ from .alrp_loss import ALRP, ALRPLoss, alrp_loss
 from .ap_loss import APLoss, ap_loss
 from .auc_loss import AUCLoss, auc_loss
 from .autograd import error_driven
+from .checks import NonFiniteScoresError, OtherProcessError
 from .focal_loss import FocalLoss, focal_loss
 from .hinge_ap_loss import HingeAPLoss, hinge_ap_loss
-from .checks import NonFiniteScoresError, OtherProcessError
 from .ohem_cross_entropy import OHEMCrossEntropy, ohem_cross_entropy
-from .ranking.engine import use_backend
 from .rank_sort_loss import RankSort, RankSortLoss, rank_sort_loss
+from .ranking.engine import use_backend
 from .smooth_ap_loss import SmoothAPLoss, smooth_ap_loss
 from .traits import LossTraits, register_loss, traits_of
 

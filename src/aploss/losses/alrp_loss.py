@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .autograd import rank, ranking_operator
+from .autograd import RankingOperator
 from .checks import check_delta, check_max_positives
 from .traits import LossTraits, register_loss
 
@@ -69,21 +69,14 @@ def alrp_loss(
         >>> scores.grad.tolist(), box_losses.grad.tolist()
         ([0.5, -0.5, 0.0], [0.5])
     """
-    parts = rank(
-        _OPERATOR,
-        scores,
-        targets,
-        box_losses=box_losses,
-        delta=delta,
-        groups=groups,
-        max_positives=max_positives,
-        process_group=process_group,
+    parts = _OPERATOR.rank(
+        scores, targets, box_losses, delta, True, groups, max_positives, process_group
     )
     return ALRP(*parts)
 
 
 # Scores move by the classification part alone, box losses by the localisation part.
-_OPERATOR = ranking_operator("alrp", pairs=((0, 0), (2, 1)))
+_OPERATOR = RankingOperator("alrp", pairs=((0, 0), (2, 1)))
 
 
 @register_loss("alrp")

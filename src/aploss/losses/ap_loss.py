@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .autograd import rank, ranking_operator
+from .autograd import RankingOperator
 from .checks import check_delta, check_max_positives
 from .traits import LossTraits, register_loss
 
@@ -62,19 +62,12 @@ def ap_loss(
         >>> loss.item(), scores.grad.tolist()
         (0.5, [0.5, -0.5, 0.0])
     """
-    return rank(
-        _OPERATOR,
-        scores,
-        targets,
-        delta=delta,
-        interpolated=interpolated,
-        groups=groups,
-        max_positives=max_positives,
-        process_group=process_group,
+    return _OPERATOR.rank(
+        scores, targets, None, delta, interpolated, groups, max_positives, process_group
     )[0]
 
 
-_OPERATOR = ranking_operator("ap")
+_OPERATOR = RankingOperator("ap")
 
 
 @register_loss("ap")

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .autograd import rank, ranking_operator
+from .autograd import RankingOperator
 from .checks import check_delta, check_max_positives
 from .traits import LossTraits, register_loss
 
@@ -40,18 +40,12 @@ def auc_loss(
         >>> auc_loss(torch.tensor([2.0, 1.0, 0.0]), torch.tensor([0, 1, 0]), delta=0)
         tensor(0.5000)
     """
-    return rank(
-        _OPERATOR,
-        scores,
-        targets,
-        delta=delta,
-        groups=groups,
-        max_positives=max_positives,
-        process_group=process_group,
-    )[0]
+    return _OPERATOR.rank(scores, targets, None, delta, True, groups, max_positives, process_group)[
+        0
+    ]
 
 
-_OPERATOR = ranking_operator("auc")
+_OPERATOR = RankingOperator("auc")
 
 
 @register_loss("auc")

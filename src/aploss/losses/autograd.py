@@ -20,11 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import as_group
-from .ranking.engine import rank_scores, resolve_group
+from .checks import check_process_group
+from .ranking.engine import (
+    Options,
+    gradient_directly,
+    rank_directly,
+    rank_scores,
+    resolve_group,
+)
 from .ranking.problem import loss_dtype
 
-__all__ = ["Operator", "Values", "error_driven", "loss_dtype", "rank", "ranking_operator", "scaled"]
+__all__ = ["Operator", "RankingOperator", "Values", "error_driven", "loss_dtype", "scaled"]
 
 Values = tuple[Tensor, ...]
 RANKING_ARGUMENTS = (
@@ -113,70 +119,73 @@ class Operator:
         return tuple(result)
 
 
-def rank(
-    operator: Operator,
-    scores: Tensor,
-    targets: Tensor,
-    *,
-    delta: float,
-    interpolated: bool = True,
-    box_losses: Tensor | None = None,
-    groups: Tensor | int | None = None,
-    max_positives: int | None = None,
-    process_group: Any = None,
-) -> Values:
-    """Calls the operator of a ranking loss; see :func:`aploss.losses.ap_loss`."""
-    of_scores, dimension = (None, groups) if isinstance(groups, int) else (groups, None)
-    options = (delta, interpolated, of_scores, dimension, max_positives, as_group(process_group))
-    if not torch.compiler.is_compiling():
-        return operator(scores, targets, box_losses, *options)
-    group = "" if process_group is None else process_group.group_name
-    return operator(scores, targets, box_losses, *options[:-1], group)
-
-
 class _Eager(torch.autograd.Function):
     """The values of an operator, run eagerly."""
 
     @staticmethod
     def forward(ctx: Any, operator: Operator, *arguments: Any) -> Values:
-        values, state = operator.compute(*arguments)
-        ctx.save_for_backward(*(arguments[k] for k in operator.inputs))
-        ctx.operator, ctx.state, ctx.arguments = operator, state, len(arguments)
+        values, ctx.state = operator.compute(*arguments)
+        ctx.operator, ctx.arguments = operator, len(arguments)
+        ctx.save_for_backward(*[arguments[k] for k in operator.inputs])
         return values
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         operator, inputs = ctx.operator, ctx.saved_tensors
         if torch.is_grad_enabled():  # somebody wants to differentiate what follows
-            gradients = _Gradient.apply(operator, ctx.state, len(inputs), *inputs, *upstream)
+            gradients = _Gradient.apply(_gradients, (operator, ctx.state), *upstream, *inputs)
         else:
-            gradients = _gradients(operator, ctx.state, inputs, upstream)
+            gradients = _gradients((operator, ctx.state), *upstream, *inputs)
         result: list[Any] = [None] * (1 + ctx.arguments)
         for argument, gradient in zip(operator.inputs, gradients, strict=True):
             result[1 + argument] = gradient
         return tuple(result)
 
 
-class _Gradient(torch.autograd.Function):
-    """The gradients of an operator, connected so that a second derivative is noticed."""
+class _Direct(torch.autograd.Function):
+    """The value of a ranking loss that is known already; see :func:`.cpu.rank_directly`."""
 
     @staticmethod
-    def forward(ctx: Any, operator: Operator, state: Any, count: int, *tensors: Tensor) -> Any:
-        return _gradients(operator, state, tensors[:count], tensors[count:])
+    def forward(ctx: Any, scores: Tensor, value: float, state: Any) -> Tensor:
+        ctx.save_for_backward(scores)
+        ctx.state = state
+        return torch.tensor(value, dtype=scores.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        (scores,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _Gradient.apply(gradient_directly, ctx.state, scores, upstream), None, None
+        return gradient_directly(ctx.state, upstream, scores), None, None
+
+
+class _Gradient(torch.autograd.Function):
+    """A gradient that is connected to its inputs, so that a second derivative is noticed."""
+
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[..., Any], state: Any, *tensors: Tensor) -> Any:
+        return compute(state, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         _refuse_second_derivative(ctx)
 
 
-def _gradients(
-    operator: Operator, state: Any, inputs: Sequence[Tensor], upstream: Values
-) -> tuple[Tensor, ...]:
+def _gradients(of: tuple[Operator, Any], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of an operator, from what comes from above and its inputs."""
+    operator, state = of
+    upstream, inputs = tensors[: operator.num_values], tensors[operator.num_values :]
     gradients = operator.gradient(state, upstream, False)
-    return tuple(
-        gradient[: like.numel()].to(like).view(like.shape)
-        for gradient, like in zip(gradients, inputs, strict=True)
-    )
+    return tuple(map(_like, gradients, inputs))
+
+
+def _like(gradient: Tensor, like: Tensor) -> Tensor:
+    """A flat gradient in the shape, dtype and device of what it belongs to."""
+    if gradient.dtype != like.dtype or gradient.device != like.device:
+        gradient = gradient.to(like)
+    if like.numel() == 0:  # the one score that an empty ranking is made of
+        gradient = gradient[:0]
+    return gradient.view(like.shape)
 
 
 def _refuse_second_derivative(ctx: Any, *upstream: Tensor) -> Any:
@@ -210,28 +219,67 @@ def scaled(gradient: Tensor, upstream: Values, exact: bool) -> tuple[Tensor]:
     return (gradient * upstream[0],)
 
 
-def ranking_operator(rule: str, pairs: Sequence[tuple[int, int]] = ((0, 0),)) -> Operator:
-    """The operator of a ranking loss; its arguments are those of :data:`RANKING_ARGUMENTS`."""
+class RankingOperator(Operator):
+    """The operator of a ranking loss; see :func:`aploss.losses.ap_loss` for the arguments."""
 
-    def compute(
-        scores: Tensor, targets: Tensor, box_losses: Tensor | None, *options: Any
-    ) -> tuple[Values, Any]:
-        delta, interpolated, groups, dimension, max_positives, group = options
-        backend, ranked = rank_scores(
+    def __init__(self, rule: str, pairs: Sequence[tuple[int, int]] = ((0, 0),)) -> None:
+        self.rule = rule
+        name = rule.replace("-", "_") + "_loss"
+        super().__init__(name, RANKING_ARGUMENTS, self._rank, self._rank_gradient, pairs=pairs)
+
+    def rank(
+        self,
+        scores: Tensor,
+        targets: Tensor,
+        box_losses: Tensor | None,
+        delta: float,
+        interpolated: bool,
+        groups: Tensor | int | None,
+        max_positives: int | None,
+        process_group: Any,
+    ) -> Values:
+        """The values of the loss."""
+        if process_group is not None:
+            check_process_group(process_group)
+        if not torch.compiler.is_compiling():
+            if max_positives is groups is process_group is box_losses is None:
+                known = rank_directly(scores, targets, self.rule, delta, interpolated)
+                if known is not None:
+                    value: Tensor = _Direct.apply(scores, *known)
+                    return (value,)
+            options = Options(self.rule, delta, interpolated, groups, max_positives, process_group)
+            values: Values = _Eager.apply(self, scores, targets, box_losses, options)
+            return values
+        of_scores, dimension = (None, groups) if isinstance(groups, int) else (groups, None)
+        name = "" if process_group is None else process_group.group_name
+        return self(
             scores,
             targets,
-            rule=rule,
-            delta=delta,
-            interpolated=interpolated,
-            groups=dimension if groups is None else groups,
-            box_losses=box_losses,
-            max_positives=max_positives,
-            process_group=resolve_group(group) if isinstance(group, str) else group,
+            box_losses,
+            delta,
+            interpolated,
+            of_scores,
+            dimension,
+            max_positives,
+            name,
         )
-        values = ranked.values.to(scores.device)
-        return values.unbind(), (backend, ranked)
 
-    def gradient(state: Any, upstream: Values, exact: bool) -> Sequence[Tensor]:
+    def _rank(
+        self, scores: Tensor, targets: Tensor, box_losses: Tensor | None, *rest: Any
+    ) -> tuple[Values, Any]:
+        options = rest[0]
+        if not isinstance(options, Options):  # in a compiled graph, as the schema has them
+            delta, interpolated, groups, dimension, max_positives, name = rest
+            groups = dimension if groups is None else groups
+            group = resolve_group(name)
+            options = Options(self.rule, delta, interpolated, groups, max_positives, group)
+        state = rank_scores(scores, targets, options, box_losses)
+        values = state[1].values
+        if isinstance(values, Tensor):
+            values = values.to(scores.device).unbind()
+        return values, state
+
+    def _rank_gradient(self, state: Any, upstream: Values, exact: bool) -> Sequence[Tensor]:
         backend, ranked = state
         problem = ranked.problem
         dtype = problem.dtype if exact else problem.scores.dtype
@@ -239,10 +287,6 @@ def ranking_operator(rule: str, pairs: Sequence[tuple[int, int]] = ((0, 0),)) ->
         if ranked.box_gradient is None:
             return (on_scores,)
         return on_scores, ranked.box_gradient * upstream[1]
-
-    return Operator(
-        rule.replace("-", "_") + "_loss", RANKING_ARGUMENTS, compute, gradient, pairs=pairs
-    )
 
 
 def error_driven(inputs: Tensor, outputs: Tensor, desired: Tensor) -> Tensor:

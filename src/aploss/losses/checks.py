@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "COMPARABLE",
     "NonFiniteScoresError",
     "OtherProcessError",
-    "as_group",
     "check_box_losses",
     "check_delta",
     "check_max_positives",
+    "check_process_group",
     "check_scores_and_targets",
     "check_values",
     "comparable_targets",
@@ -149,6 +150,8 @@ def groups_of_scores(groups: Tensor | int | None, scores: Tensor) -> Tensor | No
 
 def comparable_targets(targets: Tensor) -> Tensor:
     """Targets in a dtype that has -1: what is compared with it must not wrap around."""
+    if targets.dtype in COMPARABLE:
+        return targets
     if targets.dtype == torch.bool:
         return targets.view(torch.int8)
     if targets.dtype in (torch.float16, torch.bfloat16):
@@ -158,6 +161,9 @@ def comparable_targets(targets: Tensor) -> Tensor:
     if targets.dtype in (torch.uint16, torch.uint32):
         return targets.to(torch.int64)
     return targets.to(torch.float64) if targets.dtype == torch.uint64 else targets
+
+
+COMPARABLE = (torch.float32, torch.int64, torch.int8, torch.int32, torch.int16, torch.float64)
 
 
 def refuse_target(targets: Tensor, *, soft: bool) -> NoReturn:
@@ -238,16 +244,10 @@ def _first(bad: Tensor) -> int:
     return int(bad.nonzero()[0, 0])
 
 
-def as_group(process_group: Any) -> Any:
-    """Checks that a process group can be used.
-
-    Raises:
-        ValueError: torch.distributed is not initialised.
-    """
-    initialised = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if process_group is not None and not initialised:
+def check_process_group(process_group: Any) -> None:
+    """Raises ValueError if torch.distributed is not initialised."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise ValueError(
             "process_group was given, but torch.distributed is not initialised: "
             "call torch.distributed.init_process_group() first"
         )
-    return process_group

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .checks import check_scores_and_targets, check_values
 from .autograd import loss_dtype
+from .checks import check_scores_and_targets, check_values
 from .traits import LossTraits, register_loss
 
 __all__ = ["FocalLoss", "focal_loss"]

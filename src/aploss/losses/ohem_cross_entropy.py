@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .checks import NonFiniteScoresError
 from .autograd import loss_dtype
+from .checks import NonFiniteScoresError
 from .traits import LossTraits, register_loss
 
 __all__ = ["OHEMCrossEntropy", "ohem_cross_entropy"]

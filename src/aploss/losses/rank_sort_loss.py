@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .autograd import rank, ranking_operator
+from .autograd import RankingOperator
 from .checks import check_delta, check_max_positives
 from .traits import LossTraits, register_loss
 
@@ -59,19 +59,11 @@ def rank_sort_loss(
         >>> scores.grad.tolist()
         [0.125, -0.125, 0.0]
     """
-    parts = rank(
-        _OPERATOR,
-        scores,
-        targets,
-        delta=delta,
-        groups=groups,
-        max_positives=max_positives,
-        process_group=process_group,
-    )
+    parts = _OPERATOR.rank(scores, targets, None, delta, True, groups, max_positives, process_group)
     return RankSort(*parts)
 
 
-_OPERATOR = ranking_operator("rank-sort", pairs=((0, 0), (0, 1)))
+_OPERATOR = RankingOperator("rank-sort", pairs=((0, 0), (0, 1)))
 
 
 @register_loss("rank-sort")

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from .checks import check_scores_and_targets, check_values
 from .autograd import Operator, Values, loss_dtype, scaled
+from .checks import check_scores_and_targets, check_values
 from .traits import LossTraits, register_loss
 
 __all__ = ["SmoothAPLoss", "smooth_ap_loss"]

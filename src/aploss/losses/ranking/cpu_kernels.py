@@ -13,7 +13,6 @@ and vectorises nothing that is checked.
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,13 +22,24 @@ import numpy as np
 from . import rules
 
 __all__ = [
+    "ALRP",
+    "AP",
+    "AUC",
     "BLOCK",
-    "MOST_PARTS",
-    "SMALLEST_PART",
+    "RANK_SORT",
     "Compiled",
     "backward",
+    "dense_groups",
     "evaluate",
-    "evaluate_groups",
+    "find",
+    "finish",
+    "forward",
+    "group_tables",
+    "prepare_table",
+    "sort_and_cut",
+    "tally",
+    "tally_groups",
+    "write_positives",
 ]
 
 BLOCK = 256
@@ -38,17 +48,24 @@ CELLS_PER_SEGMENT, MOST_CELLS = 8, 1 << 16  # of the lookup table
 # A count and a sum of shares in one integer: room for FLUSH scores of FRACTION bits each.
 FRACTION_BITS, FLUSH_BITS = 28, 17
 UNIT, COUNT_SHIFT, FLUSH = 1 << FRACTION_BITS, FRACTION_BITS + FLUSH_BITS, 1 << FLUSH_BITS
+ONE_MORE = np.int64(1 << COUNT_SHIFT)
 AP, AUC, RANK_SORT, ALRP = 0, 1, 2, 3
 
 
 OPTIONS = {"nogil": True, "error_model": "numpy"}
 helper = numba.njit(**OPTIONS)
-_rule = {name: helper(getattr(rules, name)) for name in rules.__all__ if callable(getattr(rules, name))}
+_rule = {
+    name: helper(getattr(rules, name)) for name in rules.__all__ if callable(getattr(rules, name))
+}
 _ap_error, _ap_weight = _rule["ap_error"], _rule["ap_weight"]
 _auc_error, _auc_weight = _rule["auc_error"], _rule["auc_weight"]
 _rank_sort_error, _rank_sort_weight = _rule["rank_sort_error"], _rule["rank_sort_weight"]
 _sorting_error = _rule["sorting_error"]
-_alrp_rank, _alrp_error, _alrp_weight = _rule["alrp_rank"], _rule["alrp_error"], _rule["alrp_weight"]
+_alrp_rank, _alrp_error, _alrp_weight = (
+    _rule["alrp_rank"],
+    _rule["alrp_error"],
+    _rule["alrp_weight"],
+)
 
 
 class Compiled:
@@ -123,8 +140,8 @@ def _find_part(targets, start, stop, soft, pure, left_out):
 
 
 @helper
-def _count_bad_scores(scores, start, stop, pure, left_out):
-    """How many scores that are not ignored are NaN or infinite, at least 1 if there are any."""
+def _count_bad_scores(scores, start, stop, pure, left_out, positives):
+    """How many scores that are not ignored are NaN or infinite."""
     suspicious = np.int64(0)
     for i in range(np.uint64(start), np.uint64(stop)):
         suspicious += not (abs(scores[i]) < np.inf)
@@ -133,6 +150,8 @@ def _count_bad_scores(scores, start, stop, pure, left_out):
     bad = np.int64(0)
     for i in range(np.uint64(start), np.uint64(stop)):
         bad += not (abs(scores[i]) < np.inf) and (pure[i // STEP] or not left_out[i])
+    for i in positives:
+        bad += not (abs(scores[i]) < np.inf)
     return bad
 
 
@@ -248,9 +267,7 @@ def _tally_part(
         for n in range(size):
             odd += np.int32(not (abs(scores[block + n]) < np.inf))
         infinite += odd
-        reached = _find_rows(
-            scores, block, size, marks, table, low, scale, last, one, cells, rows
-        )
+        reached = _find_rows(scores, block, size, marks, table, low, scale, last, one, cells, rows)
         below[block // STEP] = not reached
         if not reached:
             continue
@@ -266,7 +283,9 @@ def _tally_part(
                 share = share if share > 0 else one - one  # row 0; NaN
                 fixed[n] = np.int32(share * whole if share < one else whole)
             for n in range(size):
-                packed[np.uint64(rows[block + n])] += np.int64(fixed[n]) + np.int64(1 << COUNT_SHIFT)
+                packed[np.uint64(rows[block + n])] += np.int64(fixed[n]) + np.int64(
+                    1 << COUNT_SHIFT
+                )
             filled += BLOCK
             if filled == FLUSH:
                 _flush(packed, counts, sums)
@@ -296,9 +315,10 @@ def _flush(packed, counts, sums):
 
 @helper
 def _evaluate_part(
-    scores, start, stop, pure, left_out, rows, below, marks, width, height, slope, out
+    scores, start, stop, pure, left_out, rows, below, marks, lines, width, factor, out
 ):
-    """Writes the value of the line of every negative's row [R]."""
+    """Writes the value of the line of every negative's row, times a factor."""
+    height, slope = lines[0], lines[1]
     stop = np.uint64(stop)
     for block in range(np.uint64(start), stop, STEP):
         end = min(block + STEP, stop)
@@ -311,7 +331,7 @@ def _evaluate_part(
             distance = scores[i] - marks[row]
             distance = distance if distance < width else width  # infinite where it overflows
             distance = distance if distance > 0 else width - width
-            out[i] = height[row] + slope[row] * distance
+            out[i] = factor * (height[row] + slope[row] * distance)
         if not pure[block // STEP]:
             # An ignored score may be NaN or infinite: zero times it is not zero.
             for i in range(block, end):
@@ -573,7 +593,7 @@ def _sort_pairs(positives, qualities, delta, gradient):
 def _find(targets, scores, start, stop, soft, pure, left_out):
     """See :func:`_find_part`; and how many scores are not allowed."""
     found = _find_part(targets, start, stop, soft, pure, left_out)
-    return found, _count_bad_scores(scores, start, stop, pure, left_out)
+    return found, _count_bad_scores(scores, start, stop, pure, left_out, found[0])
 
 
 def _sort_and_cut(scores, index, delta, one):
@@ -609,74 +629,188 @@ def _tally(scores, start, stop, notes, marks, table, axis, one, width):
     return counts, sums
 
 
-def _finish(rule, interpolated, delta, cuts, positives, extras, counts, sums, negatives):
-    """Values [2], pair weights [P], own gradients [2, P], derivatives by the box losses [P]."""
+def _finish(rule, interpolated, delta, cuts, positives, order, extras, tallies, negatives, one):
+    """Applies the rule of a loss; ``extras`` are qualities or box losses in the order given.
+
+    Returns:
+        values [2], lines of the rows [2, R], gradients of both values on the positives [2, P],
+        derivatives by the box losses [P], the latter two in the order of the flat index.
+    """
+    counts, sums = tallies
     values, weights, own, p, n = _errors(
         rule, interpolated, delta, cuts, positives, counts, sums, negatives
     )
+    if rule == RANK_SORT or rule == ALRP:
+        extras = _in_order(extras, order)
     if rule == RANK_SORT:
         values[1] = _sort_pairs(positives, extras, delta, own[1])
     elif rule == ALRP:
         p = _alrp(delta, cuts, positives, extras, p, n, values, weights, own)
-    return values, weights, own, p
-
-
-def _lines(cuts, weights, delta, factor, one):
-    """The rows' lines for a factor from above, in the dtype of ``one`` [R]."""
-    height, slope = _line(cuts, weights, delta)
-    heights, slopes = np.full(len(height) + 1, one - one), np.full(len(height) + 1, one - one)
-    for k in range(len(height)):
-        heights[k + 1] = height[k] * factor
-        if delta > 0:
-            slopes[k + 1] = slope[k] * factor / (2 * delta)
-    return heights, slopes
-
-
-def _write_positives(index, order, own, first, second, out):
+    boxes, gradients = np.empty(len(order)), np.empty((2, len(order)))
     for i in range(len(order)):
-        out[index[order[i]]] = own[0, i] * first + own[1, i] * second
+        boxes[order[i]] = p[i]
+        gradients[0, order[i]], gradients[1, order[i]] = own[0, i], own[1, i]
+    return values, _rows_lines(cuts, weights, delta, one), gradients, boxes
+
+
+@helper
+def _in_order(values, order):
+    ordered = np.empty(len(order))
+    for i in range(len(order)):
+        ordered[i] = values[order[i]]
+    return ordered
+
+
+@helper
+def _rows_lines(cuts, weights, delta, one):
+    """Height and slope of the line of every row, in the dtype of ``one`` [2, R]."""
+    height, slope = _line(cuts, weights, delta)
+    lines = np.full((2, len(height) + 1), one - one)
+    for k in range(len(height)):
+        lines[0, k + 1] = height[k]
+        if delta > 0:
+            lines[1, k + 1] = slope[k] / (2 * delta)
+    return lines
+
+
+def _write_positives(index, own, first, second, out):
+    for i in range(len(index)):
+        out[index[i]] = own[0, i] * first + own[1, i] * second
+
+
+def _dense_groups(groups, numbers, spread, dense):
+    """Which of the numbers [G], ascending, each score's group is; -1 for none.
+
+    ``spread`` is the distance from the first to the last number if that is small, or 0.
+    """
+    first = numbers[0]
+    if spread == 0:
+        for i in range(len(groups)):
+            place = np.searchsorted(numbers, groups[i])
+            known = place < len(numbers) and numbers[place] == groups[i]
+            dense[i] = place if known else -1
+        return
+    table = np.full(spread + 1, -1, np.int32)
+    for place in range(len(numbers)):
+        table[numbers[place] - first] = place
+    for i in range(len(groups)):
+        inside = groups[i] >= first and groups[i] - first <= spread
+        dense[i] = table[groups[i] - first] if inside else -1
+
+
+def _group_tables(marks, first_row, one):
+    """A lookup table for every group, one behind the other.
+
+    Args:
+        marks: the edge below every row [R + 1].
+        first_row: the row below the segments of every group, and one past the last [G + 1].
+
+    Returns:
+        tables, where each begins [G + 1], left end and inverse width of the cells [G].
+    """
+    count = len(first_row) - 1
+    begin = np.empty(count + 1, np.int64)
+    begin[0] = 0
+    for g in range(count):
+        begin[g + 1] = begin[g] + 2 * (first_row[g + 1] - first_row[g]) + 2
+    table = np.empty(begin[count], np.int32)
+    lows, scales = np.full(count, one), np.full(count, one)
+    for g in range(count):
+        cells = begin[g + 1] - begin[g]
+        low, high = marks[first_row[g] + 1], marks[first_row[g + 1] - 1]
+        last = one * np.float32(cells - 2)
+        scale = last / (high - low) if high > low else one - one
+        if not abs(scale) < np.inf:
+            scale = one - one
+        row = first_row[g]
+        for cell in range(cells):
+            while (
+                row + 1 < first_row[g + 1]
+                and _cell(marks[row + 1], low, scale, last, one) < cell
+            ):
+                row += 1
+            table[begin[g] + cell] = row
+        lows[g], scales[g] = low, scale
+    return table, begin, lows, scales
+
+
+def _tally_groups(
+    scores, start, stop, notes, dense, marks, first_row, tables, one, width
+):  # fmt: skip
+    """Counts and sums of shares of every row [R]; notes the rows. Row 0 is for everything else."""
+    pure, left_out, rows, below = notes
+    table, begin, lows, scales = tables
+    counts, sums = np.zeros(len(marks) - 1), np.zeros(len(marks) - 1)
+    inverse = one / width if width > 0 else one - one
+    for i in range(np.uint64(start), np.uint64(stop)):
+        below[i // STEP] = False
+        group = np.int64(dense[i])
+        if group < 0 or (not pure[i // STEP] and left_out[i]):
+            rows[i] = 0
+            continue
+        score, where = scores[i], np.uint64(group)
+        last = one * np.float32(begin[where + ONE] - begin[where] - 2)
+        cell = _cell(score, lows[where], scales[where], last, one)
+        row = np.uint64(table[np.uint64(begin[where] + cell)])
+        end = np.uint64(first_row[where + ONE])
+        while row + ONE < end and marks[row + ONE] <= score:
+            row += ONE
+        rows[i] = row
+        share = (score - marks[row]) * inverse
+        share = share if share > 0 else one - one
+        counts[row] += 1.0
+        sums[row] += share if share < one else one
+    return counts, sums
 
 
 _sort_and_cut_here, _table_here = helper(_sort_and_cut), helper(_prepare_table)
-_tally_here, _lines_here, _write_here = helper(_tally), helper(_lines), helper(_write_positives)
+_tally_here, _write_here = helper(_tally), helper(_write_positives)
 
 
 def _forward(scores, targets, rule, interpolated, delta, one, width, small):
     """All of a forward pass of AP or AUC over few scores.
 
     Returns:
-        what was found, order and cuts of the positives, notes on the scores, outcome of the rule.
+        status, loss; flat index of the positives and gradient on them [2, P], marks, lines of the
+        rows, notes on the scores.
     """
     size = len(scores)
-    blocks = (size + BLOCK - 1) // BLOCK
-    pure, left_out = np.empty(blocks, np.bool_), np.empty(size, np.bool_)
-    rows, below = np.empty(size, small.dtype), np.empty(blocks, np.bool_)
-    notes = pure, left_out, rows, below
-    found = _find_part(targets, 0, size, False, pure, left_out)
-    bad_scores = _count_bad_scores(scores, 0, size, pure, left_out)
-    index, negatives, bad_targets = found
+    blocks = np.empty((2, (size + BLOCK - 1) // BLOCK), np.bool_)
+    left_out, rows = np.empty(size, np.bool_), np.empty(size, small.dtype)
+    index, negatives, bad_targets = _find_part(targets, 0, size, False, blocks[0], left_out)
+    bad_scores = _count_bad_scores(scores, 0, size, blocks[0], left_out, index)
+    status = len(index), negatives, bad_targets, bad_scores
     if bad_targets > 0 or bad_scores > 0:
         index = index[:0]
     positives, order, cuts = _sort_and_cut_here(scores, index, delta, one)
-    counts, sums = np.zeros(len(cuts[0]) - 1), np.zeros(len(cuts[0]) - 1)
+    marks = cuts[0]
+    counts, sums = np.zeros(len(marks) - 1), np.zeros(len(marks) - 1)
     if len(index) > 0:
-        table, axis = _table_here(cuts[0], one, size, small)
-        counts, sums = _tally_here(scores, 0, size, notes, cuts[0], table, axis, one, width)
-    outcome = _errors(rule, interpolated, delta, cuts, positives, counts, sums, negatives)
-    return found, bad_scores, order, cuts, notes, outcome[:3]
-
-
-def _backward(scores, index, order, cuts, notes, weights, own, delta, first, second, one, width, out):  # noqa: E501 # fmt: skip
-    """All of a backward pass over few scores."""
-    pure, left_out, rows, below = notes
-    heights, slopes = _lines_here(cuts, weights, delta, first, one)
-    _evaluate_part(
-        scores, 0, len(scores), pure, left_out, rows, below, cuts[0], width, heights, slopes, out
+        table, axis = _table_here(marks, one, size, small)
+        notes = blocks[0], left_out, rows, blocks[1]
+        counts, sums = _tally_here(scores, 0, size, notes, marks, table, axis, one, width)
+    values, weights, own, _, _ = _errors(
+        rule, interpolated, delta, cuts, positives, counts, sums, negatives
     )
-    _write_here(index, order, own, first, second, out)
+    gradients = np.zeros((2, len(order)))
+    for i in range(len(order)):
+        gradients[0, order[i]] = own[0, i]
+    lines = _rows_lines(cuts, weights, delta, one)
+    return status, values[0], index, gradients, marks, lines, blocks, left_out, rows
+
+
+def _backward(scores, index, own, marks, lines, blocks, left_out, rows, first, width, factor, out):
+    """All of a backward pass over few scores, for a factor from above in two dtypes."""
+    pure, below = blocks[0], blocks[1]
+    _evaluate_part(
+        scores, 0, len(scores), pure, left_out, rows, below, marks, lines, width, factor, out
+    )
+    _write_here(index, own, first, 0.0, out)
 
 
 forward, backward = Compiled(_forward), Compiled(_backward)
-find, sort_and_cut, prepare_table = Compiled(_find), Compiled(_sort_and_cut), Compiled(_prepare_table)
-tally, finish, lines = Compiled(_tally), Compiled(_finish), Compiled(_lines)
+find, sort_and_cut = Compiled(_find), Compiled(_sort_and_cut)
+prepare_table, tally, finish = Compiled(_prepare_table), Compiled(_tally), Compiled(_finish)
+dense_groups, group_tables = Compiled(_dense_groups), Compiled(_group_tables)
+tally_groups = Compiled(_tally_groups)
 evaluate, write_positives = Compiled(_evaluate_part.py_func), Compiled(_write_positives)

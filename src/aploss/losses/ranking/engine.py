@@ -12,13 +12,14 @@ wrong: then all of them raise, and none is left waiting.
 
 import warnings
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from ..checks import (
     OtherProcessError,
@@ -33,13 +34,21 @@ from ..checks import (
     refuse_score,
     refuse_target,
 )
-from .problem import Backend, Found, Positives, Problem, Ranked
+from .problem import Backend, Positives, Problem, Ranked
 from .torch_backend import TorchBackend, sort_positives
 
-__all__ = ["rank_scores", "resolve_group", "use_backend"]
+__all__ = [
+    "Options",
+    "gradient_directly",
+    "rank_directly",
+    "rank_scores",
+    "resolve_group",
+    "use_backend",
+]
 
 BACKENDS = ("cpu", "torch", "triton")
 _chosen: str | None = None
+_directly: Any = None  # the module ``cpu``, once it is imported
 # Status of a call with max_positives that nobody has looked at, and what was allowed.
 _pending: tuple[Tensor | None, int] = (None, 0)
 
@@ -81,22 +90,21 @@ class use_backend:  # noqa: N801 - reads as a function, and as a context
         _chosen = self._before
 
 
+class Options(NamedTuple):
+    """How to rank: the options of :func:`aploss.losses.ap_loss`, and which loss."""
+
+    rule: str
+    delta: float
+    interpolated: bool = True
+    groups: Tensor | int | None = None
+    max_positives: int | None = None
+    process_group: Any = None
+
+
 def rank_scores(
-    scores: Tensor,
-    targets: Tensor,
-    *,
-    rule: str,
-    delta: float,
-    interpolated: bool = True,
-    groups: Tensor | int | None = None,
-    box_losses: Tensor | None = None,
-    max_positives: int | None = None,
-    process_group: Any = None,
+    scores: Tensor, targets: Tensor, options: Options, box_losses: Tensor | None = None
 ) -> tuple[Backend, Ranked]:
     """Ranks scores, together with those of the other processes of a group.
-
-    The arguments are those of :func:`aploss.losses.ap_loss`; ``rule`` and ``box_losses`` those of
-    :class:`.problem.Problem`.
 
     Returns:
         the backend that computes the gradient, and what it needs for it.
@@ -105,24 +113,93 @@ def rank_scores(
         ValueError: something is not allowed; :class:`NonFiniteScoresError` for a score, and
             :class:`OtherProcessError` if it was another process that was given it.
     """
-    options = {"delta": float(delta), "interpolated": interpolated, "max_positives": max_positives}
-    mistake = None
-    try:
-        check_scores_and_targets(scores, targets)
-        check_delta(delta)
-        check_max_positives(max_positives)
-        problem = _flat_problem(scores, targets, groups, box_losses, rule=rule, **options)
-    except ValueError as error:
-        if process_group is None:
-            raise
-        mistake = error
-        problem = _nothing_to_rank(process_group, groups, box_losses, rule=rule, **options)
-    if process_group is None:
+    group = options.process_group
+    if group is None:
+        problem = _make_problem(scores, targets, options, box_losses)
         backend = _backend_for(problem)
         return backend, _rank_alone(backend, problem)
-    problem = replace(problem, num_processes=dist.get_world_size(process_group))
+    mistake = None
+    try:
+        problem = _make_problem(scores, targets, options, box_losses)
+    except ValueError as error:
+        mistake, problem = error, _nothing_to_rank(options, box_losses)
+    problem.num_processes = dist.get_world_size(group)
     backend = _backend_for(problem)
-    return backend, _rank_together(backend, problem, process_group, mistake)
+    return backend, _rank_together(backend, problem, group, mistake)
+
+
+def rank_directly(
+    scores: Tensor, targets: Tensor, rule: str, delta: float, interpolated: bool
+) -> tuple[float, Any] | None:
+    """See :func:`.cpu.rank_directly`; None for what goes through :func:`rank_scores`."""
+    if _directly is None or _pending[0] is not None or _chosen not in (None, "cpu"):
+        return None
+    if type(scores) is not Tensor and type(scores) is not Parameter:
+        return None
+    if not (isinstance(targets, Tensor) and scores.is_cpu and targets.is_cpu):
+        return None
+    return _directly.rank_directly(scores, targets, rule, delta, interpolated)
+
+
+def gradient_directly(state: Any, upstream: Tensor, like: Tensor) -> Tensor:
+    """See :func:`.cpu.gradient_directly`."""
+    return _directly.gradient_directly(state, upstream, like)
+
+
+def _make_problem(
+    scores: Tensor, targets: Tensor, options: Options, box_losses: Tensor | None
+) -> Problem:
+    """Checks the arguments, and flattens them."""
+    check_scores_and_targets(scores, targets)
+    check_delta(options.delta)
+    if options.max_positives is not None:
+        check_max_positives(options.max_positives)
+    flat_scores, flat_targets = scores.detach(), targets
+    if scores.ndim != 1 or not scores.is_contiguous():
+        flat_scores = flat_scores.reshape(-1)
+    if targets.ndim != 1 or targets.requires_grad or not targets.is_contiguous():
+        flat_targets = targets.detach().reshape(-1)
+    flat_targets, groups = comparable_targets(flat_targets), None
+    if options.groups is not None:
+        groups = groups_of_scores(options.groups, scores)
+    if box_losses is not None:
+        check_box_losses(box_losses, scores.device)
+        box_losses = box_losses.detach()
+    if scores.numel() == 0:  # backends rank one score at least: an ignored one
+        flat_scores, flat_targets = flat_scores.new_zeros(1), flat_scores.new_full((1,), -1.0)
+        groups = None if groups is None else groups.new_zeros(1)
+    rule, delta, interpolated, _, max_positives, _ = options
+    problem = Problem(
+        flat_scores, flat_targets, rule, delta, interpolated, groups, box_losses, max_positives
+    )
+    return _on_cpu(problem) if scores.device.type == "mps" else problem
+
+
+def _on_cpu(problem: Problem) -> Problem:
+    """The problem on the CPU, for devices without float64."""
+    groups, box_losses = problem.groups, problem.box_losses
+    return replace(
+        problem,
+        scores=problem.scores.cpu(),
+        targets=problem.targets.cpu(),
+        groups=None if groups is None else groups.cpu(),
+        box_losses=None if box_losses is None else box_losses.cpu(),
+    )
+
+
+def _nothing_to_rank(options: Options, box_losses: Tensor | None) -> Problem:
+    """What a process brings along that was given something it cannot rank."""
+    cuda = dist.get_backend(options.process_group) == "nccl"
+    scores = torch.zeros(1, device="cuda" if cuda else "cpu")
+    return Problem(
+        scores,
+        torch.full_like(scores, -1),
+        options.rule,
+        options.delta,
+        groups=None if options.groups is None else scores.long(),
+        box_losses=None if box_losses is None else scores[:0],
+        max_positives=options.max_positives,
+    )
 
 
 def resolve_group(name: str) -> Any:
@@ -131,43 +208,9 @@ def resolve_group(name: str) -> Any:
     return getattr(dist.distributed_c10d, "_resolve_process_group")(name) if name else None  # noqa: B009
 
 
-def _flat_problem(
-    scores: Tensor, targets: Tensor, groups: Any, box_losses: Tensor | None, **options: Any
-) -> Problem:
-    flat_scores = scores.detach().reshape(-1)
-    flat_targets = comparable_targets(targets.detach().reshape(-1))
-    flat_groups = groups_of_scores(groups, scores)
-    if len(flat_scores) == 0:  # backends rank one score at least: an ignored one
-        flat_scores, flat_targets = flat_scores.new_zeros(1), flat_scores.new_full((1,), -1.0)
-        flat_groups = None if flat_groups is None else flat_groups.new_zeros(1)
-    if box_losses is not None:
-        check_box_losses(box_losses, scores.device)
-        box_losses = box_losses.detach()
-    if flat_scores.device.type == "mps":  # has no float64
-        flat_scores, flat_targets = flat_scores.cpu(), flat_targets.cpu()
-        flat_groups = None if flat_groups is None else flat_groups.cpu()
-        box_losses = None if box_losses is None else box_losses.cpu()
-    return Problem(flat_scores, flat_targets, groups=flat_groups, box_losses=box_losses, **options)
-
-
-def _nothing_to_rank(group: Any, groups: Any, box_losses: Any, **options: Any) -> Problem:
-    """What a process brings along that was given something it cannot rank."""
-    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    scores = torch.zeros(1, device=device)
-    return Problem(
-        scores,
-        torch.full_like(scores, -1),
-        groups=None if groups is None else scores.long(),
-        box_losses=None if box_losses is None else scores[:0],
-        **options,
-    )
-
-
 def _rank_alone(backend: Backend, problem: Problem) -> Ranked:
-    at_once = getattr(backend, "rank", None)
-    if at_once is not None and problem.groups is None and problem.max_positives is None:
-        ranked: Ranked = at_once(problem, partial(_accept, problem))
-        return ranked
+    if backend.at_once and problem.groups is None and problem.max_positives is None:
+        return backend.rank(problem, _accept)
     found = backend.find(problem)
     capacity = problem.max_positives
     if capacity is None:
@@ -293,23 +336,26 @@ def _refuse_others(statuses: list[list[int]]) -> None:
 def _backend_for(problem: Problem) -> Backend:
     """The chosen backend, or the best one for the device of the scores."""
     kind = problem.scores.device.type
+    if kind == "cpu" and _chosen in (None, "cpu"):
+        return _cpu_backend()
     if _chosen == "torch":
         return TorchBackend()
     if _chosen == "triton" or (_chosen is None and kind == "cuda"):
         triton = _triton_backend(problem)
         if triton is not None:
             return triton
-    if kind == "cpu" and _chosen != "triton":
-        return _cpu_backend()
     if _chosen in (None, "torch"):
         return TorchBackend()
-    raise ValueError(f"backend {_chosen!r} cannot rank these scores, {problem.scores.dtype} on {kind}")
+    raise ValueError(
+        f"backend {_chosen!r} cannot rank these scores, {problem.scores.dtype} on {kind}"
+    )
 
 
 @cache
 def _cpu_backend() -> Backend:
+    global _directly
     try:
-        from .cpu import CPUBackend  # imports numba, which takes its time
+        from . import cpu  # imports numba, which takes its time
     except ImportError as error:
         warnings.warn(
             f"the ranking losses are several times slower without numba ({error}); "
@@ -317,7 +363,8 @@ def _cpu_backend() -> Backend:
             stacklevel=2,
         )
         return TorchBackend()
-    return CPUBackend()
+    _directly = cpu
+    return cpu.CPUBackend()
 
 
 def _triton_backend(problem: Problem) -> Backend | None:

@@ -6,6 +6,7 @@ pass, computes the gradient. Everything stays on the device of the scores; the e
 ``Found.status`` once, or never if ``max_positives`` says how many positives there may be.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ def loss_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Problem:
     """N scores with their targets, and the loss that is wanted.
 
@@ -35,6 +36,8 @@ class Problem:
         box_losses: of ``"alrp"``: one per positive, in the order of their flat index.
         max_positives: most positives there may be; then nothing is read from the device.
         num_processes: how many processes rank together; the gradient is multiplied by it.
+        dtype: of the passes over all scores, of the loss and of its gradient.
+        soft: whether the targets of positives are qualities in (0, 1].
     """
 
     scores: Tensor
@@ -46,16 +49,12 @@ class Problem:
     box_losses: Tensor | None = None
     max_positives: int | None = None
     num_processes: int = 1
+    dtype: torch.dtype = field(init=False)
+    soft: bool = field(init=False)
 
-    @property
-    def soft(self) -> bool:
-        """Whether the targets of positives are qualities in (0, 1]."""
-        return self.rule == "rank-sort"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the passes over all scores, of the loss and of its gradient."""
-        return loss_dtype(self.scores.dtype)
+    def __post_init__(self) -> None:
+        self.dtype = loss_dtype(self.scores.dtype)
+        self.soft = self.rule == "rank-sort"
 
 
 @dataclass(eq=False)
@@ -93,27 +92,40 @@ class Positives:
     held: Any = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Ranked:
     """The losses, and what the backward pass needs.
 
     Attributes:
         problem: as it was given.
-        values: K losses [K] in the dtype of the loss.
+        values: K losses, scalars or [K], in the dtype of the loss.
         box_gradient: of ``"alrp"``: derivative of values[1] by this process's box losses.
         held: whatever the backend needs for the gradient.
     """
 
     problem: Problem
-    values: Tensor
+    values: Tensor | tuple[Tensor, ...]
     box_gradient: Tensor | None = None
     held: Any = field(default=None, repr=False)
 
 
 class Backend(Protocol):
-    """The stages of a ranking on some kind of device."""
+    """The stages of a ranking on some kind of device.
+
+    Attributes:
+        name: as :func:`aploss.losses.use_backend` takes it.
+        at_once: whether it has :meth:`rank`.
+    """
 
     name: str
+    at_once: bool
+
+    def rank(self, problem: Problem, accept: Callable[[Problem, list[int]], None]) -> Ranked:
+        """All stages at once, for a process alone, without groups and ``max_positives``.
+
+        Args:
+            accept: is told the status, and raises if it is not accepted.
+        """
 
     def find(self, problem: Problem) -> Found:
         """Finds the positives of this process and checks every target and score."""

@@ -9,7 +9,6 @@ what a loss averages over the positives, a *weight* the factor of f(s_j - s_i) i
 pair (i, j).
 """
 
-# ruff: noqa: ANN001, ANN201
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
 __all__ = [

@@ -30,8 +30,8 @@ __all__ = [
     "cut_into_segments",
     "line_through_segments",
     "running_minimum",
-    "sums_above",
     "suffix_sums",
+    "sums_above",
 ]
 
 

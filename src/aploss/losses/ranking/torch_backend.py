@@ -4,7 +4,7 @@ Sums over the scores are sums of integers (fixed point), which do not depend on 
 results are the same in every run, without the slow paths of deterministic algorithms.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -38,6 +38,10 @@ class TorchBackend:
     """See :class:`aploss.losses.ranking.problem.Backend`."""
 
     name = "torch"
+    at_once = False
+
+    def rank(self, problem: Problem, accept: Callable[[Problem, list[int]], None]) -> Ranked:
+        raise NotImplementedError
 
     def find(self, problem: Problem) -> Found:
         targets = problem.targets
@@ -73,9 +77,7 @@ class TorchBackend:
 
     def positive_index(self, found: Found, capacity: int) -> Tensor:
         """The flat index of the positives, ascending; -1 behind them [capacity]."""
-        index: Tensor = torch.nonzero_static(
-            found.held.is_positive, size=capacity, fill_value=-1
-        )
+        index: Tensor = torch.nonzero_static(found.held.is_positive, size=capacity, fill_value=-1)
         return index[:, 0]
 
     def tally(self, problem: Problem, found: Found, positives: Positives) -> Tensor:
