@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,15 @@ class Build:
     """A kernel as the compiler sees it.
 
     Attributes:
-        kernel: its name in ``triton_kernels``.
+        module: that it is in.
+        kernel: its name there.
         signature: (argument, type) of every argument; ``constexpr`` for constants.
         constants: (argument, value).
         warps: of a program.
         over_all_scores: whether it has so many programs that it must be.
     """
 
+    module: str
     kernel: str
     signature: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, Any], ...]
@@ -101,6 +104,7 @@ class _Recorder(TritonBackend):
         types = {p.name: p.annotation_type or _type_of(given.get(p.name)) for p in kernel.params}
         types |= dict.fromkeys(options, "constexpr")
         build = Build(
+            module=kernel.__module__,
             kernel=kernel.__name__,
             signature=tuple(types.items()),
             constants=tuple(options.items()),
@@ -169,7 +173,7 @@ def build(what: Build, architecture: str) -> Built:
         if kind.startswith("*")
     }
     source = ASTSource(
-        fn=getattr(kernels, what.kernel),
+        fn=getattr(import_module(what.module), what.kernel),
         signature=dict(what.signature),
         constexprs=dict(what.constants),
         attrs=aligned,

@@ -33,27 +33,28 @@ CHUNK = 4096  # scores that are added to the same copy of the tallies, whatever 
 
 SCORES = (torch.float32, torch.float16, torch.bfloat16)
 TARGETS = (torch.float32, torch.int64, torch.int32, torch.int16, torch.int8)
+# As in triton_rules.
 _RULES = {"ap": 0, "auc": 1, "rank-sort": 2, "alrp": 3}
 
 
-def _load_kernels() -> Any:
-    """The module of the kernels; None without Triton 3.4, which comes with torch 2.8.
+def _load_kernels() -> tuple[Any, Any]:
+    """The modules of the kernels; None without Triton 3.4, which comes with torch 2.8.
 
     Older versions hand numbers of Python to kernels as float32.
     """
     try:
         import triton
     except ImportError:
-        return None
+        return None, None
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if version < (3, 4):
-        return None
-    from . import triton_kernels
+        return None, None
+    from . import triton_kernels, triton_rules
 
-    return triton_kernels
+    return triton_kernels, triton_rules
 
 
-kernels = _load_kernels()
+kernels, rules = _load_kernels()
 
 
 def supports(problem: Problem) -> bool:
@@ -174,7 +175,8 @@ class TritonBackend(TorchBackend):
             kernels.sort_positives, _blocks(capacity, PAIR_ROWS),
             held.scores, held.index, _or(given, scores), scores, index, _or(extras, scores),
             held.own_status, capacity, len(_or(given, scores)),
-            RULE=_pair_rule(problem), ROWS=PAIR_ROWS, TILE=4 * PAIR_TILE,
+            BY_INDEX=problem.soft, BY_PLACE=problem.box_losses is not None,
+            ROWS=PAIR_ROWS, TILE=4 * PAIR_TILE,
         )  # fmt: skip
         return Positives(scores=scores, index=index, count=held.own_status[0], extras=extras)
 
@@ -201,7 +203,7 @@ class TritonBackend(TorchBackend):
             kernels.tally_negatives, _blocks(size, self._block),
             scores, held.negative_bits, segments.tree, segments.edges, positives.count, copies,
             size, capacity, fixed.copies, fixed.field_bits, 2 * problem.delta,
-            fixed.units_per_score, HEAVISIDE=heaviside, BLOCK=self._block,
+            fixed.units_per_score, HEAVISIDE=heaviside, BLOCK=self._block, CHUNK=CHUNK,
         )  # fmt: skip
         self.launch(
             kernels.reduce_tallies, _blocks(rows, 32),
@@ -237,11 +239,11 @@ class TritonBackend(TorchBackend):
             capacity, problem.delta, HEAVISIDE=heaviside, TILE=TILE, num_warps=8,
         )  # fmt: skip
         self.launch(
-            kernels.pair_rows, pair_grid,
+            rules.pair_rows, pair_grid,
             scores, extras, pairs, count, capacity, problem.delta, **pair_options,
         )  # fmt: skip
         self.launch(
-            kernels.apply_rule, 1,
+            rules.apply_rule, 1,
             above, *segments.places, pairs, extras, tallies, found.status, count,
             values, pair_weights, own, capacity, RULE=rule, HEAVISIDE=heaviside,
             INTERPOLATED=problem.interpolated, TILE=TILE, num_warps=8,
@@ -252,7 +254,7 @@ class TritonBackend(TorchBackend):
         if problem.soft or box_gradient is not None:
             out = own[-1] if box_gradient is None else box_gradient
             self.launch(
-                kernels.pair_columns, pair_grid,
+                rules.pair_columns, pair_grid,
                 scores, positives.index, extras, pairs, found.status, count, out, capacity,
                 len(out), problem.num_processes, problem.delta, **pair_options,
             )  # fmt: skip
