@@ -725,8 +725,7 @@ def _group_tables(marks, first_row, one):
         row = first_row[g]
         for cell in range(cells):
             while (
-                row + 1 < first_row[g + 1]
-                and _cell(marks[row + 1], low, scale, last, one) < cell
+                row + 1 < first_row[g + 1] and _cell(marks[row + 1], low, scale, last, one) < cell
             ):
                 row += 1
             table[begin[g] + cell] = row

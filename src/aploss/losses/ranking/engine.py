@@ -39,6 +39,7 @@ from .torch_backend import TorchBackend, sort_positives
 
 __all__ = [
     "Options",
+    "check_status",
     "gradient_directly",
     "rank_directly",
     "rank_scores",
@@ -293,6 +294,23 @@ def _read_status(statuses: Tensor) -> list[list[int]]:
     *rows, late = torch.cat([statuses, padded[None]]).tolist()
     refuse_earlier_call([late[0] - capacity, *late[2:5]])
     return rows
+
+
+def check_status(status: Tensor, scores: Tensor, targets: Tensor, *, later: bool) -> None:
+    """Raises what is wrong with the input of a loss that does not rank, now or later.
+
+    Args:
+        status: positives, negatives, number of bad targets and of bad scores, on the device.
+    """
+    padded = torch.nn.functional.pad(status, (0, 1))
+    if later:
+        _look_later(padded, targets.numel())
+        return
+    ((_, _, bad_targets, bad_scores, _),) = _read_status(padded[None])
+    if bad_targets:
+        refuse_target(targets, soft=False)
+    if bad_scores:
+        refuse_score(scores, targets)
 
 
 def _accept(problem: Problem, status: list[int]) -> None:
