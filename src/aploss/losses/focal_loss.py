@@ -57,9 +57,8 @@ def focal_loss(
     """
     check_scores_and_targets(scores, targets)
     _check_options(alpha, gamma)
-    normalise = num_positives is None
-    (loss,) = _OPERATOR(scores, targets, alpha, gamma, normalise, check_later)
-    return loss if normalise else loss / num_positives
+    (loss,) = _OPERATOR(scores, targets, alpha, gamma, num_positives is None, check_later)
+    return loss if num_positives is None else loss / num_positives
 
 
 @register_loss("focal")

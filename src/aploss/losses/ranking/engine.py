@@ -13,6 +13,7 @@ wrong: then all of them raise, and none is left waiting.
 import warnings
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -139,12 +140,16 @@ def rank_directly(
         return None
     if not (isinstance(targets, Tensor) and scores.is_cpu and targets.is_cpu):
         return None
-    return _directly.rank_directly(scores, targets, rule, delta, interpolated)
+    known: tuple[float, Any] | None = _directly.rank_directly(
+        scores, targets, rule, delta, interpolated
+    )
+    return known
 
 
 def gradient_directly(state: Any, upstream: Tensor, like: Tensor) -> Tensor:
     """See :func:`.cpu.gradient_directly`."""
-    return _directly.gradient_directly(state, upstream, like)
+    gradient: Tensor = _directly.gradient_directly(state, upstream, like)
+    return gradient
 
 
 def _make_problem(
@@ -387,7 +392,7 @@ def _cpu_backend() -> Backend:
 
 def _triton_backend(problem: Problem) -> Backend | None:
     try:
-        from . import triton
+        triton = import_module("aploss.losses.ranking.triton")
     except ImportError:
         return None
     backend: Backend | None = triton.TritonBackend() if triton.supports(problem) else None
