@@ -37,7 +37,7 @@ _RULES = {
     "alrp": kernels.ALRP,
 }
 _ONE32, _ONE64 = np.float32(1), np.float64(1)
-_ONE = {torch.float32: _ONE32, torch.float64: _ONE64}
+_ONE: dict[torch.dtype, Any] = {torch.float32: _ONE32, torch.float64: _ONE64}
 _log = logging.getLogger("aploss.losses")
 _compiled_for: set[tuple[Any, ...]] = set()
 _pool: tuple[int, int, ThreadPoolExecutor] | None = None
@@ -292,7 +292,8 @@ def _tally(problem: Problem, notes: _Notes, marks: Any) -> tuple[Any, Any]:
 def _tally_groups(problem: Problem, notes: _Notes, segments: Segments) -> Tensor:
     """Tallies of the rows of all groups; notes the rows."""
     groups = segments.groups
-    assert groups is not None and problem.groups is not None
+    assert groups is not None
+    assert problem.groups is not None
     one, size = _ONE[problem.dtype], len(notes.scores)
     count = int(groups.of_positives[-1]) + 1
     numbers = groups.numbers[:count].numpy()
@@ -302,7 +303,9 @@ def _tally_groups(problem: Problem, notes: _Notes, segments: Segments) -> Tensor
         problem.groups.numpy(), numbers, spread if spread <= max(2 * size, 1 << 20) else 0, dense
     )
     edges = segments.edges
-    marks = torch.cat([segments.for_rows(edges, edges[:1]), edges.new_full((1,), torch.inf)]).numpy()
+    marks = torch.cat(
+        [segments.for_rows(edges, edges[:1]), edges.new_full((1,), torch.inf)]
+    ).numpy()
     # The row below the segments of every group, see Segments.reached.
     first_row = (groups.first_segment[: count + 1] + torch.arange(1, count + 2)).numpy()
     tables = kernels.group_tables(marks, first_row, one)

@@ -52,7 +52,7 @@ ONE_MORE = np.int64(1 << COUNT_SHIFT)
 AP, AUC, RANK_SORT, ALRP = 0, 1, 2, 3
 
 
-OPTIONS = {"nogil": True, "error_model": "numpy"}
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 helper = numba.njit(**OPTIONS)
 _rule = {
     name: helper(getattr(rules, name)) for name in rules.__all__ if callable(getattr(rules, name))
@@ -640,7 +640,7 @@ def _finish(rule, interpolated, delta, cuts, positives, order, extras, tallies, 
     values, weights, own, p, n = _errors(
         rule, interpolated, delta, cuts, positives, counts, sums, negatives
     )
-    if rule == RANK_SORT or rule == ALRP:
+    if rule in (RANK_SORT, ALRP):
         extras = _in_order(extras, order)
     if rule == RANK_SORT:
         values[1] = _sort_pairs(positives, extras, delta, own[1])
@@ -725,8 +725,7 @@ def _group_tables(marks, first_row, one):
         row = first_row[g]
         for cell in range(cells):
             while (
-                row + 1 < first_row[g + 1]
-                and _cell(marks[row + 1], low, scale, last, one) < cell
+                row + 1 < first_row[g + 1] and _cell(marks[row + 1], low, scale, last, one) < cell
             ):
                 row += 1
             table[begin[g] + cell] = row

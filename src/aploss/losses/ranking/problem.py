@@ -146,4 +146,4 @@ class Backend(Protocol):
         """Applies the rule of the loss to the positives and the tallies of all processes."""
 
     def gradient(self, ranked: Ranked, upstream: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        """The flat gradient of sum_k upstream_k * values_k in a dtype: the scores' or the loss's."""
+        """The flat gradient of sum_k upstream_k * values_k, in the dtype of scores or loss."""

@@ -7,6 +7,7 @@ results are the same in every run, without the slow paths of deterministic algor
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,7 +114,7 @@ class TorchBackend:
             if problem.num_processes > 1:
                 factors = factors * problem.num_processes
             height, slope = line_through_segments(held.segments, held.pair_weights * factors[0])
-            gradient = held.at_rows(height, problem.dtype)
+            gradient: Tensor = held.at_rows(height, problem.dtype)
             if problem.delta:
                 steps = held.at_rows(slope / held.scores.unit, problem.dtype)
                 gradient.addcmul_(steps, held.scores.share)
@@ -164,7 +165,7 @@ class Kept:
     """What the backward pass needs."""
 
     segments: Segments
-    scores: _Scores
+    scores: Any  # of this process, as the backend holds them
     pair_weights: Tensor  # [C]
     own: Tensor  # gradients on the positives, of each loss that has one [K, C]
     index: Tensor  # [C]
