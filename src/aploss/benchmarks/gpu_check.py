@@ -49,6 +49,7 @@ class Build:
         module: that it is in.
         kernel: its name there.
         signature: (argument, type) of every argument; ``constexpr`` for constants.
+        aligned: pointers of which the compiler is told that they are multiples of 16.
         constants: (argument, value).
         warps: of a program.
         over_all_scores: whether it has so many programs that it must be.
@@ -57,6 +58,7 @@ class Build:
     module: str
     kernel: str
     signature: tuple[tuple[str, str], ...]
+    aligned: tuple[str, ...]
     constants: tuple[tuple[str, Any], ...]
     warps: int
     over_all_scores: bool
@@ -107,6 +109,11 @@ class _Recorder(TritonBackend):
             module=kernel.__module__,
             kernel=kernel.__name__,
             signature=tuple(types.items()),
+            aligned=tuple(
+                param.name
+                for param in kernel.params
+                if types[param.name][0] == "*" and not param.do_not_specialize_on_alignment
+            ),
             constants=tuple(options.items()),
             warps=warps,
             over_all_scores=programs > _POSITIVES,
@@ -166,11 +173,10 @@ def build(what: Build, architecture: str) -> Built:
         target = GPUTarget("cuda", int(architecture[3:]), 32)
     else:
         target = GPUTarget("hip", architecture, 64)
-    # Pointers of torch are aligned, as the compiler is told when it builds on a GPU.
     aligned = {
         (place,): [["tt.divisibility", 16]]
-        for place, (_, kind) in enumerate(what.signature)
-        if kind.startswith("*")
+        for place, (name, _) in enumerate(what.signature)
+        if name in what.aligned
     }
     source = ASTSource(
         fn=getattr(import_module(what.module), what.kernel),

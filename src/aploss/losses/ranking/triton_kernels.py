@@ -34,14 +34,20 @@ __all__ = [
     "tally_negatives",
 ]
 
-# Numbers that change from step to step must not make the compiler build a kernel of their own.
+# Numbers that change from step to step, and with them where small tensors lie, must not make the
+# compiler build kernels of their own.
 kernel = functools.partial(
     triton.jit,
     do_not_specialize=[
         "capacity", "copies", "field_bits", "given_size", "out_size", "processes", "room", "rows",
         "size",
     ],
+    do_not_specialize_on_alignment=[
+        "count_on_device", "ends", "exact", "extras", "gaps", "given", "lengths", "lost", "out",
+        "owners", "ramps", "second_upstream", "starts", "upstream",
+    ],
 )  # fmt: skip
+
 
 # ---- over all scores -----------------------------------------------------------------------------
 
