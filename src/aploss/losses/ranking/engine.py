@@ -222,7 +222,7 @@ def _rank_alone(backend: Backend, problem: Problem) -> Ranked:
     if capacity is None:
         (status,) = _read_status(found.status[None])
         _refuse(problem, status)
-        capacity = max(status[0], 1)
+        capacity, found.all_real = max(status[0], 1), status[0] > 0
     else:
         _look_later(found.status, capacity)
     positives = backend.positives(problem, found, capacity)
@@ -327,7 +327,8 @@ def _accept(problem: Problem, status: list[int]) -> None:
 
 def _look_later(status: Tensor, capacity: int) -> None:
     global _pending
-    _pending = (status, capacity)
+    if type(status) is Tensor:  # not one without data
+        _pending = (status, capacity)
 
 
 def _refuse(problem: Problem, status: list[int]) -> None:
