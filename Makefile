@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup test check bench demo clean
+.PHONY: setup test check gpu-check bench demo clean
 
 setup: $(STAMP)
 
@@ -24,6 +24,10 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Builds the GPU kernels for every kind of GPU, without one; takes some minutes.
+gpu-check: $(STAMP)
+	$(BIN)/python -m aploss.benchmarks.gpu_check
 
 bench: $(STAMP)
 	$(BIN)/aploss bench

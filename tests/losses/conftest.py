@@ -1,10 +1,12 @@
 """Boxes to rank, in every kind of distribution that has tripped a ranking loss."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
+
+from aploss.losses import use_backend
 
 MakeBoxes = Callable[..., tuple[Tensor, Tensor]]
 
@@ -17,7 +19,20 @@ DISTRIBUTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "huge spread": lambda noise, positive: noise * 1e3,
     "offset": lambda noise, positive: noise + 1e4,
     "one outlier": lambda noise, positive: noise + 1e6 * (torch.arange(len(noise)) == 0),
+    "offset 1e6": lambda noise, positive: noise + 1e6,
+    "all below": lambda noise, positive: noise.clamp(-3, 3) - 100.0 * ~positive,
+    "all above": lambda noise, positive: noise + 100.0 * ~positive,
+    "as initialised": lambda noise, positive: noise * 0.3 - 4.6,
+    "wide": lambda noise, positive: noise * 20,
+    "astronomic": lambda noise, positive: (noise * 3).round() * 1e17,
 }
+
+
+@pytest.fixture(params=["cpu", "torch"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every backend that runs here, one after the other."""
+    with use_backend(request.param):
+        yield request.param
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,7 @@ def check(scores, targets, box_losses, delta, tolerance):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("delta", [0.0, 0.1, 1.0, 10.0])
-def test_values_and_gradients_equal_the_literal_version(dtype, delta):
+def test_values_and_gradients_equal_the_literal_version(backend, dtype, delta):
     check(*random_boxes(dtype), delta, TOLERANCE[dtype])
 
 
@@ -55,13 +55,13 @@ def test_values_and_gradients_equal_the_literal_version(dtype, delta):
     ],
     ids=["tied", "equal", "tiny", "huge", "offset"],
 )
-def test_unusual_scores(change, delta):
+def test_unusual_scores(backend, change, delta):
     scores, targets, box_losses = random_boxes(torch.float32)
     check(change(scores), targets, box_losses, delta, 1e-6)
 
 
 @pytest.mark.parametrize("positives", [1, 2, 250])
-def test_few_and_many_positives(positives):
+def test_few_and_many_positives(backend, positives):
     check(*random_boxes(positives=positives), 1.0, 1e-12)
 
 
@@ -94,8 +94,8 @@ def test_each_part_has_its_own_weight():
 
 
 def test_gradients_flow_into_what_the_box_losses_came_from():
-    scores, targets, box_losses = random_boxes(torch.float32)
-    boxes = box_losses.double().requires_grad_()
+    scores, targets, box_losses = random_boxes(torch.float64)
+    boxes = box_losses.clone().requires_grad_()
     alrp_loss(scores, targets, boxes**2).localisation.backward()
     _, _, _, on_boxes = reference.alrp_loss(scores, targets, box_losses.double() ** 2)
     assert torch.allclose(boxes.grad, on_boxes * 2 * box_losses.double(), rtol=0, atol=1e-12)
@@ -199,4 +199,4 @@ def test_processes_rank_their_parts_as_one_batch(tmp_path):
     assert torch.allclose(on_all_scores, 2 * 2 * on_scores.flatten(), rtol=0, atol=1e-12)
     assert torch.allclose(on_all_boxes, 2 * 3 * on_boxes, rtol=0, atol=1e-12)
     assert "one value per positive" in results[0][4]
-    assert "finite and not negative" in results[1][4]
+    assert "another process" in results[1][4]

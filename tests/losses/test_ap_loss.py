@@ -2,26 +2,17 @@
 
 import pytest
 import torch
-from aploss.losses.ranking.passes import TorchPasses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score
 from torch import Tensor
 
 from aploss.losses import APLoss, NonFiniteScoresError, ap_loss, reference
-from aploss.losses.ranking import engine
 
 DISTRIBUTIONS = (
     "random", "separated", "tied", "all equal", "tiny spread", "huge spread", "offset",
-    "one outlier",
+    "one outlier", "offset 1e6", "all below", "all above", "as initialised", "wide", "astronomic",
 )  # fmt: skip
-
-
-@pytest.fixture(params=["cpu", "torch"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "torch":
-        monkeypatch.setattr(engine, "_passes_for", lambda device, backend: TorchPasses)
-    return str(request.param)
 
 
 def loss_and_gradient(scores: Tensor, targets: Tensor, **options: object) -> tuple[Tensor, Tensor]:

@@ -3,9 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from aploss.losses.error_driven import error_driven
 
-from aploss.losses import reference
+from aploss.losses import error_driven, reference
 
 
 def test_softmax_gives_the_gradient_of_cross_entropy():

@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from aploss.benchmarks.memory import can_measure_peak, peak_bytes, restart_peak
-from aploss.losses import ap_loss, reference
-from aploss.losses.ranking import engine
-from aploss.losses.ranking.passes import Passes, TorchPasses
+from aploss.losses import ap_loss, reference, use_backend
 
 SIZES = (10**5, 10**6, 5 * 10**6, 2 * 10**7)
 QUICK_SIZES = (10**4, 10**5)
@@ -133,13 +131,8 @@ def _step(scores: Tensor, loss: Callable[[], Tensor]) -> None:
 
 def _by_torch(scores: Tensor, targets: Tensor) -> Tensor:
     """AP-loss as on a device without compiled kernels."""
-    chosen = engine._passes_for
-    passes: type[Passes] = TorchPasses
-    engine._passes_for = lambda device, backend: passes
-    try:
+    with use_backend("torch"):
         return ap_loss(scores, targets)
-    finally:
-        engine._passes_for = chosen
 
 
 def _best_in_turns(cases: dict[str, Callable[[], None]], seconds: float) -> dict[str, float]:

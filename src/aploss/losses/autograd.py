@@ -51,6 +51,8 @@ class Operator:
             True, in that of its loss.
         pairs: which argument gets a gradient from which value; by default the first one from the
             only value. The first argument's dtype is that of the values.
+        derivative: the gradients as differentiable operations, from the state, the inputs and what
+            comes from above; without it a second derivative is refused.
         reads_device: whether it waits for numbers from the device, so that CUDA graphs cannot
             hold it.
     """
@@ -63,9 +65,11 @@ class Operator:
         gradient: Callable[[Any, Values, bool], Sequence[Tensor]],
         *,
         pairs: Sequence[tuple[int, int]] = ((0, 0),),
+        derivative: Callable[..., Sequence[Tensor]] | None = None,
         reads_device: bool = True,
     ) -> None:
-        self.compute, self.gradient, self.pairs = compute, gradient, tuple(pairs)
+        self.compute, self.gradient, self.derivative = compute, gradient, derivative
+        self.pairs = tuple(pairs)
         self.num_values = 1 + max(value for _, value in pairs)
         self.inputs = tuple(sorted({argument for argument, _ in pairs}))
         returned = ", ".join(["Tensor"] * (self.num_values + len(self.pairs)))
@@ -82,6 +86,7 @@ class Operator:
     def __call__(self, *arguments: Any) -> Values:
         if torch.compiler.is_compiling():
             return tuple(self.operator(*arguments)[: self.num_values])
+        refuse_transforms(*arguments)
         values: Values = _Eager.apply(self, *arguments)
         return values
 
@@ -119,6 +124,17 @@ class Operator:
         return tuple(result)
 
 
+def refuse_transforms(*arguments: Any) -> None:
+    """Raises RuntimeError for tensors within a transform of ``torch.func``."""
+    for value in arguments:
+        if isinstance(value, Tensor) and torch.func.debug_unwrap(value) is not value:
+            raise RuntimeError(
+                "the losses of aploss cannot be called within transforms of torch.func (grad, "
+                "vmap, ...): take their gradient by backward() or torch.autograd.grad, and rank "
+                "several sets of scores at once with groups="
+            )
+
+
 class _Eager(torch.autograd.Function):
     """The values of an operator, run eagerly."""
 
@@ -132,7 +148,9 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         operator, inputs = ctx.operator, ctx.saved_tensors
-        if torch.is_grad_enabled():  # somebody wants to differentiate what follows
+        if torch.is_grad_enabled() and operator.derivative is not None:
+            gradients = operator.derivative(ctx.state, *inputs, *upstream)
+        elif torch.is_grad_enabled():  # somebody wants to differentiate what follows
             gradients = _Gradient.apply(_gradients, (operator, ctx.state), *upstream, *inputs)
         else:
             gradients = _gradients((operator, ctx.state), *upstream, *inputs)
@@ -155,7 +173,7 @@ class _Direct(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> Any:
         (scores,) = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return _Gradient.apply(gradient_directly, ctx.state, scores, upstream), None, None
+            return _Gradient.apply(gradient_directly, ctx.state, upstream, scores), None, None
         return gradient_directly(ctx.state, upstream, scores), None, None
 
 
@@ -242,6 +260,7 @@ class RankingOperator(Operator):
         if process_group is not None:
             check_process_group(process_group)
         if not torch.compiler.is_compiling():
+            refuse_transforms(scores, targets)
             if max_positives is groups is process_group is box_losses is None:
                 known = rank_directly(scores, targets, self.rule, delta, interpolated)
                 if known is not None:
@@ -275,8 +294,8 @@ class RankingOperator(Operator):
             options = Options(self.rule, delta, interpolated, groups, max_positives, group)
         state = rank_scores(scores, targets, options, box_losses)
         values = state[1].values
-        if isinstance(values, Tensor):
-            values = values.to(scores.device).unbind()
+        if isinstance(values, Tensor):  # clones may be changed in place, views may not
+            values = tuple(value.clone() for value in values.to(scores.device).unbind())
         return values, state
 
     def _rank_gradient(self, state: Any, upstream: Values, exact: bool) -> Sequence[Tensor]:

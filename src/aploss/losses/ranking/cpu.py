@@ -37,7 +37,7 @@ _RULES = {
     "alrp": kernels.ALRP,
 }
 _ONE32, _ONE64 = np.float32(1), np.float64(1)
-_ONE = {torch.float32: _ONE32, torch.float64: _ONE64}
+_ONE: dict[torch.dtype, Any] = {torch.float32: _ONE32, torch.float64: _ONE64}
 _log = logging.getLogger("aploss.losses")
 _compiled_for: set[tuple[Any, ...]] = set()
 _pool: tuple[int, int, ThreadPoolExecutor] | None = None
@@ -292,7 +292,8 @@ def _tally(problem: Problem, notes: _Notes, marks: Any) -> tuple[Any, Any]:
 def _tally_groups(problem: Problem, notes: _Notes, segments: Segments) -> Tensor:
     """Tallies of the rows of all groups; notes the rows."""
     groups = segments.groups
-    assert groups is not None and problem.groups is not None
+    assert groups is not None
+    assert problem.groups is not None
     one, size = _ONE[problem.dtype], len(notes.scores)
     count = int(groups.of_positives[-1]) + 1
     numbers = groups.numbers[:count].numpy()

@@ -52,7 +52,7 @@ ONE_MORE = np.int64(1 << COUNT_SHIFT)
 AP, AUC, RANK_SORT, ALRP = 0, 1, 2, 3
 
 
-OPTIONS = {"nogil": True, "error_model": "numpy"}
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 helper = numba.njit(**OPTIONS)
 _rule = {
     name: helper(getattr(rules, name)) for name in rules.__all__ if callable(getattr(rules, name))
@@ -140,8 +140,8 @@ def _find_part(targets, start, stop, soft, pure, left_out):
 
 
 @helper
-def _count_bad_scores(scores, start, stop, pure, left_out):
-    """How many scores that are not ignored are NaN or infinite, at least 1 if there are any."""
+def _count_bad_scores(scores, start, stop, pure, left_out, positives):
+    """How many scores that are not ignored are NaN or infinite."""
     suspicious = np.int64(0)
     for i in range(np.uint64(start), np.uint64(stop)):
         suspicious += not (abs(scores[i]) < np.inf)
@@ -150,6 +150,8 @@ def _count_bad_scores(scores, start, stop, pure, left_out):
     bad = np.int64(0)
     for i in range(np.uint64(start), np.uint64(stop)):
         bad += not (abs(scores[i]) < np.inf) and (pure[i // STEP] or not left_out[i])
+    for i in positives:
+        bad += not (abs(scores[i]) < np.inf)
     return bad
 
 
@@ -591,7 +593,7 @@ def _sort_pairs(positives, qualities, delta, gradient):
 def _find(targets, scores, start, stop, soft, pure, left_out):
     """See :func:`_find_part`; and how many scores are not allowed."""
     found = _find_part(targets, start, stop, soft, pure, left_out)
-    return found, _count_bad_scores(scores, start, stop, pure, left_out)
+    return found, _count_bad_scores(scores, start, stop, pure, left_out, found[0])
 
 
 def _sort_and_cut(scores, index, delta, one):
@@ -638,7 +640,7 @@ def _finish(rule, interpolated, delta, cuts, positives, order, extras, tallies, 
     values, weights, own, p, n = _errors(
         rule, interpolated, delta, cuts, positives, counts, sums, negatives
     )
-    if rule == RANK_SORT or rule == ALRP:
+    if rule in (RANK_SORT, ALRP):
         extras = _in_order(extras, order)
     if rule == RANK_SORT:
         values[1] = _sort_pairs(positives, extras, delta, own[1])
@@ -775,7 +777,7 @@ def _forward(scores, targets, rule, interpolated, delta, one, width, small):
     blocks = np.empty((2, (size + BLOCK - 1) // BLOCK), np.bool_)
     left_out, rows = np.empty(size, np.bool_), np.empty(size, small.dtype)
     index, negatives, bad_targets = _find_part(targets, 0, size, False, blocks[0], left_out)
-    bad_scores = _count_bad_scores(scores, 0, size, blocks[0], left_out)
+    bad_scores = _count_bad_scores(scores, 0, size, blocks[0], left_out, index)
     status = len(index), negatives, bad_targets, bad_scores
     if bad_targets > 0 or bad_scores > 0:
         index = index[:0]

@@ -13,6 +13,7 @@ wrong: then all of them raise, and none is left waiting.
 import warnings
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ from .torch_backend import TorchBackend, sort_positives
 
 __all__ = [
     "Options",
+    "check_status",
     "gradient_directly",
     "rank_directly",
     "rank_scores",
@@ -138,12 +140,16 @@ def rank_directly(
         return None
     if not (isinstance(targets, Tensor) and scores.is_cpu and targets.is_cpu):
         return None
-    return _directly.rank_directly(scores, targets, rule, delta, interpolated)
+    known: tuple[float, Any] | None = _directly.rank_directly(
+        scores, targets, rule, delta, interpolated
+    )
+    return known
 
 
 def gradient_directly(state: Any, upstream: Tensor, like: Tensor) -> Tensor:
     """See :func:`.cpu.gradient_directly`."""
-    return _directly.gradient_directly(state, upstream, like)
+    gradient: Tensor = _directly.gradient_directly(state, upstream, like)
+    return gradient
 
 
 def _make_problem(
@@ -216,7 +222,7 @@ def _rank_alone(backend: Backend, problem: Problem) -> Ranked:
     if capacity is None:
         (status,) = _read_status(found.status[None])
         _refuse(problem, status)
-        capacity = max(status[0], 1)
+        capacity, found.all_real = max(status[0], 1), status[0] > 0
     else:
         _look_later(found.status, capacity)
     positives = backend.positives(problem, found, capacity)
@@ -295,6 +301,23 @@ def _read_status(statuses: Tensor) -> list[list[int]]:
     return rows
 
 
+def check_status(status: Tensor, scores: Tensor, targets: Tensor, *, later: bool) -> None:
+    """Raises what is wrong with the input of a loss that does not rank, now or later.
+
+    Args:
+        status: positives, negatives, number of bad targets and of bad scores, on the device.
+    """
+    padded = torch.nn.functional.pad(status, (0, 1))
+    if later:
+        _look_later(padded, targets.numel())
+        return
+    ((_, _, bad_targets, bad_scores, _),) = _read_status(padded[None])
+    if bad_targets:
+        refuse_target(targets, soft=False)
+    if bad_scores:
+        refuse_score(scores, targets)
+
+
 def _accept(problem: Problem, status: list[int]) -> None:
     """Raises what is wrong with a status that is on the host already."""
     if _pending[0] is not None:
@@ -304,7 +327,8 @@ def _accept(problem: Problem, status: list[int]) -> None:
 
 def _look_later(status: Tensor, capacity: int) -> None:
     global _pending
-    _pending = (status, capacity)
+    if type(status) is Tensor:  # not one without data
+        _pending = (status, capacity)
 
 
 def _refuse(problem: Problem, status: list[int]) -> None:
@@ -369,7 +393,7 @@ def _cpu_backend() -> Backend:
 
 def _triton_backend(problem: Problem) -> Backend | None:
     try:
-        from . import triton
+        triton = import_module("aploss.losses.ranking.triton")
     except ImportError:
         return None
     backend: Backend | None = triton.TritonBackend() if triton.supports(problem) else None

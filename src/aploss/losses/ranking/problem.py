@@ -65,10 +65,12 @@ class Found:
         status: int64 [5] on the device: positives, negatives, and how many (or any number > 0)
             targets, scores and box losses are not allowed.
         held: whatever the backend needs later.
+        all_real: set by the engine if it knows that no place of the positives is padding.
     """
 
     status: Tensor
     held: Any = None
+    all_real: bool = False
 
 
 @dataclass(eq=False)
@@ -81,6 +83,7 @@ class Positives:
         count: how many of the places are real; scalar int64 tensor.
         extras: quality (``"rank-sort"``) or box loss (``"alrp"``), float64 [C].
         groups: int64 [C].
+        all_real: whether it is known that no place is padding.
         held: whatever the backend needs later.
     """
 
@@ -90,6 +93,7 @@ class Positives:
     extras: Tensor | None = None
     groups: Tensor | None = None
     held: Any = None
+    all_real: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -146,4 +150,4 @@ class Backend(Protocol):
         """Applies the rule of the loss to the positives and the tallies of all processes."""
 
     def gradient(self, ranked: Ranked, upstream: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        """The flat gradient of sum_k upstream_k * values_k in a dtype: the scores' or the loss's."""
+        """The flat gradient of sum_k upstream_k * values_k, in the dtype of scores or loss."""

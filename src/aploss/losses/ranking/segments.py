@@ -96,10 +96,10 @@ class Segments:
         """
         return len(self.edges) + 1 + (len(self.groups.numbers) if self.groups else 0)
 
-    def reached(self, values: Tensor, group: Tensor | None = None) -> Tensor:
+    def reached(self, values: Tensor, group: Tensor | None = None, *, small: bool = True) -> Tensor:
         """How many edges are not above each value, those of earlier groups included."""
         if self.groups is None or group is None:
-            return torch.searchsorted(self.edges, values, right=True, out_int32=True)
+            return torch.searchsorted(self.edges, values, right=True, out_int32=small)
         low, high = self.groups.first_segment[group], self.groups.first_segment[group + 1]
         for _ in range(len(self.edges).bit_length()):
             middle = (low + high) // 2
@@ -138,21 +138,22 @@ def cut_into_segments(scores: Tensor, delta: float, groups: Tensor | None = None
         ties = _first_of_ties(scores, groups, places[:size])
         numbered = None if groups is None else _number_groups(groups, groups)
         return Segments(delta, scores, zero, zero, zero, ties, ties, numbered)
-    offset = torch.full((2 * size,), delta, dtype=torch.float64, device=scores.device)
-    offset[:size].neg_()
+    offset = torch.full((2, 1), delta, dtype=torch.float64, device=scores.device)
+    offset[0].neg_()
     # Starts of the ramps, then their ends, as rounded values and what rounding has lost.
-    exact = _two_sum(scores.double().repeat(2), offset)
+    exact = [part.view(-1) for part in _two_sum(scores.double(), offset)]
     edges, order = _round_up(*exact, scores.dtype).sort(stable=True)  # starts first among equals
     numbered = None
     if groups is not None:
         of_segments, by_group = groups.repeat(2)[order].sort(stable=True)
         edges, order = edges[by_group], order[by_group]
         numbered = _number_groups(groups, of_segments)
-    high, low = torch.stack(exact)[:, order]
-    on_ramp = torch.where(order < size, 1, -1).cumsum(0) > 0
+    high_low = torch.stack(exact)[:, order]
+    high, low = high_low
+    # More ramps have started than ended, the one at this segment's own left end included.
+    on_ramp = torch.sub(places, (order < size).cumsum(0), alpha=2) < -1
     # Breakpoints with the same edge may be in the wrong order: a length below 0 makes up for it.
-    lengths = (high[1:] - high[:-1]) + (low[1:] - low[:-1])
-    lengths = torch.nn.functional.pad(lengths / (2 * delta), (0, 1)).masked_fill_(~on_ramp, 0.0)
+    lengths = (high_low.roll(-1, 1) - high_low).sum(0).div_(2 * delta).masked_fill_(~on_ramp, 0.0)
     gaps = ((edges.double() - high) - low) / (2 * delta)
     place = torch.empty_like(order).scatter_(0, order, places)
     return Segments(
@@ -181,15 +182,14 @@ def sums_above(segments: Segments, counts: Tensor, sums: Tensor) -> Tensor:
         the sums [K, C].
     """
     at_least = suffix_sums(counts)  # scores in this segment or above
-    above = torch.nn.functional.pad(at_least, (0, 1))
     if segments.groups is not None:  # not those of later groups
         last = segments.groups.first_segment[segments.groups.of_segments + 1]
-        at_least, beyond = at_least - above[:, last], above[:, last]
+        at_least = at_least - torch.nn.functional.pad(at_least, (0, 1))[:, last]
     if segments.delta == 0:  # H(0) = 1: equal scores count
         return at_least[:, segments.ramp_start]
-    above = above[:, 1:] if segments.groups is None else above[:, 1:] - beyond
     inside = (sums + counts * segments.gaps) * segments.on_ramp
-    integral = suffix_sums(above * segments.lengths + inside)  # of C, from the left end on
+    # Of C, from the left end of each segment on.
+    integral = suffix_sums((at_least - counts) * segments.lengths + inside)
     return integral[:, segments.ramp_start] - integral[:, segments.ramp_end]
 
 
@@ -243,8 +243,7 @@ def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def _round_up(high: Tensor, low: Tensor, dtype: torch.dtype) -> Tensor:
     """The smallest number of the dtype that is not below high + low."""
     rounded = high.to(dtype)
-    wide = rounded.double()
-    too_low = (wide < high) | ((wide == high) & (low > 0))
+    too_low = rounded.double() - high < low  # the difference is exact
     return torch.where(too_low, rounded.nextafter(torch.full_like(rounded, torch.inf)), rounded)
 
 

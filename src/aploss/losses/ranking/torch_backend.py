@@ -7,6 +7,7 @@ results are the same in every run, without the slow paths of deterministic algor
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from .segments import (
     cut_into_segments,
     line_through_segments,
     running_minimum,
-    suffix_sums,
     sums_above,
 )
 
@@ -48,23 +48,22 @@ class TorchBackend:
         positive = (targets > 0) & (targets <= 1) if problem.soft else targets == 1
         negative, ignored = targets == 0, targets == -1
         scores = problem.scores.to(problem.dtype)
-        counts = torch.stack([positive.sum(), negative.sum(), ignored.sum()])
-        # The extremes of what is not ignored tell of NaN, too.
-        lowest, highest = torch.aminmax(scores.masked_fill(ignored, 0.0))
-        bad = [~((lowest > -torch.inf) & (highest < torch.inf))]
-        if problem.box_losses is None:
-            bad.append(torch.zeros_like(bad[0]))
-        else:
+        positives, negatives = positive.sum(), negative.sum()
+        bad_targets = len(targets) - positives - negatives - ignored.sum()
+        # The largest size of what is not ignored tells of NaN, too.
+        largest = torch.linalg.vector_norm(scores.masked_fill(ignored, 0.0), torch.inf)
+        bad_scores = (~(largest < torch.inf)).long()
+        bad_boxes = torch.zeros_like(bad_scores)
+        if problem.box_losses is not None:
             allowed = (problem.box_losses >= 0) & (problem.box_losses < torch.inf)
-            bad.append(~allowed.all() | (counts[0] != len(allowed)))
-        bad_targets = len(targets) - counts.sum(0, keepdim=True)
-        status = torch.cat([counts[:2], bad_targets, torch.stack(bad)])
+            bad_boxes = (~allowed.all() | (positives != len(allowed))).long()
+        status = torch.stack([positives, negatives, bad_targets, bad_scores, bad_boxes])
         return Found(status, _Scores(positive, torch.where(negative, scores, -torch.inf)))
 
     def positives(self, problem: Problem, found: Found, capacity: int) -> Positives:
         index = self.positive_index(found, capacity)
-        padding = index < 0
-        at = index.clamp(min=0)
+        padding = None if found.all_real else index < 0
+        at = index if found.all_real else index.clamp(min=0)
         extras = None
         if problem.soft:
             extras = problem.targets[at].double()
@@ -73,7 +72,10 @@ class TorchBackend:
             extras = torch.nn.functional.pad(extras, (0, capacity - len(extras)))
         scores = problem.scores[at].to(problem.dtype)
         groups = None if problem.groups is None else problem.groups[at]
-        return sort_positives(scores, index, padding, extras, groups)
+        positives = sort_positives(scores, index, padding, extras, groups)
+        if padding is None:
+            positives.count = found.status[0]
+        return positives
 
     def positive_index(self, found: Found, capacity: int) -> Tensor:
         """The flat index of the positives, ascending; -1 behind them [capacity]."""
@@ -95,16 +97,26 @@ class TorchBackend:
         self, problem: Problem, found: Found, positives: Positives, tallies: Tensor
     ) -> Ranked:
         with _any_order_of_adding():
-            places = torch.arange(len(positives.scores), device=tallies.device)
-            real = places < positives.count
+            real = torch.ones_like(positives.scores, dtype=torch.float64)
+            if not positives.all_real:
+                real = real.cumsum_(0) <= positives.count  # ones up to there
+                real = real.double()
             weight = _weights(problem, found, positives, real)
             outcome = _RULES[problem.rule](_Ranks(problem, found, positives, tallies, real, weight))
             segments: Segments = positives.held
-            held = Kept(segments, found.held, outcome.pair_weights, outcome.own, positives.index)
+            held = Kept(
+                segments,
+                found.held,
+                outcome.pair_weights,
+                outcome.own,
+                positives.index,
+                positives.all_real,
+            )
             box_gradient = None
             if outcome.box_weights is not None:
                 box_gradient = _in_given_order(problem, positives.index, outcome.box_weights)
-        return Ranked(problem, outcome.values.to(problem.dtype), box_gradient, held)
+        values = tuple(value.to(problem.dtype) for value in outcome.values)
+        return Ranked(problem, values, box_gradient, held)
 
     def gradient(self, ranked: Ranked, upstream: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         problem, held = ranked.problem, ranked.held
@@ -113,23 +125,33 @@ class TorchBackend:
             if problem.num_processes > 1:
                 factors = factors * problem.num_processes
             height, slope = line_through_segments(held.segments, held.pair_weights * factors[0])
-            gradient = held.at_rows(height, problem.dtype)
+            gradient: Tensor = held.at_rows(height, problem.dtype)
             if problem.delta:
                 steps = held.at_rows(slope / held.scores.unit, problem.dtype)
                 gradient.addcmul_(steps, held.scores.share)
-            own = (held.own * factors).sum(0).masked_fill_(held.index < 0, 0.0)
-            gradient.index_add_(0, held.index.clamp(min=0), own.to(problem.dtype))
+            own, index = (held.own * factors).sum(0), held.index
+            if not held.all_real:
+                own, index = own.masked_fill_(index < 0, 0.0), index.clamp(min=0)
+            gradient.index_add_(0, index, own.to(problem.dtype))
         return gradient.to(dtype)
 
 
 def sort_positives(
     scores: Tensor,
     index: Tensor,
-    padding: Tensor,
+    padding: Tensor | None,
     extras: Tensor | None,
     groups: Tensor | None,
 ) -> Positives:
-    """Brings positives [C], of which some are padding, into the order of a ranking."""
+    """Brings positives [C], of which some may be padding, into the order of a ranking."""
+    if padding is None:
+        scores, order = scores.sort(stable=True)
+        if groups is not None:
+            groups, by_group = groups[order].sort(stable=True)
+            scores, order = scores[by_group], order[by_group]
+        extras = None if extras is None else extras[order]
+        count = torch.full((), len(scores), dtype=torch.int64, device=scores.device)
+        return Positives(scores, index[order], count, extras, groups, all_real=True)
     scores, order = scores.masked_fill(padding, torch.inf).sort(stable=True)
     if groups is not None:
         last = torch.iinfo(torch.int64).max
@@ -164,10 +186,11 @@ class Kept:
     """What the backward pass needs."""
 
     segments: Segments
-    scores: _Scores
+    scores: Any  # of this process, as the backend holds them
     pair_weights: Tensor  # [C]
     own: Tensor  # gradients on the positives, of each loss that has one [K, C]
     index: Tensor  # [C]
+    all_real: bool
 
     def at_rows(self, of_segments: Tensor, dtype: torch.dtype) -> Tensor:
         """The value of every score's row [N]; 0 for the rows below all segments."""
@@ -222,7 +245,7 @@ def _weights(problem: Problem, found: Found, positives: Positives, real: Tensor)
     groups = positives.held.groups
     if groups is not None:
         count = groups.sizes(count) * (groups.of_positives[-1] + 1)
-    weight = real / count.double()
+    weight = real / count
     if problem.max_positives is not None:
         wrong = (found.status[2:].sum() > 0) | (found.status[0] > positives.count)
         weight = weight.masked_fill_(wrong, torch.nan)
@@ -237,7 +260,7 @@ class _Ranks:
     found: Found
     positives: Positives
     tallies: Tensor  # [2, R]
-    real: Tensor  # bool [C]
+    real: Tensor  # 1 or, for padding, 0 [C]
     weight: Tensor  # [C]
 
     @property
@@ -250,7 +273,7 @@ class _Ranks:
         segments: Segments = self.positives.held
         scores = self.positives.scores
         group = segments.groups.of_positives if segments.groups else None
-        place = segments.reached(scores, group).long() - 1
+        place = segments.reached(scores, group, small=False) - 1
         if self.problem.delta == 0:
             return place, torch.zeros_like(self.weight)
         distance = scores.double() - segments.edges.double()[place]
@@ -263,36 +286,34 @@ class _Ranks:
             [number of weights + 1, C]; of k = i the term f(0) is included.
         """
         segments: Segments = self.positives.held
-        stacked = torch.stack(weights)
-        both = torch.cat([stacked, stacked * share])
+        rows = [row for weight in weights for row in (weight, weight * share)]
         # Adding up what lies in each segment: their places ascend.
-        edges = torch.arange(len(segments.edges) + 1, device=place.device)
-        first = torch.searchsorted(place, edges)
-        from_there = torch.nn.functional.pad(suffix_sums(both), (0, 1))[:, first]
-        counts, sums = (from_there[:, :-1] - from_there[:, 1:]).chunk(2)
-        tallies = segments.rows_of_segments(self.tallies)
-        return sums_above(
-            segments, torch.cat([counts, tallies[:1]]), torch.cat([sums, tallies[1:]])
-        )
+        sums = share.new_zeros(len(rows), len(share) + 1)
+        torch.cumsum(torch.stack(rows), 1, out=sums[:, 1:])
+        ends = torch.arange(len(segments.edges) + 1, device=place.device)
+        in_segments = sums[:, torch.searchsorted(place, ends)].diff()
+        tallies = torch.cat([in_segments, segments.rows_of_segments(self.tallies)])
+        counts, sums = tallies.view(-1, 2, len(segments.edges)).unbind(1)
+        return sums_above(segments, counts, sums)
 
 
 @dataclass(eq=False)
 class _Outcome:
     """The losses of a rule [K] and their update."""
 
-    values: Tensor
+    values: tuple[Tensor, ...]
     pair_weights: Tensor
     own: Tensor
     box_weights: Tensor | None = None
 
 
 def _ap(ranks: _Ranks) -> _Outcome:
-    p, n = ranks.above(*ranks.own_places(), ranks.real.double())
+    p, n = ranks.above(*ranks.own_places(), ranks.real)
     kept = rules.ap_error(p - ranks.f0, n)
     if ranks.problem.interpolated:
         kept = running_minimum(kept, ranks.positives.held.groups)
-    losses = (kept * ranks.weight)[None]
-    return _Outcome(losses.sum(1), rules.ap_weight(kept, n) * ranks.weight, -losses)
+    losses = kept * ranks.weight
+    return _Outcome((losses.sum(),), rules.ap_weight(kept, n) * ranks.weight, -losses[None])
 
 
 def _auc(ranks: _Ranks) -> _Outcome:
@@ -301,8 +322,8 @@ def _auc(ranks: _Ranks) -> _Outcome:
     negatives = ranks.found.status[1].double()
     if groups is not None:
         negatives = groups.sums(ranks.tallies[0])
-    losses = (rules.auc_error(n, negatives) * ranks.weight)[None]
-    return _Outcome(losses.sum(1), rules.auc_weight(negatives) * ranks.weight, -losses)
+    losses = rules.auc_error(n, negatives) * ranks.weight
+    return _Outcome((losses.sum(),), rules.auc_weight(negatives) * ranks.weight, -losses[None])
 
 
 def _negatives(ranks: _Ranks) -> tuple[Tensor, Tensor]:
@@ -311,14 +332,14 @@ def _negatives(ranks: _Ranks) -> tuple[Tensor, Tensor]:
 
 
 def _rank_sort(ranks: _Ranks) -> _Outcome:
-    p, n = ranks.above(*ranks.own_places(), ranks.real.double())
+    p, n = ranks.above(*ranks.own_places(), ranks.real)
     p = p - ranks.f0
     sorting, sorting_gradient = _sorting_error(ranks)
-    losses = torch.stack([rules.rank_sort_error(p, n, ranks.f0) * ranks.weight, sorting])
+    ranking = rules.rank_sort_error(p, n, ranks.f0) * ranks.weight
     return _Outcome(
-        values=losses.sum(1),
+        values=(ranking.sum(), sorting.sum()),
         pair_weights=rules.rank_sort_weight(p, n, ranks.f0) * ranks.weight,
-        own=torch.stack([-losses[0], sorting_gradient]),
+        own=torch.stack([-ranking, sorting_gradient]),
     )
 
 
@@ -361,7 +382,7 @@ def _alrp(ranks: _Ranks) -> _Outcome:
     place, share = ranks.own_places()
     box_losses = ranks.positives.extras  # E_loc(i)
     assert box_losses is not None
-    p, losses_above, n = ranks.above(place, share, ranks.real.double(), box_losses)
+    p, losses_above, n = ranks.above(place, share, ranks.real, box_losses)
     losses_above = losses_above - ranks.f0 * box_losses
     rank = rules.alrp_rank(p - ranks.f0, n)
     error = rules.alrp_error(n, losses_above, rank)
@@ -370,7 +391,7 @@ def _alrp(ranks: _Ranks) -> _Outcome:
     height, slope = line_through_segments(ranks.positives.held, over_rank)
     box_weights = height[place] + slope[place] * share + (1 - ranks.f0) * over_rank
     return _Outcome(
-        values=(torch.stack([n, box_losses + losses_above]) * over_rank).sum(1),
+        values=((n * over_rank).sum(), ((box_losses + losses_above) * over_rank).sum()),
         pair_weights=rules.alrp_weight(error, n) * ranks.weight,
         own=(-error * ranks.weight)[None],
         box_weights=box_weights,

@@ -1,0 +1,95 @@
+"""The Triton backend: its kernels in the interpreter, built ahead of time, and on a GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from aploss.benchmarks import gpu_check
+from aploss.losses import ap_loss, reference, use_backend
+from aploss.losses.ranking.problem import Problem
+from aploss.losses.ranking.triton import supports
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+
+def test_the_kernels_pass_their_tests_in_the_interpreter():
+    tests = Path(__file__).with_name("kernels_in_interpreter.py")
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(tests)],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout[-5000:] + ended.stderr[-2000:]
+
+
+def test_every_kernel_is_known_to_the_check():
+    from aploss.losses.ranking import triton_kernels, triton_rules
+
+    built = {build.kernel for build in gpu_check.launches()}
+    assert built == {*triton_kernels.__all__, *triton_rules.__all__}
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "gfx942"])
+@pytest.mark.parametrize("kernel", ["find_positives", "tally_negatives", "evaluate_gradient"])
+def test_kernels_over_all_scores_are_built_without_a_gpu(kernel, architecture):
+    build = next(build for build in gpu_check.launches() if build.kernel == kernel)
+    assert build.over_all_scores
+    assert gpu_check.build(build, architecture).problems == []
+
+
+def test_the_check_finds_float64_over_all_scores():
+    build = next(build for build in gpu_check.launches() if build.kernel == "pair_rows")
+    assert not build.over_all_scores
+    built = gpu_check.build(build, "sm_80")
+    assert built.float64
+    assert built.problems == []
+
+
+def test_without_a_gpu_or_the_interpreter_the_kernels_support_nothing():
+    assert not supports(Problem(torch.zeros(2), torch.zeros(2), "ap", 1.0))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("delta", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize(
+    "distribution", ["random", "separated", "tied", "all equal", "huge spread", "offset"]
+)
+def test_on_a_gpu_loss_and_gradient_equal_algorithm_1(make_boxes, distribution, delta):
+    scores, targets = make_boxes(distribution, 40, 100_000, dtype=torch.float32)
+    expected, expected_gradient = reference.ap_loss(scores, targets, delta)
+    results = []
+    with use_backend("triton"):
+        for _ in range(3):
+            on_gpu = scores.to("cuda").requires_grad_()
+            loss = ap_loss(on_gpu, targets.to("cuda"), delta=delta)
+            loss.backward()
+            results.append((loss.item(), on_gpu.grad.cpu()))
+    for loss, gradient in results:
+        assert loss == pytest.approx(expected.item(), rel=0, abs=3e-8)
+        assert (gradient - expected_gradient).abs().max() <= 1e-7 * expected_gradient.abs().max()
+        assert torch.equal(gradient, results[0][1])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_a_step_is_captured_in_a_graph(make_boxes):
+    scores, targets = (tensor.to("cuda") for tensor in make_boxes(dtype=torch.float32))
+    scores.requires_grad_()
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        loss = ap_loss(scores, targets, max_positives=64)
+        return loss, torch.autograd.grad(loss, scores)[0]
+
+    expected, expected_gradient = step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss, gradient = step()
+    graph.replay()
+    assert loss.item() == expected.item()
+    assert torch.equal(gradient, expected_gradient)
