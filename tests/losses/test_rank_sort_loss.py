@@ -179,3 +179,14 @@ def test_processes_rank_their_parts_as_one_batch(tmp_path):
         assert losses == pytest.approx([ranking.item(), sorting.item()], abs=1e-12)
     expected = len(sizes) * (2 * on_ranking + 3 * on_sorting)
     assert torch.allclose(gradient, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("groups", [None, 0, 1])
+def test_without_positives_the_loss_is_zero_also_in_groups(backend, groups):
+    scores = torch.randn(3, 4, requires_grad=True)
+    with use_backend(backend):
+        loss = rank_sort_loss(scores, torch.zeros(3, 4), groups=groups)
+        (loss.ranking + loss.sorting).backward()
+    assert (loss.ranking.item(), loss.sorting.item()) == (0.0, 0.0)
+    assert scores.grad.count_nonzero() == 0

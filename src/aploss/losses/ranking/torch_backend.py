@@ -333,7 +333,7 @@ def _negatives(ranks: _Ranks) -> tuple[Tensor, Tensor]:
 
 def _rank_sort(ranks: _Ranks) -> _Outcome:
     p, n = ranks.above(*ranks.own_places(), ranks.real)
-    p = p - ranks.f0
+    p = p - ranks.f0 * ranks.real  # padding is not among those above itself: its rank stays above 0
     sorting, sorting_gradient = _sorting_error(ranks)
     ranking = rules.rank_sort_error(p, n, ranks.f0) * ranks.weight
     return _Outcome(
