@@ -1,8 +1,8 @@
 """Every setting of a run: frozen dataclasses, and the checks of their values.
 
-The command line, the YAML files and the Python API all end in one :class:`TrainConfig`. Each
-setting is declared once, with its type, default, help line and range; a key that does not exist, or
-a value that a key cannot have, is an error that names the key.
+The command line, the YAML files and the Python API all end in one :class:`TrainConfig`. Each setting is declared once,
+with its type, default, help line and range; a key that does not exist, or a value that a key cannot have, is an error
+that names the key.
 """
 
 import math

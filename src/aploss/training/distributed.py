@@ -1,8 +1,8 @@
 """One process or many, and how they end together: ranks, heartbeat, lost ranks, stop signals.
 
-``aploss train ...`` is a world of one; ``torchrun --nproc-per-node 8 -m aploss train ...`` one of
-eight, on one machine or many. Small decisions (stop, skip a step) travel over a gloo group of their
-own, so that they need no device and cannot disturb the gradients' traffic.
+``aploss train ...`` is a world of one; ``torchrun --nproc-per-node 8 -m aploss train ...`` one of eight, on one machine
+or many. Small decisions (stop, skip a step) travel over a gloo group of their own, so that they need no device and
+cannot disturb the gradients' traffic.
 """
 
 import os
@@ -165,8 +165,8 @@ def start_world(device: torch.device, *, advice: str = GO_ON) -> Iterator[World]
 class Heartbeat:
     """Beats in a thread of its own, and ends this process when another rank has stopped beating.
 
-    A collective operation can wait for a dead process for a very long time, above all with nccl;
-    the thread goes on beside it. Use as a context manager around all work with the others.
+    A collective operation can wait for a dead process for a very long time, above all with nccl; the thread goes on
+    beside it. Use as a context manager around all work with the others.
 
     Args:
         rank: number of this process.
@@ -256,10 +256,9 @@ def _end_process(message: str) -> None:
 class StopSignals:
     """While active, Ctrl-C and SIGTERM end a run in order.
 
-    Inside :meth:`deferred` the first one only sets :attr:`requested`, so that the step can be
-    finished and saved; a second Ctrl-C interrupts at once. Outside, the first one raises
-    :class:`TrainingInterruptedError` with :attr:`message`. Outside the main thread, where Python
-    allows no handlers, nothing happens.
+    Inside :meth:`deferred` the first one only sets :attr:`requested`, so that the step can be finished and saved; a
+    second Ctrl-C interrupts at once. Outside, the first one raises :class:`TrainingInterruptedError` with
+    :attr:`message`. Outside the main thread, where Python allows no handlers, nothing happens.
 
     Attributes:
         requested: whether a signal has come.

@@ -348,8 +348,7 @@ class Loop:
             best_step: the step of ``best.pt``, None without one.
 
         Raises:
-            RunError: the checkpoint does not fit: other training images, another detector, or
-                fields that are missing.
+            RunError: the checkpoint does not fit: other training images, another detector, or fields that are missing.
         """
         last = self.folder.checkpoints.last
         try:

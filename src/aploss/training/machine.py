@@ -61,8 +61,8 @@ def choose_device(name: str) -> torch.device:
 def choose_workers(wanted: int | None, device: torch.device, processes: int) -> int:
     """How many data loader workers to use.
 
-    On a CPU the cores are needed for training itself, and reading small images takes little: one
-    worker, or none on a single core. A GPU is fed by several.
+    On a CPU the cores are needed for training itself, and reading small images takes little: one worker, or none on a
+    single core. A GPU is fed by several.
     """
     if wanted is not None:
         return wanted

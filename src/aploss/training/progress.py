@@ -1,7 +1,7 @@
 """What the user sees of long work: a live bar on a terminal, plain lines elsewhere, or nothing.
 
-Made for training, whose rows of metrics it understands; ``begin``, ``step``, ``note``, ``warn`` and
-``end`` serve any other work with a number of steps.
+Made for training, whose rows of metrics it understands; ``begin``, ``step``, ``note``, ``warn`` and ``end`` serve any
+other work with a number of steps.
 """
 
 import sys

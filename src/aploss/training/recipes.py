@@ -1,16 +1,16 @@
 """Recipes: YAML files of settings, in the package or the user's own.
 
-A recipe has the keys of :class:`~aploss.training.config.TrainConfig`. It may build on another one
-(``extends``: the name of a packaged recipe, or a file beside it), and may have a section ``losses``
-with the settings that apply only when that loss is trained::
+A recipe has the keys of :class:`~aploss.training.config.TrainConfig`. It may build on another one (``extends``: the
+name of a packaged recipe, or a file beside it), and may have a section ``losses`` with the settings that apply only
+when that loss is trained::
 
     extends: voc-retinanet-r50
     optimizer: {learning_rate: 0.002}
     losses:
       focal: {criterion: {options: {gamma: 1.5}}}
 
-What is more particular wins: defaults, the recipe that is extended, the recipe itself, its section
-of the loss, then overrides.
+What is more particular wins: defaults, the recipe that is extended, the recipe itself, its section of the loss, then
+overrides.
 """
 
 from importlib.resources import files
@@ -40,8 +40,7 @@ def load_config(recipe: str | None = None, overrides: dict[str, Any] | None = No
 
     Args:
         recipe: name of a packaged recipe or path of a YAML file; None for the defaults alone.
-        overrides: nested values that win over the recipe; ``loss`` among them selects the
-            recipe's section for it.
+        overrides: nested values that win over the recipe; ``loss`` among them selects the recipe's section for it.
 
     Raises:
         ConfigError: for a recipe that does not exist, an unknown key or a wrong value.

@@ -183,9 +183,9 @@ def refuse_changes(folder: RunFolder, config: TrainConfig) -> None:
 class Checkpoints:
     """The ``checkpoints/`` folder of a run.
 
-    ``last.pt`` holds everything that a run needs to go on as if nothing had happened,
-    ``previous.pt`` the one before it, ``best.pt`` the detector with the best validation. All hold
-    the detector under the key ``"detector"``, so that :func:`aploss.detectors.load` reads them.
+    ``last.pt`` holds everything that a run needs to go on as if nothing had happened, ``previous.pt`` the one before
+    it, ``best.pt`` the detector with the best validation. All hold the detector under the key ``"detector"``, so that
+    :func:`aploss.detectors.load` reads them.
 
     Args:
         folder: ``runs/NAME/checkpoints``.
@@ -215,8 +215,8 @@ class Checkpoints:
         """What ``last.pt`` holds, on the CPU.
 
         Raises:
-            RunError: if it is missing, damaged or of another version; the message says whether
-                the checkpoint before it can take its place.
+            RunError: if it is missing, damaged or of another version; the message says whether the checkpoint before it
+                can take its place.
         """
         fields = ("detector", "training")
         try:
@@ -271,8 +271,8 @@ class MetricsLog:
 
     Args:
         folder: the run folder.
-        step: the step the run goes on from: rows after it are cut off, because they are about to
-            be written again. 0 for a new run.
+        step: the step the run goes on from: rows after it are cut off, because they are about to be written again. 0
+            for a new run.
     """
 
     def __init__(self, folder: Path, *, step: int) -> None:
@@ -345,15 +345,14 @@ class Summary:
 
     Attributes:
         folder: of the run.
-        calibration_error: expected calibration error of all detections, after calibration, on
-            ``calibration_split``.
+        calibration_error: expected calibration error of all detections, after calibration, on ``calibration_split``.
         calibration_error_drawn: of those above ``draw_threshold`` alone.
         calibration_held_out: whether that split is another than the calibration was fitted on.
         best_step: step of the evaluated weights.
         stopped_by: ``"length"``, ``"patience"`` or ``"minutes"``.
         bad_steps: steps skipped because of NaN or Inf.
-        unreadable_images: images that could not be read, with the reason: others stood in for
-            those of training, those of other splits were left out.
+        unreadable_images: images that could not be read, with the reason: others stood in for those of training, those
+            of other splits were left out.
     """
 
     folder: str

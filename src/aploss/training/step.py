@@ -110,8 +110,8 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> optim.Optimizer
             (spared if spare else decayed).append(parameter)
     if not decayed and not spared:
         raise ConfigError("model.frozen leaves nothing to train")
-    # All tensors in one operation, where the device has it: one after the other costs AdamW a
-    # twentieth of a small detector's step on a CPU.
+    # All tensors in one operation, where the device has it: one after the other costs AdamW a twentieth of a small
+    # detector's step on a CPU.
     fused = (decayed + spared)[0].device.type in ("cpu", "cuda")
     if config.decay_norms_and_biases:
         decayed, spared = decayed + spared, []
@@ -234,8 +234,8 @@ class StepResult:
         gradient_norm: before clipping.
         learning_rate: what it was done with.
         bad: why it was skipped, or None.
-        counts: whether the weights were changed: not after NaN or Inf, nor where the loss scale of
-            float16 was still too high.
+        counts: whether the weights were changed: not after NaN or Inf, nor where the loss scale of float16 was still
+            too high.
     """
 
     losses: dict[str, float]
