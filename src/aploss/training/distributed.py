@@ -153,8 +153,7 @@ class Heartbeat:
     beside it. Use as a context manager around all work with the others.
 
     Args:
-        rank: number of this process.
-        size: how many there are.
+        rank, size: of the world.
         advice: see :func:`start_world`.
         store: where the ranks write their beats; by default that of the process group.
         interval: seconds between beats.

@@ -21,37 +21,21 @@ from aploss.training.step import BadNumbers, DivergedError, Stepper, StepResult,
 
 @dataclass
 class LoopState:
-    """What a checkpoint holds of a run, apart from weights, optimizer and generators.
+    """What a checkpoint holds of a run, apart from weights, optimizer and generators."""
 
-    Attributes:
-        step: steps done.
-        seconds: spent training so far, over all resumptions.
-        validated_step: the last step after which validation took place.
-        best_step: step of the best validation, 0 before the first.
-        best_value: its metric.
-        best_metrics: all metrics of it.
-        validations_since_best: for patience.
-        bad_in_a_row: steps skipped for NaN or Inf since the last good one.
-        bad_steps: all of them.
-        stopped_by: ``"length"``, ``"patience"`` or ``"minutes"`` once training is over.
-        window: sums of the losses since the last row of metrics.
-        window_steps: steps in them.
-        unreadable: images that cannot be read, with the reason.
-    """
-
-    step: int = 0
-    seconds: float = 0.0
-    validated_step: int = 0
-    best_step: int = 0
-    best_value: float = float("-inf")
-    best_metrics: dict[str, Any] = field(default_factory=dict)
-    validations_since_best: int = 0
-    bad_in_a_row: int = 0
-    bad_steps: int = 0
-    stopped_by: str | None = None
-    window: dict[str, float] = field(default_factory=dict)
-    window_steps: int = 0
-    unreadable: dict[str, str] = field(default_factory=dict)
+    step: int = 0  # done
+    seconds: float = 0.0  # spent training so far, over all resumptions
+    validated_step: int = 0  # the last after which validation took place
+    best_step: int = 0  # of the best validation, 0 before the first
+    best_value: float = float("-inf")  # its metric
+    best_metrics: dict[str, Any] = field(default_factory=dict)  # all of them
+    validations_since_best: int = 0  # for patience
+    bad_in_a_row: int = 0  # steps skipped for NaN or Inf since the last good one
+    bad_steps: int = 0  # all of them
+    stopped_by: str | None = None  # "length", "patience" or "minutes" once training is over
+    window: dict[str, float] = field(default_factory=dict)  # sums of the losses since the last row of metrics
+    window_steps: int = 0  # in these sums
+    unreadable: dict[str, str] = field(default_factory=dict)  # images that cannot be read: path → reason
 
     def add_to_window(self, values: dict[str, float]) -> None:
         """Adds the values of a step to the sums of the next row of metrics."""
@@ -183,10 +167,8 @@ class Loop:
                 "step": self.state.step,
                 "epoch": self.epoch,
                 "loss": means["classification"] + means["box"],
-                "classification": means["classification"],
-                "box": means["box"],
+                **means,
                 "lr": learning_rate,
-                "gradient_norm": means["gradient_norm"],
                 "images_per_second": round(images / max(now - self._row_at, 1e-9), 2),
                 "seconds": round(self.state.seconds, 3),
             }
@@ -310,11 +292,7 @@ class Loop:
             )
 
     def restore(self, checkpoint: dict[str, Any], *, best_step: int | None) -> None:
-        """Goes back to where a checkpoint was written.
-
-        Args:
-            checkpoint: what ``last.pt`` holds.
-            best_step: the step of ``best.pt``, None without one.
+        """Goes back to where ``last.pt`` was written, beside a ``best.pt`` of ``best_step``.
 
         Raises:
             RunError: the checkpoint does not fit: other training images, another detector, or fields that are missing.

@@ -83,7 +83,7 @@ def train(
         loop.run(signals)
 
         signals.message = f"stopped; training is done, measure with: {folder.resume_command}"
-        if world.sum([float(signals.requested)])[0]:  # in the last step
+        if any(world.sum([signals.requested])):  # in the last step
             raise TrainingInterruptedError(signals.message)
         progress.note("measuring the result")
         measured = evaluate_run(config, folder, world, loop.splits, device=device, workers=loop.workers)
@@ -128,14 +128,13 @@ def _make_loop(
     config: TrainConfig, data: RunData, device: torch.device, world: World, folder: RunFolder, progress: Progress
 ) -> Loop:
     """Everything that trains: batches, detector, optimizer, schedule."""
-    workers = choose_workers(config.batches.workers, device, world.size)
     batches = make_training_loader(
         data.train,
         batch_size=config.batches.size,
         seed=config.seed,
         preset=config.batches.augmentation,
         size=config.batches.image_size,
-        workers=workers,
+        workers=choose_workers(config.batches.workers, device, world.size),
         rank=world.rank,
         world_size=world.size,
         skip_unreadable=True,
@@ -150,9 +149,8 @@ def _make_loop(
 @contextmanager
 def _new_run(config: TrainConfig, folder: RunFolder, loop: Loop) -> Iterator[None]:
     """Makes the folder; when not even one step could be done, it is free again."""
-    world, is_new = loop.world, loop.world.is_main and not folder.exists
-
-    world.on_main(lambda: folder.create(config) if is_new else None)
+    is_new = loop.world.is_main and not folder.exists
+    loop.world.on_main(lambda: folder.create(config) if is_new else None)
     try:
         yield
     except Exception:
@@ -165,24 +163,22 @@ def _introduce(config: TrainConfig, folder: RunFolder, data: RunData, loop: Loop
     """Prints what is about to be done."""
     note, world, detector = loop.progress.note, loop.world, loop.stepper.detector
     sizes = [f"{len(data.train)} images to train on"]
-    for word, dataset in (("validation", data.validation), ("evaluation", data.evaluation)):
-        if dataset is not None:
-            sizes.append(f"{len(dataset)} for {word} ({dataset.split})")
+    others = {"validation": data.validation, "evaluation": data.evaluation}
+    sizes += [f"{len(other)} for {word} ({other.split})" for word, other in others.items() if other is not None]
     note(f"data      {data.train.name}: {', '.join(sizes)}; {len(detector.class_names)} classes")
     if data.train.problems:
         note(f"          {len(data.train.problems)} problems in it: aploss data check lists them")
     for remark in data.remarks:
         note(f"          {remark}")
-    device = loop.stepper.device
+    device, gpus = loop.stepper.device, torch.cuda.device_count()
     where = f"{device}" + (f", {world.size} processes" if world.size > 1 else "")
     note(f"detector  {detector.name}, {_parameters(detector) / 1e6:.1f} M parameters, loss {config.loss}")
     warmup, wanted = loop.stepper.schedule.warmup_steps, config.schedule.warmup_steps
     if warmup < wanted:
         note(f"          the warm-up of {wanted} steps is longer than the training: shortened to {warmup}")
     note(f"training  {loop.total_steps} steps of {loop.batches.batch_size} images on {where}")
-    if device.type == "cuda" and torch.cuda.device_count() > world.size == 1:
-        count = torch.cuda.device_count()
-        note(f"          {count} GPUs: use all with torchrun --nproc-per-node {count} -m aploss")
+    if device.type == "cuda" and gpus > world.size == 1:
+        note(f"          {gpus} GPUs: use all with torchrun --nproc-per-node {gpus} -m aploss")
     resumed = f", from step {loop.state.step}" if loop.state.step > 0 else ""
     note(f"run       {folder.path}{resumed}")
 
@@ -240,8 +236,7 @@ def make_detector(config: TrainConfig, class_names: tuple[str, ...]) -> Detector
 
 
 def _build(config: TrainConfig, class_names: tuple[str, ...], loss: str) -> Detector:
-    criterion = config.criterion
-    is_own = loss == config.loss
+    criterion, is_own = config.criterion, loss == config.loss
     torch.manual_seed(config.seed)
     try:
         return build_detector(

@@ -21,30 +21,17 @@ STRIDE = 32  # images are padded to multiples of it anyway
 
 @dataclass(frozen=True)
 class RunData:
-    """The datasets of a run.
-
-    Attributes:
-        train: to learn from.
-        validation: for every choice: best checkpoint, calibration, threshold. None without.
-        evaluation: for the final numbers; may be the validation set.
-        held_out: where the calibration is measured; a set it was not fitted on, where there is one.
-        remarks: what the user should know about the choice.
-    """
+    """The datasets of a run."""
 
     train: DetectionDataset
-    validation: DetectionDataset | None
-    evaluation: DetectionDataset | None
-    held_out: DetectionDataset | None
-    remarks: tuple[str, ...]
+    validation: DetectionDataset | None  # for every choice: best checkpoint, calibration, threshold
+    evaluation: DetectionDataset | None  # for the final numbers; may be the validation set
+    held_out: DetectionDataset | None  # to measure the calibration; not what it was fitted on, where there is another
+    remarks: tuple[str, ...]  # what the user should know about the choice
 
 
 def load_run_data(config: TrainConfig) -> RunData:
-    """Loads the splits that the config names, or that the data set has.
-
-    Raises:
-        ConfigError: for a split that the data set does not have.
-        DataError: for data that cannot be read or has nothing to train on.
-    """
+    """Loads the splits that the config names, or that the data set has; DataError with nothing to train on."""
     if not config.data:
         raise ConfigError("no data: give --data a folder, or --data builtin")
     found = dataset_splits(config.data, format=config.splits.format)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
@@ -144,12 +144,13 @@ def _make_ema(detector: Detector, decay: float | None) -> AveragedModel | None:
 
 @dataclass(frozen=True)
 class BadNumbers:
-    """A step that was skipped because of NaN or Inf."""
+    """NaN or Inf, for which a step is skipped."""
 
-    step: int  # from 1
     what: str  # "score", "loss" or "gradient"
     detail: str
-    images: tuple[str, ...]  # files of the batch, of the ranks in which it was found
+    is_own: bool = True  # False where another rank has found it
+    step: int = 0  # from 1
+    images: tuple[str, ...] = ()  # files of the batch, of the ranks in which it was found
 
     def __str__(self) -> str:
         shown = ", ".join(self.images[:SHOWN_IMAGES])
@@ -159,17 +160,7 @@ class BadNumbers:
 
     def as_row(self) -> dict[str, Any]:
         """Plain values for ``bad_numbers.jsonl``."""
-        return {**asdict(self), "images": list(self.images)}
-
-
-@dataclass(frozen=True)
-class _Problem:
-    """NaN or Inf on one rank; ``is_own`` is False where another rank has found it."""
-
-    what: str
-    detail: str
-    is_own: bool = True
-    images: tuple[str, ...] = ()  # of the batch
+        return {"step": self.step, "what": self.what, "detail": self.detail, "images": list(self.images)}
 
 
 def _non_finite_gradient(model: nn.Module) -> str:
@@ -205,21 +196,11 @@ class StepResult:
 class Stepper:
     """Detector, optimizer and everything else that a step changes.
 
-    Args:
-        config: of the run.
-        detector: on its device, with its initial weights.
-        schedule: the learning rate.
-        world: the ranks.
-        image_name: file name of a training image by its index, for messages.
+    The detector is on its device, with its initial weights; ``name_of`` names a training image by its index.
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        detector: Detector,
-        schedule: Schedule,
-        world: World,
-        image_name: Callable[[int], str],
+        self, config: TrainConfig, detector: Detector, schedule: Schedule, world: World, name_of: Callable[[int], str]
     ) -> None:
         self.config, self.detector, self.schedule, self.world = config, detector, schedule, world
         self.device = next(detector.parameters()).device
@@ -227,7 +208,7 @@ class Stepper:
         self.optimizer = make_optimizer(detector, config.optimizer)
         self.ema = _make_ema(detector, config.model.ema)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "float16")
-        self._image_name = image_name
+        self._name_of = name_of
         self._model = self._parallel(detector)
         self._trained = [p for p in detector.parameters() if p.requires_grad]
 
@@ -262,9 +243,8 @@ class Stepper:
         overflow = not math.isfinite(norm)
         # Otherwise the loss scale of float16 is still finding its level.
         if overflow and not (self.scaler.is_enabled() and self.scaler.get_scale() > 1):
-            problem = _Problem("gradient", _non_finite_gradient(self.detector))
-            indices = [index for batch in batches for index in batch.indices]
-            bad = self._skip(number, problem, indices)
+            problem = BadNumbers("gradient", _non_finite_gradient(self.detector))
+            bad = self._skip(number, problem, [index for batch in batches for index in batch.indices])
             self.scaler.update()
             return StepResult(sums, norm, rate, bad, counts=False)
         self.scaler.step(self.optimizer)  # does nothing after an overflow
@@ -273,21 +253,21 @@ class Stepper:
             self.ema.update_parameters(self.detector)
         return StepResult(sums, norm, rate, counts=not overflow)
 
-    def _forward(self, batch: Batch) -> tuple[dict[str, Tensor], _Problem | None]:
+    def _forward(self, batch: Batch) -> tuple[dict[str, Tensor], BadNumbers | None]:
         images = batch.images.to(self.device, non_blocking=True)
         dtype = DTYPES.get(self.config.precision)
         try:
             with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
                 losses = self._model(images, batch.targets)
         except NonFiniteScoresError as error:
-            return {}, _Problem("score", str(error))
+            return {}, BadNumbers("score", str(error))
         except OtherProcessError as error:
             if error.cause == "score":
-                return {}, _Problem("score", str(error), is_own=False)
+                return {}, BadNumbers("score", str(error), is_own=False)
             raise RunError(f"the step cannot be done: {error}") from error
         for part, value in losses.items():
             if not bool(value.isfinite()):
-                return losses, _Problem("loss", f"{part} = {value.item()}")
+                return losses, BadNumbers("loss", f"{part} = {value.item()}")
         return losses, None
 
     def _backward(self, losses: dict[str, Tensor], passes: int, *, is_last: bool) -> None:
@@ -296,15 +276,14 @@ class Stepper:
         with self._model.no_sync() if waits else nullcontext():  # type: ignore[operator]
             torch.autograd.backward(self.scaler.scale(total))
 
-    def _skip(self, number: int, problem: _Problem | None, indices: Sequence[int]) -> BadNumbers:
+    def _skip(self, number: int, problem: BadNumbers | None, indices: Sequence[int]) -> BadNumbers:
         """Drops the gradients; what was found, agreed on by all ranks."""
         self.optimizer.zero_grad(set_to_none=True)
-        own = problem and replace(problem, images=tuple(map(self._image_name, indices)))
+        own = problem and replace(problem, step=number + 1, images=tuple(map(self._name_of, indices)))
         reports = self.world.from_main([found for found in self.world.gather(own) if found])
         # A rank that was only informed adds nothing to what the finder reports.
         finders = [report for report in reports if report.is_own] or reports
-        images = tuple(name for report in finders for name in report.images)
-        return BadNumbers(number + 1, finders[0].what, finders[0].detail, images)
+        return replace(finders[0], images=tuple(name for report in finders for name in report.images))
 
     def _train_mode(self) -> None:
         self._model.train()
