@@ -129,12 +129,8 @@ class CriterionConfig(_Settings, group="criterion."):
     options: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "options of the classification loss, as delta"}
     )
-    rank_over: Literal["batch", "image"] = setting(
-        "batch", "rank the anchors of all images together, or of each image alone"
-    )
-    rank_over_processes: bool = setting(
-        False, "rank, and count the positives, over the images of all ranks (processes)"
-    )
+    rank_over: Literal["batch", "image"] = setting("batch", "rank the anchors of all images, or of each image alone")
+    rank_over_processes: bool = setting(False, "rank and count the positives over the images of all ranks (processes)")
     box_loss: str | None = setting(None, "smooth-l1 or giou; by default what suits the loss")
     box_weight: float | Literal["balanced"] | None = setting(
         None, "weight of the box loss; by default what suits the loss", at_least(0)
@@ -185,9 +181,7 @@ class ValidationConfig(_Settings, group="validation."):
     every: float = setting(1.0, "how often to validate, in units", above(0))
     unit: Literal["steps", "epochs"] = setting("epochs", "unit of every")
     metric: Literal["AP", "AP50", "AP75"] = setting("AP", "metric the best checkpoint is chosen by")
-    patience: int | None = setting(
-        None, "early stopping: end after so many validations without a better one", at_least(1)
-    )
+    patience: int | None = setting(None, "early stopping after so many validations without a better one", at_least(1))
     batch_size: int = setting(8, "images per forward pass of validation", at_least(1))
 
 
@@ -197,9 +191,7 @@ class EvaluationConfig(_Settings, group="evaluation."):
 
     split: str | None = setting(None, "split of the final numbers; by default test, else val")
     checkpoint: Literal["best", "last"] = setting("best", "which weights are evaluated")
-    voc_year: Literal[2007, 2012] | None = setting(
-        None, "also measure Pascal VOC's AP50: 2007 (11 points) or 2012 (area)"
-    )
+    voc_year: Literal[2007, 2012] | None = setting(None, "also Pascal VOC's AP50: 2007 (11 points) or 2012 (area)")
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,16 @@
 A split is detected once for each set of weights, shared among the ranks, and its detections are matched once.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from aploss.data.annotations import Annotations, DetectionDataset
 from aploss.data.loader import make_evaluation_loader
 from aploss.detectors.checkpoint import detector_from_record
 from aploss.detectors.detector import Detector
+from aploss.detectors.predict import detect_by_size, evaluation_mode
 from aploss.errors import DataError
 from aploss.evaluation.calibration import calibrate_detections, calibration_report
 from aploss.evaluation.coco import coco_metrics
@@ -86,8 +84,7 @@ def detect_split(
     Returns:
         On rank 0 the detections in the order of the images, on others None.
     """
-    ids: list[int] = []
-    found: list[dict[str, np.ndarray]] = []
+    found: dict[int, dict[str, np.ndarray]] = {}
     unreadable: dict[int, str] = {}
     if world.rank < len(split.dataset):  # with fewer images than ranks some have none
         loader = make_evaluation_loader(
@@ -98,45 +95,20 @@ def detect_split(
             world_size=world.size,
             skip_unreadable=True,
         )
-        with _evaluating(detector):
+        with evaluation_mode(detector):
             for batch in loader:
-                ids += [target["image_id"] for target in batch.targets]
-                found += _detect(detector, batch.images)
+                for target, result in zip(batch.targets, detect_by_size(detector, batch.images), strict=True):
+                    found[target["image_id"]] = {key: value.cpu().numpy() for key, value in result.items()}
         unreadable = loader.unreadable
-    shares = world.gather((ids, found, unreadable))
-    unreadable = world.from_main({i: why for share in shares for i, why in share[2].items()})
+    shares = world.gather((found, unreadable))
+    unreadable = world.from_main({index: why for _, share in shares for index, why in share.items()})
     if unreadable:
         split.leave_out(unreadable)
     if not world.is_main:
         return None
-    by_image = {i: entry for share in shares for i, entry in zip(*share[:2], strict=True)}
+    by_image = {image: result for share, _ in shares for image, result in share.items()}
     order = [split.dataset.image_id(index) for index in range(len(split.dataset))]
     return DetectionTable.from_predictions(order, [by_image[image] for image in order])
-
-
-def _detect(detector: Detector, images: list[Tensor]) -> list[dict[str, np.ndarray]]:
-    """Images of one size share a pass: padding would make one's result depend on another."""
-    device = next(detector.parameters()).device
-    by_size: dict[torch.Size, list[int]] = {}
-    for index, image in enumerate(images):
-        by_size.setdefault(image.shape, []).append(index)
-    found: dict[int, dict[str, np.ndarray]] = {}
-    for indices in by_size.values():
-        results = detector([images[index].to(device) for index in indices])
-        for index, result in zip(indices, results, strict=True):
-            found[index] = {key: value.cpu().numpy() for key, value in result.items()}
-    return [found[index] for index in range(len(images))]
-
-
-@contextmanager
-def _evaluating(detector: Detector) -> Iterator[None]:
-    was_training = detector.training
-    detector.eval()
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        detector.train(was_training)
 
 
 # --- the end of a run ---

@@ -79,8 +79,7 @@ class Loop:
     ) -> None:
         self.config, self.stepper, self.batches = config, stepper, batches
         self.splits, self.images, self.validation = splits, splits.data.train, splits.validation
-        self.folder, self.progress = folder, progress
-        self.world = stepper.world
+        self.folder, self.progress, self.world = folder, progress, stepper.world
         self.workers = choose_workers(config.batches.workers, stepper.device, self.world.size)
         self.state = LoopState()
         self.total_steps = stepper.schedule.total_steps
@@ -242,8 +241,7 @@ class Loop:
 
     def _validate(self) -> None:
         assert self.validation is not None
-        state, settings, split = self.state, self.config.validation, self.validation
-        detector = self.stepper.evaluated
+        state, settings, split, detector = self.state, self.config.validation, self.validation, self.stepper.evaluated
         found = detect_split(detector, split, self.world, batch_size=settings.batch_size, workers=self.workers)
         self.note_unreadable(split.unreadable, f"it is left out of {split.name}")
         metrics = self.world.on_main(lambda: split.measure(found, detector).as_dict())
@@ -266,9 +264,9 @@ class Loop:
         detector = self.stepper.evaluated
         name = non_finite_weight(detector)  # the same on every rank
         if name is not None:
+            kept = self._kept_checkpoint()
             raise DivergedError(
-                f"step {self.state.step}: the weight {name} is NaN or Inf; "
-                f"{self._kept_checkpoint()}; try a lower optimizer.learning_rate"
+                f"step {self.state.step}: the weight {name} is NaN or Inf; {kept}; try a lower optimizer.learning_rate"
             )
         if self._log is None:
             return
@@ -312,10 +310,8 @@ class Loop:
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
             reason = " ".join(str(error).split())[:200]
             raise RunError(f"{last} does not fit {self.folder.config_file}: {reason}") from error
-        if threads != torch.get_num_threads():
-            self.progress.note(
-                f"the run had {threads} threads, now {torch.get_num_threads()}: numbers may differ in the last digits"
-            )
+        if threads != (now := torch.get_num_threads()):
+            self.progress.note(f"the run had {threads} threads, now {now}: numbers may differ in the last digits")
         if self.state.best_step == self.state.step != best_step and self.state.step > 0:
             self._save_best()  # killed after last.pt was written, before best.pt was
         if not self.state.is_over(self.config.max_minutes):

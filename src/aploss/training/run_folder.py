@@ -53,11 +53,7 @@ def default_folder(config: TrainConfig) -> Path:
 
 
 class RunFolder:
-    """Where everything of a run is.
-
-    Args:
-        path: ``runs/NAME``.
-    """
+    """Where everything of a run is: ``runs/NAME``."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -144,9 +140,8 @@ class RunFolder:
 
     def read_summary(self) -> dict[str, Any] | None:
         """The summary of a finished run, or None."""
-        if not self.summary_file.is_file():
-            return None
-        return dict(json.loads(self.summary_file.read_text(encoding="utf-8")))
+        file = self.summary_file
+        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
 
 
 def discard(folder: RunFolder) -> None:
@@ -164,8 +159,8 @@ def refuse_changes(folder: RunFolder, config: TrainConfig) -> None:
     changed = [key for key in differing_keys(folder.read_config(), config) if key not in MAY_CHANGE]
     if changed:
         raise ConfigError(
-            f"{folder.path} was started with another {', '.join(changed)}; resume it as it was, or start a new run "
-            "with --out"
+            f"{folder.path} was started with another {', '.join(changed)}; resume it as it was, "
+            "or start a new run with --out"
         )
 
 
@@ -174,9 +169,7 @@ class Checkpoints:
 
     ``last.pt`` holds everything that a run needs to go on as if nothing had happened, ``previous.pt`` the one before
     it, ``best.pt`` the detector with the best validation. All hold the detector under the key ``"detector"``, so that
-    :func:`aploss.detectors.load` reads them.
-
-    Damaged ones, or those of another version, are a RunError.
+    :func:`aploss.detectors.load` reads them. Damaged ones, or those of another version, are a RunError.
     """
 
     def __init__(self, folder: Path) -> None:
