@@ -177,7 +177,7 @@ class Heartbeat:
         self._give_up = give_up or _end_process
         self._over = threading.Event()
         # A connection of its own: the group's may be blocked.
-        self._store = dist.distributed_c10d._get_default_store().clone() if store is None else store
+        self._store: Any = dist.distributed_c10d._get_default_store().clone() if store is None else store
         self._heard = {other: (b"", time.monotonic()) for other in range(size) if other != rank}
         self._thread = threading.Thread(target=self._watch, daemon=True, name="heartbeat")
 

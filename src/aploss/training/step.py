@@ -280,7 +280,7 @@ class Stepper:
         """Drops the gradients; what was found, agreed on by all ranks."""
         self.optimizer.zero_grad(set_to_none=True)
         own = problem and replace(problem, step=number + 1, images=tuple(map(self._name_of, indices)))
-        reports = self.world.from_main([found for found in self.world.gather(own) if found])
+        reports: list[BadNumbers] = self.world.from_main([found for found in self.world.gather(own) if found])
         # A rank that was only informed adds nothing to what the finder reports.
         finders = [report for report in reports if report.is_own] or reports
         return replace(finders[0], images=tuple(name for report in finders for name in report.images))
