@@ -10,15 +10,11 @@ from typing import IO, Any
 
 from aploss.errors import RunError
 
-__all__ = ["check_archive", "keep_as", "remove_unfinished", "write_json", "write_text", "write_whole"]
-
 UNFINISHED = ".unfinished"
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """Writes a file under a temporary name, flushes it to the disk, and renames it.
-
-    Until the rename the previous file of that name stays as it was.
+    """Writes a file under a temporary name, flushes it to the disk, and renames it over the previous one.
 
     Args:
         path: the file; its folder is made when it is missing.
@@ -27,7 +23,7 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     Raises:
         RunError: it cannot be written there.
     """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
+    unfinished = _unfinished(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("wb") as file:
@@ -38,24 +34,23 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
         _flush_folder(path.parent)
     except OSError as error:
         before = "; the previous one is kept" if path.is_file() else ""
-        reason = error.strerror or error
-        raise RunError(f"{path} cannot be written: {reason}{before}") from error
+        raise RunError(f"{path} cannot be written: {error.strerror or error}{before}") from error
     finally:
         _remove(unfinished)
 
 
 def _flush_folder(folder: Path) -> None:
     """Makes a rename survive a power cut; systems that cannot open folders do it by themselves."""
-    try:
+    with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
 
 
 def _remove(path: Path) -> None:
@@ -81,7 +76,7 @@ def remove_unfinished(folder: Path) -> None:
 
 def keep_as(path: Path, kept: Path) -> None:
     """Gives a file a second name that outlives its replacement; nothing where links cannot be."""
-    unfinished = kept.with_name(f".{kept.name}.{os.getpid()}{UNFINISHED}")
+    unfinished = _unfinished(kept)
     with suppress(OSError):
         _remove(unfinished)
         os.link(path, unfinished)

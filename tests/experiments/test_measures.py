@@ -13,7 +13,7 @@ from aploss.detectors import build_detector
 from aploss.detectors.labels import label_anchors
 from aploss.experiments.measures import RANKING_AP, training_ap_loss
 from aploss.experiments.reproduce import Request, reproduce
-from aploss.training.run_folder import read_rows
+from aploss.reports.run_files import read_json_lines
 
 RECIPE = """
 splits: {train: train, validation: val}
@@ -45,7 +45,7 @@ def test_losses_share_weights_and_data_and_their_pictures_are_side_by_side(
     assert results.complete
     first_rows = []
     for run in results.runs.values():
-        rows = read_rows(run.folder / "metrics.jsonl")
+        rows = read_json_lines(run.folder / "metrics.jsonl")
         first_rows.append(next(row for row in rows if row["kind"] == "train"))
         assert sum(row["kind"] == "validation" for row in rows) == 4
     # The box loss of the first step is a function of initial weights and batch alone.
@@ -82,7 +82,7 @@ def test_the_ap_loss_of_the_training_set_is_watched(asked: Request, cache: Path,
         assert all(0 <= value <= 1 for value in points["values"])
         starts.add(points["values"][0])
         assert results.values(name, RANKING_AP) == [1 - points["values"][-1]]
-        rows = [row for row in read_rows(run.folder / "metrics.jsonl") if row["kind"] == "train"]
+        rows = [row for row in read_json_lines(run.folder / "metrics.jsonl") if row["kind"] == "train"]
         assert all(row["box"] == 0 for row in rows)
     assert len(starts) == 1  # the same initial weights, judged by the same loss
     assert "AP-loss on train against steps" in (tmp_path / "page/report.html").read_text()

@@ -145,6 +145,6 @@ class TestLearningRates:
     def test_without_validation_there_is_nothing_to_choose_by(
         self, fake_training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("aploss.experiments.measures.read_rows", lambda path: [])
+        monkeypatch.setattr("aploss.experiments.measures.read_json_lines", lambda path: [])
         with pytest.raises(ConfigError, match="validation split"):
             compare(plan_of("ap", tuning=Tuning()), tmp_path / "page")

@@ -15,11 +15,11 @@ import torch
 
 from aploss.detectors.detector import Detector
 from aploss.errors import ConfigError
+from aploss.reports.run_files import read_json_lines
 from aploss.training.config import TrainConfig, config_to_dict
 from aploss.training.distributed import Heartbeat, World
 from aploss.training.recipes import merge
 from aploss.training.run import make_detector, train
-from aploss.training.run_folder import read_rows
 from aploss.training.step import Schedule, Stepper
 
 # Every process trains the configs one after another, in one process group.
@@ -155,7 +155,7 @@ def make_double_detector(*arguments: Any) -> Detector:
 
 
 def curve(folder: Path | str) -> list[float]:
-    rows = read_rows(Path(folder) / "metrics.jsonl")
+    rows = read_json_lines(Path(folder) / "metrics.jsonl")
     return [row["loss"] for row in rows if row["kind"] == "train"]
 
 
@@ -206,7 +206,7 @@ def test_two_processes_equal_one_but_for_rounding(
 
 @pytest.mark.parametrize("name", ["bad-ap", "bad-focal", "bad-alone"])
 def test_all_processes_skip_a_step_that_is_bad_in_one(two: Path, name: str) -> None:
-    bad = read_rows(two / name / "bad_numbers.jsonl")
+    bad = read_json_lines(two / name / "bad_numbers.jsonl")
     assert [(row["step"], row["what"]) for row in bad] == [(2, "score"), (3, "score")]
     assert all("got nan" in row["detail"] for row in bad)
     assert all(len(row["images"]) == 2 for row in bad)  # of the process that found it
@@ -282,6 +282,7 @@ def test_silence_of_another_process_is_noticed() -> None:
         assert own.peers_answer(5.0)
         assert said == []
         other.stop()
+        time.sleep(0.1)  # its last beat is still read
         assert not own.peers_answer(0.2)
         time.sleep(1.0)
     assert len(said) == 1

@@ -19,11 +19,12 @@ import torch
 import yaml
 
 from aploss.errors import DataError, RunError
+from aploss.reports.run_files import read_json_lines
 from aploss.training.config import TrainConfig, config_to_dict
 from aploss.training.distributed import StopSignals, TrainingInterruptedError
 from aploss.training.recipes import merge
 from aploss.training.run import train
-from aploss.training.run_folder import RunFolder, read_rows
+from aploss.training.run_folder import RunFolder
 
 MakeConfig = Callable[..., TrainConfig]
 WALL_CLOCK = ("seconds", "images_per_second")
@@ -67,7 +68,7 @@ def outcome(config: TrainConfig) -> dict[str, Any]:
     best = torch.load(folder / "checkpoints/best.pt", weights_only=True)
     rows = [
         {key: value for key, value in row.items() if key not in WALL_CLOCK}
-        for row in read_rows(folder / "metrics.jsonl")
+        for row in read_json_lines(folder / "metrics.jsonl")
     ]
     lines = (folder / "metrics.csv").read_text().splitlines()
     training = {key: value for key, value in last["training"].items() if key != "seconds"}
@@ -146,7 +147,7 @@ def test_a_signal_saves_the_step_and_says_how_to_go_on(make_config: MakeConfig, 
         train(stopped, on_progress=stop)
     assert signal.getsignal(number) is handler
     # Interrupted before the validation of step 2: the resumed run makes up for it.
-    assert [row["kind"] for row in read_rows(Path(str(stopped.out)) / "metrics.jsonl")] == ["train", "train"]
+    assert [row["kind"] for row in read_json_lines(Path(str(stopped.out)) / "metrics.jsonl")] == ["train", "train"]
     train(stopped, resume=True)
     assert_equal(outcome(whole), outcome(stopped))
 
@@ -223,7 +224,7 @@ def test_a_damaged_image_is_replaced_counted_and_named(
     assert all("not an image" in reason for reason in named.values())
     assert (summary.steps, summary.stopped_by) == (8, "length")
     folder = Path(summary.folder)
-    written = [Path(row["image"]).name for row in read_rows(folder / "unreadable_images.jsonl")]
+    written = [Path(row["image"]).name for row in read_json_lines(folder / "unreadable_images.jsonl")]
     assert written == ["train-3.png", "val-3.png", "test-3.png"]  # once, though it came up twice
     warned = capsys.readouterr().err
     assert all(warned.count(f"{split}-3.png") == 1 for split in ("train", "val", "test"))
@@ -458,7 +459,7 @@ def test_killed_runs_always_go_on_and_end_with_the_same_bits(
         for key, value in expected["state"].items():
             assert torch.equal(value, found["state"][key]), (name, key)
     rows = [
-        [(row["kind"], row["step"], row.get("loss"), row.get("AP")) for row in read_rows(file)]
+        [(row["kind"], row["step"], row.get("loss"), row.get("AP")) for row in read_json_lines(file)]
         for file in (tmp_path / "whole/metrics.jsonl", tmp_path / "killed/metrics.jsonl")
     ]
     assert rows[0] == rows[1]

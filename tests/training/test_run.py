@@ -14,9 +14,10 @@ import yaml
 
 from aploss.detectors import load
 from aploss.errors import ConfigError, DataError, RunError
+from aploss.reports.run_files import read_json_lines
 from aploss.training.config import TrainConfig, config_to_dict
 from aploss.training.run import make_detector, train
-from aploss.training.run_folder import Summary, read_rows
+from aploss.training.run_folder import Summary
 
 MakeConfig = Callable[..., TrainConfig]
 
@@ -27,7 +28,7 @@ def weights(folder: Path | str, name: str = "last") -> dict[str, torch.Tensor]:
 
 
 def rows(folder: Path | str, kind: str) -> list[dict[str, Any]]:
-    return [row for row in read_rows(Path(folder) / "metrics.jsonl") if row["kind"] == kind]
+    return [row for row in read_json_lines(Path(folder) / "metrics.jsonl") if row["kind"] == kind]
 
 
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
@@ -56,7 +57,7 @@ def test_a_run_leaves_everything_in_its_folder(make_config: MakeConfig) -> None:
     assert Summary.read(folder / "summary.json") == summary
     assert [row["step"] for row in seen if row["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in seen if row["kind"] == "validation"] == [3, 6]
-    assert seen == read_rows(folder / "metrics.jsonl")
+    assert seen == read_json_lines(folder / "metrics.jsonl")
 
 
 @pytest.mark.usefixtures("no_page")

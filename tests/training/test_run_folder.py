@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from aploss.errors import ConfigError, RunError
+from aploss.reports.run_files import read_json_lines
 from aploss.training.config import TrainConfig
 from aploss.training.run import make_detector, train
-from aploss.training.run_folder import MetricsLog, RunFolder, Summary, read_rows
+from aploss.training.run_folder import MetricsLog, RunFolder, Summary
 
 MakeConfig = Callable[..., TrainConfig]
 
@@ -53,8 +54,8 @@ def test_metrics_are_cut_back_to_the_checkpoint_and_go_on(tmp_path: Path) -> Non
     log = MetricsLog(tmp_path, step=2)
     log.add(train_row(3))
     log.close()
-    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
-    assert [row["step"] for row in read_rows(tmp_path / "bad_numbers.jsonl")] == [2]
+    assert [row["step"] for row in read_json_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert [row["step"] for row in read_json_lines(tmp_path / "bad_numbers.jsonl")] == [2]
     with (tmp_path / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["kind"], row["step"], row["loss"]) for row in rows] == [

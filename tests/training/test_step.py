@@ -15,11 +15,11 @@ from aploss.detectors.criterion import Criterion
 from aploss.detectors.detector import Detector
 from aploss.errors import ConfigError, RunError
 from aploss.losses import OtherProcessError
+from aploss.reports.run_files import read_json_lines
 from aploss.training import run
 from aploss.training.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from aploss.training.distributed import World
 from aploss.training.run import make_detector, train
-from aploss.training.run_folder import read_rows
 from aploss.training.step import DivergedError, Schedule, Stepper, freeze, make_optimizer
 
 MakeConfig = Callable[..., TrainConfig]
@@ -190,12 +190,12 @@ def test_a_bad_step_is_reported_skipped_and_survived(
         summary = train(make_config(**settings))
     assert (summary.steps, summary.bad_steps) == (4, 2)
     folder = Path(summary.folder)
-    written = read_rows(folder / "bad_numbers.jsonl")
+    written = read_json_lines(folder / "bad_numbers.jsonl")
     assert [(row["step"], row["what"]) for row in written] == [(2, kind), (3, kind)]
     assert all(detail in row["detail"] for row in written)
     assert all(len(row["images"]) == 4 for row in written)
     assert all(name.startswith("train-") for row in written for name in row["images"])
-    assert [row["step"] for row in read_rows(folder / "metrics.jsonl")] == [1, 4]
+    assert [row["step"] for row in read_json_lines(folder / "metrics.jsonl")] == [1, 4]
     message = capsys.readouterr().err
     assert f"step 2: {kind} is NaN or Inf" in message
     assert written[0]["images"][0] in message
@@ -256,7 +256,7 @@ def test_overflow_of_float16_is_the_scale_finding_its_level(
     summary = train(config)
     assert summary.bad_steps == 0
     folder = Path(summary.folder)
-    assert [row["step"] for row in read_rows(folder / "metrics.jsonl")] == [1, 3]
+    assert [row["step"] for row in read_json_lines(folder / "metrics.jsonl")] == [1, 3]
     last = torch.load(folder / "checkpoints/last.pt", weights_only=True)
     assert last["training"]["stepper"]["scaler"]["scale"] == 65536 / 2
 

@@ -92,10 +92,10 @@ def predict(
         images = [images]  # type: ignore[list-item]
     remaining = iter(images)
     predictions: list[Prediction] = []
-    with _evaluation_mode(detector):
+    with evaluation_mode(detector):
         while chunk := list(islice(remaining, batch_size)):
             tensors = [image_tensor(image) for image in chunk]
-            detections = _detect(detector, tensors, multi_scale)
+            detections = detect_by_size(detector, tensors, multi_scale)
             for image, tensor, found in zip(chunk, tensors, detections, strict=True):
                 predictions.append(_prediction(detector, image, tensor, found, least))
     return predictions
@@ -197,7 +197,10 @@ def _decode(image: Image.Image) -> np.ndarray:
         raise DataError(f"{name}: damaged image: {error}") from error
 
 
-def _detect(detector: ObjectDetector, tensors: Sequence[Tensor], multi_scale: MultiScale | None) -> list[Detections]:
+def detect_by_size(
+    detector: ObjectDetector, tensors: Sequence[Tensor], multi_scale: MultiScale | None = None
+) -> list[Detections]:
+    """Images of one size share a pass: padding would make one's result depend on another."""
     by_size: dict[torch.Size, list[int]] = {}
     for index, tensor in enumerate(tensors):
         by_size.setdefault(tensor.shape, []).append(index)
@@ -238,7 +241,8 @@ def _device_of(detector: ObjectDetector) -> torch.device:
 
 
 @contextmanager
-def _evaluation_mode(detector: ObjectDetector) -> Iterator[None]:
+def evaluation_mode(detector: ObjectDetector) -> Iterator[None]:
+    """No gradients, and the mode of the detector is left as it was."""
     was_training = isinstance(detector, nn.Module) and detector.training
     if was_training:
         detector.eval()  # type: ignore[attr-defined]

@@ -19,11 +19,12 @@ from aploss.evaluation.voc import voc_metrics
 from aploss.files import write_json
 from aploss.losses import ap_loss
 from aploss.reports.comparison import TrainingCurve
+from aploss.reports.run_files import read_json_lines
 from aploss.training.config import TrainConfig
 from aploss.training.evaluate import Split
 from aploss.training.machine import choose_device, choose_workers
 from aploss.training.run import make_detector
-from aploss.training.run_folder import Summary, read_rows
+from aploss.training.run_folder import Summary
 from aploss.training.splits import load_run_data
 
 VOC_AP50 = "VOC AP50"
@@ -92,7 +93,7 @@ class DetectionMeasure:
 
 
 def _validations(run: Run) -> list[dict[str, Any]]:
-    rows = read_rows(run.folder / "metrics.jsonl")
+    rows = read_json_lines(run.folder / "metrics.jsonl")
     return [row for row in rows if row["kind"] == "validation"]
 
 

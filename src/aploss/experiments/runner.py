@@ -15,8 +15,9 @@ from aploss.experiments.measures import Measure, Run
 from aploss.experiments.plan import Tuning, settings_hash, trials_of, with_rate
 from aploss.experiments.results import Results, Trial
 from aploss.plotting.style import loss_label
+from aploss.reports.run_files import read_json_lines
 from aploss.training.config import TrainConfig
-from aploss.training.run_folder import Summary, default_folder, read_rows
+from aploss.training.run_folder import Summary, default_folder
 from aploss.training.step import DivergedError
 
 
@@ -97,7 +98,7 @@ class Runner:
         left = (self._end - time.monotonic()) / 60
         if left <= 0 and self.processes == 1:
             raise OutOfTimeError
-        rows = read_rows(folder / "metrics.jsonl")
+        rows = read_json_lines(folder / "metrics.jsonl")
         spent = rows[-1]["seconds"] / 60 if rows else 0.0
         return spent + max(left, 0.0)
 

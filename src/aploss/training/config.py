@@ -1,8 +1,8 @@
 """Every setting of a run: frozen dataclasses, and the checks of their values.
 
-The command line, the YAML files and the Python API all end in one :class:`TrainConfig`. Each
-setting is declared once, with its type, default, help line and range; a key that does not exist, or
-a value that a key cannot have, is an error that names the key.
+The command line, the YAML files and the Python API all end in one :class:`TrainConfig`. Each setting is declared once,
+with its type, default, help line and range; a key that does not exist, or a value that a key cannot have, is an error
+that names the key.
 """
 
 import math
@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
+from operator import attrgetter
 from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from aploss.errors import ConfigError
@@ -54,21 +55,25 @@ def setting(default: Any, help_text: str, check: Check | None = None) -> Any:
 class _Settings:
     """A group of settings, checked when it is made: the one place where this happens."""
 
-    group: ClassVar[str] = ""
+    _group: ClassVar[str]
+
+    def __init_subclass__(cls, group: str = "") -> None:
+        cls._group = group
 
     def __post_init__(self) -> None:
         for entry in fields(self):  # type: ignore[arg-type]
             kind = _hints(type(self))[entry.name]  # type: ignore[arg-type]
             if is_dataclass(kind):
                 continue
-            key, value = self.group + entry.name, getattr(self, entry.name)
+            key, value = self._group + entry.name, getattr(self, entry.name)
             try:
                 value = _converted(kind, value)
             except ValueError:
                 raise ConfigError(f"{key} must be {_type_name(kind)}, got {value!r}") from None
             check = entry.metadata.get("check")
             if check is not None and isinstance(value, int | float | tuple):
-                self._require(check.holds(value), key, value, check.expected + _or_null(kind))
+                or_null = " or null" if type(None) in get_args(kind) else ""
+                self._require(check.holds(value), key, value, check.expected + or_null)
             object.__setattr__(self, entry.name, value)
 
     @staticmethod
@@ -78,10 +83,9 @@ class _Settings:
 
 
 @dataclass(frozen=True)
-class SplitsConfig(_Settings):
+class SplitsConfig(_Settings, group="splits."):
     """Which images are trained on and which are looked at while training."""
 
-    group = "splits."
     format: str = setting("auto", "format of the data: auto, voc, coco or yolo")
     train: str | None = setting(None, "split to train on; by default train, else trainval")
     validation: str | None = setting(
@@ -91,10 +95,9 @@ class SplitsConfig(_Settings):
 
 
 @dataclass(frozen=True)
-class BatchesConfig(_Settings):
+class BatchesConfig(_Settings, group="batches."):
     """What one forward pass sees."""
 
-    group = "batches."
     size: int = setting(8, "images per forward pass, of all ranks together", at_least(1))
     accumulate: int = setting(1, "forward passes whose gradients make one step", at_least(1))
     image_size: int | tuple[int, int] = setting(
@@ -106,10 +109,9 @@ class BatchesConfig(_Settings):
 
 
 @dataclass(frozen=True)
-class ModelConfig(_Settings):
+class ModelConfig(_Settings, group="model."):
     """The detector apart from its name and its loss."""
 
-    group = "model."
     weights: str | None = setting(None, "start from: 'imagenet' (backbone), 'coco' (detector), a file, or nothing")
     backbone: str | None = setting(None, "backbone of the detector 'retinanet': any model of timm, as convnext_tiny")
     options: dict[str, Any] = field(
@@ -117,9 +119,8 @@ class ModelConfig(_Settings):
     )
     frozen: tuple[str, ...] = setting((), "parameters not trained: names or patterns as backbone.*")
     ema: float | None = setting(
-        None, "decay of the exponential moving average (EMA) of the weights; null for no EMA",
-        INSIDE_0_1,
-    )  # fmt: skip
+        None, "decay of the exponential moving average (EMA) of the weights; null for no EMA", INSIDE_0_1
+    )
 
     @property
     def architecture(self) -> dict[str, Any]:
@@ -128,19 +129,16 @@ class ModelConfig(_Settings):
 
 
 @dataclass(frozen=True)
-class CriterionConfig(_Settings):
+class CriterionConfig(_Settings, group="criterion."):
     """The loss apart from its name."""
 
-    group = "criterion."
     options: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "options of the classification loss, as delta"}
     )
     rank_over: Literal["batch", "image", "class"] = setting(
         "batch", "rank the anchors of all images and classes together, or of each image or class alone"
     )
-    rank_over_processes: bool = setting(
-        False, "rank, and count the positives, over the images of all ranks (processes)"
-    )
+    rank_over_processes: bool = setting(False, "rank and count the positives over the images of all ranks (processes)")
     box_loss: str | None = setting(None, "smooth-l1 or giou; by default what suits the loss")
     box_weight: float | Literal["balanced"] | None = setting(
         None, "weight of the box loss; by default what suits the loss", at_least(0)
@@ -148,10 +146,9 @@ class CriterionConfig(_Settings):
 
 
 @dataclass(frozen=True)
-class OptimizerConfig(_Settings):
+class OptimizerConfig(_Settings, group="optimizer."):
     """How a gradient becomes a step."""
 
-    group = "optimizer."
     name: Literal["sgd", "adamw"] = setting("adamw", "sgd (with momentum) or adamw")
     learning_rate: float = setting(3e-3, "the highest learning rate of the schedule", above(0))
     momentum: float = setting(0.9, "momentum of sgd", Check(lambda value: 0 <= value < 1, "at least 0 and below 1"))
@@ -161,10 +158,9 @@ class OptimizerConfig(_Settings):
 
 
 @dataclass(frozen=True)
-class ScheduleConfig(_Settings):
+class ScheduleConfig(_Settings, group="schedule."):
     """How long training lasts and how the learning rate moves."""
 
-    group = "schedule."
     length: int = setting(1000, "how long to train, in units", at_least(1))
     unit: Literal["steps", "epochs"] = setting("steps", "unit of length and milestones")
     kind: Literal["milestones", "cosine"] = setting("cosine", "how the learning rate falls")
@@ -187,29 +183,23 @@ class ScheduleConfig(_Settings):
 
 
 @dataclass(frozen=True)
-class ValidationConfig(_Settings):
+class ValidationConfig(_Settings, group="validation."):
     """How often the validation split is measured, and what follows from it."""
 
-    group = "validation."
     every: float = setting(1.0, "how often to validate, in units", above(0))
     unit: Literal["steps", "epochs"] = setting("epochs", "unit of every")
     metric: Literal["AP", "AP50", "AP75"] = setting("AP", "metric the best checkpoint is chosen by")
-    patience: int | None = setting(
-        None, "early stopping: end after so many validations without a better one", at_least(1)
-    )
+    patience: int | None = setting(None, "early stopping after so many validations without a better one", at_least(1))
     batch_size: int = setting(8, "images per forward pass of validation", at_least(1))
 
 
 @dataclass(frozen=True)
-class EvaluationConfig(_Settings):
+class EvaluationConfig(_Settings, group="evaluation."):
     """The numbers at the end: on which split, of which weights."""
 
-    group = "evaluation."
     split: str | None = setting(None, "split of the final numbers; by default test, else val")
     checkpoint: Literal["best", "last"] = setting("best", "which weights are evaluated")
-    voc_year: Literal[2007, 2012] | None = setting(
-        None, "also measure Pascal VOC's AP50: 2007 (11 points) or 2012 (area)"
-    )
+    voc_year: Literal[2007, 2012] | None = setting(None, "also Pascal VOC's AP50: 2007 (11 points) or 2012 (area)")
 
 
 @dataclass(frozen=True)
@@ -237,9 +227,8 @@ class TrainConfig(_Settings):
     checkpoint_steps: int | None = setting(None, "steps between checkpoints", at_least(1))
     log_steps: int = setting(10, "steps between rows of the metrics files (means over them)", at_least(1))
     bad_steps: int = setting(
-        3, "stop after so many steps in a row with NaN or Inf in scores, losses or gradients",
-        at_least(1),
-    )  # fmt: skip
+        3, "stop after so many steps in a row with NaN or Inf in scores, losses or gradients", at_least(1)
+    )
     splits: SplitsConfig = field(default_factory=SplitsConfig)
     batches: BatchesConfig = field(default_factory=BatchesConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -300,10 +289,6 @@ def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _or_null(kind: Any) -> str:
-    return " or null" if type(None) in get_args(kind) else ""
-
-
 def _type_name(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, get_args(kind)))
@@ -314,8 +299,7 @@ def _type_name(kind: Any) -> str:
     return names[get_origin(kind) or kind]
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """One leaf of a config: dotted key, type, default and help line."""
 
     key: str
@@ -345,14 +329,9 @@ def _leaves(config_type: Any, prefix: str) -> Iterator[Setting]:
 
 
 def config_from_dict(values: dict[str, Any], *, source: str = "") -> TrainConfig:
-    """A config from nested plain values, missing keys taking their defaults.
+    """A config from nested plain values as read from YAML, missing keys taking their defaults.
 
-    Args:
-        values: as read from YAML; groups are dicts.
-        source: file the values come from, named in errors.
-
-    Raises:
-        ConfigError: for a key that does not exist or a value it cannot have, by name.
+    A key that does not exist or a value it cannot have is a ConfigError that names it, and the ``source`` file.
 
     Example:
         >>> config_from_dict({"data": "builtin", "batches": {"size": 4}}).batches.size
@@ -363,24 +342,25 @@ def config_from_dict(values: dict[str, Any], *, source: str = "") -> TrainConfig
         aploss.errors.ConfigError: unknown key 'batches.sise'; did you mean 'batches.size'?
     """
     try:
-        config: TrainConfig = _from_mapping(TrainConfig, values, "")
+        return _from_mapping(TrainConfig, values, "")  # type: ignore[no-any-return]
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}" if source else str(error)) from None
-    return config
 
 
 def _from_mapping(config_type: Any, values: Any, prefix: str) -> Any:
     if not isinstance(values, dict):
         where = f"{prefix[:-1]} must be" if prefix else "a config must be"
         raise ConfigError(f"{where} a mapping of keys to values, got {values!r}")
-    kinds, arguments = _hints(config_type), {}
-    names = [entry.name for entry in fields(config_type)]
-    for name, value in values.items():
-        if name not in names:
-            raise ConfigError(_unknown_key(prefix + str(name), [prefix + known for known in names]))
-        is_group = is_dataclass(kinds[name])
-        arguments[name] = _from_mapping(kinds[name], value, f"{name}.") if is_group else value
-    return config_type(**arguments)
+    kinds = {entry.name: _hints(config_type)[entry.name] for entry in fields(config_type)}
+    for name in values:
+        if name not in kinds:
+            raise ConfigError(_unknown_key(f"{prefix}{name}", [prefix + known for known in kinds]))
+    return config_type(
+        **{
+            name: _from_mapping(kinds[name], value, f"{name}.") if is_dataclass(kinds[name]) else value
+            for name, value in values.items()
+        }
+    )
 
 
 def _unknown_key(key: str, known: list[str]) -> str:
@@ -393,8 +373,7 @@ def _unknown_key(key: str, known: list[str]) -> str:
 
 def config_to_dict(config: TrainConfig) -> dict[str, Any]:
     """The nested plain values of a config: what config.yaml holds."""
-    plain: dict[str, Any] = _plain(asdict(config))
-    return plain
+    return _plain(asdict(config))  # type: ignore[no-any-return]
 
 
 def _plain(value: Any) -> Any:
@@ -410,13 +389,5 @@ def differing_keys(first: TrainConfig, second: TrainConfig) -> list[str]:
         >>> differing_keys(TrainConfig(seed=1), TrainConfig(seed=2, log_steps=1))
         ['seed', 'log_steps']
     """
-    return [
-        entry.key for entry in settings_of(TrainConfig) if _value_of(first, entry.key) != _value_of(second, entry.key)
-    ]
-
-
-def _value_of(config: TrainConfig, key: str) -> Any:
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
+    keys = (entry.key for entry in settings_of(TrainConfig))
+    return [key for key in keys if attrgetter(key)(first) != attrgetter(key)(second)]

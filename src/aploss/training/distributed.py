@@ -1,8 +1,8 @@
 """One process or many, and how they end together: ranks, heartbeat, lost ranks, stop signals.
 
-``aploss train ...`` is a world of one; ``torchrun --nproc-per-node 8 -m aploss train ...`` one of
-eight, on one machine or many. Small decisions (stop, skip a step) travel over a gloo group of their
-own, so that they need no device and cannot disturb the gradients' traffic.
+``aploss train ...`` is a world of one; ``torchrun --nproc-per-node 8 -m aploss train ...`` one of eight, on one machine
+or many. Small decisions (stop, skip a step) travel over a gloo group of their own, so that they need no device and
+cannot disturb the gradients' traffic.
 """
 
 import os
@@ -50,17 +50,11 @@ def is_main_process() -> bool:
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run, seen from one of them.
-
-    Attributes:
-        rank: number of this process, from 0.
-        size: how many there are.
-        control: gloo group for decisions; None in a world of one.
-    """
+    """The processes of a run, seen from one of them."""
 
     rank: int = 0
     size: int = 1
-    control: Any = None
+    control: Any = None  # the gloo group for decisions, in a world of more than one
 
     @property
     def is_main(self) -> bool:
@@ -108,18 +102,10 @@ class World:
         return result  # type: ignore[no-any-return]
 
     def main_first(self, function: Callable[[], T]) -> T:
-        """Calls a function on every rank, on rank 0 before the others.
-
-        An error of rank 0 is raised on all ranks, so that none waits for it.
-        """
-        if self.size == 1:
-            return function()
-        if self.is_main:
-            result: list[T] = []
-            self.on_main(lambda: result.append(function()))
-            return result[0]
-        self.on_main(lambda: None)
-        return function()
+        """Calls a function on every rank, on rank 0 before the others; its error there is raised on all."""
+        result: list[T] = []
+        self.on_main(lambda: result.append(function()))
+        return result[0] if result else function()
 
 
 @contextmanager
@@ -135,14 +121,12 @@ def start_world(device: torch.device, *, advice: str = GO_ON) -> Iterator[World]
     Raises:
         LostProcessError: another rank has gone.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1 and not dist.is_initialized():
+    started = not dist.is_initialized()
+    if started and os.environ.get("WORLD_SIZE", "1") == "1":
         yield World()
         return
-    started = not dist.is_initialized()
     if started:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
     try:
         control: Any = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         world = World(rank=dist.get_rank(), size=dist.get_world_size(), control=control)
@@ -165,13 +149,12 @@ def start_world(device: torch.device, *, advice: str = GO_ON) -> Iterator[World]
 class Heartbeat:
     """Beats in a thread of its own, and ends this process when another rank has stopped beating.
 
-    A collective operation can wait for a dead process for a very long time, above all with nccl;
-    the thread goes on beside it. Use as a context manager around all work with the others.
+    A collective operation can wait for a dead process for a very long time, above all with nccl; the thread goes on
+    beside it. Use as a context manager around all work with the others.
 
     Args:
-        rank: number of this process.
-        size: how many there are.
-        advice: what to do about a lost rank, for the message.
+        rank, size: of the world.
+        advice: see :func:`start_world`.
         store: where the ranks write their beats; by default that of the process group.
         interval: seconds between beats.
         silence: seconds without a beat after which a rank counts as dead.
@@ -193,11 +176,9 @@ class Heartbeat:
         self._interval, self._silence = interval, silence
         self._give_up = give_up or _end_process
         self._over = threading.Event()
-        if store is None:  # a connection of its own: the group's may be blocked
-            store = dist.distributed_c10d._get_default_store().clone()
-        self._store = store
-        now = time.monotonic()
-        self._heard: dict[int, tuple[bytes, float]] = {other: (b"", now) for other in range(size) if other != rank}
+        # A connection of its own: the group's may be blocked.
+        self._store: Any = dist.distributed_c10d._get_default_store().clone() if store is None else store
+        self._heard = {other: (b"", time.monotonic()) for other in range(size) if other != rank}
         self._thread = threading.Thread(target=self._watch, daemon=True, name="heartbeat")
 
     def __enter__(self) -> "Heartbeat":
@@ -256,24 +237,17 @@ def _end_process(message: str) -> None:
 class StopSignals:
     """While active, Ctrl-C and SIGTERM end a run in order.
 
-    Inside :meth:`deferred` the first one only sets :attr:`requested`, so that the step can be
-    finished and saved; a second Ctrl-C interrupts at once. Outside, the first one raises
-    :class:`TrainingInterruptedError` with :attr:`message`. Outside the main thread, where Python
-    allows no handlers, nothing happens.
-
-    Attributes:
-        requested: whether a signal has come.
-        message: what an interruption outside of :meth:`deferred` says.
+    Inside :meth:`deferred` the first one only sets ``requested``, so that the step can be finished and saved; a second
+    Ctrl-C interrupts at once. Outside, the first one raises :class:`TrainingInterruptedError` with ``message``. Outside
+    the main thread, where Python allows no handlers, nothing happens.
     """
 
     # On Ctrl-C the terminal and torchrun both send the signal: that is one wish, not two.
     ECHO_SECONDS = 1.0
 
     def __init__(self, message: str = "stopped") -> None:
-        self.requested = False
-        self.message = message
-        self._is_deferred = False
-        self._first_at = 0.0
+        self.requested, self.message = False, message
+        self._is_deferred, self._first_at = False, 0.0
         self._process = os.getpid()
         self._before: dict[int, Any] = {}
 
@@ -289,7 +263,7 @@ class StopSignals:
 
     @contextmanager
     def deferred(self) -> Iterator["StopSignals"]:
-        """A block that looks at :attr:`requested` itself."""
+        """A block that looks at ``requested`` itself."""
         self._is_deferred = True
         try:
             yield self

@@ -21,37 +21,21 @@ from aploss.training.step import BadNumbers, DivergedError, Stepper, StepResult,
 
 @dataclass
 class LoopState:
-    """What a checkpoint holds of a run, apart from weights, optimizer and generators.
+    """What a checkpoint holds of a run, apart from weights, optimizer and generators."""
 
-    Attributes:
-        step: steps done.
-        seconds: spent training so far, over all resumptions.
-        validated_step: the last step after which validation took place.
-        best_step: step of the best validation, 0 before the first.
-        best_value: its metric.
-        best_metrics: all metrics of it.
-        validations_since_best: for patience.
-        bad_in_a_row: steps skipped for NaN or Inf since the last good one.
-        bad_steps: all of them.
-        stopped_by: ``"length"``, ``"patience"`` or ``"minutes"`` once training is over.
-        window: sums of the losses since the last row of metrics.
-        window_steps: steps in them.
-        unreadable: images that cannot be read, with the reason.
-    """
-
-    step: int = 0
-    seconds: float = 0.0
-    validated_step: int = 0
-    best_step: int = 0
-    best_value: float = float("-inf")
-    best_metrics: dict[str, Any] = field(default_factory=dict)
-    validations_since_best: int = 0
-    bad_in_a_row: int = 0
-    bad_steps: int = 0
-    stopped_by: str | None = None
-    window: dict[str, float] = field(default_factory=dict)
-    window_steps: int = 0
-    unreadable: dict[str, str] = field(default_factory=dict)
+    step: int = 0  # done
+    seconds: float = 0.0  # spent training so far, over all resumptions
+    validated_step: int = 0  # the last after which validation took place
+    best_step: int = 0  # of the best validation, 0 before the first
+    best_value: float = float("-inf")  # its metric
+    best_metrics: dict[str, Any] = field(default_factory=dict)  # all of them
+    validations_since_best: int = 0  # for patience
+    bad_in_a_row: int = 0  # steps skipped for NaN or Inf since the last good one
+    bad_steps: int = 0  # all of them
+    stopped_by: str | None = None  # "length", "patience" or "minutes" once training is over
+    window: dict[str, float] = field(default_factory=dict)  # sums of the losses since the last row of metrics
+    window_steps: int = 0  # in these sums
+    unreadable: dict[str, str] = field(default_factory=dict)  # images that cannot be read: path → reason
 
     def add_to_window(self, values: dict[str, float]) -> None:
         """Adds the values of a step to the sums of the next row of metrics."""
@@ -82,16 +66,7 @@ class LoopState:
 
 
 class Loop:
-    """Trains until the schedule, patience, a time limit or a signal ends it.
-
-    Args:
-        config: of the run.
-        stepper: does the steps, and knows the ranks.
-        batches: the training data.
-        splits: what is measured on, and the datasets of the run.
-        folder: of the run; only rank 0 writes.
-        progress: what the user sees.
-    """
+    """Trains until the schedule, patience, a time limit or a signal ends it; only rank 0 writes."""
 
     def __init__(
         self,
@@ -104,13 +79,11 @@ class Loop:
     ) -> None:
         self.config, self.stepper, self.batches = config, stepper, batches
         self.splits, self.images, self.validation = splits, splits.data.train, splits.validation
-        self.folder, self.progress = folder, progress
-        self.world = stepper.world
+        self.folder, self.progress, self.world = folder, progress, stepper.world
         self.workers = choose_workers(config.batches.workers, stepper.device, self.world.size)
         self.state = LoopState()
         self.total_steps = stepper.schedule.total_steps
-        settings = config.validation
-        self._validate_every = stepper.schedule.steps(settings.every, settings.unit)
+        self._validate_every = stepper.schedule.steps(config.validation.every, config.validation.unit)
         self._log: MetricsLog | None = None
         self._known_unreadable: set[int] = set()  # training images, on this rank
         self._unreadable_now: set[str] = set()  # on all ranks, since the run was started or resumed
@@ -136,13 +109,15 @@ class Loop:
                 self._log.close()
 
     def _steps(self, signals: StopSignals) -> None:
-        state, accumulate = self.state, self.config.batches.accumulate
+        state, accumulate, limit = self.state, self.config.batches.accumulate, self.config.max_minutes
         self._validate_and_save()  # an interruption may have come before a validation
         with closing(self.batches.endless(state.step * accumulate)) as batches:
             while state.stopped_by is None:
-                step_batches = list(itertools.islice(batches, accumulate))
-                self._after_step(self.stepper.step(state.step, step_batches))
-                interrupted, out_of_time, unreadable = self._events(signals)
+                self._after_step(self.stepper.step(state.step, list(itertools.islice(batches, accumulate))))
+                late = limit is not None and state.seconds >= 60 * limit
+                news = len(self.batches.unreadable) > len(self._known_unreadable)
+                # What any rank was told or has met, all act on.
+                interrupted, out_of_time, unreadable = self.world.sum([signals.requested, late, news])
                 if unreadable:
                     self._exchange_unreadable()
                 if state.step >= self.total_steps:
@@ -150,7 +125,11 @@ class Loop:
                 elif out_of_time:
                     state.stopped_by = "minutes"
                 elif interrupted:
-                    self._interrupt()
+                    self.save()
+                    raise TrainingInterruptedError(
+                        f"stopped at step {state.step} of {self.total_steps}, everything is saved; "
+                        f"go on with: {self.folder.resume_command}"
+                    )
                 self._validate_and_save()
 
     @property
@@ -187,10 +166,8 @@ class Loop:
                 "step": self.state.step,
                 "epoch": self.epoch,
                 "loss": means["classification"] + means["box"],
-                "classification": means["classification"],
-                "box": means["box"],
+                **means,
                 "lr": learning_rate,
-                "gradient_norm": means["gradient_norm"],
                 "images_per_second": round(images / max(now - self._row_at, 1e-9), 2),
                 "seconds": round(self.state.seconds, 3),
             }
@@ -210,24 +187,14 @@ class Loop:
             self._log.add_bad(bad.as_row())
         if self.state.bad_in_a_row >= self.config.bad_steps:
             raise DivergedError(
-                f"training stopped after {self.state.bad_in_a_row} steps in a row with NaN or Inf, "
-                f"the last: {bad}; {self._kept_checkpoint()}; try a lower optimizer.learning_rate "
-                "or optimizer.clip_norm, or precision float32"
+                f"training stopped after {self.state.bad_in_a_row} steps in a row with NaN or Inf, the last: {bad}; "
+                f"{self._kept_checkpoint()}; try a lower optimizer.learning_rate or optimizer.clip_norm, or precision "
+                "float32"
             )
 
     def _kept_checkpoint(self) -> str:
         last = self.folder.checkpoints.last
-        kept = f"the last good checkpoint {last} is kept"
-        return kept if last.is_file() else "nothing was saved before"
-
-    def _events(self, signals: StopSignals) -> tuple[bool, bool, bool]:
-        """Whether any rank was asked to stop, is out of time, or met an unreadable image."""
-        limit = self.config.max_minutes
-        late = limit is not None and self.state.seconds >= 60 * limit
-        news = len(self.batches.unreadable) > len(self._known_unreadable)
-        sums = self.world.sum([float(signals.requested), float(late), float(news)])
-        interrupted, out_of_time, unreadable = (total > 0 for total in sums)
-        return interrupted, out_of_time, unreadable
+        return f"the last good checkpoint {last} is kept" if last.is_file() else "nothing was saved before"
 
     def _exchange_unreadable(self) -> None:
         """Lets all ranks know of images that could not be read for the last step."""
@@ -238,19 +205,17 @@ class Loop:
         }
         self._known_unreadable = set(self.batches.unreadable)
         shares = self.world.from_main(self.world.gather(new))
-        self.note_unreadable(
-            {path: reason for share in shares for path, reason in share.items()},
-            "the next image of the epoch stands in for it",
-        )
-        self._unreadable_now |= {path for share in shares for path in share}
+        all_new = {path: reason for share in shares for path, reason in share.items()}
+        self.note_unreadable(all_new, "the next image of the epoch stands in for it")
+        self._unreadable_now |= all_new.keys()
         found, share = len(self._unreadable_now), self.config.batches.max_unreadable
         if found > share * len(self.images):
             self.save()
             raise DataError(
-                f"training stopped at step {self.state.step}: {found} of {len(self.images)} "
-                f"training images cannot be read, more than batches.max_unreadable ({share:g}); "
-                f"the first: {next(iter(self.state.unreadable.values()))}; everything is saved: "
-                f"repair the data, then go on with: {self.folder.resume_command}"
+                f"training stopped at step {self.state.step}: {found} of {len(self.images)} training images cannot be "
+                f"read, more than batches.max_unreadable ({share:g}); the first: "
+                f"{next(iter(self.state.unreadable.values()))}; everything is saved: repair the data, then go on with: "
+                f"{self.folder.resume_command}"
             )
 
     def note_unreadable(self, images: dict[str, str], consequence: str) -> None:
@@ -260,15 +225,7 @@ class Loop:
                 self.state.unreadable[path] = reason
                 self.progress.warn(f"step {self.state.step}: {reason}; {consequence}")
                 if self._log is not None:
-                    row = {"step": self.state.step, "image": path, "reason": reason}
-                    self._log.add_unreadable(row)
-
-    def _interrupt(self) -> None:
-        self.save()
-        raise TrainingInterruptedError(
-            f"stopped at step {self.state.step} of {self.total_steps}, everything is saved; "
-            f"go on with: {self.folder.resume_command}"
-        )
+                    self._log.add_unreadable({"step": self.state.step, "image": path, "reason": reason})
 
     def _validate_and_save(self) -> None:
         state = self.state
@@ -284,40 +241,32 @@ class Loop:
 
     def _validate(self) -> None:
         assert self.validation is not None
-        state, settings, split = self.state, self.config.validation, self.validation
-        detector = self.stepper.evaluated
+        state, settings, split, detector = self.state, self.config.validation, self.validation, self.stepper.evaluated
         found = detect_split(detector, split, self.world, batch_size=settings.batch_size, workers=self.workers)
         self.note_unreadable(split.unreadable, f"it is left out of {split.name}")
         metrics = self.world.on_main(lambda: split.measure(found, detector).as_dict())
         state.add_validation(metrics, settings.metric)
-        row = {"kind": "validation", "step": state.step, "epoch": self.epoch}
-        averages = {name: value for name, value in metrics.items() if name.startswith("A")}
-        self._add_row({**row, "seconds": round(self._seconds, 3), **averages})
+        row = {"kind": "validation", "step": state.step, "epoch": self.epoch, "seconds": round(self._seconds, 3)}
+        self._add_row({**row, **{name: value for name, value in metrics.items() if name.startswith("A")}})
         self._row_at = time.monotonic()  # the next row's speed is that of training alone
         if settings.patience is not None and state.validations_since_best >= settings.patience:
             state.stopped_by = state.stopped_by or "patience"
 
     def _checkpoint_is_due(self) -> bool:
         steps, minutes = self.config.checkpoint_steps, self.config.checkpoint_minutes
-        if self.state.step == 0:
-            return False
-        if steps is not None and self.state.step % steps == 0:
-            return True
-        return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+        by_steps = steps is not None and self.state.step % steps == 0
+        by_time = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+        return self.state.step > 0 and (by_steps or by_time)
 
     def save(self) -> None:
-        """Writes ``last.pt``: everything that a resumed run needs.
-
-        Raises:
-            DivergedError: a weight is NaN or Inf: then the checkpoint before stays.
-        """
+        """Writes ``last.pt``: all that a resumed run needs; DivergedError if a weight is NaN or Inf."""
         self._saved_at = time.monotonic()
         detector = self.stepper.evaluated
         name = non_finite_weight(detector)  # the same on every rank
         if name is not None:
+            kept = self._kept_checkpoint()
             raise DivergedError(
-                f"step {self.state.step}: the weight {name} is NaN or Inf; "
-                f"{self._kept_checkpoint()}; try a lower optimizer.learning_rate"
+                f"step {self.state.step}: the weight {name} is NaN or Inf; {kept}; try a lower optimizer.learning_rate"
             )
         if self._log is None:
             return
@@ -341,21 +290,15 @@ class Loop:
             )
 
     def restore(self, checkpoint: dict[str, Any], *, best_step: int | None) -> None:
-        """Goes back to where a checkpoint was written.
-
-        Args:
-            checkpoint: what ``last.pt`` holds.
-            best_step: the step of ``best.pt``, None without one.
+        """Goes back to where ``last.pt`` was written, beside a ``best.pt`` of ``best_step``.
 
         Raises:
-            RunError: the checkpoint does not fit: other training images, another detector, or
-                fields that are missing.
+            RunError: the checkpoint does not fit: other training images, another detector, or fields that are missing.
         """
         last = self.folder.checkpoints.last
         try:
-            training = checkpoint["training"]
+            training = {"unreadable": {}, **checkpoint["training"]}  # not in older ones
             self._check_images(training["images"])
-            training = {"unreadable": {}, **training}  # not in older ones
             self.state = LoopState(**{f.name: training[f.name] for f in fields(LoopState)})
             self.stepper.load_state(training["stepper"], checkpoint["detector"]["state"])
             restore_random_state(training["random"])
@@ -367,10 +310,8 @@ class Loop:
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
             reason = " ".join(str(error).split())[:200]
             raise RunError(f"{last} does not fit {self.folder.config_file}: {reason}") from error
-        if threads != torch.get_num_threads():
-            self.progress.note(
-                f"the run had {threads} threads, now {torch.get_num_threads()}: numbers may differ in the last digits"
-            )
+        if threads != (now := torch.get_num_threads()):
+            self.progress.note(f"the run had {threads} threads, now {now}: numbers may differ in the last digits")
         if self.state.best_step == self.state.step != best_step and self.state.step > 0:
             self._save_best()  # killed after last.pt was written, before best.pt was
         if not self.state.is_over(self.config.max_minutes):
@@ -379,8 +320,7 @@ class Loop:
     def _check_images(self, images: int) -> None:
         if images != len(self.images):
             raise RunError(
-                f"{self.folder.path} was started with {images} training images, but the data now "
-                f"has {len(self.images)}, so that samples would come in another order; bring the "
-                "data back, or start a new run from these weights with "
-                f"--model.weights {self.folder.checkpoints.last} --out NEW"
+                f"{self.folder.path} was started with {images} training images, but the data now has "
+                f"{len(self.images)}, so that samples would come in another order; bring the data back, or start a "
+                f"new run from these weights with --model.weights {self.folder.checkpoints.last} --out NEW"
             )

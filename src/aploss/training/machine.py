@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -34,11 +34,7 @@ def choose_device(name: str) -> torch.device:
         device(type='cpu')
     """
     if name == "auto":
-        name = "cpu"
-        if torch.cuda.is_available():
-            name = "cuda"
-        elif torch.backends.mps.is_available():
-            name = "mps"
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -61,24 +57,20 @@ def choose_device(name: str) -> torch.device:
 def choose_workers(wanted: int | None, device: torch.device, processes: int) -> int:
     """How many data loader workers to use.
 
-    On a CPU the cores are needed for training itself, and reading small images takes little: one
-    worker, or none on a single core. A GPU is fed by several.
+    On a CPU the cores are needed for training itself, and reading small images takes little: one worker, or none on a
+    single core. A GPU is fed by several.
     """
     if wanted is not None:
         return wanted
     cores = max(1, (os.cpu_count() or 1) // processes)
-    if device.type == "cpu":
-        return min(1, cores - 1)
-    return min(8, cores)
+    return min(1, cores - 1) if device.type == "cpu" else min(8, cores)
 
 
 @contextmanager
 def seeded(seed: int, *, deterministic: bool) -> Iterator[None]:
     """Runs a block from a seed and leaves every generator and switch as it was before.
 
-    Args:
-        seed: for Python, NumPy and torch.
-        deterministic: choose algorithms that give the same bits in every run.
+    With ``deterministic`` algorithms are chosen that give the same bits in every run.
     """
     before = capture_random_state()
     was_deterministic = torch.are_deterministic_algorithms_enabled()
@@ -105,11 +97,11 @@ def seeded(seed: int, *, deterministic: bool) -> Iterator[None]:
 def capture_random_state() -> dict[str, Any]:
     """The state of all generators as tensors and plain values, which any checkpoint can hold."""
     legacy: Any = np.random.get_state()  # noqa: NPY002
-    kind, keys, position, has_gauss, gauss = legacy
+    kind, keys, *gauss = legacy
     version_, internal, next_gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss],
+        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), *gauss],
         "python": [version_, list(internal), next_gauss],
     }
     if torch.cuda.is_available():
@@ -120,8 +112,8 @@ def capture_random_state() -> dict[str, Any]:
 def restore_random_state(state: dict[str, Any]) -> None:
     """Brings all generators into a captured state."""
     torch.set_rng_state(state["torch"])
-    kind, keys, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))  # noqa: NPY002
+    kind, keys, *gauss = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *gauss))  # noqa: NPY002
     version_, internal, next_gauss = state["python"]
     random.setstate((version_, tuple(internal), next_gauss))
     if "cuda" in state and torch.cuda.device_count() == len(state["cuda"]):
@@ -155,23 +147,20 @@ def _version(package: str) -> str | None:
 def _commit() -> str | None:
     """The commit of aploss's own source, with a '+' where it has changes; None when installed."""
     source = Path(__file__).resolve().parents[3]
-    if not (source / ".git").exists():
-        return None
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(source), *words]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
-    try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    with suppress(OSError, subprocess.CalledProcessError):
+        if (source / ".git").exists():
+            return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    return None
 
 
 def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -1,8 +1,4 @@
-"""What the user sees of long work: a live bar on a terminal, plain lines elsewhere, or nothing.
-
-Made for training, whose rows of metrics it understands; ``begin``, ``step``, ``note``, ``warn`` and
-``end`` serve any other work with a number of steps.
-"""
+"""What the user sees of training: a live bar on a terminal, plain lines elsewhere, or nothing."""
 
 import sys
 import time
@@ -14,16 +10,12 @@ SECONDS_BETWEEN_LINES = 15.0
 
 
 class Progress:
-    """Prints only warnings; the base of the others.
-
-    Args:
-        on_progress: called with every row of the metrics.
-    """
+    """Prints only warnings; the base of the others. ``on_progress`` is called with every row of the metrics."""
 
     def __init__(self, on_progress: Callable[[Row], Any] | None = None) -> None:
         self._on_progress = on_progress
 
-    def begin(self, total: int, done: int = 0, label: str = "training") -> None:
+    def begin(self, total: int, done: int) -> None:
         """The work starts at step ``done`` of ``total``."""
 
     def step(self, done: int) -> None:
@@ -55,26 +47,24 @@ class SilentProgress(Progress):
 class PlainProgress(Progress):
     """A line from time to time, for logs and pipes."""
 
-    def begin(self, total: int, done: int = 0, label: str = "training") -> None:
+    def begin(self, total: int, done: int) -> None:
         self._total, self._first, self._started = total, done, time.monotonic()
         self._last_line = self._started
 
     def row(self, row: Row) -> None:
         super().row(row)
+        step, now = row["step"], time.monotonic()
         if row["kind"] == "validation":
-            self.note(f"step {row['step']}/{self._total}  {describe_validation(row)}")
-            self._last_line = time.monotonic()
-        elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
-            self._last_line = time.monotonic()
-            left = describe_seconds(self._seconds_left(row["step"]))
-            self.note(f"step {row['step']}/{self._total}  {describe_training(row)}  {left} left")
+            self.note(f"step {step}/{self._total}  {describe_validation(row)}")
+        elif now - self._last_line >= SECONDS_BETWEEN_LINES:
+            left = (now - self._started) / max(1, step - self._first) * (self._total - step)
+            self.note(f"step {step}/{self._total}  {describe_training(row)}  {describe_seconds(left)} left")
+        else:
+            return
+        self._last_line = now
 
     def note(self, text: str) -> None:
         print(text, flush=True)
-
-    def _seconds_left(self, step: int) -> float:
-        speed = (time.monotonic() - self._started) / max(1, step - self._first)
-        return speed * (self._total - step)
 
 
 class RichProgress(Progress):
@@ -98,8 +88,8 @@ class RichProgress(Progress):
         )
         self._task = self._bar.add_task("training", total=None, loss="", metric="")
 
-    def begin(self, total: int, done: int = 0, label: str = "training") -> None:
-        self._bar.update(self._task, total=total, completed=done, description=label)
+    def begin(self, total: int, done: int) -> None:
+        self._bar.update(self._task, total=total, completed=done)
         self._bar.start()
 
     def step(self, done: int) -> None:
@@ -124,13 +114,7 @@ class RichProgress(Progress):
 
 
 def make_progress(*, quiet: bool, on_progress: Callable[[Row], Any] | None = None, is_main: bool = True) -> Progress:
-    """The progress display for this output: none, live or plain.
-
-    Args:
-        quiet: only warnings.
-        on_progress: called with every row of the metrics.
-        is_main: whether this is rank 0; the others are silent.
-    """
+    """The progress display for this output: only warnings, live or plain; none on other ranks than 0."""
     if not is_main:
         return SilentProgress()
     if quiet:
@@ -139,12 +123,7 @@ def make_progress(*, quiet: bool, on_progress: Callable[[Row], Any] | None = Non
 
 
 def describe_training(row: Row) -> str:
-    """One line of a training row.
-
-    Example:
-        >>> describe_training({"loss": 1.25, "images_per_second": 99.6})
-        'loss 1.250  100 images/s'
-    """
+    """One line of a training row."""
     return f"loss {row['loss']:.3f}  {row['images_per_second']:.0f} images/s"
 
 

@@ -1,18 +1,19 @@
 """Recipes: YAML files of settings, in the package or the user's own.
 
-A recipe has the keys of :class:`~aploss.training.config.TrainConfig`. It may build on another one
-(``extends``: the name of a packaged recipe, or a file beside it), and may have a section ``losses``
-with the settings that apply only when that loss is trained::
+A recipe has the keys of :class:`~aploss.training.config.TrainConfig`. It may build on another one (``extends``: the
+name of a packaged recipe, or a file beside it), and may have a section ``losses`` with the settings that apply only
+when that loss is trained::
 
     extends: voc-retinanet-r50
     optimizer: {learning_rate: 0.002}
     losses:
       focal: {criterion: {options: {gamma: 1.5}}}
 
-What is more particular wins: defaults, the recipe that is extended, the recipe itself, its section
-of the loss, then overrides.
+What is more particular wins: defaults, the recipe that is extended, the recipe itself, its section of the loss, then
+overrides.
 """
 
+from functools import reduce
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,7 @@ def recipe_names() -> tuple[str, ...]:
         True
     """
     found = (Path(entry.name) for entry in files("aploss.recipes").iterdir())
-    names = (path.stem for path in found if path.suffix == ".yaml")
-    return tuple(sorted(name for name in names if not name.startswith("_")))
+    return tuple(sorted(path.stem for path in found if path.suffix == ".yaml" and not path.stem.startswith("_")))
 
 
 def load_config(recipe: str | None = None, overrides: dict[str, Any] | None = None) -> TrainConfig:
@@ -40,8 +40,7 @@ def load_config(recipe: str | None = None, overrides: dict[str, Any] | None = No
 
     Args:
         recipe: name of a packaged recipe or path of a YAML file; None for the defaults alone.
-        overrides: nested values that win over the recipe; ``loss`` among them selects the
-            recipe's section for it.
+        overrides: nested values that win over the recipe; ``loss`` among them selects the recipe's section for it.
 
     Raises:
         ConfigError: for a recipe that does not exist, an unknown key or a wrong value.
@@ -68,34 +67,21 @@ def load_config(recipe: str | None = None, overrides: dict[str, Any] | None = No
 
 
 def read_recipe(name: str) -> dict[str, Any]:
-    """The values of a recipe, laid over those of the recipes that it extends.
-
-    Args:
-        name: a packaged recipe, or the path of a YAML file.
-
-    Raises:
-        ConfigError: there is no such recipe or base, it is not YAML, or it extends itself.
-    """
+    """The values of a recipe (its name, or the path of a YAML file), laid over those of the recipes that it extends."""
     chain: list[Path] = []
     layers: list[dict[str, Any]] = []
-    path = _recipe_path(name, beside=None)
-    while True:
+    base: Any = name
+    while base is not None:
+        if not isinstance(base, str):
+            raise ConfigError(f"{chain[-1]}: extends must name one recipe or file, got {base!r}")
+        path = _recipe_path(base, beside=chain[-1] if chain else None)
         if path in chain:
             circle = " extends ".join(entry.name for entry in [*chain[chain.index(path) :], path])
             raise ConfigError(f"recipe {name} extends itself: {circle}")
         chain.append(path)
-        values = read_yaml(path)
-        base = values.pop("extends", None)
-        layers.append(values)
-        if base is None:
-            break
-        if not isinstance(base, str):
-            raise ConfigError(f"{path}: extends must name one recipe or file, got {base!r}")
-        path = _recipe_path(base, beside=path)
-    merged: dict[str, Any] = {}
-    for values in reversed(layers):
-        merged = merge(merged, values)
-    return merged
+        layers.append(read_yaml(path))
+        base = layers[-1].pop("extends", None)
+    return reduce(merge, reversed(layers))
 
 
 def _recipe_path(name: str, *, beside: Path | None) -> Path:
@@ -114,11 +100,7 @@ def _recipe_path(name: str, *, beside: Path | None) -> Path:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping a YAML file holds.
-
-    Raises:
-        ConfigError: if there is no such file, or it is not YAML or not a mapping.
-    """
+    """The mapping a YAML file holds; ConfigError for anything else."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -142,8 +124,6 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """
     merged = dict(base)
     for key, value in changes.items():
-        if isinstance(value, dict) and isinstance(merged.get(key), dict):
-            merged[key] = merge(merged[key], value)
-        else:
-            merged[key] = value
+        both = isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = merge(base[key], value) if both else value
     return merged

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -12,14 +11,15 @@ import torch
 from aploss.data.loader import make_training_loader
 from aploss.detectors.build import build_detector
 from aploss.detectors.detector import Detector
-from aploss.errors import ConfigError, DataError
+from aploss.errors import ConfigError
+from aploss.reports.run_files import read_json_lines
 from aploss.training.config import TrainConfig
 from aploss.training.distributed import StopSignals, TrainingInterruptedError, World, start_world
-from aploss.training.evaluate import FinalNumbers, RunSplits, evaluate_run
+from aploss.training.evaluate import RunSplits, evaluate_run
 from aploss.training.loop import Loop, LoopState
 from aploss.training.machine import choose_device, choose_workers, describe_environment, seeded
 from aploss.training.progress import Progress, make_progress
-from aploss.training.run_folder import RunFolder, Summary, default_folder, discard, read_rows, refuse_changes
+from aploss.training.run_folder import RunFolder, Summary, default_folder, discard, refuse_changes
 from aploss.training.splits import RunData, as_started, load_run_data
 from aploss.training.step import Schedule, Stepper
 
@@ -33,14 +33,13 @@ def train(
 ) -> Summary:
     """Trains, evaluates and reports one run.
 
-    Under ``torchrun`` every process calls it. The same config gives the same weights and numbers
-    on a CPU, however often it is called in a process; generators and switches of torch are left as
-    they were.
+    Under ``torchrun`` every process calls it. The same config gives the same weights and numbers on a CPU, however
+    often it is called in a process; generators and switches of torch are left as they were.
 
     Args:
         config: what to do; ``config.out`` is the run folder.
-        resume: go on with the run that is in the folder. One that is finished is only read, one
-            that is not there is started.
+        resume: go on with the run that is in the folder. One that is finished is only read, one that is not there is
+            started.
         quiet: show only warnings; otherwise a live bar on a terminal, lines elsewhere.
         on_progress: called on rank 0 with every row of the metrics, as it is written.
 
@@ -73,7 +72,7 @@ def train(
 
         data = world.main_first(lambda: load_run_data(config))  # rank 0 makes the built-in data
         if checkpoint is not None:
-            data = _data_of(checkpoint, data, config)
+            data = as_started(data, checkpoint["training"], config)
         loop = _make_loop(config, data, device, world, folder, progress)
         if checkpoint is not None:
             loop.restore(checkpoint, best_step=best_step)
@@ -84,13 +83,13 @@ def train(
         loop.run(signals)
 
         signals.message = f"stopped; training is done, measure with: {folder.resume_command}"
-        if world.sum([float(signals.requested)])[0]:  # in the last step
+        if any(world.sum([signals.requested])):  # in the last step
             raise TrainingInterruptedError(signals.message)
         progress.note("measuring the result")
-        numbers = evaluate_run(config, folder, world, loop.splits, device=device, workers=loop.workers)
+        measured = evaluate_run(config, folder, world, loop.splits, device=device, workers=loop.workers)
         for split in loop.splits.all:
             loop.note_unreadable(split.unreadable, f"it is left out of {split.name}")
-        summary = _summarise(config, folder, loop, numbers)
+        summary = _summarise(config, folder, loop, measured)
         world.on_main(lambda: _write_report(folder, summary))
     return summary
 
@@ -129,14 +128,13 @@ def _make_loop(
     config: TrainConfig, data: RunData, device: torch.device, world: World, folder: RunFolder, progress: Progress
 ) -> Loop:
     """Everything that trains: batches, detector, optimizer, schedule."""
-    workers = choose_workers(config.batches.workers, device, world.size)
     batches = make_training_loader(
         data.train,
         batch_size=config.batches.size,
         seed=config.seed,
         preset=config.batches.augmentation,
         size=config.batches.image_size,
-        workers=workers,
+        workers=choose_workers(config.batches.workers, device, world.size),
         rank=world.rank,
         world_size=world.size,
         skip_unreadable=True,
@@ -148,35 +146,11 @@ def _make_loop(
     return Loop(config, stepper, batches, RunSplits(data), folder, progress)
 
 
-def _data_of(checkpoint: dict[str, Any], data: RunData, config: TrainConfig) -> RunData:
-    """The data with the training images in the order of the checkpoint, which older ones lack."""
-    training = checkpoint["training"]
-    names = training.get("image_names") if isinstance(training, dict) else None
-    if not isinstance(names, list):
-        return data
-    train_images, remark = as_started(data.train, names)
-    kept = {data.train.relative_path(index) for index in range(len(data.train))} & set(names)
-    share = config.batches.max_unreadable
-    if len(kept) < (1 - share) * len(names):
-        raise DataError(
-            f"{len(names) - len(kept)} of the {len(names)} training images of the run have "
-            f"vanished from {config.data}, more than batches.max_unreadable ({share:g}); bring "
-            "them back, or allow more"
-        )
-    remarks = (*data.remarks, remark) if remark else data.remarks
-    return replace(data, train=train_images, remarks=remarks)
-
-
 @contextmanager
 def _new_run(config: TrainConfig, folder: RunFolder, loop: Loop) -> Iterator[None]:
     """Makes the folder; when not even one step could be done, it is free again."""
-    world, is_new = loop.world, loop.world.is_main and not folder.exists
-
-    def create() -> None:
-        if is_new:
-            folder.create(config)
-
-    world.on_main(create)
+    is_new = loop.world.is_main and not folder.exists
+    loop.world.on_main(lambda: folder.create(config) if is_new else None)
     try:
         yield
     except Exception:
@@ -189,55 +163,38 @@ def _introduce(config: TrainConfig, folder: RunFolder, data: RunData, loop: Loop
     """Prints what is about to be done."""
     note, world, detector = loop.progress.note, loop.world, loop.stepper.detector
     sizes = [f"{len(data.train)} images to train on"]
-    for word, dataset in (("validation", data.validation), ("evaluation", data.evaluation)):
-        if dataset is not None:
-            sizes.append(f"{len(dataset)} for {word} ({dataset.split})")
+    others = {"validation": data.validation, "evaluation": data.evaluation}
+    sizes += [f"{len(other)} for {word} ({other.split})" for word, other in others.items() if other is not None]
     note(f"data      {data.train.name}: {', '.join(sizes)}; {len(detector.class_names)} classes")
     if data.train.problems:
         note(f"          {len(data.train.problems)} problems in it: aploss data check lists them")
     for remark in data.remarks:
         note(f"          {remark}")
-    device = loop.stepper.device
+    device, gpus = loop.stepper.device, torch.cuda.device_count()
     where = f"{device}" + (f", {world.size} processes" if world.size > 1 else "")
-    note(f"detector  {detector.name}, {_parameters(detector) / 1e6:.1f} M parameters, "
-         f"loss {config.loss}")  # fmt: skip
-    schedule = loop.stepper.schedule
-    if schedule.warmup_steps < config.schedule.warmup_steps:
-        note(f"          the warm-up of {config.schedule.warmup_steps} steps is longer than the "
-             f"training: shortened to {schedule.warmup_steps}")  # fmt: skip
+    note(f"detector  {detector.name}, {_parameters(detector) / 1e6:.1f} M parameters, loss {config.loss}")
+    warmup, wanted = loop.stepper.schedule.warmup_steps, config.schedule.warmup_steps
+    if warmup < wanted:
+        note(f"          the warm-up of {wanted} steps is longer than the training: shortened to {warmup}")
     note(f"training  {loop.total_steps} steps of {loop.batches.batch_size} images on {where}")
-    if device.type == "cuda" and torch.cuda.device_count() > world.size == 1:
-        count = torch.cuda.device_count()
-        note(f"          {count} GPUs: use all with torchrun --nproc-per-node {count} -m aploss")
+    if device.type == "cuda" and gpus > world.size == 1:
+        note(f"          {gpus} GPUs: use all with torchrun --nproc-per-node {gpus} -m aploss")
     resumed = f", from step {loop.state.step}" if loop.state.step > 0 else ""
     note(f"run       {folder.path}{resumed}")
 
 
-def _summarise(config: TrainConfig, folder: RunFolder, loop: Loop, numbers: FinalNumbers) -> Summary:
-    state = loop.state
-    metrics = {} if numbers.metrics is None else numbers.metrics.as_dict()
-    calibration = numbers.calibration or {}
-    after = calibration.get("after", {})
-    environment = describe_environment()
-    speeds = [row["images_per_second"] for row in read_rows(folder.metrics_file) if row["kind"] == "train"]
+def _summarise(config: TrainConfig, folder: RunFolder, loop: Loop, measured: dict[str, Any]) -> Summary:
+    state, environment = loop.state, describe_environment()
+    speeds = [row["images_per_second"] for row in read_json_lines(folder.metrics_file) if row["kind"] == "train"]
     return Summary(
         folder=str(folder.path),
         data=config.data,
-        split=numbers.split,
         detector=config.detector,
         loss=config.loss,
         seed=config.seed,
-        **{name: metrics.get(name) for name in ("AP", "AP50", "AP75", "APs", "APm", "APl")},
-        voc_AP50=numbers.voc_AP50,
-        per_class=metrics.get("per_class", {}),
-        calibration_error=after.get("all", {}).get("expected_calibration_error"),
-        calibration_error_drawn=after.get("expected_calibration_error"),
-        calibration_split=calibration.get("measured_on"),
-        calibration_held_out=calibration.get("held_out"),
-        draw_threshold=numbers.draw_threshold,
+        **measured,
         steps=state.step,
         epochs=round(loop.epoch, 3),
-        best_step=numbers.step,
         stopped_by=str(state.stopped_by),
         bad_steps=state.bad_steps,
         minutes=round(state.seconds / 60, 3),
@@ -265,8 +222,8 @@ def _parameters(detector: Detector) -> int:
 def make_detector(config: TrainConfig, class_names: tuple[str, ...]) -> Detector:
     """The detector of a config with its initial weights.
 
-    They follow from the seed alone: runs that differ in the loss start from the same weights,
-    wherever the shapes are the same (a softmax loss has one column more).
+    They follow from the seed alone: runs that differ in the loss start from the same weights, wherever the shapes are
+    the same (a softmax loss has one column more).
     """
     detector = _build(config, class_names, config.loss)
     if config.loss != TrainConfig.loss:
@@ -279,8 +236,7 @@ def make_detector(config: TrainConfig, class_names: tuple[str, ...]) -> Detector
 
 
 def _build(config: TrainConfig, class_names: tuple[str, ...], loss: str) -> Detector:
-    criterion = config.criterion
-    is_own = loss == config.loss
+    criterion, is_own = config.criterion, loss == config.loss
     torch.manual_seed(config.seed)
     try:
         return build_detector(

@@ -19,13 +19,13 @@ from aploss.detectors.checkpoint import detector_record, read_checkpoint
 from aploss.detectors.detector import Detector
 from aploss.errors import ConfigError, RunError
 from aploss.files import keep_as, remove_unfinished, write_json, write_text, write_whole
+from aploss.reports.run_files import read_json_lines
 from aploss.training.config import TrainConfig, config_from_dict, config_to_dict, differing_keys
 from aploss.training.machine import describe_environment
 from aploss.training.recipes import read_yaml
 
 FOLDERS = ("checkpoints", "evaluation", "plots")
 LOCK_FILE = ".lock"
-FIRST_ENTRIES = (*FOLDERS, LOCK_FILE, "environment.json")
 CHECKPOINT_FORMAT = 1
 
 # What may differ when a run is resumed: none of it changes what is learned.
@@ -53,11 +53,7 @@ def default_folder(config: TrainConfig) -> Path:
 
 
 class RunFolder:
-    """Where everything of a run is.
-
-    Args:
-        path: ``runs/NAME``.
-    """
+    """Where everything of a run is: ``runs/NAME``."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -79,18 +75,15 @@ class RunFolder:
             raise RunError(
                 f"{self.path} already holds a run; add --resume to go on with it, or choose another folder with --out"
             )
-        taken = self.path.exists() and not self.path.is_dir()
+        taken = self.path.exists()
         if self.path.is_dir():  # what a kill during create() has left is no obstacle
-            taken = any(entry.name not in FIRST_ENTRIES for entry in self.path.iterdir())
+            left = (*FOLDERS, LOCK_FILE, "environment.json")
+            taken = any(entry.name not in left for entry in self.path.iterdir())
         if taken:
             raise RunError(f"{self.path} is in the way of the run; choose another folder with --out")
 
     def create(self, config: TrainConfig) -> None:
-        """Makes a new run folder with its config and environment.
-
-        Raises:
-            RunError: if there is already something at this place.
-        """
+        """Makes a new run folder with its config and environment; RunError if something is at this place."""
         self.refuse_if_taken()
         try:
             for folder in FOLDERS:
@@ -135,29 +128,20 @@ class RunFolder:
             lock.release()
 
     def read_config(self) -> TrainConfig:
-        """The config of the run that is here.
-
-        Raises:
-            RunError: if there is no run.
-        """
+        """The config of the run that is here; RunError without one."""
         if not self.exists:
             raise RunError(f"{self.path} holds no run (it has no config.yaml)")
         return config_from_dict(read_yaml(self.config_file), source=str(self.config_file))
 
     def go_on(self, config: TrainConfig) -> None:
-        """Makes the folder ready for a resumed run with this config.
-
-        Raises:
-            ConfigError: if the config differs in more than what may change on the way.
-        """
+        """Makes the folder ready for a resumed run; ConfigError if more differs than what may change on the way."""
         refuse_changes(self, config)
         remove_unfinished(self.path)
 
     def read_summary(self) -> dict[str, Any] | None:
         """The summary of a finished run, or None."""
-        if not self.summary_file.is_file():
-            return None
-        return dict(json.loads(self.summary_file.read_text(encoding="utf-8")))
+        file = self.summary_file
+        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
 
 
 def discard(folder: RunFolder) -> None:
@@ -175,34 +159,24 @@ def refuse_changes(folder: RunFolder, config: TrainConfig) -> None:
     changed = [key for key in differing_keys(folder.read_config(), config) if key not in MAY_CHANGE]
     if changed:
         raise ConfigError(
-            f"{folder.path} was started with another {', '.join(changed)}; resume it as it "
-            "was, or start a new run with --out"
+            f"{folder.path} was started with another {', '.join(changed)}; resume it as it was, "
+            "or start a new run with --out"
         )
 
 
 class Checkpoints:
     """The ``checkpoints/`` folder of a run.
 
-    ``last.pt`` holds everything that a run needs to go on as if nothing had happened,
-    ``previous.pt`` the one before it, ``best.pt`` the detector with the best validation. All hold
-    the detector under the key ``"detector"``, so that :func:`aploss.detectors.load` reads them.
-
-    Args:
-        folder: ``runs/NAME/checkpoints``.
+    ``last.pt`` holds everything that a run needs to go on as if nothing had happened, ``previous.pt`` the one before
+    it, ``best.pt`` the detector with the best validation. All hold the detector under the key ``"detector"``, so that
+    :func:`aploss.detectors.load` reads them. Damaged ones, or those of another version, are a RunError.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.last = folder / "last.pt"
-        self.best = folder / "best.pt"
-        self.previous = folder / "previous.pt"
+        self.last, self.previous, self.best = (folder / f"{name}.pt" for name in ("last", "previous", "best"))
 
     def save_last(self, detector: Detector, training: dict[str, Any]) -> None:
-        """Replaces ``last.pt``, which becomes ``previous.pt``.
-
-        Args:
-            detector: the weights to evaluate and predict with (the EMA, if there is one).
-            training: ``step`` and the state of everything else, of tensors and plain values.
-        """
+        """Replaces ``last.pt``, which becomes ``previous.pt``; ``training`` is all but the weights to predict with."""
         if self.last.is_file():
             keep_as(self.last, self.previous)
         self._write(self.last, detector, {"training": training})
@@ -212,19 +186,13 @@ class Checkpoints:
         self._write(self.best, detector, {"step": step, "metrics": metrics})
 
     def load_last(self) -> dict[str, Any]:
-        """What ``last.pt`` holds, on the CPU.
-
-        Raises:
-            RunError: if it is missing, damaged or of another version; the message says whether
-                the checkpoint before it can take its place.
-        """
-        fields = ("detector", "training")
+        """What ``last.pt`` holds, on the CPU; an error says whether the one before can take its place."""
         try:
-            return self._load(self.last, fields)
+            return self._load(self.last, "training")
         except RunError as error:
             step = None
             with suppress(RunError, KeyError, TypeError):
-                step = self._load(self.previous, fields)["training"]["step"]
+                step = self._load(self.previous, "training")["training"]["step"]
             if step is None:
                 raise
             raise RunError(
@@ -233,57 +201,38 @@ class Checkpoints:
             ) from error
 
     def load_best(self) -> dict[str, Any]:
-        """What ``best.pt`` holds, on the CPU.
-
-        Raises:
-            RunError: if it is missing, damaged or of another version.
-        """
-        return self._load(self.best, ("detector", "step", "metrics"))
+        """What ``best.pt`` holds, on the CPU."""
+        return self._load(self.best, "step", "metrics")
 
     def _write(self, path: Path, detector: Detector, content: dict[str, Any]) -> None:
         record = {"format": CHECKPOINT_FORMAT, "detector": detector_record(detector), **content}
         write_whole(path, lambda file: torch.save(record, file))
 
-    def _load(self, path: Path, fields: tuple[str, ...]) -> dict[str, Any]:
+    def _load(self, path: Path, *content_fields: str) -> dict[str, Any]:
         content = read_checkpoint(path)
         if not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT:
             raise RunError(f"{path} is not a checkpoint of this version of aploss")
-        missing = [name for name in fields if name not in content]
+        missing = [name for name in ("detector", *content_fields) if name not in content]
         if missing:
             raise RunError(f"{path} is not a whole checkpoint: it has no {', '.join(missing)}")
         return content
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSON-lines file; a last line torn by a kill is left out."""
-    rows: list[dict[str, Any]] = []
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
-    return rows
-
-
 class MetricsLog:
-    """Appends rows to ``metrics.jsonl``, ``metrics.csv`` and ``tensorboard/``.
+    """Appends rows to ``metrics.jsonl``, ``metrics.csv`` and ``tensorboard/``, and to the files of what went wrong.
 
     Args:
         folder: the run folder.
-        step: the step the run goes on from: rows after it are cut off, because they are about to
-            be written again. 0 for a new run.
+        step: the step the run goes on from, 0 for a new one: rows after it are cut off, since they are written again.
     """
 
     def __init__(self, folder: Path, *, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        self._bad_file, self._unreadable_file = folder / "bad_numbers.jsonl", folder / "unreadable_images.jsonl"
         jsonl, table = folder / "metrics.jsonl", folder / "metrics.csv"
-        self._bad_file = folder / "bad_numbers.jsonl"
-        self._unreadable_file = folder / "unreadable_images.jsonl"
-        rows = _cut_back(jsonl, step)
         header = dict(zip(CSV_COLUMNS, CSV_COLUMNS, strict=True))
-        write_text(table, "".join(map(_csv_line, [header, *rows])))
+        write_text(table, "".join(map(_csv_line, [header, *_cut_back(jsonl, step)])))
         for file in (self._bad_file, self._unreadable_file):
             if file.is_file():
                 _cut_back(file, step)
@@ -293,23 +242,20 @@ class MetricsLog:
 
     def add(self, row: dict[str, Any]) -> None:
         """Writes one row, with ``kind`` and ``step`` in it, to all three."""
-        self._jsonl.write(_json_line(row))
-        self._csv.write(_csv_line(row))
-        self._jsonl.flush()
-        self._csv.flush()
+        for file, line in ((self._jsonl, _json_line(row)), (self._csv, _csv_line(row))):
+            file.write(line)
+            file.flush()
         for name, value in row.items():
             if name not in TENSORBOARD_SKIPS and isinstance(value, int | float):
                 self._board.add_scalar(f"{row['kind']}/{name}", value, row["step"])
 
     def add_bad(self, row: dict[str, Any]) -> None:
         """Writes one row, with ``step`` in it, to the file of skipped steps."""
-        with self._bad_file.open("a", encoding="utf-8") as file:
-            file.write(_json_line(row))
+        _append(self._bad_file, row)
 
     def add_unreadable(self, row: dict[str, Any]) -> None:
         """Writes one row, with ``step`` in it, to the file of images that cannot be read."""
-        with self._unreadable_file.open("a", encoding="utf-8") as file:
-            file.write(_json_line(row))
+        _append(self._unreadable_file, row)
 
     def flush_to_disk(self) -> None:
         """Makes sure that a checkpoint written next has its rows, even after a power cut."""
@@ -318,15 +264,19 @@ class MetricsLog:
 
     def close(self) -> None:
         """Closes the files."""
-        self._jsonl.close()
-        self._csv.close()
-        self._board.close()
+        for file in (self._jsonl, self._csv, self._board):
+            file.close()
 
 
 def _cut_back(path: Path, step: int) -> list[dict[str, Any]]:
-    rows = [row for row in read_rows(path) if row["step"] <= step]
+    rows = [row for row in read_json_lines(path) if row["step"] <= step]
     write_text(path, "".join(map(_json_line, rows)))
     return rows
+
+
+def _append(path: Path, row: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(_json_line(row))
 
 
 def _json_line(row: dict[str, Any]) -> str:
@@ -345,15 +295,14 @@ class Summary:
 
     Attributes:
         folder: of the run.
-        calibration_error: expected calibration error of all detections, after calibration, on
-            ``calibration_split``.
+        calibration_error: expected calibration error of all detections, after calibration, on ``calibration_split``.
         calibration_error_drawn: of those above ``draw_threshold`` alone.
         calibration_held_out: whether that split is another than the calibration was fitted on.
         best_step: step of the evaluated weights.
         stopped_by: ``"length"``, ``"patience"`` or ``"minutes"``.
         bad_steps: steps skipped because of NaN or Inf.
-        unreadable_images: images that could not be read, with the reason: others stood in for
-            those of training, those of other splits were left out.
+        unreadable_images: images that could not be read, with the reason: others stood in for those of training, those
+            of other splits were left out.
     """
 
     folder: str
@@ -399,14 +348,9 @@ class Summary:
 
     @classmethod
     def read(cls, path: Path) -> "Summary":
-        """Reads ``summary.json``; the folder is where the file is now.
-
-        Raises:
-            RunError: if there is none, or it is of another version.
-        """
+        """Reads ``summary.json``; the folder is where the file is now. RunError for none, or another version's."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            values = {"unreadable_images": {}, **values}  # not in older ones
+            values = {"unreadable_images": {}, **json.loads(path.read_text(encoding="utf-8"))}  # not in older ones
             known = {entry.name: values[entry.name] for entry in fields(cls)}
         except OSError as error:
             raise RunError(f"{path} cannot be read: {error.strerror}") from error

@@ -1,7 +1,7 @@
 """Which images a run trains on, chooses by and is measured on, and settings that suit them."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,30 +21,17 @@ STRIDE = 32  # images are padded to multiples of it anyway
 
 @dataclass(frozen=True)
 class RunData:
-    """The datasets of a run.
-
-    Attributes:
-        train: to learn from.
-        validation: for every choice: best checkpoint, calibration, threshold. None without.
-        evaluation: for the final numbers; may be the validation set.
-        held_out: where the calibration is measured; a set it was not fitted on, where there is one.
-        remarks: what the user should know about the choice.
-    """
+    """The datasets of a run."""
 
     train: DetectionDataset
-    validation: DetectionDataset | None
-    evaluation: DetectionDataset | None
-    held_out: DetectionDataset | None
-    remarks: tuple[str, ...]
+    validation: DetectionDataset | None  # for every choice: best checkpoint, calibration, threshold
+    evaluation: DetectionDataset | None  # for the final numbers; may be the validation set
+    held_out: DetectionDataset | None  # to measure the calibration; not what it was fitted on, where there is another
+    remarks: tuple[str, ...]  # what the user should know about the choice
 
 
 def load_run_data(config: TrainConfig) -> RunData:
-    """Loads the splits that the config names, or that the data set has.
-
-    Raises:
-        ConfigError: for a split that the data set does not have.
-        DataError: for data that cannot be read or has nothing to train on.
-    """
+    """Loads the splits that the config names, or that the data set has; DataError with nothing to train on."""
     if not config.data:
         raise ConfigError("no data: give --data a folder, or --data builtin")
     found = dataset_splits(config.data, format=config.splits.format)
@@ -110,60 +97,61 @@ def _hold_out(name: str, share: float) -> tuple[str, str]:
 
 def _shared_images(train: DetectionDataset, others: list[DetectionDataset | None]) -> list[str]:
     trained = {train.image_path(index) for index in range(len(train))}
-    remarks = {}
-    for other in others:
-        if other is not None:
-            shared = sum(other.image_path(index) in trained for index in range(len(other)))
-            if shared:
-                remarks[other.split] = (
-                    f"{shared} of the {len(other)} images of {other.split} are also trained on: "
-                    "numbers measured there are too good"
-                )
-    return list(remarks.values())
+    by_split = {other.split: other for other in others if other is not None}
+    return [
+        f"{shared} of the {len(other)} images of {split} are also trained on: numbers measured there are too good"
+        for split, other in by_split.items()
+        if (shared := sum(other.image_path(index) in trained for index in range(len(other))))
+    ]
 
 
-def as_started(dataset: DetectionDataset, names: list[str]) -> tuple[DetectionDataset, str]:
-    """The training images in the order a run was started with, whatever has changed since.
+def as_started(data: RunData, training: Any, config: TrainConfig) -> RunData:
+    """The data with the training images in the order a run was started with, whatever has changed since.
 
-    The order of the samples follows from it. An image that has vanished keeps its place, as one
-    that cannot be read; one that has come is left out.
+    The order of the samples follows from it. An image that has vanished keeps its place, as one that cannot be read;
+    one that has come is left out.
 
     Args:
-        dataset: as it is now.
-        names: paths of the images below the dataset's folder, when the run was started.
+        data: as it is now.
+        training: of the run's checkpoint; older ones do not name the images.
+        config: of the run.
 
-    Returns:
-        The dataset, and a remark where it is not that which was given.
+    Raises:
+        DataError: more have vanished than may be unreadable.
     """
-    present = {dataset.relative_path(index): index for index in range(len(dataset))}
-    if list(present) == names:
-        return dataset, ""
+    now = data.train
+    names = training.get("image_names") if isinstance(training, dict) else None
+    present = {now.relative_path(index): index for index in range(len(now))}
+    if not isinstance(names, list) or list(present) == names:
+        return data
     kept = [name for name in names if name in present]
-    known = dataset.subset([present[name] for name in kept])
-    place = {name: index for index, name in enumerate(kept)}
-    counts, ids = known.boxes_per_image(), [known.image_id(index) for index in range(len(known))]
-    fresh = itertools.count(max(ids, default=0) + 1)
+    gone, come, share = len(names) - len(kept), len(present) - len(kept), config.batches.max_unreadable
+    if len(kept) < (1 - share) * len(names):
+        raise DataError(
+            f"{gone} of the {len(names)} training images of the run have vanished from {config.data}, more than "
+            f"batches.max_unreadable ({share:g}); bring them back, or allow more"
+        )
+    known, counts = now.subset([present[name] for name in kept]), now.boxes_per_image()
+    fresh = itertools.count(max(map(now.image_id, range(len(now)))) + 1)
     started = DetectionDataset(
-        root=dataset.root,
-        class_names=dataset.class_names,
+        root=now.root,
+        class_names=now.class_names,
         image_paths=names,
-        image_sizes=[known.image_size(place[n]) if n in place else (1, 1) for n in names],
-        boxes_per_image=[counts[place[n]] if n in place else 0 for n in names],
+        image_sizes=[now.image_size(present[name]) if name in present else (1, 1) for name in names],
+        boxes_per_image=[counts[present[name]] if name in present else 0 for name in names],
         boxes=known.all_boxes(),
         labels=known.all_labels(),
         difficult=known.all_difficult(),
         crowd=known.all_crowd(),
-        image_ids=[ids[place[n]] if n in place else next(fresh) for n in names],
-        problems=dataset.problems,
-        name=dataset.name,
-        split=dataset.split,
+        image_ids=[now.image_id(present[name]) if name in present else next(fresh) for name in names],
+        problems=now.problems,
+        name=now.name,
+        split=now.split,
     )
-    changes = []
-    if gone := len(names) - len(kept):
-        changes.append(f"{gone} training images have vanished since the run was started")
-    if come := len(present) - len(kept):
-        changes.append(f"{come} have come, which this run leaves out")
-    return started, "; ".join(changes or ["the training images are in another order than at first"])
+    changes = [f"{gone} training images have vanished since the run was started"] * bool(gone)
+    changes += [f"{come} have come, which this run leaves out"] * bool(come)
+    remark = "; ".join(changes or ["the training images are in another order than at first"])
+    return replace(data, train=started, remarks=(*data.remarks, remark))
 
 
 # --- without a recipe ---
@@ -177,14 +165,9 @@ def suggest_recipe(device: torch.device) -> str:
 def suggest_image_sizes(recipe: str, data: str, *, format: str = "auto") -> dict[str, Any]:
     """Settings of a run that follow from the size and shape of its images.
 
-    On a CPU images are trained on in the shape that most have, so that objects look the same as
-    in testing, and no larger than they are. A GPU has pixels to spare and augmentation that
-    changes shapes: there the recipe's own size stays.
-
-    Args:
-        recipe: of :func:`suggest_recipe`.
-        data: see :func:`~aploss.data.load.load_dataset`.
-        format: of the data.
+    On a CPU images are trained on in the shape that most have, so that objects look the same as in testing, and no
+    larger than they are. A GPU has pixels to spare and augmentation that changes shapes: there the size of the recipe
+    of :func:`suggest_recipe` stays.
     """
     if recipe != "any-cpu":
         return {}
@@ -204,10 +187,7 @@ def usual_size(dataset: DetectionDataset) -> tuple[int, int]:
         (288, 384)
     """
     sizes = np.array([dataset.image_size(index) for index in range(len(dataset))], dtype=float)
-    ratio = float(np.median(sizes[:, 0] / sizes[:, 1]))  # width over height
-    side = float(np.median(np.sqrt(sizes.prod(axis=1))))
-    side = min(max(side, SMALLEST_SIDE), LARGEST_SIDE)
-    ratio = min(max(ratio, 0.5), 2.0)
-    height, width = side / ratio**0.5, side * ratio**0.5
-    rounded = (max(STRIDE, STRIDE * round(length / STRIDE)) for length in (height, width))
-    return next(rounded), next(rounded)
+    side = np.clip(np.median(np.sqrt(sizes.prod(axis=1))), SMALLEST_SIDE, LARGEST_SIDE)
+    stretch = np.clip(np.median(sizes[:, 0] / sizes[:, 1]), 0.5, 2.0) ** 0.5  # width over height
+    height, width = (max(STRIDE, STRIDE * round(length / STRIDE)) for length in (side / stretch, side * stretch))
+    return height, width

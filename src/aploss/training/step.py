@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
@@ -14,7 +14,6 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from aploss.data.loader import Batch
-from aploss.detectors.criterion import Criterion
 from aploss.detectors.detector import Detector
 from aploss.errors import ConfigError, RunError
 from aploss.losses import NonFiniteScoresError, OtherProcessError, traits_of
@@ -39,10 +38,6 @@ class Schedule:
     """Length of a run in steps and the learning-rate factor of each step.
 
     The factor is a function of the step alone: a resumed run needs no state for it.
-
-    Args:
-        config: kind, length, milestones and warm-up.
-        steps_per_epoch: turns epochs into steps.
     """
 
     config: ScheduleConfig
@@ -67,7 +62,12 @@ class Schedule:
             >>> [round(schedule.factor(s), 4) for s in (0, 250, 500, 109_999, 110_000, 140_000)]
             [0.3333, 0.6667, 1.0, 1.0, 0.1, 0.01]
         """
-        return self._warmup(step) * (self._milestones(step) if self.config.kind == "milestones" else self._cosine(step))
+        config, steps, start = self.config, self.warmup_steps, self.config.warmup_factor
+        warmup = 1.0 if step >= steps else start + (1 - start) * step / steps
+        if config.kind == "milestones":
+            return warmup * float(config.gamma ** sum(step >= self.steps(m, config.unit) for m in config.milestones))
+        end, done = config.final_factor, min(step / max(1, self.total_steps - 1), 1.0)
+        return warmup * (end + (1 - end) * (1 + math.cos(math.pi * done)) / 2)
 
     @property
     def warmup_steps(self) -> int:
@@ -75,33 +75,13 @@ class Schedule:
         wanted, total = self.config.warmup_steps, self.total_steps
         return wanted if wanted <= total else max(1, total // 10)
 
-    def _warmup(self, step: int) -> float:
-        steps, start = self.warmup_steps, self.config.warmup_factor
-        return 1.0 if step >= steps else start + (1 - start) * step / steps
-
-    def _milestones(self, step: int) -> float:
-        passed = sum(step >= self.steps(m, self.config.unit) for m in self.config.milestones)
-        return float(self.config.gamma**passed)
-
-    def _cosine(self, step: int) -> float:
-        end = self.config.final_factor
-        done = min(step / max(1, self.total_steps - 1), 1.0)
-        return end + (1 - end) * (1 + math.cos(math.pi * done)) / 2
-
 
 # --- optimizer ---
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> optim.Optimizer:
-    """SGD with momentum or AdamW over the parameters that are trained.
-
-    Normalisation weights and biases are not decayed unless the config says so.
-
-    Raises:
-        ConfigError: if nothing is left to train.
-    """
-    norms = {id(p) for module in model.modules() if isinstance(module, NORMS)
-             for p in module.parameters()}  # fmt: skip
+    """SGD with momentum or AdamW over what is trained; normalisation and biases are decayed only where asked for."""
+    norms = {id(p) for module in model.modules() if isinstance(module, NORMS) for p in module.parameters()}
     decayed: list[nn.Parameter] = []
     spared: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -110,28 +90,21 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> optim.Optimizer
             (spared if spare else decayed).append(parameter)
     if not decayed and not spared:
         raise ConfigError("model.frozen leaves nothing to train")
-    # All tensors in one operation, where the device has it: one after the other costs AdamW a
-    # twentieth of a small detector's step on a CPU.
+    # All tensors in one operation, where the device has it: one after the other costs AdamW a twentieth of a small
+    # detector's step on a CPU.
     fused = (decayed + spared)[0].device.type in ("cpu", "cuda")
     if config.decay_norms_and_biases:
         decayed, spared = decayed + spared, []
     groups = [{"params": decayed, "weight_decay": config.weight_decay}]
     if spared:
         groups.append({"params": spared, "weight_decay": 0.0})
-    rate = config.learning_rate
     if config.name == "sgd":
-        return optim.SGD(groups, lr=rate, momentum=config.momentum, fused=fused)
-    return optim.AdamW(groups, lr=rate, fused=fused)
+        return optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=fused)
+    return optim.AdamW(groups, lr=config.learning_rate, fused=fused)
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> int:
-    """Stops training of the parameters whose names match, or lie below a matching module.
-
-    Returns:
-        How many parameter tensors are frozen by it.
-
-    Raises:
-        ConfigError: for a pattern that matches nothing.
+    """Stops training of the parameters whose names match, or lie below a matching module; counts them.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -171,19 +144,13 @@ def _make_ema(detector: Detector, decay: float | None) -> AveragedModel | None:
 
 @dataclass(frozen=True)
 class BadNumbers:
-    """A step that was skipped because of NaN or Inf.
+    """NaN or Inf, for which a step is skipped."""
 
-    Attributes:
-        step: its number, from 1.
-        what: ``"score"``, ``"loss"`` or ``"gradient"``.
-        detail: which of them.
-        images: files of the batch, of the ranks in which it was found.
-    """
-
-    step: int
-    what: str
+    what: str  # "score", "loss" or "gradient"
     detail: str
-    images: tuple[str, ...]
+    is_own: bool = True  # False where another rank has found it
+    step: int = 0  # from 1
+    images: tuple[str, ...] = ()  # files of the batch, of the ranks in which it was found
 
     def __str__(self) -> str:
         shown = ", ".join(self.images[:SHOWN_IMAGES])
@@ -193,17 +160,7 @@ class BadNumbers:
 
     def as_row(self) -> dict[str, Any]:
         """Plain values for ``bad_numbers.jsonl``."""
-        return {**asdict(self), "images": list(self.images)}
-
-
-@dataclass(frozen=True)
-class _Problem:
-    """NaN or Inf on one rank; ``is_own`` is False where another rank has found it."""
-
-    what: str
-    detail: str
-    is_own: bool = True
-    images: tuple[str, ...] = ()  # of the batch
+        return {"step": self.step, "what": self.what, "detail": self.detail, "images": list(self.images)}
 
 
 def _non_finite_gradient(model: nn.Module) -> str:
@@ -227,52 +184,31 @@ def non_finite_weight(model: nn.Module) -> str | None:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of a step.
+    """The outcome of a step."""
 
-    Attributes:
-        losses: ``classification`` and ``box``, means over ranks and accumulated passes.
-        gradient_norm: before clipping.
-        learning_rate: what it was done with.
-        bad: why it was skipped, or None.
-        counts: whether the weights were changed: not after NaN or Inf, nor where the loss scale of
-            float16 was still too high.
-    """
-
-    losses: dict[str, float]
-    gradient_norm: float
+    losses: dict[str, float]  # means over ranks and accumulated passes
+    gradient_norm: float  # before clipping
     learning_rate: float
-    bad: BadNumbers | None = None
-    counts: bool = True
+    bad: BadNumbers | None = None  # why it was skipped
+    counts: bool = True  # the weights were changed: not after NaN or Inf, nor with too high a loss scale of float16
 
 
 class Stepper:
     """Detector, optimizer and everything else that a step changes.
 
-    Args:
-        config: of the run.
-        detector: on its device, with its initial weights.
-        schedule: the learning rate.
-        world: the ranks.
-        image_name: file name of a training image by its index, for messages.
+    The detector is on its device, with its initial weights; ``name_of`` names a training image by its index.
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        detector: Detector,
-        schedule: Schedule,
-        world: World,
-        image_name: Callable[[int], str],
+        self, config: TrainConfig, detector: Detector, schedule: Schedule, world: World, name_of: Callable[[int], str]
     ) -> None:
-        self.config, self.schedule, self.world = config, schedule, world
-        self.detector = detector
+        self.config, self.detector, self.schedule, self.world = config, detector, schedule, world
         self.device = next(detector.parameters()).device
         freeze(detector, config.model.frozen)
         self.optimizer = make_optimizer(detector, config.optimizer)
         self.ema = _make_ema(detector, config.model.ema)
-        half = config.precision == "float16"
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=half)
-        self._image_name = image_name
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "float16")
+        self._name_of = name_of
         self._model = self._parallel(detector)
         self._trained = [p for p in detector.parameters() if p.requires_grad]
 
@@ -282,11 +218,7 @@ class Stepper:
         return self.detector if self.ema is None else cast(Detector, self.ema.module)
 
     def step(self, number: int, batches: Sequence[Batch]) -> StepResult:
-        """Learns from the batches of one step.
-
-        Args:
-            number: of the step, from 0.
-            batches: one for each accumulated forward pass.
+        """Learns from the batches, one for each accumulated forward pass, of a step (from 0).
 
         Raises:
             RunError: another rank was given targets that its loss cannot take.
@@ -299,18 +231,20 @@ class Stepper:
         sums = dict.fromkeys(PARTS, 0.0)
         for index, batch in enumerate(batches):
             losses, problem = self._forward(batch)
-            found, *values = self.world.sum([float(problem is not None), *_values(losses)])
+            own = (losses[part].item() if part in losses else 0.0 for part in PARTS)
+            found, *values = self.world.sum([problem is not None, *own])
             if found:
                 return StepResult(sums, math.nan, rate, self._skip(number, problem, batch.indices), counts=False)
             for part, value in zip(PARTS, values, strict=True):
                 sums[part] += value / self.world.size / len(batches)
             self._backward(losses, len(batches), is_last=index == len(batches) - 1)
-        norm = self._clipped_norm()
+        self.scaler.unscale_(self.optimizer)
+        norm = float(clip_grad_norm_(self._trained, self.config.optimizer.clip_norm or math.inf))
         overflow = not math.isfinite(norm)
-        if overflow and not self._scale_is_too_high():
-            problem = _Problem("gradient", _non_finite_gradient(self.detector))
-            indices = [index for batch in batches for index in batch.indices]
-            bad = self._skip(number, problem, indices)
+        # Otherwise the loss scale of float16 is still finding its level.
+        if overflow and not (self.scaler.is_enabled() and self.scaler.get_scale() > 1):
+            problem = BadNumbers("gradient", _non_finite_gradient(self.detector))
+            bad = self._skip(number, problem, [index for batch in batches for index in batch.indices])
             self.scaler.update()
             return StepResult(sums, norm, rate, bad, counts=False)
         self.scaler.step(self.optimizer)  # does nothing after an overflow
@@ -319,21 +253,21 @@ class Stepper:
             self.ema.update_parameters(self.detector)
         return StepResult(sums, norm, rate, counts=not overflow)
 
-    def _forward(self, batch: Batch) -> tuple[dict[str, Tensor], _Problem | None]:
+    def _forward(self, batch: Batch) -> tuple[dict[str, Tensor], BadNumbers | None]:
         images = batch.images.to(self.device, non_blocking=True)
         dtype = DTYPES.get(self.config.precision)
         try:
             with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
                 losses = self._model(images, batch.targets)
         except NonFiniteScoresError as error:
-            return {}, _Problem("score", str(error))
+            return {}, BadNumbers("score", str(error))
         except OtherProcessError as error:
             if error.cause == "score":
-                return {}, _Problem("score", str(error), is_own=False)
+                return {}, BadNumbers("score", str(error), is_own=False)
             raise RunError(f"the step cannot be done: {error}") from error
         for part, value in losses.items():
             if not bool(value.isfinite()):
-                return losses, _Problem("loss", f"{part} = {value.item()}")
+                return losses, BadNumbers("loss", f"{part} = {value.item()}")
         return losses, None
 
     def _backward(self, losses: dict[str, Tensor], passes: int, *, is_last: bool) -> None:
@@ -342,26 +276,14 @@ class Stepper:
         with self._model.no_sync() if waits else nullcontext():  # type: ignore[operator]
             torch.autograd.backward(self.scaler.scale(total))
 
-    def _clipped_norm(self) -> float:
-        self.scaler.unscale_(self.optimizer)
-        largest = self.config.optimizer.clip_norm or math.inf
-        return float(clip_grad_norm_(self._trained, largest))
-
-    def _scale_is_too_high(self) -> bool:
-        """Whether an overflow is the loss scale of float16 finding its level, not a bad number."""
-        return self.scaler.is_enabled() and self.scaler.get_scale() > 1
-
-    def _skip(self, number: int, problem: _Problem | None, indices: Sequence[int]) -> BadNumbers:
+    def _skip(self, number: int, problem: BadNumbers | None, indices: Sequence[int]) -> BadNumbers:
         """Drops the gradients; what was found, agreed on by all ranks."""
         self.optimizer.zero_grad(set_to_none=True)
-        own = None
-        if problem is not None:
-            own = replace(problem, images=tuple(self._image_name(index) for index in indices))
-        reports = self.world.from_main([found for found in self.world.gather(own) if found])
+        own = problem and replace(problem, step=number + 1, images=tuple(map(self._name_of, indices)))
+        reports: list[BadNumbers] = self.world.from_main([found for found in self.world.gather(own) if found])
         # A rank that was only informed adds nothing to what the finder reports.
         finders = [report for report in reports if report.is_own] or reports
-        images = tuple(name for report in finders for name in report.images)
-        return BadNumbers(number + 1, finders[0].what, finders[0].detail, images)
+        return replace(finders[0], images=tuple(name for report in finders for name in report.images))
 
     def _train_mode(self) -> None:
         self._model.train()
@@ -375,19 +297,15 @@ class Stepper:
         if self.world.size == 1:
             return detector
         if self.config.criterion.rank_over_processes:
-            self._rank_over_processes(detector.criterion)
-        devices = [self.device] if self.device.type == "cuda" else None
-        return DistributedDataParallel(detector, device_ids=devices)
-
-    def _rank_over_processes(self, criterion: Criterion) -> None:
-        traits, group = traits_of(criterion.loss), torch.distributed.group.WORLD
-        can_be_global = traits.ranks_across_processes or traits.divides_by_positives
-        if not can_be_global and criterion.rank_over == "batch":
-            raise ConfigError(
-                f"the loss {self.config.loss} cannot rank over processes; leave criterion.rank_over_processes false"
-            )
-        assert group is not None
-        criterion.rank_across(group)
+            criterion, traits = detector.criterion, traits_of(detector.criterion.loss)
+            can_be_global = traits.ranks_across_processes or traits.divides_by_positives
+            if not can_be_global and criterion.rank_over == "batch":
+                raise ConfigError(
+                    f"the loss {self.config.loss} cannot rank over processes; leave criterion.rank_over_processes false"
+                )
+            assert torch.distributed.group.WORLD is not None
+            criterion.rank_across(torch.distributed.group.WORLD)
+        return DistributedDataParallel(detector, device_ids=[self.device] if self.device.type == "cuda" else None)
 
     def state(self) -> dict[str, Any]:
         """What :meth:`load_state` needs to go on."""
@@ -400,12 +318,7 @@ class Stepper:
         }
 
     def load_state(self, state: dict[str, Any], evaluated: dict[str, Tensor]) -> None:
-        """Brings everything into a saved state.
-
-        Args:
-            state: of :meth:`state`.
-            evaluated: weights of the detector that was saved beside it.
-        """
+        """Brings everything into a saved :meth:`state`; ``evaluated`` are the weights that were saved beside it."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         if self.ema is None:
@@ -414,7 +327,3 @@ class Stepper:
             self.detector.load_state_dict(state["weights"])
             self.ema.module.load_state_dict(evaluated)
             self.ema.n_averaged.fill_(state["averaged_steps"])
-
-
-def _values(losses: dict[str, Tensor]) -> list[float]:
-    return [losses[part].item() if part in losses else 0.0 for part in PARTS]
