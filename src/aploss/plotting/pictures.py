@@ -45,7 +45,7 @@ def draw_boxes(
         scores: [n], shown behind the class names; drawn so that the best lies on top.
         dashed: [n], which boxes have dashed lines (such as difficult objects and crowds) and lie below the others.
         smallest: images whose longer side is below it are enlarged to it, for captions to be readable; 0 enlarges none.
-        largest: images whose longer side is above it are made smaller before drawing: lines and captions keep their size;
+        largest: images whose longer side is above it are made smaller before drawing, lines and captions are not;
             None keeps every size.
 
     Returns:
