@@ -280,9 +280,9 @@ def _whole_pixels(box: np.ndarray, size: tuple[int, int], width: int) -> tuple[i
 
 
 def _dashes(start: tuple[int, int], end: tuple[int, int], *, length: int) -> list[Any]:
-    distance = abs(end[0] - start[0]) + abs(end[1] - start[1])  # sides are parallel to the axes
-    steps = max(1, round(distance / length))
-    points = list(map(tuple, np.linspace(start, end, steps + 1).tolist()))
+    (x1, y1), (x2, y2) = start, end
+    steps = max(1, round((abs(x2 - x1) + abs(y2 - y1)) / length))  # sides are parallel to the axes
+    points = [(x1 + (x2 - x1) * k / steps, y1 + (y2 - y1) * k / steps) for k in range(steps + 1)]
     return list(itertools.pairwise(points))[::2]
 
 
