@@ -84,7 +84,7 @@ def outline_boxes(
     dashed: Sequence[bool] | NDArray[Any] | bool = False,
     line_width: int | None = None,
 ) -> Image.Image:
-    """Draws boxes in any colours and with any captions on a copy of a picture.
+    """Draws boxes in any colours and with any captions on an RGB copy of a picture.
 
     Each line has a thin dark or light edge, so that it is seen on any background. Captions stand above their box, or
     inside it where there is no room, and always within the picture.
@@ -96,9 +96,6 @@ def outline_boxes(
         colours: one colour per box as ``#rrggbb``, or one for all.
         dashed: dashed lines, our sign for ground truth: one value per box, or one for all.
         line_width: in pixels; by default it grows with the picture.
-
-    Returns:
-        A new RGB picture of the same size.
 
     Raises:
         ValueError: when the numbers of boxes, captions, colours and dashes differ.
@@ -186,12 +183,7 @@ def contact_sheet(
 
 
 def as_picture(image: Any) -> Image.Image:
-    """A PIL image, array or tensor as RGB picture; see :func:`draw_boxes` for what is taken.
-
-    Example:
-        >>> as_picture(np.zeros((3, 10, 20))).size
-        (20, 10)
-    """
+    """A PIL image, array or tensor as RGB picture; see :func:`draw_boxes` for what is taken."""
     if isinstance(image, Image.Image):
         return image.convert("RGB")
     array = np.asarray(image)
@@ -203,31 +195,13 @@ def as_picture(image: Any) -> Image.Image:
 
 
 def thumbnail(image: Image.Image, longest: int = 480) -> tuple[Image.Image, float]:
-    """The picture with its longer side at most ``longest``; small ones up to three times larger.
-
-    Returns:
-        The picture and the factor by which boxes must be multiplied.
-
-    Example:
-        >>> small, factor = thumbnail(Image.new("RGB", (1000, 500)), longest=500)
-        >>> small.size, factor
-        ((500, 250), 0.5)
-    """
+    """The picture with its longer side ``longest``, but at most three times larger, and the factor for its boxes."""
     factor = min(longest / max(image.size), 3.0)
     return _resized(image, factor), factor
 
 
 def crop_around(image: Image.Image, box: ArrayLike, *, context: float = 0.6) -> tuple[Image.Image, tuple[int, int]]:
-    """The part of a picture around a box, with ``context`` times its longer side on every side.
-
-    Returns:
-        The crop and its left upper corner (x, y) in the picture.
-
-    Example:
-        >>> crop, corner = crop_around(Image.new("RGB", (100, 100)), [40, 40, 60, 60], context=0.5)
-        >>> crop.size, corner
-        ((40, 40), (30, 30))
-    """
+    """The part of a picture around a box, with ``context`` times its longer side on every side, and its corner (x, y)."""
     x1, y1, x2, y2 = np.asarray(box, dtype=np.float64).tolist()
     margin = context * max(x2 - x1, y2 - y1, 8.0)
     left = min(max(0, int(x1 - margin)), image.width - 1)
@@ -238,12 +212,7 @@ def crop_around(image: Image.Image, box: ArrayLike, *, context: float = 0.6) -> 
 
 
 def data_uri(image: Image.Image) -> str:
-    """The picture as a ``data:`` address: PNG when that is small, else JPEG.
-
-    Example:
-        >>> data_uri(Image.new("RGB", (4, 4)))[:22]
-        'data:image/png;base64,'
-    """
+    """The picture as a ``data:`` address: PNG when that is small, else JPEG."""
     picture = image.convert("RGB")
     kind = "png" if picture.width * picture.height <= 64 * 64 else "jpeg"
     picture.save(buffer := io.BytesIO(), format=kind, quality=82, optimize=True)

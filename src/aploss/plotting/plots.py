@@ -2,7 +2,7 @@
 
 Every function returns a complete SVG document with a light background, which can be saved as a file;
 :mod:`aploss.reports.page` embeds it so that it follows dark mode. The same data gives the same text, byte for byte.
-For a plot of another kind, use :func:`new_plot`; every function takes its texts, logarithmic axes and height.
+For a plot of another kind, use :func:`new_plot`; ``frame`` stands for its arguments in all functions.
 """
 
 import io
@@ -10,41 +10,20 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aploss.plotting.style import (
-    DOTTED,
-    GRID,
-    INK,
-    MUTED,
-    PALETTE,
-    LineStyle,
-    class_style,
-    line_style,
-    loss_label,
-    plot_style,
-)
+from aploss.plotting.style import GRID, INK, MUTED, PALETTE, LineStyle, class_style, line_style, loss_label, plot_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MAX_NAMED_CURVES = 6  # of classes, where there are more of them than colours
+DOTTED = (0, (2, 2))  # lines that are no data: limits, levels, the ideal
 
 Values = Sequence[float | None] | np.ndarray
-
-
-class Frame(TypedDict, total=False):
-    """What every plot takes: its texts, logarithmic axes, and its height in inches."""
-
-    title: str
-    x_label: str
-    y_label: str
-    log_x: bool
-    log_y: bool
-    height: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +66,7 @@ def new_plot(
     y_label: str = "",
     log_x: bool = False,
     log_y: bool = False,
-    height: float = 3.0,
+    height: float = 3,
 ) -> Iterator[Plot]:
     """A figure in the common style, as wide as a phone.
 
@@ -114,7 +93,7 @@ def line_plot(
     whole_x: bool = False,
     y_range: tuple[float | None, float | None] | None = None,
     level: tuple[str, float] | None = None,
-    **frame: Unpack[Frame],
+    **frame: Any,
 ) -> str:
     """Lines with optional bands.
 
@@ -146,7 +125,7 @@ def line_plot(
     return plot.svg
 
 
-def scatter_plot(groups: Sequence[Series], *, diagonal: bool = False, **frame: Unpack[Frame]) -> str:
+def scatter_plot(groups: Sequence[Series], *, diagonal: bool = False, **frame: Any) -> str:
     """Clouds of points, one style for each group; ``diagonal`` adds the line y = x.
 
     Example:
@@ -171,7 +150,7 @@ def field_plot(
     arrows: tuple[np.ndarray, np.ndarray] | None = None,
     paths: Sequence[Series] = (),
     value_label: str = "",
-    **frame: Unpack[Frame],
+    **frame: Any,
 ) -> str:
     """A function of two variables as shaded levels, with arrows and paths over it.
 
@@ -203,9 +182,7 @@ def field_plot(
     return plot.svg
 
 
-def bar_plot(
-    names: Sequence[str], values: Values, *, x_range: tuple[float, float] | None = None, **frame: Unpack[Frame]
-) -> str:
+def bar_plot(names: Sequence[str], values: Values, *, x_range: tuple[float, float] | None = None, **frame: Any) -> str:
     """Horizontal bars with their names on the left and their values at the end.
 
     Example:
@@ -357,12 +334,7 @@ def count_axis(axes: "Axes") -> None:
 
 
 def power_text(value: float) -> str:
-    """A number beside a logarithmic axis.
-
-    Example:
-        >>> power_text(0.01), power_text(1000.0), power_text(1e6), power_text(2e-5)
-        ('0.01', '1000', '10⁶', '2e-05')
-    """
+    """A number beside a logarithmic axis, such as 0.01, 1000 or 10⁶."""
     exponent = round(math.log10(value)) if value > 0 else 0
     if value > 0 and not -4 < exponent < 5 and math.isclose(value, 10.0**exponent):
         return "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
@@ -370,23 +342,13 @@ def power_text(value: float) -> str:
 
 
 def numbers(values: Values) -> np.ndarray:
-    """Float64 [n] with NaN where there is no finite number.
-
-    Example:
-        >>> numbers([1, None, float("inf")])
-        array([ 1., nan, nan])
-    """
+    """Float64 [n] with NaN where there is no finite number."""
     array = np.asarray(values, dtype=np.float64)  # None becomes NaN
     return np.where(np.isfinite(array), array, np.nan)
 
 
 def thin_out(x: np.ndarray, y: np.ndarray, most: int = 500) -> tuple[np.ndarray, np.ndarray]:
-    """At most ``most`` points, each the mean of neighbours, so that pages stay small.
-
-    Example:
-        >>> thin_out(np.arange(4.0), np.array([0.0, 2.0, 4.0, 6.0]), most=2)
-        (array([0.5, 2.5]), array([1., 5.]))
-    """
+    """At most ``most`` points, each the mean of neighbours, so that pages stay small."""
     if len(x) <= most:
         return x, y
     known = [piece[~np.isnan(piece)] for piece in np.array_split(y, most)]

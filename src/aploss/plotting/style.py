@@ -57,7 +57,6 @@ class LineStyle(NamedTuple):
 
 
 DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)), (0, (5, 1)), (0, (1, 2)))
-DOTTED = (0, (2, 2))  # of lines that are no data: limits, levels, the ideal
 VARIANT_STYLES = tuple(map(LineStyle, (INDIGO, ROSE, TEAL, SAND, WINE, CYAN), DASHES, ("o", "s", "^", "D", "v", "P")))
 RIGHT, WRONG = LineStyle(BLUE, "-", "o"), LineStyle(VERMILLION, "--", "s")
 
@@ -147,14 +146,7 @@ _SETTINGS: Any = {  # of matplotlib, which types every key by itself; letters of
 
 @contextmanager
 def plot_style() -> Iterator[None]:
-    """Draw inside this context to get the common look; global settings stay as they were.
-
-    Example:
-        >>> import matplotlib
-        >>> with plot_style():
-        ...     matplotlib.rcParams["svg.hashsalt"]
-        'aploss'
-    """
+    """Draw inside this context to get the common look; global settings stay as they were."""
     import matplotlib
 
     with warnings.catch_warnings(), matplotlib.rc_context():

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -206,11 +206,6 @@ def mean_and_band(curves: Sequence[tuple[Values, Values]]) -> tuple[np.ndarray, 
 
     Returns:
         x, mean and sample standard deviation (0 for a single curve), float64 [n] each.
-
-    Example:
-        >>> x, mean, deviation = mean_and_band([([0, 2], [0, 2]), ([0, 1, 2], [2, 3, 4])])
-        >>> x, mean, deviation.round(3)
-        (array([0., 1., 2.]), array([1., 2., 3.]), array([1.414, 1.414, 1.414]))
     """
     pairs = [np.stack([numbers(x), numbers(y)]) for x, y in curves]  # [2, points] each
     known = [pair[:, valid] for pair in pairs if (valid := np.isfinite(pair).all(axis=0)).any()]
@@ -252,7 +247,7 @@ def spread_plot(entries: Sequence[Entry], metric: str = "AP") -> str:
         centre = float(seeds.mean()) if len(seeds) else math.nan
         deviation = seeds.std(ddof=1) if len(seeds) > 1 else 0.0
         span, style = (centre - deviation, centre + deviation), line_style(entry.name, place)
-        rows.append(_Row(loss_label(entry.name), seeds, centre, span, style, f"{centre:.1f}"))
+        rows.append((loss_label(entry.name), seeds, centre, span, style, f"{centre:.1f}"))
     return _row_plot(f"{metric} of every seed", f"{metric} (%)", rows)
 
 
@@ -261,21 +256,12 @@ def difference_plot(differences: Sequence[Difference]) -> str:
     rows = []
     for one in differences:
         span, style = (100 * one.low, 100 * one.high), LineStyle(INK, "-", "o")
-        rows.append(_Row(one.label, 100 * numbers(one.values), 100 * one.mean, span, style, f"{100 * one.mean:+.1f}"))
+        rows.append((one.label, 100 * numbers(one.values), 100 * one.mean, span, style, f"{100 * one.mean:+.1f}"))
     return _row_plot("Paired differences", f"difference of {differences[0].metric} (points)", rows, zero=True)
 
 
-class _Row(NamedTuple):
-    label: str
-    seeds: np.ndarray
-    centre: float
-    span: tuple[float, float]
-    style: LineStyle
-    text: str
-
-
-def _row_plot(title: str, x_label: str, rows: Sequence[_Row], *, zero: bool = False) -> str:
-    """For each row a mean with its interval as a line, and the seeds as circles below."""
+def _row_plot(title: str, x_label: str, rows: Sequence[tuple[Any, ...]], *, zero: bool = False) -> str:
+    """For each row (name, seeds, mean, interval, style, text) a mark with its interval, and circles for the seeds."""
     with new_plot(title, x_label=x_label, height=0.95 + 0.42 * max(len(rows), 1)) as plot:
         axes = plot.axes
         if zero:
@@ -287,7 +273,7 @@ def _row_plot(title: str, x_label: str, rows: Sequence[_Row], *, zero: bool = Fa
                 below = np.full(len(seeds), y + 0.24)
                 axes.scatter(seeds, below, s=14, marker="o", facecolors="none", edgecolors=MUTED, linewidths=1)
                 add_number(axes, text, (centre, y), shift=(0, 6), ha="center", va="bottom")
-        name_rows(axes, [shorten(row.label, 28) for row in rows])
+        name_rows(axes, [shorten(name, 28) for name, *_ in rows])
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.margins(x=0.12)
     return plot.svg

@@ -65,7 +65,6 @@ class Table:
     """Rows under named columns; it scrolls inside its own box where the screen is narrow.
 
     Attributes:
-        columns: the heads.
         rows: a value or :class:`Cell` for each column.
         caption: a line below.
         digits: decimals of floats.
@@ -148,7 +147,6 @@ class Pictures:
     """A gallery.
 
     Attributes:
-        pictures: in the order of reading.
         width: the least width of a picture in pixels; as many columns as fit.
         columns: always so many columns instead, for pictures that belong side by side.
     """
@@ -239,16 +237,13 @@ def _markdown_row(cells: Sequence[Any]) -> str:
 
 
 def write_page(path: str | Path, title: str, sections: Sequence[Section], *, subtitle: str = "") -> Path:
-    """Writes a self-contained page.
+    """Writes a self-contained page and returns its path.
 
     Args:
         path: the HTML file; its folder is made when it is not there.
         title: the heading and the browser's title.
         sections: what the page shows; each gets a place in the table of contents.
         subtitle: a line below the heading.
-
-    Returns:
-        The path of the page.
 
     Example:
         >>> import tempfile

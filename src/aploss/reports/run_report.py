@@ -9,19 +9,8 @@ from typing import Any
 import numpy as np
 
 from aploss.files import write_text
-from aploss.plotting.plots import (
-    Series,
-    Values,
-    add_legend,
-    bar_plot,
-    count_axis,
-    line_plot,
-    new_plot,
-    numbers,
-    precision_recall_plot,
-    thin_out,
-)
-from aploss.plotting.style import DOTTED, INK, MUTED, RIGHT, VARIANT_STYLES, WRONG, LineStyle, class_colour, loss_label
+from aploss.plotting import plots
+from aploss.plotting.style import INK, MUTED, RIGHT, VARIANT_STYLES, WRONG, LineStyle, class_colour, loss_label
 from aploss.reports import page
 from aploss.reports.run_files import RunFiles, read_run
 from aploss.reports.run_pictures import PictureSource, false_positives, gallery, misses
@@ -45,15 +34,12 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def write_run_report(run_folder: str | Path) -> Path:
-    """Writes ``report.html``, and the plots in it as ``plots/*.svg``, into a run folder.
+    """Writes ``report.html``, and the plots in it as ``plots/*.svg``, into a run folder; returns the path of the page.
 
     Whatever the folder does not hold is left out, and the page says so: a run that was interrupted has a page, too.
 
     Args:
         run_folder: such as ``runs/demo``; which files are read is told in ``docs/reports.md``.
-
-    Returns:
-        The path of the page.
 
     Raises:
         RunError: when it is not the folder of a run.
@@ -159,7 +145,7 @@ def _classes(run: RunFiles) -> list[page.Block]:
     curves = {name: SimpleNamespace(**curve) for name, curve in stored.items() if len(curve["recall"])}
     if curves:
         scores = {name: per_class.get(name, {}).get("AP50") for name in curves}
-        drawing = precision_recall_plot(curves, scores=scores)
+        drawing = plots.precision_recall_plot(curves, scores=scores)
         figures.append(page.SvgFigure(drawing, "With AP50 of each class.", name="precision-recall"))
     figures.append(page.SvgFigure(class_bars(per_class), label="AP of each class", name="classes"))
     keys = [name for name in ("objects", "detections") if name in next(iter(per_class.values()))]
@@ -316,19 +302,23 @@ def loss_curves(rows: Rows) -> str:
     for key, style in zip(("loss", "classification", "box"), VARIANT_STYLES, strict=False):
         steps, values = _column(rows, "step", key)
         for faint, shown in ((True, values), (False, _running_mean(values))) if len(steps) else ():
-            x, y = thin_out(steps, shown)
-            series.append(Series(name="total" if key == "loss" else key, x=x, y=y, style=style, faint=faint))
-    return line_plot(series, title="Training loss", x_label="step", y_label="loss", y_range=(0, None), whole_x=True)
+            x, y = plots.thin_out(steps, shown)
+            series.append(plots.Series(name="total" if key == "loss" else key, x=x, y=y, style=style, faint=faint))
+    return plots.line_plot(
+        series, title="Training loss", x_label="step", y_label="loss", y_range=(0, None), whole_x=True
+    )
 
 
 def step_curve(rows: Rows, key: str) -> str:
     """The learning rate (``"lr"``), or the ``"gradient_norm"`` before clipping on a log axis."""
     title, label = STEP_CURVES[key]
-    steps, values = thin_out(*_column(rows, "step", key))
+    steps, values = plots.thin_out(*_column(rows, "step", key))
     log_y = key == "gradient_norm"
-    series = [Series(name=label, x=steps, y=np.where(values > 0, values, np.nan) if log_y else values)]
+    series = [plots.Series(name=label, x=steps, y=np.where(values > 0, values, np.nan) if log_y else values)]
     y_range = None if log_y else (0, None)
-    return line_plot(series, title=title, x_label="step", y_label=label, log_y=log_y, whole_x=True, y_range=y_range)
+    return plots.line_plot(
+        series, title=title, x_label="step", y_label=label, log_y=log_y, whole_x=True, y_range=y_range
+    )
 
 
 def ap_curves(rows: Rows, *, against: str = "step") -> str:
@@ -339,9 +329,9 @@ def ap_curves(rows: Rows, *, against: str = "step") -> str:
     for name, style in zip(("AP", "AP50", "AP75"), VARIANT_STYLES, strict=False):
         x, y = _column(rows, key, name)
         if len(x):
-            series.append(Series(name=name, x=x * factor, y=y, style=style, markers=len(x) <= 40))
+            series.append(plots.Series(name=name, x=x * factor, y=y, style=style, markers=len(x) <= 40))
     title = "AP on the validation split" + ", over time" * over_time
-    return line_plot(series, title=title, x_label=against, y_label="AP", y_range=(0, 1), whole_x=not over_time)
+    return plots.line_plot(series, title=title, x_label=against, y_label="AP", y_range=(0, 1), whole_x=not over_time)
 
 
 def reliability_diagram(
@@ -355,56 +345,58 @@ def reliability_diagram(
         error_before, error_after: the expected calibration errors, for the legend.
     """
     looks = (("before", before, error_before, VARIANT_STYLES[1]), ("after calibration", after, error_after, RIGHT))
-    with new_plot("Do scores mean precision?", x_label="score", y_label="precision (IoU 0.5)", height=3.4) as plot:
-        plot.axes.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle=DOTTED)
-        entries = {"ideal": LineStyle(MUTED, DOTTED)}
+    with plots.new_plot(
+        "Do scores mean precision?", x_label="score", y_label="precision (IoU 0.5)", height=3.4
+    ) as plot:
+        plot.axes.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle=plots.DOTTED)
+        entries = {"ideal": LineStyle(MUTED, plots.DOTTED)}
         for name, bins, error, style in looks:
             full = [one for one in bins if one.get("count")]
             if not full:
                 continue
-            x, y, counts = (numbers([one[key] for one in full]) for key in ("confidence", "precision", "count"))
+            x, y, counts = (plots.numbers([one[key] for one in full]) for key in ("confidence", "precision", "count"))
             look: dict[str, Any] = {"s": 14 + 130 * (counts / counts.sum()), "marker": style.marker, "alpha": 0.85}
             plot.axes.plot(x, y, color=style.colour, linestyle=style.dashes, linewidth=1.4)
             plot.axes.scatter(x, y, color=style.colour, linewidths=0, clip_on=False, **look)
             entries[name if error is None else f"{name} (error {error:.3f})"] = style
         plot.axes.set(xlim=(0, 1), ylim=(0, 1))
-        add_legend(plot.figure, entries, markers=True)
+        plots.add_legend(plot.figure, entries, markers=True)
     return plot.svg
 
 
-def score_histogram(correct: Values, wrong: Values, *, threshold: float, x_label: str = "score") -> str:
+def score_histogram(correct: plots.Values, wrong: plots.Values, *, threshold: float, x_label: str = "score") -> str:
     """How many right and wrong detections have which score, on a logarithmic axis."""
-    with new_plot("Scores of the detections", x_label=x_label, y_label="detections") as plot:
+    with plots.new_plot("Scores of the detections", x_label=x_label, y_label="detections") as plot:
         entries = {}
         for name, values, style in (("correct", correct, RIGHT), ("false positive", wrong, WRONG)):
-            heights, edges = np.histogram(np.clip(numbers(values), 0, 1), np.linspace(0, 1, 41))
+            heights, edges = np.histogram(np.clip(plots.numbers(values), 0, 1), np.linspace(0, 1, 41))
             plot.axes.stairs(heights, edges, color=style.colour, fill=True, alpha=0.18)
             plot.axes.stairs(heights, edges, color=style.colour, linestyle=style.dashes, linewidth=1.6)
             entries[f"{name} ({len(values)})"] = style
-        plot.axes.axvline(threshold, color=INK, linewidth=1, linestyle=DOTTED)
-        entries[f"drawing threshold {threshold:.2f}"] = LineStyle(INK, DOTTED)
+        plot.axes.axvline(threshold, color=INK, linewidth=1, linestyle=plots.DOTTED)
+        entries[f"drawing threshold {threshold:.2f}"] = LineStyle(INK, plots.DOTTED)
         plot.axes.set_xlim(0, 1)
-        count_axis(plot.axes)
-        add_legend(plot.figure, entries)
+        plots.count_axis(plot.axes)
+        plots.add_legend(plot.figure, entries)
     return plot.svg
 
 
 def class_bars(per_class: Mapping[str, Mapping[str, Any]]) -> str:
     """AP of every class, the best first; of many classes the twelve best and worst."""
-    values = dict(zip(per_class, numbers([row.get("AP") for row in per_class.values()]).tolist(), strict=True))
+    values = dict(zip(per_class, plots.numbers([row.get("AP") for row in per_class.values()]).tolist(), strict=True))
     names = sorted(values, key=lambda name: -np.nan_to_num(values[name], nan=-1.0))
     title = "AP per class"
     if len(names) > MAX_BARS:
         half = MAX_BARS // 2
         title = f"AP: {half} best and {half} worst of {len(names)} classes"
         names = names[:half] + names[-half:]
-    return bar_plot(names, [values[name] for name in names], title=title, x_label="AP", x_range=(0, 1.12))
+    return plots.bar_plot(names, [values[name] for name in names], title=title, x_label="AP", x_range=(0, 1.12))
 
 
 def _column(rows: Rows, x_key: str, y_key: str) -> tuple[np.ndarray, np.ndarray]:
     """Two columns of the rows that have both, as arrays."""
     chosen = [row for row in rows if row.get(x_key) is not None and row.get(y_key) is not None]
-    return numbers([row[x_key] for row in chosen]), numbers([row[y_key] for row in chosen])
+    return plots.numbers([row[x_key] for row in chosen]), plots.numbers([row[y_key] for row in chosen])
 
 
 def _running_mean(values: np.ndarray) -> np.ndarray:

@@ -1,5 +1,8 @@
 """Appendix 2: gradient descent fails on a smoothed AP-loss, the error-driven update does not."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,14 +17,12 @@ from aploss.theory.study import Study
 FEATURES = torch.tensor([[0.0, 0.0], [1.0, 0.0], [-3.0, 1.0]], dtype=torch.float64)
 LABELS = torch.tensor([0, 1, 1])
 START = (3.0, 1.0)  # theta_1 large, theta_1 > theta_2 > 0
-DESCENT_STEPS = 3000
-RATE = 10.0
 
 
 def smoothed_failure(seed: int = 0) -> Study:
     """Runs both algorithms from the same start; nothing is random, so the seed is not used."""
-    path, values, slopes = gradient_descent()
-    error_path, errors = error_driven_update()
+    path, values, slopes = descend(smoothed_loss, 10.0, 3000)
+    error_path, errors, _ = descend(lambda theta: linear_ap_loss(theta, FEATURES, LABELS), 1.0, 1000)
     always = bool(((slopes[:, 0] < slopes[:, 1]) & (slopes[:, 1] < 0)).all())
     curves = [
         Series(name="F by gradient descent", x=range(1, len(values) + 1), y=values),
@@ -70,30 +71,16 @@ corrects it.
 """
 
 
-def gradient_descent() -> tuple[np.ndarray, list[float], np.ndarray]:
-    """Gradient descent on F: weights [T + 1, 2], values [T + 1], gradients [T + 1, 2]."""
+def descend(function: Callable[[Tensor], tuple[float, Tensor]], rate: float, steps: int) -> tuple[Any, ...]:
+    """Descends until the loss is zero: weights [T + 1, 2], losses [T + 1], gradients [T + 1, 2]."""
     theta = torch.tensor(START, dtype=torch.float64)
-    path, values, slopes = [], [], []
-    for _ in range(DESCENT_STEPS + 1):
-        value, slope = smoothed_loss(theta)
-        path.append(theta.tolist())
-        values.append(value)
-        slopes.append(slope.tolist())
-        theta = theta - RATE * slope
-    return np.array(path), values, np.array(slopes)
-
-
-def error_driven_update() -> tuple[np.ndarray, list[float]]:
-    """Error-driven updates until the AP-loss is zero: weights [T + 1, 2] and losses [T + 1]."""
-    theta = torch.tensor(START, dtype=torch.float64)
-    path: list[list[float]] = []
-    losses: list[float] = []
-    while not losses or (losses[-1] > 0 and len(losses) < 1000):
-        loss, gradient = linear_ap_loss(theta, FEATURES, LABELS)
-        path.append(theta.tolist())
-        losses.append(loss)
-        theta = theta - gradient
-    return np.array(path), losses
+    rows: list[tuple[list[float], float, list[float]]] = []
+    while not rows or (rows[-1][1] > 0 and len(rows) <= steps):
+        loss, slope = function(theta)
+        rows.append((theta.tolist(), loss, slope.tolist()))
+        theta = theta - rate * slope
+    path, losses, slopes = zip(*rows, strict=True)
+    return np.array(path), losses, np.array(slopes)
 
 
 def smoothed_loss(theta: Tensor) -> tuple[float, Tensor]:
