@@ -99,11 +99,6 @@ def outline_boxes(
 
     Raises:
         ValueError: when the numbers of boxes, captions, colours and dashes differ.
-
-    Example:
-        >>> picture = Image.new("RGB", (64, 48), "white")
-        >>> outline_boxes(picture, [[8, 8, 40, 40]], captions=["cat"], colours="#d55e00").size
-        (64, 48)
     """
     corners = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
     count = len(corners)
@@ -201,7 +196,7 @@ def thumbnail(image: Image.Image, longest: int = 480) -> tuple[Image.Image, floa
 
 
 def crop_around(image: Image.Image, box: ArrayLike, *, context: float = 0.6) -> tuple[Image.Image, tuple[int, int]]:
-    """The part of a picture around a box, with ``context`` times its longer side on every side, and its corner (x, y)."""
+    """The part of a picture around a box, with ``context`` times its longer side on every side, and its corner."""
     x1, y1, x2, y2 = np.asarray(box, dtype=np.float64).tolist()
     margin = context * max(x2 - x1, y2 - y1, 8.0)
     left = min(max(0, int(x1 - margin)), image.width - 1)

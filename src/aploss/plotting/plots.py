@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aploss.plotting.style import GRID, INK, MUTED, PALETTE, LineStyle, class_style, line_style, loss_label, plot_style
+from aploss.plotting.style import DASHES, GRID, INK, MUTED, PALETTE, LineStyle, line_style, loss_label, plot_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -234,7 +234,7 @@ def precision_recall_plot(
             curve = curves[name]
             plot.axes.plot(curve.recall, curve.precision, color=MUTED, alpha=0.25, linewidth=0.8)
         for name in named:
-            curve, style = curves[name], class_style(labels[name])
+            curve, style = curves[name], LineStyle(PALETTE[labels[name]], DASHES[labels[name]])
             plot.axes.plot(curve.recall, curve.precision, color=style.colour, linestyle=style.dashes)
             entries[f"{shorten(name)} {known[name]:.3f}" if name in known else name] = style
         if many:
@@ -398,8 +398,6 @@ def _draw_line(axes: "Axes", series: Series, style: LineStyle) -> None:
 
 def _make_logarithmic(axes: "Axes", x: bool, y: bool) -> None:
     """Makes the chosen axes logarithmic, with plain numbers beside them."""
-    if not (x or y):
-        return
     from matplotlib.ticker import FuncFormatter, LogFormatter
 
     class PlainLogFormatter(LogFormatter):

@@ -10,7 +10,6 @@ import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 BLUE, ORANGE, GREEN, VERMILLION = "#0072b2", "#e69f00", "#009e73", "#d55e00"
@@ -23,28 +22,26 @@ INDIGO, ROSE, TEAL, SAND, WINE, CYAN = "#332288", "#cc6677", "#44aa99", "#b59b3a
 # Not pure black and white: these exact values never occur as data colours, so a page can find them.
 PAPER, INK, MUTED, GRID = "#fefefe", "#1c2128", "#57606b", "#dde2e8"
 
-THEME: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        PAPER: ("--plot-paper", "#161b22"),
-        INK: ("--plot-ink", "#e6edf3"),
-        MUTED: ("--plot-muted", "#9aa5b1"),
-        GRID: ("--plot-grid", "#30363d"),
-        BLUE: ("--plot-blue", "#3b9cff"),
-        VERMILLION: ("--plot-vermillion", "#e8551f"),
-        GREEN: ("--plot-green", "#2a9474"),
-        ORANGE: ("--plot-orange", "#ffd75e"),
-        PURPLE: ("--plot-purple", "#ee6cbb"),
-        SKY: ("--plot-sky", "#6fd6ff"),
-        BROWN: ("--plot-brown", "#bf9c5e"),
-        SLATE: ("--plot-slate", "#d5dade"),
-        INDIGO: ("--plot-indigo", "#9a8cf0"),
-        ROSE: ("--plot-rose", "#e08b99"),
-        TEAL: ("--plot-teal", "#5fc9b7"),
-        SAND: ("--plot-sand", "#ddcc77"),
-        WINE: ("--plot-wine", "#d0679a"),
-        CYAN: ("--plot-cyan", "#a5dcf5"),
-    }
-)
+THEME: Mapping[str, tuple[str, str]] = {
+    PAPER: ("--plot-paper", "#161b22"),
+    INK: ("--plot-ink", "#e6edf3"),
+    MUTED: ("--plot-muted", "#9aa5b1"),
+    GRID: ("--plot-grid", "#30363d"),
+    BLUE: ("--plot-blue", "#3b9cff"),
+    VERMILLION: ("--plot-vermillion", "#e8551f"),
+    GREEN: ("--plot-green", "#2a9474"),
+    ORANGE: ("--plot-orange", "#ffd75e"),
+    PURPLE: ("--plot-purple", "#ee6cbb"),
+    SKY: ("--plot-sky", "#6fd6ff"),
+    BROWN: ("--plot-brown", "#bf9c5e"),
+    SLATE: ("--plot-slate", "#d5dade"),
+    INDIGO: ("--plot-indigo", "#9a8cf0"),
+    ROSE: ("--plot-rose", "#e08b99"),
+    TEAL: ("--plot-teal", "#5fc9b7"),
+    SAND: ("--plot-sand", "#ddcc77"),
+    WINE: ("--plot-wine", "#d0679a"),
+    CYAN: ("--plot-cyan", "#a5dcf5"),
+}
 """Light colour → (CSS variable, its value in dark mode)."""
 
 
@@ -95,18 +92,8 @@ def line_style(name: str, index: int = 0) -> LineStyle:
 
 
 def class_colour(label: int) -> str:
-    """The colour of the class with 0-based number ``label``; it repeats after eight classes.
-
-    Example:
-        >>> class_colour(0), class_colour(8)
-        ('#0072b2', '#0072b2')
-    """
+    """The colour of the class with 0-based number ``label``; it repeats after eight classes."""
     return PALETTE[label % len(PALETTE)]
-
-
-def class_style(label: int) -> LineStyle:
-    """The line of a class: its colour, and dashes that tell it apart without."""
-    return LineStyle(class_colour(label), DASHES[label % len(DASHES)])
 
 
 _SETTINGS: Any = {  # of matplotlib, which types every key by itself; letters of the size of a phone's

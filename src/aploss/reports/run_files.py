@@ -44,11 +44,6 @@ class RunFiles:
     problems: list[str] = field(default_factory=list)
 
     @property
-    def name(self) -> str:
-        """The name of the folder."""
-        return self.folder.resolve().name
-
-    @property
     def threshold(self) -> float:
         """The score from which detections are drawn, on the scale of :attr:`scores`."""
         thresholds = [document.get("draw_threshold") for document in (self.calibration, self.summary)]

@@ -1,9 +1,9 @@
 """The pictures of a run's page: a fair sample, the misses and the false positives."""
 
-import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +105,7 @@ class PictureSource:
         """The image with its objects dashed and the given detections in their class's colour.
 
         Args:
-            image: the image, or the part of it that begins at ``corner`` (x, y).
-            image_id: its id.
+            image: the image with the id, or the part of it that begins at ``corner`` (x, y).
             caption: the line below the picture.
             rows: detections to draw, the most important last.
             named: position of an object → its caption; the others have none.
@@ -199,7 +198,7 @@ def misses(source: PictureSource, count: int = 12) -> list[Picture]:
         near = [shown[k] for k in np.flatnonzero(overlaps >= TOUCHES)]
         return source.draw_around(entry, f"{name}, {note}", rows=near[-3:], named={place: f"missed: {name}"})
 
-    return _first_pictures(map(draw, _few_per_image(scores, source.objects)), count)
+    return list(islice(filter(None, map(draw, _few_per_image(scores, source.objects))), count))
 
 
 def false_positives(source: PictureSource, count: int = 12) -> list[Picture]:
@@ -213,12 +212,7 @@ def false_positives(source: PictureSource, count: int = 12) -> list[Picture]:
         entry = source.run.detections[row]
         return source.draw_around(entry, f"{source.caption(row)}, {_why_wrong(source, entry)}", rows=[row])
 
-    return _first_pictures(map(draw, _few_per_image(ranked, source.run.detections)), count)
-
-
-def _first_pictures(pictures: Iterable[Picture | None], count: int) -> list[Picture]:
-    """The first pictures that could be made; no more are made."""
-    return list(itertools.islice(filter(None, pictures), count))
+    return list(islice(filter(None, map(draw, _few_per_image(ranked, source.run.detections))), count))
 
 
 def _why_wrong(source: PictureSource, entry: Mapping[str, Any]) -> str:
@@ -250,16 +244,14 @@ def _xyxy(entries: Sequence[Mapping[str, Any]]) -> np.ndarray:
     return boxes
 
 
-def _few_per_image(ranked: Iterable[int], entries: Sequence[Mapping[str, Any]]) -> list[int]:
+def _few_per_image(ranked: Iterable[int], entries: Sequence[Mapping[str, Any]]) -> Iterator[int]:
     """The same order, but at most two of one image, so that no image fills the page."""
     seen: Counter[int] = Counter()
-    chosen = []
     for place in ranked:
         image_id = entries[place]["image_id"]
         seen[image_id] += 1
         if seen[image_id] <= MAX_PER_IMAGE:
-            chosen.append(place)
-    return chosen
+            yield place
 
 
 def _by_image(entries: Iterable[Mapping[str, Any]]) -> defaultdict[int, list[int]]:

@@ -50,7 +50,8 @@ def write_run_report(run_folder: str | Path) -> Path:
         for block in section.blocks:
             for figure in block.figures if isinstance(block, page.Figures) else ():
                 write_text(run.folder / "plots" / f"{figure.name}.svg", figure.svg)
-    return page.write_page(run.folder / "report.html", run.name, sections, subtitle=_subtitle(run.summary))
+    title = run.folder.resolve().name
+    return page.write_page(run.folder / "report.html", title, sections, subtitle=_subtitle(run.summary))
 
 
 def _section(title: str, run: RunFiles) -> page.Section:
@@ -128,12 +129,11 @@ def _training(run: RunFiles) -> list[page.Block]:
             figures.append(page.SvgFigure(step_curve(run.training, key), label=key, name=key))
     if not figures:
         return [_absent("metrics.jsonl", "There are no curves to draw.")]
-    blocks: list[page.Block] = [page.Figures(figures)]
-    if not run.training:
-        blocks.append(page.Missing("No step of this run was logged."))
-    if not run.validation:
-        blocks.append(page.Missing("No validation took place during this run."))
-    return blocks
+    rows = {
+        "No step of this run was logged.": run.training,
+        "No validation took place during this run.": run.validation,
+    }
+    return [page.Figures(figures), *(page.Missing(text) for text, found in rows.items() if not found)]
 
 
 def _classes(run: RunFiles) -> list[page.Block]:
@@ -209,29 +209,21 @@ def _sample(run: RunFiles) -> list[page.Block]:
 
 
 def _missed(run: RunFiles) -> list[page.Block]:
-    return _chosen_pictures(
-        run,
-        misses,
-        text="Objects that no drawn detection found (IoU 0.5): first those without any detection, "
-        "the largest first; at most two of one image.",
-        none=f"Every object was found with a score of at least {run.threshold:.2f}.",
-        unknown="What was missed is not known.",
-    )
+    text = "Objects that no drawn detection found (IoU 0.5): first those without any detection, the largest first; "
+    text += "at most two of one image."
+    none = f"Every object was found with a score of at least {run.threshold:.2f}."
+    return _chosen_pictures(run, misses, text, none, "What was missed is not known.")
 
 
 def _false_positives(run: RunFiles) -> list[page.Block]:
-    return _chosen_pictures(
-        run,
-        false_positives,
-        text="The wrong detections with the highest scores, at most two of one image. "
-        "Some may be objects that nobody annotated.",
-        none="No detection is wrong.",
-        unknown="Which detections are wrong is not known.",
-    )
+    text = "The wrong detections with the highest scores, at most two of one image. "
+    text += "Some may be objects that nobody annotated."
+    unknown = "Which detections are wrong is not known."
+    return _chosen_pictures(run, false_positives, text, "No detection is wrong.", unknown)
 
 
 def _chosen_pictures(
-    run: RunFiles, choose: Callable[[PictureSource], list[page.Picture]], *, text: str, none: str, unknown: str
+    run: RunFiles, choose: Callable[[PictureSource], list[page.Picture]], text: str, none: str, unknown: str
 ) -> list[page.Block]:
     """Pictures that need to know which detection found which object."""
     if run.outcomes is None or not run.ground_truth.get("images"):
@@ -315,10 +307,8 @@ def step_curve(rows: Rows, key: str) -> str:
     steps, values = plots.thin_out(*_column(rows, "step", key))
     log_y = key == "gradient_norm"
     series = [plots.Series(name=label, x=steps, y=np.where(values > 0, values, np.nan) if log_y else values)]
-    y_range = None if log_y else (0, None)
-    return plots.line_plot(
-        series, title=title, x_label="step", y_label=label, log_y=log_y, whole_x=True, y_range=y_range
-    )
+    scale: dict[str, Any] = {"log_y": True} if log_y else {"y_range": (0, None)}
+    return plots.line_plot(series, title=title, x_label="step", y_label=label, whole_x=True, **scale)
 
 
 def ap_curves(rows: Rows, *, against: str = "step") -> str:

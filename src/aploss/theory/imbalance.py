@@ -37,10 +37,8 @@ def imbalance(seed: int = 0) -> Study:
     strength = {name: [on_hard / sums[0][0] for on_hard, _ in sums] for name, sums in gradients.items()}
     accuracy, precision = np.array(metrics).T
     x = EASY[1:]  # the axis is logarithmic; the row without easy negatives is in the table
-    shown = [
-        Series(name="accuracy", x=x, y=accuracy[1:], markers=True),
-        Series(name="average precision", x=x, y=precision[1:], markers=True),
-    ]
+    curves = {"accuracy": accuracy, "average precision": precision}
+    shown = [Series(name=name, x=x, y=values[1:], markers=True) for name, values in curves.items()]
     rows = [[n, accuracy[k], precision[k], *(share[name][k] for name in LOSSES)] for k, n in enumerate(EASY)]
     return Study(
         name="imbalance",

@@ -64,9 +64,8 @@ every T is drawn.
 def make_inseparable(random: np.random.Generator) -> tuple[np.ndarray, tuple[int, int]]:
     """Pairwise differences f_j - f_i of two clouds that touch [P + N, P + N, 2], and (P, N).
 
-    Two positives and two negatives lie between the clouds, each negative a little further up than
-    a positive. Along the second feature the two pairs point opposite ways: no weight vector can
-    put both in order while it keeps the clouds apart.
+    Two positives and two negatives lie between the clouds, each negative a little further up than a positive. Along the
+    second feature both pairs point opposite ways: no weight vector puts both in order and keeps the clouds apart.
     """
     positive = random.normal((1, 0), 0.05, size=(POSITIVES, 2))
     negative = random.normal((-1, 0), 0.05, size=(NEGATIVES, 2))

@@ -24,10 +24,8 @@ def smoothed_failure(seed: int = 0) -> Study:
     path, values, slopes = descend(smoothed_loss, 10.0, 3000)
     error_path, errors, _ = descend(lambda theta: linear_ap_loss(theta, FEATURES, LABELS), 1.0, 1000)
     always = bool(((slopes[:, 0] < slopes[:, 1]) & (slopes[:, 1] < 0)).all())
-    curves = [
-        Series(name="F by gradient descent", x=range(1, len(values) + 1), y=values),
-        Series(name="AP-loss by error-driven update", x=range(1, len(errors) + 1), y=errors),
-    ]
+    losses = {"F by gradient descent": values, "AP-loss by error-driven update": errors}
+    curves = [Series(name=name, x=range(1, len(y) + 1), y=y) for name, y in losses.items()]
     rows = [
         ["gradient descent on F", len(values) - 1, *path[-1].tolist(), values[-1]],
         ["error-driven update", len(errors) - 1, *error_path[-1].tolist(), errors[-1]],
@@ -108,10 +106,8 @@ def smoothed_field(grid: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.n
 def _field_figure(path: np.ndarray, error_path: np.ndarray) -> SvgFigure:
     grid = np.linspace(-2, 12, 81)
     field, arrows = smoothed_field(grid)
-    paths = [
-        Series(name="gradient descent on F", x=path[:, 0], y=path[:, 1]),
-        Series(name="error-driven update", x=error_path[:, 0], y=error_path[:, 1]),
-    ]
+    walks = {"gradient descent on F": path, "error-driven update": error_path}
+    paths = [Series(name=name, x=walk[:, 0], y=walk[:, 1]) for name, walk in walks.items()]
     return SvgFigure(
         field_plot(
             grid, grid, field, arrows=arrows, paths=paths, x_label="θ₁", y_label="θ₂", value_label="smoothed AP-loss F"
