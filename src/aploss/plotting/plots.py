@@ -121,7 +121,7 @@ def line_plot(
             plot.axes.locator_params(axis="x", integer=True)
         if y_range is not None:
             plot.axes.set_ylim(*y_range)
-        add_legend(plot.figure, entries, markers=any(map(_has_markers, series)))
+        add_legend(plot, entries, markers=any(map(_has_markers, series)))
     return plot.svg
 
 
@@ -138,7 +138,7 @@ def scatter_plot(groups: Sequence[Series], *, diagonal: bool = False, **frame: A
             plot.axes.scatter(x, y, s=16, marker=style.marker, color=style.colour, alpha=0.75, linewidths=0)
         if diagonal:
             plot.axes.axline((1, 1), (2, 2), color=MUTED, linewidth=1, linestyle=DOTTED, zorder=0.5)
-        add_legend(plot.figure, _legend_entries(groups), markers=True, lines=False)
+        add_legend(plot, _legend_entries(groups), markers=True, lines=False)
     return plot.svg
 
 
@@ -178,7 +178,7 @@ def field_plot(
         for index, path in enumerate(paths):
             _draw_path(axes, path, _style_of(path, index))
         axes.set(xlim=(xs.min(), xs.max()), ylim=(ys.min(), ys.max()))
-        add_legend(plot.figure, _legend_entries(paths), always=True)
+        add_legend(plot, _legend_entries(paths), always=True)
     return plot.svg
 
 
@@ -245,7 +245,7 @@ def precision_recall_plot(
             value = f" {np.mean(list(known.values())):.3f}" if known else ""
             entries = {f"mean{value}": LineStyle(INK), **entries}
         plot.axes.set(xlim=(0, 1.01), ylim=(0, 1.02))
-        add_legend(plot.figure, entries, always=True)
+        add_legend(plot, entries, always=True)
     return plot.svg
 
 
@@ -289,12 +289,7 @@ def precision_recall_panels(curves: Mapping[float, Mapping[str, Any]]) -> str:
 
 
 def add_legend(
-    figure: "Figure",
-    entries: Mapping[str, LineStyle],
-    *,
-    markers: bool = False,
-    lines: bool = True,
-    always: bool = False,
+    plot: Plot, entries: Mapping[str, LineStyle], *, markers: bool = False, lines: bool = True, always: bool = False
 ) -> None:
     """A legend below the axes, where it covers no data; left out for a single entry."""
     from matplotlib.lines import Line2D
@@ -308,7 +303,7 @@ def add_legend(
     # A zero-width space: matplotlib drops labels that begin with an underscore.
     labels = ["\u200b" * name.startswith("_") + shorten(name, 34) for name in entries]
     columns = int(np.clip(52 // (8 + max(map(len, labels))), 1, 4))
-    figure.legend(handles, labels, loc="outside lower left", ncols=columns, columnspacing=1.4)
+    plot.figure.legend(handles, labels, loc="outside lower left", ncols=columns, columnspacing=1.4)
 
 
 def name_rows(axes: "Axes", names: Sequence[str]) -> None:

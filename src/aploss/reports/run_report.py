@@ -350,7 +350,7 @@ def reliability_diagram(
             plot.axes.scatter(x, y, color=style.colour, linewidths=0, clip_on=False, **look)
             entries[name if error is None else f"{name} (error {error:.3f})"] = style
         plot.axes.set(xlim=(0, 1), ylim=(0, 1))
-        plots.add_legend(plot.figure, entries, markers=True)
+        plots.add_legend(plot, entries, markers=True)
     return plot.svg
 
 
@@ -367,7 +367,7 @@ def score_histogram(correct: plots.Values, wrong: plots.Values, *, threshold: fl
         entries[f"drawing threshold {threshold:.2f}"] = LineStyle(INK, plots.DOTTED)
         plot.axes.set_xlim(0, 1)
         plots.count_axis(plot.axes)
-        plots.add_legend(plot.figure, entries)
+        plots.add_legend(plot, entries)
     return plot.svg
 
 
