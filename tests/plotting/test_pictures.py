@@ -122,6 +122,8 @@ def test_a_crop_shows_the_surroundings_and_stays_inside() -> None:
     crop, corner = crop_around(grey(), [100, 70, 119, 89], context=1.0)
     assert corner == (81, 51)
     assert crop.size == (39, 39)
+    crop, corner = crop_around(grey(100, 100), [40, 40, 60, 60], context=0.5)
+    assert (crop.size, corner) == ((40, 40), (30, 30))
     crop, corner = crop_around(grey(), [500, 500, 600, 600])
     assert min(crop.size) >= 1
 

@@ -141,10 +141,27 @@ def test_thinning_keeps_means_and_ends_gaps() -> None:
     np.testing.assert_array_equal(thin_y[5:], 2.0)
 
 
+def test_thinning_takes_the_mean_of_neighbours() -> None:
+    x, y = thin_out(np.arange(4.0), np.array([0.0, 2.0, 4.0, 6.0]), most=2)
+    assert (x.tolist(), y.tolist()) == ([0.5, 2.5], [1.0, 5.0])
+
+
 def test_numbers_turn_nothing_and_infinity_into_gaps() -> None:
     np.testing.assert_array_equal(numbers([None, 1, float("-inf")]), [np.nan, 1.0, np.nan])
 
 
-@pytest.mark.parametrize(("value", "text"), [(0.0, "0"), (0.001, "0.001"), (1e-7, "10⁻⁷"), (20.0, "20"), (1e5, "10⁵")])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (0.001, "0.001"),
+        (1e-7, "10⁻⁷"),
+        (20.0, "20"),
+        (1e5, "10⁵"),
+        (1e3, "1000"),
+        (1e6, "10⁶"),
+        (2e-5, "2e-05"),
+    ],
+)
 def test_numbers_beside_logarithmic_axes(value: float, text: str) -> None:
     assert power_text(value) == text

@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from aploss.losses import LossTraits, register_loss, traits_of
-from aploss.plotting.style import PALETTE, PAPER, THEME, VARIANT_STYLES, line_style, loss_label, plot_style
+from aploss.plotting.style import (
+    PALETTE,
+    PAPER,
+    THEME,
+    VARIANT_STYLES,
+    class_colour,
+    line_style,
+    loss_label,
+    plot_style,
+)
 
 LABELS = {
     "ap": "AP-loss",
@@ -85,6 +94,11 @@ def test_every_colour_is_seen_on_its_background() -> None:
     for colour in (*PALETTE, *(style.colour for style in VARIANT_STYLES)):
         assert contrast(colour, PAPER) > 2.1, colour
         assert contrast(dark(colour), dark(PAPER)) > 4.5, colour
+
+
+def test_the_colours_of_classes_repeat_after_eight() -> None:
+    assert [class_colour(label) for label in (0, 8)] == ["#0072b2", "#0072b2"]
+    assert len({class_colour(label) for label in range(8)}) == 8
 
 
 def test_losses_can_be_told_apart_without_colour() -> None:

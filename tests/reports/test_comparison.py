@@ -151,6 +151,12 @@ def test_bands_are_means_and_deviations_where_all_seeds_are_known() -> None:
     np.testing.assert_allclose(deviation, np.std([0, 2], ddof=1))
 
 
+def test_curves_are_interpolated_where_they_have_no_point() -> None:
+    x, mean, deviation = mean_and_band([([0, 2], [0, 2]), ([0, 1, 2], [2, 3, 4])])
+    assert (x.tolist(), mean.tolist()) == ([0, 1, 2], [1, 2, 3])
+    np.testing.assert_allclose(deviation, np.sqrt(2))
+
+
 def test_one_seed_has_no_band() -> None:
     _, mean, deviation = mean_and_band([([1, 2], [0.5, None])])
     np.testing.assert_array_equal(mean, [0.5])

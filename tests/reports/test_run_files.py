@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aploss.errors import RunError
-from aploss.reports.run_files import matches_document, read_json_lines, read_run
+from aploss.reports.run_files import matches_document, read_run
 
 MakeRun = Callable[..., Path]
 DOCUMENTS = (
@@ -65,11 +65,14 @@ def test_the_line_that_a_kill_cut_is_no_problem(make_run: MakeRun) -> None:
     found = read_run(run)
     assert len(found.training) == 20
     assert found.problems == []
-    assert len(read_json_lines(run / "metrics.jsonl")) == 22
+    assert len(found.validation) == 2
 
 
-def test_a_file_that_is_not_there_has_no_lines(tmp_path: Path) -> None:
-    assert read_json_lines(tmp_path / "metrics.jsonl") == []
+def test_a_file_that_is_not_there_has_no_lines(make_run: MakeRun) -> None:
+    run = make_run(images=1, steps=100)
+    (run / "metrics.jsonl").unlink()
+    found = read_run(run)
+    assert found.training == found.validation == found.problems == []
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")

@@ -1,7 +1,7 @@
 """Boxes with captions on pictures, contact sheets, and pictures as data for a page.
 
-PIL and NumPy alone. What ``aploss predict``, ``aploss data show`` and the pages show is drawn here,
-so that boxes look the same in all of them.
+PIL and NumPy alone. What ``aploss predict``, ``aploss data show`` and the pages show is drawn here, so that boxes look
+the same in all of them.
 """
 
 import base64
@@ -10,12 +10,11 @@ import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 from aploss.plotting.style import INK, MUTED, PAPER, class_colour
 
@@ -39,18 +38,15 @@ def draw_boxes(
     """Draws labelled boxes on a copy of an image, each class in its colour and with its name.
 
     Args:
-        image: PIL image; array [H, W] or [H, W, 3]; or array or tensor [3, H, W]. Integers are
-            0..255, floats 0..1.
+        image: PIL image; array [H, W] or [H, W, 3]; or array or tensor [3, H, W]. Integers are 0..255, floats 0..1.
         boxes: [n, 4] xyxy in the image's pixels.
         labels: [n] classes, from 0.
         class_names: name of each class.
         scores: [n], shown behind the class names; drawn so that the best lies on top.
-        dashed: [n], which boxes have dashed lines (difficult objects and crowds, for instance);
-            they lie below the others.
-        smallest: images whose longer side is below this are enlarged to it, for captions to be
-            readable. 0 enlarges none.
-        largest: images whose longer side is above this are made smaller before drawing, so that
-            lines and captions keep their size. None keeps every size.
+        dashed: [n], which boxes have dashed lines (such as difficult objects and crowds) and lie below the others.
+        smallest: images whose longer side is below it are enlarged to it, for captions to be readable; 0 enlarges none.
+        largest: images whose longer side is above it are made smaller before drawing, lines and captions are not;
+            None keeps every size.
 
     Returns:
         A picture of the image's size, or as `smallest` and `largest` say.
@@ -62,8 +58,7 @@ def draw_boxes(
     """
     picture = as_picture(image)
     longer = max(picture.size)
-    target = max(longer, smallest)
-    factor = (target if largest is None else min(target, largest)) / longer
+    factor = min(max(longer, smallest), math.inf if largest is None else largest) / longer
     classes = np.asarray(labels, dtype=np.int64).reshape(-1)
     captions = [class_names[label] for label in classes.tolist()]
     if scores is not None:
@@ -89,29 +84,21 @@ def outline_boxes(
     dashed: Sequence[bool] | NDArray[Any] | bool = False,
     line_width: int | None = None,
 ) -> Image.Image:
-    """Draws boxes in any colours and with any captions on a copy of a picture.
+    """Draws boxes in any colours and with any captions on an RGB copy of a picture.
 
-    Each line has a thin dark or light edge, so that it is seen on any background. Captions stand
-    above their box, or inside it where there is no room, and always within the picture.
+    Each line has a thin dark or light edge, so that it is seen on any background. Captions stand above their box, or
+    inside it where there is no room, and always within the picture.
 
     Args:
-        image: any mode; the result is RGB.
+        image: any mode.
         boxes: [n, 4] xyxy in the picture's pixels; what is outside or not finite is not drawn.
         captions: one text per box (empty for none), or None for no text at all.
         colours: one colour per box as ``#rrggbb``, or one for all.
         dashed: dashed lines, our sign for ground truth: one value per box, or one for all.
         line_width: in pixels; by default it grows with the picture.
 
-    Returns:
-        A new picture of the same size.
-
     Raises:
         ValueError: when the numbers of boxes, captions, colours and dashes differ.
-
-    Example:
-        >>> picture = Image.new("RGB", (64, 48), "white")
-        >>> outline_boxes(picture, [[8, 8, 40, 40]], captions=["cat"], colours="#d55e00").size
-        (64, 48)
     """
     corners = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
     count = len(corners)
@@ -122,13 +109,12 @@ def outline_boxes(
         raise ValueError(
             f"{count} boxes need as many colours and captions, got {len(all_colours)} colours and {len(texts)} captions"
         )
-    canvas = image.convert("RGB")
-    if canvas is image:
-        canvas = image.copy()
+    canvas = image.convert("RGB")  # a copy, whatever the mode
     pen = ImageDraw.Draw(canvas)
     root = math.sqrt(max(canvas.size))  # larger pictures have larger letters, but not in proportion
     width = line_width or max(2, round(root / 7))
-    shown = [row for row in range(count) if _is_visible(corners[row], canvas.size)]
+    inside = (corners[:, :2] <= canvas.size).all(1) & (corners[:, 2:] >= 0).all(1) & np.isfinite(corners).all(1)
+    shown = np.flatnonzero(inside).tolist()
     for row in shown:
         box = _whole_pixels(corners[row], canvas.size, width)
         _draw_outline(pen, box, all_colours[row], width, dashed=bool(broken[row]))
@@ -172,7 +158,7 @@ def contact_sheet(
         raise ValueError(f"{len(images)} images and {len(captions or ())} captions for a sheet")
     columns = min(len(images), columns or math.ceil(math.sqrt(len(images))))
     fitted = [_resized(image, tile / max(image.size)) for image in images]
-    texts = [""] * len(images) if captions is None else list(captions)
+    texts = captions or [""] * len(images)
     rows = [range(k, min(k + columns, len(images))) for k in range(0, len(images), columns)]
     heights = [max(fitted[k].height for k in row) for row in rows]
     line = 0 if captions is None else CAPTION + 8
@@ -185,20 +171,14 @@ def contact_sheet(
     for row, height in zip(rows, heights, strict=True):
         for column, k in enumerate(row):
             x = GAP + column * (tile + GAP)
-            place = (x + (tile - fitted[k].width) // 2, y + (height - fitted[k].height) // 2)
-            sheet.paste(fitted[k], place)
+            sheet.paste(fitted[k], (x + (tile - fitted[k].width) // 2, y + (height - fitted[k].height) // 2))
             _write_line(sheet, texts[k], (x, y + height + 3), CAPTION, MUTED, tile)
         y += height + line + GAP
     return sheet
 
 
 def as_picture(image: Any) -> Image.Image:
-    """A PIL image, array or tensor as RGB picture; see :func:`draw_boxes` for what is taken.
-
-    Example:
-        >>> as_picture(np.zeros((3, 10, 20))).size
-        (20, 10)
-    """
+    """A PIL image, array or tensor as RGB picture; see :func:`draw_boxes` for what is taken."""
     if isinstance(image, Image.Image):
         return image.convert("RGB")
     array = np.asarray(image)
@@ -210,34 +190,14 @@ def as_picture(image: Any) -> Image.Image:
 
 
 def thumbnail(image: Image.Image, longest: int = 480) -> tuple[Image.Image, float]:
-    """The picture with its longer side at most ``longest``; small ones up to three times larger.
-
-    Returns:
-        The picture and the factor by which boxes must be multiplied.
-
-    Example:
-        >>> small, factor = thumbnail(Image.new("RGB", (1000, 500)), longest=500)
-        >>> small.size, factor
-        ((500, 250), 0.5)
-    """
+    """The picture with its longer side ``longest``, but at most three times larger, and the factor for its boxes."""
     factor = min(longest / max(image.size), 3.0)
     return _resized(image, factor), factor
 
 
-def crop_around(
-    image: Image.Image, box: Sequence[float] | np.ndarray, *, context: float = 0.6
-) -> tuple[Image.Image, tuple[int, int]]:
-    """The part of a picture around a box, with ``context`` times its longer side on every side.
-
-    Returns:
-        The crop and its left upper corner (x, y) in the picture.
-
-    Example:
-        >>> crop, corner = crop_around(Image.new("RGB", (100, 100)), [40, 40, 60, 60], context=0.5)
-        >>> crop.size, corner
-        ((40, 40), (30, 30))
-    """
-    x1, y1, x2, y2 = (float(value) for value in box)
+def crop_around(image: Image.Image, box: ArrayLike, *, context: float = 0.6) -> tuple[Image.Image, tuple[int, int]]:
+    """The part of a picture around a box, with ``context`` times its longer side on every side, and its corner."""
+    x1, y1, x2, y2 = np.asarray(box, dtype=np.float64).tolist()
     margin = context * max(x2 - x1, y2 - y1, 8.0)
     left = min(max(0, int(x1 - margin)), image.width - 1)
     top = min(max(0, int(y1 - margin)), image.height - 1)
@@ -247,16 +207,10 @@ def crop_around(
 
 
 def data_uri(image: Image.Image) -> str:
-    """The picture as a ``data:`` address: PNG when that is small, else JPEG.
-
-    Example:
-        >>> data_uri(Image.new("RGB", (4, 4)))[:22]
-        'data:image/png;base64,'
-    """
+    """The picture as a ``data:`` address: PNG when that is small, else JPEG."""
     picture = image.convert("RGB")
     kind = "png" if picture.width * picture.height <= 64 * 64 else "jpeg"
-    buffer = io.BytesIO()
-    picture.save(buffer, format=kind, quality=82, optimize=True)
+    picture.save(buffer := io.BytesIO(), format=kind, quality=82, optimize=True)
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
 
 
@@ -266,45 +220,34 @@ def _resized(image: Image.Image, factor: float) -> Image.Image:
     return image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
 
 
-def _is_visible(box: np.ndarray, size: tuple[int, int]) -> bool:
-    x1, y1, x2, y2 = box
-    return bool(np.isfinite(box).all() and x1 <= size[0] and y1 <= size[1] and x2 >= 0 and y2 >= 0)
-
-
 def _draw_outline(pen: ImageDraw.ImageDraw, box: tuple[int, ...], colour: str, width: int, *, dashed: bool) -> None:
     x1, y1, x2, y2 = box
-    corners = [(x1, y1), (x2, y1), (x2, y2), (x1, y2), (x1, y1)]
-    sides = list(itertools.pairwise(corners))
+    sides = list(itertools.pairwise([(x1, y1), (x2, y1), (x2, y2), (x1, y2), (x1, y1)]))
     # Under dashes the contrast fills the gaps; under a solid line it is an edge on both sides.
     for start, end in sides:
         pen.line([start, end], fill=_contrasting(colour), width=width if dashed else width + 2)
     for start, end in sides:
-        pieces = _dashes(start, end, length=max(4, 3 * width)) if dashed else [(start, end)]
-        for piece in pieces:
+        for piece in _dashes(start, end, length=max(4, 3 * width)) if dashed else [(start, end)]:
             pen.line(piece, fill=colour, width=width)
 
 
 def _whole_pixels(box: np.ndarray, size: tuple[int, int], width: int) -> tuple[int, int, int, int]:
-    """The box in whole pixels. A side on the picture's edge is moved in so far that it is seen;
-    one further out is outside, and stays so."""
-    lengths = np.array([size[0], size[1], size[0], size[1]], dtype=np.float64)
+    """The box in whole pixels. A side on the picture's edge is moved in, to be seen; one further out stays outside."""
+    lengths = np.array([*size, *size], dtype=np.float64)
     corners = np.clip(np.round(box), -64.0, lengths + 64)
     inset = width // 2
     at_start = (corners > -3) & (corners < inset)
     at_end = (corners > lengths - 1 - inset) & (corners < lengths + 3)
     corners = np.where(at_start, inset, np.where(at_end, lengths - 1 - inset, corners))
-    x1, y1, x2, y2 = (int(value) for value in corners)
+    x1, y1, x2, y2 = map(int, corners)
     return x1, y1, max(x1, x2), max(y1, y2)
 
 
-def _dashes(
-    start: tuple[int, int], end: tuple[int, int], *, length: int
-) -> list[tuple[tuple[float, float], tuple[float, float]]]:
-    first, last = np.array(start, float), np.array(end, float)
-    distance = float(np.abs(last - first).sum())  # sides are parallel to the axes
-    steps = max(1, round(distance / length))
-    points = (first + (last - first) * np.arange(steps + 1)[:, None] / steps).tolist()
-    return [((*points[k],), (*points[k + 1],)) for k in range(0, steps, 2)]
+def _dashes(start: tuple[int, int], end: tuple[int, int], *, length: int) -> list[Any]:
+    (x1, y1), (x2, y2) = start, end
+    steps = max(1, round((abs(x2 - x1) + abs(y2 - y1)) / length))  # sides are parallel to the axes
+    points = [(x1 + (x2 - x1) * k / steps, y1 + (y2 - y1) * k / steps) for k in range(steps + 1)]
+    return list(itertools.pairwise(points))[::2]
 
 
 def _draw_caption(
@@ -337,15 +280,13 @@ def _font(pixels: int) -> Font:
     try:
         import matplotlib
 
-        path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
-        return ImageFont.truetype(str(path), pixels)
+        return ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans.ttf", pixels)
     except (ImportError, OSError):
         return ImageFont.load_default(pixels)
 
 
 def _contrasting(colour: str) -> str:
     """Black or white, whichever is easier to read on ``colour``."""
-    channels = np.array([int(colour[k : k + 2], 16) for k in (1, 3, 5)]) / 255
+    channels = np.array(ImageColor.getrgb(colour)) / 255
     linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
-    luminance = float(linear @ np.array([0.2126, 0.7152, 0.0722]))
-    return "#000000" if luminance > 0.18 else "#ffffff"
+    return "#000000" if linear @ (0.2126, 0.7152, 0.0722) > 0.18 else "#ffffff"

@@ -1,8 +1,8 @@
 """Numbers in, SVG text out: the plots that pages, commands and studies share.
 
-Every function returns a complete SVG document with a light background, which can be saved as a
-file; :mod:`aploss.reports.page` embeds it so that it follows dark mode. The same data gives the
-same text, byte for byte. For a plot of another kind, use :func:`new_plot`.
+Every function returns a complete SVG document with a light background, which can be saved as a file;
+:mod:`aploss.reports.page` embeds it so that it follows dark mode. The same data gives the same text, byte for byte.
+For a plot of another kind, use :func:`new_plot`; ``frame`` stands for its arguments in all functions.
 """
 
 import io
@@ -10,33 +10,20 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aploss.plotting.style import GRID, INK, MUTED, PALETTE, LineStyle, class_style, line_style, loss_label, plot_style
+from aploss.plotting.style import DASHES, GRID, INK, MUTED, PALETTE, LineStyle, line_style, loss_label, plot_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MAX_POINTS = 500
 MAX_NAMED_CURVES = 6  # of classes, where there are more of them than colours
-WIDTH, HEIGHT = 4.2, 3.0  # inches: at 96 pixels each, what a phone shows
+DOTTED = (0, (2, 2))  # lines that are no data: limits, levels, the ideal
 
 Values = Sequence[float | None] | np.ndarray
-
-
-class Frame(TypedDict, total=False):
-    """What every plot takes: its texts, logarithmic axes, and its size in inches."""
-
-    title: str
-    x_label: str
-    y_label: str
-    log_x: bool
-    log_y: bool
-    width: float
-    height: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +66,9 @@ def new_plot(
     y_label: str = "",
     log_x: bool = False,
     log_y: bool = False,
-    width: float = WIDTH,
-    height: float = HEIGHT,
+    height: float = 3,
 ) -> Iterator[Plot]:
-    """A figure in the common style; as wide as a phone by default.
+    """A figure in the common style, as wide as a phone.
 
     Example:
         >>> with new_plot("A line", x_label="x") as plot:
@@ -93,7 +79,7 @@ def new_plot(
     from matplotlib.figure import Figure
 
     with plot_style():
-        figure = Figure(figsize=(width, height))
+        figure = Figure(figsize=(4.2, height))  # inches: at 96 pixels each, what a phone shows
         plot = Plot(figure, figure.add_subplot())
         plot.axes.set(title=title, xlabel=x_label, ylabel=y_label)
         _make_logarithmic(plot.axes, log_x, log_y)
@@ -107,7 +93,7 @@ def line_plot(
     whole_x: bool = False,
     y_range: tuple[float | None, float | None] | None = None,
     level: tuple[str, float] | None = None,
-    **frame: Unpack[Frame],
+    **frame: Any,
 ) -> str:
     """Lines with optional bands.
 
@@ -116,10 +102,6 @@ def line_plot(
         whole_x: only whole numbers beside the x axis, for steps.
         y_range: limits of the y axis; None for an automatic end.
         level: a horizontal line (name, y), such as a bound or the paper's number.
-        frame: texts, axes and size.
-
-    Returns:
-        The SVG document.
 
     Example:
         >>> line_plot([Series(name="ap", x=[1, 2], y=[0.5, 0.7])], title="AP").count("<svg")
@@ -130,8 +112,8 @@ def line_plot(
         for index, one in enumerate(series):
             _draw_line(plot.axes, one, _style_of(one, index))
         if level is not None:
-            entries[level[0]] = LineStyle(INK, (0, (2, 2)))
-            plot.axes.axhline(level[1], color=INK, linewidth=1, linestyle=(0, (2, 2)))
+            entries[level[0]] = LineStyle(INK, DOTTED)
+            plot.axes.axhline(level[1], color=INK, linewidth=1, linestyle=DOTTED)
         if whole_x:
             left, right = plot.axes.get_xlim()
             if right - left < 2:  # a single step: no fractions of it beside the axis
@@ -139,11 +121,11 @@ def line_plot(
             plot.axes.locator_params(axis="x", integer=True)
         if y_range is not None:
             plot.axes.set_ylim(*y_range)
-        add_legend(plot.figure, entries, markers=any(map(_has_markers, series)))
+        add_legend(plot, entries, markers=any(map(_has_markers, series)))
     return plot.svg
 
 
-def scatter_plot(groups: Sequence[Series], *, diagonal: bool = False, **frame: Unpack[Frame]) -> str:
+def scatter_plot(groups: Sequence[Series], *, diagonal: bool = False, **frame: Any) -> str:
     """Clouds of points, one style for each group; ``diagonal`` adds the line y = x.
 
     Example:
@@ -152,14 +134,11 @@ def scatter_plot(groups: Sequence[Series], *, diagonal: bool = False, **frame: U
     """
     with new_plot(**frame) as plot:
         for index, group in enumerate(groups):
-            style = _style_of(group, index)
-            plot.axes.scatter(
-                numbers(group.x), numbers(group.y), s=16, marker=style.marker, color=style.colour,
-                alpha=0.75, linewidths=0,
-            )  # fmt: skip
+            x, y, style = numbers(group.x), numbers(group.y), _style_of(group, index)
+            plot.axes.scatter(x, y, s=16, marker=style.marker, color=style.colour, alpha=0.75, linewidths=0)
         if diagonal:
-            plot.axes.axline((1, 1), (2, 2), color=MUTED, linewidth=1, linestyle=(0, (2, 2)), zorder=0.5)
-        add_legend(plot.figure, _legend_entries(groups), markers=True, lines=False)
+            plot.axes.axline((1, 1), (2, 2), color=MUTED, linewidth=1, linestyle=DOTTED, zorder=0.5)
+        add_legend(plot, _legend_entries(groups), markers=True, lines=False)
     return plot.svg
 
 
@@ -171,18 +150,16 @@ def field_plot(
     arrows: tuple[np.ndarray, np.ndarray] | None = None,
     paths: Sequence[Series] = (),
     value_label: str = "",
-    **frame: Unpack[Frame],
+    **frame: Any,
 ) -> str:
     """A function of two variables as shaded levels, with arrows and paths over it.
 
     Args:
         x, y: the grid's coordinates, [n] and [m].
         values: the function on the grid, [m, n].
-        arrows: components (along x, along y), each [m, n]; only about 14 arrows per row are drawn,
-            all of one length, so that they show directions alone.
+        arrows: components (along x, along y), each [m, n]; about 14 per row are drawn, all of one length.
         paths: lines over the field; a circle marks the start, a cross the end.
         value_label: what the shades stand for.
-        frame: texts and size.
 
     Example:
         >>> grid = np.linspace(-1, 1, 9)
@@ -195,20 +172,17 @@ def field_plot(
         axes = plot.axes
         axes.grid(visible=False)
         shades = axes.contourf(xs, ys, values, levels=16, cmap="cividis")
-        bar = plot.figure.colorbar(shades, ax=axes, label=value_label, pad=0.02)
-        bar.outline.set_visible(False)
+        plot.figure.colorbar(shades, ax=axes, label=value_label, pad=0.02).outline.set_visible(False)
         if arrows is not None:
             _draw_arrows(axes, xs, ys, arrows)
         for index, path in enumerate(paths):
             _draw_path(axes, path, _style_of(path, index))
         axes.set(xlim=(xs.min(), xs.max()), ylim=(ys.min(), ys.max()))
-        add_legend(plot.figure, _legend_entries(paths), always=True)
+        add_legend(plot, _legend_entries(paths), always=True)
     return plot.svg
 
 
-def bar_plot(
-    names: Sequence[str], values: Values, *, x_range: tuple[float, float] | None = None, **frame: Unpack[Frame]
-) -> str:
+def bar_plot(names: Sequence[str], values: Values, *, x_range: tuple[float, float] | None = None, **frame: Any) -> str:
     """Horizontal bars with their names on the left and their values at the end.
 
     Example:
@@ -221,44 +195,29 @@ def bar_plot(
     with new_plot(**frame) as plot:
         axes = plot.axes
         axes.barh(places, lengths, color=PALETTE[0], height=0.66)
-        axes.set_yticks(places, [shorten(name) for name in names], color=INK)
+        name_rows(axes, [shorten(name) for name in names])
         axes.invert_yaxis()
-        axes.grid(visible=False, axis="y")
-        axes.tick_params(axis="y", length=0)
         if x_range is not None:
             axes.set_xlim(*x_range)
         for place, length, value in zip(places, lengths, known, strict=True):
             text = "no value" if np.isnan(value) else f"{value:.3f}"
-            axes.annotate(
-                text, (length, place), xytext=(4, 0), textcoords="offset points", va="center",
-                fontsize=8.5, color=INK,
-            )  # fmt: skip
+            add_number(axes, text, (length, place), shift=(4, 0), va="center")
     return plot.svg
 
 
-class PrecisionRecall(Protocol):
-    """The curve of a class, such as :class:`aploss.evaluation.Curve`."""
-
-    @property
-    def recall(self) -> Any: ...
-
-    @property
-    def precision(self) -> Any: ...
-
-
 def precision_recall_plot(
-    curves: Mapping[str, PrecisionRecall], iou: float = 0.5, *, scores: Mapping[str, float | None] | None = None
+    curves: Mapping[str, Any], iou: float = 0.5, *, scores: Mapping[str, float | None] | None = None
 ) -> str:
     """Precision over recall, a line for every class, and their mean.
 
-    With more classes than colours only the three best and three worst are named and coloured; the
-    others are pale lines behind them, since no reader can tell dozens of colours apart.
+    With more classes than colours only the three best and three worst are named and coloured; the others are pale
+    lines behind them, since no reader can tell dozens of colours apart.
 
     Args:
-        curves: class → curve.
+        curves: class → what has ``recall`` and ``precision``, such as :class:`aploss.evaluation.Curve`.
         iou: the IoU they were measured at, for the title.
-        scores: class → its AP, shown in the legend and used for choosing; the mean precision of a
-            curve where it is not given, and no number for a class that is not in it.
+        scores: class → its AP, shown in the legend and used for choosing; the mean precision of a curve where it is
+            not given, and no number for a class that is not in it.
     """
     if scores is None:
         scores = {name: float(np.mean(curve.precision)) for name, curve in curves.items()}
@@ -275,7 +234,7 @@ def precision_recall_plot(
             curve = curves[name]
             plot.axes.plot(curve.recall, curve.precision, color=MUTED, alpha=0.25, linewidth=0.8)
         for name in named:
-            curve, style = curves[name], class_style(labels[name])
+            curve, style = curves[name], LineStyle(PALETTE[labels[name]], DASHES[labels[name]])
             plot.axes.plot(curve.recall, curve.precision, color=style.colour, linestyle=style.dashes)
             entries[f"{shorten(name)} {known[name]:.3f}" if name in known else name] = style
         if many:
@@ -286,15 +245,15 @@ def precision_recall_plot(
             value = f" {np.mean(list(known.values())):.3f}" if known else ""
             entries = {f"mean{value}": LineStyle(INK), **entries}
         plot.axes.set(xlim=(0, 1.01), ylim=(0, 1.02))
-        add_legend(plot.figure, entries, always=True)
+        add_legend(plot, entries, always=True)
     return plot.svg
 
 
-def precision_recall_panels(curves: Mapping[float, Mapping[str, PrecisionRecall]]) -> str:
+def precision_recall_panels(curves: Mapping[float, Mapping[str, Any]]) -> str:
     """A small panel for each class, with a curve for each IoU: the looser the box, the darker.
 
     Args:
-        curves: IoU → class → curve; the same classes, at least one, for each IoU.
+        curves: IoU → class → curve, as in :func:`precision_recall_plot`; the same classes, at least one, for each IoU.
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
@@ -309,10 +268,8 @@ def precision_recall_panels(curves: Mapping[float, Mapping[str, PrecisionRecall]
         figure = Figure(figsize=(width, height))
         figure.set_layout_engine("none")
         same = {"xlim": (0, 1), "ylim": (0, 1.02), "yticks": [0, 0.5, 1]}
-        places = {
-            "left": 0.6 / width, "right": 1 - 0.15 / width, "wspace": 0.12,
-            "bottom": 0.8 / height, "top": 1 - 0.3 / height, "hspace": 0.28,
-        }  # fmt: skip
+        places = {"left": 0.6 / width, "right": 1 - 0.15 / width, "bottom": 0.8 / height, "top": 1 - 0.3 / height}
+        places |= {"wspace": 0.12, "hspace": 0.28}
         panels = figure.subplots(rows, columns, squeeze=False, subplot_kw=same, gridspec_kw=places)
         for number, panel in enumerate(panels.flat):
             if number >= len(names):
@@ -332,12 +289,7 @@ def precision_recall_panels(curves: Mapping[float, Mapping[str, PrecisionRecall]
 
 
 def add_legend(
-    figure: "Figure",
-    entries: Mapping[str, LineStyle],
-    *,
-    markers: bool = False,
-    lines: bool = True,
-    always: bool = False,
+    plot: Plot, entries: Mapping[str, LineStyle], *, markers: bool = False, lines: bool = True, always: bool = False
 ) -> None:
     """A legend below the axes, where it covers no data; left out for a single entry."""
     from matplotlib.lines import Line2D
@@ -345,14 +297,25 @@ def add_legend(
     if len(entries) < (1 if always else 2):
         return
     handles: list[Any] = [
-        Line2D([], [], color=style.colour, linestyle=style.dashes if lines else "",
-               marker=style.marker if markers else "")
-        for style in entries.values()
-    ]  # fmt: skip
+        Line2D([], [], color=colour, linestyle=dashes if lines else "", marker=marker if markers else "")
+        for colour, dashes, marker in entries.values()
+    ]
     # A zero-width space: matplotlib drops labels that begin with an underscore.
     labels = ["\u200b" * name.startswith("_") + shorten(name, 34) for name in entries]
     columns = int(np.clip(52 // (8 + max(map(len, labels))), 1, 4))
-    figure.legend(handles, labels, loc="outside lower left", ncols=columns, columnspacing=1.4)
+    plot.figure.legend(handles, labels, loc="outside lower left", ncols=columns, columnspacing=1.4)
+
+
+def name_rows(axes: "Axes", names: Sequence[str]) -> None:
+    """Names the places 0, 1, ... of the y axis, without ticks and lines."""
+    axes.set_yticks(range(len(names)), names, color=INK)
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", length=0)
+
+
+def add_number(axes: "Axes", text: str, place: tuple[Any, Any], *, shift: tuple[float, float], **align: Any) -> None:
+    """Writes a number at a place of the plot, moved by some points."""
+    axes.annotate(text, place, xytext=shift, textcoords="offset points", fontsize=8.5, color=INK, **align)
 
 
 def count_axis(axes: "Axes") -> None:
@@ -366,12 +329,7 @@ def count_axis(axes: "Axes") -> None:
 
 
 def power_text(value: float) -> str:
-    """A number beside a logarithmic axis.
-
-    Example:
-        >>> power_text(0.01), power_text(1000.0), power_text(1e6), power_text(2e-5)
-        ('0.01', '1000', '10⁶', '2e-05')
-    """
+    """A number beside a logarithmic axis, such as 0.01, 1000 or 10⁶."""
     exponent = round(math.log10(value)) if value > 0 else 0
     if value > 0 and not -4 < exponent < 5 and math.isclose(value, 10.0**exponent):
         return "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
@@ -379,32 +337,18 @@ def power_text(value: float) -> str:
 
 
 def numbers(values: Values) -> np.ndarray:
-    """Float64 [n] with NaN where there is no finite number.
-
-    Example:
-        >>> numbers([1, None, float("inf")])
-        array([ 1., nan, nan])
-    """
-    array = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
-    array[~np.isfinite(array)] = np.nan
-    return array
+    """Float64 [n] with NaN where there is no finite number."""
+    array = np.asarray(values, dtype=np.float64)  # None becomes NaN
+    return np.where(np.isfinite(array), array, np.nan)
 
 
-def thin_out(x: np.ndarray, y: np.ndarray, most: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """At most ``most`` points, each the mean of neighbours, so that pages stay small.
-
-    Example:
-        >>> thin_out(np.arange(4.0), np.array([0.0, 2.0, 4.0, 6.0]), most=2)
-        (array([0.5, 2.5]), array([1., 5.]))
-    """
+def thin_out(x: np.ndarray, y: np.ndarray, most: int = 500) -> tuple[np.ndarray, np.ndarray]:
+    """At most ``most`` points, each the mean of neighbours, so that pages stay small."""
     if len(x) <= most:
         return x, y
-    pieces = np.array_split(np.arange(len(x)), most)
-    known = [piece[~np.isnan(y[piece])] for piece in pieces]
-    return (
-        np.array([x[piece].mean() for piece in pieces]),
-        np.array([y[piece].mean() if len(piece) else np.nan for piece in known]),
-    )
+    known = [piece[~np.isnan(piece)] for piece in np.array_split(y, most)]
+    means = [piece.mean() if len(piece) else np.nan for piece in known]
+    return np.array([piece.mean() for piece in np.array_split(x, most)]), np.array(means)
 
 
 def shorten(text: str, most: int = 22) -> str:
@@ -425,7 +369,6 @@ def _svg(figure: "Figure") -> str:
 
 
 def _style_of(series: Series, index: int) -> LineStyle:
-    """The style of the ``index``-th series of a plot: its own, its loss's, or a variant's."""
     return series.style or line_style(series.name, index)
 
 
@@ -444,20 +387,12 @@ def _draw_line(axes: "Axes", series: Series, style: LineStyle) -> None:
     if series.low is not None and series.high is not None:
         low, high = numbers(series.low), numbers(series.high)
         axes.fill_between(x, low, high, color=style.colour, alpha=0.18, linewidth=0)
-    axes.plot(
-        x, y,
-        color=style.colour,
-        linestyle="-" if series.faint else style.dashes,
-        linewidth=0.8 if series.faint else 1.8,
-        alpha=0.35 if series.faint else 1.0,
-        marker=style.marker if _has_markers(series) else "",
-    )  # fmt: skip
+    look = {"linestyle": "-", "linewidth": 0.8, "alpha": 0.35} if series.faint else {"linestyle": style.dashes}
+    axes.plot(x, y, color=style.colour, marker=style.marker if _has_markers(series) else "", **look)
 
 
 def _make_logarithmic(axes: "Axes", x: bool, y: bool) -> None:
     """Makes the chosen axes logarithmic, with plain numbers beside them."""
-    if not (x or y):
-        return
     from matplotlib.ticker import FuncFormatter, LogFormatter
 
     class PlainLogFormatter(LogFormatter):
@@ -480,10 +415,8 @@ def _draw_arrows(axes: "Axes", x: np.ndarray, y: np.ndarray, arrows: tuple[np.nd
     length = np.hypot(u, v)
     length[length == 0] = np.nan  # no direction, no arrow
     grid_x, grid_y = np.meshgrid(x, y)
-    axes.quiver(
-        grid_x[chosen], grid_y[chosen], u / length, v / length, color="#f4f6f8", alpha=0.75,
-        scale=26, width=0.004, pivot="mid",
-    )  # fmt: skip
+    look: Any = {"color": "#f4f6f8", "alpha": 0.75, "scale": 26, "width": 0.004, "pivot": "mid"}
+    axes.quiver(grid_x[chosen], grid_y[chosen], u / length, v / length, **look)
 
 
 def _draw_path(axes: "Axes", path: Series, style: LineStyle) -> None:
@@ -492,6 +425,6 @@ def _draw_path(axes: "Axes", path: Series, style: LineStyle) -> None:
     x, y = numbers(path.x), numbers(path.y)
     halo = [patheffects.withStroke(linewidth=4.2, foreground="#ffffff")]
     axes.plot(x, y, color=style.colour, linestyle=style.dashes, linewidth=2.2, path_effects=halo)
-    marks = {"markeredgecolor": "#ffffff", "markersize": 8, "color": style.colour, "clip_on": False}
-    axes.plot(x[:1], y[:1], marker="o", **marks)  # type: ignore[arg-type]
-    axes.plot(x[-1:], y[-1:], marker="X", **marks)  # type: ignore[arg-type]
+    marks: dict[str, Any] = {"markeredgecolor": "#ffffff", "markersize": 8, "color": style.colour, "clip_on": False}
+    axes.plot(x[:1], y[:1], marker="o", **marks)
+    axes.plot(x[-1:], y[-1:], marker="X", **marks)

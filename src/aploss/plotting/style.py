@@ -1,54 +1,47 @@
 """One look for every plot and page: the same loss has the same colour everywhere.
 
-A loss states its label, colour, dashes and marker itself (:class:`aploss.losses.LossTraits`). The
-colours are those of Okabe and Ito, which stay apart for all common kinds of colour blindness, with
-brown and slate instead of yellow and black, which are hardly seen on white or on dark. Dashes and
-markers tell losses apart on a grey print. A plot is drawn in the light colours below; a page maps
-each of them to a CSS variable (:data:`THEME`), so that the same plot follows dark mode.
+A loss states its label, colour, dashes and marker itself (:class:`aploss.losses.LossTraits`). The colours are those of
+Okabe and Ito, which stay apart for all common kinds of colour blindness, with brown and slate instead of yellow and
+black, which are hardly seen on white or on dark. Dashes and markers tell losses apart on a grey print. A plot is drawn
+in the light colours below; a page maps each of them to a CSS variable (:data:`THEME`), so that it follows dark mode.
 """
 
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 BLUE, ORANGE, GREEN, VERMILLION = "#0072b2", "#e69f00", "#009e73", "#d55e00"
 PURPLE, SKY, BROWN, SLATE = "#cc79a7", "#56b4e9", "#5a3a00", "#444c56"
-
 PALETTE = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, BROWN, SLATE)
 
 # Paul Tol's "muted" colours, for variants of one loss: none of our losses has any of them.
-INDIGO, ROSE, TEAL, SAND, WINE, CYAN = (
-    "#332288", "#cc6677", "#44aa99", "#b59b3a", "#882255", "#6bb8e0",
-)  # fmt: skip
+INDIGO, ROSE, TEAL, SAND, WINE, CYAN = "#332288", "#cc6677", "#44aa99", "#b59b3a", "#882255", "#6bb8e0"
 
 # Not pure black and white: these exact values never occur as data colours, so a page can find them.
 PAPER, INK, MUTED, GRID = "#fefefe", "#1c2128", "#57606b", "#dde2e8"
 
-THEME: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        PAPER: ("--plot-paper", "#161b22"),
-        INK: ("--plot-ink", "#e6edf3"),
-        MUTED: ("--plot-muted", "#9aa5b1"),
-        GRID: ("--plot-grid", "#30363d"),
-        BLUE: ("--plot-blue", "#3b9cff"),
-        VERMILLION: ("--plot-vermillion", "#e8551f"),
-        GREEN: ("--plot-green", "#2a9474"),
-        ORANGE: ("--plot-orange", "#ffd75e"),
-        PURPLE: ("--plot-purple", "#ee6cbb"),
-        SKY: ("--plot-sky", "#6fd6ff"),
-        BROWN: ("--plot-brown", "#bf9c5e"),
-        SLATE: ("--plot-slate", "#d5dade"),
-        INDIGO: ("--plot-indigo", "#9a8cf0"),
-        ROSE: ("--plot-rose", "#e08b99"),
-        TEAL: ("--plot-teal", "#5fc9b7"),
-        SAND: ("--plot-sand", "#ddcc77"),
-        WINE: ("--plot-wine", "#d0679a"),
-        CYAN: ("--plot-cyan", "#a5dcf5"),
-    }
-)
+THEME: Mapping[str, tuple[str, str]] = {
+    PAPER: ("--plot-paper", "#161b22"),
+    INK: ("--plot-ink", "#e6edf3"),
+    MUTED: ("--plot-muted", "#9aa5b1"),
+    GRID: ("--plot-grid", "#30363d"),
+    BLUE: ("--plot-blue", "#3b9cff"),
+    VERMILLION: ("--plot-vermillion", "#e8551f"),
+    GREEN: ("--plot-green", "#2a9474"),
+    ORANGE: ("--plot-orange", "#ffd75e"),
+    PURPLE: ("--plot-purple", "#ee6cbb"),
+    SKY: ("--plot-sky", "#6fd6ff"),
+    BROWN: ("--plot-brown", "#bf9c5e"),
+    SLATE: ("--plot-slate", "#d5dade"),
+    INDIGO: ("--plot-indigo", "#9a8cf0"),
+    ROSE: ("--plot-rose", "#e08b99"),
+    TEAL: ("--plot-teal", "#5fc9b7"),
+    SAND: ("--plot-sand", "#ddcc77"),
+    WINE: ("--plot-wine", "#d0679a"),
+    CYAN: ("--plot-cyan", "#a5dcf5"),
+}
 """Light colour → (CSS variable, its value in dark mode)."""
 
 
@@ -60,9 +53,7 @@ class LineStyle(NamedTuple):
     marker: str = ""
 
 
-DASHES: tuple[Any, ...] = (
-    "-", "--", "-.", ":", (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)), (0, (5, 1)), (0, (1, 2)),
-)  # fmt: skip
+DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)), (0, (5, 1)), (0, (1, 2)))
 VARIANT_STYLES = tuple(map(LineStyle, (INDIGO, ROSE, TEAL, SAND, WINE, CYAN), DASHES, ("o", "s", "^", "D", "v", "P")))
 RIGHT, WRONG = LineStyle(BLUE, "-", "o"), LineStyle(VERMILLION, "--", "s")
 
@@ -101,77 +92,53 @@ def line_style(name: str, index: int = 0) -> LineStyle:
 
 
 def class_colour(label: int) -> str:
-    """The colour of the class with 0-based number ``label``; it repeats after eight classes.
-
-    Example:
-        >>> class_colour(0), class_colour(8)
-        ('#0072b2', '#0072b2')
-    """
+    """The colour of the class with 0-based number ``label``; it repeats after eight classes."""
     return PALETTE[label % len(PALETTE)]
 
 
-def class_style(label: int) -> LineStyle:
-    """The line of a class: its colour, and dashes that tell it apart without."""
-    return LineStyle(class_colour(label), DASHES[label % len(DASHES)])
-
-
-def _settings() -> dict[str, Any]:
-    """Matplotlib's settings; letters of the size of a phone's."""
-    return {
-        "figure.facecolor": PAPER,
-        "figure.constrained_layout.use": True,
-        "savefig.facecolor": PAPER,
-        "axes.facecolor": PAPER,
-        "axes.edgecolor": MUTED,
-        "axes.labelcolor": INK,
-        "axes.titlecolor": INK,
-        "axes.titlesize": 10.5,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "axes.labelsize": 9.5,
-        "axes.linewidth": 0.8,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "axes.unicode_minus": True,
-        "grid.color": GRID,
-        "grid.linewidth": 0.7,
-        "text.color": INK,
-        "text.parse_math": False,  # a class may be called "$5 note"
-        "xtick.color": MUTED,
-        "ytick.color": MUTED,
-        "xtick.labelsize": 9,
-        "ytick.labelsize": 9,
-        "legend.frameon": False,
-        "legend.fontsize": 9,
-        "legend.handlelength": 2.6,
-        "lines.linewidth": 1.8,
-        "lines.markersize": 4.5,
-        "font.family": "sans-serif",
-        "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "sans-serif"],
-        "font.size": 9.5,
-        "svg.fonttype": "none",  # text stays text: small, selectable, and every script has a font
-        "svg.hashsalt": "aploss",  # the same data gives the same file, byte for byte
-    }
+_SETTINGS: Any = {  # of matplotlib, which types every key by itself; letters of the size of a phone's
+    "figure.facecolor": PAPER,
+    "figure.constrained_layout.use": True,
+    "axes.facecolor": PAPER,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "text.color": INK,
+    "text.parse_math": False,  # a class may be called "$5 note"
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "legend.handlelength": 2.6,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 4.5,
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "sans-serif"],
+    "font.size": 9.5,
+    "svg.fonttype": "none",  # text stays text: small, selectable, and every script has a font
+    "svg.hashsalt": "aploss",  # the same data gives the same file, byte for byte
+}
 
 
 @contextmanager
 def plot_style() -> Iterator[None]:
-    """Draw inside this context to get the common look; global settings stay as they were.
-
-    Example:
-        >>> import matplotlib
-        >>> with plot_style():
-        ...     matplotlib.rcParams["svg.hashsalt"]
-        'aploss'
-    """
+    """Draw inside this context to get the common look; global settings stay as they were."""
     import matplotlib
 
-    settings: Any = _settings()  # matplotlib types every key by itself
     with warnings.catch_warnings(), matplotlib.rc_context():
         # Text is laid out with DejaVu but shown by the browser, which has the other glyphs.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(settings)
+        matplotlib.rcParams.update(_SETTINGS)
         yield

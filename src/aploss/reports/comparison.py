@@ -5,32 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from aploss.files import write_text
-from aploss.plotting.plots import Series, Values, line_plot, new_plot, numbers, shorten
+from aploss.plotting.plots import Series, Values, add_number, line_plot, name_rows, new_plot, numbers, shorten
 from aploss.plotting.style import INK, MUTED, LineStyle, line_style, loss_label
-from aploss.reports.page import (
-    DASH,
-    Block,
-    Cell,
-    Code,
-    Fact,
-    Facts,
-    Figures,
-    Section,
-    SvgFigure,
-    Table,
-    Text,
-    Verdict,
-    show,
-    write_page,
-)
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from aploss.reports import page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +30,7 @@ class Entry:
 
     Attributes:
         name: the name of a loss, or any text such as ``"batch size 4"``.
-        values: metric → its value for each seed, between 0 and 1, None or NaN where it is not
-            known; shown times 100, as in the paper.
+        values: metric → its value for each seed, between 0 and 1, None or NaN where not known; shown times 100.
         minutes: training time of each seed.
         paper: metric → the paper's value, between 0 and 1.
         curves: one for each seed.
@@ -132,49 +113,38 @@ class Comparison:
     paper: str = ""
     notes: str = ""
     provenance: Mapping[str, Any] = field(default_factory=dict)
-    sections: Sequence[Section] = ()
+    sections: Sequence[page.Section] = ()
     row_name: str = "loss"
     curve_label: str = "AP"
 
 
 def write_comparison_report(comparison: Comparison, out: str | Path) -> Path:
-    """Writes ``report.html`` and ``table.md`` into the folder ``out``.
-
-    Returns:
-        The path of the page.
-    """
-    folder = Path(out)
-    write_text(folder / "table.md", comparison_markdown(comparison))
-    return write_page(folder / "report.html", comparison.title, comparison_sections(comparison))
-
-
-def comparison_sections(comparison: Comparison) -> list[Section]:
-    """The sections of the page."""
-    result: list[Block] = [Verdict(holds, claim) for holds, claim in comparison.verdicts]
+    """Writes ``report.html`` and ``table.md`` into the folder ``out``; returns the path of the page."""
+    write_text(Path(out) / "table.md", comparison_markdown(comparison))
+    result: list[page.Block] = [page.Verdict(holds, claim) for holds, claim in comparison.verdicts]
     if comparison.summary:
-        result.append(Text(comparison.summary))
+        result.append(page.Text(comparison.summary))
     if comparison.facts:
-        facts = [Fact(name, show(value, 1)) for name, value in comparison.facts.items()]
-        result.append(Facts(facts))
+        result.append(page.Facts([page.Fact(name, page.show(value, 1)) for name, value in comparison.facts.items()]))
     result.append(comparison_table(comparison))
     if comparison.notes:
-        result.append(Text(comparison.notes))
-    sections = [Section("Result", result)]
-    spread = _spread_blocks(comparison)
-    if spread:
-        sections.append(Section("Spread over seeds", spread))
+        result.append(page.Text(comparison.notes))
+    sections = [page.Section("Result", result)]
+    if spread := _spread_blocks(comparison):
+        sections.append(page.Section("Spread over seeds", spread))
     curves = [
-        SvgFigure(curve_plot(comparison.entries, against=against, label=comparison.curve_label))
+        page.SvgFigure(curve_plot(comparison.entries, against=against, label=comparison.curve_label))
         for against in ("steps", "minutes")
         if any(_has_curves(entry, against) for entry in comparison.entries)
     ]
     if curves:
         text = f"Mean over seeds; the band is ± one standard deviation of {comparison.curve_label}."
-        sections.append(Section("While training", [Text(text), Figures(curves)]))
-    return [*sections, *comparison.sections, _provenance_section(comparison)]
+        sections.append(page.Section("While training", [page.Text(text), page.Figures(curves)]))
+    sections += [*comparison.sections, page.Section("How it was made", _provenance_blocks(comparison))]
+    return page.write_page(Path(out) / "report.html", comparison.title, sections)
 
 
-def comparison_table(comparison: Comparison) -> Table:
+def comparison_table(comparison: Comparison) -> page.Table:
     """Mean ± standard deviation of every metric in percent, the paper's numbers beside it.
 
     The best mean of a column is bold. The standard deviation is that of a sample (n - 1).
@@ -182,7 +152,7 @@ def comparison_table(comparison: Comparison) -> Table:
     entries = comparison.entries
     columns: dict[str, list[Any]] = {
         comparison.row_name: [
-            Cell(loss_label(entry.name), colour=line_style(entry.name, place).colour)
+            page.Cell(loss_label(entry.name), colour=line_style(entry.name, place).colour)
             for place, entry in enumerate(entries)
         ]
     }
@@ -190,7 +160,7 @@ def comparison_table(comparison: Comparison) -> Table:
         means = [mean(known) if (known := entry.known(metric)) else None for entry in entries]
         best = max((value for value in means if value is not None), default=None)
         columns[metric] = [
-            Cell(_spread_text(entry.known(metric)), strong=value is not None and value == best)
+            page.Cell(_spread_text(entry.known(metric)), strong=value is not None and value == best)
             for entry, value in zip(entries, means, strict=True)
         ]
         if any(metric in entry.paper for entry in entries):
@@ -204,47 +174,41 @@ def comparison_table(comparison: Comparison) -> Table:
     caption = "In percent: mean ± standard deviation over seeds."
     caption += f" Paper: {comparison.paper}." if comparison.paper else ""
     rows = list(zip(*columns.values(), strict=True))
-    return Table(columns=list(columns), rows=rows, caption=caption, digits=1)
+    return page.Table(columns=list(columns), rows=rows, caption=caption, digits=1)
 
 
 def comparison_markdown(comparison: Comparison) -> str:
     """The table, the differences, the command and the provenance as a Markdown document."""
-    table = comparison_table(comparison)
-    parts = [f"# {comparison.title}", comparison.summary, table.markdown(), table.caption]
-    if comparison.differences:
-        parts.append(_difference_table(comparison.differences).markdown())
-    verdicts = [Verdict(holds, claim) for holds, claim in comparison.verdicts]
-    parts.append("\n".join(f"- {verdict.word}: {verdict.claim}" for verdict in verdicts))
-    parts.append(comparison.notes)
-    if comparison.command:
-        parts.append(f"```\n{comparison.command}\n```")
-    parts.append("\n".join(f"- {name}: {show(v)}" for name, v in comparison.provenance.items()))
-    return "\n\n".join(part for part in parts if part) + "\n"
+    table, differences = comparison_table(comparison), comparison.differences
+    verdicts = [page.Verdict(holds, claim) for holds, claim in comparison.verdicts]
+    parts = [
+        f"# {comparison.title}",
+        comparison.summary,
+        table.markdown(),
+        table.caption,
+        _difference_table(differences).markdown() if differences else "",
+        "\n".join(f"- {verdict.word}: {verdict.claim}" for verdict in verdicts),
+        comparison.notes,
+        f"```\n{comparison.command}\n```" if comparison.command else "",
+        "\n".join(f"- {name}: {page.show(value)}" for name, value in comparison.provenance.items()),
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def mean_and_band(curves: Sequence[tuple[Values, Values]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The mean of several curves and their standard deviation, where all of them are known.
 
-    Curves need not share their points (evaluations of two runs never fall on the same second):
-    each is interpolated at every point of all, between the latest start and the earliest end.
+    Curves need not share their points (evaluations of two runs never fall on the same second): each is interpolated
+    at every point of all, between the latest start and the earliest end.
 
     Args:
         curves: (x, y) of each seed, x ascending.
 
     Returns:
         x, mean and sample standard deviation (0 for a single curve), float64 [n] each.
-
-    Example:
-        >>> x, mean, deviation = mean_and_band([([0, 2], [0, 2]), ([0, 1, 2], [2, 3, 4])])
-        >>> x, mean, deviation.round(3)
-        (array([0., 1., 2.]), array([1., 2., 3.]), array([1.414, 1.414, 1.414]))
     """
-    known = []
-    for points in curves:
-        x, y = numbers(points[0]), numbers(points[1])
-        valid = np.isfinite(x) & np.isfinite(y)
-        if valid.any():
-            known.append((x[valid], y[valid]))
+    pairs = [np.stack([numbers(x), numbers(y)]) for x, y in curves]  # [2, points] each
+    known = [pair[:, valid] for pair in pairs if (valid := np.isfinite(pair).all(axis=0)).any()]
     if not known:
         return np.zeros(0), np.zeros(0), np.zeros(0)
     start, end = max(x[0] for x, _ in known), min(x[-1] for x, _ in known)
@@ -256,10 +220,10 @@ def mean_and_band(curves: Sequence[tuple[Values, Values]]) -> tuple[np.ndarray, 
 
 
 def curve_plot(entries: Sequence[Entry], *, against: str = "steps", label: str = "AP") -> str:
-    """A line for each row: the mean over seeds, with a band of ± one standard deviation.
+    """A line for each row with curves: the mean over seeds, with a band of ± one standard deviation.
 
     Args:
-        entries: rows; those without curves are left out.
+        entries: the rows.
         against: ``"steps"`` or ``"minutes"``.
         label: what the values are.
     """
@@ -268,119 +232,96 @@ def curve_plot(entries: Sequence[Entry], *, against: str = "steps", label: str =
         if _has_curves(entry, against):
             points = [(getattr(one, against), 100 * numbers(one.values)) for one in entry.curves]
             x, y, deviation = mean_and_band(points)
-            band = len(points) > 1
-            series.append(
-                Series(
-                    name=entry.name, x=x, y=y,
-                    low=y - deviation if band else None, high=y + deviation if band else None,
-                    style=line_style(entry.name, index), markers=len(x) <= 25,
-                )
-            )  # fmt: skip
+            band = {"low": y - deviation, "high": y + deviation} if len(points) > 1 else {}
+            style = line_style(entry.name, index)
+            series.append(Series(name=entry.name, x=x, y=y, style=style, markers=len(x) <= 25, **band))
     what, x_label = ("steps", "step") if against == "steps" else ("time", "minutes")
     return line_plot(series, title=f"{label} against {what}", x_label=x_label, y_label=f"{label} (%)", height=3.4)
 
 
 def spread_plot(entries: Sequence[Entry], metric: str = "AP") -> str:
     """A mark for every seed of each row, their mean, and ± one standard deviation."""
-    title, x_label = f"{metric} of every seed", f"{metric} (%)"
-    with new_plot(title, x_label=x_label, height=_height(len(entries))) as plot:
-        for row, entry in enumerate(entries):
-            seeds = 100 * numbers(entry.known(metric))
-            if len(seeds):
-                deviation = seeds.std(ddof=1) if len(seeds) > 1 else 0.0
-                span = (seeds.mean() - deviation, seeds.mean() + deviation)
-                style = line_style(entry.name, row)
-                _draw_row(plot.axes, row, seeds, float(seeds.mean()), span, style, "{:.1f}")
-        _name_rows(plot.axes, [loss_label(entry.name) for entry in entries])
-    return plot.svg
+    rows = []
+    for place, entry in enumerate(entries):
+        seeds = 100 * numbers(entry.known(metric))
+        centre = float(seeds.mean()) if len(seeds) else math.nan
+        deviation = seeds.std(ddof=1) if len(seeds) > 1 else 0.0
+        span, style = (centre - deviation, centre + deviation), line_style(entry.name, place)
+        rows.append((loss_label(entry.name), seeds, centre, span, style, f"{centre:.1f}"))
+    return _row_plot(f"{metric} of every seed", f"{metric} (%)", rows)
 
 
 def difference_plot(differences: Sequence[Difference]) -> str:
     """A mark for every seed of each paired difference, the mean and its confidence interval."""
-    x_label = f"difference of {differences[0].metric} (points)"
-    height = _height(len(differences))
-    with new_plot("Paired differences", x_label=x_label, height=height) as plot:
-        plot.axes.axvline(0, color=INK, linewidth=1)
-        for row, one in enumerate(differences):
-            span = (100 * one.low, 100 * one.high)
-            style = LineStyle(INK, "-", "o")
-            seeds = 100 * numbers(one.values)
-            _draw_row(plot.axes, row, seeds, 100 * one.mean, span, style, "{:+.1f}")
-        _name_rows(plot.axes, [one.label for one in differences])
+    rows = []
+    for one in differences:
+        span, style = (100 * one.low, 100 * one.high), LineStyle(INK, "-", "o")
+        rows.append((one.label, 100 * numbers(one.values), 100 * one.mean, span, style, f"{100 * one.mean:+.1f}"))
+    return _row_plot("Paired differences", f"difference of {differences[0].metric} (points)", rows, zero=True)
+
+
+def _row_plot(title: str, x_label: str, rows: Sequence[tuple[Any, ...]], *, zero: bool = False) -> str:
+    """For each row (name, seeds, mean, interval, style, text) a mark with its interval, and circles for the seeds."""
+    with new_plot(title, x_label=x_label, height=0.95 + 0.42 * max(len(rows), 1)) as plot:
+        axes = plot.axes
+        if zero:
+            axes.axvline(0, color=INK, linewidth=1)
+        for y, (_, seeds, centre, span, style, text) in enumerate(rows):
+            if not math.isnan(centre):
+                axes.plot(span, [y, y], color=style.colour, linewidth=2.4, solid_capstyle="butt")
+                axes.plot([centre], [y], color=style.colour, marker=style.marker, markersize=8)
+                below = np.full(len(seeds), y + 0.24)
+                axes.scatter(seeds, below, s=14, marker="o", facecolors="none", edgecolors=MUTED, linewidths=1)
+                add_number(axes, text, (centre, y), shift=(0, 6), ha="center", va="bottom")
+        name_rows(axes, [shorten(name, 28) for name, *_ in rows])
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.margins(x=0.12)
     return plot.svg
-
-
-def _draw_row(
-    axes: "Axes", row: int, seeds: np.ndarray, centre: float, span: tuple[float, float], style: LineStyle, number: str
-) -> None:
-    """A mean with its interval as a line, and the seeds as circles below."""
-    axes.plot(span, [row, row], color=style.colour, linewidth=2.4, solid_capstyle="butt")
-    axes.plot([centre], [row], color=style.colour, marker=style.marker, markersize=8)
-    axes.scatter(
-        seeds, np.full(len(seeds), row + 0.24), s=14, marker="o", facecolors="none",
-        edgecolors=MUTED, linewidths=1,
-    )  # fmt: skip
-    axes.annotate(
-        number.format(centre), (centre, row), xytext=(0, 6), textcoords="offset points",
-        ha="center", va="bottom", fontsize=8.5, color=INK,
-    )  # fmt: skip
-
-
-def _name_rows(axes: "Axes", names: Sequence[str]) -> None:
-    axes.set_yticks(range(len(names)), [shorten(name, 28) for name in names], color=INK)
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.margins(x=0.12)
-    axes.grid(visible=False, axis="y")
-    axes.tick_params(axis="y", length=0)
-
-
-def _height(rows: int) -> float:
-    return 0.95 + 0.42 * max(rows, 1)
 
 
 def _has_curves(entry: Entry, against: str) -> bool:
     return bool(entry.curves) and all(len(getattr(one, against)) for one in entry.curves)
 
 
-def _spread_blocks(comparison: Comparison) -> list[Block]:
+def _spread_blocks(comparison: Comparison) -> list[page.Block]:
     metric, figures = comparison.metrics[0], []
     if any(len(entry.known(metric)) > 1 for entry in comparison.entries):
         note = "Circles: seeds. Mark and line: mean ± one standard deviation."
-        figures.append(SvgFigure(spread_plot(comparison.entries, metric), note))
+        figures.append(page.SvgFigure(spread_plot(comparison.entries, metric), note))
     with_interval = [one for one in comparison.differences if not math.isnan(one.low)]
     if with_interval:
         share = with_interval[0].confidence
         note = f"Circles: the difference for one seed. Line: {share:.0%} confidence interval."
-        figures.append(SvgFigure(difference_plot(with_interval), note))
-    blocks: list[Block] = [Figures(figures)] if figures else []
+        figures.append(page.SvgFigure(difference_plot(with_interval), note))
+    blocks: list[page.Block] = [page.Figures(figures)] if figures else []
     if comparison.differences:
         blocks.append(_difference_table(comparison.differences))
     return blocks
 
 
-def _difference_table(differences: Sequence[Difference]) -> Table:
+def _difference_table(differences: Sequence[Difference]) -> page.Table:
     rows = [
         [
             one.label,
             one.metric,
-            DASH if math.isnan(one.mean) else f"{100 * one.mean:+.1f}",
-            DASH if math.isnan(one.low) else f"[{100 * one.low:+.1f}, {100 * one.high:+.1f}]",
+            page.DASH if math.isnan(one.mean) else f"{100 * one.mean:+.1f}",
+            page.DASH if math.isnan(one.low) else f"[{100 * one.low:+.1f}, {100 * one.high:+.1f}]",
             len(one.values),
         ]
         for one in differences
     ]
     columns = ["difference", "metric", "mean", f"{differences[0].confidence:.0%} interval", "seeds"]
-    return Table(columns=columns, rows=rows, caption="In percentage points, paired over seeds.")
+    return page.Table(columns=columns, rows=rows, caption="In percentage points, paired over seeds.")
 
 
-def _provenance_section(comparison: Comparison) -> Section:
-    blocks: list[Block] = []
+def _provenance_blocks(comparison: Comparison) -> list[page.Block]:
+    blocks: list[page.Block] = []
     if comparison.command:
-        blocks.append(Code(comparison.command, "To make this page again"))
+        blocks.append(page.Code(comparison.command, "To make this page again"))
     if comparison.provenance:
-        rows = [[name, show(value)] for name, value in comparison.provenance.items()]
-        blocks.append(Table(columns=["what", "value"], rows=rows))
-    return Section("How it was made", blocks or [Text("Nothing was recorded.")])
+        rows = [[name, page.show(value)] for name, value in comparison.provenance.items()]
+        blocks.append(page.Table(columns=["what", "value"], rows=rows))
+    return blocks or [page.Text("Nothing was recorded.")]
 
 
 def _known(values: Sequence[float | None]) -> list[float]:
@@ -388,7 +329,7 @@ def _known(values: Sequence[float | None]) -> list[float]:
 
 
 def _percent(value: float | None) -> str:
-    return DASH if value is None else f"{100 * value:.1f}"
+    return page.DASH if value is None else f"{100 * value:.1f}"
 
 
 def _spread_text(known: Sequence[float]) -> str:

@@ -1,8 +1,7 @@
 """One layout for every page: a single file without scripts that asks nothing of the network.
 
-A page is made of blocks of plain data. All texts are shown literally, since class and file names
-come from strangers; only in running text (not in tables and below pictures) words between
-backticks look like code.
+A page is made of blocks of plain data. All texts are shown literally, since class and file names come from strangers;
+only in running text (not in tables and below pictures) words between backticks look like code.
 """
 
 import itertools
@@ -23,7 +22,6 @@ from aploss.files import write_text
 from aploss.plotting.style import THEME
 
 DASH = "\u2013"
-NUMBER_CHARACTERS = set("0123456789.+-\u2212±\u2013%, []")
 
 
 @dataclass(frozen=True)
@@ -55,13 +53,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table that needs more than a value.
-
-    Attributes:
-        value: a text, a number, or None.
-        strong: bold, for the best of a column.
-        colour: a swatch before the text, such as the colour of a loss.
-    """
+    """A cell of a table that needs more than a value: bold, or a swatch of some colour before it."""
 
     value: Any
     strong: bool = False
@@ -73,7 +65,6 @@ class Table:
     """Rows under named columns; it scrolls inside its own box where the screen is narrow.
 
     Attributes:
-        columns: the heads.
         rows: a value or :class:`Cell` for each column.
         caption: a line below.
         digits: decimals of floats.
@@ -109,12 +100,10 @@ class Table:
 
     def markdown(self) -> str:
         """The same table for a Markdown document."""
-        lines = [_markdown_row(self.columns)]
-        lines.append("|" + "|".join("---:" if right else ":---" for right in self.numeric) + "|")
-        for row in self.rows:
-            cells = [self.cell(content) for content in row]
-            lines.append(_markdown_row([f"**{c.value}**" if c.strong else c.value for c in cells]))
-        return "\n".join(lines)
+        ruler = "|".join("---:" if right else ":---" for right in self.numeric)
+        rows = [[self.cell(content) for content in row] for row in self.rows]
+        texts = [[f"**{cell.value}**" if cell.strong else cell.value for cell in row] for row in rows]
+        return "\n".join([_markdown_row(self.columns), f"|{ruler}|", *map(_markdown_row, texts)])
 
 
 @dataclass(frozen=True)
@@ -158,7 +147,6 @@ class Pictures:
     """A gallery.
 
     Attributes:
-        pictures: in the order of reading.
         width: the least width of a picture in pixels; as many columns as fit.
         columns: always so many columns instead, for pictures that belong side by side.
     """
@@ -228,20 +216,18 @@ def show(value: Any, digits: int = 3) -> str:
         >>> show(0.5), show(None), show(float("nan")), show(True), show(1200)
         ('0.500', '–', '–', 'yes', '1200')
     """
-    if value is None:
-        return DASH
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
         return f"{float(value):.{digits}f}" if math.isfinite(value) else DASH
-    return str(value)
+    return DASH if value is None else str(value)
 
 
 def _is_number(content: Any) -> bool:
     value = content.value if isinstance(content, Cell) else content
     if isinstance(value, str):
         # "0.735 ± 0.004", "+0.021" and "–" stand in columns of numbers.
-        return bool(value) and set(value) <= NUMBER_CHARACTERS
+        return bool(value) and set(value) <= set("0123456789.+-\u2212±\u2013%, []")
     return not isinstance(value, bool)
 
 
@@ -251,7 +237,7 @@ def _markdown_row(cells: Sequence[Any]) -> str:
 
 
 def write_page(path: str | Path, title: str, sections: Sequence[Section], *, subtitle: str = "") -> Path:
-    """Writes a self-contained page.
+    """Writes a self-contained page and returns its path.
 
     Args:
         path: the HTML file; its folder is made when it is not there.
@@ -259,51 +245,45 @@ def write_page(path: str | Path, title: str, sections: Sequence[Section], *, sub
         sections: what the page shows; each gets a place in the table of contents.
         subtitle: a line below the heading.
 
-    Returns:
-        The path of the page.
-
     Example:
         >>> import tempfile
-        >>> from aploss.reports.page import Section, Text, Verdict
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     sections = [Section("Result", [Verdict(True, "loss is zero"), Text("Done.")])]
         ...     write_page(Path(folder) / "page.html", "Convergence", sections).name
         'page.html'
     """
-    page = Path(path)
-    write_text(page, render_page(title, sections, subtitle=subtitle))
-    return page
+    write_text(Path(path), render_page(title, sections, subtitle=subtitle))
+    return Path(path)
 
 
 def render_page(title: str, sections: Sequence[Section], *, subtitle: str = "") -> str:
     """The HTML text of a page; see :func:`write_page`."""
-    anchors = _anchors([section.title for section in sections])
     count = itertools.count(1)
-    template = _environment().get_template("page.html.j2")
-    return template.render(
-        title=title,
-        subtitle=subtitle,
-        footer=f"Made by aploss {_version()}",
-        sections=list(zip(anchors, sections, strict=True)),
-        theme=list(THEME.items()),
-        embed=lambda svg, label: embed_svg(svg, prefix=f"p{next(count)}-", label=label),
+    try:
+        installed = version("aploss")
+    except PackageNotFoundError:
+        installed = "(not installed)"
+    return (
+        _environment()
+        .get_template("page.html.j2")
+        .render(
+            title=title,
+            subtitle=subtitle,
+            footer=f"Made by aploss {installed}",
+            sections=list(zip(_anchors(sections), sections, strict=True)),
+            theme=list(THEME.items()),
+            embed=lambda svg, label: embed_svg(svg, prefix=f"p{next(count)}-", label=label),
+        )
     )
 
 
 def embed_svg(svg: str, *, prefix: str, label: str = "") -> Markup:
     """An SVG document as part of a page.
 
-    Its colours become the page's variables, so that it follows dark mode; its ids get a prefix,
-    so that two plots on a page do not use each other's parts; its size is the column's.
-
-    Args:
-        svg: of :mod:`aploss.plotting.plots`: text of strangers is escaped in it.
-        prefix: different for each plot of a page.
-        label: read aloud by screen readers.
+    Its colours become the page's variables, so that it follows dark mode; its ids get a prefix, different for each
+    plot, so that two on a page do not use each other's parts; its size is the column's. Screen readers read the label.
     """
-    body = svg[svg.index("<svg") :]
-    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
-    body = re.sub(r"<style[^>]*>.*?</style>", "", body, flags=re.DOTALL)
+    body = re.sub(r"<(metadata|style)\b[^>]*>.*?</\1>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     # Only inside tags: a class may well be called "#0072b2".
     body = re.sub(r"<[^>]*>", lambda tag: _adapt_tag(tag.group(), prefix), body)
     head, _, rest = body.partition(">")
@@ -322,11 +302,11 @@ def _themed(colour: str) -> str:
     return f"var({THEME[colour][0]})" if colour in THEME else colour
 
 
-def _anchors(titles: Sequence[str]) -> list[str]:
+def _anchors(sections: Sequence[Section]) -> list[str]:
     """An id for each section: the title's words, made different where they are the same."""
     anchors: list[str] = []
-    for title in titles:
-        words = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") or "section"
+    for section in sections:
+        words = re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-") or "section"
         choices = itertools.chain([words], (f"{words}-{number}" for number in itertools.count(2)))
         anchors.append(next(one for one in choices if one not in anchors))
     return anchors
@@ -337,26 +317,15 @@ def _inline(text: str) -> Markup:
     parts = str(text).split("`")
     if len(parts) % 2 == 0:  # a lone backtick is just that
         return escape(text)
-    return Markup("").join(
-        Markup("<code>{}</code>").format(part) if index % 2 else part for index, part in enumerate(parts)
-    )
+    parts[1::2] = [Markup("<code>{}</code>").format(part) for part in parts[1::2]]
+    return Markup("").join(parts)
 
 
 @lru_cache(maxsize=1)
 def _environment() -> Environment:
+    loader = PackageLoader("aploss.reports")
     environment = Environment(
-        loader=PackageLoader("aploss.reports"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters.update(inline=_inline, themed=_themed, kind=lambda block: type(block).__name__.lower())
     return environment
-
-
-def _version() -> str:
-    try:
-        return version("aploss")
-    except PackageNotFoundError:
-        return "(not installed)"

@@ -1,7 +1,6 @@
 """The files of a run folder as plain data; what is missing or broken is noted, not fatal.
 
-The one reader of run folders for pages and comparisons; which files there are is told in
-``docs/reports.md``.
+The one reader of run folders for pages and comparisons; ``docs/reports.md`` tells which files there are.
 """
 
 import json
@@ -45,17 +44,10 @@ class RunFiles:
     problems: list[str] = field(default_factory=list)
 
     @property
-    def name(self) -> str:
-        """The name of the folder."""
-        return self.folder.resolve().name
-
-    @property
     def threshold(self) -> float:
         """The score from which detections are drawn, on the scale of :attr:`scores`."""
-        for document in (self.calibration, self.summary):
-            if document.get("draw_threshold") is not None:
-                return float(document["draw_threshold"])
-        return 0.5
+        thresholds = [document.get("draw_threshold") for document in (self.calibration, self.summary)]
+        return next((float(one) for one in thresholds if one is not None), 0.5)
 
     @cached_property
     def scores(self) -> np.ndarray:
@@ -114,9 +106,6 @@ def matches_document(
         objects: position of the object it was matched with, -1 for none, int [n].
         annotation_ids: the id of each object, [g].
 
-    Returns:
-        A dictionary for JSON.
-
     Example:
         >>> matches_document([True, False], [False, True], [1, -1], [7, 8])
         {'detections': [True, None], 'ground_truth': {'7': None, '8': 0}}
@@ -129,25 +118,9 @@ def matches_document(
     return {"detections": flags, "ground_truth": found_by}
 
 
-def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a file of JSON lines, such as ``metrics.jsonl``; none where there is no file.
-
-    Lines that are not JSON objects are left out: the last one may have been cut by a kill.
-    """
-    run = RunFiles(Path(path).parent)
-    return _parse_lines(_bytes(run, Path(path).name))[0]
-
-
 def _metrics_rows(run: RunFiles) -> list[dict[str, Any]]:
-    rows, bad = _parse_lines(_bytes(run, "metrics.jsonl"))
-    if bad:
-        run.problems.append(f"metrics.jsonl has {bad} line(s) that are not JSON; they are left out")
-    return rows
-
-
-def _parse_lines(content: bytes) -> tuple[list[dict[str, Any]], int]:
-    """The rows, and how many whole lines are not JSON objects."""
-    lines = content.split(b"\n")
+    """The rows of ``metrics.jsonl``; lines that are not JSON objects are left out."""
+    lines = _bytes(run, "metrics.jsonl").split(b"\n")
     rows, bad = [], 0
     for number, line in enumerate(lines, start=1):
         try:
@@ -158,7 +131,9 @@ def _parse_lines(content: bytes) -> tuple[list[dict[str, Any]], int]:
             rows.extend([row] if row else [])
         elif number < len(lines):  # a last line without its end was cut by a kill
             bad += 1
-    return rows, bad
+    if bad:
+        run.problems.append(f"metrics.jsonl has {bad} line(s) that are not JSON; they are left out")
+    return rows
 
 
 def _json(run: RunFiles, name: str, empty: Document) -> Document:
@@ -170,11 +145,11 @@ def _json(run: RunFiles, name: str, empty: Document) -> Document:
     except (ValueError, RecursionError) as error:
         run.problems.append(f"{name} is not JSON: {error}")
         return empty
-    if not isinstance(document, type(empty)):
-        wanted = "an object" if isinstance(empty, dict) else "a list"
-        run.problems.append(f"{name} holds a {type(document).__name__}, not {wanted}")
-        return empty
-    return document
+    if isinstance(document, type(empty)):
+        return document
+    wanted = "an object" if isinstance(empty, dict) else "a list"
+    run.problems.append(f"{name} holds a {type(document).__name__}, not {wanted}")
+    return empty
 
 
 def _bytes(run: RunFiles, name: str) -> bytes:

@@ -1,13 +1,16 @@
 """The pictures of a run's page: a fair sample, the misses and the false positives."""
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
+from torchvision.ops import box_iou
 
 from aploss.data.images import ImageError, read_image
 from aploss.plotting.pictures import crop_around, data_uri, outline_boxes, thumbnail
@@ -39,8 +42,8 @@ class PictureSource:
         self.objects: list[Mapping[str, Any]] = list(truth.get("annotations", []))
         self.scores = self.run.scores
         self.outcomes = self.run.outcomes
-        self.objects_of = _group(one["image_id"] for one in self.objects)
-        self.detections_of = _group(one["image_id"] for one in self.run.detections)
+        self.objects_of = _by_image(self.objects)
+        self.detections_of = _by_image(self.run.detections)
 
     def open(self, image_id: int) -> Image.Image | None:
         """The image as training reads it, or None (and a note) when it cannot be read."""
@@ -55,15 +58,13 @@ class PictureSource:
             return None
 
     def file_name(self, image_id: int) -> str:
-        """The name of an image's file, without its folder."""
         entry = self.images.get(image_id, {})
         return Path(str(entry.get("file_name") or entry.get("path") or image_id)).name
 
     def shown(self, image_id: int) -> list[int]:
         """Rows of the detections above the threshold, the weakest first."""
-        rows = self.detections_of.get(image_id, [])
-        chosen = [row for row in rows if self.scores[row] >= self.run.threshold]
-        return sorted(chosen, key=lambda row: float(self.scores[row]))
+        rows = [row for row in self.detections_of[image_id] if self.scores[row] >= self.run.threshold]
+        return sorted(rows, key=self.scores.__getitem__)
 
     def caption(self, row: int) -> str:
         """Class and score of a detection."""
@@ -72,8 +73,8 @@ class PictureSource:
     def captions(self, rows: Sequence[int]) -> list[str]:
         """Captions for all boxes of one picture: the more there are, the less they say.
 
-        Few boxes have class and score, more only the score (colours tell the class, if there are
-        not too many), and a crowd has none, since nobody could read them.
+        Few boxes have class and score, more only the score (colours tell the class, if there are not too many), and a
+        crowd has none, since nobody could read them.
         """
         if len(rows) > MAX_CAPTIONS:
             return [""] * len(rows)
@@ -104,25 +105,23 @@ class PictureSource:
         """The image with its objects dashed and the given detections in their class's colour.
 
         Args:
-            image: the image, or the part of it that begins at ``corner``.
-            image_id: its id.
+            image: the image with the id, or the part of it that begins at ``corner`` (x, y).
             caption: the line below the picture.
             rows: detections to draw, the most important last.
             named: position of an object → its caption; the others have none.
-            corner: (x, y) of the part.
             longest: longer side of the result.
         """
         texts = named or {}
-        objects = [self.objects[place] for place in self.objects_of.get(image_id, [])]
+        objects = [self.objects[place] for place in self.objects_of[image_id]]
         found = [self.run.detections[row] for row in rows]
         chosen = [self.objects[place] for place in texts]
         small, factor = thumbnail(image, longest)
-        labels = [self.labels.get(one["category_id"], 0) for one in found]
+        colours = [class_colour(self.labels.get(one["category_id"], 0)) for one in found]
         drawn = outline_boxes(
             small,
             (_xyxy([*objects, *found, *chosen]) - np.array([*corner, *corner])) * factor,
             captions=[*[""] * len(objects), *self.captions(rows), *texts.values()],
-            colours=[*[TRUTH_COLOUR] * len(objects), *map(class_colour, labels), *[TRUTH_COLOUR] * len(chosen)],
+            colours=[*[TRUTH_COLOUR] * len(objects), *colours, *[TRUTH_COLOUR] * len(chosen)],
             dashed=[*[True] * len(objects), *[False] * len(found), *[True] * len(chosen)],
         )
         return Picture(data_uri(drawn), caption)
@@ -141,8 +140,7 @@ class PictureSource:
 
     def evenly_spaced(self, count: int) -> list[int]:
         """Ids of images with objects, evenly spaced; of any images where none has objects."""
-        usable = [number for number in self.images if self.objects_of.get(number)]
-        usable = usable or list(self.images)
+        usable = [number for number in self.images if self.objects_of[number]] or list(self.images)
         places = np.linspace(0, len(usable) - 1, min(count, len(usable))).round().astype(int)
         return [usable[place] for place in np.unique(places)]
 
@@ -151,16 +149,14 @@ def gallery(source: PictureSource, count: int = 12) -> list[Picture]:
     """Images evenly spaced through the split, not chosen by how well they came out."""
     pictures = []
     for image_id in source.evenly_spaced(count):
-        image = source.open(image_id)
-        if image is None:
-            continue
-        rows = source.shown(image_id)
-        objects = len(source.objects_of.get(image_id, []))
-        caption = f"{source.file_name(image_id)}: {_counted(objects, 'object')}, "
-        caption += _counted(len(rows), "detection")
-        if source.outcomes is not None:
-            caption += f", {sum(source.outcomes[row] == 0 for row in rows)} wrong"
-        pictures.append(source.draw(image, image_id, caption, rows=rows))
+        if (image := source.open(image_id)) is not None:
+            rows = source.shown(image_id)
+            counts = {"object": len(source.objects_of[image_id]), "detection": len(rows)}
+            parts = [f"{number} {noun}{'s' * (number != 1)}" for noun, number in counts.items()]
+            if source.outcomes is not None:
+                parts.append(f"{(source.outcomes[rows] == 0).sum()} wrong")
+            caption = f"{source.file_name(image_id)}: {', '.join(parts)}"
+            pictures.append(source.draw(image, image_id, caption, rows=rows))
     return pictures
 
 
@@ -168,11 +164,8 @@ def side_by_side(runs: Mapping[str, RunFiles], count: int = 6) -> Pictures:
     """The same images as detected by several runs, a row for each image, as in Figure 5.
 
     Args:
-        runs: name → run of the same split; the name of a loss is written out.
+        runs: name → run of the same split, a column each; the name of a loss is written out.
         count: images, evenly spaced through the split.
-
-    Returns:
-        Pictures in as many columns as there are runs.
     """
     sources = {name: PictureSource(run) for name, run in runs.items()}
     pictures = []
@@ -181,8 +174,7 @@ def side_by_side(runs: Mapping[str, RunFiles], count: int = 6) -> Pictures:
         for (name, source), image in zip(sources.items(), images, strict=True):
             if all(images) and image is not None:  # a row has a picture of every run, or is none
                 caption = f"{loss_label(name)}: {source.file_name(image_id)}"
-                rows = source.shown(image_id)
-                pictures.append(source.draw(image, image_id, caption, rows=rows))
+                pictures.append(source.draw(image, image_id, caption, rows=source.shown(image_id)))
     return Pictures(pictures, columns=len(sources))
 
 
@@ -191,28 +183,22 @@ def misses(source: PictureSource, count: int = 12) -> list[Picture]:
     found_by = source.run.matches.get("ground_truth", {})
     missed: list[tuple[float, float, int]] = []
     for place, entry in enumerate(source.objects):
-        if entry.get("iscrowd") or entry.get("difficult"):
-            continue
-        row = found_by.get(str(entry["id"]))
-        score = -1.0 if row is None else float(source.scores[row])
-        if score < source.run.threshold:
+        if not (entry.get("iscrowd") or entry.get("difficult")):
+            row = found_by.get(str(entry["id"]))
+            score = -1.0 if row is None else float(source.scores[row])
             missed.append((score, -float(entry["bbox"][2]) * float(entry["bbox"][3]), place))
-    missed.sort()
-    scores = {place: score for score, _, place in missed}
-    pictures: list[Picture] = []
-    for place in _few_per_image(scores, source.objects):
+    scores = {place: score for score, _, place in sorted(missed) if score < source.run.threshold}
+
+    def draw(place: int) -> Picture | None:
         entry, score = source.objects[place], scores[place]
-        note = "no detection at all" if score < 0 else f"found only with score {score:.3f}"
         name = source.class_name(entry)
+        note = "no detection at all" if score < 0 else f"found only with score {score:.3f}"
         shown = source.shown(entry["image_id"])
         overlaps = _overlaps(entry, [source.run.detections[row] for row in shown])
         near = [shown[k] for k in np.flatnonzero(overlaps >= TOUCHES)]
-        texts = {place: f"missed: {name}"}
-        picture = source.draw_around(entry, f"{name}, {note}", rows=near[-3:], named=texts)
-        pictures.extend([picture] if picture else [])
-        if len(pictures) == count:
-            break
-    return pictures
+        return source.draw_around(entry, f"{name}, {note}", rows=near[-3:], named={place: f"missed: {name}"})
+
+    return list(islice(filter(None, map(draw, _few_per_image(scores, source.objects))), count))
 
 
 def false_positives(source: PictureSource, count: int = 12) -> list[Picture]:
@@ -221,20 +207,17 @@ def false_positives(source: PictureSource, count: int = 12) -> list[Picture]:
         return []
     wrong = np.flatnonzero(source.outcomes == 0)
     ranked = wrong[np.argsort(-source.scores[wrong], kind="stable")][: 20 * count].tolist()
-    pictures: list[Picture] = []
-    for row in _few_per_image(ranked, source.run.detections):
+
+    def draw(row: int) -> Picture | None:
         entry = source.run.detections[row]
-        note = f"{source.caption(row)}, {_why_wrong(source, entry)}"
-        picture = source.draw_around(entry, note, rows=[row])
-        pictures.extend([picture] if picture else [])
-        if len(pictures) == count:
-            break
-    return pictures
+        return source.draw_around(entry, f"{source.caption(row)}, {_why_wrong(source, entry)}", rows=[row])
+
+    return list(islice(filter(None, map(draw, _few_per_image(ranked, source.run.detections))), count))
 
 
 def _why_wrong(source: PictureSource, entry: Mapping[str, Any]) -> str:
     """Why a detection is wrong, from the object it overlaps most."""
-    objects = [source.objects[place] for place in source.objects_of.get(entry["image_id"], [])]
+    objects = [source.objects[place] for place in source.objects_of[entry["image_id"]]]
     overlaps = _overlaps(entry, objects)
     if not (overlaps >= TOUCHES).any():
         return "on no object"
@@ -249,9 +232,6 @@ def _why_wrong(source: PictureSource, entry: Mapping[str, Any]) -> str:
 
 def _overlaps(entry: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> np.ndarray:
     """IoU of a box with each of the others, float64 [n]."""
-    import torch
-    from torchvision.ops import box_iou
-
     boxes, other_boxes = torch.from_numpy(_xyxy([entry])), torch.from_numpy(_xyxy(others))
     overlaps: np.ndarray = box_iou(boxes, other_boxes)[0].nan_to_num().numpy()
     return overlaps
@@ -264,24 +244,19 @@ def _xyxy(entries: Sequence[Mapping[str, Any]]) -> np.ndarray:
     return boxes
 
 
-def _few_per_image(ranked: Iterable[int], entries: Sequence[Mapping[str, Any]]) -> list[int]:
+def _few_per_image(ranked: Iterable[int], entries: Sequence[Mapping[str, Any]]) -> Iterator[int]:
     """The same order, but at most two of one image, so that no image fills the page."""
     seen: Counter[int] = Counter()
-    chosen = []
     for place in ranked:
         image_id = entries[place]["image_id"]
         seen[image_id] += 1
         if seen[image_id] <= MAX_PER_IMAGE:
-            chosen.append(place)
-    return chosen
+            yield place
 
 
-def _group(image_ids: Iterable[int]) -> dict[int, list[int]]:
-    groups: dict[int, list[int]] = {}
-    for position, image_id in enumerate(image_ids):
-        groups.setdefault(image_id, []).append(position)
+def _by_image(entries: Iterable[Mapping[str, Any]]) -> defaultdict[int, list[int]]:
+    """Image id → the places of its entries."""
+    groups: defaultdict[int, list[int]] = defaultdict(list)
+    for place, entry in enumerate(entries):
+        groups[entry["image_id"]].append(place)
     return groups
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,11 +1,13 @@
 """The paper's theorems and claims, each put to the test: Appendices 1-4 and Figure 1."""
 
+from collections.abc import Callable
+
 from aploss.theory import consistency, convergence, imbalance, inseparable, smoothed_failure
-from aploss.theory.study import Study, StudyFunction, write_study
+from aploss.theory.study import Study, write_study
 
 __all__ = ["STUDIES", "Study", "write_study"]
 
-STUDIES: dict[str, StudyFunction] = {
+STUDIES: dict[str, Callable[[int], Study]] = {
     "convergence": convergence.convergence,
     "smoothed-failure": smoothed_failure.smoothed_failure,
     "inseparable": inseparable.inseparable,

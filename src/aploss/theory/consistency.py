@@ -25,6 +25,10 @@ def consistency(seed: int = 0) -> Study:
     hinge_error = _largest_difference(hinge_gradients(margins, sides))
     x = torch.linspace(-3, 3, 241, dtype=torch.float64)
     first = torch.zeros(len(x), dtype=torch.int64)
+    rows = [
+        ["softmax", "cross-entropy", len(inputs), f"{softmax_error:.1e}"],
+        ["loss-augmented step", "hinge", len(margins), f"{hinge_error:.1e}"],
+    ]
     return Study(
         name="consistency",
         title="The error-driven update contains cross-entropy and hinge loss",
@@ -34,15 +38,7 @@ def consistency(seed: int = 0) -> Study:
             _binary_figure("softmax and cross-entropy", x, cross_entropy_gradients(torch.stack([x, -x], -1), first)),
             _binary_figure("loss-augmented step and hinge loss", x, hinge_gradients(-x, first)),
         ],
-        tables=[
-            Table(
-                columns=["activation", "loss", "cases", "largest difference"],
-                rows=[
-                    ["softmax", "cross-entropy", len(inputs), f"{softmax_error:.1e}"],
-                    ["loss-augmented step", "hinge", len(margins), f"{hinge_error:.1e}"],
-                ],
-            )
-        ],
+        tables=[Table(columns=["activation", "loss", "cases", "largest difference"], rows=rows)],
         verdicts=[
             Verdict(softmax_error < TOLERANCE, "Softmax gives the gradient of cross-entropy (1e-12)."),
             Verdict(hinge_error < TOLERANCE, "The loss-augmented step gives the gradient of the hinge loss (1e-12)."),
@@ -52,12 +48,11 @@ def consistency(seed: int = 0) -> Study:
 
 
 _TEXT = """
-The update of Section 3.2 sets the gradient of an input to its error: current output minus desired
-output of the activation. With softmax as activation and the one-hot label as desired output that
-is the gradient of cross-entropy; with the loss-augmented step, and 1 desired for the right class,
-it is the gradient of the hinge loss. For these two the field of errors is conservative, the
-gradient of some loss; for the activation of AP-loss it is not, which is why AP-loss needs the
-update itself.
+The update of Section 3.2 sets the gradient of an input to its error: current output minus desired output of the
+activation. With softmax as activation and the one-hot label as desired output that is the gradient of cross-entropy;
+with the loss-augmented step, and 1 desired for the right class, it is the gradient of the hinge loss. For these two
+the field of errors is conservative, the gradient of some loss; for the activation of AP-loss it is not, which is why
+AP-loss needs the update itself.
 """
 
 
@@ -92,13 +87,9 @@ def _largest_difference(pair: tuple[Tensor, Tensor]) -> float:
 def _binary_figure(title: str, x: Tensor, gradients: tuple[Tensor, Tensor]) -> SvgFigure:
     """Both gradients on the input of the right class of two, over that input."""
     ours, autograd = (gradient[:, 0].numpy() for gradient in gradients)
-    svg = line_plot(
-        [
-            Series(name="gradient of the loss", x=x.numpy(), y=autograd),
-            Series(name="error-driven update", x=x.numpy()[::12], y=ours[::12], markers=True),
-        ],
-        title=title,
-        x_label="input of the right class",
-        y_label="gradient",
-    )
+    series = [
+        Series(name="gradient of the loss", x=x.numpy(), y=autograd),
+        Series(name="error-driven update", x=x.numpy()[::12], y=ours[::12], markers=True),
+    ]
+    svg = line_plot(series, title=title, x_label="input of the right class", y_label="gradient")
     return SvgFigure(svg, "Both lie on one line.")

@@ -36,7 +36,15 @@ def convergence(seed: int = 0) -> Study:
     steps = np.array([len(curve) - 1 for curve in curves])
     bounds = np.array([step_bound(problem) for problem in problems])
     ended = all(curve[-1] == 0 for curve in curves)
-    longest = sorted(curves, key=len)[-3:]
+    points = [Series(name="a random problem", x=bounds, y=np.maximum(steps, 1))]
+    longest = [
+        Series(name=f"problem {n}", x=range(len(curve)), y=curve)
+        for n, curve in enumerate(sorted(curves, key=len)[-3:], start=1)
+    ]
+    row = [PROBLEMS, float(np.median(steps)), int(steps.max()), float((bounds / np.maximum(steps, 1)).min())]
+    scatter = scatter_plot(
+        points, x_label="bound C / c²", y_label="steps to zero loss", log_x=True, log_y=True, diagonal=True
+    )
     return Study(
         name="convergence",
         title="Error-driven AP-loss converges on separable data",
@@ -44,65 +52,42 @@ def convergence(seed: int = 0) -> Study:
         text=_TEXT,
         figures=[
             SvgFigure(
-                scatter_plot(
-                    [Series(name="a random problem", x=bounds, y=np.maximum(steps, 1))],
-                    x_label="bound C / c²",
-                    y_label="steps to zero loss",
-                    log_x=True,
-                    log_y=True,
-                    diagonal=True,
-                ),
+                scatter,
                 "Steps that were needed against the bound computed from the data. Every point lies "
                 "below the diagonal, most by orders of magnitude: the proof counts worst cases.",
             ),
             SvgFigure(
-                line_plot(
-                    [
-                        Series(name=f"problem {n + 1}", x=range(len(curve)), y=curve)
-                        for n, curve in enumerate(longest)
-                    ],
-                    x_label="step",
-                    y_label="AP-loss, mean of all samples",
-                ),
+                line_plot(longest, x_label="step", y_label="AP-loss, mean of all samples"),
                 "The three problems that took longest. The loss may rise on the way, as it does "
                 "for the perceptron; it still ends at zero.",
             ),
         ],
         tables=[
-            Table(
-                columns=["problems", "median steps", "most steps", "smallest bound / steps"],
-                rows=[
-                    [PROBLEMS, float(np.median(steps)), int(steps.max()),
-                     float((bounds / np.maximum(steps, 1)).min())]
-                ],
-                digits=0,
-            )
+            Table(columns=["problems", "median steps", "most steps", "smallest bound / steps"], rows=[row], digits=0)
         ],
         verdicts=[
             Verdict(ended, f"All {PROBLEMS} problems end with an AP-loss of exactly zero."),
             Verdict(bool((steps <= bounds).all()), "No problem needs more steps than C / c²."),
         ],
         numbers={"steps": steps.tolist(), "bounds": bounds.tolist()},
-    )  # fmt: skip
+    )
 
 
 _TEXT = """
-The model is linear, s = <f, theta>, and some theta* puts every positive above every negative by a
-margin. In each step a training sample that still makes an error is drawn, and theta moves by the
-error-driven update, the sum over pairs of L_ij (f_i - f_j), without any learning rate. Appendix 1
-proves that this stops after at most C / c² steps with c = margin / (M ||theta*||) and C = M² max
-||f_i - f_j||², where M is the largest number of boxes in a sample.
+The model is linear, s = <f, theta>, and some theta* puts every positive above every negative by a margin. In each step
+a training sample that still makes an error is drawn, and theta moves by the error-driven update, the sum over pairs of
+L_ij (f_i - f_j), without any learning rate. Appendix 1 proves that this stops after at most C / c² steps with c =
+margin / (M ||theta*||) and C = M² max ||f_i - f_j||², where M is the largest number of boxes in a sample.
 
-AP-loss is neither convex nor quasiconvex even here, so that no such statement holds for gradient
-descent on a smoothed version: see the study `smoothed-failure`.
+AP-loss is neither convex nor quasiconvex even here, so that no such statement holds for gradient descent on a smoothed
+version: see the study `smoothed-failure`.
 """
 
 
 def make_separable(random: torch.Generator) -> SeparableProblem:
     """A random problem: 1-6 samples of 5-40 boxes with 2-12 features."""
-    samples, boxes, dimensions = (
-        int(torch.randint(low, high, (), generator=random)) for low, high in ((1, 7), (5, 41), (2, 13))
-    )
+    limits = (1, 7), (5, 41), (2, 13)
+    samples, boxes, dimensions = (int(torch.randint(*limit, (), generator=random)) for limit in limits)
     direction = torch.randn(dimensions, dtype=torch.float64, generator=random)
     direction /= direction.norm()
     features, labels = [], []
@@ -133,7 +118,7 @@ def run_to_zero(problem: SeparableProblem, random: torch.Generator, max_steps: i
     theta = torch.zeros_like(problem.direction)  # theta^(0) = 0
     curve = []
     for _ in range(max_steps):
-        samples = list(zip(problem.features, problem.labels, strict=True))
+        samples = zip(problem.features, problem.labels, strict=True)
         losses, gradients = zip(*(linear_ap_loss(theta, f, t) for f, t in samples), strict=True)
         curve.append(sum(losses) / len(losses))
         erring = [n for n, loss in enumerate(losses) if loss > 0]

@@ -1,7 +1,6 @@
 """Figure 1: easy negatives raise accuracy and dominate classification losses, but not AP."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,14 +28,18 @@ NAMES = {"ce": "cross-entropy", "focal": "focal loss", "auc": "AUC-loss", "ap": 
 def imbalance(seed: int = 0) -> Study:
     """Adds easy negatives to a fixed hard problem; looks at the metrics and at the gradients."""
     random = torch.Generator().manual_seed(seed)
-    scores, targets = _hard_problem(random)
+    targets = torch.tensor([1] * POSITIVES + [0] * HARD)
+    scores = torch.randn(POSITIVES + HARD, dtype=torch.float64, generator=random) + 0.7 * targets - 0.5
     easy = -5 + torch.rand(max(EASY), dtype=torch.float64, generator=random)
     metrics = [metrics_with(scores, targets, easy[:n]) for n in EASY]
     gradients = {name: [gradients_with(loss, scores, targets, easy[:n]) for n in EASY] for name, loss in LOSSES.items()}
-    share = {name: [g.easy_share for g in rows] for name, rows in gradients.items()}
-    strength = {name: [g.on_hard / rows[0].on_hard for g in rows] for name, rows in gradients.items()}
+    share = {name: [on_easy / (on_easy + on_hard) for on_hard, on_easy in sums] for name, sums in gradients.items()}
+    strength = {name: [on_hard / sums[0][0] for on_hard, _ in sums] for name, sums in gradients.items()}
     accuracy, precision = np.array(metrics).T
     x = EASY[1:]  # the axis is logarithmic; the row without easy negatives is in the table
+    curves = {"accuracy": accuracy, "average precision": precision}
+    shown = [Series(name=name, x=x, y=values[1:], markers=True) for name, values in curves.items()]
+    rows = [[n, accuracy[k], precision[k], *(share[name][k] for name in LOSSES)] for k, n in enumerate(EASY)]
     return Study(
         name="imbalance",
         title="What easy negatives do to metrics and losses",
@@ -44,70 +47,47 @@ def imbalance(seed: int = 0) -> Study:
         text=_TEXT,
         figures=[
             SvgFigure(
-                line_plot(
-                    [
-                        Series(name="accuracy", x=x, y=accuracy[1:], markers=True),
-                        Series(name="average precision", x=x, y=precision[1:], markers=True),
-                    ],
-                    x_label="easy negatives added",
-                    y_label="metric",
-                    log_x=True,
-                    y_range=(0, 1.03),
-                ),
+                line_plot(shown, x_label="easy negatives added", y_label="metric", log_x=True, y_range=(0, 1.03)),
                 "The same mistakes at the top of the ranking: accuracy forgets them, AP does not.",
             ),
-            _loss_figure(x, share, "share of easy negatives", "Easy negatives "
-                         "take over cross-entropy's gradient, and a part of focal loss's; the "
-                         "ranking losses do not move them at all.", log_y=False),
-            _loss_figure(x, strength, "gradient on hard boxes", "What is left for the "
-                         "boxes that are ranked wrongly. AUC-loss divides by the number of "
-                         "negatives: it fades. AP-loss does not change.", log_y=True),
+            SvgFigure(
+                _loss_plot(share, "share of easy negatives"),
+                "Easy negatives take over cross-entropy's gradient, and a part of focal loss's; the ranking losses do "
+                "not move them at all.",
+            ),
+            SvgFigure(
+                _loss_plot(strength, "gradient on hard boxes", log_y=True),
+                "What is left for the boxes that are ranked wrongly. AUC-loss divides by the number of negatives: it "
+                "fades. AP-loss does not change.",
+            ),
         ],
         tables=[
             Table(
                 columns=["easy negatives", "accuracy", "AP", *(NAMES[n] for n in LOSSES)],
-                rows=[
-                    [n, accuracy[k], precision[k], *(share[name][k] for name in LOSSES)]
-                    for k, n in enumerate(EASY)
-                ],
+                rows=rows,
                 caption="Last columns: share of the gradient that easy negatives get.",
             )
         ],
         verdicts=_verdicts(accuracy, precision, share, strength),
         numbers={
-            "easy": EASY, "accuracy": accuracy.tolist(), "average_precision": precision.tolist(),
-            "easy_share": share, "strength_on_hard": strength,
+            "easy": EASY,
+            "accuracy": accuracy.tolist(),
+            "average_precision": precision.tolist(),
+            "easy_share": share,
+            "strength_on_hard": strength,
         },
-    )  # fmt: skip
+    )
 
 
 _TEXT = f"""
-A batch with {POSITIVES} positives and {HARD} hard negatives whose scores overlap, as at the top
-of a detector's ranking, and below them more and more easy negatives far from every positive, as a
-detector has by the tens of thousands. Nothing about the detections changes.
+A batch with {POSITIVES} positives and {HARD} hard negatives whose scores overlap, as at the top of a detector's
+ranking, and below them more and more easy negatives far from every positive, as a detector has by the tens of
+thousands. Nothing about the detections changes.
 
-For every loss the gradient on the scores is computed. First: which share of it, in absolute
-value, goes to the easy negatives? Second: how strong is what remains on the positives and hard
-negatives, relative to a batch without easy ones?
+For every loss the gradient on the scores is computed. First: which share of it, in absolute value, goes to the easy
+negatives? Second: how strong is what remains on the positives and hard negatives, relative to a batch without easy
+ones?
 """
-
-
-class Gradients(NamedTuple):
-    """Sums of the absolute gradient over the hard boxes and over the easy negatives."""
-
-    on_hard: float
-    on_easy: float
-
-    @property
-    def easy_share(self) -> float:
-        """The part of the gradient that easy negatives get."""
-        return self.on_easy / (self.on_easy + self.on_hard)
-
-
-def _hard_problem(random: torch.Generator) -> tuple[Tensor, Tensor]:
-    scores = torch.randn(POSITIVES + HARD, dtype=torch.float64, generator=random)
-    targets = torch.tensor([1] * POSITIVES + [0] * HARD)
-    return scores + 0.7 * targets - 0.5, targets
 
 
 def metrics_with(scores: Tensor, targets: Tensor, easy: Tensor) -> tuple[float, float]:
@@ -117,12 +97,12 @@ def metrics_with(scores: Tensor, targets: Tensor, easy: Tensor) -> tuple[float, 
     return float(accuracy), 1 - float(ap_loss(scores, targets, delta=0, interpolated=False))
 
 
-def gradients_with(loss: Loss, scores: Tensor, targets: Tensor, easy: Tensor) -> Gradients:
-    """The gradient of a loss with the easy negatives added."""
+def gradients_with(loss: Loss, scores: Tensor, targets: Tensor, easy: Tensor) -> tuple[float, float]:
+    """Sums of the absolute gradient of a loss over the hard boxes and over the easy negatives added."""
     leaf = torch.cat([scores, easy]).requires_grad_()
     (gradient,) = torch.autograd.grad(loss(leaf, F.pad(targets, (0, len(easy)))), leaf)
     strength = gradient.abs()
-    return Gradients(float(strength[: len(scores)].sum()), float(strength[len(scores) :].sum()))
+    return float(strength[: len(scores)].sum()), float(strength[len(scores) :].sum())
 
 
 def _verdicts(
@@ -144,11 +124,9 @@ def _verdicts(
     ]
 
 
-def _loss_figure(
-    x: tuple[int, ...], values: dict[str, list[float]], label: str, caption: str, *, log_y: bool
-) -> SvgFigure:
+def _loss_plot(values: dict[str, list[float]], label: str, *, log_y: bool = False) -> str:
     series = [
-        Series(name="cross-entropy" if name == "ce" else name, x=x, y=y[1:], markers=True) for name, y in values.items()
+        Series(name="cross-entropy" if name == "ce" else name, x=EASY[1:], y=y[1:], markers=True)
+        for name, y in values.items()
     ]
-    svg = line_plot(series, x_label="easy negatives added", y_label=label, log_x=True, log_y=log_y)
-    return SvgFigure(svg, caption)
+    return line_plot(series, x_label="easy negatives added", y_label=label, log_x=True, log_y=log_y)

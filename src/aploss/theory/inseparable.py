@@ -1,7 +1,6 @@
 """Appendix 3: on inseparable data the mean AP-loss stays below a bound set by the best model."""
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import linprog, minimize
@@ -15,31 +14,18 @@ STEPS = 30_000
 POSITIVES, NEGATIVES = 60, 10
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """What the bounds need of a weight vector u: Z(u) and ||u - theta^(1)||²."""
-
-    first: float  # final_bound1 without its last term
-    second: float  # final_bound2 without its last term
-    transient: float  # T times the last term
-
-    def after(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Both bounds after so many steps."""
-        return self.first + self.transient / steps, self.second + self.transient / steps
-
-
 def inseparable(seed: int = 0) -> Study:
     """Runs the modified algorithm offline and compares its mean AP-loss with both bounds."""
     random = np.random.default_rng(seed)
     differences, sizes = make_inseparable(random)
     means = mean_losses(differences, sizes)
     steps = np.arange(1, STEPS + 1)
-    candidates = [bounds_of(u, differences, sizes) for u in _good_weights(differences, sizes)]
-    # Both hold for every u, so the smallest over some u holds too.
-    first = np.min([c.after(steps)[0] for c in candidates], axis=0)
-    second = np.min([c.after(steps)[1] for c in candidates], axis=0)
+    # Both bounds hold for every u, so the smallest over some u holds too.
+    first, second = np.min([bounds_of(u, differences, sizes) for u in _good_weights(differences, sizes)], axis=0)
     shown = np.unique(np.geomspace(1, STEPS, 200).astype(int)) - 1
-    at_end = (means[-1], first[-1], second[-1])
+    curves = {"mean AP-loss": means, "bound 1 (few errors)": first, "bound 2 (many errors)": second}
+    series = [Series(name=name, x=steps[shown], y=values[shown]) for name, values in curves.items()]
+    rows = [[t, *(float(values[t - 1]) for values in curves.values())] for t in (10, 100, 1000, STEPS)]
     return Study(
         name="inseparable",
         title="AP-loss is bounded on inseparable data",
@@ -47,57 +33,39 @@ def inseparable(seed: int = 0) -> Study:
         text=_TEXT,
         figures=[
             SvgFigure(
-                line_plot(
-                    [
-                        Series(name="mean AP-loss", x=steps[shown], y=means[shown]),
-                        Series(name="bound 1 (few errors)", x=steps[shown], y=first[shown]),
-                        Series(name="bound 2 (many errors)", x=steps[shown], y=second[shown]),
-                    ],
-                    x_label="steps T",
-                    y_label="mean over the first T steps",
-                    log_x=True,
-                    log_y=True,
-                ),
+                line_plot(series, x_label="steps T", y_label="mean over the first T steps", log_x=True, log_y=True),
                 "The bounds fall with 1/T to the loss that the best linear model leaves; "
                 "above 1 a bound says nothing, since the AP-loss is at most 1.",
             )
         ],
-        tables=[
-            Table(
-                columns=["T", "mean AP-loss", "bound 1", "bound 2"],
-                rows=[
-                    [t, float(means[t - 1]), float(first[t - 1]), float(second[t - 1])] for t in (10, 100, 1000, STEPS)
-                ],
-            )
-        ],
+        tables=[Table(columns=["T", "mean AP-loss", "bound 1", "bound 2"], rows=rows)],
         verdicts=[
             Verdict(bool((means <= first).all()), "Bound 1 holds for every T."),
             Verdict(bool((means <= second).all()), "Bound 2 holds for every T."),
             Verdict(bool(min(first[-1], second[-1]) < 1), "At the end a bound is below 1, so that it says something."),
             Verdict(not is_separable(differences, sizes), "No linear model ranks this data perfectly."),
         ],
-        numbers=dict(zip(("mean_loss", "bound1", "bound2"), map(float, at_end), strict=True)),
+        numbers=dict(zip(("mean_loss", "bound1", "bound2"), rows[-1][1:], strict=True)),
     )
 
 
 _TEXT = """
-The positives and negatives overlap, so no linear model ranks them perfectly. Appendix 3 changes
-the algorithm a little: the numerator of L_ij takes the piecewise step function, the denominator
-keeps the Heaviside step. That makes every update a gradient step on a convex surrogate, and with
-the step size delta / R² the accumulated AP-loss is bounded by what any fixed weight vector u
-achieves, measured by Z(u), the largest sum over the negatives of Q(x_ij(u)) for a positive i.
+The positives and negatives overlap, so no linear model ranks them perfectly. Appendix 3 changes the algorithm a
+little: the numerator of L_ij takes the piecewise step function, the denominator keeps the Heaviside step. That makes
+every update a gradient step on a convex surrogate, and with the step size delta / R² the accumulated AP-loss is
+bounded by what any fixed weight vector u achieves, measured by Z(u), the largest sum over the negatives of Q(x_ij(u))
+for a positive i.
 
-Both bounds hold for every u. Here u is found by minimising Z(u), scaled to several lengths, and
-the best bound for every T is drawn.
+Both bounds hold for every u. Here u is found by minimising Z(u), scaled to several lengths, and the best bound for
+every T is drawn.
 """
 
 
 def make_inseparable(random: np.random.Generator) -> tuple[np.ndarray, tuple[int, int]]:
     """Pairwise differences f_j - f_i of two clouds that touch [P + N, P + N, 2], and (P, N).
 
-    Two positives and two negatives lie between the clouds, each negative a little further up than
-    a positive. Along the second feature the two pairs point opposite ways: no weight vector can
-    put both in order while it keeps the clouds apart.
+    Two positives and two negatives lie between the clouds, each negative a little further up than a positive. Along the
+    second feature both pairs point opposite ways: no weight vector puts both in order and keeps the clouds apart.
     """
     positive = random.normal((1, 0), 0.05, size=(POSITIVES, 2))
     negative = random.normal((-1, 0), 0.05, size=(NEGATIVES, 2))
@@ -132,8 +100,7 @@ def _negatives_of(values: np.ndarray, sizes: tuple[int, int]) -> np.ndarray:
 def surrogate_step(theta: np.ndarray, differences: np.ndarray, sizes: tuple[int, int]) -> tuple[float, np.ndarray]:
     """AP-loss at theta, and the gradient of the surrogate: sum of L~_ij (f_j - f_i) / |P|."""
     x = differences @ theta  # x_ij = s_j - s_i, all pairs
-    above = x[: sizes[0]] >= 0
-    rank = above.sum(1)  # 1 + sum over k != i of H(x_ik): i itself has H(0) = 1
+    rank = (x[: sizes[0]] >= 0).sum(1)  # 1 + sum over k != i of H(x_ik): i itself has H(0) = 1
     pairs = _negatives_of(x, sizes)
     loss = float(((pairs >= 0).sum(1) / rank).mean())
     terms = piecewise_step(pairs) / rank[:, None] / sizes[0]
@@ -157,16 +124,12 @@ def mean_losses(differences: np.ndarray, sizes: tuple[int, int]) -> np.ndarray:
     return losses.cumsum() / np.arange(1, STEPS + 1)
 
 
-def bounds_of(u: np.ndarray, differences: np.ndarray, sizes: tuple[int, int]) -> Bounds:
-    """final_bound1 and final_bound2 for a weight vector."""
+def bounds_of(u: np.ndarray, differences: np.ndarray, sizes: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """final_bound1 and final_bound2 for a weight vector, after T = 1 ... STEPS steps."""
     sums = step_integral(_negatives_of(differences @ u, sizes)).sum(1)  # A_i(u)
     scaled = 8 / DELTA * float(sums.max())  # 8/delta Z(u)
-    norm = _spectral_norm(differences, sizes)
-    return Bounds(
-        first=(math.log(sizes[0]) + 1) / sizes[0] * scaled,
-        second=scaled / (1 + scaled),
-        transient=4 * norm**2 * float(u @ u) / DELTA**2,
-    )
+    transient = 4 * _spectral_norm(differences, sizes) ** 2 * float(u @ u) / DELTA**2 / np.arange(1, STEPS + 1)
+    return (math.log(sizes[0]) + 1) / sizes[0] * scaled + transient, scaled / (1 + scaled) + transient
 
 
 def _good_weights(differences: np.ndarray, sizes: tuple[int, int]) -> list[np.ndarray]:

@@ -1,5 +1,8 @@
 """Appendix 2: gradient descent fails on a smoothed AP-loss, the error-driven update does not."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,16 +17,19 @@ from aploss.theory.study import Study
 FEATURES = torch.tensor([[0.0, 0.0], [1.0, 0.0], [-3.0, 1.0]], dtype=torch.float64)
 LABELS = torch.tensor([0, 1, 1])
 START = (3.0, 1.0)  # theta_1 large, theta_1 > theta_2 > 0
-DESCENT_STEPS = 3000
-RATE = 10.0
-SHOWN = 12.0
 
 
 def smoothed_failure(seed: int = 0) -> Study:
     """Runs both algorithms from the same start; nothing is random, so the seed is not used."""
-    path, values, slopes = gradient_descent()
-    error_path, errors = error_driven_update()
+    path, values, slopes = descend(smoothed_loss, 10.0, 3000)
+    error_path, errors, _ = descend(lambda theta: linear_ap_loss(theta, FEATURES, LABELS), 1.0, 1000)
     always = bool(((slopes[:, 0] < slopes[:, 1]) & (slopes[:, 1] < 0)).all())
+    losses = {"F by gradient descent": values, "AP-loss by error-driven update": errors}
+    curves = [Series(name=name, x=range(1, len(y) + 1), y=y) for name, y in losses.items()]
+    rows = [
+        ["gradient descent on F", len(values) - 1, *path[-1].tolist(), values[-1]],
+        ["error-driven update", len(errors) - 1, *error_path[-1].tolist(), errors[-1]],
+    ]
     return Study(
         name="smoothed-failure",
         title="Gradient descent fails on the smoothed AP-loss",
@@ -32,33 +38,11 @@ def smoothed_failure(seed: int = 0) -> Study:
         figures=[
             _field_figure(path, error_path),
             SvgFigure(
-                line_plot(
-                    [
-                        Series(name="F by gradient descent", x=range(1, len(values) + 1), y=values),
-                        Series(
-                            name="AP-loss by error-driven update",
-                            x=range(1, len(errors) + 1),
-                            y=errors,
-                        ),
-                    ],
-                    x_label="step",
-                    y_label="loss",
-                    log_x=True,
-                    level=("1/6", 1 / 6),
-                ),
+                line_plot(curves, x_label="step", y_label="loss", log_x=True, level=("1/6", 1 / 6)),
                 "Gradient descent settles at 1/6; the error-driven update reaches zero.",
             ),
         ],
-        tables=[
-            Table(
-                columns=["", "steps", "θ₁", "θ₂", "loss at the end"],
-                rows=[
-                    ["gradient descent on F", len(values) - 1, *path[-1].tolist(), values[-1]],
-                    ["error-driven update", len(errors) - 1, *error_path[-1].tolist(), errors[-1]],
-                ],
-                digits=4,
-            )
-        ],
+        tables=[Table(columns=["", "steps", "θ₁", "θ₂", "loss at the end"], rows=rows, digits=4)],
         verdicts=[
             Verdict(
                 bool(abs(values[-1] - 1 / 6) < 1e-3 and values[-1] > 1 / 6),
@@ -69,48 +53,32 @@ def smoothed_failure(seed: int = 0) -> Study:
         ],
         numbers={
             "descent": {"theta": path[-1].tolist(), "loss": values[-1], "steps": len(values) - 1},
-            "error_driven": {
-                "theta": error_path[-1].tolist(), "loss": errors[-1], "steps": len(errors) - 1,
-            },
+            "error_driven": {"theta": error_path[-1].tolist(), "loss": errors[-1], "steps": len(errors) - 1},
         },
-    )  # fmt: skip
+    )
 
 
 _TEXT = """
-Three samples with two features, (0, 0) negative, (1, 0) and (-3, 1) positive, and a linear score
-s = θ₁ f₁ + θ₂ f₂. They are separable: any 0 < θ₁ < θ₂/3 ranks both positives first.
+Three samples with two features, (0, 0) negative, (1, 0) and (-3, 1) positive, and a linear score s = θ₁ f₁ + θ₂ f₂.
+They are separable: any 0 < θ₁ < θ₂/3 ranks both positives first.
 
-Replace the step function by a sigmoid and the AP-loss becomes a smooth function F. From θ₁ > θ₂ >
-0 with θ₁ large its gradient increases both weights forever, θ₁ ahead: the second positive
-stays below the negative, and F goes to 1/6. The error-driven update, from the same start and with
-the true step function, sees the one pair in the wrong order and corrects it.
+Replace the step function by a sigmoid and the AP-loss becomes a smooth function F. From θ₁ > θ₂ > 0 with θ₁ large its
+gradient increases both weights forever, θ₁ ahead: the second positive stays below the negative, and F goes to 1/6. The
+error-driven update, from the same start and with the true step function, sees the one pair in the wrong order and
+corrects it.
 """
 
 
-def gradient_descent() -> tuple[np.ndarray, list[float], np.ndarray]:
-    """Gradient descent on F: weights [T + 1, 2], values [T + 1], gradients [T + 1, 2]."""
+def descend(function: Callable[[Tensor], tuple[float, Tensor]], rate: float, steps: int) -> tuple[Any, ...]:
+    """Descends until the loss is zero: weights [T + 1, 2], losses [T + 1], gradients [T + 1, 2]."""
     theta = torch.tensor(START, dtype=torch.float64)
-    path, values, slopes = [], [], []
-    for _ in range(DESCENT_STEPS + 1):
-        value, slope = smoothed_loss(theta)
-        path.append(theta.tolist())
-        values.append(value)
-        slopes.append(slope.tolist())
-        theta = theta - RATE * slope
-    return np.array(path), values, np.array(slopes)
-
-
-def error_driven_update() -> tuple[np.ndarray, list[float]]:
-    """Error-driven updates until the AP-loss is zero: weights [T + 1, 2] and losses [T + 1]."""
-    theta = torch.tensor(START, dtype=torch.float64)
-    path: list[list[float]] = []
-    losses: list[float] = []
-    while not losses or (losses[-1] > 0 and len(losses) < 1000):
-        loss, gradient = linear_ap_loss(theta, FEATURES, LABELS)
-        path.append(theta.tolist())
-        losses.append(loss)
-        theta = theta - gradient
-    return np.array(path), losses
+    rows: list[tuple[list[float], float, list[float]]] = []
+    while not rows or (rows[-1][1] > 0 and len(rows) <= steps):
+        loss, slope = function(theta)
+        rows.append((theta.tolist(), loss, slope.tolist()))
+        theta = theta - rate * slope
+    path, losses, slopes = zip(*rows, strict=True)
+    return np.array(path), losses, np.array(slopes)
 
 
 def smoothed_loss(theta: Tensor) -> tuple[float, Tensor]:
@@ -136,22 +104,13 @@ def smoothed_field(grid: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.n
 
 
 def _field_figure(path: np.ndarray, error_path: np.ndarray) -> SvgFigure:
-    """Both paths [T, 2] over the smoothed loss."""
-    grid = np.linspace(-2, SHOWN, 81)
+    grid = np.linspace(-2, 12, 81)
     field, arrows = smoothed_field(grid)
+    walks = {"gradient descent on F": path, "error-driven update": error_path}
+    paths = [Series(name=name, x=walk[:, 0], y=walk[:, 1]) for name, walk in walks.items()]
     return SvgFigure(
         field_plot(
-            grid,
-            grid,
-            field,
-            arrows=arrows,
-            paths=[
-                Series(name="gradient descent on F", x=path[:, 0], y=path[:, 1]),
-                Series(name="error-driven update", x=error_path[:, 0], y=error_path[:, 1]),
-            ],
-            x_label="θ₁",
-            y_label="θ₂",
-            value_label="smoothed AP-loss F",
+            grid, grid, field, arrows=arrows, paths=paths, x_label="θ₁", y_label="θ₂", value_label="smoothed AP-loss F"
         ),
         "The smoothed loss over the two weights; arrows point where gradient descent goes. "
         "Only the wedge 0 < θ₁ < θ₂/3 ranks both positives above the negative.",

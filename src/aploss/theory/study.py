@@ -1,12 +1,12 @@
 """What every study of an appendix hands over: numbers, plots, and claims that hold or do not."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from aploss.files import write_json
-from aploss.reports.page import Block, Figures, Section, SvgFigure, Table, Text, Verdict, write_page
+from aploss.reports.page import Figures, Section, SvgFigure, Table, Text, Verdict, write_page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,17 +39,13 @@ class Study:
         return all(verdict.holds is True for verdict in self.verdicts)
 
 
-StudyFunction = Callable[[int], Study]
-
-
 def write_study(study: Study, folder: Path) -> Path:
     """Writes ``report.html`` and ``numbers.json``; returns the page."""
     claims = [{"claim": v.claim, "holds": v.holds} for v in study.verdicts]
     write_json(folder / "numbers.json", {**study.numbers, "verdicts": claims})
-    shown: list[Block] = [Figures(study.figures), *study.tables]
     sections = [
         Section("Claim", [Text(study.text)]),
-        Section("What was found", shown),
-        Section("Verdict", list(study.verdicts)),
+        Section("What was found", [Figures(study.figures), *study.tables]),
+        Section("Verdict", study.verdicts),
     ]
     return write_page(folder / "report.html", study.title, sections, subtitle=study.place)
