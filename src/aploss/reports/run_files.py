@@ -118,9 +118,24 @@ def matches_document(
     return {"detections": flags, "ground_truth": found_by}
 
 
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines, such as ``metrics.jsonl``; none where there is no file.
+
+    Lines that are not JSON objects are left out: the last one may have been cut by a kill.
+    """
+    return _parse_lines(_bytes(RunFiles(path.parent), path.name))[0]
+
+
 def _metrics_rows(run: RunFiles) -> list[dict[str, Any]]:
-    """The rows of ``metrics.jsonl``; lines that are not JSON objects are left out."""
-    lines = _bytes(run, "metrics.jsonl").split(b"\n")
+    rows, bad = _parse_lines(_bytes(run, "metrics.jsonl"))
+    if bad:
+        run.problems.append(f"metrics.jsonl has {bad} line(s) that are not JSON; they are left out")
+    return rows
+
+
+def _parse_lines(content: bytes) -> tuple[list[dict[str, Any]], int]:
+    """The rows, and how many whole lines are not JSON objects."""
+    lines = content.split(b"\n")
     rows, bad = [], 0
     for number, line in enumerate(lines, start=1):
         try:
@@ -131,9 +146,7 @@ def _metrics_rows(run: RunFiles) -> list[dict[str, Any]]:
             rows.extend([row] if row else [])
         elif number < len(lines):  # a last line without its end was cut by a kill
             bad += 1
-    if bad:
-        run.problems.append(f"metrics.jsonl has {bad} line(s) that are not JSON; they are left out")
-    return rows
+    return rows, bad
 
 
 def _json(run: RunFiles, name: str, empty: Document) -> Document:
