@@ -71,8 +71,8 @@ def load(path: str | Path, *, device: str | torch.device = "cpu") -> Detector:
         The detector in evaluation mode, with its calibration and drawing threshold.
 
     Raises:
-        RunError: if there is no such file, or it is damaged, or it holds no detector, or one of a
-            plugin that is not loaded.
+        RunError: if there is no such file, or it is damaged, or it holds no detector, or one of a plugin that is not
+            loaded.
     """
     file = checkpoint_file(Path(path))
     checkpoint = read_checkpoint(file)

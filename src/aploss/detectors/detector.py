@@ -1,8 +1,8 @@
 """What a detector is made from, and what all share: images in, losses or detections out.
 
 A kind of detector is a frozen config: a subclass of :class:`DetectorConfig` whose fields are the
-options of the architecture and whose :meth:`~DetectorConfig.network` makes everything that has
-weights. Registered under a name, it is known to ``build_detector``, recipes and the command line.
+options of the architecture and whose :meth:`~DetectorConfig.network` makes everything that has weights. Registered
+under a name, it is known to ``build_detector``, recipes and the command line.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,10 +34,9 @@ class Network:
 
     Attributes:
         backbone: gives a dict of feature maps.
-        head: turns the list of feature maps into ``cls_logits`` [B, A, columns] and
-            ``bbox_regression`` [B, A, 4].
-        anchors: gives the anchors of each level [A_l, 4] for the height and width of a batch, and
-            the height and width of each of its feature maps.
+        head: turns the list of feature maps into ``cls_logits`` [B, A, columns] and ``bbox_regression`` [B, A, 4].
+        anchors: gives the anchors of each level [A_l, 4] for the height and width of a batch, and the height and width
+            of each of its feature maps.
         size_divisor: images are padded at the right and bottom to a multiple of this.
         keeps_aspect_ratio: whether images keep their shape at inference, or are stretched.
         image_mean: subtracted from images in [0, 1].
@@ -60,10 +59,10 @@ class DetectorConfig:
     """The settings that all detectors share; subclasses add the options of an architecture.
 
     Attributes:
-        test_size: shorter side and limit of the longer side of images at inference; height and
-            width where images are stretched.
-        score_threshold: detections with a lower score are dropped; None keeps all, since ranking
-            losses order scores without giving them a scale.
+        test_size: shorter side and limit of the longer side of images at inference; height and width where images are
+            stretched.
+        score_threshold: detections with a lower score are dropped; None keeps all, since ranking losses order scores
+            without giving them a scale.
         topk_per_level: scores of a level that go on to NMS.
         nms_iou: of two boxes of a class that overlap more than this, the better stays.
         detections_per_image: detections kept.
@@ -95,8 +94,7 @@ class DetectorConfig:
         """Makes the network, with fresh weights.
 
         Args:
-            columns: logits of an anchor: K classes, and one more for the background with
-                ``softmax``.
+            columns: logits of an anchor: K classes, and one more for the background with ``softmax``.
             softmax: whether the logits share one distribution, rather than being K sigmoids.
         """
         raise NotImplementedError
@@ -128,8 +126,8 @@ DETECTORS: Registry[type[DetectorConfig]] = Registry("detector")
 def register_detector(name: str) -> Callable[[ConfigClass], ConfigClass]:
     """Makes a kind of detector known by a name, to ``build_detector`` and to the command line.
 
-    It decorates a subclass of :class:`DetectorConfig`, and makes it a frozen dataclass if it is
-    none of its own. :func:`~aploss.detectors.retinanet_network` makes a RetinaNet of any backbone.
+    It decorates a subclass of :class:`DetectorConfig`, and makes it a frozen dataclass if it is none of its own.
+    :func:`~aploss.detectors.retinanet_network` makes a RetinaNet of any backbone.
 
     Raises:
         ConfigError: if the name is taken, or the class is of another kind.
@@ -166,9 +164,8 @@ def register_detector(name: str) -> Callable[[ConfigClass], ConfigClass]:
 class Detector(nn.Module, ObjectDetector):
     """A one-stage detector: backbone, heads, anchors and a criterion.
 
-    In training mode a call returns ``{"classification": loss, "box": loss}``, in evaluation mode
-    the detections of each image. The modules ``backbone`` and ``head`` have torchvision's names,
-    so that its weights load.
+    In training mode a call returns ``{"classification": loss, "box": loss}``, in evaluation mode the detections of each
+    image. The modules ``backbone`` and ``head`` have torchvision's names, so that its weights load.
 
     Args:
         name: under which the config is registered.
@@ -178,8 +175,7 @@ class Detector(nn.Module, ObjectDetector):
         criterion: the training loss.
 
     Attributes:
-        calibration: monotone map from scores to precision, fitted after training; only
-            :meth:`predict` applies it.
+        calibration: monotone map from scores to precision, fitted after training; only :meth:`predict` applies it.
         draw_threshold: the calibrated score with the best F1 on validation.
     """
 
@@ -254,8 +250,8 @@ class Detector(nn.Module, ObjectDetector):
 
         Args:
             images: floats in [0, 1], [B, 3, H, W] or a list of [3, h, w].
-            targets: for each image ``boxes`` [n, 4] in its pixels and ``labels`` [n] of 0..K-1,
-                optionally ``crowd`` and ``difficult`` bool [n]; needed in training mode.
+            targets: for each image ``boxes`` [n, 4] in its pixels and ``labels`` [n] of 0..K-1, optionally ``crowd``
+                and ``difficult`` bool [n]; needed in training mode.
 
         Returns:
             In training mode, where images are not resized: ``{"classification": ..., "box": ...}``.
@@ -286,8 +282,7 @@ class Detector(nn.Module, ObjectDetector):
             heads: computes what :meth:`heads` does, in another runtime.
 
         Returns:
-            For each image a dict of ``boxes`` [n, 4] in its own pixels, ``scores`` [n] descending
-            and ``labels`` [n].
+            For each image a dict of ``boxes`` [n, 4] in its own pixels, ``scores`` [n] descending and ``labels`` [n].
         """
         batch, sizes = self.pad([self.resize(image, size) for image in images])
         self.anchors_for(batch.shape[-2], batch.shape[-1], batch.device)  # refuses impossible sizes

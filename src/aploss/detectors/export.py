@@ -1,8 +1,8 @@
 """Detectors as ONNX files that say how to use them, and a runner for these files.
 
 The graph is everything that has weights: images in, class logits and box regressions out. What
-follows (anchors, decoding, NMS, calibration) is described in the file's metadata and done by
-:class:`OnnxDetector` with the code that the detector itself uses.
+follows (anchors, decoding, NMS, calibration) is described in the file's metadata and done by :class:`OnnxDetector` with
+the code that the detector itself uses.
 """
 
 import json
@@ -44,8 +44,8 @@ def export_onnx(detector: Detector, path: str | Path, *, size: int | None = None
     Args:
         detector: any detector; it is not changed.
         path: the file to write, such as ``model.onnx``.
-        size: shorter side of images at inference, in place of the detector's ``test_size``; the
-            limit of the longer side changes in proportion.
+        size: shorter side of images at inference, in place of the detector's ``test_size``; the limit of the longer
+            side changes in proportion.
 
     Returns:
         The path that was written.
@@ -84,8 +84,7 @@ class OnnxDetector(ObjectDetector):
     """An exported detector: the network runs in onnxruntime, the rest as in the detector.
 
     Called with a list of images, float [3, h, w] in [0, 1], it gives the detections of each, as a
-    :class:`~aploss.detectors.detector.Detector` in evaluation mode; :meth:`predict` applies the
-    calibration.
+    :class:`~aploss.detectors.detector.Detector` in evaluation mode; :meth:`predict` applies the calibration.
 
     Args:
         path: a file of :func:`export_onnx`.

@@ -1,10 +1,9 @@
 """Our losses, and calibrated scores, in an object detector of Hugging Face ``transformers``.
 
-These models match queries with objects and compute a sum of terms in one function,
-``model.loss_function``, which can be set for each model. What is set here calls the model's own
-function and exchanges one thing while it runs: how the criterion computes its classification term.
-Matching, box terms, splitting into layers, denoising queries and groups, names and weights of the
-terms remain the library's. Nothing of ``transformers`` is imported here.
+These models match queries with objects and compute a sum of terms in one function, ``model.loss_function``, which can
+be set for each model. What is set here calls the model's own function and exchanges one thing while it runs: how the
+criterion computes its classification term. Matching, box terms, splitting into layers, denoising queries and groups,
+names and weights of the terms remain the library's. Nothing of ``transformers`` is imported here.
 """
 
 import copy
@@ -67,19 +66,17 @@ def use_loss_in_transformers(
     """Trains a ``transformers`` detector with another classification loss from now on.
 
     The loss replaces the classification term wherever the model has one: last layer, auxiliary
-    layers, encoder output, denoising queries. Each term ranks all queries of the batch (of all
-    groups of queries, where the model trains several), and those of all processes if the loss has
-    a ``process_group``. Matched queries are the positives; a loss that wants to know their IoU or
-    box loss gets that of the matched boxes. Models with a softmax are ranked by the log-odds of
-    each class against all else, which order as their scores at inference do.
+    layers, encoder output, denoising queries. Each term ranks all queries of the batch (of all groups of queries, where
+    the model trains several), and those of all processes if the loss has a ``process_group``. Matched queries are the
+    positives; a loss that wants to know their IoU or box loss gets that of the matched boxes. Models with a softmax are
+    ranked by the log-odds of each class against all else, which order as their scores at inference do.
 
     Args:
-        model: with any weights; see ``FAMILIES``. Inference, weights and files do not change, and
-            neither does any other model.
-        loss: one of our loss objects or any module of ``(scores, targets)``; ``None`` gives the
-            model's own loss back.
-        weights: of the terms, by name: ``class``, ``bbox``, ``giou`` and what else the model's
-            configuration has a weight for (``fgl``, ``ddf``). Those not named stay the model's.
+        model: with any weights; see ``FAMILIES``. Inference, weights and files do not change, and neither does any
+            other model.
+        loss: one of our loss objects or any module of ``(scores, targets)``; ``None`` gives the model's own loss back.
+        weights: of the terms, by name: ``class``, ``bbox``, ``giou`` and what else the model's configuration has a
+            weight for (``fgl``, ``ddf``). Those not named stay the model's.
 
     Returns:
         The same model. Calling it again sets another loss.
@@ -257,8 +254,8 @@ class _OtherWeights:
 def _first_criterion(prepare: Callable[[nn.Module], None]) -> Iterator[None]:
     """Hands over the first criterion that this thread calls, before it runs.
 
-    The library's loss functions make their criterion anew in each call and have no argument for
-    it, so it is met at its call. It is the only module to be changed, and lives for that call.
+    The library's loss functions make their criterion anew in each call and have no argument for it, so it is met at its
+    call. It is the only module to be changed, and lives for that call.
     """
     thread = get_ident()
     found: list[nn.Module] = []
@@ -311,17 +308,16 @@ def calibrate_in_transformers(
 ) -> Model:
     """Makes the scores of a trained ``transformers`` detector mean precision, in evaluation mode.
 
-    ``outputs.logits`` become such that their sigmoid (or softmax) is the share of correct
-    detections with such a score, so that ``post_process_object_detection(threshold=0.5)`` keeps
-    what is more often right than wrong. The order of all detections, and with it AP, stays; so do
-    weights and training.
+    ``outputs.logits`` become such that their sigmoid (or softmax) is the share of correct detections with such a score,
+    so that ``post_process_object_detection(threshold=0.5)`` keeps what is more often right than wrong. The order of all
+    detections, and with it AP, stays; so do weights and training.
 
     Args:
         model: trained.
-        images: held-out images as the model takes them, ``pixel_values`` [N, 3, H, W] or a list of
-            [3, H, W]; None takes a calibration away.
-        targets: for each image ``class_labels`` [n] and ``boxes`` [n, 4], centre and size relative
-            to the image, as for training.
+        images: held-out images as the model takes them, ``pixel_values`` [N, 3, H, W] or a list of [3, H, W]; None
+            takes a calibration away.
+        targets: for each image ``class_labels`` [n] and ``boxes`` [n, 4], centre and size relative to the image, as for
+            training.
         iou: overlap from which a detection is correct.
 
     Raises:

@@ -66,9 +66,8 @@ def make_loss(name: str, **options: Any) -> nn.Module:
 def describe_loss(loss: nn.Module) -> tuple[str, dict[str, Any]]:
     """The name and options that :func:`make_loss` would make this loss from.
 
-    Options are the arguments of its constructor that it keeps as attributes and that are plain
-    values; what belongs to the running process is none. A loss object that is not registered is
-    called ``"custom"``.
+    Options are the arguments of its constructor that it keeps as attributes and that are plain values; what belongs to
+    the running process is none. A loss object that is not registered is called ``"custom"``.
     """
     for name, loss_class in LOSSES.items():
         if type(loss) is loss_class:

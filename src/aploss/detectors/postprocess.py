@@ -38,12 +38,12 @@ def postprocess(
         logits: [B, A, K], or [B, A, K + 1] if ``softmax``.
         deltas: [B, A, 4].
         anchors: for each level [A_l, 4], together A.
-        image_sizes: height and width of each image inside the batch; boxes are clipped to it,
-            and boxes that lie outside it (in the padding) are dropped.
+        image_sizes: height and width of each image inside the batch; boxes are clipped to it, and boxes that lie
+            outside it (in the padding) are dropped.
         box_coder: turns deltas into boxes.
         softmax: whether classes and background (column 0) share one distribution.
-        score_threshold: detections with a lower score are dropped; None keeps all, since ranking
-            losses order scores without giving them a scale.
+        score_threshold: detections with a lower score are dropped; None keeps all, since ranking losses order scores
+            without giving them a scale.
         topk_per_level: how many scores of a level go on.
         nms_iou: of two boxes of a class that overlap more than this, the better stays.
         detections_per_image: how many detections of an image are kept.
@@ -118,8 +118,8 @@ class MultiScale:
     The lower half of Table 3; the paper does not say which scales it used.
 
     Attributes:
-        scales: factors on the detector's ``test_size``; 1.0 is an ordinary test. By default 0.75
-            to 1.5, for SSD from 1.0 on: its last maps vanish in smaller images.
+        scales: factors on the detector's ``test_size``; 1.0 is an ordinary test. By default 0.75 to 1.5, for SSD from
+            1.0 on: its last maps vanish in smaller images.
         flip: look at the mirrored image of every scale, too.
 
     Example:
@@ -164,8 +164,8 @@ class MultiScale:
 def merge_detections(views: list[Detections], *, nms_iou: float, detections_per_image: int) -> Detections:
     """Class-wise NMS over the detections of several views of one image, in its pixels.
 
-    The best ``detections_per_image`` stay, best score first; of two boxes of a class that overlap
-    more than ``nms_iou``, the better.
+    The best ``detections_per_image`` stay, best score first; of two boxes of a class that overlap more than
+    ``nms_iou``, the better.
     """
     boxes, scores, labels = (torch.cat([view[key] for view in views]) for key in ("boxes", "scores", "labels"))
     keep = batched_nms(boxes, scores, labels, nms_iou)[:detections_per_image]

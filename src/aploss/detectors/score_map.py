@@ -1,8 +1,8 @@
 """Scores that mean precision, in a torchvision detector that was trained with a ranking loss.
 
-A ranking loss orders detections and leaves the scores anywhere, so that the score threshold of a
-model cuts at an arbitrary place. Here a monotone map from scores to precision is fitted on held-out
-images. The order of detections, and with it AP, stays what it was.
+A ranking loss orders detections and leaves the scores anywhere, so that the score threshold of a model cuts at an
+arbitrary place. Here a monotone map from scores to precision is fitted on held-out images. The order of detections, and
+with it AP, stays what it was.
 """
 
 from collections.abc import Mapping, Sequence
@@ -72,10 +72,9 @@ def fit_score_map(
     """Fits the map on detections of held-out images, made without a score threshold.
 
     Args:
-        detections: for each image ``boxes`` [n, 4] (corners), ``scores`` [n] in [0, 1] and
-            ``labels`` [n].
-        targets: for each image ``boxes`` [m, 4] and ``labels`` [m], counted as the detections'
-            are, and optionally ``iscrowd`` [m].
+        detections: for each image ``boxes`` [n, 4] (corners), ``scores`` [n] in [0, 1] and ``labels`` [n].
+        targets: for each image ``boxes`` [m, 4] and ``labels`` [m], counted as the detections' are, and optionally
+            ``iscrowd`` [m].
         iou: overlap from which on a detection is correct.
 
     Raises:
@@ -120,9 +119,9 @@ def calibrate(
 ) -> Model:
     """Makes the scores of a torchvision RetinaNet, FCOS or SSD mean precision.
 
-    From then on a detection with score 0.7 is right in about 7 of 10 cases, and the model's score
-    threshold drops what is below that precision. What is found and its order stay as they were.
-    Copies and pickles are calibrated, too; ``torch.jit.script`` needs a model without.
+    From then on a detection with score 0.7 is right in about 7 of 10 cases, and the model's score threshold drops what
+    is below that precision. What is found and its order stay as they were. Copies and pickles are calibrated, too;
+    ``torch.jit.script`` needs a model without.
 
     Detectors of Hugging Face ``transformers`` are calibrated, too: see
     :func:`~aploss.detectors.hugging_face.calibrate_in_transformers`.
@@ -136,8 +135,8 @@ def calibrate(
         batch_size: images that go through the model together.
 
     Returns:
-        The same model. Its ``score_thresh`` is now that of the scores before the map; call this
-        again to change it. Calling it again fits anew.
+        The same model. Its ``score_thresh`` is now that of the scores before the map; call this again to change it.
+        Calling it again fits anew.
 
     Raises:
         ConfigError: if the model is of another kind.

@@ -115,8 +115,8 @@ class SSD300(VGGDetector):
     """Six feature maps of 38, 19, 10, 5, 3 and 1 pixels.
 
     Attributes:
-        anchor_scales: by default those of torchvision's COCO weights; the original has (0.1, 0.2,
-            0.37, 0.54, 0.71, 0.88, 1.05) for VOC.
+        anchor_scales: by default those of torchvision's COCO weights; the original has (0.1, 0.2, 0.37, 0.54, 0.71,
+            0.88, 1.05) for VOC.
     """
 
     test_size: tuple[int, int] = (300, 300)
@@ -155,11 +155,11 @@ class SSDlite(DetectorConfig):
     """The SSD for CPUs, on MobileNetV3-Large: six maps from stride 16 on, depthwise heads.
 
     Attributes:
-        norm: ``"group"`` trains from scratch with any batch size, ``"batch"`` is torchvision's,
-            ``"frozen-bn"`` keeps the statistics of loaded weights.
+        norm: ``"group"`` trains from scratch with any batch size, ``"batch"`` is torchvision's, ``"frozen-bn"`` keeps
+            the statistics of loaded weights.
         width: factor on the channels of the backbone.
-        reduced_tail: halve the channels of the backbone's end, as torchvision's COCO weights do;
-            its ImageNet weights need False.
+        reduced_tail: halve the channels of the backbone's end, as torchvision's COCO weights do; its ImageNet weights
+            need False.
     """
 
     test_size: tuple[int, int] = (320, 320)

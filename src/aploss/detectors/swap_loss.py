@@ -1,9 +1,8 @@
 """Our losses in a torchvision detector that somebody already has.
 
-torchvision's models call ``compute_loss`` of their head (RetinaNet, FCOS) or of themselves (SSD)
-with the matches they made. That is where the loss goes in: an attribute of this one object stands
-before the method of its class. Classes, weights and their names, and everything at inference stay
-torchvision's; taken away again, the model is what it was.
+torchvision's models call ``compute_loss`` of their head (RetinaNet, FCOS) or of themselves (SSD) with the matches they
+made. That is where the loss goes in: an attribute of this one object stands before the method of its class. Classes,
+weights and their names, and everything at inference stay torchvision's; taken away again, the model is what it was.
 """
 
 import warnings
@@ -46,23 +45,22 @@ def use_loss(
     :func:`~aploss.detectors.hugging_face.use_loss_in_transformers`; what follows is torchvision's.
 
     Only the loss in training mode changes, on all images of the batch together: weights, matching,
-    box loss, names of the losses and everything at inference stay as they are. Labels are
-    torchvision's: the index of a logit's column, where SSD's column 0 is the background.
+    box loss, names of the losses and everything at inference stay as they are. Labels are torchvision's: the index of a
+    logit's column, where SSD's column 0 is the background.
 
-    RetinaNet and FCOS have one sigmoid score per column, which is what is ranked. SSD's classes
-    and background share a softmax; ranked are the log-odds of each class against all else, since
-    they order as the softmax scores at inference do. ``OHEMCrossEntropy`` is for SSD alone;
-    ``ALRPLoss`` brings its own box loss, which then replaces the model's.
+    RetinaNet and FCOS have one sigmoid score per column, which is what is ranked. SSD's classes and background share a
+    softmax; ranked are the log-odds of each class against all else, since they order as the softmax scores at inference
+    do. ``OHEMCrossEntropy`` is for SSD alone; ``ALRPLoss`` brings its own box loss, which then replaces the model's.
 
-    Copies, pickles and compiled models have the loss, too. ``torch.jit.script`` gives a model for
-    inference: its training mode is torchvision's own.
+    Copies, pickles and compiled models have the loss, too. ``torch.jit.script`` gives a model for inference: its
+    training mode is torchvision's own.
 
     Args:
         model: from ``torchvision.models.detection``, with any weights.
-        loss: one of our loss objects, or any module of ``(scores, targets)`` with targets 1, 0, -1.
-            None gives the model its own loss, scores and score threshold back.
-        score_thresh: the model's score threshold from now on; 0 keeps every detection. Ranking
-            losses order scores without giving them a scale.
+        loss: one of our loss objects, or any module of ``(scores, targets)`` with targets 1, 0, -1. None gives the
+            model its own loss, scores and score threshold back.
+        score_thresh: the model's score threshold from now on; 0 keeps every detection. Ranking losses order scores
+            without giving them a scale.
         weights: of the loss terms, for models of ``transformers``.
 
     Returns:
@@ -72,8 +70,7 @@ def use_loss(
         ConfigError: if the model is of another kind, or the loss needs another kind or is none.
 
     Warns:
-        ScoreThresholdWarning: if the model has a score threshold and the scores of the loss are
-            not calibrated.
+        ScoreThresholdWarning: if the model has a score threshold and the scores of the loss are not calibrated.
 
     Example:
         >>> from torchvision.models.detection import ssdlite320_mobilenet_v3_large
@@ -206,8 +203,8 @@ class _SwappedLoss:
     def other_losses(self, batch: _Batch, labels: AnchorLabels, anchors: Tensor) -> dict[str, Tensor]:
         """The model's own losses, which are means over the positives of the batch.
 
-        They are asked for as of a batch of one image that has the positives of all and nothing
-        else, so that the classification loss of torchvision, not wanted, costs next to nothing.
+        They are asked for as of a batch of one image that has the positives of all and nothing else, so that the
+        classification loss of torchvision, not wanted, costs next to nothing.
         """
         gathered = {"boxes": labels.boxes, "labels": labels.positive_classes + self.first_class}
         outputs = {key: value[labels.images, labels.anchors][None] for key, value in batch.head_outputs.items()}

@@ -78,8 +78,8 @@ class LoadedWeights:
 class _Source:
     """Weights as they were found.
 
-    ``columns`` says what each logit of an anchor stands for, where that is known, with
-    ``BACKGROUND`` for none of the classes.
+    ``columns`` says what each logit of an anchor stands for, where that is known, with ``BACKGROUND`` for none of the
+    classes.
     """
 
     name: str
@@ -92,15 +92,15 @@ class _Source:
 def load_weights(detector: Detector, weights: str | Path | None) -> LoadedWeights | None:
     """Starts a detector from weights trained elsewhere; what does not fit stays as initialised.
 
-    The last layer of the class head is loaded class by class where the weights say which classes
-    they know (torchvision's COCO weights, our checkpoints), and otherwise if it has the same shape.
-    What was and was not loaded is logged, too.
+    The last layer of the class head is loaded class by class where the weights say which classes they know
+    (torchvision's COCO weights, our checkpoints), and otherwise if it has the same shape. What was and was not loaded
+    is logged, too.
 
     Args:
         detector: changed in place.
-        weights: ``"imagenet"`` (the backbone) or ``"coco"`` (everything but new classes), the
-            name of torchvision weights such as ``"ResNet50_Weights.IMAGENET1K_V2"``, a file of
-            weights (ours, a state dict, torchvision's), a run folder, or None for nothing.
+        weights: ``"imagenet"`` (the backbone) or ``"coco"`` (everything but new classes), the name of torchvision
+            weights such as ``"ResNet50_Weights.IMAGENET1K_V2"``, a file of weights (ours, a state dict, torchvision's),
+            a run folder, or None for nothing.
 
     Returns:
         What was loaded; None for no weights.
@@ -247,8 +247,8 @@ def _merge_class_rows(
 ) -> tuple[Tensor, tuple[str, ...]]:
     """The detector's tensor [anchors x columns, ...] with the rows of classes the source knows.
 
-    And these classes. Where there are none, or anchors or scores are of another kind, the tensor
-    is empty, which fits nowhere.
+    And these classes. Where there are none, or anchors or scores are of another kind, the tensor is empty, which fits
+    nowhere.
     """
     assert source.columns is not None
     background = (BACKGROUND,) * detector.uses_softmax
