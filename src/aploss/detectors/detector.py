@@ -1,8 +1,8 @@
 """What a detector is made from, and what all share: images in, losses or detections out.
 
-A kind of detector is a frozen config: a subclass of :class:`DetectorConfig` whose fields are the
-options of the architecture and whose :meth:`~DetectorConfig.network` makes everything that has weights. Registered
-under a name, it is known to ``build_detector``, recipes and the command line.
+A kind of detector is a frozen config: a subclass of :class:`DetectorConfig` whose fields are the options of the
+architecture and whose :meth:`~DetectorConfig.network` makes everything that has weights. Registered under a name, it is
+known to ``build_detector``, recipes and the command line.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +23,7 @@ from aploss.registry import Registry
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-CACHED_SIZES = 64  # image sizes whose anchors are kept
 ConfigClass = TypeVar("ConfigClass", bound="type[DetectorConfig]")
-AnchorMaker = Callable[[int, int, Sequence[tuple[int, int]]], list[Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +33,7 @@ class Network:
     Attributes:
         backbone: gives a dict of feature maps.
         head: turns the list of feature maps into ``cls_logits`` [B, A, columns] and ``bbox_regression`` [B, A, 4].
-        anchors: gives the anchors of each level [A_l, 4] for the height and width of a batch, and the height and width
-            of each of its feature maps.
+        anchors: gives the anchors of each level [A_l, 4] for the height and width of a batch and of its feature maps.
         size_divisor: images are padded at the right and bottom to a multiple of this.
         keeps_aspect_ratio: whether images keep their shape at inference, or are stretched.
         image_mean: subtracted from images in [0, 1].
@@ -46,7 +43,7 @@ class Network:
 
     backbone: nn.Module
     head: nn.Module
-    anchors: AnchorMaker
+    anchors: Callable[[int, int, Sequence[tuple[int, int]]], list[Tensor]]
     size_divisor: int = 1
     keeps_aspect_ratio: bool = True
     image_mean: Sequence[float] = IMAGENET_MEAN
@@ -59,8 +56,7 @@ class DetectorConfig:
     """The settings that all detectors share; subclasses add the options of an architecture.
 
     Attributes:
-        test_size: shorter side and limit of the longer side of images at inference; height and width where images are
-            stretched.
+        test_size: shorter side and limit of the longer side of images at inference; of stretched ones height and width.
         score_threshold: detections with a lower score are dropped; None keeps all, since ranking losses order scores
             without giving them a scale.
         topk_per_level: scores of a level that go on to NMS.
@@ -105,11 +101,7 @@ class DetectorConfig:
         return {}
 
     def backbone_key(self, name: str) -> str:
-        """Where in the detector a tensor of the classifier lies that the backbone was taken from.
-
-        Args:
-            name: in the state dict of the classifier.
-        """
+        """The name in the detector of a tensor of the classifier that the backbone was taken from."""
         return f"backbone.body.{name}"
 
     @classmethod
@@ -235,14 +227,13 @@ class Detector(nn.Module, ObjectDetector):
         options = self.architecture.option_names()
         return {
             "name": self.name,
-            **{option: getattr(self.architecture, option) for option in options},
+            **{option: getattr(self if option in SETTINGS else self.architecture, option) for option in options},
             "class_names": list(self.class_names),
             "loss": loss,
             "loss_options": loss_options,
             "rank_over": self.criterion.rank_over,
             "box_loss": self.criterion.box_loss,
             "box_weight": self.criterion.box_weight,
-            **{setting: getattr(self, setting) for setting in SETTINGS},
         }
 
     def forward(self, images: Tensor | Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]] | None = None) -> Any:
@@ -262,10 +253,8 @@ class Detector(nn.Module, ObjectDetector):
         if targets is None:
             raise DataError("a detector in training mode needs targets; call detector.eval() first")
         batch, _ = self.pad(images)
-        height, width = batch.shape[-2:]
-        anchors = torch.cat(self.anchors_for(height, width, batch.device))
-        logits, deltas = self.heads(batch)
-        return self.criterion(logits, deltas, anchors, targets)
+        anchors = torch.cat(self.anchors_for(batch.shape[-2], batch.shape[-1], batch.device))
+        return self.criterion(*self.heads(batch), anchors, targets)
 
     def detect(
         self,
@@ -286,8 +275,7 @@ class Detector(nn.Module, ObjectDetector):
         """
         batch, sizes = self.pad([self.resize(image, size) for image in images])
         self.anchors_for(batch.shape[-2], batch.shape[-1], batch.device)  # refuses impossible sizes
-        logits, deltas = (heads or self.heads)(batch)
-        detections = self.postprocess(logits, deltas, batch.shape[-2:], sizes)
+        detections = self.postprocess(*(heads or self.heads)(batch), batch.shape[-2:], sizes)
         for image, (height, width), found in zip(images, sizes, detections, strict=True):
             scale = found["boxes"].new_tensor([image.shape[-1] / width, image.shape[-2] / height])
             found["boxes"] = found["boxes"] * scale.repeat(2)
@@ -311,15 +299,11 @@ class Detector(nn.Module, ObjectDetector):
     def postprocess(
         self, logits: Tensor, deltas: Tensor, batch_size: Sequence[int], image_sizes: Sequence[tuple[int, int]]
     ) -> list[Detections]:
-        """Detections in pixels of the batch, from what :meth:`heads` gives.
-
-        ``batch_size`` is height and width of the batch, ``image_sizes`` those of each image in it.
-        """
-        height, width = batch_size
+        """Detections in pixels of the batch, from :meth:`heads`; sizes are heights and widths of batch and images."""
         return postprocess(
             logits,
             deltas,
-            self.anchors_for(height, width, logits.device),
+            self.anchors_for(batch_size[0], batch_size[1], logits.device),
             image_sizes,
             box_coder=self.box_coder,
             softmax=self.uses_softmax,
@@ -333,7 +317,7 @@ class Detector(nn.Module, ObjectDetector):
         """The anchors of a batch of this size, for each level [A_l, 4] in pixels of the batch."""
         key = (height, width, torch.device(device))
         if key not in self._anchor_cache:
-            if len(self._anchor_cache) >= CACHED_SIZES:  # forget, rather than grow
+            if len(self._anchor_cache) >= 64:  # forget, rather than grow
                 self._anchor_cache.clear()
             # Made under inference mode, they could not be used for a training step later.
             with torch.inference_mode(False), torch.no_grad():
@@ -388,12 +372,7 @@ class Detector(nn.Module, ObjectDetector):
 
 
 def feature_shapes(backbone: nn.Module, height: int, width: int) -> list[torch.Size]:
-    """Shapes of the feature maps of images of a size, found without computing them.
-
-    Args:
-        backbone: gives a dict or a list of feature maps.
-        height: of the images.
-        width: of the images.
+    """Shapes of the dict or list of feature maps of images of a size, found without computing them.
 
     Raises:
         ConfigError: if the backbone cannot take images of this size.
@@ -406,5 +385,4 @@ def feature_shapes(backbone: nn.Module, height: int, width: int) -> list[torch.S
             features = torch.func.functional_call(backbone, without_data, (images,))
     except RuntimeError as error:
         raise ConfigError(f"the detector cannot take images of {width}x{height} pixels: {error}") from error
-    maps = features.values() if isinstance(features, Mapping) else features
-    return [feature.shape for feature in maps]
+    return [one.shape for one in (features.values() if isinstance(features, Mapping) else features)]
