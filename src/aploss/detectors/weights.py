@@ -215,18 +215,16 @@ def _load_fitting(detector: Detector, source: _Source) -> LoadedWeights:
 
 def _tensors_for(detector: Detector, source: _Source) -> dict[str, Tensor]:
     """The tensors of a source under the detector's names; unknown ones keep theirs."""
-    rename = detector.architecture.backbone_key
-    if any(name.startswith("backbone.") for name in source.state):  # of a detector
-
-        def rename(name: str) -> str:
-            return OLD_HEAD.sub(lambda m: f"{m[1]}.{int(m[2]) // 2}.0.{m[3]}", name)
-
-    tensors = {rename(name): tensor for name, tensor in source.state.items()}
-    for key, tensor in tensors.items():
+    of_detector = any(name.startswith("backbone.") for name in source.state)
+    tensors = {}
+    for name, tensor in source.state.items():
+        key = OLD_HEAD.sub(lambda m: f"{m[1]}.{int(m[2]) // 2}.0.{m[3]}", name)
+        key = key if of_detector else detector.architecture.backbone_key(name)
         if source.from_torchvision and key.startswith("head.regression_head.bbox_reg."):
             # torchvision's RetinaNet regresses plain offsets, ours are divided by .1, .1, .2, .2.
             factors = tensor.new_tensor(detector.box_coder.weights).repeat(len(tensor) // 4)  # [anchors x 4]
-            tensors[key] = tensor * factors.view(-1, *[1] * (tensor.ndim - 1))
+            tensor = tensor * factors.view(-1, *[1] * (tensor.ndim - 1))
+        tensors[key] = tensor
     return tensors
 
 
