@@ -15,8 +15,6 @@ from aploss.evaluation import Calibration
 from aploss.files import check_archive, write_whole
 from aploss.losses.traits import LOSSES
 
-CHECKPOINT_NAMES = ("best.pt", "last.pt")  # of a run folder, in the order they are looked for
-
 
 def detector_record(detector: Detector) -> dict[str, Any]:
     """The plain dict that rebuilds a detector: what a checkpoint holds under ``"detector"``."""
@@ -71,8 +69,7 @@ def load(path: str | Path, *, device: str | torch.device = "cpu") -> Detector:
         The detector in evaluation mode, with its calibration and drawing threshold.
 
     Raises:
-        RunError: if there is no such file, or it is damaged, or it holds no detector, or one of a
-            plugin that is not loaded.
+        RunError: if the file is missing, damaged, or holds no detector or one of a plugin that is not loaded.
     """
     file = checkpoint_file(Path(path))
     checkpoint = read_checkpoint(file)
@@ -84,17 +81,16 @@ def load(path: str | Path, *, device: str | torch.device = "cpu") -> Detector:
     try:
         _check_registered(file, record["config"])
         return detector_from_record(record).to(device)
+    except RunError:
+        raise
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, RunError):
-            raise
-        reason = str(error).splitlines()[0]
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise RunError(f"{file} does not fit this version of aploss: {reason}") from error
 
 
 def _check_registered(file: Path, config: dict[str, Any]) -> None:
-    known = {"detector": {*DETECTORS}, "loss": {*LOSSES, CUSTOM}}
-    for kind, name in (("detector", config["name"]), ("loss", config["loss"])):
-        if name not in known[kind]:
+    for kind, name, known in (("detector", config["name"], {*DETECTORS}), ("loss", config["loss"], {*LOSSES, CUSTOM})):
+        if name not in known:
             raise RunError(
                 f"{file} has the {kind} {name!r}, which is not registered here: "
                 "load the plugin that brings it first (--plugin FILE.py)"
@@ -114,7 +110,7 @@ def read_checkpoint(file: Path) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = str(error).partition("\n")[0] or type(error).__name__
         if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(file):
             unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(file)
             reason = f"it holds more than weights and plain values, which could run code: {', '.join(unsafe)}"
@@ -131,8 +127,7 @@ def checkpoint_file(path: Path) -> Path:
         raise RunError(f"there is no run folder or checkpoint {path}")
     if not path.is_dir():
         return path
-    for folder in (path / "checkpoints", path):
-        for name in CHECKPOINT_NAMES:
-            if (folder / name).is_file():
-                return folder / name
+    for name in ("checkpoints/best.pt", "checkpoints/last.pt", "best.pt", "last.pt"):
+        if (path / name).is_file():
+            return path / name
     raise RunError(f"{path} has no checkpoints/best.pt or checkpoints/last.pt: is it a run folder?")

@@ -1,8 +1,8 @@
 """What a detector is made from, and what all share: images in, losses or detections out.
 
-A kind of detector is a frozen config: a subclass of :class:`DetectorConfig` whose fields are the
-options of the architecture and whose :meth:`~DetectorConfig.network` makes everything that has
-weights. Registered under a name, it is known to ``build_detector``, recipes and the command line.
+A kind of detector is a frozen config: a subclass of :class:`DetectorConfig` whose fields are the options of the
+architecture and whose :meth:`~DetectorConfig.network` makes everything that has weights. Registered under a name, it is
+known to ``build_detector``, recipes and the command line.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +23,7 @@ from aploss.registry import Registry
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-CACHED_SIZES = 64  # image sizes whose anchors are kept
 ConfigClass = TypeVar("ConfigClass", bound="type[DetectorConfig]")
-AnchorMaker = Callable[[int, int, Sequence[tuple[int, int]]], list[Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +32,8 @@ class Network:
 
     Attributes:
         backbone: gives a dict of feature maps.
-        head: turns the list of feature maps into ``cls_logits`` [B, A, columns] and
-            ``bbox_regression`` [B, A, 4].
-        anchors: gives the anchors of each level [A_l, 4] for the height and width of a batch, and
-            the height and width of each of its feature maps.
+        head: turns the list of feature maps into ``cls_logits`` [B, A, columns] and ``bbox_regression`` [B, A, 4].
+        anchors: gives the anchors of each level [A_l, 4] for the height and width of a batch and of its feature maps.
         size_divisor: images are padded at the right and bottom to a multiple of this.
         keeps_aspect_ratio: whether images keep their shape at inference, or are stretched.
         image_mean: subtracted from images in [0, 1].
@@ -47,7 +43,7 @@ class Network:
 
     backbone: nn.Module
     head: nn.Module
-    anchors: AnchorMaker
+    anchors: Callable[[int, int, Sequence[tuple[int, int]]], list[Tensor]]
     size_divisor: int = 1
     keeps_aspect_ratio: bool = True
     image_mean: Sequence[float] = IMAGENET_MEAN
@@ -60,10 +56,9 @@ class DetectorConfig:
     """The settings that all detectors share; subclasses add the options of an architecture.
 
     Attributes:
-        test_size: shorter side and limit of the longer side of images at inference; height and
-            width where images are stretched.
-        score_threshold: detections with a lower score are dropped; None keeps all, since ranking
-            losses order scores without giving them a scale.
+        test_size: shorter side and limit of the longer side of images at inference; of stretched ones height and width.
+        score_threshold: detections with a lower score are dropped; None keeps all, since ranking losses order scores
+            without giving them a scale.
         topk_per_level: scores of a level that go on to NMS.
         nms_iou: of two boxes of a class that overlap more than this, the better stays.
         detections_per_image: detections kept.
@@ -95,8 +90,7 @@ class DetectorConfig:
         """Makes the network, with fresh weights.
 
         Args:
-            columns: logits of an anchor: K classes, and one more for the background with
-                ``softmax``.
+            columns: logits of an anchor: K classes, and one more for the background with ``softmax``.
             softmax: whether the logits share one distribution, rather than being K sigmoids.
         """
         raise NotImplementedError
@@ -115,11 +109,7 @@ class DetectorConfig:
         return None
 
     def backbone_key(self, name: str) -> str:
-        """Where in the detector a tensor of the classifier lies that the backbone was taken from.
-
-        Args:
-            name: in the state dict of the classifier.
-        """
+        """The name in the detector of a tensor of the classifier that the backbone was taken from."""
         return f"backbone.body.{name}"
 
     @classmethod
@@ -136,8 +126,8 @@ DETECTORS: Registry[type[DetectorConfig]] = Registry("detector")
 def register_detector(name: str) -> Callable[[ConfigClass], ConfigClass]:
     """Makes a kind of detector known by a name, to ``build_detector`` and to the command line.
 
-    It decorates a subclass of :class:`DetectorConfig`, and makes it a frozen dataclass if it is
-    none of its own. :func:`~aploss.detectors.retinanet_network` makes a RetinaNet of any backbone.
+    It decorates a subclass of :class:`DetectorConfig`, and makes it a frozen dataclass if it is none of its own.
+    :func:`~aploss.detectors.retinanet_network` makes a RetinaNet of any backbone.
 
     Raises:
         ConfigError: if the name is taken, or the class is of another kind.
@@ -174,9 +164,8 @@ def register_detector(name: str) -> Callable[[ConfigClass], ConfigClass]:
 class Detector(nn.Module, ObjectDetector):
     """A one-stage detector: backbone, heads, anchors and a criterion.
 
-    In training mode a call returns ``{"classification": loss, "box": loss}``, in evaluation mode
-    the detections of each image. The modules ``backbone`` and ``head`` have torchvision's names,
-    so that its weights load.
+    In training mode a call returns ``{"classification": loss, "box": loss}``, in evaluation mode the detections of each
+    image. The modules ``backbone`` and ``head`` have torchvision's names, so that its weights load.
 
     Args:
         name: under which the config is registered.
@@ -186,8 +175,7 @@ class Detector(nn.Module, ObjectDetector):
         criterion: the training loss.
 
     Attributes:
-        calibration: monotone map from scores to precision, fitted after training; only
-            :meth:`predict` applies it.
+        calibration: monotone map from scores to precision, fitted after training; only :meth:`predict` applies it.
         draw_threshold: the calibrated score with the best F1 on validation.
     """
 
@@ -247,14 +235,13 @@ class Detector(nn.Module, ObjectDetector):
         options = self.architecture.option_names()
         return {
             "name": self.name,
-            **{option: getattr(self.architecture, option) for option in options},
+            **{option: getattr(self if option in SETTINGS else self.architecture, option) for option in options},
             "class_names": list(self.class_names),
             "loss": loss,
             "loss_options": loss_options,
             "rank_over": self.criterion.rank_over,
             "box_loss": self.criterion.box_loss,
             "box_weight": self.criterion.box_weight,
-            **{setting: getattr(self, setting) for setting in SETTINGS},
         }
 
     def forward(self, images: Tensor | Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]] | None = None) -> Any:
@@ -262,8 +249,8 @@ class Detector(nn.Module, ObjectDetector):
 
         Args:
             images: floats in [0, 1], [B, 3, H, W] or a list of [3, h, w].
-            targets: for each image ``boxes`` [n, 4] in its pixels and ``labels`` [n] of 0..K-1,
-                optionally ``crowd`` and ``difficult`` bool [n]; needed in training mode.
+            targets: for each image ``boxes`` [n, 4] in its pixels and ``labels`` [n] of 0..K-1, optionally ``crowd``
+                and ``difficult`` bool [n]; needed in training mode.
 
         Returns:
             In training mode, where images are not resized: ``{"classification": ..., "box": ...}``.
@@ -274,10 +261,8 @@ class Detector(nn.Module, ObjectDetector):
         if targets is None:
             raise DataError("a detector in training mode needs targets; call detector.eval() first")
         batch, _ = self.pad(images)
-        height, width = batch.shape[-2:]
-        anchors = torch.cat(self.anchors_for(height, width, batch.device))
-        logits, deltas = self.heads(batch)
-        return self.criterion(logits, deltas, anchors, targets)
+        anchors = torch.cat(self.anchors_for(batch.shape[-2], batch.shape[-1], batch.device))
+        return self.criterion(*self.heads(batch), anchors, targets)
 
     def detect(
         self,
@@ -294,13 +279,11 @@ class Detector(nn.Module, ObjectDetector):
             heads: computes what :meth:`heads` does, in another runtime.
 
         Returns:
-            For each image a dict of ``boxes`` [n, 4] in its own pixels, ``scores`` [n] descending
-            and ``labels`` [n].
+            For each image a dict of ``boxes`` [n, 4] in its own pixels, ``scores`` [n] descending and ``labels`` [n].
         """
         batch, sizes = self.pad([self.resize(image, size) for image in images])
         self.anchors_for(batch.shape[-2], batch.shape[-1], batch.device)  # refuses impossible sizes
-        logits, deltas = (heads or self.heads)(batch)
-        detections = self.postprocess(logits, deltas, batch.shape[-2:], sizes)
+        detections = self.postprocess(*(heads or self.heads)(batch), batch.shape[-2:], sizes)
         for image, (height, width), found in zip(images, sizes, detections, strict=True):
             scale = found["boxes"].new_tensor([image.shape[-1] / width, image.shape[-2] / height])
             found["boxes"] = found["boxes"] * scale.repeat(2)
@@ -324,15 +307,11 @@ class Detector(nn.Module, ObjectDetector):
     def postprocess(
         self, logits: Tensor, deltas: Tensor, batch_size: Sequence[int], image_sizes: Sequence[tuple[int, int]]
     ) -> list[Detections]:
-        """Detections in pixels of the batch, from what :meth:`heads` gives.
-
-        ``batch_size`` is height and width of the batch, ``image_sizes`` those of each image in it.
-        """
-        height, width = batch_size
+        """Detections in pixels of the batch, from :meth:`heads`; sizes are heights and widths of batch and images."""
         return postprocess(
             logits,
             deltas,
-            self.anchors_for(height, width, logits.device),
+            self.anchors_for(batch_size[0], batch_size[1], logits.device),
             image_sizes,
             box_coder=self.box_coder,
             softmax=self.uses_softmax,
@@ -346,7 +325,7 @@ class Detector(nn.Module, ObjectDetector):
         """The anchors of a batch of this size, for each level [A_l, 4] in pixels of the batch."""
         key = (height, width, torch.device(device))
         if key not in self._anchor_cache:
-            if len(self._anchor_cache) >= CACHED_SIZES:  # forget, rather than grow
+            if len(self._anchor_cache) >= 64:  # forget, rather than grow
                 self._anchor_cache.clear()
             # Made under inference mode, they could not be used for a training step later.
             with torch.inference_mode(False), torch.no_grad():
@@ -401,12 +380,7 @@ class Detector(nn.Module, ObjectDetector):
 
 
 def feature_shapes(backbone: nn.Module, height: int, width: int) -> list[torch.Size]:
-    """Shapes of the feature maps of images of a size, found without computing them.
-
-    Args:
-        backbone: gives a dict or a list of feature maps.
-        height: of the images.
-        width: of the images.
+    """Shapes of the dict or list of feature maps of images of a size, found without computing them.
 
     Raises:
         ConfigError: if the backbone cannot take images of this size.
@@ -419,5 +393,4 @@ def feature_shapes(backbone: nn.Module, height: int, width: int) -> list[torch.S
             features = torch.func.functional_call(backbone, without_data, (images,))
     except RuntimeError as error:
         raise ConfigError(f"the detector cannot take images of {width}x{height} pixels: {error}") from error
-    maps = features.values() if isinstance(features, Mapping) else features
-    return [feature.shape for feature in maps]
+    return [one.shape for one in (features.values() if isinstance(features, Mapping) else features)]

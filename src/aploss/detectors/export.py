@@ -1,8 +1,8 @@
 """Detectors as ONNX files that say how to use them, and a runner for these files.
 
 The graph is everything that has weights: images in, class logits and box regressions out. What
-follows (anchors, decoding, NMS, calibration) is described in the file's metadata and done by
-:class:`OnnxDetector` with the code that the detector itself uses.
+follows (anchors, decoding, NMS, calibration) is described in the file's metadata and done by :class:`OnnxDetector` with
+the code that the detector itself uses.
 """
 
 import json
@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,10 +27,9 @@ from aploss.files import write_whole
 FORMAT = 1  # of the metadata
 INPUT, OUTPUTS = "images", ("logits", "deltas")
 ABOUT = (
-    "images: float32 RGB in [0, 1], [batch, 3, height, width], resized to test_size and padded at "
-    "the right and bottom to a multiple of size_divisor. logits: [batch, anchors, columns]. "
-    "deltas: [batch, anchors, 4], boxes relative to the anchors. aploss.detectors.export."
-    "OnnxDetector does the rest."
+    "images: float32 RGB in [0, 1], [batch, 3, height, width], resized to test_size and padded at the right and bottom "
+    "to a multiple of size_divisor. logits: [batch, anchors, columns]. deltas: [batch, anchors, 4], boxes relative to "
+    "the anchors. aploss.detectors.export.OnnxDetector does the rest."
 )
 TOLERANCE = 1e-3  # of logits, between torch and onnxruntime: float32 sums in another order
 
@@ -44,8 +42,8 @@ def export_onnx(detector: Detector, path: str | Path, *, size: int | None = None
     Args:
         detector: any detector; it is not changed.
         path: the file to write, such as ``model.onnx``.
-        size: shorter side of images at inference, in place of the detector's ``test_size``; the
-            limit of the longer side changes in proportion.
+        size: shorter side of images at inference, in place of the detector's ``test_size``; the limit of the longer
+            side changes in proportion.
 
     Returns:
         The path that was written.
@@ -59,6 +57,7 @@ def export_onnx(detector: Detector, path: str | Path, *, size: int | None = None
         shorter, longest = detector.test_size
         detector.test_size = (size, round(size * longest / shorter))
     images = _example(detector)
+    open_dimensions = (0, 2, 3) if detector.keeps_aspect_ratio else (0,)
     with torch.no_grad(), _silent():
         program = torch.onnx.export(
             _Heads(detector),
@@ -67,7 +66,7 @@ def export_onnx(detector: Detector, path: str | Path, *, size: int | None = None
             verbose=False,
             input_names=[INPUT],
             output_names=list(OUTPUTS),
-            dynamic_shapes={"images": _open_dimensions(detector)},
+            dynamic_shapes={INPUT: dict.fromkeys(open_dimensions, torch.export.Dim.DYNAMIC)},
         )
     assert program is not None
     model = program.model_proto
@@ -84,8 +83,7 @@ class OnnxDetector(ObjectDetector):
     """An exported detector: the network runs in onnxruntime, the rest as in the detector.
 
     Called with a list of images, float [3, h, w] in [0, 1], it gives the detections of each, as a
-    :class:`~aploss.detectors.detector.Detector` in evaluation mode; :meth:`predict` applies the
-    calibration.
+    :class:`~aploss.detectors.detector.Detector` in evaluation mode; :meth:`predict` applies the calibration.
 
     Args:
         path: a file of :func:`export_onnx`.
@@ -106,13 +104,13 @@ class OnnxDetector(ObjectDetector):
         calibration = json.loads(metadata["calibration"])
         self.calibration = None if calibration is None else Calibration.from_dict(calibration)
         self.draw_threshold = json.loads(metadata["draw_threshold"])
-        self._detector = _without_weights(json.loads(metadata["config"]))
-        self.config = self._detector.config
-        self.class_names = self._detector.class_names
-        self.keeps_aspect_ratio = self._detector.keeps_aspect_ratio
-        self.test_size = self._detector.test_size
-        self.nms_iou = self._detector.nms_iou
-        self.detections_per_image = self._detector.detections_per_image
+        self._detector = detector = build_detector(**json.loads(metadata["config"])).eval()
+        # Shapes of feature maps are still found from the modules, which need no memory for that.
+        detector.backbone.to("meta")
+        detector.head.to("meta")
+        self.config = detector.config
+        for name in ("class_names", "keeps_aspect_ratio", "test_size", "nms_iou", "detections_per_image"):
+            setattr(self, name, getattr(detector, name))
 
     def __call__(self, images: Tensor | Sequence[Tensor]) -> list[Detections]:
         return self.detect(images)
@@ -133,11 +131,7 @@ class _Heads(nn.Module):
 
 
 class _Session:
-    """Computes what a detector's ``heads`` do, in onnxruntime.
-
-    Raises:
-        RunError: if the content of the file is damaged.
-    """
+    """Computes what a detector's ``heads`` do, in onnxruntime."""
 
     def __init__(self, content: bytes, name: str, providers: Iterable[str] | None = None) -> None:
         import onnxruntime
@@ -155,13 +149,12 @@ class _Session:
         self.metadata: dict[str, str] = self.session.get_modelmeta().custom_metadata_map
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        expected = self.session.get_inputs()[0].shape[2:]
-        for wanted, side in zip(expected, images.shape[2:], strict=True):
-            if isinstance(wanted, int) and wanted != side:
-                raise ConfigError(
-                    f"the ONNX file takes images of {expected[1]}x{expected[0]} pixels only, not "
-                    f"{images.shape[3]}x{images.shape[2]}: export it once more with another size"
-                )
+        height, width = self.session.get_inputs()[0].shape[2:]  # names, where they are open
+        if isinstance(height, int) and images.shape[2:] != (height, width):
+            raise ConfigError(
+                f"the ONNX file takes images of {width}x{height} pixels only, not "
+                f"{images.shape[3]}x{images.shape[2]}: export it once more with another size"
+            )
         logits, deltas = self.session.run(list(OUTPUTS), {INPUT: images.cpu().numpy()})
         return torch.from_numpy(logits), torch.from_numpy(deltas)
 
@@ -172,28 +165,17 @@ def _example(detector: Detector) -> Tensor:
     if detector.keeps_aspect_ratio:
         # Two different sides of several cells on the last level, as small as that allows.
         sides = (4 * detector.size_divisor, 5 * detector.size_divisor)
-    generator = torch.Generator().manual_seed(0)
-    return torch.rand(2, 3, *sides, generator=generator)
-
-
-def _open_dimensions(detector: Detector) -> dict[int, Any]:
-    dimensions = (0, 2, 3) if detector.keeps_aspect_ratio else (0,)
-    return dict.fromkeys(dimensions, torch.export.Dim.DYNAMIC)
+    return torch.rand(2, 3, *sides, generator=torch.Generator().manual_seed(0))
 
 
 def _metadata(detector: Detector) -> dict[str, str]:
     """Everything besides the graph that detections need, each value as JSON."""
     record = detector_record(detector)
     values = {
-        "class_names": detector.class_names,
+        **{key: getattr(detector, key) for key in ("class_names", "test_size", "keeps_aspect_ratio", "size_divisor")},
+        **{key: record[key] for key in ("calibration", "draw_threshold", "config")},
         "scores": "softmax" if detector.uses_softmax else "sigmoid",
-        "test_size": detector.test_size,
-        "keeps_aspect_ratio": detector.keeps_aspect_ratio,
-        "size_divisor": detector.size_divisor,
         "box_code": detector.box_coder.weights,
-        "calibration": record["calibration"],
-        "draw_threshold": record["draw_threshold"],
-        "config": record["config"],
     }
     texts = {key: json.dumps(value) for key, value in values.items()}
     return {"aploss_format": str(FORMAT), "about": ABOUT, **texts}
@@ -213,14 +195,6 @@ def _compare(detector: Detector, content: bytes, images: Tensor) -> None:
                 )
 
 
-def _without_weights(config: dict[str, Any]) -> Detector:
-    detector = build_detector(**config).eval()
-    # Shapes of feature maps are still found from the modules, which need no memory for that.
-    detector.backbone.to("meta")
-    detector.head.to("meta")
-    return detector
-
-
 @contextmanager
 def _silent() -> Iterator[None]:
     """The exporter's notes are for its developers."""
@@ -228,8 +202,7 @@ def _silent() -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logger.setLevel(level)

@@ -1,10 +1,9 @@
 """Our losses, and calibrated scores, in an object detector of Hugging Face ``transformers``.
 
-These models match queries with objects and compute a sum of terms in one function,
-``model.loss_function``, which can be set for each model. What is set here calls the model's own
-function and exchanges one thing while it runs: how the criterion computes its classification term.
-Matching, box terms, splitting into layers, denoising queries and groups, names and weights of the
-terms remain the library's. Nothing of ``transformers`` is imported here.
+These models match queries with objects and compute a sum of terms in one function, ``model.loss_function``, which can
+be set for each model. What is set here calls the model's own function and exchanges one thing while it runs: how the
+criterion computes its classification term. Matching, box terms, splitting into layers, denoising queries and groups,
+names and weights of the terms remain the library's. Nothing of ``transformers`` is imported here.
 """
 
 import copy
@@ -12,6 +11,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from torchvision.ops import box_convert, generalized_box_iou_loss
 from aploss.detectors.criterion import classification_loss, iou_of_pairs
 from aploss.detectors.labels import NEGATIVE, AnchorLabels
 from aploss.detectors.score_map import ScoreMap, fit_score_map
-from aploss.detectors.swap_loss import ScoreThresholdWarning, softmax_log_odds
+from aploss.detectors.swap_loss import ScoreThresholdWarning, check_loss, softmax_log_odds
 from aploss.errors import ConfigError, RunError
 from aploss.evaluation import Calibration
 from aploss.losses.traits import traits_of
@@ -67,19 +67,17 @@ def use_loss_in_transformers(
     """Trains a ``transformers`` detector with another classification loss from now on.
 
     The loss replaces the classification term wherever the model has one: last layer, auxiliary
-    layers, encoder output, denoising queries. Each term ranks all queries of the batch (of all
-    groups of queries, where the model trains several), and those of all processes if the loss has
-    a ``process_group``. Matched queries are the positives; a loss that wants to know their IoU or
-    box loss gets that of the matched boxes. Models with a softmax are ranked by the log-odds of
-    each class against all else, which order as their scores at inference do.
+    layers, encoder output, denoising queries. Each term ranks all queries of the batch (of all groups of queries, where
+    the model trains several), and those of all processes if the loss has a ``process_group``. Matched queries are the
+    positives; a loss that wants to know their IoU or box loss gets that of the matched boxes. Models with a softmax are
+    ranked by the log-odds of each class against all else, which order as their scores at inference do.
 
     Args:
-        model: with any weights; see ``FAMILIES``. Inference, weights and files do not change, and
-            neither does any other model.
-        loss: one of our loss objects or any module of ``(scores, targets)``; ``None`` gives the
-            model's own loss back.
-        weights: of the terms, by name: ``class``, ``bbox``, ``giou`` and what else the model's
-            configuration has a weight for (``fgl``, ``ddf``). Those not named stay the model's.
+        model: with any weights; see ``FAMILIES``. Inference, weights and files do not change, and neither does any
+            other model.
+        loss: one of our loss objects or any module of ``(scores, targets)``; ``None`` gives the model's own loss back.
+        weights: of the terms, by name: ``class``, ``bbox``, ``giou`` and what else the model's configuration has a
+            weight for (``fgl``, ``ddf``). Those not named stay the model's.
 
     Returns:
         The same model. Calling it again sets another loss.
@@ -87,7 +85,7 @@ def use_loss_in_transformers(
     Raises:
         ConfigError: if the model, the loss or a weight is of another kind.
     """
-    _check_model(model)
+    has_softmax = _has_softmax(model)
     own: Any = model
     current = own.loss_function
     original = current.original if isinstance(current, _SwappedLoss) else current
@@ -95,10 +93,11 @@ def use_loss_in_transformers(
         if weights:
             raise ConfigError("weights go with a loss, got weights and no loss")
         set_calibration(model, None)
-        _give_back(own, original)
+        own.__dict__.pop("_loss_function", None)
+        if own.loss_function is not original:  # not that of its class but one of the user's
+            own.loss_function = original
         return model
-    has_softmax = HAS_SOFTMAX[_loss_type(model)]
-    _check_loss(loss, model, has_softmax)
+    check_loss(loss, model, has_background=has_softmax)
     _check_weights(weights or {}, own.config)
     set_calibration(model, None)  # which belongs to the loss before
     own.loss_function = _SwappedLoss(original, loss, has_softmax, dict(weights or {}))
@@ -113,36 +112,19 @@ def use_loss_in_transformers(
     return model
 
 
-def _check_model(model: nn.Module) -> None:
-    if _loss_type(model) not in HAS_SOFTMAX:
+def _has_softmax(model: nn.Module) -> bool:
+    loss_type = getattr(model, "loss_type", None)
+    if loss_type not in HAS_SOFTMAX:
         raise ConfigError(f"these detectors of transformers are known: {FAMILIES}; got {type(model).__name__}")
-
-
-def _loss_type(model: object) -> str:
-    return str(getattr(model, "loss_type", None))
-
-
-def _give_back(model: Any, original: Callable[..., Any]) -> None:
-    """Sets the loss function that the model had before, by default that of its class."""
-    model.__dict__.pop("_loss_function", None)
-    if model.loss_function is not original:  # one of the user's
-        model.loss_function = original
-
-
-def _check_loss(loss: object, model: nn.Module, has_softmax: bool) -> None:
-    if not isinstance(loss, nn.Module):
-        shown = f"the class {loss.__name__}" if isinstance(loss, type) else repr(loss)
-        raise ConfigError(f"use_loss takes a loss object such as APLoss(), or None; got {shown}")
-    if traits_of(loss).softmax and not has_softmax:
-        raise ConfigError(f"{type(loss).__name__} needs a background column, which {type(model).__name__} lacks")
+    return HAS_SOFTMAX[loss_type]
 
 
 def _check_weights(weights: Mapping[str, float], config: object) -> None:
     for name, value in weights.items():
         if name != "class" and not _weight_attributes(name, config):
+            known = [one for one in ("bbox", "giou", "fgl", "ddf") if _weight_attributes(one, config)]
             raise ConfigError(
-                f"{type(config).__name__} has no weight for {name!r}; "
-                f"weights can be: {', '.join(_weight_names(config))}"
+                f"{type(config).__name__} has no weight for {name!r}; weights can be: {', '.join(['class', *known])}"
             )
         if not isinstance(value, int | float) or not 0 <= value < float("inf"):
             raise ConfigError(f"the weight of {name!r} must be a number >= 0, got {value!r}")
@@ -154,24 +136,17 @@ def _weight_attributes(name: str, config: object) -> list[str]:
     return [key for key in (CLASS_WEIGHTS if name == "class" else known) if hasattr(config, key)]
 
 
-def _weight_names(config: object) -> list[str]:
-    names = ("bbox", "giou", "fgl", "ddf")
-    return ["class", *(name for name in names if _weight_attributes(name, config))]
-
-
+@dataclass(eq=False)
 class _SwappedLoss:
     """The loss function of one model: its own, with another classification term.
 
     No module, so that the model's parameters, buffers and files stay what they are.
     """
 
-    def __init__(
-        self, original: Callable[..., Any], loss: nn.Module, has_softmax: bool, weights: dict[str, float]
-    ) -> None:
-        self.original = original
-        self.loss = loss
-        self.has_softmax = has_softmax
-        self.weights = weights
+    original: Callable[..., Any]
+    loss: nn.Module
+    has_softmax: bool
+    weights: dict[str, float]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_SwappedLoss":
         """A copy, as of a moving average of weights, belongs to the same processes."""
@@ -225,7 +200,7 @@ class _SwappedLoss:
             scores = scores.roll(1, dims=-1)  # from "no object" last to background first
             scores = scores if traits_of(self.loss).softmax else softmax_log_odds(scores)
 
-        def matched_boxes() -> Tensor:
+        def matched_boxes() -> Any:
             return _corners(outputs["pred_boxes"][labels.images, labels.anchors])
 
         parts = classification_loss(
@@ -237,8 +212,8 @@ class _SwappedLoss:
             # The library divides by all objects, in each of the processes and groups of queries.
             num_positives=num_boxes,
         )
-        box_term = {} if parts.localisation is None else {"loss_giou": parts.localisation}
-        return {"class": parts.classification, **box_term}
+        terms = {"class": parts.classification, "loss_giou": parts.localisation}
+        return {name: term for name, term in terms.items() if term is not None}
 
 
 class _OtherWeights:
@@ -257,8 +232,8 @@ class _OtherWeights:
 def _first_criterion(prepare: Callable[[nn.Module], None]) -> Iterator[None]:
     """Hands over the first criterion that this thread calls, before it runs.
 
-    The library's loss functions make their criterion anew in each call and have no argument for
-    it, so it is met at its call. It is the only module to be changed, and lives for that call.
+    The library's loss functions make their criterion anew in each call and have no argument for it, so it is met at its
+    call. It is the only module to be changed, and lives for that call.
     """
     thread = get_ident()
     found: list[nn.Module] = []
@@ -293,10 +268,9 @@ def _labels(
     return AnchorLabels(classes=classes, images=torch.cat(images), anchors=torch.cat(queries), boxes=torch.cat(boxes))
 
 
-def _corners(boxes: Tensor) -> Tensor:
+def _corners(boxes: Tensor) -> Any:
     """From (centre, size) to corners, in at least float32."""
-    corners: Tensor = box_convert(boxes.float(), "cxcywh", "xyxy")
-    return corners
+    return box_convert(boxes.float(), "cxcywh", "xyxy")
 
 
 # Scores that mean something at inference
@@ -311,24 +285,22 @@ def calibrate_in_transformers(
 ) -> Model:
     """Makes the scores of a trained ``transformers`` detector mean precision, in evaluation mode.
 
-    ``outputs.logits`` become such that their sigmoid (or softmax) is the share of correct
-    detections with such a score, so that ``post_process_object_detection(threshold=0.5)`` keeps
-    what is more often right than wrong. The order of all detections, and with it AP, stays; so do
-    weights and training.
+    ``outputs.logits`` become such that their sigmoid (or softmax) is the share of correct detections with such a score,
+    so that ``post_process_object_detection(threshold=0.5)`` keeps what is more often right than wrong. The order of all
+    detections, and with it AP, stays; so do weights and training.
 
     Args:
         model: trained.
-        images: held-out images as the model takes them, ``pixel_values`` [N, 3, H, W] or a list of
-            [3, H, W]; None takes a calibration away.
-        targets: for each image ``class_labels`` [n] and ``boxes`` [n, 4], centre and size relative
-            to the image, as for training.
+        images: held-out images as the model takes them, ``pixel_values`` [N, 3, H, W] or a list of [3, H, W]; None
+            takes a calibration away.
+        targets: for each image ``class_labels`` [n] and ``boxes`` [n, 4], centre and size relative to the image, as for
+            training.
         iou: overlap from which a detection is correct.
 
     Raises:
         ConfigError: if the model is of another kind.
         DataError: if there is no object in the images, or not one target per image.
     """
-    _check_model(model)
     set_calibration(model, None)
     if images is None:
         return model
@@ -339,7 +311,8 @@ def calibrate_in_transformers(
     finally:
         model.train(was_training)
     objects = [{"boxes": _corners(target["boxes"]), "labels": target["class_labels"]} for target in targets]
-    _attach(model, fit_score_map(detections, objects, iou=iou))
+    score_map = fit_score_map(detections, objects, iou=iou)
+    model.register_forward_hook(_CalibratedLogits(score_map, _has_softmax(model)))
     return model
 
 
@@ -353,24 +326,20 @@ def calibration_of(model: nn.Module) -> Calibration | None:
 
 def set_calibration(model: nn.Module, calibration: Calibration | None) -> None:
     """Gives a model the calibration of an earlier one with the same weights, or takes its away."""
-    _check_model(model)
+    has_softmax = _has_softmax(model)
     for key, hook in list(model._forward_hooks.items()):
         if isinstance(hook, _CalibratedLogits):
             del model._forward_hooks[key]
     if calibration is not None:
-        _attach(model, ScoreMap(calibration))
+        model.register_forward_hook(_CalibratedLogits(ScoreMap(calibration), has_softmax))
 
 
-def _attach(model: nn.Module, score_map: ScoreMap) -> None:
-    model.register_forward_hook(_CalibratedLogits(score_map, HAS_SOFTMAX[_loss_type(model)]))
-
-
+@dataclass(eq=False)
 class _CalibratedLogits:
     """A forward hook that maps the logits in evaluation mode; the loss has seen the raw ones."""
 
-    def __init__(self, score_map: ScoreMap, has_softmax: bool) -> None:
-        self.score_map = score_map
-        self.has_softmax = has_softmax
+    score_map: ScoreMap
+    has_softmax: bool
 
     def __call__(self, model: nn.Module, _inputs: Any, output: Any) -> Any:
         if model.training:
@@ -405,7 +374,7 @@ def _detections(model: nn.Module, image: Tensor) -> dict[str, Tensor]:
     like = next(model.parameters())
     output = model(pixel_values=image[None].to(like), return_dict=True)
     logits, boxes = output.logits[0].double(), _corners(output.pred_boxes[0])
-    if HAS_SOFTMAX[_loss_type(model)]:  # the best class of each query
+    if _has_softmax(model):  # the best class of each query
         scores, labels = logits.softmax(dim=-1)[:, :-1].max(dim=-1)
         return {"boxes": boxes, "scores": scores, "labels": labels}
     # the best pairs of query and class, as many as there are queries

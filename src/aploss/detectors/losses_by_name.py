@@ -9,7 +9,6 @@ from aploss.errors import ConfigError, RunError
 from aploss.losses.traits import LOSSES, LossTraits, traits_of
 
 CUSTOM = "custom"  # the name of a loss object that is not registered
-OF_THE_PROCESS = ("process_group",)  # arguments of losses that belong to the running process
 PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
 LOSS_NAMES: tuple[str, ...]  # with those of plugins, so it is looked up anew each time
 
@@ -21,13 +20,9 @@ def __getattr__(name: str) -> Any:
 
 
 class _LossOfTheUser(nn.Module):
-    """Stands where a detector was saved with a loss object of the user's own.
+    """Stands where a detector was saved with a loss object of the user's own."""
 
-    Args:
-        softmax: as of the traits of that loss, since the number of logits depends on it.
-    """
-
-    def __init__(self, softmax: bool = False) -> None:
+    def __init__(self, softmax: bool = False) -> None:  # on which the number of logits depends
         super().__init__()
         self.traits = LossTraits(softmax=softmax)
 
@@ -66,9 +61,8 @@ def make_loss(name: str, **options: Any) -> nn.Module:
 def describe_loss(loss: nn.Module) -> tuple[str, dict[str, Any]]:
     """The name and options that :func:`make_loss` would make this loss from.
 
-    Options are the arguments of its constructor that it keeps as attributes and that are plain
-    values; what belongs to the running process is none. A loss object that is not registered is
-    called ``"custom"``.
+    Options are the arguments of its constructor that it keeps as attributes and that are plain values; what belongs to
+    the running process is none. A loss object that is not registered is called ``"custom"``.
     """
     for name, loss_class in LOSSES.items():
         if type(loss) is loss_class:
@@ -80,4 +74,4 @@ def describe_loss(loss: nn.Module) -> tuple[str, dict[str, Any]]:
 def _option_names(loss_class: type) -> list[str]:
     parameters = inspect.signature(loss_class).parameters.values()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [one.name for one in parameters if one.kind in named and one.name not in OF_THE_PROCESS]
+    return [one.name for one in parameters if one.kind in named and one.name != "process_group"]

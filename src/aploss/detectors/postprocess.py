@@ -38,15 +38,12 @@ def postprocess(
         logits: [B, A, K], or [B, A, K + 1] if ``softmax``.
         deltas: [B, A, 4].
         anchors: for each level [A_l, 4], together A.
-        image_sizes: height and width of each image inside the batch; boxes are clipped to it,
-            and boxes that lie outside it (in the padding) are dropped.
+        image_sizes: height and width of each image inside the batch; boxes are clipped to it, and boxes that lie
+            outside it (in the padding) are dropped.
         box_coder: turns deltas into boxes.
         softmax: whether classes and background (column 0) share one distribution.
-        score_threshold: detections with a lower score are dropped; None keeps all, since ranking
-            losses order scores without giving them a scale.
-        topk_per_level: how many scores of a level go on.
-        nms_iou: of two boxes of a class that overlap more than this, the better stays.
-        detections_per_image: how many detections of an image are kept.
+        score_threshold, topk_per_level, nms_iou, detections_per_image: as of
+            :class:`~aploss.detectors.detector.DetectorConfig`.
 
     Returns:
         For each image ``boxes`` [n, 4], ``scores`` [n] descending, ``labels`` [n] of 0..K-1.
@@ -63,9 +60,8 @@ def postprocess(
         keep = (boxes[:, 2:] > boxes[:, :2]).all(dim=1)
         if score_threshold is not None:
             keep &= scores > score_threshold
-        boxes, scores, labels = boxes[keep], scores[keep], labels[keep]
-        kept = batched_nms(boxes, scores, labels, nms_iou)[:detections_per_image]
-        detections.append({"boxes": boxes[kept], "scores": scores[kept], "labels": labels[kept]})
+        best = {"boxes": boxes[keep], "scores": scores[keep], "labels": labels[keep]}
+        detections.append(merge_detections([best], nms_iou=nms_iou, detections_per_image=detections_per_image))
     return detections
 
 
@@ -76,10 +72,9 @@ def _best_of_level(
     rankable = logits.softmax(dim=-1)[..., 1:] if softmax else logits
     num_classes = rankable.shape[-1]
     values, positions = rankable.flatten().topk(min(topk, rankable.numel()))
-    chosen = positions.div(num_classes, rounding_mode="floor")
+    chosen = positions // num_classes
     boxes = box_coder.decode_single(deltas[chosen], anchors[chosen])
-    scores = values if softmax else values.sigmoid()
-    return boxes, scores, positions % num_classes
+    return boxes, values if softmax else values.sigmoid(), positions % num_classes
 
 
 class ObjectDetector:
@@ -118,8 +113,8 @@ class MultiScale:
     The lower half of Table 3; the paper does not say which scales it used.
 
     Attributes:
-        scales: factors on the detector's ``test_size``; 1.0 is an ordinary test. By default 0.75
-            to 1.5, for SSD from 1.0 on: its last maps vanish in smaller images.
+        scales: factors on the detector's ``test_size``; 1.0 is an ordinary test. By default 0.75 to 1.5, for SSD from
+            1.0 on: its last maps vanish in smaller images.
         flip: look at the mirrored image of every scale, too.
 
     Example:
@@ -153,20 +148,13 @@ class MultiScale:
             views.append(detector.detect(images, size=size))
             if self.flip:
                 views.append(_detect_mirrored(detector, images, size))
-        return [
-            merge_detections(
-                list(of_one_image), nms_iou=detector.nms_iou, detections_per_image=detector.detections_per_image
-            )
-            for of_one_image in zip(*views, strict=True)
-        ]
+        nms_iou, limit = detector.nms_iou, detector.detections_per_image
+        by_image = zip(*views, strict=True)
+        return [merge_detections(one, nms_iou=nms_iou, detections_per_image=limit) for one in by_image]
 
 
-def merge_detections(views: list[Detections], *, nms_iou: float, detections_per_image: int) -> Detections:
-    """Class-wise NMS over the detections of several views of one image, in its pixels.
-
-    The best ``detections_per_image`` stay, best score first; of two boxes of a class that overlap
-    more than ``nms_iou``, the better.
-    """
+def merge_detections(views: Sequence[Detections], *, nms_iou: float, detections_per_image: int) -> Detections:
+    """Class-wise NMS over the detections of several views of one image, in its pixels; the best, best score first."""
     boxes, scores, labels = (torch.cat([view[key] for view in views]) for key in ("boxes", "scores", "labels"))
     keep = batched_nms(boxes, scores, labels, nms_iou)[:detections_per_image]
     return {"boxes": boxes[keep], "scores": scores[keep], "labels": labels[keep]}

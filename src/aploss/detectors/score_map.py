@@ -1,8 +1,8 @@
 """Scores that mean precision, in a torchvision detector that was trained with a ranking loss.
 
-A ranking loss orders detections and leaves the scores anywhere, so that the score threshold of a
-model cuts at an arbitrary place. Here a monotone map from scores to precision is fitted on held-out
-images. The order of detections, and with it AP, stays what it was.
+A ranking loss orders detections and leaves the scores anywhere, so that the score threshold of a model cuts at an
+arbitrary place. Here a monotone map from scores to precision is fitted on held-out images. The order of detections, and
+with it AP, stays what it was.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,21 +15,18 @@ from torch.utils.hooks import RemovableHandle
 from torchvision.models.detection.fcos import FCOS
 from torchvision.models.detection.retinanet import RetinaNet
 from torchvision.models.detection.ssd import SSD
+from torchvision.ops import box_convert
 
 from aploss.errors import ConfigError, DataError
-from aploss.evaluation import Calibration, calibrate_detections
+from aploss.evaluation import Calibration, DetectionTable, calibrate_detections
 
 Model = TypeVar("Model", bound=nn.Module)
-ATTRIBUTE = "score_map"
 
 
 class ScoreMap(nn.Module):
     """A strictly increasing map from scores in [0, 1] to precision, on the device of a model.
 
     Its knots move with the model and are not in its ``state_dict``, whose names stay as they are.
-
-    Args:
-        calibration: the map.
 
     Example:
         >>> score_map = ScoreMap(Calibration(x=[0, 0.25, 1], y=[0, 0.5, 1]))
@@ -57,10 +54,6 @@ class ScoreMap(nn.Module):
         share = (values - self.x[lower]) / (self.x[upper] - self.x[lower])
         return torch.lerp(self.y[lower], self.y[upper], share).to(scores)
 
-    def of_logits(self, logits: Tensor) -> Tensor:
-        """Logits whose sigmoid is the precision of the sigmoid of the given ones."""
-        return torch.logit(self(logits.double().sigmoid()), eps=1e-12).to(logits)
-
     def inverse(self, precision: float) -> float:
         """The score from which on detections have a precision; 1 where none has."""
         return float(np.interp(precision, self.y.cpu().numpy(), self.x.cpu().numpy()))
@@ -72,10 +65,9 @@ def fit_score_map(
     """Fits the map on detections of held-out images, made without a score threshold.
 
     Args:
-        detections: for each image ``boxes`` [n, 4] (corners), ``scores`` [n] in [0, 1] and
-            ``labels`` [n].
-        targets: for each image ``boxes`` [m, 4] and ``labels`` [m], counted as the detections'
-            are, and optionally ``iscrowd`` [m].
+        detections: for each image ``boxes`` [n, 4] (corners), ``scores`` [n] in [0, 1] and ``labels`` [n].
+        targets: for each image ``boxes`` [m, 4] and ``labels`` [m], counted as the detections' are, and optionally
+            ``iscrowd`` [m].
         iou: overlap from which on a detection is correct.
 
     Raises:
@@ -85,22 +77,18 @@ def fit_score_map(
         raise DataError(f"detections of {len(detections)} images, but {len(targets)} targets")
     if not any(len(target["labels"]) for target in targets):
         raise DataError("scores cannot be calibrated on images without any object")
-    found = [
-        {"image_id": image, "category_id": label, "bbox": _xywh(box), "score": score}
-        for image, one in enumerate(detections)
-        for box, score, label in zip(*(one[key].tolist() for key in ("boxes", "scores", "labels")), strict=True)
-    ]
+    found = DetectionTable.from_predictions(range(len(targets)), [dict(one) for one in detections])
     objects = [
-        {"image_id": image, "category_id": label, "bbox": _xywh(box), "iscrowd": int(crowd)}
+        {"image_id": image, "category_id": label + 1, "bbox": box, "iscrowd": int(crowd)}
         for image, one in enumerate(targets)
         for box, label, crowd in zip(
-            one["boxes"].tolist(),
+            box_convert(one["boxes"].cpu().double(), "xyxy", "xywh").tolist(),
             one["labels"].tolist(),
             one["iscrowd"].tolist() if "iscrowd" in one else [0] * len(one["labels"]),
             strict=True,
         )
     ]
-    labels = sorted({row["category_id"] for row in (*found, *objects)})
+    labels = sorted({*found.category_ids.tolist(), *(row["category_id"] for row in objects)})
     truth = {
         "images": [{"id": image} for image in range(len(targets))],
         "categories": [{"id": label, "name": str(label)} for label in labels],
@@ -120,9 +108,9 @@ def calibrate(
 ) -> Model:
     """Makes the scores of a torchvision RetinaNet, FCOS or SSD mean precision.
 
-    From then on a detection with score 0.7 is right in about 7 of 10 cases, and the model's score
-    threshold drops what is below that precision. What is found and its order stay as they were.
-    Copies and pickles are calibrated, too; ``torch.jit.script`` needs a model without.
+    From then on a detection with score 0.7 is right in about 7 of 10 cases, and the model's score threshold drops what
+    is below that precision. What is found and its order stay as they were. Copies and pickles are calibrated, too;
+    ``torch.jit.script`` needs a model without.
 
     Detectors of Hugging Face ``transformers`` are calibrated, too: see
     :func:`~aploss.detectors.hugging_face.calibrate_in_transformers`.
@@ -136,8 +124,8 @@ def calibrate(
         batch_size: images that go through the model together.
 
     Returns:
-        The same model. Its ``score_thresh`` is now that of the scores before the map; call this
-        again to change it. Calling it again fits anew.
+        The same model. Its ``score_thresh`` is now that of the scores before the map; call this again to change it.
+        Calling it again fits anew.
 
     Raises:
         ConfigError: if the model is of another kind.
@@ -154,32 +142,26 @@ def calibrate(
             "calibrate takes torchvision's RetinaNet, FCOS or SSD, or a detector of transformers, "
             f"got {type(model).__name__}"
         )
-    _remove(model)
+    if isinstance(earlier := getattr(model, "score_map", None), ScoreMap):
+        earlier.handle.remove()
+        model.score_thresh = earlier.before
+        del model.score_map
     if images is None:
         return model
     precision = model.score_thresh if score_thresh is None else score_thresh
     score_map = fit_score_map(_detect_all(model, images, batch_size), targets, iou=iou)
-    score_map.to(next(model.parameters()).device)
     score_map.before = model.score_thresh
     score_map.handle = model.register_forward_hook(_map_scores)
-    setattr(model, ATTRIBUTE, score_map)
+    model.score_map = score_map.to(next(model.parameters()).device)
     model.score_thresh = score_map.inverse(precision)
     return model
-
-
-def _remove(model: Any) -> None:
-    score_map = getattr(model, ATTRIBUTE, None)
-    if isinstance(score_map, ScoreMap):
-        score_map.handle.remove()
-        model.score_thresh = score_map.before
-        delattr(model, ATTRIBUTE)
 
 
 def _map_scores(model: Any, _: Any, output: Any) -> None:
     """A forward hook: in training mode the output is a dict of losses."""
     if not model.training:
         for found in output:
-            found["scores"] = getattr(model, ATTRIBUTE)(found["scores"])
+            found["scores"] = model.score_map(found["scores"])
 
 
 def _detect_all(model: Any, images: Sequence[Tensor], batch_size: int) -> list[dict[str, Tensor]]:
@@ -198,8 +180,3 @@ def _detect_all(model: Any, images: Sequence[Tensor], batch_size: int) -> list[d
     finally:
         model.score_thresh = threshold
         model.train(was_training)
-
-
-def _xywh(box: Sequence[float]) -> list[float]:
-    left, top, right, bottom = box
-    return [left, top, right - left, bottom - top]

@@ -13,7 +13,6 @@ from torchvision.models.detection.anchor_utils import DefaultBoxGenerator
 from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.ssd import SSDFeatureExtractorVGG, SSDHead
 from torchvision.models.detection.ssdlite import SSDLiteFeatureExtractorMobileNet, SSDLiteHead
-from torchvision.models.mobilenetv3 import InvertedResidual
 from torchvision.models.vgg import cfgs, make_layers
 from torchvision.ops import FrozenBatchNorm2d
 
@@ -26,32 +25,12 @@ CAFFE_MEAN = (0.48235, 0.45882, 0.40784)
 CAFFE_STD = (1 / 255, 1 / 255, 1 / 255)
 MATCHING = {"positive_iou": 0.5, "negative_iou": 0.5, "smooth_l1_beta": 1.0}  # SSD's own
 VGG_FIRST_EXTRA = 23  # pool4 of VGG-16: from here on layers belong to SSD's first extra block
-MOBILENET_C4 = 13  # MobileNetV3-Large: SSDlite cuts this block in two
+MOBILENET_C4 = 13  # last block of MobileNetV3-Large that halves the map: SSDlite cuts it in two
 MOBILENET_NORMS: dict[str, Callable[..., nn.Module]] = {
     "group": partial(nn.GroupNorm, 8),  # every width of the network is a multiple of 8
     "batch": partial(nn.BatchNorm2d, eps=0.001, momentum=0.03),
     "frozen-bn": partial(FrozenBatchNorm2d, eps=0.001),
 }
-
-
-class DefaultBoxes:
-    """The default boxes of each feature map.
-
-    Args:
-        generator: torchvision's.
-    """
-
-    def __init__(self, generator: DefaultBoxGenerator) -> None:
-        self.generator = generator
-
-    def __call__(self, height: int, width: int, feature_sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
-        # The generator reads nothing but shapes from images and feature maps.
-        images = torch.empty(1, 3, height, width, device="meta")
-        features = [torch.empty(1, 1, *size) for size in feature_sizes]
-        (boxes,) = self.generator(ImageList(images, [(height, width)]), features)
-        counts = self.generator.num_anchors_per_location()
-        cells = [rows * columns for rows, columns in feature_sizes]
-        return list(boxes.split([a * b for a, b in zip(cells, counts, strict=True)]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,19 +62,9 @@ class VGGDetector(DetectorConfig):
         generator = DefaultBoxGenerator(
             [list(ratios) for ratios in self.ratios], scales=list(self.anchor_scales), steps=list(self.steps)
         )
-        side = self.steps[-1]
-        channels = [shape[1] for shape in feature_shapes(backbone, side, side)]
-        head = SSDHead(channels, generator.num_anchors_per_location(), columns)
-        if not softmax:
-            _start_at_prior(list(head.classification_head.module_list))
-        return Network(
-            backbone=backbone,
-            head=head,
-            anchors=DefaultBoxes(generator),
-            keeps_aspect_ratio=False,
-            image_mean=CAFFE_MEAN,
-            image_std=CAFFE_STD,
-            matching=MATCHING,
+        size = (self.steps[-1], self.steps[-1])
+        return _network(
+            backbone, size, generator, SSDHead, columns, softmax=softmax, image_mean=CAFFE_MEAN, image_std=CAFFE_STD
         )
 
     def backbone_key(self, name: str) -> str:
@@ -103,10 +72,8 @@ class VGGDetector(DetectorConfig):
         layer = re.fullmatch(r"features\.(\d+)\.(\w+)", name)
         if layer is None:
             return name
-        index = int(layer[1])
-        if index < VGG_FIRST_EXTRA:
-            return f"backbone.{name}"
-        return f"backbone.extra.0.{index - VGG_FIRST_EXTRA}.{layer[2]}"
+        index = int(layer[1]) - VGG_FIRST_EXTRA
+        return f"backbone.{name}" if index < 0 else f"backbone.extra.0.{index}.{layer[2]}"
 
 
 @register_detector("ssd300")
@@ -115,8 +82,8 @@ class SSD300(VGGDetector):
     """Six feature maps of 38, 19, 10, 5, 3 and 1 pixels.
 
     Attributes:
-        anchor_scales: by default those of torchvision's COCO weights; the original has (0.1, 0.2,
-            0.37, 0.54, 0.71, 0.88, 1.05) for VOC.
+        anchor_scales: by default those of torchvision's COCO weights; the original has (0.1, 0.2, 0.37, 0.54, 0.71,
+            0.88, 1.05) for VOC.
     """
 
     test_size: tuple[int, int] = (300, 300)
@@ -155,11 +122,11 @@ class SSDlite(DetectorConfig):
     """The SSD for CPUs, on MobileNetV3-Large: six maps from stride 16 on, depthwise heads.
 
     Attributes:
-        norm: ``"group"`` trains from scratch with any batch size, ``"batch"`` is torchvision's,
-            ``"frozen-bn"`` keeps the statistics of loaded weights.
+        norm: ``"group"`` trains from scratch with any batch size, ``"batch"`` is torchvision's, ``"frozen-bn"`` keeps
+            the statistics of loaded weights.
         width: factor on the channels of the backbone.
-        reduced_tail: halve the channels of the backbone's end, as torchvision's COCO weights do;
-            its ImageNet weights need False.
+        reduced_tail: halve the channels of the backbone's end, as torchvision's COCO weights do; its ImageNet weights
+            need False.
     """
 
     test_size: tuple[int, int] = (320, 320)
@@ -179,26 +146,16 @@ class SSDlite(DetectorConfig):
         layers = mobilenet_v3_large(
             weights=None, norm_layer=norm, reduced_tail=self.reduced_tail, width_mult=self.width
         ).features
-        backbone = SSDLiteFeatureExtractorMobileNet(layers, _last_halving(layers), norm)
+        backbone = SSDLiteFeatureExtractorMobileNet(layers, MOBILENET_C4, norm)
         generator = DefaultBoxGenerator([[2, 3]] * 6, min_ratio=0.2, max_ratio=0.95)
-        channels = [shape[1] for shape in feature_shapes(backbone, *self.test_size)]
-        head = SSDLiteHead(channels, generator.num_anchors_per_location(), columns, norm)
-        if not softmax:
-            _start_at_prior([block[-1] for block in head.classification_head.module_list])
-        return Network(
-            backbone=backbone,
-            head=head,
-            anchors=DefaultBoxes(generator),
-            keeps_aspect_ratio=False,
-            image_mean=(0.5, 0.5, 0.5),
-            image_std=(0.5, 0.5, 0.5),
-            matching=MATCHING,
+        head, half = partial(SSDLiteHead, norm_layer=norm), (0.5, 0.5, 0.5)
+        return _network(
+            backbone, self.test_size, generator, head, columns, softmax=softmax, image_mean=half, image_std=half
         )
 
     @classmethod
     def options_for_weights(cls, weights: str) -> dict[str, Any]:
-        backbone_alone = weights.startswith(("imagenet", "MobileNet_"))
-        return {"norm": "batch", "reduced_tail": not backbone_alone}
+        return {"norm": "batch", "reduced_tail": not weights.startswith(("imagenet", "MobileNet_"))}
 
     def backbone_key(self, name: str) -> str:
         """``features.14.block.0.0.weight`` → ``backbone.features.1.1.block.0.0.weight``."""
@@ -216,12 +173,41 @@ class SSDlite(DetectorConfig):
         return f"backbone.features.1.0.{rest}"
 
 
-def _start_at_prior(last_layers: Sequence[nn.Conv2d]) -> None:
-    """Starts sigmoid scores near the prior of 0.01; a softmax head stays as torchvision's."""
-    for layer in last_layers:
-        nn.init.normal_(layer.weight, std=0.01)
-        assert layer.bias is not None
-        nn.init.constant_(layer.bias, PRIOR_LOG_ODDS)
+def _network(
+    backbone: nn.Module,
+    size: tuple[int, int],
+    generator: DefaultBoxGenerator,
+    make_head: Callable[..., Any],
+    columns: int,
+    *,
+    softmax: bool,
+    **image_statistics: Any,
+) -> Network:
+    channels = [shape[1] for shape in feature_shapes(backbone, *size)]
+    head = make_head(channels, generator.num_anchors_per_location(), columns)
+    if not softmax:  # sigmoid scores start near the prior of 0.01; a softmax head stays as torchvision's
+        for layer in head.classification_head.module_list:
+            last: Any = layer[-1] if isinstance(layer, nn.Sequential) else layer
+            nn.init.normal_(last.weight, std=0.01)
+            nn.init.constant_(last.bias, PRIOR_LOG_ODDS)
+    return Network(
+        backbone=backbone,
+        head=head,
+        anchors=partial(_default_boxes, generator),
+        keeps_aspect_ratio=False,
+        matching=MATCHING,
+        **image_statistics,
+    )
+
+
+def _default_boxes(
+    generator: DefaultBoxGenerator, height: int, width: int, feature_sizes: Sequence[tuple[int, int]]
+) -> list[Tensor]:
+    # The generator reads nothing but shapes from images and feature maps.
+    images = ImageList(torch.empty(1, 3, height, width, device="meta"), [(height, width)])
+    (boxes,) = generator(images, [torch.empty(1, 1, *size) for size in feature_sizes])
+    per_level = zip(feature_sizes, generator.num_anchors_per_location(), strict=True)
+    return list(boxes.split([rows * columns * per_cell for (rows, columns), per_cell in per_level]))
 
 
 def _vgg_features(trainable_stages: int) -> nn.Sequential:
@@ -239,14 +225,3 @@ def _vgg_features(trainable_stages: int) -> nn.Sequential:
     # Pretrained weights expect pixels of 0..255; fresh ones are scaled to inputs of that size.
     convolutions[0][1].weight.data.mul_(CAFFE_STD[0] / IMAGENET_STD[0])
     return layers
-
-
-def _last_halving(layers: nn.Sequential) -> int:
-    """Index of the last block that halves the map: its expansion is the first map of SSDlite."""
-    halving = [
-        index
-        for index, layer in enumerate(layers)
-        if isinstance(layer, InvertedResidual)
-        and any(isinstance(part, nn.Conv2d) and part.stride == (2, 2) for part in layer.modules())
-    ]
-    return halving[-1]

@@ -23,13 +23,9 @@ logger = logging.getLogger(__name__)
 
 NAMED_WEIGHTS = ("imagenet", "coco")  # what they mean for a detector, its config says
 BACKGROUND = "__background__"  # torchvision's name of column 0
-NOTHING = "none"
-COUNTER = "num_batches_tracked"  # frozen batch norm has none
-NESTED_STATES = ("state_dict", "model_state_dict", "model")  # where other tools keep the weights
 CLASS_LAYER = re.compile(r"head\.classification_head\.(cls_logits|module_list\.\d+(\.1)?)\.(weight|bias)")
 # Before torchvision 0.12 the convolutions of RetinaNet's heads had their ReLUs beside them.
 OLD_HEAD = re.compile(r"(head\.(?:classification|regression)_head\.conv)\.(\d+)\.(weight|bias)")
-RETINANET_BOX_LAYER = "head.regression_head.bbox_reg."
 
 
 @dataclass(frozen=True)
@@ -76,31 +72,27 @@ class LoadedWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """Weights as they were found.
-
-    ``columns`` says what each logit of an anchor stands for, where that is known, with
-    ``BACKGROUND`` for none of the classes.
-    """
+    """Weights as they were found."""
 
     name: str
     state: Mapping[str, Tensor]
     from_torchvision: bool
-    columns: tuple[str, ...] | None = None
+    columns: tuple[str, ...] | None = None  # the class of each logit of an anchor or BACKGROUND, where it is known
     softmax: bool = False
 
 
 def load_weights(detector: Detector, weights: str | Path | None) -> LoadedWeights | None:
     """Starts a detector from weights trained elsewhere; what does not fit stays as initialised.
 
-    The last layer of the class head is loaded class by class where the weights say which classes
-    they know (torchvision's COCO weights, our checkpoints), and otherwise if it has the same shape.
-    What was and was not loaded is logged, too.
+    The last layer of the class head is loaded class by class where the weights say which classes they know
+    (torchvision's COCO weights, our checkpoints), and otherwise if it has the same shape. What was and was not loaded
+    is logged, too.
 
     Args:
         detector: changed in place.
-        weights: ``"imagenet"`` (the backbone) or ``"coco"`` (everything but new classes), the
-            name of torchvision weights such as ``"ResNet50_Weights.IMAGENET1K_V2"``, a file of
-            weights (ours, a state dict, torchvision's), a run folder, or None for nothing.
+        weights: ``"imagenet"`` (the backbone) or ``"coco"`` (everything but new classes), the name of torchvision
+            weights such as ``"ResNet50_Weights.IMAGENET1K_V2"``, a file of weights (ours, a state dict, torchvision's),
+            a run folder, or None for nothing.
 
     Returns:
         What was loaded; None for no weights.
@@ -109,7 +101,7 @@ def load_weights(detector: Detector, weights: str | Path | None) -> LoadedWeight
         ConfigError: if there are no such weights, or nothing of them fits.
         RunError: if a file cannot be downloaded or read.
     """
-    if weights is None or str(weights) == NOTHING:
+    if weights is None or str(weights) == "none":
         return None
     source = _find(detector, str(weights))
     report = _load_fitting(detector, source)
@@ -149,18 +141,17 @@ def _from_torchvision(entry: WeightsEnum) -> _Source:
         if not file.is_file():
             entry.get_state_dict(progress=True, check_hash=True, weights_only=True)
     except (OSError, RuntimeError) as error:  # no network; a download of other content
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise RunError(
             f"cannot download the weights {entry} ({reason}): on a machine without network, "
             f"fetch {entry.url} elsewhere and place it at {file}"
         ) from None
-    categories = entry.meta.get("categories") or [""]
-    detects = categories[0] == BACKGROUND
+    categories = tuple(entry.meta.get("categories") or ())
     return _Source(
         name=f"{entry} ({file.name})",
         state=_tensors(read_checkpoint(file), file),
         from_torchvision=True,
-        columns=tuple(categories) if detects else None,
+        columns=categories if categories[:1] == (BACKGROUND,) else None,  # of a classifier they are no logits
         softmax=file.name.startswith("ssd"),
     )
 
@@ -168,17 +159,16 @@ def _from_torchvision(entry: WeightsEnum) -> _Source:
 def _from_file(file: Path) -> _Source:
     content = read_checkpoint(file)
     if isinstance(content, Mapping) and "detector" in content:
-        record = content["detector"]
-        config = record["config"]
+        config = content["detector"]["config"]
         softmax = traits_of(make_loss(config["loss"], **config["loss_options"])).softmax
         return _Source(
             name=str(file),
-            state=_tensors(record["state"], file),
+            state=_tensors(content["detector"]["state"], file),
             from_torchvision=False,
             columns=(BACKGROUND,) * softmax + tuple(config["class_names"]),
             softmax=softmax,
         )
-    for key in NESTED_STATES:
+    for key in ("state_dict", "model_state_dict", "model"):  # where other tools keep the weights
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
             break
@@ -203,11 +193,13 @@ def _load_fitting(detector: Detector, source: _Source) -> LoadedWeights:
     for name in shared:
         tensor = theirs[name]
         if CLASS_LAYER.fullmatch(name) and source.columns is not None:
-            tensor, found = _merge_class_rows(own[name], theirs[name], detector, source)
+            tensor, found = _merge_class_rows(own[name], tensor, detector, source, source.columns)
             classes = found or classes
             if 0 < len(found) < detector.num_classes:
                 by_class.append(name)
-        if _fits(name, tensor, own, theirs):
+        # The scale of a batch norm means something else without its statistics: in a group norm.
+        statistics = f"{name.rpartition('.')[0]}.running_mean"
+        if (statistics in own) == (statistics in theirs) and tensor.shape == own[name].shape:
             fitting[name] = tensor
     detector.load_state_dict({**own, **fitting})
     return LoadedWeights(
@@ -217,65 +209,46 @@ def _load_fitting(detector: Detector, source: _Source) -> LoadedWeights:
         classes=classes,
         new=tuple(name for name in shared if name not in fitting),
         missing=tuple(name for name in own if name not in theirs),
-        unused=tuple(name for name in theirs if name not in own and not name.endswith(COUNTER)),
+        unused=tuple(  # frozen batch norm has no counter
+            name for name in theirs if name not in own and not name.endswith("num_batches_tracked")
+        ),
     )
 
 
 def _tensors_for(detector: Detector, source: _Source) -> dict[str, Tensor]:
     """The tensors of a source under the detector's names; unknown ones keep theirs."""
-    is_detector = any(name.startswith("backbone.") for name in source.state)
-    rename = _head_key if is_detector else detector.architecture.backbone_key
-    tensors = {rename(name): tensor for name, tensor in source.state.items()}
-    if source.from_torchvision:
-        for key in tensors:
-            if key.startswith(RETINANET_BOX_LAYER):
-                tensors[key] = _in_our_box_code(detector, tensors[key])
+    of_detector = any(name.startswith("backbone.") for name in source.state)
+    tensors = {}
+    for name, tensor in source.state.items():
+        key = OLD_HEAD.sub(lambda m: f"{m[1]}.{int(m[2]) // 2}.0.{m[3]}", name)
+        key = key if of_detector else detector.architecture.backbone_key(name)
+        if source.from_torchvision and key.startswith("head.regression_head.bbox_reg."):
+            # torchvision's RetinaNet regresses plain offsets, ours are divided by .1, .1, .2, .2.
+            factors = tensor.new_tensor(detector.box_coder.weights).repeat(len(tensor) // 4)  # [anchors x 4]
+            tensor = tensor * factors.view(-1, *[1] * (tensor.ndim - 1))
+        tensors[key] = tensor
     return tensors
 
 
-def _head_key(name: str) -> str:
-    return OLD_HEAD.sub(lambda m: f"{m[1]}.{int(m[2]) // 2}.0.{m[3]}", name)
-
-
-def _in_our_box_code(detector: Detector, tensor: Tensor) -> Tensor:
-    """torchvision's RetinaNet regresses plain offsets, ours are divided by .1, .1, .2, .2."""
-    factors = tensor.new_tensor(detector.box_coder.weights)
-    per_anchor = tensor.view(-1, 4, *tensor.shape[1:])  # [A, 4, ...]
-    return (per_anchor * factors.view(4, *[1] * (tensor.ndim - 1))).view_as(tensor)
-
-
 def _merge_class_rows(
-    own: Tensor, theirs: Tensor, detector: Detector, source: _Source
+    own: Tensor, theirs: Tensor, detector: Detector, source: _Source, their_columns: tuple[str, ...]
 ) -> tuple[Tensor, tuple[str, ...]]:
-    """The detector's tensor [anchors x columns, ...] with the rows of classes the source knows.
+    """The detector's tensor [anchors x columns, ...] with the rows of classes the source knows; and these classes.
 
-    And these classes. Where there are none, or anchors or scores are of another kind, the tensor
-    is empty, which fits nowhere.
+    Where there are none, or anchors or scores are of another kind, the tensor is empty, which fits nowhere.
     """
-    assert source.columns is not None
     background = (BACKGROUND,) * detector.uses_softmax
     columns = background + detector.class_names
     anchors = own.shape[0] // len(columns)
-    classes = tuple(name for name in detector.class_names if name in source.columns)
-    comparable = (
-        source.softmax == detector.uses_softmax
-        and theirs.shape[0] == anchors * len(source.columns)
-        and theirs.shape[1:] == own.shape[1:]
-    )
-    if not comparable or not classes:
+    classes = tuple(name for name in detector.class_names if name in their_columns)
+    same_shape = theirs.shape == (anchors * len(their_columns), *own.shape[1:])
+    if not (same_shape and source.softmax == detector.uses_softmax and classes):
         return own.new_empty(0), ()
     merged = own.clone().view(anchors, len(columns), *own.shape[1:])
-    rows = theirs.to(own).view(anchors, len(source.columns), *own.shape[1:])
+    rows = theirs.to(own).view(anchors, len(their_columns), *own.shape[1:])
     found = background + classes
-    merged[:, [columns.index(name) for name in found]] = rows[:, [source.columns.index(name) for name in found]]
+    merged[:, [columns.index(name) for name in found]] = rows[:, [their_columns.index(name) for name in found]]
     return merged.view_as(own), classes
-
-
-def _fits(name: str, tensor: Tensor, own: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
-    # The scale of a batch norm means something else without its statistics: in a group norm.
-    statistics = f"{name.rpartition('.')[0]}.running_mean"
-    same_kind = (statistics in own) == (statistics in theirs)
-    return same_kind and tensor.shape == own[name].shape
 
 
 def _in_groups(names: tuple[str, ...]) -> str:
