@@ -227,7 +227,8 @@ def training_ap_loss(detector: Detector, batches: Sequence[Batch]) -> float:
         for batch in batches:
             assert batch.images is not None
             images = batch.images.to(device)
-            anchors = torch.cat(detector.anchors_for(*images.shape[-2:], device))
+            height, width = images.shape[-2:]
+            anchors = torch.cat(detector.anchors_for(height, width, device))
             logits, _ = detector.eval().heads(images)
             labels = label_anchors(
                 anchors, batch.targets, positive_iou=criterion.positive_iou, negative_iou=criterion.negative_iou
