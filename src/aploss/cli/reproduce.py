@@ -1,11 +1,11 @@
 """Make a table or figure of the paper again, small on a CPU or at the paper's own scale.
 
-The small scale shows the effect on the built-in data (or --data) in minutes. The paper's scale has
-every setting of the paper and is for GPUs. Runs are kept in a cache and shared by all tables.
+The small scale shows the effect on the built-in data (or --data) in minutes. The paper's scale has every setting of the
+paper and is for GPUs. Runs are kept in a cache and shared by all tables.
 """
 
 import os
-from pathlib import Path
+from functools import partial
 from typing import Literal
 
 from jsonargparse import ArgumentParser, Namespace
@@ -58,28 +58,16 @@ def _run(options: Namespace) -> int:
 
     require_at_least(1, options, "steps", "tune_steps")
     request = Request(
-        scale=options.scale,
-        benchmark=options.benchmark,
-        data=options.data,
-        recipe=options.recipe,
+        **{name: options[name] for name in ("scale", "benchmark", "data", "recipe", "steps", "tune_steps", "device")},
         seeds=None if options.seeds is None else parse_seeds(options.seeds),
-        steps=options.steps,
         tune=not options.no_tune,
-        tune_steps=options.tune_steps,
-        device=options.device,
         processes=int(os.environ.get("WORLD_SIZE", "1")),
     )
     if options.plan:
         print(describe_plan(options.name, request))
         return 0
     check_time(options.name, request, print, start_anyway=options.yes)
-    out = Path(options.out) if options.out else default_out(options.name, request)
-    return run_comparison(
-        out,
-        lambda: reproduce(
-            options.name, request, out, cache=options.cache, max_minutes=options.max_minutes, quiet=options.quiet
-        ),
-    )
+    return run_comparison(options, default_out(options.name, request), partial(reproduce, options.name, request))
 
 
 REPRODUCE = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)
