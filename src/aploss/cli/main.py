@@ -40,8 +40,6 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
 }
 
 EXIT_USER_ERROR = AplossError.exit_code
-EXIT_INTERRUPTED = 130  # as shells have it: 128 + SIGINT
-EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,10 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # a closed pipe is found here, not when the interpreter ends
     except BrokenPipeError:  # as `aploss ... | head` does: whoever reads has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
+        return 141  # as shells have it: 128 + SIGPIPE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return 130  # 128 + SIGINT
     except Exception as error:
         if "--debug" in words:
             traceback.print_exc()

@@ -125,17 +125,13 @@ def comparison_text(results: Results) -> Comparison:
     listed = ", ".join(labels[:-1]) + f" and {labels[-1]}" if len(labels) > 1 else labels[0]
     return results.comparison(
         title=f"{listed} on {data_name(results.plan.variants[0].config.data)}",
-        summary=(
-            "The same detector, schedule, initial weights and order of the data for each seed; "
-            "only the loss differs (a softmax loss has one output more for each anchor). "
-            "Measured with the weights at the end of the schedule."
-        ),
+        summary="The same detector, schedule, initial weights and order of the data for each seed; only the loss "
+        "differs (a softmax loss has one output more for each anchor). Measured with the weights at the end of the "
+        "schedule.",
         reference=names[0] if len(names) > 1 else None,
-        notes=(
-            "The interval of a paired difference is that of Student's t over seeds, for each difference by itself."
-            if len(results.plan.seeds) > 1
-            else "One seed shows no spread: a difference may be chance."
-        ),
+        notes="The interval of a paired difference is that of Student's t over seeds, for each difference by itself."
+        if len(results.plan.seeds) > 1
+        else "One seed shows no spread: a difference may be chance.",
     )
 
 

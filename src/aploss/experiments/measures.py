@@ -31,23 +31,17 @@ VOC_AP50 = "VOC AP50"
 METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 RANKING_AP = "AP of the ranking"
 RANKED_IMAGES = 8  # ranked together, as in training
+POINTS_FILE = "ap_loss.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run of a comparison.
+    """A run of a comparison."""
 
-    Attributes:
-        config: of the run, with its seed.
-        folder: where it is.
-        summary: its result; None where it diverged.
-        failure: why it has none, in one line.
-    """
-
-    config: TrainConfig
+    config: TrainConfig  # with its seed
     folder: Path
-    summary: Summary | None
-    failure: str = ""
+    summary: Summary | None  # None where it diverged
+    failure: str = ""  # why it has no summary, in one line
 
 
 class Measure:
@@ -129,11 +123,8 @@ class APLossMeasure(Measure):
     """1 - AP of the ranking of anchors, on images of the training set, at every checkpoint.
 
     Whatever a run minimises, it is judged by the loss of Eq. (5) with the Heaviside step and without interpolation
-    (Figure 4b). The images are the same for all runs, not augmented, in batches of 8; the loss is the mean over
-    batches.
-
-    Args:
-        images: how many images of the training set are looked at.
+    (Figure 4b). The first ``images`` images are the same for all runs, not augmented, in batches of 8; the loss is the
+    mean over batches.
     """
 
     def __init__(self, images: int) -> None:
@@ -191,8 +182,7 @@ class _APLossWatch:
         step = int(content["training"]["step"])
         if step not in self.points:
             self.add(step, detector_from_record(content["detector"]))
-            points = {"steps": list(self.points), "values": list(self.points.values())}
-            write_json(_points_file(self.folder), points)
+            write_json(self.folder / POINTS_FILE, {"steps": [*self.points], "values": [*self.points.values()]})
 
     def add(self, step: int, detector: Detector) -> None:
         """Measures a detector."""
@@ -200,14 +190,10 @@ class _APLossWatch:
         self.points = dict(sorted({**self.points, step: value}.items()))
 
 
-def _points_file(folder: Path) -> Path:
-    return folder / "ap_loss.json"
-
-
 def _read_points(folder: Path) -> dict[int, float]:
-    if not _points_file(folder).is_file():
+    if not (folder / POINTS_FILE).is_file():
         return {}
-    content = json.loads(_points_file(folder).read_text(encoding="utf-8"))
+    content = json.loads((folder / POINTS_FILE).read_text(encoding="utf-8"))
     return dict(zip(content["steps"], content["values"], strict=True))
 
 

@@ -29,86 +29,51 @@ EPOCH_IMAGES = {"voc": 16_551, "coco": 118_287}  # VOC 2007 + 2012 trainval; COC
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A row of a table, or a line of a figure.
+    """A row of a table, or a line of a figure."""
 
-    Attributes:
-        name: of a loss, or any text.
-        settings: in place of the recipe's.
-        small: more of them, at small scale alone.
-        paper: data set → the paper's numbers.
-        batch: images that a process ranks together at the paper's scale (Section 4.1: 8).
-        measure: what is looked at in its runs.
-    """
-
-    name: str
-    settings: dict[str, Any] = field(default_factory=dict)
-    small: dict[str, Any] = field(default_factory=dict)
-    paper: Mapping[str, Numbers] = field(default_factory=dict)
-    batch: int = 8
-    measure: Measure = DETECTION
+    name: str  # of a loss, or any text
+    settings: dict[str, Any] = field(default_factory=dict)  # in place of the recipe's
+    small: dict[str, Any] = field(default_factory=dict)  # more of them, at small scale alone
+    paper: Mapping[str, Numbers] = field(default_factory=dict)  # data set → the paper's numbers
+    batch: int = 8  # images that a process ranks together at the paper's scale (Section 4.1)
+    measure: Measure = DETECTION  # what is looked at in its runs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reproduction:
-    """A table or figure of the paper.
+    """A table or figure of the paper."""
 
-    Attributes:
-        title: of its page.
-        shows: what there is to see, in a line.
-        summary: what is compared, in words; ``small_summary`` and ``paper_summary`` are added at their scale.
-        rows: what is trained; ``small_rows`` are added at small scale.
-        recipe: of the paper's scale, without its data set.
-        settings: of all rows; ``small`` and ``full`` at the small and the paper's scale alone.
-        measures: scale → what is looked at, in place of the rows' own measure.
-        steps: length of a run at small scale on built-in data.
-        trial_steps: length of a trial of the search for learning rates; None for no search.
-        first_seed_alone: no spread is shown, so one seed is enough.
-        curves_on_test: at the paper's scale the curve of AP is that of the test split, as in Figure 4a; nothing is
-            chosen by it.
-        curve_points: of a curve that is measured at checkpoints; 0 where none is.
-        benchmarks: the paper's data sets it has.
-        small_benchmark: whose numbers stand beside the small scale; empty for that asked for.
-        epoch_images: data set → images of an epoch at the paper's scale.
-        metrics: data set → columns.
-        measured_on: data set → what the paper's numbers were measured on.
-        reference: the row that the others are subtracted from.
-        claims: the paper's, each (row, row it is above in the first column, by at least); only of rows that are there.
-        verdicts: more claims that follow from results.
-        sections: more of the page.
-        notes: below the table.
-        row_name: head of the first column.
-        curve_label: of what the curves show; empty for AP on the split that is looked at.
-    """
-
-    title: str
-    shows: str
-    summary: str
-    small_summary: str = ""
-    paper_summary: str = ""
-    rows: Sequence[Row]
-    small_rows: Sequence[Row] = ()
-    recipe: str = "retinanet-r50"
-    settings: dict[str, Any] = field(default_factory=dict)
-    small: dict[str, Any] = field(default_factory=dict)
-    full: dict[str, Any] = field(default_factory=dict)
-    measures: Mapping[str, Measure] = field(default_factory=dict)
-    steps: int
-    trial_steps: int | None = None
-    first_seed_alone: bool = False
+    title: str  # of its page
+    shows: str  # what there is to see, in a line
+    summary: str  # what is compared, in words
+    small_summary: str = ""  # added at small scale
+    paper_summary: str = ""  # added at the paper's scale
+    rows: Sequence[Row]  # what is trained
+    small_rows: Sequence[Row] = ()  # added at small scale
+    recipe: str = "retinanet-r50"  # of the paper's scale, without its data set
+    settings: dict[str, Any] = field(default_factory=dict)  # of all rows
+    small: dict[str, Any] = field(default_factory=dict)  # of all rows, at small scale alone
+    full: dict[str, Any] = field(default_factory=dict)  # of all rows, at the paper's scale alone
+    measures: Mapping[str, Measure] = field(default_factory=dict)  # by scale, in place of the rows' own
+    steps: int  # length of a run at small scale on built-in data
+    trial_steps: int | None = None  # length of a trial of the search for learning rates; None for no search
+    first_seed_alone: bool = False  # no spread is shown, so one seed is enough
+    # At the paper's scale the curve of AP is that of the test split, as in Figure 4a; nothing is chosen by it.
     curves_on_test: bool = False
-    curve_points: int = 0
-    benchmarks: Sequence[str] = ("voc",)
-    small_benchmark: str = ""
-    epoch_images: Mapping[str, int] = field(default_factory=EPOCH_IMAGES.copy)
-    metrics: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    measured_on: Mapping[str, str] = field(default_factory=MEASURED_ON.copy)
-    reference: str | None = None
+    curve_points: int = 0  # of a curve that is measured at checkpoints; 0 where none is
+    benchmarks: Sequence[str] = ("voc",)  # the paper's data sets it has
+    small_benchmark: str = ""  # whose numbers stand beside the small scale; empty for that asked for
+    epoch_images: Mapping[str, int] = field(default_factory=EPOCH_IMAGES.copy)  # by data set, at the paper's scale
+    metrics: Mapping[str, Sequence[str]] = field(default_factory=dict)  # data set → columns
+    measured_on: Mapping[str, str] = field(default_factory=MEASURED_ON.copy)  # data set → the paper's numbers are of
+    reference: str | None = None  # the row that the others are subtracted from
+    # The paper's, each (row, row it is above in the first column, by at least); of rows that are there.
     claims: Sequence[tuple[str, str, float]] = ()
-    verdicts: Callable[[Results], Sequence[Verdict]] = lambda results: ()
-    sections: Callable[[Results], Sequence[Section]] = lambda results: ()
-    notes: str = ""
-    row_name: str = "loss"
-    curve_label: str = ""
+    verdicts: Callable[[Results], Sequence[Verdict]] = lambda results: ()  # more claims that follow from results
+    sections: Callable[[Results], Sequence[Section]] = lambda results: ()  # more of the page
+    notes: str = ""  # below the table
+    row_name: str = "loss"  # head of the first column
+    curve_label: str = ""  # what the curves show; empty for AP on the split that is looked at
 
 
 def _numbers(*percent: float, metrics: Sequence[str] = METRICS) -> Numbers:
@@ -128,7 +93,7 @@ def _images_row(images: int, *percent: float) -> Row:
     return Row(name=name, small={"batches": batches}, paper={"voc": _numbers(*percent)}, batch=images)
 
 
-def _option_row(name: str, options: dict[str, Any], *percent: float) -> Row:
+def _option_row(name: str, *percent: float, **options: Any) -> Row:
     return Row(name=name, settings={"criterion": {"options": options}}, paper={"voc": _numbers(*percent)})
 
 
@@ -168,13 +133,13 @@ TABLE_1A = Reproduction(
 TABLE_1B = Reproduction(
     title="Table 1b: the width delta of the step function",
     shows="delta 0.25, 0.5, 1 and 2",
-    summary="Smaller deltas make the step sharper and the beginning unstable, larger ones leave AP "
-    f"behind (Section 4.2.1). The paper takes 1.\n\n{NOT_TUNED}",
+    summary="Smaller deltas make the step sharper and the beginning unstable, larger ones leave AP behind (Section "
+    f"4.2.1). The paper takes 1.\n\n{NOT_TUNED}",
     rows=(
-        _option_row("delta 0.25", {"delta": 0.25}, 50.2, 80.7, 53.6),
-        _option_row("delta 0.5", {"delta": 0.5}, 51.3, 81.6, 55.4),
-        _option_row("delta 1", {"delta": 1.0}, 53.1, 82.3, 58.1),
-        _option_row("delta 2", {"delta": 2.0}, 52.8, 82.6, 57.2),
+        _option_row("delta 0.25", 50.2, 80.7, 53.6, delta=0.25),
+        _option_row("delta 0.5", 51.3, 81.6, 55.4, delta=0.5),
+        _option_row("delta 1", 53.1, 82.3, 58.1, delta=1.0),
+        _option_row("delta 2", 52.8, 82.6, 57.2, delta=2.0),
     ),
     reference="delta 1",
     claims=tuple(("delta 1", f"delta {other}", 0.0) for other in ("0.25", "0.5", "2")),
@@ -188,8 +153,8 @@ TABLE_1C = Reproduction(
     summary="Lines 8-11 of Algorithm 1 make the precision monotone in the score, as the benchmarks "
     f"do when they measure. The paper finds a marginal benefit.\n\n{NOT_TUNED}",
     rows=(
-        _option_row("not interpolated", {"interpolated": False}, 52.6, 82.2, 57.1),
-        _option_row("interpolated", {"interpolated": True}, 53.1, 82.3, 58.1),
+        _option_row("not interpolated", 52.6, 82.2, 57.1, interpolated=False),
+        _option_row("interpolated", 53.1, 82.3, 58.1, interpolated=True),
     ),
     reference="interpolated",
     claims=(("interpolated", "not interpolated", 0.0),),
@@ -213,9 +178,7 @@ RETINANET_ROWS = (  # in the paper's order
     _loss_row("ap", _numbers(53.1, 82.3, 58.1), _numbers(35.0, 57.2, 36.6)),
 )
 LOSS_CLAIMS = (("ap", "focal", 0.01), ("ap", "ce-ohem", 0.0), ("ap", "auc", 0.0))
-ONLY_THE_LOSS = (
-    "The same RetinaNet, schedule, initial weights and order of the data for each seed; only the loss differs."
-)
+ONLY_THE_LOSS = "The same {}, schedule, initial weights and order of the data for each seed; only the loss differs."
 # With its trials an hour on slow cores.
 RETINANET: dict[str, Any] = {"steps": 800, "trial_steps": 300, "benchmarks": ("voc", "coco")}
 
@@ -228,7 +191,7 @@ def _auc_is_last(results: Results) -> list[Verdict]:
 TABLE_2 = Reproduction(
     title="Table 2: RetinaNet with four losses",
     shows="CE + OHEM, focal, AUC and AP on RetinaNet",
-    summary=ONLY_THE_LOSS,
+    summary=ONLY_THE_LOSS.format("RetinaNet"),
     rows=RETINANET_ROWS,
     reference="ap",
     claims=LOSS_CLAIMS,
@@ -240,8 +203,7 @@ TABLE_2 = Reproduction(
 TABLE_4 = Reproduction(
     title="Table 4: SSD with four losses",
     shows="the four losses on SSD (Appendix 5)",
-    summary="The same SSD, schedule, initial weights and order of the data for each seed; only the "
-    "loss differs. As in Appendix 5, focal loss has gamma 1.",
+    summary=ONLY_THE_LOSS.format("SSD") + " As in Appendix 5, focal loss has gamma 1.",
     small_summary="The small scale has SSDlite on MobileNetV3 in place of SSD512 on VGG-16.",
     rows=(
         _loss_row("ce-ohem", _numbers(43.6, 76.0, 44.7)),
@@ -304,7 +266,7 @@ def _snapshot_verdicts(results: Results) -> list[Verdict]:
 FIGURE_4A = Reproduction(
     title="Figure 4a: AP against training steps",
     shows="AP against training iterations for the losses",
-    summary=ONLY_THE_LOSS,
+    summary=ONLY_THE_LOSS.format("RetinaNet"),
     small_summary="The curves are on the validation split, the table on the test split.",
     paper_summary="Curves and table are on the test split.",
     rows=RETINANET_ROWS,
@@ -467,10 +429,7 @@ REPRODUCTIONS = {  # in the order of the paper
 
 
 def reproduction(name: str) -> Reproduction:
-    """The table or figure of a name.
-
-    Raises:
-        ConfigError: there is none.
+    """The table or figure of a name; a ConfigError lists them where there is none.
 
     Example:
         >>> reproduction("table1b").title

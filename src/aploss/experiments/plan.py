@@ -22,19 +22,12 @@ WARMUP_SHARE = 0.1  # of a trial, at most, where the length of the real run in s
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One row of a comparison.
+    """One row of a comparison."""
 
-    Attributes:
-        name: name of a loss, or any text such as ``"delta 0.5"``.
-        config: how it is trained, whatever its seed.
-        paper: metric → the paper's number, between 0 and 1.
-        measure: what is looked at in its runs.
-    """
-
-    name: str
-    config: TrainConfig
-    paper: Mapping[str, float] = field(default_factory=dict)
-    measure: Measure = DETECTION
+    name: str  # of a loss, or any text such as "delta 0.5"
+    config: TrainConfig  # how it is trained, whatever its seed
+    paper: Mapping[str, float] = field(default_factory=dict)  # metric → the paper's number, between 0 and 1
+    measure: Measure = DETECTION  # what is looked at in its runs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,43 +26,28 @@ SEEDS = {"small": (0, 1, 2), "paper": (0,)}  # the paper names none
 PAPER_BATCH = 8  # Section 4.1: 2 GPUs with 8 images each, and each ranks its own
 PAPER_GPUS = 2
 SMALL_SCALE = (
-    "This is the small scale: a detector of few parameters, trained from scratch for minutes on "
-    "small images. The paper's numbers come from large pretrained networks on other data, so "
-    "levels cannot be compared with them; the order and the differences can."
+    "This is the small scale: a detector of few parameters, trained from scratch for minutes on small images. The "
+    "paper's numbers come from large pretrained networks on other data, so levels cannot be compared with them; the "
+    "order and the differences can."
 )
-# How a training step is measured.
-CLASSES = 20
-MOST_PIXELS = 512 * 512
-MOST_STEPS, LONG_ENOUGH = 8, 4.0  # how many steps, and for how many seconds
+MOST_PIXELS = 512 * 512  # of a measured training step
+MOST_STEPS, LONG_ENOUGH = 8, 4.0  # how many steps are measured, and for how many seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The options of ``aploss reproduce``.
+    """The options of ``aploss reproduce``."""
 
-    Attributes:
-        scale: ``"small"`` for minutes on a CPU, ``"paper"`` for the paper's own settings.
-        benchmark: which of the paper's data sets: its numbers and, at the paper's scale, recipes.
-        data: folder of the data; built-in data by default at small scale.
-        recipe: settings of the small scale; by default ``demo`` for built-in data, else ``bccd-cpu``.
-        seeds: by default three at small scale, one at the paper's.
-        steps: length of the runs at small scale.
-        tune: search for learning rates at small scale, where losses are compared.
-        tune_steps: length of a trial of that search.
-        device: as of a run.
-        processes: how many train together, as ``torchrun`` started them.
-    """
-
-    scale: Literal["small", "paper"] = "small"
-    benchmark: Literal["voc", "coco"] = "voc"
-    data: str | None = None
-    recipe: str | None = None
-    seeds: tuple[int, ...] | None = None
-    steps: int | None = None
-    tune: bool = True
-    tune_steps: int | None = None
-    device: str = "auto"
-    processes: int = 1
+    scale: Literal["small", "paper"] = "small"  # minutes on a CPU, or the paper's own settings
+    benchmark: Literal["voc", "coco"] = "voc"  # the paper's data set: its numbers and, at its scale, recipes
+    data: str | None = None  # folder of the data; built-in data by default at small scale
+    recipe: str | None = None  # settings of the small scale; demo for built-in data, else bccd-cpu
+    seeds: tuple[int, ...] | None = None  # by default three at small scale, one at the paper's
+    steps: int | None = None  # length of the runs at small scale
+    tune: bool = True  # search for learning rates at small scale, where losses are compared
+    tune_steps: int | None = None  # length of a trial of that search
+    device: str = "auto"  # as of a run
+    processes: int = 1  # how many train together, as torchrun started them
 
     def __post_init__(self) -> None:
         if self.is_small:
@@ -145,9 +130,8 @@ def page_for(name: str, request: Request, results: Results) -> Comparison:
     """What the page of a table or figure shows."""
     entry = reproduction(name)
     numbers_of = _numbers_of(entry, request)
-    more = entry.small_summary if request.is_small else entry.paper_summary
+    more, scale = (entry.small_summary, SMALL_SCALE) if request.is_small else (entry.paper_summary, "")
     split = "test" if entry.curves_on_test and not request.is_small else "validation"
-    notes = [entry.notes, SMALL_SCALE if request.is_small else ""]
     metrics = entry.metrics.get(numbers_of, METRICS)
     names = {variant.name for variant in results.plan.variants}
     claims = [
@@ -161,7 +145,7 @@ def page_for(name: str, request: Request, results: Results) -> Comparison:
         metrics=metrics,
         reference=entry.reference,
         verdicts=[*claims, *entry.verdicts(results)],
-        notes="\n\n".join(filter(None, notes)),
+        notes="\n\n".join(filter(None, [entry.notes, scale])),
         paper=entry.measured_on[numbers_of],
         sections=entry.sections(results),
         row_name=entry.row_name,
@@ -254,7 +238,7 @@ def seconds_per_image(config: TrainConfig) -> float:
     count = max(1, min(config.batches.size, MOST_PIXELS // (height * width)))
     fresh = replace(config, model=replace(config.model, weights=None))  # no download for that
     with seeded(config.seed, deterministic=False):
-        detector = make_detector(fresh, tuple(f"class {k}" for k in range(CLASSES))).to(device)
+        detector = make_detector(fresh, tuple(f"class {k}" for k in range(20))).to(device)
         images = torch.rand(count, 3, height, width, device=device)
         box = torch.tensor([[1.0, 1.0, 3.0, 3.0]], device=device) * min(height, width) / 4
         targets = [{"boxes": box, "labels": torch.tensor([0], device=device)}] * count

@@ -28,17 +28,11 @@ class Trial:
 
 @dataclass
 class Results:
-    """What is known of a plan so far.
+    """What is known of a plan so far."""
 
-    Attributes:
-        plan: with the learning rates that were chosen.
-        runs: (name of the row, seed) → run.
-        trials: of the search for learning rates.
-    """
-
-    plan: Plan
-    runs: dict[tuple[str, int], Run] = field(default_factory=dict)
-    trials: list[Trial] = field(default_factory=list)
+    plan: Plan  # with the learning rates that were chosen
+    runs: dict[tuple[str, int], Run] = field(default_factory=dict)  # by the name of the row and the seed
+    trials: list[Trial] = field(default_factory=list)  # of the search for learning rates
 
     @property
     def total(self) -> int:
@@ -168,14 +162,13 @@ class Results:
 def write_results(out: Path, results: Results, comparison: Comparison) -> None:
     """Writes ``report.html``, ``table.md`` and ``results.json`` into a folder."""
     write_comparison_report(comparison, out)
-    entries = zip(results.plan.variants, comparison.entries, strict=True)
     names = {"name": "first", "baseline": "second"}
     document = {
         "title": comparison.title,
         "command": comparison.command,
         "complete": results.complete,
         "seeds": list(results.plan.seeds),
-        "rows": [_row(results, variant, entry) for variant, entry in entries],
+        "rows": [_row(results, *pair) for pair in zip(results.plan.variants, comparison.entries, strict=True)],
         "differences": [
             {names.get(key, key): value for key, value in asdict(one).items()} for one in comparison.differences
         ],
@@ -222,6 +215,7 @@ def _provenance(results: Results) -> dict[str, Any]:
     environment, config = describe_environment(), results.plan.variants[0].config
     summaries = [run.summary for run in results.runs.values() if run.summary]
     rates = {loss_label(one.name): f"{one.config.optimizer.learning_rate:.3g}" for one in results.plan.variants}
+    own_rates = ", ".join(f"{name} {rate}" for name, rate in rates.items())
     devices = environment["devices"] or [f"{environment['cpu']}, {environment['cores']} cores"]
     schedule, accumulate = config.schedule, config.batches.accumulate
     return {
@@ -231,9 +225,7 @@ def _provenance(results: Results) -> dict[str, Any]:
         "batch": f"{config.batches.size} images" + (f" x {accumulate}" if accumulate > 1 else ""),
         "image size": str(config.batches.image_size),
         "optimizer": f"{config.optimizer.name}, {schedule.kind}, {schedule.warmup_steps} steps of warm-up",
-        "learning rate": ", ".join(f"{name} {rate}" for name, rate in rates.items())
-        if len({*rates.values()}) > 1
-        else next(iter(rates.values())),
+        "learning rate": own_rates if len({*rates.values()}) > 1 else next(iter(rates.values())),
         "data": f"{data_name(config.data)}, measured on {_listed(one.split for one in summaries)}",
         "hardware": ", ".join(devices) + f", threads: {environment['torch_threads']}",
         "software": ", ".join(f"{name} {environment['packages'][name]}" for name in ("aploss", "torch", "numba")),

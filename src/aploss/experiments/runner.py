@@ -51,11 +51,7 @@ class Runner:
             print(line, flush=True)
 
     def run(self, config: TrainConfig, measure: Measure) -> Run:
-        """A finished run, trained if need be.
-
-        Args:
-            config: its settings; the folder is chosen here.
-            measure: watches the training.
+        """A finished run, trained if need be, in a folder that is chosen here; ``measure`` watches the training.
 
         Raises:
             OutOfTimeError: the time limit is reached.
@@ -107,15 +103,10 @@ class Runner:
 
 
 def execute(results: Results, runner: Runner, *, on_run: Callable[[], Any]) -> None:
-    """Trains all runs of a plan that the cache does not have, into ``results``.
+    """Trains all runs of a plan that the cache does not have, into ``results``, and calls ``on_run`` after each.
 
     Learning rates come first, then every row with the first seed, the second, ...: an unfinished comparison has whole
     pairs. The results are not ``complete`` where the runner ran out of time.
-
-    Args:
-        results: with the plan; filled run by run.
-        runner: trains.
-        on_run: called after every run.
 
     Raises:
         TrainingInterruptedError: Ctrl-C or SIGTERM; everything is saved.
