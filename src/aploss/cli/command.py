@@ -22,19 +22,12 @@ SECONDS_BETWEEN_LINES = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command of the program.
+    """A command of the program."""
 
-    Attributes:
-        examples: lines for its help.
-        add_arguments: declares its options.
-        run: carries it out and gives the exit code.
-        plugins: whether it builds something, and so takes ``--plugin``.
-    """
-
-    examples: str
-    add_arguments: "Callable[[ArgumentParser], None]"
-    run: "Callable[[Namespace], int]"
-    plugins: bool = True
+    examples: str  # lines for its help
+    add_arguments: "Callable[[ArgumentParser], None]"  # declares its options
+    run: "Callable[[Namespace], int]"  # does it and gives the exit code
+    plugins: bool = True  # whether it builds something, and so takes --plugin
 
 
 def require_at_least(least: float, options: "Namespace", *names: str) -> None:
@@ -46,14 +39,9 @@ def require_at_least(least: float, options: "Namespace", *names: str) -> None:
 
 @contextmanager
 def progress(what: str, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
-    """Shows on stderr how far a command is: live on a terminal, else a line now and then.
+    """Shows on stderr how far a command is: live on a terminal, else a line now and then, or nothing if ``quiet``.
 
-    Args:
-        what: is counted, such as "images".
-        quiet: show nothing.
-
-    Yields:
-        What to call with how much is done, how much there is in all, and a ``text`` on what goes on.
+    Yields what to call with how much is done, how much there is of ``what`` in all, and a ``text`` on what goes on.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -75,11 +63,7 @@ def progress(what: str, *, quiet: bool = False) -> Iterator[Callable[..., None]]
 def run_training(config: "TrainConfig", *, resume: bool, quiet: bool, plugins: Sequence[str] = ()) -> int:
     """Trains with progress, then prints the table of AP and the path of the page.
 
-    Args:
-        config: of the run.
-        resume: go on with what is in its folder.
-        quiet: show only the result.
-        plugins: files that the command to go on with needs, too.
+    The files of ``plugins`` are named in the command to go on with after an interruption.
     """
     from aploss import training
     from aploss.training.distributed import LostProcessError, is_main_process

@@ -56,10 +56,8 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--detections", help="COCO results JSON: list of image_id, category_id, bbox (x, y, width, height), score"
     )
-    parser.add_argument(
-        "--metric", type=Literal["coco", "voc07", "voc12"], default="coco",
-        help="COCO, VOC2007 (11 points) or VOC2010 and later (area)",
-    )  # fmt: skip
+    metrics, what = Literal["coco", "voc07", "voc12"], "COCO, VOC2007 (11 points) or VOC2010 and later (area)"
+    parser.add_argument("--metric", type=metrics, default="coco", help=what)
     parser.add_argument(
         "--iou", type=float, help="measure AP at this IoU alone (default: 0.50:0.95 for coco, 0.5 for voc)"
     )
@@ -79,11 +77,8 @@ def _run(options: Namespace) -> int:
     if options.json:
         print(json.dumps(metrics.as_dict(), allow_nan=False))
         return 0
-    print(
-        f"{TITLES[metrics.metric]}, IoU {metrics.iou}: {metrics.images} images, "
-        f"{metrics.objects} objects, {metrics.detections} detections\n"
-    )
-    print(metrics.table())
+    counts = f"{metrics.images} images, {metrics.objects} objects, {metrics.detections} detections"
+    print(f"{TITLES[metrics.metric]}, IoU {metrics.iou}: {counts}\n\n{metrics.table()}")
     for path in written:
         print(f"wrote {path}", file=sys.stderr)
     return 0
@@ -119,9 +114,8 @@ def _detect(options: Namespace) -> tuple[Annotations, DetectionTable]:
     split = options.split or _usual_split(options.data, options.format)
     dataset = load_dataset(options.data, split, format=options.format, class_names=detector.class_names)
     if dataset.num_boxes == 0:
-        raise DataError(
-            f"{options.data}: split '{split}' has no object of the run's classes ({', '.join(detector.class_names)})"
-        )
+        names = ", ".join(detector.class_names)
+        raise DataError(f"{options.data}: split '{split}' has no object of the run's classes ({names})")
     prepared, workers = Split(dataset), choose_workers(None, device, 1)
     table = detect_split(detector, prepared, World(), batch_size=options.batch_size, workers=workers)
     assert table is not None  # this is the only process
@@ -153,10 +147,8 @@ def _read(annotations: str, detections: str) -> tuple[Annotations, DetectionTabl
         raise DataError(f"{detections}: {error}") from None
     missed = len(truth.images) - len(np.unique(table.image_ids))
     if missed:
-        _warn(
-            f"{missed} of {len(truth.images)} annotated images have no detection, which counts as "
-            "missed: are these the detections of all images?"
-        )
+        images = f"{missed} of {len(truth.images)} annotated images"
+        _warn(f"{images} have no detection, which counts as missed: are these the detections of all images?")
     return truth, table
 
 
@@ -181,10 +173,8 @@ def _matched_by_name(
     image_ids = _by_file_name(images, annotated)
     unknown = [name for number, name in images.items() if number not in image_ids]
     if not image_ids:
-        raise DataError(
-            f"{annotations}: none of the images that were looked at is in it "
-            f"({_listed(unknown)}): is it of another split?"
-        )
+        none = f"none of the images that were looked at is in it ({_listed(unknown)})"
+        raise DataError(f"{annotations}: {none}: is it of another split?")
     if unknown:
         _warn(f"{len(unknown)} images are not in the annotations, left out: {_listed(unknown)}")
     looked_at = np.isin(truth.images, list(image_ids.values()))

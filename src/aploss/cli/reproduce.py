@@ -26,21 +26,15 @@ EXAMPLES = """
 
 def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("name", choices=list(REPRODUCTIONS), help="which table or figure")
-    parser.add_argument(
-        "--scale", type=Literal["small", "paper"], default="small", help="minutes on a CPU, or the paper's settings"
-    )
-    parser.add_argument(
-        "--benchmark", type=Literal["voc", "coco"], default="voc", help="which of the paper's data sets"
-    )
+    scales, benchmarks = Literal["small", "paper"], Literal["voc", "coco"]
+    parser.add_argument("--scale", type=scales, default="small", help="minutes on a CPU, or the paper's settings")
+    parser.add_argument("--benchmark", type=benchmarks, default="voc", help="which of the paper's data sets")
     parser.add_argument("--data", help="folder of the data; at small scale built-in by default")
     parser.add_argument("--recipe", help="settings of the small scale; demo for built-in data, else bccd-cpu")
     parser.add_argument("--seeds", help="how many, or which: 0,1,2; 3 at small scale, else 1")
     parser.add_argument("--steps", type=int, help="length of each training at small scale")
-    parser.add_argument(
-        "--no-tune",
-        action="store_true",
-        help="take the recipe's learning rates; else they are searched where losses are compared",
-    )
+    no_tune = "take the recipe's learning rates; else they are searched where losses are compared"
+    parser.add_argument("--no-tune", action="store_true", help=no_tune)
     parser.add_argument("--tune-steps", type=int, help="length of each trial of that search")
     parser.add_argument("--max-minutes", type=float, help="stop after so many minutes; the same command goes on")
     parser.add_argument("--out", help="folder of page and tables; by default runs/NAME-SCALE-DATA")
