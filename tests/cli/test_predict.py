@@ -94,7 +94,7 @@ def test_boxes_are_drawn_with_class_and_score(run_folder: Path, photos: Path, tm
     )
     assert some.shape == none.shape
     assert np.abs(some - none).max() > 100
-    original = np.asarray(Image.open(photos / "b.png").resize(none.shape[1::-1], Image.BICUBIC))
+    original = np.asarray(Image.open(photos / "b.png").resize(none.shape[1::-1], Image.LANCZOS))
     assert np.array_equal(none, original)
 
 

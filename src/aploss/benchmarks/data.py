@@ -6,9 +6,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,9 +40,8 @@ def run(progress: Progress, *, quick: bool = False) -> dict[str, Any]:
         quick: a few seconds in all, on less of everything; figures then say little.
 
     Returns:
-        ``rows`` (images a second for each source, preset and number of workers), ``waiting``
-        (share of a training's time that it waits for data) and ``annotations`` (seconds and
-        memory for a file of COCO's size).
+        ``rows`` (images a second for each source, preset and number of workers), ``waiting`` (share of a training's
+        time that it waits for data) and ``annotations`` (seconds and memory for a file of COCO's size).
     """
     seconds = 0.05 if quick else 3.0
     with tempfile.TemporaryDirectory(prefix="aploss-bench-") as scratch:
@@ -69,23 +68,18 @@ def table(result: dict[str, Any]) -> str:
     lines = [f"{'images/s':<38}{'0 workers':>12}{'1 worker':>12}{'2 workers':>12}"]
     for (source, preset), group in itertools.groupby(result["rows"], key=lambda row: (row["source"], row["preset"])):
         rates = "".join(f"{row['images_per_second']:>12.0f}" for row in group)
-        size = SOURCES[source][2]
-        lines.append(f"{f'{source} → {size}, {preset}':<38}{rates}")
+        lines.append(f"{f'{source} → {SOURCES[source][2]}, {preset}':<38}{rates}")
     lines += ["", f"share of training's time spent waiting for data (retinanet-tiny, {TRAINED_SOURCE})"]
-    for row in result["waiting"]:
-        lines.append(
-            f"  {row['preset']:<8}{row['workers']} workers {row['waiting_share']:>8.1%}"
-            f"{row['images_per_second']:>8.0f} images/s"
-        )
+    lines += [
+        "  {preset:<8}{workers} workers {waiting_share:>8.1%}{images_per_second:>8.0f} images/s".format(**row)
+        for row in result["waiting"]
+    ]
     loaded = result["annotations"]
     memory = loaded["peak_gigabytes"]
     used = "memory not measured" if memory is None else f"{memory:.2f} GB at the peak"
-    lines += [
-        "",
-        f"annotations of {loaded['images']:,} images, {loaded['boxes']:,} boxes "
-        f"({loaded['file_megabytes']:.0f} MB): {loaded['seconds']:.1f} s, {used} "
-        f"(allowed: {SECONDS_ALLOWED:.0f} s, {GIGABYTES_ALLOWED} GB)",
-    ]
+    text = "annotations of {images:,} images, {boxes:,} boxes ({file_megabytes:.0f} MB): {seconds:.1f} s"
+    allowed = f"(allowed: {SECONDS_ALLOWED:.0f} s, {GIGABYTES_ALLOWED} GB)"
+    lines += ["", f"{text.format(**loaded)}, {used} {allowed}"]
     return "\n".join(lines)
 
 
@@ -146,14 +140,8 @@ def _training_waits(
             loss.backward()
             optimizer.step()
         elapsed = time.perf_counter() - start
-        rows.append(
-            {
-                "preset": preset,
-                "workers": workers,
-                "waiting_share": waited / elapsed,
-                "images_per_second": steps * BATCH_SIZE / elapsed,
-            }
-        )
+        rates = {"waiting_share": waited / elapsed, "images_per_second": steps * BATCH_SIZE / elapsed}
+        rows.append({"preset": preset, "workers": workers, **rates})
     return rows
 
 
@@ -192,31 +180,23 @@ def _write_annotations(folder: Path, images: int, boxes: int) -> Path:
     (folder / "train").mkdir(parents=True)
     for name in names:
         (folder / "train" / name).touch()
+    sections = {
+        "categories": (f'{{"id": {k}, "name": "{k}"}}' for k in range(1, 81)),
+        "images": (
+            f'{{"id": {number}, "file_name": "{name}", "width": 640, "height": 480}}'
+            for number, name in enumerate(names, start=1)
+        ),
+        "annotations": _annotation_texts(images, boxes),
+    }
     file = folder / "annotations" / "instances_train.json"
     file.parent.mkdir()
     with file.open("w", encoding="utf-8") as out:
-        out.write("{")
-        _write_list(out, "categories", (f'{{"id": {k}, "name": "{k}"}}' for k in range(1, 81)))
-        out.write(",")
-        _write_list(
-            out,
-            "images",
-            (
-                f'{{"id": {number}, "file_name": "{name}", "width": 640, "height": 480}}'
-                for number, name in enumerate(names, start=1)
-            ),
-        )
-        out.write(",")
-        _write_list(out, "annotations", _annotation_texts(images, boxes))
+        for place, (section, entries) in enumerate(sections.items()):  # too many to hold at once
+            out.write(("," if place else "{") + f'"{section}": [')
+            out.writelines(f"{',' if number else ''}{entry}" for number, entry in enumerate(entries))
+            out.write("]")
         out.write("}")
     return file
-
-
-def _write_list(out: TextIO, name: str, entries: Iterable[str]) -> None:
-    out.write(f'"{name}": [')
-    for number, entry in enumerate(entries):
-        out.write(("," if number else "") + entry)
-    out.write("]")
 
 
 def _annotation_texts(images: int, boxes: int) -> Iterator[str]:

@@ -1,14 +1,15 @@
 """A training step of RetinaNet with AP-loss against the same step with torchvision's focal loss.
 
-The network is torchvision's RetinaNet with ResNet-50; forward, loss, backward and an SGD step are
-timed. The competitors take turns and the best of several rounds counts: times differ from machine
-to machine and from hour to hour, ratios within a run do not.
+The network is torchvision's RetinaNet with ResNet-50; forward, loss, backward and an SGD step are timed. The
+competitors take turns and the best of several rounds counts: times differ from machine to machine and from hour to
+hour, ratios within a run do not.
 """
 
 import os
 import platform
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -49,18 +50,15 @@ def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, An
 
 def table(result: dict[str, Any]) -> str:
     """The result as text: seconds, and the ratio to torchvision's focal loss."""
-    lines = [
-        f"RetinaNet, ResNet-{result['depth']}, {result['size']} px, batch {result['images']}, "
-        f"{result['classes']} classes, {result['threads']} threads; seconds, best of "
-        f"{result['rounds']} rounds in turns",
-        f"{'what':<12} {'with':<26} {'best':>8} {'median':>8} {'/ focal':>8} {'median':>8}",
-    ]
-    for row in result["rows"]:
-        lines.append(
-            f"{row['what']:<12} {row['name']:<26} {row['best']:>8.3f} {row['median']:>8.3f} "
-            f"{row['ratio_of_best']:>8.3f} {row['median_ratio']:>8.3f}"
-        )
-    return "\n".join(lines)
+    network = "RetinaNet, ResNet-{depth}, {size} px, batch {images}, {classes} classes, {threads} threads"
+    line = "{what:<12} {name:<26} {best:>8.3f} {median:>8.3f} {ratio_of_best:>8.3f} {median_ratio:>8.3f}"
+    return "\n".join(
+        [
+            f"{network.format(**result)}; seconds, best of {result['rounds']} rounds in turns",
+            f"{'what':<12} {'with':<26} {'best':>8} {'median':>8} {'/ focal':>8} {'median':>8}",
+            *(line.format(**row) for row in result["rows"]),
+        ]
+    )
 
 
 def _models(settings: dict[str, Any]) -> dict[str, nn.Module]:
@@ -87,8 +85,7 @@ def _models(settings: dict[str, Any]) -> dict[str, nn.Module]:
         channels = [body.inplanes // 4, body.inplanes // 2, body.inplanes]
         layers = {"layer2": "0", "layer3": "1", "layer4": "2"}
         backbone = BackboneWithFPN(body, layers, channels, 256, LastLevelP6P7(256, 256))
-        size = settings["size"]
-        model = RetinaNet(backbone, settings["classes"], min_size=size, max_size=size)
+        model = RetinaNet(backbone, settings["classes"], min_size=settings["size"], max_size=settings["size"])
         model.load_state_dict(ours.state_dict())
         return model
 
@@ -130,16 +127,17 @@ def _in_turns(
 ) -> dict[str, list[float]]:
     """Seconds of every step in every round; the order turns round, so that none is always first."""
     times: dict[str, list[float]] = {name: [] for name in steps}
-    names = list(steps)
-    for name in names:
+    order = deque(steps)
+    for name in order:
         progress(f"{what}: warming up, {name}")
         steps[name]()
     for index in range(rounds):
         progress(f"{what}: round {index + 1} of {rounds}")
-        for name in names[index % len(names) :] + names[: index % len(names)]:
+        for name in order:
             start = time.perf_counter()
             steps[name]()
             times[name].append(time.perf_counter() - start)
+        order.rotate(-1)
     return times
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from aploss.errors import AplossError, ConfigError
 
@@ -22,80 +22,48 @@ SECONDS_BETWEEN_LINES = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command of the program.
+    """A command of the program."""
 
-    Attributes:
-        examples: lines for its help.
-        add_arguments: declares its options.
-        run: carries it out and gives the exit code.
-        plugins: whether it builds something, and so takes ``--plugin``.
-    """
-
-    examples: str
-    add_arguments: "Callable[[ArgumentParser], None]"
-    run: "Callable[[Namespace], int]"
-    plugins: bool = True
+    examples: str  # lines for its help
+    add_arguments: "Callable[[ArgumentParser], None]"  # declares its options
+    run: "Callable[[Namespace], int]"  # does it and gives the exit code
+    plugins: bool = True  # whether it builds something, and so takes --plugin
 
 
 def require_at_least(least: float, options: "Namespace", *names: str) -> None:
-    """Refuses options that are given and too small.
-
-    Raises:
-        ConfigError: naming the option.
-    """
+    """Refuses options that are given and too small, by name."""
     for name in names:
         if options[name] is not None and options[name] < least:
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} {options[name]}: must be at least {least:g}")
-
-
-class Show(Protocol):
-    """Takes how much is done, a text on what goes on, and how much there is in all."""
-
-    def __call__(self, done: int | None = None, total: int | None = None, *, text: str = "") -> None: ...
+            raise ConfigError(f"--{name.replace('_', '-')} {options[name]}: must be at least {least:g}")
 
 
 @contextmanager
-def progress(what: str, total: int | None = None, *, quiet: bool = False) -> Iterator[Show]:
-    """Shows on stderr how far a command is: live on a terminal, else a line now and then.
+def progress(what: str, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
+    """Shows on stderr how far a command is: live on a terminal, else a line now and then, or nothing if ``quiet``.
 
-    Args:
-        what: is counted, such as "images".
-        total: how many there are, where that is known already.
-        quiet: show nothing.
+    Yields what to call with how much is done, how much there is of ``what`` in all, and a ``text`` on what goes on.
     """
-    if sys.stderr.isatty() and not quiet:
-        from rich.console import Console
-        from rich.progress import Progress
+    from rich.console import Console
+    from rich.progress import Progress
 
-        with Progress(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(what, total=total)
+    live, said = sys.stderr.isatty() and not quiet, time.monotonic()
+    with Progress(console=Console(stderr=True), transient=True, disable=not live) as bar:
+        task = bar.add_task(what, total=None)
 
-            def update(done: int | None = None, total: int | None = None, *, text: str = "") -> None:
-                described = f"{what}: {text}" if text else what
-                bar.update(task, completed=done, total=total, description=described)
+        def show(done: int | None = None, total: int | None = None, *, text: str = "") -> None:
+            nonlocal said
+            bar.update(task, completed=done, total=total, description=f"{what}: {text}" if text else what)
+            if not (live or quiet or done is None) and time.monotonic() - said >= SECONDS_BETWEEN_LINES:
+                said = time.monotonic()
+                print(f"{done:,} of {total:,} {what}", file=sys.stderr, flush=True)
 
-            yield update
-        return
-    all_of_them, said = total, time.monotonic()
-
-    def say(done: int | None = None, total: int | None = None, *, text: str = "") -> None:
-        nonlocal said
-        if not quiet and done is not None and time.monotonic() - said >= SECONDS_BETWEEN_LINES:
-            said = time.monotonic()
-            print(f"{done:,} of {total or all_of_them:,} {what}", file=sys.stderr, flush=True)
-
-    yield say
+        yield show
 
 
 def run_training(config: "TrainConfig", *, resume: bool, quiet: bool, plugins: Sequence[str] = ()) -> int:
     """Trains with progress, then prints the table of AP and the path of the page.
 
-    Args:
-        config: of the run.
-        resume: go on with what is in its folder.
-        quiet: show only the result.
-        plugins: files that the command to go on with needs, too.
+    The files of ``plugins`` are named in the command to go on with after an interruption.
     """
     from aploss import training
     from aploss.training.distributed import LostProcessError, is_main_process
@@ -104,34 +72,30 @@ def run_training(config: "TrainConfig", *, resume: bool, quiet: bool, plugins: S
         summary = training.train(config, resume=resume, quiet=quiet)
     except training.TrainingInterruptedError as interruption:
         if is_main_process():
-            again = "".join(f" --plugin {shlex.quote(file)}" for file in plugins)
-            print(f"{interruption}{again}", file=sys.stderr)
+            print(interruption, *(f"--plugin {shlex.quote(file)}" for file in plugins), file=sys.stderr)
         return interruption.exit_code
-    except LostProcessError:
-        raise
     except AplossError as error:
-        if is_main_process():
+        if is_main_process() or isinstance(error, LostProcessError):
             raise
         return error.exit_code  # the main process says it
     if is_main_process():
-        print(summary.table())
-        print(f"report: {summary.folder}/report.html")
+        print(f"{summary.table()}\nreport: {summary.folder}/report.html")
     return 0
 
 
-def run_comparison(out: Path, work: Callable[[], Any]) -> int:
+def run_comparison(options: "Namespace", default_out: Path, work: Callable[..., Any]) -> int:
     """Does the work of a comparison and prints its table; says how to go on after Ctrl-C."""
     from aploss.training.distributed import TrainingInterruptedError, is_main_process
 
+    out = Path(options.out or default_out)
     try:
-        results = work()
+        results = work(out, cache=options.cache, max_minutes=options.max_minutes, quiet=options.quiet)
     except TrainingInterruptedError as interruption:
         if is_main_process():
             print("stopped, everything is saved; the same command goes on", file=sys.stderr)
         return interruption.exit_code
     if is_main_process():
-        print((out / "table.md").read_text(encoding="utf-8"), end="")
-        print(f"\nreport: {out / 'report.html'}")
+        print(f"{(out / 'table.md').read_text(encoding='utf-8')}\nreport: {out / 'report.html'}")
         if not results.complete:
             print("not finished: the same command goes on", file=sys.stderr)
     return 0

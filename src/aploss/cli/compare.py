@@ -1,11 +1,11 @@
 """Train several losses under the same conditions and compare them over seeds.
 
-For each seed all losses have the same initial weights, order of the data and schedule. Runs are
-kept in a cache: adding a loss or a seed later costs only that, and an interrupted comparison goes
-on where it was when the same command is given again.
+For each seed all losses have the same initial weights, order of the data and schedule. Runs are kept in a cache: adding
+a loss or a seed later costs only that, and an interrupted comparison goes on where it was when the same command is
+given again.
 """
 
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from jsonargparse import SUPPRESS, ArgumentParser, Namespace
@@ -77,10 +77,7 @@ def _run(options: Namespace) -> int:
         validations=options.validations,
         tuning=Tuning(steps=options.tune_steps) if options.tune else None,
     )
-    out = Path(options.out) if options.out else default_out(plan)
-    return run_comparison(
-        out, lambda: compare(plan, out, cache=options.cache, max_minutes=options.max_minutes, quiet=options.quiet)
-    )
+    return run_comparison(options, default_out(plan), partial(compare, plan))
 
 
 def _recipe_and_changes(options: Namespace) -> tuple[str, dict[str, Any]]:

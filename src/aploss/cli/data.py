@@ -14,8 +14,6 @@ from aploss.errors import ConfigError, DataError
 from aploss.files import write_whole
 
 if TYPE_CHECKING:
-    from PIL import Image
-
     from aploss.data.annotations import DetectionDataset, Sample
 
 CHECK_EXAMPLES = """
@@ -39,17 +37,14 @@ TILE = 300  # pixels of an image on a contact sheet
 
 def _add_source(parser: ArgumentParser) -> None:
     parser.add_argument("path", type=str, help="folder, COCO JSON file, YOLO data.yaml, or 'builtin'")
-    parser.add_argument(
-        "--format", default="auto",
-        help=f"where it cannot be told from the files: {', '.join(_formats())}",
-    )  # fmt: skip
+    parser.add_argument("--format", default="auto", help=f"where it cannot be told from the files: {_formats()}")
 
 
-def _formats() -> list[str]:
+def _formats() -> str:
     """The formats that are registered, those of plugins as well."""
     from aploss.data.load import format_names
 
-    return [name for name in format_names() if name != "auto"]
+    return ", ".join(name for name in format_names() if name != "auto")
 
 
 def _add_check_arguments(parser: ArgumentParser) -> None:
@@ -68,8 +63,8 @@ def _check(options: Namespace) -> int:
     """Checks the dataset and prints what was found.
 
     Returns:
-        0: everything can be used; 1: something would be dropped or clipped; 2: the dataset, or its
-        training split, cannot be used.
+        0: everything can be used; 1: something would be dropped or clipped; 2: the dataset, or its training split,
+        cannot be used.
     """
     from PIL import Image
 
@@ -82,10 +77,7 @@ def _check(options: Namespace) -> int:
         result = check_dataset(
             options.path, format=options.format, class_names=names, decode=not options.fast, progress=show
         )
-    if options.json:
-        print(json.dumps(result.to_dict(), indent=2))
-    else:
-        print(check_report(result, limit=max(options.limit, 0)))
+    print(json.dumps(result.to_dict(), indent=2) if options.json else check_report(result, limit=max(options.limit, 0)))
     return result.exit_code
 
 
@@ -105,7 +97,7 @@ def _show(options: Namespace) -> int:
     """Writes a contact sheet and says in one line what is on it."""
     from PIL import Image
 
-    from aploss.data import contact_sheet, load_dataset
+    from aploss.data import contact_sheet, draw_boxes, load_dataset
 
     require_at_least(1, options, "count")
     require_at_least(0, options, "seed")
@@ -117,10 +109,20 @@ def _show(options: Namespace) -> int:
     dataset = load_dataset(options.path, options.split, format=options.format)
     if len(dataset) == 0:
         raise DataError("the dataset has no images: check its path and split")
-    count = min(options.count, len(dataset))
-    indices = sorted(random.Random(options.seed).sample(range(len(dataset)), count))
+    indices = sorted(random.Random(options.seed).sample(range(len(dataset)), min(options.count, len(dataset))))
     samples = _samples(dataset, indices, options)
-    tiles = [_draw(sample, dataset) for sample in samples]
+    tiles = [
+        draw_boxes(
+            image.numpy(),
+            target["boxes"].numpy(),
+            target["labels"].numpy(),
+            dataset.class_names,
+            dashed=(target["difficult"] | target["crowd"]).numpy(),
+            smallest=TILE,
+            largest=TILE,
+        )
+        for image, target in samples
+    ]
     captions = [dataset.relative_path(index) for index in indices]
     how = f", augmented as '{options.augment}'" if options.augment else ""
     title = f"{dataset.name} · {dataset.split}: {len(tiles)} of {len(dataset)} images{how}"
@@ -136,37 +138,17 @@ def _samples(dataset: "DetectionDataset", indices: list[int], options: Namespace
         return [dataset[index] for index in indices]
     from aploss.data.loader import AugmentedSamples
 
-    size = _parse_size(options.size or "300")
+    sides = (options.size or "300").lower().split("x")
+    if len(sides) > 2 or not all(side.isdecimal() for side in sides):
+        raise ConfigError(f"--size {options.size}: write 300, or 240x320 for height x width")
+    size = int(sides[0]), int(sides[-1])
     samples = AugmentedSamples(dataset, seed=options.seed, preset=options.augment, size=size)
     return [samples[0, index] for index in indices]
 
 
-def _parse_size(text: str) -> tuple[int, int]:
-    """Height and width of ``300`` or ``240x320``."""
-    sides = text.lower().split("x")
-    if len(sides) > 2 or not all(side.isdecimal() for side in sides):
-        raise ConfigError(f"--size {text}: write 300, or 240x320 for height x width")
-    return int(sides[0]), int(sides[-1])
-
-
-def _draw(sample: "Sample", dataset: "DetectionDataset") -> "Image.Image":
-    from aploss.data import draw_boxes
-
-    image, target = sample
-    return draw_boxes(
-        image.numpy(),
-        target["boxes"].numpy(),
-        target["labels"].numpy(),
-        dataset.class_names,
-        dashed=(target["difficult"] | target["crowd"]).numpy(),
-        smallest=TILE,
-        largest=TILE,
-    )
-
-
 def _add_convert_arguments(parser: ArgumentParser) -> None:
     _add_source(parser)
-    parser.add_argument("--to", required=True, help=f"format to write: {', '.join(_formats())}")
+    parser.add_argument("--to", required=True, help=f"format to write: {_formats()}")
     parser.add_argument("--out", type=str, required=True, help="new folder; nothing is overwritten")
 
 
@@ -181,8 +163,7 @@ def _convert(options: Namespace) -> int:
     if changed:
         print(f"left out or clipped: {summarise(changed)}", file=sys.stderr)
     if result.losses:
-        losses = "; ".join(result.losses)
-        print(f"{options.to} cannot hold, and so lost: {losses}", file=sys.stderr)
+        print(f"{options.to} cannot hold, and so lost: {'; '.join(result.losses)}", file=sys.stderr)
     return 0
 
 

@@ -1,5 +1,6 @@
 """Train on built-in data in a few minutes, and show the result."""
 
+from itertools import count
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
@@ -34,17 +35,15 @@ def _run(options: Namespace) -> int:
 
 def _free_or_unfinished(wanted: dict[str, object]) -> Path:
     """runs/demo, runs/demo-2, ...: the first that is free, or holds the same demo unfinished."""
-    number = 1
-    while True:
-        path = Path("runs") / ("demo" if number == 1 else f"demo-{number}")
-        folder = RunFolder(path)
+    for number in count(1):
+        folder = RunFolder(f"runs/demo-{number}" if number > 1 else "runs/demo")
         if not folder.exists:
-            return path
+            break
         config = folder.read_config()
         same = all(getattr(config, key) == value for key, value in wanted.items())
         if same and not folder.summary_file.is_file():
-            return path
-        number += 1
+            break
+    return folder.path
 
 
 DEMO = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)

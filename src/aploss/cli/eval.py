@@ -1,8 +1,7 @@
 """Score a run on data, or a detections file of any detector against annotations.
 
-``aploss predict`` writes ``images.json`` beside its ``detections.json``. Where that file is there,
-images and classes are matched to the annotations by name, whatever their ids are, and only images
-that were looked at are scored.
+``aploss predict`` writes ``images.json`` beside its ``detections.json``. Where that file is there, images and classes
+are matched to the annotations by name, whatever their ids are, and only images that were looked at are scored.
 """
 
 import json
@@ -10,8 +9,9 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import eq
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from jsonargparse import ArgumentParser, Namespace
@@ -20,7 +20,7 @@ from aploss.cli.command import Command, require_at_least
 from aploss.data.annotations import Annotations
 from aploss.errors import ConfigError, DataError
 from aploss.evaluation.coco import coco_metrics
-from aploss.evaluation.matching import Curve, curves_as_dict, match_detections, precision_recall_curves
+from aploss.evaluation.matching import curves_as_dict, match_detections, precision_recall_curves
 from aploss.evaluation.metrics import Metrics
 from aploss.evaluation.tables import DetectionTable, as_detections, read_detections, read_ground_truth
 from aploss.evaluation.voc import match_voc, voc_metrics
@@ -42,7 +42,6 @@ TITLES = {
 }
 IOUS_OF_CURVES = (0.5, 0.6, 0.7, 0.8, 0.9)
 MOST_DETECTIONS = 1_000_000
-IMAGES_FILE = "images.json"  # what predict writes beside its detections
 NAMES_SHOWN = 3
 
 
@@ -57,42 +56,29 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--detections", help="COCO results JSON: list of image_id, category_id, bbox (x, y, width, height), score"
     )
+    metrics, what = Literal["coco", "voc07", "voc12"], "COCO, VOC2007 (11 points) or VOC2010 and later (area)"
+    parser.add_argument("--metric", type=metrics, default="coco", help=what)
     parser.add_argument(
-        "--metric", type=Literal["coco", "voc07", "voc12"], default="coco",
-        help="COCO, VOC2007 (11 points) or VOC2010 and later (area)",
-    )  # fmt: skip
+        "--iou", type=float, help="measure AP at this IoU alone (default: 0.50:0.95 for coco, 0.5 for voc)"
+    )
     parser.add_argument(
-        "--iou", type=float | None, default=None,
-        help="measure AP at this IoU alone (default: 0.50:0.95 for coco, 0.5 for voc)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--max-detections", type=int | None, default=None,
-        help="detections looked at per image and class (coco only, default 100)",
-    )  # fmt: skip
+        "--max-detections", type=int, help="detections looked at per image and class (coco only, default 100)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
-    parser.add_argument(
-        "--out", type=str | None, default=None,
-        help="folder for metrics.json and precision-recall curves (SVG)",
-    )  # fmt: skip
+    parser.add_argument("--out", help="folder for metrics.json and precision-recall curves (SVG)")
 
 
 def _run(options: Namespace) -> int:
     """Scores, prints a table or JSON, and writes the files asked for."""
     _check(options)
-    if options.run is not None:
-        truth, table = _detect(options)
-    else:
-        truth, table = _read(options.annotations, options.detections)
+    truth, table = _detect(options) if options.run is not None else _read(options.annotations, options.detections)
     metrics = _score(truth, table, options)
     written = [] if options.out is None else _write(truth, table, metrics, options)
     if options.json:
         print(json.dumps(metrics.as_dict(), allow_nan=False))
         return 0
-    print(
-        f"{TITLES[metrics.metric]}, IoU {metrics.iou}: {metrics.images} images, "
-        f"{metrics.objects} objects, {metrics.detections} detections\n"
-    )
-    print(metrics.table())
+    counts = f"{metrics.images} images, {metrics.objects} objects, {metrics.detections} detections"
+    print(f"{TITLES[metrics.metric]}, IoU {metrics.iou}: {counts}\n\n{metrics.table()}")
     for path in written:
         print(f"wrote {path}", file=sys.stderr)
     return 0
@@ -100,10 +86,9 @@ def _run(options: Namespace) -> int:
 
 def _check(options: Namespace) -> None:
     """Refuses options that do not go together."""
-    files = {f"--{name}": options[name] for name in ("annotations", "detections")}
-    given = [name for name, value in files.items() if value is not None]
+    given = [f"--{name}" for name in ("annotations", "detections") if options[name] is not None]
     if options.run is None:
-        if len(given) < len(files):
+        if len(given) < 2:
             raise ConfigError("give a run and --data PATH, or --annotations FILE and --detections FILE")
         if options.data is not None:
             raise ConfigError("--data is what a run is scored on: name the run first")
@@ -129,11 +114,9 @@ def _detect(options: Namespace) -> tuple[Annotations, DetectionTable]:
     split = options.split or _usual_split(options.data, options.format)
     dataset = load_dataset(options.data, split, format=options.format, class_names=detector.class_names)
     if dataset.num_boxes == 0:
-        raise DataError(
-            f"{options.data}: split '{split}' has no object of the run's classes ({', '.join(detector.class_names)})"
-        )
-    prepared = Split(dataset)
-    workers = choose_workers(None, device, 1)
+        names = ", ".join(detector.class_names)
+        raise DataError(f"{options.data}: split '{split}' has no object of the run's classes ({names})")
+    prepared, workers = Split(dataset), choose_workers(None, device, 1)
     table = detect_split(detector, prepared, World(), batch_size=options.batch_size, workers=workers)
     assert table is not None  # this is the only process
     if not options.json:
@@ -146,78 +129,66 @@ def _usual_split(data: str, format: str) -> str:
     from aploss.data import dataset_splits
 
     splits = dataset_splits(data, format=format)
-    for name in ("test", "val"):
-        found = [split for split in splits if split.startswith(name)]  # val2017
-        if found:
-            return found[0]
-    if len(splits) > 1:
+    usual = [split for name in ("test", "val") for split in splits if split.startswith(name)]  # val2017
+    if not usual and len(splits) > 1:
         raise ConfigError(f"--split: no test or val in {data}; name one of: {', '.join(splits)}")
-    return splits[0]
+    return (usual or splits)[0]
 
 
 def _read(annotations: str, detections: str) -> tuple[Annotations, DetectionTable]:
     """The objects and detections of two files, matched by name where predict's names are there."""
-    truth = read_ground_truth(annotations)
-    table = read_detections(detections)
-    named = _images_of(detections, table)
-    if named is not None:
-        return _matched_by_name(truth, table, named, annotations)
+    truth, table = read_ground_truth(annotations), read_detections(detections)
+    names = _names_of(detections, table)
+    if names is not None:
+        return _matched_by_name(truth, table, *names, annotations)
     try:
         table = as_detections(table, truth)
     except DataError as error:
         raise DataError(f"{detections}: {error}") from None
     missed = len(truth.images) - len(np.unique(table.image_ids))
     if missed:
-        _warn(
-            f"{missed} of {len(truth.images)} annotated images have no detection, which counts as "
-            "missed: are these the detections of all images?"
-        )
+        images = f"{missed} of {len(truth.images)} annotated images"
+        _warn(f"{images} have no detection, which counts as missed: are these the detections of all images?")
     return truth, table
 
 
-def _images_of(detections: str, table: DetectionTable) -> dict[str, Any] | None:
-    """The images and classes that predict wrote beside its detections, where they belong."""
-    file = Path(detections).with_name(IMAGES_FILE)
-    if not file.is_file():
-        return None
+def _names_of(detections: str, table: DetectionTable) -> tuple[dict[int, str], dict[int, str]] | None:
+    """The names of images and of classes that predict wrote beside its detections, where they belong."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(Path(detections).with_name("images.json").read_text(encoding="utf-8"))
         images = {int(one["id"]): str(one["file_name"]) for one in content["images"]}
         classes = {int(one["id"]): str(one["name"]) for one in content["categories"]}
     except (OSError, ValueError, TypeError, KeyError):
-        return None  # a file of that name, but not predict's
-    belongs = {*table.image_ids.tolist()} <= {*images} and ({*table.category_ids.tolist()} <= {*classes})
-    return {"images": images, "classes": classes} if belongs else None
+        return None  # no file of that name, or not predict's
+    belong = {*table.image_ids.tolist()} <= {*images} and {*table.category_ids.tolist()} <= {*classes}
+    return (images, classes) if belong else None
 
 
 def _matched_by_name(
-    truth: Annotations, table: DetectionTable, named: dict[str, Any], annotations: str
+    truth: Annotations, table: DetectionTable, images: dict[int, str], classes: dict[int, str], annotations: str
 ) -> tuple[Annotations, DetectionTable]:
     """The detections under the annotations' ids, and the objects of the images looked at."""
     with Path(annotations).open(encoding="utf-8") as file:
         annotated = {one["id"]: str(one.get("file_name", "")) for one in json.load(file)["images"]}
-    image_ids = _by_file_name(named["images"], annotated)
-    unknown = [name for number, name in named["images"].items() if number not in image_ids]
+    image_ids = _by_file_name(images, annotated)
+    unknown = [name for number, name in images.items() if number not in image_ids]
     if not image_ids:
-        raise DataError(
-            f"{annotations}: none of the images that were looked at is in it "
-            f"({_listed(unknown)}): is it of another split?"
-        )
+        none = f"none of the images that were looked at is in it ({_listed(unknown)})"
+        raise DataError(f"{annotations}: {none}: is it of another split?")
     if unknown:
         _warn(f"{len(unknown)} images are not in the annotations, left out: {_listed(unknown)}")
     looked_at = np.isin(truth.images, list(image_ids.values()))
     if not looked_at.all():
         _warn(f"scored on the {looked_at.sum()} images that were looked at; the annotations have {len(truth.images)}")
     by_name = {name: number for number, name in truth.categories.items()}
-    category_ids = {k: by_name[name] for k, name in named["classes"].items() if name in by_name}
-    strange = sorted({*named["classes"].values()} - {*by_name})
+    category_ids = {number: by_name[name] for number, name in classes.items() if name in by_name}
+    strange = sorted({*classes.values()} - {*by_name})
     if strange:
         _warn(f"classes that are not in the annotations, left out: {_listed(strange)}")
     objects = np.isin(truth.image_ids, truth.images[looked_at])
     columns = ("image_ids", "category_ids", "xywh", "areas", "crowd", "difficult")
     truth = replace(truth, images=truth.images[looked_at], **{name: getattr(truth, name)[objects] for name in columns})
-    kept = np.isin(table.image_ids, list(image_ids))
-    kept &= np.isin(table.category_ids, list(category_ids))
+    kept = np.isin(table.image_ids, list(image_ids)) & np.isin(table.category_ids, list(category_ids))
     return truth, DetectionTable(
         image_ids=_renumbered(table.image_ids[kept], image_ids),
         category_ids=_renumbered(table.category_ids[kept], category_ids),
@@ -229,32 +200,28 @@ def _matched_by_name(
 def _by_file_name(found: dict[int, str], annotated: dict[int, str]) -> dict[int, int]:
     """Image id of the detections → image id of the annotations that name the same file.
 
-    One of the two names is the end of the other, whose folders are then not known; an image that
-    several others may be is left out.
+    One of the two names is the end of the other, whose folders are then not known; an image that several others may be
+    is left out.
 
     Example:
         >>> _by_file_name({1: "data/test/b.jpg"}, {7: "test/a.jpg", 8: "test/b.jpg"})
         {1: 8}
     """
-    candidates: dict[str, list[tuple[tuple[str, ...], int]]] = defaultdict(list)
+    candidates = defaultdict(list)
     for number, name in annotated.items():
-        parts = _parts(name)
-        candidates[parts[-1]].append((parts, number))
+        parts = _parts_from_end(name)
+        candidates[parts[0]].append((parts, number))
     ids = {}
     for number, name in found.items():
-        parts = _parts(name)
-        same = [
-            other
-            for others, other in candidates[parts[-1]]
-            if all(one == another for one, another in zip(parts[::-1], others[::-1], strict=False))
-        ]
+        parts = _parts_from_end(name)
+        same = [other for others, other in candidates[parts[0]] if all(map(eq, parts, others))]
         if len(same) == 1:
             ids[number] = same[0]
     return ids
 
 
-def _parts(name: str) -> tuple[str, ...]:
-    return PurePosixPath(name.replace("\\", "/")).parts or ("",)
+def _parts_from_end(name: str) -> tuple[str, ...]:
+    return PurePosixPath(name.replace("\\", "/")).parts[::-1] or ("",)
 
 
 def _renumbered(column: np.ndarray, ids: dict[int, int]) -> np.ndarray:
@@ -285,27 +252,21 @@ def _write(truth: Annotations, table: DetectionTable, metrics: Metrics, options:
     from aploss.plotting.plots import precision_recall_panels, precision_recall_plot
 
     main_iou = 0.5 if options.iou is None else options.iou
-    curves = {iou: _curves(truth, table, iou, options.metric) for iou in {main_iou, *IOUS_OF_CURVES}}
-    main = curves[main_iou]
-    document: dict[str, Any] = {
-        **metrics.as_dict(),
-        "precision_recall_iou": main_iou,
-        "precision_recall": curves_as_dict(main),
+    match = match_detections if options.metric == "coco" else match_voc
+    curves = {
+        iou: precision_recall_curves(truth, table, matches=match(truth, table, iou))
+        for iou in sorted({main_iou, *IOUS_OF_CURVES})
     }
+    main = curves[main_iou]
+    document = {**metrics.as_dict(), "precision_recall_iou": main_iou, "precision_recall": curves_as_dict(main)}
     texts = {"metrics.json": json.dumps(document, indent=2, allow_nan=False) + "\n"}
     if main:
-        panels = precision_recall_panels(dict(sorted(curves.items())))
         texts["precision-recall.svg"] = precision_recall_plot(main, main_iou)
-        texts["precision-recall-by-class.svg"] = panels
+        texts["precision-recall-by-class.svg"] = precision_recall_panels(curves)
     folder = Path(options.out)
     for name, text in texts.items():
         write_text(folder / name, text)
     return [folder / name for name in texts]
-
-
-def _curves(truth: Annotations, table: DetectionTable, iou: float, metric: str) -> dict[str, Curve]:
-    match = match_detections if metric == "coco" else match_voc
-    return precision_recall_curves(truth, table, matches=match(truth, table, iou))
 
 
 EVAL = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)

@@ -1,8 +1,8 @@
 """Write a trained run as ONNX.
 
-The file holds the network and, as metadata, everything else that detections need: class names,
-size of images, anchors, calibration and drawing threshold. ``aploss predict FILE.onnx IMAGES...``
-and ``aploss.detectors.export.OnnxDetector`` run it without the run.
+The file holds the network and, as metadata, everything else that detections need: class names, size of images, anchors,
+calibration and drawing threshold. ``aploss predict FILE.onnx IMAGES...`` and ``aploss.detectors.export.OnnxDetector``
+run it without the run.
 """
 
 from pathlib import Path
@@ -17,23 +17,20 @@ EXAMPLES = """
   aploss export runs/demo/checkpoints/last.pt --out detector.onnx --size 320
 """
 
-LEAST_SIZE = 32
-
 
 def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", type=str, help="run folder or checkpoint of a detector")
     parser.add_argument("--out", type=Path, required=True, help="file to write, such as model.onnx")
     parser.add_argument(
-        "--size", type=int | None, default=None,
-        help="shorter side of images in pixels (default: as the detector was tested)",
-    )  # fmt: skip
+        "--size", type=int, help="shorter side of images in pixels (default: as the detector was tested)"
+    )
 
 
 def _run(options: Namespace) -> int:
     """Exports, and says what is in the file."""
     if options.out.suffix.lower() != ".onnx":
         raise ConfigError(f"--out {options.out}: end its name in .onnx")
-    require_at_least(LEAST_SIZE, options, "size")
+    require_at_least(32, options, "size")
 
     from aploss.detectors.checkpoint import load
     from aploss.detectors.export import OnnxDetector, export_onnx

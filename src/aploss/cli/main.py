@@ -1,7 +1,6 @@
 """The `aploss` command: finds the sub-command, parses its options, prints user errors as one line.
 
-Only the module of the command that was asked for is imported, so that ``aploss --help`` answers at
-once.
+Only the module of the command that was asked for is imported, so that ``aploss --help`` answers at once.
 """
 
 import difflib
@@ -12,8 +11,10 @@ import tempfile
 import traceback
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import version
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from aploss.cli.command import EXIT_PROBLEMS, Command
@@ -39,9 +40,6 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
 }
 
 EXIT_USER_ERROR = AplossError.exit_code
-EXIT_INTERRUPTED = 130  # as shells have it: 128 + SIGINT
-EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
-CLOSE_ENOUGH = 0.6  # likeness of a misspelt word
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,21 +51,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_overview(()))
         return 0
-    command = _find_command(words)
+    command = next((found for length in (2, 1) if (found := tuple(words[:length])) in COMMANDS), None)
     if command is None:
         return _unknown_command(words)
-    debug = "--debug" in words
     try:
         code = _run(command, words[len(command) :])
         sys.stdout.flush()  # a closed pipe is found here, not when the interpreter ends
     except BrokenPipeError:  # as `aploss ... | head` does: whoever reads has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
+        return 141  # as shells have it: 128 + SIGPIPE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return 130  # 128 + SIGINT
     except Exception as error:
-        if debug:
+        if "--debug" in words:
             traceback.print_exc()
         line, code = _in_words(error)
         print(f"aploss {' '.join(command)}: {line}", file=sys.stderr)
@@ -82,40 +79,29 @@ def _in_words(error: Exception) -> tuple[str, int]:
         name = "" if error.filename is None else f"{_shortened(str(error.filename))}: "
         return f"{name}{error.strerror}", EXIT_USER_ERROR
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
-        return (f"needs the extra 'detect' ({error.name} is missing): pip install 'aploss[detect]'", EXIT_USER_ERROR)
-    line = " ".join(str(error).split())
-    where = ""
-    try:
-        with tempfile.NamedTemporaryFile(
-            "w", prefix="aploss-error-", suffix=".txt", delete=False, encoding="utf-8"
-        ) as file:
+        return f"needs the extra 'detect' ({error.name} is missing): pip install 'aploss[detect]'", EXIT_USER_ERROR
+    line, where = _shortened(" ".join(str(error).split())), ""
+    with suppress(OSError):
+        handle, name = tempfile.mkstemp(prefix="aploss-error-", suffix=".txt")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
             traceback.print_exception(error, file=file)
-        where = f"; the traceback is in {file.name}"
-    except OSError:
-        pass
-    return (f"unexpected {type(error).__name__}: {_shortened(line)}{where} (--debug shows it)", EXIT_PROBLEMS)
+        where = f"; the traceback is in {name}"
+    return f"unexpected {type(error).__name__}: {line}{where} (--debug shows it)", EXIT_PROBLEMS
 
 
 def _shortened(text: str, longest: int = 200) -> str:
     return text if len(text) <= longest else f"{text[:longest]}..."
 
 
-def _find_command(words: list[str]) -> tuple[str, ...] | None:
-    for length in (2, 1):
-        if tuple(words[:length]) in COMMANDS:
-            return tuple(words[:length])
-    return None
-
-
-def _run(command: tuple[str, ...], arguments: list[str]) -> int:
-    # Plugins come first: what they register are choices of the options.
-    if _command(command).plugins:
+def _run(words: tuple[str, ...], arguments: list[str]) -> int:
+    command = _command(words)
+    if command.plugins:  # they come first: what they register are choices of the options
         from aploss.registry import load_plugins
 
         load_plugins(list(_plugin_files(arguments)))
-    parser = make_parser(command)
+    parser = make_parser(words)
     _refuse_unknown_options(parser, arguments)
-    return int(_command(command).run(parser.parse_args(arguments)) or 0)
+    return command.run(parser.parse_args(arguments))
 
 
 def _command(words: tuple[str, ...]) -> Command:
@@ -128,19 +114,16 @@ def _plugin_files(arguments: Sequence[str]) -> Iterator[str]:
     words = iter(arguments)
     for word in words:
         if word == "--plugin":
-            yield from [file for file in [next(words, None)] if file is not None]
+            yield from islice(words, 1)
         elif word.startswith("--plugin="):
             yield word.partition("=")[2]
 
 
 def make_parser(command: tuple[str, ...]) -> "ArgumentParser":
-    """The parser of a command's options.
-
-    Args:
-        command: its words, such as ``("data", "check")``.
-    """
-    definition = _command(command)
+    """The parser of a command's options; ``command`` are its words, such as ``("data", "check")``."""
     from jsonargparse import ArgumentParser, DefaultHelpFormatter
+
+    definition, line = _command(command), COMMANDS[command][1]
 
     class Formatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
         """Keeps the lines of the examples."""
@@ -150,10 +133,8 @@ def make_parser(command: tuple[str, ...]) -> "ArgumentParser":
 
         def error(self, message: str, ex: Exception | None = None) -> NoReturn:
             words = [action.dest for action in self._actions if not action.option_strings]
-            line = _in_one_line(message, words)
-            raise ConfigError(f"{line} ({self.prog} --help lists the options)") from ex
+            raise ConfigError(f"{_in_one_line(message, words)} ({self.prog} --help lists the options)") from ex
 
-    line = COMMANDS[command][1]
     parser = Parser(
         prog=f"aploss {' '.join(command)}",
         description=line[0].upper() + line[1:] + ".",
@@ -180,19 +161,18 @@ def _refuse_unknown_options(parser: Any, arguments: Sequence[str]) -> None:
             continue
         if any(option.startswith(f"{name}.") for name in known):  # --model.options.norm
             continue
-        close = difflib.get_close_matches(option, known, n=1, cutoff=CLOSE_ENOUGH)
         by_ending = [name for name in known if name.endswith(f".{option.removeprefix('--')}")]
-        meant = (by_ending or close)[:1]
+        meant = by_ending or _close_to(option, known)
         guess = f"; did you mean {meant[0]}?" if meant else ""
         raise ConfigError(f"there is no option {_shortened(option)}{guess} ({parser.prog} --help lists them)")
 
 
-def _in_one_line(message: str, words: Sequence[str] = ()) -> str:
-    """What jsonargparse says, shorter.
+def _close_to(word: str, names: Sequence[str]) -> list[str]:
+    return difflib.get_close_matches(word, names, n=1)
 
-    Args:
-        message: of its parser.
-        words: names of arguments that are not options.
+
+def _in_one_line(message: str, words: Sequence[str] = ()) -> str:
+    """What jsonargparse says, shorter; ``words`` are the arguments that are no options.
 
     Example:
         >>> _in_one_line('Parser key "a.b": Got value: x')
@@ -218,12 +198,7 @@ def _unknown_command(words: list[str]) -> int:
         return 0 if len(words) > 1 else EXIT_USER_ERROR
     asked = " ".join(words[:2] if group else words[:1])
     names = [" ".join(command) for command in COMMANDS]
-    close = difflib.get_close_matches(" ".join(words[:2]), names, n=1, cutoff=CLOSE_ENOUGH)
-    close = close or difflib.get_close_matches(asked, names, n=1, cutoff=CLOSE_ENOUGH)
+    close = _close_to(" ".join(words[:2]), names) or _close_to(asked, names)
     guess = f"; did you mean 'aploss {close[0]}'?" if close else ""
     print(f"aploss: no command '{_shortened(asked)}'{guess} (aploss --help lists them)", file=sys.stderr)
     return EXIT_USER_ERROR
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """Detect objects in images with a trained run.
 
-The pictures with boxes go to ``pictures/`` in the output folder, the detections as COCO results to
-``detections.json``, and the images and classes that these refer to, to ``images.json``.
+The pictures with boxes go to ``pictures/`` in the output folder, the detections as COCO results to ``detections.json``,
+and the images and classes that these refer to, to ``images.json``.
 """
 
 import json
@@ -39,16 +39,10 @@ LOSSY = (".jpg", ".jpeg")  # drawn in kind; everything else becomes PNG
 
 @dataclass(frozen=True)
 class ImageFile:
-    """An image to look at.
-
-    Attributes:
-        path: the file.
-        name: what results are called: its path below the folder that was given, without suffix;
-            different for all images.
-    """
+    """An image to look at, and what its results are called: different for all images."""
 
     path: Path
-    name: str
+    name: str  # the path below the folder that was given, without suffix
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
@@ -56,13 +50,11 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("images", type=str, nargs="+", help="image files, folders, or patterns")
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument(
-        "--threshold", type=float | None, default=None,
-        help="least score to report; 0 for all (default: best F1 on validation)",
-    )  # fmt: skip
+        "--threshold", type=float, help="least score to report; 0 for all (default: best F1 on validation)"
+    )
     parser.add_argument(
-        "--labels", type=Literal["voc", "yolo"] | None, default=None,
-        help="also write annotation files, to be corrected and trained on",
-    )  # fmt: skip
+        "--labels", type=Literal["voc", "yolo"], help="also write annotation files, to be corrected and trained on"
+    )
     parser.add_argument("--multi-scale", action="store_true", help="look at several sizes and mirrored: slower")
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, mps or auto")
     parser.add_argument("--batch-size", type=int, default=8, help="images in one pass")
@@ -80,24 +72,27 @@ def _run(options: Namespace) -> int:
         raise DataError(f"no images to look at: {'; '.join(failures)}")
     detector = _load(options.run, options.device)
     results = _Results(options.out, detector.class_names, options.labels)
-    with progress("images", len(images), quiet=options.quiet) as show:
+    multi_scale = MultiScale() if options.multi_scale else None
+    with progress("images", quiet=options.quiet) as show:
         for start in range(0, len(images), options.batch_size):
             chunk = images[start : start + options.batch_size]
             readable = list(_read(chunk, failures))
+            tensors = [tensor for _, tensor in readable]
             predictions = predict(
-                detector,
-                [tensor for _, tensor in readable],
-                threshold=options.threshold,
-                batch_size=options.batch_size,
-                multi_scale=MultiScale() if options.multi_scale else None,
+                detector, tensors, threshold=options.threshold, batch_size=options.batch_size, multi_scale=multi_scale
             )
             for (image, tensor), prediction in zip(readable, predictions, strict=True):
                 results.add(image, tensor, prediction)
-            show(start + len(chunk))
+            show(start + len(chunk), len(images))
     results.write()
     if not options.quiet:
-        print(results.summary(detector.draw_threshold, options.threshold))
-    return _report(failures)
+        least = detector.draw_threshold if options.threshold is None else options.threshold
+        objects = sum(map(len, results.predictions))
+        above = f" with a score of at least {least:.2f}" if least else ""
+        print(f"{objects} objects in {len(results.images)} images{above}: {options.out}")
+    if failures:
+        print(f"{len(failures)} could not be used:", *failures, sep="\n  ", file=sys.stderr)
+    return EXIT_PROBLEMS if failures else 0
 
 
 def _load(path: str, device: str) -> "ObjectDetector":
@@ -121,15 +116,6 @@ def _read(chunk: Sequence[ImageFile], failures: list[str]) -> "Iterator[tuple[Im
             failures.append(str(error))
 
 
-def _report(failures: list[str]) -> int:
-    if not failures:
-        return 0
-    print(f"{len(failures)} could not be used:", file=sys.stderr)
-    for line in failures:
-        print(f"  {line}", file=sys.stderr)
-    return EXIT_PROBLEMS
-
-
 @dataclass
 class _Results:
     """The output folder; pictures and labels are written at once, the rest at the end."""
@@ -142,24 +128,22 @@ class _Results:
 
     def add(self, image: ImageFile, tensor: "Tensor", prediction: "Prediction") -> None:
         from aploss.data import draw_boxes
+        from aploss.detectors.predict import voc_annotation, yolo_rows
 
         width, height = prediction.image_size
         number = len(self.images) + 1
         self.images.append({"id": number, "file_name": str(image.path), "width": width, "height": height})
         self.predictions.append(prediction)
-        picture = draw_boxes(
-            tensor.numpy(),
-            prediction.boxes.numpy(),
-            prediction.labels.numpy(),
-            self.class_names,
-            prediction.scores.numpy(),
-        )
+        boxes, labels, scores = prediction.boxes.numpy(), prediction.labels.numpy(), prediction.scores.numpy()
+        picture = draw_boxes(tensor.numpy(), boxes, labels, self.class_names, scores)
         suffix = image.path.suffix.lower()
         suffix, kind = (suffix, "JPEG") if suffix in LOSSY else (".png", "PNG")
-        write_whole(
-            self.folder / PICTURES / f"{image.name}{suffix}", lambda file: picture.save(file, format=kind, quality=92)
-        )
-        self._write_labels(image, prediction)
+        path = self.folder / PICTURES / f"{image.name}{suffix}"
+        write_whole(path, lambda file: picture.save(file, format=kind, quality=92))
+        if self.labels == "voc":
+            write_text(self.folder / f"labels/{image.name}.xml", voc_annotation(prediction, image.path.name))
+        elif self.labels == "yolo":
+            write_text(self.folder / f"labels/{image.name}.txt", yolo_rows(prediction))
 
     def write(self) -> None:
         """Writes the two JSON files, and the classes of YOLO labels."""
@@ -175,21 +159,6 @@ class _Results:
         for name, text in texts.items():
             write_text(self.folder / name, text)
 
-    def summary(self, draw_threshold: float | None, threshold: float | None) -> str:
-        least = draw_threshold if threshold is None else threshold
-        objects = sum(len(prediction) for prediction in self.predictions)
-        above = f" with a score of at least {least:.2f}" if least else ""
-        return f"{objects} objects in {len(self.images)} images{above}: {self.folder}"
-
-    def _write_labels(self, image: ImageFile, prediction: "Prediction") -> None:
-        from aploss.detectors.predict import voc_annotation, yolo_rows
-
-        if self.labels == "voc":
-            text = voc_annotation(prediction, image.path.name)
-            write_text(self.folder / f"labels/{image.name}.xml", text)
-        elif self.labels == "yolo":
-            write_text(self.folder / f"labels/{image.name}.txt", yolo_rows(prediction))
-
 
 def find_images(arguments: Sequence[str], *, exclude: Path | None = None) -> tuple[list[ImageFile], list[str]]:
     """Image files from files, folders (with the folders in them) and patterns such as ``*.jpg``.
@@ -199,8 +168,7 @@ def find_images(arguments: Sequence[str], *, exclude: Path | None = None) -> tup
         exclude: a folder that is not looked into, such as the one that results go to.
 
     Returns:
-        The files in the order of the arguments, each once; and a line for each argument that is
-        no image.
+        The files in the order of the arguments, each once; and a line for each argument that is no image.
     """
     found: dict[Path, str] = {}
     problems: list[str] = []

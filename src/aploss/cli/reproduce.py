@@ -1,11 +1,11 @@
 """Make a table or figure of the paper again, small on a CPU or at the paper's own scale.
 
-The small scale shows the effect on the built-in data (or --data) in minutes. The paper's scale has
-every setting of the paper and is for GPUs. Runs are kept in a cache and shared by all tables.
+The small scale shows the effect on the built-in data (or --data) in minutes. The paper's scale has every setting of the
+paper and is for GPUs. Runs are kept in a cache and shared by all tables.
 """
 
 import os
-from pathlib import Path
+from functools import partial
 from typing import Literal
 
 from jsonargparse import ArgumentParser, Namespace
@@ -26,21 +26,15 @@ EXAMPLES = """
 
 def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("name", choices=list(REPRODUCTIONS), help="which table or figure")
-    parser.add_argument(
-        "--scale", type=Literal["small", "paper"], default="small", help="minutes on a CPU, or the paper's settings"
-    )
-    parser.add_argument(
-        "--benchmark", type=Literal["voc", "coco"], default="voc", help="which of the paper's data sets"
-    )
+    scales, benchmarks = Literal["small", "paper"], Literal["voc", "coco"]
+    parser.add_argument("--scale", type=scales, default="small", help="minutes on a CPU, or the paper's settings")
+    parser.add_argument("--benchmark", type=benchmarks, default="voc", help="which of the paper's data sets")
     parser.add_argument("--data", help="folder of the data; at small scale built-in by default")
     parser.add_argument("--recipe", help="settings of the small scale; demo for built-in data, else bccd-cpu")
     parser.add_argument("--seeds", help="how many, or which: 0,1,2; 3 at small scale, else 1")
     parser.add_argument("--steps", type=int, help="length of each training at small scale")
-    parser.add_argument(
-        "--no-tune",
-        action="store_true",
-        help="take the recipe's learning rates; else they are searched where losses are compared",
-    )
+    no_tune = "take the recipe's learning rates; else they are searched where losses are compared"
+    parser.add_argument("--no-tune", action="store_true", help=no_tune)
     parser.add_argument("--tune-steps", type=int, help="length of each trial of that search")
     parser.add_argument("--max-minutes", type=float, help="stop after so many minutes; the same command goes on")
     parser.add_argument("--out", help="folder of page and tables; by default runs/NAME-SCALE-DATA")
@@ -58,28 +52,16 @@ def _run(options: Namespace) -> int:
 
     require_at_least(1, options, "steps", "tune_steps")
     request = Request(
-        scale=options.scale,
-        benchmark=options.benchmark,
-        data=options.data,
-        recipe=options.recipe,
+        **{name: options[name] for name in ("scale", "benchmark", "data", "recipe", "steps", "tune_steps", "device")},
         seeds=None if options.seeds is None else parse_seeds(options.seeds),
-        steps=options.steps,
         tune=not options.no_tune,
-        tune_steps=options.tune_steps,
-        device=options.device,
         processes=int(os.environ.get("WORLD_SIZE", "1")),
     )
     if options.plan:
         print(describe_plan(options.name, request))
         return 0
     check_time(options.name, request, print, start_anyway=options.yes)
-    out = Path(options.out) if options.out else default_out(options.name, request)
-    return run_comparison(
-        out,
-        lambda: reproduce(
-            options.name, request, out, cache=options.cache, max_minutes=options.max_minutes, quiet=options.quiet
-        ),
-    )
+    return run_comparison(options, default_out(options.name, request), partial(reproduce, options.name, request))
 
 
 REPRODUCE = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)

@@ -15,13 +15,8 @@ EXAMPLES = """
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "name",
-        nargs="?",
-        type=Literal["all", "convergence", "smoothed-failure", "inseparable", "consistency", "imbalance"],
-        default="all",
-        help="which study",
-    )
+    names = Literal["all", "convergence", "smoothed-failure", "inseparable", "consistency", "imbalance"]
+    parser.add_argument("name", nargs="?", type=names, default="all", help="which study")
     parser.add_argument("--seed", type=int, default=0, help="of the random problems")
     parser.add_argument("--out", type=Path, default=Path("runs/theory"), help="folder for the pages")
 

@@ -1,7 +1,7 @@
 """Train a detector on VOC, COCO, YOLO or built-in data.
 
-Settings come from a recipe, then a config file, then the command line; each wins over what comes
-before it. ``--print_config`` shows the result without training.
+Settings come from a recipe, then a config file, then the command line; each wins over what comes before it.
+``--print_config`` shows the result without training.
 """
 
 from pathlib import Path
@@ -47,31 +47,32 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 def _run(options: Namespace) -> int:
     """Trains, and prints the numbers and where the page is."""
-    config = _resolve_config(options)
-    if _asks_for_config(options):
+    shows_config = options.print_config is not None
+    config = _resolve_config(options, talks=not (options.quiet or shows_config))
+    if shows_config:
         print(yaml.safe_dump(config_to_dict(config), sort_keys=False), end="")
         return 0
+    if not config.data:
+        raise ConfigError("no data: give --data a folder of VOC, COCO or YOLO data, or builtin")
     return run_training(config, resume=options.resume, quiet=options.quiet, plugins=options.plugin)
 
 
-def _resolve_config(options: Namespace) -> TrainConfig:
+def _resolve_config(options: Namespace, *, talks: bool) -> TrainConfig:
     """The config of recipe, file and options; of the run in ``--out`` when it is resumed."""
     from aploss.training.run_folder import RunFolder
 
-    given = {key: value for key, value in options.as_dict().items() if key not in OWN_OPTIONS}
-    values = merge(_read_yaml_of(options.config), given)
-    if options.resume and options.recipe is None and values.get("out") is not None:
+    values = {key: value for key, value in options.as_dict().items() if key not in OWN_OPTIONS}
+    if options.config is not None:
+        from_file = read_yaml(Path(options.config))
+        config_from_dict(from_file, source=options.config)  # a mistake is reported as the file's
+        values = merge(from_file, values)
+    if options.recipe is not None:
+        return load_config(options.recipe, values)
+    if options.resume and values.get("out") is not None:
         folder = RunFolder(values["out"])
         if folder.exists or "data" not in values:
-            stored = config_to_dict(folder.read_config())
-            return config_from_dict(merge(stored, values))
-    if options.recipe is not None:
-        config = load_config(options.recipe, values)
-    else:
-        config = _without_recipe(values, talks=not (options.quiet or _asks_for_config(options)))
-    if not config.data and not _asks_for_config(options):
-        raise ConfigError("no data: give --data a folder of VOC, COCO or YOLO data, or builtin")
-    return config
+            return config_from_dict(merge(config_to_dict(folder.read_config()), values))
+    return _without_recipe(values, talks=talks)
 
 
 def _without_recipe(values: dict[str, Any], *, talks: bool) -> TrainConfig:
@@ -90,20 +91,6 @@ def _without_recipe(values: dict[str, Any], *, talks: bool) -> TrainConfig:
         shape = f"{size}x{size}" if isinstance(size, int) else f"{size[1]}x{size[0]}"
         print(f"recipe    {recipe}, as none was given: {config.detector} on {shape} pixels")
     return config
-
-
-def _asks_for_config(options: Namespace) -> bool:
-    """Whether only the settings are to be shown."""
-    return options.print_config is not None
-
-
-def _read_yaml_of(path: str | None) -> dict[str, Any]:
-    """The values of a config file, after a check of its keys; nothing without a file."""
-    if path is None:
-        return {}
-    values = read_yaml(Path(path))
-    config_from_dict(values, source=path)
-    return values
 
 
 TRAIN = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)

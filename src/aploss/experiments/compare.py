@@ -1,5 +1,6 @@
 """``compare``: the same training with several losses, and how much they differ over seeds."""
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +17,6 @@ from aploss.training import TrainingInterruptedError
 from aploss.training.distributed import start_world
 from aploss.training.machine import choose_device, describe_environment
 
-CACHE = "cache"  # beside the folders of the comparisons
 SECONDS_BETWEEN_PAGES = 20.0  # runs that are only read are quicker than that
 
 
@@ -49,48 +49,17 @@ def comparison_plan(
         >>> [variant.config.loss for variant in plan.variants]
         ['ap', 'focal']
     """
+    variants = []
     for loss in losses:
         LOSSES.get(loss)
-    variants = [
-        Variant(
-            name=loss,
-            config=comparison_config(recipe, {**(changes or {}), "loss": loss}, steps=steps, validations=validations),
-        )
-        for loss in losses
-    ]
+        config = comparison_config(recipe, {**(changes or {}), "loss": loss}, steps=steps, validations=validations)
+        variants.append(Variant(name=loss, config=config))
     return Plan(variants=variants, seeds=tuple(seeds), tuning=tuning)
 
 
-def compare(
-    plan: Plan,
-    out: str | Path,
-    *,
-    cache: str | Path | None = None,
-    max_minutes: float | None = None,
-    quiet: bool = True,
-    command: str | None = None,
-) -> Results:
-    """Trains what a plan lacks, and writes ``report.html``, ``table.md`` and ``results.json``.
-
-    Args:
-        plan: of :func:`comparison_plan`.
-        out: folder of the three files.
-        cache: folder of the runs; by default ``cache`` beside ``out``. A run that is there is not
-            trained again, whichever comparison made it.
-        max_minutes: stop after so many minutes; the same call goes on later.
-        quiet: print nothing.
-        command: shown on the page; by default that of this process.
-
-    Returns:
-        The runs and what follows from them.
-
-    Raises:
-        TrainingInterruptedError: Ctrl-C or SIGTERM; the same call goes on later.
-    """
-    return run_plan(
-        plan, out, comparison_text, cache=cache, max_minutes=max_minutes, quiet=quiet,
-        command=command,
-    )  # fmt: skip
+def compare(plan: Plan, out: str | Path, **options: Any) -> Results:
+    """Trains what the plan of a comparison lacks, and writes its page: :func:`run_plan` with the usual texts."""
+    return run_plan(plan, out, comparison_text, **options)
 
 
 def run_plan(
@@ -103,16 +72,27 @@ def run_plan(
     quiet: bool = True,
     command: str | None = None,
 ) -> Results:
-    """As :func:`compare`, with a page of one's own; it is written anew as runs are done.
+    """Trains what a plan lacks, and writes ``report.html``, ``table.md`` and ``results.json``, anew as runs are done.
 
     Args:
-        plan: rows, seeds and search.
-        out: folder of the page.
+        plan: rows, seeds and search, such as of :func:`comparison_plan`.
+        out: folder of the three files.
         page_of: the page of results, also of unfinished ones; see :meth:`Results.comparison`.
-        cache: see :func:`compare`, as the others.
+        cache: folder of the runs; by default ``cache`` beside ``out``. A run that is there is not trained again,
+            whichever comparison made it.
+        max_minutes: stop after so many minutes; the same call goes on later.
+        quiet: print nothing.
+        command: shown on the page; by default that of this process.
+
+    Returns:
+        The runs and what follows from them.
+
+    Raises:
+        TrainingInterruptedError: Ctrl-C or SIGTERM; the same call goes on later.
     """
-    out = Path(out)
-    results = Results(plan)
+    out, results = Path(out), Results(plan)
+    # As a user would type it.
+    command = command or re.sub(r"^(__main__|aploss)\S*", "aploss", describe_environment()["command"])
     # All runs share one meeting of the processes: torchrun's cannot be held a second time.
     with start_world(choose_device(plan.variants[0].config.device)) as world:
         written_at = time.monotonic()
@@ -120,27 +100,17 @@ def run_plan(
         def write() -> None:
             nonlocal written_at
             if world.is_main:
-                page = replace(page_of(results), command=command or _command_line())
-                write_results(out, results, page)
+                write_results(out, results, replace(page_of(results), command=command))
             written_at = time.monotonic()
 
         def write_now_and_then() -> None:
             if time.monotonic() - written_at > SECONDS_BETWEEN_PAGES:
                 write()
 
-        def say(line: str) -> None:
-            if world.is_main and not quiet:
-                print(line, flush=True)
-
-        runner = Runner(
-            Path(cache) if cache is not None else out.parent / CACHE,
-            max_minutes=max_minutes,
-            quiet=quiet,
-            is_main=world.is_main,
-            processes=world.size,
-        )
+        cache = out.parent / "cache" if cache is None else Path(cache)
+        runner = Runner(cache, world, max_minutes=max_minutes, quiet=quiet)
         try:
-            execute(results, runner, say=say, on_run=write_now_and_then)
+            execute(results, runner, on_run=write_now_and_then)
         except TrainingInterruptedError:
             write()
             raise
@@ -155,17 +125,13 @@ def comparison_text(results: Results) -> Comparison:
     listed = ", ".join(labels[:-1]) + f" and {labels[-1]}" if len(labels) > 1 else labels[0]
     return results.comparison(
         title=f"{listed} on {data_name(results.plan.variants[0].config.data)}",
-        summary=(
-            "The same detector, schedule, initial weights and order of the data for each seed; "
-            "only the loss differs (a softmax loss has one output more for each anchor). "
-            "Measured with the weights at the end of the schedule."
-        ),
+        summary="The same detector, schedule, initial weights and order of the data for each seed; only the loss "
+        "differs (a softmax loss has one output more for each anchor). Measured with the weights at the end of the "
+        "schedule.",
         reference=names[0] if len(names) > 1 else None,
-        notes=(
-            "The interval of a paired difference is that of Student's t over seeds, for each difference by itself."
-            if len(results.plan.seeds) > 1
-            else "One seed shows no spread: a difference may be chance."
-        ),
+        notes="The interval of a paired difference is that of Student's t over seeds, for each difference by itself."
+        if len(results.plan.seeds) > 1
+        else "One seed shows no spread: a difference may be chance.",
     )
 
 
@@ -180,10 +146,3 @@ def default_out(plan: Plan) -> Path:
     config = plan.variants[0].config
     losses = "-".join(variant.name for variant in plan.variants)
     return Path("runs") / f"compare-{Path(data_name(config.data)).stem}-{config.detector}-{losses}"
-
-
-def _command_line() -> str:
-    """The command this process was started with, as a user would type it."""
-    command: str = describe_environment()["command"]
-    program, _, rest = command.partition(" ")
-    return f"{'aploss' if program.startswith(('__main__', 'aploss')) else program} {rest}".strip()

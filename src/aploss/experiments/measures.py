@@ -4,8 +4,9 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 
@@ -31,55 +32,37 @@ VOC_AP50 = "VOC AP50"
 METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 RANKING_AP = "AP of the ranking"
 RANKED_IMAGES = 8  # ranked together, as in training
+POINTS_FILE = "ap_loss.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run of a comparison.
+    """A run of a comparison."""
 
-    Attributes:
-        config: of the run, with its seed.
-        folder: where it is.
-        summary: its result; None where it diverged.
-        failure: why it has none, in one line.
+    config: TrainConfig  # with its seed
+    folder: Path
+    summary: Summary | None  # None where it diverged
+    failure: str = ""  # why it has no summary, in one line
+
+
+class Measure:
+    """How numbers are taken from a run: the final AP on the evaluation split, and AP on validation on the way.
+
+    Others override its methods, of which all but :meth:`observer` are of finished runs.
     """
 
-    config: TrainConfig
-    folder: Path
-    summary: Summary | None
-    failure: str = ""
-
-
-class Measure(Protocol):
-    """How numbers are taken from a run; all methods but :meth:`observer` are of finished runs."""
-
     def observer(self, config: TrainConfig, folder: Path) -> Callable[[dict[str, Any]], Any] | None:
-        """What is called with every row of the metrics while a run trains."""
+        """What is called with every row of the metrics while a run trains; None for nothing."""
+        return None
 
     def values(self, run: Run) -> Mapping[str, float | None]:
         """The final numbers by metric, between 0 and 1."""
+        assert run.summary is not None
+        found = {name: getattr(run.summary, name) for name in METRICS}
+        return found if run.summary.voc_AP50 is None else {**found, VOC_AP50: run.summary.voc_AP50}
 
     def curve(self, run: Run) -> TrainingCurve:
         """Its way there."""
-
-    def score(self, run: Run) -> float | None:
-        """What a learning rate is chosen by, the larger the better; None where not known."""
-
-
-class DetectionMeasure:
-    """The final AP on the evaluation split, and AP on the validation split on the way."""
-
-    def observer(self, config: TrainConfig, folder: Path) -> None:
-        """Nothing has to be watched."""
-
-    def values(self, run: Run) -> Mapping[str, float | None]:
-        assert run.summary is not None
-        found = {name: getattr(run.summary, name) for name in METRICS}
-        if run.summary.voc_AP50 is not None:
-            found[VOC_AP50] = run.summary.voc_AP50
-        return found
-
-    def curve(self, run: Run) -> TrainingCurve:
         rows = [row for row in _validations(run) if row["AP"] is not None]
         return TrainingCurve(
             steps=[row["step"] for row in rows],
@@ -88,48 +71,38 @@ class DetectionMeasure:
         )
 
     def score(self, run: Run) -> float | None:
+        """What a learning rate is chosen by, the larger the better; None where not known."""
         rows = _validations(run)
         return rows[-1]["AP"] if rows else None
 
 
 def _validations(run: Run) -> list[dict[str, Any]]:
-    rows = read_json_lines(run.folder / "metrics.jsonl")
-    return [row for row in rows if row["kind"] == "validation"]
+    return [row for row in read_json_lines(run.folder / "metrics.jsonl") if row["kind"] == "validation"]
 
 
-DETECTION = DetectionMeasure()
+DETECTION = Measure()
 
 
-class MultiScaleMeasure(DetectionMeasure):
-    """As :class:`DetectionMeasure`, but the final numbers are those of several scales.
-
-    They are measured once and kept in the run folder.
-
-    Args:
-        scales: the views of an image; by default those of ``MultiScale``.
-    """
-
-    def __init__(self, scales: MultiScale | None = None) -> None:
-        self.scales = scales or MultiScale()
+class MultiScaleMeasure(Measure):
+    """The final numbers are those of several scales, measured once and kept in the run folder."""
 
     def curve(self, run: Run) -> TrainingCurve:
         """None: on the way there only one scale was looked at."""
         return TrainingCurve(steps=[], values=[])
 
     def values(self, run: Run) -> Mapping[str, float | None]:
-        file = run.folder / "evaluation" / "multi_scale.json"
-        views = {"scales": self.scales.scales, "flip": self.scales.flip}
+        file, scales = run.folder / "evaluation" / "multi_scale.json", MultiScale()
+        views = {"scales": scales.scales, "flip": scales.flip}
         if file.is_file():
-            known: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            known = json.loads(file.read_text(encoding="utf-8"))
             if known["views"] == json.loads(json.dumps(views)):
-                return cast(dict[str, float | None], known["values"])
-        found = self._measure(run)
+                return dict(known["values"])
+        found = self._measure(run, scales)
         write_json(file, {"views": views, "values": found})
         return found
 
-    def _measure(self, run: Run) -> dict[str, float | None]:
-        config = run.config
-        device = choose_device(config.device)
+    def _measure(self, run: Run, scales: MultiScale) -> dict[str, float | None]:
+        config, device = run.config, choose_device(run.config.device)
         detector = load(run.folder, device=device).eval()
         dataset = load_run_data(config).evaluation
         assert dataset is not None
@@ -138,28 +111,24 @@ class MultiScaleMeasure(DetectionMeasure):
         with torch.inference_mode():
             for batch in make_evaluation_loader(dataset, batch_size=1, workers=workers):
                 ids += [target["image_id"] for target in batch.targets]
-                found += self.scales(detector, [image.to(device) for image in batch.images])
+                found += scales(detector, [image.to(device) for image in batch.images])
         split, table = Split(dataset), DetectionTable.from_predictions(ids, found)
         metrics = split.measure(table, detector).as_dict()
-        values: dict[str, float | None] = {name: metrics[name] for name in METRICS}
+        values = {name: metrics[name] for name in METRICS}
         if config.evaluation.voc_year is not None:
-            voc = voc_metrics(split.truth, table, year=config.evaluation.voc_year)
-            values[VOC_AP50] = voc.AP50
+            values[VOC_AP50] = voc_metrics(split.truth, table, year=config.evaluation.voc_year).AP50
         return values
 
 
-class APLossMeasure:
+class APLossMeasure(Measure):
     """1 - AP of the ranking of anchors, on images of the training set, at every checkpoint.
 
-    Whatever a run minimises, it is judged by the loss of Eq. (5) with the Heaviside step and
-    without interpolation (Figure 4b). The images are the same for all runs, not augmented, in
-    batches of 8; the loss is the mean over batches.
-
-    Args:
-        images: how many images of the training set are looked at.
+    Whatever a run minimises, it is judged by the loss of Eq. (5) with the Heaviside step and without interpolation
+    (Figure 4b). The first ``images`` images are the same for all runs, not augmented, in batches of 8; the loss is the
+    mean over batches.
     """
 
-    def __init__(self, images: int = 64) -> None:
+    def __init__(self, images: int) -> None:
         self.images = images
 
     def observer(self, config: TrainConfig, folder: Path) -> Callable[[dict[str, Any]], None]:
@@ -171,19 +140,19 @@ class APLossMeasure:
         return lambda row: watch.look()
 
     def values(self, run: Run) -> Mapping[str, float | None]:
-        return {RANKING_AP: 1 - self._points(run)[-1][1]}
+        return {RANKING_AP: self.score(run)}
 
     def curve(self, run: Run) -> TrainingCurve:
         points = self._points(run)
-        return TrainingCurve(steps=[step for step, _ in points], values=[value for _, value in points])
+        return TrainingCurve(steps=list(points), values=list(points.values()))
 
-    def score(self, run: Run) -> float | None:
-        return self.values(run)[RANKING_AP]
+    def score(self, run: Run) -> float:
+        return 1 - list(self._points(run).values())[-1]
 
-    def _points(self, run: Run) -> list[tuple[int, float]]:
-        points = _read_points(run.folder / _APLossWatch.FILE)
+    def _points(self, run: Run) -> dict[int, float]:
+        points = _read_points(run.folder)
         assert run.summary is not None
-        if not points or points[-1][0] < run.summary.steps:
+        if max(points, default=-1) < run.summary.steps:
             watch = _APLossWatch(run.config, run.folder, self.images)
             watch.look()
             points = watch.points
@@ -191,65 +160,56 @@ class APLossMeasure:
 
 
 class _APLossWatch:
-    """The measured points of one run, kept in its folder."""
-
-    FILE = "ap_loss.json"
+    """The measured points of one run (step → AP-loss), kept in its folder."""
 
     def __init__(self, config: TrainConfig, folder: Path, images: int) -> None:
-        self.file, self.checkpoint = folder / self.FILE, folder / "checkpoints" / "last.pt"
-        self.points = _read_points(self.file)
+        self.folder, self.points = folder, _read_points(folder)
         train = load_run_data(config).train
         self.class_names = train.class_names
         loader = make_training_loader(
             train, batch_size=RANKED_IMAGES, seed=0, preset="none", size=config.batches.image_size
         )
-        count = math.ceil(images / RANKED_IMAGES)
-        self._batches = [batch for _, batch in zip(range(count), loader.epoch(0), strict=False)]
+        self._batches = list(islice(loader.epoch(0), math.ceil(images / RANKED_IMAGES)))
         self._device = choose_device(config.device)
         self._seen = 0
 
     def look(self) -> None:
         """Measures the last checkpoint if it is a new one."""
-        if not self.checkpoint.is_file():
-            return
-        changed = self.checkpoint.stat().st_mtime_ns
-        if changed == self._seen:
+        checkpoint = self.folder / "checkpoints" / "last.pt"
+        if not checkpoint.is_file() or (changed := checkpoint.stat().st_mtime_ns) == self._seen:
             return
         self._seen = changed
-        content = read_checkpoint(self.checkpoint)
+        content = read_checkpoint(checkpoint)
         step = int(content["training"]["step"])
-        if all(step != known for known, _ in self.points):
+        if step not in self.points:
             self.add(step, detector_from_record(content["detector"]))
-            steps, values = zip(*self.points, strict=True)
-            write_json(self.file, {"steps": steps, "values": values})
+            write_json(self.folder / POINTS_FILE, {"steps": [*self.points], "values": [*self.points.values()]})
 
     def add(self, step: int, detector: Detector) -> None:
         """Measures a detector."""
         value = training_ap_loss(detector.to(self._device), self._batches)
-        self.points = sorted([*self.points, (step, value)])
+        self.points = dict(sorted({**self.points, step: value}.items()))
 
 
-def _read_points(file: Path) -> list[tuple[int, float]]:
-    if not file.is_file():
-        return []
-    content = json.loads(file.read_text(encoding="utf-8"))
-    return list(zip(content["steps"], content["values"], strict=True))
+def _read_points(folder: Path) -> dict[int, float]:
+    if not (folder / POINTS_FILE).is_file():
+        return {}
+    content = json.loads((folder / POINTS_FILE).read_text(encoding="utf-8"))
+    return dict(zip(content["steps"], content["values"], strict=True))
 
 
 def training_ap_loss(detector: Detector, batches: Sequence[Batch]) -> float:
     """The mean over batches of 1 - AP of their anchors' ranking.
 
-    Batches without objects are left out.
-
     Args:
         detector: with one score for each anchor and class.
-        batches: of training images.
+        batches: of training images; those without objects are left out.
 
     Returns:
         A value in [0, 1]; NaN where no batch has an object.
     """
     device = next(detector.parameters()).device
-    values = []
+    criterion, values = detector.criterion, []
     with torch.no_grad():
         for batch in batches:
             assert batch.images is not None
@@ -258,12 +218,9 @@ def training_ap_loss(detector: Detector, batches: Sequence[Batch]) -> float:
             anchors = torch.cat(detector.anchors_for(height, width, device))
             logits, _ = detector.eval().heads(images)
             labels = label_anchors(
-                anchors,
-                batch.targets,
-                positive_iou=detector.criterion.positive_iou,
-                negative_iou=detector.criterion.negative_iou,
+                anchors, batch.targets, positive_iou=criterion.positive_iou, negative_iou=criterion.negative_iou
             )
             if len(labels.boxes):
                 targets = labels.ranking_targets(logits.shape[-1])
                 values.append(float(ap_loss(logits, targets, delta=0.0, interpolated=False)))
-    return math.nan if not values else sum(values) / len(values)
+    return sum(values) / len(values) if values else math.nan

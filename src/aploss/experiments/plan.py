@@ -3,18 +3,17 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from aploss.data.builtin import VERSION as BUILTIN_VERSION
 from aploss.errors import ConfigError
 from aploss.experiments.measures import DETECTION, Measure
-from aploss.training.config import TrainConfig, config_to_dict
-from aploss.training.recipes import load_config
+from aploss.training.config import TrainConfig, config_from_dict, config_to_dict
+from aploss.training.recipes import load_config, merge
 from aploss.training.run_folder import MAY_CHANGE
 
-Config = TypeVar("Config")
 VALIDATIONS = 10  # points of the curve of AP while training
 MAX_SEEDS = 1000
 MAX_SEED = 2**32 - 1  # as numpy takes them
@@ -23,19 +22,12 @@ WARMUP_SHARE = 0.1  # of a trial, at most, where the length of the real run in s
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One row of a comparison.
+    """One row of a comparison."""
 
-    Attributes:
-        name: name of a loss, or any text such as ``"delta 0.5"``.
-        config: how it is trained, whatever its seed.
-        paper: metric → the paper's number, between 0 and 1.
-        measure: what is looked at in its runs.
-    """
-
-    name: str
-    config: TrainConfig
-    paper: Mapping[str, float] = field(default_factory=dict)
-    measure: Measure = DETECTION
+    name: str  # of a loss, or any text such as "delta 0.5"
+    config: TrainConfig  # how it is trained, whatever its seed
+    paper: Mapping[str, float] = field(default_factory=dict)  # metric → the paper's number, between 0 and 1
+    measure: Measure = DETECTION  # what is looked at in its runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +36,8 @@ class Tuning:
 
     Attributes:
         factors: of the row's own learning rate; every row gets the same number of trials.
-        steps: length of a trial, whose warm-up shrinks with it; None for the length of the real
-            run, with whose first seed a trial is then shared.
+        steps: length of a trial, whose warm-up shrinks with it; None for that of the real run, with whose first
+            seed a trial is then shared.
     """
 
     factors: tuple[float, ...] = (1 / 9, 1 / 3, 1.0, 3.0)
@@ -73,9 +65,9 @@ def comparison_config(
 ) -> TrainConfig:
     """A config under which runs can be compared.
 
-    The weights at the end of the schedule are measured, on the test split where there is one, so
-    that nothing is chosen by a run; the validation split is looked at ``validations`` times on the
-    way, for the curve and for learning rates.
+    The weights at the end of the schedule are measured, on the test split where there is one, so that nothing is
+    chosen by a run; the validation split is looked at ``validations`` times on the way, for the curve and for learning
+    rates.
 
     Args:
         recipe: name or file, as of :func:`~aploss.training.recipes.load_config`.
@@ -83,11 +75,10 @@ def comparison_config(
         steps: another length of the schedule, in steps; milestones keep their share of it.
         validations: how often to validate.
     """
-    config = load_config(recipe, changes)
-    config = with_length(config, steps, validations=validations)
-    chosen_by = config.splits.validation or "val"
-    measured_on = config.evaluation.split
-    split = None if measured_on == chosen_by else measured_on
+    config = with_length(load_config(recipe, changes), steps, validations=validations)
+    split = config.evaluation.split
+    if split == (config.splits.validation or "val"):
+        split = None
     return changed(config, {"evaluation": {"checkpoint": "last", "split": split}})
 
 
@@ -99,42 +90,29 @@ def with_length(config: TrainConfig, steps: int | None, *, validations: int) -> 
         >>> short.schedule.length, short.validation.every
         (500, 100.0)
     """
-    schedule: dict[str, Any] = {}
-    length: float = config.schedule.length
-    unit: str = config.schedule.unit
+    schedule = config.schedule
     if steps is not None:
-        milestones = tuple(round(steps / length * one) for one in config.schedule.milestones)
-        length, unit = steps, "steps"
-        schedule = {"length": steps, "unit": unit, "milestones": milestones}
-    every = length / validations
-    if unit == "steps":
+        milestones = tuple(round(steps / schedule.length * one) for one in schedule.milestones)
+        schedule = replace(schedule, length=steps, unit="steps", milestones=milestones)
+    every = schedule.length / validations
+    if schedule.unit == "steps":
         every = float(max(1, round(every)))
-    validation = {"every": every, "unit": unit, "patience": None}
-    return changed(config, {"schedule": schedule, "validation": validation})
+    validation = replace(config.validation, every=every, unit=schedule.unit, patience=None)
+    return replace(config, schedule=schedule, validation=validation)
 
 
 def trials_of(variant: Variant, tuning: Tuning, seed: int) -> list[TrainConfig]:
     """The trials of a row's learning rate, one config for each factor."""
-    rate = variant.config.optimizer.learning_rate
     config = replace(variant.config, seed=seed)
     if tuning.steps is not None:
-        config = _shortened(config, tuning.steps)
+        # The warm-up takes the share of the trial that it takes of the real run: with all of it a short trial would
+        # hardly train at the rate it is to judge, and too high a rate would win.
+        schedule = config.schedule
+        share = schedule.warmup_steps / schedule.length if schedule.unit == "steps" else WARMUP_SHARE
+        warmup = min(schedule.warmup_steps, round(share * tuning.steps))
+        config = with_length(changed(config, {"schedule": {"warmup_steps": warmup}}), tuning.steps, validations=1)
+    rate = variant.config.optimizer.learning_rate
     return [with_rate(config, float(f"{factor * rate:.3g}")) for factor in tuning.factors]
-
-
-def _shortened(config: TrainConfig, steps: int) -> TrainConfig:
-    """A trial of so many steps: its warm-up takes the share of it that it takes of the real run.
-
-    With the warm-up of the real run a short trial would hardly train at the rate it is to judge,
-    and too high a rate would win.
-    """
-    schedule = config.schedule
-    share = WARMUP_SHARE
-    if schedule.unit == "steps":
-        share = schedule.warmup_steps / schedule.length
-    warmup = min(schedule.warmup_steps, round(share * steps))
-    config = changed(config, {"schedule": {"warmup_steps": warmup}})
-    return with_length(config, steps, validations=1)
 
 
 def with_rate(config: TrainConfig, rate: float) -> TrainConfig:
@@ -142,25 +120,16 @@ def with_rate(config: TrainConfig, rate: float) -> TrainConfig:
     return changed(config, {"optimizer": {"learning_rate": rate}})
 
 
-def changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    """The config with nested values replaced.
-
-    Example:
-        >>> changed(TrainConfig(), {"optimizer": {"learning_rate": 0.1}}).optimizer.learning_rate
-        0.1
-    """
-    values = {
-        name: changed(getattr(config, name), value) if is_dataclass(getattr(config, name)) else value
-        for name, value in changes.items()
-    }
-    return replace(config, **values)  # type: ignore[type-var]
+def changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
+    """The config with nested values replaced."""
+    return config_from_dict(merge(config_to_dict(config), changes))
 
 
 def settings_hash(config: TrainConfig) -> str:
     """Ten hexadecimal digits of everything that decides what a run learns.
 
-    Its folder, its time limit and how often it saves are no part of it; a data folder counts by
-    where it is, not by how it is written.
+    Its folder, its time limit and how often it saves are no part of it; a data folder counts by where it is, not by how
+    it is written.
 
     Example:
         >>> one, other = TrainConfig(data="builtin"), TrainConfig(data="builtin", max_minutes=5)
@@ -172,20 +141,18 @@ def settings_hash(config: TrainConfig) -> str:
         group, _, name = key.rpartition(".")
         del (values[group] if group else values)[name]
     values["device"] = config.device  # minutes of two devices must not be compared
-    is_builtin = config.data == "builtin"
-    values["data"] = BUILTIN_VERSION if is_builtin else str(Path(config.data).resolve())
-    text = json.dumps(values, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:10]
+    values["data"] = BUILTIN_VERSION if config.data == "builtin" else str(Path(config.data).resolve())
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:10]
 
 
 def runs_of(plan: Plan) -> int:
     """How many trainings a plan has, those that rows and trials share counted once."""
     rows = len({settings_hash(variant.config) for variant in plan.variants})
-    runs = rows * len(plan.seeds)
-    if plan.tuning is None:
-        return runs
-    shared = 1 if plan.tuning.steps is None and 1.0 in plan.tuning.factors else 0
-    return runs + rows * (len(plan.tuning.factors) - shared)
+    trials = 0
+    if plan.tuning is not None:
+        shared = plan.tuning.steps is None and 1.0 in plan.tuning.factors
+        trials = len(plan.tuning.factors) - shared
+    return rows * (len(plan.seeds) + trials)
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
@@ -201,17 +168,15 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words or not all(word.isascii() and word.isdecimal() for word in words):
         raise ConfigError(f"--seeds must be a number of seeds or a list such as 0,1,2, got {text!r}")
-    longest = max(words, key=len)
-    if "," not in text and (len(longest) > len(str(MAX_SEEDS)) or int(longest) > MAX_SEEDS):
+    largest = max(words, key=float)  # int() refuses thousands of digits
+    if "," not in text and float(largest) > MAX_SEEDS:
         raise ConfigError(
-            f"--seeds must be at most {MAX_SEEDS} seeds, got {longest:.30}; one seed alone is "
-            f"written with a comma: --seeds {longest:.30},"
+            f"--seeds must be at most {MAX_SEEDS} seeds, got {largest:.30}; one seed alone is "
+            f"written with a comma: --seeds {largest:.30},"
         )
-    if len(longest) > len(str(MAX_SEED)) or max(map(int, words)) > MAX_SEED:
-        raise ConfigError(f"--seeds: a seed is at most {MAX_SEED}, got {longest:.30}")
-    seeds = tuple(int(word) for word in words)
-    if "," not in text:
-        seeds = tuple(range(seeds[0]))
+    if float(largest) > MAX_SEED:
+        raise ConfigError(f"--seeds: a seed is at most {MAX_SEED}, got {largest:.30}")
+    seeds = tuple(map(int, words)) if "," in text else tuple(range(int(largest)))
     if not seeds or len(set(seeds)) < len(seeds):
         raise ConfigError(f"--seeds must name at least one seed, each once, got {text!r}")
     return seeds

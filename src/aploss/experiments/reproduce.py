@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,49 +22,32 @@ from aploss.training.machine import choose_device, seeded
 from aploss.training.recipes import merge
 from aploss.training.run import make_detector
 
-SMALL_SEEDS = (0, 1, 2)
-PAPER_SEEDS = (0,)  # the paper names none
+SEEDS = {"small": (0, 1, 2), "paper": (0,)}  # the paper names none
 PAPER_BATCH = 8  # Section 4.1: 2 GPUs with 8 images each, and each ranks its own
 PAPER_GPUS = 2
 SMALL_SCALE = (
-    "This is the small scale: a detector of few parameters, trained from scratch for minutes on "
-    "small images. The paper's numbers come from large pretrained networks on other data, so "
-    "levels cannot be compared with them; the order and the differences can."
+    "This is the small scale: a detector of few parameters, trained from scratch for minutes on small images. The "
+    "paper's numbers come from large pretrained networks on other data, so levels cannot be compared with them; the "
+    "order and the differences can."
 )
-# How a training step is measured.
-CLASSES = 20
-MOST_PIXELS = 512 * 512
-MOST_STEPS, LONG_ENOUGH = 8, 4.0  # how many steps, and for how many seconds
+MOST_PIXELS = 512 * 512  # of a measured training step
+MOST_STEPS, LONG_ENOUGH = 8, 4.0  # how many steps are measured, and for how many seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The options of ``aploss reproduce``.
+    """The options of ``aploss reproduce``."""
 
-    Attributes:
-        scale: ``"small"`` for minutes on a CPU, ``"paper"`` for the paper's own settings.
-        benchmark: which of the paper's data sets: its numbers and, at the paper's scale, recipes.
-        data: folder of the data; built-in data by default at small scale.
-        recipe: settings of the small scale; by default ``demo`` for built-in data, else
-            ``bccd-cpu``.
-        seeds: by default three at small scale, one at the paper's.
-        steps: length of the runs at small scale.
-        tune: search for learning rates at small scale, where losses are compared.
-        tune_steps: length of a trial of that search.
-        device: as of a run.
-        processes: how many train together, as ``torchrun`` started them.
-    """
-
-    scale: Literal["small", "paper"] = "small"
-    benchmark: Literal["voc", "coco"] = "voc"
-    data: str | None = None
-    recipe: str | None = None
-    seeds: tuple[int, ...] | None = None
-    steps: int | None = None
-    tune: bool = True
-    tune_steps: int | None = None
-    device: str = "auto"
-    processes: int = 1
+    scale: Literal["small", "paper"] = "small"  # minutes on a CPU, or the paper's own settings
+    benchmark: Literal["voc", "coco"] = "voc"  # the paper's data set: its numbers and, at its scale, recipes
+    data: str | None = None  # folder of the data; built-in data by default at small scale
+    recipe: str | None = None  # settings of the small scale; demo for built-in data, else bccd-cpu
+    seeds: tuple[int, ...] | None = None  # by default three at small scale, one at the paper's
+    steps: int | None = None  # length of the runs at small scale
+    tune: bool = True  # search for learning rates at small scale, where losses are compared
+    tune_steps: int | None = None  # length of a trial of that search
+    device: str = "auto"  # as of a run
+    processes: int = 1  # how many train together, as torchrun started them
 
     def __post_init__(self) -> None:
         if self.is_small:
@@ -71,10 +56,8 @@ class Request:
             if value is not None:
                 raise ConfigError(f"{option} goes with --scale small: the paper's scale has the paper's settings")
         if self.processes > PAPER_GPUS:
-            raise ConfigError(
-                f"the paper's scale is for 1 or {PAPER_GPUS} processes of {PAPER_BATCH} images "
-                f"each, got {self.processes}"
-            )
+            expected = f"1 or {PAPER_GPUS} processes of {PAPER_BATCH} images each"
+            raise ConfigError(f"the paper's scale is for {expected}, got {self.processes}")
 
     @property
     def is_small(self) -> bool:
@@ -91,18 +74,16 @@ def plan_for(name: str, request: Request) -> Plan:
     entry = reproduction(name)
     if request.benchmark not in entry.benchmarks:
         raise ConfigError(f"{name} is in the paper for {', '.join(entry.benchmarks)} only")
-    numbers_of = _numbers_of(entry, request)
-    rows = [*entry.rows, *(entry.small_rows if request.is_small else ())]
     variants = [
         Variant(
             name=row.name,
             config=_config(entry, row, request),
-            paper=row.paper.get(numbers_of, {}),
+            paper=row.paper.get(_numbers_of(entry, request), {}),
             measure=entry.measures.get(request.scale, row.measure),
         )
-        for row in rows
+        for row in [*entry.rows, *(entry.small_rows if request.is_small else ())]
     ]
-    seeds = request.seeds or (SMALL_SEEDS if request.is_small else PAPER_SEEDS)
+    seeds = request.seeds or SEEDS[request.scale]
     tuning = None
     if request.is_small and request.tune and entry.trial_steps is not None:
         trial_steps = min(entry.trial_steps, request.steps or entry.trial_steps)
@@ -112,59 +93,59 @@ def plan_for(name: str, request: Request) -> Plan:
 
 def _config(entry: Reproduction, row: Row, request: Request) -> TrainConfig:
     """How a row is trained."""
-    settings = merge(dict(entry.settings), dict(row.settings))
-    settings["device"] = request.device
+    data, recipe = request.data, f"{request.benchmark}-{entry.recipe}"
+    steps, scale = None, [entry.full]
     if request.is_small:
-        config = _small_config(entry, row, request, settings)
+        data, scale = data or "builtin", [entry.small, row.small]
+        recipe = request.recipe or ("demo" if data == "builtin" else "bccd-cpu")
+        is_standard = request.recipe is None and data == "builtin"
+        steps = request.steps or (entry.steps if is_standard else None)
     else:
-        config = _paper_config(entry, row, request, settings)
-    if entry.curve_points:
-        length = config.schedule.length
-        if config.schedule.unit == "epochs":
-            step_images = config.batches.size * config.batches.accumulate
-            length *= entry.epoch_images[request.benchmark] // step_images
-        config = changed(config, {"checkpoint_steps": max(1, length // entry.curve_points)})
-    return config
-
-
-def _small_config(entry: Reproduction, row: Row, request: Request, settings: dict[str, Any]) -> TrainConfig:
-    settings = merge(merge(settings, dict(entry.small)), dict(row.small))
-    settings["data"] = request.data or "builtin"
-    recipe = request.recipe or ("demo" if settings["data"] == "builtin" else "bccd-cpu")
-    is_standard = request.recipe is None and settings["data"] == "builtin"
-    steps = request.steps or (entry.steps if is_standard else None)
-    return comparison_config(recipe, settings, steps=steps)
-
-
-def _paper_config(entry: Reproduction, row: Row, request: Request, settings: dict[str, Any]) -> TrainConfig:
-    together = {"size": row.batch * request.processes, "accumulate": PAPER_GPUS // request.processes}
-    settings = merge(settings, {**entry.full, "data": request.data or "", "batches": together})
-    config = comparison_config(f"{request.benchmark}-{entry.recipe}", settings)
-    if entry.curves_on_test:
+        together = {"size": row.batch * request.processes, "accumulate": PAPER_GPUS // request.processes}
+        scale.append({"batches": together})
+    own = {"device": request.device, "data": data or ""}
+    config = comparison_config(recipe, reduce(merge, [entry.settings, row.settings, *scale, own]), steps=steps)
+    if entry.curves_on_test and not request.is_small:
         config = changed(config, {"splits": {"validation": TEST_SPLIT[request.benchmark]}})
+    if entry.curve_points:
+        unit_steps = _unit_images(entry, config, request) // (config.batches.size * config.batches.accumulate)
+        every = config.schedule.length * unit_steps // entry.curve_points
+        config = changed(config, {"checkpoint_steps": max(1, every)})
     return config
+
+
+def _unit_images(entry: Reproduction, config: TrainConfig, request: Request) -> int:
+    """The images of a step, or of an epoch of the paper's data."""
+    if config.schedule.unit == "epochs":
+        return entry.epoch_images[request.benchmark]
+    return config.batches.size * config.batches.accumulate
 
 
 def _numbers_of(entry: Reproduction, request: Request) -> str:
     """The data set whose numbers stand beside the measured ones."""
-    return entry.small_benchmark or request.benchmark if request.is_small else request.benchmark
+    return (request.is_small and entry.small_benchmark) or request.benchmark
 
 
 def page_for(name: str, request: Request, results: Results) -> Comparison:
     """What the page of a table or figure shows."""
-    entry, numbers_of = reproduction(name), _numbers_of(reproduction(name), request)
-    more = entry.small_summary if request.is_small else entry.paper_summary
+    entry = reproduction(name)
+    numbers_of = _numbers_of(entry, request)
+    more, scale = (entry.small_summary, SMALL_SCALE) if request.is_small else (entry.paper_summary, "")
     split = "test" if entry.curves_on_test and not request.is_small else "validation"
-    notes = [entry.notes, SMALL_SCALE if request.is_small else ""]
     metrics = entry.metrics.get(numbers_of, METRICS)
-    claims = [results.verdict(first, second, by=by, metric=metrics[0]) for first, second, by in entry.claims]
+    names = {variant.name for variant in results.plan.variants}
+    claims = [
+        results.verdict(first, second, by=by, metric=metrics[0])
+        for first, second, by in entry.claims
+        if second in names
+    ]
     return results.comparison(
         title=entry.title,
         summary=" ".join(filter(None, [entry.summary, more])),
         metrics=metrics,
         reference=entry.reference,
         verdicts=[*claims, *entry.verdicts(results)],
-        notes="\n\n".join(filter(None, notes)),
+        notes="\n\n".join(filter(None, [entry.notes, scale])),
         paper=entry.measured_on[numbers_of],
         sections=entry.sections(results),
         row_name=entry.row_name,
@@ -172,36 +153,20 @@ def page_for(name: str, request: Request, results: Results) -> Comparison:
     )
 
 
-def reproduce(
-    name: str,
-    request: Request,
-    out: str | Path | None = None,
-    *,
-    cache: str | Path | None = None,
-    max_minutes: float | None = None,
-    quiet: bool = True,
-    command: str | None = None,
-) -> Results:
+def reproduce(name: str, request: Request, out: str | Path | None = None, **options: Any) -> Results:
     """Trains what a table or figure needs and writes its page.
 
     Args:
         name: one of :data:`~aploss.experiments.paper.REPRODUCTIONS`.
         request: scale, data, seeds.
         out: folder of the page; by default of :func:`default_out`.
-        cache: see :func:`~aploss.experiments.compare.compare`, as the others.
+        options: of :func:`~aploss.experiments.compare.run_plan`.
 
     Returns:
         The runs and what follows from them.
     """
-    return run_plan(
-        plan_for(name, request),
-        default_out(name, request) if out is None else out,
-        lambda results: page_for(name, request, results),
-        cache=cache,
-        max_minutes=max_minutes,
-        quiet=quiet,
-        command=command,
-    )
+    plan, folder = plan_for(name, request), default_out(name, request) if out is None else out
+    return run_plan(plan, folder, lambda results: page_for(name, request, results), **options)
 
 
 def default_out(name: str, request: Request) -> Path:
@@ -235,20 +200,15 @@ def check_time(name: str, request: Request, say: Callable[[str], Any], *, start_
 def describe_work(name: str, request: Request) -> str:
     """How many trainings a reproduction is, and how long they take on this machine.
 
-    Validation and reading of images are not counted; all rows have the first one's detector, image
-    size and schedule.
+    Validation and reading of images are not counted; all rows have the first one's detector, image size and schedule.
     """
     plan = plan_for(name, request)
-    config = plan.variants[0].config
-    images = config.schedule.length * config.batches.size * config.batches.accumulate
-    if config.schedule.unit == "epochs":
-        images = config.schedule.length * reproduction(name).epoch_images[request.benchmark]
-    days = runs_of(plan) * images * seconds_per_image(config) / request.processes / 86_400
+    config, runs = plan.variants[0].config, runs_of(plan)
+    images = config.schedule.length * _unit_images(reproduction(name), config, request)
+    days = runs * images * seconds_per_image(config) / request.processes / 86_400
     scale = "small scale" if request.is_small else "the paper's scale"
-    return (
-        f"{name} at {scale}: {runs_of(plan)} trainings of {config.detector}, "
-        f"about {describe_days(days)} on this {choose_device(request.device).type}"
-    )
+    device = choose_device(request.device).type
+    return f"{name} at {scale}: {runs} trainings of {config.detector}, about {describe_days(days)} on this {device}"
 
 
 def describe_plan(name: str, request: Request) -> str:
@@ -262,17 +222,10 @@ def describe_plan(name: str, request: Request) -> str:
         lines.append(f"learning rates tried for each row: {factors} times the row's own")
     lines.append("rows, and what they have in place of the first one's settings:")
     for variant in plan.variants:
-        differing = [f"{key} = {_setting(variant.config, key)}" for key in differing_keys(first, variant.config)]
+        keys = differing_keys(first, variant.config)
+        differing = [f"{key} = {attrgetter(key)(variant.config)}" for key in keys]
         lines.append(f"  {variant.name}: {'; '.join(differing) or 'the settings below'}")
-    settings = yaml.safe_dump(config_to_dict(first), sort_keys=False)
-    return "\n".join([*lines, "", settings.rstrip()])
-
-
-def _setting(config: TrainConfig, key: str) -> Any:
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
+    return "\n".join([*lines, "", yaml.safe_dump(config_to_dict(first), sort_keys=False).rstrip()])
 
 
 def seconds_per_image(config: TrainConfig) -> float:
@@ -280,22 +233,19 @@ def seconds_per_image(config: TrainConfig) -> float:
 
     Small images are measured in a batch, of which large ones would need too long.
     """
-    device = choose_device(config.device)
-    size = config.batches.image_size
+    device, size = choose_device(config.device), config.batches.image_size
     height, width = (size, size) if isinstance(size, int) else size
     count = max(1, min(config.batches.size, MOST_PIXELS // (height * width)))
     fresh = replace(config, model=replace(config.model, weights=None))  # no download for that
     with seeded(config.seed, deterministic=False):
-        detector = make_detector(fresh, tuple(f"class {k}" for k in range(CLASSES))).to(device)
+        detector = make_detector(fresh, tuple(f"class {k}" for k in range(20))).to(device)
         images = torch.rand(count, 3, height, width, device=device)
-        corner = min(height, width) / 4
-        box = torch.tensor([[corner, corner, 3 * corner, 3 * corner]], device=device)
+        box = torch.tensor([[1.0, 1.0, 3.0, 3.0]], device=device) * min(height, width) / 4
         targets = [{"boxes": box, "labels": torch.tensor([0], device=device)}] * count
         times: list[float] = []
         while len(times) < 2 or (len(times) < MOST_STEPS and sum(times) < LONG_ENOUGH):
             start = time.perf_counter()
-            losses = detector(images, targets)
-            sum(losses.values(), torch.zeros((), device=device)).backward()
+            torch.stack(list(detector(images, targets).values())).sum().backward()  # type: ignore[no-untyped-call]
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times.append(time.perf_counter() - start)

@@ -1,7 +1,7 @@
 """The runs of a comparison and what follows from them: rows, differences, verdicts, the page."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +21,18 @@ METRICS = ("AP", "AP50", "AP75")
 class Trial:
     """One learning rate that was tried for a row; ``score`` is None where it diverged."""
 
-    name: str
+    row: str
     learning_rate: float
     score: float | None
 
 
 @dataclass
 class Results:
-    """What is known of a plan so far.
+    """What is known of a plan so far."""
 
-    Attributes:
-        plan: with the learning rates that were chosen.
-        runs: (name of the row, seed) → run.
-        trials: of the search for learning rates.
-    """
-
-    plan: Plan
-    runs: dict[tuple[str, int], Run] = field(default_factory=dict)
-    trials: list[Trial] = field(default_factory=list)
+    plan: Plan  # with the learning rates that were chosen
+    runs: dict[tuple[str, int], Run] = field(default_factory=dict)  # by the name of the row and the seed
+    trials: list[Trial] = field(default_factory=list)  # of the search for learning rates
 
     @property
     def total(self) -> int:
@@ -53,22 +47,13 @@ class Results:
     @property
     def minutes(self) -> float:
         """Minutes of training and validation; a run that rows share is counted once."""
-        minutes = {run.folder: run.summary.minutes for run in self.runs.values() if run.summary}
-        return sum(minutes.values())
-
-    def variant(self, name: str) -> Variant:
-        """The row of a name."""
-        return next(one for one in self.plan.variants if one.name == name)
+        return sum({run.folder: run.summary.minutes for run in self.runs.values() if run.summary}.values())
 
     def values(self, name: str, metric: str) -> list[float | None]:
         """A metric of a row for each seed of the plan; None where there is none (yet)."""
-        measure = self.variant(name).measure
-        found: list[float | None] = []
-        for seed in self.plan.seeds:
-            run = self.runs.get((name, seed))
-            done = run is not None and run.summary is not None
-            found.append(measure.values(run).get(metric) if run and done else None)
-        return found
+        measure = next(one.measure for one in self.plan.variants if one.name == name)
+        runs = [self.runs.get((name, seed)) for seed in self.plan.seeds]
+        return [measure.values(run).get(metric) if run and run.summary else None for run in runs]
 
     def mean(self, name: str, metric: str = "AP") -> float:
         """The mean of a row over its seeds; NaN without any."""
@@ -77,7 +62,7 @@ class Results:
     def finished_runs(self, name: str) -> list[Run]:
         """The runs of a row that have a result, in the order of the seeds."""
         runs = [self.runs.get((name, seed)) for seed in self.plan.seeds]
-        return [run for run in runs if run is not None and run.summary is not None]
+        return [run for run in runs if run and run.summary]
 
     def entries(self, metrics: Sequence[str]) -> list[Entry]:
         """The rows as a page shows them."""
@@ -86,8 +71,7 @@ class Results:
     def _entry(self, variant: Variant, metrics: Sequence[str]) -> Entry:
         name, runs = variant.name, self.finished_runs(variant.name)
         curves = [variant.measure.curve(run) for run in runs]
-        found = {seed: self.runs.get((name, seed)) for seed in self.plan.seeds}
-        diverged = [str(seed) for seed, run in found.items() if run and run.summary is None]
+        diverged = [str(k) for k in self.plan.seeds if (run := self.runs.get((name, k))) and not run.summary]
         return Entry(
             name=name,
             values={metric: known_values(self.values(name, metric)) for metric in metrics},
@@ -99,10 +83,8 @@ class Results:
 
     def difference(self, first: str, second: str, metric: str = "AP") -> Difference:
         """``first - second`` over the seeds that both have."""
-        return paired_difference(
-            self.values(first, metric), self.values(second, metric),
-            name=first, baseline=second, metric=metric,
-        )  # fmt: skip
+        ours, theirs = self.values(first, metric), self.values(second, metric)
+        return paired_difference(ours, theirs, name=first, baseline=second, metric=metric)
 
     def differences(self, reference: str | None, metric: str = "AP") -> list[Difference]:
         """The reference minus every other row, where at least two seeds give an interval."""
@@ -115,8 +97,8 @@ class Results:
     def is_ahead(self, first: str, second: str, *, by: float = 0.0, metric: str = "AP") -> bool | None:
         """Whether a row is ahead of another by at least ``by``; None where seeds do not decide.
 
-        It is not where the mean of the differences is smaller than ``by`` or zero. It is where
-        their confidence interval is above zero, too.
+        It is not where the mean of the differences is smaller than ``by`` or zero. It is where their confidence
+        interval is above zero, too.
         """
         one = self.difference(first, second, metric)
         if not self.complete or not one.values:
@@ -132,8 +114,7 @@ class Results:
         claim = f"{loss_label(first)} is above {loss_label(second)}{least}"
         if one.values:
             claim += f": {100 * one.mean:+.1f} {metric}"
-            interval = f" [{100 * one.low:+.1f}, {100 * one.high:+.1f}]"
-            claim += interval if len(one.values) > 1 else ", one seed"
+            claim += f" [{100 * one.low:+.1f}, {100 * one.high:+.1f}]" if len(one.values) > 1 else ", one seed"
         return self.is_ahead(first, second, by=by, metric=metric), claim
 
     def comparison(
@@ -178,98 +159,24 @@ class Results:
         )
 
 
-def write_results(out: Path, results: Results, comparison: Comparison) -> Path:
-    """Writes ``report.html``, ``table.md`` and ``results.json`` into a folder.
-
-    Returns:
-        The path of the page.
-    """
-    page = write_comparison_report(comparison, out)
-    write_json(out / "results.json", _document(results, comparison))
-    return page
-
-
-def _provenance(results: Results) -> dict[str, Any]:
-    environment = describe_environment()
-    config = results.plan.variants[0].config
-    done = [run for run in results.runs.values() if run.summary]
-    commits = {run.summary.commit or "unknown" for run in done if run.summary}
-    splits = sorted({str(run.summary.split) for run in done if run.summary})
-    packages = environment["packages"]
-    devices = environment["devices"] or [f"{environment['cpu']}, {environment['cores']} cores"]
-    folders = sorted({str(run.folder.parent) for run in results.runs.values()})
-    accumulate = config.batches.accumulate
-    return {
-        "commit": ", ".join(sorted(commits)) or environment["commit"] or "unknown",
-        "seeds": ", ".join(map(str, results.plan.seeds)),
-        "minutes": f"{results.minutes:.1f} of training and validation, trials not counted",
-        "batch": f"{config.batches.size} images" + (f" x {accumulate}" if accumulate > 1 else ""),
-        "image size": str(config.batches.image_size),
-        "optimizer": f"{config.optimizer.name}, {config.schedule.kind}, "
-        f"{config.schedule.warmup_steps} steps of warm-up",
-        "learning rate": _learning_rates(results.plan),
-        "data": f"{data_name(config.data)}, measured on {', '.join(splits)}",
-        "hardware": ", ".join(devices) + f", threads: {environment['torch_threads']}",
-        "software": ", ".join(f"{name} {packages[name]}" for name in ("aploss", "torch", "numba")),
-        "runs": ", ".join(folders),
-    }
-
-
-def _learning_rates(plan: Plan) -> str:
-    rates = {v.name: f"{v.config.optimizer.learning_rate:.3g}" for v in plan.variants}
-    if len(set(rates.values())) == 1:
-        return next(iter(rates.values()))
-    return ", ".join(f"{loss_label(name)} {rate}" for name, rate in rates.items())
-
-
-def _trials_section(results: Results) -> Section:
-    rates = sorted({trial.learning_rate for trial in results.trials})
-    rows = []
-    for place, variant in enumerate(results.plan.variants):
-        scores = {
-            trial.learning_rate: "diverged" if trial.score is None else f"{100 * trial.score:.1f}"
-            for trial in results.trials
-            if trial.name == variant.name
-        }
-        chosen = variant.config.optimizer.learning_rate
-        first = Cell(loss_label(variant.name), colour=line_style(variant.name, place).colour)
-        cells = [Cell(scores.get(rate, DASH), strong=rate == chosen) for rate in rates]
-        rows.append([first, *cells])
-    text = (
-        "Every row was tried with as many learning rates and the first seed, and took the one "
-        "with the best score (bold), in percent: AP on the validation split, or, where the "
-        "optimisation itself is measured, the AP of the ranking of training images."
-    )
-    table = Table(columns=["row", *(f"{rate:.3g}" for rate in rates)], rows=rows)
-    return Section("Search for learning rates", [Text(text), table])
-
-
-def _document(results: Results, comparison: Comparison) -> dict[str, Any]:
-    """Everything as plain values for ``results.json``."""
-    return {
+def write_results(out: Path, results: Results, comparison: Comparison) -> None:
+    """Writes ``report.html``, ``table.md`` and ``results.json`` into a folder."""
+    write_comparison_report(comparison, out)
+    names = {"name": "first", "baseline": "second"}
+    document = {
         "title": comparison.title,
         "command": comparison.command,
         "complete": results.complete,
         "seeds": list(results.plan.seeds),
-        "rows": [
-            _row(results, variant, entry)
-            for variant, entry in zip(results.plan.variants, comparison.entries, strict=True)
-        ],
+        "rows": [_row(results, *pair) for pair in zip(results.plan.variants, comparison.entries, strict=True)],
         "differences": [
-            {
-                "first": one.name, "second": one.baseline, "metric": one.metric,
-                "values": list(one.values), "mean": one.mean, "low": one.low, "high": one.high,
-                "confidence": one.confidence,
-            }
-            for one in comparison.differences
+            {names.get(key, key): value for key, value in asdict(one).items()} for one in comparison.differences
         ],
-        "learning_rates_tried": [
-            {"row": one.name, "learning_rate": one.learning_rate, "score": one.score}
-            for one in results.trials
-        ],
+        "learning_rates_tried": [asdict(trial) for trial in results.trials],
         "verdicts": [{"holds": holds, "claim": claim} for holds, claim in comparison.verdicts],
         "environment": describe_environment(),
-    }  # fmt: skip
+    }
+    write_json(out / "results.json", document)
 
 
 def _row(results: Results, variant: Variant, entry: Entry) -> dict[str, Any]:
@@ -281,13 +188,11 @@ def _row(results: Results, variant: Variant, entry: Entry) -> dict[str, Any]:
         "loss": variant.config.loss,
         "learning_rate": variant.config.optimizer.learning_rate,
         "values": values,
-        "mean": {name: _number(one.mean) for name, one in spreads.items()},
-        "standard_deviation": {name: _number(one.deviation) for name, one in spreads.items()},
+        "mean": {metric: _number(one.mean) for metric, one in spreads.items()},
+        "standard_deviation": {metric: _number(one.deviation) for metric, one in spreads.items()},
         "paper": dict(variant.paper),
         "minutes": list(entry.minutes),
-        "curves": [
-            {"steps": list(c.steps), "values": list(c.values), "minutes": list(c.minutes)} for c in entry.curves
-        ],
+        "curves": [asdict(curve) for curve in entry.curves],
         "runs": [
             {
                 "seed": seed,
@@ -304,3 +209,50 @@ def _row(results: Results, variant: Variant, entry: Entry) -> dict[str, Any]:
 def _number(value: float) -> float | None:
     """JSON has no NaN."""
     return None if value != value else value
+
+
+def _provenance(results: Results) -> dict[str, Any]:
+    environment, config = describe_environment(), results.plan.variants[0].config
+    summaries = [run.summary for run in results.runs.values() if run.summary]
+    rates = {loss_label(one.name): f"{one.config.optimizer.learning_rate:.3g}" for one in results.plan.variants}
+    own_rates = ", ".join(f"{name} {rate}" for name, rate in rates.items())
+    devices = environment["devices"] or [f"{environment['cpu']}, {environment['cores']} cores"]
+    schedule, accumulate = config.schedule, config.batches.accumulate
+    return {
+        "commit": _listed(one.commit or "unknown" for one in summaries) or environment["commit"] or "unknown",
+        "seeds": ", ".join(map(str, results.plan.seeds)),
+        "minutes": f"{results.minutes:.1f} of training and validation, trials not counted",
+        "batch": f"{config.batches.size} images" + (f" x {accumulate}" if accumulate > 1 else ""),
+        "image size": str(config.batches.image_size),
+        "optimizer": f"{config.optimizer.name}, {schedule.kind}, {schedule.warmup_steps} steps of warm-up",
+        "learning rate": own_rates if len({*rates.values()}) > 1 else next(iter(rates.values())),
+        "data": f"{data_name(config.data)}, measured on {_listed(one.split for one in summaries)}",
+        "hardware": ", ".join(devices) + f", threads: {environment['torch_threads']}",
+        "software": ", ".join(f"{name} {environment['packages'][name]}" for name in ("aploss", "torch", "numba")),
+        "runs": _listed(run.folder.parent for run in results.runs.values()),
+    }
+
+
+def _listed(values: Iterable[Any]) -> str:
+    return ", ".join(sorted({*map(str, values)}))
+
+
+def _trials_section(results: Results) -> Section:
+    rates = sorted({trial.learning_rate for trial in results.trials})
+    rows = []
+    for place, variant in enumerate(results.plan.variants):
+        scores = {
+            trial.learning_rate: "diverged" if trial.score is None else f"{100 * trial.score:.1f}"
+            for trial in results.trials
+            if trial.row == variant.name
+        }
+        chosen = variant.config.optimizer.learning_rate
+        first = Cell(loss_label(variant.name), colour=line_style(variant.name, place).colour)
+        rows.append([first, *(Cell(scores.get(rate, DASH), strong=rate == chosen) for rate in rates)])
+    text = (
+        "Every row was tried with as many learning rates and the first seed, and took the one with the best score "
+        "(bold), in percent: AP on the validation split, or, where the optimisation itself is measured, the AP of the "
+        "ranking of training images."
+    )
+    table = Table(columns=["row", *(f"{rate:.3g}" for rate in rates)], rows=rows)
+    return Section("Search for learning rates", [Text(text), table])

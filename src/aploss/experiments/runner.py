@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from aploss.experiments.results import Results, Trial
 from aploss.plotting.style import loss_label
 from aploss.reports.run_files import read_json_lines
 from aploss.training.config import TrainConfig
+from aploss.training.distributed import World
 from aploss.training.run_folder import Summary, default_folder
 from aploss.training.step import DivergedError
 
@@ -35,40 +37,22 @@ class Runner:
 
     Args:
         cache: folder of all runs, shared by all comparisons.
+        world: the processes that train together.
         max_minutes: time for all runs together.
-        quiet: show nothing of the training itself.
-        is_main: whether this process writes files; under ``torchrun`` only the first does.
-        processes: how many train together.
+        quiet: print nothing.
     """
 
-    def __init__(
-        self,
-        cache: Path,
-        *,
-        max_minutes: float | None = None,
-        quiet: bool = True,
-        is_main: bool = True,
-        processes: int = 1,
-    ) -> None:
-        self.cache, self.quiet, self.is_main, self.processes = cache, quiet, is_main, processes
+    def __init__(self, cache: Path, world: World, *, max_minutes: float | None, quiet: bool) -> None:
+        self.cache, self.world, self.quiet = cache, world, quiet
         self._end = None if max_minutes is None else time.monotonic() + 60 * max_minutes
 
-    def find(self, config: TrainConfig) -> Run | None:
-        """A finished run, or None."""
-        folder = cache_folder(config, self.cache)
-        if not (folder / "summary.json").is_file():
-            return None
-        summary = Summary.read(folder / "summary.json")
-        if summary.stopped_by == "minutes":  # by an earlier time limit: not finished
-            return None
-        return Run(config=config, folder=folder, summary=summary)
+    def say(self, line: str) -> None:
+        """Prints what is going on."""
+        if self.world.is_main and not self.quiet:
+            print(line, flush=True)
 
     def run(self, config: TrainConfig, measure: Measure) -> Run:
-        """A finished run, trained if need be.
-
-        Args:
-            config: its settings; the folder is chosen here.
-            measure: watches the training.
+        """A finished run, trained if need be, in a folder that is chosen here; ``measure`` watches the training.
 
         Raises:
             OutOfTimeError: the time limit is reached.
@@ -76,11 +60,13 @@ class Runner:
             RunError: it cannot be trained. A run that diverged is no error: it has no summary.
         """
         folder = cache_folder(config, self.cache)
+        file = folder / "summary.json"
         with self._one_at_a_time(folder):
             # Several processes must agree, though perhaps only one sees the files: train() does.
-            done = self.find(config) if self.processes == 1 else None
-            if done is not None:
-                return done
+            if self.world.size == 1 and file.is_file():
+                summary = Summary.read(file)
+                if summary.stopped_by != "minutes":  # by an earlier time limit: not finished
+                    return Run(config=config, folder=folder, summary=summary)
             limited = replace(config, out=str(folder), max_minutes=self._limit(folder))
             observer = measure.observer(config, folder)
             try:
@@ -96,7 +82,7 @@ class Runner:
         if self._end is None:
             return None
         left = (self._end - time.monotonic()) / 60
-        if left <= 0 and self.processes == 1:
+        if left <= 0 and self.world.size == 1:
             raise OutOfTimeError
         rows = read_json_lines(folder / "metrics.jsonl")
         spent = rows[-1]["seconds"] / 60 if rows else 0.0
@@ -105,7 +91,7 @@ class Runner:
     @contextmanager
     def _one_at_a_time(self, folder: Path) -> Iterator[None]:
         """Waits while another comparison trains the same run."""
-        if not self.is_main:
+        if not self.world.is_main:
             yield
             return
         try:
@@ -117,64 +103,47 @@ class Runner:
             yield
 
 
-def execute(
-    results: Results,
-    runner: Runner,
-    *,
-    say: Callable[[str], Any] = lambda line: None,
-    on_run: Callable[[], Any] = lambda: None,
-) -> None:
-    """Trains all runs of a plan that the cache does not have, into ``results``.
+def execute(results: Results, runner: Runner, *, on_run: Callable[[], Any]) -> None:
+    """Trains all runs of a plan that the cache does not have, into ``results``, and calls ``on_run`` after each.
 
-    Learning rates come first, then every row with the first seed, the second, ...: an unfinished
-    comparison has whole pairs. The results are not ``complete`` where the runner ran out of time.
-
-    Args:
-        results: with the plan; filled run by run.
-        runner: trains.
-        say: told what is going on.
-        on_run: called after every run.
+    Learning rates come first, then every row with the first seed, the second, ...: an unfinished comparison has whole
+    pairs. The results are not ``complete`` where the runner ran out of time.
 
     Raises:
         TrainingInterruptedError: Ctrl-C or SIGTERM; everything is saved.
     """
     try:
         if results.plan.tuning is not None:
-            _tune(results, runner, results.plan.tuning, say)
-        plan, number = results.plan, 0
-        total = len(plan.variants) * len(plan.seeds)
-        for seed in plan.seeds:
-            for variant in plan.variants:
-                number += 1
-                config = replace(variant.config, seed=seed)
-                say(f"run {number} of {total}: {loss_label(variant.name)}, seed {seed}")
-                results.runs[variant.name, seed] = runner.run(config, variant.measure)
-                on_run()
+            _tune(results, runner, results.plan.tuning)
+        pairs = product(results.plan.seeds, results.plan.variants)
+        for number, (seed, variant) in enumerate(pairs, start=1):
+            runner.say(f"run {number} of {results.total}: {loss_label(variant.name)}, seed {seed}")
+            results.runs[variant.name, seed] = runner.run(replace(variant.config, seed=seed), variant.measure)
+            on_run()
     except OutOfTimeError:
-        say("the time is over; the same command goes on from here")
+        runner.say("the time is over; the same command goes on from here")
 
 
-def _tune(results: Results, runner: Runner, tuning: Tuning, say: Callable[[str], Any]) -> None:
+def _tune(results: Results, runner: Runner, tuning: Tuning) -> None:
     """Gives every row of the plan the learning rate that did best on its validation split."""
-    plan = results.plan
-    chosen = []
-    total, number = len(plan.variants) * len(tuning.factors), 0
+    plan, chosen = results.plan, []
+    total = len(plan.variants) * len(tuning.factors)
     for variant in plan.variants:
         scores: dict[float, float] = {}
         for config in trials_of(variant, tuning, plan.seeds[0]):
-            number += 1
             rate = config.optimizer.learning_rate
-            say(f"trial {number} of {total}: {loss_label(variant.name)}, learning rate {rate:.3g}")
+            trial = f"trial {len(results.trials) + 1} of {total}"
+            runner.say(f"{trial}: {loss_label(variant.name)}, learning rate {rate:.3g}")
             run = runner.run(config, variant.measure)
-            score = None if run.summary is None else variant.measure.score(run)
-            if run.summary is not None and score is None:
+            score = variant.measure.score(run) if run.summary else None
+            if score is not None:
+                scores[rate] = score
+            elif run.summary:
                 raise ConfigError(
                     "learning rates can only be searched with a validation split: name one with "
                     "--splits.validation, or leave out --tune"
                 )
-            results.trials.append(Trial(name=variant.name, learning_rate=rate, score=score))
-            if score is not None:
-                scores[rate] = score
+            results.trials.append(Trial(row=variant.name, learning_rate=rate, score=score))
         best = max(scores, key=scores.__getitem__, default=variant.config.optimizer.learning_rate)
         chosen.append(replace(variant, config=with_rate(variant.config, best)))
     results.plan = replace(plan, variants=chosen)

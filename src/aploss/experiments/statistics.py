@@ -9,19 +9,14 @@ import numpy as np
 
 from aploss.reports.comparison import Difference
 
-CONFIDENCE = 0.95
-
 
 @dataclass(frozen=True)
 class Spread:
-    """A value over seeds: how many, their mean, and the standard deviation of a sample (n - 1).
-
-    ``mean`` is NaN without a value, ``deviation`` with fewer than two.
-    """
+    """A value over seeds: how many, their mean, and the standard deviation of a sample (n - 1)."""
 
     count: int
-    mean: float
-    deviation: float
+    mean: float  # NaN without a value
+    deviation: float  # NaN with fewer than two
 
 
 def known_values(values: Sequence[float | None]) -> list[float]:
@@ -54,18 +49,15 @@ def paired_difference(
     name: str = "first",
     baseline: str = "second",
     metric: str = "AP",
-    confidence: float = CONFIDENCE,
+    confidence: float = 0.95,
 ) -> Difference:
     """``first - second`` seed by seed, and the interval of its mean by Student's t distribution.
 
-    Runs of one seed share initial weights and data order, so their difference varies less than
-    either of them.
+    Runs of one seed share initial weights and data order, so their difference varies less than either of them.
 
     Args:
-        first, second: one value for each seed, in the same order; a pair counts where both are
-            known.
-        name, baseline: what the two are called.
-        metric: what the values are.
+        first, second: one value for each seed, in the same order; a pair counts where both are known.
+        name, baseline, metric: what the two and their values are called.
         confidence: between 0 and 1.
 
     Returns:
@@ -88,7 +80,6 @@ def paired_difference(
         with warnings.catch_warnings():  # equal differences have an interval without any width
             warnings.simplefilter("ignore", RuntimeWarning)
             low, high = map(float, ttest_1samp(values, 0.0).confidence_interval(confidence))
-    return Difference(
-        name=name, baseline=baseline, values=values, mean=spread(values).mean, low=low, high=high,
-        metric=metric, confidence=confidence,
-    )  # fmt: skip
+    mean = spread(values).mean
+    names = {"name": name, "baseline": baseline, "metric": metric}
+    return Difference(**names, values=values, mean=mean, low=low, high=high, confidence=confidence)
