@@ -143,9 +143,7 @@ def launches() -> list[Build]:
     return sorted(found, key=str)
 
 
-def _launches(
-    score_dtype: torch.dtype, target_dtype: torch.dtype, rule: str, delta: float
-) -> set[Build]:
+def _launches(score_dtype: torch.dtype, target_dtype: torch.dtype, rule: str, delta: float) -> set[Build]:
     size, positives = 10**6, _POSITIVES
     scores = torch.empty(size, dtype=score_dtype, device="meta")
     targets = torch.empty(size, dtype=target_dtype, device="meta")
@@ -174,9 +172,7 @@ def build(what: Build, architecture: str) -> Built:
     else:
         target = GPUTarget("hip", architecture, 64)
     aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, (name, _) in enumerate(what.signature)
-        if name in what.aligned
+        (place,): [["tt.divisibility", 16]] for place, (name, _) in enumerate(what.signature) if name in what.aligned
     }
     source = ASTSource(
         fn=getattr(import_module(what.module), what.kernel),

@@ -89,7 +89,11 @@ def _models(settings: dict[str, Any]) -> dict[str, nn.Module]:
         model.load_state_dict(ours.state_dict())
         return model
 
-    return {BASELINE: torchvisions(), SWAPPED: use_loss(torchvisions(), APLoss(), score_thresh=0), OURS.format(**settings): ours}
+    return {
+        BASELINE: torchvisions(),
+        SWAPPED: use_loss(torchvisions(), APLoss(), score_thresh=0),
+        OURS.format(**settings): ours,
+    }
 
 
 def _training_step(model: nn.Module, images: Tensor, targets: list[dict[str, Tensor]]) -> Step:

@@ -30,9 +30,7 @@ class TimmRetinaNet(DetectorConfig):
         body = _feature_maps(self.backbone)
         settings = body.model.pretrained_cfg
         if self.frozen_norms:
-            from timm.layers import freeze_batch_norm_2d
-
-            freeze_batch_norm_2d(body)
+            _timm().layers.freeze_batch_norm_2d(body)
         return retinanet_network(
             body,
             columns=columns,

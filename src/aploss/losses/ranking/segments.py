@@ -141,8 +141,9 @@ def cut_into_segments(scores: Tensor, delta: float, groups: Tensor | None = None
     offset = torch.full((2, 1), delta, dtype=torch.float64, device=scores.device)
     offset[0].neg_()
     # Starts of the ramps, then their ends, as rounded values and what rounding has lost.
-    exact = [part.view(-1) for part in _two_sum(scores.double(), offset)]
-    edges, order = _round_up(*exact, scores.dtype).sort(stable=True)  # starts first among equals
+    high, low = _two_sum(scores.double(), offset)
+    exact = [high.view(-1), low.view(-1)]
+    edges, order = _round_up(exact[0], exact[1], scores.dtype).sort(stable=True)  # starts first among equals
     numbered = None
     if groups is not None:
         of_segments, by_group = groups.repeat(2)[order].sort(stable=True)
