@@ -1,8 +1,7 @@
 """The one table of annotations, the dataset of images that goes with it, and the rules for boxes.
 
-:class:`Annotations` is what a metric is measured on, :class:`DetectionDataset` what is trained on;
-the second gives the first. Readers of all formats fill an :class:`AnnotationBuilder`, which drops
-and clips by the same rules for all.
+:class:`Annotations` is what a metric is measured on, :class:`DetectionDataset` what is trained on; the second gives the
+first. Readers of all formats fill an :class:`AnnotationBuilder`, which drops and clips by the same rules for all.
 """
 
 import os
@@ -74,10 +73,9 @@ class Annotations:
 class DetectionDataset(Dataset[Sample]):
     """Images with labelled boxes, stored as flat arrays: COCO's 860,000 boxes take 30 MB.
 
-    Item i is ``(image, target)``: the image as uint8 ``tv_tensors.Image`` [3, H, W], the target a
-    dict with ``boxes`` (``tv_tensors.BoundingBoxes``, xyxy, float32 [n, 4]), ``labels`` (int64
-    [n], from 0), ``difficult`` and ``crowd`` (bool [n]) and ``image_id`` (int). So
-    ``torchvision.transforms.v2`` works on it as it is.
+    Item i is ``(image, target)``: the image as uint8 ``tv_tensors.Image`` [3, H, W], the target a dict with ``boxes``
+    (``tv_tensors.BoundingBoxes``, xyxy, float32 [n, 4]), ``labels`` (int64 [n], from 0), ``difficult`` and ``crowd``
+    (bool [n]) and ``image_id`` (int). So ``torchvision.transforms.v2`` works on it as it is.
 
     Args:
         root: folder that the image paths are relative to.
@@ -273,9 +271,9 @@ class DetectionDataset(Dataset[Sample]):
         """The annotations as a COCO ground-truth dict.
 
         Returns:
-            ``images`` (with ``id``, ``file_name`` below :attr:`root`, ``width``, ``height``),
-            ``annotations`` (ids from 1; ``category_id`` is the label + 1; ``bbox`` is xywh;
-            ``area``, ``iscrowd``, ``difficult``) and ``categories`` (ids 1..K).
+            ``images`` (with ``id``, ``file_name`` below :attr:`root`, ``width``, ``height``), ``annotations`` (ids from
+            1; ``category_id`` is the label + 1; ``bbox`` is xywh; ``area``, ``iscrowd``, ``difficult``) and
+            ``categories`` (ids 1..K).
         """
         table = self.annotations
         images = zip(self._ids.tolist(), self._paths, self._sizes.tolist(), strict=True)
@@ -332,8 +330,8 @@ def concatenate(parts: Sequence[DetectionDataset], *, split: str | None = None) 
         split: name of the whole; the parts' splits joined by ``+`` where not given.
 
     Returns:
-        A dataset below the folder that the parts share. Image ids are kept where they stay
-        distinct, otherwise they are 1..n.
+        A dataset below the folder that the parts share. Image ids are kept where they stay distinct, otherwise they are
+        1..n.
 
     Raises:
         DataError: the class names differ.
@@ -383,8 +381,8 @@ class AnnotationBuilder:
 
     Args:
         folder: where the images are.
-        origin: the number of the first pixel: 0, or 1 for VOC. Shown in messages, and a box as
-            thin as its format's `origin` is one whose corners coincide as written.
+        origin: the number of the first pixel: 0, or 1 for VOC. Shown in messages, and a box as thin as its format's
+            `origin` is one whose corners coincide as written.
     """
 
     def __init__(self, folder: DatasetFolder, *, origin: int = 0) -> None:
@@ -515,8 +513,8 @@ def _check_boxes(
     """Clips boxes [m, 4] to their images' sizes [m, 2] and finds those that cannot be used.
 
     Returns:
-        The clipped boxes, float32 [m, 4]; which of them are usable, bool [m]; and for each kind of
-        problem the numbers of the boxes that have it.
+        The clipped boxes, float32 [m, 4]; which of them are usable, bool [m]; and for each kind of problem the numbers
+        of the boxes that have it.
     """
     finite = np.asarray(np.isfinite(corners).all(axis=1))
     corners = np.where(finite[:, None], corners, 0.0)

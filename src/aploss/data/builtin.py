@@ -1,7 +1,7 @@
 """A dataset that needs no download: drawn on first use, then read like any COCO dataset.
 
-Five classes of textured, turned and partly hidden shapes over a wide range of sizes, among
-look-alikes that are no objects (ellipses and angle irons), lines, specks and noise.
+Five classes of textured, turned and partly hidden shapes over a wide range of sizes, among look-alikes that are no
+objects (ellipses and angle irons), lines, specks and noise.
 """
 
 import json
@@ -69,8 +69,7 @@ def builtin_folder(
 ) -> Path:
     """The folder of the built-in dataset as COCO JSON and PNG, drawn first if it is not there.
 
-    Several processes may ask at once: one draws, the others wait. Arguments and errors as in
-    :func:`builtin_dataset`.
+    Several processes may ask at once: one draws, the others wait. Arguments and errors as in :func:`builtin_dataset`.
     """
     if seed < 0:
         raise ConfigError(f"the seed is {seed}: give 0 or more")

@@ -134,8 +134,8 @@ class CheckResult:
         splits: counts of what is usable in each split that can be used.
         total: the same for all splits together, every image once.
         findings: every problem.
-        exit_code: 0 when nothing would be dropped or clipped, 1 when something would, 2 when the
-            dataset, or its training split, cannot be used.
+        exit_code: 0 when nothing would be dropped or clipped, 1 when something would, 2 when the dataset, or its
+            training split, cannot be used.
     """
 
     path: str
@@ -199,8 +199,8 @@ def check_dataset(
         path: see :func:`aploss.data.load_dataset`.
         format: see :func:`aploss.data.load_dataset`.
         class_names: the classes there should be; others are reported as unknown.
-        decode: whether to decode every image, or to read the headers alone (fast, but does not
-            find damaged or equal images).
+        decode: whether to decode every image, or to read the headers alone (fast, but does not find damaged or equal
+            images).
         progress: called with (images done, images in all).
 
     Raises:

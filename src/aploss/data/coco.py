@@ -1,7 +1,7 @@
 """COCO JSON: one annotation file per split, with the images in one of the usual places.
 
-The entries of a file are read in one way for two uses: a dataset leaves out what cannot be used and
-lists it, the ground truth of a metric is refused at the first entry that is wrong.
+The entries of a file are read in one way for two uses: a dataset leaves out what cannot be used and lists it, the
+ground truth of a metric is refused at the first entry that is wrong.
 """
 
 import json
@@ -51,8 +51,8 @@ class CocoCategory(Struct, gc=False):
 
 
 class CocoObject(Struct, gc=False):
-    """An annotation, or a detection with its score. Outlines, three quarters of a file, are
-    skipped without being built."""
+    """An annotation, or a detection with its score. Outlines, three quarters of a file, are skipped without being
+    built."""
 
     id: Any = UNSET
     image_id: Any = UNSET
@@ -276,8 +276,8 @@ class CocoFormat(DataFormat):
     """A dataset of COCO annotation files.
 
     They are looked for in the folder, in its ``annotations`` and in the folders of its splits:
-    ``annotations/instances_train2017.json`` is split ``train2017``,
-    ``train/_annotations.coco.json`` is split ``train``.
+    ``annotations/instances_train2017.json`` is split ``train2017``, ``train/_annotations.coco.json`` is split
+    ``train``.
     """
 
     looked_for = "COCO (annotations/*.json, *.json or train/*.json with images and annotations)"
@@ -354,8 +354,8 @@ class CocoFormat(DataFormat):
 
     @classmethod
     def write(cls, folder: Path, parts: Parts, places: dict[Path, str]) -> Written:
-        """Writes ``annotations/instances_SPLIT.json``, for images in ``images`` or
-        ``images/SPLIT``; see :meth:`DataFormat.write`."""
+        """Writes ``annotations/instances_SPLIT.json``, for images in ``images`` or ``images/SPLIT``; see
+        :meth:`DataFormat.write`."""
         (folder / "annotations").mkdir(parents=True)
         for split, part in parts.items():
             content = part.to_coco()

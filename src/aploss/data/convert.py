@@ -43,8 +43,8 @@ def convert_dataset(
 ) -> Conversion:
     """Writes all splits of a dataset in another format.
 
-    Boxes, labels, splits and image files stay the same; what cannot be used (see
-    :func:`aploss.data.load_dataset`) is left out. The folder appears when it is complete.
+    Boxes, labels, splits and image files stay the same; what cannot be used (see :func:`aploss.data.load_dataset`) is
+    left out. The folder appears when it is complete.
 
     Args:
         path: the dataset.
@@ -165,8 +165,8 @@ def _check_target(out: Path, source: Path) -> None:
 
 
 def _copy_image(dataset: DetectionDataset, index: int, target: Path, *, exact: bool) -> None:
-    """Copies an image byte by byte; or writes it as it was annotated, without the EXIF rotation
-    that the annotation ignores, because not every format could say so."""
+    """Copies an image byte by byte; or writes it as it was annotated, without the EXIF rotation that the annotation
+    ignores, because not every format could say so."""
     target.parent.mkdir(parents=True, exist_ok=True)
     path = dataset.image_path(index)
     if exact:

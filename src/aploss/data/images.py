@@ -1,5 +1,4 @@
-"""Image files as upright 8-bit RGB tensors, whatever kind of file they are; and what is wrong
-with them."""
+"""Image files as upright 8-bit RGB tensors, whatever kind of file they are; and what is wrong with them."""
 
 import hashlib
 import os
@@ -84,15 +83,13 @@ def read_header(path: str | Path) -> ImageHeader:
 def read_image(path: str | Path, *, size: tuple[int, int] | None = None) -> Tensor:
     """Reads an image file as RGB.
 
-    Grey, palette, CMYK and YCbCr images are converted; 16-bit and float images are scaled to
-    8 bits; transparent parts become white; of several frames the first is taken; the image is
-    turned upright as its EXIF data says.
+    Grey, palette, CMYK and YCbCr images are converted; 16-bit and float images are scaled to 8 bits; transparent parts
+    become white; of several frames the first is taken; the image is turned upright as its EXIF data says.
 
     Args:
         path: the file.
-        size: the (width, height) an annotation gives. Where it fits the image as stored and not
-            the upright one, the annotation was made without the EXIF rotation, and the image is
-            left as stored too.
+        size: the (width, height) an annotation gives. Where it fits the image as stored and not the upright one, the
+            annotation was made without the EXIF rotation, and the image is left as stored too.
 
     Returns:
         uint8 tensor [3, height, width].
@@ -175,8 +172,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _eight_bit(image: Image.Image) -> Image.Image:
-    """Scales by what the type can hold, never by the image's own range: grey levels of different
-    images stay comparable."""
+    """Scales by what the type can hold, never by the image's own range: grey levels of different images stay
+    comparable."""
     values = np.array(image, dtype=np.float64)
     if not np.isfinite(values).all():
         raise ValueError("NaN or infinite pixels")

@@ -34,24 +34,23 @@ def load_dataset(
 ) -> DetectionDataset:
     """Loads a dataset of any format.
 
-    What cannot be used (a box without width, an image that is missing) is left out and listed in
-    the dataset's ``problems`` with its file.
+    What cannot be used (a box without width, an image that is missing) is left out and listed in the dataset's
+    ``problems`` with its file.
 
     Args:
         path: a folder, a COCO JSON file, a YOLO ``data.yaml``, or ``"builtin"``.
-        split: a split's name (``train``, ``2007_trainval``), a text file that lists images (VOC),
-            or several joined by ``+``. ``train[:80%]`` and ``train[80%:]`` are parts of one, of a
-            fixed mixed order, so that they have no image in common. None stands for all images.
+        split: a split's name (``train``, ``2007_trainval``), a text file that lists images (VOC), or several joined by
+            ``+``. ``train[:80%]`` and ``train[80%:]`` are parts of one, of a fixed mixed order, so that they have no
+            image in common. None stands for all images.
         format: "voc", "coco", "yolo", or "auto" to recognise it.
-        class_names: the classes to read, in the order of their labels; objects of other classes
-            are left out. Where not given, the data's own. Give a training split's ``class_names``
-            when loading its validation split.
-        verify_images: whether to decode every image once and leave out those that are damaged or
-            not of the annotated size. Otherwise reading such an image raises a DataError.
+        class_names: the classes to read, in the order of their labels; objects of other classes are left out. Where not
+            given, the data's own. Give a training split's ``class_names`` when loading its validation split.
+        verify_images: whether to decode every image once and leave out those that are damaged or not of the annotated
+            size. Otherwise reading such an image raises a DataError.
 
     Raises:
-        DataError: there is no such dataset or split, it has no usable image, or something in it
-            leads outside its folder.
+        DataError: there is no such dataset or split, it has no usable image, or something in it leads outside its
+            folder.
 
     Example:
         >>> load_dataset("no-such-folder")

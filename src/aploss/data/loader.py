@@ -1,8 +1,7 @@
 """Batches for training and evaluation that do not depend on workers, processes or the past.
 
-A training sample is a function of (seed, epoch, index) alone: each is drawn with its own random
-state. So the same run gives the same batches with any number of workers, on one machine or many,
-started afresh or in the middle of an epoch.
+A training sample is a function of (seed, epoch, index) alone: each is drawn with its own random state. So the same run
+gives the same batches with any number of workers, on one machine or many, started afresh or in the middle of an epoch.
 """
 
 import itertools
@@ -31,9 +30,9 @@ Key = tuple[int, int]  # epoch, index
 class Batch(NamedTuple):
     """Images in [0, 1] as float32, their targets, and their indices in the dataset.
 
-    In training ``images`` is one tensor [B, 3, H, W]; in evaluation it is a list of [3, h, w],
-    each of its own size. A target holds ``boxes`` (xyxy in the image's pixels, float32 [n, 4]),
-    ``labels`` (int64 [n]), ``difficult`` and ``crowd`` (bool [n]) and ``image_id``.
+    In training ``images`` is one tensor [B, 3, H, W]; in evaluation it is a list of [3, h, w], each of its own size. A
+    target holds ``boxes`` (xyxy in the image's pixels, float32 [n, 4]), ``labels`` (int64 [n]), ``difficult`` and
+    ``crowd`` (bool [n]) and ``image_id``.
     """
 
     images: Any
@@ -84,8 +83,8 @@ class AugmentedSamples(Dataset[Sample]):
 class TrainingBatches:
     """Training data, one epoch at a time or without end; made by :func:`make_training_loader`.
 
-    Each epoch visits the images once in its own order. Images that fill no whole batch are left
-    out of that epoch; a set smaller than a batch is one batch.
+    Each epoch visits the images once in its own order. Images that fill no whole batch are left out of that epoch; a
+    set smaller than a batch is one batch.
 
     Attributes:
         unreadable: images that others stood in for in the batches given so far: index → reason.
@@ -141,8 +140,8 @@ class TrainingBatches:
     def endless(self, first_batch: int = 0) -> Generator[Batch]:
         """The batches of one epoch after the other, prepared across their borders.
 
-        With workers, the next batch is also brought over and unpacked while the last one is used:
-        who asks for it does not wait. Close it to end the workers.
+        With workers, the next batch is also brought over and unpacked while the last one is used: who asks for it does
+        not wait. Close it to end the workers.
 
         Args:
             first_batch: where to start, counted from the beginning of the first epoch.
@@ -252,14 +251,13 @@ def make_training_loader(
         size: side of the square training images, or (height, width).
         workers: processes that prepare batches, 0 for none. They change no batch.
         rank: number of this process.
-        world_size: number of processes; step by step, their batches make up the one that a
-            single process would get.
-        skip_unreadable: the next image of the epoch stands in for one that cannot be read, which
-            is noted in ``unreadable``; otherwise that is an error.
+        world_size: number of processes; step by step, their batches make up the one that a single process would get.
+        skip_unreadable: the next image of the epoch stands in for one that cannot be read, which is noted in
+            ``unreadable``; otherwise that is an error.
 
     Returns:
-        An object whose ``epoch(number, start_batch=0)`` and ``endless(first_batch=0)`` give
-        :class:`Batch` after :class:`Batch`.
+        An object whose ``epoch(number, start_batch=0)`` and ``endless(first_batch=0)`` give :class:`Batch` after
+        :class:`Batch`.
 
     Raises:
         ConfigError: for settings that cannot be.
@@ -293,8 +291,8 @@ def make_evaluation_loader(
         workers: processes that read images, 0 for none.
         rank: number of this process.
         world_size: number of processes; each gets every world_size-th image.
-        skip_unreadable: leave out images that cannot be read, and note them in ``unreadable``;
-            otherwise the first is an error.
+        skip_unreadable: leave out images that cannot be read, and note them in ``unreadable``; otherwise the first is
+            an error.
 
     Returns:
         An iterable of :class:`Batch`, to be gone through any number of times.
@@ -367,8 +365,8 @@ class _Read(NamedTuple):
 class _Guarded(Dataset[_Read | DataError]):
     """Samples with their index; hands an unreadable image on as a value.
 
-    An error raised in a worker reaches the user as a page of that worker's traceback; one that is
-    handed on can be raised again as the one line it is.
+    An error raised in a worker reaches the user as a page of that worker's traceback; one that is handed on can be
+    raised again as the one line it is.
     """
 
     def __init__(self, samples: AugmentedSamples | DetectionDataset, *, skip: bool) -> None:
@@ -445,8 +443,8 @@ def _pack(samples: Sequence[_Read | DataError], *, stack: bool = False) -> _Pack
 def _unpack(packed: _Packed | DataError) -> _Loaded:
     """Images into [0, 1], objects to their images, and an error into a raised one."""
     if isinstance(packed, DataError):
-        # A new one: an error raised from a variable of its own frame keeps that frame, and with it
-        # the loader's workers, alive until the garbage collector comes.
+        # A new one: an error raised from a variable of its own frame keeps that frame, and with it the loader's
+        # workers, alive until the garbage collector comes.
         raise DataError(str(packed))
     if isinstance(packed.images, Tensor):
         images: Any = _to_unit(packed.images)

@@ -71,8 +71,8 @@ class _Listing(NamedTuple):
 class DatasetFolder:
     """A dataset's folder, which answers only for what is really inside it.
 
-    All paths it takes and gives are relative to the folder, with forward slashes. A symbolic link
-    is followed as long as its target is inside the folder too.
+    All paths it takes and gives are relative to the folder, with forward slashes. A symbolic link is followed as long
+    as its target is inside the folder too.
 
     Args:
         root: the folder; itself it may be a link.
@@ -108,8 +108,8 @@ class DatasetFolder:
         return path
 
     def locate(self, text: str, *, base: str, named_in: str) -> str:
-        """As :meth:`inside`; but a path that is not there, and would lead outside if it were
-        relative to the folder itself, is refused instead of being called missing."""
+        """As :meth:`inside`; but a path that is not there, and would lead outside if it were relative to the folder
+        itself, is refused instead of being called missing."""
         path = self.inside(text, base=base, named_in=named_in)
         if ".." in text and not self.has(path, named_in=named_in):
             self.inside(text, named_in=named_in)

@@ -1,7 +1,7 @@
 """One picture of the built-in set: objects, look-alikes and clutter over a noisy ground.
 
-Everything is a function of the random generator handed in, drawn in a fixed order, so the same
-generator state gives the same pixels in any process.
+Everything is a function of the random generator handed in, drawn in a fixed order, so the same generator state gives
+the same pixels in any process.
 """
 
 import colorsys
@@ -312,8 +312,8 @@ def _draw_figure(
     *,
     shadows: bool,
 ) -> None:
-    """Lays shadow, texture, light and rim of a figure over the canvas, in place; ``shape`` is the
-    figure's :func:`_stencil`."""
+    """Lays shadow, texture, light and rim of a figure over the canvas, in place; ``shape`` is the figure's
+    :func:`_stencil`."""
     size = canvas.shape[0]
     ground = canvas[window.slices()]
     scale = shape.width // (window.right - window.left)
@@ -350,8 +350,8 @@ def _rim(figure: Silhouette, window: Window, scale: int) -> Image.Image:
     rim = Image.new("L", _fine_size(window, scale))
     corners = _corners_in(figure, window, scale)
     width = max(2, round(2 * scale * (0.7 + figure.extent / 40)))
-    # Joints cost time and many short edges need none. The first edge is drawn twice, so that the
-    # last joint is round like the others.
+    # Joints cost time and many short edges need none. The first edge is drawn twice, so that the last joint is round
+    # like the others.
     joint = "curve" if len(corners) < 20 else None
     ImageDraw.Draw(rim).line([*corners, *corners[:2]], fill=255, width=width, joint=joint)
     return rim

@@ -66,9 +66,9 @@ class VocAnnotation:
 def parse_annotation(path: str, content: bytes) -> VocAnnotation:
     """Parses a VOC annotation.
 
-    Coordinates in the file count pixels from 1 and include the last one, so that xmin is one more
-    than the left edge and xmax is the right edge itself: a box over a whole 640 x 480 image is
-    written (1, 1, 640, 480) and read as (0, 0, 640, 480).
+    Coordinates in the file count pixels from 1 and include the last one, so that xmin is one more than the left edge
+    and xmax is the right edge itself: a box over a whole 640 x 480 image is written (1, 1, 640, 480) and read as (0, 0,
+    640, 480).
 
     Args:
         path: name of the file, for messages.
@@ -223,8 +223,8 @@ class ListedImage(NamedTuple):
 class VocPart:
     """One folder with its own annotations and splits, such as ``VOC2007``.
 
-    Its folder is ``base`` below the dataset's, its splits' names begin with ``prefix`` (``2007_``).
-    ``class_lists`` are the classes for which there are lists such as ``dog_train.txt``.
+    Its folder is ``base`` below the dataset's, its splits' names begin with ``prefix`` (``2007_``). ``class_lists`` are
+    the classes for which there are lists such as ``dog_train.txt``.
     """
 
     def __init__(self, folder: DatasetFolder, base: str, *, prefix: str = "") -> None:
@@ -376,9 +376,9 @@ class VocPart:
 class VocFormat(DataFormat):
     """A dataset of VOC annotation files.
 
-    Looked for, in this order: ``VOCdevkit/VOC2007`` or ``VOC2007`` (splits ``2007_trainval``);
-    ``Annotations`` with ``ImageSets/Main`` (splits by list); XML files anywhere, split by list
-    files or by folders called ``train``, ``val``, ``test``; otherwise one split ``all``.
+    Looked for, in this order: ``VOCdevkit/VOC2007`` or ``VOC2007`` (splits ``2007_trainval``); ``Annotations`` with
+    ``ImageSets/Main`` (splits by list); XML files anywhere, split by list files or by folders called ``train``,
+    ``val``, ``test``; otherwise one split ``all``.
     """
 
     looked_for = "VOC (VOCdevkit/VOC2007, Annotations/*.xml, or *.xml in any folder)"
@@ -450,8 +450,8 @@ class VocFormat(DataFormat):
         )
 
     def class_names(self) -> tuple[str, ...]:
-        """The classes: of ``labels.txt`` or ``classes.txt``, of the devkit's lists for single
-        classes, otherwise of all annotations; the last two sorted."""
+        """The classes: of ``labels.txt`` or ``classes.txt``, of the devkit's lists for single classes, otherwise of all
+        annotations; the last two sorted."""
         for file in _CLASS_FILES:
             if self.folder.is_file(file):
                 lines = map(str.strip, self.folder.read_text(file).splitlines())
@@ -487,8 +487,8 @@ class VocFormat(DataFormat):
 
     @classmethod
     def write(cls, folder: Path, parts: Parts, places: dict[Path, str]) -> Written:
-        """Writes ``Annotations/NAME.xml``, ``ImageSets/Main/SPLIT.txt`` and ``labels.txt``, for
-        images in ``JPEGImages``; see :meth:`DataFormat.write`."""
+        """Writes ``Annotations/NAME.xml``, ``ImageSets/Main/SPLIT.txt`` and ``labels.txt``, for images in
+        ``JPEGImages``; see :meth:`DataFormat.write`."""
         for name in ("Annotations", "ImageSets/Main"):
             (folder / name).mkdir(parents=True)
         for split, part in parts.items():

@@ -40,8 +40,8 @@ def parse_row(
     """Class id and corners in pixels of a row.
 
     Args:
-        row: ``class cx cy w h``, or ``class x1 y1 x2 y2 x3 y3 ...`` for a polygon, of which the
-            enclosing box is taken; all as fractions of the image's width and height.
+        row: ``class cx cy w h``, or ``class x1 y1 x2 y2 x3 y3 ...`` for a polygon, of which the enclosing box is taken;
+            all as fractions of the image's width and height.
         size: width and height of the image.
         where: file and line, for messages.
 
@@ -131,8 +131,8 @@ def yolo_rows(
 
 @register_format("yolo")
 class YoloFormat(DataFormat):
-    """A dataset of YOLO label files, described by the content of a YAML file in its folder:
-    ``names``, ``train``, ``val``, ``test``, ``path``, ``nc``."""
+    """A dataset of YOLO label files, described by the content of a YAML file in its folder: ``names``, ``train``,
+    ``val``, ``test``, ``path``, ``nc``."""
 
     looked_for = "YOLO (data.yaml with names and train, val or test; or images/ and labels/*.txt)"
 
@@ -231,8 +231,8 @@ class YoloFormat(DataFormat):
     def write(cls, folder: Path, parts: Parts, places: dict[Path, str]) -> Written:
         """Writes ``data.yaml`` and one label file per image; see :meth:`DataFormat.write`.
 
-        Images are in ``images/SPLIT``; where splits share images, in ``images``, with a list of
-        its images for each split.
+        Images are in ``images/SPLIT``; where splits share images, in ``images``, with a list of its images for each
+        split.
         """
         folder.mkdir(parents=True)
         everything = list(each_image_once(parts))
@@ -318,8 +318,8 @@ class YoloFormat(DataFormat):
         """A folder, list or image as written, inside the dataset's folder.
 
         Exported datasets often contain paths of the computer or folder they were made in
-        (``/content/set/train/images``, ``../train/images``): then the longest ending of the path
-        that is here is taken. Nothing outside the folder is ever looked at.
+        (``/content/set/train/images``, ``../train/images``): then the longest ending of the path that is here is taken.
+        Nothing outside the folder is ever looked at.
         """
         refused: ProblemError | None = None
         for parent in (base, ""):
@@ -423,8 +423,8 @@ def _read_yaml(folder: DatasetFolder, name: str) -> dict[str, Any] | None:
 def _describe_folders(folder: DatasetFolder) -> tuple[str, dict[str, Any]]:
     """What a data.yaml would say of folders that have none, and the file its names are from.
 
-    Looked for are ``images/train`` with ``labels/train``, ``train/images`` with ``train/labels``,
-    and ``images`` with ``labels``, where there are no annotations of another format beside them.
+    Looked for are ``images/train`` with ``labels/train``, ``train/images`` with ``train/labels``, and ``images`` with
+    ``labels``, where there are no annotations of another format beside them.
     """
     top = folder.names("")
     if any(name.lower() == "annotations" or name.endswith((".json", ".xml")) for name in top):

@@ -1,8 +1,8 @@
-"""Scores that mean something: a monotone map from a detector's score to a probability, and how far
-probabilities can be believed.
+"""Scores that mean something: a monotone map from a detector's score to a probability, and how far probabilities can be
+believed.
 
-A ranking loss orders detections and leaves the scores anywhere. The map is fitted on detections of
-a validation set and is strictly increasing, so the order, and with it AP, stays what it was.
+A ranking loss orders detections and leaves the scores anywhere. The map is fitted on detections of a validation set and
+is strictly increasing, so the order, and with it AP, stays what it was.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from aploss.evaluation.matching import Matches, match_detections
 from aploss.evaluation.tables import Detections, Truth, as_detections, as_ground_truth
 
 BINS = 10
-# Relative rise per doubling of the score. Two neighbouring float32 scores differ by at least
-# 2^-24 of their size, so their probabilities by about 1e-6 * 2^-24 / 2 = 3e-14 of theirs: far more
-# than the 2e-16 that float64 resolves, and over all 149 doublings of float32 still only 1.5e-4.
+# Relative rise per doubling of the score. Two neighbouring float32 scores differ by at least 2^-24 of their size, so
+# their probabilities by about 1e-6 * 2^-24 / 2 = 3e-14 of theirs: far more than the 2e-16 that float64 resolves, and
+# over all 149 doublings of float32 still only 1.5e-4.
 RISE_PER_OCTAVE = 1e-6
 
 
@@ -52,8 +52,8 @@ class Calibration:
     def __call__(self, scores: np.ndarray | Sequence[float]) -> np.ndarray:
         """Probabilities of scores, float64 of the same shape.
 
-        Different float32 scores give different float64 probabilities in the same order. Rounded to
-        float32 afterwards some may become equal: sort before, not after.
+        Different float32 scores give different float64 probabilities in the same order. Rounded to float32 afterwards
+        some may become equal: sort before, not after.
 
         Raises:
             DataError: a score outside [0, 1].
@@ -80,11 +80,10 @@ class Calibration:
 def fit_calibration(scores: np.ndarray | Sequence[float], correct: np.ndarray | Sequence[bool]) -> Calibration:
     """Fits the map on detections by isotonic regression.
 
-    Two made-up detections, a correct one at the lowest score and a wrong one at the highest, keep
-    probabilities away from 0 and 1 (Laplace's rule): ten detections, all correct, do not prove
-    certainty. The steps of the regression are joined by lines, flat parts rise by one millionth
-    per doubling of the score, score 0 stays 0, and above the highest score seen nothing more is
-    claimed than at it.
+    Two made-up detections, a correct one at the lowest score and a wrong one at the highest, keep probabilities away
+    from 0 and 1 (Laplace's rule): ten detections, all correct, do not prove certainty. The steps of the regression are
+    joined by lines, flat parts rise by one millionth per doubling of the score, score 0 stays 0, and above the highest
+    score seen nothing more is claimed than at it.
 
     Args:
         scores: scores in [0, 1] of detections, any order, [n].
@@ -128,8 +127,7 @@ def calibrate_detections(
         matches: of these detections, where they are known; ``iou`` is then theirs.
 
     Returns:
-        The calibration of all classes together, and the threshold with the best F1, which is a
-        calibrated score.
+        The calibration of all classes together, and the threshold with the best F1, which is a calibrated score.
     """
     truth = as_ground_truth(ground_truth)
     table = as_detections(detections, truth)
@@ -160,11 +158,10 @@ def calibration_report(
         matches: of these detections, where they are known; ``iou`` is then theirs.
 
     Returns:
-        ``iou``, ``draw_threshold``, ``calibrated_scores`` of all detections; what is drawn:
-        ``drawn`` detections, their ``precision``, ``recall`` and ``f1``; ``before`` and ``after``:
-        ``expected_calibration_error`` of the drawn detections, ``noise`` that chance alone would
-        give, ``bins``; and under ``all`` the error of all detections with bins of equal width and
-        of equal mass. The drawn are the same detections before and after.
+        ``iou``, ``draw_threshold``, ``calibrated_scores`` of all detections; what is drawn: ``drawn`` detections, their
+        ``precision``, ``recall`` and ``f1``; ``before`` and ``after``: ``expected_calibration_error`` of the drawn
+        detections, ``noise`` that chance alone would give, ``bins``; and under ``all`` the error of all detections with
+        bins of equal width and of equal mass. The drawn are the same detections before and after.
     """
     truth = as_ground_truth(ground_truth)
     table = as_detections(detections, truth)
@@ -280,9 +277,8 @@ def expected_calibration_error(
 ) -> float:
     """Mean distance of claimed and true precision over the bins, each weighted by its count.
 
-    It depends on which detections are given: a detector's 100 best per image are mostly certain
-    background, which is easy to be right about. Give those above the threshold to judge what
-    people see. 0 when there is no detection.
+    It depends on which detections are given: a detector's 100 best per image are mostly certain background, which is
+    easy to be right about. Give those above the threshold to judge what people see. 0 when there is no detection.
     """
     rows = reliability(probabilities, correct, bins)
     total = sum(row.count for row in rows)
@@ -292,8 +288,8 @@ def expected_calibration_error(
 def expected_noise(probabilities: np.ndarray | Sequence[float], bins: int | np.ndarray = BINS) -> float:
     """The calibration error that perfectly true probabilities would show by chance.
 
-    The number of correct detections in a bin has variance sum p (1 - p); a normal variable is on
-    average sqrt(2 / pi) standard deviations from its mean.
+    The number of correct detections in a bin has variance sum p (1 - p); a normal variable is on average sqrt(2 / pi)
+    standard deviations from its mean.
     """
     values, _ = _numbers(probabilities, np.zeros(len(probabilities)))
     _, place = _binned(values, bins)

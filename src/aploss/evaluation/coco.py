@@ -35,13 +35,12 @@ def coco_metrics(
 ) -> Metrics:
     """Scores detections by the rules of COCO; the numbers are those of pycocotools.
 
-    ``difficult`` objects, which COCO does not know, are handled as COCO handles an object outside
-    the size range being measured: it costs nothing to miss one, a detection matched with it counts
-    neither as right nor as wrong, further detections on it are wrong.
+    ``difficult`` objects, which COCO does not know, are handled as COCO handles an object outside the size range being
+    measured: it costs nothing to miss one, a detection matched with it counts neither as right nor as wrong, further
+    detections on it are wrong.
 
     Args:
-        ground_truth: COCO dict or arrays. Arrays that are measured on again and again are made
-            ready once.
+        ground_truth: COCO dict or arrays. Arrays that are measured on again and again are made ready once.
         detections: COCO results or a table.
         iou: measure ``AP``, ``AR`` and the sizes at this IoU alone, not at 0.50:0.05:0.95.
         max_detections: how many detections of an image and class are looked at, best first.
@@ -117,8 +116,8 @@ def _tool_dataset(
 ) -> Any:
     """Objects or detections as the tool takes them.
 
-    Images, categories and annotations are counted from 1, in the order of their own ids: the tool
-    takes id 0 for "not matched" and breaks ties in the order of image ids.
+    Images, categories and annotations are counted from 1, in the order of their own ids: the tool takes id 0 for "not
+    matched" and breaks ties in the order of image ids.
     """
     from faster_coco_eval import COCO
 

@@ -1,5 +1,4 @@
-"""Which detection found which object, by the greedy rule of COCO at one IoU; and the curves that
-follow from it."""
+"""Which detection found which object, by the greedy rule of COCO at one IoU; and the curves that follow from it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,12 +22,11 @@ class Matches:
         correct: the detection found an object that counts, bool [n].
         ignored: it lies on a crowd or difficult object: neither right nor wrong, bool [n].
         objects: index of the object it was matched with, -1 for none, int64 [n].
-        overlaps: IoU with that object, or the largest one with any object of its image and class;
-            0 where there is none, float64 [n].
+        overlaps: IoU with that object, or the largest one with any object of its image and class; 0 where there is
+            none, float64 [n].
         found: the object was found, bool [g].
         counted: the object counts (neither crowd nor difficult), bool [g].
-        order: detections from the highest score to the lowest, ties as the metric takes them,
-            int64 [n].
+        order: detections from the highest score to the lowest, ties as the metric takes them, int64 [n].
     """
 
     iou: float
@@ -71,8 +69,8 @@ class Pairs:
 def match_detections(ground_truth: Truth, detections: Detections, iou: float = 0.5) -> Matches:
     """Matches detections with objects of their image and class, best score first, as COCO does.
 
-    A detection takes the free object it overlaps most, if by at least ``iou``. Objects that count
-    come before crowd and difficult ones; a crowd can take any number of detections.
+    A detection takes the free object it overlaps most, if by at least ``iou``. Objects that count come before crowd and
+    difficult ones; a crowd can take any number of detections.
 
     Args:
         ground_truth: COCO dict or arrays.
@@ -190,8 +188,8 @@ class Curve:
 
     Attributes:
         recall: 0, 0.01, …, 1, float64 [101].
-        precision: the best precision at this recall or a higher one, 0 where the recall is not
-            reached; the mean of it is COCO's AP at this IoU, float64 [101].
+        precision: the best precision at this recall or a higher one, 0 where the recall is not reached; the mean of it
+            is COCO's AP at this IoU, float64 [101].
         scores: the score a detection must have to get there, NaN where not reached, float64 [101].
         objects: objects that count.
     """
@@ -216,8 +214,8 @@ def precision_recall_curves(
         ground_truth: COCO dict or arrays.
         detections: COCO results or a table.
         iou: smallest overlap of a match.
-        matches: outcomes to draw the curve of, such as those of ``match_voc``; COCO's matching at
-            ``iou`` when not given.
+        matches: outcomes to draw the curve of, such as those of ``match_voc``; COCO's matching at ``iou`` when not
+            given.
     """
     truth = as_ground_truth(ground_truth)
     table = as_detections(detections, truth)
@@ -240,8 +238,8 @@ def by_category(truth: Annotations, table: DetectionTable, matches: Matches) -> 
 
 
 def curves_as_dict(curves: dict[str, Curve]) -> dict[str, dict[str, Any]]:
-    """Curves as lists for JSON, with a mean curve's worth of digits: class → recall, precision,
-    score (``None`` where the recall is not reached), average_precision, objects."""
+    """Curves as lists for JSON, with a mean curve's worth of digits: class → recall, precision, score (``None`` where
+    the recall is not reached), average_precision, objects."""
     return {
         name: {
             "recall": curve.recall.round(2).tolist(),

@@ -15,8 +15,7 @@ TABLE_COLUMNS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR")
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """Average precision and recall. NaN where a value is not defined, such as ``APs`` where no
-    small object counts.
+    """Average precision and recall. NaN where a value is not defined, such as ``APs`` where no small object counts.
 
     Attributes:
         metric: ``"coco"``, ``"voc07"`` or ``"voc12"``.

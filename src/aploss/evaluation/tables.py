@@ -19,20 +19,20 @@ Table = TypeVar("Table")
 class GroundTruth(Annotations):
     """The annotated objects of a dataset, from COCO's own files or dicts.
 
-    Any :class:`~aploss.data.Annotations` will do where a ground truth is wanted, such as
-    ``dataset.annotations`` of a loaded dataset.
+    Any :class:`~aploss.data.Annotations` will do where a ground truth is wanted, such as ``dataset.annotations`` of a
+    loaded dataset.
     """
 
     @classmethod
     def from_coco(cls, dataset: dict[str, Any]) -> "GroundTruth":
         """Reads a COCO ground-truth dict (``images``, ``annotations``, ``categories``).
 
-        Annotation ids are not used: they may be missing, repeated or start at 0. ``area`` is taken
-        from the annotation, as pycocotools does, and is width times height where it is missing.
+        Annotation ids are not used: they may be missing, repeated or start at 0. ``area`` is taken from the annotation,
+        as pycocotools does, and is width times height where it is missing.
 
         Raises:
-            DataError: a key is missing, a value is not what it should be, an id repeats or an
-                annotation belongs to no image or category. The entry's index is named.
+            DataError: a key is missing, a value is not what it should be, an id repeats or an annotation belongs to no
+                image or category. The entry's index is named.
 
         Example:
             >>> truth = GroundTruth.from_coco({
@@ -75,15 +75,14 @@ class GroundTruth(Annotations):
 class DetectionTable:
     """Detections of many images.
 
-    Boxes are stored as COCO results have them, so that a results file is scored on the very
-    numbers in it and written back unchanged; ``boxes`` gives corners.
+    Boxes are stored as COCO results have them, so that a results file is scored on the very numbers in it and written
+    back unchanged; ``boxes`` gives corners.
 
     Attributes:
         image_ids: int64 [n].
         category_ids: int64 [n].
         xywh: left, top, width, height in pixels, float64 [n, 4].
-        scores: float64 [n]. Their order matters, their scale does not. Equal scores keep the order
-            of the table.
+        scores: float64 [n]. Their order matters, their scale does not. Equal scores keep the order of the table.
 
     Example:
         >>> table = DetectionTable.from_results(
@@ -137,8 +136,8 @@ class DetectionTable:
 
         Args:
             image_ids: the id of each image.
-            predictions: per image ``boxes`` xyxy [m, 4], ``scores`` [m], ``labels`` [m] counted
-                from 0; numpy arrays or tensors on any device.
+            predictions: per image ``boxes`` xyxy [m, 4], ``scores`` [m], ``labels`` [m] counted from 0; numpy arrays or
+                tensors on any device.
             category_ids: the category of each label; label + 1 when not given.
 
         Raises:

@@ -12,9 +12,8 @@ from aploss.evaluation.tables import Detections, DetectionTable, Truth, as_detec
 def voc_metrics(ground_truth: Truth, detections: Detections, *, year: int = 2012, iou: float = 0.5) -> Metrics:
     """Scores detections by the rules of the VOC development kit.
 
-    Boxes are continuous: a box from pixel 1 to pixel 10 of a VOC file, both included, is
-    ``x = 0, width = 10`` here. The kit's "+1" in widths is therefore already in them, and the
-    overlaps are the kit's own.
+    Boxes are continuous: a box from pixel 1 to pixel 10 of a VOC file, both included, is ``x = 0, width = 10`` here.
+    The kit's "+1" in widths is therefore already in them, and the overlaps are the kit's own.
 
     Args:
         ground_truth: COCO dict or arrays; ``difficult`` and crowd objects are ignored.
@@ -23,8 +22,8 @@ def voc_metrics(ground_truth: Truth, detections: Detections, *, year: int = 2012
         iou: smallest overlap of a match.
 
     Returns:
-        ``AP`` at ``iou``, ``AP50`` and ``AP75``; sizes and recalls are COCO's and stay NaN, as
-        does the AP of a class without an object that counts.
+        ``AP`` at ``iou``, ``AP50`` and ``AP75``; sizes and recalls are COCO's and stay NaN, as does the AP of a class
+        without an object that counts.
 
     Raises:
         ConfigError: an IoU outside (0, 1] or a year without VOC.
@@ -68,9 +67,9 @@ def voc_metrics(ground_truth: Truth, detections: Detections, *, year: int = 2012
 def match_voc(ground_truth: Truth, detections: Detections, iou: float = 0.5) -> Matches:
     """Matches as the VOC kit does.
 
-    A detection is compared only with the object of its class it overlaps most, whether that one is
-    free or not: the first to come is correct, later ones are wrong, and all are ignored where the
-    object is difficult. (COCO would look for the next best free object.)
+    A detection is compared only with the object of its class it overlaps most, whether that one is free or not: the
+    first to come is correct, later ones are wrong, and all are ignored where the object is difficult. (COCO would look
+    for the next best free object.)
     """
     truth = as_ground_truth(ground_truth)
     table = as_detections(detections, truth)
@@ -100,8 +99,8 @@ def voc_average_precision(hits: np.ndarray, positives: int, *, year: int) -> flo
     precision = found / np.arange(1, len(hits) + 1)
     best_from_here = np.maximum.accumulate(precision[::-1])[::-1]
     if year < 2010:
-        # first place with recall >= step / 10, in integers: 3 of 10 objects is recall 0.3, which a
-        # float 0.1 * 3 would miss
+        # first place with recall >= step / 10, in integers: 3 of 10 objects is recall 0.3, which a float 0.1 * 3 would
+        # miss
         places = np.searchsorted(10 * found, np.arange(11) * positives, side="left")
         return float(np.append(best_from_here, 0.0)[places].sum() / 11)
     return float(best_from_here[np.asarray(hits, dtype=bool)].sum() / positives)
