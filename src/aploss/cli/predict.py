@@ -182,13 +182,17 @@ class _Results:
         return f"{objects} objects in {len(self.images)} images{above}: {self.folder}"
 
     def _write_labels(self, image: ImageFile, prediction: "Prediction") -> None:
-        from aploss.detectors.predict import voc_annotation, yolo_rows
+        from aploss.data.voc import voc_annotation
+        from aploss.data.yolo import yolo_rows
 
+        boxes, size = prediction.boxes.tolist(), prediction.image_size
         if self.labels == "voc":
-            text = voc_annotation(prediction, image.path.name)
+            scores = prediction.scores.tolist()
+            text = voc_annotation(image.path.name, size, prediction.class_names, boxes, scores=scores, digits=2)
             write_text(self.folder / f"labels/{image.name}.xml", text)
         elif self.labels == "yolo":
-            write_text(self.folder / f"labels/{image.name}.txt", yolo_rows(prediction))
+            text = yolo_rows(prediction.labels.tolist(), boxes, size, digits=6)
+            write_text(self.folder / f"labels/{image.name}.txt", text)
 
 
 def find_images(arguments: Sequence[str], *, exclude: Path | None = None) -> tuple[list[ImageFile], list[str]]:
