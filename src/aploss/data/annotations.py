@@ -66,8 +66,13 @@ class Annotations:
     @property
     def counted(self) -> np.ndarray:
         """Whether missing the object costs recall: neither crowd nor difficult, bool [g]."""
-        counted: np.ndarray = ~(self.crowd | self.difficult)
-        return counted
+        return np.asarray(~(self.crowd | self.difficult))
+
+
+def as_rows(**columns: np.ndarray) -> list[dict[str, Any]]:
+    """The rows of a table as dicts of plain values, as JSON has them."""
+    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+    return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
 class DetectionDataset(Dataset[Sample]):
@@ -276,22 +281,18 @@ class DetectionDataset(Dataset[Sample]):
             ``categories`` (ids 1..K).
         """
         table = self.annotations
-        images = zip(self._ids.tolist(), self._paths, self._sizes.tolist(), strict=True)
-        columns = {
-            "id": range(1, len(table) + 1),
-            "image_id": table.image_ids.tolist(),
-            "category_id": table.category_ids.tolist(),
-            "bbox": table.xywh.tolist(),
-            "area": table.areas.tolist(),
-            "iscrowd": table.crowd.astype(int).tolist(),
-            "difficult": table.difficult.astype(int).tolist(),
-        }
+        widths, heights = self._sizes.T
         return {
-            "images": [
-                {"id": image_id, "file_name": path, "width": width, "height": height}
-                for image_id, path, (width, height) in images
-            ],
-            "annotations": [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)],
+            "images": as_rows(id=self._ids, file_name=np.array(self._paths, object), width=widths, height=heights),
+            "annotations": as_rows(
+                id=np.arange(1, len(table) + 1),
+                image_id=table.image_ids,
+                category_id=table.category_ids,
+                bbox=table.xywh,
+                area=table.areas,
+                iscrowd=table.crowd.astype(int),
+                difficult=table.difficult.astype(int),
+            ),
             "categories": [{"id": k, "name": name} for k, name in table.categories.items()],
         }
 

@@ -24,7 +24,6 @@ from aploss.data.formats import DataFormat, Parts, Written, common_split_name, i
 from aploss.data.paths import DatasetFolder, is_image
 from aploss.data.problems import Problem, ProblemError
 
-
 _FILLERS = re.compile(r"(^|[_.-])(annotations?|instances|coco|labels|gt)(?=[_.-]|$)", re.IGNORECASE)
 _OTHER_TASKS = ("captions_", "person_keypoints_", "panoptic_", "stuff_", "image_info_")
 _SECTIONS = ("images", "annotations", "categories")

@@ -6,10 +6,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from aploss.data.annotations import Annotations
+from aploss.data.annotations import Annotations, as_rows
 from aploss.errors import ConfigError
-from aploss.evaluation.metrics import Metrics, objects_per_category
-from aploss.evaluation.tables import Detections, DetectionTable, Truth, as_detections, as_ground_truth
+from aploss.evaluation.metrics import Metrics, make_metrics
+from aploss.evaluation.tables import Detections, DetectionTable, Truth, as_tables
 
 COCO_IOUS = np.linspace(0.5, 0.95, 10)
 
@@ -62,29 +62,17 @@ def coco_metrics(
         raise ConfigError(f"iou is {iou}, expected more than 0 and at most 1")
     if max_detections < 1:
         raise ConfigError(f"max_detections is {max_detections}, expected at least 1")
-    truth = as_ground_truth(ground_truth)
-    table = as_detections(detections, truth)
+    truth, table = as_tables(ground_truth, detections)
     ious = COCO_IOUS if iou is None else np.unique([0.5, 0.75, iou])
     # The tool counts in 32 bits; no image has more detections than there are.
     limit = min(max_detections, max(1, len(table)))
     measured = _evaluate(truth, table, ious, limit) if truth.counted.any() else None
-    objects = objects_per_category(truth, truth.category_ids[truth.counted])
-    found = objects_per_category(truth, table.category_ids)
-    per_class = {
-        name: {
-            "objects": int(objects[index]),
-            "detections": int(found[index]),
-            **_averages(measured, iou, slice(index, index + 1)),
-        }
-        for index, name in enumerate(truth.categories.values())
-    }
-    return Metrics(
+    return make_metrics(
+        truth,
+        table,
+        lambda k: _averages(measured, iou, slice(k, k + 1)),
         metric="coco",
         iou="0.50:0.95" if iou is None else f"{iou:.2f}",
-        images=len(truth.images),
-        objects=int(truth.counted.sum()),
-        detections=len(table),
-        per_class=per_class,
         **_averages(measured, iou, slice(None)),
     )
 
@@ -121,23 +109,17 @@ def _tool_dataset(
     """
     from faster_coco_eval import COCO
 
-    categories = np.array(list(truth.categories), dtype=np.int64)
-    columns = {
-        "id": np.arange(1, len(table) + 1),
-        "image_id": np.searchsorted(truth.images, table.image_ids) + 1,
-        "category_id": np.searchsorted(categories, table.category_ids) + 1,
-        "bbox": table.xywh,
-        "area": areas,
+    rows = as_rows(
+        id=np.arange(1, len(table) + 1),
+        image_id=np.searchsorted(truth.images, table.image_ids) + 1,
+        category_id=np.searchsorted(list(truth.categories), table.category_ids) + 1,
+        bbox=table.xywh,
+        area=areas,
         **columns,
-    }
-    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
-    return COCO(
-        {
-            "images": [{"id": index} for index in range(1, len(truth.images) + 1)],
-            "categories": [{"id": index, "name": ""} for index in range(1, len(categories) + 1)],
-            "annotations": [dict(zip(columns, row, strict=True)) for row in rows],
-        }
     )
+    images = [{"id": index} for index in range(1, len(truth.images) + 1)]
+    categories = [{"id": index, "name": ""} for index in range(1, len(truth.categories) + 1)]
+    return COCO({"images": images, "categories": categories, "annotations": rows})
 
 
 def _averages(evaluation: Any, iou: float | None, classes: slice) -> dict[str, float]:

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from aploss.data.annotations import Annotations
 from aploss.evaluation.metrics import objects_per_category
-from aploss.evaluation.tables import Detections, DetectionTable, Truth, as_detections, as_ground_truth
+from aploss.evaluation.tables import Detections, DetectionTable, Truth, as_tables
 
 RECALL_POINTS = np.linspace(0.0, 1.0, 101)
 
@@ -41,29 +41,20 @@ class Matches:
     @property
     def wrong(self) -> np.ndarray:
         """False positives, bool [n]."""
-        wrong: np.ndarray = ~(self.correct | self.ignored)
-        return wrong
+        return np.asarray(~(self.correct | self.ignored))
 
     @property
     def missed(self) -> np.ndarray:
         """False negatives, bool [g]."""
-        missed: np.ndarray = self.counted & ~self.found
-        return missed
+        return np.asarray(self.counted & ~self.found)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pairs:
-    """Detections and objects of the same image and category, one row per pair, p rows.
+class Pairs(NamedTuple):
+    """Detections and objects of the same image and category, one row per pair, p rows."""
 
-    Attributes:
-        detections: index of the detection, ascending, int64 [p].
-        objects: index of the object, ascending within a detection, int64 [p].
-        overlaps: their IoU (with a crowd: the part of the detection inside it), float64 [p].
-    """
-
-    detections: np.ndarray
-    objects: np.ndarray
-    overlaps: np.ndarray
+    detections: np.ndarray  # index of the detection, ascending, int64 [p]
+    objects: np.ndarray  # index of the object, ascending within a detection, int64 [p]
+    overlaps: np.ndarray  # their IoU (with a crowd: the part of the detection inside it), float64 [p]
 
 
 def match_detections(ground_truth: Truth, detections: Detections, iou: float = 0.5) -> Matches:
@@ -87,26 +78,32 @@ def match_detections(ground_truth: Truth, detections: Detections, iou: float = 0
         >>> matches.correct  # the second takes the object, the first is a duplicate
         array([False,  True])
     """
-    truth = as_ground_truth(ground_truth)
-    table = as_detections(detections, truth)
+    truth, table = as_tables(ground_truth, detections)
     pairs = candidate_pairs(truth, table, crowds_cover=True)
     # equal scores: COCO goes image by image in the order of their ids
     order = np.lexsort((table.image_ids, -table.scores))
     objects = _assign(truth, pairs, order, iou)
-    ignored = np.zeros(len(table), dtype=bool)
     matched = objects >= 0
+    ignored = matched.copy()
     ignored[matched] = ~truth.counted[objects[matched]]
-    return _outcome(truth, pairs, objects, ignored, order, iou)
+    overlaps = np.zeros(len(table))
+    np.maximum.at(overlaps, pairs.detections, pairs.overlaps)
+    of_match = pairs.objects == objects[pairs.detections]
+    overlaps[pairs.detections[of_match]] = pairs.overlaps[of_match]
+    return Matches(
+        iou=iou,
+        correct=matched & ~ignored,
+        ignored=ignored,
+        objects=objects,
+        overlaps=overlaps,
+        found=np.isin(np.arange(len(truth)), objects),
+        counted=truth.counted,
+        order=order,
+    )
 
 
 def candidate_pairs(truth: Annotations, table: DetectionTable, *, crowds_cover: bool) -> Pairs:
-    """All pairs of a detection and an object of the same image and category.
-
-    Args:
-        truth: the objects.
-        table: the detections.
-        crowds_cover: with a crowd, divide the intersection by the detection's area alone.
-    """
+    """All pairs; with ``crowds_cover`` the intersection with a crowd is divided by the detection's area alone."""
     object_keys = _group_keys(truth, truth.image_ids, truth.category_ids)
     keys = _group_keys(truth, table.image_ids, table.category_ids)
     by_key = np.argsort(object_keys, kind="stable")
@@ -116,15 +113,13 @@ def candidate_pairs(truth: Annotations, table: DetectionTable, *, crowds_cover: 
     within = np.arange(len(detection)) - np.repeat(np.cumsum(counts) - counts, counts)
     objects = by_key[np.repeat(first, counts) + within]
     overlaps = _overlaps(table.xywh[detection], truth.xywh[objects], truth.crowd[objects] & crowds_cover)
-    return Pairs(detections=detection, objects=objects, overlaps=overlaps)
+    return Pairs(detection, objects, overlaps)
 
 
 def _group_keys(truth: Annotations, image_ids: np.ndarray, category_ids: np.ndarray) -> np.ndarray:
     """One number per image and category."""
-    categories = np.array(list(truth.categories), dtype=np.int64)
-    images = np.searchsorted(truth.images, image_ids)
-    keys: np.ndarray = images * len(categories) + np.searchsorted(categories, category_ids)
-    return keys
+    images, categories = np.searchsorted(truth.images, image_ids), list(truth.categories)
+    return np.asarray(images * len(categories) + np.searchsorted(categories, category_ids))
 
 
 def _overlaps(boxes: np.ndarray, others: np.ndarray, crowd: np.ndarray) -> np.ndarray:
@@ -134,9 +129,7 @@ def _overlaps(boxes: np.ndarray, others: np.ndarray, crowd: np.ndarray) -> np.nd
     intersection = width * height
     area = boxes[:, 2] * boxes[:, 3]
     union = np.where(crowd, area, area + others[:, 2] * others[:, 3] - intersection)
-    overlaps: np.ndarray = np.zeros_like(union)
-    np.divide(intersection, union, out=overlaps, where=intersection > 0)
-    return overlaps
+    return np.asarray(np.divide(intersection, union, out=np.zeros_like(union), where=intersection > 0))
 
 
 def _assign(truth: Annotations, pairs: Pairs, order: np.ndarray, iou: float) -> np.ndarray:
@@ -154,29 +147,6 @@ def _assign(truth: Annotations, pairs: Pairs, order: np.ndarray, iou: float) -> 
             objects[detection[row]] = candidate[row]
             taken[candidate[row]] = not truth.crowd[candidate[row]]
     return objects
-
-
-def _outcome(
-    truth: Annotations, pairs: Pairs, objects: np.ndarray, ignored: np.ndarray, order: np.ndarray, iou: float
-) -> Matches:
-    matched = objects >= 0
-    overlaps = np.zeros(len(objects))
-    np.maximum.at(overlaps, pairs.detections, pairs.overlaps)
-    of_match = pairs.objects == objects[pairs.detections]
-    overlaps[pairs.detections[of_match]] = pairs.overlaps[of_match]
-    correct = matched & ~ignored
-    found = np.zeros(len(truth), dtype=bool)
-    found[objects[matched]] = True
-    return Matches(
-        iou=iou,
-        correct=correct,
-        ignored=ignored,
-        objects=objects,
-        overlaps=overlaps,
-        found=found,
-        counted=truth.counted,
-        order=order,
-    )
 
 
 # --- curves -----------------------------------------------------------------------------------
@@ -217,8 +187,7 @@ def precision_recall_curves(
         matches: outcomes to draw the curve of, such as those of ``match_voc``; COCO's matching at ``iou`` when not
             given.
     """
-    truth = as_ground_truth(ground_truth)
-    table = as_detections(detections, truth)
+    truth, table = as_tables(ground_truth, detections)
     matches = match_detections(truth, table, iou) if matches is None else matches
     return {
         name: _curve(matches.correct[rows], table.scores[rows], objects)
@@ -238,8 +207,7 @@ def by_category(truth: Annotations, table: DetectionTable, matches: Matches) -> 
 
 
 def curves_as_dict(curves: dict[str, Curve]) -> dict[str, dict[str, Any]]:
-    """Curves as lists for JSON, with a mean curve's worth of digits: class → recall, precision, score (``None`` where
-    the recall is not reached), average_precision, objects."""
+    """Curves as lists for JSON: class → recall, precision, score (None if not reached), average_precision, objects."""
     return {
         name: {
             "recall": curve.recall.round(2).tolist(),

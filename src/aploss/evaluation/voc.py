@@ -5,8 +5,8 @@ import numpy as np
 from aploss.data.annotations import Annotations
 from aploss.errors import ConfigError
 from aploss.evaluation.matching import Matches, Pairs, by_category, candidate_pairs
-from aploss.evaluation.metrics import Metrics, mean_over_classes, objects_per_category
-from aploss.evaluation.tables import Detections, DetectionTable, Truth, as_detections, as_ground_truth
+from aploss.evaluation.metrics import Metrics, make_metrics, mean_over_classes
+from aploss.evaluation.tables import Detections, DetectionTable, Truth, as_tables
 
 
 def voc_metrics(ground_truth: Truth, detections: Detections, *, year: int = 2012, iou: float = 0.5) -> Metrics:
@@ -33,8 +33,7 @@ def voc_metrics(ground_truth: Truth, detections: Detections, *, year: int = 2012
         raise ConfigError(f"iou is {iou}, expected more than 0 and at most 1")
     if not 2005 <= year <= 2012:
         raise ConfigError(f"year is {year}, expected 2007 (11 points) or 2012 (area)")
-    truth = as_ground_truth(ground_truth)
-    table = as_detections(detections, truth)
+    truth, table = as_tables(ground_truth, detections)
     pairs = candidate_pairs(truth, table, crowds_cover=False)
     columns = {}
     for column, threshold in (("AP", iou), ("AP50", 0.5), ("AP75", 0.75)):
@@ -43,23 +42,12 @@ def voc_metrics(ground_truth: Truth, detections: Detections, *, year: int = 2012
             voc_average_precision(matches.correct[rows], objects, year=year)
             for _, objects, rows in by_category(truth, table, matches)
         ]
-    objects = objects_per_category(truth, truth.category_ids[truth.counted])
-    found = objects_per_category(truth, table.category_ids)
-    per_class = {
-        name: {
-            "objects": int(objects[index]),
-            "detections": int(found[index]),
-            **{column: values[index] for column, values in columns.items()},
-        }
-        for index, name in enumerate(truth.categories.values())
-    }
-    return Metrics(
+    return make_metrics(
+        truth,
+        table,
+        lambda k: {column: values[k] for column, values in columns.items()},
         metric="voc07" if year < 2010 else "voc12",
         iou=f"{iou:.2f}",
-        images=len(truth.images),
-        objects=int(truth.counted.sum()),
-        detections=len(table),
-        per_class=per_class,
         **{column: mean_over_classes(values) for column, values in columns.items()},
     )
 
@@ -71,8 +59,7 @@ def match_voc(ground_truth: Truth, detections: Detections, iou: float = 0.5) -> 
     first to come is correct, later ones are wrong, and all are ignored where the object is difficult. (COCO would look
     for the next best free object.)
     """
-    truth = as_ground_truth(ground_truth)
-    table = as_detections(detections, truth)
+    truth, table = as_tables(ground_truth, detections)
     return _match(truth, table, candidate_pairs(truth, table, crowds_cover=False), iou)
 
 
