@@ -167,20 +167,16 @@ class DetectionDataset(Dataset[Sample]):
         width, height = self.image_size(index)
         rows = self._rows(index)
         image = read_image(self.image_path(index), size=(width, height))
-        boxes = torch.from_numpy(self._boxes[rows].copy())
+        boxes = torch.tensor(self._boxes[rows])
         return tv_tensors.Image(image), {
             "boxes": tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=(height, width)),
-            "labels": torch.from_numpy(self._labels[rows].copy()),
-            "difficult": torch.from_numpy(self._difficult[rows].copy()),
-            "crowd": torch.from_numpy(self._crowd[rows].copy()),
+            **{name: torch.tensor(getattr(self, f"_{name}")[rows]) for name in ("labels", "difficult", "crowd")},
             "image_id": self.image_id(index),
         }
 
     def __repr__(self) -> str:
-        return (
-            f"DetectionDataset({self.name!r}, split={self.split!r}, {len(self):,} images, "
-            f"{self.num_boxes:,} boxes, {self.num_classes} classes)"
-        )
+        counts = f"{len(self):,} images, {self.num_boxes:,} boxes, {self.num_classes} classes"
+        return f"DetectionDataset({self.name!r}, split={self.split!r}, {counts})"
 
     @property
     def num_classes(self) -> int:
@@ -431,15 +427,13 @@ class AnnotationBuilder:
         difficult: bool = False,
         crowd: bool = False,
     ) -> None:
-        """Adds a box of the image of that index.
+        """Adds a box; flags are those of :class:`DetectionDataset`.
 
         Args:
             image: what :meth:`add_image` returned.
             corners: x1, y1, x2, y2 with the first pixel at 0.
             label: from 0.
             number: which object, line or annotation it is, for messages.
-            difficult: see :class:`DetectionDataset`.
-            crowd: see :class:`DetectionDataset`.
         """
         self._integers.extend((image, label, number, difficult + 2 * crowd))
         self._numbers.extend((*corners, float("nan")))
@@ -465,14 +459,8 @@ class AnnotationBuilder:
     def dataset(
         self, *, class_names: Sequence[str], name: str, split: str, describe: Callable[[int, int], tuple[str, str]]
     ) -> DetectionDataset:
-        """Checks the boxes and packs everything.
-
-        Args:
-            class_names: see :class:`DetectionDataset`.
-            name: see :class:`DetectionDataset`.
-            split: see :class:`DetectionDataset`.
-            describe: (image index, number of a box) → (file to blame, words for the box).
-        """
+        """Checks the boxes and packs everything; ``describe`` is (image index, number of a box) → (file to blame, words
+        for the box), the others are those of :class:`DetectionDataset`."""
         integers = np.frombuffer(self._integers, np.int64).reshape(-1, 4)
         numbers = np.frombuffer(self._numbers, np.float64).reshape(-1, 5)
         image_of_box, corners = integers[:, 0], numbers[:, :4]
@@ -484,8 +472,7 @@ class AnnotationBuilder:
             for row in rows.tolist():
                 file, where = describe(int(image_of_box[row]), int(integers[row, 2]))
                 shown = corners[row] + [self.origin, self.origin, 0, 0]
-                size = self.sizes[image_of_box[row]]
-                self.report(kind, file, _box_message(kind, where, shown, size))
+                self.report(kind, file, _box_message(kind, where, shown, self.sizes[image_of_box[row]]))
         rows = np.flatnonzero(kept)
         rows = rows[np.argsort(image_of_box[rows], kind="stable")]
         flags, areas = integers[rows, 3], numbers[rows, 4]
@@ -511,12 +498,7 @@ class AnnotationBuilder:
 def _check_boxes(
     corners: NDArray[np.float64], sizes: NDArray[np.int64], *, origin: int
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_], dict[str, NDArray[np.int64]]]:
-    """Clips boxes [m, 4] to their images' sizes [m, 2] and finds those that cannot be used.
-
-    Returns:
-        The clipped boxes, float32 [m, 4]; which of them are usable, bool [m]; and for each kind of problem the numbers
-        of the boxes that have it.
-    """
+    """Clips boxes [m, 4] to their images' sizes [m, 2]: the boxes, which are usable, kind of problem → rows."""
     finite = np.asarray(np.isfinite(corners).all(axis=1))
     corners = np.where(finite[:, None], corners, 0.0)
     upper = np.tile(sizes, 2).astype(np.float64)
@@ -552,12 +534,12 @@ def _repeated_rows(table: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 def _box_message(kind: str, where: str, corners: NDArray[np.float64], size: tuple[int, int]) -> str:
     box = ", ".join(f"{value:.10g}" for value in corners.tolist())
-    width, height = size
+    image = f"the {size[0]}x{size[1]} image"
     ending = {
         "non-finite-coordinate": "has a NaN or infinite coordinate",
         "degenerate-box": "has no width or no height",
-        "outside-box": f"lies outside the {width}x{height} image",
-        "out-of-bounds-box": f"reaches beyond the {width}x{height} image and is clipped",
+        "outside-box": f"lies outside {image}",
+        "out-of-bounds-box": f"reaches beyond {image} and is clipped",
         "duplicate-box": "is there twice",
     }[kind]
     return f"{where}: box ({box}) {ending}"
