@@ -96,13 +96,10 @@ class _PlainBoxes(nn.Module):
 
 
 class ShrinkLarge(nn.Module):
-    """Shrinks an image whose shorter side is above a limit to that limit.
+    """Shrinks an image whose shorter side is above a limit in pixels to that limit.
 
     A photograph of many megapixels carries detail that no training image keeps, and zooming it out four times would
     need gigabytes.
-
-    Args:
-        limit: in pixels.
     """
 
     def __init__(self, limit: int) -> None:
@@ -223,10 +220,8 @@ class LightAugmentation(nn.Module):
 
 
 def draw_zoom(height: int, width: int, smallest: float, largest: float) -> tuple[int, int, int, int]:
-    """The part of an image to be seen, at random: left, top, right, bottom in its pixels.
-
-    Zooming in it lies inside the image, zooming out the image lies inside it. Both have the same shape.
-    """
+    """The part of an image to be seen, at random: left, top, right, bottom. Zooming in it lies inside the image,
+    zooming out the image lies inside it; both have the same shape."""
     share, across, down = torch.rand(3).tolist()
     zoom = smallest + share * (largest - smallest)
     new_height, new_width = max(1, round(height / zoom)), max(1, round(width / zoom))
@@ -243,8 +238,7 @@ def _clipped(boxes: Tensor, height: int, width: int) -> Tensor:
 def _jitter(pixels: Tensor) -> Tensor:
     """Brightness and contrast, one after the other in random order."""
     order = torch.randperm(4).tolist()
-    bounds = 1 - COLOURS, 1 + COLOURS
-    brightness, contrast = (torch.empty(1).uniform_(*bounds).item() for _ in range(2))
+    brightness, contrast = (torch.empty(1).uniform_(1 - COLOURS, 1 + COLOURS).item() for _ in range(2))
     for change in order:
         if change == BRIGHTNESS:
             pixels = _looked_up(pixels, F.adjust_brightness_image(LEVELS, brightness))
@@ -257,6 +251,5 @@ def _jitter(pixels: Tensor) -> Tensor:
 
 def _looked_up(pixels: Tensor, levels: Tensor) -> Tensor:
     """Every value replaced by that of its level; bytes.translate is faster than any indexing."""
-    table = levels[0, 0].numpy().tobytes()
-    changed = bytearray(pixels.numpy().tobytes().translate(table))
+    changed = bytearray(pixels.numpy().tobytes().translate(levels[0, 0].numpy().tobytes()))
     return torch.frombuffer(changed, dtype=torch.uint8).view(pixels.shape)

@@ -120,8 +120,7 @@ def _draw(folder: Path, seed: int, image_size: int, counts: tuple[int, int, int]
         (fresh / "annotations").mkdir(parents=True)
         for number, split in enumerate(SPLITS):
             content = _draw_split(fresh / split, [VERSION, seed, number], image_size, counts[number])
-            file = fresh / "annotations" / f"instances_{split}.json"
-            file.write_text(json.dumps(content), encoding="utf-8")
+            (fresh / "annotations" / f"instances_{split}.json").write_text(json.dumps(content), encoding="utf-8")
         if folder.exists():
             shutil.move(folder, Path(scratch) / "damaged")
         fresh.rename(folder)

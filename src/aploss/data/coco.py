@@ -497,10 +497,8 @@ def _image(entry: Any, where: str) -> tuple[int, str]:
 
 
 def _size(entry: CocoImage) -> tuple[int, int] | None:
-    sides = entry.width, entry.height
-    if all(type(side) in (int, float) and 1 <= side < 2**31 for side in sides):
-        return int(entry.width), int(entry.height)
-    return None
+    possible = all(type(side) in (int, float) and 1 <= side < 2**31 for side in (entry.width, entry.height))
+    return (int(entry.width), int(entry.height)) if possible else None
 
 
 def _categories(entries: Sequence[Any], file: str) -> list[tuple[int, str]]:

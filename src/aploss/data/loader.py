@@ -94,10 +94,8 @@ class TrainingBatches:
         _check_settings(len(samples), batch_size, workers, rank, world_size)
         self.batch_size = min(batch_size, len(samples))
         if self.batch_size % world_size:
-            raise ConfigError(
-                f"a batch of {self.batch_size} images cannot be split evenly over {world_size} "
-                f"processes: choose a multiple of {world_size}"
-            )
+            wrong = f"a batch of {self.batch_size} images cannot be split evenly over {world_size} processes"
+            raise ConfigError(f"{wrong}: choose a multiple of {world_size}")
         self.seed = samples.seed
         self.rank = rank
         self.world_size = world_size

@@ -220,10 +220,15 @@ def curves_as_dict(curves: dict[str, Curve]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _curve(hits: np.ndarray, scores: np.ndarray, objects: int) -> Curve:
+def precision_envelope(hits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Correct detections up to each one, and the best precision from there on, [n] both."""
     found = np.cumsum(hits)
     precision = found / np.arange(1, len(hits) + 1)
-    best_from_here = np.maximum.accumulate(precision[::-1])[::-1]
+    return found, np.maximum.accumulate(precision[::-1])[::-1]
+
+
+def _curve(hits: np.ndarray, scores: np.ndarray, objects: int) -> Curve:
+    found, best_from_here = precision_envelope(hits)
     places = np.searchsorted(found / objects, RECALL_POINTS, side="left")
     return Curve(
         recall=RECALL_POINTS.copy(),

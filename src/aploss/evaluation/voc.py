@@ -4,7 +4,7 @@ import numpy as np
 
 from aploss.data.annotations import Annotations
 from aploss.errors import ConfigError
-from aploss.evaluation.matching import Matches, Pairs, by_category, candidate_pairs
+from aploss.evaluation.matching import Matches, Pairs, by_category, candidate_pairs, precision_envelope
 from aploss.evaluation.metrics import Metrics, make_metrics, mean_over_classes
 from aploss.evaluation.tables import Detections, DetectionTable, Truth, as_tables
 
@@ -82,9 +82,7 @@ def voc_average_precision(hits: np.ndarray, positives: int, *, year: int) -> flo
         return float("nan")
     if len(hits) == 0:
         return 0.0
-    found = np.cumsum(hits)
-    precision = found / np.arange(1, len(hits) + 1)
-    best_from_here = np.maximum.accumulate(precision[::-1])[::-1]
+    found, best_from_here = precision_envelope(hits)
     if year < 2010:
         # first place with recall >= step / 10, in integers: 3 of 10 objects is recall 0.3, which a float 0.1 * 3 would
         # miss
