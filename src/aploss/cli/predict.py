@@ -128,7 +128,8 @@ class _Results:
 
     def add(self, image: ImageFile, tensor: "Tensor", prediction: "Prediction") -> None:
         from aploss.data import draw_boxes
-        from aploss.detectors.predict import voc_annotation, yolo_rows
+        from aploss.data.voc import voc_annotation
+        from aploss.data.yolo import yolo_rows
 
         width, height = prediction.image_size
         number = len(self.images) + 1
@@ -140,10 +141,12 @@ class _Results:
         suffix, kind = (suffix, "JPEG") if suffix in LOSSY else (".png", "PNG")
         path = self.folder / PICTURES / f"{image.name}{suffix}"
         write_whole(path, lambda file: picture.save(file, format=kind, quality=92))
+        size = prediction.image_size
         if self.labels == "voc":
-            write_text(self.folder / f"labels/{image.name}.xml", voc_annotation(prediction, image.path.name))
+            text = voc_annotation(image.path.name, size, prediction.class_names, boxes, scores=scores, digits=2)
+            write_text(self.folder / f"labels/{image.name}.xml", text)
         elif self.labels == "yolo":
-            write_text(self.folder / f"labels/{image.name}.txt", yolo_rows(prediction))
+            write_text(self.folder / f"labels/{image.name}.txt", yolo_rows(labels, boxes, size, digits=6))
 
     def write(self) -> None:
         """Writes the two JSON files, and the classes of YOLO labels."""

@@ -1,8 +1,7 @@
 """The one table of annotations, the dataset of images that goes with it, and the rules for boxes.
 
-:class:`Annotations` is what a metric is measured on, :class:`DetectionDataset` what is trained on;
-the second gives the first. Readers of all formats fill an :class:`AnnotationBuilder`, which drops
-and clips by the same rules for all.
+:class:`Annotations` is what a metric is measured on, :class:`DetectionDataset` what is trained on; the second gives the
+first. Readers of all formats fill an :class:`AnnotationBuilder`, which drops and clips by the same rules for all.
 """
 
 import os
@@ -67,17 +66,21 @@ class Annotations:
     @property
     def counted(self) -> np.ndarray:
         """Whether missing the object costs recall: neither crowd nor difficult, bool [g]."""
-        counted: np.ndarray = ~(self.crowd | self.difficult)
-        return counted
+        return np.asarray(~(self.crowd | self.difficult))
+
+
+def as_rows(**columns: np.ndarray) -> list[dict[str, Any]]:
+    """The rows of a table as dicts of plain values, as JSON has them."""
+    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+    return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
 class DetectionDataset(Dataset[Sample]):
     """Images with labelled boxes, stored as flat arrays: COCO's 860,000 boxes take 30 MB.
 
-    Item i is ``(image, target)``: the image as uint8 ``tv_tensors.Image`` [3, H, W], the target a
-    dict with ``boxes`` (``tv_tensors.BoundingBoxes``, xyxy, float32 [n, 4]), ``labels`` (int64
-    [n], from 0), ``difficult`` and ``crowd`` (bool [n]) and ``image_id`` (int). So
-    ``torchvision.transforms.v2`` works on it as it is.
+    Item i is ``(image, target)``: the image as uint8 ``tv_tensors.Image`` [3, H, W], the target a dict with ``boxes``
+    (``tv_tensors.BoundingBoxes``, xyxy, float32 [n, 4]), ``labels`` (int64 [n], from 0), ``difficult`` and ``crowd``
+    (bool [n]) and ``image_id`` (int). So ``torchvision.transforms.v2`` works on it as it is.
 
     Args:
         root: folder that the image paths are relative to.
@@ -164,20 +167,16 @@ class DetectionDataset(Dataset[Sample]):
         width, height = self.image_size(index)
         rows = self._rows(index)
         image = read_image(self.image_path(index), size=(width, height))
-        boxes = torch.from_numpy(self._boxes[rows].copy())
+        boxes = torch.tensor(self._boxes[rows])
         return tv_tensors.Image(image), {
             "boxes": tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=(height, width)),
-            "labels": torch.from_numpy(self._labels[rows].copy()),
-            "difficult": torch.from_numpy(self._difficult[rows].copy()),
-            "crowd": torch.from_numpy(self._crowd[rows].copy()),
+            **{name: torch.tensor(getattr(self, f"_{name}")[rows]) for name in ("labels", "difficult", "crowd")},
             "image_id": self.image_id(index),
         }
 
     def __repr__(self) -> str:
-        return (
-            f"DetectionDataset({self.name!r}, split={self.split!r}, {len(self):,} images, "
-            f"{self.num_boxes:,} boxes, {self.num_classes} classes)"
-        )
+        counts = f"{len(self):,} images, {self.num_boxes:,} boxes, {self.num_classes} classes"
+        return f"DetectionDataset({self.name!r}, split={self.split!r}, {counts})"
 
     @property
     def num_classes(self) -> int:
@@ -273,27 +272,23 @@ class DetectionDataset(Dataset[Sample]):
         """The annotations as a COCO ground-truth dict.
 
         Returns:
-            ``images`` (with ``id``, ``file_name`` below :attr:`root`, ``width``, ``height``),
-            ``annotations`` (ids from 1; ``category_id`` is the label + 1; ``bbox`` is xywh;
-            ``area``, ``iscrowd``, ``difficult``) and ``categories`` (ids 1..K).
+            ``images`` (with ``id``, ``file_name`` below :attr:`root`, ``width``, ``height``), ``annotations`` (ids from
+            1; ``category_id`` is the label + 1; ``bbox`` is xywh; ``area``, ``iscrowd``, ``difficult``) and
+            ``categories`` (ids 1..K).
         """
         table = self.annotations
-        images = zip(self._ids.tolist(), self._paths, self._sizes.tolist(), strict=True)
-        columns = {
-            "id": range(1, len(table) + 1),
-            "image_id": table.image_ids.tolist(),
-            "category_id": table.category_ids.tolist(),
-            "bbox": table.xywh.tolist(),
-            "area": table.areas.tolist(),
-            "iscrowd": table.crowd.astype(int).tolist(),
-            "difficult": table.difficult.astype(int).tolist(),
-        }
+        widths, heights = self._sizes.T
         return {
-            "images": [
-                {"id": image_id, "file_name": path, "width": width, "height": height}
-                for image_id, path, (width, height) in images
-            ],
-            "annotations": [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)],
+            "images": as_rows(id=self._ids, file_name=np.array(self._paths, object), width=widths, height=heights),
+            "annotations": as_rows(
+                id=np.arange(1, len(table) + 1),
+                image_id=table.image_ids,
+                category_id=table.category_ids,
+                bbox=table.xywh,
+                area=table.areas,
+                iscrowd=table.crowd.astype(int),
+                difficult=table.difficult.astype(int),
+            ),
             "categories": [{"id": k, "name": name} for k, name in table.categories.items()],
         }
 
@@ -332,8 +327,8 @@ def concatenate(parts: Sequence[DetectionDataset], *, split: str | None = None) 
         split: name of the whole; the parts' splits joined by ``+`` where not given.
 
     Returns:
-        A dataset below the folder that the parts share. Image ids are kept where they stay
-        distinct, otherwise they are 1..n.
+        A dataset below the folder that the parts share. Image ids are kept where they stay distinct, otherwise they are
+        1..n.
 
     Raises:
         DataError: the class names differ.
@@ -383,8 +378,8 @@ class AnnotationBuilder:
 
     Args:
         folder: where the images are.
-        origin: the number of the first pixel: 0, or 1 for VOC. Shown in messages, and a box as
-            thin as its format's `origin` is one whose corners coincide as written.
+        origin: the number of the first pixel: 0, or 1 for VOC. Shown in messages, and a box as thin as its format's
+            `origin` is one whose corners coincide as written.
     """
 
     def __init__(self, folder: DatasetFolder, *, origin: int = 0) -> None:
@@ -432,15 +427,13 @@ class AnnotationBuilder:
         difficult: bool = False,
         crowd: bool = False,
     ) -> None:
-        """Adds a box of the image of that index.
+        """Adds a box; flags are those of :class:`DetectionDataset`.
 
         Args:
             image: what :meth:`add_image` returned.
             corners: x1, y1, x2, y2 with the first pixel at 0.
             label: from 0.
             number: which object, line or annotation it is, for messages.
-            difficult: see :class:`DetectionDataset`.
-            crowd: see :class:`DetectionDataset`.
         """
         self._integers.extend((image, label, number, difficult + 2 * crowd))
         self._numbers.extend((*corners, float("nan")))
@@ -466,14 +459,8 @@ class AnnotationBuilder:
     def dataset(
         self, *, class_names: Sequence[str], name: str, split: str, describe: Callable[[int, int], tuple[str, str]]
     ) -> DetectionDataset:
-        """Checks the boxes and packs everything.
-
-        Args:
-            class_names: see :class:`DetectionDataset`.
-            name: see :class:`DetectionDataset`.
-            split: see :class:`DetectionDataset`.
-            describe: (image index, number of a box) → (file to blame, words for the box).
-        """
+        """Checks the boxes and packs everything; ``describe`` is (image index, number of a box) → (file to blame, words
+        for the box), the others are those of :class:`DetectionDataset`."""
         integers = np.frombuffer(self._integers, np.int64).reshape(-1, 4)
         numbers = np.frombuffer(self._numbers, np.float64).reshape(-1, 5)
         image_of_box, corners = integers[:, 0], numbers[:, :4]
@@ -485,8 +472,7 @@ class AnnotationBuilder:
             for row in rows.tolist():
                 file, where = describe(int(image_of_box[row]), int(integers[row, 2]))
                 shown = corners[row] + [self.origin, self.origin, 0, 0]
-                size = self.sizes[image_of_box[row]]
-                self.report(kind, file, _box_message(kind, where, shown, size))
+                self.report(kind, file, _box_message(kind, where, shown, self.sizes[image_of_box[row]]))
         rows = np.flatnonzero(kept)
         rows = rows[np.argsort(image_of_box[rows], kind="stable")]
         flags, areas = integers[rows, 3], numbers[rows, 4]
@@ -512,12 +498,7 @@ class AnnotationBuilder:
 def _check_boxes(
     corners: NDArray[np.float64], sizes: NDArray[np.int64], *, origin: int
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_], dict[str, NDArray[np.int64]]]:
-    """Clips boxes [m, 4] to their images' sizes [m, 2] and finds those that cannot be used.
-
-    Returns:
-        The clipped boxes, float32 [m, 4]; which of them are usable, bool [m]; and for each kind of
-        problem the numbers of the boxes that have it.
-    """
+    """Clips boxes [m, 4] to their images' sizes [m, 2]: the boxes, which are usable, kind of problem → rows."""
     finite = np.asarray(np.isfinite(corners).all(axis=1))
     corners = np.where(finite[:, None], corners, 0.0)
     upper = np.tile(sizes, 2).astype(np.float64)
@@ -553,12 +534,12 @@ def _repeated_rows(table: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 def _box_message(kind: str, where: str, corners: NDArray[np.float64], size: tuple[int, int]) -> str:
     box = ", ".join(f"{value:.10g}" for value in corners.tolist())
-    width, height = size
+    image = f"the {size[0]}x{size[1]} image"
     ending = {
         "non-finite-coordinate": "has a NaN or infinite coordinate",
         "degenerate-box": "has no width or no height",
-        "outside-box": f"lies outside the {width}x{height} image",
-        "out-of-bounds-box": f"reaches beyond the {width}x{height} image and is clipped",
+        "outside-box": f"lies outside {image}",
+        "out-of-bounds-box": f"reaches beyond {image} and is clipped",
         "duplicate-box": "is there twice",
     }[kind]
     return f"{where}: box ({box}) {ending}"

@@ -1,9 +1,8 @@
 """What training does to its images: SSD's augmentation (``paper``), a lighter one, or none.
 
-Each preset ends in one fixed size, and works on what
-:class:`~aploss.data.annotations.DetectionDataset` gives: an image and a target whose boxes, labels
-and flags stay in step. Boxes come as ``tv_tensors.BoundingBoxes`` and leave as plain tensors: their
-canvas is the image.
+Each preset ends in one fixed size, and works on what :class:`~aploss.data.annotations.DetectionDataset` gives: an image
+and a target whose boxes, labels and flags stay in step. Boxes come as ``tv_tensors.BoundingBoxes`` and leave as plain
+tensors: their canvas is the image.
 """
 
 from typing import Any
@@ -33,18 +32,18 @@ LEVELS = torch.arange(256, dtype=torch.uint8).expand(3, 1, 256)
 def training_transforms(preset: str, size: int | tuple[int, int]) -> v2.Transform:
     """The augmentation of one training sample; random numbers come from torch's own generator.
 
-    ``paper`` is that of SSD (Liu et al. 2016, Section 2.2), which the AP-loss paper adopts:
-    photometric distortion, zoom-out up to four times, a crop with a minimal overlap with some
-    object, horizontal flip. ``light`` zooms by ±25 %, changes brightness and contrast by ±20 % and
-    flips: enough for small sets and short trainings. ``none`` only resizes.
+    ``paper`` is that of SSD (Liu et al. 2016, Section 2.2), which the AP-loss paper adopts: photometric distortion,
+    zoom-out up to four times, a crop with a minimal overlap with some object, horizontal flip. ``light`` zooms by ±25
+    %, changes brightness and contrast by ±20 % and flips: enough for small sets and short trainings. ``none`` only
+    resizes.
 
     Args:
         preset: one of :data:`PRESETS`.
         size: side of the square that comes out, or (height, width).
 
     Returns:
-        A transform of ``(image, target)``. Objects that vanish are removed with their labels
-        and flags; an image without objects stays usable. Boxes are a plain tensor [n, 4] then.
+        A transform of ``(image, target)``. Objects that vanish are removed with their labels and flags; an image
+        without objects stays usable. Boxes are a plain tensor [n, 4] then.
 
     Raises:
         ConfigError: for a preset or a size that does not exist.
@@ -97,13 +96,10 @@ class _PlainBoxes(nn.Module):
 
 
 class ShrinkLarge(nn.Module):
-    """Shrinks an image whose shorter side is above a limit to that limit.
+    """Shrinks an image whose shorter side is above a limit in pixels to that limit.
 
-    A photograph of many megapixels carries detail that no training image keeps, and zooming it out
-    four times would need gigabytes.
-
-    Args:
-        limit: in pixels.
+    A photograph of many megapixels carries detail that no training image keeps, and zooming it out four times would
+    need gigabytes.
     """
 
     def __init__(self, limit: int) -> None:
@@ -124,10 +120,9 @@ class ShrinkLarge(nn.Module):
 class IoUCrop(nn.Module):
     """SSD's crop: some object's centre is inside it, and overlaps it by a minimal IoU.
 
-    The distribution is that of torchvision's ``RandomIoUCrop`` with its defaults. This one looks at
-    all trials of an overlap at once, which makes the preset four times faster on small images, and
-    leaves images whole for which the other one searches until chance ends it (no objects) or
-    divides by zero (a side of less than four pixels).
+    The distribution is that of torchvision's ``RandomIoUCrop`` with its defaults. This one looks at all trials of an
+    overlap at once, which makes the preset four times faster on small images, and leaves images whole for which the
+    other one searches until chance ends it (no objects) or divides by zero (a side of less than four pixels).
     """
 
     overlaps = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # 1: leave the image as it is
@@ -182,10 +177,10 @@ def _centres_inside(crops: Tensor, boxes: Tensor) -> Tensor:
 class LightAugmentation(nn.Module):
     """Zoom, flip, resize, brightness and contrast of one sample, vanished objects removed.
 
-    Gives what a zoom of torchvision's crop and pad, ``RandomHorizontalFlip``, ``Resize``,
-    ``ColorJitter``, ``ClampBoundingBoxes`` and ``SanitizeBoundingBoxes`` give one after the other,
-    at half their cost: most of a small sample's time goes into finding out, transform after
-    transform, what is an image and what a box, and on a CPU that also trains, training waits.
+    Gives what a zoom of torchvision's crop and pad, ``RandomHorizontalFlip``, ``Resize``, ``ColorJitter``,
+    ``ClampBoundingBoxes`` and ``SanitizeBoundingBoxes`` give one after the other, at half their cost: most of a small
+    sample's time goes into finding out, transform after transform, what is an image and what a box, and on a CPU that
+    also trains, training waits.
 
     Args:
         size: height and width that come out.
@@ -225,11 +220,8 @@ class LightAugmentation(nn.Module):
 
 
 def draw_zoom(height: int, width: int, smallest: float, largest: float) -> tuple[int, int, int, int]:
-    """The part of an image to be seen, at random: left, top, right, bottom in its pixels.
-
-    Zooming in it lies inside the image, zooming out the image lies inside it. Both have the same
-    shape.
-    """
+    """The part of an image to be seen, at random: left, top, right, bottom. Zooming in it lies inside the image,
+    zooming out the image lies inside it; both have the same shape."""
     share, across, down = torch.rand(3).tolist()
     zoom = smallest + share * (largest - smallest)
     new_height, new_width = max(1, round(height / zoom)), max(1, round(width / zoom))
@@ -246,8 +238,7 @@ def _clipped(boxes: Tensor, height: int, width: int) -> Tensor:
 def _jitter(pixels: Tensor) -> Tensor:
     """Brightness and contrast, one after the other in random order."""
     order = torch.randperm(4).tolist()
-    bounds = 1 - COLOURS, 1 + COLOURS
-    brightness, contrast = (torch.empty(1).uniform_(*bounds).item() for _ in range(2))
+    brightness, contrast = (torch.empty(1).uniform_(1 - COLOURS, 1 + COLOURS).item() for _ in range(2))
     for change in order:
         if change == BRIGHTNESS:
             pixels = _looked_up(pixels, F.adjust_brightness_image(LEVELS, brightness))
@@ -260,6 +251,5 @@ def _jitter(pixels: Tensor) -> Tensor:
 
 def _looked_up(pixels: Tensor, levels: Tensor) -> Tensor:
     """Every value replaced by that of its level; bytes.translate is faster than any indexing."""
-    table = levels[0, 0].numpy().tobytes()
-    changed = bytearray(pixels.numpy().tobytes().translate(table))
+    changed = bytearray(pixels.numpy().tobytes().translate(levels[0, 0].numpy().tobytes()))
     return torch.frombuffer(changed, dtype=torch.uint8).view(pixels.shape)

@@ -1,7 +1,7 @@
 """A dataset that needs no download: drawn on first use, then read like any COCO dataset.
 
-Five classes of textured, turned and partly hidden shapes over a wide range of sizes, among
-look-alikes that are no objects (ellipses and angle irons), lines, specks and noise.
+Five classes of textured, turned and partly hidden shapes over a wide range of sizes, among look-alikes that are no
+objects (ellipses and angle irons), lines, specks and noise.
 """
 
 import json
@@ -69,8 +69,7 @@ def builtin_folder(
 ) -> Path:
     """The folder of the built-in dataset as COCO JSON and PNG, drawn first if it is not there.
 
-    Several processes may ask at once: one draws, the others wait. Arguments and errors as in
-    :func:`builtin_dataset`.
+    Several processes may ask at once: one draws, the others wait. Arguments and errors as in :func:`builtin_dataset`.
     """
     if seed < 0:
         raise ConfigError(f"the seed is {seed}: give 0 or more")
@@ -121,8 +120,7 @@ def _draw(folder: Path, seed: int, image_size: int, counts: tuple[int, int, int]
         (fresh / "annotations").mkdir(parents=True)
         for number, split in enumerate(SPLITS):
             content = _draw_split(fresh / split, [VERSION, seed, number], image_size, counts[number])
-            file = fresh / "annotations" / f"instances_{split}.json"
-            file.write_text(json.dumps(content), encoding="utf-8")
+            (fresh / "annotations" / f"instances_{split}.json").write_text(json.dumps(content), encoding="utf-8")
         if folder.exists():
             shutil.move(folder, Path(scratch) / "damaged")
         fresh.rename(folder)
@@ -131,28 +129,22 @@ def _draw(folder: Path, seed: int, image_size: int, counts: tuple[int, int, int]
 def _draw_split(folder: Path, seeds: list[int], image_size: int, count: int) -> dict[str, Any]:
     """Draws one split. Picture i depends on (seeds, i, size) alone, not on the counts."""
     folder.mkdir()
-    images: list[dict[str, Any]] = []
-    annotations: list[dict[str, Any]] = []
-    for image_id in range(1, count + 1):
-        scene = draw_scene(np.random.default_rng([*seeds, image_id - 1]), image_size)
-        name = f"{image_id:06d}.png"
+    names = [f"{number:06d}.png" for number in range(1, count + 1)]
+    scenes = []
+    for number, name in enumerate(names):
+        scene = draw_scene(np.random.default_rng([*seeds, number]), image_size)
         Image.fromarray(scene.pixels).save(folder / name, compress_level=1)
-        images.append({"id": image_id, "file_name": name, "width": image_size, "height": image_size})
-        for (x1, y1, x2, y2), label in zip(scene.boxes.tolist(), scene.labels, strict=True):
-            annotations.append(
-                {
-                    "id": len(annotations) + 1,
-                    "image_id": image_id,
-                    "category_id": int(label) + 1,
-                    "bbox": [x1, y1, x2 - x1, y2 - y1],
-                    "area": (x2 - x1) * (y2 - y1),
-                    "iscrowd": 0,
-                }
-            )
+        scenes.append((scene.boxes, scene.labels))
+    boxes, labels = zip(*scenes, strict=True)
+    dataset = DetectionDataset(
+        root=folder,
+        class_names=CLASS_NAMES,
+        image_paths=names,
+        image_sizes=[(image_size, image_size)] * count,
+        boxes_per_image=list(map(len, labels)),
+        boxes=np.concatenate(boxes),
+        labels=np.concatenate(labels),
+    )
     version, seed, _ = seeds
-    return {
-        "info": {"description": "aploss built-in shapes", "version": str(version), "seed": seed, "split": folder.name},
-        "images": images,
-        "annotations": annotations,
-        "categories": [{"id": k + 1, "name": name} for k, name in enumerate(CLASS_NAMES)],
-    }
+    info = {"description": "aploss built-in shapes", "version": str(version), "seed": seed, "split": folder.name}
+    return {"info": info, **dataset.to_coco()}

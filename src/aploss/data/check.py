@@ -4,14 +4,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import combinations, groupby
-from operator import attrgetter
+from itertools import combinations, groupby, pairwise
 from pathlib import Path
 
 import numpy as np
 
 from aploss.data.annotations import DetectionDataset
-from aploss.data.formats import Parts, check_class_names, common_split_name
+from aploss.data.formats import Parts, check_class_names, common_split_name, each_image_once
 from aploss.data.images import Inspection
 from aploss.data.load import Progress, find_source, inspect_images
 from aploss.data.problems import KINDS, Effect, Problem, ProblemError
@@ -52,10 +51,6 @@ class SplitStatistics:
     boxes_per_image: dict[str, int]
     image_sizes: dict[str, int]
 
-    def to_dict(self) -> dict[str, object]:
-        """Ready for JSON."""
-        return asdict(self)
-
 
 def split_statistics(parts: Sequence[DetectionDataset]) -> SplitStatistics:
     """Counts datasets together.
@@ -69,47 +64,37 @@ def split_statistics(parts: Sequence[DetectionDataset]) -> SplitStatistics:
         >>> counts.images, counts.empty_images, counts.boxes_of_class, counts.box_sizes["8-16"]
         (2, 1, {'disc': 1}, 1)
     """
-    names = list(dict.fromkeys(name for part in parts for name in part.class_names))
-    of_class = dict.fromkeys(names, 0)
+    of_class: Counter[str] = Counter()
     for part in parts:
         counts = np.bincount(part.all_labels(), minlength=part.num_classes)
-        for name, count in zip(part.class_names, counts.tolist(), strict=True):
-            of_class[name] += count
+        of_class.update(dict(zip(part.class_names, counts.tolist(), strict=True)))
     boxes = np.concatenate([np.zeros((0, 4)), *(part.all_boxes() for part in parts)])
     sides = np.sqrt(np.prod(boxes[:, 2:] - boxes[:, :2], axis=1))
     per_image = np.concatenate([np.zeros(0, int), *(part.boxes_per_image() for part in parts)])
-    sizes = np.array([part.image_size(i) for part in parts for i in range(len(part))])
-    sizes = sizes.reshape(-1, 2)
+    sizes = [part.image_size(i) for part in parts for i in range(len(part))] or [(0, 0)]
     return SplitStatistics(
         images=len(per_image),
         empty_images=int((per_image == 0).sum()),
         boxes=len(boxes),
         difficult=sum(int(part.all_difficult().sum()) for part in parts),
         crowd=sum(int(part.all_crowd().sum()) for part in parts),
-        boxes_of_class=of_class,
+        boxes_of_class=dict(of_class),
         box_sizes=_counts_by_range(sides, BOX_SIZE_EDGES, whole=False),
         boxes_per_image=_counts_by_range(per_image, _OBJECT_EDGES, whole=True),
         image_sizes={
-            f"{which}_{side}": int(function(sizes[:, column])) if len(sizes) else 0
-            for which, function in (("smallest", np.min), ("largest", np.max))
-            for column, side in enumerate(("width", "height"))
+            f"{which}_{side}": function(values)
+            for which, function in (("smallest", min), ("largest", max))
+            for side, values in zip(("width", "height"), zip(*sizes, strict=True), strict=True)
         },
     )
 
 
 def _counts_by_range(values: np.ndarray, edges: Sequence[int], *, whole: bool) -> dict[str, int]:
+    """How many values are in each range: "8-16", and of whole numbers also "1", "3-4"; at last "512+"."""
     counts, _ = np.histogram(values, [*edges, np.inf])
-    return {
-        _range_name(start, stop, whole=whole): count
-        for start, stop, count in zip(edges, [*edges[1:], None], counts.tolist(), strict=True)
-    }
-
-
-def _range_name(start: int, stop: int | None, *, whole: bool) -> str:
-    if stop is None:
-        return f"{start}+"
-    last = stop - 1 if whole else stop
-    return f"{start}" if whole and last == start else f"{start}-{last}"
+    ranges = ((start, stop - whole) for start, stop in pairwise(edges))
+    names = [str(start) if start == last else f"{start}-{last}" for start, last in ranges]
+    return dict(zip([*names, f"{edges[-1]}+"], counts.tolist(), strict=True))
 
 
 # --- the check ------------------------------------------------------------------------------------
@@ -134,8 +119,8 @@ class CheckResult:
         splits: counts of what is usable in each split that can be used.
         total: the same for all splits together, every image once.
         findings: every problem.
-        exit_code: 0 when nothing would be dropped or clipped, 1 when something would, 2 when the
-            dataset, or its training split, cannot be used.
+        exit_code: 0 when nothing would be dropped or clipped, 1 when something would, 2 when the dataset, or its
+            training split, cannot be used.
     """
 
     path: str
@@ -173,8 +158,8 @@ class CheckResult:
             "format": self.format,
             "exit_code": self.exit_code,
             "class_names": list(self.class_names),
-            "splits": {name: counts.to_dict() for name, counts in self.splits.items()},
-            "total": self.total.to_dict(),
+            "splits": {name: asdict(counts) for name, counts in self.splits.items()},
+            "total": asdict(self.total),
             "images_dropped": self.dropped(Effect.IMAGE_DROPPED),
             "boxes_dropped": self.dropped(Effect.BOX_DROPPED),
             "boxes_clipped": self.dropped(Effect.BOX_CLIPPED),
@@ -199,8 +184,8 @@ def check_dataset(
         path: see :func:`aploss.data.load_dataset`.
         format: see :func:`aploss.data.load_dataset`.
         class_names: the classes there should be; others are reported as unknown.
-        decode: whether to decode every image, or to read the headers alone (fast, but does not
-            find damaged or equal images).
+        decode: whether to decode every image, or to read the headers alone (fast, but does not find damaged or equal
+            images).
         progress: called with (images done, images in all).
 
     Raises:
@@ -246,9 +231,8 @@ class _Findings:
     def sorted(self) -> list[Finding]:
         """The worst first, then by kind and file."""
         order = list(Effect)
-        findings = [Finding(problem, tuple(splits)) for problem, splits in self._splits_of.items()]
-        key = attrgetter("kind", "file")
-        return sorted(findings, key=lambda f: (order.index(f.problem.effect), *key(f.problem)))
+        problems = sorted(self._splits_of, key=lambda p: (order.index(p.effect), p.kind, p.file))
+        return [Finding(problem, tuple(self._splits_of[problem])) for problem in problems]
 
 
 def _usable_parts(parts: Parts, inspections: dict[str, Inspection], findings: _Findings) -> Parts:
@@ -261,8 +245,7 @@ def _usable_parts(parts: Parts, inspections: dict[str, Inspection], findings: _F
         if len(rest):
             usable[split] = rest
         else:
-            message = "no usable image in this split"
-            findings.add([Problem("empty-split", split, message)], split)
+            findings.add([Problem("empty-split", split, "no usable image in this split")], split)
     return usable
 
 
@@ -278,20 +261,15 @@ def _inspect(parts: Parts, *, decode: bool, progress: Progress | None) -> dict[s
             if progress is not None:
                 progress(before + done, total)
 
-        for index, result in enumerate(inspect_images(part, decode=decode, progress=report)):
-            inspections[part.relative_path(index)] = result
+        results = inspect_images(part, decode=decode, progress=report)
+        inspections |= {part.relative_path(index): result for index, result in enumerate(results)}
     return inspections
 
 
 def _each_image_once(parts: Parts) -> list[DetectionDataset]:
     """The parts without the images that an earlier part has."""
-    seen: set[str] = set()
-    fresh = []
-    for part in parts.values():
-        new = [i for i in range(len(part)) if part.relative_path(i) not in seen]
-        seen.update(part.relative_path(i) for i in new)
-        fresh.append(part.subset(new))
-    return fresh
+    once = list(each_image_once(parts))
+    return [part.subset([index for its, index in once if its is part]) for part in parts.values()]
 
 
 def _across_splits(parts: Parts, inspections: dict[str, Inspection], name: str) -> Iterator[Problem]:
@@ -322,15 +300,12 @@ def _leaks(paths: dict[str, set[str]]) -> Iterator[Problem]:
 
 def _same_contents(paths: dict[str, set[str]], inspections: dict[str, Inspection]) -> Iterator[Problem]:
     """Different files with the same bytes: the same image under two names."""
-    by_digest: dict[str, list[str]] = {}
+    first_of: dict[str, str] = {}
     for path in sorted(set().union(*paths.values())):
-        if digest := inspections[path].digest:
-            by_digest.setdefault(digest, []).append(path)
-    for same in by_digest.values():
-        splits = {path: [s for s in paths if path in paths[s]] for path in same}
-        for path in same[1:]:
-            where = f"{', '.join(splits[path])}; {', '.join(splits[same[0]])}"
-            yield Problem("same-content", path, f"the same bytes as {same[0]} (splits: {where})")
+        digest = inspections[path].digest
+        if digest and (first := first_of.setdefault(digest, path)) != path:
+            where = "; ".join(", ".join(split for split in paths if one in paths[split]) for one in (path, first))
+            yield Problem("same-content", path, f"the same bytes as {first} (splits: {where})")
 
 
 def _classes(parts: Parts, name: str) -> Iterator[Problem]:
@@ -347,20 +322,17 @@ def _classes(parts: Parts, name: str) -> Iterator[Problem]:
         yield Problem("no-boxes", name, "no usable box in any split")
         return
     names = list(dict.fromkeys(n for part in parts.values() for n in part.class_names))
-    for unused in (class_name for class_name in names if class_name not in example):
-        yield Problem("class-without-boxes", name, f"no box of class {unused!r}")
     by_plain_name: dict[str, list[str]] = {}
     for class_name in names:
-        by_plain_name.setdefault(_plain_name(class_name), []).append(class_name)
+        if class_name not in example:
+            yield Problem("class-without-boxes", name, f"no box of class {class_name!r}")
+        plain = re.sub(r"[\W_]+", "", class_name.casefold()) or class_name
+        by_plain_name.setdefault(plain, []).append(class_name)
     for alike in by_plain_name.values():
         for first, second in combinations(alike, 2):
             rare = min(first, second, key=lambda class_name: images[class_name])
             message = f"{first!r} ({images[first]} images) and {second!r} ({images[second]} images)"
             yield Problem("similar-class-names", example.get(rare, name), message)
-
-
-def _plain_name(name: str) -> str:
-    return re.sub(r"[\W_]+", "", name.casefold()) or name
 
 
 # --- in words -------------------------------------------------------------------------------------
@@ -373,31 +345,27 @@ def check_report(result: CheckResult, *, limit: int = 20) -> str:
         result: what :func:`aploss.data.check_dataset` found.
         limit: how many problems of a kind to write out; 0 for all.
     """
-    head = f"{result.path}: {result.format} dataset, {_count(len(result.class_names), 'class')}"
-    parts = [head]
+    parts = [f"{result.path}: {result.format} dataset, {_count(len(result.class_names), 'class')}"]
     if result.splits:
-        parts += [_count_table(result), _histograms(result.total)]
-    parts += [_problems(result.findings, limit), _verdict(result)]
-    return "\n\n".join(parts)
+        parts += [
+            _count_table(result),
+            _histogram("box size (√area in pixels)", result.total.box_sizes),
+            _histogram("boxes per image", result.total.boxes_per_image),
+        ]
+    return "\n\n".join([*parts, _problems(result.findings, limit), _verdict(result)])
 
 
 def _count_table(result: CheckResult) -> str:
     """A table with one column a split and one row a class."""
     columns = {**result.splits, "total": result.total} if len(result.splits) > 1 else result.splits
-    rows = [
-        ["", *columns],
-        ["images", *(f"{counts.images:,}" for counts in columns.values())],
-        ["without boxes", *(f"{counts.empty_images:,}" for counts in columns.values())],
-        ["boxes", *(f"{counts.boxes:,}" for counts in columns.values())],
-    ]
-    for flag in ("difficult", "crowd"):
-        if getattr(result.total, flag):
-            rows.append([f"  {flag}", *(f"{getattr(c, flag):,}" for c in columns.values())])
+    fields = {"images": "images", "without boxes": "empty_images", "boxes": "boxes"}
+    fields |= {f"  {flag}": flag for flag in ("difficult", "crowd") if getattr(result.total, flag)}
+    rows = [["", *columns]]
+    rows += [[name, *(f"{getattr(c, field):,}" for c in columns.values())] for name, field in fields.items()]
     rows += [
         [f"  {name}", *(f"{c.boxes_of_class.get(name, 0):,}" for c in columns.values())] for name in result.class_names
     ]
-    sizes = [_size_range(counts) for counts in columns.values()]
-    return _table([*rows, ["image size", *sizes]])
+    return _table([*rows, ["image size", *map(_size_range, columns.values())]])
 
 
 def _size_range(counts: SplitStatistics) -> str:
@@ -414,15 +382,6 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
         cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
         lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
     return "\n".join(lines)
-
-
-def _histograms(counts: SplitStatistics) -> str:
-    return "\n\n".join(
-        [
-            _histogram("box size (√area in pixels)", counts.box_sizes),
-            _histogram("boxes per image", counts.boxes_per_image),
-        ]
-    )
 
 
 def _histogram(title: str, counts: dict[str, int]) -> str:
@@ -455,18 +414,15 @@ def _problems(findings: Sequence[Finding], limit: int) -> str:
 
 
 def _verdict(result: CheckResult) -> str:
-    if result.exit_code == 2:
+    if result.exit_code == UNUSABLE:
         return "This dataset cannot be used as it is."
-    dropped_images = result.dropped(Effect.IMAGE_DROPPED)
-    dropped_boxes = result.dropped(Effect.BOX_DROPPED)
-    clipped = result.dropped(Effect.BOX_CLIPPED)
-    if result.exit_code == 0:
+    if result.exit_code == USABLE:
         return "Everything in this dataset can be used."
-    usable = f"Usable: {_count(result.total.images, 'image')} and {_count(result.total.boxes, 'box')}"
-    return (
-        f"{usable}. Loading drops {_count(dropped_images, 'image')} and "
-        f"{_count(dropped_boxes, 'box')}, and clips {_count(clipped, 'box')}."
-    )
+    images, boxes = _count(result.total.images, "image"), _count(result.total.boxes, "box")
+    dropped_images = _count(result.dropped(Effect.IMAGE_DROPPED), "image")
+    dropped_boxes = _count(result.dropped(Effect.BOX_DROPPED), "box")
+    clipped = _count(result.dropped(Effect.BOX_CLIPPED), "box")
+    return f"Usable: {images} and {boxes}. Loading drops {dropped_images} and {dropped_boxes}, and clips {clipped}."
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,7 +1,7 @@
 """COCO JSON: one annotation file per split, with the images in one of the usual places.
 
-The entries of a file are read in one way for two uses: a dataset leaves out what cannot be used and
-lists it, the ground truth of a metric is refused at the first entry that is wrong.
+The entries of a file are read in one way for two uses: a dataset leaves out what cannot be used and lists it, the
+ground truth of a metric is refused at the first entry that is wrong.
 """
 
 import json
@@ -20,7 +20,7 @@ from msgspec import UNSET, Struct
 from numpy.typing import NDArray
 
 from aploss.data.annotations import AnnotationBuilder, DetectionDataset
-from aploss.data.formats import DataFormat, Parts, Written, common_split_name, is_text, number, register_format
+from aploss.data.formats import SPLITS, DataFormat, Parts, Written, common_split_name, is_text, number, register_format
 from aploss.data.paths import DatasetFolder, is_image
 from aploss.data.problems import Problem, ProblemError
 
@@ -28,8 +28,6 @@ _FILLERS = re.compile(r"(^|[_.-])(annotations?|instances|coco|labels|gt)(?=[_.-]
 _OTHER_TASKS = ("captions_", "person_keypoints_", "panoptic_", "stuff_", "image_info_")
 _SECTIONS = ("images", "annotations", "categories")
 _SECTION_KEYS = re.compile(rb'"(images|annotations|categories|licenses|info)"\s*:')
-_SPLITS = ("train", "trainval", "val", "test")
-_NUMBERS = (int, float)
 _NAN = float("nan")
 
 
@@ -50,8 +48,8 @@ class CocoCategory(Struct, gc=False):
 
 
 class CocoObject(Struct, gc=False):
-    """An annotation, or a detection with its score. Outlines, three quarters of a file, are
-    skipped without being built."""
+    """An annotation, or a detection with its score. Outlines, three quarters of a file, are skipped without being
+    built."""
 
     id: Any = UNSET
     image_id: Any = UNSET
@@ -178,7 +176,7 @@ def read_objects(
             value = entry.score if scored else entry.area
             if not scored and (value is UNSET or value is None):
                 value = _NAN
-            elif type(value) not in _NUMBERS or not -math.inf < value < math.inf:
+            elif type(value) not in (int, float) or not -math.inf < value < math.inf:
                 raise TypeError
             # fromlist adds all or nothing, and nothing that is not a number
             integers.fromlist([entry.image_id, entry.category_id])
@@ -204,8 +202,7 @@ def read_objects(
 def _read_unusual(entry: Any, where: str, scored: bool, lenient: bool) -> tuple[list[int], list[float]]:
     """Ids and numbers of an entry that could not be taken as it is (3.0 for an id, say)."""
     if not isinstance(entry, CocoObject):
-        message = f"{where} is {shown(entry)}, expected an object with keys"
-        raise CocoEntryError("bad-entry", message)
+        raise CocoEntryError("bad-entry", f"{where} is {shown(entry)}, expected an object with keys")
     ids = [
         integer_of(entry, key, where, kind)
         for key, kind in (("image_id", "unknown-image"), ("category_id", "missing-class"))
@@ -229,8 +226,7 @@ def _read_unusual(entry: Any, where: str, scored: bool, lenient: bool) -> tuple[
     except ValueError:
         measure, absent = _NAN, False
     if not (absent or lenient or math.isfinite(measure)):
-        message = f"{where}: '{key}' is {shown(value)}, expected a finite number"
-        raise CocoEntryError("bad-entry", message)
+        raise CocoEntryError("bad-entry", f"{where}: '{key}' is {shown(value)}, expected a finite number")
     return ids, [*numbers, measure]
 
 
@@ -275,18 +271,18 @@ class CocoFormat(DataFormat):
     """A dataset of COCO annotation files.
 
     They are looked for in the folder, in its ``annotations`` and in the folders of its splits:
-    ``annotations/instances_train2017.json`` is split ``train2017``,
-    ``train/_annotations.coco.json`` is split ``train``.
+    ``annotations/instances_train2017.json`` is split ``train2017``, ``train/_annotations.coco.json`` is split
+    ``train``.
     """
 
     looked_for = "COCO (annotations/*.json, *.json or train/*.json with images and annotations)"
 
     def __init__(self, folder: DatasetFolder, files: Sequence[str]) -> None:
-        uses = Counter(map(_split_name, files))
-        self._files = {}
-        for file in files:
-            name = _split_name(file)
-            self._files[name if uses[name] == 1 else file[: -len(".json")]] = file
+        names = [_split_name(file) for file in files]
+        self._files = {
+            name if names.count(name) == 1 else file[: -len(".json")]: file
+            for name, file in zip(names, files, strict=True)
+        }
         super().__init__(folder, list(self._files))
         self._listed: set[str] = set()
         self._image_folders: set[str] = set()
@@ -348,13 +344,12 @@ class CocoFormat(DataFormat):
             for path in self.folder.files(folder)
             if is_image(path) and path not in self._listed
         }
-        message = "in no annotation file"
-        return [Problem("image-without-annotation", path, message) for path in unlisted]
+        return [Problem("image-without-annotation", path, "in no annotation file") for path in unlisted]
 
     @classmethod
     def write(cls, folder: Path, parts: Parts, places: dict[Path, str]) -> Written:
-        """Writes ``annotations/instances_SPLIT.json``, for images in ``images`` or
-        ``images/SPLIT``; see :meth:`DataFormat.write`."""
+        """Writes ``annotations/instances_SPLIT.json``, for images in ``images`` or ``images/SPLIT``; see
+        :meth:`DataFormat.write`."""
         (folder / "annotations").mkdir(parents=True)
         for split, part in parts.items():
             content = part.to_coco()
@@ -370,9 +365,9 @@ class CocoFormat(DataFormat):
         except msgspec.ValidationError:
             message = "a COCO file is a JSON object with images, annotations and categories"
             raise ProblemError("unreadable-annotations", file, message) from None
+        except ProblemError:
+            raise
         except ValueError as error:
-            if isinstance(error, ProblemError):
-                raise
             raise ProblemError("unreadable-annotations", file, f"not valid JSON: {error}") from None
         for section in _SECTIONS:
             if not isinstance(getattr(document, section), list):
@@ -393,8 +388,7 @@ class CocoFormat(DataFormat):
                 builder.report(error.kind, file, str(error))
                 continue
             if image_id in index_of:
-                message = f"image id {image_id} is used again, for {file_name}"
-                builder.report("duplicate-image-id", file, message)
+                builder.report("duplicate-image-id", file, f"image id {image_id} is used again, for {file_name}")
                 continue
             index_of[image_id] = -1
             try:
@@ -403,15 +397,13 @@ class CocoFormat(DataFormat):
                 builder.problems.append(error.problem)
                 continue
             if path in seen:
-                message = f"{path} is listed again, with id {image_id}"
-                builder.report("duplicate-image", file, message)
+                builder.report("duplicate-image", file, f"{path} is listed again, with id {image_id}")
                 continue
             seen.add(path)
             if builder.find_image(path, named_in=file):
                 size = _size(entry)
                 if size is None:
-                    message = f"{path} has no width and height; taken from the image"
-                    builder.report("missing-size", file, message)
+                    builder.report("missing-size", file, f"{path} has no width and height; taken from the image")
                 index_of[image_id] = builder.add_image(path, size, image_id)
         self._listed |= seen
         return index_of
@@ -419,8 +411,7 @@ class CocoFormat(DataFormat):
     def _image_folder(self, names: Sequence[Any], split: str, file: str) -> str:
         """The folder that most of these images are in."""
         parent = posixpath.dirname(file)
-        beside = posixpath.join(parent, "images")
-        places = (split, f"images/{split}", f"{split}/images", parent, beside, "images", "")
+        places = (split, f"images/{split}", f"{split}/images", parent, posixpath.join(parent, "images"), "images", "")
 
         def is_there(name: str, base: str) -> bool:
             try:
@@ -457,14 +448,8 @@ def _add_boxes(
     kept = (images >= 0) & (labels >= 0)
     corners = objects.xywh[kept]
     corners[:, 2:] += corners[:, :2]
-    builder.add_boxes(
-        images[kept],
-        corners,
-        labels[kept],
-        numbers=objects.ids[kept],
-        flags=objects.flags[kept],
-        areas=objects.values[kept],
-    )
+    rest: dict[str, Any] = {"numbers": objects.ids[kept], "flags": objects.flags[kept], "areas": objects.values[kept]}
+    builder.add_boxes(images[kept], corners, labels[kept], **rest)
 
 
 def _begins_as_coco(folder: DatasetFolder, file: str) -> bool:
@@ -485,8 +470,8 @@ def _is_named_as_coco(file: str, *, certainly: bool) -> bool:
     stem = name[: -len(".json")]
     if stem.startswith("instances_") or stem.lower() == "_annotations.coco":
         return True
-    plain = common_split_name(_FILLERS.sub("", stem).strip("_.-"))
-    return plain in _SPLITS and (not certainly or posixpath.basename(folder) == "annotations")
+    plain = common_split_name(_unfilled(stem))
+    return plain in SPLITS and (not certainly or posixpath.basename(folder) == "annotations")
 
 
 def _split_name(file: str) -> str:
@@ -494,9 +479,11 @@ def _split_name(file: str) -> str:
     stem = posixpath.basename(file)[: -len(".json")]
     if stem.startswith("instances_"):
         return stem.removeprefix("instances_")
-    name = _FILLERS.sub("", stem).strip("_.-")
-    parent = _FILLERS.sub("", posixpath.basename(posixpath.dirname(file))).strip("_.-")
-    return name or parent or "all"
+    return _unfilled(stem) or _unfilled(posixpath.basename(posixpath.dirname(file))) or "all"
+
+
+def _unfilled(name: str) -> str:
+    return _FILLERS.sub("", name).strip("_.-")
 
 
 def _image(entry: Any, where: str) -> tuple[int, str]:
@@ -510,10 +497,8 @@ def _image(entry: Any, where: str) -> tuple[int, str]:
 
 
 def _size(entry: CocoImage) -> tuple[int, int] | None:
-    sides = entry.width, entry.height
-    if all(type(side) in (int, float) and 1 <= side < 2**31 for side in sides):
-        return int(entry.width), int(entry.height)
-    return None
+    possible = all(type(side) in (int, float) and 1 <= side < 2**31 for side in (entry.width, entry.height))
+    return (int(entry.width), int(entry.height)) if possible else None
 
 
 def _categories(entries: Sequence[Any], file: str) -> list[tuple[int, str]]:
@@ -553,11 +538,8 @@ def _report_classes(
     seen = set(np.unique(used).tolist())
     low, high = categories[0][0], categories[-1][0]
     if (low - 1 in seen and high not in seen) or (high + 1 in seen and low not in seen):
-        report(
-            "class-ids-off-by-one",
-            f"categories have ids {low}..{high}, annotations use {min(seen)}..{max(seen)}: "
-            "are they counted from another number?",
-        )
+        found = f"categories have ids {low}..{high}, annotations use {min(seen)}..{max(seen)}"
+        report("class-ids-off-by-one", f"{found}: are they counted from another number?")
 
 
 def _look_up(

@@ -5,12 +5,13 @@ import re
 import shutil
 import tempfile
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 
 from PIL import Image
 
 from aploss.data.annotations import DetectionDataset, concatenate
-from aploss.data.formats import FORMATS, DataFormat, Parts, Written
+from aploss.data.formats import FORMATS, DataFormat, Parts, Written, each_image_once
 from aploss.data.images import EXTENSIONS, read_header, read_image
 from aploss.data.load import Progress, find_source, load_split, without_unusable_images
 from aploss.data.problems import Problem
@@ -43,8 +44,8 @@ def convert_dataset(
 ) -> Conversion:
     """Writes all splits of a dataset in another format.
 
-    Boxes, labels, splits and image files stay the same; what cannot be used (see
-    :func:`aploss.data.load_dataset`) is left out. The folder appears when it is complete.
+    Boxes, labels, splits and image files stay the same; what cannot be used (see :func:`aploss.data.load_dataset`) is
+    left out. The folder appears when it is complete.
 
     Args:
         path: the dataset.
@@ -93,7 +94,7 @@ def _write(
         for index in range(len(whole)):
             image = whole.image_path(index)
             target = fresh / written.image_folder / places[image]
-            _copy_image(whole, index, target, exact=image not in rewritten)
+            _copy_image(image, target, whole.image_size(index) if image in rewritten else None)
             if progress is not None:
                 progress(index + 1, len(whole))
         if out.exists():
@@ -104,21 +105,18 @@ def _write(
 
 def _plan(parts: Parts, *, flat: bool) -> tuple[dict[Path, str], set[Path]]:
     """Where each image goes (one folder for all, or one a split), and which are written anew."""
-    groups = {f"{split}/": [part] for split, part in parts.items()}
-    if flat:
-        groups = {"": list(parts.values())}
+    groups = {"": list(parts.values())} if flat else {f"{split}/": [part] for split, part in parts.items()}
     places: dict[Path, str] = {}
     rewritten = set()
     for prefix, datasets in groups.items():
         images = [part.image_path(i) for part in datasets for i in range(len(part))]
         names = unique_names(list(dict.fromkeys(images)), datasets[0].root)
         places |= {path: prefix + name for path, name in names.items()}
-    for part in parts.values():
-        for index in range(len(part)):
-            path = part.image_path(index)
-            if read_header(path).size != part.image_size(index):
-                rewritten.add(path)
-                places[path] = f"{posixpath.splitext(places[path])[0]}.png"
+    for part, index in each_image_once(parts):
+        path = part.image_path(index)
+        if read_header(path).size != part.image_size(index):
+            rewritten.add(path)
+            places[path] = f"{posixpath.splitext(places[path])[0]}.png"
     return places, rewritten
 
 
@@ -133,15 +131,11 @@ def unique_names(paths: list[Path], root: Path) -> dict[Path, str]:
     names: dict[Path, str] = {}
     taken: set[str] = set()
     for path in paths:
-        long_name = path.relative_to(root).as_posix().replace("/", "_")
-        candidates = [_plain(path.name), _plain(long_name)]
-        stem, extension = posixpath.splitext(candidates[-1])
-        number = 2
-        while not candidates or _key(candidates[0]) in taken:
-            candidates = candidates[1:] or [f"{stem}_{number}{extension}"]
-            number += 1
-        names[path] = candidates[0]
-        taken.add(_key(candidates[0]))
+        short, long = (_plain(name) for name in (path.name, path.relative_to(root).as_posix().replace("/", "_")))
+        stem, extension = posixpath.splitext(long)
+        numbered = (f"{stem}_{number}{extension}" for number in count(3))
+        names[path] = next(name for name in chain([short, long], numbered) if _key(name) not in taken)
+        taken.add(_key(names[path]))
     return names
 
 
@@ -164,13 +158,12 @@ def _check_target(out: Path, source: Path) -> None:
         raise DataError(f"{out}: inside the dataset it is made from; name a folder elsewhere")
 
 
-def _copy_image(dataset: DetectionDataset, index: int, target: Path, *, exact: bool) -> None:
-    """Copies an image byte by byte; or writes it as it was annotated, without the EXIF rotation
-    that the annotation ignores, because not every format could say so."""
+def _copy_image(path: Path, target: Path, size: tuple[int, int] | None) -> None:
+    """Copies an image byte by byte; or writes it in the size that was annotated, without the EXIF rotation that the
+    annotation ignores, because not every format could say so."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    path = dataset.image_path(index)
-    if exact:
+    if size is None:
         shutil.copyfile(path, target)
-        return
-    pixels = read_image(path, size=dataset.image_size(index))
-    Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()).save(target)
+    else:
+        pixels = read_image(path, size=size)
+        Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()).save(target)

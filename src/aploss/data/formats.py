@@ -31,7 +31,7 @@ from aploss.registry import Registry
 Parts = dict[str, DetectionDataset]  # split → its images
 
 _COMMON_NAMES = {"training": "train", "validation": "val", "valid": "val", "dev": "val", "testing": "test"}
-_ORDER = ("train", "trainval", "val", "test")
+SPLITS = ("train", "trainval", "val", "test")  # by their usual names, in their order
 
 
 class Written(NamedTuple):
@@ -99,8 +99,7 @@ class DataFormat(ABC):
 
     def no_such_split(self, split: str) -> ProblemError:
         """The error for a split that is not there."""
-        known = ", ".join(self.splits)
-        return ProblemError("missing-folder", split, f"no such split; there are: {known}")
+        return ProblemError("missing-folder", split, f"no such split; there are: {', '.join(self.splits)}")
 
 
 FORMATS: Registry[type[DataFormat]] = Registry("data format")
@@ -125,17 +124,18 @@ def register_format(name: str) -> Callable[[FormatClass], FormatClass]:
 
 
 def number(text: object) -> float:
-    """A coordinate as float.
-
-    Raises:
-        ValueError: it is not a number (NaN and infinity are).
-    """
-    if isinstance(text, bool) or not isinstance(text, (int, float, str)):
-        raise ValueError(f"{text!r:.80} is not a number")
+    """A coordinate as float; ValueError where it is not a number (NaN and infinity are)."""
     try:
-        return float(text)
+        if isinstance(text, (int, float, str)) and not isinstance(text, bool):
+            return float(text)
     except (ValueError, OverflowError):
-        raise ValueError(f"{text!r:.80} is not a number") from None
+        pass
+    raise ValueError(f"{text!r:.80} is not a number")
+
+
+def filled_lines(text: str) -> list[str]:
+    """The lines that are not empty, without the space around them."""
+    return [line for line in map(str.strip, text.splitlines()) if line]
 
 
 def is_text(name: str) -> bool:
@@ -165,15 +165,11 @@ def usual_split_name(name: str) -> str:
 def split_order(name: str) -> tuple[int, str]:
     """Sort key that puts training before validation before test before everything else."""
     common = common_split_name(name)
-    return (_ORDER.index(common) if common in _ORDER else len(_ORDER), name)
+    return (SPLITS.index(common) if common in SPLITS else len(SPLITS), name)
 
 
 def check_class_names(names: Sequence[str]) -> tuple[str, ...]:
-    """A class list that a user gave.
-
-    Raises:
-        DataError: it is empty or names a class twice.
-    """
+    """A class list that a user gave; DataError where it is empty or names a class twice."""
     if isinstance(names, str):
         raise DataError(f"class names must be a list of names, got the text {names!r}")
     if not names or any(not isinstance(name, str) or not name for name in names):

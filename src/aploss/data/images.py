@@ -1,5 +1,4 @@
-"""Image files as upright 8-bit RGB tensors, whatever kind of file they are; and what is wrong
-with them."""
+"""Image files as upright 8-bit RGB tensors, whatever kind of file they are; and what is wrong with them."""
 
 import hashlib
 import os
@@ -22,12 +21,12 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "JPEG2000")
 EXTENSIONS = {
     **dict.fromkeys((".jpg", ".jpeg", ".jpe", ".jfif", ".mpo"), ("JPEG", "MPO")),
     **dict.fromkeys((".png", ".apng"), ("PNG",)),
-    **dict.fromkeys((".webp",), ("WEBP",)),
     **dict.fromkeys((".bmp", ".dib"), ("BMP",)),
     **dict.fromkeys((".tif", ".tiff"), ("TIFF",)),
-    **dict.fromkeys((".gif",), ("GIF",)),
     **dict.fromkeys((".ppm", ".pgm", ".pbm", ".pnm"), ("PPM",)),
     **dict.fromkeys((".jp2", ".j2k"), ("JPEG2000",)),
+    ".webp": ("WEBP",),
+    ".gif": ("GIF",),
 }
 
 # Pillow warns from here on: about a gigabyte as float RGB, more than any photograph needs.
@@ -84,15 +83,13 @@ def read_header(path: str | Path) -> ImageHeader:
 def read_image(path: str | Path, *, size: tuple[int, int] | None = None) -> Tensor:
     """Reads an image file as RGB.
 
-    Grey, palette, CMYK and YCbCr images are converted; 16-bit and float images are scaled to
-    8 bits; transparent parts become white; of several frames the first is taken; the image is
-    turned upright as its EXIF data says.
+    Grey, palette, CMYK and YCbCr images are converted; 16-bit and float images are scaled to 8 bits; transparent parts
+    become white; of several frames the first is taken; the image is turned upright as its EXIF data says.
 
     Args:
         path: the file.
-        size: the (width, height) an annotation gives. Where it fits the image as stored and not
-            the upright one, the annotation was made without the EXIF rotation, and the image is
-            left as stored too.
+        size: the (width, height) an annotation gives. Where it fits the image as stored and not the upright one, the
+            annotation was made without the EXIF rotation, and the image is left as stored too.
 
     Returns:
         uint8 tensor [3, height, width].
@@ -105,17 +102,14 @@ def read_image(path: str | Path, *, size: tuple[int, int] | None = None) -> Tens
         if _orientation(image) != 1 and not annotated_as_stored:
             image = ImageOps.exif_transpose(image)
         if size is not None and image.size != size:
-            raise ImageError.of("size-mismatch", path, _size_mismatch(size, image.size))
+            raise _size_mismatch(path, size, image.size)
         pixels = np.array(to_rgb(image))  # [H, W, 3]
     return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
 
 
-def _size_mismatch(annotated: tuple[int, int], found: tuple[int, int]) -> str:
-    """The sentence for an image whose size is not its annotation's."""
-    return (
-        f"the annotation says {annotated[0]}x{annotated[1]} pixels, "
-        f"the file has {found[0]}x{found[1]}; correct the annotation or the image"
-    )
+def _size_mismatch(path: str | Path, annotated: tuple[int, int], found: tuple[int, int]) -> ImageError:
+    sizes = f"the annotation says {annotated[0]}x{annotated[1]} pixels, the file has {found[0]}x{found[1]}"
+    return ImageError.of("size-mismatch", path, f"{sizes}; correct the annotation or the image")
 
 
 @contextmanager
@@ -137,16 +131,14 @@ def _opened(path: str | Path) -> Iterator[Image.Image]:
     except UnidentifiedImageError:
         if os.path.getsize(path) == 0:  # noqa: PTH202
             raise ImageError.of("empty-image", path, "the image file is empty") from None
-        known = ", ".join(_FORMATS)
-        raise ImageError.of("unreadable-image", path, f"not an image ({known})") from None
+        raise ImageError.of("unreadable-image", path, f"not an image ({', '.join(_FORMATS)})") from None
     except (OSError, SyntaxError, ValueError, EOFError, MemoryError, IndexError, KeyError) as error:
         raise ImageError.of("truncated-image", path, f"damaged image: {error}") from None
 
 
 def _too_large(path: str | Path, found: str) -> ImageError:
-    return ImageError.of(
-        "image-too-large", path, f"refused as a decompression bomb: {found}, at most {MAX_PIXELS:,} pixels are read"
-    )
+    detail = f"refused as a decompression bomb: {found}, at most {MAX_PIXELS:,} pixels are read"
+    return ImageError.of("image-too-large", path, detail)
 
 
 def _upright_size(image: Image.Image) -> tuple[int, int]:
@@ -175,8 +167,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _eight_bit(image: Image.Image) -> Image.Image:
-    """Scales by what the type can hold, never by the image's own range: grey levels of different
-    images stay comparable."""
+    """Scales by what the type can hold, never by the image's own range: grey levels of different images stay
+    comparable."""
     values = np.array(image, dtype=np.float64)
     if not np.isfinite(values).all():
         raise ValueError("NaN or infinite pixels")
@@ -198,20 +190,14 @@ class Inspection(NamedTuple):
 
 
 def inspect_image(path: Path, *, name: str, size: tuple[int, int], decode: bool) -> Inspection:
-    """Looks for everything that can be wrong with an image file.
-
-    Args:
-        path: the file.
-        name: what to call it in messages.
-        size: the annotated (width, height).
-        decode: whether to read the whole file (finds damage and equal files) or the header only.
-    """
+    """Looks for everything that can be wrong with an image file, called ``name`` in messages, annotated with (width,
+    height) ``size``; ``decode`` reads the whole file, which finds damage and equal files, not only its header."""
     digest = ""
     problems = []
     try:
         header = read_header(path)
         if size not in (header.size, header.stored_size):
-            raise ImageError.of("size-mismatch", path, _size_mismatch(size, header.size))
+            raise _size_mismatch(path, size, header.size)
         if decode:
             pixels = read_image(path, size=size)
             digest = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()

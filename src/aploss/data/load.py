@@ -34,24 +34,23 @@ def load_dataset(
 ) -> DetectionDataset:
     """Loads a dataset of any format.
 
-    What cannot be used (a box without width, an image that is missing) is left out and listed in
-    the dataset's ``problems`` with its file.
+    What cannot be used (a box without width, an image that is missing) is left out and listed in the dataset's
+    ``problems`` with its file.
 
     Args:
         path: a folder, a COCO JSON file, a YOLO ``data.yaml``, or ``"builtin"``.
-        split: a split's name (``train``, ``2007_trainval``), a text file that lists images (VOC),
-            or several joined by ``+``. ``train[:80%]`` and ``train[80%:]`` are parts of one, of a
-            fixed mixed order, so that they have no image in common. None stands for all images.
+        split: a split's name (``train``, ``2007_trainval``), a text file that lists images (VOC), or several joined by
+            ``+``. ``train[:80%]`` and ``train[80%:]`` are parts of one, of a fixed mixed order, so that they have no
+            image in common. None stands for all images.
         format: "voc", "coco", "yolo", or "auto" to recognise it.
-        class_names: the classes to read, in the order of their labels; objects of other classes
-            are left out. Where not given, the data's own. Give a training split's ``class_names``
-            when loading its validation split.
-        verify_images: whether to decode every image once and leave out those that are damaged or
-            not of the annotated size. Otherwise reading such an image raises a DataError.
+        class_names: the classes to read, in the order of their labels; objects of other classes are left out. Where not
+            given, the data's own. Give a training split's ``class_names`` when loading its validation split.
+        verify_images: whether to decode every image once and leave out those that are damaged or not of the annotated
+            size. Otherwise reading such an image raises a DataError.
 
     Raises:
-        DataError: there is no such dataset or split, it has no usable image, or something in it
-            leads outside its folder.
+        DataError: there is no such dataset or split, it has no usable image, or something in it leads outside its
+            folder.
 
     Example:
         >>> load_dataset("no-such-folder")
@@ -78,12 +77,7 @@ def _not_empty(dataset: DetectionDataset) -> DetectionDataset:
 
 
 def dataset_splits(path: str | Path, *, format: str = "auto") -> tuple[str, ...]:
-    """Names of a dataset's splits, training first.
-
-    Args:
-        path: see :func:`load_dataset`.
-        format: see :func:`load_dataset`.
-    """
+    """Names of a dataset's splits, training first; arguments as in :func:`load_dataset`."""
     return find_source(path, format=format).splits
 
 
@@ -124,12 +118,9 @@ def find_source(path: str | Path, *, format: str = "auto") -> DataFormat:
 
 def _read_expression(source: DataFormat, expression: str, class_names: tuple[str, ...] | None) -> DetectionDataset:
     """Reads splits joined by ``+``."""
-    if expression in source.splits:
-        terms = [expression]
-    elif expression == _ALL:
+    terms = [expression] if expression in source.splits else expression.split("+")
+    if terms == [_ALL] and _ALL not in source.splits:
         terms = list(source.splits)
-    else:
-        terms = expression.split("+")
     parts = [_read_term(source, term.strip(), class_names) for term in terms]
     if len({part.class_names for part in parts}) > 1:
         # Splits that name their classes differently get one list, so that labels mean the same.
@@ -148,8 +139,13 @@ def _read_term(source: DataFormat, term: str, class_names: tuple[str, ...] | Non
         round(_fraction(text, term) * len(whole)) if text else default
         for text, default in ((match["start"], 0), (match["stop"], len(whole)))
     )
+
     # The order is by a hash of the name: mixed, yet the same on every machine.
-    order = sorted(range(len(whole)), key=lambda i: _mixing_key(whole.relative_path(i)))
+    def mixing_key(index: int) -> bytes:
+        name = whole.relative_path(index).encode(errors="surrogateescape")
+        return hashlib.blake2b(name, digest_size=8).digest()
+
+    order = sorted(range(len(whole)), key=mixing_key)
     return whole.subset(sorted(order[start:stop]), split=term)
 
 
@@ -160,8 +156,7 @@ def _resolve(source: DataFormat, name: str) -> str:
     usual = usual_split_name(name)
     alike = [split for split in source.splits if common_split_name(split) == usual]
     if len(alike) != 1:
-        known = ", ".join(source.splits)
-        raise DataError(f"{source.folder.root}: no split '{name}'; there are: {known}")
+        raise DataError(f"{source.folder.root}: no split '{name}'; there are: {', '.join(source.splits)}")
     return alike[0]
 
 
@@ -173,10 +168,6 @@ def _fraction(text: str, term: str) -> float:
     if not 0 <= value <= 1:
         raise DataError(f"'{term}': a part of a split is written as train[:80%] or train[80%:]")
     return value
-
-
-def _mixing_key(path: str) -> bytes:
-    return hashlib.blake2b(path.encode(errors="surrogateescape"), digest_size=8).digest()
 
 
 def without_unusable_images(dataset: DetectionDataset, *, decode: bool = True) -> DetectionDataset:
@@ -198,9 +189,8 @@ def inspect_images(
     total = len(dataset)
 
     def inspect(index: int) -> Inspection:
-        return inspect_image(
-            dataset.image_path(index), name=dataset.relative_path(index), size=dataset.image_size(index), decode=decode
-        )
+        name, size = dataset.relative_path(index), dataset.image_size(index)
+        return inspect_image(dataset.image_path(index), name=name, size=size, decode=decode)
 
     workers = min(8, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers) as pool:

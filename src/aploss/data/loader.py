@@ -1,15 +1,13 @@
 """Batches for training and evaluation that do not depend on workers, processes or the past.
 
-A training sample is a function of (seed, epoch, index) alone: each is drawn with its own random
-state. So the same run gives the same batches with any number of workers, on one machine or many,
-started afresh or in the middle of an epoch.
+A training sample is a function of (seed, epoch, index) alone: each is drawn with its own random state. So the same run
+gives the same batches with any number of workers, on one machine or many, started afresh or in the middle of an epoch.
 """
 
 import itertools
 import signal
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,9 +29,9 @@ Key = tuple[int, int]  # epoch, index
 class Batch(NamedTuple):
     """Images in [0, 1] as float32, their targets, and their indices in the dataset.
 
-    In training ``images`` is one tensor [B, 3, H, W]; in evaluation it is a list of [3, h, w],
-    each of its own size. A target holds ``boxes`` (xyxy in the image's pixels, float32 [n, 4]),
-    ``labels`` (int64 [n]), ``difficult`` and ``crowd`` (bool [n]) and ``image_id``.
+    In training ``images`` is one tensor [B, 3, H, W]; in evaluation it is a list of [3, h, w], each of its own size. A
+    target holds ``boxes`` (xyxy in the image's pixels, float32 [n, 4]), ``labels`` (int64 [n]), ``difficult`` and
+    ``crowd`` (bool [n]) and ``image_id``.
     """
 
     images: Any
@@ -74,45 +72,35 @@ class AugmentedSamples(Dataset[Sample]):
 
     def __getitem__(self, key: Key) -> Sample:
         """The sample of ``key = (epoch, index)``."""
-        epoch, index = key
-        image, target = self.dataset[index]
-        with _own_randomness(self.seed, epoch, index):
-            image, target = self.transforms(image, target)
-        return image, target
+        image, target = self.dataset[key[1]]
+        with torch.random.fork_rng(devices=[]):  # the caller's state is back after it, and no GPU is touched
+            torch.default_generator.manual_seed(_mix(self.seed, *key))
+            return self.transforms(image, target)  # type: ignore[no-any-return]
 
 
 class TrainingBatches:
     """Training data, one epoch at a time or without end; made by :func:`make_training_loader`.
 
-    Each epoch visits the images once in its own order. Images that fill no whole batch are left
-    out of that epoch; a set smaller than a batch is one batch.
+    Each epoch visits the images once in its own order. Images that fill no whole batch are left out of that epoch; a
+    set smaller than a batch is one batch.
 
     Attributes:
         unreadable: images that others stood in for in the batches given so far: index → reason.
     """
 
     def __init__(
-        self,
-        samples: AugmentedSamples,
-        *,
-        batch_size: int,
-        workers: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        skip_unreadable: bool = False,
+        self, samples: AugmentedSamples, batch_size: int, workers: int, rank: int, world_size: int, skip: bool
     ) -> None:
         _check_settings(len(samples), batch_size, workers, rank, world_size)
         self.batch_size = min(batch_size, len(samples))
         if self.batch_size % world_size:
-            raise ConfigError(
-                f"a batch of {self.batch_size} images cannot be split evenly over {world_size} "
-                f"processes: choose a multiple of {world_size}"
-            )
+            wrong = f"a batch of {self.batch_size} images cannot be split evenly over {world_size} processes"
+            raise ConfigError(f"{wrong}: choose a multiple of {world_size}")
         self.seed = samples.seed
         self.rank = rank
         self.world_size = world_size
         self.unreadable: dict[int, str] = {}
-        self._samples, self._workers, self._skips = samples, workers, skip_unreadable
+        self._samples, self._workers, self._skip = samples, workers, skip
 
     @property
     def batches_per_epoch(self) -> int:
@@ -141,8 +129,8 @@ class TrainingBatches:
     def endless(self, first_batch: int = 0) -> Generator[Batch]:
         """The batches of one epoch after the other, prepared across their borders.
 
-        With workers, the next batch is also brought over and unpacked while the last one is used:
-        who asks for it does not wait. Close it to end the workers.
+        With workers, the next batch is also brought over and unpacked while the last one is used: who asks for it does
+        not wait. Close it to end the workers.
 
         Args:
             first_batch: where to start, counted from the beginning of the first epoch.
@@ -150,12 +138,9 @@ class TrainingBatches:
         Raises:
             DataError: while iterating, when an image cannot be read.
         """
-        first_epoch, start_batch = divmod(first_batch, self.batches_per_epoch)
-        later = itertools.count(first_epoch + 1)
-        keys = itertools.chain(
-            self._keys(first_epoch, start_batch), itertools.chain.from_iterable(map(self._keys, later))
-        )
-        batches = self._load(keys)
+        first, start_batch = divmod(first_batch, self.batches_per_epoch)
+        later = itertools.chain.from_iterable(map(self._keys, itertools.count(first + 1)))
+        batches = self._load(itertools.chain(self._keys(first, start_batch), later))
         return self._give(_one_ahead(batches) if self._workers else batches)
 
     def _give(self, loaded: Generator[_Loaded]) -> Generator[Batch]:
@@ -164,17 +149,7 @@ class TrainingBatches:
             yield batch
 
     def _load(self, keys: Iterable[list[Key]]) -> Generator[_Loaded]:
-        loader = DataLoader(
-            _Guarded(self._samples, skip=self._skips),
-            batch_sampler=keys,
-            num_workers=self._workers,
-            worker_init_fn=_leave_signals_to_main,
-            collate_fn=partial(_pack, stack=True),
-            prefetch_factor=PREFETCH if self._workers else None,
-            generator=torch.Generator(),  # else it would draw from the caller's random state
-        )
-        for packed in loader:
-            yield _unpack(packed)
+        yield from map(_unpack, _data_loader(_Guarded(self._samples, skip=self._skip), keys, self._workers, stack=True))
 
     def _keys(self, epoch: int, start_batch: int = 0) -> list[list[Key]]:
         """What this process's batches of an epoch are made of: (epoch, place in its order)."""
@@ -193,39 +168,15 @@ class EvaluationBatches:
         unreadable: images that were left out so far: index → reason.
     """
 
-    def __init__(
-        self,
-        dataset: DetectionDataset,
-        *,
-        batch_size: int,
-        workers: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        skip_unreadable: bool = False,
-    ) -> None:
-        _check_settings(len(dataset), batch_size, workers, rank, world_size)
-        indices = range(rank, len(dataset), world_size)
-        plan = [
-            [(0, index) for index in indices[start : start + batch_size]]
-            for start in range(0, len(indices), batch_size)
-        ]
+    def __init__(self, loader: "DataLoader[Any]") -> None:
         self.unreadable: dict[int, str] = {}
-        self._batches = len(plan)
-        self._loader = DataLoader(
-            _Guarded(dataset, skip=skip_unreadable),
-            batch_sampler=plan,
-            num_workers=workers,
-            worker_init_fn=_leave_signals_to_main,
-            collate_fn=_pack,
-            generator=torch.Generator(),  # as above
-        )
+        self._loader = loader
 
     def __len__(self) -> int:
-        return self._batches
+        return len(self._loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        for packed in self._loader:
-            batch, unreadable = _unpack(packed)
+        for batch, unreadable in map(_unpack, self._loader):
             self.unreadable.update(unreadable)
             yield batch
 
@@ -252,28 +203,20 @@ def make_training_loader(
         size: side of the square training images, or (height, width).
         workers: processes that prepare batches, 0 for none. They change no batch.
         rank: number of this process.
-        world_size: number of processes; step by step, their batches make up the one that a
-            single process would get.
-        skip_unreadable: the next image of the epoch stands in for one that cannot be read, which
-            is noted in ``unreadable``; otherwise that is an error.
+        world_size: number of processes; step by step, their batches make up the one that a single process would get.
+        skip_unreadable: the next image of the epoch stands in for one that cannot be read, which is noted in
+            ``unreadable``; otherwise that is an error.
 
     Returns:
-        An object whose ``epoch(number, start_batch=0)`` and ``endless(first_batch=0)`` give
-        :class:`Batch` after :class:`Batch`.
+        An object whose ``epoch(number, start_batch=0)`` and ``endless(first_batch=0)`` give :class:`Batch` after
+        :class:`Batch`.
 
     Raises:
         ConfigError: for settings that cannot be.
         DataError: for an empty dataset.
     """
     samples = AugmentedSamples(dataset, seed=seed, preset=preset, size=size)
-    return TrainingBatches(
-        samples,
-        batch_size=batch_size,
-        workers=workers,
-        rank=rank,
-        world_size=world_size,
-        skip_unreadable=skip_unreadable,
-    )
+    return TrainingBatches(samples, batch_size, workers, rank, world_size, skip_unreadable)
 
 
 def make_evaluation_loader(
@@ -293,8 +236,8 @@ def make_evaluation_loader(
         workers: processes that read images, 0 for none.
         rank: number of this process.
         world_size: number of processes; each gets every world_size-th image.
-        skip_unreadable: leave out images that cannot be read, and note them in ``unreadable``;
-            otherwise the first is an error.
+        skip_unreadable: leave out images that cannot be read, and note them in ``unreadable``; otherwise the first is
+            an error.
 
     Returns:
         An iterable of :class:`Batch`, to be gone through any number of times.
@@ -303,14 +246,10 @@ def make_evaluation_loader(
         ConfigError: for settings that cannot be.
         DataError: for an empty dataset, and while iterating for an image that cannot be read.
     """
-    return EvaluationBatches(
-        dataset,
-        batch_size=batch_size,
-        workers=workers,
-        rank=rank,
-        world_size=world_size,
-        skip_unreadable=skip_unreadable,
-    )
+    _check_settings(len(dataset), batch_size, workers, rank, world_size)
+    keys = [(0, index) for index in range(rank, len(dataset), world_size)]
+    plan = [keys[start : start + batch_size] for start in range(0, len(keys), batch_size)]
+    return EvaluationBatches(_data_loader(_Guarded(dataset, skip=skip_unreadable), plan, workers))
 
 
 def _check_settings(images: int, batch_size: int, workers: int, rank: int, world_size: int) -> None:
@@ -329,14 +268,6 @@ def _mix(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
 
 
-@contextmanager
-def _own_randomness(*numbers: int) -> Iterator[None]:
-    """Random state of these numbers inside, the caller's again after; never touches a GPU."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(_mix(*numbers))
-        yield
-
-
 def _one_ahead(batches: Generator[_Loaded]) -> Generator[_Loaded]:
     """The same batches without end; a thread takes the next one while the last one is used."""
     with ThreadPoolExecutor(1, thread_name_prefix="aploss-batches") as thread:
@@ -348,6 +279,20 @@ def _one_ahead(batches: Generator[_Loaded]) -> Generator[_Loaded]:
 
 
 # --- the way from a worker ------------------------------------------------------------------------
+
+
+def _data_loader(
+    samples: "_Guarded", plan: Iterable[list[Key]], workers: int, *, stack: bool = False
+) -> "DataLoader[Any]":
+    return DataLoader(
+        samples,
+        batch_sampler=plan,
+        num_workers=workers,
+        worker_init_fn=_leave_signals_to_main,
+        collate_fn=partial(_pack, stack=stack),
+        prefetch_factor=PREFETCH if workers else None,
+        generator=torch.Generator(),  # else it would draw from the caller's random state
+    )
 
 
 def _leave_signals_to_main(worker: int) -> None:
@@ -367,8 +312,8 @@ class _Read(NamedTuple):
 class _Guarded(Dataset[_Read | DataError]):
     """Samples with their index; hands an unreadable image on as a value.
 
-    An error raised in a worker reaches the user as a page of that worker's traceback; one that is
-    handed on can be raised again as the one line it is.
+    An error raised in a worker reaches the user as a page of that worker's traceback; one that is handed on can be
+    raised again as the one line it is.
     """
 
     def __init__(self, samples: AugmentedSamples | DetectionDataset, *, skip: bool) -> None:
@@ -413,7 +358,7 @@ class _Packed(NamedTuple):
     unreadable: tuple[tuple[int, str], ...]
 
 
-def _pack(samples: Sequence[_Read | DataError], *, stack: bool = False) -> _Packed | DataError:
+def _pack(samples: Sequence[_Read | DataError], *, stack: bool) -> _Packed | DataError:
     """Collects samples, their images in a list or stacked to [B, 3, H, W]; or the first error."""
     images, targets, indices = [], [], []
     unreadable: list[tuple[int, str]] = []
@@ -445,17 +390,15 @@ def _pack(samples: Sequence[_Read | DataError], *, stack: bool = False) -> _Pack
 def _unpack(packed: _Packed | DataError) -> _Loaded:
     """Images into [0, 1], objects to their images, and an error into a raised one."""
     if isinstance(packed, DataError):
-        # A new one: an error raised from a variable of its own frame keeps that frame, and with it
-        # the loader's workers, alive until the garbage collector comes.
+        # A new one: an error raised from a variable of its own frame keeps that frame, and with it the loader's
+        # workers, alive until the garbage collector comes.
         raise DataError(str(packed))
-    if isinstance(packed.images, Tensor):
-        images: Any = _to_unit(packed.images)
-    else:
-        images = [_to_unit(image) for image in packed.images]
-    parts = {field: torch.split(column, packed.counts) for field, column in packed.fields.items()}
+    images: Any = packed.images
+    images = _to_unit(images) if isinstance(images, Tensor) else list(map(_to_unit, images))
+    columns = [torch.split(column, packed.counts) for column in packed.fields.values()]
     targets = [
-        {**{field: parts[field][place] for field in parts}, "image_id": image_id}
-        for place, image_id in enumerate(packed.image_ids)
+        {**dict(zip(packed.fields, values, strict=True)), "image_id": image_id}
+        for image_id, *values in zip(packed.image_ids, *columns, strict=True)
     ]
     return Batch(images, targets, packed.indices), dict(packed.unreadable)
 

@@ -71,8 +71,8 @@ class _Listing(NamedTuple):
 class DatasetFolder:
     """A dataset's folder, which answers only for what is really inside it.
 
-    All paths it takes and gives are relative to the folder, with forward slashes. A symbolic link
-    is followed as long as its target is inside the folder too.
+    All paths it takes and gives are relative to the folder, with forward slashes. A symbolic link is followed as long
+    as its target is inside the folder too.
 
     Args:
         root: the folder; itself it may be a link.
@@ -108,8 +108,8 @@ class DatasetFolder:
         return path
 
     def locate(self, text: str, *, base: str, named_in: str) -> str:
-        """As :meth:`inside`; but a path that is not there, and would lead outside if it were
-        relative to the folder itself, is refused instead of being called missing."""
+        """As :meth:`inside`; but a path that is not there, and would lead outside if it were relative to the folder
+        itself, is refused instead of being called missing."""
         path = self.inside(text, base=base, named_in=named_in)
         if ".." in text and not self.has(path, named_in=named_in):
             self.inside(text, named_in=named_in)
@@ -157,16 +157,10 @@ class DatasetFolder:
         while pending:
             current = pending.pop()
             listing = self._listing(current)
-            folders = []
-            for name in sorted(listing.names):
-                if name.startswith(".") or name == "__MACOSX":
-                    continue
-                path = posixpath.join(current, name)
-                if name not in listing.folders:
-                    yield path
-                elif name not in listing.links:
-                    folders.append(path)
-            pending += reversed(folders)
+            names = sorted(name for name in listing.names if not name.startswith(".") and name != "__MACOSX")
+            yield from (posixpath.join(current, name) for name in names if name not in listing.folders)
+            own = listing.folders - listing.links
+            pending += [posixpath.join(current, name) for name in reversed(names) if name in own]
 
     def read_bytes(self, path: str) -> bytes:
         """The content of a file inside.
@@ -181,8 +175,7 @@ class DatasetFolder:
                 raise ProblemError("unreadable-annotations", path, "a folder, pipe or device")
             return full.read_bytes()
         except OSError as error:
-            message = f"cannot be read: {error.strerror}"
-            raise ProblemError("unreadable-annotations", path, message) from None
+            raise ProblemError("unreadable-annotations", path, f"cannot be read: {error.strerror}") from None
 
     def read_text(self, path: str) -> str:
         """The content of a UTF-8 file inside.
@@ -197,14 +190,12 @@ class DatasetFolder:
 
     def _listing(self, folder: str) -> _Listing:
         folder = "" if folder == "." else folder
-        if not folder.isascii() and not _can_exist(folder):
-            return _Listing()
         if folder not in self._listings:
-            if folder:
-                self._check_link(folder)
             try:
+                if folder:
+                    self._check_link(folder)
                 entries = list(os.scandir(self.root / folder))
-            except (FileNotFoundError, NotADirectoryError):
+            except (FileNotFoundError, NotADirectoryError, UnicodeEncodeError):  # half a surrogate pair is in no name
                 entries = []
             except OSError as error:
                 message = f"the folder cannot be read: {error.strerror}"
@@ -222,15 +213,6 @@ class DatasetFolder:
             raise _outside(path, "a symbolic link")
 
 
-def _can_exist(path: str) -> bool:
-    """Whether the system can name such a file: half a surrogate pair is in no name."""
-    try:
-        os.fsencode(path)
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _is_folder(entry: "os.DirEntry[str]") -> bool:
     try:
         return entry.is_dir()
@@ -239,6 +221,5 @@ def _is_folder(entry: "os.DirEntry[str]") -> bool:
 
 
 def _outside(named_in: str, what: str) -> ProblemError:
-    return ProblemError(
-        "path-outside-dataset", named_in, f"{what} leads outside the dataset's folder; put the file inside it"
-    )
+    message = f"{what} leads outside the dataset's folder; put the file inside it"
+    return ProblemError("path-outside-dataset", named_in, message)

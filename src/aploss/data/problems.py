@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from aploss.errors import DataError
@@ -150,20 +150,15 @@ class ProblemError(DataError):
 
     def of_one_image(self) -> Problem:
         """The problem where the file that cannot be read is one image's, not a split's."""
-        kind = self.problem.kind
-        kind = "unreadable-annotation" if kind == "unreadable-annotations" else kind
-        return Problem(kind, self.problem.file, self.problem.message)
+        whole_split = self.problem.kind == "unreadable-annotations"
+        return replace(self.problem, kind="unreadable-annotation") if whole_split else self.problem
 
     def __str__(self) -> str:
         return f"{self.problem.file}: {self.problem.message}"
 
 
 def raise_refused(problems: Iterable[Problem]) -> None:
-    """Stops loading at the first problem for which nothing may be read.
-
-    Raises:
-        DataError: a problem's effect is :attr:`Effect.REFUSED`.
-    """
+    """Stops loading with a DataError at the first problem for which nothing may be read."""
     for problem in problems:
         if problem.effect is Effect.REFUSED:
             raise DataError(f"{problem.file}: {problem.message}; nothing was loaded")
@@ -183,8 +178,6 @@ def summarise(problems: Iterable[Problem], *, files: int = 3) -> str:
         by_kind.setdefault(problem.kind, Counter())[problem.file] += problem.count
     parts = []
     for kind, counts in by_kind.items():
-        names = ", ".join(list(counts)[:files])
         more = f" and {len(counts) - files} more" if len(counts) > files else ""
-        effect = KINDS[kind][0].value
-        parts.append(f"{sum(counts.values())} {kind} ({effect}): {names}{more}")
+        parts.append(f"{counts.total()} {kind} ({KINDS[kind][0].value}): {', '.join(list(counts)[:files])}{more}")
     return "; ".join(parts) or "no problems"

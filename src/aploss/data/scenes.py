@@ -1,7 +1,7 @@
 """One picture of the built-in set: objects, look-alikes and clutter over a noisy ground.
 
-Everything is a function of the random generator handed in, drawn in a fixed order, so the same
-generator state gives the same pixels in any process.
+Everything is a function of the random generator handed in, drawn in a fixed order, so the same generator state gives
+the same pixels in any process.
 """
 
 import colorsys
@@ -95,11 +95,11 @@ def draw_scene(
     grain: tuple[float, float] = GRAIN,
     shadows: bool = True,
 ) -> Scene:
-    """Draws a square picture of ``size`` pixels, with the objects' boxes and labels.
+    """Draws a square picture, with the objects' boxes and labels.
 
     Args:
         generator: decides everything that is not given.
-        size: side of the picture.
+        size: side of the picture in pixels.
         things: what to show, in drawing order: class labels, None for a look-alike.
         silhouette: gives the outline of a thing; :func:`make_silhouette` where not given.
         grain: lowest and highest deviation of the noise, where 1 is white.
@@ -115,15 +115,11 @@ def draw_scene(
     for label in choose_things(generator) if things is None else things:
         _place(generator, canvas, placed, label, silhouette or make_silhouette, shadows)
     noise = generator.standard_normal(canvas.shape, dtype=np.float32) * generator.uniform(*grain)
-    boxes, labels = [], []
-    for thing in placed:
-        if thing.label is not None:
-            boxes.append(_bounds(thing.visible, size))
-            labels.append(thing.label)
+    objects = [thing for thing in placed if thing.label is not None]
     return Scene(
         pixels=np.clip((canvas + noise) * 255.0, 0, 255).astype(np.uint8),
-        boxes=np.array(boxes, dtype=np.float64).reshape(-1, 4),
-        labels=np.array(labels, dtype=np.int64),
+        boxes=np.array([_bounds(thing.visible, size) for thing in objects], dtype=np.float64).reshape(-1, 4),
+        labels=np.array([thing.label for thing in objects], dtype=np.int64),
     )
 
 
@@ -147,7 +143,7 @@ def _place(
 ) -> None:
     """Draws one thing where it hides nobody too much; leaves it out when there is no room."""
     size = canvas.shape[0]
-    scale = _mask_scale(size)
+    scale = 4 if size <= 192 else 2  # how much finer the masks are: boxes are tight to that part of a pixel
     for _ in range(PLACEMENT_TRIES):
         figure = silhouette(generator, size, label)
         window = Window.around(figure, size)
@@ -163,11 +159,6 @@ def _place(
         things.append(_Thing(label=label, area=int(np.count_nonzero(mask)), visible=visible))
         _draw_figure(generator, canvas, figure, window, shape, shadows=shadows)
         return
-
-
-def _mask_scale(size: int) -> int:
-    """How much finer than the picture the masks are: boxes are tight to that part of a pixel."""
-    return 4 if size <= 192 else 2
 
 
 def _covered(thing: _Thing, mask: Mask, region: tuple[slice, slice]) -> float:
@@ -204,14 +195,9 @@ def make_silhouette(generator: np.random.Generator, size: int, label: int | None
 def _bounds(visible: Mask, size: int) -> tuple[float, float, float, float]:
     """The tight box x1, y1, x2, y2 of a mask, in the picture's pixels."""
     scale = visible.shape[0] / size
-    columns = np.flatnonzero(visible.any(axis=0))
-    rows = np.flatnonzero(visible.any(axis=1))
-    return (
-        float(columns[0] / scale),
-        float(rows[0] / scale),
-        float((columns[-1] + 1) / scale),
-        float((rows[-1] + 1) / scale),
-    )
+    columns, rows = (np.flatnonzero(visible.any(axis=axis)) for axis in (0, 1))
+    left, top, right, bottom = (float(v / scale) for v in (columns[0], rows[0], columns[-1] + 1, rows[-1] + 1))
+    return left, top, right, bottom
 
 
 def _corners(radii: list[float], start: float = -90.0) -> Points:
@@ -281,13 +267,9 @@ def _draw_clutter(generator: np.random.Generator, canvas: Floats) -> Floats:
         x, y = generator.uniform(0, fine, 2)
         radius = generator.uniform(0.15, 0.45) * fine
         start = generator.uniform(0, 360)
-        pen.arc(
-            (x - radius, y - radius, x + radius, y + radius),
-            start,
-            start + generator.uniform(40, 150),
-            fill=_paint(generator),
-            width=_stroke(generator, fine),
-        )
+        end = start + generator.uniform(40, 150)
+        paint, width = _paint(generator), _stroke(generator, fine)
+        pen.arc((x - radius, y - radius, x + radius, y + radius), start, end, fill=paint, width=width)
     for _ in range(int(generator.integers(10, 30))):
         x, y = generator.uniform(0, fine, 2)
         wide = generator.uniform(0.006, 0.020) * fine
@@ -312,8 +294,8 @@ def _draw_figure(
     *,
     shadows: bool,
 ) -> None:
-    """Lays shadow, texture, light and rim of a figure over the canvas, in place; ``shape`` is the
-    figure's :func:`_stencil`."""
+    """Lays shadow, texture, light and rim of a figure over the canvas, in place; ``shape`` is the figure's
+    :func:`_stencil`."""
     size = canvas.shape[0]
     ground = canvas[window.slices()]
     scale = shape.width // (window.right - window.left)
@@ -339,9 +321,8 @@ def _shadow_offset(size: int) -> int:
 
 
 def _shadow(small: Image.Image, size: int) -> Image.Image:
-    offset = _shadow_offset(size)
     moved = Image.new("L", small.size)
-    moved.paste(small, (offset, offset))
+    moved.paste(small, (_shadow_offset(size),) * 2)
     return moved.filter(ImageFilter.GaussianBlur(size / 64))
 
 
@@ -350,8 +331,8 @@ def _rim(figure: Silhouette, window: Window, scale: int) -> Image.Image:
     rim = Image.new("L", _fine_size(window, scale))
     corners = _corners_in(figure, window, scale)
     width = max(2, round(2 * scale * (0.7 + figure.extent / 40)))
-    # Joints cost time and many short edges need none. The first edge is drawn twice, so that the
-    # last joint is round like the others.
+    # Joints cost time and many short edges need none. The first edge is drawn twice, so that the last joint is round
+    # like the others.
     joint = "curve" if len(corners) < 20 else None
     ImageDraw.Draw(rim).line([*corners, *corners[:2]], fill=255, width=width, joint=joint)
     return rim
@@ -414,15 +395,14 @@ def _texture(generator: np.random.Generator, x: Floats, y: Floats, angle: float,
     """A soft-edged pattern in 0..1, turned by ``angle``, of ``cells`` half-waves a unit of x, y."""
     across = (x * math.cos(angle) + y * math.sin(angle)) * (cells * math.pi)
     along = (y * math.cos(angle) - x * math.sin(angle)) * (cells * math.pi)
-    kind = generator.choice(["plain", "stripes", "checks", "dots", "rings"])
-    if kind == "plain":
-        wave = np.full_like(across, -1.0)
-    elif kind == "stripes":
-        wave = np.sin(across)
-    elif kind == "checks":
-        wave = 2 * np.sin(across) * np.sin(along)
-    elif kind == "dots":
-        wave = np.cos(across) + np.cos(along) - 0.8
-    else:
-        wave = np.sin(1.2 * np.hypot(across, along))
-    return np.clip(0.5 + 2.0 * wave, 0, 1)
+    wave = _WAVES[str(generator.choice(list(_WAVES)))](across, along)
+    return np.asarray(np.clip(0.5 + 2.0 * wave, 0, 1))
+
+
+_WAVES: dict[str, Callable[[Floats, Floats], Floats]] = {
+    "plain": lambda across, along: np.full_like(across, -1.0),
+    "stripes": lambda across, along: np.sin(across),
+    "checks": lambda across, along: 2 * np.sin(across) * np.sin(along),
+    "dots": lambda across, along: np.cos(across) + np.cos(along) - 0.8,
+    "rings": lambda across, along: np.sin(1.2 * np.hypot(across, along)),
+}

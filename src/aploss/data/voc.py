@@ -14,11 +14,13 @@ from defusedxml.ElementTree import fromstring
 
 from aploss.data.annotations import AnnotationBuilder, DetectionDataset
 from aploss.data.formats import (
+    SPLITS,
     DataFormat,
     Parts,
     Written,
     common_split_name,
     each_image_once,
+    filled_lines,
     number,
     outline_losses,
     register_format,
@@ -30,9 +32,7 @@ from aploss.data.problems import Problem, ProblemError
 _MAX_BYTES = 64 << 20  # far more than any image's objects need
 _MAX_SIDE = 2**31  # pixels; a size of more digits is as good as none
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
-_CLASS_FILES = ("labels.txt", "classes.txt")
 _LIST_FOLDERS = ("", "ImageSets", "splits", "lists")
-_FOLDER_SPLITS = ("train", "trainval", "val", "test")
 _YEAR = re.compile(r"VOC(\d{4})$")
 _NOT_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _ALL = "all"
@@ -64,15 +64,10 @@ class VocAnnotation:
 
 
 def parse_annotation(path: str, content: bytes) -> VocAnnotation:
-    """Parses a VOC annotation.
+    """Parses what is in a VOC annotation file; ``path`` is for messages.
 
-    Coordinates in the file count pixels from 1 and include the last one, so that xmin is one more
-    than the left edge and xmax is the right edge itself: a box over a whole 640 x 480 image is
-    written (1, 1, 640, 480) and read as (0, 0, 640, 480).
-
-    Args:
-        path: name of the file, for messages.
-        content: what is in it.
+    Coordinates in the file count pixels from 1 and include the last one, so that xmin is one more than the left edge
+    and xmax is the right edge itself: a whole 640 x 480 image is written (1, 1, 640, 480) and read (0, 0, 640, 480).
 
     Raises:
         ProblemError: it is not a VOC annotation, or contains a document type or entities.
@@ -80,8 +75,7 @@ def parse_annotation(path: str, content: bytes) -> VocAnnotation:
     root = _parse_safely(path, content)
     annotation = VocAnnotation(path, file_name=_text(root, "filename"), size=_image_size(root))
     if annotation.size is None:
-        message = "no possible image size; taken from the image"
-        annotation.problems.append(Problem("missing-size", path, message))
+        annotation.problems.append(Problem("missing-size", path, "no possible image size; taken from the image"))
     for position, element in enumerate(root.iterfind("object"), start=1):
         try:
             annotation.objects.append(_read_object(annotation, element, position))
@@ -96,9 +90,8 @@ def _parse_safely(path: str, content: bytes) -> Element:
     try:
         root: Element = fromstring(content, forbid_dtd=True)
     except DefusedXmlException:
-        raise ProblemError(
-            "xml-entities", path, "an XML document type or entity, which is not expanded; remove it from the file"
-        ) from None
+        message = "an XML document type or entity, which is not expanded; remove it from the file"
+        raise ProblemError("xml-entities", path, message) from None
     except (ParseError, ValueError, LookupError, RecursionError) as error:
         raise ProblemError("unreadable-annotation", path, f"not valid XML: {error}") from None
     if root.tag != "annotation":
@@ -126,19 +119,13 @@ def _read_object(annotation: VocAnnotation, element: Element, position: int) -> 
     except ValueError as error:
         raise fault("non-numeric-coordinate", str(error)) from None
     annotation.zero_based |= 0 <= xmin < 1 or 0 <= ymin < 1
-    flags = {}
-    for tag in ("difficult", "crowd"):
-        flags[tag] = _text(element, tag) or "0"
-        if flags[tag] not in ("0", "1"):
-            problem = fault("bad-flag", f"{tag} is {flags[tag]!r}, neither 0 nor 1").problem
-            annotation.problems.append(problem)
-    corners = (_from_one(xmin), _from_one(ymin), xmax, ymax)
-    return VocObject(name, position, corners, flags["difficult"] == "1", flags["crowd"] == "1")
-
-
-def _from_one(coordinate: float) -> float:
-    """Pixel 1 is where 0 begins; a file that counts from 0 must not give a box outside."""
-    return 0.0 if 0 <= coordinate < 1 else coordinate - 1
+    flags = {tag: _text(element, tag) or "0" for tag in ("difficult", "crowd")}
+    for tag, flag in flags.items():
+        if flag not in ("0", "1"):
+            annotation.problems.append(fault("bad-flag", f"{tag} is {flag!r}, neither 0 nor 1").problem)
+    # Pixel 1 is where 0 begins; a file that counts from 0 must not give a box outside.
+    left, top = (0.0 if 0 <= first < 1 else first - 1 for first in (xmin, ymin))
+    return VocObject(name, position, (left, top, xmax, ymax), flags["difficult"] == "1", flags["crowd"] == "1")
 
 
 def _image_size(root: Element) -> tuple[int, int] | None:
@@ -190,14 +177,13 @@ def voc_annotation(
     for row, (name, (x1, y1, x2, y2)) in enumerate(zip(names, boxes, strict=True)):
         item = SubElement(root, "object")
         _add(item, "name", name)
-        _add(item, "difficult", "1" if difficult is not None and difficult[row] else "0")
-        if crowd is not None and crowd[row]:
+        _add(item, "difficult", "1" if difficult and difficult[row] else "0")
+        if crowd and crowd[row]:
             _add(item, "crowd", "1")
         if scores is not None:
-            _add(item, "score", f"{float(scores[row]):.4f}")
+            _add(item, "score", f"{scores[row]:.4f}")
         corners = SubElement(item, "bndbox")
-        written = (float(x1) + 1, float(y1) + 1, float(x2), float(y2))  # VOC's first pixel is 1
-        for tag, value in zip(_CORNERS, written, strict=True):
+        for tag, value in zip(_CORNERS, (x1 + 1.0, y1 + 1.0, float(x2), float(y2)), strict=True):  # from 1, as in VOC
             whole = str(int(value)) if value.is_integer() else repr(value)
             _add(corners, tag, whole if digits is None else f"{value:.{digits}f}")
     indent(root)
@@ -223,8 +209,8 @@ class ListedImage(NamedTuple):
 class VocPart:
     """One folder with its own annotations and splits, such as ``VOC2007``.
 
-    Its folder is ``base`` below the dataset's, its splits' names begin with ``prefix`` (``2007_``).
-    ``class_lists`` are the classes for which there are lists such as ``dog_train.txt``.
+    Its folder is ``base`` below the dataset's, its splits' names begin with ``prefix`` (``2007_``). ``class_lists`` are
+    the classes for which there are lists such as ``dog_train.txt``.
     """
 
     def __init__(self, folder: DatasetFolder, base: str, *, prefix: str = "") -> None:
@@ -242,19 +228,14 @@ class VocPart:
         self.splits = tuple(self._lists or self._folders or (_ALL,))
 
     def entries(self, split: str) -> Iterator[ListedImage | Problem]:
-        """What a split lists: images, or what is wrong with the list.
-
-        Args:
-            split: one of :attr:`splits`, or a list file (below the dataset's folder or anywhere).
-        """
+        """What a split, or a list file (below the dataset's folder or anywhere), lists; or what is wrong with it."""
         if split in self._folders:
             yield from (self._entry(path, path, split) for path in self._folders[split])
         elif split == _ALL and _ALL not in self._lists:
             yield from (self._entry(path, path, self.base) for path in self.annotations)
         else:
             name, text = self._read_list(split)
-            lines = map(str.strip, text.splitlines())
-            yield from (self._listed(line, name) for line in lines if line)
+            yield from (self._listed(line, name) for line in filled_lines(text))
 
     def image_of(self, annotation: str) -> str:
         """The image that an annotation file belongs to by its name; empty where there is none."""
@@ -268,9 +249,8 @@ class VocPart:
 
     def rivals_of(self, image: str) -> list[str]:
         """Other images of the same name but extension in the same folder."""
-        folder = posixpath.dirname(image)
-        alike = self.images.alike(image)
-        return [path for path in alike if path != image and posixpath.dirname(path) == folder]
+        same_folder = (path for path in self.images.alike(image) if posixpath.dirname(path) == posixpath.dirname(image))
+        return [path for path in same_folder if path != image]
 
     def _root(self, name: str) -> str:
         standard = posixpath.join(self.base, name)
@@ -280,51 +260,48 @@ class VocPart:
         main = posixpath.join(self.base, "ImageSets", "Main")
         if self.folder.is_folder(main):
             return self._main_lists(main)
-        lists = {}
-        for folder in _LIST_FOLDERS:
-            parent = posixpath.join(self.base, folder).rstrip("/")
-            for name in self.folder.names(parent):
-                path = posixpath.join(parent, name)
-                if name.endswith(".txt") and self._is_list(path):
-                    lists[name.removesuffix(".txt")] = path
-        return lists
+        parents = [posixpath.join(self.base, folder).rstrip("/") for folder in _LIST_FOLDERS]
+        return {
+            name.removesuffix(".txt"): path
+            for parent in parents
+            for name in self.folder.names(parent)
+            if name.endswith(".txt") and self._is_list(path := posixpath.join(parent, name))
+        }
 
     def _main_lists(self, main: str) -> dict[str, str]:
         """The lists of ImageSets/Main, but for those of one class: ``dog_train.txt`` with ±1."""
-        names = self.folder.names(main)
-        stems = [name.removesuffix(".txt") for name in names if name.endswith(".txt")]
+        stems = [name.removesuffix(".txt") for name in self.folder.names(main) if name.endswith(".txt")]
         lists = {}
         for stem in stems:
             class_name, _, split = stem.rpartition("_")
             path = posixpath.join(main, f"{stem}.txt")
-            if class_name and split in stems and self._has_two_columns(path):
-                self.class_lists.add(class_name)
-            else:
-                lists[stem] = path
+            if class_name and split in stems:
+                first = self.folder.read_text(path).split("\n", 1)[0]
+                if first.split()[1:] in (["1"], ["0"], ["-1"]):
+                    self.class_lists.add(class_name)
+                    continue
+            lists[stem] = path
         return lists
-
-    def _has_two_columns(self, path: str) -> bool:
-        first = self.folder.read_text(path).split("\n", 1)[0]
-        return first.split()[1:] in (["1"], ["0"], ["-1"])
 
     def _is_list(self, path: str) -> bool:
         """Whether a text file lists images of ours, judged by its first lines."""
-        known = common_split_name(posixpath.basename(path)[: -len(".txt")]) in _FOLDER_SPLITS
+        if common_split_name(posixpath.basename(path)[: -len(".txt")]) in SPLITS:
+            return True
         try:
             lines = self.folder.read_text(path).split("\n", 20)[:20]
         except ProblemError:
-            return known
+            return False
         listed = [self._listed(line.strip(), path) for line in lines if line.strip()]
         found = sum(isinstance(entry, ListedImage) for entry in listed)
         refused = any(isinstance(e, Problem) and e.kind == "path-outside-dataset" for e in listed)
-        return known or refused or (found > 0 and found >= len(listed) / 2)
+        return refused or (found > 0 and found >= len(listed) / 2)
 
     def _find_folders(self) -> dict[str, list[str]]:
         """Annotations by the folder on their path that is called train, val, valid, test, ..."""
         folders: dict[str, list[str]] = {}
         for path in self.annotations:
             parts = posixpath.relpath(path, self.base or ".").split("/")[:-1]
-            names = [part for part in parts if common_split_name(part) in _FOLDER_SPLITS]
+            names = [part for part in parts if common_split_name(part) in SPLITS]
             if not names:
                 return {}
             folders.setdefault(names[0], []).append(path)
@@ -338,8 +315,7 @@ class VocPart:
                 return split, Path(split).read_text(encoding="utf-8-sig", errors="replace")
             if not self.folder.is_file(self.folder.inside(path, named_in=path)):
                 known = ", ".join(f"{self.prefix}{name}" for name in self.splits)
-                message = f"no such split or list; there are: {known}"
-                raise ProblemError("missing-folder", path, message)
+                raise ProblemError("missing-folder", path, f"no such split or list; there are: {known}")
         return path, self.folder.read_text(path)
 
     def _listed(self, line: str, listed_in: str) -> ListedImage | Problem:
@@ -356,17 +332,13 @@ class VocPart:
             return error.problem
         if annotation:
             return self._entry(annotation, path, listed_in)
-        image = self.images.nearest(path)
-        if image:
-            message = f"listed in {listed_in}, but there is no {stem_of(path)}.xml"
-            return Problem("missing-annotation", image, message)
+        if image := self.images.nearest(path):
+            return Problem("missing-annotation", image, f"listed in {listed_in}, but there is no {stem_of(path)}.xml")
         return Problem("missing-annotation", listed_in, f"{path}: neither annotation nor image")
 
     def _entry(self, annotation: str, listed: str, listed_in: str) -> ListedImage:
-        image = self.image_of(annotation)
-        if is_image(listed):
-            image = self.images.nearest(listed) or image
-        return ListedImage(listed, annotation, image, listed_in)
+        named = self.images.nearest(listed) if is_image(listed) else ""
+        return ListedImage(listed, annotation, named or self.image_of(annotation), listed_in)
 
 
 # --- the dataset --------------------------------------------------------------------------------
@@ -376,9 +348,9 @@ class VocPart:
 class VocFormat(DataFormat):
     """A dataset of VOC annotation files.
 
-    Looked for, in this order: ``VOCdevkit/VOC2007`` or ``VOC2007`` (splits ``2007_trainval``);
-    ``Annotations`` with ``ImageSets/Main`` (splits by list); XML files anywhere, split by list
-    files or by folders called ``train``, ``val``, ``test``; otherwise one split ``all``.
+    Looked for, in this order: ``VOCdevkit/VOC2007`` or ``VOC2007`` (splits ``2007_trainval``); ``Annotations`` with
+    ``ImageSets/Main`` (splits by list); XML files anywhere, split by list files or by folders called ``train``,
+    ``val``, ``test``; otherwise one split ``all``.
     """
 
     looked_for = "VOC (VOCdevkit/VOC2007, Annotations/*.xml, or *.xml in any folder)"
@@ -388,13 +360,10 @@ class VocFormat(DataFormat):
         self.parts = tuple(parts)
         self._places = {f"{part.prefix}{split}": (part, split) for part in parts for split in part.splits}
         super().__init__(folder, list(self._places))
-        self.splits = tuple(sorted(self._places, key=self._order))
+        places = sorted(self._places.items(), key=lambda item: (item[1][0].prefix, *split_order(item[1][1])))
+        self.splits = tuple(name for name, _ in places)
         self._parsed: dict[str, VocAnnotation | Problem] = {}
         self._used: set[str] = set()  # annotations and images of the splits that were read
-
-    def _order(self, split: str) -> tuple[str, int, str]:
-        part, name = self._places[split]
-        return (part.prefix, *split_order(name))
 
     @classmethod
     def find(cls, path: Path) -> "VocFormat | None":
@@ -408,8 +377,7 @@ class VocFormat(DataFormat):
                 for name in folder.names(base)
                 if (year := _YEAR.match(name)) and folder.is_folder(f"{base}/{name}/Annotations".strip("/"))
             ]
-            parts = [part for part in parts if part.annotations]
-            if parts:
+            if parts := [part for part in parts if part.annotations]:
                 return cls(folder, parts)
         part = VocPart(folder, "")
         return cls(folder, [part]) if part.annotations else None
@@ -435,13 +403,9 @@ class VocFormat(DataFormat):
             if image >= 0:
                 annotations.append(annotation)
                 _add_objects(builder, annotation, image, labels)
-        zero_based = [annotation.path for annotation in annotations if annotation.zero_based]
-        if zero_based:
-            builder.report(
-                "zero-based-box",
-                zero_based[0],
-                f"a corner at 0 in this and {len(zero_based) - 1} other files, VOC counts from 1",
-            )
+        if zero_based := [annotation.path for annotation in annotations if annotation.zero_based]:
+            message = f"a corner at 0 in this and {len(zero_based) - 1} other files, VOC counts from 1"
+            builder.report("zero-based-box", zero_based[0], message)
         return builder.dataset(
             class_names=names,
             name=self.name,
@@ -450,19 +414,15 @@ class VocFormat(DataFormat):
         )
 
     def class_names(self) -> tuple[str, ...]:
-        """The classes: of ``labels.txt`` or ``classes.txt``, of the devkit's lists for single
-        classes, otherwise of all annotations; the last two sorted."""
-        for file in _CLASS_FILES:
-            if self.folder.is_file(file):
-                lines = map(str.strip, self.folder.read_text(file).splitlines())
-                names = tuple(dict.fromkeys(line for line in lines if line))
-                if names:
-                    return names
-        listed = {name for part in self.parts for name in part.class_lists}
-        if listed:
-            return tuple(sorted(listed))
-        parsed = (self._parse(path) for part in self.parts for path in part.annotations)
-        found = {o.name for a in parsed if isinstance(a, VocAnnotation) for o in a.objects}
+        """Those of ``labels.txt`` or ``classes.txt``, of the devkit's lists for single classes, or of all annotations;
+        the last two sorted."""
+        for file in ("labels.txt", "classes.txt"):
+            if self.folder.is_file(file) and (lines := filled_lines(self.folder.read_text(file))):
+                return tuple(dict.fromkeys(lines))
+        found = {name for part in self.parts for name in part.class_lists}
+        if not found:
+            parsed = (self._parse(path) for part in self.parts for path in part.annotations)
+            found = {o.name for a in parsed if isinstance(a, VocAnnotation) for o in a.objects}
         if not found:
             message = "no object with a class name in any annotation; give the class names"
             raise ProblemError("no-classes", self.name, message)
@@ -475,8 +435,7 @@ class VocFormat(DataFormat):
             paired = {part.image_of(path) for path in part.annotations}
             for path in part.annotations:
                 if path not in self._used:
-                    there = bool(part.image_of(path))
-                    kind = "unlisted-annotation" if there else "annotation-without-image"
+                    kind = "unlisted-annotation" if part.image_of(path) else "annotation-without-image"
                     problems.append(Problem(kind, path, "not in any split"))
             problems += [
                 Problem("image-without-annotation", path, "no XML file of this name")
@@ -487,8 +446,8 @@ class VocFormat(DataFormat):
 
     @classmethod
     def write(cls, folder: Path, parts: Parts, places: dict[Path, str]) -> Written:
-        """Writes ``Annotations/NAME.xml``, ``ImageSets/Main/SPLIT.txt`` and ``labels.txt``, for
-        images in ``JPEGImages``; see :meth:`DataFormat.write`."""
+        """Writes ``Annotations/NAME.xml``, ``ImageSets/Main/SPLIT.txt`` and ``labels.txt``, for images in
+        ``JPEGImages``; see :meth:`DataFormat.write`."""
         for name in ("Annotations", "ImageSets/Main"):
             (folder / name).mkdir(parents=True)
         for split, part in parts.items():
@@ -537,8 +496,7 @@ class VocFormat(DataFormat):
         if annotation.file_name and stem_of(annotation.file_name) != stem_of(image):
             message = f"names the image {annotation.file_name!r}, taken is {image}"
             builder.report("file-name-mismatch", annotation.path, message)
-        rivals = part.rivals_of(image)
-        if rivals:
+        if rivals := part.rivals_of(image):
             builder.report("ambiguous-image", image, f"there is also {', '.join(rivals)}")
         return image
 
@@ -547,8 +505,7 @@ class VocFormat(DataFormat):
             try:
                 annotation = parse_annotation(path, self.folder.read_bytes(path))
                 if annotation.file_name:
-                    base = posixpath.dirname(path)
-                    self.folder.locate(annotation.file_name, base=base, named_in=path)
+                    self.folder.locate(annotation.file_name, base=posixpath.dirname(path), named_in=path)
                 self._parsed[path] = annotation
             except ProblemError as error:
                 self._parsed[path] = error.of_one_image()
@@ -562,6 +519,5 @@ def _add_objects(builder: AnnotationBuilder, annotation: VocAnnotation, image: i
             message = f"object {item.number}: class {item.name!r} is not in the class list"
             builder.report("unknown-class", annotation.path, message)
             continue
-        builder.add_box(
-            image, item.corners, labels[item.name], number=item.number, difficult=item.difficult, crowd=item.crowd
-        )
+        flags = {"difficult": item.difficult, "crowd": item.crowd}
+        builder.add_box(image, item.corners, labels[item.name], number=item.number, **flags)

@@ -15,6 +15,7 @@ from aploss.data.formats import (
     Written,
     common_split_name,
     each_image_once,
+    filled_lines,
     is_text,
     number,
     outline_losses,
@@ -40,9 +41,9 @@ def parse_row(
     """Class id and corners in pixels of a row.
 
     Args:
-        row: ``class cx cy w h``, or ``class x1 y1 x2 y2 x3 y3 ...`` for a polygon, of which the
-            enclosing box is taken; all as fractions of the image's width and height.
-        size: width and height of the image.
+        row: ``class cx cy w h``, or ``class x1 y1 x2 y2 x3 y3 ...`` for a polygon, of which the enclosing box is taken;
+            all as fractions of the image's width and height.
+        size: of the image.
         where: file and line, for messages.
 
     Raises:
@@ -79,26 +80,17 @@ def parse_row(
 
 
 def _corners(values: list[float], size: tuple[int, int]) -> tuple[float, float, float, float]:
-    width, height = size
     if len(values) == 4:
         x, y, w, h = values
-        left, top, right, bottom = x - w / 2, y - h / 2, x + w / 2, y + h / 2
+        corners = [x - w / 2, y - h / 2, x + w / 2, y + h / 2]
     else:
-        left, top = min(values[::2]), min(values[1::2])
-        right, bottom = max(values[::2]), max(values[1::2])
-    return (
-        _snap(left * width, width),
-        _snap(top * height, height),
-        _snap(right * width, width),
-        _snap(bottom * height, height),
-    )
+        corners = [end(values[side::2]) for end in (min, max) for side in (0, 1)]
+    left, top, right, bottom = (_snap(corner * side, side) for corner, side in zip(corners, size * 2, strict=True))
+    return left, top, right, bottom
 
 
 def _snap(value: float, end: int) -> float:
-    for border in (0.0, float(end)):
-        if abs(value - border) < _SNAP_PIXELS:
-            return border
-    return value
+    return next((border for border in (0.0, float(end)) if abs(value - border) < _SNAP_PIXELS), value)
 
 
 def yolo_rows(
@@ -131,8 +123,8 @@ def yolo_rows(
 
 @register_format("yolo")
 class YoloFormat(DataFormat):
-    """A dataset of YOLO label files, described by the content of a YAML file in its folder:
-    ``names``, ``train``, ``val``, ``test``, ``path``, ``nc``."""
+    """A dataset of YOLO label files, described by the content of a YAML file in its folder: ``names``, ``train``,
+    ``val``, ``test``, ``path``, ``nc``."""
 
     looked_for = "YOLO (data.yaml with names and train, val or test; or images/ and labels/*.txt)"
 
@@ -178,10 +170,9 @@ class YoloFormat(DataFormat):
             raise self._error("bad-categories", "names must be a list, or a dict from 0 on")
         if not all(isinstance(name, (str, int, float)) and name != "" and is_text(str(name)) for name in names):
             raise self._error("bad-categories", "every class must have a name")
-        names = [str(name) for name in names]
-        if len(set(names)) < len(names):
+        if len(set(map(str, names))) < len(names):
             raise self._error("bad-categories", "a class name is there twice")
-        return tuple(names)
+        return tuple(map(str, names))
 
     def read(self, split: str, class_names: Sequence[str] | None) -> DetectionDataset:
         """See :meth:`DataFormat.read`."""
@@ -206,11 +197,8 @@ class YoloFormat(DataFormat):
                 label_files.append(self._label_file(path))
                 used |= self._add_rows(builder, image, label_files[-1], labels, own_names)
         if len(own_names) in used and 0 not in used:
-            builder.report(
-                "class-ids-off-by-one",
-                self.file,
-                f"class ids go up to {len(own_names)} and never are 0: YOLO counts from 0",
-            )
+            message = f"class ids go up to {len(own_names)} and never are 0: YOLO counts from 0"
+            builder.report("class-ids-off-by-one", self.file, message)
         return builder.dataset(
             class_names=names,
             name=self.name,
@@ -231,8 +219,8 @@ class YoloFormat(DataFormat):
     def write(cls, folder: Path, parts: Parts, places: dict[Path, str]) -> Written:
         """Writes ``data.yaml`` and one label file per image; see :meth:`DataFormat.write`.
 
-        Images are in ``images/SPLIT``; where splits share images, in ``images``, with a list of
-        its images for each split.
+        Images are in ``images/SPLIT``; where splits share images, in ``images``, with a list of its images for each
+        split.
         """
         folder.mkdir(parents=True)
         everything = list(each_image_once(parts))
@@ -298,28 +286,24 @@ class YoloFormat(DataFormat):
 
     def _listed_images(self, place: str, builder: AnnotationBuilder) -> Iterator[str]:
         base = self._description.get("path")
-        base = base if isinstance(base, str) else ""
-        found = self._find(place, base=base, named_in=self.file)
+        found = self._find(place, base=base if isinstance(base, str) else "", named_in=self.file)
         if self.folder.is_folder(found):
-            yield from (path for path in self.folder.files(found) if is_image(path))
+            yield from filter(is_image, self.folder.files(found))
             return
-        for line in self.folder.read_text(found).splitlines():
-            if not line.strip():
-                continue
+        for line in filled_lines(self.folder.read_text(found)):
             try:
-                yield self._find(line.strip(), base=posixpath.dirname(found), named_in=found)
+                yield self._find(line, base=posixpath.dirname(found), named_in=found)
             except ProblemError as error:
-                if error.problem.kind == "missing-folder":
-                    builder.report("missing-image", found, f"no image {line.strip()}")
-                else:
-                    builder.problems.append(error.problem)
+                missing = error.problem.kind == "missing-folder"
+                problem = Problem("missing-image", found, f"no image {line}") if missing else error.problem
+                builder.problems.append(problem)
 
     def _find(self, place: str, *, base: str, named_in: str) -> str:
         """A folder, list or image as written, inside the dataset's folder.
 
         Exported datasets often contain paths of the computer or folder they were made in
-        (``/content/set/train/images``, ``../train/images``): then the longest ending of the path
-        that is here is taken. Nothing outside the folder is ever looked at.
+        (``/content/set/train/images``, ``../train/images``): then the longest ending of the path that is here is taken.
+        Nothing outside the folder is ever looked at.
         """
         refused: ProblemError | None = None
         for parent in (base, ""):
@@ -345,12 +329,11 @@ class YoloFormat(DataFormat):
         """``labels`` in the place of the last ``images`` on the path, or beside the image."""
         stem = posixpath.splitext(image)[0]
         parts = stem.split("/")
-        for place in range(len(parts) - 2, -1, -1):
-            if parts[place] == "images":
-                swapped = "/".join([*parts[:place], "labels", *parts[place + 1 :]])
-                if self.folder.is_folder(posixpath.dirname(swapped)):
-                    return f"{swapped}.txt"
-                break
+        places = [place for place, name in enumerate(parts[:-1]) if name == "images"]
+        if places:
+            parts[places[-1]] = "labels"
+            if self.folder.is_folder("/".join(parts[:-1])):
+                stem = "/".join(parts)
         return f"{stem}.txt"
 
     def _add_rows(
@@ -379,8 +362,7 @@ class YoloFormat(DataFormat):
                 continue
             used.add(class_id)
             if not 0 <= class_id < len(labels):
-                message = f"line {line}: class {class_id} is not in 0..{len(labels) - 1}"
-                builder.report("unknown-class", file, message)
+                builder.report("unknown-class", file, f"line {line}: class {class_id} is not in 0..{len(labels) - 1}")
             elif labels[class_id] < 0:
                 message = f"line {line}: class {names[class_id]!r} is not in the class list"
                 builder.report("unknown-class", file, message)
@@ -403,28 +385,26 @@ def _read_yaml(folder: DatasetFolder, name: str) -> dict[str, Any] | None:
         if not isinstance(content, dict):
             message = f"names no splits: it holds {type(content).__name__}, not keys"
             raise ProblemError("unreadable-annotations", name, message)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        if isinstance(error, ProblemError):
-            problem = error
-        else:
-            line = str(error).splitlines()[0]
-            problem = ProblemError("unreadable-annotations", name, f"not valid YAML: {line}")
-        refused = problem.problem.kind == "path-outside-dataset"
-        if refused or _is_data_yaml(name):
-            raise problem from None
+    except ProblemError as error:
+        if error.problem.kind == "path-outside-dataset" or _is_data_yaml(name):
+            raise
         return None
-    if _is_data_yaml(name):
-        described = any(split in content for split in _SPLITS)
-    else:  # it may be the settings of a program
-        described = any(isinstance(content.get(split), (str, list)) for split in _SPLITS)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        if _is_data_yaml(name):
+            message = f"not valid YAML: {str(error).splitlines()[0]}"
+            raise ProblemError("unreadable-annotations", name, message) from None
+        return None
+    found = [content[split] for split in _SPLITS if split in content]
+    # A file of another name may hold the settings of a program.
+    described = bool(found) if _is_data_yaml(name) else any(isinstance(value, (str, list)) for value in found)
     return content if described or "names" in content else None
 
 
 def _describe_folders(folder: DatasetFolder) -> tuple[str, dict[str, Any]]:
     """What a data.yaml would say of folders that have none, and the file its names are from.
 
-    Looked for are ``images/train`` with ``labels/train``, ``train/images`` with ``train/labels``,
-    and ``images`` with ``labels``, where there are no annotations of another format beside them.
+    Looked for are ``images/train`` with ``labels/train``, ``train/images`` with ``train/labels``, and ``images`` with
+    ``labels``, where there are no annotations of another format beside them.
     """
     top = folder.names("")
     if any(name.lower() == "annotations" or name.endswith((".json", ".xml")) for name in top):
@@ -440,8 +420,7 @@ def _describe_folders(folder: DatasetFolder) -> tuple[str, dict[str, Any]]:
         found = {"all": "images"}
     for file in ("classes.txt", "labels/classes.txt", "obj.names"):
         if found and folder.is_file(file):
-            lines = map(str.strip, folder.read_text(file).splitlines())
-            return file, {**found, "names": [line for line in lines if line]}
+            return file, {**found, "names": filled_lines(folder.read_text(file))}
     return "labels", dict(found)
 
 

@@ -1,8 +1,8 @@
-"""Scores that mean something: a monotone map from a detector's score to a probability, and how far
-probabilities can be believed.
+"""Scores that mean something: a monotone map from a detector's score to a probability, and how far probabilities can be
+believed.
 
-A ranking loss orders detections and leaves the scores anywhere. The map is fitted on detections of
-a validation set and is strictly increasing, so the order, and with it AP, stays what it was.
+A ranking loss orders detections and leaves the scores anywhere. The map is fitted on detections of a validation set and
+is strictly increasing, so the order, and with it AP, stays what it was.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,14 @@ import numpy as np
 
 from aploss.errors import DataError
 from aploss.evaluation.matching import Matches, match_detections
-from aploss.evaluation.tables import Detections, Truth, as_detections, as_ground_truth
+from aploss.evaluation.tables import Detections, Truth, as_tables
 
+Values = np.ndarray | Sequence[float]
+Flags = np.ndarray | Sequence[bool]
 BINS = 10
-# Relative rise per doubling of the score. Two neighbouring float32 scores differ by at least
-# 2^-24 of their size, so their probabilities by about 1e-6 * 2^-24 / 2 = 3e-14 of theirs: far more
-# than the 2e-16 that float64 resolves, and over all 149 doublings of float32 still only 1.5e-4.
+# Relative rise per doubling of the score. Two neighbouring float32 scores differ by at least 2^-24 of their size, so
+# their probabilities by about 1e-6 * 2^-24 / 2 = 3e-14 of theirs: far more than the 2e-16 that float64 resolves, and
+# over all 149 doublings of float32 still only 1.5e-4.
 RISE_PER_OCTAVE = 1e-6
 
 
@@ -49,11 +51,11 @@ class Calibration:
         object.__setattr__(self, "x", x)
         object.__setattr__(self, "y", y)
 
-    def __call__(self, scores: np.ndarray | Sequence[float]) -> np.ndarray:
+    def __call__(self, scores: Values) -> np.ndarray:
         """Probabilities of scores, float64 of the same shape.
 
-        Different float32 scores give different float64 probabilities in the same order. Rounded to
-        float32 afterwards some may become equal: sort before, not after.
+        Different float32 scores give different float64 probabilities in the same order. Rounded to float32 afterwards
+        some may become equal: sort before, not after.
 
         Raises:
             DataError: a score outside [0, 1].
@@ -61,8 +63,7 @@ class Calibration:
         values = np.asarray(scores, dtype=np.float64)
         if values.size and not (values.min() >= 0 and values.max() <= 1):
             raise DataError("calibration is for scores in [0, 1]; apply a sigmoid to logits first")
-        probabilities: np.ndarray = np.interp(values, self.x, self.y)
-        return probabilities
+        return np.asarray(np.interp(values, self.x, self.y))
 
     def to_dict(self) -> dict[str, list[float]]:
         """The knots as plain lists, for checkpoints and JSON."""
@@ -77,14 +78,13 @@ class Calibration:
             raise DataError(f"not a calibration: {error}") from None
 
 
-def fit_calibration(scores: np.ndarray | Sequence[float], correct: np.ndarray | Sequence[bool]) -> Calibration:
+def fit_calibration(scores: Values, correct: Flags) -> Calibration:
     """Fits the map on detections by isotonic regression.
 
-    Two made-up detections, a correct one at the lowest score and a wrong one at the highest, keep
-    probabilities away from 0 and 1 (Laplace's rule): ten detections, all correct, do not prove
-    certainty. The steps of the regression are joined by lines, flat parts rise by one millionth
-    per doubling of the score, score 0 stays 0, and above the highest score seen nothing more is
-    claimed than at it.
+    Two made-up detections, a correct one at the lowest score and a wrong one at the highest, keep probabilities away
+    from 0 and 1 (Laplace's rule): ten detections, all correct, do not prove certainty. The steps of the regression are
+    joined by lines, flat parts rise by one millionth per doubling of the score, score 0 stays 0, and above the highest
+    score seen nothing more is claimed than at it.
 
     Args:
         scores: scores in [0, 1] of detections, any order, [n].
@@ -116,6 +116,24 @@ def fit_calibration(scores: np.ndarray | Sequence[float], correct: np.ndarray | 
     return _strictly_increasing(*_isotonic(score, right))
 
 
+def _isotonic(scores: np.ndarray, correct: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Corners of the isotonic regression: scores, strictly ascending, and probabilities."""
+    from sklearn.isotonic import IsotonicRegression
+
+    regression = IsotonicRegression(y_min=0.0, y_max=1.0).fit(
+        np.append(scores, [scores.min(), scores.max()]), np.append(correct, [1.0, 0.0])
+    )
+    return regression.X_thresholds_, regression.y_thresholds_
+
+
+def _strictly_increasing(x: np.ndarray, y: np.ndarray) -> Calibration:
+    """The corners as a map of the whole of [0, 1] on which no two float32 scores become equal."""
+    lowest = int(np.floor(np.log2(x[0])))
+    knots = np.union1d(x, 2.0 ** np.arange(lowest + 1, 1))  # one per doubling bounds the slope from below
+    probabilities = np.interp(knots, x, y) * (1 + RISE_PER_OCTAVE * np.log2(knots))
+    return Calibration(x=np.append(0.0, knots), y=np.append(0.0, probabilities))
+
+
 def calibrate_detections(
     ground_truth: Truth, detections: Detections, *, iou: float = 0.5, matches: Matches | None = None
 ) -> "tuple[Calibration, DrawThreshold]":
@@ -128,16 +146,13 @@ def calibrate_detections(
         matches: of these detections, where they are known; ``iou`` is then theirs.
 
     Returns:
-        The calibration of all classes together, and the threshold with the best F1, which is a
-        calibrated score.
+        The calibration of all classes together, and the threshold with the best F1, which is a calibrated score.
     """
-    truth = as_ground_truth(ground_truth)
-    table = as_detections(detections, truth)
+    truth, table = as_tables(ground_truth, detections)
     matches = match_detections(truth, table, iou) if matches is None else matches
-    judged = ~matches.ignored
-    calibration = fit_calibration(table.scores[judged], matches.correct[judged])
-    threshold = best_f1_threshold(calibration(table.scores[judged]), matches.correct[judged], int(truth.counted.sum()))
-    return calibration, threshold
+    scores, correct = table.scores[~matches.ignored], matches.correct[~matches.ignored]
+    calibration = fit_calibration(scores, correct)
+    return calibration, best_f1_threshold(calibration(scores), correct, int(truth.counted.sum()))
 
 
 def calibration_report(
@@ -160,14 +175,12 @@ def calibration_report(
         matches: of these detections, where they are known; ``iou`` is then theirs.
 
     Returns:
-        ``iou``, ``draw_threshold``, ``calibrated_scores`` of all detections; what is drawn:
-        ``drawn`` detections, their ``precision``, ``recall`` and ``f1``; ``before`` and ``after``:
-        ``expected_calibration_error`` of the drawn detections, ``noise`` that chance alone would
-        give, ``bins``; and under ``all`` the error of all detections with bins of equal width and
-        of equal mass. The drawn are the same detections before and after.
+        ``iou``, ``draw_threshold``, ``calibrated_scores`` of all detections; what is drawn: ``drawn`` detections, their
+        ``precision``, ``recall`` and ``f1``; ``before`` and ``after``: ``expected_calibration_error`` of the drawn
+        detections, ``noise`` that chance alone would give, ``bins``; and under ``all`` the error of all detections with
+        bins of equal width and of equal mass. The drawn are the same detections before and after.
     """
-    truth = as_ground_truth(ground_truth)
-    table = as_detections(detections, truth)
+    truth, table = as_tables(ground_truth, detections)
     matches = match_detections(truth, table, iou) if matches is None else matches
     judged = ~matches.ignored
     calibrated = calibration(table.scores)
@@ -188,35 +201,15 @@ def calibration_report(
 
 
 def _errors(values: np.ndarray, correct: np.ndarray, drawn: np.ndarray) -> dict[str, Any]:
-    edges = equal_mass_edges(values)
     return {
         "expected_calibration_error": expected_calibration_error(values[drawn], correct[drawn]),
         "noise": expected_noise(values[drawn]),
         "bins": [asdict(row) for row in reliability(values[drawn], correct[drawn])],
         "all": {
             "expected_calibration_error": expected_calibration_error(values, correct),
-            "equal_mass_error": expected_calibration_error(values, correct, edges),
+            "equal_mass_error": expected_calibration_error(values, correct, equal_mass_edges(values)),
         },
     }
-
-
-def _isotonic(scores: np.ndarray, correct: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Corners of the isotonic regression: scores, strictly ascending, and probabilities."""
-    from sklearn.isotonic import IsotonicRegression
-
-    regression = IsotonicRegression(y_min=0.0, y_max=1.0).fit(
-        np.concatenate([scores, [scores.min(), scores.max()]]), np.concatenate([correct, [1.0, 0.0]])
-    )
-    return regression.X_thresholds_, regression.y_thresholds_
-
-
-def _strictly_increasing(x: np.ndarray, y: np.ndarray) -> Calibration:
-    """The corners as a map of the whole of [0, 1] on which no two float32 scores become equal."""
-    lowest = int(np.floor(np.log2(x[0])))
-    octaves = 2.0 ** np.arange(lowest + 1, 1)  # a knot per doubling bounds the slope from below
-    knots = np.union1d(x, octaves)
-    probabilities = np.interp(knots, x, y) * (1 + RISE_PER_OCTAVE * np.log2(knots))
-    return Calibration(x=np.append(0.0, knots), y=np.append(0.0, probabilities))
 
 
 # --- reliability ------------------------------------------------------------------------------
@@ -243,9 +236,7 @@ class DrawThreshold:
     recall: float
 
 
-def reliability(
-    probabilities: np.ndarray | Sequence[float], correct: np.ndarray | Sequence[bool], bins: int | np.ndarray = BINS
-) -> list[ReliabilityBin]:
+def reliability(probabilities: Values, correct: Flags, bins: int | np.ndarray = BINS) -> list[ReliabilityBin]:
     """Claimed against true precision, bin by bin; empty bins are left out.
 
     Args:
@@ -260,9 +251,7 @@ def reliability(
     """
     values, right = _numbers(probabilities, correct)
     edges, place = _binned(values, bins)
-    counts = np.bincount(place, minlength=len(edges) - 1)
-    claimed = np.bincount(place, weights=values, minlength=len(edges) - 1)
-    true = np.bincount(place, weights=right, minlength=len(edges) - 1)
+    counts, claimed, true = (np.bincount(place, weights) for weights in (None, values, right))
     return [
         ReliabilityBin(
             lower=float(edges[index]),
@@ -275,25 +264,22 @@ def reliability(
     ]
 
 
-def expected_calibration_error(
-    probabilities: np.ndarray | Sequence[float], correct: np.ndarray | Sequence[bool], bins: int | np.ndarray = BINS
-) -> float:
+def expected_calibration_error(probabilities: Values, correct: Flags, bins: int | np.ndarray = BINS) -> float:
     """Mean distance of claimed and true precision over the bins, each weighted by its count.
 
-    It depends on which detections are given: a detector's 100 best per image are mostly certain
-    background, which is easy to be right about. Give those above the threshold to judge what
-    people see. 0 when there is no detection.
+    It depends on which detections are given: a detector's 100 best per image are mostly certain background, which is
+    easy to be right about. Give those above the threshold to judge what people see. 0 when there is no detection.
     """
     rows = reliability(probabilities, correct, bins)
     total = sum(row.count for row in rows)
     return sum(row.count * abs(row.confidence - row.precision) for row in rows) / max(1, total)
 
 
-def expected_noise(probabilities: np.ndarray | Sequence[float], bins: int | np.ndarray = BINS) -> float:
+def expected_noise(probabilities: Values, bins: int | np.ndarray = BINS) -> float:
     """The calibration error that perfectly true probabilities would show by chance.
 
-    The number of correct detections in a bin has variance sum p (1 - p); a normal variable is on
-    average sqrt(2 / pi) standard deviations from its mean.
+    The number of correct detections in a bin has variance sum p (1 - p); a normal variable is on average sqrt(2 / pi)
+    standard deviations from its mean.
     """
     values, _ = _numbers(probabilities, np.zeros(len(probabilities)))
     _, place = _binned(values, bins)
@@ -301,7 +287,7 @@ def expected_noise(probabilities: np.ndarray | Sequence[float], bins: int | np.n
     return float(np.sqrt(2 / np.pi * variance).sum() / max(1, len(values)))
 
 
-def equal_mass_edges(probabilities: np.ndarray | Sequence[float], bins: int = BINS) -> np.ndarray:
+def equal_mass_edges(probabilities: Values, bins: int = BINS) -> np.ndarray:
     """Edges of bins with about the same number of detections in each, float64 [at most bins + 1].
 
     Equal probabilities share a bin, so there may be fewer.
@@ -312,9 +298,7 @@ def equal_mass_edges(probabilities: np.ndarray | Sequence[float], bins: int = BI
     return np.unique(np.concatenate([[0.0], inner, [1.0]]))
 
 
-def best_f1_threshold(
-    scores: np.ndarray | Sequence[float], correct: np.ndarray | Sequence[bool], objects: int
-) -> DrawThreshold:
+def best_f1_threshold(scores: Values, correct: Flags, objects: int) -> DrawThreshold:
     """The threshold with the best F1 over all classes together.
 
     It lies halfway to the next lower score, so that it does not hang on the last digit of one.
@@ -338,16 +322,16 @@ def best_f1_threshold(
     if not right.any():
         return DrawThreshold(threshold=0.5, f1=0.0, precision=0.0, recall=0.0)
     order = np.argsort(-values, kind="stable")
-    descending = values[order]
-    lower = np.append(descending[1:], 0.0)
-    last_of_ties = np.flatnonzero(np.append(descending[:-1] != descending[1:], True))
+    descending = np.append(values[order], 0.0)
+    last_of_ties = np.flatnonzero(np.append(descending[:-2] != descending[1:-1], True))
     found = np.cumsum(right[order])[last_of_ties]
-    drawn = last_of_ties + 1
-    best = int(np.argmax(2 * found / (drawn + objects)))
+    f1 = 2 * found / (last_of_ties + 1 + objects)
+    best = int(np.argmax(f1))
+    last = last_of_ties[best]
     return DrawThreshold(
-        threshold=float((descending[last_of_ties[best]] + lower[last_of_ties[best]]) / 2),
-        f1=float(2 * found[best] / (drawn[best] + objects)),
-        precision=float(found[best] / drawn[best]),
+        threshold=float(descending[last : last + 2].mean()),
+        f1=float(f1[best]),
+        precision=float(found[best] / (last + 1)),
         recall=float(found[best] / objects),
     )
 
@@ -355,13 +339,10 @@ def best_f1_threshold(
 def _binned(values: np.ndarray, bins: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Edges of the bins, and the bin of each value; the last bin includes its upper edge."""
     edges = np.linspace(0.0, 1.0, bins + 1) if isinstance(bins, int) else np.asarray(bins)
-    place = np.searchsorted(edges, values, side="right") - 1
-    return edges, np.clip(place, 0, len(edges) - 2)
+    return edges, np.clip(np.searchsorted(edges, values, side="right") - 1, 0, len(edges) - 2)
 
 
-def _numbers(
-    values: np.ndarray | Sequence[float], correct: np.ndarray | Sequence[bool]
-) -> tuple[np.ndarray, np.ndarray]:
+def _numbers(values: Values, correct: Flags) -> tuple[np.ndarray, np.ndarray]:
     numbers, right = np.asarray(values, dtype=np.float64), np.asarray(correct, dtype=np.float64)
     if numbers.ndim != 1 or numbers.shape != right.shape:
         raise DataError(f"{numbers.shape} scores and {right.shape} outcomes, expected [n] of both")

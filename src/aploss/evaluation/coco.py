@@ -6,10 +6,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from aploss.data.annotations import Annotations
+from aploss.data.annotations import Annotations, as_rows
 from aploss.errors import ConfigError
-from aploss.evaluation.metrics import Metrics, objects_per_category
-from aploss.evaluation.tables import Detections, DetectionTable, Truth, as_detections, as_ground_truth
+from aploss.evaluation.metrics import Metrics, make_metrics
+from aploss.evaluation.tables import Detections, DetectionTable, Truth, as_tables
 
 COCO_IOUS = np.linspace(0.5, 0.95, 10)
 
@@ -35,13 +35,12 @@ def coco_metrics(
 ) -> Metrics:
     """Scores detections by the rules of COCO; the numbers are those of pycocotools.
 
-    ``difficult`` objects, which COCO does not know, are handled as COCO handles an object outside
-    the size range being measured: it costs nothing to miss one, a detection matched with it counts
-    neither as right nor as wrong, further detections on it are wrong.
+    ``difficult`` objects, which COCO does not know, are handled as COCO handles an object outside the size range being
+    measured: it costs nothing to miss one, a detection matched with it counts neither as right nor as wrong, further
+    detections on it are wrong.
 
     Args:
-        ground_truth: COCO dict or arrays. Arrays that are measured on again and again are made
-            ready once.
+        ground_truth: COCO dict or arrays. Arrays that are measured on again and again are made ready once.
         detections: COCO results or a table.
         iou: measure ``AP``, ``AR`` and the sizes at this IoU alone, not at 0.50:0.05:0.95.
         max_detections: how many detections of an image and class are looked at, best first.
@@ -63,29 +62,17 @@ def coco_metrics(
         raise ConfigError(f"iou is {iou}, expected more than 0 and at most 1")
     if max_detections < 1:
         raise ConfigError(f"max_detections is {max_detections}, expected at least 1")
-    truth = as_ground_truth(ground_truth)
-    table = as_detections(detections, truth)
+    truth, table = as_tables(ground_truth, detections)
     ious = COCO_IOUS if iou is None else np.unique([0.5, 0.75, iou])
     # The tool counts in 32 bits; no image has more detections than there are.
     limit = min(max_detections, max(1, len(table)))
     measured = _evaluate(truth, table, ious, limit) if truth.counted.any() else None
-    objects = objects_per_category(truth, truth.category_ids[truth.counted])
-    found = objects_per_category(truth, table.category_ids)
-    per_class = {
-        name: {
-            "objects": int(objects[index]),
-            "detections": int(found[index]),
-            **_averages(measured, iou, slice(index, index + 1)),
-        }
-        for index, name in enumerate(truth.categories.values())
-    }
-    return Metrics(
+    return make_metrics(
+        truth,
+        table,
+        lambda k: _averages(measured, iou, slice(k, k + 1)),
         metric="coco",
         iou="0.50:0.95" if iou is None else f"{iou:.2f}",
-        images=len(truth.images),
-        objects=int(truth.counted.sum()),
-        detections=len(table),
-        per_class=per_class,
         **_averages(measured, iou, slice(None)),
     )
 
@@ -117,28 +104,22 @@ def _tool_dataset(
 ) -> Any:
     """Objects or detections as the tool takes them.
 
-    Images, categories and annotations are counted from 1, in the order of their own ids: the tool
-    takes id 0 for "not matched" and breaks ties in the order of image ids.
+    Images, categories and annotations are counted from 1, in the order of their own ids: the tool takes id 0 for "not
+    matched" and breaks ties in the order of image ids.
     """
     from faster_coco_eval import COCO
 
-    categories = np.array(list(truth.categories), dtype=np.int64)
-    columns = {
-        "id": np.arange(1, len(table) + 1),
-        "image_id": np.searchsorted(truth.images, table.image_ids) + 1,
-        "category_id": np.searchsorted(categories, table.category_ids) + 1,
-        "bbox": table.xywh,
-        "area": areas,
+    rows = as_rows(
+        id=np.arange(1, len(table) + 1),
+        image_id=np.searchsorted(truth.images, table.image_ids) + 1,
+        category_id=np.searchsorted(list(truth.categories), table.category_ids) + 1,
+        bbox=table.xywh,
+        area=areas,
         **columns,
-    }
-    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
-    return COCO(
-        {
-            "images": [{"id": index} for index in range(1, len(truth.images) + 1)],
-            "categories": [{"id": index, "name": ""} for index in range(1, len(categories) + 1)],
-            "annotations": [dict(zip(columns, row, strict=True)) for row in rows],
-        }
     )
+    images = [{"id": index} for index in range(1, len(truth.images) + 1)]
+    categories = [{"id": index, "name": ""} for index in range(1, len(truth.categories) + 1)]
+    return COCO({"images": images, "categories": categories, "annotations": rows})
 
 
 def _averages(evaluation: Any, iou: float | None, classes: slice) -> dict[str, float]:

@@ -1,15 +1,14 @@
-"""Which detection found which object, by the greedy rule of COCO at one IoU; and the curves that
-follow from it."""
+"""Which detection found which object, by the greedy rule of COCO at one IoU; and the curves that follow from it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from aploss.data.annotations import Annotations
 from aploss.evaluation.metrics import objects_per_category
-from aploss.evaluation.tables import Detections, DetectionTable, Truth, as_detections, as_ground_truth
+from aploss.evaluation.tables import Detections, DetectionTable, Truth, as_tables
 
 RECALL_POINTS = np.linspace(0.0, 1.0, 101)
 
@@ -23,12 +22,11 @@ class Matches:
         correct: the detection found an object that counts, bool [n].
         ignored: it lies on a crowd or difficult object: neither right nor wrong, bool [n].
         objects: index of the object it was matched with, -1 for none, int64 [n].
-        overlaps: IoU with that object, or the largest one with any object of its image and class;
-            0 where there is none, float64 [n].
+        overlaps: IoU with that object, or the largest one with any object of its image and class; 0 where there is
+            none, float64 [n].
         found: the object was found, bool [g].
         counted: the object counts (neither crowd nor difficult), bool [g].
-        order: detections from the highest score to the lowest, ties as the metric takes them,
-            int64 [n].
+        order: detections from the highest score to the lowest, ties as the metric takes them, int64 [n].
     """
 
     iou: float
@@ -43,36 +41,27 @@ class Matches:
     @property
     def wrong(self) -> np.ndarray:
         """False positives, bool [n]."""
-        wrong: np.ndarray = ~(self.correct | self.ignored)
-        return wrong
+        return np.asarray(~(self.correct | self.ignored))
 
     @property
     def missed(self) -> np.ndarray:
         """False negatives, bool [g]."""
-        missed: np.ndarray = self.counted & ~self.found
-        return missed
+        return np.asarray(self.counted & ~self.found)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pairs:
-    """Detections and objects of the same image and category, one row per pair, p rows.
+class Pairs(NamedTuple):
+    """Detections and objects of the same image and category, one row per pair, p rows."""
 
-    Attributes:
-        detections: index of the detection, ascending, int64 [p].
-        objects: index of the object, ascending within a detection, int64 [p].
-        overlaps: their IoU (with a crowd: the part of the detection inside it), float64 [p].
-    """
-
-    detections: np.ndarray
-    objects: np.ndarray
-    overlaps: np.ndarray
+    detections: np.ndarray  # index of the detection, ascending, int64 [p]
+    objects: np.ndarray  # index of the object, ascending within a detection, int64 [p]
+    overlaps: np.ndarray  # their IoU (with a crowd: the part of the detection inside it), float64 [p]
 
 
 def match_detections(ground_truth: Truth, detections: Detections, iou: float = 0.5) -> Matches:
     """Matches detections with objects of their image and class, best score first, as COCO does.
 
-    A detection takes the free object it overlaps most, if by at least ``iou``. Objects that count
-    come before crowd and difficult ones; a crowd can take any number of detections.
+    A detection takes the free object it overlaps most, if by at least ``iou``. Objects that count come before crowd and
+    difficult ones; a crowd can take any number of detections.
 
     Args:
         ground_truth: COCO dict or arrays.
@@ -89,26 +78,32 @@ def match_detections(ground_truth: Truth, detections: Detections, iou: float = 0
         >>> matches.correct  # the second takes the object, the first is a duplicate
         array([False,  True])
     """
-    truth = as_ground_truth(ground_truth)
-    table = as_detections(detections, truth)
+    truth, table = as_tables(ground_truth, detections)
     pairs = candidate_pairs(truth, table, crowds_cover=True)
     # equal scores: COCO goes image by image in the order of their ids
     order = np.lexsort((table.image_ids, -table.scores))
     objects = _assign(truth, pairs, order, iou)
-    ignored = np.zeros(len(table), dtype=bool)
     matched = objects >= 0
+    ignored = matched.copy()
     ignored[matched] = ~truth.counted[objects[matched]]
-    return _outcome(truth, pairs, objects, ignored, order, iou)
+    overlaps = np.zeros(len(table))
+    np.maximum.at(overlaps, pairs.detections, pairs.overlaps)
+    of_match = pairs.objects == objects[pairs.detections]
+    overlaps[pairs.detections[of_match]] = pairs.overlaps[of_match]
+    return Matches(
+        iou=iou,
+        correct=matched & ~ignored,
+        ignored=ignored,
+        objects=objects,
+        overlaps=overlaps,
+        found=np.isin(np.arange(len(truth)), objects),
+        counted=truth.counted,
+        order=order,
+    )
 
 
 def candidate_pairs(truth: Annotations, table: DetectionTable, *, crowds_cover: bool) -> Pairs:
-    """All pairs of a detection and an object of the same image and category.
-
-    Args:
-        truth: the objects.
-        table: the detections.
-        crowds_cover: with a crowd, divide the intersection by the detection's area alone.
-    """
+    """All pairs; with ``crowds_cover`` the intersection with a crowd is divided by the detection's area alone."""
     object_keys = _group_keys(truth, truth.image_ids, truth.category_ids)
     keys = _group_keys(truth, table.image_ids, table.category_ids)
     by_key = np.argsort(object_keys, kind="stable")
@@ -118,15 +113,13 @@ def candidate_pairs(truth: Annotations, table: DetectionTable, *, crowds_cover: 
     within = np.arange(len(detection)) - np.repeat(np.cumsum(counts) - counts, counts)
     objects = by_key[np.repeat(first, counts) + within]
     overlaps = _overlaps(table.xywh[detection], truth.xywh[objects], truth.crowd[objects] & crowds_cover)
-    return Pairs(detections=detection, objects=objects, overlaps=overlaps)
+    return Pairs(detection, objects, overlaps)
 
 
 def _group_keys(truth: Annotations, image_ids: np.ndarray, category_ids: np.ndarray) -> np.ndarray:
     """One number per image and category."""
-    categories = np.array(list(truth.categories), dtype=np.int64)
-    images = np.searchsorted(truth.images, image_ids)
-    keys: np.ndarray = images * len(categories) + np.searchsorted(categories, category_ids)
-    return keys
+    images, categories = np.searchsorted(truth.images, image_ids), list(truth.categories)
+    return np.asarray(images * len(categories) + np.searchsorted(categories, category_ids))
 
 
 def _overlaps(boxes: np.ndarray, others: np.ndarray, crowd: np.ndarray) -> np.ndarray:
@@ -136,9 +129,7 @@ def _overlaps(boxes: np.ndarray, others: np.ndarray, crowd: np.ndarray) -> np.nd
     intersection = width * height
     area = boxes[:, 2] * boxes[:, 3]
     union = np.where(crowd, area, area + others[:, 2] * others[:, 3] - intersection)
-    overlaps: np.ndarray = np.zeros_like(union)
-    np.divide(intersection, union, out=overlaps, where=intersection > 0)
-    return overlaps
+    return np.asarray(np.divide(intersection, union, out=np.zeros_like(union), where=intersection > 0))
 
 
 def _assign(truth: Annotations, pairs: Pairs, order: np.ndarray, iou: float) -> np.ndarray:
@@ -158,29 +149,6 @@ def _assign(truth: Annotations, pairs: Pairs, order: np.ndarray, iou: float) -> 
     return objects
 
 
-def _outcome(
-    truth: Annotations, pairs: Pairs, objects: np.ndarray, ignored: np.ndarray, order: np.ndarray, iou: float
-) -> Matches:
-    matched = objects >= 0
-    overlaps = np.zeros(len(objects))
-    np.maximum.at(overlaps, pairs.detections, pairs.overlaps)
-    of_match = pairs.objects == objects[pairs.detections]
-    overlaps[pairs.detections[of_match]] = pairs.overlaps[of_match]
-    correct = matched & ~ignored
-    found = np.zeros(len(truth), dtype=bool)
-    found[objects[matched]] = True
-    return Matches(
-        iou=iou,
-        correct=correct,
-        ignored=ignored,
-        objects=objects,
-        overlaps=overlaps,
-        found=found,
-        counted=truth.counted,
-        order=order,
-    )
-
-
 # --- curves -----------------------------------------------------------------------------------
 
 
@@ -190,8 +158,8 @@ class Curve:
 
     Attributes:
         recall: 0, 0.01, …, 1, float64 [101].
-        precision: the best precision at this recall or a higher one, 0 where the recall is not
-            reached; the mean of it is COCO's AP at this IoU, float64 [101].
+        precision: the best precision at this recall or a higher one, 0 where the recall is not reached; the mean of it
+            is COCO's AP at this IoU, float64 [101].
         scores: the score a detection must have to get there, NaN where not reached, float64 [101].
         objects: objects that count.
     """
@@ -216,11 +184,10 @@ def precision_recall_curves(
         ground_truth: COCO dict or arrays.
         detections: COCO results or a table.
         iou: smallest overlap of a match.
-        matches: outcomes to draw the curve of, such as those of ``match_voc``; COCO's matching at
-            ``iou`` when not given.
+        matches: outcomes to draw the curve of, such as those of ``match_voc``; COCO's matching at ``iou`` when not
+            given.
     """
-    truth = as_ground_truth(ground_truth)
-    table = as_detections(detections, truth)
+    truth, table = as_tables(ground_truth, detections)
     matches = match_detections(truth, table, iou) if matches is None else matches
     return {
         name: _curve(matches.correct[rows], table.scores[rows], objects)
@@ -240,8 +207,7 @@ def by_category(truth: Annotations, table: DetectionTable, matches: Matches) -> 
 
 
 def curves_as_dict(curves: dict[str, Curve]) -> dict[str, dict[str, Any]]:
-    """Curves as lists for JSON, with a mean curve's worth of digits: class → recall, precision,
-    score (``None`` where the recall is not reached), average_precision, objects."""
+    """Curves as lists for JSON: class → recall, precision, score (None if not reached), average_precision, objects."""
     return {
         name: {
             "recall": curve.recall.round(2).tolist(),
@@ -254,10 +220,15 @@ def curves_as_dict(curves: dict[str, Curve]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _curve(hits: np.ndarray, scores: np.ndarray, objects: int) -> Curve:
+def precision_envelope(hits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Correct detections up to each one, and the best precision from there on, [n] both."""
     found = np.cumsum(hits)
     precision = found / np.arange(1, len(hits) + 1)
-    best_from_here = np.maximum.accumulate(precision[::-1])[::-1]
+    return found, np.maximum.accumulate(precision[::-1])[::-1]
+
+
+def _curve(hits: np.ndarray, scores: np.ndarray, objects: int) -> Curve:
+    found, best_from_here = precision_envelope(hits)
     places = np.searchsorted(found / objects, RECALL_POINTS, side="left")
     return Curve(
         recall=RECALL_POINTS.copy(),

@@ -1,22 +1,23 @@
 """The numbers of one evaluation, as attributes, as a dict for JSON and as a table for people."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from math import isnan, nan
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from aploss.data.annotations import Annotations
 
-VALUES = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR", "ARs", "ARm", "ARl")
+if TYPE_CHECKING:
+    from aploss.evaluation.tables import DetectionTable
+
 TABLE_COLUMNS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """Average precision and recall. NaN where a value is not defined, such as ``APs`` where no
-    small object counts.
+    """Average precision and recall. NaN where a value is not defined, such as ``APs`` where no small object counts.
 
     Attributes:
         metric: ``"coco"``, ``"voc07"`` or ``"voc12"``.
@@ -65,12 +66,11 @@ class Metrics:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON, which has no NaN: ``None`` stands where a value is undefined."""
-        return {name: _without_nan(value) for name, value in asdict(self).items()}
+        return _without_nan(asdict(self))  # type: ignore[no-any-return]
 
     def table(self) -> str:
         """One row per class and one for the mean, with the columns that are defined anywhere."""
-        overall = {name: getattr(self, name) for name in VALUES}
-        rows = {**self.per_class, "mean": {**overall, "objects": self.objects, "detections": self.detections}}
+        rows: dict[str, dict[str, Any]] = {**self.per_class, "mean": vars(self)}
         columns = [name for name in TABLE_COLUMNS if any(not isnan(row.get(name, nan)) for row in rows.values())]
         width = max(len("class"), *map(len, rows))
         header = f"{'class':<{width}} {'objects':>8} {'detections':>10}"
@@ -84,6 +84,24 @@ class Metrics:
         return "\n".join(lines)
 
 
+def make_metrics(
+    truth: Annotations, table: "DetectionTable", of_class: Callable[[int], dict[str, float]], **values: Any
+) -> Metrics:
+    """The values with the counts that go with them; ``of_class`` gives those of the k-th class."""
+    objects = objects_per_category(truth, truth.category_ids[truth.counted]).tolist()
+    found = objects_per_category(truth, table.category_ids).tolist()
+    return Metrics(
+        images=len(truth.images),
+        objects=sum(objects),
+        detections=len(table),
+        per_class={
+            name: {"objects": objects[k], "detections": found[k], **of_class(k)}
+            for k, name in enumerate(truth.categories.values())
+        },
+        **values,
+    )
+
+
 def mean_over_classes(values: Iterable[float]) -> float:
     """Mean of the values that are defined; NaN when none is."""
     defined = [value for value in values if not isnan(value)]
@@ -92,9 +110,8 @@ def mean_over_classes(values: Iterable[float]) -> float:
 
 def objects_per_category(truth: Annotations, category_ids: np.ndarray) -> np.ndarray:
     """How many of these objects or detections are of each category of the truth, int64 [K]."""
-    categories = np.array(list(truth.categories), dtype=np.int64)
-    places = np.searchsorted(categories, category_ids)
-    return np.bincount(places, minlength=len(categories))
+    places = np.searchsorted(list(truth.categories), category_ids)
+    return np.bincount(places, minlength=len(truth.categories))
 
 
 def _shown(value: float) -> str:

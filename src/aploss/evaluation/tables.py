@@ -1,7 +1,7 @@
 """What metrics compare: annotated objects and detections, as flat arrays that are checked once."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, overload
 
@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET
 
-from aploss.data.annotations import Annotations, DetectionDataset
+from aploss.data.annotations import Annotations, DetectionDataset, as_rows
 from aploss.data.coco import CocoEntryError, CocoObjects, coco_document, coco_results, integer_of, read_objects, shown
 from aploss.errors import DataError
 
@@ -19,20 +19,20 @@ Table = TypeVar("Table")
 class GroundTruth(Annotations):
     """The annotated objects of a dataset, from COCO's own files or dicts.
 
-    Any :class:`~aploss.data.Annotations` will do where a ground truth is wanted, such as
-    ``dataset.annotations`` of a loaded dataset.
+    Any :class:`~aploss.data.Annotations` will do where a ground truth is wanted, such as ``dataset.annotations`` of a
+    loaded dataset.
     """
 
     @classmethod
     def from_coco(cls, dataset: dict[str, Any]) -> "GroundTruth":
         """Reads a COCO ground-truth dict (``images``, ``annotations``, ``categories``).
 
-        Annotation ids are not used: they may be missing, repeated or start at 0. ``area`` is taken
-        from the annotation, as pycocotools does, and is width times height where it is missing.
+        Annotation ids are not used: they may be missing, repeated or start at 0. ``area`` is taken from the annotation,
+        as pycocotools does, and is width times height where it is missing.
 
         Raises:
-            DataError: a key is missing, a value is not what it should be, an id repeats or an
-                annotation belongs to no image or category. The entry's index is named.
+            DataError: a key is missing, a value is not what it should be, an id repeats or an annotation belongs to no
+                image or category. The entry's index is named.
 
         Example:
             >>> truth = GroundTruth.from_coco({
@@ -46,8 +46,7 @@ class GroundTruth(Annotations):
         try:
             content: Any = coco_document(dataset)
         except msgspec.ValidationError:
-            message = "the ground truth is not a COCO dict with images and annotations"
-            raise DataError(message) from None
+            raise DataError("the ground truth is not a COCO dict with images and annotations") from None
         for section in ("images", "annotations", "categories"):
             found = getattr(content, section)
             if found is UNSET:
@@ -75,15 +74,14 @@ class GroundTruth(Annotations):
 class DetectionTable:
     """Detections of many images.
 
-    Boxes are stored as COCO results have them, so that a results file is scored on the very
-    numbers in it and written back unchanged; ``boxes`` gives corners.
+    Boxes are stored as COCO results have them, so that a results file is scored on the very numbers in it and written
+    back unchanged; ``boxes`` gives corners.
 
     Attributes:
         image_ids: int64 [n].
         category_ids: int64 [n].
         xywh: left, top, width, height in pixels, float64 [n, 4].
-        scores: float64 [n]. Their order matters, their scale does not. Equal scores keep the order
-            of the table.
+        scores: float64 [n]. Their order matters, their scale does not. Equal scores keep the order of the table.
 
     Example:
         >>> table = DetectionTable.from_results(
@@ -116,14 +114,10 @@ class DetectionTable:
         try:
             entries = coco_results(results)
         except msgspec.ValidationError:
-            raise DataError(
-                "the detections are not what they should be: expected a list of COCO results "
-                "(image_id, category_id, bbox, score)"
-            ) from None
-        objects = _checked(entries, "detections", scored=True)
-        return cls(
-            image_ids=objects.image_ids, category_ids=objects.category_ids, xywh=objects.xywh, scores=objects.values
-        )
+            expected = "a list of COCO results (image_id, category_id, bbox, score)"
+            raise DataError(f"the detections are not what they should be: expected {expected}") from None
+        found = _checked(entries, "detections", scored=True)
+        return cls(image_ids=found.image_ids, category_ids=found.category_ids, xywh=found.xywh, scores=found.values)
 
     @classmethod
     def from_predictions(
@@ -137,8 +131,8 @@ class DetectionTable:
 
         Args:
             image_ids: the id of each image.
-            predictions: per image ``boxes`` xyxy [m, 4], ``scores`` [m], ``labels`` [m] counted
-                from 0; numpy arrays or tensors on any device.
+            predictions: per image ``boxes`` xyxy [m, 4], ``scores`` [m], ``labels`` [m] counted from 0; numpy arrays or
+                tensors on any device.
             category_ids: the category of each label; label + 1 when not given.
 
         Raises:
@@ -165,21 +159,14 @@ class DetectionTable:
 
     def to_results(self) -> list[dict[str, Any]]:
         """COCO results: plain dicts that ``json.dump`` writes without losing a digit."""
-        columns = {
-            "image_id": self.image_ids,
-            "category_id": self.category_ids,
-            "bbox": self.xywh,
-            "score": self.scores,
-        }
-        rows = zip(*(column.tolist() for column in columns.values()), strict=True)
-        return [dict(zip(columns, row, strict=True)) for row in rows]
+        return as_rows(image_id=self.image_ids, category_id=self.category_ids, bbox=self.xywh, score=self.scores)
 
     def with_scores(self, scores: np.ndarray) -> "DetectionTable":
         """The same detections with other scores [n], such as calibrated ones."""
         values = np.asarray(scores, dtype=np.float64)
         if values.shape != self.scores.shape:
             raise DataError(f"{values.shape} scores for {len(self)} detections")
-        return DetectionTable(image_ids=self.image_ids, category_ids=self.category_ids, xywh=self.xywh, scores=values)
+        return replace(self, scores=values)
 
 
 Truth = dict[str, Any] | Annotations  # what metrics take as ground truth
@@ -208,9 +195,14 @@ def as_detections(detections: Detections, ground_truth: Annotations) -> Detectio
     if not isinstance(detections, DetectionTable):
         detections = DetectionTable.from_results(detections)
     _only_known(detections.image_ids, ground_truth.images, "image_id", "detections")
-    categories = np.array(list(ground_truth.categories), dtype=np.int64)
-    _only_known(detections.category_ids, categories, "category_id", "detections")
+    _only_known(detections.category_ids, list(ground_truth.categories), "category_id", "detections")
     return detections
+
+
+def as_tables(ground_truth: Truth, detections: Detections) -> tuple[Annotations, DetectionTable]:
+    """Both as arrays, the detections checked against the ground truth."""
+    truth = as_ground_truth(ground_truth)
+    return truth, as_detections(detections, truth)
 
 
 def read_ground_truth(path: str | Path) -> GroundTruth:
@@ -251,9 +243,8 @@ def _checked(entries: Sequence[Any], where: str, *, scored: bool = False) -> Coc
         box = f"[{', '.join(f'{number:g}' for number in objects.xywh[row])}]"
         if not np.isfinite(objects.xywh[row]).all():
             raise DataError(f"{where}[{row}]: 'bbox' is {box}, expected four finite numbers")
-        raise DataError(
-            f"{where}[{row}]: 'bbox' has a negative width or height: {box}; it must be [x, y, width, height]"
-        )
+        wrong = f"'bbox' has a negative width or height: {box}"
+        raise DataError(f"{where}[{row}]: {wrong}; it must be [x, y, width, height]")
     return objects
 
 
@@ -291,12 +282,11 @@ def _names(entries: Sequence[Any], ids: np.ndarray) -> dict[int, str]:
     return names
 
 
-def _only_known(column: np.ndarray, known: np.ndarray, what: str, where: str) -> None:
+def _only_known(column: np.ndarray, known: np.ndarray | list[int], what: str, where: str) -> None:
     unknown = np.flatnonzero(~np.isin(column, known))
     if unknown.size:
-        first = unknown[0]
-        more = f" (and {unknown.size - 1} more entries)" if unknown.size > 1 else ""
-        raise DataError(f"{where}[{first}]: {what} {column[first]} is not in the annotations' list{more}")
+        row, more = unknown[0], f" (and {unknown.size - 1} more entries)" if unknown.size > 1 else ""
+        raise DataError(f"{where}[{row}]: {what} {column[row]} is not in the annotations' list{more}")
 
 
 def _gather(parts: Sequence[Any]) -> np.ndarray:

@@ -4,17 +4,16 @@ import numpy as np
 
 from aploss.data.annotations import Annotations
 from aploss.errors import ConfigError
-from aploss.evaluation.matching import Matches, Pairs, by_category, candidate_pairs
-from aploss.evaluation.metrics import Metrics, mean_over_classes, objects_per_category
-from aploss.evaluation.tables import Detections, DetectionTable, Truth, as_detections, as_ground_truth
+from aploss.evaluation.matching import Matches, Pairs, by_category, candidate_pairs, precision_envelope
+from aploss.evaluation.metrics import Metrics, make_metrics, mean_over_classes
+from aploss.evaluation.tables import Detections, DetectionTable, Truth, as_tables
 
 
 def voc_metrics(ground_truth: Truth, detections: Detections, *, year: int = 2012, iou: float = 0.5) -> Metrics:
     """Scores detections by the rules of the VOC development kit.
 
-    Boxes are continuous: a box from pixel 1 to pixel 10 of a VOC file, both included, is
-    ``x = 0, width = 10`` here. The kit's "+1" in widths is therefore already in them, and the
-    overlaps are the kit's own.
+    Boxes are continuous: a box from pixel 1 to pixel 10 of a VOC file, both included, is ``x = 0, width = 10`` here.
+    The kit's "+1" in widths is therefore already in them, and the overlaps are the kit's own.
 
     Args:
         ground_truth: COCO dict or arrays; ``difficult`` and crowd objects are ignored.
@@ -23,8 +22,8 @@ def voc_metrics(ground_truth: Truth, detections: Detections, *, year: int = 2012
         iou: smallest overlap of a match.
 
     Returns:
-        ``AP`` at ``iou``, ``AP50`` and ``AP75``; sizes and recalls are COCO's and stay NaN, as
-        does the AP of a class without an object that counts.
+        ``AP`` at ``iou``, ``AP50`` and ``AP75``; sizes and recalls are COCO's and stay NaN, as does the AP of a class
+        without an object that counts.
 
     Raises:
         ConfigError: an IoU outside (0, 1] or a year without VOC.
@@ -34,8 +33,7 @@ def voc_metrics(ground_truth: Truth, detections: Detections, *, year: int = 2012
         raise ConfigError(f"iou is {iou}, expected more than 0 and at most 1")
     if not 2005 <= year <= 2012:
         raise ConfigError(f"year is {year}, expected 2007 (11 points) or 2012 (area)")
-    truth = as_ground_truth(ground_truth)
-    table = as_detections(detections, truth)
+    truth, table = as_tables(ground_truth, detections)
     pairs = candidate_pairs(truth, table, crowds_cover=False)
     columns = {}
     for column, threshold in (("AP", iou), ("AP50", 0.5), ("AP75", 0.75)):
@@ -44,23 +42,12 @@ def voc_metrics(ground_truth: Truth, detections: Detections, *, year: int = 2012
             voc_average_precision(matches.correct[rows], objects, year=year)
             for _, objects, rows in by_category(truth, table, matches)
         ]
-    objects = objects_per_category(truth, truth.category_ids[truth.counted])
-    found = objects_per_category(truth, table.category_ids)
-    per_class = {
-        name: {
-            "objects": int(objects[index]),
-            "detections": int(found[index]),
-            **{column: values[index] for column, values in columns.items()},
-        }
-        for index, name in enumerate(truth.categories.values())
-    }
-    return Metrics(
+    return make_metrics(
+        truth,
+        table,
+        lambda k: {column: values[k] for column, values in columns.items()},
         metric="voc07" if year < 2010 else "voc12",
         iou=f"{iou:.2f}",
-        images=len(truth.images),
-        objects=int(truth.counted.sum()),
-        detections=len(table),
-        per_class=per_class,
         **{column: mean_over_classes(values) for column, values in columns.items()},
     )
 
@@ -68,12 +55,11 @@ def voc_metrics(ground_truth: Truth, detections: Detections, *, year: int = 2012
 def match_voc(ground_truth: Truth, detections: Detections, iou: float = 0.5) -> Matches:
     """Matches as the VOC kit does.
 
-    A detection is compared only with the object of its class it overlaps most, whether that one is
-    free or not: the first to come is correct, later ones are wrong, and all are ignored where the
-    object is difficult. (COCO would look for the next best free object.)
+    A detection is compared only with the object of its class it overlaps most, whether that one is free or not: the
+    first to come is correct, later ones are wrong, and all are ignored where the object is difficult. (COCO would look
+    for the next best free object.)
     """
-    truth = as_ground_truth(ground_truth)
-    table = as_detections(detections, truth)
+    truth, table = as_tables(ground_truth, detections)
     return _match(truth, table, candidate_pairs(truth, table, crowds_cover=False), iou)
 
 
@@ -96,12 +82,10 @@ def voc_average_precision(hits: np.ndarray, positives: int, *, year: int) -> flo
         return float("nan")
     if len(hits) == 0:
         return 0.0
-    found = np.cumsum(hits)
-    precision = found / np.arange(1, len(hits) + 1)
-    best_from_here = np.maximum.accumulate(precision[::-1])[::-1]
+    found, best_from_here = precision_envelope(hits)
     if year < 2010:
-        # first place with recall >= step / 10, in integers: 3 of 10 objects is recall 0.3, which a
-        # float 0.1 * 3 would miss
+        # first place with recall >= step / 10, in integers: 3 of 10 objects is recall 0.3, which a float 0.1 * 3 would
+        # miss
         places = np.searchsorted(10 * found, np.arange(11) * positives, side="left")
         return float(np.append(best_from_here, 0.0)[places].sum() / 11)
     return float(best_from_here[np.asarray(hits, dtype=bool)].sum() / positives)
