@@ -1,71 +1,94 @@
-"""AP-loss against focal loss and a plain loop of Algorithm 1: seconds, ratios and memory.
+"""The ranking losses against focal loss, binary cross-entropy and the memory itself.
 
-All are measured forward and backward in one process, in turns, and the best of several repeats
-counts: times differ from machine to machine and from hour to hour, ratios within a run do not.
+All are measured forward and backward in one process, in turns, and the best of many repeats counts: times differ from
+machine to machine and from hour to hour, ratios within a run do not. Memory that is freed is kept by the process, as
+in a training that allocates the same tensors at every step; otherwise large tensors measure page faults.
 """
 
+import ctypes
 import json
 import os
 import platform
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from aploss.benchmarks.memory import can_measure_peak, peak_bytes, restart_peak
-from aploss.losses import ap_loss, reference, use_backend
+from aploss.losses import alrp_loss, ap_loss, auc_loss, rank_sort_loss, use_backend
 
-SIZES = (10**5, 10**6, 5 * 10**6, 2 * 10**7)
-QUICK_SIZES = (10**4, 10**5)
-POSITIVES = 500
-STAGES = {"early": 0.0, "late, 3 apart": 3.0, "late, 4 apart": 4.0}
-SECONDS_PER_CASE = 1.5
+SIZES = (100, 1_000, 10_000, 100_000, 1_000_000, 5_000_000, 20_000_000)
+QUICK_SIZES = (1_000, 10_000)
+POSITIVES = 500  # or a tenth of the scores, where they are few
+MANY_POSITIVES = (10, 500, 2000, 5000)
+STAGES = {"early": 0.0, "late": 4.0}  # how far positives lie above negatives
+LARGEST_LOOP = 1_000_000  # scores from which on the plain loop of Algorithm 1 takes too long
+SECONDS_PER_CASE = 1.0
+Case = Callable[[], Any]
 
 
 def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, Any]:
-    """Measures every size and stage of training; see :func:`table` for what comes out."""
-    rows = []
-    for size in QUICK_SIZES if quick else SIZES:
+    """Measures every size, stage of training and number of positives; see :func:`table` for what comes out."""
+    keep_memory()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sizes = QUICK_SIZES if quick else SIZES
+    seconds = SECONDS_PER_CASE / 10 if quick else SECONDS_PER_CASE
+    rows, positives, siblings = [], [], []
+    for size in sizes:
         for stage, separation in STAGES.items():
             progress(f"{size:,} scores, {stage}")
-            rows.append(_measure(size, stage, separation, quick))
-    memory_size = QUICK_SIZES[-1] if quick else SIZES[-1]
-    progress(f"memory at {memory_size:,} scores")
+            rows.append({"scores": size, "stage": stage, **_compare(size, separation, seconds, device)})
+    size = sizes[-1] if quick else 1_000_000
+    for count in (count for count in MANY_POSITIVES if count < size):
+        progress(f"{size:,} scores, {count} positives")
+        case = _cases(size, 0.0, count, device)["ap_loss"]
+        positives.append({"positives": count, "ap_loss": best_in_turns({"ap_loss": case}, seconds)["ap_loss"]})
+        siblings.append({"positives": count, **best_in_turns(_siblings(size, count, device), seconds)})
+    progress("memory")
     return {
-        "positives": POSITIVES,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
-        "machine": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
-        "memory_factor": memory_factor(memory_size),
+        "memory_factor": memory_factor(sizes[-1]),
         "rows": rows,
+        "scores_of_positives": size,
+        "many_positives": positives,
+        "other_losses": siblings,
+        "gpu": _gpu_counts(device),
     }
 
 
 def table(result: dict[str, Any]) -> str:
     """The result as text: milliseconds, and how ours compares."""
-    head = (
-        f"{'scores':>12} {'stage':<14} {'AP-loss':>9} {'torch ops':>9} {'focal':>9} {'loop':>10} "
-        f"{'/ focal':>8} {'loop /':>8}"
-    )
     lines = [
-        f"{result['positives']} positives, {result['threads']} threads; milliseconds, forward + "
-        "backward, best of several",
-        head,
+        f"{result['device']}, {result['threads']} threads; milliseconds, forward + backward, best of many, memory kept",
+        f"{'scores':>12} {'stage':<6} {'AP-loss':>9} {'torch ops':>9} {'focal':>9} {'BCE':>9} {'copy':>9} {'loop':>9} "
+        f"{'/ focal':>8} {'/ BCE':>8} {'/ copy':>8}",
     ]
     for row in result["rows"]:
-        ms = {k: 1e3 * row[k] for k in ("ap_loss", "torch_operations", "focal_loss", "loop")}
-        lines.append(
-            f"{row['scores']:>12,} {row['stage']:<14} {ms['ap_loss']:>9.2f} "
-            f"{ms['torch_operations']:>9.1f} {ms['focal_loss']:>9.2f} {ms['loop']:>10.1f} "
-            f"{row['ap_loss'] / row['focal_loss']:>8.2f} {row['loop'] / row['ap_loss']:>7.0f}x"
+        ours, loop = row["ap_loss"], row["loop"]
+        times = "".join(
+            f" {1e3 * row[key]:>9.3f}" for key in ("ap_loss", "torch_operations", "focal_loss", "bce", "copy")
         )
+        ratios = "".join(f" {ours / row[key]:>8.2f}" for key in ("focal_loss", "bce", "copy"))
+        loops = f"{1e3 * loop:>9.1f}" if loop else f"{'-':>9}"
+        lines.append(f"{row['scores']:>12,} {row['stage']:<6}{times} {loops}{ratios}")
+    lines.append(f"\n{result['scores_of_positives']:,} scores with more positives, milliseconds")
+    for one, others in zip(result["many_positives"], result["other_losses"], strict=True):
+        siblings = ", ".join(f"{name} {1e3 * others[name]:.1f}" for name in ("auc", "rank-sort", "alrp"))
+        lines.append(f"{one['positives']:>12,} positives: ap {1e3 * one['ap_loss']:.1f}, {siblings}")
     if result["memory_factor"] is not None:
         lines.append(f"extra memory of AP-loss: {result['memory_factor']:.2f} x the score tensor")
+    for name, counts in (result["gpu"] or {}).items():
+        lines.append(f"{name}: {counts['host_reads']} host reads, {counts['launches']} launches, forward + backward")
+    lines.append("copy: one operation that reads two tensors of the scores' size and writes a third")
     return "\n".join(lines)
 
 
@@ -77,81 +100,65 @@ def plot(result: dict[str, Any]) -> str:
         "loop": "loop of Algorithm 1",
         "torch_operations": "AP-loss, torch operations",
         "focal_loss": "focal loss",
+        "bce": "binary cross-entropy",
         "ap_loss": "AP-loss",
     }
     early = [row for row in result["rows"] if row["stage"] == "early"]
-    sizes = [row["scores"] for row in early]
+    series = []
+    for key, label in labels.items():
+        points = [(row["scores"], row[key]) for row in early if row[key]]
+        series.append(Series(name=label, x=[x for x, _ in points], y=[y for _, y in points], markers=True))
     return line_plot(
-        [Series(name=label, x=sizes, y=[row[key] for row in early], markers=True) for key, label in labels.items()],
-        x_label="scores in the batch",
-        y_label="seconds, forward + backward",
-        log_x=True,
-        log_y=True,
+        series, x_label="scores in the batch", y_label="seconds, forward + backward", log_x=True, log_y=True
     )
 
 
-def make_boxes(size: int, separation: float) -> tuple[Tensor, Tensor]:
+def keep_memory() -> None:
+    """Lets this process keep what it frees, where its C library can be told so (glibc)."""
+    mmap_max, trim_threshold, top_pad = -4, -1, -2
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return
+    for option, value in ((mmap_max, 0), (trim_threshold, 2**31 - 1), (top_pad, 2**28)):
+        mallopt(option, value)
+
+
+def make_scores(size: int, separation: float, positives: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
     """Scores and targets; positives are drawn that far above the negatives.
 
     The targets are floats, because torchvision's focal loss takes no others.
     """
     random = torch.Generator().manual_seed(0)
-    scores = torch.randn(size, generator=random)
-    targets = torch.zeros(size)
-    targets[torch.randperm(size, generator=random)[:POSITIVES]] = 1
-    return scores + separation * targets, targets
+    scores, targets = torch.randn(size, generator=random), torch.zeros(size)
+    targets[torch.randperm(size, generator=random)[:positives]] = 1
+    return (scores + separation * targets).to(device), targets.to(device)
 
 
-def _measure(size: int, stage: str, separation: float, quick: bool) -> dict[str, Any]:
-    from torchvision.ops import sigmoid_focal_loss
-
-    scores, targets = make_boxes(size, separation)
-    scores.requires_grad_()
-
-    def focal() -> Tensor:
-        loss: Tensor = sigmoid_focal_loss(scores, targets, reduction="sum")
-        return loss / POSITIVES
-
-    seconds = SECONDS_PER_CASE / 10 if quick else SECONDS_PER_CASE
-    cases = {
-        "ap_loss": lambda: _step(scores, lambda: ap_loss(scores, targets)),
-        "focal_loss": lambda: _step(scores, focal),
-        "torch_operations": lambda: _step(scores, lambda: _by_torch(scores, targets)),
-    }
-    best = _best_in_turns(cases, seconds)
-    start = time.perf_counter()
-    reference.ap_loss(scores.detach(), targets) if quick else _loop(scores.detach(), targets)
-    return {"scores": size, "stage": stage, **best, "loop": time.perf_counter() - start}
-
-
-def _step(scores: Tensor, loss: Callable[[], Tensor]) -> None:
-    scores.grad = None
-    loss().backward()  # type: ignore[no-untyped-call]
-
-
-def _by_torch(scores: Tensor, targets: Tensor) -> Tensor:
+def by_torch(scores: Tensor, targets: Tensor) -> Tensor:
     """AP-loss as on a device without compiled kernels."""
     with use_backend("torch"):
         return ap_loss(scores, targets)
 
 
-def _best_in_turns(cases: dict[str, Callable[[], None]], seconds: float) -> dict[str, float]:
+def best_in_turns(cases: dict[str, Case], seconds: float) -> dict[str, float]:
     """The best time of each case. They take turns, so that all see the same machine."""
     best = dict.fromkeys(cases, float("inf"))
     for case in cases.values():
         case()
-    stop = time.perf_counter() + seconds * len(cases)
-    rounds = 0
+    stop, rounds = time.perf_counter() + seconds * len(cases), 0
     while rounds < 3 or time.perf_counter() < stop:
         for name, case in cases.items():
             start = time.perf_counter()
             case()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             best[name] = min(best[name], time.perf_counter() - start)
         rounds += 1
     return best
 
 
-def _loop(scores: Tensor, targets: Tensor, delta: float = 1.0) -> Tensor:
+def loop(scores: Tensor, targets: Tensor, delta: float = 1.0) -> Tensor:
     """Algorithm 1 as it is usually written: a Python loop over the positives, in float32."""
     positive, negative = scores[targets == 1], scores[targets == 0]
     gradient = torch.zeros_like(negative)
@@ -177,18 +184,85 @@ def memory_factor(size: int) -> float | None:
     """
     if not can_measure_peak():
         return None
-    script = f"from aploss.benchmarks import losses; print(losses._peak_of_one_step({size}))"
+    script = f"from aploss.benchmarks.losses import peak_of_one_step; print(peak_of_one_step({size}))"
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
     return float(json.loads(output.stdout))
 
 
-def _peak_of_one_step(size: int) -> float:
+def peak_of_one_step(size: int) -> float:
+    """The peak of one step on the CPU in this process, in units of the scores; run it in a process of its own."""
     # What is compiled, imported and allocated once does not count: warm up on a small batch.
-    warm_up, warm_targets = make_boxes(10_000, 0.0)
-    _step(warm_up.requires_grad_(), lambda: ap_loss(warm_up, warm_targets))
-    scores, targets = make_boxes(size, 0.0)
-    scores.requires_grad_()
-    before = restart_peak()
-    _step(scores, lambda: ap_loss(scores, targets))
+    for count in (10_000, size):
+        scores, targets = make_scores(count, 0.0, POSITIVES, "cpu")
+        scores.requires_grad_()
+        before = restart_peak()
+        _step(scores, lambda scores=scores, targets=targets: ap_loss(scores, targets))  # type: ignore[misc]
     return (peak_bytes() - before) / (scores.numel() * scores.element_size())
+
+
+def _compare(size: int, separation: float, seconds: float, device: torch.device) -> dict[str, float | None]:
+    cases = _cases(size, separation, min(POSITIVES, size // 10), device)
+    times: dict[str, float | None] = dict(best_in_turns(cases, seconds))
+    times["loop"] = None
+    if size <= LARGEST_LOOP:
+        scores, targets = make_scores(size, separation, min(POSITIVES, size // 10), device)
+        start = time.perf_counter()
+        loop(scores, targets)
+        times["loop"] = time.perf_counter() - start
+    return times
+
+
+def _cases(size: int, separation: float, positives: int, device: torch.device) -> dict[str, Case]:
+    from torchvision.ops import sigmoid_focal_loss
+
+    scores, targets = make_scores(size, separation, positives, device)
+    other, result = torch.empty_like(scores), torch.empty_like(scores)
+    scores.requires_grad_()
+    plain = scores.detach()
+    return {
+        "ap_loss": lambda: _step(scores, lambda: ap_loss(scores, targets)),
+        "torch_operations": lambda: _step(scores, lambda: by_torch(scores, targets)),
+        "focal_loss": lambda: _step(scores, lambda: sigmoid_focal_loss(scores, targets, reduction="sum") / positives),
+        "bce": lambda: _step(scores, lambda: binary_cross_entropy_with_logits(scores, targets)),
+        "copy": lambda: torch.add(plain, other, out=result),
+    }
+
+
+def _siblings(size: int, positives: int, device: torch.device) -> dict[str, Case]:
+    scores, targets = make_scores(size, 0.0, positives, device)
+    scores.requires_grad_()
+    random = torch.Generator().manual_seed(1)
+    soft = targets.clone()
+    soft[targets == 1] = torch.rand(positives, generator=random).clamp(min=0.01).to(device)
+    box_losses = torch.rand(positives, generator=random).to(device).requires_grad_()
+    return {
+        "auc": lambda: _step(scores, lambda: auc_loss(scores, targets)),
+        "rank-sort": lambda: _step(scores, lambda: sum(rank_sort_loss(scores, soft), scores.new_zeros(()))),
+        "alrp": lambda: _step(scores, lambda: sum(alrp_loss(scores, targets, box_losses), scores.new_zeros(()))),
+    }
+
+
+def _step(scores: Tensor, loss: Callable[[], Tensor]) -> None:
+    scores.grad = None
+    loss().backward()  # type: ignore[no-untyped-call]
+
+
+def _gpu_counts(device: torch.device) -> dict[str, dict[str, int]] | None:
+    """Host reads and kernel launches of a step on a GPU, as torch itself reports them."""
+    if device.type != "cuda":
+        return None
+    counts = {}
+    for name, case in {**_cases(1_000_000, 0.0, POSITIVES, device), **_siblings(1_000_000, POSITIVES, device)}.items():
+        case()
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as reads:
+            warnings.simplefilter("always")
+            case()
+        torch.cuda.set_sync_debug_mode("default")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            case()
+            torch.cuda.synchronize()
+        launches = sum(event.count for event in profile.key_averages() if event.device_type.name == "CUDA")
+        counts[name] = {"host_reads": len(reads), "launches": launches}
+    return counts

@@ -141,12 +141,13 @@ class _Results:
         suffix, kind = (suffix, "JPEG") if suffix in LOSSY else (".png", "PNG")
         path = self.folder / PICTURES / f"{image.name}{suffix}"
         write_whole(path, lambda file: picture.save(file, format=kind, quality=92))
-        size = prediction.image_size
+        size, rows = prediction.image_size, boxes.tolist()
         if self.labels == "voc":
-            text = voc_annotation(image.path.name, size, prediction.class_names, boxes, scores=scores, digits=2)
+            names, listed = prediction.class_names, scores.tolist()
+            text = voc_annotation(image.path.name, size, names, rows, scores=listed, digits=2)
             write_text(self.folder / f"labels/{image.name}.xml", text)
         elif self.labels == "yolo":
-            write_text(self.folder / f"labels/{image.name}.txt", yolo_rows(labels, boxes, size, digits=6))
+            write_text(self.folder / f"labels/{image.name}.txt", yolo_rows(labels.tolist(), rows, size, digits=6))
 
     def write(self) -> None:
         """Writes the two JSON files, and the classes of YOLO labels."""
