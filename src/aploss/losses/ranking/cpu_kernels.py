@@ -44,7 +44,7 @@ __all__ = [
 
 BLOCK = 256
 STEP, ONE, TWO = np.uint64(BLOCK), np.uint64(1), np.uint64(2)
-CELLS_PER_SEGMENT, MOST_CELLS = 8, 1 << 16  # of the lookup table
+CELLS_PER_SEGMENT, MOST_CELLS = 16, 1 << 16  # of the lookup table
 # A count and a sum of shares in one integer: room for FLUSH scores of FRACTION bits each.
 FRACTION_BITS, FLUSH_BITS = 28, 17
 UNIT, COUNT_SHIFT, FLUSH = 1 << FRACTION_BITS, FRACTION_BITS + FLUSH_BITS, 1 << FLUSH_BITS
@@ -217,8 +217,12 @@ def _search(score, marks, low, high):
 
 
 @helper
-def _find_rows(scores, block, size, marks, table, low, scale, last, one, cells, rows):
-    """Rows of a block of scores. Returns whether any score has reached an edge."""
+def _find_rows(scores, block, size, marks, table, low, scale, last, one, cells, rows, distances):
+    """Rows of a block of scores, and how far above their rows' edges they lie.
+
+    Returns:
+        whether any score has reached an edge.
+    """
     for n in range(size):
         cells[n] = _cell(scores[block + n], low, scale, last, one)
     highest = np.int32(0)
@@ -236,6 +240,7 @@ def _find_rows(scores, block, size, marks, table, low, scale, last, one, cells, 
         else:
             row = _search(score, marks, np.uint64(named - several), end)
         rows[block + n] = row
+        distances[n] = score - marks[row]
     return True
 
 
@@ -251,23 +256,18 @@ def _tally_part(
 
     float32 shares are added as integers, together with the count, in one addition per score;
     float64 ones as they are.
-
-    Returns:
-        how many scores are not finite, ignored ones included.
     """
     cells, distances = np.empty(BLOCK, np.int32), np.empty(BLOCK, scores.dtype)
     fixed = np.empty(BLOCK, np.int32)
     packed = np.zeros(len(counts), np.int64)
-    infinite, filled = np.int64(0), 0
+    filled = 0
     inverse = one / width if width > 0 else one - one
     whole = one * np.float32(UNIT)
     for block in range(np.uint64(start), np.uint64(stop), STEP):
         size = min(STEP, np.uint64(stop) - block)
-        odd = np.int32(0)
-        for n in range(size):
-            odd += np.int32(not (abs(scores[block + n]) < np.inf))
-        infinite += odd
-        reached = _find_rows(scores, block, size, marks, table, low, scale, last, one, cells, rows)
+        reached = _find_rows(
+            scores, block, size, marks, table, low, scale, last, one, cells, rows, distances
+        )
         below[block // STEP] = not reached
         if not reached:
             continue
@@ -275,17 +275,13 @@ def _tally_part(
             for n in range(size):
                 if left_out[block + n]:
                     rows[block + n] = 0
-        for n in range(size):
-            distances[n] = scores[block + n] - marks[np.uint64(rows[block + n])]
         if scores.itemsize == 4:
             for n in range(size):
                 share = distances[n] * inverse
                 share = share if share > 0 else one - one  # row 0; NaN
                 fixed[n] = np.int32(share * whole if share < one else whole)
             for n in range(size):
-                packed[np.uint64(rows[block + n])] += np.int64(fixed[n]) + np.int64(
-                    1 << COUNT_SHIFT
-                )
+                packed[np.uint64(rows[block + n])] += np.int64(fixed[n]) + ONE_MORE
             filled += BLOCK
             if filled == FLUSH:
                 _flush(packed, counts, sums)
@@ -299,7 +295,6 @@ def _tally_part(
                 sums[row] += share if share < one else one
     if scores.itemsize == 4:
         _flush(packed, counts, sums)
-    return infinite
 
 
 @helper
@@ -611,7 +606,7 @@ def _sort_and_cut(scores, index, delta, one):
 def _prepare_table(marks, one, scores, small):
     """The lookup table for so many scores, of the dtype of ``small``; see :func:`_fill_table`."""
     segments = len(marks) - 2
-    cells = min(CELLS_PER_SEGMENT * segments, MOST_CELLS, max(scores, 64))
+    cells = min(CELLS_PER_SEGMENT * segments, MOST_CELLS, max(scores // 2, 64))
     table, axis = np.empty(cells + 2, small.dtype), np.full(3, one)
     axis[0], axis[1], axis[2] = _fill_table(marks, segments, one, table)
     return table, axis  # an array: Python would make float64 of a float32
