@@ -303,9 +303,8 @@ def _tally_groups(problem: Problem, notes: _Notes, segments: Segments) -> Tensor
         problem.groups.numpy(), numbers, spread if spread <= max(2 * size, 1 << 20) else 0, dense
     )
     edges = segments.edges
-    marks = torch.cat(
-        [segments.for_rows(edges, edges[:1]), edges.new_full((1,), torch.inf)]
-    ).numpy()
+    beyond = edges.new_full((1,), torch.inf)
+    marks = torch.cat([segments.for_rows(edges, beyond), beyond]).numpy()
     # The row below the segments of every group, see Segments.reached.
     first_row = (groups.first_segment[: count + 1] + torch.arange(1, count + 2)).numpy()
     tables = kernels.group_tables(marks, first_row, one)
@@ -316,7 +315,7 @@ def _tally_groups(problem: Problem, notes: _Notes, segments: Segments) -> Tensor
 
     def work(start: int, stop: int) -> Any:
         return kernels.tally_groups(
-            notes.scores, start, stop, kept, dense, marks, first_row, tables, one, width
+            notes.scores, start, stop, kept, dense, marks, tables, one, width
         )
 
     parts = _in_parts(size, work)

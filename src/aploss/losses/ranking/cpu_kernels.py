@@ -44,7 +44,7 @@ __all__ = [
 
 BLOCK = 256
 STEP, ONE, TWO = np.uint64(BLOCK), np.uint64(1), np.uint64(2)
-CELLS_PER_SEGMENT, MOST_CELLS = 16, 1 << 16  # of the lookup table
+CELLS_PER_SEGMENT, MOST_CELLS = 16, 1 << 17  # of the lookup table
 # A count and a sum of shares in one integer: room for FLUSH scores of FRACTION bits each.
 FRACTION_BITS, FLUSH_BITS = 28, 17
 UNIT, COUNT_SHIFT, FLUSH = 1 << FRACTION_BITS, FRACTION_BITS + FLUSH_BITS, 1 << FLUSH_BITS
@@ -88,7 +88,7 @@ class Compiled:
         try:
             return self.call(*arguments)
         except Exception as error:
-            if not self.cached:
+            if not self.cached or isinstance(error, numba.core.errors.NumbaError):
                 raise
             self._give_up_cache(error)
             return self.call(*arguments)
@@ -697,7 +697,7 @@ def _group_tables(marks, first_row, one):
     """A lookup table for every group, one behind the other.
 
     Args:
-        marks: the edge below every row [R + 1].
+        marks: the edge below every row [R + 1]; infinite for the rows below all segments.
         first_row: the row below the segments of every group, and one past the last [G + 1].
 
     Returns:
@@ -707,7 +707,7 @@ def _group_tables(marks, first_row, one):
     begin = np.empty(count + 1, np.int64)
     begin[0] = 0
     for g in range(count):
-        begin[g + 1] = begin[g] + 2 * (first_row[g + 1] - first_row[g]) + 2
+        begin[g + 1] = begin[g] + CELLS_PER_SEGMENT * (first_row[g + 1] - first_row[g]) + 2
     table = np.empty(begin[count], np.int32)
     lows, scales = np.full(count, one), np.full(count, one)
     for g in range(count):
@@ -729,7 +729,7 @@ def _group_tables(marks, first_row, one):
 
 
 def _tally_groups(
-    scores, start, stop, notes, dense, marks, first_row, tables, one, width
+    scores, start, stop, notes, dense, marks, tables, one, width
 ):  # fmt: skip
     """Counts and sums of shares of every row [R]; notes the rows. Row 0 is for everything else."""
     pure, left_out, rows, below = notes
@@ -746,8 +746,8 @@ def _tally_groups(
         last = one * np.float32(begin[where + ONE] - begin[where] - 2)
         cell = _cell(score, lows[where], scales[where], last, one)
         row = np.uint64(table[np.uint64(begin[where] + cell)])
-        end = np.uint64(first_row[where + ONE])
-        while row + ONE < end and marks[row + ONE] <= score:
+        row += np.uint64(marks[row + ONE] <= score)
+        while marks[row + ONE] <= score:
             row += ONE
         rows[i] = row
         share = (score - marks[row]) * inverse

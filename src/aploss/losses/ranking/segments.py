@@ -141,15 +141,15 @@ def cut_into_segments(scores: Tensor, delta: float, groups: Tensor | None = None
     offset = torch.full((2, 1), delta, dtype=torch.float64, device=scores.device)
     offset[0].neg_()
     # Starts of the ramps, then their ends, as rounded values and what rounding has lost.
-    high, low = _two_sum(scores.double(), offset)
-    exact = [high.view(-1), low.view(-1)]
-    edges, order = _round_up(exact[0], exact[1], scores.dtype).sort(stable=True)  # starts first among equals
+    exact = torch.stack(_two_sum(scores.double(), offset)).view(2, -1)
+    edges = _round_up(exact[0], exact[1], scores.dtype)
+    edges, order = edges.sort(stable=True)  # starts first among equals
     numbered = None
     if groups is not None:
         of_segments, by_group = groups.repeat(2)[order].sort(stable=True)
         edges, order = edges[by_group], order[by_group]
         numbered = _number_groups(groups, of_segments)
-    high_low = torch.stack(exact)[:, order]
+    high_low = exact[:, order]
     high, low = high_low
     # More ramps have started than ended, the one at this segment's own left end included.
     on_ramp = torch.sub(places, (order < size).cumsum(0), alpha=2) < -1

@@ -105,7 +105,9 @@ def meet_a_mistake(rank, folder, parts, where):
     join_group(rank, folder, parts)
     scores, targets = parts[rank]
     if rank == 1:
-        if where == "target":
+        if where == "shape":
+            targets = targets[:-1]
+        elif where == "target":
             targets[3] = 7
         else:
             scores[int((targets == (where == "positive score")).nonzero()[0])] = float("nan")
@@ -117,14 +119,40 @@ def meet_a_mistake(rank, folder, parts, where):
     torch.save(message, f"{folder}/{rank}.pt")
 
 
-@pytest.mark.parametrize("where", ["target", "positive score", "negative score"])
+@pytest.mark.parametrize("where", ["target", "positive score", "negative score", "shape"])
 def test_a_mistake_in_one_process_is_raised_in_all_and_none_waits(make_boxes, where):
     parts = split_boxes(make_boxes, [300, 300], [True, True])
     others, own = run_processes(meet_a_mistake, parts, where)
     assert "another process" in others
-    assert ("got 7" if where == "target" else "got nan") in own
+    assert {"target": "got 7", "shape": "same shape"}.get(where, "got nan") in own
 
 
 def test_a_group_without_initialised_processes_is_refused():
     with pytest.raises(ValueError, match="init_process_group"):
         APLoss(process_group=object())(torch.zeros(3), torch.tensor([1, 0, 0]))
+
+
+def rank_groups(rank, folder, parts):
+    join_group(rank, folder, parts)
+    scores, targets, groups = parts[rank]
+    scores.requires_grad_()
+    losses = [
+        ap_loss(scores, targets, groups=groups, process_group=dist.group.WORLD, max_positives=limit)
+        for limit in (None, 50)
+    ]
+    losses[0].backward()
+    torch.save(([loss.item() for loss in losses], scores.grad), f"{folder}/{rank}.pt")
+
+
+def test_groups_of_the_same_number_are_one_group_in_all_processes(make_boxes):
+    scores, targets = make_boxes("random", 40, 460, ignored=0, dtype=torch.float64)
+    groups = torch.randint(0, 7, scores.shape, generator=torch.Generator().manual_seed(0))
+    parts = list(zip(*(t.split([200, 300]) for t in (scores, targets, groups)), strict=True))
+    results = run_processes(rank_groups, parts)
+    scores = scores.clone().requires_grad_()
+    loss = ap_loss(scores, targets, groups=groups)
+    loss.backward()
+    for losses, _ in results:
+        assert losses == pytest.approx([loss.item()] * 2, abs=1e-12)
+    gathered = torch.cat([gradient for _, gradient in results]) / 2
+    assert torch.allclose(gathered, scores.grad, rtol=0, atol=1e-12)
