@@ -36,15 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import aploss
 
-__all__ = [
-    "Counts",
-    "Kernel",
-    "SimulatedGPU",
-    "SimulatedTensor",
-    "Transfer",
-    "gradients",
-    "measure",
-]
+__all__ = ["Counts", "Kernel", "SimulatedGPU", "SimulatedTensor", "Transfer", "gradients", "measure"]
 
 DEVICE = torch.device("cuda", 0)
 # To torch's C++ code the tensors are on "meta", the one device without any kernels that autograd
@@ -237,9 +229,7 @@ class _Operations(TorchDispatchMode):
         name = func._schema.name.split("::")[-1]
         leaves = pytree.tree_leaves((args, kwargs))
         simulated = [leaf for leaf in leaves if isinstance(leaf, SimulatedTensor)]
-        held_args, held_kwargs = pytree.tree_map_only(
-            SimulatedTensor, lambda tensor: tensor.held, (args, kwargs)
-        )
+        held_args, held_kwargs = pytree.tree_map_only(SimulatedTensor, lambda tensor: tensor.held, (args, kwargs))
         asked_for = held_kwargs.get("device")
         on_gpu = asked_for == _INSIDE if asked_for is not None else bool(simulated)
         if asked_for == _INSIDE:
@@ -262,9 +252,7 @@ class _Operations(TorchDispatchMode):
             return kwargs["out"]
         return pytree.tree_map_only(Tensor, SimulatedTensor, result) if on_gpu else result
 
-    def _log_transfers(
-        self, name: str, leaves: list[Any], simulated: list[SimulatedTensor], on_gpu: bool
-    ) -> bool:
+    def _log_transfers(self, name: str, leaves: list[Any], simulated: list[SimulatedTensor], on_gpu: bool) -> bool:
         """Logs what crosses between host and device; whether that is all that happens."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         on_host = [t for t in tensors if not isinstance(t, SimulatedTensor)]

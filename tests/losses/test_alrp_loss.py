@@ -131,9 +131,7 @@ def test_module_has_the_options_of_the_function():
 def test_it_compiles_as_one_graph():
     scores, targets, box_losses = random_boxes(torch.float32)
     inputs = scores.requires_grad_(), box_losses.requires_grad_()
-    compiled = torch.compile(
-        lambda s, t, b: sum(alrp_loss(s * 2, t, b)), fullgraph=True, backend="aot_eager"
-    )
+    compiled = torch.compile(lambda s, t, b: sum(alrp_loss(s * 2, t, b)), fullgraph=True, backend="aot_eager")
     gradients = torch.autograd.grad(compiled(scores, targets, box_losses), inputs)
     expected = torch.autograd.grad(sum(alrp_loss(scores * 2, targets, box_losses)), inputs)
     assert all(torch.equal(*pair) for pair in zip(gradients, expected, strict=True))
@@ -187,14 +185,11 @@ def test_processes_rank_their_parts_as_one_batch(tmp_path):
     mp.start_processes(_rank_part_of_a_batch, arguments, nprocs=len(sizes), start_method="fork")
     results = sorted(queue.get() for _ in sizes)
     scores, targets, box_losses = random_boxes()
-    classification, localisation, on_scores, on_boxes = reference.alrp_loss(
-        scores, targets, box_losses
-    )
+    classification, localisation, on_scores, on_boxes = reference.alrp_loss(scores, targets, box_losses)
     for _, losses, *_ in results:
         assert losses == pytest.approx([classification.item(), localisation.item()], abs=1e-12)
     on_all_scores, on_all_boxes = (
-        torch.cat([torch.tensor(result[place], dtype=torch.float64) for result in results])
-        for place in (2, 3)
+        torch.cat([torch.tensor(result[place], dtype=torch.float64) for result in results]) for place in (2, 3)
     )
     assert torch.allclose(on_all_scores, 2 * 2 * on_scores.flatten(), rtol=0, atol=1e-12)
     assert torch.allclose(on_all_boxes, 2 * 3 * on_boxes, rtol=0, atol=1e-12)

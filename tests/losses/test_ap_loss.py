@@ -37,9 +37,7 @@ def assert_equals_reference(scores: Tensor, targets: Tensor, **options: object) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("delta", [0.0, 0.25, 1.0, 50.0])
 @pytest.mark.parametrize("interpolated", [True, False])
-def test_loss_and_gradient_equal_algorithm_1(
-    make_boxes, backend, distribution, dtype, delta, interpolated
-):
+def test_loss_and_gradient_equal_algorithm_1(make_boxes, backend, distribution, dtype, delta, interpolated):
     for seed, positives in enumerate((1, 2, 40)):
         boxes = make_boxes(distribution, positives, dtype=dtype, seed=seed)
         assert_equals_reference(*boxes, delta=delta, interpolated=interpolated)
@@ -56,9 +54,7 @@ def test_a_million_negatives_equal_algorithm_1(make_boxes, backend, dtype):
     assert_equals_reference(*make_boxes("random", 12, 10**6, dtype=dtype))
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.int8, torch.int32, torch.int64, torch.float16, torch.float32]
-)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.int32, torch.int64, torch.float16, torch.float32])
 def test_targets_of_every_dtype_mean_the_same(make_boxes, backend, dtype):
     scores, targets = make_boxes(ignored=0)
     expected, expected_gradient = loss_and_gradient(scores, targets)

@@ -24,9 +24,7 @@ def test_loss_and_gradient_equal_the_literal_formula(make_boxes, distribution, d
 
 def test_heaviside_is_one_minus_roc_auc(make_boxes):
     scores, targets = make_boxes("random", ignored=0)
-    assert 1 - auc_loss(scores, targets, delta=0).item() == pytest.approx(
-        roc_auc_score(targets, scores), abs=1e-12
-    )
+    assert 1 - auc_loss(scores, targets, delta=0).item() == pytest.approx(roc_auc_score(targets, scores), abs=1e-12)
 
 
 def test_an_example_worked_by_hand():

@@ -38,10 +38,7 @@ def test_torch_compile_takes_it_in_one_graph(loss, boxes):
 def test_operator_passes_the_checks_of_torch(loss, make_boxes):
     scores, targets = make_boxes(positives=3, negatives=20, dtype=torch.float32)
     scores.requires_grad_()
-    operator = {
-        ap_loss: torch.ops.aploss.ap_loss,
-        auc_loss: torch.ops.aploss.auc_loss,
-    }[loss]
+    operator = {ap_loss: torch.ops.aploss.ap_loss, auc_loss: torch.ops.aploss.auc_loss}[loss]
     arguments = (scores, targets, None, 1.0, True, None, None, None, "")
     # Its gradient is no derivative, so all of opcheck but the comparison with one.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -66,9 +63,7 @@ def test_autocast_leaves_the_ranking_in_float32(boxes):
 def test_the_gradient_follows_what_comes_from_above(boxes):
     scores, targets = boxes
     expected = gradient_of(ap_loss, scores, targets)
-    assert torch.allclose(
-        gradient_of(lambda s, t: -3 * ap_loss(s, t), scores, targets), -3 * expected
-    )
+    assert torch.allclose(gradient_of(lambda s, t: -3 * ap_loss(s, t), scores, targets), -3 * expected)
 
 
 def test_backward_twice_on_a_retained_graph_adds_up(boxes):

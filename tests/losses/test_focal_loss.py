@@ -25,9 +25,7 @@ def test_value_and_gradient_equal_the_literal_formula(dtype, alpha, gamma):
     loss.backward()
     expected, gradient = reference.focal_loss(scores, targets, alpha, gamma)
     assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert loss.item() == pytest.approx(
-        expected.item(), rel=1e-12 if dtype == torch.float64 else 1e-6
-    )
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12 if dtype == torch.float64 else 1e-6)
     assert scores.grad.dtype == dtype
     largest = gradient.abs().max()
     assert (scores.grad - gradient).abs().max() <= TOLERANCE[dtype] * largest
@@ -53,9 +51,7 @@ def test_huge_logits_have_finite_gradients(gamma):
     assert loss.isfinite()
     assert scores.grad.isfinite().all()
     # Far on the wrong side the slope is that of the logit itself, over 4 positives.
-    assert scores.grad.tolist() == pytest.approx(
-        [0, 0, 0.75 / 4, 0.75 / 4, -0.25 / 4, -0.25 / 4, 0, 0]
-    )
+    assert scores.grad.tolist() == pytest.approx([0, 0, 0.75 / 4, 0.75 / 4, -0.25 / 4, -0.25 / 4, 0, 0])
 
 
 def test_without_positives_the_negatives_are_summed():
@@ -82,9 +78,7 @@ def test_ignored_scores_may_be_anything():
     assert scores.grad[1:].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize(
-    "kind", [torch.bool, torch.uint8, torch.int32, torch.float32, torch.float16]
-)
+@pytest.mark.parametrize("kind", [torch.bool, torch.uint8, torch.int32, torch.float32, torch.float16])
 def test_targets_of_any_kind_mean_the_same(kind):
     scores, targets = random_boxes()
     targets = targets.clamp(min=0)

@@ -43,9 +43,7 @@ def search_every_place(scores, targets):
 
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 10.0])
-@pytest.mark.parametrize(
-    ("positives", "negatives"), [(1, 1), (1, 5), (2, 3), (3, 2), (3, 3), (5, 1), (2, 4)]
-)
+@pytest.mark.parametrize(("positives", "negatives"), [(1, 1), (1, 5), (2, 3), (3, 2), (3, 3), (5, 1), (2, 4)])
 def test_value_and_gradient_equal_the_best_of_all_rankings(positives, negatives, spread):
     for seed in range(2):
         scores, targets = boxes(seed, positives, negatives, spread)

@@ -29,9 +29,7 @@ def test_value_and_gradient_equal_the_literal_version(dtype, shape, ratio):
     loss.backward()
     expected, gradient = reference.ohem_cross_entropy(logits, targets, ratio)
     assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert loss.item() == pytest.approx(
-        expected.item(), rel=1e-12 if dtype == torch.float64 else 1e-6
-    )
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12 if dtype == torch.float64 else 1e-6)
     assert logits.grad.dtype == dtype
     assert (logits.grad - gradient).abs().max() <= TOLERANCE[dtype] * gradient.abs().max()
 

@@ -123,9 +123,7 @@ def test_module_has_the_options_of_the_function():
 def test_it_compiles_as_one_graph():
     scores, targets = random_boxes(torch.float32)
     scores.requires_grad_()
-    compiled = torch.compile(
-        lambda s, t: sum(rank_sort_loss(s * 2, t)), fullgraph=True, backend="aot_eager"
-    )
+    compiled = torch.compile(lambda s, t: sum(rank_sort_loss(s * 2, t)), fullgraph=True, backend="aot_eager")
     (gradient,) = torch.autograd.grad(compiled(scores, targets), scores)
     (expected,) = torch.autograd.grad(sum(rank_sort_loss(scores * 2, targets)), scores)
     assert torch.allclose(gradient, expected, rtol=1e-6, atol=1e-9)
@@ -134,9 +132,7 @@ def test_it_compiles_as_one_graph():
 def test_second_derivative_is_refused():
     scores, targets = random_boxes()
     scores.requires_grad_()
-    (gradient,) = torch.autograd.grad(
-        rank_sort_loss(scores, targets).sorting, scores, create_graph=True
-    )
+    (gradient,) = torch.autograd.grad(rank_sort_loss(scores, targets).sorting, scores, create_graph=True)
     with pytest.raises(RuntimeError, match="second derivative"):
         gradient.sum().backward()
 

@@ -50,9 +50,7 @@ def test_small_blocks_give_the_same(monkeypatch):
 def test_with_a_small_temperature_it_is_one_minus_average_precision():
     scores, targets = random_boxes()
     expected, _ = reference.ap_loss(scores, targets, delta=0, interpolated=False)
-    assert smooth_ap_loss(scores, targets, temperature=1e-6).item() == pytest.approx(
-        expected.item()
-    )
+    assert smooth_ap_loss(scores, targets, temperature=1e-6).item() == pytest.approx(expected.item())
 
 
 def test_log_space_and_eps_by_hand():
@@ -90,9 +88,7 @@ def test_module_has_the_options_of_the_function():
 def test_it_compiles_as_one_graph():
     scores, targets = random_boxes(torch.float32)
     scores.requires_grad_()
-    compiled = torch.compile(
-        lambda s, t: smooth_ap_loss(s * 2, t), fullgraph=True, backend="aot_eager"
-    )
+    compiled = torch.compile(lambda s, t: smooth_ap_loss(s * 2, t), fullgraph=True, backend="aot_eager")
     (gradient,) = torch.autograd.grad(compiled(scores, targets), scores)
     (expected,) = torch.autograd.grad(smooth_ap_loss(scores * 2, targets), scores)
     assert torch.equal(gradient, expected)

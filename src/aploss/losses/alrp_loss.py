@@ -8,8 +8,6 @@ from .autograd import RankingOperator
 from .checks import check_delta, check_max_positives
 from .traits import LossTraits, register_loss
 
-__all__ = ["ALRP", "ALRPLoss", "alrp_loss"]
-
 
 class ALRP(NamedTuple):
     """The two parts of the aLRP loss; their sum is the loss of the paper."""
@@ -69,9 +67,7 @@ def alrp_loss(
         >>> scores.grad.tolist(), box_losses.grad.tolist()
         ([0.5, -0.5, 0.0], [0.5])
     """
-    parts = _OPERATOR.rank(
-        scores, targets, box_losses, delta, True, groups, max_positives, process_group
-    )
+    parts = _OPERATOR.rank(scores, targets, box_losses, delta, True, groups, max_positives, process_group)
     return ALRP(*parts)
 
 
@@ -95,9 +91,7 @@ class ALRPLoss(nn.Module):
         box_weight="balanced",
     )
 
-    def __init__(
-        self, delta: float = 1.0, process_group: Any = None, max_positives: int | None = None
-    ) -> None:
+    def __init__(self, delta: float = 1.0, process_group: Any = None, max_positives: int | None = None) -> None:
         super().__init__()
         check_delta(delta)
         check_max_positives(max_positives)
@@ -105,13 +99,7 @@ class ALRPLoss(nn.Module):
         self.process_group = process_group
         self.max_positives = max_positives
 
-    def forward(
-        self,
-        scores: Tensor,
-        targets: Tensor,
-        box_losses: Tensor,
-        groups: Tensor | int | None = None,
-    ) -> ALRP:
+    def forward(self, scores: Tensor, targets: Tensor, box_losses: Tensor, groups: Tensor | int | None = None) -> ALRP:
         return alrp_loss(
             scores,
             targets,

@@ -8,8 +8,6 @@ from .autograd import RankingOperator
 from .checks import check_delta, check_max_positives
 from .traits import LossTraits, register_loss
 
-__all__ = ["APLoss", "ap_loss"]
-
 
 def ap_loss(
     scores: Tensor,
@@ -62,9 +60,7 @@ def ap_loss(
         >>> loss.item(), scores.grad.tolist()
         (0.5, [0.5, -0.5, 0.0])
     """
-    return _OPERATOR.rank(
-        scores, targets, None, delta, interpolated, groups, max_positives, process_group
-    )[0]
+    return _OPERATOR.rank(scores, targets, None, delta, interpolated, groups, max_positives, process_group)[0]
 
 
 _OPERATOR = RankingOperator("ap")
@@ -74,19 +70,10 @@ _OPERATOR = RankingOperator("ap")
 class APLoss(nn.Module):
     """See :func:`ap_loss`."""
 
-    traits = LossTraits(
-        label="AP-loss",
-        colour="#0072b2",
-        ranks_across_processes=True,
-        groups=True,
-    )
+    traits = LossTraits(label="AP-loss", colour="#0072b2", ranks_across_processes=True, groups=True)
 
     def __init__(
-        self,
-        delta: float = 1.0,
-        interpolated: bool = True,
-        process_group: Any = None,
-        max_positives: int | None = None,
+        self, delta: float = 1.0, interpolated: bool = True, process_group: Any = None, max_positives: int | None = None
     ) -> None:
         super().__init__()
         check_delta(delta)
@@ -96,9 +83,7 @@ class APLoss(nn.Module):
         self.process_group = process_group
         self.max_positives = max_positives
 
-    def forward(
-        self, scores: Tensor, targets: Tensor, groups: Tensor | int | None = None
-    ) -> Tensor:
+    def forward(self, scores: Tensor, targets: Tensor, groups: Tensor | int | None = None) -> Tensor:
         return ap_loss(
             scores,
             targets,

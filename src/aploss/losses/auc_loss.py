@@ -8,8 +8,6 @@ from .autograd import RankingOperator
 from .checks import check_delta, check_max_positives
 from .traits import LossTraits, register_loss
 
-__all__ = ["AUCLoss", "auc_loss"]
-
 
 def auc_loss(
     scores: Tensor,
@@ -40,9 +38,7 @@ def auc_loss(
         >>> auc_loss(torch.tensor([2.0, 1.0, 0.0]), torch.tensor([0, 1, 0]), delta=0)
         tensor(0.5000)
     """
-    return _OPERATOR.rank(scores, targets, None, delta, True, groups, max_positives, process_group)[
-        0
-    ]
+    return _OPERATOR.rank(scores, targets, None, delta, True, groups, max_positives, process_group)[0]
 
 
 _OPERATOR = RankingOperator("auc")
@@ -53,17 +49,10 @@ class AUCLoss(nn.Module):
     """See :func:`auc_loss`."""
 
     traits = LossTraits(
-        label="AUC-loss",
-        colour="#e69f00",
-        dashes=":",
-        marker="D",
-        ranks_across_processes=True,
-        groups=True,
+        label="AUC-loss", colour="#e69f00", dashes=":", marker="D", ranks_across_processes=True, groups=True
     )
 
-    def __init__(
-        self, delta: float = 1.0, process_group: Any = None, max_positives: int | None = None
-    ) -> None:
+    def __init__(self, delta: float = 1.0, process_group: Any = None, max_positives: int | None = None) -> None:
         super().__init__()
         check_delta(delta)
         check_max_positives(max_positives)
@@ -71,9 +60,7 @@ class AUCLoss(nn.Module):
         self.process_group = process_group
         self.max_positives = max_positives
 
-    def forward(
-        self, scores: Tensor, targets: Tensor, groups: Tensor | int | None = None
-    ) -> Tensor:
+    def forward(self, scores: Tensor, targets: Tensor, groups: Tensor | int | None = None) -> Tensor:
         return auc_loss(
             scores,
             targets,

@@ -21,16 +21,8 @@ import torch
 from torch import Tensor
 
 from .checks import check_process_group
-from .ranking.engine import (
-    Options,
-    gradient_directly,
-    rank_directly,
-    rank_scores,
-    resolve_group,
-)
+from .ranking.engine import Options, gradient_directly, rank_directly, rank_scores, resolve_group
 from .ranking.problem import loss_dtype
-
-__all__ = ["Operator", "RankingOperator", "Values", "error_driven", "loss_dtype", "scaled"]
 
 Values = tuple[Tensor, ...]
 RANKING_ARGUMENTS = (
@@ -214,9 +206,7 @@ def _refuse_second_derivative(ctx: Any, *upstream: Tensor) -> Any:
 
 
 @torch.library.custom_op("aploss::scale_gradients", mutates_args=())
-def _scale_gradients(
-    gradients: Sequence[Tensor], upstream: Sequence[Tensor], like: Tensor
-) -> Tensor:
+def _scale_gradients(gradients: Sequence[Tensor], upstream: Sequence[Tensor], like: Tensor) -> Tensor:
     """sum_k upstream_k * gradients_k, in the shape and dtype of ``like``."""
     total = gradients[0] * upstream[0]
     for gradient, factor in zip(gradients[1:], upstream[1:], strict=True):
@@ -271,21 +261,9 @@ class RankingOperator(Operator):
             return values
         of_scores, dimension = (None, groups) if isinstance(groups, int) else (groups, None)
         name = "" if process_group is None else process_group.group_name
-        return self(
-            scores,
-            targets,
-            box_losses,
-            delta,
-            interpolated,
-            of_scores,
-            dimension,
-            max_positives,
-            name,
-        )
+        return self(scores, targets, box_losses, delta, interpolated, of_scores, dimension, max_positives, name)
 
-    def _rank(
-        self, scores: Tensor, targets: Tensor, box_losses: Tensor | None, *rest: Any
-    ) -> tuple[Values, Any]:
+    def _rank(self, scores: Tensor, targets: Tensor, box_losses: Tensor | None, *rest: Any) -> tuple[Values, Any]:
         options = rest[0]
         if not isinstance(options, Options):  # in a compiled graph, as the schema has them
             delta, interpolated, groups, dimension, max_positives, name = rest
@@ -342,10 +320,7 @@ def error_driven(inputs: Tensor, outputs: Tensor, desired: Tensor) -> Tensor:
     """
     for name, value in (("outputs", outputs), ("desired", desired)):
         if value.shape != inputs.shape:
-            raise ValueError(
-                f"{name} must have the shape of inputs, {tuple(inputs.shape)}, "
-                f"got {tuple(value.shape)}"
-            )
+            raise ValueError(f"{name} must have the shape of inputs, {tuple(inputs.shape)}, got {tuple(value.shape)}")
     if not inputs.is_floating_point():
         raise ValueError(f"inputs must be floating point, got {inputs.dtype}")
     return _error_driven(inputs, outputs.detach(), desired.detach())[0]
@@ -358,9 +333,5 @@ def _total_error(inputs: Tensor, outputs: Tensor, desired: Tensor) -> tuple[Valu
 
 
 _error_driven = Operator(
-    "error_driven",
-    "Tensor inputs, Tensor outputs, Tensor desired",
-    _total_error,
-    scaled,
-    reads_device=False,
+    "error_driven", "Tensor inputs, Tensor outputs, Tensor desired", _total_error, scaled, reads_device=False
 )

@@ -6,25 +6,6 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
-__all__ = [
-    "COMPARABLE",
-    "NonFiniteScoresError",
-    "OtherProcessError",
-    "check_box_losses",
-    "check_delta",
-    "check_max_positives",
-    "check_process_group",
-    "check_scores_and_targets",
-    "check_values",
-    "comparable_targets",
-    "groups_of_scores",
-    "refuse_box_loss",
-    "refuse_earlier_call",
-    "refuse_score",
-    "refuse_target",
-    "values_status",
-]
-
 HARD_TARGETS = "1 (positive), 0 (negative) or -1 (ignored)"
 SOFT_TARGETS = "in (0, 1] (positive: its IoU), 0 (negative) or -1 (ignored)"
 
@@ -37,9 +18,7 @@ class NonFiniteScoresError(ValueError):
         index: its place in the flattened scores; None if it is not known any more.
     """
 
-    def __init__(
-        self, message: str, *, value: float | None = None, index: int | None = None
-    ) -> None:
+    def __init__(self, message: str, *, value: float | None = None, index: int | None = None) -> None:
         super().__init__(message)
         self.value = value
         self.index = index
@@ -53,9 +32,7 @@ class OtherProcessError(ValueError):
     """
 
     def __init__(self, cause: Literal["score", "target", "arguments"]) -> None:
-        super().__init__(
-            f"another process of the group was given {_CAUSES[cause]}; its own error says which"
-        )
+        super().__init__(f"another process of the group was given {_CAUSES[cause]}; its own error says which")
         self.cause = cause
 
 
@@ -73,25 +50,20 @@ def check_scores_and_targets(scores: Tensor, targets: Tensor) -> None:
             raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
     if scores.shape != targets.shape:
         raise ValueError(
-            f"scores and targets must have the same shape, got {tuple(scores.shape)} and "
-            f"{tuple(targets.shape)}"
+            f"scores and targets must have the same shape, got {tuple(scores.shape)} and {tuple(targets.shape)}"
         )
     if not scores.is_floating_point():
         raise ValueError(f"scores must be floating point, got {scores.dtype}")
     if targets.is_complex():
         raise ValueError(f"targets must be integer, bool or floating point, got {targets.dtype}")
     if scores.device != targets.device:
-        raise ValueError(
-            f"scores and targets must be on one device, got {scores.device} and {targets.device}"
-        )
+        raise ValueError(f"scores and targets must be on one device, got {scores.device} and {targets.device}")
 
 
 def check_delta(delta: float) -> None:
     """Raises ValueError unless delta is finite and not negative."""
     if not (math.isfinite(delta) and delta >= 0):
-        raise ValueError(
-            f"delta must be a finite number >= 0 (0 is the Heaviside step), got {delta}"
-        )
+        raise ValueError(f"delta must be a finite number >= 0 (0 is the Heaviside step), got {delta}")
 
 
 def check_max_positives(max_positives: int | None) -> None:
@@ -108,13 +80,10 @@ def check_box_losses(box_losses: Tensor, device: torch.device) -> None:
         raise ValueError(f"box_losses must be a tensor, got {type(box_losses).__name__}")
     if box_losses.ndim != 1 or not box_losses.is_floating_point():
         raise ValueError(
-            "box_losses must be floating point of shape [P], got "
-            f"{box_losses.dtype} of shape {tuple(box_losses.shape)}"
+            f"box_losses must be floating point of shape [P], got {box_losses.dtype} of shape {tuple(box_losses.shape)}"
         )
     if box_losses.device != device:
-        raise ValueError(
-            f"scores and box_losses must be on one device, got {device} and {box_losses.device}"
-        )
+        raise ValueError(f"scores and box_losses must be on one device, got {device} and {box_losses.device}")
 
 
 def groups_of_scores(groups: Tensor | int | None, scores: Tensor) -> Tensor | None:
@@ -135,13 +104,9 @@ def groups_of_scores(groups: Tensor | int | None, scores: Tensor) -> Tensor | No
             raise ValueError(f"groups must be integers, got {groups.dtype}")
         return groups.detach().reshape(-1).to(torch.int64)
     if isinstance(groups, bool) or not isinstance(groups, int):
-        raise ValueError(
-            f"groups must be an integer tensor or a dimension, got {type(groups).__name__}"
-        )
+        raise ValueError(f"groups must be an integer tensor or a dimension, got {type(groups).__name__}")
     if not -scores.ndim <= groups < scores.ndim:
-        raise ValueError(
-            f"groups must be a dimension of scores, which have {scores.ndim}, got {groups}"
-        )
+        raise ValueError(f"groups must be a dimension of scores, which have {scores.ndim}, got {groups}")
     shape = [1] * scores.ndim
     shape[groups] = -1
     numbers = torch.arange(scores.shape[groups], device=scores.device)
@@ -172,8 +137,7 @@ def refuse_target(targets: Tensor, *, soft: bool) -> NoReturn:
     positive = (flat > 0) & (flat <= 1) if soft else flat == 1
     index = _first(~(positive | (flat == 0) | (flat == -1)))
     raise ValueError(
-        f"targets must be {SOFT_TARGETS if soft else HARD_TARGETS}, "
-        f"got {flat[index].item()} at flat index {index}"
+        f"targets must be {SOFT_TARGETS if soft else HARD_TARGETS}, got {flat[index].item()} at flat index {index}"
     )
 
 
@@ -182,17 +146,13 @@ def refuse_score(scores: Tensor, targets: Tensor) -> NoReturn:
     flat, flat_targets = scores.detach().reshape(-1), comparable_targets(targets.reshape(-1))
     index = _first(~flat.isfinite() & (flat_targets != -1))
     value = flat[index].item()
-    raise NonFiniteScoresError(
-        f"scores must be finite, got {value} at flat index {index}", value=value, index=index
-    )
+    raise NonFiniteScoresError(f"scores must be finite, got {value} at flat index {index}", value=value, index=index)
 
 
 def refuse_box_loss(box_losses: Tensor) -> NoReturn:
     """Raises the ValueError for the first box loss that is not allowed."""
     index = _first(~(box_losses.isfinite() & (box_losses >= 0)))
-    raise ValueError(
-        f"box_losses must be finite and not negative, got {box_losses[index].item()} at {index}"
-    )
+    raise ValueError(f"box_losses must be finite and not negative, got {box_losses[index].item()} at {index}")
 
 
 def refuse_earlier_call(status: list[int]) -> None:
@@ -209,9 +169,7 @@ def refuse_earlier_call(status: list[int]) -> None:
     if bad_scores:
         raise NonFiniteScoresError(f"{earlier} scores must be finite, and some were not")
     if bad_boxes:
-        raise ValueError(
-            f"{earlier} box_losses must be one per positive, finite and not negative, and were not"
-        )
+        raise ValueError(f"{earlier} box_losses must be one per positive, finite and not negative, and were not")
     if surplus > 0:
         raise ValueError(f"{earlier} there were {surplus} positives more than allowed")
 

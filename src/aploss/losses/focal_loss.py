@@ -6,12 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .autograd import Operator, Values, loss_dtype
+from .autograd import Operator, Values
 from .checks import check_scores_and_targets, comparable_targets
 from .ranking.engine import check_status
+from .ranking.problem import loss_dtype
 from .traits import LossTraits, register_loss
-
-__all__ = ["FocalLoss", "focal_loss"]
 
 
 def focal_loss(
@@ -66,12 +65,7 @@ class FocalLoss(nn.Module):
     """See :func:`focal_loss`."""
 
     traits = LossTraits(
-        label="Focal loss",
-        colour="#d55e00",
-        dashes="--",
-        marker="s",
-        divides_by_positives=True,
-        calibrated=True,
+        label="Focal loss", colour="#d55e00", dashes="--", marker="s", divides_by_positives=True, calibrated=True
     )
 
     def __init__(self, alpha: float = 0.25, gamma: float = 2.0, check_later: bool = False) -> None:
@@ -81,9 +75,7 @@ class FocalLoss(nn.Module):
         self.gamma = gamma
         self.check_later = check_later
 
-    def forward(
-        self, scores: Tensor, targets: Tensor, num_positives: float | Tensor | None = None
-    ) -> Tensor:
+    def forward(self, scores: Tensor, targets: Tensor, num_positives: float | Tensor | None = None) -> Tensor:
         return focal_loss(
             scores,
             targets,

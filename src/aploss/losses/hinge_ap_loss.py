@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from .autograd import Operator, Values, loss_dtype, scaled
+from .autograd import Operator, Values, scaled
 from .checks import check_scores_and_targets, check_values
+from .ranking.problem import loss_dtype
 from .traits import LossTraits, register_loss
-
-__all__ = ["HingeAPLoss", "hinge_ap_loss"]
 
 
 def hinge_ap_loss(scores: Tensor, targets: Tensor) -> Tensor:
@@ -50,12 +49,7 @@ def hinge_ap_loss(scores: Tensor, targets: Tensor) -> Tensor:
 class HingeAPLoss(nn.Module):
     """See :func:`hinge_ap_loss`."""
 
-    traits = LossTraits(
-        label="Hinge-AP",
-        colour="#444c56",
-        dashes=(0, (1, 2)),
-        marker="p",
-    )
+    traits = LossTraits(label="Hinge-AP", colour="#444c56", dashes=(0, (1, 2)), marker="p")
 
     def forward(self, scores: Tensor, targets: Tensor) -> Tensor:
         return hinge_ap_loss(scores, targets)
@@ -123,9 +117,7 @@ def _count_by_passed_positives(positives: Tensor, negatives: Tensor) -> Tensor:
     return counts
 
 
-def _best_places(
-    which: Tensor, fewest: Tensor, most: Tensor, positives: Tensor, negatives: Tensor
-) -> Tensor:
+def _best_places(which: Tensor, fewest: Tensor, most: Tensor, positives: Tensor, negatives: Tensor) -> Tensor:
     """How many positives each of these negatives passes in the maximum, within its bounds.
 
     The negative j (the j-th highest, from 1) gains by passing the i-th highest positive

@@ -4,19 +4,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .autograd import loss_dtype
 from .checks import NonFiniteScoresError
+from .ranking.problem import loss_dtype
 from .traits import LossTraits, register_loss
-
-__all__ = ["OHEMCrossEntropy", "ohem_cross_entropy"]
 
 
 def ohem_cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    negative_ratio: float = 3.0,
-    num_positives: float | Tensor | None = None,
+    logits: Tensor, targets: Tensor, *, negative_ratio: float = 3.0, num_positives: float | Tensor | None = None
 ) -> Tensor:
     """Cross-entropy of all positives and of the hardest negatives, divided by the positives.
 
@@ -56,9 +50,9 @@ def ohem_cross_entropy(
     targets = targets.flatten(1).long()  # [B, A]
     logits = logits.flatten(1, -2).to(loss_dtype(logits.dtype))  # [B, A, K + 1]
     logits = logits.masked_fill((targets == -1)[..., None], 0.0)  # may be NaN: no gradient either
-    losses = F.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none"
-    ).view_as(targets)
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none").view_as(
+        targets
+    )
     positive = targets > 0
     counted = positive | _hardest_negatives(losses.detach(), targets, negative_ratio)
     total = torch.where(counted, losses, 0.0).sum()
@@ -84,12 +78,8 @@ class OHEMCrossEntropy(nn.Module):
         _check_ratio(negative_ratio)
         self.negative_ratio = negative_ratio
 
-    def forward(
-        self, logits: Tensor, targets: Tensor, num_positives: float | Tensor | None = None
-    ) -> Tensor:
-        return ohem_cross_entropy(
-            logits, targets, negative_ratio=self.negative_ratio, num_positives=num_positives
-        )
+    def forward(self, logits: Tensor, targets: Tensor, num_positives: float | Tensor | None = None) -> Tensor:
+        return ohem_cross_entropy(logits, targets, negative_ratio=self.negative_ratio, num_positives=num_positives)
 
     def extra_repr(self) -> str:
         return f"negative_ratio={self.negative_ratio}"
@@ -126,8 +116,7 @@ def _check_values(logits: Tensor, targets: Tensor) -> None:
         value = lowest if lowest < -1 else highest
         index = int((targets.flatten() == value).nonzero()[0])
         raise ValueError(
-            f"targets must be 1..{classes} (class), 0 (background) or -1 (ignored), "
-            f"got {value} at flat index {index}"
+            f"targets must be 1..{classes} (class), 0 (background) or -1 (ignored), got {value} at flat index {index}"
         )
     # NaN and infinity survive a sum; a sum that overflows is looked at more closely.
     if not bool(logits.detach().sum(dtype=torch.float32).isfinite()):

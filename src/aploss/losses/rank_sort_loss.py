@@ -8,8 +8,6 @@ from .autograd import RankingOperator
 from .checks import check_delta, check_max_positives
 from .traits import LossTraits, register_loss
 
-__all__ = ["RankSort", "RankSortLoss", "rank_sort_loss"]
-
 
 class RankSort(NamedTuple):
     """The two parts of the Rank & Sort loss; their sum is the loss of the paper."""
@@ -83,9 +81,7 @@ class RankSortLoss(nn.Module):
         weighs_boxes_by_score=True,
     )
 
-    def __init__(
-        self, delta: float = 0.5, process_group: Any = None, max_positives: int | None = None
-    ) -> None:
+    def __init__(self, delta: float = 0.5, process_group: Any = None, max_positives: int | None = None) -> None:
         super().__init__()
         check_delta(delta)
         check_max_positives(max_positives)
@@ -93,9 +89,7 @@ class RankSortLoss(nn.Module):
         self.process_group = process_group
         self.max_positives = max_positives
 
-    def forward(
-        self, scores: Tensor, targets: Tensor, groups: Tensor | int | None = None
-    ) -> RankSort:
+    def forward(self, scores: Tensor, targets: Tensor, groups: Tensor | int | None = None) -> RankSort:
         return rank_sort_loss(
             scores,
             targets,

@@ -16,18 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = [
-    "alrp_loss",
-    "ap_loss",
-    "auc_loss",
-    "focal_loss",
-    "hinge_ap_loss",
-    "ohem_cross_entropy",
-    "piecewise_step",
-    "rank_sort_loss",
-    "smooth_ap_loss",
-]
-
 
 def piecewise_step(x: Tensor, delta: float) -> Tensor:
     """The piecewise step function f of Section 3.4; the Heaviside step H where ``delta`` is 0.
@@ -43,9 +31,7 @@ def piecewise_step(x: Tensor, delta: float) -> Tensor:
     return (x / (2 * delta) + 0.5).clamp(0, 1)
 
 
-def ap_loss(
-    scores: Tensor, targets: Tensor, delta: float = 1.0, interpolated: bool = True
-) -> tuple[Tensor, Tensor]:
+def ap_loss(scores: Tensor, targets: Tensor, delta: float = 1.0, interpolated: bool = True) -> tuple[Tensor, Tensor]:
     """Algorithm 1, line by line.
 
     Returns:
@@ -99,9 +85,7 @@ def auc_loss(scores: Tensor, targets: Tensor, delta: float = 1.0) -> tuple[Tenso
     return loss, gradient.reshape(scores.shape)
 
 
-def rank_sort_loss(
-    scores: Tensor, targets: Tensor, delta: float = 0.5
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def rank_sort_loss(scores: Tensor, targets: Tensor, delta: float = 0.5) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rank & Sort (Oksuz et al., ICCV 2021), Eq. (6)-(10); positives have targets in (0, 1].
 
     As in that paper, rank(i) and rank+(i) are sums of the step over *all* j, i itself included,
@@ -130,9 +114,7 @@ def rank_sort_loss(
         violating = positive_steps * (y[positives] < y[i])
         if violating.sum() > 0:
             sorting_gradient[i] -= sorting_error - target_error
-            sorting_gradient[positives] += (
-                (sorting_error - target_error) * violating / violating.sum()
-            )
+            sorting_gradient[positives] += (sorting_error - target_error) * violating / violating.sum()
         sorting += sorting_error - target_error
     count = max(1, len(positives))
     return (
@@ -185,9 +167,7 @@ def alrp_loss(
     )
 
 
-def focal_loss(
-    scores: Tensor, targets: Tensor, alpha: float = 0.25, gamma: float = 2.0
-) -> tuple[Tensor, Tensor]:
+def focal_loss(scores: Tensor, targets: Tensor, alpha: float = 0.25, gamma: float = 2.0) -> tuple[Tensor, Tensor]:
     """Focal loss (Lin et al., ICCV 2017), Eq. (5): -alpha_t (1 - p_t)^gamma log(p_t).
 
     Returns:
@@ -201,9 +181,7 @@ def focal_loss(
     return _with_gradient(total / max(1, int((t == 1).sum())), s, scores.shape)
 
 
-def ohem_cross_entropy(
-    logits: Tensor, targets: Tensor, negative_ratio: float = 3.0
-) -> tuple[Tensor, Tensor]:
+def ohem_cross_entropy(logits: Tensor, targets: Tensor, negative_ratio: float = 3.0) -> tuple[Tensor, Tensor]:
     """SSD's softmax cross-entropy with hard negatives, one image after the other.
 
     ``logits`` [A, K + 1] or [B, A, K + 1], column 0 the background; ``targets`` without the last
@@ -224,11 +202,7 @@ def ohem_cross_entropy(
 
 
 def smooth_ap_loss(
-    scores: Tensor,
-    targets: Tensor,
-    temperature: float = 1.0,
-    log_space: bool = False,
-    eps: float = 1e-7,
+    scores: Tensor, targets: Tensor, temperature: float = 1.0, log_space: bool = False, eps: float = 1e-7
 ) -> tuple[Tensor, Tensor]:
     """Appendix 2's F, with S(x / temperature) in place of the step; the true derivative.
 
@@ -266,9 +240,7 @@ def hinge_ap_loss(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     best = s.new_zeros(())
     for ranking in itertools.permutations(positives + negatives):
         place = {item: index for index, item in enumerate(ranking)}
-        precisions = [
-            sum(place[k] <= place[i] for k in positives) / (place[i] + 1) for i in positives
-        ]
+        precisions = [sum(place[k] <= place[i] for k in positives) / (place[i] + 1) for i in positives]
         augmented = 1 - s.new_tensor(precisions).mean()
         for i, j in itertools.product(positives, negatives):
             relation = 1 if place[i] < place[j] else -1  # R_ij; it is 1 for all pairs of R*

@@ -3,23 +3,17 @@
 import torch
 from torch import Tensor, nn
 
-from .autograd import Operator, Values, loss_dtype, scaled
+from .autograd import Operator, Values, scaled
 from .checks import check_scores_and_targets, check_values
+from .ranking.problem import loss_dtype
 from .traits import LossTraits, register_loss
-
-__all__ = ["SmoothAPLoss", "smooth_ap_loss"]
 
 # Pairs held at a time: 16 MB in float32.
 _BLOCK = 1 << 22
 
 
 def smooth_ap_loss(
-    scores: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float = 1.0,
-    log_space: bool = False,
-    eps: float = 1e-7,
+    scores: Tensor, targets: Tensor, *, temperature: float = 1.0, log_space: bool = False, eps: float = 1e-7
 ) -> Tensor:
     """1 - AP with sigmoid(x / temperature) in place of the step function, and its derivative.
 
@@ -59,16 +53,9 @@ def smooth_ap_loss(
 class SmoothAPLoss(nn.Module):
     """See :func:`smooth_ap_loss`."""
 
-    traits = LossTraits(
-        label="Smooth-AP",
-        colour="#5a3a00",
-        dashes=(0, (5, 1)),
-        marker="X",
-    )
+    traits = LossTraits(label="Smooth-AP", colour="#5a3a00", dashes=(0, (5, 1)), marker="X")
 
-    def __init__(
-        self, temperature: float = 1.0, log_space: bool = False, eps: float = 1e-7
-    ) -> None:
+    def __init__(self, temperature: float = 1.0, log_space: bool = False, eps: float = 1e-7) -> None:
         super().__init__()
         _check_options(temperature, eps)
         self.temperature = temperature
@@ -76,13 +63,7 @@ class SmoothAPLoss(nn.Module):
         self.eps = eps
 
     def forward(self, scores: Tensor, targets: Tensor) -> Tensor:
-        return smooth_ap_loss(
-            scores,
-            targets,
-            temperature=self.temperature,
-            log_space=self.log_space,
-            eps=self.eps,
-        )
+        return smooth_ap_loss(scores, targets, temperature=self.temperature, log_space=self.log_space, eps=self.eps)
 
     def extra_repr(self) -> str:
         return f"temperature={self.temperature}, log_space={self.log_space}, eps={self.eps}"
@@ -118,9 +99,7 @@ _OPERATOR = Operator(
 )
 
 
-def _smoothed_error(
-    positives: Tensor, negatives: Tensor, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _smoothed_error(positives: Tensor, negatives: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """F of Appendix 2, and its derivatives on the positives [P] and on the negatives [N]."""
     count = len(positives)
     total = positives.new_zeros((), dtype=torch.float64)

@@ -21,8 +21,6 @@ from torch import nn
 
 from aploss.registry import Registry
 
-__all__ = ["LOSSES", "LossTraits", "register_loss", "traits_of"]
-
 LossClass = TypeVar("LossClass", bound=type[nn.Module])
 LOSSES: Registry[type[nn.Module]] = Registry("loss")
 

@@ -45,9 +45,7 @@ def box_losses(targets: Tensor) -> Tensor:
     return torch.rand(int((targets == 1).sum()), generator=torch.Generator().manual_seed(2))
 
 
-def computed(
-    loss: str, scores: Tensor, targets: Tensor, boxes: Tensor | None = None, **options
-) -> tuple[list, list]:
+def computed(loss: str, scores: Tensor, targets: Tensor, boxes: Tensor | None = None, **options) -> tuple[list, list]:
     """Values, and the gradient of each on the scores (and of the second on the box losses)."""
     scores = scores.clone().requires_grad_()
     if loss.startswith("ap"):
@@ -160,9 +158,7 @@ def test_every_capacity_gives_the_same_bits(make_boxes, loss, delta):
     scores, targets = make_boxes("tied", 20, 200, dtype=torch.float32)
     values, gradients = computed(loss, scores, targets, delta=delta)
     for capacity in (20, 21, 300):
-        same_values, same_gradients = computed(
-            loss, scores, targets, delta=delta, max_positives=capacity
-        )
+        same_values, same_gradients = computed(loss, scores, targets, delta=delta, max_positives=capacity)
         assert values == same_values
         assert all(map(torch.equal, gradients, same_gradients))
 
@@ -263,10 +259,7 @@ def test_processes_rank_their_parts_as_one_batch(make_boxes, tmp_path, capacity)
     scores, targets = make_boxes("random", 20, 200, dtype=torch.float32)
     boxes = box_losses(targets)
     first = int((targets[:100] == 1).sum())
-    parts = [
-        (scores[:100], targets[:100], boxes[:first]),
-        (scores[100:], targets[100:], boxes[first:]),
-    ]
+    parts = [(scores[:100], targets[:100], boxes[:first]), (scores[100:], targets[100:], boxes[first:])]
     mp.start_processes(rank_part, (tmp_path, parts, capacity), nprocs=2, start_method="fork")
     by_process = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for place, loss in enumerate(("ap", "auc", "alrp")):

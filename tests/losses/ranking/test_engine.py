@@ -220,12 +220,7 @@ def test_a_cache_that_cannot_be_used_is_done_without(tmp_path, damage):
     else:
         (tmp_path / "cache").write_text("not a folder")
     result = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment,
-        timeout=300,
-        check=True,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", code], env=environment, timeout=300, check=True, capture_output=True, text=True
     )
     assert result.stdout.strip() == "0.5"
     told = result.stderr.count("cache of compiled functions cannot be used")

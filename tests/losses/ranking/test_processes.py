@@ -28,9 +28,7 @@ def split_boxes(make_boxes, sizes, positives_of):
 
 def run_processes(worker, parts, *arguments):
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(
-            worker, (folder, parts, *arguments), nprocs=len(parts), start_method="fork"
-        )
+        mp.start_processes(worker, (folder, parts, *arguments), nprocs=len(parts), start_method="fork")
         return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(len(parts))]
 
 
@@ -38,9 +36,7 @@ def join_group(rank, folder, parts):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", len(parts))
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=len(parts), timeout=timedelta(seconds=60)
-    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=len(parts), timeout=timedelta(seconds=60))
 
 
 def rank_part(rank, folder, parts, name):
@@ -64,9 +60,7 @@ def rank_part(rank, folder, parts, name):
     ],
     ids=["halves", "three uneven", "one without positives", "one empty", "no positives at all"],
 )
-def test_every_process_has_the_loss_and_gradient_of_the_whole_batch(
-    make_boxes, name, sizes, positives_of
-):
+def test_every_process_has_the_loss_and_gradient_of_the_whole_batch(make_boxes, name, sizes, positives_of):
     parts = split_boxes(make_boxes, sizes, positives_of)
     results = run_processes(rank_part, parts, name)
     scores = torch.cat([part for part, _ in parts]).requires_grad_()

@@ -58,9 +58,7 @@ def test_without_a_gpu_or_the_interpreter_the_kernels_support_nothing():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("delta", [0.0, 0.25, 1.0])
-@pytest.mark.parametrize(
-    "distribution", ["random", "separated", "tied", "all equal", "huge spread", "offset"]
-)
+@pytest.mark.parametrize("distribution", ["random", "separated", "tied", "all equal", "huge spread", "offset"])
 def test_on_a_gpu_loss_and_gradient_equal_algorithm_1(make_boxes, distribution, delta):
     scores, targets = make_boxes(distribution, 40, 100_000, dtype=torch.float32)
     expected, expected_gradient = reference.ap_loss(scores, targets, delta)

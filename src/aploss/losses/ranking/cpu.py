@@ -24,18 +24,11 @@ from .problem import Found, Problem, Ranked, loss_dtype
 from .segments import Segments, line_through_segments
 from .torch_backend import Kept, TorchBackend
 
-__all__ = ["CPUBackend", "gradient_directly", "rank_directly"]
-
 BLOCK = kernels.BLOCK
 MOST_PARTS, SMALLEST_PART = 16, 1 << 16
 SECONDS_OF_SILENCE = 2.0
 
-_RULES = {
-    "ap": kernels.AP,
-    "auc": kernels.AUC,
-    "rank-sort": kernels.RANK_SORT,
-    "alrp": kernels.ALRP,
-}
+_RULES = {"ap": kernels.AP, "auc": kernels.AUC, "rank-sort": kernels.RANK_SORT, "alrp": kernels.ALRP}
 _ONE32, _ONE64 = np.float32(1), np.float64(1)
 _ONE: dict[torch.dtype, Any] = {torch.float32: _ONE32, torch.float64: _ONE64}
 _log = logging.getLogger("aploss.losses")
@@ -88,9 +81,7 @@ class CPUBackend(TorchBackend):
     def gradient(self, ranked: Ranked, upstream: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         problem, held = ranked.problem, ranked.held
         gradient = torch.empty(problem.scores.shape, dtype=problem.dtype)
-        (_gradient if type(held) is _Kept else _gradient_of_stages)(
-            problem, held, upstream, gradient
-        )
+        (_gradient if type(held) is _Kept else _gradient_of_stages)(problem, held, upstream, gradient)
         return gradient if gradient.dtype == dtype else gradient.to(dtype)
 
     def find(self, problem: Problem) -> Found:
@@ -144,14 +135,7 @@ def rank_directly(scores: Tensor, targets: Tensor, rule: str, delta: float, inte
         return None
     one, width = (_ONE32, np.float32(2 * delta)) if dtype is torch.float32 else (_ONE64, 2 * delta)
     status, value, *kept = kernels.forward(
-        array,
-        target_array,
-        _DIRECT[rule],
-        interpolated,
-        delta,
-        one,
-        width,
-        _small_integers(2 * len(array)),
+        array, target_array, _DIRECT[rule], interpolated, delta, one, width, _small_integers(2 * len(array))
     )
     return None if status[2] or status[3] else (value, (array, *kept, width))
 
@@ -188,16 +172,7 @@ def _rank_in_parts(problem: Problem, accept: Accept) -> Ranked:
     if problem.soft:
         boxes = problem.targets.numpy()[notes.index].astype(np.float64)
     values, lines, own, box_weights = kernels.finish(
-        rule,
-        problem.interpolated,
-        problem.delta,
-        cuts,
-        positives,
-        order,
-        boxes,
-        tallies,
-        np.int64(status[1]),
-        one,
+        rule, problem.interpolated, problem.delta, cuts, positives, order, boxes, tallies, np.int64(status[1]), one
     )
     noted = (notes.pure, notes.left_out, notes.rows, notes.below)
     kept = _Kept(notes.scores, notes.index, own, cuts[0], lines, noted)
@@ -219,21 +194,11 @@ def _gradient(problem: Problem, kept: _Kept, upstream: tuple[Tensor, ...], out: 
     first = float(upstream[0])
     second = float(upstream[1]) if problem.rule == "rank-sort" else 0.0
     gradient = out.numpy()
-    _evaluate(
-        kept.scores,
-        kept.notes,
-        kept.marks,
-        kept.lines,
-        kind(2 * problem.delta),
-        kind(first),
-        gradient,
-    )
+    _evaluate(kept.scores, kept.notes, kept.marks, kept.lines, kind(2 * problem.delta), kind(first), gradient)
     kernels.write_positives(kept.index, kept.own, first, second, gradient)
 
 
-def _gradient_of_stages(
-    problem: Problem, held: Kept, upstream: tuple[Tensor, ...], out: Tensor
-) -> None:
+def _gradient_of_stages(problem: Problem, held: Kept, upstream: tuple[Tensor, ...], out: Tensor) -> None:
     factors = torch.stack(upstream[: len(held.own)]).double()[:, None] * problem.num_processes
     lines = line_through_segments(held.segments, held.pair_weights * factors[0])
     of_rows = [
@@ -244,13 +209,7 @@ def _gradient_of_stages(
     one = _ONE[problem.dtype]
     noted = (notes.pure, notes.left_out, notes.rows, notes.below)
     _evaluate(
-        notes.scores,
-        noted,
-        notes.marks,
-        torch.stack(of_rows).numpy(),
-        type(one)(2 * problem.delta),
-        one,
-        out.numpy(),
+        notes.scores, noted, notes.marks, torch.stack(of_rows).numpy(), type(one)(2 * problem.delta), one, out.numpy()
     )
     own = (held.own * factors).sum(0).to(problem.dtype)
     here = held.index >= 0
@@ -299,9 +258,7 @@ def _tally_groups(problem: Problem, notes: _Notes, segments: Segments) -> Tensor
     numbers = groups.numbers[:count].numpy()
     spread = int(numbers[-1]) - int(numbers[0])
     dense = np.empty(size, np.int32)
-    kernels.dense_groups(
-        problem.groups.numpy(), numbers, spread if spread <= max(2 * size, 1 << 20) else 0, dense
-    )
+    kernels.dense_groups(problem.groups.numpy(), numbers, spread if spread <= max(2 * size, 1 << 20) else 0, dense)
     edges = segments.edges
     beyond = edges.new_full((1,), torch.inf)
     marks = torch.cat([segments.for_rows(edges, beyond), beyond]).numpy()
@@ -314,23 +271,17 @@ def _tally_groups(problem: Problem, notes: _Notes, segments: Segments) -> Tensor
     width = type(one)(2 * problem.delta)
 
     def work(start: int, stop: int) -> Any:
-        return kernels.tally_groups(
-            notes.scores, start, stop, kept, dense, marks, tables, one, width
-        )
+        return kernels.tally_groups(notes.scores, start, stop, kept, dense, marks, tables, one, width)
 
     parts = _in_parts(size, work)
     return torch.from_numpy(np.stack([sum(part[k] for part in parts) for k in range(2)]))
 
 
-def _evaluate(
-    scores: Any, notes: Any, marks: Any, lines: Any, width: Any, factor: Any, out: Any
-) -> None:
+def _evaluate(scores: Any, notes: Any, marks: Any, lines: Any, width: Any, factor: Any, out: Any) -> None:
     pure, left_out, rows, below = notes
 
     def work(start: int, stop: int) -> Any:
-        kernels.evaluate(
-            scores, start, stop, pure, left_out, rows, below, marks, lines, width, factor, out
-        )
+        kernels.evaluate(scores, start, stop, pure, left_out, rows, below, marks, lines, width, factor, out)
 
     _in_parts(len(scores), work)
 
@@ -405,9 +356,7 @@ def _say_once(key: str, message: str, *arguments: Any) -> None:
 
 
 def _say_that_it_compiles() -> None:
-    _say_once(
-        "compiling", "compiling the ranking losses for this processor; later runs find them cached"
-    )
+    _say_once("compiling", "compiling the ranking losses for this processor; later runs find them cached")
 
 
 def _say_that_there_is_no_cache(error: Exception) -> None:

@@ -21,27 +21,6 @@ import numpy as np
 
 from . import rules
 
-__all__ = [
-    "ALRP",
-    "AP",
-    "AUC",
-    "BLOCK",
-    "RANK_SORT",
-    "Compiled",
-    "backward",
-    "dense_groups",
-    "evaluate",
-    "find",
-    "finish",
-    "forward",
-    "group_tables",
-    "prepare_table",
-    "sort_and_cut",
-    "tally",
-    "tally_groups",
-    "write_positives",
-]
-
 BLOCK = 256
 STEP, ONE, TWO = np.uint64(BLOCK), np.uint64(1), np.uint64(2)
 CELLS_PER_SEGMENT, MOST_CELLS = 16, 1 << 17  # of the lookup table
@@ -54,18 +33,11 @@ AP, AUC, RANK_SORT, ALRP = 0, 1, 2, 3
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 helper = numba.njit(**OPTIONS)
-_rule = {
-    name: helper(getattr(rules, name)) for name in rules.__all__ if callable(getattr(rules, name))
-}
-_ap_error, _ap_weight = _rule["ap_error"], _rule["ap_weight"]
-_auc_error, _auc_weight = _rule["auc_error"], _rule["auc_weight"]
-_rank_sort_error, _rank_sort_weight = _rule["rank_sort_error"], _rule["rank_sort_weight"]
-_sorting_error = _rule["sorting_error"]
-_alrp_rank, _alrp_error, _alrp_weight = (
-    _rule["alrp_rank"],
-    _rule["alrp_error"],
-    _rule["alrp_weight"],
-)
+_ap_error, _ap_weight = helper(rules.ap_error), helper(rules.ap_weight)
+_auc_error, _auc_weight = helper(rules.auc_error), helper(rules.auc_weight)
+_rank_sort_error, _rank_sort_weight = helper(rules.rank_sort_error), helper(rules.rank_sort_weight)
+_sorting_error = helper(rules.sorting_error)
+_alrp_rank, _alrp_error, _alrp_weight = map(helper, (rules.alrp_rank, rules.alrp_error, rules.alrp_weight))
 
 
 class Compiled:
@@ -265,9 +237,7 @@ def _tally_part(
     whole = one * np.float32(UNIT)
     for block in range(np.uint64(start), np.uint64(stop), STEP):
         size = min(STEP, np.uint64(stop) - block)
-        reached = _find_rows(
-            scores, block, size, marks, table, low, scale, last, one, cells, rows, distances
-        )
+        reached = _find_rows(scores, block, size, marks, table, low, scale, last, one, cells, rows, distances)
         below[block // STEP] = not reached
         if not reached:
             continue
@@ -309,9 +279,7 @@ def _flush(packed, counts, sums):
 
 
 @helper
-def _evaluate_part(
-    scores, start, stop, pure, left_out, rows, below, marks, lines, width, factor, out
-):
+def _evaluate_part(scores, start, stop, pure, left_out, rows, below, marks, lines, width, factor, out):
     """Writes the value of the line of every negative's row, times a factor."""
     height, slope = lines[0], lines[1]
     stop = np.uint64(stop)
@@ -632,9 +600,7 @@ def _finish(rule, interpolated, delta, cuts, positives, order, extras, tallies, 
         derivatives by the box losses [P], the latter two in the order of the flat index.
     """
     counts, sums = tallies
-    values, weights, own, p, n = _errors(
-        rule, interpolated, delta, cuts, positives, counts, sums, negatives
-    )
+    values, weights, own, p, n = _errors(rule, interpolated, delta, cuts, positives, counts, sums, negatives)
     if rule in (RANK_SORT, ALRP):
         extras = _in_order(extras, order)
     if rule == RANK_SORT:
@@ -719,9 +685,7 @@ def _group_tables(marks, first_row, one):
             scale = one - one
         row = first_row[g]
         for cell in range(cells):
-            while (
-                row + 1 < first_row[g + 1] and _cell(marks[row + 1], low, scale, last, one) < cell
-            ):
+            while row + 1 < first_row[g + 1] and _cell(marks[row + 1], low, scale, last, one) < cell:
                 row += 1
             table[begin[g] + cell] = row
         lows[g], scales[g] = low, scale
@@ -783,9 +747,7 @@ def _forward(scores, targets, rule, interpolated, delta, one, width, small):
         table, axis = _table_here(marks, one, size, small)
         notes = blocks[0], left_out, rows, blocks[1]
         counts, sums = _tally_here(scores, 0, size, notes, marks, table, axis, one, width)
-    values, weights, own, _, _ = _errors(
-        rule, interpolated, delta, cuts, positives, counts, sums, negatives
-    )
+    values, weights, own, _, _ = _errors(rule, interpolated, delta, cuts, positives, counts, sums, negatives)
     gradients = np.zeros((2, len(order)))
     for i in range(len(order)):
         gradients[0, order[i]] = own[0, i]
@@ -796,9 +758,7 @@ def _forward(scores, targets, rule, interpolated, delta, one, width, small):
 def _backward(scores, index, own, marks, lines, blocks, left_out, rows, first, width, factor, out):
     """All of a backward pass over few scores, for a factor from above in two dtypes."""
     pure, below = blocks[0], blocks[1]
-    _evaluate_part(
-        scores, 0, len(scores), pure, left_out, rows, below, marks, lines, width, factor, out
-    )
+    _evaluate_part(scores, 0, len(scores), pure, left_out, rows, below, marks, lines, width, factor, out)
     _write_here(index, own, first, 0.0, out)
 
 

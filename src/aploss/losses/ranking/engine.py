@@ -38,16 +38,6 @@ from ..checks import (
 from .problem import Backend, Positives, Problem, Ranked
 from .torch_backend import TorchBackend, sort_positives
 
-__all__ = [
-    "Options",
-    "check_status",
-    "gradient_directly",
-    "rank_directly",
-    "rank_scores",
-    "resolve_group",
-    "use_backend",
-]
-
 BACKENDS = ("cpu", "torch", "triton")
 _chosen: str | None = None
 _directly: Any = None  # the module ``cpu``, once it is imported
@@ -83,10 +73,7 @@ class use_backend:  # noqa: N801 - reads as a function, and as a context
         pass
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         global _chosen
         _chosen = self._before
@@ -140,9 +127,7 @@ def rank_directly(
         return None
     if not (isinstance(targets, Tensor) and scores.is_cpu and targets.is_cpu):
         return None
-    known: tuple[float, Any] | None = _directly.rank_directly(
-        scores, targets, rule, delta, interpolated
-    )
+    known: tuple[float, Any] | None = _directly.rank_directly(scores, targets, rule, delta, interpolated)
     return known
 
 
@@ -152,9 +137,7 @@ def gradient_directly(state: Any, upstream: Tensor, like: Tensor) -> Tensor:
     return gradient
 
 
-def _make_problem(
-    scores: Tensor, targets: Tensor, options: Options, box_losses: Tensor | None
-) -> Problem:
+def _make_problem(scores: Tensor, targets: Tensor, options: Options, box_losses: Tensor | None) -> Problem:
     """Checks the arguments, and flattens them."""
     check_scores_and_targets(scores, targets)
     check_delta(options.delta)
@@ -175,9 +158,7 @@ def _make_problem(
         flat_scores, flat_targets = flat_scores.new_zeros(1), flat_scores.new_full((1,), -1.0)
         groups = None if groups is None else groups.new_zeros(1)
     rule, delta, interpolated, _, max_positives, _ = options
-    problem = Problem(
-        flat_scores, flat_targets, rule, delta, interpolated, groups, box_losses, max_positives
-    )
+    problem = Problem(flat_scores, flat_targets, rule, delta, interpolated, groups, box_losses, max_positives)
     return _on_cpu(problem) if scores.device.type == "mps" else problem
 
 
@@ -230,9 +211,7 @@ def _rank_alone(backend: Backend, problem: Problem) -> Ranked:
     return backend.finish(problem, found, positives, tallies)
 
 
-def _rank_together(
-    backend: Backend, problem: Problem, group: Any, mistake: ValueError | None
-) -> Ranked:
+def _rank_together(backend: Backend, problem: Problem, group: Any, mistake: ValueError | None) -> Ranked:
     found = backend.find(problem)
     if mistake is not None:
         found.status[2] = 1  # so that the loss is NaN where nobody reads
@@ -340,9 +319,7 @@ def _refuse(problem: Problem, status: list[int]) -> None:
         refuse_score(problem.scores, problem.targets)
     boxes = problem.box_losses
     if boxes is not None and len(boxes) != positives:
-        raise ValueError(
-            f"box_losses must have one value per positive, {positives}, got {len(boxes)}"
-        )
+        raise ValueError(f"box_losses must have one value per positive, {positives}, got {len(boxes)}")
     if boxes is not None and bad_boxes:
         refuse_box_loss(boxes)
 
@@ -370,9 +347,7 @@ def _backend_for(problem: Problem) -> Backend:
             return triton
     if _chosen in (None, "torch"):
         return TorchBackend()
-    raise ValueError(
-        f"backend {_chosen!r} cannot rank these scores, {problem.scores.dtype} on {kind}"
-    )
+    raise ValueError(f"backend {_chosen!r} cannot rank these scores, {problem.scores.dtype} on {kind}")
 
 
 @cache
@@ -382,8 +357,7 @@ def _cpu_backend() -> Backend:
         from . import cpu  # imports numba, which takes its time
     except ImportError as error:
         warnings.warn(
-            f"the ranking losses are several times slower without numba ({error}); "
-            "install it with: pip install numba",
+            f"the ranking losses are several times slower without numba ({error}); install it with: pip install numba",
             stacklevel=2,
         )
         return TorchBackend()

@@ -13,8 +13,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Backend", "Found", "Positives", "Problem", "Ranked", "loss_dtype"]
-
 
 def loss_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a loss and its gradient are computed for scores of a dtype."""
@@ -144,9 +142,7 @@ class Backend(Protocol):
             float64: counts, and sums of (s - edge) / (2 delta), clamped to [0, 1].
         """
 
-    def finish(
-        self, problem: Problem, found: Found, positives: Positives, tallies: Tensor
-    ) -> Ranked:
+    def finish(self, problem: Problem, found: Found, positives: Positives, tallies: Tensor) -> Ranked:
         """Applies the rule of the loss to the positives and the tallies of all processes."""
 
     def gradient(self, ranked: Ranked, upstream: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:

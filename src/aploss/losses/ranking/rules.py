@@ -11,20 +11,6 @@ pair (i, j).
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
-__all__ = [
-    "NO_FALSE_POSITIVES",
-    "alrp_error",
-    "alrp_rank",
-    "alrp_weight",
-    "ap_error",
-    "ap_weight",
-    "auc_error",
-    "auc_weight",
-    "rank_sort_error",
-    "rank_sort_weight",
-    "sorting_error",
-]
-
 # With fewer false positives than this above it (the step function is a fraction), a positive has
 # no negative to blame for the box losses above it: the quotient would be rounding noise.
 NO_FALSE_POSITIVES = 1e-5

@@ -24,16 +24,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Groups",
-    "Segments",
-    "cut_into_segments",
-    "line_through_segments",
-    "running_minimum",
-    "suffix_sums",
-    "sums_above",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class Groups:

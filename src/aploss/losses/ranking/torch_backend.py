@@ -14,15 +14,7 @@ from torch import Tensor
 
 from . import rules
 from .problem import Found, Positives, Problem, Ranked, loss_dtype
-from .segments import (
-    Segments,
-    cut_into_segments,
-    line_through_segments,
-    running_minimum,
-    sums_above,
-)
-
-__all__ = ["Kept", "TorchBackend", "sort_positives", "step_at_zero"]
+from .segments import Segments, cut_into_segments, line_through_segments, running_minimum, sums_above
 
 LANES = 64  # copies of the tallies, so that few scores at a time add to the same number
 FRACTION_BITS = 30  # of a share in float32
@@ -93,9 +85,7 @@ class TorchBackend:
         _locate(problem, found.held, segments)
         return _tally(found.held, segments.rows)
 
-    def finish(
-        self, problem: Problem, found: Found, positives: Positives, tallies: Tensor
-    ) -> Ranked:
+    def finish(self, problem: Problem, found: Found, positives: Positives, tallies: Tensor) -> Ranked:
         with _any_order_of_adding():
             real = torch.ones_like(positives.scores, dtype=torch.float64)
             if not positives.all_real:
@@ -104,14 +94,7 @@ class TorchBackend:
             weight = _weights(problem, found, positives, real)
             outcome = _RULES[problem.rule](_Ranks(problem, found, positives, tallies, real, weight))
             segments: Segments = positives.held
-            held = Kept(
-                segments,
-                found.held,
-                outcome.pair_weights,
-                outcome.own,
-                positives.index,
-                positives.all_real,
-            )
+            held = Kept(segments, found.held, outcome.pair_weights, outcome.own, positives.index, positives.all_real)
             box_gradient = None
             if outcome.box_weights is not None:
                 box_gradient = _in_given_order(problem, positives.index, outcome.box_weights)
@@ -137,11 +120,7 @@ class TorchBackend:
 
 
 def sort_positives(
-    scores: Tensor,
-    index: Tensor,
-    padding: Tensor | None,
-    extras: Tensor | None,
-    groups: Tensor | None,
+    scores: Tensor, index: Tensor, padding: Tensor | None, extras: Tensor | None, groups: Tensor | None
 ) -> Positives:
     """Brings positives [C], of which some may be padding, into the order of a ranking."""
     if padding is None:
@@ -207,9 +186,7 @@ def _locate(problem: Problem, scores: _Scores, segments: Segments) -> None:
     if groups is None or problem.groups is None:
         row = segments.reached(values)
     else:
-        group = torch.searchsorted(groups.numbers, problem.groups).clamp_(
-            max=len(groups.numbers) - 1
-        )
+        group = torch.searchsorted(groups.numbers, problem.groups).clamp_(max=len(groups.numbers) - 1)
         others = (groups.numbers[group] != problem.groups) | (values == -torch.inf)
         row = segments.reached(values, group).add_(group).add_(1)
         row = row.masked_fill_(others, 0).to(torch.int32)

@@ -23,8 +23,6 @@ from torch import Tensor
 from .problem import Found, Positives, Problem, Ranked, loss_dtype
 from .torch_backend import TorchBackend
 
-__all__ = ["LIMIT", "SCORES", "TARGETS", "TILE", "TritonBackend", "kernels", "supports"]
-
 LIMIT = 1 << 13  # most positives; pairs of them take time beyond
 BLOCK = 1024  # scores of a program
 TILE = 1024  # segments or positives that a single program handles at a time
@@ -212,9 +210,7 @@ class TritonBackend(TorchBackend):
         )  # fmt: skip
         return tallies
 
-    def finish(
-        self, problem: Problem, found: Found, positives: Positives, tallies: Tensor
-    ) -> Ranked:
+    def finish(self, problem: Problem, found: Found, positives: Positives, tallies: Tensor) -> Ranked:
         held = found.held
         if not isinstance(held, _Held):
             return super().finish(problem, found, positives, tallies)
