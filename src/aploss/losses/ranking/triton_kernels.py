@@ -21,6 +21,19 @@ import functools
 import triton
 import triton.language as tl
 
+__all__ = [
+    "check_box_losses",
+    "cut_segments",
+    "evaluate_gradient",
+    "find_positives",
+    "integrate_tallies",
+    "line_through_segments",
+    "reduce_tallies",
+    "sort_positives",
+    "store_own_gradient",
+    "tally_negatives",
+]  # the kernels that Python launches
+
 # Numbers that change from step to step, and with them where small tensors lie, must not make the
 # compiler build kernels of their own.
 kernel = functools.partial(

@@ -15,6 +15,8 @@ import triton.language as tl
 from . import rules
 from .triton_kernels import kernel, real_count, row_count
 
+__all__ = ["apply_rule", "pair_columns", "pair_rows"]  # the kernels that Python launches
+
 AP: tl.constexpr = tl.constexpr(0)
 AUC: tl.constexpr = tl.constexpr(1)
 RANK_SORT: tl.constexpr = tl.constexpr(2)
