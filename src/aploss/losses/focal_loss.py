@@ -52,7 +52,7 @@ def focal_loss(
         >>> scores = torch.tensor([0.0, 0.0, 5.0], requires_grad=True)
         >>> loss = focal_loss(scores, torch.tensor([1, 0, -1]))
         >>> loss  # (0.25 + 0.75) * 0.5 ** 2 * log(2)
-        tensor(0.1733, grad_fn=<_Eager>)
+        tensor(0.1733, grad_fn=<_EagerBackward>)
     """
     check_scores_and_targets(scores, targets)
     _check_options(alpha, gamma)

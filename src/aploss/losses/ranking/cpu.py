@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..checks import COMPARABLE
 from . import cpu_kernels as kernels
+from .cpu_segments import ALRP, AP, AUC, RANK_SORT
 from .problem import Found, Problem, Ranked, loss_dtype
 from .segments import Segments, line_through_segments
 from .torch_backend import Kept, TorchBackend
@@ -28,7 +29,7 @@ BLOCK = kernels.BLOCK
 MOST_PARTS, SMALLEST_PART = 16, 1 << 16
 SECONDS_OF_SILENCE = 2.0
 
-_RULES = {"ap": kernels.AP, "auc": kernels.AUC, "rank-sort": kernels.RANK_SORT, "alrp": kernels.ALRP}
+_RULES = {"ap": AP, "auc": AUC, "rank-sort": RANK_SORT, "alrp": ALRP}
 _ONE32, _ONE64 = np.float32(1), np.float64(1)
 _ONE: dict[torch.dtype, Any] = {torch.float32: _ONE32, torch.float64: _ONE64}
 _log = logging.getLogger("aploss.losses")
@@ -140,7 +141,7 @@ def rank_directly(scores: Tensor, targets: Tensor, rule: str, delta: float, inte
     return None if status[2] or status[3] else (value, (array, *kept, width))
 
 
-_DIRECT = {"ap": kernels.AP, "auc": kernels.AUC}
+_DIRECT = {"ap": AP, "auc": AUC}
 
 
 def gradient_directly(state: tuple[Any, ...], upstream: Tensor, like: Tensor) -> Tensor:
