@@ -193,13 +193,16 @@ class Heartbeat:
                 self._store.set(_key(self._rank), LEFT)
 
     def peers_answer(self, seconds: float = ANSWER_SECONDS) -> bool:
-        """Whether every other rank beats once more within some seconds."""
+        """Whether every other rank beats twice more within some seconds: one beat may be older than the question."""
         asked = time.monotonic()
+        heard = {rank: [beat] for rank, (beat, _) in self._heard.items()}
         while time.monotonic() < asked + seconds:
-            beats = list(self._heard.values())
-            if any(beat == LEFT for beat, _ in beats):
-                return False
-            if all(heard > asked for _, heard in beats):
+            for rank, (beat, _) in list(self._heard.items()):
+                if beat == LEFT:
+                    return False
+                if beat != heard[rank][-1]:
+                    heard[rank].append(beat)
+            if all(len(beats) > 2 for beats in heard.values()):
                 return True
             time.sleep(min(0.1, self._interval))
         return False
