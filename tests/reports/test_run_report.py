@@ -232,3 +232,10 @@ def test_the_running_mean_of_a_constant_is_that_constant() -> None:
         levels.append(set(heights))
     assert levels[0] == levels[1]
     assert len(levels[0]) == 1
+
+
+def test_images_that_could_not_be_read_are_counted_and_named(make_run: MakeRun) -> None:
+    run = make_run()
+    edit(run / "summary.json", lambda summary: summary.update(unreadable_images={"a/broken.jpg": "truncated"}))
+    text = words(write_run_report(run))
+    assert "1 image(s) could not be read and were replaced by others: broken.jpg." in text

@@ -29,6 +29,7 @@ METRICS = {
 }
 STEP_CURVES = {"lr": ("Learning rate", "learning rate"), "gradient_norm": ("Gradient norm", "norm")}
 MAX_BARS = 24
+SHOWN_NAMES = 8  # of images that could not be read
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -109,6 +110,10 @@ def _story(summary: Mapping[str, Any]) -> list[page.Block]:
         parts.append(f"Training ended early because {reasons[summary['stopped_by']]}.")
     if summary.get("bad_steps"):
         parts.append(f"{summary['bad_steps']} step(s) with NaN or Inf were skipped.")
+    if unreadable := summary.get("unreadable_images"):
+        names = ", ".join(Path(str(path)).name for path in list(unreadable)[:SHOWN_NAMES])
+        more = f" and {len(unreadable) - SHOWN_NAMES} more" if len(unreadable) > SHOWN_NAMES else ""
+        parts.append(f"{len(unreadable)} image(s) could not be read and were replaced by others: {names}{more}.")
     return [page.Text(" ".join(parts))] if parts else []
 
 
