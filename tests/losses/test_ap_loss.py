@@ -243,7 +243,7 @@ def test_ignored_boxes_never_matter(drawn, ignored_score):
     assert (gradient_with[targets == -1] == 0).all()
 
 
-@given(boxes, st.floats(0.0, 2.0))
+@given(boxes, st.just(0.0) | st.floats(1e-30, 2.0))
 @settings(deadline=None, max_examples=60)
 def test_perfect_ranking_has_zero_loss_and_zero_gradient(drawn, delta):
     scores, targets = as_tensors(drawn)
@@ -251,3 +251,8 @@ def test_perfect_ranking_has_zero_loss_and_zero_gradient(drawn, delta):
     loss, gradient = loss_and_gradient(scores, targets, delta=delta)
     assert loss.item() == 0
     assert (gradient == 0).all()
+
+
+def test_a_width_that_divisions_do_not_survive_is_refused():
+    with pytest.raises(ValueError, match="nothing else below 1e-30"):
+        ap_loss(torch.zeros(2), torch.tensor([1, 0]), delta=5e-324)

@@ -60,10 +60,16 @@ def check_scores_and_targets(scores: Tensor, targets: Tensor) -> None:
         raise ValueError(f"scores and targets must be on one device, got {scores.device} and {targets.device}")
 
 
+LEAST_DELTA = 1e-30
+
+
 def check_delta(delta: float) -> None:
-    """Raises ValueError unless delta is finite and not negative."""
-    if not (math.isfinite(delta) and delta >= 0):
-        raise ValueError(f"delta must be a finite number >= 0 (0 is the Heaviside step), got {delta}")
+    """Raises ValueError unless delta is 0 or a width that divisions by it survive."""
+    if not (math.isfinite(delta) and (delta == 0 or delta >= LEAST_DELTA)):
+        raise ValueError(
+            "delta must be a finite number >= 0 (0 is the Heaviside step; nothing else below "
+            f"{LEAST_DELTA}), got {delta}"
+        )
 
 
 def check_max_positives(max_positives: int | None) -> None:

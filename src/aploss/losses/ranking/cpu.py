@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..checks import COMPARABLE
+from ..checks import COMPARABLE, LEAST_DELTA
 from . import cpu_kernels as kernels
 from .cpu_segments import ALRP, AP, AUC, RANK_SORT
 from .problem import Found, Problem, Ranked, loss_dtype
@@ -118,7 +118,7 @@ def rank_directly(scores: Tensor, targets: Tensor, rule: str, delta: float, inte
         something is wrong.
     """
     dtype = scores.dtype
-    if rule not in _DIRECT or not 0 <= delta < np.inf:
+    if rule not in _DIRECT or not (delta == 0 or LEAST_DELTA <= delta < np.inf):
         return None
     if (dtype, targets.dtype) not in _compiled_for:
         if dtype not in _ONE or targets.dtype not in COMPARABLE:
