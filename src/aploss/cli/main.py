@@ -18,7 +18,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from aploss.cli.command import EXIT_PROBLEMS, Command
-from aploss.errors import AplossError, ConfigError
+from aploss.errors import AplossError, ConfigError, missing_package
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -79,7 +79,7 @@ def _in_words(error: Exception) -> tuple[str, int]:
         name = "" if error.filename is None else f"{_shortened(str(error.filename))}: "
         return f"{name}{error.strerror}", EXIT_USER_ERROR
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
-        return f"needs the extra 'detect' ({error.name} is missing): pip install 'aploss[detect]'", EXIT_USER_ERROR
+        return str(missing_package(error.name)), EXIT_USER_ERROR
     line, where = _shortened(" ".join(str(error).split())), ""
     with suppress(OSError):
         handle, name = tempfile.mkstemp(prefix="aploss-error-", suffix=".txt")

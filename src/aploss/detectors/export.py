@@ -20,7 +20,7 @@ from aploss.detectors.build import build_detector
 from aploss.detectors.checkpoint import detector_from_record, detector_record
 from aploss.detectors.detector import Detector
 from aploss.detectors.postprocess import Detections, ObjectDetector
-from aploss.errors import ConfigError, RunError
+from aploss.errors import ConfigError, RunError, require_packages
 from aploss.evaluation import Calibration
 from aploss.files import write_whole
 
@@ -50,7 +50,9 @@ def export_onnx(detector: Detector, path: str | Path, *, size: int | None = None
 
     Raises:
         RunError: if onnxruntime does not compute what the detector does.
+        ConfigError: if the extra ``export`` is not installed.
     """
+    require_packages("onnx", "onnxscript", "onnxruntime")
     # A copy from plain values: on the CPU, not compiled, and free to change.
     detector = detector_from_record(detector_record(detector))
     if size is not None:

@@ -1,8 +1,8 @@
 """Average precision as COCO and VOC measure it, curves, matching and calibration of scores.
 
-faster-coco-eval and scikit-learn are imported when a COCO metric is computed or a calibration fitted. Ground truth is a
-COCO dict or arrays (a :class:`GroundTruth`, or ``dataset.annotations`` of a loaded dataset), detections are COCO
-results or a :class:`DetectionTable`.
+faster-coco-eval is imported when a COCO metric is computed. Ground truth is a COCO dict or arrays (a
+:class:`GroundTruth`, or ``dataset.annotations`` of a loaded dataset), detections are COCO results or a
+:class:`DetectionTable`.
 """
 
 from aploss.evaluation.calibration import (

@@ -117,13 +117,24 @@ def fit_calibration(scores: Values, correct: Flags) -> Calibration:
 
 
 def _isotonic(scores: np.ndarray, correct: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Corners of the isotonic regression: scores, strictly ascending, and probabilities."""
-    from sklearn.isotonic import IsotonicRegression
+    """Corners of the isotonic regression: scores, strictly ascending, and probabilities.
 
-    regression = IsotonicRegression(y_min=0.0, y_max=1.0).fit(
-        np.append(scores, [scores.min(), scores.max()]), np.append(correct, [1.0, 0.0])
-    )
-    return regression.X_thresholds_, regression.y_thresholds_
+    Pool adjacent violators: a score whose share of correct detections is not above that of the block before it joins
+    that block, as often as that is so.
+    """
+    x, place = np.unique(np.append(scores, [scores.min(), scores.max()]), return_inverse=True)
+    hits, counts = np.bincount(place, np.append(correct, [1.0, 0.0])), np.bincount(place)
+    blocks: list[tuple[float, int, int]] = []  # correct detections, detections, distinct scores
+    for hit, count in zip(hits.tolist(), counts.tolist(), strict=True):
+        distinct = 1
+        while blocks and blocks[-1][0] * count >= hit * blocks[-1][1]:
+            before = blocks.pop()
+            hit, count, distinct = hit + before[0], count + before[1], distinct + before[2]
+        blocks.append((hit, count, distinct))
+    y = np.repeat([hit / count for hit, count, _ in blocks], [distinct for *_, distinct in blocks])
+    rises = np.diff(y) > 0
+    corner = np.append(True, rises) | np.append(rises, True)  # both ends of every flat part
+    return x[corner], y[corner]
 
 
 def _strictly_increasing(x: np.ndarray, y: np.ndarray) -> Calibration:

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
@@ -221,14 +222,14 @@ class Checkpoints:
 class MetricsLog:
     """Appends rows to ``metrics.jsonl``, ``metrics.csv`` and ``tensorboard/``, and to the files of what went wrong.
 
+    TensorBoard's files are written where it is installed (extra ``research``).
+
     Args:
         folder: the run folder.
         step: the step the run goes on from, 0 for a new one: rows after it are cut off, since they are written again.
     """
 
     def __init__(self, folder: Path, *, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         self._bad_file, self._unreadable_file = folder / "bad_numbers.jsonl", folder / "unreadable_images.jsonl"
         jsonl, table = folder / "metrics.jsonl", folder / "metrics.csv"
         header = dict(zip(CSV_COLUMNS, CSV_COLUMNS, strict=True))
@@ -238,15 +239,19 @@ class MetricsLog:
                 _cut_back(file, step)
         self._jsonl: IO[str] = jsonl.open("a", encoding="utf-8")
         self._csv: IO[str] = table.open("a", encoding="utf-8", newline="")
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        self._board: Any = None
+        if find_spec("tensorboard") is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def add(self, row: dict[str, Any]) -> None:
-        """Writes one row, with ``kind`` and ``step`` in it, to all three."""
+        """Writes one row, with ``kind`` and ``step`` in it, to each."""
         for file, line in ((self._jsonl, _json_line(row)), (self._csv, _csv_line(row))):
             file.write(line)
             file.flush()
         for name, value in row.items():
-            if name not in TENSORBOARD_SKIPS and isinstance(value, int | float):
+            if self._board and name not in TENSORBOARD_SKIPS and isinstance(value, int | float):
                 self._board.add_scalar(f"{row['kind']}/{name}", value, row["step"])
 
     def add_bad(self, row: dict[str, Any]) -> None:
@@ -264,7 +269,7 @@ class MetricsLog:
 
     def close(self) -> None:
         """Closes the files."""
-        for file in (self._jsonl, self._csv, self._board):
+        for file in filter(None, (self._jsonl, self._csv, self._board)):
             file.close()
 
 
