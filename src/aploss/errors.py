@@ -1,5 +1,7 @@
 """The errors a user can cause, so that the command line can print them as one line."""
 
+import difflib
+from collections.abc import Iterable
 from importlib.util import find_spec
 
 __all__ = ["AplossError", "ConfigError", "DataError", "RunError"]
@@ -61,3 +63,14 @@ def require_packages(*packages: str) -> None:
     for package in packages:
         if find_spec(package) is None:
             raise missing_package(package)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message about a name that does not exist; empty where none is like it.
+
+    Example:
+        >>> did_you_mean("fokal", ["ap", "focal"])
+        "; did you mean 'focal'?"
+    """
+    close = difflib.get_close_matches(word, [*known], n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

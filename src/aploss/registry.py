@@ -5,7 +5,6 @@ registers what it brings when it is imported. It is code, so it is never taken f
 checkpoint or a dataset.
 """
 
-import difflib
 import hashlib
 import importlib.util
 import sys
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from aploss.errors import ConfigError
+from aploss.errors import ConfigError, did_you_mean
 
 __all__ = ["Registry", "load_plugins"]
 
@@ -59,9 +58,8 @@ class Registry(Generic[T]):
             ConfigError: if nothing is; the message lists the names.
         """
         if name not in self._entries:
-            close = difflib.get_close_matches(name, self._entries, n=1)
-            meant = f"; did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(f"there is no {self.kind} {name!r}; choose one of: {', '.join(self)}{meant}")
+            known = f"choose one of: {', '.join(self)}{did_you_mean(name, self)}"
+            raise ConfigError(f"there is no {self.kind} {name!r}; {known}")
         return self._entries[name]
 
     def names(self) -> tuple[str, ...]:

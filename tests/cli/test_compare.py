@@ -76,6 +76,30 @@ def test_settings_of_a_run_apply_to_all_losses(trainer: Trainer) -> None:
         assert config.validation.every == round(load_config("demo").schedule.length / 3)
 
 
+def test_variants_are_rows_with_names_and_learning_rates_of_their_own(
+    trainer: Trainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--losses", "ap,ap:delta=0.5,focal:gamma=1:alpha=0.5", "--seeds", "1", "--tune", "--tune-steps", "3"]
+    assert cli.main(["compare", *words]) == 0
+    shown = capsys.readouterr().out
+    assert "trial 8 of 12: AP-loss (delta 0.5), learning rate 0.009" in shown
+    page = Path("runs/compare-builtin-retinanet-tiny-ap-ap-delta0.5-focal-gamma1-alpha0.5")
+    assert "Focal loss (gamma 1, alpha 0.5)" in (page / "report.html").read_text()
+    rows = json.loads((page / "results.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == ["ap", "ap:delta=0.5", "focal:gamma=1:alpha=0.5"]
+    assert len({row["runs"][0]["folder"] for row in rows}) == 3
+
+
+def test_any_setting_can_vary(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--vary", "optimizer.learning_rate=1e-3,0.003", "--vary=batches.size=4", "--seeds", "1", "--quiet"]
+    assert cli.main(["compare", *words]) == 0
+    assert [(one.optimizer.learning_rate, one.batches.size) for one in trainer.configs] == [(0.001, 4), (0.003, 4)]
+    assert "| row | AP |" in (table := capsys.readouterr().out)
+    assert "| learning rate 0.001, batches.size 4 |" in table
+    assert cli.main(["compare", *words]) == 0
+    assert len(trainer.configs) == 2  # the second time they are there
+
+
 def test_other_data_takes_a_recipe_for_the_hardware(trainer: Trainer, tmp_path: Path) -> None:
     from aploss.data.builtin import builtin_folder
 
@@ -113,6 +137,13 @@ def test_out_of_time_it_says_so(trainer: Trainer, capsys: pytest.CaptureFixture[
     [
         (["compare", "--losses", "ap,fokal"], "fokal"),
         (["compare", "--losses", ","], "rows"),
+        (["compare", "--losses", "ap:detla=1"], "did you mean 'delta'"),
+        (["compare", "--vary", "lerning_rate=1,2"], "did you mean 'optimizer.learning_rate'"),
+        (["compare", "--vary", "batches.size"], "--vary batches.size=4,8"),
+        (["compare", "--vary", "batches.size=4,x"], "batches.size must be a whole number"),
+        (["compare", "--vary", "batches.size=4,8", "--batches.size", "2"], "leave one out"),
+        (["compare", "--vary", "optimizer.learning_rate=1,2", "--tune"], "leave one out"),
+        (["compare", "--vary", "schedule.length=1,2", "--steps", "2"], "leave one out"),
         (["compare", "--seeds", "none"], "--seeds"),
         (["compare", "--seeds", "999999999999"], "--seeds"),
         (["compare", "--data", "x" * 300], "File name too long"),

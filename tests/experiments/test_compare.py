@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from aploss.errors import ConfigError
-from aploss.experiments.compare import comparison_plan
+from aploss.experiments.compare import comparison_plan, default_out
 from aploss.training.config import differing_keys
 
 SCRIPT = """
@@ -50,6 +50,70 @@ def test_unknown_and_repeated_losses_are_refused() -> None:
     for losses in ([], ["ap", "ap"]):
         with pytest.raises(ConfigError, match="rows of different names"):
             comparison_plan(losses, recipe="demo", seeds=[0])
+
+
+def test_a_loss_with_options_is_a_row_of_its_own() -> None:
+    plan = comparison_plan(["ap", "ap:delta=0.50", "focal:gamma=2"], recipe="voc-ssd512", seeds=[0])
+    assert [variant.name for variant in plan.variants] == ["ap", "ap:delta=0.5", "focal:gamma=2"]
+    options = [variant.config.criterion.options for variant in plan.variants]
+    # interpolated and alpha are the recipe's
+    assert [one.get("delta") for one in options] == [1.0, 0.5, None]
+    assert options[1:] == [{"delta": 0.5, "interpolated": True}, {"alpha": 0.25, "gamma": 2}]
+
+
+def test_settings_that_vary_are_crossed_with_losses() -> None:
+    vary = {"optimizer.learning_rate": [0.001, 0.003], "batches.image_size": [64, [64, 96]]}
+    plan = comparison_plan(["ap", "focal"], recipe="demo", seeds=[0], vary=vary)
+    assert len(plan.variants) == 8
+    last = plan.variants[-1]
+    assert last.name == "focal optimizer.learning_rate=0.003 batches.image_size=[64,96]"
+    assert (last.config.loss, last.config.optimizer.learning_rate) == ("focal", 0.003)
+    assert last.config.batches.image_size == (64, 96)
+    assert differing_keys(plan.variants[0].config, last.config) == [
+        "loss", "batches.image_size", "optimizer.learning_rate",
+    ]  # fmt: skip
+
+
+def test_settings_that_vary_alone_take_the_loss_of_the_recipe() -> None:
+    plan = comparison_plan([], recipe="demo", seeds=[0], vary={"criterion.box_loss": ["smooth-l1", "giou"]})
+    assert [variant.name for variant in plan.variants] == ["criterion.box_loss=smooth-l1", "criterion.box_loss=giou"]
+    assert {variant.config.loss for variant in plan.variants} == {"ap"}
+
+
+@pytest.mark.parametrize(
+    ("losses", "vary", "part"),
+    [
+        (["ap:detla=1"], {}, "no option 'detla'; it has: .*did you mean 'delta'"),
+        (["ap:delta"], {}, "write the options of a loss as focal:gamma=1:alpha=0.25"),
+        (["focal:gamma=1", "alpha=0.5"], {}, "'alpha=0.5' is no loss: .* focal:gamma=1:alpha"),
+        (["ap:delta=-1"], {}, "delta"),
+        (["ap", "ap:delta=1"], {}, "rows ap and ap:delta=1 have the same settings"),
+        (["ap"], {"learning_rate": [1]}, "no setting 'learning_rate'; did you mean 'optimizer.learning_rate'"),
+        (["ap"], {"optimizer.lerning_rate": [1]}, "did you mean 'optimizer.learning_rate'"),
+        (["ap"], {"batches.size": [4, 0]}, "batches.size must be at least 1, got 0"),
+        (["ap"], {"batches.size": [4, 4]}, "rows of different names"),
+        (["ap"], {"detector": ["retinanet-tiny", "retinanet-tini"]}, "did you mean 'retinanet-tiny'"),
+        (["ap"], {"criterion.box_loss": ["giou", "gio"]}, "giou"),
+        (["ap"], {"model.options.normm": ["x"]}, "has no option 'normm'"),
+        (["ap"], {"loss": ["focal"]}, "give --losses"),
+        (["ap"], {"seed": [1]}, "give --seeds"),
+        (["ap"], {"data": ["a", "b"]}, "cannot differ"),
+        (["ap"], {"validation.every": [1, 2]}, "cannot differ"),
+    ],
+)
+def test_wrong_rows_are_refused_with_the_right_ones(losses: list[str], vary: dict, part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        comparison_plan(losses, recipe="demo", seeds=[0], vary=vary)
+
+
+def test_the_folder_of_a_comparison_has_a_name_that_files_can_have() -> None:
+    vary = {"optimizer.learning_rate": [0.001 * step for step in range(1, 9)]}
+    first = default_out(comparison_plan(["ap", "focal"], recipe="demo", seeds=[0], vary=vary)).name
+    vary["optimizer.learning_rate"][-1] = 0.5
+    second = default_out(comparison_plan(["ap", "focal"], recipe="demo", seeds=[0], vary=vary)).name
+    assert first != second
+    assert len(first) < 200
+    assert first.startswith("compare-builtin-retinanet-tiny-ap-optimizer.learning_rate0.001-")
 
 
 def test_a_comparison_of_two_processes_is_finished(pictures: Path, tmp_path: Path) -> None:

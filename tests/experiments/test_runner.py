@@ -57,6 +57,21 @@ class TestCache:
         name = cache_folder(config, Path("runs/cache")).name
         assert name == f"bccd-retinanet-tiny-focal-seed3-{settings_hash(config)}"
 
+    def test_variants_have_folders_of_their_own_and_are_found_again(self, fake_training, tmp_path: Path) -> None:
+        first = comparison_plan(["ap", "ap:delta=0.5"], recipe="demo", seeds=[0], vary={"batches.size": [4, 8]})
+        compare(first, tmp_path / "one")
+        folders = [Path(config.out).name for config in fake_training.configs]
+        expected = ["size4", "size8", "delta0.5-size4", "delta0.5-size8"]
+        assert [name.rpartition("-")[0] for name in folders] == [
+            f"builtin-retinanet-tiny-ap-{words}-seed0" for words in expected
+        ]
+        # Another comparison, which calls the same runs something else.
+        compare(comparison_plan(["ap:delta=0.5"], recipe="demo", seeds=[0]), tmp_path / "two")
+        rows = [results_in(tmp_path / name)["rows"] for name in ("one", "two")]
+        assert len(fake_training.configs) == 4  # a batch of 8 images is the recipe's
+        assert rows[0][3]["runs"][0]["folder"] == rows[1][0]["runs"][0]["folder"]
+        assert rows[0][3]["settings"] == {"criterion.options.delta": 0.5, "batches.size": 8}
+
     def test_the_cache_is_beside_the_page_or_where_it_is_asked(self, fake_training, tmp_path: Path) -> None:
         compare(plan_of("ap", seeds=1), tmp_path / "a" / "page")
         compare(plan_of("ap", seeds=1), tmp_path / "page", cache=tmp_path / "mine")

@@ -1,6 +1,6 @@
-"""Train several losses under the same conditions and compare them over seeds.
+"""Train several losses, or one with several settings, under the same conditions and compare them over seeds.
 
-For each seed all losses have the same initial weights, order of the data and schedule. Runs are kept in a cache: adding
+For each seed all rows have the same initial weights, order of the data and schedule. Runs are kept in a cache: adding
 a loss or a seed later costs only that, and an interrupted comparison goes on where it was when the same command is
 given again.
 """
@@ -22,20 +22,32 @@ EXAMPLES = """
   aploss compare --losses ap,focal --data path/to/bccd --recipe bccd-cpu --steps 500
   aploss compare --losses ap,focal --seeds 5 --max-minutes 60     goes on when given again
   aploss compare --losses ap,rank-sort --batches.size 4 --optimizer.weight_decay 0.05
+  aploss compare --losses ap,ap:delta=0.5,focal:gamma=1:alpha=0.5
+  aploss compare --losses ap,focal --vary optimizer.learning_rate=0.001,0.003
+  aploss compare --vary batches.size=4,8 --vary criterion.box_loss=smooth-l1,giou
 """
 
-# Settings that the comparison itself decides; the options of a loss belong in a recipe.
-DECIDED = (
-    "criterion.options", "schedule.length", "schedule.unit", "validation.every", "validation.unit",
-    "validation.patience", "evaluation.checkpoint",
-)  # fmt: skip
+# Settings with an option of their own here: --steps, and --losses ap:delta=0.5.
+OTHERWISE = ("criterion.options", "schedule.length")
+DEFAULT = "ap,focal,ce-ohem,auc"
 OWN = ("data", "detector", "device")
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    """The options of the command, and the settings of a run that losses share."""
+    """The options of the command, and the settings of a run that rows share."""
+    from aploss.experiments.plan import DECIDED
+
     parser.add_argument(
-        "--losses", default="ap,focal,ce-ohem,auc", help=f"names, separated by commas, of: {', '.join(LOSSES.names())}"
+        "--losses",
+        help=f"separated by commas, with options as ap:delta=0.5, of: {', '.join(LOSSES.names())}; by default "
+        f"{DEFAULT}, or the recipe's with --vary",
+    )
+    parser.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="KEY=A,B",
+        help="a row for each value of a setting, such as batches.size=4,8; may be repeated: all combinations",
     )
     parser.add_argument("--data", help="folder of the data set; built-in data by default")
     parser.add_argument("--detector", help="name of the detector; the recipe's by default")
@@ -55,21 +67,26 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ...")
     parser.add_argument("--quiet", action="store_true", help="show only the result")
     for setting in settings_of(TrainConfig):
-        if "." in setting.key and setting.key not in DECIDED:
+        if "." in setting.key and setting.key not in (*DECIDED, *OTHERWISE):
             parser.add_argument(f"--{setting.key}", type=setting.type, default=SUPPRESS, help=setting.help)
 
 
 def _run(options: Namespace) -> int:
     """Trains what is missing, and prints the table and where the page is."""
     from aploss.experiments.compare import compare, comparison_plan, default_out
-    from aploss.experiments.plan import Tuning, parse_seeds
+    from aploss.experiments.plan import Tuning, parse_list, parse_seeds, parse_vary
 
     require_at_least(1, options, "steps", "tune_steps", "validations")
     if options.tune_steps is not None and not options.tune:
         raise ConfigError("--tune-steps goes with --tune")
+    vary, losses = parse_vary(options.vary), options.losses
+    for key in vary:
+        if options.get(key) is not None:
+            raise ConfigError(f"--{key} and --vary {key} say different things: leave one out")
     recipe, changes = _recipe_and_changes(options)
     plan = comparison_plan(
-        [loss.strip() for loss in options.losses.split(",") if loss.strip()],
+        parse_list(("" if vary else DEFAULT) if losses is None else losses),
+        vary=vary,
         recipe=recipe,
         seeds=parse_seeds(options.seeds),
         changes=changes,

@@ -14,7 +14,7 @@ import aploss.detectors.timm_backbones  # noqa: F401  # registers its detectors
 from aploss.detectors.criterion import Criterion
 from aploss.detectors.detector import DETECTORS, SETTINGS, Detector, DetectorConfig
 from aploss.detectors.losses_by_name import make_loss
-from aploss.errors import ConfigError
+from aploss.errors import ConfigError, did_you_mean
 from aploss.losses.traits import traits_of
 
 BOX_CODER_WEIGHTS = (10.0, 10.0, 5.0, 5.0)  # regression targets are divided by .1, .1, .2, .2
@@ -105,7 +105,8 @@ def _make_config(name: str, config_class: type[DetectorConfig], options: dict[st
     allowed = config_class.option_names()
     for option in options:
         if option not in allowed:
-            raise ConfigError(f"{name} has no option {option!r}; it has: {', '.join(allowed)}")
+            known = f"it has: {', '.join(allowed)}{did_you_mean(option, allowed)}"
+            raise ConfigError(f"{name} has no option {option!r}; {known}")
     return config_class(**options)
 
 

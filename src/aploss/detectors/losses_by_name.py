@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from aploss.errors import ConfigError, RunError
+from aploss.errors import ConfigError, RunError, did_you_mean
 from aploss.losses.traits import LOSSES, LossTraits, traits_of
 
 CUSTOM = "custom"  # the name of a loss object that is not registered
@@ -51,7 +51,8 @@ def make_loss(name: str, **options: Any) -> nn.Module:
     allowed = _option_names(loss_class)
     for option in options:
         if option not in allowed:
-            raise ConfigError(f"loss {name!r} has no option {option!r}; it has: {', '.join(allowed) or 'none'}")
+            known = f"it has: {', '.join(allowed) or 'none'}{did_you_mean(option, allowed)}"
+            raise ConfigError(f"loss {name!r} has no option {option!r}; {known}")
     try:
         return loss_class(**options)
     except (TypeError, ValueError) as error:

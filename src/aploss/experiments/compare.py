@@ -1,22 +1,43 @@
 """``compare``: the same training with several losses, and how much they differ over seeds."""
 
+import hashlib
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from aploss.experiments.plan import VALIDATIONS, Plan, Tuning, Variant, comparison_config, data_name
+from aploss.detectors.losses_by_name import describe_loss, make_loss
+from aploss.errors import ConfigError
+from aploss.experiments.plan import (
+    LOSS_OPTIONS,
+    VALIDATIONS,
+    Plan,
+    Tuning,
+    Variant,
+    changed,
+    check_varied,
+    comparison_config,
+    data_name,
+    loss_settings,
+    nested,
+    settings_hash,
+    written,
+)
 from aploss.experiments.results import Results, write_results
 from aploss.experiments.runner import Runner, execute
-from aploss.losses.traits import LOSSES
 from aploss.plotting.style import loss_label
 from aploss.reports.comparison import Comparison
 from aploss.training import TrainingInterruptedError
 from aploss.training.distributed import start_world
 from aploss.training.machine import choose_device, describe_environment
+from aploss.training.recipes import merge
+from aploss.training.run import make_detector
 
+MOST_LISTED = 4  # rows in the title of a page
+LONGEST_NAME = 100  # of the rows, in the name of a folder
 SECONDS_BETWEEN_PAGES = 20.0  # runs that are only read are quicker than that
 
 
@@ -25,36 +46,75 @@ def comparison_plan(
     *,
     recipe: str,
     seeds: Sequence[int],
+    vary: Mapping[str, Sequence[Any]] | None = None,
     changes: dict[str, Any] | None = None,
     steps: int | None = None,
     validations: int = VALIDATIONS,
     tuning: Tuning | None = None,
 ) -> Plan:
-    """One row for each loss, everything else the same.
+    """One row for each loss and each of the values that vary, everything else the same.
 
     Args:
-        losses: names; the first is compared with each of the others.
+        losses: names, with options as ``ap:delta=0.5``; the first row is compared with each of the others. None for the
+            recipe's loss, where something varies.
         recipe: settings, with those of each loss in its section ``losses``.
-        seeds: initial weights, data order and augmentation of a seed are the same for all losses.
-        changes: nested settings that win over the recipe, for all losses.
+        seeds: initial weights, data order and augmentation of a seed are the same for all rows.
+        vary: dotted key of a setting → the values that rows differ in.
+        changes: nested settings that win over the recipe, for all rows.
         steps: length of the training; the recipe's by default.
         validations: points of the curve of AP.
         tuning: search for learning rates; the recipe's by default.
 
     Raises:
-        ConfigError: an unknown loss, or one named twice.
+        ConfigError: an unknown loss, option or setting, a value that it cannot have, or two rows that are the same.
 
     Example:
         >>> plan = comparison_plan(["ap", "focal"], recipe="demo", seeds=[0, 1])
         >>> [variant.config.loss for variant in plan.variants]
         ['ap', 'focal']
+        >>> plan = comparison_plan(["ap:delta=2"], recipe="demo", seeds=[0], vary={"batches.size": [4, 8]})
+        >>> [variant.name for variant in plan.variants]
+        ['batches.size=4', 'batches.size=8']
     """
+    vary, chosen = vary or {}, [loss_settings(loss) for loss in losses]
+    _check_together(vary, steps, tuning)
     variants = []
-    for loss in losses:
-        LOSSES.get(loss)
-        config = comparison_config(recipe, {**(changes or {}), "loss": loss}, steps=steps, validations=validations)
-        variants.append(Variant(name=loss, config=config))
-    return Plan(variants=variants, seeds=tuple(seeds), tuning=tuning)
+    for (loss, options), values in product(chosen or [("", {})][: len(vary)], product(*vary.values())):
+        varied = dict(zip(vary, values, strict=True))
+        own = nested({**options, **varied} | ({"loss": loss} if loss else {}))
+        config = comparison_config(recipe, merge(changes or {}, own), steps=steps, validations=validations)
+        words = [f"{key}={written(value)}" for key, value in varied.items()]
+        if len(chosen) > 1 or not words:
+            short = {key.removeprefix(f"{LOSS_OPTIONS}."): value for key, value in options.items()}
+            words.insert(0, ":".join([loss, *(f"{key}={written(value)}" for key, value in short.items())]))
+        variants.append(Variant(name=" ".join(words), config=config, settings={**options, **varied}))
+    plan = Plan(variants=variants, seeds=tuple(seeds), tuning=tuning)
+    _check_rows(plan)
+    return plan
+
+
+def _check_together(vary: Mapping[str, Any], steps: int | None, tuning: Tuning | None) -> None:
+    for key in vary:
+        check_varied(key)
+    if steps is not None and "schedule.length" in vary:
+        raise ConfigError("--steps and --vary schedule.length say the same: leave one out")
+    if tuning is not None and "optimizer.learning_rate" in vary:
+        raise ConfigError("--tune searches the learning rate that --vary gives: leave one out")
+
+
+def _check_rows(plan: Plan) -> None:
+    """Refuses what could not be trained, and rows that would be the same, before anything is trained."""
+    known: dict[str, str] = {}
+    for variant in plan.variants:
+        config = variant.config
+        # With the defaults of the loss, so that ap and ap:delta=1 are the same.
+        _, described = describe_loss(make_loss(config.loss, **config.criterion.options))
+        options = {key: float(value) if type(value) is int else value for key, value in described.items()}
+        if any(not key.startswith(LOSS_OPTIONS) for key in variant.settings):
+            make_detector(changed(config, {"model": {"weights": None}}), ("object",))
+        hashed = settings_hash(changed(config, {"criterion": {"options": options}}))
+        if known.setdefault(hashed, variant.name) != variant.name:
+            raise ConfigError(f"the rows {known[hashed]} and {variant.name} have the same settings: leave one out")
 
 
 def compare(plan: Plan, out: str | Path, **options: Any) -> Results:
@@ -120,18 +180,22 @@ def run_plan(
 
 def comparison_text(results: Results) -> Comparison:
     """The page of a plain comparison."""
-    names = [variant.name for variant in results.plan.variants]
+    variants = results.plan.variants
+    names = [variant.name for variant in variants]
     labels = [loss_label(name) for name in names]
     listed = ", ".join(labels[:-1]) + f" and {labels[-1]}" if len(labels) > 1 else labels[0]
+    rows = listed if len(labels) <= MOST_LISTED else f"{len(labels)} rows"
+    varied = any(not key.startswith(LOSS_OPTIONS) for variant in variants for key in variant.settings)
+    what = "what a row names differs" if varied else "the loss differs"
     return results.comparison(
-        title=f"{listed} on {data_name(results.plan.variants[0].config.data)}",
-        summary="The same detector, schedule, initial weights and order of the data for each seed; only the loss "
-        "differs (a softmax loss has one output more for each anchor). Measured with the weights at the end of the "
-        "schedule.",
+        title=f"{rows} on {data_name(variants[0].config.data)}",
+        summary=f"The same detector, schedule, initial weights and order of the data for each seed; only {what} "
+        "(a softmax loss has one output more for each anchor). Measured with the weights at the end of the schedule.",
         reference=names[0] if len(names) > 1 else None,
         notes="The interval of a paired difference is that of Student's t over seeds, for each difference by itself."
         if len(results.plan.seeds) > 1
         else "One seed shows no spread: a difference may be chance.",
+        row_name="row" if varied else "loss",
     )
 
 
@@ -139,10 +203,12 @@ def default_out(plan: Plan) -> Path:
     """Where a comparison goes that was given no folder.
 
     Example:
-        >>> plan = comparison_plan(["ap", "focal"], recipe="demo", seeds=[0])
+        >>> plan = comparison_plan(["ap", "focal:gamma=1"], recipe="demo", seeds=[0])
         >>> str(default_out(plan))
-        'runs/compare-builtin-retinanet-tiny-ap-focal'
+        'runs/compare-builtin-retinanet-tiny-ap-focal-gamma1'
     """
     config = plan.variants[0].config
-    losses = "-".join(variant.name for variant in plan.variants)
-    return Path("runs") / f"compare-{Path(data_name(config.data)).stem}-{config.detector}-{losses}"
+    rows = "-".join(re.sub(r"[^\w.+-]+", "-", variant.name.replace("=", "")).strip("-") for variant in plan.variants)
+    if len(rows) > LONGEST_NAME:
+        rows = f"{rows[:LONGEST_NAME].rstrip('-')}-{hashlib.sha256(rows.encode()).hexdigest()[:8]}"
+    return Path("runs") / f"compare-{Path(data_name(config.data)).stem}-{config.detector}-{rows}"

@@ -2,15 +2,21 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from aploss.data.builtin import VERSION as BUILTIN_VERSION
-from aploss.errors import ConfigError
+from aploss.errors import ConfigError, did_you_mean
 from aploss.experiments.measures import DETECTION, Measure
-from aploss.training.config import TrainConfig, config_from_dict, config_to_dict
+from aploss.losses.traits import LOSSES
+from aploss.training.config import TrainConfig, config_from_dict, config_to_dict, settings_of
 from aploss.training.recipes import load_config, merge
 from aploss.training.run_folder import MAY_CHANGE
 
@@ -18,14 +24,18 @@ VALIDATIONS = 10  # points of the curve of AP while training
 MAX_SEEDS = 1000
 MAX_SEED = 2**32 - 1  # as numpy takes them
 WARMUP_SHARE = 0.1  # of a trial, at most, where the length of the real run in steps is not known
+LOSS_OPTIONS = "criterion.options"
+# Settings that the comparison itself decides, whatever the recipe says.
+DECIDED = ("schedule.unit", "validation.every", "validation.unit", "validation.patience", "evaluation.checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """One row of a comparison."""
 
-    name: str  # of a loss, or any text such as "delta 0.5"
+    name: str  # of a loss, or any text such as "ap:delta=0.5"
     config: TrainConfig  # how it is trained, whatever its seed
+    settings: Mapping[str, Any] = field(default_factory=dict)  # dotted key → value, of what sets it apart but the loss
     paper: Mapping[str, float] = field(default_factory=dict)  # metric → the paper's number, between 0 and 1
     measure: Measure = DETECTION  # what is looked at in its runs
 
@@ -99,6 +109,110 @@ def with_length(config: TrainConfig, steps: int | None, *, validations: int) -> 
         every = float(max(1, round(every)))
     validation = replace(config.validation, every=every, unit=schedule.unit, patience=None)
     return replace(config, schedule=schedule, validation=validation)
+
+
+def loss_settings(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and options of a loss that is written with them, the options as settings.
+
+    Raises:
+        ConfigError: there is no such loss, or an option is not written as ``name=value``.
+
+    Example:
+        >>> loss_settings("focal:gamma=1:alpha=0.25")
+        ('focal', {'criterion.options.gamma': 1, 'criterion.options.alpha': 0.25})
+    """
+    name, *options = text.split(":")
+    example = "write the options of a loss as focal:gamma=1:alpha=0.25"
+    if "=" in name:
+        raise ConfigError(f"{text!r} is no loss: {example}")
+    LOSSES.get(name)
+    if not all(re.fullmatch(r"\w+=.+", option) for option in options):
+        raise ConfigError(f"{text!r}: {example}")
+    return name, {f"{LOSS_OPTIONS}.{key}": _value(value) for key, _, value in (one.partition("=") for one in options)}
+
+
+def parse_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """Settings with the values that rows differ in.
+
+    Raises:
+        ConfigError: there is no such setting, or rows of a comparison cannot differ in it.
+
+    Example:
+        >>> parse_vary(["optimizer.learning_rate=0.001,3e-3", "batches.image_size=[64,96],128"])
+        {'optimizer.learning_rate': [0.001, 0.003], 'batches.image_size': [[64, 96], 128]}
+    """
+    varied: dict[str, list[Any]] = {}
+    for text in texts:
+        key, _, values = text.partition("=")
+        check_varied(key := key.strip())
+        if not parse_list(values):
+            raise ConfigError(f"--vary {text}: give the values, as --vary {key or 'batches.size'}=4,8")
+        varied.setdefault(key, []).extend(map(_value, parse_list(values)))
+    return varied
+
+
+def check_varied(key: str) -> None:
+    """Refuses a setting that does not exist, or in which rows cannot differ."""
+    known = {setting.key: setting.default for setting in settings_of(TrainConfig)}
+    inside = any(key.startswith(f"{one}.") for one, default in known.items() if isinstance(default, dict))
+    if key not in known and not inside:
+        by_ending = [one for one in known if one.endswith(f".{key}")]
+        meant = did_you_mean(key, by_ending or known) or "; aploss train --help lists them"
+        raise ConfigError(f"--vary: there is no setting {key!r}{meant}")
+    if key in ("loss", "seed"):
+        raise ConfigError(f"--vary {key}: give --{key.replace('loss', 'losse')}s")
+    if key in (*DECIDED, *MAY_CHANGE):
+        raise ConfigError(f"--vary {key}: rows cannot differ in what the comparison decides or what changes no result")
+
+
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted key as groups.
+
+    Example:
+        >>> nested({"seed": 1, "batches.size": 4, "batches.workers": 0})
+        {'seed': 1, 'batches': {'size': 4, 'workers': 0}}
+    """
+    one_by_one = (
+        reduce(lambda inner, part: {part: inner}, reversed(key.split(".")), value) for key, value in settings.items()
+    )
+    return reduce(merge, one_by_one, {})
+
+
+def written(value: Any) -> str:
+    """A value as it is typed on the command line."""
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"), default=str)
+
+
+def folder_words(settings: Mapping[str, Any]) -> str:
+    """Settings as part of the name of a folder.
+
+    Example:
+        >>> folder_words({"criterion.options.delta": 0.5, "batches.image_size": [64, 96]})
+        'delta0.5-image_size-64-96'
+    """
+    words = "-".join(key.rpartition(".")[2] + written(value) for key, value in settings.items())
+    return re.sub(r"[^\w.+-]+", "-", words).strip("-")[:80]
+
+
+def parse_list(text: str) -> list[str]:
+    """The parts of a list with commas; brackets hold together.
+
+    Example:
+        >>> parse_list("ap,focal:gamma=1, [64,96],")
+        ['ap', 'focal:gamma=1', '[64,96]']
+    """
+    return [part for part in map(str.strip, re.split(r",(?![^\[{]*[\]}])", text)) if part]
+
+
+def _value(text: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"{text!r} is not a value") from None
+    if isinstance(value, str):
+        with suppress(ValueError):  # YAML 1.1 takes 1e-3 for text
+            return float(value)
+    return value
 
 
 def trials_of(variant: Variant, tuning: Tuning, seed: int) -> list[TrainConfig]:

@@ -1,6 +1,6 @@
 """The runs of a comparison and what follows from them: rows, differences, verdicts, the page."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from aploss.files import write_json
 from aploss.plotting.style import line_style, loss_label
 from aploss.reports.comparison import Comparison, Difference, Entry, write_comparison_report
 from aploss.reports.page import DASH, Cell, Section, Table, Text
+from aploss.training.config import TrainConfig
 from aploss.training.machine import describe_environment
 
 METRICS = ("AP", "AP50", "AP75")
@@ -139,16 +140,15 @@ class Results:
         """
         if not self.complete:
             summary += f"\n\nNot finished: {len(self.runs)} of {self.total} runs are done."
-        config = self.plan.variants[0].config
         return Comparison(
             entries=self.entries(metrics),
             metrics=metrics,
             summary=summary,
             differences=self.differences(reference, metrics[0]),
             facts={
-                "Detector": config.detector,
-                "Data": data_name(config.data),
-                "Length": f"{config.schedule.length} {config.schedule.unit}",
+                "Detector": _of_rows(self.plan, lambda config: config.detector),
+                "Data": data_name(self.plan.variants[0].config.data),
+                "Length": _of_rows(self.plan, lambda config: f"{config.schedule.length} {config.schedule.unit}"),
                 "Seeds": len(self.plan.seeds),
                 "Minutes of training": self.minutes,
             },
@@ -186,6 +186,7 @@ def _row(results: Results, variant: Variant, entry: Entry) -> dict[str, Any]:
     return {
         "name": variant.name,
         "loss": variant.config.loss,
+        "settings": dict(variant.settings),
         "learning_rate": variant.config.optimizer.learning_rate,
         "values": values,
         "mean": {metric: _number(one.mean) for metric, one in spreads.items()},
@@ -212,25 +213,39 @@ def _number(value: float) -> float | None:
 
 
 def _provenance(results: Results) -> dict[str, Any]:
-    environment, config = describe_environment(), results.plan.variants[0].config
+    environment, plan = describe_environment(), results.plan
     summaries = [run.summary for run in results.runs.values() if run.summary]
     rates = {loss_label(one.name): f"{one.config.optimizer.learning_rate:.3g}" for one in results.plan.variants}
     own_rates = ", ".join(f"{name} {rate}" for name, rate in rates.items())
     devices = environment["devices"] or [f"{environment['cpu']}, {environment['cores']} cores"]
-    schedule, accumulate = config.schedule, config.batches.accumulate
     return {
         "commit": _listed(one.commit or "unknown" for one in summaries) or environment["commit"] or "unknown",
-        "seeds": ", ".join(map(str, results.plan.seeds)),
+        "seeds": ", ".join(map(str, plan.seeds)),
         "minutes": f"{results.minutes:.1f} of training and validation, trials not counted",
-        "batch": f"{config.batches.size} images" + (f" x {accumulate}" if accumulate > 1 else ""),
-        "image size": str(config.batches.image_size),
-        "optimizer": f"{config.optimizer.name}, {schedule.kind}, {schedule.warmup_steps} steps of warm-up",
+        "batch": _of_rows(plan, _batch),
+        "image size": _of_rows(plan, lambda config: config.batches.image_size),
+        "optimizer": _of_rows(plan, _optimizer),
         "learning rate": own_rates if len({*rates.values()}) > 1 else next(iter(rates.values())),
-        "data": f"{data_name(config.data)}, measured on {_listed(one.split for one in summaries)}",
+        "data": f"{data_name(plan.variants[0].config.data)}, measured on {_listed(one.split for one in summaries)}",
         "hardware": ", ".join(devices) + f", threads: {environment['torch_threads']}",
         "software": ", ".join(f"{name} {environment['packages'][name]}" for name in ("aploss", "torch", "numba")),
         "runs": _listed(run.folder.parent for run in results.runs.values()),
     }
+
+
+def _of_rows(plan: Plan, value: Callable[[TrainConfig], Any]) -> str:
+    """A setting, or those of all rows where they differ."""
+    return "; ".join(dict.fromkeys(str(value(variant.config)) for variant in plan.variants))
+
+
+def _batch(config: TrainConfig) -> str:
+    size, accumulate = config.batches.size, config.batches.accumulate
+    return f"{size} images" + (f" x {accumulate}" if accumulate > 1 else "")
+
+
+def _optimizer(config: TrainConfig) -> str:
+    schedule = config.schedule
+    return f"{config.optimizer.name}, {schedule.kind}, {schedule.warmup_steps} steps of warm-up"
 
 
 def _listed(values: Iterable[Any]) -> str:

@@ -1,7 +1,7 @@
 """Trains the runs of a plan, each once: a run is found again by a hash of its settings."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
@@ -12,8 +12,8 @@ from filelock import FileLock
 
 from aploss import training
 from aploss.errors import ConfigError, RunError
-from aploss.experiments.measures import Measure, Run
-from aploss.experiments.plan import Tuning, settings_hash, trials_of, with_rate
+from aploss.experiments.measures import Run
+from aploss.experiments.plan import Tuning, Variant, folder_words, settings_hash, trials_of, with_rate
 from aploss.experiments.results import Results, Trial
 from aploss.plotting.style import loss_label
 from aploss.reports.run_files import read_json_lines
@@ -27,9 +27,16 @@ class OutOfTimeError(Exception):
     """The time limit of a comparison is reached; what was trained is saved."""
 
 
-def cache_folder(config: TrainConfig, cache: Path) -> Path:
-    """Where a run is kept: a readable name and the hash of its settings."""
-    return cache / f"{default_folder(config).name}-{settings_hash(config)}"
+def cache_folder(config: TrainConfig, cache: Path, settings: Mapping[str, Any] | None = None) -> Path:
+    """Where a run is kept: a readable name, with the settings that its row is about, and the hash of them all.
+
+    The hash alone finds a run again: one that is there keeps the name that another comparison gave it.
+    """
+    hashed = settings_hash(config)
+    found = sorted(cache.glob(f"*-{hashed}"))
+    name, _, seed = default_folder(config).name.rpartition("-seed")
+    words = filter(None, [name, folder_words(settings or {}), f"seed{seed}", hashed])
+    return found[0] if found else cache / "-".join(words)
 
 
 class Runner:
@@ -51,15 +58,15 @@ class Runner:
         if self.world.is_main and not self.quiet:
             print(line, flush=True)
 
-    def run(self, config: TrainConfig, measure: Measure) -> Run:
-        """A finished run, trained if need be, in a folder that is chosen here; ``measure`` watches the training.
+    def run(self, config: TrainConfig, variant: Variant) -> Run:
+        """A finished run of a row, trained if need be, in a folder that is chosen here; its measure watches it.
 
         Raises:
             OutOfTimeError: the time limit is reached.
             TrainingInterruptedError: Ctrl-C or SIGTERM; everything is saved.
             RunError: it cannot be trained. A run that diverged is no error: it has no summary.
         """
-        folder = cache_folder(config, self.cache)
+        folder = self.world.on_main(lambda: cache_folder(config, self.cache, variant.settings))
         file = folder / "summary.json"
         with self._one_at_a_time(folder):
             # Several processes must agree, though perhaps only one sees the files: train() does.
@@ -68,7 +75,7 @@ class Runner:
                 if summary.stopped_by != "minutes":  # by an earlier time limit: not finished
                     return Run(config=config, folder=folder, summary=summary)
             limited = replace(config, out=str(folder), max_minutes=self._limit(folder))
-            observer = measure.observer(config, folder)
+            observer = variant.measure.observer(config, folder)
             try:
                 summary = training.train(limited, resume=True, quiet=self.quiet, on_progress=observer)
             except DivergedError as error:  # too high a learning rate, perhaps
@@ -118,7 +125,7 @@ def execute(results: Results, runner: Runner, *, on_run: Callable[[], Any]) -> N
         pairs = product(results.plan.seeds, results.plan.variants)
         for number, (seed, variant) in enumerate(pairs, start=1):
             runner.say(f"run {number} of {results.total}: {loss_label(variant.name)}, seed {seed}")
-            results.runs[variant.name, seed] = runner.run(replace(variant.config, seed=seed), variant.measure)
+            results.runs[variant.name, seed] = runner.run(replace(variant.config, seed=seed), variant)
             on_run()
     except OutOfTimeError:
         runner.say("the time is over; the same command goes on from here")
@@ -134,7 +141,7 @@ def _tune(results: Results, runner: Runner, tuning: Tuning) -> None:
             rate = config.optimizer.learning_rate
             trial = f"trial {len(results.trials) + 1} of {total}"
             runner.say(f"{trial}: {loss_label(variant.name)}, learning rate {rate:.3g}")
-            run = runner.run(config, variant.measure)
+            run = runner.run(config, variant)
             score = variant.measure.score(run) if run.summary else None
             if score is not None:
                 scores[rate] = score

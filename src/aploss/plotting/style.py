@@ -6,6 +6,7 @@ black, which are hardly seen on white or on dark. Dashes and markers tell losses
 in the light colours below; a page maps each of them to a CSS variable (:data:`THEME`), so that it follows dark mode.
 """
 
+import re
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping
@@ -59,15 +60,28 @@ RIGHT, WRONG = LineStyle(BLUE, "-", "o"), LineStyle(VERMILLION, "--", "s")
 
 
 def loss_label(name: str) -> str:
-    """The readable name of a loss; any other text, such as ``ap, delta 2``, stays as it is.
+    """The readable name of a loss, or of a row with its settings; any other text, as ``ap, delta 2``, stays as it is.
 
     Example:
-        >>> loss_label("ce-ohem"), loss_label("batch size 4")
-        ('CE + OHEM', 'batch size 4')
+        >>> loss_label("ce-ohem"), loss_label("ap:delta=0.5 batches.size=4"), loss_label("batch size 4")
+        ('CE + OHEM', 'AP-loss (delta 0.5, batches.size 4)', 'batch size 4')
+        >>> loss_label("optimizer.learning_rate=0.001")
+        'learning rate 0.001'
     """
     from aploss.losses.traits import traits_of  # on first use: it imports torch
 
-    return traits_of(name).label or name
+    loss, *settings = re.split(r"(?:^|[: ])(?=[\w.]+=)", name)
+    label = traits_of(loss).label or loss
+    if not settings:
+        return label
+    listed = ", ".join(_setting_label(*setting.split("=", 1)) for setting in settings)
+    return f"{label} ({listed})" if label else listed
+
+
+def _setting_label(key: str, value: str) -> str:
+    """``learning rate 0.001``; with its group where the name alone says little: ``batches.size 4``."""
+    name = key.rpartition(".")[2]
+    return f"{name.replace('_', ' ') if '_' in name or '.options.' in key else key} {value}"
 
 
 def line_style(name: str, index: int = 0) -> LineStyle:
@@ -88,7 +102,10 @@ def line_style(name: str, index: int = 0) -> LineStyle:
         return LineStyle(traits.colour.lower(), traits.dashes, traits.marker)
     if name in LOSSES:
         index = zlib.crc32(name.encode("utf-8", "surrogatepass"))
-    return VARIANT_STYLES[index % len(VARIANT_STYLES)]
+    again, place = (0 if name in LOSSES else index // len(VARIANT_STYLES)), index % len(VARIANT_STYLES)
+    # A colour that comes again has other dashes and another marker.
+    marker = VARIANT_STYLES[(place + again) % len(VARIANT_STYLES)].marker
+    return LineStyle(VARIANT_STYLES[place].colour, DASHES[(place + again) % len(DASHES)], marker)
 
 
 def class_colour(label: int) -> str:

@@ -10,12 +10,11 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
-from difflib import get_close_matches
 from functools import cache
 from operator import attrgetter
 from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from aploss.errors import ConfigError
+from aploss.errors import ConfigError, did_you_mean
 
 
 class Check(NamedTuple):
@@ -366,9 +365,7 @@ def _from_mapping(config_type: Any, values: Any, prefix: str) -> Any:
 def _unknown_key(key: str, known: list[str]) -> str:
     if key in ("extends", "losses"):
         return f"{key!r} is for recipes: give the file with --recipe"
-    close = get_close_matches(key, known, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
-    return f"unknown key {key!r}; {hint}"
+    return f"unknown key {key!r}" + (did_you_mean(key, known) or f"; known are {', '.join(known)}")
 
 
 def config_to_dict(config: TrainConfig) -> dict[str, Any]:
