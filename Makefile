@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup test check gpu-check bench demo clean
+.PHONY: setup test check faults gpu-check bench demo clean
 
 setup: $(STAMP)
 
@@ -24,6 +24,10 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Tries every fault, not only the fast ones of `make test`, and writes the table of docs/reliability.md; under half an hour.
+faults: $(STAMP)
+	$(BIN)/python tests/faults/run.py
 
 # Builds the GPU kernels for every kind of GPU, without one; takes some minutes.
 gpu-check: $(STAMP)

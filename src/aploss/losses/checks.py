@@ -43,11 +43,19 @@ _CAUSES = {
 }
 
 
-def check_scores_and_targets(scores: Tensor, targets: Tensor) -> None:
-    """Raises ValueError unless both are tensors of one shape and device, and scores are floats."""
-    for name, value in (("scores", scores), ("targets", targets)):
+def check_tensors(**values: Tensor) -> None:
+    """Raises ValueError unless both are tensors, on one device."""
+    for name, value in values.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+    first, second = (value.device for value in values.values())
+    if first != second:
+        raise ValueError(f"{' and '.join(values)} must be on one device, got {first} and {second}")
+
+
+def check_scores_and_targets(scores: Tensor, targets: Tensor) -> None:
+    """Raises ValueError unless both are tensors of one shape and device, and scores are floats."""
+    check_tensors(scores=scores, targets=targets)
     if scores.shape != targets.shape:
         raise ValueError(
             f"scores and targets must have the same shape, got {tuple(scores.shape)} and {tuple(targets.shape)}"
@@ -56,8 +64,6 @@ def check_scores_and_targets(scores: Tensor, targets: Tensor) -> None:
         raise ValueError(f"scores must be floating point, got {scores.dtype}")
     if targets.is_complex():
         raise ValueError(f"targets must be integer, bool or floating point, got {targets.dtype}")
-    if scores.device != targets.device:
-        raise ValueError(f"scores and targets must be on one device, got {scores.device} and {targets.device}")
 
 
 LEAST_DELTA = 1e-30

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .checks import NonFiniteScoresError
+from .checks import NonFiniteScoresError, check_tensors
 from .ranking.problem import loss_dtype
 from .traits import LossTraits, register_loss
 
@@ -39,7 +39,7 @@ def ohem_cross_entropy(
         >>> logits = torch.zeros(5, 3, requires_grad=True)  # 5 boxes, 2 classes
         >>> loss = ohem_cross_entropy(logits, torch.tensor([2, 0, 0, 0, 0]))
         >>> loss  # 1 positive and 3 of 4 negatives, log(3) each
-        tensor(4.3944, grad_fn=<DivBackward0>)
+        tensor(4.3944, grad_fn=<SumBackward0>)
     """
     _check_shapes(logits, targets)
     _check_ratio(negative_ratio)
@@ -55,8 +55,8 @@ def ohem_cross_entropy(
     )
     positive = targets > 0
     counted = positive | _hardest_negatives(losses.detach(), targets, negative_ratio)
-    total = torch.where(counted, losses, 0.0).sum()
-    return total / (positive.sum().clamp(min=1) if num_positives is None else num_positives)
+    divisor = positive.sum().clamp(min=1) if num_positives is None else num_positives
+    return (torch.where(counted, losses, 0.0) / divisor).sum()  # a sum of the largest losses would overflow
 
 
 @register_loss("ce-ohem")
@@ -96,6 +96,7 @@ def _hardest_negatives(losses: Tensor, targets: Tensor, ratio: float) -> Tensor:
 
 
 def _check_shapes(logits: Tensor, targets: Tensor) -> None:
+    check_tensors(logits=logits, targets=targets)
     if logits.ndim < 2 or logits.shape[:-1] != targets.shape or logits.shape[-1] < 2:
         raise ValueError(
             "logits must be [..., K + 1] with at least 2 columns and 2 axes, and targets the same "

@@ -1,0 +1,89 @@
+"""How faults are tried: one fault a case, on the command line in a process of its own or, faster, in this one."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+SECONDS = 120  # no command of the suite may take longer, unless its case says so
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--faults", action="store_true", help="try the slow faults, too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow_fault: a fault that is only tried with --faults")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--faults", default=False):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow_fault")]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow_fault")]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A command that has ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    def assert_refused(self, *words: object, codes: tuple[int, ...] = (2,)) -> None:
+        """One clear line on stderr that holds all ``words``, no traceback, and one of the exit codes.
+
+        An error that nobody foresaw is a line with exit code 1, too: it never counts as clear.
+        """
+        assert self.code in codes, (self.code, self.stderr)
+        lines = self.stderr.splitlines()
+        assert len(lines) == 1, self.stderr
+        assert "Traceback" not in self.stdout
+        assert "unexpected" not in lines[0], lines[0]
+        assert [word for word in words if str(word) not in lines[0]] == [], lines[0]
+
+    def assert_no_traceback(self) -> None:
+        """Neither a traceback nor an error that nobody foresaw, whatever the exit code."""
+        assert "Traceback" not in self.stdout + self.stderr, self.stderr
+        assert "unexpected" not in self.stderr, self.stderr
+
+
+@pytest.fixture(scope="session")
+def run_cli() -> Callable[..., Finished]:
+    """Runs ``python -m aploss`` with arguments in a process of its own, which must end in ``timeout`` seconds.
+
+    Keywords of :class:`subprocess.Popen` such as ``cwd`` are passed on; ``env`` is added to the environment.
+    """
+
+    def run(*arguments: object, timeout: float = SECONDS, env: dict[str, str] | None = None, **options) -> Finished:
+        words = [sys.executable, "-m", "aploss", *map(str, arguments)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+        done = subprocess.run(
+            words, capture_output=True, text=True, errors="replace", timeout=timeout, env=environment, **options
+        )
+        return Finished(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture
+def call_cli(capfd: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
+    """Calls the command line in this process, which saves the seconds that starting torch takes."""
+    from aploss.cli.main import main
+
+    def call(*arguments: object) -> Finished:
+        capfd.readouterr()  # what came before is not of this command
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as stop:  # --help
+            code = int(stop.code or 0)
+        captured = capfd.readouterr()
+        return Finished(code, captured.out, captured.err)
+
+    return call

@@ -1,0 +1,129 @@
+"""Tries every fault, counts per area, and writes the table into docs/reliability.md: ``make faults``.
+
+A case is one fault; a case that tries several says how many with ``record_property("faults", n)``, and a search says
+how long it took with ``record_property("seconds", s)``. Exits with 1 on any failure, or where an area has tried less
+than it must. Options are passed on to pytest (``-k images``); the table is then only printed.
+"""
+
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+PAGE = FOLDER.parents[1] / "docs" / "reliability.md"
+BEGIN, END = "<!-- make faults: begin -->", "<!-- make faults: end -->"
+
+
+@dataclass
+class Area:
+    """One file of the suite: what it tries, how much it must try at least, and what came of it."""
+
+    name: str  # of tests/faults/test_NAME.py
+    title: str
+    least: int
+    least_seconds: float = 0  # for a search
+    passed: int = 0
+    failed: int = 0
+    seconds: float = 0
+    skipped: Counter[str] = field(default_factory=Counter)  # reason -> faults
+
+    @property
+    def tried(self) -> int:
+        """Faults that were tried; what is skipped is not."""
+        return self.passed + self.failed
+
+    @property
+    def complete(self) -> bool:
+        """Whether enough was tried and all of it passed."""
+        return not self.failed and self.tried >= self.least and self.seconds >= self.least_seconds
+
+    def row(self) -> str:
+        """Its line of the table."""
+        least = f"{self.least:,}" + (f" in {self.least_seconds / 60:g} minutes" if self.least_seconds else "")
+        skipped = "; ".join(f"{number} ({reason})" for reason, number in self.skipped.items()) or "0"
+        return f"| {self.title} | {least} | {self.tried:,} | {self.passed:,} | {skipped} |"
+
+
+def areas() -> list[Area]:
+    """Every area with the least it must try."""
+    return [
+        Area("images", "images", 48),
+        Area("annotations", "annotations", 120),
+        Area("paths", "paths and special files", 35),
+        Area("checkpoints", "checkpoints and run folders", 200),
+        Area("signals", "kill -9, SIGTERM, Ctrl-C", 70),
+        Area("resume", "resume, bit-identical", 7),
+        Area("disk", "full disk, read-only, no permission", 24),
+        Area("losses", "losses", 300),
+        Area("processes", "two processes", 14),
+        Area("command_lines", "wrong command lines", 100),
+        Area("fuzzing", "fuzzing", 7, least_seconds=300),
+        Area("load", "load", 3),
+    ]
+
+
+def count(report: Path, found: list[Area]) -> None:
+    """Adds the cases of a JUnit file to their areas; a case of no area is an error."""
+    by_name = {area.name: area for area in found}
+    for case in ElementTree.parse(report).iter("testcase"):
+        place = case.get("classname", "").split(".")
+        name = next((part.removeprefix("test_") for part in place if part.startswith("test_")), "")
+        if name not in by_name:  # a file that cannot be imported is a case, too
+            name = case.get("name", "").rpartition(".test_")[2]
+        area = by_name[name]
+        told = {entry.get("name"): float(entry.get("value", "")) for entry in case.iter("property")}
+        faults = int(told.get("faults", 1))
+        area.seconds += told.get("seconds", 0)
+        skip = case.find("skipped")
+        if skip is not None:
+            area.skipped[skip.get("message", "")] += faults
+        elif case.find("failure") is not None or case.find("error") is not None:
+            area.failed += faults
+        else:
+            area.passed += faults
+
+
+def table(found: list[Area], minutes: float) -> Iterator[str]:
+    """The lines of the table, and of how it was made."""
+    yield "| area | at least | tried | passed | skipped |"
+    yield "|---|---|---|---|---|"
+    yield from (area.row() for area in found)
+    tried, passed = (sum(getattr(area, name) for area in found) for name in ("tried", "passed"))
+    yield ""
+    yield f"`make faults`, {minutes:.0f} minutes: {tried:,} faults tried, {passed:,} passed."
+
+
+def write_into(page: Path, lines: list[str]) -> None:
+    """Replaces what is between the two marker lines."""
+    text = page.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text("\n".join([f"{before}{BEGIN}", *lines, f"{END}{after}"]), encoding="utf-8")
+
+
+def main() -> int:
+    """Runs the suite and writes the table; 0 if all is well."""
+    found, begun = areas(), time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "faults.xml"
+        words = ["-n", "auto", "--dist", "worksteal", "--faults", f"--junitxml={report}", *sys.argv[1:], str(FOLDER)]
+        code = subprocess.call([sys.executable, "-m", "pytest", *words], cwd=FOLDER.parents[1])
+        count(report, found)
+    lines = list(table(found, (time.monotonic() - begun) / 60))
+    print("\n".join(lines))
+    if not sys.argv[1:]:  # a choice of cases is not the whole
+        write_into(PAGE, lines)
+    short = [area for area in found if not area.complete]
+    for area in short:
+        print(f"{area.name}: {area.failed} failed, {area.tried} of at least {area.least} tried", file=sys.stderr)
+    return 1 if code or short else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,542 @@
+"""Every loss with every edge: the number of the literal reference, or an error that names what is wrong."""
+
+import copy
+import functools
+import itertools
+import math
+import multiprocessing
+import pickle
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import aploss.losses
+from aploss.losses import NonFiniteScoresError, error_driven, reference
+
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """How a loss is called with flat scores and targets 1, 0 and -1, and what the reference says of them."""
+
+    module: Callable[[], Any]
+    reference: Callable[[Tensor, Tensor], Pair]  # value and gradient, summed over the parts of a loss
+    arguments: Callable[[Tensor, Tensor], tuple[Tensor, ...]] = lambda scores, targets: (scores, targets)
+
+    def __call__(self, scores: Tensor, targets: Tensor) -> Tensor:
+        return total(self.module()(*self.arguments(scores, targets)))
+
+
+def total(values: Any) -> Tensor:
+    """The value of a loss, summed over its parts."""
+    return values if isinstance(values, Tensor) else sum(values[1:], values[0])
+
+
+def two_columns(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """A softmax over background and one class: the scores are the logits of the class."""
+    return torch.stack([torch.zeros_like(scores), scores], dim=-1), targets
+
+
+def of_columns(scores: Tensor, targets: Tensor) -> Pair:
+    value, gradient = reference.ohem_cross_entropy(*two_columns(scores, targets))
+    return value, gradient[..., 1]
+
+
+def qualities(targets: Tensor) -> Tensor:
+    """A number in (0, 1] for every place."""
+    return (torch.arange(targets.numel()) % 7 + 1).div(8).view(targets.shape)
+
+
+def with_ious(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return scores, torch.where(targets == 1, qualities(targets), targets.float())
+
+
+def of_ious(scores: Tensor, targets: Tensor) -> Pair:
+    ranking, sorting, *gradients = reference.rank_sort_loss(*with_ious(scores, targets))
+    return ranking + sorting, sum(gradients)
+
+
+def with_box_losses(scores: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    boxes = qualities(targets).to(scores.device)[targets == 1] if targets.shape == scores.shape else torch.ones(1)
+    return scores, targets, boxes
+
+
+def of_box_losses(scores: Tensor, targets: Tensor) -> Pair:
+    classification, localisation, gradient, _ = reference.alrp_loss(*with_box_losses(scores, targets))
+    return classification + localisation, gradient
+
+
+LOSSES = {
+    "ap": Loss(aploss.losses.APLoss, reference.ap_loss),
+    "auc": Loss(aploss.losses.AUCLoss, reference.auc_loss),
+    "rank-sort": Loss(aploss.losses.RankSortLoss, of_ious, with_ious),
+    "alrp": Loss(aploss.losses.ALRPLoss, of_box_losses, with_box_losses),
+    "focal": Loss(aploss.losses.FocalLoss, reference.focal_loss),
+    "ce-ohem": Loss(aploss.losses.OHEMCrossEntropy, of_columns, two_columns),
+    "smooth-ap": Loss(aploss.losses.SmoothAPLoss, reference.smooth_ap_loss),
+    "hinge-ap": Loss(aploss.losses.HingeAPLoss, reference.hinge_ap_loss),
+}
+RANKING = ("ap", "auc", "rank-sort", "alrp")
+every_loss = pytest.mark.parametrize("name", LOSSES)
+
+
+def test_no_loss_is_left_out() -> None:
+    public = (getattr(aploss.losses, name) for name in aploss.losses.__all__)
+    classes = {one for one in public if isinstance(one, type) and issubclass(one, nn.Module)}
+    assert classes == {loss.module for loss in LOSSES.values()}
+
+
+def value_and_gradient(loss: Callable[[Tensor, Tensor], Tensor], scores: Tensor, targets: Tensor) -> Pair:
+    scores = scores.detach().requires_grad_()
+    value = loss(scores, targets)
+    value.backward()
+    assert scores.grad is not None
+    return value.detach(), scores.grad
+
+
+def check(name: str, scores: Tensor, targets: Tensor, *, tolerance: float = 1e-6) -> None:
+    """Value and gradient are those of the reference, up to the digits of the dtype."""
+    value, gradient = value_and_gradient(LOSSES[name], scores, targets)
+    right, right_gradient = LOSSES[name].reference(scores.detach(), targets)
+    assert value.dtype == (torch.float64 if scores.dtype == torch.float64 else torch.float32)
+    assert gradient.dtype == scores.dtype
+    if right.isinf():  # beyond what the reference can add up
+        assert value.item() > torch.finfo(torch.float64).max / 10
+    else:
+        assert value.item() == pytest.approx(right.to(value.dtype).item(), rel=1e-5, abs=tolerance)
+    rounding = max(tolerance, torch.finfo(scores.dtype).eps)
+    assert torch.allclose(gradient.double(), right_gradient, rtol=rounding, atol=rounding)
+
+
+# --- numbers ---
+
+# Scores and targets; few, because the reference of the hinge loss tries all rankings.
+NUMBERS: dict[str, tuple[list[float], list[int]]] = {
+    "no positives": ([0.5, -1.0, 2.0], [0, 0, 0]),
+    "no negatives": ([0.5, -1.0, 2.0], [1, 1, 1]),
+    "all ignored": ([0.5, -1.0, 2.0], [-1, -1, -1]),
+    "one positive alone": ([0.3], [1]),
+    "one negative alone": ([0.3], [0]),
+    "all equal": ([0.25] * 6, [1, 0, 0, 1, -1, 0]),
+    "ties of both kinds": ([1.0, 1.0, 0.0, 0.0, 0.0, 1.0], [1, 0, 1, 0, 0, -1]),
+    "ties at the ends of the step": ([0.0, 1.0, -1.0, 2.0, 0.5, -0.5], [1, 0, 0, 1, 0, 0]),
+    "perfect": ([9.0, 8.0, -8.0, -9.0, 0.0], [1, 1, 0, 0, -1]),
+    "worst": ([-9.0, -8.0, 8.0, 9.0, 0.0], [1, 1, 0, 0, -1]),
+    "zero and minus zero": ([0.0, -0.0, 0.0, -0.0], [1, 0, 0, 1]),
+    "smallest numbers": ([1e-45, -1e-45, 1e-40, 0.0], [1, 0, 0, 1]),
+    "a large offset": ([60000.0, 60032.0, 59968.0, 60000.0], [1, 0, 0, 1]),
+}
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@every_loss
+@pytest.mark.parametrize("edge", NUMBERS)
+def test_an_edge_has_the_number_of_the_reference(name: str, edge: str, record_property: Callable[..., None]) -> None:
+    numbers, targets = NUMBERS[edge]
+    record_property("faults", len(DTYPES))
+    for dtype in DTYPES:
+        check(name, torch.tensor(numbers, dtype=dtype), torch.tensor(targets))
+
+
+def exact_hinge(scores: list[float], targets: list[int]) -> float:
+    """The structured hinge loss without rounding, by trying all rankings."""
+    values = [Fraction(score) for score in scores]
+    positives, negatives = ([i for i, target in enumerate(targets) if target == kind] for kind in (1, 0))
+    best = Fraction(0)
+    for ranking in itertools.permutations(positives + negatives):
+        place = {item: index for index, item in enumerate(ranking)}
+        hits = [Fraction(sum(place[k] <= place[i] for k in positives), place[i] + 1) for i in positives]
+        moved = sum(values[i] - values[j] for i in positives for j in negatives if place[j] < place[i])
+        best = max(best, 1 - sum(hits) / len(hits) - 2 * moved / len(positives) / len(negatives))
+    try:
+        return float(best)
+    except OverflowError:
+        return math.inf
+
+
+@every_loss
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_largest_finite_scores_are_ranked_exactly(
+    name: str, dtype: torch.dtype, record_property: Callable[..., None]
+) -> None:
+    largest = torch.finfo(dtype).max
+    cases = (
+        ([1, 2, 3, -largest], [1, 0, 0, 1]),
+        ([1, 2, 3, largest], [1, 0, 1, 0]),
+        ([largest, largest, largest, -largest, 0], [1, 0, 1, 0, 1]),
+        ([largest, -largest, 0, largest, -largest, -largest], [1, 0, 0, 0, 1, -1]),
+    )
+    record_property("faults", len(cases))
+    for numbers, targets in cases:
+        scores = torch.tensor(numbers, dtype=dtype)
+        if name != "hinge-ap":
+            check(name, scores, torch.tensor(targets))
+            continue
+        # The reference overflows, and which of two rankings it takes is decided by what it rounds away.
+        value, gradient = value_and_gradient(LOSSES[name], scores, torch.tensor(targets))
+        exact = torch.tensor(exact_hinge(scores.tolist(), targets), dtype=torch.float64).to(value.dtype)
+        assert value.item() == pytest.approx(exact.item(), rel=1e-5)
+        assert gradient.isfinite().all()
+        assert gradient.sum().item() == pytest.approx(0.0, abs=1e-2)
+
+
+@every_loss
+@pytest.mark.parametrize("kind", ["scores", "targets", "both", "expanded", "sliced", "reversed"])
+def test_tensors_that_are_not_contiguous_are_read_in_order(name: str, kind: str) -> None:
+    random = torch.Generator().manual_seed(0)
+    scores, targets = torch.randn(2, 3, generator=random), torch.tensor([[1, 0, 0], [0, 1, -1]])
+    if kind == "expanded":
+        scores = scores[:1].expand(2, 3)
+    if kind in ("scores", "both"):
+        scores = scores.t().contiguous().t()
+    if kind in ("targets", "both"):
+        targets = targets.t().contiguous().t()
+    if kind == "sliced":
+        scores, targets = (torch.stack([one, one.flip(0)], dim=-1)[..., 0] for one in (scores, targets))
+    if kind == "reversed":
+        scores, targets = scores.flip(1), targets.flip(1).t().contiguous().t()
+    assert kind == "reversed" or not (scores.is_contiguous() and targets.is_contiguous())
+    if name != "ce-ohem":
+        check(name, scores, targets)
+        return
+    value, gradient = value_and_gradient(LOSSES[name], scores, targets)  # rows are images, which it mines one by one
+    right, right_gradient = of_columns(scores, targets)
+    assert value.item() == pytest.approx(right.item(), abs=1e-6)
+    assert torch.allclose(gradient.double(), right_gradient, atol=1e-6)
+
+
+@every_loss
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0, 5)])
+def test_nothing_to_rank_is_zero_and_connected_to_the_graph(name: str, shape: tuple[int, ...]) -> None:
+    value, gradient = value_and_gradient(LOSSES[name], torch.empty(shape), torch.empty(shape, dtype=torch.int64))
+    assert value.item() == 0.0
+    assert gradient.shape == shape
+
+
+@every_loss
+def test_one_number_without_a_shape_is_ranked(name: str) -> None:
+    if name == "ce-ohem":
+        with pytest.raises(ValueError, match="logits must be"):
+            LOSSES[name](torch.tensor(0.5), torch.tensor(1))
+        return
+    check(name, torch.tensor(0.5), torch.tensor(1))
+
+
+@every_loss
+def test_200_000_equal_scores_of_float16_are_counted(name: str) -> None:
+    """Sums in float16 end at 65,504, and stand still from 2,048 on."""
+    scores, targets = torch.full((200_000,), 0.5, dtype=torch.float16), torch.zeros(200_000, dtype=torch.int64)
+    targets[[7, 100_000, 199_999]] = 1
+    value, gradient = value_and_gradient(LOSSES[name], scores, targets)
+    if name != "hinge-ap":
+        right, right_gradient = LOSSES[name].reference(scores, targets)
+        assert value.item() == pytest.approx(right.item(), rel=1e-5)
+        # Sorted: which of equal negatives are the hardest is nobody's business.
+        assert torch.allclose(gradient.double().sort()[0], right_gradient.sort()[0], rtol=1e-3, atol=1e-6)
+        return
+    negatives = 199_997  # all of them above the three positives, at no cost
+    assert value.item() == pytest.approx(1 - sum(k / (negatives + k) for k in (1, 2, 3)) / 3, abs=1e-6)
+    assert torch.allclose(gradient[targets == 1].double(), torch.tensor(-2 / 3).double(), atol=1e-3)
+
+
+@every_loss
+@pytest.mark.parametrize("kind", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.float32])
+def test_targets_of_every_dtype_mean_the_same(name: str, kind: torch.dtype) -> None:
+    scores, targets = torch.tensor([0.5, -1.0, 2.0, 0.0]), torch.tensor([1, 0, 0, 1])
+    loss = LOSSES[name]
+    if name == "ce-ohem" and kind.is_floating_point:
+        with pytest.raises(ValueError, match="targets must be integer"):
+            loss(scores, targets.to(kind))
+        return
+    assert loss(scores, targets.to(kind)).item() == loss(scores, targets).item()
+
+
+@pytest.mark.slow_fault
+@every_loss
+def test_a_hundred_million_scores_are_ranked(name: str) -> None:
+    """Against the loss of the few thousand that differ: all others are so low that they do not count."""
+    needed, free = 12 * 2**30, _free_memory()
+    if free < needed:
+        pytest.skip(f"needs {needed / 2**30:.0f} GB of free memory, there are {free / 2**30:.0f}")
+    count, seen = 100_000_000, 3000
+    if name == "ce-ohem":
+        count //= 2  # two columns each
+    random = torch.Generator().manual_seed(0)
+    head = torch.randn(seen, generator=random)
+    targets = torch.zeros(count, dtype=torch.int8)
+    targets[torch.randperm(seen, generator=random)[:2]] = 1
+    scores = torch.full((count,), -40.0)  # a sigmoid of 4e-18
+    scores[:seen] = head
+    value, gradient = value_and_gradient(LOSSES[name], scores, targets)
+    if name in ("auc", "hinge-ap"):  # averages over the negatives
+        factor = (count - 2) / (seen - 2)
+        right, right_gradient = value_and_gradient(LOSSES["auc"], head, targets[:seen])
+        if name == "auc":
+            assert value.item() * factor == pytest.approx(right.item(), rel=1e-3)
+            assert torch.allclose(gradient[:seen] * factor, right_gradient, rtol=1e-3, atol=1e-6)
+        assert value.isfinite()
+        assert gradient.isfinite().all()
+    else:
+        right, right_gradient = value_and_gradient(LOSSES[name], head, targets[:seen])
+        assert value.item() == pytest.approx(right.item(), rel=1e-3)
+        assert torch.allclose(gradient[:seen], right_gradient, rtol=1e-3, atol=1e-6)
+    assert gradient[seen:].abs().max().item() < 1e-6
+
+
+def _free_memory() -> int:
+    with open("/proc/meminfo", encoding="ascii") as file:  # noqa: PTH123
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+
+
+# --- errors ---
+
+BAD_SCORES = {"NaN": math.nan, "infinity": math.inf, "minus infinity": -math.inf}
+
+
+@every_loss
+@pytest.mark.parametrize("number", BAD_SCORES)
+@pytest.mark.parametrize("place", ["positive", "negative"])
+def test_a_score_that_is_no_number_is_an_error_that_names_it(name: str, number: str, place: str) -> None:
+    scores, targets = torch.tensor([0.5, -1.0, 2.0, 0.0]), torch.tensor([1, 0, 0, 1])
+    index = 3 if place == "positive" else 2
+    scores[index] = BAD_SCORES[number]
+    with pytest.raises(NonFiniteScoresError, match=f"must be finite.* {index}\\b"):
+        LOSSES[name](scores, targets)
+
+
+@every_loss
+@pytest.mark.parametrize("number", BAD_SCORES)
+def test_a_score_that_is_ignored_may_be_anything(name: str, number: str) -> None:
+    scores, targets = torch.tensor([0.5, -1.0, 2.0, 0.0]), torch.tensor([1, 0, 0, 1])
+    expected, gradient = value_and_gradient(LOSSES[name], scores, targets)
+    bad = torch.cat([scores, torch.tensor([BAD_SCORES[number]])])
+    value, with_bad = value_and_gradient(LOSSES[name], bad, torch.cat([targets, torch.tensor([-1])]))
+    assert value.item() == pytest.approx(expected.item(), abs=1e-7)
+    assert torch.allclose(with_bad, torch.cat([gradient, torch.zeros(1)]), atol=1e-7)
+
+
+WRONG: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
+    "integer scores": (lambda: (torch.tensor([1, 2]), torch.tensor([1, 0])), "must be floating point, got torch.int64"),
+    "bool scores": (lambda: (torch.tensor([True, False]), torch.tensor([1, 0])), "must be floating point"),
+    "complex targets": (lambda: (torch.zeros(2), torch.zeros(2, dtype=torch.complex64)), "targets must be"),
+    "another shape": (lambda: (torch.zeros(3), torch.tensor([1, 0])), "shape|same"),
+    "another rank of the same size": (lambda: (torch.zeros(2, 1), torch.tensor([1, 0])), "shape|same"),
+    "another device": (lambda: (torch.zeros(2), torch.zeros(2, dtype=torch.int64, device="meta")), "one device"),
+    "a target of 2": (lambda: (torch.zeros(2), torch.tensor([1, 2])), "targets must be .*got 2"),
+    "a target of -2": (lambda: (torch.zeros(2), torch.tensor([1, -2])), "targets must be .*got -2"),
+    "a target of 255 in uint8": (
+        lambda: (torch.zeros(2), torch.tensor([1, 255], dtype=torch.uint8)), "targets must be .*got 255"
+    ),
+    "a list": (lambda: ([0.0, 1.0], torch.tensor([1, 0])), "must be a tensor, got list"),
+    "a list of targets": (lambda: (torch.zeros(2), [1, 0]), "must be a tensor, got list"),
+}  # fmt: skip
+
+
+@every_loss
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_mistake_is_an_error_that_says_what_was_given(name: str, mistake: str) -> None:
+    make, message = WRONG[mistake]
+    scores, targets = make()
+    loss = LOSSES[name]
+    if isinstance(scores, list) or isinstance(targets, list):
+        extra = (torch.ones(1),) if name == "alrp" else ()
+        call = functools.partial(loss.module(), scores, targets, *extra)
+    elif name == "rank-sort" and (targets.is_complex() or targets.device.type == "meta"):
+        call = functools.partial(loss.module(), scores, targets)
+    elif name == "alrp" and targets.device.type == "meta":
+        call = functools.partial(loss.module(), scores, targets, torch.ones(1))
+    else:
+        call = functools.partial(loss, scores, targets)
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("boxes", "message"),
+    [
+        (torch.ones(1), "one value per positive, 2, got 1"),
+        (torch.tensor([1.0, math.nan]), "finite and not negative, got nan"),
+        (torch.tensor([1.0, -1.0]), "finite and not negative, got -1"),
+        (torch.tensor([1, 1]), "must be floating point"),
+        (torch.ones(2, 1), r"of shape \[P\]"),
+        (torch.ones(2, device="meta"), "one device"),
+        ([1.0, 1.0], "must be a tensor"),
+    ],
+    ids=["too few", "NaN", "negative", "integers", "another shape", "another device", "a list"],
+)
+def test_box_losses_that_cannot_be_are_refused(boxes: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        aploss.losses.alrp_loss(torch.zeros(3), torch.tensor([1, 0, 1]), boxes)
+
+
+@pytest.mark.parametrize("edge", ["another shape", "integers", "empty", "NaN", "largest"])
+def test_error_driven_shows_what_it_is_given(edge: str) -> None:
+    """It ranks nothing and checks no values: NaN stays NaN, which a training step finds."""
+    inputs = torch.zeros(2, requires_grad=True)
+    if edge == "another shape":
+        with pytest.raises(ValueError, match="shape of inputs"):
+            error_driven(inputs, torch.zeros(3), torch.zeros(2))
+    elif edge == "integers":
+        with pytest.raises(ValueError, match="floating point"):
+            error_driven(torch.zeros(2, dtype=torch.int64), torch.zeros(2), torch.zeros(2))
+    elif edge == "empty":
+        assert error_driven(torch.zeros(0, requires_grad=True), torch.zeros(0), torch.zeros(0)).item() == 0
+    elif edge == "NaN":
+        assert error_driven(inputs, torch.tensor([math.nan, 0]), torch.zeros(2)).isnan()
+    else:
+        huge = torch.tensor([torch.finfo(torch.float32).max, 0.0])
+        error_driven(inputs, huge, torch.zeros(2)).backward()
+        assert torch.equal(inputs.grad, huge)
+
+
+# --- ways of calling ---
+
+
+def a_batch(size: int = 6) -> Pair:
+    random = torch.Generator().manual_seed(1)
+    return torch.randn(size, generator=random), torch.tensor([1, 0, 0, 1, -1, 0]).repeat(size // 6)
+
+
+@every_loss
+@pytest.mark.parametrize("how", ["pickle", "deepcopy", "state dict", "half", "eval", "twice"])
+def test_a_loss_that_was_copied_gives_the_same(name: str, how: str) -> None:
+    loss, (scores, targets) = LOSSES[name], a_batch()
+    module = loss.module()
+    expected = total(module(*loss.arguments(scores, targets)))
+    if how == "pickle":
+        module = pickle.loads(pickle.dumps(module))
+    elif how == "deepcopy":
+        module = copy.deepcopy(module)
+    elif how == "state dict":
+        other = loss.module()
+        other.load_state_dict(module.state_dict())
+        module = other
+    elif how == "half":
+        module = module.half()  # it has no weights that could be rounded
+    elif how == "eval":
+        module = module.eval()
+    assert torch.equal(total(module(*loss.arguments(scores, targets))), expected)
+
+
+@every_loss
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+def test_a_loss_is_the_same_without_gradients(name: str, mode: Callable[[], Any]) -> None:
+    scores, targets = a_batch()
+    expected = LOSSES[name](scores, targets)
+    with mode():
+        assert torch.equal(LOSSES[name](scores, targets), expected)
+
+
+@every_loss
+@pytest.mark.parametrize("upstream", [0.0, -2.0, 65536.0])
+def test_the_gradient_is_scaled_by_what_comes_from_above(name: str, upstream: float) -> None:
+    scores, targets = a_batch()
+    _, gradient = value_and_gradient(LOSSES[name], scores, targets)
+    _, scaled = value_and_gradient(lambda s, t: LOSSES[name](s, t) * upstream, scores, targets)
+    assert torch.allclose(scaled, gradient * upstream, rtol=1e-5)
+
+
+@every_loss
+def test_autocast_changes_nothing(name: str) -> None:
+    scores, targets = a_batch()
+    expected = value_and_gradient(LOSSES[name], scores, targets)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = value_and_gradient(LOSSES[name], scores, targets)
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(found, expected, strict=True))
+
+
+@every_loss
+def test_eight_threads_at_once_get_what_one_gets(name: str) -> None:
+    batches = [(torch.randn(600, generator=torch.Generator().manual_seed(k)), a_batch(600)[1]) for k in range(8)]
+    expected = [value_and_gradient(LOSSES[name], *batch) for batch in batches]
+    found: dict[int, Pair] = {}
+
+    def work(number: int) -> None:
+        for _ in range(3):
+            found[number] = value_and_gradient(LOSSES[name], *batches[number])
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    for number, pair in enumerate(expected):
+        assert all(torch.equal(one, other) for one, other in zip(found[number], pair, strict=True))
+
+
+@every_loss
+def test_a_forked_process_ranks_like_its_parent(name: str) -> None:
+    scores, targets = a_batch(600)
+    value, gradient = value_and_gradient(LOSSES[name], scores, targets)
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def child() -> None:
+        found = value_and_gradient(LOSSES[name], scores, targets)
+        sender.send((found[0].item(), found[1].tolist()))
+
+    process = context.Process(target=child)
+    process.start()
+    answered = receiver.poll(60)
+    result = receiver.recv() if answered else None
+    process.kill()
+    process.join()
+    assert result == (value.item(), gradient.tolist())
+
+
+@every_loss
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_loss_gives_the_same(name: str, dynamic: bool) -> None:
+    """With the graphs of torch.compile, but without the compiler for this processor, which takes minutes."""
+    torch.compiler.reset()
+    loss = LOSSES[name]
+    compiled = torch.compile(loss.module(), fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for size in (12, 18) if dynamic else (12,):
+        scores, targets = a_batch(size)
+        expected = value_and_gradient(loss, scores, targets)
+        found = value_and_gradient(lambda s, t: total(compiled(*loss.arguments(s, t))), scores, targets)
+        assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(found, expected, strict=True))
+
+
+@every_loss
+def test_a_compiled_loss_lets_no_nan_through(name: str) -> None:
+    torch.compiler.reset()
+    loss, (scores, targets) = LOSSES[name], a_batch(12)
+    scores[1] = math.nan
+    compiled = torch.compile(loss.module(), fullgraph=True, backend="aot_eager")
+    if name == "ce-ohem":  # as documented: where compiled, NaN shows in the loss
+        assert total(compiled(*loss.arguments(scores, targets))).isnan()
+        return
+    with pytest.raises(NonFiniteScoresError, match="must be finite"):
+        compiled(*loss.arguments(scores, targets))
+
+
+@every_loss
+def test_transforms_of_torch_func_are_refused_with_the_way_to_do_it(name: str) -> None:
+    scores, targets = a_batch()
+    if name == "ce-ohem":
+        pytest.skip("is made of torch's own operations")
+    with pytest.raises(RuntimeError, match=r"torch\.func"):
+        torch.func.grad(lambda s: LOSSES[name](s, targets))(scores)
+
+
+@every_loss
+def test_a_second_derivative_is_right_or_refused(name: str) -> None:
+    scores, targets = a_batch()
+    scores = scores.double().requires_grad_()
+    (gradient,) = torch.autograd.grad(LOSSES[name](scores, targets), scores, create_graph=True)
+    if name in ("focal", "ce-ohem"):
+        (second,) = torch.autograd.grad(gradient.sum(), scores)
+        shifted = LOSSES[name].reference(scores.detach() + 1e-5, targets)[1].sum()
+        before = LOSSES[name].reference(scores.detach() - 1e-5, targets)[1].sum()
+        assert second.sum().item() == pytest.approx((shifted - before).item() / 2e-5, rel=1e-4)
+    else:
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            gradient.sum().backward()
