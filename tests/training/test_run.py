@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from aploss.detectors import load
+from aploss.detectors import build_detector, load
 from aploss.errors import ConfigError, DataError, RunError
 from aploss.reports.run_files import read_json_lines
 from aploss.training.config import TrainConfig, config_to_dict
@@ -323,3 +324,64 @@ def _single_step(config: TrainConfig, number: int) -> dict[str, torch.Tensor]:
         for parameter in detector.parameters():
             parameter -= 0.01 * parameter.grad
     return detector.state_dict()
+
+
+@pytest.fixture
+def pretrained(tmp_path: Path) -> str:
+    """A file of weights, of another seed than the runs'."""
+    torch.manual_seed(9)
+    path = tmp_path / "pretrained.pt"
+    torch.save(build_detector("retinanet-tiny", class_names=["a"]).backbone.state_dict(prefix="backbone."), path)
+    return str(path)
+
+
+@pytest.mark.usefixtures("no_page")
+class TestFrozenBackbone:
+    def test_stored_features_give_the_numbers_of_a_frozen_backbone_to_rounding(
+        self, make_config: MakeConfig, pretrained: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("APLOSS_CACHE", str(tmp_path / "cache"))
+        changes = {
+            "model": {"weights": pretrained, "frozen_backbone": True},
+            "optimizer": {"name": "sgd", "learning_rate": 0.01},  # AdamW makes steps of small gradients
+        }
+        plain = make_config("plain", batches={"augmentation": "flip"}, **changes)
+        cached = make_config("cached", batches={"augmentation": "light", "cache_features": True}, **changes)
+        train(plain)
+        train(cached)
+        losses = [[row["loss"] for row in rows(config.out, "train")] for config in (plain, cached)]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+        start, first, second = torch.load(pretrained, weights_only=True), weights(plain.out), weights(cached.out)
+        body = [name for name in first if name.startswith("backbone.body.")]
+        assert all(torch.equal(start[name], first[name]) and torch.equal(start[name], second[name]) for name in body)
+        fpn = "backbone.fpn.inner_blocks.0.0.weight"
+        assert not torch.equal(start[fpn], first[fpn])
+        for name in first:
+            torch.testing.assert_close(first[name], second[name], rtol=0, atol=2e-5)
+
+    def test_a_run_from_stored_features_goes_on_to_the_same_bits(
+        self, make_config: MakeConfig, pretrained: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("APLOSS_CACHE", str(tmp_path / "cache"))
+        changes = {
+            "model": {"weights": pretrained, "frozen_backbone": True, "ema": 0.9},
+            "batches": {"cache_features": True},
+        }
+        whole, parts = make_config("whole", **changes), make_config("parts", **changes)
+        train(whole)
+        train(replace(parts, max_minutes=0.0))
+        shutil.rmtree(tmp_path / "cache")
+        train(parts, resume=True)
+        assert rows(parts.out, "train")[0]["step"] == 1
+        assert same(weights(whole.out), weights(parts.out))
+        assert same(weights(whole.out, "best"), weights(parts.out, "best"))
+
+    def test_a_backbone_that_cannot_be_frozen_is_refused_in_one_line(
+        self, make_config: MakeConfig, pretrained: str
+    ) -> None:
+        with pytest.raises(ConfigError, match=r"add --model\.weights imagenet"):
+            train(make_config(model={"frozen_backbone": True}))
+        with pytest.raises(ConfigError, match=r"add --model\.frozen_backbone true"):
+            train(make_config(model={"weights": pretrained}, batches={"cache_features": True}))
+        with pytest.raises(ConfigError, match="only the backbone of a RetinaNet"):
+            build_detector("ssdlite", class_names=["a"]).features(torch.zeros(1, 3, 320, 320))

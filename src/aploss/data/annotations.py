@@ -164,11 +164,17 @@ class DetectionDataset(Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         from torchvision import tv_tensors  # slow to import; checks and conversions do without
 
+        image = read_image(self.image_path(index), size=self.image_size(index))
+        return tv_tensors.Image(image), self.target(index)
+
+    def target(self, index: int) -> dict[str, Any]:
+        """The target of item ``index``; the image is not read."""
+        from torchvision import tv_tensors
+
         width, height = self.image_size(index)
         rows = self._rows(index)
-        image = read_image(self.image_path(index), size=(width, height))
         boxes = torch.tensor(self._boxes[rows])
-        return tv_tensors.Image(image), {
+        return {
             "boxes": tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=(height, width)),
             **{name: torch.tensor(getattr(self, f"_{name}")[rows]) for name in ("labels", "difficult", "crowd")},
             "image_id": self.image_id(index),

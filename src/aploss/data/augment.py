@@ -19,7 +19,7 @@ from aploss.errors import ConfigError
 
 Target = dict[str, Any]
 
-PRESETS = ("paper", "light", "none")
+PRESETS = ("paper", "light", "flip", "none")
 MEAN_COLOUR = (123.0, 117.0, 104.0)  # of ImageNet, SSD's colour where the picture ends
 OBJECT_FIELDS = ("labels", "difficult", "crowd")  # one entry per object, beside its box
 
@@ -34,8 +34,8 @@ def training_transforms(preset: str, size: int | tuple[int, int]) -> v2.Transfor
 
     ``paper`` is that of SSD (Liu et al. 2016, Section 2.2), which the AP-loss paper adopts: photometric distortion,
     zoom-out up to four times, a crop with a minimal overlap with some object, horizontal flip. ``light`` zooms by ±25
-    %, changes brightness and contrast by ±20 % and flips: enough for small sets and short trainings. ``none`` only
-    resizes.
+    %, changes brightness and contrast by ±20 % and flips: enough for small sets and short trainings. ``flip`` resizes
+    and flips, ``none`` only resizes.
 
     Args:
         preset: one of :data:`PRESETS`.
@@ -74,13 +74,14 @@ def training_transforms(preset: str, size: int | tuple[int, int]) -> v2.Transfor
         ]
     elif preset == "light":
         return v2.Compose([shrink, LightAugmentation((height, width))])
-    elif preset == "none":
+    elif preset in ("flip", "none"):
         steps = [resize]
     else:
         raise ConfigError(f"no augmentation '{preset}': choose one of {', '.join(PRESETS)}")
     sanitize = v2.SanitizeBoundingBoxes(min_size=1, labels_getter=_per_object_fields)
     # Rounding may put a corner a hair outside, which would count as an impossible box.
-    return v2.Compose([*steps, v2.ClampBoundingBoxes(), sanitize, _PlainBoxes()])
+    last = [_PlainBoxes(), Flip()] if preset == "flip" else [_PlainBoxes()]
+    return v2.Compose([*steps, v2.ClampBoundingBoxes(), sanitize, *last])
 
 
 def _per_object_fields(sample: Sample) -> tuple[Tensor, ...]:
@@ -93,6 +94,27 @@ class _PlainBoxes(nn.Module):
 
     def forward(self, image: tv_tensors.Image, target: Target) -> Sample:
         return image, {**target, "boxes": target["boxes"].as_subclass(Tensor)}
+
+
+class Flip(nn.Module):
+    """Mirrors every second sample sideways, at random, whose boxes are plain."""
+
+    def forward(self, image: tv_tensors.Image, target: Target) -> Sample:
+        """Flips one sample, or leaves it alone."""
+        if not draw_flip():
+            return image, target
+        return F.horizontal_flip(image), {**target, "boxes": mirrored(target["boxes"], image.shape[-1])}
+
+
+def draw_flip() -> bool:
+    """Whether a sample is to be mirrored, at random."""
+    return bool(torch.rand(1) < 0.5)
+
+
+def mirrored(boxes: Tensor, width: float) -> Tensor:
+    """Boxes [n, 4] in the mirror image of an image of some width."""
+    left, top, right, bottom = boxes.unbind(1)
+    return torch.stack([width - right, top, width - left, bottom], dim=1)
 
 
 class ShrinkLarge(nn.Module):
@@ -206,9 +228,8 @@ class LightAugmentation(nn.Module):
             pixels = F.pad_image(pixels, padding, fill=list(MEAN_COLOUR))
         height, width = bottom - top, right - left
         boxes = _clipped(boxes - torch.tensor([left, top] * 2), height, width)
-        if torch.rand(1) < 0.5:
-            pixels = pixels.flip(-1)
-            boxes[:, [0, 2]] = width - boxes[:, [2, 0]]
+        if draw_flip():
+            pixels, boxes = pixels.flip(-1), mirrored(boxes, width)
         if (height, width) != self.size:
             pixels = F.resize_image(pixels, list(self.size), antialias=True)
             boxes = boxes * torch.tensor([self.size[1] / width, self.size[0] / height] * 2)

@@ -8,6 +8,7 @@ import itertools
 import signal
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,9 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from torchvision import tv_tensors
 
 from aploss.data.annotations import DetectionDataset, Sample
-from aploss.data.augment import OBJECT_FIELDS, training_transforms
+from aploss.data.augment import OBJECT_FIELDS, draw_flip, mirrored, training_transforms
+from aploss.data.features import StoredFeatures
 from aploss.errors import ConfigError, DataError
 
 PREFETCH = 4  # batches a worker prepares ahead: evens out slow images
@@ -29,7 +32,8 @@ Key = tuple[int, int]  # epoch, index
 class Batch(NamedTuple):
     """Images in [0, 1] as float32, their targets, and their indices in the dataset.
 
-    In training ``images`` is one tensor [B, 3, H, W]; in evaluation it is a list of [3, h, w], each of its own size. A
+    In training ``images`` is one tensor [B, 3, H, W], or with stored features their
+    :class:`~aploss.data.features.FeatureMaps`; in evaluation it is a list of [3, h, w], each of its own size. A
     target holds ``boxes`` (xyxy in the image's pixels, float32 [n, 4]), ``labels`` (int64 [n]), ``difficult`` and
     ``crowd`` (bool [n]) and ``image_id``.
     """
@@ -73,9 +77,51 @@ class AugmentedSamples(Dataset[Sample]):
     def __getitem__(self, key: Key) -> Sample:
         """The sample of ``key = (epoch, index)``."""
         image, target = self.dataset[key[1]]
+        with self._drawing(key):
+            return self.transforms(image, target)  # type: ignore[no-any-return]
+
+    @contextmanager
+    def _drawing(self, key: Key) -> Iterator[None]:
+        """Draws random numbers that the key decides."""
         with torch.random.fork_rng(devices=[]):  # the caller's state is back after it, and no GPU is touched
             torch.default_generator.manual_seed(_mix(self.seed, *key))
-            return self.transforms(image, target)  # type: ignore[no-any-return]
+            yield
+
+
+class FeatureSamples(AugmentedSamples):
+    """The samples of the presets ``flip`` and ``none`` with stored feature maps in the place of images.
+
+    Args:
+        dataset: the images, whose annotations alone are looked at.
+        features: of these images.
+        seed: as of :class:`AugmentedSamples`.
+        preset: ``flip`` or ``none``.
+        size: of the images the features were computed from.
+    """
+
+    def __init__(
+        self,
+        dataset: DetectionDataset,
+        features: StoredFeatures,
+        *,
+        seed: int,
+        preset: str,
+        size: int | tuple[int, int],
+    ) -> None:
+        if preset not in ("flip", "none"):
+            raise ConfigError(f"stored features go with the augmentation flip or none, got {preset!r}")
+        super().__init__(dataset, seed=seed, preset="none", size=size)
+        self.features, self._flips = features, preset == "flip"
+
+    def __getitem__(self, key: Key) -> Sample:
+        """The sample of ``key = (epoch, index)``; the image is the float16 row of its maps."""
+        pixel = tv_tensors.Image(torch.zeros(3, 1, 1, dtype=torch.uint8))  # transforms want some image
+        image, target = self.transforms(pixel, self.dataset.target(key[1]))
+        with self._drawing(key):
+            flips = self._flips and draw_flip()
+        if flips:
+            target["boxes"] = mirrored(target["boxes"], image.shape[-1])
+        return self.features.read(key[1], mirrored=flips), target
 
 
 class TrainingBatches:
@@ -146,6 +192,8 @@ class TrainingBatches:
     def _give(self, loaded: Generator[_Loaded]) -> Generator[Batch]:
         for batch, unreadable in loaded:
             self.unreadable.update(unreadable)
+            if isinstance(self._samples, FeatureSamples):
+                batch = batch._replace(images=self._samples.features.as_maps(batch.images))
             yield batch
 
     def _load(self, keys: Iterable[list[Key]]) -> Generator[_Loaded]:
@@ -192,6 +240,7 @@ def make_training_loader(
     rank: int = 0,
     world_size: int = 1,
     skip_unreadable: bool = False,
+    features: StoredFeatures | None = None,
 ) -> TrainingBatches:
     """Training batches of a dataset, reproducible to the bit.
 
@@ -206,6 +255,7 @@ def make_training_loader(
         world_size: number of processes; step by step, their batches make up the one that a single process would get.
         skip_unreadable: the next image of the epoch stands in for one that cannot be read, which is noted in
             ``unreadable``; otherwise that is an error.
+        features: of the dataset's images in this size, to be given in their place; for the presets flip and none.
 
     Returns:
         An object whose ``epoch(number, start_batch=0)`` and ``endless(first_batch=0)`` give :class:`Batch` after
@@ -215,7 +265,11 @@ def make_training_loader(
         ConfigError: for settings that cannot be.
         DataError: for an empty dataset.
     """
-    samples = AugmentedSamples(dataset, seed=seed, preset=preset, size=size)
+    samples = (
+        AugmentedSamples(dataset, seed=seed, preset=preset, size=size)
+        if features is None
+        else FeatureSamples(dataset, features, seed=seed, preset=preset, size=size)
+    )
     return TrainingBatches(samples, batch_size, workers, rank, world_size, skip_unreadable)
 
 
@@ -404,5 +458,7 @@ def _unpack(packed: _Packed | DataError) -> _Loaded:
 
 
 def _to_unit(image: Tensor) -> Tensor:
+    if image.is_floating_point():  # features
+        return image
     # By numpy: a thread beside training would start a second set of torch's threads.
     return torch.from_numpy(np.divide(image.numpy(), 255, dtype=np.float32))

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models.detection._utils import BoxCoder
 
+from aploss.data.features import FeatureMaps
 from aploss.detectors.criterion import Criterion
 from aploss.detectors.losses_by_name import describe_loss
 from aploss.detectors.postprocess import Detections, ObjectDetector, postprocess
@@ -244,11 +245,13 @@ class Detector(nn.Module, ObjectDetector):
             "box_weight": self.criterion.box_weight,
         }
 
-    def forward(self, images: Tensor | Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]] | None = None) -> Any:
+    def forward(
+        self, images: Tensor | Sequence[Tensor] | FeatureMaps, targets: Sequence[Mapping[str, Tensor]] | None = None
+    ) -> Any:
         """Losses in training mode, detections in evaluation mode.
 
         Args:
-            images: floats in [0, 1], [B, 3, H, W] or a list of [3, h, w].
+            images: floats in [0, 1], [B, 3, H, W] or a list of [3, h, w]; in training mode also their :meth:`features`.
             targets: for each image ``boxes`` [n, 4] in its pixels and ``labels`` [n] of 0..K-1, optionally ``crowd``
                 and ``difficult`` bool [n]; needed in training mode.
 
@@ -257,11 +260,14 @@ class Detector(nn.Module, ObjectDetector):
             In evaluation mode: see :meth:`detect`.
         """
         if not self.training:
+            if isinstance(images, FeatureMaps):
+                raise DataError("features are for training mode: a detector in evaluation mode takes images")
             return self.detect(images)
         if targets is None:
             raise DataError("a detector in training mode needs targets; call detector.eval() first")
-        batch, _ = self.pad(images)
-        anchors = torch.cat(self.anchors_for(batch.shape[-2], batch.shape[-1], batch.device))
+        batch = images if isinstance(images, FeatureMaps) else self.pad(images)[0]
+        height, width = batch.image_size if isinstance(batch, FeatureMaps) else batch.shape[-2:]
+        anchors = torch.cat(self.anchors_for(height, width, self.image_mean.device))
         return self.criterion(*self.heads(batch), anchors, targets)
 
     def detect(
@@ -289,20 +295,47 @@ class Detector(nn.Module, ObjectDetector):
             found["boxes"] = found["boxes"] * scale.repeat(2)
         return detections
 
-    def heads(self, images: Tensor) -> tuple[Tensor, Tensor]:
+    def heads(self, images: Tensor | FeatureMaps) -> tuple[Tensor, Tensor]:
         """The network alone: everything that has weights, nothing else.
 
         Args:
-            images: [B, 3, H, W] in [0, 1], resized and padded.
+            images: [B, 3, H, W] in [0, 1], resized and padded; or their :meth:`features`.
 
         Returns:
             Logits [B, A, K] (softmax losses: [B, A, K + 1]) and box regressions [B, A, 4].
         """
-        images = (images - self.image_mean) / self.image_std
-        if self.channels_last:
-            images = images.contiguous(memory_format=torch.channels_last)
-        outputs = self.head(list(self.backbone(images).values()))
+        if isinstance(images, FeatureMaps):
+            levels = self.backbone.pyramid(map(self._in_memory_format, images.maps))  # type: ignore[operator]
+        else:
+            levels = self.backbone(self._normalised(images))
+        outputs = self.head(list(levels.values()))
         return outputs["cls_logits"], outputs["bbox_regression"]
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        return self._in_memory_format((images - self.image_mean) / self.image_std)
+
+    def _in_memory_format(self, maps: Tensor) -> Tensor:
+        return maps.contiguous(memory_format=torch.channels_last) if self.channels_last else maps
+
+    @property
+    def body(self) -> nn.Module:
+        """The part of the backbone below the feature pyramid, whose weights are pretrained.
+
+        Raises:
+            ConfigError: a detector without a feature pyramid.
+        """
+        body = getattr(self.backbone, "body", None)
+        if not isinstance(body, nn.Module) or not hasattr(self.backbone, "pyramid"):
+            raise ConfigError(f"only the backbone of a RetinaNet can be frozen as a whole, not that of {self.name}")
+        return body
+
+    @torch.no_grad()
+    def features(self, images: Tensor | Sequence[Tensor]) -> FeatureMaps:
+        """The maps of the backbone's :attr:`body`, for training of what follows it; without gradients."""
+        batch, _ = self.pad(images)
+        maps = self.body(self._normalised(batch))
+        maps = maps.values() if isinstance(maps, Mapping) else maps
+        return FeatureMaps(tuple(maps), (batch.shape[-2], batch.shape[-1]))
 
     def postprocess(
         self, logits: Tensor, deltas: Tensor, batch_size: Sequence[int], image_sizes: Sequence[tuple[int, int]]

@@ -1,7 +1,7 @@
 """RetinaNet (Lin et al., ICCV 2017): a feature pyramid on any backbone, one head for all levels."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -149,9 +149,11 @@ class _PyramidBackbone(nn.Module):
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         features = self.body(images)
-        if not isinstance(features, Mapping):
-            features = {str(index): feature for index, feature in enumerate(features)}
-        pyramid: dict[str, Tensor] = self.fpn(features)
+        return self.pyramid(features.values() if isinstance(features, Mapping) else features)
+
+    def pyramid(self, features: Iterable[Tensor]) -> dict[str, Tensor]:
+        """The levels of the pyramid on the maps of the body."""
+        pyramid: dict[str, Tensor] = self.fpn({str(index): feature for index, feature in enumerate(features)})
         return pyramid
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from aploss.training.run_folder import MAY_CHANGE
 VALIDATIONS = 10  # points of the curve of AP while training
 MAX_SEEDS = 1000
 MAX_SEED = 2**32 - 1  # as numpy takes them
+# Settings that came later, with the value that is as if they were not there: runs from before are found again.
+LATER = {"batches.cache_features": False, "model.frozen_backbone": False}
 WARMUP_SHARE = 0.1  # of a trial, at most, where the length of the real run in steps is not known
 LOSS_OPTIONS = "criterion.options"
 # Settings that the comparison itself decides, whatever the recipe says.
@@ -251,7 +254,8 @@ def settings_hash(config: TrainConfig) -> str:
         True
     """
     values = config_to_dict(config)
-    for key in MAY_CHANGE:
+    unchanged = (key for key, value in LATER.items() if attrgetter(key)(config) == value)
+    for key in (*MAY_CHANGE, *unchanged):
         group, _, name = key.rpartition(".")
         del (values[group] if group else values)[name]
     values["device"] = config.device  # minutes of two devices must not be compared

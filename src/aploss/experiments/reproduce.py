@@ -239,7 +239,9 @@ def seconds_per_image(config: TrainConfig) -> float:
     fresh = replace(config, model=replace(config.model, weights=None))  # no download for that
     with seeded(config.seed, deterministic=False):
         detector = make_detector(fresh, tuple(f"class {k}" for k in range(20))).to(device)
-        images = torch.rand(count, 3, height, width, device=device)
+        images: Any = torch.rand(count, 3, height, width, device=device)
+        if config.batches.cache_features:
+            images = detector.features(images)
         box = torch.tensor([[1.0, 1.0, 3.0, 3.0]], device=device) * min(height, width) / 4
         targets = [{"boxes": box, "labels": torch.tensor([0], device=device)}] * count
         times: list[float] = []

@@ -102,7 +102,10 @@ class BatchesConfig(_Settings, group="batches."):
     image_size: int | tuple[int, int] = setting(
         512, "training images are resized to this: side of a square, or [height, width]", between(32, 8192)
     )
-    augmentation: Literal["paper", "light", "none"] = setting("light", "augmentation preset")
+    augmentation: Literal["paper", "light", "flip", "none"] = setting("light", "augmentation preset")
+    cache_features: bool = setting(
+        False, "compute the maps of a frozen backbone once and train from them; augmentation is then flips alone"
+    )
     workers: int | None = setting(None, "data loader workers; by default chosen for the hardware", at_least(0))
     max_unreadable: float = setting(0.1, "stop when more than this share of the images cannot be read", between(0, 1))
 
@@ -117,6 +120,9 @@ class ModelConfig(_Settings, group="model."):
         default_factory=dict, metadata={"help": "options of the architecture, of build_detector"}
     )
     frozen: tuple[str, ...] = setting((), "parameters not trained: names or patterns as backbone.*")
+    frozen_backbone: bool = setting(
+        False, "keep the pretrained backbone of a RetinaNet as it is, train what follows it"
+    )
     ema: float | None = setting(
         None, "decay of the exponential moving average (EMA) of the weights; null for no EMA", INSIDE_0_1
     )

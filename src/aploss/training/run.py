@@ -1,6 +1,8 @@
 """``train(config)``: a whole run from a config to a summary."""
 
+import hashlib
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from statistics import median
@@ -8,6 +10,7 @@ from typing import Any
 
 import torch
 
+from aploss.data.features import StoredFeatures, store_features
 from aploss.data.loader import make_training_loader
 from aploss.detectors.build import build_detector
 from aploss.detectors.detector import Detector
@@ -18,7 +21,7 @@ from aploss.training.distributed import StopSignals, TrainingInterruptedError, W
 from aploss.training.evaluate import RunSplits, evaluate_run
 from aploss.training.loop import Loop, LoopState
 from aploss.training.machine import choose_device, choose_workers, describe_environment, seeded
-from aploss.training.progress import Progress, make_progress
+from aploss.training.progress import SECONDS_BETWEEN_LINES, Progress, make_progress
 from aploss.training.run_folder import RunFolder, Summary, default_folder, discard, refuse_changes
 from aploss.training.splits import RunData, as_started, load_run_data
 from aploss.training.step import Schedule, Stepper
@@ -128,22 +131,64 @@ def _make_loop(
     config: TrainConfig, data: RunData, device: torch.device, world: World, folder: RunFolder, progress: Progress
 ) -> Loop:
     """Everything that trains: batches, detector, optimizer, schedule."""
+    if config.model.frozen_backbone and config.model.weights is None:
+        raise ConfigError("model.frozen_backbone would keep random weights: add --model.weights imagenet, or a file")
+    with quiet_weights(not world.is_main):
+        detector = make_detector(config, data.train.class_names).to(device)
+    settings, features = config.batches, None
+    if settings.cache_features:
+        features = world.main_first(lambda: _stored_features(config, detector, data, progress))
     batches = make_training_loader(
         data.train,
-        batch_size=config.batches.size,
+        batch_size=settings.size,
         seed=config.seed,
-        preset=config.batches.augmentation,
-        size=config.batches.image_size,
-        workers=choose_workers(config.batches.workers, device, world.size),
+        preset=settings.augmentation if features is None or settings.augmentation == "none" else "flip",
+        size=settings.image_size,
+        # Rows of a file need no process that prepares them.
+        workers=choose_workers(settings.workers, device, world.size) if features is None else 0,
         rank=world.rank,
         world_size=world.size,
         skip_unreadable=True,
+        features=features,
     )
-    with quiet_weights(not world.is_main):
-        detector = make_detector(config, data.train.class_names).to(device)
     schedule = Schedule(config.schedule, batches.batches_per_epoch / config.batches.accumulate)
     stepper = Stepper(config, detector, schedule, world, lambda index: data.train.image_path(index).name)
     return Loop(config, stepper, batches, RunSplits(data), folder, progress)
+
+
+def _stored_features(config: TrainConfig, detector: Detector, data: RunData, progress: Progress) -> StoredFeatures:
+    """The maps of the frozen backbone for all training images, computed if no run has done it before."""
+    if not config.model.frozen_backbone:
+        raise ConfigError(
+            "batches.cache_features is for a backbone that stays as it is: add --model.frozen_backbone true"
+        )
+    said = time.monotonic()
+
+    def say(done: int, images: int) -> None:
+        nonlocal said
+        if done == images or time.monotonic() - said > SECONDS_BETWEEN_LINES:
+            progress.note(f"features  {done} of {images} images, computed once")
+            said = time.monotonic()
+
+    body = detector.body.eval()
+    stored = store_features(
+        data.train,
+        detector.features,
+        network_digest=_digest(body, detector.image_mean, detector.image_std),
+        size=config.batches.image_size,
+        on_progress=say,
+    )
+    flips = "no augmentation" if config.batches.augmentation == "none" else "augmentation: sideways flips alone"
+    progress.note(f"features  of the frozen backbone from {stored.file.parent} ({stored.bytes / 1e6:.0f} MB); {flips}")
+    return stored
+
+
+def _digest(body: torch.nn.Module, *others: torch.Tensor) -> str:
+    """Names the network and its weights."""
+    digest = hashlib.sha256(str(body).encode())
+    for name, tensor in [*body.state_dict().items(), *(("", other) for other in others)]:
+        digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 @contextmanager
