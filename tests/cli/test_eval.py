@@ -348,3 +348,35 @@ def test_files_of_the_same_name_in_two_folders_are_told_apart(tmp_path, capsys):
     assert json.loads(printed.out)["AP"] == 1.0
     assert "classes that are not in the annotations, left out: lint" in printed.err
     assert "scored on the 1 images" in printed.err
+
+
+FILES = [{"id": 1, "file_name": "day/a.png"}, {"id": 2, "file_name": "b.jpg"}]
+
+
+def test_image_ids_that_are_file_names_are_matched_with_them(tmp_path, capsys):
+    truth = {**TRUTH, "images": [{**one, "width": 200, "height": 200} for one in FILES]}
+    names = {1: "photos/day/a.png", 2: "b"}
+    results = [{**row, "image_id": names[row["image_id"]]} for row in RESULTS]
+    assert evaluate(*write(tmp_path, truth, results), "--json") == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == coco_metrics(TRUTH, RESULTS).as_dict()
+    assert "2 image ids are no ids of the annotations, but names of their files" in printed.err
+
+
+@pytest.mark.parametrize("name", ["c.jpg", "night/a.png", "b.png", "1"])
+def test_image_ids_that_name_no_annotated_file_are_refused(name, tmp_path, capsys):
+    truth = {**TRUTH, "images": [{**one, "width": 200, "height": 200} for one in FILES]}
+    assert evaluate(*write(tmp_path, truth, [{**RESULTS[0], "image_id": name}])) == 2
+    assert f"detections[0]: image_id '{name}' is not in the annotations' list" in capsys.readouterr().err
+
+
+def test_ids_of_text_are_scored_as_pycocotools_scores_them(tmp_path, capsys):
+    truth = json.loads(json.dumps(TRUTH))
+    for image in truth["images"]:
+        image["id"] = f"image {image['id']}"
+    for row in truth["annotations"]:
+        row |= {"image_id": f"image {row['image_id']}", "area": 100}
+    results = [{**row, "image_id": f"image {row['image_id']}"} for row in RESULTS]
+    assert evaluate(*write(tmp_path, truth, results), "--iou=0.6", "--json") == 0
+    expected = reference_ap(tmp_path / "gt.json", results, ["image 1", "image 2"], 0.6)
+    assert json.loads(capsys.readouterr().out.splitlines()[0])["AP"] == pytest.approx(expected)

@@ -5,9 +5,11 @@ import shutil
 
 import msgspec
 import pytest
+from pycocotools.coco import COCO
 
 from aploss.data.check import check_dataset, check_report
 from aploss.data.coco import CocoDocument, CocoFormat, decode_json
+from aploss.data.convert import convert_dataset
 from aploss.data.load import dataset_splits, load_dataset
 from aploss.errors import DataError
 
@@ -40,6 +42,54 @@ def test_ids_from_zero_are_shifted_so_that_they_start_at_one(coco_folder):
     dataset = load_dataset(coco_folder, "train")
     assert [dataset.image_id(i) for i in range(3)] == [1, 2, 3]
     assert dataset.num_boxes == 3
+
+
+def write_text_ids(coco_folder, image_ids=("c", "b", "a")):
+    """The training split with ids of text; images 10, 20, 30 get these, the categories the initials of their names."""
+    content = json.loads((coco_folder / TRAIN).read_text())
+    text_of = dict(zip((10, 20, 30), image_ids, strict=True))
+    for image in content["images"]:
+        image["id"] = text_of[image["id"]]
+    for category in content["categories"]:
+        category["id"] = {3: "x-cat", 7: "a-dog"}[category["id"]]
+    for row in content["annotations"]:
+        row |= {"id": f"box {row['id']}", "image_id": text_of[row["image_id"]]}
+        row["category_id"] = {3: "x-cat", 7: "a-dog"}[row["category_id"]]
+    (coco_folder / TRAIN).write_text(json.dumps(content))
+    return content
+
+
+def test_ids_of_text_are_read_in_their_order(coco_folder, expected_boxes, found_boxes):
+    write_text_ids(coco_folder)
+    dataset = load_dataset(coco_folder, "train", class_names=("cat", "dog"))
+    assert found_boxes(dataset) == expected_boxes["train"]
+    assert dataset.problems == []
+    assert [dataset.image_id(i) for i in range(3)] == [3, 2, 1]  # of the texts c, b, a
+    assert load_dataset(coco_folder, "train").class_names == ("dog", "cat")
+    assert check_dataset(coco_folder).exit_code == 0
+
+
+@pytest.mark.parametrize("image_ids", [("c", "b", "a"), ("c", 5, 0)], ids=["text", "mixed"])
+def test_ids_of_text_survive_a_conversion_and_fit_pycocotools(coco_folder, tmp_path, image_ids):
+    write_text_ids(coco_folder, image_ids)
+    convert_dataset(coco_folder, tmp_path / "new", to="coco")
+    new = tmp_path / "new" / "annotations" / "instances_train2017.json"
+    assert [image["id"] for image in json.loads(new.read_text())["images"]] == list(image_ids)
+    for image_id in image_ids:  # the same boxes for the same id
+        boxes = [[row["bbox"] for row in file.imgToAnns[image_id]] for file in (COCO(coco_folder / TRAIN), COCO(new))]
+        assert boxes[0] == boxes[1]
+
+
+def test_unknown_ids_of_text_are_problems_with_their_text(coco_folder):
+    content = write_text_ids(coco_folder)
+    content["annotations"][0]["image_id"] = "nowhere"
+    content["annotations"][1]["category_id"] = 7  # not the text that it was
+    content["images"].append({"id": None, "file_name": "e.png"})
+    (coco_folder / TRAIN).write_text(json.dumps(content))
+    problems = {problem.kind: problem.message for problem in load_dataset(coco_folder, "train").problems}
+    assert "no image has id 'nowhere'" in problems["unknown-image"]
+    assert "category_id 7 is not among the categories" in problems["unknown-class"]
+    assert "'id' is None, expected an integer or text" in problems["bad-image-entry"]
 
 
 def test_crowd_difficult_and_area_are_kept(coco_folder):

@@ -56,6 +56,30 @@ def test_numbers_equal_those_of_pycocotools(case, seed, simulate, pycocotools_ev
     assert_equal_to_pycocotools(truth, results, pycocotools_evaluation(truth, results))
 
 
+@pytest.mark.parametrize("case", ["plain", "equal scores", "everything at once"])
+def test_ids_of_text_give_the_numbers_of_pycocotools(case, simulate, pycocotools_evaluation):
+    truth, results = simulate(1, images=14, **CASES[case])  # "10" comes before "3": equal scores are taken so
+    truth = with_text_ids(truth)
+    results = [{**row, "image_id": f"{row['image_id']}", "category_id": f"c{row['category_id']}"} for row in results]
+    oracle = pycocotools_evaluation(truth, results)
+    for row in truth["annotations"]:  # which pycocotools reads, but cannot evaluate
+        row["id"] = f"a{row['id']}"
+    assert_equal_to_pycocotools(truth, results, oracle)
+    table = DetectionTable.from_results(results)
+    assert table.to_results() == results
+
+
+def with_text_ids(truth):
+    renamed = copy.deepcopy(truth)
+    for image in renamed["images"]:
+        image["id"] = f"{image['id']}"
+    for category in renamed["categories"]:
+        category["id"] = f"c{category['id']}"
+    for row in renamed["annotations"]:
+        row |= {"image_id": f"{row['image_id']}", "category_id": f"c{row['category_id']}"}
+    return renamed
+
+
 @pytest.mark.parametrize("limit", [1, 5, 10, 30])
 def test_other_detection_limits_equal_pycocotools(limit, simulate, pycocotools_evaluation):
     truth, results = simulate(3, detections=60, classes=2, score_steps=12)

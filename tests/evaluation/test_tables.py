@@ -184,7 +184,7 @@ BROKEN_DETECTION = {
     "no category_id": (without("category_id"), "detections[1] has no 'category_id'"),
     "no bbox": (without("bbox"), "detections[1] has no 'bbox'"),
     "no score": (without("score"), "detections[1] has no 'score'"),
-    "text for an id": (row(image_id="a.jpg"), "'image_id' is 'a.jpg', expected an integer"),
+    "list for an id": (row(image_id=["a.jpg"]), "'image_id' is ['a.jpg'], expected an integer or text"),
     "fraction for an id": (row(category_id=1.5), "'category_id' is 1.5, expected an integer"),
     "infinite id": (row(image_id=float("inf")), "'image_id' is inf, expected an integer"),
     "huge id": (row(image_id=2**70), "expected an integer"),
@@ -280,3 +280,16 @@ def test_a_file_that_cannot_be_used_is_named(case, read, tmp_path):
 def test_a_folder_is_no_file(tmp_path):
     with pytest.raises(DataError, match="cannot be read"):
         read_detections(tmp_path)
+
+
+def test_a_text_and_a_number_are_two_ids():
+    truth = {"images": [{"id": "7"}, {"id": 7}], "categories": [{"id": "c"}, {"id": 1, "name": "cell"}]}
+    objects = [{"image_id": "7", "category_id": "c", "bbox": [0, 0, 9, 9]}]
+    table = GroundTruth.from_coco({**truth, "annotations": objects})
+    assert list(table.categories.values()) == ["category 'c'", "cell"]
+    assert (table.image_ids == table.images[0]).all()  # texts come before numbers
+    found = {"category_id": 1, "bbox": [0, 0, 9, 9], "score": 0.5}
+    with pytest.raises(DataError, match=r"detections\[1\]: image_id '8' is not in the annotations' list"):
+        as_detections([{**found, "image_id": 7}, {**found, "image_id": "8"}], table)
+    with pytest.raises(DataError, match=r"categories.1. repeats id 'c'"):
+        GroundTruth.from_coco({**truth, "categories": [{"id": "c"}, {"id": "c"}], "annotations": objects})

@@ -1,7 +1,8 @@
 """Score a run on data, or a detections file of any detector against annotations.
 
 ``aploss predict`` writes ``images.json`` beside its ``detections.json``. Where that file is there, images and classes
-are matched to the annotations by name, whatever their ids are, and only images that were looked at are scored.
+are matched to the annotations by name, whatever their ids are, and only images that were looked at are scored. Image
+ids that are text and not in the annotations are matched to their file names.
 """
 
 import json
@@ -18,11 +19,12 @@ from jsonargparse import ArgumentParser, Namespace
 
 from aploss.cli.command import Command, require_at_least
 from aploss.data.annotations import Annotations
+from aploss.data.paths import is_image, stem_of
 from aploss.errors import ConfigError, DataError
 from aploss.evaluation.coco import coco_metrics
 from aploss.evaluation.matching import curves_as_dict, match_detections, precision_recall_curves
 from aploss.evaluation.metrics import Metrics
-from aploss.evaluation.tables import DetectionTable, as_detections, read_detections, read_ground_truth
+from aploss.evaluation.tables import DetectionTable, GroundTruth, as_detections, read_detections, read_ground_truth
 from aploss.evaluation.voc import match_voc, voc_metrics
 from aploss.files import write_text
 
@@ -142,7 +144,7 @@ def _read(annotations: str, detections: str) -> tuple[Annotations, DetectionTabl
     if names is not None:
         return _matched_by_name(truth, table, *names, annotations)
     try:
-        table = as_detections(table, truth)
+        table = as_detections(_with_ids_of_files(table, truth), truth)
     except DataError as error:
         raise DataError(f"{detections}: {error}") from None
     missed = len(truth.images) - len(np.unique(table.image_ids))
@@ -150,6 +152,16 @@ def _read(annotations: str, detections: str) -> tuple[Annotations, DetectionTabl
         images = f"{missed} of {len(truth.images)} annotated images"
         _warn(f"{images} have no detection, which counts as missed: are these the detections of all images?")
     return truth, table
+
+
+def _with_ids_of_files(table: DetectionTable, truth: GroundTruth) -> DetectionTable:
+    """The detections with image ids that are text, and none of the annotations', taken as names of files."""
+    strange = {number: text for text, number in table.texts.images.items() if text not in truth.texts.images}
+    ids = _by_file_name(strange, truth.file_names)
+    if not ids:
+        return table
+    _warn(f"{len(ids)} image ids are no ids of the annotations, but names of their files, and matched by them")
+    return replace(table, image_ids=_renumbered(table.image_ids, ids))
 
 
 def _names_of(detections: str, table: DetectionTable) -> tuple[dict[int, str], dict[int, str]] | None:
@@ -165,12 +177,10 @@ def _names_of(detections: str, table: DetectionTable) -> tuple[dict[int, str], d
 
 
 def _matched_by_name(
-    truth: Annotations, table: DetectionTable, images: dict[int, str], classes: dict[int, str], annotations: str
+    truth: GroundTruth, table: DetectionTable, images: dict[int, str], classes: dict[int, str], annotations: str
 ) -> tuple[Annotations, DetectionTable]:
     """The detections under the annotations' ids, and the objects of the images looked at."""
-    with Path(annotations).open(encoding="utf-8") as file:
-        annotated = {one["id"]: str(one.get("file_name", "")) for one in json.load(file)["images"]}
-    image_ids = _by_file_name(images, annotated)
+    image_ids = _by_file_name(images, truth.file_names)
     unknown = [name for number, name in images.items() if number not in image_ids]
     if not image_ids:
         none = f"none of the images that were looked at is in it ({_listed(unknown)})"
@@ -200,32 +210,34 @@ def _matched_by_name(
 def _by_file_name(found: dict[int, str], annotated: dict[int, str]) -> dict[int, int]:
     """Image id of the detections → image id of the annotations that name the same file.
 
-    One of the two names is the end of the other, whose folders are then not known; an image that several others may be
-    is left out.
+    One of the two names is the end of the other, whose folders are then not known, and may lack the extension of an
+    image; an image that several others may be is left out.
 
     Example:
-        >>> _by_file_name({1: "data/test/b.jpg"}, {7: "test/a.jpg", 8: "test/b.jpg"})
-        {1: 8}
+        >>> _by_file_name({1: "data/test/b.jpg", 2: "a"}, {7: "test/a.jpg", 8: "test/b.jpg"})
+        {1: 8, 2: 7}
     """
     candidates = defaultdict(list)
     for number, name in annotated.items():
-        parts = _parts_from_end(name)
-        candidates[parts[0]].append((parts, number))
+        candidates[stem_of(name)].append((name, number))
     ids = {}
     for number, name in found.items():
-        parts = _parts_from_end(name)
-        same = [other for others, other in candidates[parts[0]] if all(map(eq, parts, others))]
+        bare = not is_image(name)
+        parts = _parts_from_end(name, bare=bare)
+        same = [k for other, k in candidates[stem_of(name)] if all(map(eq, parts, _parts_from_end(other, bare=bare)))]
         if len(same) == 1:
             ids[number] = same[0]
     return ids
 
 
-def _parts_from_end(name: str) -> tuple[str, ...]:
-    return PurePosixPath(name.replace("\\", "/")).parts[::-1] or ("",)
+def _parts_from_end(name: str, *, bare: bool) -> tuple[str, ...]:
+    """File and folders of a path, the file without the extension of an image where ``bare``."""
+    file, *folders = PurePosixPath(name.replace("\\", "/")).parts[::-1] or ("",)
+    return (stem_of(file) if bare else file, *folders)
 
 
 def _renumbered(column: np.ndarray, ids: dict[int, int]) -> np.ndarray:
-    return np.array([ids[number] for number in column.tolist()], dtype=np.int64)
+    return np.array([ids.get(number, number) for number in column.tolist()], dtype=np.int64)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -6,10 +6,10 @@ first. Readers of all formats fill an :class:`AnnotationBuilder`, which drops an
 
 import os
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,42 @@ Sample = tuple["tv_tensors.Image", dict[str, Any]]
 
 # Boxes that reach beyond the image by less are rounding: clipped without a problem.
 ROUNDING_PIXELS = 0.5
+FIRST_TEXT = -(2**63)  # ids that are text are counted from here on, below all that are numbers
 _PER_OBJECT = ("boxes", "labels", "difficult", "crowd", "areas")
+
+
+class TextIds(NamedTuple):
+    """The numbers that stand for ids of text, which COCO files may have: text → number.
+
+    Example:
+        >>> ids = TextIds({}, {})
+        >>> ids.add("images", ["b", "a"])
+        >>> ids.shown("images", [FIRST_TEXT, 7])
+        ["'a'", '7']
+    """
+
+    images: dict[str, int]
+    categories: dict[str, int]
+
+    def add(self, kind: str, texts: Iterable[str]) -> None:
+        """Numbers texts of ``"images"`` or ``"categories"`` in their order."""
+        for text in sorted(texts):
+            number_text(getattr(self, kind), text)
+
+    def shown(self, kind: str, numbers: Iterable[int]) -> list[str]:
+        """Ids as they are written in the file."""
+        texts = {number: repr(text) for text, number in getattr(self, kind).items()}
+        return [texts.get(number, str(number)) for number in numbers]
+
+
+def number_text(ids: dict[str, int], text: str) -> int:
+    """The number of an id of text, the next free one where it is new."""
+    return ids.setdefault(text, FIRST_TEXT + len(ids))
+
+
+def is_text_id(numbers: Any) -> Any:
+    """Whether ids (one, or an array) stand for text."""
+    return numbers < FIRST_TEXT // 2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,6 +79,7 @@ class Annotations:
         difficult: an object nobody is blamed for missing, bool [g].
         images: the ids of all images, ascending, also of those without objects, int64 [i].
         categories: category id → name, ascending by id.
+        texts: what stands for ids that are text in the file.
     """
 
     image_ids: np.ndarray
@@ -54,6 +90,7 @@ class Annotations:
     difficult: np.ndarray
     images: np.ndarray
     categories: dict[int, str]
+    texts: TextIds = field(default_factory=lambda: TextIds({}, {}))
 
     def __len__(self) -> int:
         return len(self.image_ids)
@@ -94,6 +131,7 @@ class DetectionDataset(Dataset[Sample]):
         crowd: bool [m]; none where not given.
         areas: float [m], what COCO calls an object's area; that of the box where not given.
         image_ids: int [n], distinct, at least 1; 1..n where not given.
+        own_ids: image id → the id in the data's own file, where that is text.
         problems: what the reader dropped or remarked on.
         name: what to call the dataset; the folder's name where not given.
         split: what part of it this is.
@@ -121,6 +159,7 @@ class DetectionDataset(Dataset[Sample]):
         crowd: ArrayLike | None = None,
         areas: ArrayLike | None = None,
         image_ids: ArrayLike | None = None,
+        own_ids: Mapping[int, int | str] | None = None,
         problems: Iterable[Problem] = (),
         name: str | None = None,
         split: str = "all",
@@ -130,6 +169,7 @@ class DetectionDataset(Dataset[Sample]):
         self.name = self.root.resolve().name if name is None else name
         self.split = split
         self.problems = list(problems)
+        self.own_ids = dict(own_ids or {})
         images, count = len(image_paths), np.size(np.asarray(labels))
         none = np.zeros(count, bool)
         self._paths = list(image_paths)
@@ -318,6 +358,7 @@ class DetectionDataset(Dataset[Sample]):
             image_sizes=self._sizes[chosen],
             boxes_per_image=counts,
             image_ids=self._ids[chosen],
+            own_ids=self.own_ids,
             problems=self.problems,
             name=self.name,
             split=self.split if split is None else split,
@@ -395,6 +436,7 @@ class AnnotationBuilder:
         self.paths: list[str] = []
         self.sizes: list[tuple[int, int]] = []
         self.image_ids: list[int] = []
+        self.own_ids: dict[int, int | str] = {}
         self._integers = array("q")  # 4 per box: image, label, number, flags
         self._numbers = array("d")  # 5 per box: corners, area
 
@@ -495,6 +537,7 @@ class AnnotationBuilder:
             crowd=flags >= 2,
             areas=np.where(np.isfinite(areas) & (areas > 0), areas, box_areas),
             image_ids=self.image_ids,
+            own_ids=self.own_ids,
             problems=self.problems,
             name=name,
             split=split,

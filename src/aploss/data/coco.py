@@ -19,7 +19,7 @@ import numpy as np
 from msgspec import UNSET, Struct
 from numpy.typing import NDArray
 
-from aploss.data.annotations import AnnotationBuilder, DetectionDataset
+from aploss.data.annotations import AnnotationBuilder, DetectionDataset, TextIds, is_text_id, number_text
 from aploss.data.formats import SPLITS, DataFormat, Parts, Written, common_split_name, is_text, number, register_format
 from aploss.data.paths import DatasetFolder, is_image
 from aploss.data.problems import Problem, ProblemError
@@ -156,7 +156,7 @@ class CocoObjects(NamedTuple):
 
 
 def read_objects(
-    entries: Sequence[Any], where: str, report: Report, *, scored: bool = False, lenient: bool = False
+    entries: Sequence[Any], where: str, report: Report, texts: TextIds, *, scored: bool = False, lenient: bool = False
 ) -> CocoObjects:
     """The entries that can be read.
 
@@ -164,6 +164,7 @@ def read_objects(
         entries: of the file's list.
         where: what the list is called in messages.
         report: called for each entry that is left out or wrong.
+        texts: numbers of the ids that are text; new ones are added.
         scored: whether they are detections, which need a score.
         lenient: whether a coordinate may be written as text, and an area be anything.
     """
@@ -178,13 +179,18 @@ def read_objects(
                 value = _NAN
             elif type(value) not in (int, float) or not -math.inf < value < math.inf:
                 raise TypeError
+            image, category = entry.image_id, entry.category_id
+            if type(image) is str:
+                image = number_text(texts.images, image)
+            if type(category) is str:
+                category = number_text(texts.categories, category)
             # fromlist adds all or nothing, and nothing that is not a number
-            integers.fromlist([entry.image_id, entry.category_id])
+            integers.fromlist([image, category])
             numbers.fromlist([x, y, width, height, value])
         except (TypeError, ValueError, AttributeError, OverflowError):
             del integers[4 * (len(numbers) // 5) :]
             try:
-                ids, floats = _read_unusual(entry, f"{where}[{row}]", scored, lenient)
+                ids, floats = _read_unusual(entry, f"{where}[{row}]", texts, scored, lenient)
             except CocoEntryError as error:
                 report(error.kind, str(error))
                 continue
@@ -199,13 +205,16 @@ def read_objects(
     return CocoObjects(image_ids, category_ids, own_ids, flags, table[:, :4], table[:, 4])
 
 
-def _read_unusual(entry: Any, where: str, scored: bool, lenient: bool) -> tuple[list[int], list[float]]:
+def _read_unusual(entry: Any, where: str, texts: TextIds, scored: bool, lenient: bool) -> tuple[list[int], list[float]]:
     """Ids and numbers of an entry that could not be taken as it is (3.0 for an id, say)."""
     if not isinstance(entry, CocoObject):
         raise CocoEntryError("bad-entry", f"{where} is {shown(entry)}, expected an object with keys")
     ids = [
-        integer_of(entry, key, where, kind)
-        for key, kind in (("image_id", "unknown-image"), ("category_id", "missing-class"))
+        id_of(entry, key, where, kind, known)
+        for key, kind, known in (
+            ("image_id", "unknown-image", texts.images),
+            ("category_id", "missing-class", texts.categories),
+        )
     ]
     if entry.bbox is UNSET or (lenient and entry.bbox is None):
         raise CocoEntryError("missing-box", f"{where} has no 'bbox'")
@@ -238,14 +247,26 @@ def _number(value: Any, *, texts: bool) -> float:
     return number(value)
 
 
-def integer_of(entry: Any, key: str, where: str, kind: str) -> int:
+def id_of(entry: Any, key: str, where: str, kind: str, texts: dict[str, int]) -> int:
+    """An id, or the number that stands for it where it is text."""
     value = getattr(entry, key)
+    if isinstance(value, str):
+        return number_text(texts, value)
     if value is UNSET:
         raise CocoEntryError(kind, f"{where} has no '{key}'")
     whole = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
     if not (whole and math.isfinite(value) and value == round(value) and abs(value) < 2**62):
-        raise CocoEntryError(kind, f"{where}: '{key}' is {shown(value)}, expected an integer")
+        raise CocoEntryError(kind, f"{where}: '{key}' is {shown(value)}, expected an integer or text")
     return int(value)
+
+
+def number_texts(document: Any) -> TextIds:
+    """Numbers the ids of images and categories that are text, in the order of the texts, as pycocotools has them."""
+    texts = TextIds({}, {})
+    for kind in texts._fields:
+        ids = (getattr(entry, "id", None) for entry in getattr(document, kind))
+        texts.add(kind, {one for one in ids if isinstance(one, str)})
+    return texts
 
 
 def _flags(entry: CocoObject, where: str, report: Report) -> int:
@@ -321,12 +342,18 @@ class CocoFormat(DataFormat):
             builder.report(kind, file, message, count=count)
 
         document = self._document(file)
-        categories = _categories(document.categories, file)
-        objects = read_objects(document.annotations, "annotations", report, lenient=True)
+        texts = number_texts(document)
+        categories = _categories(document.categories, file, texts)
+        objects = read_objects(document.annotations, "annotations", report, texts, lenient=True)
         document.annotations = UNSET  # the file's bytes go with them
-        index_of = self._add_images(document.images, split, file, builder)
-        _add_boxes(builder, objects, categories, class_names, index_of, report)
-        if builder.image_ids and min(builder.image_ids) < 1:
+        index_of = self._add_images(document.images, split, file, builder, texts)
+        _add_boxes(builder, objects, categories, class_names, index_of, report, texts)
+        if any(map(is_text_id, builder.image_ids)):
+            place_of = {image_id: place for place, image_id in enumerate(sorted(index_of), start=1)}
+            builder.image_ids = [place_of[image_id] for image_id in builder.image_ids]
+            written = {number: text for text, number in texts.images.items()}
+            builder.own_ids = {place: written.get(image_id, image_id) for image_id, place in place_of.items()}
+        elif builder.image_ids and min(builder.image_ids) < 1:
             shift = 1 - min(builder.image_ids)
             builder.image_ids = [image_id + shift for image_id in builder.image_ids]
 
@@ -352,9 +379,12 @@ class CocoFormat(DataFormat):
         :meth:`DataFormat.write`."""
         (folder / "annotations").mkdir(parents=True)
         for split, part in parts.items():
-            content = part.to_coco()
+            content, own_ids = part.to_coco(), part.own_ids
             for index, image in enumerate(content["images"]):
                 image["file_name"] = posixpath.basename(places[part.image_path(index)])
+                image["id"] = own_ids.get(image["id"], image["id"])
+            for annotation in content["annotations"] if own_ids else ():
+                annotation["image_id"] = own_ids[annotation["image_id"]]
             file = folder / "annotations" / f"instances_{split}.json"
             file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
         return Written("images")
@@ -374,7 +404,9 @@ class CocoFormat(DataFormat):
                 raise ProblemError("missing-section", file, f"no list {section!r}")
         return document
 
-    def _add_images(self, entries: Sequence[Any], split: str, file: str, builder: AnnotationBuilder) -> dict[int, int]:
+    def _add_images(
+        self, entries: Sequence[Any], split: str, file: str, builder: AnnotationBuilder, texts: TextIds
+    ) -> dict[int, int]:
         """Adds the images that are there; returns id → index, -1 for those that are not."""
         named = [entry for entry in entries if isinstance(entry, CocoImage)]
         base = self._image_folder([entry.file_name for entry in named[:50]], split, file)
@@ -383,12 +415,12 @@ class CocoFormat(DataFormat):
         seen = set()
         for row, entry in enumerate(entries):
             try:
-                image_id, file_name = _image(entry, f"images[{row}]")
+                image_id, file_name = _image(entry, f"images[{row}]", texts)
             except CocoEntryError as error:
                 builder.report(error.kind, file, str(error))
                 continue
             if image_id in index_of:
-                builder.report("duplicate-image-id", file, f"image id {image_id} is used again, for {file_name}")
+                builder.report("duplicate-image-id", file, f"image id {entry.id!r} is used again, for {file_name}")
                 continue
             index_of[image_id] = -1
             try:
@@ -397,7 +429,7 @@ class CocoFormat(DataFormat):
                 builder.problems.append(error.problem)
                 continue
             if path in seen:
-                builder.report("duplicate-image", file, f"{path} is listed again, with id {image_id}")
+                builder.report("duplicate-image", file, f"{path} is listed again, with id {entry.id!r}")
                 continue
             seen.add(path)
             if builder.find_image(path, named_in=file):
@@ -430,6 +462,7 @@ def _add_boxes(
     class_names: Sequence[str] | None,
     index_of: dict[int, int],
     report: Callable[..., None],
+    texts: TextIds,
 ) -> None:
     ids, counts = np.unique(objects.ids, return_counts=True)
     for annotation_id in ids[counts > 1].tolist():
@@ -437,14 +470,16 @@ def _add_boxes(
     image_ids = np.array(sorted(index_of), np.int64)
     indices = np.array([index_of[i] for i in image_ids.tolist()], np.int64)
     images = _look_up(objects.image_ids, image_ids, indices, absent=-2)
-    for row in np.flatnonzero(images == -2).tolist():
-        report("unknown-image", f"annotation {objects.ids[row]}: no image has id {objects.image_ids[row]}")
+    unknown = images == -2
+    absent = texts.shown("images", objects.image_ids[unknown].tolist())
+    for annotation_id, image_id in zip(objects.ids[unknown].tolist(), absent, strict=True):
+        report("unknown-image", f"annotation {annotation_id}: no image has id {image_id}")
     known_ids = np.array([category for category, _ in categories], np.int64)
     names = [name for _, name in categories]
     label_of = {name: k for k, name in enumerate(names if class_names is None else class_names)}
     labels_of_ids = np.array([label_of.get(name, -1) for name in names], np.int64)
     labels = _look_up(objects.category_ids, known_ids, labels_of_ids, absent=-2)
-    _report_classes(categories, objects.category_ids, labels < 0, report)
+    _report_classes(categories, objects.category_ids, labels < 0, report, texts)
     kept = (images >= 0) & (labels >= 0)
     corners = objects.xywh[kept]
     corners[:, 2:] += corners[:, :2]
@@ -486,13 +521,13 @@ def _unfilled(name: str) -> str:
     return _FILLERS.sub("", name).strip("_.-")
 
 
-def _image(entry: Any, where: str) -> tuple[int, str]:
+def _image(entry: Any, where: str, texts: TextIds) -> tuple[int, str]:
     """Id and file name of an entry of ``images``."""
     if not isinstance(entry, CocoImage):
         raise CocoEntryError("bad-image-entry", f"{where} is {shown(entry)}, expected an object")
-    image_id = integer_of(entry, "id", where, "bad-image-entry")
+    image_id = id_of(entry, "id", where, "bad-image-entry", texts.images)
     if not isinstance(entry.file_name, str) or not entry.file_name:
-        raise CocoEntryError("bad-image-entry", f"{where}: image {image_id} has no file_name")
+        raise CocoEntryError("bad-image-entry", f"{where}: image {entry.id!r} has no file_name")
     return image_id, entry.file_name
 
 
@@ -501,7 +536,7 @@ def _size(entry: CocoImage) -> tuple[int, int] | None:
     return (int(entry.width), int(entry.height)) if possible else None
 
 
-def _categories(entries: Sequence[Any], file: str) -> list[tuple[int, str]]:
+def _categories(entries: Sequence[Any], file: str, texts: TextIds) -> list[tuple[int, str]]:
     """Ids and names, ascending by id."""
     categories = []
     for row, entry in enumerate(entries):
@@ -509,16 +544,17 @@ def _categories(entries: Sequence[Any], file: str) -> list[tuple[int, str]]:
         try:
             if not isinstance(name, (str, int)) or name == "" or not is_text(str(name)):
                 raise CocoEntryError("bad-categories", f"categories[{row}] has no name: {entry}")
-            category = integer_of(entry, "id", f"categories[{row}]", "bad-categories")
+            category = id_of(entry, "id", f"categories[{row}]", "bad-categories", texts.categories)
         except CocoEntryError as error:
             raise ProblemError(error.kind, file, str(error)[:160]) from None
         categories.append((category, str(name)))
     if not categories:
         raise ProblemError("no-classes", file, "the list of categories is empty")
-    for column in zip(*categories, strict=True):
+    ids, names = zip(*categories, strict=True)
+    for column in (texts.shown("categories", ids), map(repr, names)):
         value, uses = Counter(column).most_common(1)[0]
         if uses > 1:
-            raise ProblemError("bad-categories", file, f"{value!r} names two categories")
+            raise ProblemError("bad-categories", file, f"{value} names two categories")
     return sorted(categories)
 
 
@@ -527,17 +563,20 @@ def _report_classes(
     used: NDArray[np.int64],
     unknown: NDArray[np.bool_],
     report: Callable[..., None],
+    texts: TextIds,
 ) -> None:
     known = dict(categories)
     ids, counts = np.unique(used[unknown], return_counts=True)
-    for category, count in zip(ids.tolist(), counts.tolist(), strict=True):
-        words = f"category_id {category} is not among the categories"
+    written = texts.shown("categories", ids.tolist())
+    for category, text, count in zip(ids.tolist(), written, counts.tolist(), strict=True):
+        words = f"category_id {text} is not among the categories"
         if category in known:
             words = f"class {known[category]!r} is not in the class list"
         report("unknown-class", f"{words}: {count} boxes", count=count)
     seen = set(np.unique(used).tolist())
     low, high = categories[0][0], categories[-1][0]
-    if (low - 1 in seen and high not in seen) or (high + 1 in seen and low not in seen):
+    shifted = (low - 1 in seen and high not in seen) or (high + 1 in seen and low not in seen)
+    if shifted and not texts.categories:
         found = f"categories have ids {low}..{high}, annotations use {min(seen)}..{max(seen)}"
         report("class-ids-off-by-one", f"{found}: are they counted from another number?")
 

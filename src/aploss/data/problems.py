@@ -37,7 +37,7 @@ _IMAGE_DROPPED = {
     "annotation-without-image": "an annotation file in no split, without its image",
     "missing-annotation": "a listed image without its annotation file",
     "unreadable-annotation": "an annotation file of one image that cannot be read",
-    "bad-image-entry": "an image entry without a file name or a whole-number id",
+    "bad-image-entry": "an image entry without a file name, or with an id that is neither whole number nor text",
     "duplicate-image": "an image listed more than once in a split",
     "duplicate-image-id": "an image id used more than once",
     "empty-image": "an image file of 0 bytes",

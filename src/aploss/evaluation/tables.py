@@ -1,7 +1,7 @@
 """What metrics compare: annotated objects and detections, as flat arrays that are checked once."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, overload
 
@@ -9,25 +9,41 @@ import msgspec
 import numpy as np
 from msgspec import UNSET
 
-from aploss.data.annotations import Annotations, DetectionDataset, as_rows
-from aploss.data.coco import CocoEntryError, CocoObjects, coco_document, coco_results, integer_of, read_objects, shown
+from aploss.data.annotations import FIRST_TEXT, Annotations, DetectionDataset, TextIds, as_rows, is_text_id, number_text
+from aploss.data.coco import (
+    CocoEntryError,
+    CocoObjects,
+    coco_document,
+    coco_results,
+    id_of,
+    number_texts,
+    read_objects,
+    shown,
+)
 from aploss.errors import DataError
 
 Table = TypeVar("Table")
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class GroundTruth(Annotations):
     """The annotated objects of a dataset, from COCO's own files or dicts.
 
     Any :class:`~aploss.data.Annotations` will do where a ground truth is wanted, such as ``dataset.annotations`` of a
     loaded dataset.
+
+    Attributes:
+        file_names: image id → file name, of the images that have one.
     """
+
+    file_names: dict[int, str] = field(default_factory=dict)
 
     @classmethod
     def from_coco(cls, dataset: dict[str, Any]) -> "GroundTruth":
         """Reads a COCO ground-truth dict (``images``, ``annotations``, ``categories``).
 
-        Annotation ids are not used: they may be missing, repeated or start at 0. ``area`` is taken from the annotation,
+        Ids are whole numbers or text. Those of annotations are not used: they may be missing, repeated or start at 0.
+        ``area`` is taken from the annotation,
         as pycocotools does, and is width times height where it is missing.
 
         Raises:
@@ -53,11 +69,13 @@ class GroundTruth(Annotations):
                 raise DataError(f"no '{section}': a COCO ground truth has images, annotations and categories")
             if not isinstance(found, list):
                 raise DataError(f"'{section}' is a {type(found).__name__}, expected a list")
-        images = _distinct_ids(content.images, "images")
-        categories = _distinct_ids(content.categories, "categories")
-        objects = _checked(content.annotations, "annotations")
-        _only_known(objects.image_ids, images, "image_id", "annotations")
-        _only_known(objects.category_ids, categories, "category_id", "annotations")
+        texts = number_texts(content)
+        images = _distinct_ids(content.images, "images", texts)
+        categories = _distinct_ids(content.categories, "categories", texts)
+        objects = _checked(content.annotations, "annotations", texts)
+        _only_known(objects.image_ids, images, "images", texts, "annotations")
+        _only_known(objects.category_ids, categories, "categories", texts, "annotations")
+        names = zip(images.tolist(), (entry.file_name for entry in content.images), strict=True)
         return cls(
             image_ids=objects.image_ids,
             category_ids=objects.category_ids,
@@ -66,7 +84,9 @@ class GroundTruth(Annotations):
             crowd=objects.flags >= 2,
             difficult=objects.flags % 2 == 1,
             images=np.sort(images),
-            categories=_names(content.categories, categories),
+            categories=_names(content.categories, categories, texts),
+            texts=texts,
+            file_names={number: name for number, name in names if isinstance(name, str)},
         )
 
 
@@ -82,6 +102,7 @@ class DetectionTable:
         category_ids: int64 [n].
         xywh: left, top, width, height in pixels, float64 [n, 4].
         scores: float64 [n]. Their order matters, their scale does not. Equal scores keep the order of the table.
+        texts: what stands for ids that are text.
 
     Example:
         >>> table = DetectionTable.from_results(
@@ -95,6 +116,7 @@ class DetectionTable:
     category_ids: np.ndarray
     xywh: np.ndarray
     scores: np.ndarray
+    texts: TextIds = field(default_factory=lambda: TextIds({}, {}))
 
     def __len__(self) -> int:
         return len(self.scores)
@@ -116,8 +138,10 @@ class DetectionTable:
         except msgspec.ValidationError:
             expected = "a list of COCO results (image_id, category_id, bbox, score)"
             raise DataError(f"the detections are not what they should be: expected {expected}") from None
-        found = _checked(entries, "detections", scored=True)
-        return cls(image_ids=found.image_ids, category_ids=found.category_ids, xywh=found.xywh, scores=found.values)
+        texts = TextIds({}, {})
+        found = _checked(entries, "detections", texts, scored=True)
+        columns = {"image_ids": found.image_ids, "category_ids": found.category_ids, "xywh": found.xywh}
+        return cls(**columns, scores=found.values, texts=texts)
 
     @classmethod
     def from_predictions(
@@ -159,7 +183,12 @@ class DetectionTable:
 
     def to_results(self) -> list[dict[str, Any]]:
         """COCO results: plain dicts that ``json.dump`` writes without losing a digit."""
-        return as_rows(image_id=self.image_ids, category_id=self.category_ids, bbox=self.xywh, score=self.scores)
+        return as_rows(
+            image_id=_with_texts(self.image_ids, self.texts.images),
+            category_id=_with_texts(self.category_ids, self.texts.categories),
+            bbox=self.xywh,
+            score=self.scores,
+        )
 
     def with_scores(self, scores: np.ndarray) -> "DetectionTable":
         """The same detections with other scores [n], such as calibrated ones."""
@@ -194,9 +223,29 @@ def as_detections(detections: Detections, ground_truth: Annotations) -> Detectio
     """
     if not isinstance(detections, DetectionTable):
         detections = DetectionTable.from_results(detections)
-    _only_known(detections.image_ids, ground_truth.images, "image_id", "detections")
-    _only_known(detections.category_ids, list(ground_truth.categories), "category_id", "detections")
+    if any(detections.texts) and detections.texts is not ground_truth.texts:
+        detections = _numbered_as(ground_truth.texts, detections)
+    _only_known(detections.image_ids, ground_truth.images, "images", detections.texts, "detections")
+    _only_known(detections.category_ids, list(ground_truth.categories), "categories", detections.texts, "detections")
     return detections
+
+
+def _numbered_as(texts: TextIds, table: DetectionTable) -> DetectionTable:
+    """The detections with the numbers that ids of text have in the ground truth; others get numbers beyond them."""
+    columns, everything = [table.image_ids.copy(), table.category_ids.copy()], TextIds(*map(dict, texts))
+    for column, own, known in zip(columns, table.texts, everything, strict=True):
+        is_text = is_text_id(column)
+        numbers = np.array([number_text(known, text) for text in own], np.int64)
+        column[is_text] = numbers[column[is_text] - FIRST_TEXT]
+    return replace(table, image_ids=columns[0], category_ids=columns[1], texts=everything)
+
+
+def _with_texts(column: np.ndarray, texts: dict[str, int]) -> np.ndarray:
+    """Ids as they were read: text where it was text."""
+    if not texts:
+        return column
+    text_of = {number: text for text, number in texts.items()}
+    return np.array([text_of.get(number, number) for number in column.tolist()], object)
 
 
 def as_tables(ground_truth: Truth, detections: Detections) -> tuple[Annotations, DetectionTable]:
@@ -235,9 +284,9 @@ def _read(path: str | Path, parse: Callable[[Any], Table]) -> Table:
         raise DataError(f"{path}: not JSON ({error})") from None
 
 
-def _checked(entries: Sequence[Any], where: str, *, scored: bool = False) -> CocoObjects:
+def _checked(entries: Sequence[Any], where: str, texts: TextIds, *, scored: bool = False) -> CocoObjects:
     """The entries' columns, where all are right."""
-    objects = read_objects(entries, where, _refuse, scored=scored)
+    objects = read_objects(entries, where, _refuse, texts, scored=scored)
     right = np.isfinite(objects.xywh).all(axis=1) & (objects.xywh[:, 2:] >= 0).all(axis=1)
     for row in np.flatnonzero(~right):
         box = f"[{', '.join(f'{number:g}' for number in objects.xywh[row])}]"
@@ -252,41 +301,43 @@ def _refuse(kind: str, message: str) -> NoReturn:
     raise DataError(message)
 
 
-def _distinct_ids(entries: Sequence[Any], where: str) -> np.ndarray:
+def _distinct_ids(entries: Sequence[Any], where: str, texts: TextIds) -> np.ndarray:
     ids = []
     for row, entry in enumerate(entries):
         if not isinstance(entry, msgspec.Struct):
             raise DataError(f"{where}[{row}] is {shown(entry)}, expected an object with keys")
         try:
-            ids.append(integer_of(entry, "id", f"{where}[{row}]", "bad-entry"))
+            ids.append(id_of(entry, "id", f"{where}[{row}]", "bad-entry", getattr(texts, where)))
         except CocoEntryError as error:
             raise DataError(str(error)) from None
     column = np.array(ids, np.int64)
     _, first = np.unique(column, return_index=True)
     if len(first) < len(column):
         repeated = np.setdiff1d(np.arange(len(column)), first)[0]
-        raise DataError(f"{where}[{repeated}] repeats id {column[repeated]}")
+        raise DataError(f"{where}[{repeated}] repeats id {entries[repeated].id!r}")
     return column
 
 
-def _names(entries: Sequence[Any], ids: np.ndarray) -> dict[int, str]:
+def _names(entries: Sequence[Any], ids: np.ndarray, texts: TextIds) -> dict[int, str]:
     """Category id → name, ascending by id; names differ, for each is a row of the table."""
     names: dict[int, str] = {}
-    taken = set()
+    taken, written = set(), texts.shown("categories", ids.tolist())
     for index in np.argsort(ids).tolist():
         category, name = int(ids[index]), entries[index].name
-        name = f"category {category}" if name is UNSET else str(name)
+        name = f"category {written[index]}" if name is UNSET else str(name)
         name = name.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair
-        names[category] = f"{name} (id {category})" if name in taken else name
+        names[category] = f"{name} (id {written[index]})" if name in taken else name
         taken.add(names[category])
     return names
 
 
-def _only_known(column: np.ndarray, known: np.ndarray | list[int], what: str, where: str) -> None:
+def _only_known(column: np.ndarray, known: np.ndarray | list[int], kind: str, texts: TextIds, where: str) -> None:
     unknown = np.flatnonzero(~np.isin(column, known))
     if unknown.size:
         row, more = unknown[0], f" (and {unknown.size - 1} more entries)" if unknown.size > 1 else ""
-        raise DataError(f"{where}[{row}]: {what} {column[row]} is not in the annotations' list{more}")
+        key = {"images": "image_id", "categories": "category_id"}[kind]
+        (value,) = texts.shown(kind, [int(column[row])])
+        raise DataError(f"{where}[{row}]: {key} {value} is not in the annotations' list{more}")
 
 
 def _gather(parts: Sequence[Any]) -> np.ndarray:
