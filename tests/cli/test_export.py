@@ -27,28 +27,29 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("suffix", [".onnx", ".ts"])
 def test_the_file_predicts_what_the_run_predicts(
-    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    suffix: str, run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = tmp_path / "new" / "model.onnx"
+    model = tmp_path / "new" / f"model{suffix}"
     assert main(["export", str(run_folder), "--out", str(model)]) == 0
     told = capsys.readouterr().out
     assert "classes: cat, dog" in told
     assert "resized to 64 pixels, at most 128" in told
     assert "scores: calibrated" in told
-    assert [path.name for path in model.parent.iterdir()] == ["model.onnx"]
+    assert [path.name for path in model.parent.iterdir()] == [model.name]
 
     pixels = np.random.default_rng(0).integers(0, 256, (60, 80, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "image.png")
     found = {}
-    for name, source in (("run", run_folder), ("onnx", model)):
+    for name, source in (("run", run_folder), ("file", model)):
         out = tmp_path / name
         code = main(["predict", str(source), str(tmp_path / "image.png"), "--out", str(out),
                      "--device", "cpu"])  # fmt: skip
         assert code == 0
         found[name] = json.loads((out / "detections.json").read_text())
-    assert 0 < len(found["run"]) == len(found["onnx"])
-    for one, other in zip(found["run"], found["onnx"], strict=True):
+    assert 0 < len(found["run"]) == len(found["file"])
+    for one, other in zip(found["run"], found["file"], strict=True):
         assert other["score"] == pytest.approx(one["score"], abs=1e-4)
         assert other["score"] >= 0.5
 

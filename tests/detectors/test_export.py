@@ -1,4 +1,4 @@
-"""The ONNX file alone, run by onnxruntime, finds what the detector finds."""
+"""An exported file alone finds what the detector finds, in onnxruntime, OpenVINO and TorchScript."""
 
 import json
 from pathlib import Path
@@ -10,12 +10,18 @@ import pytest
 import torch
 
 from aploss.detectors import Detector, MultiScale, build_detector
-from aploss.detectors.export import OnnxDetector, export_onnx
+from aploss.detectors.export import ExportedDetector, OnnxDetector, export, export_onnx, load_exported
 from aploss.errors import ConfigError, RunError
 from aploss.evaluation import Calibration
 
 # one of each kind, sigmoid and softmax; the exporter takes most of the time of these tests
-KINDS = [("retinanet-tiny", "ap"), ("ssdlite", "ap"), ("ssd300", "ce-ohem")]
+KINDS = [
+    ("retinanet-tiny", "ap", ".onnx"),
+    ("retinanet-tiny", "ap", ".xml"),
+    ("retinanet-tiny", "ap", ".ts"),
+    ("ssdlite", "ap", ".ts"),
+    ("ssd300", "ce-ohem", ".onnx"),
+]
 
 
 def _detector(name: str, loss: str) -> Detector:
@@ -33,15 +39,17 @@ def _detector(name: str, loss: str) -> Detector:
 
 
 @pytest.fixture(scope="module", params=KINDS, ids="-".join)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Detector, OnnxDetector]:
-    if request.param[0] == "retinanet-tiny":
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Detector, ExportedDetector]:
+    name, loss, suffix = request.param
+    if suffix == ".xml":
+        pytest.importorskip("openvino", reason="openvino is not installed (extra `export`)")
+    if (name, suffix) == ("retinanet-tiny", ".onnx"):
         detector, path = request.getfixturevalue("tiny")
-        exported = OnnxDetector(path)
+        exported = load_exported(path)
         exported.test_size = detector.test_size
         return detector, exported
-    detector = _detector(*request.param)
-    path = export_onnx(detector, tmp_path_factory.mktemp("onnx") / "model.onnx")
-    return detector, OnnxDetector(path)
+    detector = _detector(name, loss)
+    return detector, load_exported(export(detector, tmp_path_factory.mktemp("model") / f"model{suffix}"))
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +61,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Detector, Path]:
     return detector, export_onnx(detector, tmp_path_factory.mktemp("onnx") / "tiny.onnx", size=64)
 
 
-def test_the_exported_detector_gives_the_same_detections(pair: tuple[Detector, OnnxDetector]) -> None:
+def test_the_exported_detector_gives_the_same_detections(pair: tuple[Detector, ExportedDetector]) -> None:
     detector, exported = pair
     generator = torch.Generator().manual_seed(0)
     for size in ((100, 130), (140, 90)):
@@ -116,7 +124,7 @@ def test_several_scales_work_with_the_exported_detector(tiny: tuple[Detector, Pa
     torch.testing.assert_close(found["scores"], expected["scores"], rtol=0, atol=1e-4)
 
 
-def test_a_fixed_size_is_told_when_another_is_asked_for(pair: tuple[Detector, OnnxDetector]) -> None:
+def test_a_fixed_size_is_told_when_another_is_asked_for(pair: tuple[Detector, ExportedDetector]) -> None:
     detector, exported = pair
     if detector.keeps_aspect_ratio:
         pytest.skip("takes images of any size")
@@ -132,8 +140,25 @@ def test_files_that_are_not_exported_detectors_are_refused(tiny: tuple[Detector,
     with pytest.raises(RunError, match="cannot be run by onnxruntime") as caught:
         OnnxDetector(tmp_path / "damaged.onnx")
     assert "\n" not in str(caught.value)
+    with pytest.raises(RunError, match="there is no file"):
+        load_exported(tmp_path / "missing.ts")
+    (tmp_path / "damaged.ts").write_bytes(b"PK not a module")
+    with pytest.raises(RunError, match="cannot be run by TorchScript") as caught:
+        load_exported(tmp_path / "damaged.ts")
+    assert "\n" not in str(caught.value)
+    for wrong in (lambda path: export(tiny[0], path), load_exported):
+        with pytest.raises(ConfigError, match=r"model\.tflite: end its name in \.onnx, \.xml"):
+            wrong(tmp_path / "model.tflite")
     model = onnx.load(tiny[1])
     del model.metadata_props[:]
     onnx.save(model, tmp_path / "foreign.onnx")
     with pytest.raises(RunError, match="was not written by 'aploss export'"):
         OnnxDetector(tmp_path / "foreign.onnx")
+
+
+def test_damaged_files_of_openvino_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("openvino", reason="openvino is not installed (extra `export`)")
+    (tmp_path / "damaged.xml").write_text("<net")
+    with pytest.raises(RunError, match="cannot be run by OpenVINO") as caught:
+        load_exported(tmp_path / "damaged.xml")
+    assert "\n" not in str(caught.value)

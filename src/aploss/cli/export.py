@@ -1,8 +1,8 @@
-"""Write a trained run as ONNX.
+"""Write a trained run as ONNX, OpenVINO or TorchScript.
 
 The file holds the network and, as metadata, everything else that detections need: class names, size of images, anchors,
-calibration and drawing threshold. ``aploss predict FILE.onnx IMAGES...`` and ``aploss.detectors.export.OnnxDetector``
-run it without the run.
+calibration and drawing threshold. ``aploss predict FILE IMAGES...`` and ``aploss.detectors.export.load_exported`` run
+it without the run.
 """
 
 from pathlib import Path
@@ -15,12 +15,19 @@ from aploss.errors import ConfigError
 EXAMPLES = """
   aploss export runs/demo --out detector.onnx
   aploss export runs/demo/checkpoints/last.pt --out detector.onnx --size 320
+  aploss export runs/demo --out detector.xml
+  aploss export runs/demo --out detector.ts
 """
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", type=str, help="run folder or checkpoint of a detector")
-    parser.add_argument("--out", type=Path, required=True, help="file to write, such as model.onnx")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="file to write: .onnx, .xml (OpenVINO, with a .bin beside it) or .ts (TorchScript)",
+    )
     parser.add_argument(
         "--size", type=int, help="shorter side of images in pixels (default: as the detector was tested)"
     )
@@ -28,27 +35,34 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 def _run(options: Namespace) -> int:
     """Exports, and says what is in the file."""
-    if options.out.suffix.lower() != ".onnx":
-        raise ConfigError(f"--out {options.out}: end its name in .onnx")
     require_at_least(32, options, "size")
 
     from aploss.detectors.checkpoint import load
-    from aploss.detectors.export import OnnxDetector, export_onnx
+    from aploss.detectors.export import FORMATS, export, load_exported
 
+    if options.out.suffix.lower() not in FORMATS:
+        raise ConfigError(f"--out {options.out}: end its name in .onnx, .xml (OpenVINO) or .ts (TorchScript)")
     detector = load(options.run)
-    path = export_onnx(detector, options.out, size=options.size)
-    exported = OnnxDetector(path)
+    path = export(detector, options.out, size=options.size)
+    exported = load_exported(path)
     shorter, longest = exported.test_size
     if exported.keeps_aspect_ratio:
         size = f"images of any size, resized to {shorter} pixels, at most {longest}"
     else:
         size = f"images resized to {longest}x{shorter} pixels"
-    print(f"{path}: {detector.name}, {path.stat().st_size / 1e6:.1f} MB")
+    print(f"{path}: {detector.name}, {_bytes(path) / 1e6:.1f} MB")
     print(f"  classes: {', '.join(exported.class_names)}")
     print(f"  {size}")
     print(f"  scores: {'calibrated' if exported.calibration is not None else 'not calibrated'}")
-    print("  checked: onnxruntime gives what the detector gives")
+    print("  checked: it gives what the detector gives")
     return 0
+
+
+def _bytes(path: Path) -> int:
+    """Bytes of a file and of the weights beside it, where it has such."""
+    weights = path.with_suffix(".bin")
+    beside = weights.stat().st_size if path.suffix.lower() == ".xml" and weights.is_file() else 0
+    return path.stat().st_size + beside
 
 
 EXPORT = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)

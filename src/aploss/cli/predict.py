@@ -46,7 +46,7 @@ class ImageFile:
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("run", type=str, help="run folder, checkpoint, or .onnx file of a detector")
+    parser.add_argument("run", type=str, help="run folder, checkpoint, or exported file (.onnx, .xml, .ts)")
     parser.add_argument("images", type=str, nargs="+", help="image files, folders, or patterns")
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument(
@@ -70,7 +70,7 @@ def _run(options: Namespace) -> int:
     images, failures = find_images(options.images, exclude=options.out / PICTURES)
     if not images:
         raise DataError(f"no images to look at: {'; '.join(failures)}")
-    detector = _load(options.run, options.device)
+    detector = load_detector(options.run, options.device)
     results = _Results(options.out, detector.class_names, options.labels)
     multi_scale = MultiScale() if options.multi_scale else None
     with progress("images", quiet=options.quiet) as show:
@@ -95,11 +95,12 @@ def _run(options: Namespace) -> int:
     return EXIT_PROBLEMS if failures else 0
 
 
-def _load(path: str, device: str) -> "ObjectDetector":
-    if path.endswith(".onnx"):
-        from aploss.detectors.export import OnnxDetector
+def load_detector(path: str, device: str) -> "ObjectDetector":
+    """The detector of a run folder, a checkpoint, or a file of ``aploss export``."""
+    from aploss.detectors.export import FORMATS, load_exported
 
-        return OnnxDetector(path)
+    if path.endswith(tuple(FORMATS)):
+        return load_exported(path)
     from aploss.detectors.checkpoint import load
     from aploss.training.machine import choose_device
 

@@ -1,16 +1,20 @@
-"""Detectors as ONNX files that say how to use them, and a runner for these files.
+"""Detectors as ONNX, OpenVINO or TorchScript files that say how to use them, and runners for these files.
 
 The graph is everything that has weights: images in, class logits and box regressions out. What
-follows (anchors, decoding, NMS, calibration) is described in the file's metadata and done by :class:`OnnxDetector` with
-the code that the detector itself uses.
+follows (anchors, decoding, NMS, calibration) is described in the file's metadata and done by :class:`ExportedDetector`
+with the code that the detector itself uses. OpenVINO reads the ONNX graph, TorchScript is traced; whatever the format,
+nothing is written before its output was compared with the detector's.
 """
 
+import io
 import json
 import logging
+import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,19 +33,21 @@ INPUT, OUTPUTS = "images", ("logits", "deltas")
 ABOUT = (
     "images: float32 RGB in [0, 1], [batch, 3, height, width], resized to test_size and padded at the right and bottom "
     "to a multiple of size_divisor. logits: [batch, anchors, columns]. deltas: [batch, anchors, 4], boxes relative to "
-    "the anchors. aploss.detectors.export.OnnxDetector does the rest."
+    "the anchors. aploss.detectors.export.load_exported does the rest."
 )
-TOLERANCE = 1e-3  # of logits, between torch and onnxruntime: float32 sums in another order
+METADATA = "aploss"  # where OpenVINO and TorchScript files have it
+TOLERANCE = 1e-3  # of logits, between torch and another runtime: float32 sums in another order
 
 
-def export_onnx(detector: Detector, path: str | Path, *, size: int | None = None) -> Path:
-    """Writes a detector as one ONNX file, after comparing its output with the detector's.
+def export(detector: Detector, path: str | Path, *, size: int | None = None) -> Path:
+    """Writes a detector in the format that the name of the file ends in, after comparing it with the detector.
 
     The number of images is open; so is their size, except for SSD with its fixed square.
 
     Args:
         detector: any detector; it is not changed.
-        path: the file to write, such as ``model.onnx``.
+        path: the file to write: ``.onnx`` for ONNX, ``.xml`` for OpenVINO (its weights go beside it, as ``.bin``),
+            ``.ts`` for TorchScript.
         size: shorter side of images at inference, in place of the detector's ``test_size``; the limit of the longer
             side changes in proportion.
 
@@ -49,58 +55,53 @@ def export_onnx(detector: Detector, path: str | Path, *, size: int | None = None
         The path that was written.
 
     Raises:
-        RunError: if onnxruntime does not compute what the detector does.
-        ConfigError: if the extra ``export`` is not installed.
+        ConfigError: if the name ends otherwise, or the package of the format is not installed.
+        RunError: if the exported model does not compute what the detector does.
     """
-    require_packages("onnx", "onnxscript", "onnxruntime")
+    path = Path(path)
+    write = _format_of(path)[1]
     # A copy from plain values: on the CPU, not compiled, and free to change.
     detector = detector_from_record(detector_record(detector))
     if size is not None:
         shorter, longest = detector.test_size
         detector.test_size = (size, round(size * longest / shorter))
-    images = _example(detector)
-    open_dimensions = (0, 2, 3) if detector.keeps_aspect_ratio else (0,)
-    with torch.no_grad(), _silent():
-        program = torch.onnx.export(
-            _Heads(detector),
-            (images,),
-            dynamo=True,
-            verbose=False,
-            input_names=[INPUT],
-            output_names=list(OUTPUTS),
-            dynamic_shapes={INPUT: dict.fromkeys(open_dimensions, torch.export.Dim.DYNAMIC)},
-        )
-    assert program is not None
-    model = program.model_proto
-    for key, value in _metadata(detector).items():
-        model.metadata_props.add(key=key, value=value)
-    content = model.SerializeToString()
-    _compare(detector, content, images)
+    write(detector, path)
+    return path
+
+
+def export_onnx(detector: Detector, path: str | Path, *, size: int | None = None) -> Path:
+    """As :func:`export`, for an ONNX file of any name."""
     path = Path(path)
+    if path.suffix.lower() == ".onnx":
+        return export(detector, path, size=size)
+    with tempfile.TemporaryDirectory() as folder:
+        content = export(detector, Path(folder) / "model.onnx", size=size).read_bytes()
     write_whole(path, lambda file: file.write(content))
     return path
 
 
-class OnnxDetector(ObjectDetector):
-    """An exported detector: the network runs in onnxruntime, the rest as in the detector.
+def load_exported(path: str | Path) -> "ExportedDetector":
+    """The detector in a file of :func:`export`, run by what the name of the file says.
+
+    Raises:
+        ConfigError: if the name ends otherwise, or the package of the format is not installed.
+        RunError: if the file is missing, damaged or not one of ours.
+    """
+    path = Path(path)
+    if path.suffix.lower() == ".onnx":
+        return OnnxDetector(path)
+    return ExportedDetector(path, _format_of(path)[0](_existing(path)))
+
+
+class ExportedDetector(ObjectDetector):
+    """An exported detector: its network runs elsewhere, the rest as in the detector.
 
     Called with a list of images, float [3, h, w] in [0, 1], it gives the detections of each, as a
     :class:`~aploss.detectors.detector.Detector` in evaluation mode; :meth:`predict` applies the calibration.
-
-    Args:
-        path: a file of :func:`export_onnx`.
-        providers: of onnxruntime, such as ``["CUDAExecutionProvider"]``; the CPU by default.
-
-    Raises:
-        RunError: if the file is missing, damaged or not one of ours.
     """
 
-    def __init__(self, path: str | Path, *, providers: Iterable[str] | None = None) -> None:
-        path = Path(path)
-        if not path.is_file():
-            raise RunError(f"there is no file {path}")
-        self._heads = _Session(path.read_bytes(), str(path), providers)
-        metadata = self._heads.metadata
+    def __init__(self, path: Path, heads: "_Runner") -> None:
+        self._heads, metadata = heads, heads.metadata
         if metadata.get("aploss_format") != str(FORMAT):
             raise RunError(f"{path} was not written by 'aploss export' of this version")
         calibration = json.loads(metadata["calibration"])
@@ -120,7 +121,176 @@ class OnnxDetector(ObjectDetector):
     def detect(self, images: Tensor | Sequence[Tensor], *, size: tuple[int, int] | None = None) -> list[Detections]:
         """Detections of images of ``test_size`` or another size, see :meth:`Detector.detect`."""
         with torch.inference_mode():
-            return self._detector.detect(images, size=size or self.test_size, heads=self._heads)
+            return self._detector.detect(images, size=size or self.test_size, heads=self._run)
+
+    def _run(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        height, width = self.test_size
+        if not self.keeps_aspect_ratio and images.shape[2:] != (height, width):
+            raise ConfigError(
+                f"the exported model takes images of {width}x{height} pixels only, not "
+                f"{images.shape[3]}x{images.shape[2]}: export it once more with another size"
+            )
+        return self._heads(images)
+
+
+class OnnxDetector(ExportedDetector):
+    """An exported detector that runs in onnxruntime.
+
+    Args:
+        path: a file of :func:`export_onnx`.
+        providers: of onnxruntime, such as ``["CUDAExecutionProvider"]``; the CPU by default.
+
+    Raises:
+        RunError: if the file is missing, damaged or not one of ours.
+    """
+
+    def __init__(self, path: str | Path, *, providers: Iterable[str] | None = None) -> None:
+        path = _existing(Path(path))
+        super().__init__(path, _OnnxRunner(path.read_bytes(), str(path), providers))
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise RunError(f"there is no file {path}")
+    return path
+
+
+class _Runner:
+    """Computes what a detector's ``heads`` do."""
+
+    metadata: dict[str, str]
+
+    def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+
+class _OnnxRunner(_Runner):
+    def __init__(self, content: bytes, name: str, providers: Iterable[str] | None = None) -> None:
+        require_packages("onnxruntime")
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.log_severity_level = 3  # errors only
+        with _one_line(f"{name} cannot be run by onnxruntime"):
+            self.session = onnxruntime.InferenceSession(
+                content, options, providers=list(providers or ["CPUExecutionProvider"])
+            )
+        self.metadata = self.session.get_modelmeta().custom_metadata_map
+
+    def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        logits, deltas = self.session.run(list(OUTPUTS), {INPUT: images.cpu().numpy()})
+        return torch.from_numpy(logits), torch.from_numpy(deltas)
+
+
+class _OpenVinoRunner(_Runner):
+    def __init__(self, path: Path) -> None:
+        require_packages("openvino")
+        import openvino
+
+        core = openvino.Core()
+        # float32 where the processor would take bfloat16, as torch does
+        settings = {"INFERENCE_NUM_THREADS": torch.get_num_threads(), "INFERENCE_PRECISION_HINT": "f32"}
+        with _one_line(f"{path} cannot be run by OpenVINO"):
+            model = core.read_model(path)
+            self.compiled = core.compile_model(model, "CPU", settings)
+        info = model.get_rt_info()
+        self.metadata = json.loads(info[METADATA].value) if METADATA in info else {}
+
+    def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.compiled(images.cpu().numpy())
+        logits, deltas = (torch.from_numpy(found[name].copy()) for name in OUTPUTS)
+        return logits, deltas
+
+
+class _TorchScriptRunner(_Runner):
+    def __init__(self, path: Path) -> None:
+        extra = {METADATA: ""}
+        with _one_line(f"{path} cannot be run by TorchScript"), _silent():
+            self.module = torch.jit.load(str(path), map_location="cpu", _extra_files=extra)
+        self.metadata = json.loads(extra[METADATA] or "{}")
+
+    def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        logits, deltas = self.module(images.cpu())
+        return logits, deltas
+
+
+@contextmanager
+def _one_line(what: str) -> Iterator[None]:
+    """Errors of runtimes, which share no base class, as one of ours."""
+    try:
+        yield
+    except Exception as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise RunError(f"{what}: {reason.strip()}") from error
+
+
+def _write_onnx(detector: Detector, path: Path) -> None:
+    require_packages("onnx", "onnxscript", "onnxruntime")
+    content = _onnx_content(detector)
+    _compare(detector, _OnnxRunner(content, "the exported model"))
+    write_whole(path, lambda file: file.write(content))
+
+
+def _onnx_content(detector: Detector) -> bytes:
+    open_dimensions = (0, 2, 3) if detector.keeps_aspect_ratio else (0,)
+    with torch.no_grad(), _silent():
+        program = torch.onnx.export(
+            _Heads(detector),
+            (_example(detector),),
+            dynamo=True,
+            verbose=False,
+            input_names=[INPUT],
+            output_names=list(OUTPUTS),
+            dynamic_shapes={INPUT: dict.fromkeys(open_dimensions, torch.export.Dim.DYNAMIC)},
+        )
+    assert program is not None
+    model = program.model_proto
+    for key, value in _metadata(detector).items():
+        model.metadata_props.add(key=key, value=value)
+    return bytes(model.SerializeToString())
+
+
+def _write_openvino(detector: Detector, path: Path) -> None:
+    require_packages("onnx", "onnxscript", "openvino")
+    import openvino
+
+    with tempfile.TemporaryDirectory() as folder:
+        source, made = Path(folder) / "model.onnx", Path(folder) / "model.xml"
+        source.write_bytes(_onnx_content(detector))
+        model = openvino.Core().read_model(source)
+        model.set_rt_info(json.dumps(_metadata(detector)), METADATA)
+        openvino.save_model(model, made, compress_to_fp16=False)
+        _compare(detector, _OpenVinoRunner(made))
+        for suffix in (".bin", ".xml"):  # the one that is named comes last
+            content = made.with_suffix(suffix).read_bytes()
+            write_whole(path.with_suffix(suffix), lambda file, content=content: file.write(content))  # type: ignore[misc]
+
+
+def _write_torchscript(detector: Detector, path: Path) -> None:
+    with torch.no_grad(), _silent():
+        traced = torch.jit.trace(_Heads(detector), (_example(detector),), check_trace=False)
+        content = io.BytesIO()
+        torch.jit.save(traced, content, _extra_files={METADATA: json.dumps(_metadata(detector))})
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "model.ts"
+        made.write_bytes(content.getvalue())
+        _compare(detector, _TorchScriptRunner(made))
+    write_whole(path, lambda file: file.write(content.getvalue()))
+
+
+# What the name of a file ends in: the class that runs it, and what writes it.
+FORMATS: dict[str, tuple[Callable[[Any], _Runner], Callable[[Detector, Path], None]]] = {
+    ".onnx": (_OnnxRunner, _write_onnx),
+    ".xml": (_OpenVinoRunner, _write_openvino),
+    ".ts": (_TorchScriptRunner, _write_torchscript),
+}
+
+
+def _format_of(path: Path) -> tuple[Callable[[Any], _Runner], Callable[[Detector, Path], None]]:
+    if path.suffix.lower() not in FORMATS:
+        raise ConfigError(f"{path}: end its name in .onnx, .xml (OpenVINO) or .ts (TorchScript)")
+    return FORMATS[path.suffix.lower()]
 
 
 class _Heads(nn.Module):
@@ -130,35 +300,6 @@ class _Heads(nn.Module):
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         return self.detector.heads(images)
-
-
-class _Session:
-    """Computes what a detector's ``heads`` do, in onnxruntime."""
-
-    def __init__(self, content: bytes, name: str, providers: Iterable[str] | None = None) -> None:
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()
-        options.log_severity_level = 3  # errors only
-        try:
-            self.session = onnxruntime.InferenceSession(
-                content, options, providers=list(providers or ["CPUExecutionProvider"])
-            )
-        except Exception as error:  # onnxruntime's errors share no base class of their own
-            reason = str(error).splitlines()[0]
-            raise RunError(f"{name} cannot be run by onnxruntime: {reason}") from error
-        self.metadata: dict[str, str] = self.session.get_modelmeta().custom_metadata_map
-
-    def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        height, width = self.session.get_inputs()[0].shape[2:]  # names, where they are open
-        if isinstance(height, int) and images.shape[2:] != (height, width):
-            raise ConfigError(
-                f"the ONNX file takes images of {width}x{height} pixels only, not "
-                f"{images.shape[3]}x{images.shape[2]}: export it once more with another size"
-            )
-        logits, deltas = self.session.run(list(OUTPUTS), {INPUT: images.cpu().numpy()})
-        return torch.from_numpy(logits), torch.from_numpy(deltas)
 
 
 def _example(detector: Detector) -> Tensor:
@@ -183,17 +324,21 @@ def _metadata(detector: Detector) -> dict[str, str]:
     return {"aploss_format": str(FORMAT), "about": ABOUT, **texts}
 
 
-def _compare(detector: Detector, content: bytes, images: Tensor) -> None:
-    run = _Session(content, "the exported model")
-    for batch in (images, images[:1]):
+def _compare(detector: Detector, run: _Runner) -> None:
+    images = _example(detector)
+    batches = [images, images[:1]]
+    if detector.keeps_aspect_ratio:
+        batches.append(images[:, :, : 3 * detector.size_divisor])
+    for batch in batches:
         with torch.no_grad():
             expected = detector.heads(batch)
-        for name, one, other in zip(OUTPUTS, expected, run(batch), strict=True):
+            found = run(batch)
+        for name, one, other in zip(OUTPUTS, expected, found, strict=True):
             difference = float((one - other).abs().max()) if one.shape == other.shape else np.inf
             if not difference <= TOLERANCE * max(1.0, float(one.abs().max())):
                 raise RunError(
                     f"the exported model gives other {name} than the detector (by {difference:.2g})"
-                    ": nothing was written; another version of torch or onnxruntime may help"
+                    ": nothing was written; another format or version of its package may help"
                 )
 
 
