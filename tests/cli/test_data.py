@@ -168,6 +168,17 @@ def test_augmented_sheets_differ_from_plain_ones_and_repeat_by_seed(shapes: str,
     assert wide.shape[0] < plain.shape[0]  # half as high as wide
 
 
+def test_a_sheet_without_a_name_goes_to_runs_and_says_so(
+    shapes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["data", "show", shapes, "--split", "train[:50%]", "--augment", "light", "--size", "64"]) == 0
+    (sheet,) = tmp_path.rglob("*.png")
+    assert sheet.parent == tmp_path / "runs"
+    assert sheet.name.endswith("-train-50-light.png")
+    assert capsys.readouterr().out.startswith(f"runs/{sheet.name}: ")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

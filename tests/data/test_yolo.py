@@ -154,7 +154,7 @@ def test_rows_are_written_as_they_are_read():
 
 
 @pytest.mark.parametrize("layout", ["images/train", "train/images"])
-@pytest.mark.parametrize("names", ["classes.txt", "labels/classes.txt", None])
+@pytest.mark.parametrize("names", ["classes.txt", "labels/classes.txt", "obj.names", None])
 def test_folders_without_a_description_are_recognised(yolo_folder, expected_boxes, found_boxes, layout, names):
     (yolo_folder / "data.yaml").unlink()
     if layout == "train/images":
@@ -172,9 +172,11 @@ def test_folders_without_a_description_are_recognised(yolo_folder, expected_boxe
         dataset = load_dataset(yolo_folder, split, class_names=given)
         assert found_boxes(dataset) == expected
         assert dataset.class_names == ("cat", "dog")
-    if not names:
-        with pytest.raises(DataError, match="give the class names"):
-            load_dataset(yolo_folder, "train")
+    if not names:  # numbered, up to the highest of all splits
+        numbered = load_dataset(yolo_folder, "val")
+        assert numbered.class_names == ("class_0", "class_1")
+        assert [problem.kind for problem in numbered.problems] == ["numbered-classes"]
+        assert check_dataset(yolo_folder).exit_code == 0
 
 
 def test_one_folder_of_images_and_labels_is_one_split(tmp_path, picture):
@@ -184,6 +186,16 @@ def test_one_folder_of_images_and_labels_is_one_split(tmp_path, picture):
     (tmp_path / "classes.txt").write_text("cat\n")
     assert dataset_splits(tmp_path) == ("all",)
     assert load_dataset(tmp_path).boxes(0).tolist() == [[16, 12, 48, 36]]
+    assert load_dataset(tmp_path).class_names == ("cat",)
+
+
+def test_a_damaged_class_number_names_no_billions_of_classes(tmp_path, picture):
+    picture(tmp_path / "images" / "a.png")
+    (tmp_path / "labels").mkdir()
+    (tmp_path / "labels" / "a.txt").write_text("2 0.5 0.5 0.5 0.5\n999999999 0.5 0.5 0.5 0.5\nx 0.5 0.5 0.5 0.5\n")
+    dataset = load_dataset(tmp_path)
+    assert dataset.class_names == ("class_0", "class_1", "class_2")
+    assert dataset.num_boxes == 1
 
 
 def test_folders_beside_annotations_of_another_format_stay_that_format(coco_folder, picture):

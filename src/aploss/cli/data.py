@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -23,7 +24,7 @@ CHECK_EXAMPLES = """
   aploss data check blood --classes RBC,WBC,Platelets
 """
 SHOW_EXAMPLES = """
-  aploss data show builtin --out sheet.png
+  aploss data show builtin
   aploss data show VOCdevkit --split 2007_trainval --count 25 --out voc.png
   aploss data show builtin --augment paper --size 300 --out augmented.png
 """
@@ -90,7 +91,7 @@ def _add_show_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--size", type=str, help="of augmented images, as 300 or 240x320 (height x width); 300")
     parser.add_argument("--count", type=int, default=16, help="how many images")
     parser.add_argument("--seed", type=int, default=0, help="which images, and which augmentation")
-    parser.add_argument("--out", type=Path, required=True, help="picture to write: .png, .jpg ...")
+    parser.add_argument("--out", type=Path, help="picture to write: .png, .jpg ... (default: runs/show-DATA-SPLIT.png)")
 
 
 def _show(options: Namespace) -> int:
@@ -103,7 +104,8 @@ def _show(options: Namespace) -> int:
     require_at_least(0, options, "seed")
     if options.size and not options.augment:
         raise ConfigError("--size is that of augmented images: add --augment paper, light or none")
-    kind = Image.registered_extensions().get(options.out.suffix.lower())
+    suffix = ".png" if options.out is None else options.out.suffix.lower()
+    kind = Image.registered_extensions().get(suffix)
     if kind is None:
         raise ConfigError(f"--out {options.out}: no picture format, end its name in .png or .jpg")
     dataset = load_dataset(options.path, options.split, format=options.format)
@@ -127,10 +129,17 @@ def _show(options: Namespace) -> int:
     how = f", augmented as '{options.augment}'" if options.augment else ""
     title = f"{dataset.name} · {dataset.split}: {len(tiles)} of {len(dataset)} images{how}"
     sheet = contact_sheet(tiles, captions, tile=TILE, title=title)
-    write_whole(options.out, lambda file: sheet.save(file, format=kind))
+    out = options.out or Path("runs") / _sheet_name(dataset, options.augment)
+    write_whole(out, lambda file: sheet.save(file, format=kind))
     boxes = sum(len(target["boxes"]) for _, target in samples)
-    print(f"{options.out}: {title}, {boxes} boxes")
+    print(f"{out}: {title}, {boxes} boxes")
     return 0
+
+
+def _sheet_name(dataset: "DetectionDataset", augment: str | None) -> str:
+    """What a contact sheet is called that was given no name."""
+    words = "-".join(filter(None, ["show", dataset.name, dataset.split, augment]))
+    return re.sub(r"[^\w.+]+", "-", words)[:100].strip("-") + ".png"
 
 
 def _samples(dataset: "DetectionDataset", indices: list[int], options: Namespace) -> "list[Sample]":
@@ -148,7 +157,9 @@ def _samples(dataset: "DetectionDataset", indices: list[int], options: Namespace
 
 def _add_convert_arguments(parser: ArgumentParser) -> None:
     _add_source(parser)
-    parser.add_argument("--to", required=True, help=f"format to write: {_formats()}")
+    from aploss.data.formats import writable_formats
+
+    parser.add_argument("--to", required=True, help=f"format to write: {', '.join(writable_formats())}")
     parser.add_argument("--out", type=str, required=True, help="new folder; nothing is overwritten")
 
 

@@ -20,7 +20,17 @@ from msgspec import UNSET, Struct
 from numpy.typing import NDArray
 
 from aploss.data.annotations import AnnotationBuilder, DetectionDataset, TextIds, is_text_id, number_text
-from aploss.data.formats import SPLITS, DataFormat, Parts, Written, common_split_name, is_text, number, register_format
+from aploss.data.formats import (
+    SPLITS,
+    DataFormat,
+    Parts,
+    Written,
+    common_split_name,
+    is_text,
+    json_begins_with,
+    number,
+    register_format,
+)
 from aploss.data.paths import DatasetFolder, is_image
 from aploss.data.problems import Problem, ProblemError
 
@@ -325,7 +335,7 @@ class CocoFormat(DataFormat):
             for name in folder.names(parent)
             if name.lower().endswith(".json") and not name.startswith(".")
         ]
-        begun = {file for file in candidates if _begins_as_coco(folder, file)}
+        begun = {file for file in candidates if json_begins_with(folder, file, _SECTION_KEYS)}
         # A file in the place of annotations is one even if it cannot be read: never left alone.
         files = [f for f in candidates if f in begun or _is_named_as_coco(f, certainly=not begun)]
         instances = [f for f in files if not posixpath.basename(f).startswith(_OTHER_TASKS)]
@@ -433,7 +443,7 @@ class CocoFormat(DataFormat):
                 continue
             seen.add(path)
             if builder.find_image(path, named_in=file):
-                size = _size(entry)
+                size = image_size(entry.width, entry.height)
                 if size is None:
                     builder.report("missing-size", file, f"{path} has no width and height; taken from the image")
                 index_of[image_id] = builder.add_image(path, size, image_id)
@@ -487,18 +497,6 @@ def _add_boxes(
     builder.add_boxes(images[kept], corners, labels[kept], **rest)
 
 
-def _begins_as_coco(folder: DatasetFolder, file: str) -> bool:
-    """Whether a JSON file begins as a COCO annotation file does."""
-    if not folder.is_file(file):
-        return False
-    try:
-        with (folder.root / file).open("rb") as opened:
-            start = opened.read(1 << 16).lstrip(b"\xef\xbb\xbf \t\r\n")
-    except OSError:
-        return False
-    return start.startswith(b"{") and _SECTION_KEYS.search(start) is not None
-
-
 def _is_named_as_coco(file: str, *, certainly: bool) -> bool:
     """Whether a file's name and place are those of COCO annotations, and of nothing else."""
     folder, name = posixpath.split(file)
@@ -531,9 +529,10 @@ def _image(entry: Any, where: str, texts: TextIds) -> tuple[int, str]:
     return image_id, entry.file_name
 
 
-def _size(entry: CocoImage) -> tuple[int, int] | None:
-    possible = all(type(side) in (int, float) and 1 <= side < 2**31 for side in (entry.width, entry.height))
-    return (int(entry.width), int(entry.height)) if possible else None
+def image_size(width: Any, height: Any) -> tuple[int, int] | None:
+    """Width and height as a file states them; None where they are no size."""
+    possible = all(type(side) in (int, float) and 1 <= side < 2**31 for side in (width, height))
+    return (int(width), int(height)) if possible else None
 
 
 def _categories(entries: Sequence[Any], file: str, texts: TextIds) -> list[tuple[int, str]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from PIL import Image
 
 from aploss.data.annotations import DetectionDataset, concatenate
-from aploss.data.formats import FORMATS, DataFormat, Parts, Written, each_image_once
+from aploss.data.formats import FORMATS, DataFormat, Parts, Written, each_image_once, writable_formats
 from aploss.data.images import EXTENSIONS, read_header, read_image
 from aploss.data.load import Progress, find_source, load_split, without_unusable_images
 from aploss.data.problems import Problem
@@ -57,8 +57,9 @@ def convert_dataset(
     Raises:
         DataError: the target is in use, or the dataset cannot be read.
     """
-    if to not in FORMATS:
-        raise DataError(f"cannot write '{to}'; choose one of {', '.join(sorted(FORMATS))}")
+    if to not in writable_formats():
+        wrong = f"the format '{to}' can be read, but not written" if to in FORMATS else f"cannot write '{to}'"
+        raise DataError(f"{wrong}; choose one of {', '.join(writable_formats())}")
     source = find_source(path, format=format)
     out = Path(out)
     _check_target(out, source.folder.root)

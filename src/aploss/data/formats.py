@@ -123,6 +123,12 @@ def register_format(name: str) -> Callable[[FormatClass], FormatClass]:
     return add
 
 
+def writable_formats() -> tuple[str, ...]:
+    """Names of the formats that can be written, sorted."""
+    own = (name for name, one in FORMATS.items() if one.write.__func__ is not DataFormat.write.__func__)  # type: ignore[attr-defined]
+    return tuple(sorted(own))
+
+
 def number(text: object) -> float:
     """A coordinate as float; ValueError where it is not a number (NaN and infinity are)."""
     try:
@@ -136,6 +142,18 @@ def number(text: object) -> float:
 def filled_lines(text: str) -> list[str]:
     """The lines that are not empty, without the space around them."""
     return [line for line in map(str.strip, text.splitlines()) if line]
+
+
+def json_begins_with(folder: DatasetFolder, file: str, keys: re.Pattern[bytes]) -> bool:
+    """Whether a JSON file has one of these keys near its beginning."""
+    if not folder.is_file(file):
+        return False
+    try:
+        with (folder.root / file).open("rb") as opened:
+            start = opened.read(1 << 16).lstrip(b"\xef\xbb\xbf \t\r\n")
+    except OSError:
+        return False
+    return start.startswith(b"{") and keys.search(start) is not None
 
 
 def is_text(name: str) -> bool:

@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 import aploss.data.coco
+import aploss.data.labelme
 import aploss.data.voc
 import aploss.data.yolo  # noqa: F401 - each registers its format
 from aploss.data.annotations import DetectionDataset, concatenate
@@ -42,7 +43,7 @@ def load_dataset(
         split: a split's name (``train``, ``2007_trainval``), a text file that lists images (VOC), or several joined by
             ``+``. ``train[:80%]`` and ``train[80%:]`` are parts of one, of a fixed mixed order, so that they have no
             image in common. None stands for all images.
-        format: "voc", "coco", "yolo", or "auto" to recognise it.
+        format: "voc", "coco", "yolo", "labelme", or "auto" to recognise it.
         class_names: the classes to read, in the order of their labels; objects of other classes are left out. Where not
             given, the data's own. Give a training split's ``class_names`` when loading its validation split.
         verify_images: whether to decode every image once and leave out those that are damaged or not of the annotated

@@ -64,6 +64,7 @@ _BOX_DROPPED = {
 _BOX_CLIPPED = {"out-of-bounds-box": "a box that reaches beyond its image"}
 _KEPT = {
     "class-ids-off-by-one": "class ids that look counted from 1 instead of 0, or the reverse",
+    "numbered-classes": "YOLO labels without class names (called class_0, class_1, ...)",
     "class-count-mismatch": "a stated number of classes that differs from the class names",
     "class-lists-differ": "splits with different class lists",
     "class-without-boxes": "a class without a box in any split",

@@ -28,6 +28,7 @@ _SPLITS = ("train", "val", "valid", "validation", "test")
 _NO_SPLITS = ("path", "names", "nc", "download", "roboflow", "kpt_shape", "flip_idx")
 _LISTS = ("classes.txt", "train.txt", "val.txt", "test.txt")
 _MAX_BYTES = 4 << 20
+_CLASS_DIGITS = 4  # of classes without names; more is a damaged file
 _FRACTION_LIMIT = 1.01  # above it a number is one of pixels, not a rounded fraction
 _SNAP_PIXELS = 1e-6  # rounding of cx ± w/2 beside the image's border
 
@@ -146,7 +147,7 @@ class YoloFormat(DataFormat):
             folder = DatasetFolder(path)
             names = sorted(folder.names(""), key=lambda name: (not _is_data_yaml(name), name))
         for name in names:
-            if name.lower().endswith((".yaml", ".yml")):
+            if _is_yaml(name):
                 description = _read_yaml(folder, name)
                 if description is not None:
                     return cls(folder, name, description)
@@ -178,13 +179,11 @@ class YoloFormat(DataFormat):
         """See :meth:`DataFormat.read`."""
         if split not in self.splits:
             raise self.no_such_split(split)
-        own_names = self.class_names() or class_names
-        if own_names is None:
-            raise self._error("no-classes", "no names; add them or give the class names")
+        builder = AnnotationBuilder(self.folder)
+        own_names = self.class_names() or class_names or self._numbered_classes(builder)
         names = tuple(own_names if class_names is None else class_names)
         label_of = {name: label for label, name in enumerate(names)}
         labels = [label_of.get(name, -1) for name in own_names]
-        builder = AnnotationBuilder(self.folder)
         stated = self._description.get("nc")
         if isinstance(stated, int) and stated != len(own_names):
             message = f"nc is {stated}, but there are {len(own_names)} names"
@@ -245,6 +244,24 @@ class YoloFormat(DataFormat):
             count = sum(int(getattr(part, flag)(index).sum()) for part, index in everything)
             losses += [f"{count} '{flag}' marks"] if count else []
         return Written("images", losses=(*losses, *outline_losses(parts)))
+
+    def _numbered_classes(self, builder: AnnotationBuilder) -> tuple[str, ...]:
+        """``class_0``, ``class_1``, ... up to the last one that a label file of any split uses."""
+        if _is_yaml(self.file):
+            raise self._error("no-classes", "no names; add them or give the class names")
+        used = {0}
+        for split in self.splits:
+            for image in filter(is_image, self.folder.files(self._description[split])):
+                file = self._label_file(image)
+                try:
+                    rows = self.folder.read_text(file).splitlines() if self.folder.has(file) else []
+                except ProblemError:  # told when its image is read
+                    continue
+                first = (row.split(maxsplit=1)[0] for row in rows if row.strip())
+                used |= {int(word) for word in first if word.isdecimal() and len(word) <= _CLASS_DIGITS}
+        names = tuple(f"class_{label}" for label in range(max(used) + 1))
+        builder.report("numbered-classes", self.file, f"no classes.txt or obj.names: {names[0]} to {names[-1]}")
+        return names
 
     def _error(self, kind: str, message: str) -> ProblemError:
         return ProblemError(kind, self.file, message)
@@ -371,6 +388,10 @@ class YoloFormat(DataFormat):
         return used
 
 
+def _is_yaml(name: str) -> bool:
+    return name.lower().endswith((".yaml", ".yml"))
+
+
 def _is_data_yaml(name: str) -> bool:
     return name.lower() in ("data.yaml", "data.yml")
 
@@ -418,7 +439,8 @@ def _describe_folders(folder: DatasetFolder) -> tuple[str, dict[str, Any]]:
     }
     if not found and _is_labelled(folder, "images", "labels"):
         found = {"all": "images"}
-    for file in ("classes.txt", "labels/classes.txt", "obj.names"):
+    beside = [posixpath.join(places[split][1], "classes.txt") for split in found if split in places]
+    for file in ("classes.txt", "obj.names", "data/obj.names", "labels/classes.txt", *beside):
         if found and folder.is_file(file):
             return file, {**found, "names": filled_lines(folder.read_text(file))}
     return "labels", dict(found)
