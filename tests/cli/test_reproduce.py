@@ -56,6 +56,40 @@ def test_options_reach_the_plan(carried_out: list[Any]) -> None:
     assert (options["max_minutes"], options["cache"], options["quiet"]) == (9.0, "kept", True)
 
 
+def test_settings_of_all_rows_and_of_the_search_reach_the_plan(carried_out: list[Any]) -> None:
+    words = ["--detector", "retinanet-lite0", "--model.frozen_backbone", "true", "--model.weights", "imagenet"]
+    words += ["--batches.cache_features", "true", "--precision", "bfloat16"]
+    words += ["--tune-over", "criterion.box_weight=1,3", "--tune-over", "focal:gamma=1,2"]
+    assert cli.main(["reproduce", "table2", *words]) == 0
+    ((plan, _, _),) = carried_out
+    for variant in plan.variants:
+        config = variant.config
+        assert (config.detector, config.model.frozen_backbone) == ("retinanet-lite0", True)
+        assert (config.batches.cache_features, config.precision) == (True, "bfloat16")
+    assert [one.key for one in plan.tuning.over] == ["criterion.box_weight", "criterion.options.gamma"]
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["table1a", "--batches.size", "4"], "--batches.size: the row 1 image of this table decides it"),
+        (["table4", "--detector", "retinanet-tiny"], "--detector"),
+        (["table1a", "--tune-over", "criterion.box_weight=1,3"], "nothing is searched for table1a"),
+        (["table2", "--no-tune", "--tune-over", "criterion.box_weight=1,3"], "--no-tune"),
+        (["table2", "--scale", "paper", "--batches.size", "4"], "--batches.size goes with --scale small"),
+        (["table2", "--scale", "paper", "--detector", "ssd300"], "--detector goes with --scale small"),
+    ],
+)
+def test_settings_that_a_table_decides_are_refused(
+    words: list[str], part: str, carried_out: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["reproduce", *words]) == 2
+    error = capsys.readouterr().err
+    assert part in error
+    assert error.count("\n") == 1
+    assert carried_out == []
+
+
 def test_the_papers_scale_is_refused_on_a_cpu_with_an_estimate(
     carried_out: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

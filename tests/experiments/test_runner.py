@@ -7,7 +7,7 @@ import pytest
 
 from aploss.errors import ConfigError, RunError
 from aploss.experiments.compare import compare, comparison_plan
-from aploss.experiments.plan import Plan, Tuning, settings_hash
+from aploss.experiments.plan import Plan, Searched, Tuning, settings_hash
 from aploss.experiments.runner import cache_folder
 from aploss.training import TrainConfig, TrainingInterruptedError
 
@@ -149,6 +149,28 @@ class TestLearningRates:
         lengths = [config.schedule.length for config in fake_training.configs]
         assert lengths == [100, 100, 100, 100, 1200]
         assert fake_training.configs[0].validation.every == 100
+
+    def test_other_settings_are_searched_together_with_the_rate(self, fake_training, tmp_path: Path) -> None:
+        over = (Searched("criterion.box_weight", (1.0, 3.0)), Searched("criterion.options.gamma", (1, 2), "focal"))
+        results = compare(plan_of("ap", "focal", seeds=1, tuning=Tuning(over=over)), tmp_path / "page")
+        assert len(fake_training.configs) == 4 * 2 + 4 * 2 * 2
+        ap, focal = results.plan.variants
+        assert (ap.config.optimizer.learning_rate, ap.config.criterion.box_weight) == (0.009, 3.0)
+        assert ap.tuned == {"criterion.box_weight": 3.0}
+        assert focal.config.criterion.options["gamma"] == 1
+        assert focal.tuned == {"criterion.box_weight": 3.0, "criterion.options.gamma": 1}
+        document = results_in(tmp_path / "page")
+        assert document["rows"][0]["tuned"] == {"criterion.box_weight": 3.0}
+        assert {trial["settings"]["criterion.box_weight"] for trial in document["learning_rates_tried"]} == {1.0, 3.0}
+        page = (tmp_path / "page/report.html").read_text()
+        assert "box_weight=3.0 gamma=1" in page
+        assert "different numbers of trials: ap 8, focal 16" in page
+
+    def test_given_rates_take_the_place_of_factors(self, fake_training, tmp_path: Path) -> None:
+        tuning = Tuning(over=(Searched("optimizer.learning_rate", (0.002, 0.003)),))
+        results = compare(plan_of("ap", seeds=1, tuning=tuning), tmp_path / "page")
+        assert [trial.learning_rate for trial in results.trials] == [0.002, 0.003]
+        assert results.plan.variants[0].config.optimizer.learning_rate == 0.003
 
     def test_a_rate_that_diverges_is_not_chosen(self, fake_training, tmp_path: Path) -> None:
         fake_training.diverges_from = 0.005

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 EXIT_PROBLEMS = 1  # done, but something could not be used or does not hold
 SECONDS_BETWEEN_LINES = 10.0
+# Settings of a run with an option of their own in comparisons: --steps, and --losses ap:delta=0.5.
+OTHERWISE = ("criterion.options", "schedule.length")
+TUNE_OVER = (
+    "a setting that is searched with the learning rate, as criterion.box_weight=1,3, or an option of one loss, as "
+    "focal:gamma=1,2; may be repeated: all combinations"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +87,23 @@ def run_training(config: "TrainConfig", *, resume: bool, quiet: bool, plugins: S
     if is_main_process():
         print(f"{summary.table()}\nreport: {summary.folder}/report.html")
     return 0
+
+
+def add_shared_settings(parser: "ArgumentParser") -> None:
+    """One option for each setting of a run in which the rows of a comparison may be alike."""
+    from jsonargparse import SUPPRESS
+
+    from aploss.experiments.plan import DECIDED
+    from aploss.training.config import TrainConfig, settings_of
+
+    for setting in settings_of(TrainConfig):
+        if setting.key == "precision" or ("." in setting.key and setting.key not in (*DECIDED, *OTHERWISE)):
+            parser.add_argument(f"--{setting.key}", type=setting.type, default=SUPPRESS, help=setting.help)
+
+
+def shared_settings(options: "Namespace") -> dict[str, Any]:
+    """Those of :func:`add_shared_settings` that were given, as nested values."""
+    return {key: value for key, value in options.as_dict().items() if isinstance(value, dict) or key == "precision"}
 
 
 def run_comparison(options: "Namespace", default_out: Path, work: Callable[..., Any]) -> int:

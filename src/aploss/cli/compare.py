@@ -8,17 +8,24 @@ given again.
 from functools import partial
 from typing import Any
 
-from jsonargparse import SUPPRESS, ArgumentParser, Namespace
+from jsonargparse import ArgumentParser, Namespace
 
-from aploss.cli.command import Command, require_at_least, run_comparison
+from aploss.cli.command import (
+    TUNE_OVER,
+    Command,
+    add_shared_settings,
+    require_at_least,
+    run_comparison,
+    shared_settings,
+)
 from aploss.errors import ConfigError
 from aploss.losses.traits import LOSSES
-from aploss.training.config import TrainConfig, settings_of
 from aploss.training.recipes import merge, recipe_names
 
 EXAMPLES = """
   aploss compare --losses ap,focal
   aploss compare --losses ap,focal,ce-ohem,auc --seeds 3 --tune
+  aploss compare --losses ap,focal --tune --tune-over criterion.box_weight=1,3 --tune-over focal:gamma=1,2
   aploss compare --losses ap,focal --data path/to/bccd --recipe bccd-cpu --steps 500
   aploss compare --losses ap,focal --seeds 5 --max-minutes 60     goes on when given again
   aploss compare --losses ap,rank-sort --batches.size 4 --optimizer.weight_decay 0.05
@@ -27,16 +34,12 @@ EXAMPLES = """
   aploss compare --vary batches.size=4,8 --vary criterion.box_loss=smooth-l1,giou
 """
 
-# Settings with an option of their own here: --steps, and --losses ap:delta=0.5.
-OTHERWISE = ("criterion.options", "schedule.length")
 DEFAULT = "ap,focal,ce-ohem,auc"
 OWN = ("data", "detector", "device")
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
     """The options of the command, and the settings of a run that rows share."""
-    from aploss.experiments.plan import DECIDED
-
     parser.add_argument(
         "--losses",
         help=f"separated by commas, with options as ap:delta=0.5, of: {', '.join(LOSSES.names())}; by default "
@@ -61,24 +64,24 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--validations", type=int, default=10, help="points of the curve of AP")
     parser.add_argument("--tune", action="store_true", help="search the learning rate of each loss on validation")
     parser.add_argument("--tune-steps", type=int, help="length of each trial; --steps by default")
+    parser.add_argument("--tune-over", action="append", default=[], metavar="[LOSS:]KEY=A,B", help=TUNE_OVER)
     parser.add_argument("--max-minutes", type=float, help="stop after so many minutes; the same command goes on")
     parser.add_argument("--out", help="folder of page and tables; by default runs/compare-...")
     parser.add_argument("--cache", help="folder of the runs; by default 'cache' beside --out")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ...")
     parser.add_argument("--quiet", action="store_true", help="show only the result")
-    for setting in settings_of(TrainConfig):
-        if "." in setting.key and setting.key not in (*DECIDED, *OTHERWISE):
-            parser.add_argument(f"--{setting.key}", type=setting.type, default=SUPPRESS, help=setting.help)
+    add_shared_settings(parser)
 
 
 def _run(options: Namespace) -> int:
     """Trains what is missing, and prints the table and where the page is."""
     from aploss.experiments.compare import compare, comparison_plan, default_out
-    from aploss.experiments.plan import Tuning, parse_list, parse_seeds, parse_vary
+    from aploss.experiments.plan import Tuning, parse_list, parse_searched, parse_seeds, parse_vary
 
     require_at_least(1, options, "steps", "tune_steps", "validations")
-    if options.tune_steps is not None and not options.tune:
-        raise ConfigError("--tune-steps goes with --tune")
+    for option in ("tune_steps", "tune_over"):
+        if options[option] and not options.tune:
+            raise ConfigError(f"--{option.replace('_', '-')} goes with --tune")
     vary, losses = parse_vary(options.vary), options.losses
     for key in vary:
         if options.get(key) is not None:
@@ -92,7 +95,7 @@ def _run(options: Namespace) -> int:
         changes=changes,
         steps=options.steps,
         validations=options.validations,
-        tuning=Tuning(steps=options.tune_steps) if options.tune else None,
+        tuning=Tuning(steps=options.tune_steps, over=parse_searched(options.tune_over)) if options.tune else None,
     )
     return run_comparison(options, default_out(plan), partial(compare, plan))
 
@@ -102,8 +105,7 @@ def _recipe_and_changes(options: Namespace) -> tuple[str, dict[str, Any]]:
     from aploss.training.machine import choose_device
     from aploss.training.splits import suggest_image_sizes, suggest_recipe
 
-    groups = {key: value for key, value in options.as_dict().items() if isinstance(value, dict)}
-    changes = {**groups, **{key: options[key] for key in OWN if options[key] is not None}}
+    changes = {**shared_settings(options), **{key: options[key] for key in OWN if options[key] is not None}}
     if options.recipe is not None:
         return options.recipe, changes
     if options.data in (None, "builtin"):

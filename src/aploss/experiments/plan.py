@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from itertools import product
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import yaml
 
 from aploss.data.builtin import VERSION as BUILTIN_VERSION
+from aploss.detectors.losses_by_name import make_loss
 from aploss.errors import ConfigError, did_you_mean
 from aploss.experiments.measures import DETECTION, Measure
 from aploss.losses.traits import LOSSES
@@ -28,6 +30,7 @@ MAX_SEED = 2**32 - 1  # as numpy takes them
 LATER = {"batches.cache_features": False, "model.frozen_backbone": False}
 WARMUP_SHARE = 0.1  # of a trial, at most, where the length of the real run in steps is not known
 LOSS_OPTIONS = "criterion.options"
+RATE = "optimizer.learning_rate"
 # Settings that the comparison itself decides, whatever the recipe says.
 DECIDED = ("schedule.unit", "validation.every", "validation.unit", "validation.patience", "evaluation.checkpoint")
 
@@ -39,8 +42,18 @@ class Variant:
     name: str  # of a loss, or any text such as "ap:delta=0.5"
     config: TrainConfig  # how it is trained, whatever its seed
     settings: Mapping[str, Any] = field(default_factory=dict)  # dotted key → value, of what sets it apart but the loss
+    tuned: Mapping[str, Any] = field(default_factory=dict)  # dotted key → value, of what was found for it by search
     paper: Mapping[str, float] = field(default_factory=dict)  # metric → the paper's number, between 0 and 1
     measure: Measure = DETECTION  # what is looked at in its runs
+
+
+@dataclass(frozen=True)
+class Searched:
+    """A setting that is searched together with the learning rate."""
+
+    key: str  # dotted
+    values: Sequence[Any]
+    loss: str | None = None  # whose rows it is searched for; None for all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +64,13 @@ class Tuning:
         factors: of the row's own learning rate; every row gets the same number of trials.
         steps: length of a trial, whose warm-up shrinks with it; None for that of the real run, with whose first
             seed a trial is then shared.
+        over: settings that are searched with it, in all combinations: the best learning rate depends on the weight of
+            the box loss. With ``optimizer.learning_rate`` among them its values take the place of the factors.
     """
 
     factors: tuple[float, ...] = (1 / 9, 1 / 3, 1.0, 3.0)
     steps: int | None = None
+    over: tuple[Searched, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +87,19 @@ class Plan:
             raise ConfigError(f"a comparison needs rows of different names, got {names}")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ConfigError(f"a comparison needs different seeds, got {list(self.seeds)}")
+        for searched in self.tuning.over if self.tuning else ():
+            self._check_searched(searched, self.tuning)
+
+    def _check_searched(self, searched: Searched, tuning: Tuning) -> None:
+        """Refuses a search that some row cannot be part of, before anything is trained."""
+        rows = [variant for variant in self.variants if searched.loss in (None, variant.config.loss)]
+        if not rows:
+            raise ConfigError(f"--tune-over {searched.loss}: no row has the loss {searched.loss}")
+        for variant in rows:
+            if searched.key in variant.settings:
+                raise ConfigError(f"--tune-over {searched.key}: the row {variant.name} has a value of its own")
+            for config in trials_of(variant, tuning, self.seeds[0]):
+                make_loss(config.loss, **config.criterion.options)
 
 
 def comparison_config(
@@ -154,18 +183,45 @@ def parse_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
     return varied
 
 
-def check_varied(key: str) -> None:
+def parse_searched(texts: Sequence[str]) -> tuple[Searched, ...]:
+    """Settings to be searched with the learning rate, and options of one loss.
+
+    Raises:
+        ConfigError: there is no such setting or loss, or runs of a comparison cannot differ in it.
+
+    Example:
+        >>> box_weight, gamma = parse_searched(["criterion.box_weight=1,3", "focal:gamma=1,2"])
+        >>> box_weight.key, gamma.key, gamma.loss
+        ('criterion.box_weight', 'criterion.options.gamma', 'focal')
+    """
+    searched = []
+    for text in texts:
+        name, _, values = text.partition("=")
+        loss, _, key = name.strip().rpartition(":")
+        if loss:
+            LOSSES.get(loss)
+            key = key if "." in key else f"{LOSS_OPTIONS}.{key}"
+        check_varied(key, option="--tune-over")
+        if not parse_list(values):
+            raise ConfigError(f"--tune-over {text}: give the values, as --tune-over criterion.box_weight=1,3")
+        searched.append(Searched(key, tuple(map(_value, parse_list(values))), loss or None))
+    return tuple(searched)
+
+
+def check_varied(key: str, *, option: str = "--vary") -> None:
     """Refuses a setting that does not exist, or in which rows cannot differ."""
     known = {setting.key: setting.default for setting in settings_of(TrainConfig)}
     inside = any(key.startswith(f"{one}.") for one, default in known.items() if isinstance(default, dict))
     if key not in known and not inside:
         by_ending = [one for one in known if one.endswith(f".{key}")]
         meant = did_you_mean(key, by_ending or known) or "; aploss train --help lists them"
-        raise ConfigError(f"--vary: there is no setting {key!r}{meant}")
+        raise ConfigError(f"{option}: there is no setting {key!r}{meant}")
     if key in ("loss", "seed"):
-        raise ConfigError(f"--vary {key}: give --{key.replace('loss', 'losse')}s")
+        raise ConfigError(f"{option} {key}: give --{key.replace('loss', 'losse')}s")
     if key in (*DECIDED, *MAY_CHANGE):
-        raise ConfigError(f"--vary {key}: rows cannot differ in what the comparison decides or what changes no result")
+        raise ConfigError(
+            f"{option} {key}: rows cannot differ in what the comparison decides or what changes no result"
+        )
 
 
 def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,7 +275,7 @@ def _value(text: str) -> Any:
 
 
 def trials_of(variant: Variant, tuning: Tuning, seed: int) -> list[TrainConfig]:
-    """The trials of a row's learning rate, one config for each factor."""
+    """The configs of the trials of a row, in the order of :func:`combinations`."""
     config = replace(variant.config, seed=seed)
     if tuning.steps is not None:
         # The warm-up takes the share of the trial that it takes of the real run: with all of it a short trial would
@@ -228,13 +284,15 @@ def trials_of(variant: Variant, tuning: Tuning, seed: int) -> list[TrainConfig]:
         share = schedule.warmup_steps / schedule.length if schedule.unit == "steps" else WARMUP_SHARE
         warmup = min(schedule.warmup_steps, round(share * tuning.steps))
         config = with_length(changed(config, {"schedule": {"warmup_steps": warmup}}), tuning.steps, validations=1)
+    return [changed(config, nested(settings)) for settings in combinations(variant, tuning)]
+
+
+def combinations(variant: Variant, tuning: Tuning) -> list[dict[str, Any]]:
+    """What the trials of a row differ in: dotted key → value, for each of them."""
     rate = variant.config.optimizer.learning_rate
-    return [with_rate(config, float(f"{factor * rate:.3g}")) for factor in tuning.factors]
-
-
-def with_rate(config: TrainConfig, rate: float) -> TrainConfig:
-    """The config with another learning rate."""
-    return changed(config, {"optimizer": {"learning_rate": rate}})
+    values: dict[str, Sequence[Any]] = {RATE: [float(f"{factor * rate:.3g}") for factor in tuning.factors]}
+    values |= {one.key: one.values for one in tuning.over if one.loss in (None, variant.config.loss)}
+    return [dict(zip(values, chosen, strict=True)) for chosen in product(*values.values())]
 
 
 def changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
@@ -265,12 +323,12 @@ def settings_hash(config: TrainConfig) -> str:
 
 def runs_of(plan: Plan) -> int:
     """How many trainings a plan has, those that rows and trials share counted once."""
-    rows = len({settings_hash(variant.config) for variant in plan.variants})
-    trials = 0
-    if plan.tuning is not None:
-        shared = plan.tuning.steps is None and 1.0 in plan.tuning.factors
-        trials = len(plan.tuning.factors) - shared
-    return rows * (len(plan.seeds) + trials)
+    rows = {settings_hash(variant.config): variant for variant in plan.variants}.values()
+    runs = len(rows) * len(plan.seeds)
+    if (tuning := plan.tuning) is not None:
+        # A trial of the real length is the run of the first seed, if it wins.
+        runs += sum(len(combinations(variant, tuning)) - (tuning.steps is None) for variant in rows)
+    return runs
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """``reproduce``: a table or figure of the paper, from what is asked to its runs and its page."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import attrgetter
 from pathlib import Path
@@ -14,7 +14,18 @@ import yaml
 from aploss.errors import ConfigError
 from aploss.experiments.compare import run_plan
 from aploss.experiments.paper import TEST_SPLIT, Reproduction, Row, reproduction
-from aploss.experiments.plan import Plan, Tuning, Variant, changed, comparison_config, data_name, runs_of
+from aploss.experiments.plan import (
+    Plan,
+    Searched,
+    Tuning,
+    Variant,
+    changed,
+    comparison_config,
+    data_name,
+    nested,
+    runs_of,
+    written,
+)
 from aploss.experiments.results import METRICS, Results
 from aploss.reports.comparison import Comparison
 from aploss.training.config import TrainConfig, config_to_dict, differing_keys
@@ -46,15 +57,18 @@ class Request:
     steps: int | None = None  # length of the runs at small scale
     tune: bool = True  # search for learning rates at small scale, where losses are compared
     tune_steps: int | None = None  # length of a trial of that search
+    tune_over: tuple[Searched, ...] = ()  # what is searched together with the learning rates
+    changes: Mapping[str, Any] = field(default_factory=dict)  # dotted key → setting of all rows at small scale
     device: str = "auto"  # as of a run
     processes: int = 1  # how many train together, as torchrun started them
 
     def __post_init__(self) -> None:
         if self.is_small:
             return
-        for option, value in (("--recipe", self.recipe), ("--steps", self.steps)):
+        given = {"recipe": self.recipe, "steps": self.steps, "tune-over": self.tune_over or None, **self.changes}
+        for option, value in given.items():
             if value is not None:
-                raise ConfigError(f"{option} goes with --scale small: the paper's scale has the paper's settings")
+                raise ConfigError(f"--{option} goes with --scale small: the paper's scale has the paper's settings")
         if self.processes > PAPER_GPUS:
             expected = f"1 or {PAPER_GPUS} processes of {PAPER_BATCH} images each"
             raise ConfigError(f"the paper's scale is for {expected}, got {self.processes}")
@@ -87,7 +101,9 @@ def plan_for(name: str, request: Request) -> Plan:
     tuning = None
     if request.is_small and request.tune and entry.trial_steps is not None:
         trial_steps = min(entry.trial_steps, request.steps or entry.trial_steps)
-        tuning = Tuning(steps=request.tune_steps or trial_steps)
+        tuning = Tuning(steps=request.tune_steps or trial_steps, over=request.tune_over)
+    elif request.tune_over:
+        raise ConfigError(f"--tune-over: nothing is searched for {name}" + " with --no-tune" * (not request.tune))
     return Plan(variants=variants, seeds=seeds[:1] if entry.first_seed_alone else seeds, tuning=tuning)
 
 
@@ -104,7 +120,11 @@ def _config(entry: Reproduction, row: Row, request: Request) -> TrainConfig:
         together = {"size": row.batch * request.processes, "accumulate": PAPER_GPUS // request.processes}
         scale.append({"batches": together})
     own = {"device": request.device, "data": data or ""}
-    config = comparison_config(recipe, reduce(merge, [entry.settings, row.settings, *scale, own]), steps=steps)
+    layers = [nested(request.changes), entry.settings, row.settings, *scale, own]
+    config = comparison_config(recipe, reduce(merge, layers), steps=steps)
+    for key, value in request.changes.items():
+        if changed(config, nested({key: value})) != config:
+            raise ConfigError(f"--{key}: the row {row.name} of this table decides it; leave it out")
     if entry.curves_on_test and not request.is_small:
         config = changed(config, {"splits": {"validation": TEST_SPLIT[request.benchmark]}})
     if entry.curve_points:
@@ -220,6 +240,9 @@ def describe_plan(name: str, request: Request) -> str:
     if plan.tuning is not None:
         factors = ", ".join(f"{factor:.3g}" for factor in plan.tuning.factors)
         lines.append(f"learning rates tried for each row: {factors} times the row's own")
+        for one in plan.tuning.over:
+            rows = f"rows of {one.loss}" if one.loss else "each row"
+            lines.append(f"  with {one.key} of {', '.join(map(written, one.values))} for {rows}")
     lines.append("rows, and what they have in place of the first one's settings:")
     for variant in plan.variants:
         keys = differing_keys(first, variant.config)

@@ -1,12 +1,13 @@
 """The runs of a comparison and what follows from them: rows, differences, verdicts, the page."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from aploss.experiments.measures import Run
-from aploss.experiments.plan import Plan, Variant, data_name
+from aploss.experiments.plan import Plan, Variant, data_name, written
 from aploss.experiments.statistics import known_values, paired_difference, spread
 from aploss.files import write_json
 from aploss.plotting.style import line_style, loss_label
@@ -25,6 +26,7 @@ class Trial:
     row: str
     learning_rate: float
     score: float | None
+    settings: Mapping[str, Any] = field(default_factory=dict)  # dotted key → value, of what else was searched
 
 
 @dataclass
@@ -188,6 +190,7 @@ def _row(results: Results, variant: Variant, entry: Entry) -> dict[str, Any]:
         "loss": variant.config.loss,
         "settings": dict(variant.settings),
         "learning_rate": variant.config.optimizer.learning_rate,
+        "tuned": dict(variant.tuned),
         "values": values,
         "mean": {metric: _number(one.mean) for metric, one in spreads.items()},
         "standard_deviation": {metric: _number(one.deviation) for metric, one in spreads.items()},
@@ -253,21 +256,31 @@ def _listed(values: Iterable[Any]) -> str:
 
 
 def _trials_section(results: Results) -> Section:
+    """The scores of all trials: a line for each row and each combination of other settings, a column for each rate."""
     rates = sorted({trial.learning_rate for trial in results.trials})
     rows = []
     for place, variant in enumerate(results.plan.variants):
-        scores = {
-            trial.learning_rate: "diverged" if trial.score is None else f"{100 * trial.score:.1f}"
-            for trial in results.trials
-            if trial.row == variant.name
-        }
-        chosen = variant.config.optimizer.learning_rate
-        first = Cell(loss_label(variant.name), colour=line_style(variant.name, place).colour)
-        rows.append([first, *(Cell(scores.get(rate, DASH), strong=rate == chosen) for rate in rates)])
+        lines: dict[str, dict[float, str]] = {}
+        for trial in results.trials:
+            if trial.row == variant.name:
+                score = "diverged" if trial.score is None else f"{100 * trial.score:.1f}"
+                lines.setdefault(_words(trial.settings), {})[trial.learning_rate] = score
+        for words, scores in lines.items():
+            is_chosen = words == _words(variant.tuned)
+            first = Cell(f"{loss_label(variant.name)} {words}".strip(), colour=line_style(variant.name, place).colour)
+            chosen = variant.config.optimizer.learning_rate
+            rows.append([first, *(Cell(scores.get(r, DASH), strong=is_chosen and r == chosen) for r in rates)])
     text = (
         "Every row was tried with as many learning rates and the first seed, and took the one with the best score "
         "(bold), in percent: AP on the validation split, or, where the optimisation itself is measured, the AP of the "
         "ranking of training images."
     )
+    counts = Counter(trial.row for trial in results.trials)
+    if len({*counts.values()}) > 1:
+        text += " Rows had different numbers of trials: " + ", ".join(f"{row} {n}" for row, n in counts.items()) + "."
     table = Table(columns=["row", *(f"{rate:.3g}" for rate in rates)], rows=rows)
     return Section("Search for learning rates", [Text(text), table])
+
+
+def _words(settings: Mapping[str, Any]) -> str:
+    return " ".join(f"{key.rpartition('.')[2]}={written(value)}" for key, value in settings.items())

@@ -13,7 +13,17 @@ from filelock import FileLock
 from aploss import training
 from aploss.errors import ConfigError, RunError
 from aploss.experiments.measures import Run
-from aploss.experiments.plan import Tuning, Variant, folder_words, settings_hash, trials_of, with_rate
+from aploss.experiments.plan import (
+    RATE,
+    Tuning,
+    Variant,
+    changed,
+    combinations,
+    folder_words,
+    nested,
+    settings_hash,
+    trials_of,
+)
 from aploss.experiments.results import Results, Trial
 from aploss.plotting.style import loss_label
 from aploss.reports.run_files import read_json_lines
@@ -132,25 +142,27 @@ def execute(results: Results, runner: Runner, *, on_run: Callable[[], Any]) -> N
 
 
 def _tune(results: Results, runner: Runner, tuning: Tuning) -> None:
-    """Gives every row of the plan the learning rate that did best on its validation split."""
+    """Gives every row of the plan the settings that did best on its validation split."""
     plan, chosen = results.plan, []
-    total = len(plan.variants) * len(tuning.factors)
+    total = sum(len(combinations(variant, tuning)) for variant in plan.variants)
     for variant in plan.variants:
-        scores: dict[float, float] = {}
-        for config in trials_of(variant, tuning, plan.seeds[0]):
-            rate = config.optimizer.learning_rate
-            trial = f"trial {len(results.trials) + 1} of {total}"
-            runner.say(f"{trial}: {loss_label(variant.name)}, learning rate {rate:.3g}")
-            run = runner.run(config, variant)
+        best = Trial(row=variant.name, learning_rate=variant.config.optimizer.learning_rate, score=None)
+        trials = zip(combinations(variant, tuning), trials_of(variant, tuning, plan.seeds[0]), strict=True)
+        for settings, config in trials:
+            rate = settings.pop(RATE)
+            words = [f"learning rate {rate:.3g}", *(f"{key} {value}" for key, value in settings.items())]
+            runner.say(f"trial {len(results.trials) + 1} of {total}: {loss_label(variant.name)}, {', '.join(words)}")
+            run = runner.run(config, replace(variant, settings={**variant.settings, **settings}))
             score = variant.measure.score(run) if run.summary else None
-            if score is not None:
-                scores[rate] = score
-            elif run.summary:
+            if score is None and run.summary:
                 raise ConfigError(
                     "learning rates can only be searched with a validation split: name one with "
                     "--splits.validation, or leave out --tune"
                 )
-            results.trials.append(Trial(row=variant.name, learning_rate=rate, score=score))
-        best = max(scores, key=scores.__getitem__, default=variant.config.optimizer.learning_rate)
-        chosen.append(replace(variant, config=with_rate(variant.config, best)))
+            trial = Trial(row=variant.name, learning_rate=rate, score=score, settings=settings)
+            results.trials.append(trial)
+            if score is not None and (best.score is None or score > best.score):
+                best = trial
+        config = changed(variant.config, nested({RATE: best.learning_rate, **best.settings}))
+        chosen.append(replace(variant, config=config, tuned=best.settings))
     results.plan = replace(plan, variants=chosen)
