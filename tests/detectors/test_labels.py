@@ -1,12 +1,16 @@
 """Labels of anchors: by hand, and against a literal version with loops."""
 
+import statistics
+
 import pytest
 import torch
 from torch import Tensor
 from torchvision.models.detection._utils import Matcher
 from torchvision.ops import box_iou
 
-from aploss.detectors.labels import IGNORED, NEGATIVE, label_anchors, match_anchors
+from aploss.detectors import build_detector
+from aploss.detectors.labels import IGNORED, NEGATIVE, label_anchors, match_anchors, match_anchors_atss
+from aploss.errors import ConfigError
 
 
 def test_three_anchors_two_classes_two_images_drawn_by_hand() -> None:
@@ -196,3 +200,80 @@ def _iou(box: list[float], other: list[float]) -> float:
     areas = [(one[2] - one[0]) * (one[3] - one[1]) for one in (box, other)]
     shared = _shared(box, other)
     return shared / (sum(areas) - shared)
+
+
+# --- ATSS ---
+
+
+def literal_atss(boxes: Tensor, levels: list[Tensor], per_cell: int) -> list[int]:
+    """Algorithm 1 of Zhang et al. (CVPR 2020) with loops over objects, levels and anchors."""
+    anchors = [anchor for level in levels for anchor in level.tolist()]
+    owner, owner_iou = [NEGATIVE] * len(anchors), [0.0] * len(anchors)
+    for number, box in enumerate(boxes.tolist()):
+        x, y = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
+        candidates, start = [], 0
+        for level in levels:
+            cells = []
+            for cell, anchor in enumerate(level[::per_cell].tolist()):
+                across, down = (anchor[0] + anchor[2]) / 2 - x, (anchor[1] + anchor[3]) / 2 - y
+                cells.append((across**2 + down**2, cell))
+            for _, cell in sorted(cells)[:9]:
+                candidates += range(start + cell * per_cell, start + (cell + 1) * per_cell)
+            start += len(level)
+        ious = [box_iou(torch.tensor([box]), torch.tensor([anchors[one]])).item() for one in candidates]
+        threshold = statistics.mean(ious) + statistics.stdev(ious)
+        for one, iou in zip(candidates, ious, strict=True):
+            left, top, right, bottom = anchors[one]
+            is_inside = box[0] < (left + right) / 2 < box[2] and box[1] < (top + bottom) / 2 < box[3]
+            if iou >= threshold and is_inside and iou > owner_iou[one]:
+                owner[one], owner_iou[one] = number, iou
+    return owner
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_atss_is_its_algorithm_written_with_loops(seed: int) -> None:
+    torch.manual_seed(seed)
+    levels = build_detector("retinanet-tiny", class_names=["a"]).anchors_for(96, 128)
+    corners = torch.rand(5, 2) * torch.tensor([90.0, 60.0])
+    boxes = torch.cat([corners, corners + 6 + 30 * torch.rand(5, 2)], dim=1)
+    boxes[1] = boxes[0] + torch.tensor([2.0, 1.0, 3.0, 1.0])  # two objects that want the same anchors
+    matches = match_anchors_atss(boxes, levels)
+    assert matches.tolist() == literal_atss(boxes, levels, per_cell=6)
+    assert set(range(5)) <= set(matches.tolist())
+
+
+def test_atss_by_hand() -> None:
+    # One level of three cells, an anchor each; all three are candidates. IoU with the object: 1, 1/3, 0.
+    level = torch.tensor([[0.0, 0.0, 8.0, 8.0], [4.0, 0.0, 12.0, 8.0], [40.0, 0.0, 48.0, 8.0]])
+    boxes = torch.tensor([[0.0, 0.0, 8.0, 8.0]])
+    # Mean 4/9 and standard deviation 0.51: from 0.95 on.
+    assert match_anchors_atss(boxes, [level]).tolist() == [0, NEGATIVE, NEGATIVE]
+    assert match_anchors_atss(boxes[:0], [level]).tolist() == [NEGATIVE] * 3
+    assert match_anchors_atss(boxes, [level[:1]]).tolist() == [0]
+    # The best anchor of a narrow object has its centre outside: no positive.
+    assert match_anchors_atss(torch.tensor([[0.0, 0.0, 3.0, 8.0]]), [level]).tolist() == [NEGATIVE] * 3
+
+
+def test_atss_has_difficult_and_crowd_objects_ignored_and_nothing_else() -> None:
+    levels = build_detector("retinanet-tiny", class_names=["a"]).anchors_for(64, 64)
+    boxes = torch.tensor([[4.0, 4.0, 24.0, 24.0], [30.0, 30.0, 60.0, 60.0]])
+    target = {"boxes": boxes, "labels": torch.tensor([0, 0])}
+    plain = label_anchors(levels, [target], assigner="atss")
+    assert not (plain.classes == IGNORED).any()
+    flagged = label_anchors(levels, [{**target, "difficult": torch.tensor([False, True])}], assigner="atss")
+    second = (plain.boxes == boxes[1]).all(dim=1)
+    assert (flagged.classes[0, plain.anchors[second]] == IGNORED).all()
+    assert (flagged.classes == IGNORED).sum() == second.sum() > 0
+    assert torch.equal(flagged.anchors, plain.anchors[~second])
+
+
+@pytest.mark.parametrize("loss", ["ap", "focal", "ce-ohem", "rank-sort", "alrp"])
+def test_a_detector_with_atss_trains_with_every_loss_and_keeps_the_option(loss: str) -> None:
+    detector = build_detector("retinanet-tiny", class_names=["a", "b"], loss=loss, assigner="atss")
+    target = {"boxes": torch.tensor([[4.0, 4.0, 24.0, 24.0]]), "labels": torch.tensor([1])}
+    losses = detector(torch.rand(2, 3, 64, 64), [target, target])
+    sum(losses.values()).backward()
+    assert detector.config["assigner"] == "atss"
+    assert build_detector(**detector.config).criterion.assigner == "atss"
+    with pytest.raises(ConfigError, match="assigner must be one of iou, atss"):
+        build_detector("retinanet-tiny", class_names=["a"], assigner="best")

@@ -13,6 +13,7 @@ import aploss.detectors.ssd
 import aploss.detectors.timm_backbones  # noqa: F401  # registers its detectors
 from aploss.detectors.criterion import Criterion
 from aploss.detectors.detector import DETECTORS, SETTINGS, Detector, DetectorConfig
+from aploss.detectors.labels import Assigner
 from aploss.detectors.losses_by_name import make_loss
 from aploss.errors import ConfigError, did_you_mean
 from aploss.losses.traits import traits_of
@@ -36,6 +37,7 @@ def build_detector(
     rank_over: Literal["batch", "image", "class"] = "batch",
     box_loss: Literal["smooth-l1", "giou"] | None = None,
     box_weight: float | Literal["balanced"] | None = None,
+    assigner: Assigner = "iou",
     weights: str | Path | None = None,
     **options: Any,
 ) -> Detector:
@@ -49,6 +51,7 @@ def build_detector(
         rank_over: rank the scores of the whole batch together, or of each image or class alone.
         box_loss: see :class:`~aploss.detectors.criterion.Criterion`.
         box_weight: see :class:`~aploss.detectors.criterion.Criterion`.
+        assigner: how anchors become positive, ``"iou"`` or ``"atss"``; see :func:`~aploss.detectors.label_anchors`.
         weights: see :func:`~aploss.detectors.weights.load_weights`; none by default. Where options
             are left open, the architecture is then the one that the weights were trained with, and
             ResNets have frozen batch norm as in the paper and two frozen first stages.
@@ -86,6 +89,7 @@ def build_detector(
         rank_over=rank_over,
         box_loss=box_loss,
         box_weight=box_weight,
+        assigner=assigner,
         **network.matching,
     )
     detector = Detector(name=name, class_names=class_names, config=config, network=network, criterion=criterion)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchvision.models.detection._utils import BoxCoder
 from torchvision.ops import generalized_box_iou_loss
 
-from aploss.detectors.labels import AnchorLabels, label_anchors
+from aploss.detectors.labels import AnchorLabels, Assigner, label_anchors
 from aploss.errors import ConfigError, DataError
 from aploss.losses import NonFiniteScoresError, OtherProcessError
 from aploss.losses.traits import traits_of
@@ -90,6 +90,8 @@ class Criterion(nn.Module):
         smooth_l1_beta: where smooth-L1 turns from square to linear.
         positive_iou: least overlap of a positive anchor.
         negative_iou: least overlap of an ignored anchor.
+        assigner: ``"iou"`` takes these two, ``"atss"`` finds the positives by
+            :func:`~aploss.detectors.labels.match_anchors_atss`.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Criterion(nn.Module):
         smooth_l1_beta: float = 1 / 9,
         positive_iou: float = 0.5,
         negative_iou: float = 0.4,
+        assigner: Assigner = "iou",
     ) -> None:
         super().__init__()
         traits = traits_of(loss)
@@ -116,6 +119,7 @@ class Criterion(nn.Module):
         self.smooth_l1_beta = smooth_l1_beta
         self.positive_iou = positive_iou
         self.negative_iou = negative_iou
+        self.assigner = assigner
         self.process_group: dist.ProcessGroup | None = None
         self._check_options()
 
@@ -146,14 +150,18 @@ class Criterion(nn.Module):
         return copied
 
     def forward(
-        self, logits: Tensor, deltas: Tensor, anchors: Tensor, targets: Sequence[Mapping[str, Tensor]]
+        self,
+        logits: Tensor,
+        deltas: Tensor,
+        anchors: Tensor | Sequence[Tensor],
+        targets: Sequence[Mapping[str, Tensor]],
     ) -> dict[str, Tensor]:
         """The losses of a batch.
 
         Args:
             logits: [B, A, K], or [B, A, K + 1] with the background in column 0 for softmax losses.
             deltas: [B, A, 4], box regressions.
-            anchors: [A, 4] in pixels of the batch.
+            anchors: [A, 4] in pixels of the batch, or those of each level.
             targets: B dicts as of :func:`~aploss.detectors.label_anchors`.
 
         Returns:
@@ -163,6 +171,7 @@ class Criterion(nn.Module):
             DataError: if there are not as many targets as images, or a label is no class.
         """
         labels = self._in_all(logits.device, lambda: self._label(logits, anchors, targets))
+        anchors = anchors if isinstance(anchors, Tensor) else torch.cat(list(anchors))
         box_losses = self._box_losses(deltas, anchors, labels)
         if self._loss_ranks_across:
             parts = self._classify(logits, deltas, anchors, labels, box_losses)
@@ -177,9 +186,17 @@ class Criterion(nn.Module):
             box = self._weighted((box_losses * weights).sum() / total_weight, parts.classification)
         return {"classification": parts.classification, "box": box}
 
-    def _label(self, logits: Tensor, anchors: Tensor, targets: Sequence[Mapping[str, Tensor]]) -> AnchorLabels:
+    def _label(
+        self, logits: Tensor, anchors: Tensor | Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]]
+    ) -> AnchorLabels:
         self._check_targets(logits, targets)
-        return label_anchors(anchors, targets, positive_iou=self.positive_iou, negative_iou=self.negative_iou)
+        return self.label(anchors, targets)
+
+    def label(self, anchors: Tensor | Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]]) -> AnchorLabels:
+        """The labels of the anchors of a batch, see :func:`~aploss.detectors.label_anchors`."""
+        return label_anchors(
+            anchors, targets, positive_iou=self.positive_iou, negative_iou=self.negative_iou, assigner=self.assigner
+        )
 
     def _classify(
         self, logits: Tensor, deltas: Tensor, anchors: Tensor, labels: AnchorLabels, box_losses: Tensor
@@ -295,7 +312,11 @@ class Criterion(nn.Module):
                 )
 
     def _check_options(self) -> None:
-        choices = {"rank_over": ("batch", "image", "class"), "box_loss": ("smooth-l1", "giou")}
+        choices = {
+            "rank_over": ("batch", "image", "class"),
+            "box_loss": ("smooth-l1", "giou"),
+            "assigner": ("iou", "atss"),
+        }
         for option, allowed in choices.items():
             if (value := getattr(self, option)) not in allowed:
                 raise ConfigError(f"{option} must be one of {', '.join(allowed)}, got {value!r}")

@@ -243,6 +243,7 @@ class Detector(nn.Module, ObjectDetector):
             "rank_over": self.criterion.rank_over,
             "box_loss": self.criterion.box_loss,
             "box_weight": self.criterion.box_weight,
+            "assigner": self.criterion.assigner,
         }
 
     def forward(
@@ -267,7 +268,7 @@ class Detector(nn.Module, ObjectDetector):
             raise DataError("a detector in training mode needs targets; call detector.eval() first")
         batch = images if isinstance(images, FeatureMaps) else self.pad(images)[0]
         height, width = batch.image_size if isinstance(batch, FeatureMaps) else batch.shape[-2:]
-        anchors = torch.cat(self.anchors_for(height, width, self.image_mean.device))
+        anchors = self.anchors_for(height, width, self.image_mean.device)
         return self.criterion(*self.heads(batch), anchors, targets)
 
     def detect(

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,6 +12,9 @@ from torchvision.ops import box_area, box_iou
 NEGATIVE = -1
 IGNORED = -2
 CROWD_COVERAGE = 0.5  # share of an anchor's area inside a crowd box from which on it is ignored
+ATSS_CELLS = 9  # cells of each level whose anchors are candidates of an object (ATSS's k)
+ATSS_MARGIN = 0.01  # pixels that the centre of a positive is inside its object, at least
+Assigner = Literal["iou", "atss"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,12 @@ class AnchorLabels:
 
 
 def label_anchors(
-    anchors: Tensor, targets: Sequence[Mapping[str, Tensor]], *, positive_iou: float = 0.5, negative_iou: float = 0.4
+    anchors: Tensor | Sequence[Tensor],
+    targets: Sequence[Mapping[str, Tensor]],
+    *,
+    positive_iou: float = 0.5,
+    negative_iou: float = 0.4,
+    assigner: Assigner = "iou",
 ) -> AnchorLabels:
     """Labels the anchors of a batch by their overlap with the ground truth.
 
@@ -72,16 +82,24 @@ def label_anchors(
       detection there is by COCO's evaluation.
     * Positive for an ordinary object goes before ignored, ignored before negative.
 
+    With ``assigner="atss"`` positives are found by :func:`match_anchors_atss` in place of the first three rules.
+
     Args:
-        anchors: float [A, 4], the same for all images of the batch.
+        anchors: float [A, 4], the same for all images of the batch, or those of each level [A_l, 4], which ATSS needs.
         targets: for each image ``boxes`` [n, 4] and ``labels`` [n] of 0..K-1, and optionally
             ``crowd`` and ``difficult``, bool [n].
         positive_iou: least overlap of a positive anchor.
         negative_iou: least overlap of an ignored anchor; equal to ``positive_iou``, none is.
+        assigner: ``"iou"`` or ``"atss"``.
 
     Returns:
         The labels of all B·A anchors.
     """
+    levels = [anchors] if isinstance(anchors, Tensor) else list(anchors)
+    anchors = torch.cat(levels)
+    match = partial(match_anchors, anchors=anchors, positive_iou=positive_iou, negative_iou=negative_iou)
+    if assigner == "atss":
+        match = partial(match_anchors_atss, levels=levels)
     classes = torch.full((len(targets), len(anchors)), NEGATIVE, device=anchors.device)
     matched_boxes = []
     for row, target in zip(classes, targets, strict=True):
@@ -89,14 +107,12 @@ def label_anchors(
         labels = target["labels"].to(anchors.device)
         crowd, difficult = (_flags(target, key, boxes) for key in ("crowd", "difficult"))
         if bool(difficult.any()):
-            matches = match_anchors(
-                boxes[difficult & ~crowd], anchors, positive_iou=positive_iou, negative_iou=negative_iou
-            )
+            matches = match(boxes[difficult & ~crowd])
             row[matches != NEGATIVE] = IGNORED
         if bool(crowd.any()):
             row[_coverage(boxes[crowd], anchors) >= CROWD_COVERAGE] = IGNORED
         ordinary = ~(crowd | difficult)
-        matches = match_anchors(boxes[ordinary], anchors, positive_iou=positive_iou, negative_iou=negative_iou)
+        matches = match(boxes[ordinary])
         row[matches == IGNORED] = IGNORED
         positive = (matches >= 0).nonzero().squeeze(1)
         row[positive] = labels[ordinary][matches[positive]]
@@ -132,6 +148,54 @@ def match_anchors(boxes: Tensor, anchors: Tensor, *, positive_iou: float, negati
     matches[best_overlap < negative_iou] = NEGATIVE
     claims = _claims(overlaps)
     return torch.where(claims < len(boxes), claims, matches)
+
+
+def match_anchors_atss(boxes: Tensor, levels: Sequence[Tensor]) -> Tensor:
+    """The object each anchor of one image belongs to, by adaptive training sample selection.
+
+    Zhang et al., CVPR 2020, Algorithm 1: the candidates of an object are the anchors of the 9 cells of each level whose
+    centres are nearest to its own. Positive are those that lie with their centre inside the object and overlap it by at
+    least mean plus standard deviation of its candidates' overlaps. An anchor that is positive for several objects goes
+    to the one that it overlaps most. All others are negative; an object may get no anchor.
+
+    Args:
+        boxes: float [n, 4].
+        levels: anchors of each level [A_l, 4]; those of a cell have the same centre and are beside each other.
+
+    Returns:
+        int64 [A]: index of the object or ``NEGATIVE``.
+    """
+    anchors = torch.cat(list(levels))
+    if len(boxes) == 0 or len(anchors) == 0:
+        return torch.full((len(anchors),), NEGATIVE, device=anchors.device)
+    overlaps = box_iou(boxes, anchors)  # [n, A]
+    candidates = _atss_candidates(boxes, levels)  # [n, C]
+    found = overlaps.gather(1, candidates)
+    deviation = found.std(dim=1) if found.shape[1] > 1 else torch.zeros_like(found[:, 0])
+    centres = _centres(anchors)[candidates]  # [n, C, 2]
+    margins = torch.cat([centres - boxes[:, None, :2], boxes[:, None, 2:] - centres], dim=2)
+    positive = (found >= (found.mean(dim=1) + deviation)[:, None]) & (margins.amin(dim=2) > ATSS_MARGIN)
+    of_positives = torch.full_like(overlaps, -1.0).scatter(1, candidates, found.where(positive, -1.0))
+    best_overlap, matches = of_positives.max(dim=0)
+    return matches.where(best_overlap >= 0, NEGATIVE)
+
+
+def _atss_candidates(boxes: Tensor, levels: Sequence[Tensor]) -> Tensor:
+    """The anchors of the nearest cells of each level, int64 [n, C]."""
+    candidates, start = [], 0
+    for level in levels:
+        centres = _centres(level)
+        per_cell = int(torch.isclose(centres, centres[0]).all(dim=1).sum())
+        distances = torch.cdist(_centres(boxes), centres[::per_cell])  # [n, cells]
+        nearest = distances.argsort(dim=1, stable=True)[:, :ATSS_CELLS]  # of equal ones the first, on every device
+        inside = torch.arange(per_cell, device=level.device)
+        candidates.append((start + nearest[:, :, None] * per_cell + inside).flatten(1))
+        start += len(level)
+    return torch.cat(candidates, dim=1)
+
+
+def _centres(boxes: Tensor) -> Tensor:
+    return (boxes[:, :2] + boxes[:, 2:]) / 2
 
 
 def _claims(overlaps: Tensor) -> Tensor:

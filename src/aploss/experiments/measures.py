@@ -13,7 +13,6 @@ import torch
 from aploss.data.loader import Batch, make_evaluation_loader, make_training_loader
 from aploss.detectors.checkpoint import detector_from_record, load, read_checkpoint
 from aploss.detectors.detector import Detector
-from aploss.detectors.labels import label_anchors
 from aploss.detectors.postprocess import MultiScale
 from aploss.evaluation.tables import DetectionTable
 from aploss.evaluation.voc import voc_metrics
@@ -215,11 +214,9 @@ def training_ap_loss(detector: Detector, batches: Sequence[Batch]) -> float:
             assert batch.images is not None
             images = batch.images.to(device)
             height, width = images.shape[-2:]
-            anchors = torch.cat(detector.anchors_for(height, width, device))
+            anchors = detector.anchors_for(height, width, device)
             logits, _ = detector.eval().heads(images)
-            labels = label_anchors(
-                anchors, batch.targets, positive_iou=criterion.positive_iou, negative_iou=criterion.negative_iou
-            )
+            labels = criterion.label(anchors, batch.targets)
             if len(labels.boxes):
                 targets = labels.ranking_targets(logits.shape[-1])
                 values.append(float(ap_loss(logits, targets, delta=0.0, interpolated=False)))

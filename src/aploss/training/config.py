@@ -144,6 +144,7 @@ class CriterionConfig(_Settings, group="criterion."):
         "batch", "rank the anchors of all images and classes together, or of each image or class alone"
     )
     rank_over_processes: bool = setting(False, "rank and count the positives over the images of all ranks (processes)")
+    assigner: Literal["iou", "atss"] = setting("iou", "how anchors become positive: by a least overlap, or ATSS")
     box_loss: str | None = setting(None, "smooth-l1 or giou; by default what suits the loss")
     box_weight: float | Literal["balanced"] | None = setting(
         None, "weight of the box loss; by default what suits the loss", at_least(0)
