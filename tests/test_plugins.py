@@ -4,6 +4,7 @@ The commands run in processes of their own: what a plugin registers stays there.
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -147,6 +148,17 @@ def test_a_run_is_trained_and_has_its_page(trained: Path) -> None:
     assert (summary["loss"], summary["detector"]) == ("margin", "my-mobilenet")
     assert (summary["steps"], summary["split"]) == (3, "val")
     assert "Margin loss" in (trained / "run/report.html").read_text()
+
+
+def test_every_process_of_torchrun_loads_the_plugins(folder: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "aploss"]
+    words = ["train", *ALL, *SHORT, "--batches.size", "2", "--loss", "margin", "--recipe", "any-cpu"]
+    words += ["--schedule.length", "2", "--out", "run-of-two", "--quiet"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *words], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    summary = json.loads((folder / "run-of-two/summary.json").read_text())
+    assert (summary["loss"], summary["processes"], summary["steps"]) == ("margin", 2, 2)
 
 
 def test_a_run_predicts_exports_and_goes_on(trained: Path) -> None:

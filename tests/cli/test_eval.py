@@ -1,6 +1,7 @@
 """The eval command: what it prints, writes and refuses."""
 
 import json
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -17,6 +18,7 @@ from aploss.data.builtin import builtin_folder
 from aploss.detectors import build_detector, save_detector
 from aploss.evaluation.coco import coco_metrics
 from aploss.evaluation.voc import voc_metrics
+from aploss.training.evaluate import detect_split
 
 TRUTH = {
     "images": [{"id": 1, "width": 200, "height": 200}, {"id": 2, "width": 200, "height": 200}],
@@ -254,6 +256,22 @@ class TestRun:
         expected = reference_ap(annotations_of(shapes), results, ids, self.IOU)
         assert 0 < found["AP"] == pytest.approx(expected, abs=1e-6)
         assert found["images"] == len(files) == 6
+
+    @pytest.mark.parametrize("place", [".", "checkpoints/best.pt"])
+    def test_a_run_is_detected_in_batches_of_its_own_size(self, place, run_folder, shapes, tmp_path, monkeypatch):
+        shutil.copytree(run_folder, tmp_path / "run")
+        (tmp_path / "run" / "config.yaml").write_text("data: builtin\nvalidation: {batch_size: 5}\n")
+        sizes = []
+
+        def spy(*arguments, **options):
+            sizes.append(options["batch_size"])
+            return detect_split(*arguments, **options)
+
+        monkeypatch.setattr("aploss.training.evaluate.detect_split", spy)
+        words = ["eval", str(tmp_path / "run" / place), "--data", str(shapes), "--device", "cpu", "--split", "val"]
+        assert main(words) == 0
+        assert main([*words, "--batch-size", "2"]) == 0
+        assert sizes == [5, 2]
 
     def test_test_is_the_split_unless_another_is_named(self, run_folder, shapes, capsys):
         words = ["eval", str(run_folder), "--data", str(shapes), "--device", "cpu"]

@@ -53,7 +53,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--split", help="part of the dataset; test by default, or else val")
     parser.add_argument("--format", default="auto", help="of the dataset, where it cannot be told from the files")
     parser.add_argument("--device", default="auto", help="cpu, cuda, mps or auto")
-    parser.add_argument("--batch-size", type=int, default=8, help="images in one pass")
+    parser.add_argument("--batch-size", type=int, help="images in one pass; as the run validated, or 8")
     parser.add_argument("--annotations", help="ground truth, COCO annotation JSON")
     parser.add_argument(
         "--detections", help="COCO results JSON: list of image_id, category_id, bbox (x, y, width, height), score"
@@ -64,7 +64,9 @@ def _add_arguments(parser: ArgumentParser) -> None:
         "--iou", type=float, help="measure AP at this IoU alone (default: 0.50:0.95 for coco, 0.5 for voc)"
     )
     parser.add_argument(
-        "--max-detections", type=int, help="detections looked at per image and class (coco only, default 100)"
+        "--max-detections",
+        type=int,
+        help="detections looked at per image and class (coco only; default 100, or as many as the run makes)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
     parser.add_argument("--out", help="folder for metrics.json and precision-recall curves (SVG)")
@@ -119,11 +121,24 @@ def _detect(options: Namespace) -> tuple[Annotations, DetectionTable]:
         names = ", ".join(detector.class_names)
         raise DataError(f"{options.data}: split '{split}' has no object of the run's classes ({names})")
     prepared, workers = Split(dataset), choose_workers(None, device, 1)
-    table = detect_split(detector, prepared, World(), batch_size=options.batch_size, workers=workers)
+    # As the run itself was measured: the last bits of a convolution depend on the size of its batch.
+    size = options.batch_size or _validation_batch_size(Path(options.run))
+    table = detect_split(detector, prepared, World(), batch_size=size, workers=workers)
     assert table is not None  # this is the only process
+    if options.metric == "coco" and options.max_detections is None:
+        options.max_detections = detector.detections_per_image
     if not options.json:
         print(f"{options.run} on {dataset.name}, split {split}")
     return prepared.truth, table
+
+
+def _validation_batch_size(run: Path) -> int:
+    """The batch size that a run was measured with; the usual one for a checkpoint without its run."""
+    from aploss.training.run_folder import RunFolder
+
+    folders = (folder for path in (run, run.parent.parent) if (folder := RunFolder(path)).config_file.is_file())
+    folder = next(folders, None)
+    return 8 if folder is None else folder.read_config().validation.batch_size
 
 
 def _usual_split(data: str, format: str) -> str:

@@ -8,10 +8,17 @@ from typing import Any
 
 from aploss.experiments.measures import Run
 from aploss.experiments.plan import Plan, Variant, data_name, written
-from aploss.experiments.statistics import known_values, paired_difference, spread
 from aploss.files import write_json
 from aploss.plotting.style import line_style, loss_label
-from aploss.reports.comparison import Comparison, Difference, Entry, write_comparison_report
+from aploss.reports.comparison import (
+    Comparison,
+    Difference,
+    Entry,
+    known_values,
+    paired_difference,
+    spread,
+    write_comparison_report,
+)
 from aploss.reports.page import DASH, Cell, Section, Table, Text
 from aploss.training.config import TrainConfig
 from aploss.training.machine import describe_environment

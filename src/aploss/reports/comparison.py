@@ -1,10 +1,11 @@
-"""The page and Markdown table of a comparison of losses, or of a table or figure of the paper."""
+"""A comparison of losses, or a table or figure of the paper: spreads and paired differences over seeds, the page and
+the Markdown table."""
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,38 @@ from aploss.files import write_text
 from aploss.plotting.plots import Series, Values, add_number, line_plot, name_rows, new_plot, numbers, shorten
 from aploss.plotting.style import INK, MUTED, LineStyle, line_style, loss_label
 from aploss.reports import page
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A value over seeds: how many, their mean, and the standard deviation of a sample (n - 1)."""
+
+    count: int
+    mean: float  # NaN without a value
+    deviation: float  # NaN with fewer than two
+
+
+def known_values(values: Sequence[float | None]) -> list[float]:
+    """The values without None and NaN.
+
+    Example:
+        >>> known_values([0.5, None, float("nan")])
+        [0.5]
+    """
+    return [float(value) for value in values if value is not None and not math.isnan(value)]
+
+
+def spread(values: Sequence[float | None]) -> Spread:
+    """Mean and sample standard deviation of what is known.
+
+    Example:
+        >>> spread([0.25, 0.5, 0.75, None])  # deviation: sqrt((0.25² + 0 + 0.25²) / 2)
+        Spread(count=3, mean=0.5, deviation=0.25)
+    """
+    known = known_values(values)
+    mean = float(np.mean(known)) if known else math.nan
+    deviation = float(np.std(known, ddof=1)) if len(known) > 1 else math.nan
+    return Spread(len(known), mean, deviation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +78,13 @@ class Entry:
     note: str = ""
 
     def __post_init__(self) -> None:
-        for value in _known([*self.paper.values(), *(v for row in self.values.values() for v in row)]):
+        for value in known_values([*self.paper.values(), *(v for row in self.values.values() for v in row)]):
             if not 0 <= value <= 1:
                 raise ValueError(f"{self.name}: values are between 0 and 1, got {value}")
 
     def known(self, metric: str) -> list[float]:
         """The values of a metric without None and NaN."""
-        return _known(self.values.get(metric, ()))
+        return known_values(self.values.get(metric, ()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +112,49 @@ class Difference:
     def is_clear(self) -> bool:
         """Whether the interval is all on one side of zero."""
         return self.low > 0 or self.high < 0
+
+
+def paired_difference(
+    first: Sequence[float | None],
+    second: Sequence[float | None],
+    *,
+    name: str = "first",
+    baseline: str = "second",
+    metric: str = "AP",
+    confidence: float = 0.95,
+) -> Difference:
+    """``first - second`` seed by seed, and the interval of its mean by Student's t distribution.
+
+    Runs of one seed share initial weights and data order, so their difference varies less than either of them.
+
+    Args:
+        first, second: one value for each seed, in the same order; a pair counts where both are known.
+        name, baseline, metric: what the two and their values are called.
+        confidence: between 0 and 1.
+
+    Returns:
+        The difference; its interval is NaN for fewer than two pairs.
+
+    Raises:
+        ValueError: the two have different lengths.
+
+    Example:
+        >>> one = paired_difference([0.74, 0.75], [0.72, 0.71])  # 0.03 ± 12.706 * 0.01
+        >>> round(one.mean, 4), round(one.low, 4), round(one.high, 4)
+        (0.03, -0.0971, 0.1571)
+    """
+    pairs = [known for pair in zip(first, second, strict=True) if len(known := known_values(pair)) == 2]
+    values = tuple(one - other for one, other in pairs)
+    low = high = math.nan
+    if len(values) > 1:
+        from scipy.stats import ttest_1samp
+
+        with warnings.catch_warnings():  # equal differences have an interval without any width
+            warnings.simplefilter("ignore", RuntimeWarning)
+            low, high = map(float, ttest_1samp(values, 0.0).confidence_interval(confidence))
+    mean = spread(values).mean
+    names = {"name": name, "baseline": baseline, "metric": metric}
+    return Difference(**names, values=values, mean=mean, low=low, high=high, confidence=confidence)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +233,7 @@ def comparison_table(comparison: Comparison) -> page.Table:
         ]
     }
     for metric in comparison.metrics:
-        means = [mean(known) if (known := entry.known(metric)) else None for entry in entries]
+        means = [spread(known).mean if (known := entry.known(metric)) else None for entry in entries]
         best = max((value for value in means if value is not None), default=None)
         columns[metric] = [
             page.Cell(_spread_text(entry.known(metric)), strong=value is not None and value == best)
@@ -167,7 +243,7 @@ def comparison_table(comparison: Comparison) -> page.Table:
             columns[f"{metric}, paper"] = [_percent(entry.paper.get(metric)) for entry in entries]
     optional: dict[str, list[Any]] = {
         "seeds": [len(next(iter(entry.values.values()), ())) for entry in entries],
-        "minutes": [mean(entry.minutes) if entry.minutes else None for entry in entries],
+        "minutes": [spread(entry.minutes).mean if entry.minutes else None for entry in entries],
         "note": [entry.note for entry in entries],
     }
     columns.update({name: values for name, values in optional.items() if any(values)})
@@ -324,15 +400,10 @@ def _provenance_blocks(comparison: Comparison) -> list[page.Block]:
     return blocks or [page.Text("Nothing was recorded.")]
 
 
-def _known(values: Sequence[float | None]) -> list[float]:
-    return [float(value) for value in values if value is not None and not math.isnan(value)]
-
-
 def _percent(value: float | None) -> str:
     return page.DASH if value is None else f"{100 * value:.1f}"
 
 
-def _spread_text(known: Sequence[float]) -> str:
-    if len(known) < 2:
-        return _percent(known[0] if known else None)
-    return f"{_percent(mean(known))} ± {_percent(stdev(known))}"
+def _spread_text(values: Sequence[float]) -> str:
+    one = spread(values)
+    return _percent(one.mean if one.count else None) + (f" ± {_percent(one.deviation)}" if one.count > 1 else "")
