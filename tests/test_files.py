@@ -41,9 +41,20 @@ def test_folders_are_made_and_everybody_may_read(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) & 0o444 == 0o444
 
 
+def test_text_without_a_code_is_written_as_its_escape(tmp_path: Path) -> None:
+    write_text(tmp_path / "page.html", "a\udcff")
+    assert (tmp_path / "page.html").read_text() == "a\\udcff"
+
+
+def test_a_name_as_long_as_the_system_allows_can_be_written(tmp_path: Path) -> None:
+    for letter in "ab":
+        write_text(tmp_path / (letter * 255), letter)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a" * 255: "a", "b" * 255: "b"}
+
+
 def test_any_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     write_text(tmp_path / "page.html", "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_text(tmp_path / "page.html", "\ud800")
+    with pytest.raises(ZeroDivisionError):
+        write_whole(tmp_path / "page.html", lambda file: file.write(bytes([1 // 0])))
     (path,) = tmp_path.iterdir()
     assert path.read_text() == "old"

@@ -3,6 +3,7 @@
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import IO, Any
 from aploss.errors import RunError
 
 UNFINISHED = ".unfinished"
+LONGEST_NAME = 200  # bytes; systems allow 255 with what is added
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
@@ -50,7 +52,10 @@ def _flush_folder(folder: Path) -> None:
 
 
 def _unfinished(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
+    name = path.name
+    if len(os.fsencode(name)) > LONGEST_NAME:  # so that a name as long as the system allows can be written
+        name = f"{name[:20]}-{zlib.crc32(os.fsencode(name)):08x}"
+    return path.with_name(f".{name}.{os.getpid()}{UNFINISHED}")
 
 
 def _remove(path: Path) -> None:
@@ -59,8 +64,9 @@ def _remove(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file whole."""
-    write_whole(path, lambda file: file.write(text.encode("utf-8")))
+    """Writes a UTF-8 text file whole; what has no code there, such as half a surrogate pair of a file name that is no
+    UTF-8, is written as its escape: one name must not cost the file."""
+    write_whole(path, lambda file: file.write(text.encode("utf-8", "backslashreplace")))
 
 
 def write_json(path: Path, value: Any, *, indent: int | None = 2) -> None:

@@ -1,10 +1,12 @@
 """How faults are tried: one fault a case, on the command line in a process of its own or, faster, in this one."""
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 import pytest
 
@@ -73,17 +75,26 @@ def run_cli() -> Callable[..., Finished]:
 
 
 @pytest.fixture
-def call_cli(capfd: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
+def call_cli(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Finished]]:
     """Calls the command line in this process, which saves the seconds that starting torch takes."""
     from aploss.cli.main import main
 
+    def hangs(*_: object) -> NoReturn:
+        pytest.fail(f"not finished after {SECONDS} seconds")
+
+    before = signal.signal(signal.SIGALRM, hangs)
+
     def call(*arguments: object) -> Finished:
         capfd.readouterr()  # what came before is not of this command
+        signal.alarm(SECONDS)
         try:
             code = main([str(argument) for argument in arguments])
         except SystemExit as stop:  # --help
             code = int(stop.code or 0)
+        finally:
+            signal.alarm(0)
         captured = capfd.readouterr()
         return Finished(code, captured.out, captured.err)
 
-    return call
+    yield call
+    signal.signal(signal.SIGALRM, before)

@@ -1,4 +1,172 @@
-"""Paths and special files."""
+"""Paths and special files: names of any letters, files that are none, and ways out of the folder."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from small_datasets import write_coco, write_yolo
+
+from aploss.data.voc import parse_annotation
+from aploss.detectors import build_detector, save_detector
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    detector = build_detector("retinanet-tiny", class_names=["cat"], test_size=(64, 64), detections_per_image=3)
+    return save_detector(detector, tmp_path_factory.mktemp("paths") / "d.pt")
+
+
+def write_image(folder: Path, name: bytes = b"a.png") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / os.fsdecode(name)
+    with path.open("wb") as file:
+        Image.effect_noise((64, 48), 60).convert("RGB").save(file, format="PNG")
+    return path
+
+
+def predict(call_cli, checkpoint: Path, photos: Path, out: Path, *options: str):
+    return call_cli("predict", checkpoint, photos, "--out", out, *options)
+
+
+# --- names ------------------------------------------------------------------------------------
+
+NAMES = {
+    "not UTF-8": b"b\xff\xfe.png", "line break": b"b\nc.png", "control": b"b\x01\x1b[31m.png",
+    "markup": b"<b>&amp;.png", "quotes": b"b'\"`.png", "spaces": b"  b  .png", "a dash": b"-b.png",
+    "an option": b"--out=x.png", "a pattern": b"[b]*?.png", "dots": b"..b...png", "percent": b"%s{0}$HOME.png",
+    "right to left": "\u202eb.png".encode(), "emoji": "🐈.png".encode(),
+    "255 bytes": b"b" * 251 + b".png", "backslash": b"b\\c.png", "reserved": b"con.png",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("labels", ["voc", "yolo"])
+@pytest.mark.parametrize("kind", NAMES)
+def test_the_name_of_one_image_costs_no_detections(call_cli, checkpoint, tmp_path: Path, kind: str, labels: str):
+    """All images have theirs, those with a strange name, too."""
+    photos, out = tmp_path / "photos", tmp_path / "out"
+    write_image(photos)
+    strange = write_image(photos, NAMES[kind])
+    done = predict(call_cli, checkpoint, photos, out, "--labels", labels)
+    done.assert_no_traceback()
+    images = {image["id"]: image["file_name"] for image in json.loads((out / "images.json").read_text())["images"]}
+    found = [images[one["image_id"]] for one in json.loads((out / "detections.json").read_text())]
+    assert found.count(str(photos / "a.png")) == 3
+    assert (found.count(str(strange)), done.code) == (3, 0)
+    for file in (out / "labels").rglob("*.xml"):
+        assert len(parse_annotation(file.name, file.read_bytes()).objects) == 3
+
+
+@pytest.mark.parametrize("name", ["data set", "<b>data</b>", "däta", "-data", "da\nta", "%s", "da'ta", "🐈"])
+def test_a_data_set_may_be_called_anything(call_cli, tmp_path: Path, name: str):
+    data = write_coco(tmp_path / name)
+    done = call_cli("data", "check", data)
+    assert done.code == 0
+    done.assert_no_traceback()
+
+
+# --- files that are none ----------------------------------------------------------------------
+
+
+def special(path: Path, kind: str) -> Path:
+    """Something in the place of a file."""
+    if kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a folder":
+        path.mkdir()
+    elif kind == "nothing":
+        pass
+    else:
+        path.symlink_to({"a device": "/dev/zero", "a link to itself": path, "a link to nothing": "gone"}[kind])
+    return path
+
+
+SPECIAL = ["a pipe", "a folder", "a device", "a link to itself", "a link to nothing", "nothing"]
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_no_special_file_is_waited_for_as_a_checkpoint(call_cli, tmp_path: Path, kind: str):
+    image, path = write_image(tmp_path), special(tmp_path / "x.pt", kind)
+    predict(call_cli, path, image, tmp_path / "out").assert_refused(path)
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_no_special_file_is_waited_for_as_onnx(call_cli, tmp_path: Path, kind: str):
+    image, path = write_image(tmp_path), special(tmp_path / "x.onnx", kind)
+    predict(call_cli, path, image, tmp_path / "out").assert_refused(path)
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_no_special_file_is_waited_for_as_an_image(call_cli, checkpoint, tmp_path: Path, kind: str):
+    image, path = write_image(tmp_path), special(tmp_path / "x.png", kind)
+    done = call_cli("predict", checkpoint, image, path, "--out", tmp_path / "out")
+    done.assert_no_traceback()
+    assert done.code == 1
+    assert str(path) in done.stderr
+    assert len(json.loads((tmp_path / "out/detections.json").read_text())) == 3
+
+
+@pytest.mark.parametrize("option", ["--annotations", "--detections"])
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_no_special_file_is_waited_for_in_eval(call_cli, tmp_path: Path, option: str, kind: str):
+    data = write_coco(tmp_path / "data")
+    files = {"--annotations": data / "annotations/instances_val2017.json", "--detections": tmp_path / "found.json"}
+    files["--detections"].write_text("[]")
+    files[option] = special(tmp_path / "x.json", kind)
+    words = [word for name, path in files.items() for word in (name, path)]
+    call_cli("eval", *words).assert_refused(files[option])
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("command", ["data check", "train"])
+def test_no_special_file_is_waited_for_as_data(call_cli, tmp_path: Path, command: str, kind: str):
+    path = special(tmp_path / "data.yaml", kind)
+    words = ["data", "check", path] if command == "data check" else ["train", "--data", path, "--out", tmp_path / "run"]
+    call_cli(*words).assert_refused(path)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_no_special_file_is_waited_for_as_a_recipe(call_cli, tmp_path: Path, kind: str):
+    path = special(tmp_path / "recipe.yaml", kind)
+    call_cli("train", "--recipe", path, "--data", "builtin", "--out", tmp_path / "run").assert_refused("config file")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SPECIAL if kind not in ("a folder", "nothing")])
+@pytest.mark.parametrize("place", ["image", "images", "labels"])
+def test_no_special_file_is_waited_for_inside_of_data(call_cli, tmp_path: Path, place: str, kind: str):
+    data = write_yolo(tmp_path / "data")
+    path = data / {"image": "images/train/a.png", "images": "images/train", "labels": "labels/train"}[place]
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    special(path, kind)
+    done = call_cli("data", "check", data)
+    done.assert_no_traceback()
+    assert done.code in (1, 2)
+
+
+# --- places that cannot be written ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "command", ["predict", "convert", "show", pytest.param("export", marks=pytest.mark.slow_fault)]
+)
+@pytest.mark.parametrize("out", ["a file", "300 letters", "nowhere"])
+def test_a_place_that_cannot_be_written_is_told(call_cli, checkpoint, tmp_path: Path, command: str, out: str):
+    (tmp_path / "file").write_text("in the way")
+    place = tmp_path / {"a file": "file/x", "300 letters": "x" * 300, "nowhere": "/proc/x"}[out]
+    data = write_coco(tmp_path / "data")
+    words = {
+        "predict": ["predict", checkpoint, write_image(tmp_path), "--out", place],
+        "export": ["export", checkpoint, "--out", f"{place}.onnx"],
+        "convert": ["data", "convert", data, "--to", "yolo", "--out", place],
+        "show": ["data", "show", data, "--out", f"{place}.png"],
+    }[command]
+    call_cli(*words).assert_refused()
+    assert (tmp_path / "file").read_text() == "in the way"
 
 
 def test_a_path_that_is_too_long_is_told(call_cli):

@@ -158,9 +158,9 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
 
     def make(*, images: int = 14, steps: int = 1000, seed: int = 0) -> Path:
         generator = np.random.default_rng(seed)
-        scenes, run = tmp_path / "scenes", tmp_path / "runs" / "shapes-ap"
-        scenes.mkdir()
-        run.mkdir(parents=True)
+        run = tmp_path / "runs" / "shapes-ap"
+        scenes = run / "scenes"  # elsewhere only where the caller says so
+        scenes.mkdir(parents=True)
         truth = make_scenes(scenes, generator, images)
         truth["categories"] = [{"id": number, "name": name} for number, name in enumerate(CLASSES, start=1)]
         detections, scores, matches = make_detections(truth, generator)

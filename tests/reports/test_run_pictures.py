@@ -27,7 +27,7 @@ def test_paths_may_be_relative_to_the_run(make_run: MakeRun) -> None:
 
     def relative(truth: dict) -> None:
         for image in truth["images"]:
-            image["path"] = f"../../scenes/{Path(image['path']).name}"
+            image["path"] = f"scenes/{Path(image['path']).name}"
 
     edit(run / "evaluation/ground_truth.json", relative)
     assert len(gallery(PictureSource(read_run(run)))) == 2
@@ -84,7 +84,7 @@ def test_images_of_any_depth_are_shown(make_run: MakeRun, tmp_path: Path, mode: 
     path = tmp_path / ("picture.jpg" if mode == "CMYK" else "picture.tif")
     picture.save(path)
     edit(run / "evaluation/ground_truth.json", lambda one: one["images"][0].update(path=str(path)))
-    opened = PictureSource(read_run(run)).open(1)
+    opened = PictureSource(read_run(run, images=tmp_path)).open(1)
     assert opened is not None
     assert opened.mode == "RGB"
     values = np.asarray(opened).mean(axis=2)
@@ -102,7 +102,7 @@ def test_a_photograph_is_turned_upright(make_run: MakeRun, tmp_path: Path) -> No
     picture.save(tmp_path / "turned.jpg", exif=exif)
     place = str(tmp_path / "turned.jpg")
     edit(run / "evaluation/ground_truth.json", lambda one: one["images"][0].update(path=place))
-    opened = PictureSource(read_run(run)).open(1)
+    opened = PictureSource(read_run(run, images=tmp_path)).open(1)
     assert opened is not None
     assert opened.size == (192, 144)
 
@@ -143,8 +143,8 @@ def test_two_runs_are_shown_side_by_side(make_run: MakeRun, tmp_path: Path) -> N
     run = make_run(images=4, steps=100)
     other = tmp_path / "other"
     shutil.copytree(run, other)
-    (run.parents[1] / "scenes" / "scene_001.png").unlink()
-    pictures = side_by_side({"focal": read_run(run), "ap": read_run(other)}, count=4)
+    (run / "scenes" / "scene_001.png").unlink()
+    pictures = side_by_side({"focal": read_run(run), "ap": read_run(other, images=tmp_path)}, count=4)
     assert pictures.columns == 2
     assert [picture.caption for picture in pictures.pictures] == [
         f"{loss}: scene_{number:03d}.png" for number in (2, 3, 4) for loss in ("Focal loss", "AP-loss")

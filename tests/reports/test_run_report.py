@@ -147,7 +147,7 @@ def test_names_from_strangers_stay_text(make_run: MakeRun) -> None:
 
 def test_images_that_are_gone_are_counted(make_run: MakeRun) -> None:
     run = make_run(images=4, steps=0)
-    scenes = run.parents[1] / "scenes"
+    scenes = run / "scenes"
     (scenes / "scene_001.png").unlink()
     (scenes / "scene_002.png").write_bytes(b"no picture")
     text = words(write_run_report(run))

@@ -19,7 +19,7 @@ import os, sys, torch
 sys.stdout = sys.stderr = open(log, "w", buffering=1)
 torch.set_num_threads(1)
 import aploss.reports.run_report
-aploss.reports.run_report.write_run_report = lambda folder: None
+aploss.reports.run_report.write_run_report = lambda folder, **options: None
 """
 SIZE = 64
 COUNTS = {"train": 16, "val": 6, "test": 6}
@@ -79,7 +79,7 @@ def rectangles(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out the page at the end of a run, which takes longer than the run."""
-    monkeypatch.setattr("aploss.reports.run_report.write_run_report", lambda folder: None)
+    monkeypatch.setattr("aploss.reports.run_report.write_run_report", lambda folder, **options: None)
 
 
 @pytest.fixture(scope="session")

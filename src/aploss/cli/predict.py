@@ -160,7 +160,7 @@ class _Results:
         about = {"images": self.images, "categories": categories, "annotations": []}
         texts = {"detections.json": json.dumps(table.to_results()), "images.json": json.dumps(about, indent=1)}
         if self.labels == "yolo":
-            texts["labels/classes.txt"] = "".join(f"{name}\n" for name in self.class_names)
+            texts["labels/classes.txt"] = "".join(f"{' '.join(name.split())}\n" for name in self.class_names)
         for name, text in texts.items():
             write_text(self.folder / name, text)
 

@@ -139,6 +139,11 @@ class DatasetFolder:
             raise _outside(named_in or path, f"the symbolic link on the way to {path!r}") from None
         return name in listing.names
 
+    def is_link(self, path: str) -> bool:
+        """Whether there is a symbolic link of this name, even one that leads nowhere."""
+        folder, name = posixpath.split(path)
+        return name in self._listing(folder).links
+
     def is_folder(self, path: str) -> bool:
         """Whether there is a folder of this name inside."""
         return self.has(path) and (self.root / path).is_dir()

@@ -191,10 +191,12 @@ class YoloFormat(DataFormat):
         label_files: list[str] = []
         used: set[int] = set()
         for path in self._images(split, builder):
-            image = builder.add_image(path, None)
-            if image >= 0:
-                label_files.append(self._label_file(path))
-                used |= self._add_rows(builder, image, label_files[-1], labels, own_names)
+            file = self._label_file(path)
+            text = self._read_labels(builder, path, file)
+            image = builder.add_image(path, None) if text is not None else -1
+            if text is not None and image >= 0:
+                label_files.append(file)
+                used |= self._add_rows(builder, image, file, text, labels, own_names)
         if len(own_names) in used and 0 not in used:
             message = f"class ids go up to {len(own_names)} and never are 0: YOLO counts from 0"
             builder.report("class-ids-off-by-one", self.file, message)
@@ -349,26 +351,33 @@ class YoloFormat(DataFormat):
         places = [place for place, name in enumerate(parts[:-1]) if name == "images"]
         if places:
             parts[places[-1]] = "labels"
-            if self.folder.is_folder("/".join(parts[:-1])):
+            labels = "/".join(parts[:-1])
+            if self.folder.has(labels) or self.folder.is_link(labels):
                 stem = "/".join(parts)
         return f"{stem}.txt"
 
-    def _add_rows(
-        self, builder: AnnotationBuilder, image: int, file: str, labels: Sequence[int], names: Sequence[str]
-    ) -> set[int]:
-        """Adds the boxes of a label file and returns the class ids it uses."""
+    def _read_labels(self, builder: AnnotationBuilder, image: str, file: str) -> str | None:
+        """The text of an image's label file, or None where it cannot be read: its objects are not known, so that the
+        image must not be trained on as one without any."""
         self._listed.add(file)
         self._label_folders.add(posixpath.dirname(file))
-        used: set[int] = set()
         try:
-            if not self.folder.has(file):
-                message = "no label file; taken as an image without objects"
-                builder.report("image-without-annotation", builder.paths[image], message)
-                return used
-            text = self.folder.read_text(file)
+            if self.folder.has(file) or self.folder.is_link(file):
+                return self.folder.read_text(file)
+            labels = posixpath.dirname(file)
+            if not self.folder.is_folder(labels):  # as found by _label_file, and yet none
+                raise ProblemError("unreadable-annotations", labels, f"not a folder; {image} has its labels there")
         except ProblemError as error:
             builder.problems.append(error.of_one_image())
-            return used
+            return None
+        builder.report("image-without-annotation", image, "no label file; taken as an image without objects")
+        return ""
+
+    def _add_rows(
+        self, builder: AnnotationBuilder, image: int, file: str, text: str, labels: Sequence[int], names: Sequence[str]
+    ) -> set[int]:
+        """Adds the boxes of a label file and returns the class ids it uses."""
+        used: set[int] = set()
         for line, row in enumerate(text.splitlines(), start=1):
             if not row.strip():
                 continue

@@ -72,6 +72,9 @@ def build_detector(
     config_class = DETECTORS.get(name)
     if not class_names:
         raise ConfigError("class_names is empty: a detector needs at least one class")
+    listed = isinstance(class_names, Sequence) and not isinstance(class_names, str)
+    if not listed or not all(isinstance(one, str) for one in class_names):
+        raise ConfigError(f"class_names must be a list of names, got {class_names!r}")
     weights = None if weights == "none" else weights
     if weights is not None:
         options = {**_options_for_weights(config_class, str(weights)), **options}
@@ -117,11 +120,12 @@ def _make_config(name: str, config_class: type[DetectorConfig], options: dict[st
 def _options_for_weights(config_class: type[DetectorConfig], weights: str) -> dict[str, Any]:
     """Options under which weights fit: those they were trained with, else the architecture's."""
     if Path(weights).exists():
-        from aploss.detectors.checkpoint import checkpoint_file, read_checkpoint
+        from aploss.detectors.checkpoint import checkpoint_file, read_checkpoint, values_of
 
         content = read_checkpoint(checkpoint_file(Path(weights)))
         if isinstance(content, dict) and "detector" in content:
-            config = content["detector"]["config"]
-            own = set(config_class.option_names()) - set(SETTINGS)
-            return {option: config[option] for option in config if option in own}
+            with values_of(weights):
+                config = content["detector"]["config"]
+                own = set(config_class.option_names()) - set(SETTINGS)
+                return {option: config[option] for option in config if option in own}
     return config_class.options_for_weights(weights)

@@ -1,16 +1,19 @@
 """Detectors in files: saved in one rename, loaded without running any code from the file."""
 
-import pickle
+import warnings
 import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from aploss.detectors.build import build_detector
 from aploss.detectors.detector import DETECTORS, Detector
 from aploss.detectors.losses_by_name import CUSTOM
-from aploss.errors import RunError
+from aploss.errors import AplossError, RunError
 from aploss.evaluation import Calibration
 from aploss.files import check_archive, write_whole
 from aploss.losses.traits import LOSSES
@@ -26,19 +29,72 @@ def detector_record(detector: Detector) -> dict[str, Any]:
     }
 
 
-def detector_from_record(record: dict[str, Any]) -> Detector:
+def detector_from_record(record: Mapping[str, Any]) -> Detector:
     """The detector of a :func:`detector_record`, in evaluation mode.
 
     Raises:
-        KeyError, RuntimeError, TypeError: if the record is not one; :func:`load` reports these.
+        RunError: if weights are NaN, infinite or no numbers of the right kind.
+        Exception: of any kind, if the record is not one; :func:`values_of` reports these.
     """
-    # The state holds every weight: fetching the ones it was once started from would be in vain.
-    detector = build_detector(**{**record["config"], "weights": None})
+    detector = detector_without_weights(record)
+    _check_weights(detector, record["state"])
     detector.load_state_dict(record["state"])
-    calibration = record["calibration"]
+    return detector
+
+
+def detector_without_weights(record: Mapping[str, Any]) -> Detector:
+    """As :func:`detector_from_record`, with fresh weights in place of the record's.
+
+    Whoever wrote the record, nothing else is opened for it: the weights that the detector was once started from are
+    neither read nor fetched.
+    """
+    detector = build_detector(**{**record["config"], "weights": None})
+    calibration, threshold = record["calibration"], record["draw_threshold"]
+    if not (threshold is None or 0 <= threshold <= 1):
+        raise RunError(f"draw_threshold must be between 0 and 1, got {threshold!r}")
     detector.calibration = None if calibration is None else Calibration.from_dict(calibration)
-    detector.draw_threshold = record["draw_threshold"]
+    detector.draw_threshold = threshold
     return detector.eval()
+
+
+def _check_weights(detector: Detector, state: Mapping[str, Tensor]) -> None:
+    """Refuses what torch would load without a word: other kinds of numbers, and NaN or Inf."""
+    for name, own in detector.state_dict().items():
+        tensor = state.get(name, own)
+        plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
+        if not plain or tensor.is_floating_point() != own.is_floating_point():
+            raise RunError(f"{name} must be a plain tensor of {own.dtype}, got {_described(tensor)}")
+    refuse_non_finite((name, bool(tensor.isfinite().all())) for name, tensor in state.items())
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{value.dtype}, {value.layout}, {value.device}"
+
+
+def refuse_non_finite(tensors: Iterable[tuple[str, bool]], shown: int = 3) -> None:
+    """Raises RunError for names of weights that are not all finite numbers, given as (name, is finite)."""
+    bad = [name for name, finite in tensors if not finite]
+    if bad:
+        more = f" and {len(bad) - shown} more" if len(bad) > shown else ""
+        raise RunError(
+            f"NaN or infinite weights in {', '.join(bad[:shown])}{more}: the training diverged or the file is damaged; "
+            "use an earlier checkpoint"
+        )
+
+
+@contextmanager
+def values_of(source: str | Path) -> Iterator[None]:
+    """Whatever a stranger's values cause where a detector is built from them becomes a RunError that names the file."""
+    try:
+        yield
+    except AplossError as error:
+        raise RunError(f"{source}: {error}") from error
+    except Exception as error:  # there is no end to what wrong types and sizes can raise inside of torch
+        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = f"it has no {reason}" if isinstance(error, KeyError) else reason
+        raise RunError(f"{source} does not fit this version of aploss: {reason[:300]}") from error
 
 
 def save_detector(detector: Detector, path: str | Path) -> Path:
@@ -77,23 +133,18 @@ def load(path: str | Path, *, device: str | torch.device = "cpu") -> Detector:
         raise RunError(
             f"{file} holds no detector of aploss; to start a training from other weights, use weights={str(path)!r}"
         )
-    record = checkpoint["detector"]
-    try:
-        _check_registered(file, record["config"])
-        return detector_from_record(record).to(device)
-    except RunError:
-        raise
-    except (KeyError, RuntimeError, TypeError, ValueError) as error:
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise RunError(f"{file} does not fit this version of aploss: {reason}") from error
+    with values_of(file):
+        check_registered(checkpoint["detector"]["config"])
+        detector = detector_from_record(checkpoint["detector"])
+    return detector.to(device)
 
 
-def _check_registered(file: Path, config: dict[str, Any]) -> None:
+def check_registered(config: Mapping[str, Any]) -> None:
+    """Raises RunError for the config of a detector or loss that nobody has registered."""
     for kind, name, known in (("detector", config["name"], {*DETECTORS}), ("loss", config["loss"], {*LOSSES, CUSTOM})):
         if name not in known:
             raise RunError(
-                f"{file} has the {kind} {name!r}, which is not registered here: "
-                "load the plugin that brings it first (--plugin FILE.py)"
+                f"the {kind} {name!r} is not registered here: load the plugin that brings it first (--plugin FILE.py)"
             )
 
 
@@ -108,13 +159,23 @@ def read_checkpoint(file: Path) -> Any:
     if zipfile.is_zipfile(file):
         check_archive(file)
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(file):
-            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-            reason = f"it holds more than weights and plain values, which could run code: {', '.join(unsafe)}"
-        raise RunError(f"{file} cannot be read as a torch file: {reason}") from error
+        with warnings.catch_warnings(action="ignore"):  # torch's advice on files of other kinds
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # a file that is something else can make the unpickler raise anything
+        raise RunError(f"{file} cannot be read as a torch file: {_why_unreadable(file, error)}") from error
+
+
+def _why_unreadable(file: Path, error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if not zipfile.is_zipfile(file):
+        return "it is none, or damaged"
+    unsafe: list[str] = []
+    with suppress(Exception):  # it stumbles over the same damage
+        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    if unsafe:
+        return f"it holds more than weights and plain values, which could run code: {', '.join(unsafe)}"
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def checkpoint_file(path: Path) -> Path:

@@ -18,12 +18,14 @@ from aploss.data.features import FeatureMaps
 from aploss.detectors.criterion import Criterion
 from aploss.detectors.losses_by_name import describe_loss
 from aploss.detectors.postprocess import Detections, ObjectDetector, postprocess
-from aploss.errors import ConfigError, DataError
+from aploss.errors import ConfigError, DataError, RunError
 from aploss.losses.traits import traits_of
 from aploss.registry import Registry
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+MOST_DETECTIONS = 1_000_000  # of an image
+LONGEST_SIDE = 16_384  # pixels at inference
 ConfigClass = TypeVar("ConfigClass", bound="type[DetectorConfig]")
 
 
@@ -83,9 +85,21 @@ class DetectorConfig:
                 object.__setattr__(self, option.name, tuple(value))
         sides = self.test_size
         numbers = isinstance(sides, tuple) and all(isinstance(side, int | float) for side in sides)
-        if not numbers or len(sides) != 2 or min(sides) < 1:
-            raise ConfigError(f"test_size must be two numbers of pixels, got {sides!r}")
+        if not numbers or len(sides) != 2 or not (min(sides) >= 1 and max(sides) <= LONGEST_SIDE):
+            raise ConfigError(f"test_size must be two numbers of pixels, at most {LONGEST_SIDE}, got {sides!r}")
         object.__setattr__(self, "test_size", (int(sides[0]), int(sides[1])))
+        for name in ("topk_per_level", "detections_per_image"):
+            self._require(name, int, 1, MOST_DETECTIONS)
+        self._require("nms_iou", int | float, 0, 1)
+        if self.score_threshold is not None:
+            self._require("score_threshold", int | float, 0, 1)
+        self._require("channels_last", bool, False, True)
+
+    def _require(self, name: str, kind: Any, least: float, most: float) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)) or not least <= value <= most:
+            wanted = "true or false" if kind is bool else f"a number between {least} and {most}"
+            raise ConfigError(f"{name} must be {wanted}, got {value!r}")
 
     def network(self, *, columns: int, softmax: bool) -> Network:
         """Makes the network, with fresh weights.
@@ -290,7 +304,10 @@ class Detector(nn.Module, ObjectDetector):
         """
         batch, sizes = self.pad([self.resize(image, size) for image in images])
         self.anchors_for(batch.shape[-2], batch.shape[-1], batch.device)  # refuses impossible sizes
-        detections = self.postprocess(*(heads or self.heads)(batch), batch.shape[-2:], sizes)
+        logits, deltas = (heads or self.heads)(batch)
+        if logits.isnan().any() or deltas.isnan().any():  # they would end as "no objects"
+            raise RunError(f"{self.name} gives NaN: its weights diverged or are damaged; use another checkpoint")
+        detections = self.postprocess(logits, deltas, batch.shape[-2:], sizes)
         for image, (height, width), found in zip(images, sizes, detections, strict=True):
             scale = found["boxes"].new_tensor([image.shape[-1] / width, image.shape[-2] / height])
             found["boxes"] = found["boxes"] * scale.repeat(2)

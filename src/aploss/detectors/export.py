@@ -20,12 +20,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from aploss.detectors.build import build_detector
-from aploss.detectors.checkpoint import detector_from_record, detector_record
+from aploss.detectors.checkpoint import (
+    check_registered,
+    detector_from_record,
+    detector_record,
+    detector_without_weights,
+    refuse_non_finite,
+    values_of,
+)
 from aploss.detectors.detector import Detector
 from aploss.detectors.postprocess import Detections, ObjectDetector
 from aploss.errors import ConfigError, RunError, require_packages
-from aploss.evaluation import Calibration
 from aploss.files import write_whole
 
 FORMAT = 1  # of the metadata
@@ -102,12 +107,14 @@ class ExportedDetector(ObjectDetector):
 
     def __init__(self, path: Path, heads: "_Runner") -> None:
         self._heads, metadata = heads, heads.metadata
-        if metadata.get("aploss_format") != str(FORMAT):
+        if not isinstance(metadata, dict) or metadata.get("aploss_format") != str(FORMAT):
             raise RunError(f"{path} was not written by 'aploss export' of this version")
-        calibration = json.loads(metadata["calibration"])
-        self.calibration = None if calibration is None else Calibration.from_dict(calibration)
-        self.draw_threshold = json.loads(metadata["draw_threshold"])
-        self._detector = detector = build_detector(**json.loads(metadata["config"])).eval()
+        with values_of(path):
+            record = {key: json.loads(metadata[key]) for key in ("config", "calibration", "draw_threshold")}
+            check_registered(record["config"])
+            self._detector = detector = detector_without_weights(record)
+        self._path = path
+        self.calibration, self.draw_threshold = detector.calibration, detector.draw_threshold
         # Shapes of feature maps are still found from the modules, which need no memory for that.
         detector.backbone.to("meta")
         detector.head.to("meta")
@@ -130,7 +137,17 @@ class ExportedDetector(ObjectDetector):
                 f"the exported model takes images of {width}x{height} pixels only, not "
                 f"{images.shape[3]}x{images.shape[2]}: export it once more with another size"
             )
-        return self._heads(images)
+        with _one_line(f"{self._path} cannot be run"):
+            logits, deltas = self._heads(images)
+        detector, (count, _, batch_height, batch_width) = self._detector, images.shape
+        anchors = sum(map(len, detector.anchors_for(batch_height, batch_width)))
+        columns = detector.num_classes + detector.uses_softmax
+        if logits.shape != (count, anchors, columns) or deltas.shape != (count, anchors, 4):
+            raise RunError(
+                f"{self._path} gives logits {list(logits.shape)} and deltas {list(deltas.shape)} where its metadata "
+                f"promise {[count, anchors, columns]} and {[count, anchors, 4]}: it is damaged or not ours"
+            )
+        return logits, deltas
 
 
 class OnnxDetector(ExportedDetector):
@@ -166,13 +183,14 @@ class _Runner:
 
 class _OnnxRunner(_Runner):
     def __init__(self, content: bytes, name: str, providers: Iterable[str] | None = None) -> None:
-        require_packages("onnxruntime")
+        require_packages("onnx", "onnxruntime")
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
-        options.log_severity_level = 3  # errors only
+        options.log_severity_level = 4  # what is fatal; the rest is raised
         with _one_line(f"{name} cannot be run by onnxruntime"):
+            _check_onnx(content)
             self.session = onnxruntime.InferenceSession(
                 content, options, providers=list(providers or ["CPUExecutionProvider"])
             )
@@ -194,8 +212,8 @@ class _OpenVinoRunner(_Runner):
         with _one_line(f"{path} cannot be run by OpenVINO"):
             model = core.read_model(path)
             self.compiled = core.compile_model(model, "CPU", settings)
-        info = model.get_rt_info()
-        self.metadata = json.loads(info[METADATA].value) if METADATA in info else {}
+            info = model.get_rt_info()
+            self.metadata = json.loads(info[METADATA].value) if METADATA in info else {}
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
         found = self.compiled(images.cpu().numpy())
@@ -208,11 +226,36 @@ class _TorchScriptRunner(_Runner):
         extra = {METADATA: ""}
         with _one_line(f"{path} cannot be run by TorchScript"), _silent():
             self.module = torch.jit.load(str(path), map_location="cpu", _extra_files=extra)
-        self.metadata = json.loads(extra[METADATA] or "{}")
+            self.metadata = json.loads(extra[METADATA] or "{}")
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
         logits, deltas = self.module(images.cpu())
         return logits, deltas
+
+
+def _check_onnx(content: bytes) -> None:
+    """Refuses a model that would read other files, and weights that are NaN or infinite."""
+    import onnx
+
+    weights: list[tuple[str, bool]] = []
+    for tensor in _tensors(onnx.load_model_from_string(content)):
+        if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data:
+            raise RunError(f"the tensor {tensor.name!r} lies in another file, which is never opened")
+        if tensor.data_type in (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE):
+            values = onnx.numpy_helper.to_array(tensor)
+            weights.append((tensor.name, values.ndim == 0 or bool(np.isfinite(values).all())))  # scalars are limits
+    refuse_non_finite(weights)
+
+
+def _tensors(message: Any) -> Iterator[Any]:
+    """Every tensor of an ONNX model, wherever it stands: initialisers, constants, functions, branches."""
+    if message.DESCRIPTOR.name == "TensorProto":
+        yield message
+        return
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for one in value if isinstance(value, Iterable) else [value]:
+                yield from _tensors(one)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchvision.models import get_weight
 from torchvision.models._api import WeightsEnum
 
-from aploss.detectors.checkpoint import checkpoint_file, read_checkpoint
+from aploss.detectors.checkpoint import checkpoint_file, read_checkpoint, refuse_non_finite, values_of
 from aploss.detectors.detector import DETECTORS, Detector
 from aploss.detectors.losses_by_name import make_loss
 from aploss.errors import ConfigError, RunError
@@ -159,14 +159,13 @@ def _from_torchvision(entry: WeightsEnum) -> _Source:
 def _from_file(file: Path) -> _Source:
     content = read_checkpoint(file)
     if isinstance(content, Mapping) and "detector" in content:
-        config = content["detector"]["config"]
-        softmax = traits_of(make_loss(config["loss"], **config["loss_options"])).softmax
+        with values_of(file):
+            config = content["detector"]["config"]
+            softmax = traits_of(make_loss(config["loss"], **config["loss_options"])).softmax
+            columns = (BACKGROUND,) * softmax + tuple(map(str, config["class_names"]))
+            state = content["detector"]["state"]
         return _Source(
-            name=str(file),
-            state=_tensors(content["detector"]["state"], file),
-            from_torchvision=False,
-            columns=(BACKGROUND,) * softmax + tuple(config["class_names"]),
-            softmax=softmax,
+            name=str(file), state=_tensors(state, file), from_torchvision=False, columns=columns, softmax=softmax
         )
     for key in ("state_dict", "model_state_dict", "model"):  # where other tools keep the weights
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
@@ -181,6 +180,8 @@ def _tensors(content: Any, file: Path) -> dict[str, Tensor]:
     tensors = isinstance(content, Mapping) and all(isinstance(v, Tensor) for v in content.values())
     if not tensors or not content:
         raise RunError(f"{file} holds no weights: expected a state dict of names and tensors")
+    with values_of(file):
+        refuse_non_finite((str(name), bool(tensor.isfinite().all())) for name, tensor in content.items())
     return {str(name).removeprefix("module."): tensor for name, tensor in content.items()}
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from aploss.data.load import find_source
 from aploss.errors import ConfigError
 from aploss.experiments.measures import DETECTION, RANKING_AP, VOC_AP50, APLossMeasure, Measure, MultiScaleMeasure
 from aploss.experiments.measures import METRICS as SIZES
@@ -278,7 +279,8 @@ FIGURE_4A = Reproduction(
 
 def _pictures(results: Results) -> list[Section]:
     names = [variant.name for variant in results.plan.variants]
-    runs = {name: read_run(run.folder) for name in names for run in results.finished_runs(name)}
+    data = find_source(results.plan.variants[0].config.data).folder.root
+    runs = {name: read_run(run.folder, images=data) for name in names for run in results.finished_runs(name)}
     blocks: list[Block] = [Missing("There are pictures when both models are trained.")]
     if len(runs) == len(names):
         classes = [entry["name"] for entry in runs["ap"].ground_truth.get("categories", [])]

@@ -28,6 +28,7 @@ class RunFiles:
         training, validation: the rows of ``metrics.jsonl`` of each kind.
         ground_truth, detections, metrics, calibration, matches: ``evaluation/*.json``.
         problems: one line for each file that is there but cannot be used.
+        images: the folder that image files may lie in, besides the run folder.
     """
 
     folder: Path
@@ -42,6 +43,13 @@ class RunFiles:
     calibration: dict[str, Any] = field(default_factory=dict)
     matches: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    images: Path | None = None
+
+    def may_open(self, path: Path) -> bool:
+        """Whether an image file lies where images are looked for, with all links followed."""
+        real = path.resolve()
+        folders = [self.folder] if self.images is None else [self.folder, self.images]
+        return any(real.is_relative_to(folder.resolve()) for folder in folders)
 
     @property
     def threshold(self) -> float:
@@ -66,8 +74,8 @@ class RunFiles:
         return np.array([-1 if flag is None else int(flag) for flag in flags], dtype=np.int64)
 
 
-def read_run(folder: str | Path) -> RunFiles:
-    """Reads the files of a run folder.
+def read_run(folder: str | Path, *, images: str | Path | None = None) -> RunFiles:
+    """Reads the files of a run folder; its image files are only opened there or below ``images``.
 
     Raises:
         RunError: when the folder is not there or holds none of a run's files.
@@ -75,7 +83,7 @@ def read_run(folder: str | Path) -> RunFiles:
     root = Path(folder)
     if not root.is_dir():
         raise RunError(f"{root}: no such folder; name the folder of a run, such as runs/demo")
-    run = RunFiles(root)
+    run = RunFiles(root, images=None if images is None else Path(images))
     run.summary = _json(run, "summary.json", {})
     run.environment = _json(run, "environment.json", {})
     run.ground_truth = _json(run, "evaluation/ground_truth.json", {})

@@ -51,6 +51,8 @@ class PictureSource:
         path = self.run.folder / str(entry.get("path") or entry.get("file_name") or "")
         width, height = entry.get("width"), entry.get("height")
         try:
+            if not self.run.may_open(path):
+                raise ValueError(f"{path} is not below the folder of the images: name that as images=")
             pixels = read_image(path, size=(width, height) if width and height else None)
             return Image.fromarray(pixels.permute(1, 2, 0).numpy())
         except (ImageError, OSError, ValueError) as error:

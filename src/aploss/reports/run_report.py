@@ -34,18 +34,20 @@ SHOWN_NAMES = 8  # of images that could not be read
 Rows = Sequence[Mapping[str, Any]]
 
 
-def write_run_report(run_folder: str | Path) -> Path:
+def write_run_report(run_folder: str | Path, *, images: str | Path | None = None) -> Path:
     """Writes ``report.html``, and the plots in it as ``plots/*.svg``, into a run folder; returns the path of the page.
 
     Whatever the folder does not hold is left out, and the page says so: a run that was interrupted has a page, too.
 
     Args:
         run_folder: such as ``runs/demo``; which files are read is told in ``docs/reports.md``.
+        images: folder of the dataset, for the pictures. Image files that the run names elsewhere are not opened: a run
+            folder may come from a stranger, and its page shows what it opens.
 
     Raises:
         RunError: when it is not the folder of a run.
     """
-    run = read_run(run_folder)
+    run = read_run(run_folder, images=images)
     sections = [_section(title, run) for title in SECTIONS]
     for section in sections:
         for block in section.blocks:

@@ -6,9 +6,11 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import msgspec
 import torch
 
 from aploss.data.loader import TrainingBatches
+from aploss.detectors.checkpoint import refuse_non_finite, values_of
 from aploss.errors import AplossError, DataError, RunError
 from aploss.training.config import TrainConfig
 from aploss.training.distributed import StopSignals, TrainingInterruptedError
@@ -36,6 +38,14 @@ class LoopState:
     window: dict[str, float] = field(default_factory=dict)  # sums of the losses since the last row of metrics
     window_steps: int = 0  # in these sums
     unreadable: dict[str, str] = field(default_factory=dict)  # images that cannot be read: path → reason
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "LoopState":
+        """The state in a checkpoint, whoever wrote it; ValueError for values of another kind."""
+        state = msgspec.convert(values, cls)
+        if min(state.step, state.seconds, state.best_step, state.validated_step) < 0:
+            raise ValueError(f"a step or time before the first: {state.step}, {state.seconds}")
+        return state
 
     def add_to_window(self, values: dict[str, float]) -> None:
         """Adds the values of a step to the sums of the next row of metrics."""
@@ -299,15 +309,18 @@ class Loop:
         try:
             training = {"unreadable": {}, **checkpoint["training"]}  # not in older ones
             self._check_images(training["images"])
-            self.state = LoopState(**{f.name: training[f.name] for f in fields(LoopState)})
-            self.stepper.load_state(training["stepper"], checkpoint["detector"]["state"])
+            self.state = LoopState.from_dict({f.name: training[f.name] for f in fields(LoopState)})
+            state = checkpoint["detector"]["state"]
+            with values_of(last):
+                refuse_non_finite((name, bool(tensor.isfinite().all())) for name, tensor in state.items())
+            self.stepper.load_state(training["stepper"], state)
             restore_random_state(training["random"])
             threads = training["threads"]
         except AplossError:
             raise
         except KeyError as error:
             raise RunError(f"{last} is not a whole checkpoint: it has no {error}") from error
-        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except Exception as error:  # of values of any kind and size
             reason = " ".join(str(error).split())[:200]
             raise RunError(f"{last} does not fit {self.folder.config_file}: {reason}") from error
         if threads != (now := torch.get_num_threads()):

@@ -13,6 +13,7 @@ What is more particular wins: defaults, the recipe that is extended, the recipe 
 overrides.
 """
 
+import os
 from functools import reduce
 from importlib.resources import files
 from pathlib import Path
@@ -94,7 +95,7 @@ def _recipe_path(name: str, *, beside: Path | None) -> Path:
     if path.suffix in (".yaml", ".yml") or path.is_file():
         if beside is not None and not path.is_file():
             raise ConfigError(f"{beside} extends {name!r}, but there is no file {path}")
-        return path.resolve()
+        return Path(os.path.realpath(path))  # resolve() raises where a link leads to itself
     where = f"{beside} extends {name!r}: " if beside is not None else ""
     raise ConfigError(f"{where}no recipe {name!r}; there are {', '.join(recipe_names())}, or name a .yaml file")
 
@@ -102,7 +103,11 @@ def _recipe_path(name: str, *, beside: Path | None) -> Path:
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping a YAML file holds; ConfigError for anything else."""
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for, a device never ends
+            raise ConfigError(f"config file {path} is no file but a folder, pipe or device")
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except ConfigError:
+        raise
     except OSError as error:
         raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
     except RecursionError:

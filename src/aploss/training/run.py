@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from aploss.data.features import StoredFeatures, store_features
 from aploss.data.loader import make_training_loader
 from aploss.detectors.build import build_detector
-from aploss.detectors.detector import Detector
+from aploss.detectors.checkpoint import values_of
+from aploss.detectors.detector import DETECTORS, Detector
 from aploss.errors import ConfigError
 from aploss.reports.run_files import read_json_lines
 from aploss.training.config import TrainConfig
@@ -76,7 +78,7 @@ def train(
         data = world.main_first(lambda: load_run_data(config))  # rank 0 makes the built-in data
         if checkpoint is not None:
             data = as_started(data, checkpoint["training"], config)
-        loop = _make_loop(config, data, device, world, folder, progress)
+        loop = _make_loop(config, data, device, world, folder, progress, checkpoint)
         if checkpoint is not None:
             loop.restore(checkpoint, best_step=best_step)
         else:
@@ -93,7 +95,7 @@ def train(
         for split in loop.splits.all:
             loop.note_unreadable(split.unreadable, f"it is left out of {split.name}")
         summary = _summarise(config, folder, loop, measured)
-        world.on_main(lambda: _write_report(folder, summary))
+        world.on_main(lambda: _write_report(folder, summary, data))
     return summary
 
 
@@ -103,9 +105,10 @@ def _finished(config: TrainConfig, folder: RunFolder) -> Summary | None:
         return None
     refuse_changes(folder, config)
     training = folder.checkpoints.load_last()["training"]
-    if not isinstance(training, dict) or not {"stopped_by", "seconds"} <= training.keys():
+    try:
+        state = LoopState.from_dict({name: training[name] for name in ("stopped_by", "seconds")})
+    except (KeyError, TypeError, ValueError):
         return None  # restoring it says what is wrong
-    state = LoopState(stopped_by=training["stopped_by"], seconds=training["seconds"])
     return Summary.read(folder.summary_file) if state.is_over(config.max_minutes) else None
 
 
@@ -128,13 +131,20 @@ def _claim(
 
 
 def _make_loop(
-    config: TrainConfig, data: RunData, device: torch.device, world: World, folder: RunFolder, progress: Progress
+    config: TrainConfig,
+    data: RunData,
+    device: torch.device,
+    world: World,
+    folder: RunFolder,
+    progress: Progress,
+    checkpoint: dict[str, Any] | None,
 ) -> Loop:
-    """Everything that trains: batches, detector, optimizer, schedule."""
+    """Everything that trains: batches, detector, optimizer, schedule; the checkpoint is one to go on from."""
     if config.model.frozen_backbone and config.model.weights is None:
         raise ConfigError("model.frozen_backbone would keep random weights: add --model.weights imagenet, or a file")
     with quiet_weights(not world.is_main):
-        detector = make_detector(config, data.train.class_names).to(device)
+        start = config if checkpoint is None else _without_start_weights(config, folder, checkpoint)
+        detector = make_detector(start, data.train.class_names).to(device)
     settings, features = config.batches, None
     if settings.cache_features:
         features = world.main_first(lambda: _stored_features(config, detector, data, progress))
@@ -191,6 +201,20 @@ def _digest(body: torch.nn.Module, *others: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
+def _without_start_weights(config: TrainConfig, folder: RunFolder, checkpoint: dict[str, Any]) -> TrainConfig:
+    """The config of a run to go on with, which needs no start weights: they may be gone, or be named by a stranger.
+
+    The options that were taken over from them stand in the checkpoint. A frozen backbone is theirs, to the bit.
+    """
+    if config.model.weights is None or config.model.frozen_backbone:
+        return config
+    options = DETECTORS.get(config.detector).option_names()
+    with values_of(folder.checkpoints.last):
+        saved = {name: value for name, value in checkpoint["detector"]["config"].items() if name in options}
+    model = replace(config.model, weights=None, backbone=None, options={**saved, **config.model.architecture})
+    return replace(config, model=model)
+
+
 @contextmanager
 def _new_run(config: TrainConfig, folder: RunFolder, loop: Loop) -> Iterator[None]:
     """Makes the folder; when not even one step could be done, it is free again."""
@@ -230,7 +254,8 @@ def _introduce(config: TrainConfig, folder: RunFolder, data: RunData, loop: Loop
 
 def _summarise(config: TrainConfig, folder: RunFolder, loop: Loop, measured: dict[str, Any]) -> Summary:
     state, environment = loop.state, describe_environment()
-    speeds = [row["images_per_second"] for row in read_json_lines(folder.metrics_file) if row["kind"] == "train"]
+    rows = [row for row in read_json_lines(folder.metrics_file) if row.get("kind") == "train"]
+    speeds = [speed for row in rows if isinstance(speed := row.get("images_per_second"), int | float)]
     return Summary(
         folder=str(folder.path),
         data=config.data,
@@ -253,11 +278,11 @@ def _summarise(config: TrainConfig, folder: RunFolder, loop: Loop, measured: dic
     )
 
 
-def _write_report(folder: RunFolder, summary: Summary) -> None:
+def _write_report(folder: RunFolder, summary: Summary, data: RunData) -> None:
     from aploss.reports.run_report import write_run_report
 
     summary.write(folder.summary_file)
-    write_run_report(folder.path)
+    write_run_report(folder.path, images=data.train.root)
 
 
 def _parameters(detector: Detector) -> int:

@@ -274,7 +274,7 @@ class MetricsLog:
 
 
 def _cut_back(path: Path, step: int) -> list[dict[str, Any]]:
-    rows = [row for row in read_json_lines(path) if row["step"] <= step]
+    rows = [row for row in read_json_lines(path) if isinstance(row.get("step"), int) and row["step"] <= step]
     write_text(path, "".join(map(_json_line, rows)))
     return rows
 

@@ -10,6 +10,7 @@ import torch
 from aploss.data.annotations import DetectionDataset
 from aploss.data.formats import common_split_name
 from aploss.data.load import dataset_splits, load_dataset
+from aploss.data.paths import DatasetFolder
 from aploss.errors import ConfigError, DataError
 from aploss.training.config import TrainConfig
 
@@ -121,6 +122,8 @@ def as_started(data: RunData, training: Any, config: TrainConfig) -> RunData:
     """
     now = data.train
     names = training.get("image_names") if isinstance(training, dict) else None
+    for name in names if isinstance(names, list) else ():  # whoever wrote the checkpoint
+        DatasetFolder(now.root).inside(str(name), named_in="the run's last.pt")
     present = {now.relative_path(index): index for index in range(len(now))}
     if not isinstance(names, list) or list(present) == names:
         return data
