@@ -14,6 +14,8 @@ EXTRAS = {
     ),
     "export": ("onnx", "onnxruntime", "onnxscript", "openvino"),
     "research": ("scipy", "tensorboard"),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
     "hf": ("accelerate", "timm", "transformers"),
 }  # fmt: skip
 
@@ -66,11 +68,15 @@ def require_packages(*packages: str) -> None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a message about a name that does not exist; empty where none is like it.
+    """The end of a message about a name that does not exist; empty where none is like it, or within it.
 
     Example:
         >>> did_you_mean("fokal", ["ap", "focal"])
         "; did you mean 'focal'?"
+        >>> did_you_mean("aploss", ["ap", "focal"])
+        "; did you mean 'ap'?"
     """
-    close = difflib.get_close_matches(word, [*known], n=1)
+    names = [*known]
+    within = [name for name in sorted(names, key=len, reverse=True) if name in word or word in name]
+    close = difflib.get_close_matches(word, names, n=1) or within
     return f"; did you mean {close[0]!r}?" if close else ""

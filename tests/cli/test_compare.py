@@ -90,6 +90,14 @@ def test_variants_are_rows_with_names_and_learning_rates_of_their_own(
     assert len({row["runs"][0]["folder"] for row in rows}) == 3
 
 
+def test_losses_may_be_bare_words_and_settings_have_their_familiar_names(trainer: Trainer) -> None:
+    assert cli.main(["compare", "ap", "focal", "--seeds", "1", "--epochs", "2", "--lr", "0.01", "--quiet"]) == 0
+    assert [config.loss for config in trainer.configs] == ["ap", "focal"]
+    for config in trainer.configs:
+        assert (config.schedule.length, config.schedule.unit, config.optimizer.learning_rate) == (2, "epochs", 0.01)
+        assert (config.validation.every, config.validation.unit) == (0.2, "epochs")  # ten points of a curve
+
+
 def test_any_setting_can_vary(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--vary", "optimizer.learning_rate=1e-3,0.003", "--vary=batches.size=4", "--seeds", "1", "--quiet"]
     assert cli.main(["compare", *words]) == 0
@@ -144,6 +152,9 @@ def test_out_of_time_it_says_so(trainer: Trainer, capsys: pytest.CaptureFixture[
         (["compare", "--vary", "batches.size=4,8", "--batches.size", "2"], "leave one out"),
         (["compare", "--vary", "optimizer.learning_rate=1,2", "--tune"], "leave one out"),
         (["compare", "--vary", "schedule.length=1,2", "--steps", "2"], "leave one out"),
+        (["compare", "--vary", "batches.size=4,8", "--batch-size", "2"], "leave one out"),
+        (["compare", "ap", "--losses", "focal"], "given twice"),
+        (["compare", "--tune", "--lr", "1"], "leave out --lr"),
         (["compare", "--seeds", "none"], "--seeds"),
         (["compare", "--seeds", "999999999999"], "--seeds"),
         (["compare", "--data", "x" * 300], "File name too long"),

@@ -15,7 +15,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     monkeypatch.chdir(tmp_path)
     configs: list[TrainConfig] = []
 
-    def remember(config: TrainConfig, *, resume: bool, quiet: bool, plugins: list) -> int:
+    def remember(config: TrainConfig, options: Any, *, resume: bool) -> int:
         assert resume
         configs.append(config)
         return 0

@@ -93,7 +93,7 @@ def test_an_error_of_the_system_is_one_line(capsys):
         (["check", "folder"], "aploss data check"),
         (["train", "--los", "ap"], "--loss"),
         (["train", "--batches.sise=3"], "--batches.size"),
-        (["train", "--learning_rate", "1"], "--optimizer.learning_rate"),
+        (["train", "--learning_rate", "1"], "--optimizer.learning-rate"),
         (["compare", "--loss", "ap"], "--losses"),
         (["predict", "run", "image", "--treshold", "1"], "--threshold"),
         (["data", "check", "folder", "--jsn"], "--json"),

@@ -50,13 +50,19 @@ def printed_config(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[
 
 def test_a_run_needs_nothing_but_data(squares: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["train", "--data", str(squares), "--schedule.length", "2", "--out", "here"])
-    output = capsys.readouterr().out
+    captured = capsys.readouterr()
+    output = captured.out
     assert code == 0
     assert "recipe    any-cpu, as none was given: retinanet-tiny on 160x96 pixels" in output
     assert "8 images to train on, 8 for validation (val)" in output
     assert "report: here/report.html" in output
     assert "square" in output
+    assert "finished: all 2 steps are done" in output
+    assert "next: aploss predict here PHOTOS --out found" in captured.err
     assert Path("here/report.html").stat().st_size > 10_000
+    assert len(Path("here/metrics.csv").read_text().splitlines()) == 3  # a head, one row of training and one of AP,
+    assert Path("here/plots/loss.svg").is_file()  # and there are charts all the same
+    assert "There are no curves to draw" not in Path("here/report.html").read_text()
     # Again without --resume is refused, with it the result is only shown.
     assert main(["train", "--data", str(squares), "--out", "here"]) == 2
     assert "already holds a run; add --resume" in capsys.readouterr().err
@@ -120,6 +126,58 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert captured.err.count("\n") == 1
 
 
+FAMILIAR = ["--lr", "1e-3", "--batch-size", "4", "--image-size", "64x96"]
+
+
+def test_familiar_names_are_short_for_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    values = printed_config(capsys, "--recipe", "demo", "--steps", "30", *FAMILIAR)
+    assert (values["schedule"]["length"], values["schedule"]["unit"]) == (30, "steps")
+    assert (values["optimizer"]["learning_rate"], values["batches"]["size"]) == (0.001, 4)
+    assert values["batches"]["image_size"] == [64, 96]
+    assert values["model"]["options"]["test_size"] == [64, 96]  # 128x128 before, of images of 128x128
+
+
+def test_milestones_keep_their_share_of_a_shorter_training(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = printed_config(capsys, "--recipe", "voc-retinanet-r50")["schedule"]
+    assert (whole["length"], whole["unit"], whole["milestones"]) == (160, "epochs", [110.0, 140.0])
+    for option, unit in (("--epochs", "epochs"), ("--steps", "steps")):
+        short = printed_config(capsys, "--recipe", "voc-retinanet-r50", option, "16")["schedule"]
+        assert (short["length"], short["unit"], short["milestones"]) == (16, unit, [11.0, 14.0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--lr", "1", "--optimizer.learning-rate", "2"], "--lr and --optimizer.learning-rate are the same setting"),
+        (["--batch-size", "1", "--batches.size", "2"], "--batch-size and --batches.size"),
+        (["--image-size", "64", "--batches.image_size", "32"], "--image-size and --batches.image-size"),
+        (["--epochs", "1", "--schedule.length", "2"], "--epochs and --schedule.length"),
+        (["--steps", "1", "--schedule.unit", "epochs"], "--steps and --schedule.unit"),
+        (["--epochs", "1", "--steps", "2"], "--epochs or --steps, not both"),
+        (["--image-size", "big"], "--image-size big: write 320, or 240x320"),
+        (["builtin", "--data", "elsewhere"], "two data sets, builtin and --data elsewhere"),
+    ],
+)
+def test_two_names_of_a_setting_are_not_given_together(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], text: str
+) -> None:
+    assert main(["train", "--recipe", "demo", *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_bare_word_is_the_data(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed_config(capsys, "somewhere", "--recipe", "any-cpu")["data"] == "somewhere"
+
+
+def test_underscores_are_taken_for_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = (
+        printed_config(capsys, "--recipe", "demo", f"--max{sign}minutes=3", f"--batches.image{sign}size", "96")
+        for sign in "_-"
+    )
+    assert old == new
+    assert (old["max_minutes"], old["batches"]["image_size"]) == (3.0, 96)
+
+
 @pytest.mark.parametrize("arguments", [["--batches.sise", "3"], ["--batches.size", "many"], ["--schedule.kind", "x"]])
 def test_an_option_that_does_not_exist_or_fit_is_named(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
@@ -135,8 +193,10 @@ def test_help_shows_examples_settings_and_defaults(capsys: pytest.CaptureFixture
         main(["train", "--help"])
     text = " ".join(capsys.readouterr().out.split())  # lines are broken anywhere
     assert "aploss train --resume --out" in text
-    assert "--optimizer.learning_rate" in text
+    assert "--optimizer.learning-rate" in text
     assert "(default: 0.003)" in text
+    for name in ("--epochs", "--steps", "--lr", "--batch-size", "--image-size", "rank-sort", "ssdlite", "bccd-cpu"):
+        assert name in text
 
 
 def test_an_interruption_says_how_to_go_on_and_exits_with_130(

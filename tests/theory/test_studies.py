@@ -1,6 +1,7 @@
 """Every claim of the theory pages, and the parts they are made of, checked by hand or literally."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -43,6 +44,28 @@ def test_a_claim_that_fails_fails_the_command(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(STUDIES, "consistency", failing)
     assert cli.main(["theory", "consistency", "--out", str(tmp_path)]) == 1
     assert "does not hold: pigs fly" in capsys.readouterr().out
+    assert not (tmp_path / "index.html").exists()  # of one study its page is enough
+
+
+def test_all_studies_are_linked_from_an_index(monkeypatch, tmp_path, capsys):
+    def holding(name):
+        verdicts = [Verdict(True, f"{name} is true")]
+        figures = [SvgFigure("<svg></svg>")]
+        return Study(name=name, title=f"On {name}", place="p", text="x", numbers={}, figures=figures, verdicts=verdicts)
+
+    for name in STUDIES:
+        monkeypatch.setitem(STUDIES, name, lambda seed, name=name: holding(name))
+    assert cli.main(["theory", "--out", str(tmp_path)]) == 0
+    page = (tmp_path / "index.html").read_text()
+    links = re.findall(r'<a href="([^#"]+)"', page)
+    assert links == [f"{name}/report.html" for name in STUDIES]
+    assert all((tmp_path / link).is_file() for link in links)
+    assert all(f"{name} is true" in page for name in STUDIES)
+    captured = capsys.readouterr()
+    assert str(tmp_path / "index.html") in captured.out
+    assert captured.err == f"next: python -m webbrowser {tmp_path / 'index.html'}\n"
+    assert cli.main(["theory", "--out", str(tmp_path), "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_the_step_bound_is_that_of_appendix_1():

@@ -30,19 +30,32 @@ def test_lines_come_at_validations_and_from_time_to_time(
     ]
 
 
-def test_quiet_shows_warnings_alone_and_still_calls_back(capsys: pytest.CaptureFixture[str]) -> None:
-    rows: list[dict[str, object]] = []
-    quiet = make_progress(quiet=True, on_progress=rows.append)
+def test_quiet_shows_warnings_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    quiet = make_progress(quiet=True)
     assert type(quiet) is Progress
     quiet.begin(total=10, done=0)
     quiet.note("hello")
     quiet.row(TRAIN)
     quiet.row(VALIDATION)
+    with quiet.images("validating") as show:
+        show(1, 2)
     quiet.warn("trouble")
     quiet.end()
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "trouble\n")
-    assert rows == [TRAIN, VALIDATION]
+
+
+def test_long_validations_are_told_of_in_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    with PlainProgress().images("validating") as show:
+        show(10, 50)  # too soon
+        clock[0] = 20.0
+        show(20, 50)
+        show(30, 50)
+    assert capsys.readouterr().out.splitlines() == ["validating  20/50 images"]
 
 
 def test_a_terminal_gets_a_live_bar_and_a_pipe_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,9 +71,24 @@ def test_a_terminal_gets_a_live_bar_and_a_pipe_gets_lines(monkeypatch: pytest.Mo
     bar.row(TRAIN)
     bar.row(VALIDATION)
     bar.step(5)
+    with bar.images("validating") as show:
+        show(3, 7)
     bar.note("[not markup] noted")
     bar.warn("trouble")
     bar.end()
+    with bar.images("measuring test") as show:
+        show(4, 9)
     text = terminal.getvalue()
-    for part in ("5/10", "loss 1.500", "80 images/s", "AP 0.500", "[not markup] noted", "trouble"):
+    for part in (
+        "validating",
+        "3/7",
+        "measuring test",
+        "4/9",
+        "5/10",
+        "loss 1.500",
+        "80 images/s",
+        "AP 0.500",
+        "[not markup] noted",
+        "trouble",
+    ):
         assert part in text

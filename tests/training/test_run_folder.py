@@ -65,18 +65,6 @@ def test_metrics_are_cut_back_to_the_checkpoint_and_go_on(tmp_path: Path) -> Non
     ]
 
 
-def test_tensorboard_events_hold_the_numbers(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    log = MetricsLog(tmp_path, step=0)
-    log.add({**train_row(1), "box": 2.0})
-    log.add({"kind": "validation", "step": 1, "AP": 0.25, "APs": None})
-    log.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert set(events.Tags()["scalars"]) == {"train/loss", "train/box", "validation/AP"}
-    assert events.Scalars("validation/AP")[0].value == 0.25
-
-
 # --- lock ---
 
 

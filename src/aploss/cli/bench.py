@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
-from aploss.cli.command import Command, progress
+from aploss.cli.command import Command, open_page, progress, say_next
 from aploss.files import write_text
 
 EXAMPLES = """
@@ -26,15 +26,20 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 def _run(options: Namespace) -> int:
     names = list(BENCHMARKS) if options.what == "all" else [options.what]
+    plots = []
     for name in names:
         benchmark = import_module(f"aploss.benchmarks.{BENCHMARKS[name]}")
-        with progress(name) as show:
+        with progress(name, quiet=options.quiet) as show:
             result = benchmark.run(lambda step: show(text=step), quick=options.quick)
         print(f"\n{name}\n{benchmark.table(result)}", flush=True)
         write_text(options.out / f"{name}.json", json.dumps(result, indent=2) + "\n")
         if hasattr(benchmark, "plot"):
             write_text(options.out / f"{name}.svg", benchmark.plot(result))
-    print(f"\nwritten to {options.out}")
+            plots.append(options.out / f"{name}.svg")
+    if not options.quiet:
+        print(f"\nwritten to {options.out}", flush=True)
+    if plots:
+        say_next(options, *map(open_page, plots))
     return 0
 
 

@@ -1,5 +1,6 @@
 """What the commands share: their description, exit codes, progress, and what is said at the end."""
 
+import difflib
 import shlex
 import sys
 import time
@@ -34,6 +35,35 @@ class Command:
     add_arguments: "Callable[[ArgumentParser], None]"  # declares its options
     run: "Callable[[Namespace], int]"  # does it and gives the exit code
     plugins: bool = True  # whether it builds something, and so takes --plugin
+    computes: bool = True  # whether torch has work to do, and so takes --threads
+    quiet: str = "show only the result, and what goes wrong"  # what --quiet does
+
+
+def close_to(word: str, names: Sequence[str]) -> list[str]:
+    """The name that is spelt most like a word, if any is."""
+    return difflib.get_close_matches(word, names, n=1)
+
+
+def shortened(text: str, longest: int = 200) -> str:
+    """Text that fits into a line."""
+    return text if len(text) <= longest else f"{text[:longest]}..."
+
+
+def newest_run(folder: str = "runs") -> str:
+    """The run that was trained last, for the commands that are suggested; RUN where there is none."""
+    runs = {file.parents[1]: file.stat().st_mtime for file in Path(folder).glob("*/checkpoints/last.pt")}
+    return shlex.quote(max(runs, key=runs.__getitem__).as_posix()) if runs else "RUN"
+
+
+def open_page(page: Path) -> str:
+    """The command that shows a page in the browser, on every system."""
+    return f"python -m webbrowser {shlex.quote(str(page))}"
+
+
+def say_next(options: "Namespace", *commands: str) -> None:
+    """Names the commands that come next; on stderr, as they are no part of the result."""
+    if not (options.quiet or options.get("json")):
+        print("next:", "\n      ".join(commands), file=sys.stderr)
 
 
 def require_at_least(least: float, options: "Namespace", *names: str) -> None:
@@ -66,26 +96,28 @@ def progress(what: str, *, quiet: bool = False) -> Iterator[Callable[..., None]]
         yield show
 
 
-def run_training(config: "TrainConfig", *, resume: bool, quiet: bool, plugins: Sequence[str] = ()) -> int:
-    """Trains with progress, then prints the table of AP and the path of the page.
+def run_training(config: "TrainConfig", options: "Namespace", *, resume: bool, shows_result: bool = True) -> int:
+    """Trains with progress, then prints the table of AP, the path of the page, and what to do with the run.
 
-    The files of ``plugins`` are named in the command to go on with after an interruption.
+    The files of ``options.plugin`` are named in the command to go on with after an interruption.
     """
     from aploss import training
     from aploss.training.distributed import LostProcessError, is_main_process
 
     try:
-        summary = training.train(config, resume=resume, quiet=quiet)
+        summary = training.train(config, resume=resume, quiet=options.quiet)
     except training.TrainingInterruptedError as interruption:
         if is_main_process():
-            print(interruption, *(f"--plugin {shlex.quote(file)}" for file in plugins), file=sys.stderr)
+            print(interruption, *(f"--plugin {shlex.quote(file)}" for file in options.plugin), file=sys.stderr)
         return interruption.exit_code
     except AplossError as error:
         if is_main_process() or isinstance(error, LostProcessError):
             raise
         return error.exit_code  # the main process says it
-    if is_main_process():
-        print(f"{summary.table()}\nreport: {summary.folder}/report.html")
+    if is_main_process() and shows_result:
+        print(f"{summary.table()}\nreport: {summary.folder}/report.html", flush=True)
+        run, data = shlex.quote(summary.folder), shlex.quote(config.data)
+        say_next(options, f"aploss predict {run} PHOTOS --out found", f"aploss eval {run} --data {data}")
     return 0
 
 
@@ -98,7 +130,8 @@ def add_shared_settings(parser: "ArgumentParser") -> None:
 
     for setting in settings_of(TrainConfig):
         if setting.key == "precision" or ("." in setting.key and setting.key not in (*DECIDED, *OTHERWISE)):
-            parser.add_argument(f"--{setting.key}", type=setting.type, default=SUPPRESS, help=setting.help)
+            option = f"--{setting.key.replace('_', '-')}"
+            parser.add_argument(option, type=setting.type, default=SUPPRESS, help=setting.help)
 
 
 def shared_settings(options: "Namespace") -> dict[str, Any]:
@@ -119,7 +152,8 @@ def run_comparison(options: "Namespace", default_out: Path, work: Callable[..., 
             print("stopped, everything is saved; the same command goes on", file=sys.stderr)
         return interruption.exit_code
     if is_main_process():
-        print(f"{(out / 'table.md').read_text(encoding='utf-8')}\nreport: {out / 'report.html'}")
+        print(f"{(out / 'table.md').read_text(encoding='utf-8')}\nreport: {out / 'report.html'}", flush=True)
         if not results.complete:
             print("not finished: the same command goes on", file=sys.stderr)
+        say_next(options, open_page(out / "report.html"))
     return 0

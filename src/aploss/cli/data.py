@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shlex
 import sys
 import warnings
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
-from aploss.cli.command import Command, progress, require_at_least
+from aploss.cli.command import Command, progress, require_at_least, say_next
 from aploss.errors import ConfigError, DataError
 from aploss.files import write_whole
 
@@ -33,6 +34,7 @@ CONVERT_EXAMPLES = """
   aploss data convert coco/annotations/instances_val2017.json --to yolo --out coco-val-yolo
   aploss data convert builtin --to voc --out shapes
 """
+ONLY_PROBLEMS = "show only what goes wrong"
 TILE = 300  # pixels of an image on a contact sheet
 
 
@@ -69,16 +71,19 @@ def _check(options: Namespace) -> int:
     """
     from PIL import Image
 
-    from aploss.data.check import check_dataset, check_report
+    from aploss.data.check import UNUSABLE, check_dataset, check_report
 
     names = options.classes and [name.strip() for name in options.classes.split(",")]
-    with warnings.catch_warnings(), progress("images checked") as show:
+    with warnings.catch_warnings(), progress("images checked", quiet=options.quiet) as show:
         # Pillow warns of images that the check itself reports as too large.
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         result = check_dataset(
             options.path, format=options.format, class_names=names, decode=not options.fast, progress=show
         )
     print(json.dumps(result.to_dict(), indent=2) if options.json else check_report(result, limit=max(options.limit, 0)))
+    if result.exit_code != UNUSABLE:
+        sys.stdout.flush()
+        say_next(options, f"aploss train --data {shlex.quote(options.path)}")
     return result.exit_code
 
 
@@ -132,7 +137,9 @@ def _show(options: Namespace) -> int:
     out = options.out or Path("runs") / _sheet_name(dataset, options.augment)
     write_whole(out, lambda file: sheet.save(file, format=kind))
     boxes = sum(len(target["boxes"]) for _, target in samples)
-    print(f"{out}: {title}, {boxes} boxes")
+    if not options.quiet:
+        print(f"{out}: {title}, {boxes} boxes", flush=True)
+        say_next(options, f"aploss train --data {shlex.quote(options.path)}")
     return 0
 
 
@@ -169,15 +176,22 @@ def _convert(options: Namespace) -> int:
     from aploss.data.problems import Effect, summarise
 
     result = convert_dataset(options.path, options.out, to=options.to, format=options.format)
-    print(f"{result.folder}: {result.images:,} images, {result.boxes:,} boxes, splits {', '.join(result.splits)}")
+    if not options.quiet:
+        counts = f"{result.images:,} images, {result.boxes:,} boxes, splits {', '.join(result.splits)}"
+        print(f"{result.folder}: {counts}", flush=True)
     changed = [problem for problem in result.problems if problem.effect is not Effect.KEPT]
     if changed:
         print(f"left out or clipped: {summarise(changed)}", file=sys.stderr)
     if result.losses:
         print(f"{options.to} cannot hold, and so lost: {'; '.join(result.losses)}", file=sys.stderr)
+    say_next(options, f"aploss data check {shlex.quote(options.out)}")
     return 0
 
 
-CHECK = Command(examples=CHECK_EXAMPLES, add_arguments=_add_check_arguments, run=_check)
-SHOW = Command(examples=SHOW_EXAMPLES, add_arguments=_add_show_arguments, run=_show)
-CONVERT = Command(examples=CONVERT_EXAMPLES, add_arguments=_add_convert_arguments, run=_convert)
+CHECK = Command(examples=CHECK_EXAMPLES, add_arguments=_add_check_arguments, run=_check, computes=False)
+SHOW = Command(
+    examples=SHOW_EXAMPLES, add_arguments=_add_show_arguments, run=_show, computes=False, quiet=ONLY_PROBLEMS
+)
+CONVERT = Command(
+    examples=CONVERT_EXAMPLES, add_arguments=_add_convert_arguments, run=_convert, computes=False, quiet=ONLY_PROBLEMS
+)

@@ -21,7 +21,6 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--loss", default="ap", help=f"classification loss: {', '.join(LOSSES.names())}")
     parser.add_argument("--seed", type=int, default=0, help="initial weights and data order")
     parser.add_argument("--out", help="run folder; by default runs/demo, or the next free number")
-    parser.add_argument("--quiet", action="store_true", help="show only the result")
 
 
 def _run(options: Namespace) -> int:
@@ -30,7 +29,7 @@ def _run(options: Namespace) -> int:
     wanted = {"data": "builtin", "loss": options.loss, "seed": options.seed}
     folder = Path(options.out) if options.out else _free_or_unfinished(wanted)
     config = load_config("demo", {**wanted, "out": str(folder)})
-    return run_training(config, resume=True, quiet=options.quiet, plugins=options.plugin)
+    return run_training(config, options, resume=True)
 
 
 def _free_or_unfinished(wanted: dict[str, object]) -> Path:

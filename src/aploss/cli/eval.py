@@ -6,6 +6,7 @@ ids that are text and not in the annotations are matched to their file names.
 """
 
 import json
+import shlex
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -17,10 +18,10 @@ from typing import Literal
 import numpy as np
 from jsonargparse import ArgumentParser, Namespace
 
-from aploss.cli.command import Command, require_at_least
+from aploss.cli.command import Command, newest_run, progress, require_at_least, say_next
 from aploss.data.annotations import Annotations
 from aploss.data.paths import is_image, stem_of
-from aploss.errors import ConfigError, DataError
+from aploss.errors import AplossError, ConfigError, DataError
 from aploss.evaluation.coco import coco_metrics
 from aploss.evaluation.matching import curves_as_dict, match_detections, precision_recall_curves
 from aploss.evaluation.metrics import Metrics
@@ -82,9 +83,14 @@ def _run(options: Namespace) -> int:
         print(json.dumps(metrics.as_dict(), allow_nan=False))
         return 0
     counts = f"{metrics.images} images, {metrics.objects} objects, {metrics.detections} detections"
-    print(f"{TITLES[metrics.metric]}, IoU {metrics.iou}: {counts}\n\n{metrics.table()}")
-    for path in written:
+    print(f"{TITLES[metrics.metric]}, IoU {metrics.iou}: {counts}\n\n{metrics.table()}", flush=True)
+    for path in () if options.quiet else written:
         print(f"wrote {path}", file=sys.stderr)
+    if options.run is not None:
+        say_next(options, f"aploss predict {shlex.quote(options.run)} PHOTOS --out found")
+    elif not written:
+        files = shlex.join(["--annotations", options.annotations, "--detections", options.detections])
+        say_next(options, f"aploss eval {files} --out scores")
     return 0
 
 
@@ -93,16 +99,28 @@ def _check(options: Namespace) -> None:
     given = [f"--{name}" for name in ("annotations", "detections") if options[name] is not None]
     if options.run is None:
         if len(given) < 2:
-            raise ConfigError("give a run and --data PATH, or --annotations FILE and --detections FILE")
+            run = f"aploss eval {newest_run()} --data PATH"
+            raise ConfigError(f"give a run and data ({run}), or --annotations FILE and --detections FILE")
         if options.data is not None:
             raise ConfigError("--data is what a run is scored on: name the run first")
     elif given:
         raise ConfigError(f"a run is scored on --data: leave out {' and '.join(given)}")
     elif options.data is None:
-        raise ConfigError("give --data PATH, the dataset to score the run on")
+        raise ConfigError(f"give the data to score the run on: {_with_own_data(options.run)}")
     require_at_least(1, options, "batch_size")
     if options.max_detections is not None and options.max_detections > MOST_DETECTIONS:
         raise ConfigError(f"--max-detections {options.max_detections}: at most {MOST_DETECTIONS}")
+
+
+def _with_own_data(run: str) -> str:
+    """The command that scores a run on the data it was trained with."""
+    from aploss.training.run_folder import RunFolder
+
+    try:
+        data = RunFolder(run).read_config().data
+    except AplossError:
+        data = "PATH"
+    return f"aploss eval {shlex.join([run, '--data', data])}"
 
 
 def _detect(options: Namespace) -> tuple[Annotations, DetectionTable]:
@@ -123,11 +141,12 @@ def _detect(options: Namespace) -> tuple[Annotations, DetectionTable]:
     prepared, workers = Split(dataset), choose_workers(None, device, 1)
     # As the run itself was measured: the last bits of a convolution depend on the size of its batch.
     size = options.batch_size or _validation_batch_size(Path(options.run))
-    table = detect_split(detector, prepared, World(), batch_size=size, workers=workers)
+    with progress("images", quiet=options.quiet or options.json) as show:
+        table = detect_split(detector, prepared, World(), batch_size=size, workers=workers, on_images=show)
     assert table is not None  # this is the only process
     if options.metric == "coco" and options.max_detections is None:
         options.max_detections = detector.detections_per_image
-    if not options.json:
+    if not (options.json or options.quiet):
         print(f"{options.run} on {dataset.name}, split {split}")
     return prepared.truth, table
 

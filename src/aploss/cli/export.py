@@ -5,11 +5,12 @@ calibration and drawing threshold. ``aploss predict FILE IMAGES...`` and ``aplos
 it without the run.
 """
 
+import shlex
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
-from aploss.cli.command import Command, require_at_least
+from aploss.cli.command import Command, require_at_least, say_next
 from aploss.errors import ConfigError
 
 EXAMPLES = """
@@ -26,6 +27,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
         "--out",
         type=Path,
         required=True,
+        metavar="model.onnx",
         help="file to write: .onnx, .xml (OpenVINO, with a .bin beside it) or .ts (TorchScript)",
     )
     parser.add_argument(
@@ -44,6 +46,8 @@ def _run(options: Namespace) -> int:
         raise ConfigError(f"--out {options.out}: end its name in .onnx, .xml (OpenVINO) or .ts (TorchScript)")
     detector = load(options.run)
     path = export(detector, options.out, size=options.size)
+    if options.quiet:
+        return 0
     exported = load_exported(path)
     shorter, longest = exported.test_size
     if exported.keeps_aspect_ratio:
@@ -54,7 +58,8 @@ def _run(options: Namespace) -> int:
     print(f"  classes: {', '.join(exported.class_names)}")
     print(f"  {size}")
     print(f"  scores: {'calibrated' if exported.calibration is not None else 'not calibrated'}")
-    print("  checked: it gives what the detector gives")
+    print("  checked: it gives what the detector gives", flush=True)
+    say_next(options, f"aploss predict {shlex.quote(str(path))} PHOTOS --out found")
     return 0
 
 
@@ -65,4 +70,4 @@ def _bytes(path: Path) -> int:
     return path.stat().st_size + beside
 
 
-EXPORT = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)
+EXPORT = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run, quiet="show only what goes wrong")

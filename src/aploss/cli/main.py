@@ -3,22 +3,22 @@
 Only the module of the command that was asked for is imported, so that ``aploss --help`` answers at once.
 """
 
-import difflib
+import logging
 import os
-import re
+import shlex
 import sys
 import tempfile
 import traceback
-from argparse import RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import version
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from aploss.cli.command import EXIT_PROBLEMS, Command
-from aploss.errors import AplossError, ConfigError, missing_package
+from aploss.cli.command import EXIT_PROBLEMS, Command, close_to, newest_run, require_at_least, shortened
+from aploss.errors import AplossError, missing_package
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -40,6 +40,22 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
     ("bench",): ("bench", "measure the losses, the data loading and the training step"),
 }
 
+# What other tools call it, and words that come to mind.
+OTHER_NAMES = {
+    **dict.fromkeys(("evaluate", "evaluation", "test", "val", "validate", "score", "metrics"), "eval"),
+    **dict.fromkeys(("detect", "infer", "inference", "run"), "predict"),
+    **dict.fromkeys(("fit", "training", "finetune", "fine-tune"), "train"),
+    "resume": "train --resume --out",
+    "convert": "data convert",
+    "check": "data check",
+    "show": "data show",
+    "view": "data show",
+    "benchmark": "bench",
+    "quickstart": "demo",
+    "onnx": "export",
+}
+PICTURES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
+
 EXIT_USER_ERROR = AplossError.exit_code
 
 
@@ -49,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words in (["--version"], ["-V"]):
         print(f"aploss {version('aploss')}")
         return 0
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     if not words or words[0] in ("-h", "--help"):
         print(_overview(()))
         return 0
@@ -77,11 +95,11 @@ def _in_words(error: Exception) -> tuple[str, int]:
     if isinstance(error, AplossError):
         return " ".join(str(error).splitlines()), error.exit_code
     if isinstance(error, OSError) and error.strerror is not None:
-        name = "" if error.filename is None else f"{_shortened(str(error.filename))}: "
+        name = "" if error.filename is None else f"{shortened(str(error.filename))}: "
         return f"{name}{error.strerror}", EXIT_USER_ERROR
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         return str(missing_package(error.name)), EXIT_USER_ERROR
-    line, where = _shortened(" ".join(str(error).split())), ""
+    line, where = shortened(" ".join(str(error).split())), ""
     with suppress(OSError):
         handle, name = tempfile.mkstemp(prefix="aploss-error-", suffix=".txt")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -90,19 +108,38 @@ def _in_words(error: Exception) -> tuple[str, int]:
     return f"unexpected {type(error).__name__}: {line}{where} (--debug shows it)", EXIT_PROBLEMS
 
 
-def _shortened(text: str, longest: int = 200) -> str:
-    return text if len(text) <= longest else f"{text[:longest]}..."
-
-
 def _run(words: tuple[str, ...], arguments: list[str]) -> int:
+    prepare_threads(next(_values_of("--threads", arguments), None))
     command = _command(words)
     if command.plugins:  # they come first: what they register are choices of the options
         from aploss.registry import load_plugins
 
-        load_plugins(list(_plugin_files(arguments)))
-    parser = make_parser(words)
-    _refuse_unknown_options(parser, arguments)
-    return command.run(parser.parse_args(arguments))
+        load_plugins(list(_values_of("--plugin", arguments)))
+    options = make_parser(words).parse_args(arguments)
+    if command.computes and options.threads is not None:
+        require_at_least(1, options, "threads")
+        import torch
+
+        torch.set_num_threads(options.threads)  # in a process that has imported torch before
+    compiling = logging.getLogger("aploss.losses")
+    level = compiling.level
+    try:
+        if options.quiet:
+            compiling.setLevel(logging.ERROR)
+        return command.run(options)
+    finally:
+        compiling.setLevel(level)
+
+
+def prepare_threads(threads: str | None) -> None:
+    """Sets up the threads that torch will compute with; to be called before torch is imported.
+
+    Its OpenMP library reads the environment once, when it is loaded. By default threads that wait for work spin: they
+    keep their core busy, and with it whatever else runs there, the thread they are waiting for not excepted.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if threads is not None and threads.isdecimal() and int(threads) > 0:
+        os.environ |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
 
 
 def _command(words: tuple[str, ...]) -> Command:
@@ -111,39 +148,32 @@ def _command(words: tuple[str, ...]) -> Command:
     return found
 
 
-def _plugin_files(arguments: Sequence[str]) -> Iterator[str]:
+def _values_of(option: str, arguments: Sequence[str]) -> Iterator[str]:
+    """What an option is given, before there is a parser."""
     words = iter(arguments)
     for word in words:
-        if word == "--plugin":
+        if word == option:
             yield from islice(words, 1)
-        elif word.startswith("--plugin="):
+        elif word.startswith(f"{option}="):
             yield word.partition("=")[2]
 
 
 def make_parser(command: tuple[str, ...]) -> "ArgumentParser":
     """The parser of a command's options; ``command`` are its words, such as ``("data", "check")``."""
-    from jsonargparse import ArgumentParser, DefaultHelpFormatter
+    from aploss.cli.options import HelpFormatter, Parser
 
     definition, line = _command(command), COMMANDS[command][1]
-
-    class Formatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
-        """Keeps the lines of the examples."""
-
-    class Parser(ArgumentParser):
-        """Reports a wrong option as any other mistake."""
-
-        def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-            words = [action.dest for action in self._actions if not action.option_strings]
-            raise ConfigError(f"{_in_one_line(message, words)} ({self.prog} --help lists the options)") from ex
-
     parser = Parser(
         prog=f"aploss {' '.join(command)}",
         description=line[0].upper() + line[1:] + ".",
         epilog="examples:\n" + definition.examples.strip("\n"),
-        formatter_class=Formatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,  # a misspelt option must not become another one
     )
     definition.add_arguments(parser)
+    if definition.computes:
+        parser.add_argument("--threads", type=int, metavar="N", help="threads to compute with; all cores by default")
+    parser.add_argument("--quiet", action="store_true", help=definition.quiet)
     if definition.plugins:
         parser.add_argument(
             "--plugin", action="append", default=[], metavar="FILE.py",
@@ -151,37 +181,6 @@ def make_parser(command: tuple[str, ...]) -> "ArgumentParser":
         )  # fmt: skip
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error, too")
     return parser
-
-
-def _refuse_unknown_options(parser: Any, arguments: Sequence[str]) -> None:
-    """Names an option that does not exist, and the one that was perhaps meant."""
-    known = [name for action in parser._actions for name in action.option_strings]
-    for word in arguments:
-        option = word.partition("=")[0].removesuffix("+")
-        if word == "--" or not option.startswith("--") or option in known:
-            continue
-        if any(option.startswith(f"{name}.") for name in known):  # --model.options.norm
-            continue
-        by_ending = [name for name in known if name.endswith(f".{option.removeprefix('--')}")]
-        meant = by_ending or _close_to(option, known)
-        guess = f"; did you mean {meant[0]}?" if meant else ""
-        raise ConfigError(f"there is no option {_shortened(option)}{guess} ({parser.prog} --help lists them)")
-
-
-def _close_to(word: str, names: Sequence[str]) -> list[str]:
-    return difflib.get_close_matches(word, names, n=1)
-
-
-def _in_one_line(message: str, words: Sequence[str] = ()) -> str:
-    """What jsonargparse says, shorter; ``words`` are the arguments that are no options.
-
-    Example:
-        >>> _in_one_line('Parser key "a.b": Got value: x')
-        '--a.b: Got value: x'
-    """
-    line = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", " ".join(message.split()))
-    line = re.sub(r"(?:typing\.)?Literal\[([^]]+)\]", r"choice of \1", line)
-    return re.sub(r'Parser key "([^"]+)":', lambda match: f"{'' if match[1] in words else '--'}{match[1]}:", line)
 
 
 def _overview(prefix: tuple[str, ...]) -> str:
@@ -198,8 +197,24 @@ def _unknown_command(words: list[str]) -> int:
         print(_overview(prefix))
         return 0 if len(words) > 1 else EXIT_USER_ERROR
     asked = " ".join(words[:2] if group else words[:1])
-    names = [" ".join(command) for command in COMMANDS]
-    close = _close_to(" ".join(words[:2]), names) or _close_to(asked, names)
-    guess = f"; did you mean 'aploss {close[0]}'?" if close else ""
-    print(f"aploss: no command '{_shortened(asked)}'{guess} (aploss --help lists them)", file=sys.stderr)
+    meant = _meant(words, group=group)
+    guess = f"; did you mean: aploss {shortened(meant)}" if meant else ""
+    print(f"aploss: no command '{shortened(asked)}'{guess} (aploss --help lists them)", file=sys.stderr)
     return EXIT_USER_ERROR
+
+
+def _meant(words: list[str], *, group: bool) -> str | None:
+    """The command that was perhaps meant, with the words that follow."""
+    first, rest = words[0].lstrip("-").lower(), words[1:]
+    names = [" ".join(command) for command in COMMANDS]
+    is_path = group and Path(rest[0]).exists()
+    if not is_path and (close := close_to(" ".join(words[:2]), names)):
+        return shlex.join([*close[0].split(), *words[len(close[0].split()) :]])
+    if group:  # aploss data PATH
+        return shlex.join([*words[:1], "check", *rest])
+    if first in OTHER_NAMES or first in names or (close := close_to(first, names)):
+        name = OTHER_NAMES.get(first) or (first if first in names else close[0])
+        return f"{name} {shlex.join(rest)}".strip()
+    if Path(words[0]).suffix.lower() in PICTURES:
+        return f"predict {newest_run()} {shlex.join(words)} --out found"
+    return f"train --data {shlex.join(words)}" if Path(words[0]).exists() else None

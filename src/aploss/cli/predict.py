@@ -5,6 +5,7 @@ and the images and classes that these refer to, to ``images.json``.
 """
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +15,9 @@ from typing import TYPE_CHECKING, Literal
 
 from jsonargparse import ArgumentParser, Namespace
 
-from aploss.cli.command import EXIT_PROBLEMS, Command, progress, require_at_least
+from aploss.cli.command import EXIT_PROBLEMS, Command, newest_run, progress, require_at_least, say_next
 from aploss.data.images import EXTENSIONS
-from aploss.errors import DataError
+from aploss.errors import ConfigError, DataError
 from aploss.files import write_text, write_whole
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ class ImageFile:
 
 def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", type=str, help="run folder, checkpoint, or exported file (.onnx, .xml, .ts)")
-    parser.add_argument("images", type=str, nargs="+", help="image files, folders, or patterns")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument("images", type=str, nargs="*", help="image files, folders, or patterns")
+    parser.add_argument("--out", type=Path, help="folder for the results")
     parser.add_argument(
         "--threshold", type=float, help="least score to report; 0 for all (default: best F1 on validation)"
     )
@@ -58,7 +59,6 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--multi-scale", action="store_true", help="look at several sizes and mirrored: slower")
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, mps or auto")
     parser.add_argument("--batch-size", type=int, default=8, help="images in one pass")
-    parser.add_argument("--quiet", action="store_true", help="say only what went wrong")
 
 
 def _run(options: Namespace) -> int:
@@ -66,6 +66,7 @@ def _run(options: Namespace) -> int:
     from aploss.detectors.postprocess import MultiScale
     from aploss.detectors.predict import predict
 
+    _require_all(options)
     require_at_least(1, options, "batch_size")
     images, failures = find_images(options.images, exclude=options.out / PICTURES)
     if not images:
@@ -89,10 +90,23 @@ def _run(options: Namespace) -> int:
         least = detector.draw_threshold if options.threshold is None else options.threshold
         objects = sum(map(len, results.predictions))
         above = f" with a score of at least {least:.2f}" if least else ""
-        print(f"{objects} objects in {len(results.images)} images{above}: {options.out}")
+        print(f"{objects} objects in {len(results.images)} images{above}: {options.out}", flush=True)
+        found = shlex.quote(str(options.out / "detections.json"))
+        say_next(options, f"aploss eval --annotations ANNOTATIONS.json --detections {found}")
     if failures:
         print(f"{len(failures)} could not be used:", *failures, sep="\n  ", file=sys.stderr)
     return EXIT_PROBLEMS if failures else 0
+
+
+def _require_all(options: Namespace) -> None:
+    """Completes a command that lacks the run, the images or --out."""
+    run, images = options.run, options.images
+    if not images and Path(run).suffix.lower() in EXTENSIONS:
+        raise ConfigError(f"the run comes first: aploss predict {newest_run()} {shlex.quote(run)} --out found")
+    if not images or options.out is None:
+        missing = " and ".join(["images"] * (not images) + ["--out"] * (options.out is None))
+        rest = shlex.join([run, *(images or ["photos/"]), "--out", str(options.out or "found")])
+        raise ConfigError(f"without {missing} there is nothing to do: aploss predict {rest}")
 
 
 def load_detector(path: str, device: str) -> "ObjectDetector":
@@ -220,4 +234,4 @@ def _with_different_names(found: dict[Path, str]) -> list[ImageFile]:
     return images
 
 
-PREDICT = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)
+PREDICT = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run, quiet="show only what goes wrong")

@@ -52,7 +52,6 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ...")
     parser.add_argument("--plan", action="store_true", help="show the runs and stop")
     parser.add_argument("--yes", action="store_true", help="start the paper's scale on a CPU, too")
-    parser.add_argument("--quiet", action="store_true", help="show only the result")
     add_shared_settings(parser)
 
 

@@ -2,39 +2,43 @@
 
 import time
 from pathlib import Path
-from typing import Literal
 
 from jsonargparse import ArgumentParser, Namespace
 
-from aploss.cli.command import EXIT_PROBLEMS, Command
+from aploss.cli.command import EXIT_PROBLEMS, Command, open_page, progress, say_next
 
 EXAMPLES = """
-  aploss theory                     all five, a page each
+  aploss theory                     all five, a page each and one that links them
   aploss theory smoothed-failure
 """
+NAMES = ("convergence", "smoothed-failure", "inseparable", "consistency", "imbalance")
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    names = Literal["all", "convergence", "smoothed-failure", "inseparable", "consistency", "imbalance"]
-    parser.add_argument("name", nargs="?", type=names, default="all", help="which study")
+    parser.add_argument("name", nargs="?", choices=["all", *NAMES], default="all", help="which study; all by default")
     parser.add_argument("--seed", type=int, default=0, help="of the random problems")
     parser.add_argument("--out", type=Path, default=Path("runs/theory"), help="folder for the pages")
 
 
 def _run(options: Namespace) -> int:
-    from aploss.theory import STUDIES, write_study
+    from aploss.theory import STUDIES, write_index, write_study
 
-    holds = True
+    studies = []
     for name in STUDIES if options.name == "all" else [options.name]:
         start = time.perf_counter()
-        study = STUDIES[name](options.seed)
-        page = write_study(study, options.out / name)
+        with progress(name, quiet=options.quiet):
+            study = STUDIES[name](options.seed)
+            page = write_study(study, options.out / name)
+        studies.append(study)
         print(f"{study.title} ({study.place}), {time.perf_counter() - start:.0f} s")
         for verdict in study.verdicts:
             print(f"  {verdict.word}: {verdict.claim}")
         print(f"  {page}", flush=True)
-        holds = holds and study.holds
-    return 0 if holds else EXIT_PROBLEMS
+    if options.name == "all":
+        page = write_index(studies, options.out)
+        print(f"all of them: {page}", flush=True)
+    say_next(options, open_page(page))
+    return 0 if all(study.holds for study in studies) else EXIT_PROBLEMS
 
 
 THEORY = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run, plugins=False)

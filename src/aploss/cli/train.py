@@ -1,9 +1,10 @@
 """Train a detector on VOC, COCO, YOLO or built-in data.
 
 Settings come from a recipe, then a config file, then the command line; each wins over what comes before it.
-``--print_config`` shows the result without training.
+``--print-config`` shows the result without training.
 """
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,50 +12,75 @@ import yaml
 from jsonargparse import SUPPRESS, ArgumentParser, Namespace
 
 from aploss.cli.command import Command, run_training
+from aploss.cli.familiar import LONG_FORMS, add_familiar, familiar_changes
 from aploss.errors import ConfigError
+from aploss.losses.traits import LOSSES
 from aploss.training.config import TrainConfig, config_from_dict, config_to_dict, settings_of
 from aploss.training.recipes import load_config, merge, read_yaml, recipe_names
 
 EXAMPLES = """
   aploss train --data builtin
   aploss train --data my-photos/ --loss ap --max-minutes 30
-  aploss train --recipe bccd-cpu --data bccd/ --seed 1
+  aploss train --data my-photos/ --epochs 20 --lr 1e-3 --batch-size 4 --image-size 320
+  aploss train --recipe bccd-cpu --data bccd/ --seed 1 --tracker mlflow
   aploss train --recipe voc-retinanet-r50 --data VOCdevkit --loss focal --out runs/voc-focal
   aploss train --resume --out runs/voc-focal
-  aploss train --recipe demo --schedule.length 300 --optimizer.learning_rate 1e-3 --print_config
+  aploss train --recipe demo --schedule.kind cosine --optimizer.weight-decay 0.05 --print-config
   torchrun --nproc-per-node 8 -m aploss train --recipe coco-retinanet-r50 --data coco/
 """
 
-OWN_OPTIONS = ("recipe", "config", "resume", "quiet", "print_config", "plugin", "debug")
+OWN_OPTIONS = ("path", "recipe", "config", "resume", "quiet", "print_config", "plugin", "threads", "debug", *LONG_FORMS)
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
     """One option for each setting of a run, after those of the command."""
+    from aploss.detectors.build import DETECTORS
+
     parser.usage = "aploss train --data PATH [--recipe NAME] [--SETTING VALUE ...]"
+    parser.add_argument("path", nargs="?", help="the data, as --data")
     parser.add_argument("--recipe", help=f"settings to start from: {', '.join(recipe_names())}, or a .yaml file")
     parser.add_argument("--config", help="YAML file of settings that win over the recipe")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
-    parser.add_argument("--quiet", action="store_true", help="show only what goes wrong")
-    parser.add_argument("--print_config", nargs="?", const="yes", metavar="", help="show all settings and stop")
+    parser.add_argument("--print-config", action="store_true", help="show all settings and stop")
+    add_familiar(parser)
+    choices = {"loss": LOSSES.names(), "detector": DETECTORS.names()}
     for setting in settings_of(TrainConfig):
         default = "" if setting.default in (None, "", {}, ()) else f" (default: {setting.default})"
-        names = [f"--{setting.key}"]
-        if "_" in setting.key and "." not in setting.key:
-            names.insert(0, f"--{setting.key.replace('_', '-')}")
+        names = f": {', '.join(choices[setting.key])}" if setting.key in choices else ""
         # Only what was given arrives here: a default must not win over the recipe.
-        parser.add_argument(*names, type=setting.type, default=SUPPRESS, help=setting.help + default)
+        option, text = f"--{setting.key.replace('_', '-')}", setting.help + names + default
+        parser.add_argument(option, type=setting.type, default=SUPPRESS, help=text)
 
 
 def _run(options: Namespace) -> int:
     """Trains, and prints the numbers and where the page is."""
-    shows_config = options.print_config is not None
-    config = _resolve_config(options, talks=not (options.quiet or shows_config))
-    if shows_config:
+    config = _resolve_config(options, talks=not (options.quiet or options.print_config))
+    if changes := familiar_changes(options, config):
+        config = config_from_dict(merge(config_to_dict(config), changes))
+    if options.print_config:
         print(yaml.safe_dump(config_to_dict(config), sort_keys=False), end="")
         return 0
     if not config.data:
-        raise ConfigError("no data: give --data a folder of VOC, COCO or YOLO data, or builtin")
-    return run_training(config, resume=options.resume, quiet=options.quiet, plugins=options.plugin)
+        raise ConfigError(
+            "no data: give --data a folder of VOC, COCO or YOLO data, or try it with: aploss train --data builtin"
+        )
+    return run_training(config, options, resume=options.resume, shows_result=not options.quiet)
+
+
+def _given_data(options: Namespace) -> dict[str, str]:
+    """The data given as a bare word: ``aploss train PATH``."""
+    path = options.path
+    if path is None:
+        return {}
+    quoted = shlex.quote(path)
+    if options.get("data") not in (None, path):
+        raise ConfigError(f"two data sets, {path} and --data {options.data}: give one of them")
+    if (Path(path) / "config.yaml").is_file():
+        raise ConfigError(f"{path} is a run, not data; go on with it: aploss train --resume --out {quoted}")
+    if not Path(path).exists() and path in recipe_names():
+        data = options.get("data") or ("builtin" if path == "demo" else "PATH")
+        raise ConfigError(f"{path} is a recipe, not data: aploss train --recipe {path} --data {data}")
+    return {"data": path}
 
 
 def _resolve_config(options: Namespace, *, talks: bool) -> TrainConfig:
@@ -62,6 +88,9 @@ def _resolve_config(options: Namespace, *, talks: bool) -> TrainConfig:
     from aploss.training.run_folder import RunFolder
 
     values = {key: value for key, value in options.as_dict().items() if key not in OWN_OPTIONS}
+    values |= _given_data(options)
+    if "loss" in values:
+        LOSSES.get(values["loss"])  # before the data are read
     if options.config is not None:
         from_file = read_yaml(Path(options.config))
         config_from_dict(from_file, source=options.config)  # a mistake is reported as the file's
@@ -72,10 +101,10 @@ def _resolve_config(options: Namespace, *, talks: bool) -> TrainConfig:
         folder = RunFolder(values["out"])
         if folder.exists or "data" not in values:
             return config_from_dict(merge(config_to_dict(folder.read_config()), values))
-    return _without_recipe(values, talks=talks)
+    return _without_recipe(values, talks=talks, sized=options.image_size is not None)
 
 
-def _without_recipe(values: dict[str, Any], *, talks: bool) -> TrainConfig:
+def _without_recipe(values: dict[str, Any], *, talks: bool, sized: bool) -> TrainConfig:
     from aploss.training.distributed import is_main_process
     from aploss.training.machine import choose_device
     from aploss.training.splits import suggest_image_sizes, suggest_recipe
@@ -83,7 +112,7 @@ def _without_recipe(values: dict[str, Any], *, talks: bool) -> TrainConfig:
     config = config_from_dict(values)
     recipe = suggest_recipe(choose_device(config.device))
     suggested: dict[str, Any] = {}
-    if config.data and "image_size" not in values.get("batches", {}):
+    if config.data and "image_size" not in values.get("batches", {}) and not sized:
         suggested = suggest_image_sizes(recipe, config.data, format=config.splits.format)
     config = load_config(recipe, merge(suggested, values))
     if talks and config.data and is_main_process():
@@ -93,4 +122,4 @@ def _without_recipe(values: dict[str, Any], *, talks: bool) -> TrainConfig:
     return config
 
 
-TRAIN = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)
+TRAIN = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run, quiet="show only what goes wrong")

@@ -17,7 +17,7 @@ from aploss.data.builtin import builtin_folder
 from aploss.data.formats import FORMATS, DataFormat, check_class_names, common_split_name, usual_split_name
 from aploss.data.images import Inspection, inspect_image
 from aploss.data.problems import Effect, raise_refused, summarise
-from aploss.errors import DataError
+from aploss.errors import DataError, did_you_mean
 
 Progress = Callable[[int, int], None]  # images done, images in all
 
@@ -100,7 +100,8 @@ def find_source(path: str | Path, *, format: str = "auto") -> DataFormat:
         path, format = builtin_folder(), "coco"
     path = Path(path).expanduser()
     if not path.exists():
-        raise DataError(f"{path}: no such file or folder")
+        meant = did_you_mean(str(path), (str(one) for one in path.parent.glob("*")))
+        raise DataError(f"{path}: no such file or folder{meant}")
     formats = [one for name, one in FORMATS.items() if format in ("auto", name)]
     found = [source for one in formats if (source := one.find(path))]
     if not found:

@@ -191,6 +191,18 @@ class Missing:
 
 
 @dataclass(frozen=True)
+class Link:
+    """The way to another page, by its place relative to this one."""
+
+    place: str
+    text: str
+
+    def __post_init__(self) -> None:
+        if ":" in self.place or self.place.startswith(("/", "\\")):
+            raise ValueError(f"a page links to its neighbours alone, got {self.place!r}")
+
+
+@dataclass(frozen=True)
 class Details:
     """Blocks that are folded away until the reader asks for them."""
 
@@ -198,7 +210,7 @@ class Details:
     blocks: Sequence["Block"]
 
 
-Block = Text | Facts | Table | Figures | Pictures | Legend | Code | Verdict | Missing | Details
+Block = Text | Facts | Table | Figures | Pictures | Legend | Code | Verdict | Missing | Link | Details
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 from aploss.theory import consistency, convergence, imbalance, inseparable, smoothed_failure
-from aploss.theory.study import Study, write_study
+from aploss.theory.study import Study, write_index, write_study
 
-__all__ = ["STUDIES", "Study", "write_study"]
+__all__ = ["STUDIES", "Study", "write_index", "write_study"]
 
 STUDIES: dict[str, Callable[[int], Study]] = {
     "convergence": convergence.convergence,

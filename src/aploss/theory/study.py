@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from aploss.files import write_json
-from aploss.reports.page import Figures, Section, SvgFigure, Table, Text, Verdict, write_page
+from aploss.reports.page import Figures, Link, Section, SvgFigure, Table, Text, Verdict, write_page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,3 +49,12 @@ def write_study(study: Study, folder: Path) -> Path:
         Section("Verdict", study.verdicts),
     ]
     return write_page(folder / "report.html", study.title, sections, subtitle=study.place)
+
+
+def write_index(studies: Sequence[Study], folder: Path) -> Path:
+    """Writes ``index.html``, which has the verdicts of all studies and links to their pages; returns it."""
+    sections = [
+        Section(study.title, [Text(study.place), *study.verdicts, Link(f"{study.name}/report.html", "what was found")])
+        for study in studies
+    ]
+    return write_page(folder / "index.html", "The paper's theorems, put to the test", sections)

@@ -7,15 +7,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from aploss.training.callbacks import Callback
     from aploss.training.config import TrainConfig
     from aploss.training.distributed import TrainingInterruptedError
     from aploss.training.recipes import load_config, recipe_names
     from aploss.training.run import train
     from aploss.training.run_folder import RunFolder, Summary
 
-__all__ = ["RunFolder", "Summary", "TrainConfig", "TrainingInterruptedError", "load_config", "recipe_names", "train"]
+__all__ = [
+    "Callback", "RunFolder", "Summary", "TrainConfig", "TrainingInterruptedError", "load_config", "recipe_names",
+    "train",
+]  # fmt: skip
 
 _MODULES = {
+    "Callback": "callbacks",
     "RunFolder": "run_folder",
     "Summary": "run_folder",
     "TrainConfig": "config",

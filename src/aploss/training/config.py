@@ -243,6 +243,9 @@ class TrainConfig(_Settings):
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    tracker: Literal["auto", "tensorboard", "wandb", "mlflow", "none"] = setting(
+        "auto", "where curves go beside the run folder's files; auto is tensorboard where it is installed"
+    )
 
 
 # --- types ---

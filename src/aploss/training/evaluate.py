@@ -3,6 +3,7 @@
 A split is detected once for each set of weights, shared among the ranks, and its detections are matched once.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from aploss.files import write_json
 from aploss.reports.run_files import matches_document
 from aploss.training.config import TrainConfig
 from aploss.training.distributed import World
+from aploss.training.progress import Progress
 from aploss.training.run_folder import RunFolder
 from aploss.training.splits import RunData
 
@@ -75,11 +77,18 @@ class RunSplits:
 
 
 def detect_split(
-    detector: Detector, split: Split, world: World, *, batch_size: int, workers: int = 0
+    detector: Detector,
+    split: Split,
+    world: World,
+    *,
+    batch_size: int,
+    workers: int = 0,
+    on_images: Callable[[int, int], Any] | None = None,
 ) -> DetectionTable | None:
     """The raw detections of all images of a split, without a score threshold of ours.
 
     Each rank takes its share of the images. Those that cannot be read are left out of the split from then on.
+    ``on_images`` is called with how many are done (the other ranks are taken to be as far), and how many there are.
 
     Returns:
         On rank 0 the detections in the order of the images, on others None.
@@ -99,6 +108,8 @@ def detect_split(
             for batch in loader:
                 for target, result in zip(batch.targets, detect_by_size(detector, batch.images), strict=True):
                     found[target["image_id"]] = {key: value.cpu().numpy() for key, value in result.items()}
+                if on_images is not None:
+                    on_images(min(len(found) * world.size, len(split.dataset)), len(split.dataset))
         unreadable = loader.unreadable
     shares = world.gather((found, unreadable))
     unreadable = world.from_main({index: why for _, share in shares for index, why in share.items()})
@@ -123,7 +134,14 @@ class _Detected(NamedTuple):
 
 
 def evaluate_run(
-    config: TrainConfig, folder: RunFolder, world: World, splits: RunSplits, *, device: torch.device, workers: int
+    config: TrainConfig,
+    folder: RunFolder,
+    world: World,
+    splits: RunSplits,
+    *,
+    device: torch.device,
+    workers: int,
+    progress: Progress,
 ) -> dict[str, Any]:
     """Calibrates and measures the detector that a run ends with, and writes ``evaluation/``.
 
@@ -135,8 +153,10 @@ def evaluate_run(
     """
     chosen = world.on_main(lambda: _chosen_checkpoint(config, folder))
     detector = detector_from_record(chosen["detector"]).to(device)
-    size = config.validation.batch_size
-    tables = [detect_split(detector, split, world, batch_size=size, workers=workers) for split in splits.all]
+    size, tables = config.validation.batch_size, []
+    for split in splits.all:
+        with progress.images(f"measuring {split.name}") as show:
+            tables.append(detect_split(detector, split, world, batch_size=size, workers=workers, on_images=show))
 
     def measure() -> dict[str, Any]:
         detected = {

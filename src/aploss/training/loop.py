@@ -12,6 +12,7 @@ import torch
 from aploss.data.loader import TrainingBatches
 from aploss.detectors.checkpoint import refuse_non_finite, values_of
 from aploss.errors import AplossError, DataError, RunError
+from aploss.training.callbacks import Callback
 from aploss.training.config import TrainConfig
 from aploss.training.distributed import StopSignals, TrainingInterruptedError
 from aploss.training.evaluate import RunSplits, detect_split
@@ -86,10 +87,11 @@ class Loop:
         splits: RunSplits,
         folder: RunFolder,
         progress: Progress,
+        callbacks: Callback,
     ) -> None:
         self.config, self.stepper, self.batches = config, stepper, batches
         self.splits, self.images, self.validation = splits, splits.data.train, splits.validation
-        self.folder, self.progress, self.world = folder, progress, stepper.world
+        self.folder, self.progress, self.callbacks, self.world = folder, progress, callbacks, stepper.world
         self.workers = choose_workers(config.batches.workers, stepper.device, self.world.size)
         self.state = LoopState()
         self.total_steps = stepper.schedule.total_steps
@@ -107,6 +109,7 @@ class Loop:
         """
         if self.world.is_main:
             self._log = MetricsLog(self.folder.path, step=self.state.step)
+            self.callbacks.on_start(self.config, self.folder.path, self.state.step)
         self._resumed_at, self._seconds_before = time.monotonic(), self.state.seconds
         self._saved_at = self._row_at = self._resumed_at
         self.progress.begin(self.total_steps, self.state.step)
@@ -123,7 +126,8 @@ class Loop:
         self._validate_and_save()  # an interruption may have come before a validation
         with closing(self.batches.endless(state.step * accumulate)) as batches:
             while state.stopped_by is None:
-                self._after_step(self.stepper.step(state.step, list(itertools.islice(batches, accumulate))))
+                result = self.stepper.step(state.step, list(itertools.islice(batches, accumulate)))
+                self._after_step(result)
                 late = limit is not None and state.seconds >= 60 * limit
                 news = len(self.batches.unreadable) > len(self._known_unreadable)
                 # What any rank was told or has met, all act on.
@@ -134,6 +138,8 @@ class Loop:
                     state.stopped_by = "length"
                 elif out_of_time:
                     state.stopped_by = "minutes"
+                    if state.step < self.config.log_steps and state.window_steps:  # or nothing would be drawn
+                        self._write_training_row(result.learning_rate)
                 elif interrupted:
                     self.save()
                     raise TrainingInterruptedError(
@@ -187,6 +193,7 @@ class Loop:
     def _add_row(self, row: dict[str, Any]) -> None:
         if self._log is not None:
             self._log.add(row)
+            (self.callbacks.on_validation if row["kind"] == "validation" else self.callbacks.on_log)(row)
         self.progress.row(row)
 
     def _report_bad(self, bad: BadNumbers) -> None:
@@ -252,7 +259,10 @@ class Loop:
     def _validate(self) -> None:
         assert self.validation is not None
         state, settings, split, detector = self.state, self.config.validation, self.validation, self.stepper.evaluated
-        found = detect_split(detector, split, self.world, batch_size=settings.batch_size, workers=self.workers)
+        with self.progress.images("validating") as show:
+            found = detect_split(
+                detector, split, self.world, batch_size=settings.batch_size, workers=self.workers, on_images=show
+            )
         self.note_unreadable(split.unreadable, f"it is left out of {split.name}")
         metrics = self.world.on_main(lambda: split.measure(found, detector).as_dict())
         state.add_validation(metrics, settings.metric)

@@ -2,18 +2,17 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 Row = dict[str, Any]
+ShowImages = Callable[[int, int], None]  # called with images done, and images in all
 SECONDS_BETWEEN_LINES = 15.0
 
 
 class Progress:
-    """Prints only warnings; the base of the others. ``on_progress`` is called with every row of the metrics."""
-
-    def __init__(self, on_progress: Callable[[Row], Any] | None = None) -> None:
-        self._on_progress = on_progress
+    """Prints only warnings; the base of the others."""
 
     def begin(self, total: int, done: int) -> None:
         """The work starts at step ``done`` of ``total``."""
@@ -23,8 +22,11 @@ class Progress:
 
     def row(self, row: Row) -> None:
         """A row of the metrics was written."""
-        if self._on_progress is not None:
-            self._on_progress(row)
+
+    @contextmanager
+    def images(self, what: str) -> Iterator[ShowImages]:
+        """While images are looked at; ``what`` is done with them, such as validating."""
+        yield lambda done, total: None
 
     def note(self, text: str) -> None:
         """Something worth knowing."""
@@ -52,7 +54,6 @@ class PlainProgress(Progress):
         self._last_line = self._started
 
     def row(self, row: Row) -> None:
-        super().row(row)
         step, now = row["step"], time.monotonic()
         if row["kind"] == "validation":
             self.note(f"step {step}/{self._total}  {describe_validation(row)}")
@@ -63,6 +64,18 @@ class PlainProgress(Progress):
             return
         self._last_line = now
 
+    @contextmanager
+    def images(self, what: str) -> Iterator[ShowImages]:
+        said = time.monotonic()
+
+        def show(done: int, total: int) -> None:
+            nonlocal said
+            if time.monotonic() - said >= SECONDS_BETWEEN_LINES:
+                said = time.monotonic()
+                self.note(f"{what}  {done}/{total} images")
+
+        yield show
+
     def note(self, text: str) -> None:
         print(text, flush=True)
 
@@ -70,12 +83,11 @@ class PlainProgress(Progress):
 class RichProgress(Progress):
     """A live bar with loss, AP, images/s and time left; notes scroll above it."""
 
-    def __init__(self, on_progress: Callable[[Row], Any] | None = None) -> None:
+    def __init__(self) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichBar
 
-        super().__init__(on_progress)
         self._console = Console()
         self._bar = RichBar(
             TextColumn("{task.description}"),
@@ -87,21 +99,38 @@ class RichProgress(Progress):
             expand=True,
         )
         self._task = self._bar.add_task("training", total=None, loss="", metric="")
+        self._running = False
 
     def begin(self, total: int, done: int) -> None:
         self._bar.update(self._task, total=total, completed=done)
         self._bar.start()
+        self._running = True
 
     def step(self, done: int) -> None:
         self._bar.update(self._task, completed=done)
 
     def row(self, row: Row) -> None:
-        super().row(row)
         if row["kind"] == "validation":
             self._bar.update(self._task, metric=f"AP {row['AP'] or 0:.3f}")
             self.note(f"step {row['step']}  {describe_validation(row)}")
         else:
             self._bar.update(self._task, loss=describe_training(row))
+
+    @contextmanager
+    def images(self, what: str) -> Iterator[ShowImages]:
+        """A second bar below that of training, or one alone when training is over."""
+        alone = not self._running
+        if alone:
+            self._bar.update(self._task, visible=False)
+            self._bar.start()
+        task = self._bar.add_task(what, total=None, loss="images", metric="")
+        try:
+            yield lambda done, total: self._bar.update(task, completed=done, total=total)
+        finally:
+            self._bar.refresh()
+            self._bar.remove_task(task)
+            if alone:
+                self._bar.stop()
 
     def note(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False)
@@ -111,15 +140,16 @@ class RichProgress(Progress):
 
     def end(self) -> None:
         self._bar.stop()
+        self._running = False
 
 
-def make_progress(*, quiet: bool, on_progress: Callable[[Row], Any] | None = None, is_main: bool = True) -> Progress:
+def make_progress(*, quiet: bool, is_main: bool = True) -> Progress:
     """The progress display for this output: only warnings, live or plain; none on other ranks than 0."""
     if not is_main:
         return SilentProgress()
     if quiet:
-        return Progress(on_progress)
-    return RichProgress(on_progress) if sys.stdout.isatty() else PlainProgress(on_progress)
+        return Progress()
+    return RichProgress() if sys.stdout.isatty() else PlainProgress()
 
 
 def describe_training(row: Row) -> str:

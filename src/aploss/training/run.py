@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from statistics import median
@@ -18,6 +18,7 @@ from aploss.detectors.checkpoint import values_of
 from aploss.detectors.detector import DETECTORS, Detector
 from aploss.errors import ConfigError
 from aploss.reports.run_files import read_json_lines
+from aploss.training.callbacks import Callback, Callbacks, RowCallback, make_tracker
 from aploss.training.config import TrainConfig
 from aploss.training.distributed import StopSignals, TrainingInterruptedError, World, start_world
 from aploss.training.evaluate import RunSplits, evaluate_run
@@ -35,6 +36,7 @@ def train(
     resume: bool = False,
     quiet: bool = True,
     on_progress: Callable[[dict[str, Any]], Any] | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Summary:
     """Trains, evaluates and reports one run.
 
@@ -47,6 +49,7 @@ def train(
             started.
         quiet: show only warnings; otherwise a live bar on a terminal, lines elsewhere.
         on_progress: called on rank 0 with every row of the metrics, as it is written.
+        callbacks: told on rank 0 of start, rows, validations and end; see :class:`~aploss.training.Callback`.
 
     Returns:
         The summary, as in ``summary.json``.
@@ -67,36 +70,52 @@ def train(
         world = stack.enter_context(start_world(device, advice=advice))
         stack.enter_context(seeded(config.seed, deterministic=deterministic))
         signals = stack.enter_context(StopSignals("stopped before the first step"))
-        progress = make_progress(quiet=quiet, on_progress=on_progress, is_main=world.is_main)
+        progress = make_progress(quiet=quiet, is_main=world.is_main)
 
         finished = world.on_main(lambda: _finished(config, folder) if resume else None)
         if finished is not None:
             progress.note(f"{folder.path} is finished already")
             return finished
+        wanted = _callbacks(config, callbacks, on_progress)  # on all ranks, which must fail together
+        told = Callbacks(wanted if world.is_main else [])
         checkpoint, best_step = world.on_main(lambda: _claim(config, folder, resume, stack))
 
         data = world.main_first(lambda: load_run_data(config))  # rank 0 makes the built-in data
         if checkpoint is not None:
             data = as_started(data, checkpoint["training"], config)
-        loop = _make_loop(config, data, device, world, folder, progress, checkpoint)
+        loop = _make_loop(config, data, device, world, folder, progress, told, checkpoint)
         if checkpoint is not None:
             loop.restore(checkpoint, best_step=best_step)
         else:
             stack.enter_context(_new_run(config, folder, loop))
 
+        stack.callback(told.on_end, None)  # for those who have not heard of an end
         _introduce(config, folder, data, loop)
         loop.run(signals)
+        progress.note(_why_stopped(config, folder, loop))
 
         signals.message = f"stopped; training is done, measure with: {folder.resume_command}"
         if any(world.sum([signals.requested])):  # in the last step
             raise TrainingInterruptedError(signals.message)
         progress.note("measuring the result")
-        measured = evaluate_run(config, folder, world, loop.splits, device=device, workers=loop.workers)
+        measured = evaluate_run(
+            config, folder, world, loop.splits, device=device, workers=loop.workers, progress=progress
+        )
         for split in loop.splits.all:
             loop.note_unreadable(split.unreadable, f"it is left out of {split.name}")
         summary = _summarise(config, folder, loop, measured)
+        progress.note("writing the report")
         world.on_main(lambda: _write_report(folder, summary, data))
+        told.on_end(summary.as_dict())
     return summary
+
+
+def _callbacks(
+    config: TrainConfig, callbacks: Sequence[Callback], on_progress: Callable[[dict[str, Any]], Any] | None
+) -> list[Callback]:
+    """The tracker of the config, and those who were handed in."""
+    observer = [RowCallback(on_progress)] if on_progress is not None else []
+    return [*make_tracker(config.tracker), *observer, *callbacks]
 
 
 def _finished(config: TrainConfig, folder: RunFolder) -> Summary | None:
@@ -137,6 +156,7 @@ def _make_loop(
     world: World,
     folder: RunFolder,
     progress: Progress,
+    callbacks: Callbacks,
     checkpoint: dict[str, Any] | None,
 ) -> Loop:
     """Everything that trains: batches, detector, optimizer, schedule; the checkpoint is one to go on from."""
@@ -163,7 +183,7 @@ def _make_loop(
     )
     schedule = Schedule(config.schedule, batches.batches_per_epoch / config.batches.accumulate)
     stepper = Stepper(config, detector, schedule, world, lambda index: data.train.image_path(index).name)
-    return Loop(config, stepper, batches, RunSplits(data), folder, progress)
+    return Loop(config, stepper, batches, RunSplits(data), folder, progress, callbacks)
 
 
 def _stored_features(config: TrainConfig, detector: Detector, data: RunData, progress: Progress) -> StoredFeatures:
@@ -250,6 +270,16 @@ def _introduce(config: TrainConfig, folder: RunFolder, data: RunData, loop: Loop
         note(f"          {gpus} GPUs: use all with torchrun --nproc-per-node {gpus} -m aploss")
     resumed = f", from step {loop.state.step}" if loop.state.step > 0 else ""
     note(f"run       {folder.path}{resumed}")
+
+
+def _why_stopped(config: TrainConfig, folder: RunFolder, loop: Loop) -> str:
+    state, validation, at = loop.state, config.validation, f"stopped at step {loop.state.step} of {loop.total_steps}"
+    if state.stopped_by == "patience":
+        waited = f"{state.validations_since_best} validations without a better {validation.metric}"
+        return f"{at}: {waited} than at step {state.best_step} (validation.patience)"
+    if state.stopped_by == "minutes":
+        return f"{at}: the {config.max_minutes:g} minutes are over; more: {folder.resume_command} --max-minutes N"
+    return f"finished: all {state.step} steps are done"
 
 
 def _summarise(config: TrainConfig, folder: RunFolder, loop: Loop, measured: dict[str, Any]) -> Summary:

@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,10 +31,9 @@ CHECKPOINT_FORMAT = 1
 # What may differ when a run is resumed: none of it changes what is learned.
 MAY_CHANGE = (
     "out", "device", "max_minutes", "checkpoint_minutes", "checkpoint_steps", "bad_steps",
-    "batches.workers", "batches.max_unreadable", "validation.batch_size", "data",
+    "batches.workers", "batches.max_unreadable", "validation.batch_size", "data", "tracker",
 )  # fmt: skip
 
-TENSORBOARD_SKIPS = ("kind", "step", "epoch", "seconds", "images")
 CSV_COLUMNS = (
     "kind", "step", "epoch", "loss", "classification", "box", "lr", "gradient_norm",
     "AP", "AP50", "AP75", "APs", "APm", "APl", "images_per_second", "seconds",
@@ -147,7 +145,7 @@ class RunFolder:
 
 def discard(folder: RunFolder) -> None:
     """Removes a run that has come to nothing, so that its folder is free for another try."""
-    for name in ("config.yaml", "environment.json", "metrics.jsonl", "metrics.csv"):
+    for name in ("config.yaml", "environment.json", "metrics.jsonl", "metrics.csv", "tracker.json"):
         (folder.path / name).unlink(missing_ok=True)
     shutil.rmtree(folder.path / "tensorboard", ignore_errors=True)
     for name in FOLDERS:
@@ -220,9 +218,7 @@ class Checkpoints:
 
 
 class MetricsLog:
-    """Appends rows to ``metrics.jsonl``, ``metrics.csv`` and ``tensorboard/``, and to the files of what went wrong.
-
-    TensorBoard's files are written where it is installed (extra ``research``).
+    """Appends rows to ``metrics.jsonl`` and ``metrics.csv``, and to the files of what went wrong.
 
     Args:
         folder: the run folder.
@@ -239,20 +235,12 @@ class MetricsLog:
                 _cut_back(file, step)
         self._jsonl: IO[str] = jsonl.open("a", encoding="utf-8")
         self._csv: IO[str] = table.open("a", encoding="utf-8", newline="")
-        self._board: Any = None
-        if find_spec("tensorboard") is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def add(self, row: dict[str, Any]) -> None:
-        """Writes one row, with ``kind`` and ``step`` in it, to each."""
+        """Writes one row, with ``kind`` and ``step`` in it, to both."""
         for file, line in ((self._jsonl, _json_line(row)), (self._csv, _csv_line(row))):
             file.write(line)
             file.flush()
-        for name, value in row.items():
-            if self._board and name not in TENSORBOARD_SKIPS and isinstance(value, int | float):
-                self._board.add_scalar(f"{row['kind']}/{name}", value, row["step"])
 
     def add_bad(self, row: dict[str, Any]) -> None:
         """Writes one row, with ``step`` in it, to the file of skipped steps."""
@@ -269,7 +257,7 @@ class MetricsLog:
 
     def close(self) -> None:
         """Closes the files."""
-        for file in filter(None, (self._jsonl, self._csv, self._board)):
+        for file in (self._jsonl, self._csv):
             file.close()
 
 

@@ -1,0 +1,131 @@
+"""The parser of every command: one spelling, readable help, and a word on what was perhaps meant."""
+
+import re
+import textwrap
+from argparse import SUPPRESS, Action, RawDescriptionHelpFormatter
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+from jsonargparse import ArgumentParser, DefaultHelpFormatter
+
+from aploss.cli.command import close_to, shortened
+from aploss.errors import ConfigError
+
+WORDS = {"int": "whole number", "float": "number", "str": "text", "bool": "true or false", "NoneType": "null"}
+
+
+class HelpFormatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
+    """Keeps the lines of the examples; shows defaults that say something, and no types of Python."""
+
+    def _get_help_string(self, action: Action) -> str:
+        text, default = action.help or "", action.default
+        silent = default is None or default is False or default in (SUPPRESS, []) or not action.option_strings
+        return text if silent or "default" in text else f"{text} (default: %(default)s)"
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)  # voc-retinanet-r50 stays whole
+
+
+class Parser(ArgumentParser):
+    """Takes underscores for dashes, and reports a wrong word as any other mistake."""
+
+    def parse_args(self, args: Sequence[str] | None = None, *others: Any, **options: Any) -> Any:
+        """As of jsonargparse; ConfigError for options that do not exist or are missing."""
+        words = list(self._spelled(args or ()))
+        if not {"-h", "--help"} & {*words}:
+            self._require(words)
+        return super().parse_args(words, *others, **options)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        words = [action.dest for action in self._actions if not action.option_strings]
+        raise ConfigError(f"{in_one_line(message, words)} ({self.prog} --help lists the options)") from ex
+
+    @property
+    def _names(self) -> list[str]:
+        return [name for action in self._actions for name in action.option_strings]
+
+    def _spelled(self, arguments: Sequence[str]) -> Iterator[str]:
+        """The arguments, options with dashes; an option that does not exist is an error with the nearest one."""
+        known = self._names
+        groups = {name for action in self._actions for name in action.option_strings if _is_mapping(action)}
+        for place, word in enumerate(arguments):
+            if word == "--":
+                yield from arguments[place:]
+                return
+            option, equals, value = word.partition("=")
+            name, plus = option.removesuffix("+"), option[len(option.removesuffix("+")) :]
+            group = next((one for one in groups if name.replace("_", "-").startswith(f"{one}.")), None)
+            if not name.startswith("--"):
+                yield word
+            elif group is not None:  # --model.options.norm: the names below are those of Python
+                yield group + word[len(group) :]
+            elif (dashed := name.replace("_", "-")) in known:
+                yield dashed + plus + equals + value
+            else:
+                meant = nearest_option(dashed, known)
+                guess = f"; did you mean {meant}?" if meant else ""
+                raise ConfigError(f"there is no option {shortened(name)}{guess} ({self.prog} --help lists them)")
+
+    def _require(self, words: Sequence[str]) -> None:
+        """Completes a command in which something is missing."""
+        places = len(list(self._places(words)))
+        required = [one for one in self._actions if one.required and one.nargs not in ("*", "?")]
+        missing = [one for one in required if not one.option_strings][places:]
+        given = {word.partition("=")[0] for word in words}
+        missing += [one for one in required if one.option_strings and not given & {*one.option_strings}]
+        if missing:
+            names = [one.option_strings[0] if one.option_strings else one.dest.upper() for one in missing]
+            rest = [f"{name} {one.metavar}" if one.metavar else name for name, one in zip(names, missing, strict=True)]
+            verb = "is" if len(names) == 1 else "are"
+            raise ConfigError(f"{' and '.join(names)} {verb} missing: {' '.join([self.prog, *words, *rest])}")
+
+    def _places(self, words: Sequence[str]) -> Iterator[str]:
+        """The words that are neither options nor their values."""
+        takes_value = {name: one.nargs != 0 for one in self._actions for name in one.option_strings}
+        value_follows = False
+        for word in words:
+            if not word.startswith("--") and not value_follows:
+                yield word
+            value_follows = word.startswith("--") and takes_value.get(word, "=" not in word)
+
+
+def _is_mapping(action: Action) -> bool:
+    return "dict" in str(getattr(action, "_typehint", ""))
+
+
+def nearest_option(option: str, known: Sequence[str]) -> str | None:
+    """The option that was perhaps meant: one whose last part it is, or is spelt alike.
+
+    Example:
+        >>> nearest_option("--batch", ["--batch-size", "--data"]), nearest_option("--rate", ["--optimizer.rate"])
+        ('--batch-size', '--optimizer.rate')
+    """
+    by_ending = [name for name in known if name.endswith(f".{option.removeprefix('--')}")]
+    by_start = [name for name in known if name.startswith(f"{option}-")]
+    return next(iter([*by_ending, *by_start, *close_to(option, known)]), None)
+
+
+def in_one_line(message: str, words: Sequence[str] = ()) -> str:
+    """What jsonargparse says, shorter; ``words`` are the arguments that are no options.
+
+    Example:
+        >>> in_one_line('Parser key "a.b_c": Expected a <class \\'int\\'>. Got value: x')
+        '--a.b-c: expected a whole number, got x'
+    """
+    line = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", " ".join(message.split()))
+    line = re.sub(r"(?:typing\.)?Literal\[([^]]+)\]", r"choice of \1", line)
+    union = r"Does not validate against any of the Union subtypes Subtypes: \[(.*)\] Errors: .* Given value: "
+    line = re.sub(union, r"Expected a \1. Got value: ", line)
+    line = re.sub(r"Expected an? (.*?)\. Got value: ", lambda found: f"expected {_in_words(found[1])}, got ", line)
+    return re.sub(r'Parser key "([^"]+)":', lambda found: f"{_as_typed(found[1], words)}:", line)
+
+
+def _in_words(kinds: str) -> str:
+    if kinds.startswith("choice of"):
+        return f"one of{kinds.removeprefix('choice of')}"
+    names = [WORDS.get(kind, kind) for kind in re.split(r", (?![^\[]*\])", kinds)]
+    return f"a {' or '.join(names)}".replace("a true", "true").replace("a text", "text")
+
+
+def _as_typed(key: str, words: Sequence[str]) -> str:
+    return key if key in words else f"--{key.replace('_', '-')}"

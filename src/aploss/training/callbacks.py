@@ -1,0 +1,207 @@
+"""What is told of a run while it trains: callbacks of your own, and the trackers, which are callbacks too.
+
+``train(config, callbacks=[...])`` calls them in order, on rank 0 alone::
+
+    class Announce(Callback):
+        def on_validation(self, row):
+            print(row["step"], row["AP"])
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from aploss.errors import ConfigError, require_packages
+from aploss.files import write_json
+from aploss.training.config import TrainConfig, config_to_dict, settings_of
+
+Row = dict[str, Any]
+SKIPPED = ("kind", "step", "epoch", "seconds", "images")  # no curves of their own
+
+
+class Callback:
+    """Does nothing; override what you want to hear of. An exception ends the run, and is yours to see."""
+
+    def on_start(self, config: TrainConfig, folder: Path, step: int) -> None:
+        """Training starts at a step (0 but for a resumed run); rows after it are told again."""
+
+    def on_log(self, row: Row) -> None:
+        """A training row was written, every ``log_steps``: losses, learning rate, gradient norm, speed (means)."""
+
+    def on_validation(self, row: Row) -> None:
+        """A validation row was written: AP, AP50, AP75 ..."""
+
+    def on_end(self, result: Row | None) -> None:
+        """The run is over: its summary as plain values, or None if it was interrupted or has failed."""
+
+
+class Callbacks(Callback):
+    """Several in a row."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self._callbacks = callbacks
+        self._started: list[Callback] = []
+
+    def on_start(self, config: TrainConfig, folder: Path, step: int) -> None:
+        for callback in self._callbacks:
+            callback.on_start(config, folder, step)
+            self._started.append(callback)
+
+    def on_log(self, row: Row) -> None:
+        for callback in self._callbacks:
+            callback.on_log(row)
+
+    def on_validation(self, row: Row) -> None:
+        for callback in self._callbacks:
+            callback.on_validation(row)
+
+    def on_end(self, result: Row | None) -> None:
+        for callback in self._started:
+            callback.on_end(result)
+        self._started = []
+
+
+class RowCallback(Callback):
+    """Hands every row to a function."""
+
+    def __init__(self, function: Callable[[Row], Any]) -> None:
+        self._function = function
+
+    def on_log(self, row: Row) -> None:
+        self._function(row)
+
+    on_validation = on_log
+
+
+# --- trackers ---
+
+
+class TensorBoardTracker(Callback):
+    """Writes ``tensorboard/`` in the run folder."""
+
+    def on_start(self, config: TrainConfig, folder: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def on_log(self, row: Row) -> None:
+        for name, value in curves(row).items():
+            self._board.add_scalar(name, value, row["step"])
+
+    on_validation = on_log
+
+    def on_end(self, result: Row | None) -> None:
+        self._board.close()
+
+
+class WandbTracker(Callback):
+    """Logs to Weights & Biases, as its own environment variables say (``WANDB_PROJECT``, ``WANDB_MODE`` ...)."""
+
+    def on_start(self, config: TrainConfig, folder: Path, step: int) -> None:
+        known = _known_run(folder, "wandb") if step > 0 else None
+        resume = {} if known is None else {"id": known, "resume": "allow"}
+        with _starting("wandb"):
+            wandb = import_module("wandb")
+            self._run = wandb.init(name=folder.name, config=config_to_dict(config), dir=str(folder), **resume)
+        _remember_run(folder, "wandb", self._run.id)
+
+    def on_log(self, row: Row) -> None:
+        self._run.log(curves(row), step=row["step"])
+
+    on_validation = on_log
+
+    def on_end(self, result: Row | None) -> None:
+        if result is not None:
+            self._run.summary.update(final(result))
+        self._run.finish(exit_code=0 if result is not None else 1)
+
+
+class MlflowTracker(Callback):
+    """Logs to MLflow, as its own environment variables say (``MLFLOW_TRACKING_URI``, ``MLFLOW_EXPERIMENT_NAME``)."""
+
+    def on_start(self, config: TrainConfig, folder: Path, step: int) -> None:
+        known = _known_run(folder, "mlflow") if step > 0 else None
+        with _starting("mlflow"):
+            self._mlflow = import_module("mlflow")
+            self._run = self._mlflow.start_run(run_id=known, run_name=folder.name, nested=True)
+        _remember_run(folder, "mlflow", self._run.info.run_id)
+        if known is None:
+            self._mlflow.log_params(_flat(config))
+
+    def on_log(self, row: Row) -> None:
+        self._mlflow.log_metrics(curves(row), step=row["step"], run_id=self._run.info.run_id)
+
+    on_validation = on_log
+
+    def on_end(self, result: Row | None) -> None:
+        if result is not None:
+            self._mlflow.log_metrics(final(result), run_id=self._run.info.run_id)
+        self._mlflow.end_run("FINISHED" if result is not None else "KILLED")
+
+
+TRACKERS: dict[str, type[Callback]] = {
+    "tensorboard": TensorBoardTracker, "wandb": WandbTracker, "mlflow": MlflowTracker
+}  # fmt: skip
+
+
+def make_tracker(name: str) -> list[Callback]:
+    """The callback of a tracker's name: one, or none for ``none`` and for ``auto`` where TensorBoard is not installed.
+
+    Raises:
+        ConfigError: its package is not installed.
+    """
+    if name == "auto":
+        name = "tensorboard" if find_spec("tensorboard") else "none"
+    if name == "none":
+        return []
+    require_packages(name)
+    return [TRACKERS[name]()]
+
+
+def curves(row: Row) -> dict[str, float]:
+    """The numbers of a row that are drawn over steps, as ``train/loss``.
+
+    Example:
+        >>> curves({"kind": "train", "step": 3, "loss": 0.5, "note": "x"})
+        {'train/loss': 0.5}
+    """
+    numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name not in SKIPPED}
+    return {f"{row['kind']}/{name}": value for name, value in numbers.items()}
+
+
+def final(result: Row) -> dict[str, float]:
+    """The measured numbers of a summary, as ``final/AP``."""
+    names = ("AP", "AP50", "AP75", "APs", "APm", "APl", "voc_AP50", "calibration_error", "minutes")
+    return {f"final/{name}": result[name] for name in names if result.get(name) is not None}
+
+
+@contextmanager
+def _starting(tracker: str) -> Iterator[None]:
+    """A tracker that cannot start (no account, no server) is the user's to put right, before anything is trained."""
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(f"--tracker {tracker} cannot start: {type(error).__name__}: {error}") from error
+
+
+def _flat(config: TrainConfig) -> dict[str, Any]:
+    values = config_to_dict(config)
+    flat = {}
+    for setting in settings_of(TrainConfig):
+        group, _, name = setting.key.rpartition(".")
+        flat[setting.key] = (values[group] if group else values)[name]
+    return flat
+
+
+def _known_run(folder: Path, tracker: str) -> str | None:
+    """Under which id a tracker has the run of a folder."""
+    file = folder / "tracker.json"
+    return json.loads(file.read_text(encoding="utf-8")).get(tracker) if file.is_file() else None
+
+
+def _remember_run(folder: Path, tracker: str, name: str) -> None:
+    write_json(folder / "tracker.json", {tracker: name})
