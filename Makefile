@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup test check faults gpu-check bench demo clean
+.PHONY: setup test test-lowest check faults gpu-check docs dist bench demo clean
 
 setup: $(STAMP)
 
@@ -18,6 +18,19 @@ $(STAMP): pyproject.toml
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist loadfile
+
+# The oldest versions that pyproject.toml allows, in an environment of their own: the losses, and what is fast of the rest.
+LOWEST := build/lowest
+test-lowest: $(STAMP)
+	mkdir -p build
+	$(BIN)/uv pip compile --quiet --resolution lowest-direct --no-header --no-annotate \
+		--extra detect --extra export --extra research pyproject.toml --output-file $(LOWEST).txt
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(LOWEST)
+	$(BIN)/uv pip install --quiet --python $(LOWEST) -r $(LOWEST).txt \
+		pytest pytest-xdist hypothesis scikit-learn pycocotools
+	$(BIN)/uv pip install --quiet --python $(LOWEST) --no-deps --editable .
+	$(LOWEST)/bin/python -m pytest -n auto --dist loadfile tests/losses tests/evaluation tests/data tests/test_import.py \
+		tests/detectors/test_detector.py tests/detectors/test_export.py tests/training/test_run.py
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -33,6 +46,15 @@ faults: $(STAMP)
 gpu-check: $(STAMP)
 	$(BIN)/python -m aploss.benchmarks.gpu_check
 
+# The documents as a site in build/site; stops at a broken link or a public name without documents.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "site: build/site/index.html"
+
+# Wheel and sdist in dist/, each tried in clean environments: the loss alone, and every extra.
+dist: $(STAMP)
+	$(BIN)/python tools/prove_dist.py
+
 bench: $(STAMP)
 	$(BIN)/aploss bench
 
@@ -40,4 +62,4 @@ demo: $(STAMP)
 	$(BIN)/aploss demo
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
