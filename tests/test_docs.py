@@ -1,0 +1,72 @@
+"""The site is built strictly: no broken link, every page in the navigation, every public name documented."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("losses", "detectors", "data", "evaluation", "training", "theory", "registry", "errors")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    pytest.importorskip("mkdocstrings", reason="mkdocs is not installed (extra `docs`)")
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", folder],
+        capture_output=True, text=True, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_the_site_holds_the_commands_the_api_and_the_formulas(site):
+    assert "aploss data convert" in (site / "commands.html").read_text(encoding="utf-8")
+    api = (site / "api.html").read_text(encoding="utf-8")
+    assert 'id="aploss.losses.ap_loss.ap_loss"' in api
+    assert "half the width of the step function" in api
+    for page in (ROOT / "docs/losses").glob("*.md"):
+        assert "<math" in (site / "losses" / f"{page.stem}.html").read_text(encoding="utf-8"), page
+
+
+def test_nothing_is_loaded_from_elsewhere(site):
+    for file in [*site.rglob("*.html"), *site.rglob("*.css")]:
+        text = file.read_text(encoding="utf-8")
+        assert not re.search(r'(?:src="|url\(|@import )["\']?https?:', text), file.name
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_class_and_function_has_a_docstring(package):
+    module = import_module(f"aploss.{package}")
+    for name in module.__all__:
+        value = getattr(module, name)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert inspect.getdoc(value), f"aploss.{package}.{name}"
+
+
+def test_every_loss_has_a_page_of_the_same_form():
+    from aploss.losses.traits import LOSSES
+
+    pages = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs/losses").glob("*.md")}
+    for text in pages.values():
+        assert re.findall(r"^## (.+)$", text, flags=re.MULTILINE) == ["Formula", "Options", "Cost", "When", "Reference"]
+    names = {re.search(r"`--loss ([\w-]+)`", text)[1] for text in pages.values()}
+    assert (
+        names == {"ap", "auc", "rank-sort", "alrp", "focal", "ce-ohem", "smooth-ap", "hinge-ap"} <= set(LOSSES.names())
+    )
+
+
+def test_links_between_files_of_the_repository_lead_somewhere():
+    files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / ".github").rglob("*.md")]
+    assert len(files) > 25
+    for file in files:
+        text = re.sub(r"```.*?```", "", file.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+            if not re.match(r"[a-z]+:", link):
+                assert (file.parent / link).exists(), f"{file.relative_to(ROOT)}: {link}"

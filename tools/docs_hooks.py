@@ -1,0 +1,136 @@
+"""What ``make docs`` makes besides the Markdown: command and API reference, examples, notebooks, formulas, checks.
+
+The Markdown under docs/ links to files of the repository as a code host shows them; here such links are turned to the
+pages that stand for these files on the site.
+"""
+
+import inspect
+import json
+import posixpath
+import re
+from importlib import import_module
+from pathlib import Path
+
+from latex2mathml.converter import convert
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[1]
+# Those with names of their own; `aploss` has the names of `aploss.losses`.
+PACKAGES = (
+    "aploss.losses", "aploss.detectors", "aploss.data", "aploss.evaluation", "aploss.training", "aploss.theory",
+    "aploss.registry", "aploss.errors",
+)  # fmt: skip
+# file of the repository → page of the site
+ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "SECURITY.md": "security.md"}
+
+
+def on_files(files, config):
+    pages = {page: (ROOT / name).read_text("utf-8") for name, page in ROOT_PAGES.items() if (ROOT / name).is_file()}
+    pages |= {"commands.md": commands_page(), "api.md": api_page(), "examples.md": examples_page()}
+    pages |= {f"notebooks/{file.stem}.md": notebook_page(file) for file in (ROOT / "notebooks").glob("*.ipynb")}
+    for path, text in pages.items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    source = next((name for name, own in ROOT_PAGES.items() if own == page.file.src_uri), f"docs/{page.file.src_uri}")
+    parts = re.split(r"^(```.*?^```)$", markdown, flags=re.MULTILINE | re.DOTALL)  # text, code, text, ...
+    parts[::2] = [
+        re.sub(r"(\]\()([^)#\s]+)", lambda match: match[1] + target_of(match[2], source), text) for text in parts[::2]
+    ]
+    parts[1::2] = [re.sub(r"^```math\n(.*)```$", as_mathml, code, flags=re.DOTALL) for code in parts[1::2]]
+    return "".join(parts)
+
+
+def on_page_content(html_text, page, config, files):
+    # References of docstrings are written for Sphinx's eyes; the names in them stand as code.
+    html_text = re.sub(
+        r":(?:func|class|meth|attr|mod|data|ref):<code>~?(?:[\w.]+\.)?(\w+)</code>", r"<code>\1</code>", html_text
+    )
+    return html_text.replace("::</p>", ":</p>")
+
+
+def on_post_build(config):
+    """Every public name has its place in the API reference, and nothing is loaded from elsewhere."""
+    site = Path(config["site_dir"])
+    reference = (site / "api.html").read_text("utf-8")
+    missing = [name for package in PACKAGES for name in names_of(package) if f'id="{name}"' not in reference]
+    if missing:
+        raise PluginError(f"public names that are not documented: {', '.join(missing)}")
+    for file in site.rglob("*.html"):
+        loaded = re.findall(r'<(?:script|img|iframe)[^>]*\ssrc="(https?:[^"]+)"', file.read_text("utf-8"))
+        loaded += re.findall(
+            r'<link[^>]*rel="(?:stylesheet|preconnect)"[^>]*href="(https?:[^"]+)"', file.read_text("utf-8")
+        )
+        if loaded:
+            raise PluginError(f"{file.relative_to(site)} loads {loaded[0]}")
+
+
+def target_of(link, source):
+    """Where a link of a file in the repository leads to on the site, relative to the page of that file."""
+    if re.match(r"[a-z]+:", link):
+        return link
+    file = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
+    if file.startswith("docs/"):
+        target = file.removeprefix("docs/")
+    elif file in ROOT_PAGES:
+        target = ROOT_PAGES[file]
+    elif file.startswith("examples"):
+        target = "examples.md" if file == "examples" else f"examples.md#{Path(file).stem.replace('_', '-')}"
+    elif file.startswith("notebooks/"):
+        target = file.replace(".ipynb", ".md")
+    else:
+        raise PluginError(f"{source} links to {link}, which has no page on the site")
+    own = source.removeprefix("docs/") if source.startswith("docs/") else ROOT_PAGES[source]
+    return posixpath.relpath(target, posixpath.dirname(own) or ".")
+
+
+def as_mathml(match):
+    return f'<div class="formula">{convert(match[1].strip(), display="block")}</div>'
+
+
+def names_of(package):
+    """The public names of a package, by where they are defined: a function may have the name of its module."""
+    module = import_module(package)
+    for name in module.__all__:
+        value = getattr(module, name)
+        defined = inspect.isclass(value) or inspect.isfunction(value)
+        yield f"{value.__module__}.{value.__qualname__}" if defined else f"{package}.{name}"
+
+
+def commands_page():
+    from aploss.cli.main import COMMANDS, make_parser
+
+    parts = ["# Commands\n\nMade from `aploss COMMAND --help` when the site is built.\n"]
+    for words in COMMANDS:
+        parts.append(f"## aploss {' '.join(words)}\n\n```text\n{make_parser(words).format_help().rstrip()}\n```\n")
+    return "\n".join(parts)
+
+
+def api_page():
+    parts = ["# API\n\nThe names of `aploss.losses` are also those of `aploss`: `from aploss import APLoss`.\n"]
+    for package in PACKAGES:
+        module = import_module(package)
+        parts.append(f"## {package} {{ #{package.replace('.', '-')} }}\n\n{inspect.getdoc(module)}\n")
+        parts += [f"::: {name}\n    options:\n      heading_level: 3\n" for name in names_of(package)]
+    return "\n".join(parts)
+
+
+def examples_page():
+    parts = ["# Examples\n\nEach runs as it stands, in seconds on a CPU; the tests run all of them.\n"]
+    for file in sorted((ROOT / "examples").glob("*.py")):
+        parts.append(
+            f'## {file.stem.replace("_", " ")}\n\n```python title="{file.name}"\n{file.read_text("utf-8")}```\n'
+        )
+    return "\n".join(parts)
+
+
+def notebook_page(file):
+    parts = []
+    for cell in json.loads(file.read_text("utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+    first, *others = parts
+    return "\n\n".join([first, f"This page is the notebook `notebooks/{file.name}`, without its output.", *others])
