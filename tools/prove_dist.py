@@ -44,8 +44,8 @@ loss.backward()
 assert loss.isfinite()
 """
 TRAIN = (
-    "aploss train --recipe demo --data builtin --out run --schedule.length 2 --schedule.warmup_steps 1 "
-    "--batches.size 2 --batches.workers 0 --validation.every 2"
+    "aploss train --recipe demo --data builtin --out run --steps 2 "
+    "--batch-size 2 --batches.workers 0 --validation.every 2"
 )
 # extras → what is run with them, one after the other
 PROOFS = {
