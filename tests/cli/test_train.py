@@ -9,7 +9,7 @@ import yaml
 from PIL import Image
 
 from aploss.cli.main import main
-from aploss.training import TrainingInterruptedError, load_config
+from aploss.training import TrainConfig, TrainingInterruptedError, load_config
 from aploss.training.config import config_from_dict
 
 
@@ -208,6 +208,21 @@ def test_an_interruption_says_how_to_go_on_and_exits_with_130(
     monkeypatch.setattr("aploss.training.train", interrupted)
     assert main(["train", "--recipe", "demo"]) == 130
     assert capsys.readouterr().err == "stopped at step 3; go on with: aploss train --resume\n"
+
+
+def test_the_size_that_is_given_is_the_one_that_is_told(
+    squares: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[TrainConfig] = []
+
+    def interrupted(config: TrainConfig, **options: Any) -> None:
+        asked.append(config)
+        raise TrainingInterruptedError("stopped")
+
+    monkeypatch.setattr("aploss.training.train", interrupted)
+    assert main(["train", str(squares), "--image-size", "64x96", "--device", "cpu"]) == 130
+    assert "retinanet-tiny on 96x64 pixels" in capsys.readouterr().out
+    assert (asked[0].data, asked[0].batches.image_size) == (str(squares), (64, 96))
 
 
 def test_only_the_main_process_talks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,8 @@ def _run(options: Namespace) -> int:
     if options.plan:
         print(describe_plan(options.name, request))
         return 0
-    check_time(options.name, request, print, start_anyway=options.yes)
+    say = (lambda line: None) if options.quiet else print
+    check_time(options.name, request, say, start_anyway=options.yes)
     return run_comparison(options, default_out(options.name, request), partial(reproduce, options.name, request))
 
 

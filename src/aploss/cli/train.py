@@ -54,7 +54,9 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 def _run(options: Namespace) -> int:
     """Trains, and prints the numbers and where the page is."""
-    config = _resolve_config(options, talks=not (options.quiet or options.print_config))
+    from aploss.training.distributed import is_main_process
+
+    config, suggested = _resolve_config(options)
     if changes := familiar_changes(options, config):
         config = config_from_dict(merge(config_to_dict(config), changes))
     if options.print_config:
@@ -64,6 +66,10 @@ def _run(options: Namespace) -> int:
         raise ConfigError(
             "no data: give --data a folder of VOC, COCO or YOLO data, or try it with: aploss train --data builtin"
         )
+    if suggested is not None and not options.quiet and is_main_process():
+        size = config.batches.image_size
+        shape = f"{size}x{size}" if isinstance(size, int) else f"{size[1]}x{size[0]}"
+        print(f"recipe    {suggested}, as none was given: {config.detector} on {shape} pixels")
     return run_training(config, options, resume=options.resume, shows_result=not options.quiet)
 
 
@@ -83,8 +89,8 @@ def _given_data(options: Namespace) -> dict[str, str]:
     return {"data": path}
 
 
-def _resolve_config(options: Namespace, *, talks: bool) -> TrainConfig:
-    """The config of recipe, file and options; of the run in ``--out`` when it is resumed."""
+def _resolve_config(options: Namespace) -> tuple[TrainConfig, str | None]:
+    """The config of recipe, file and options, or of the run that is resumed; and the recipe, where none was given."""
     from aploss.training.run_folder import RunFolder
 
     values = {key: value for key, value in options.as_dict().items() if key not in OWN_OPTIONS}
@@ -96,16 +102,16 @@ def _resolve_config(options: Namespace, *, talks: bool) -> TrainConfig:
         config_from_dict(from_file, source=options.config)  # a mistake is reported as the file's
         values = merge(from_file, values)
     if options.recipe is not None:
-        return load_config(options.recipe, values)
+        return load_config(options.recipe, values), None
     if options.resume and values.get("out") is not None:
         folder = RunFolder(values["out"])
         if folder.exists or "data" not in values:
-            return config_from_dict(merge(config_to_dict(folder.read_config()), values))
-    return _without_recipe(values, talks=talks, sized=options.image_size is not None)
+            return config_from_dict(merge(config_to_dict(folder.read_config()), values)), None
+    return _without_recipe(values, sized=options.image_size is not None)
 
 
-def _without_recipe(values: dict[str, Any], *, talks: bool, sized: bool) -> TrainConfig:
-    from aploss.training.distributed import is_main_process
+def _without_recipe(values: dict[str, Any], *, sized: bool) -> tuple[TrainConfig, str]:
+    """The config with a recipe for machine and data; ``sized`` where the size of images is given."""
     from aploss.training.machine import choose_device
     from aploss.training.splits import suggest_image_sizes, suggest_recipe
 
@@ -114,12 +120,7 @@ def _without_recipe(values: dict[str, Any], *, talks: bool, sized: bool) -> Trai
     suggested: dict[str, Any] = {}
     if config.data and "image_size" not in values.get("batches", {}) and not sized:
         suggested = suggest_image_sizes(recipe, config.data, format=config.splits.format)
-    config = load_config(recipe, merge(suggested, values))
-    if talks and config.data and is_main_process():
-        size = config.batches.image_size
-        shape = f"{size}x{size}" if isinstance(size, int) else f"{size[1]}x{size[0]}"
-        print(f"recipe    {recipe}, as none was given: {config.detector} on {shape} pixels")
-    return config
+    return load_config(recipe, merge(suggested, values)), recipe
 
 
 TRAIN = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run, quiet="show only what goes wrong")

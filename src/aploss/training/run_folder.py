@@ -147,7 +147,8 @@ def discard(folder: RunFolder) -> None:
     """Removes a run that has come to nothing, so that its folder is free for another try."""
     for name in ("config.yaml", "environment.json", "metrics.jsonl", "metrics.csv", "tracker.json"):
         (folder.path / name).unlink(missing_ok=True)
-    shutil.rmtree(folder.path / "tensorboard", ignore_errors=True)
+    for name in ("tensorboard", "wandb"):
+        shutil.rmtree(folder.path / name, ignore_errors=True)
     for name in FOLDERS:
         with suppress(OSError):  # something is in it
             (folder.path / name).rmdir()
