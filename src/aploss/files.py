@@ -1,7 +1,9 @@
 """Files that are there whole or not at all, whatever kills the process."""
 
+import hashlib
 import json
 import os
+import re
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -13,6 +15,19 @@ from aploss.errors import RunError
 
 UNFINISHED = ".unfinished"
 LONGEST_NAME = 200  # bytes; systems allow 255 with what is added
+
+
+def as_file_name(text: str, longest: int = 100) -> str:
+    """A text as (part of) the name of a file or folder; what is too long ends in a hash of all of it.
+
+    Example:
+        >>> as_file_name("ap:delta=0.5, [64,96]"), as_file_name("a longer one", longest=8)
+        ('ap-delta0.5-64-96', 'a-longer-675fdf0c')
+    """
+    name = re.sub(r"[^\w.+]+", "-", text.replace("=", "")).strip("-")
+    if len(name) <= longest:
+        return name
+    return f"{name[:longest].rstrip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:

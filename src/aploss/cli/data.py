@@ -2,7 +2,6 @@
 
 import json
 import random
-import re
 import shlex
 import sys
 import warnings
@@ -13,7 +12,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from aploss.cli.command import Command, progress, require_at_least, say_next
 from aploss.errors import ConfigError, DataError
-from aploss.files import write_whole
+from aploss.files import as_file_name, write_whole
 
 if TYPE_CHECKING:
     from aploss.data.annotations import DetectionDataset, Sample
@@ -134,19 +133,14 @@ def _show(options: Namespace) -> int:
     how = f", augmented as '{options.augment}'" if options.augment else ""
     title = f"{dataset.name} · {dataset.split}: {len(tiles)} of {len(dataset)} images{how}"
     sheet = contact_sheet(tiles, captions, tile=TILE, title=title)
-    out = options.out or Path("runs") / _sheet_name(dataset, options.augment)
+    words = "-".join(filter(None, ["show", dataset.name, dataset.split, options.augment]))
+    out = options.out or Path("runs") / f"{as_file_name(words)}.png"
     write_whole(out, lambda file: sheet.save(file, format=kind))
     boxes = sum(len(target["boxes"]) for _, target in samples)
     if not options.quiet:
         print(f"{out}: {title}, {boxes} boxes", flush=True)
         say_next(options, f"aploss train --data {shlex.quote(options.path)}")
     return 0
-
-
-def _sheet_name(dataset: "DetectionDataset", augment: str | None) -> str:
-    """What a contact sheet is called that was given no name."""
-    words = "-".join(filter(None, ["show", dataset.name, dataset.split, augment]))
-    return re.sub(r"[^\w.+]+", "-", words)[:100].strip("-") + ".png"
 
 
 def _samples(dataset: "DetectionDataset", indices: list[int], options: Namespace) -> "list[Sample]":

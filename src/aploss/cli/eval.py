@@ -155,9 +155,8 @@ def _validation_batch_size(run: Path) -> int:
     """The batch size that a run was measured with; the usual one for a checkpoint without its run."""
     from aploss.training.run_folder import RunFolder
 
-    folders = (folder for path in (run, run.parent.parent) if (folder := RunFolder(path)).config_file.is_file())
-    folder = next(folders, None)
-    return 8 if folder is None else folder.read_config().validation.batch_size
+    found = [folder for folder in map(RunFolder, (run, run.parent.parent)) if folder.config_file.is_file()]
+    return found[0].read_config().validation.batch_size if found else 8
 
 
 def _usual_split(data: str, format: str) -> str:

@@ -397,6 +397,7 @@ def concatenate(parts: Sequence[DetectionDataset], *, split: str | None = None) 
         return np.concatenate([getattr(part, column) for part in fresh])
 
     ids = joined("_ids")
+    columns: dict[str, Any] = {column: joined(f"_{column}") for column in _PER_OBJECT}
     return DetectionDataset(
         root=root,
         class_names=parts[0].class_names,
@@ -407,7 +408,7 @@ def concatenate(parts: Sequence[DetectionDataset], *, split: str | None = None) 
         problems=list(dict.fromkeys(problem for part in parts for problem in part.problems)),
         name=parts[0].name,
         split="+".join(part.split for part in parts) if split is None else split,
-        **{column: joined(f"_{column}") for column in _PER_OBJECT},
+        **columns,
     )
 
 

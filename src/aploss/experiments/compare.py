@@ -1,6 +1,5 @@
 """``compare``: the same training with several losses, and how much they differ over seeds."""
 
-import hashlib
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +27,7 @@ from aploss.experiments.plan import (
 )
 from aploss.experiments.results import Results, write_results
 from aploss.experiments.runner import Runner, execute
+from aploss.files import as_file_name
 from aploss.plotting.style import loss_label
 from aploss.reports.comparison import Comparison
 from aploss.training import TrainingInterruptedError
@@ -37,7 +37,6 @@ from aploss.training.recipes import merge
 from aploss.training.run import make_detector
 
 MOST_LISTED = 4  # rows in the title of a page
-LONGEST_NAME = 100  # of the rows, in the name of a folder
 SECONDS_BETWEEN_PAGES = 20.0  # runs that are only read are quicker than that
 
 
@@ -208,7 +207,5 @@ def default_out(plan: Plan) -> Path:
         'runs/compare-builtin-retinanet-tiny-ap-focal-gamma1'
     """
     config = plan.variants[0].config
-    rows = "-".join(re.sub(r"[^\w.+-]+", "-", variant.name.replace("=", "")).strip("-") for variant in plan.variants)
-    if len(rows) > LONGEST_NAME:
-        rows = f"{rows[:LONGEST_NAME].rstrip('-')}-{hashlib.sha256(rows.encode()).hexdigest()[:8]}"
+    rows = as_file_name("-".join(variant.name for variant in plan.variants))
     return Path("runs") / f"compare-{Path(data_name(config.data)).stem}-{config.detector}-{rows}"

@@ -87,8 +87,9 @@ class Plan:
             raise ConfigError(f"a comparison needs rows of different names, got {names}")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ConfigError(f"a comparison needs different seeds, got {list(self.seeds)}")
-        for searched in self.tuning.over if self.tuning else ():
-            self._check_searched(searched, self.tuning)
+        if self.tuning is not None:
+            for searched in self.tuning.over:
+                self._check_searched(searched, self.tuning)
 
     def _check_searched(self, searched: Searched, tuning: Tuning) -> None:
         """Refuses a search that some row cannot be part of, before anything is trained."""
@@ -240,17 +241,6 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 def written(value: Any) -> str:
     """A value as it is typed on the command line."""
     return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"), default=str)
-
-
-def folder_words(settings: Mapping[str, Any]) -> str:
-    """Settings as part of the name of a folder.
-
-    Example:
-        >>> folder_words({"criterion.options.delta": 0.5, "batches.image_size": [64, 96]})
-        'delta0.5-image_size-64-96'
-    """
-    words = "-".join(key.rpartition(".")[2] + written(value) for key, value in settings.items())
-    return re.sub(r"[^\w.+-]+", "-", words).strip("-")[:80]
 
 
 def parse_list(text: str) -> list[str]:

@@ -19,12 +19,13 @@ from aploss.experiments.plan import (
     Variant,
     changed,
     combinations,
-    folder_words,
     nested,
     settings_hash,
     trials_of,
+    written,
 )
 from aploss.experiments.results import Results, Trial
+from aploss.files import as_file_name
 from aploss.plotting.style import loss_label
 from aploss.reports.run_files import read_json_lines
 from aploss.training.config import TrainConfig
@@ -45,7 +46,8 @@ def cache_folder(config: TrainConfig, cache: Path, settings: Mapping[str, Any] |
     hashed = settings_hash(config)
     found = sorted(cache.glob(f"*-{hashed}"))
     name, _, seed = default_folder(config).name.rpartition("-seed")
-    words = filter(None, [name, folder_words(settings or {}), f"seed{seed}", hashed])
+    about = "-".join(key.rpartition(".")[2] + written(value) for key, value in (settings or {}).items())
+    words = filter(None, [name, as_file_name(about), f"seed{seed}", hashed])
     return found[0] if found else cache / "-".join(words)
 
 
