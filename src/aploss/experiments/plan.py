@@ -87,8 +87,9 @@ class Plan:
             raise ConfigError(f"a comparison needs rows of different names, got {names}")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ConfigError(f"a comparison needs different seeds, got {list(self.seeds)}")
-        for searched in self.tuning.over if self.tuning else ():
-            self._check_searched(searched, self.tuning)
+        if self.tuning is not None:
+            for searched in self.tuning.over:
+                self._check_searched(searched, self.tuning)
 
     def _check_searched(self, searched: Searched, tuning: Tuning) -> None:
         """Refuses a search that some row cannot be part of, before anything is trained."""
