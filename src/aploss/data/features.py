@@ -94,7 +94,7 @@ class StoredFeatures:
     def as_maps(self, rows: Tensor) -> FeatureMaps:
         """What :meth:`read` gave for the images of a batch [B, values], as maps."""
         parts = torch.split(rows, [prod(shape) for shape in self.shapes], dim=1)
-        maps = tuple(part.unflatten(1, shape) for part, shape in zip(parts, self.shapes, strict=True))
+        maps = tuple(part.reshape(len(rows), *shape) for part, shape in zip(parts, self.shapes, strict=True))
         return FeatureMaps(maps, self.image_size)
 
 
