@@ -29,7 +29,7 @@ class HelpFormatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
 class Parser(ArgumentParser):
     """Takes underscores for dashes, and reports a wrong word as any other mistake."""
 
-    def parse_args(self, args: Sequence[str] | None = None, *others: Any, **options: Any) -> Any:
+    def parse_args(self, args: Sequence[str] | None = None, *others: Any, **options: Any) -> Any:  # type: ignore[override]
         """As of jsonargparse; ConfigError for options that do not exist or are missing."""
         words = list(self._spelled(args or ()))
         if not {"-h", "--help"} & {*words}:

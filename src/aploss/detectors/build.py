@@ -12,7 +12,8 @@ import aploss.detectors.retinanet  # registers its detectors
 import aploss.detectors.ssd
 import aploss.detectors.timm_backbones  # noqa: F401  # registers its detectors
 from aploss.detectors.criterion import Criterion
-from aploss.detectors.detector import DETECTORS, SETTINGS, Detector, DetectorConfig
+from aploss.detectors.detector import DETECTORS as DETECTORS  # complete once this module is imported
+from aploss.detectors.detector import SETTINGS, Detector, DetectorConfig
 from aploss.detectors.labels import Assigner
 from aploss.detectors.losses_by_name import make_loss
 from aploss.errors import ConfigError, did_you_mean

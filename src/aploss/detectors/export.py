@@ -225,7 +225,7 @@ class _TorchScriptRunner(_Runner):
     def __init__(self, path: Path) -> None:
         extra = {METADATA: ""}
         with _one_line(f"{path} cannot be run by TorchScript"), _silent():
-            self.module = torch.jit.load(str(path), map_location="cpu", _extra_files=extra)
+            self.module = torch.jit.load(str(path), map_location="cpu", _extra_files=extra)  # type: ignore[no-untyped-call]
             self.metadata = json.loads(extra[METADATA] or "{}")
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -312,7 +312,9 @@ def _write_openvino(detector: Detector, path: Path) -> None:
 
 def _write_torchscript(detector: Detector, path: Path) -> None:
     with torch.no_grad(), _silent():
-        traced = torch.jit.trace(_Heads(detector), (_example(detector),), check_trace=False)
+        traced = torch.jit.trace(  # type: ignore[no-untyped-call]
+            _Heads(detector), (_example(detector),), check_trace=False
+        )
         content = io.BytesIO()
         torch.jit.save(traced, content, _extra_files={METADATA: json.dumps(_metadata(detector))})
     with tempfile.TemporaryDirectory() as folder:
@@ -324,7 +326,7 @@ def _write_torchscript(detector: Detector, path: Path) -> None:
 
 # What the name of a file ends in: the class that runs it, and what writes it.
 FORMATS: dict[str, tuple[Callable[[Any], _Runner], Callable[[Detector, Path], None]]] = {
-    ".onnx": (_OnnxRunner, _write_onnx),
+    ".onnx": (lambda path: _OnnxRunner(path.read_bytes(), str(path)), _write_onnx),
     ".xml": (_OpenVinoRunner, _write_openvino),
     ".ts": (_TorchScriptRunner, _write_torchscript),
 }
