@@ -310,9 +310,9 @@ class TestRun:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            ([], "give a run and --data PATH, or --annotations FILE and --detections FILE"),
-            (["--annotations", "gt.json"], "give a run and --data"),
-            (["{run}"], "give --data PATH"),
+            ([], "--data PATH), or --annotations FILE and --detections FILE"),
+            (["--annotations", "gt.json"], "give a run and data (aploss eval "),
+            (["{run}"], "give the data to score the run on: aploss eval {run} --data "),
             (["--annotations", "a", "--detections", "b", "--data", "c"], "name the run first"),
             (["{run}", "--data", "builtin", "--annotations", "a"], "leave out --annotations"),
             (["{run}", "--data", "nowhere"], "nowhere: no such file or folder"),
@@ -326,7 +326,7 @@ class TestRun:
         words = [word.format(run=run_folder, data=shapes) for word in words]
         assert main(["eval", *words]) == 2
         error = capsys.readouterr().err
-        assert message in error
+        assert message.format(run=run_folder) in error
         assert error.count("\n") == 1
 
     @staticmethod
