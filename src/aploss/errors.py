@@ -1,7 +1,7 @@
 """The errors a user can cause, so that the command line can print them as one line."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 
 __all__ = ["AplossError", "ConfigError", "DataError", "RunError"]
@@ -80,3 +80,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     within = [name for name in sorted(names, key=len, reverse=True) if name in word or word in name]
     close = difflib.get_close_matches(word, names, n=1) or within
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """The first of some names, and how many more there are.
+
+    Example:
+        >>> listed(["a", "b", "c", "d", "e"])
+        'a, b, c and 2 more'
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -9,7 +9,6 @@ import json
 import shlex
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 from operator import eq
 from pathlib import Path, PurePosixPath
@@ -21,7 +20,7 @@ from jsonargparse import ArgumentParser, Namespace
 from aploss.cli.command import Command, newest_run, progress, require_at_least, say_next
 from aploss.data.annotations import Annotations
 from aploss.data.paths import is_image, stem_of
-from aploss.errors import AplossError, ConfigError, DataError
+from aploss.errors import AplossError, ConfigError, DataError, listed
 from aploss.evaluation.coco import coco_metrics
 from aploss.evaluation.matching import curves_as_dict, match_detections, precision_recall_curves
 from aploss.evaluation.metrics import Metrics
@@ -45,7 +44,6 @@ TITLES = {
 }
 IOUS_OF_CURVES = (0.5, 0.6, 0.7, 0.8, 0.9)
 MOST_DETECTIONS = 1_000_000
-NAMES_SHOWN = 3
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
@@ -216,10 +214,10 @@ def _matched_by_name(
     image_ids = _by_file_name(images, truth.file_names)
     unknown = [name for number, name in images.items() if number not in image_ids]
     if not image_ids:
-        none = f"none of the images that were looked at is in it ({_listed(unknown)})"
+        none = f"none of the images that were looked at is in it ({listed(unknown)})"
         raise DataError(f"{annotations}: {none}: is it of another split?")
     if unknown:
-        _warn(f"{len(unknown)} images are not in the annotations, left out: {_listed(unknown)}")
+        _warn(f"{len(unknown)} images are not in the annotations, left out: {listed(unknown)}")
     looked_at = np.isin(truth.images, list(image_ids.values()))
     if not looked_at.all():
         _warn(f"scored on the {looked_at.sum()} images that were looked at; the annotations have {len(truth.images)}")
@@ -227,7 +225,7 @@ def _matched_by_name(
     category_ids = {number: by_name[name] for number, name in classes.items() if name in by_name}
     strange = sorted({*classes.values()} - {*by_name})
     if strange:
-        _warn(f"classes that are not in the annotations, left out: {_listed(strange)}")
+        _warn(f"classes that are not in the annotations, left out: {listed(strange)}")
     objects = np.isin(truth.image_ids, truth.images[looked_at])
     columns = ("image_ids", "category_ids", "xywh", "areas", "crowd", "difficult")
     truth = replace(truth, images=truth.images[looked_at], **{name: getattr(truth, name)[objects] for name in columns})
@@ -271,11 +269,6 @@ def _parts_from_end(name: str, *, bare: bool) -> tuple[str, ...]:
 
 def _renumbered(column: np.ndarray, ids: dict[int, int]) -> np.ndarray:
     return np.array([ids.get(number, number) for number in column.tolist()], dtype=np.int64)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return ", ".join(names[:NAMES_SHOWN]) + more
 
 
 def _warn(text: str) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from aploss.errors import DataError
+from aploss.errors import DataError, listed
 
 
 class Effect(StrEnum):
@@ -179,6 +179,5 @@ def summarise(problems: Iterable[Problem], *, files: int = 3) -> str:
         by_kind.setdefault(problem.kind, Counter())[problem.file] += problem.count
     parts = []
     for kind, counts in by_kind.items():
-        more = f" and {len(counts) - files} more" if len(counts) > files else ""
-        parts.append(f"{counts.total()} {kind} ({KINDS[kind][0].value}): {', '.join(list(counts)[:files])}{more}")
+        parts.append(f"{counts.total()} {kind} ({KINDS[kind][0].value}): {listed(list(counts), files)}")
     return "; ".join(parts) or "no problems"

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from aploss.errors import listed
 from aploss.files import write_text
 from aploss.plotting import plots
 from aploss.plotting.style import INK, MUTED, RIGHT, VARIANT_STYLES, WRONG, LineStyle, class_colour, loss_label
@@ -113,9 +114,8 @@ def _story(summary: Mapping[str, Any]) -> list[page.Block]:
     if summary.get("bad_steps"):
         parts.append(f"{summary['bad_steps']} step(s) with NaN or Inf were skipped.")
     if unreadable := summary.get("unreadable_images"):
-        names = ", ".join(Path(str(path)).name for path in list(unreadable)[:SHOWN_NAMES])
-        more = f" and {len(unreadable) - SHOWN_NAMES} more" if len(unreadable) > SHOWN_NAMES else ""
-        parts.append(f"{len(unreadable)} image(s) could not be read and were replaced by others: {names}{more}.")
+        names = listed([Path(str(path)).name for path in unreadable], SHOWN_NAMES)
+        parts.append(f"{len(unreadable)} image(s) could not be read and were replaced by others: {names}.")
     return [page.Text(" ".join(parts))] if parts else []
 
 

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from aploss.data.loader import Batch
 from aploss.detectors.detector import Detector
-from aploss.errors import ConfigError, RunError
+from aploss.errors import ConfigError, RunError, listed
 from aploss.losses import NonFiniteScoresError, OtherProcessError, traits_of
 from aploss.training.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from aploss.training.distributed import World
@@ -153,9 +153,7 @@ class BadNumbers:
     images: tuple[str, ...] = ()  # files of the batch, of the ranks in which it was found
 
     def __str__(self) -> str:
-        shown = ", ".join(self.images[:SHOWN_IMAGES])
-        more = len(self.images) - SHOWN_IMAGES
-        images = f"{shown} and {more} more" if more > 0 else shown
+        images = listed(self.images, SHOWN_IMAGES)
         return f"step {self.step}: {self.what} is NaN or Inf ({self.detail}); images: {images}"
 
     def as_row(self) -> dict[str, Any]:
