@@ -30,7 +30,7 @@ test-lowest: $(STAMP)
 		pytest pytest-xdist hypothesis scikit-learn pycocotools
 	$(BIN)/uv pip install --quiet --python $(LOWEST) --no-deps --editable .
 	$(LOWEST)/bin/python -m pytest -n auto --dist loadfile tests/losses tests/evaluation tests/data tests/test_import.py \
-		tests/detectors/test_detector.py tests/detectors/test_export.py tests/training/test_run.py
+		tests/detectors/test_build.py tests/detectors/test_criterion.py tests/detectors/test_export.py tests/training/test_run.py
 
 check: $(STAMP)
 	$(BIN)/ruff check .
