@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,10 @@ from torchvision.models.detection import FCOS, fasterrcnn_mobilenet_v3_large_320
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.fcos import FCOSHead
 from torchvision.models.detection.ssdlite import ssdlite320_mobilenet_v3_large
+from torchvision.ops import box_iou
 
 from aploss.data.builtin import builtin_dataset
-from aploss.detectors import build_detector, calibrate, use_loss
+from aploss.detectors import ScoreThresholdWarning, build_detector, calibrate, use_loss
 from aploss.detectors.score_map import ScoreMap, fit_score_map
 from aploss.errors import ConfigError, DataError
 from aploss.evaluation import Calibration, coco_metrics
@@ -88,51 +88,121 @@ def test_only_scores_and_threshold_change_and_both_come_back() -> None:
         for one, other in zip(before, again, strict=True):
             assert torch.equal(one["scores"], other["scores"])
     model.score_thresh = 0.5
-    calibrate(model, images, targets)
+    calibrate(model, images, targets, score_thresh=0.5)
     assert model.score_thresh == pytest.approx(model.score_map.inverse(0.5))
     assert use_loss(model, APLoss()).score_thresh == 0.5  # a calibration belongs to its loss
     assert not hasattr(model, "score_map")
+
+
+def test_a_map_can_keep_the_ap_at_a_threshold() -> None:
+    """Scores 0.9 (right), 0.3 (wrong) and 0.2 (right in one of ten images): AP needs what is above 0.1."""
+    one = {"boxes": torch.tensor([BOX]), "labels": torch.tensor([0])}
+    two = {"boxes": torch.tensor([BOX, ELSEWHERE]), "labels": torch.tensor([0, 0])}
+    far = [[0.0, 60.0, 20.0, 90.0], [60.0, 0.0, 90.0, 20.0]]
+    found = {
+        "boxes": torch.tensor([BOX, far[0], ELSEWHERE, far[1]]),
+        "scores": torch.tensor([0.9, 0.3, 0.2, 0.1]),
+        "labels": torch.zeros(4, dtype=torch.int64),
+    }
+    targets = [one] * 9 + [two]
+    plain, kept = (fit_score_map([found] * 10, targets, keep_ap_at=at) for at in (None, 0.5))
+    scores = torch.linspace(0, 1, 101, dtype=torch.float64)
+    assert plain.least_score == kept.least_score == pytest.approx(0.1)
+    assert plain(torch.tensor(0.2)) < 0.5 < kept(torch.tensor(0.2))
+    assert kept(torch.tensor(0.1)).item() == pytest.approx(0.5)
+    assert (kept(scores).diff() > 0).all()
+    assert (kept(scores) >= plain(scores)).all()
+    assert torch.equal(fit_score_map([found] * 10, targets, keep_ap_at=1e-3).y, plain.y)  # nothing to raise
+    with pytest.raises(ConfigError, match=r"a score between 0 and 1, got 1\.5"):
+        fit_score_map([found], targets[:1], keep_ap_at=1.5)
 
 
 def test_other_models_are_refused() -> None:
     model = fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None)
     with pytest.raises(ConfigError, match=r"RetinaNet, FCOS or SSD, or .*, got FasterRCNN"):
         calibrate(model, None)
+    ssd = ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None)
+    with pytest.raises(ConfigError, match="keep_ap_at is for models of transformers; SSD has a score_thresh"):
+        calibrate(ssd, [], [], keep_ap_at=0.5)
 
 
-def test_calibration_saves_the_ap_that_a_threshold_costs(tmp_path: Path) -> None:
-    """AP-loss leaves scores where they started, here near 0; FCOS drops those below 0.2."""
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[FCOS, Any, Any]:
+    """A weak FCOS, trained with AP-loss for seconds; images to calibrate it on, and others to measure it on."""
     torch.manual_seed(0)
-    images, targets = _samples(builtin_dataset("train", cache=tmp_path, counts=(8, 1, 1)))
-    backbone = build_detector("retinanet-tiny", class_names=["a"]).backbone
-    model = FCOS(
-        backbone,
-        CLASSES,
-        anchor_generator=AnchorGenerator(((8,), (16,), (32,), (64,)), ((1.0,),) * 4),
-        head=FCOSHead(backbone.out_channels, 1, CLASSES, num_convs=1),
-        min_size=images[0].shape[-1],
-        max_size=images[0].shape[-1],
+    cache, size = tmp_path_factory.mktemp("builtin"), 64
+    train, held_out, others = (
+        _samples(builtin_dataset(split, cache=cache, image_size=size, counts=(160, 60, 60)))
+        for split in ("train", "val", "test")
     )
-    torch.nn.init.constant_(model.head.classification_head.cls_logits.bias, -16.0)
-    _train(use_loss(model, APLoss()), images, targets)
+    backbone = build_detector("retinanet-tiny", class_names=["a"]).backbone
+    anchors = AnchorGenerator(((8,), (16,), (32,), (64,)), ((1.0,),) * 4)
+    head = FCOSHead(backbone.out_channels, 1, CLASSES, num_convs=1)
+    model = FCOS(backbone, CLASSES, anchor_generator=anchors, head=head, min_size=size, max_size=size)
+    with pytest.warns(ScoreThresholdWarning, match=r"FCOS drops detections with a score below 0\.2, .*AP-loss"):
+        use_loss(model, APLoss())
+    _train(model, *train)
+    return model, held_out, others
 
-    at_own_threshold = _ap(model, images, targets)
+
+def test_calibration_keeps_the_ap_that_a_threshold_costs(trained: tuple[FCOS, Any, Any]) -> None:
+    """Precision below 0.2 is worth something to AP, so that 0.2 costs AP before and after: the threshold is lowered."""
+    model, held_out, others = trained
+    at_own_threshold = _ap(model, *others)
     model.score_thresh = 0.0
-    without = _ap(model, images, targets)
+    without = _ap(model, *others)
     model.score_thresh = 0.2
-    calibrated = _ap(calibrate(model, images, targets), images, targets)
-    assert without > 0.8
-    assert at_own_threshold < without - 0.1
-    assert calibrated > without - 0.01
+    at_precision = _ap(calibrate(model, *held_out, score_thresh=0.2), *others)
+    with pytest.warns(ScoreThresholdWarning, match=r"below 0\.2, which AP needs: its threshold is lowered to 0\.0"):
+        calibrate(model, *held_out)
+    assert without > 0.2
+    assert at_own_threshold < without - 0.02
+    assert at_precision < without - 0.02
+    assert _ap(model, *others) > without - 0.01
+    # neither does it keep everything: most detections are of no use to AP
+    assert 0.001 < model.score_map(torch.tensor(model.score_thresh)) < 0.2
+    assert calibrate(model, None).score_thresh == 0.2
 
 
-def _train(model: FCOS, images: list[Tensor], targets: list[dict[str, Tensor]]) -> None:
-    optimizer = torch.optim.AdamW(model.train().parameters(), lr=2e-3)
-    for _ in range(30):
+def test_what_a_score_means_holds_on_images_it_was_not_fitted_on(trained: tuple[FCOS, Any, Any]) -> None:
+    model, held_out, (images, targets) = trained
+    calibrate(model, *held_out, score_thresh=0.0)
+    with torch.inference_mode():
+        detections = model.eval()(images)
+    correct = [
+        flag
+        for found, target in zip(detections, targets, strict=True)
+        for score, flag in _judged(found, target)
+        if score >= 0.4
+    ]
+    assert len(correct) > 20
+    assert np.mean(correct) > 0.4
+    calibrate(model, None)
+
+
+def _judged(found: dict[str, Tensor], target: dict[str, Tensor]) -> list[tuple[float, bool]]:
+    """Scores, best first, and whether each detection is the first on an object of its class."""
+    taken: set[int] = set()
+    rows = []
+    for place in found["scores"].argsort(descending=True).tolist():
+        overlap = box_iou(found["boxes"][place : place + 1], target["boxes"])[0]
+        overlap[target["labels"] != found["labels"][place]] = 0
+        hits = [k for k in overlap.argsort(descending=True).tolist() if overlap[k] >= 0.5 and k not in taken]
+        taken.update(hits[:1])
+        rows.append((found["scores"][place].item(), bool(hits)))
+    return rows
+
+
+def _train(model: FCOS, images: list[Tensor], targets: list[dict[str, Tensor]], steps: int = 120) -> None:
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
+    for _ in range(steps):
+        batch = torch.randperm(len(images))[:8].tolist()
         optimizer.zero_grad()
-        sum(model(images, targets).values()).backward()
+        sum(model([images[k] for k in batch], [targets[k] for k in batch]).values()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        schedule.step()
 
 
 def _samples(dataset: Any) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
@@ -156,7 +226,7 @@ def _ap(model: Any, images: list[Tensor], targets: list[dict[str, Tensor]]) -> f
         "categories": [{"id": k, "name": str(k)} for k in range(CLASSES)],
         "annotations": objects,
     }
-    return coco_metrics(truth, results).AP50
+    return coco_metrics(truth, results).AP
 
 
 def _xywh(box: list[float]) -> list[float]:

@@ -22,8 +22,8 @@ from torchvision.ops import box_convert, generalized_box_iou_loss
 
 from aploss.detectors.criterion import classification_loss, iou_of_pairs
 from aploss.detectors.labels import NEGATIVE, AnchorLabels
-from aploss.detectors.score_map import ScoreMap, fit_score_map
-from aploss.detectors.swap_loss import ScoreThresholdWarning, check_loss, softmax_log_odds
+from aploss.detectors.score_map import ScoreMap, ScoreThresholdWarning, fit_score_map
+from aploss.detectors.swap_loss import check_loss, softmax_log_odds
 from aploss.errors import ConfigError, RunError
 from aploss.evaluation import Calibration
 from aploss.losses.traits import traits_of
@@ -104,8 +104,8 @@ def use_loss_in_transformers(
     if not traits_of(loss).calibrated:
         warnings.warn(
             f"{type(loss).__name__} orders the scores of {type(model).__name__} but does not make "
-            "them probabilities: post_process_object_detection(threshold=0.5) would drop correct "
-            "detections. Use threshold=0, or calibrate(model, images, targets) after training.",
+            "them probabilities: post_process_object_detection(threshold=0.5) would drop correct detections. "
+            "Use threshold=0 for AP; after training, calibrate(model, images, targets) makes scores mean precision.",
             ScoreThresholdWarning,
             stacklevel=3,
         )
@@ -282,6 +282,7 @@ def calibrate_in_transformers(
     targets: Sequence[Mapping[str, Tensor]] = (),
     *,
     iou: float = 0.5,
+    keep_ap_at: float | None = None,
 ) -> Model:
     """Makes the scores of a trained ``transformers`` detector mean precision, in evaluation mode.
 
@@ -296,9 +297,12 @@ def calibrate_in_transformers(
         targets: for each image ``class_labels`` [n] and ``boxes`` [n, 4], centre and size relative to the image, as for
             training.
         iou: overlap from which a detection is correct.
+        keep_ap_at: a threshold of post-processing that must not cost AP. All detections that AP needs get scores above
+            it, which then are more than their precision. Without it thresholds mean precision, and AP is measured with
+            ``threshold=0``.
 
     Raises:
-        ConfigError: if the model is of another kind.
+        ConfigError: if the model is of another kind, or ``keep_ap_at`` no score.
         DataError: if there is no object in the images, or not one target per image.
     """
     set_calibration(model, None)
@@ -311,7 +315,7 @@ def calibrate_in_transformers(
     finally:
         model.train(was_training)
     objects = [{"boxes": _corners(target["boxes"]), "labels": target["class_labels"]} for target in targets]
-    score_map = fit_score_map(detections, objects, iou=iou)
+    score_map = fit_score_map(detections, objects, iou=iou, keep_ap_at=keep_ap_at)
     model.register_forward_hook(_CalibratedLogits(score_map, _has_softmax(model)))
     return model
 

@@ -3,9 +3,16 @@
 A ranking loss orders detections and leaves the scores anywhere, so that the score threshold of a model cuts at an
 arbitrary place. Here a monotone map from scores to precision is fitted on held-out images. The order of detections, and
 with it AP, stays what it was.
+
+AP also counts detections of little precision: those with a score of 0.1 are right once in ten times, and each that is
+right adds recall at the precision of all detections above it. A threshold that is a precision drops them by its
+meaning. So the map knows, too, above which score everything lies that AP needs.
 """
 
+import warnings
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,9 +25,14 @@ from torchvision.models.detection.ssd import SSD
 from torchvision.ops import box_convert
 
 from aploss.errors import ConfigError, DataError
-from aploss.evaluation import Calibration, DetectionTable, calibrate_detections
+from aploss.evaluation import Calibration, DetectionTable, GroundTruth, calibrate_detections, coco_metrics
 
 Model = TypeVar("Model", bound=nn.Module)
+KEPT_AP = 0.999  # share of AP, on the images of the calibration, that detections above ``least_score`` have
+
+
+class ScoreThresholdWarning(UserWarning):
+    """A model drops detections below a score that means nothing with its loss, or that AP needs."""
 
 
 class ScoreMap(nn.Module):
@@ -38,6 +50,7 @@ class ScoreMap(nn.Module):
 
     x: Tensor
     y: Tensor
+    least_score: float = 0.0  # before the map: the detections above have all but a thousandth of AP
     handle: RemovableHandle  # of the hook in the model
     before: float  # the model's score threshold before
 
@@ -60,7 +73,11 @@ class ScoreMap(nn.Module):
 
 
 def fit_score_map(
-    detections: Sequence[Mapping[str, Any]], targets: Sequence[Mapping[str, Any]], *, iou: float = 0.5
+    detections: Sequence[Mapping[str, Any]],
+    targets: Sequence[Mapping[str, Any]],
+    *,
+    iou: float = 0.5,
+    keep_ap_at: float | None = None,
 ) -> ScoreMap:
     """Fits the map on detections of held-out images, made without a score threshold.
 
@@ -69,10 +86,15 @@ def fit_score_map(
         targets: for each image ``boxes`` [m, 4] and ``labels`` [m], counted as the detections' are, and optionally
             ``iscrowd`` [m].
         iou: overlap from which on a detection is correct.
+        keep_ap_at: a threshold that must not cost AP. Where the detections that AP needs begin below this precision,
+            the map is raised so that they begin at it, and scores are above the precision then.
 
     Raises:
+        ConfigError: if ``keep_ap_at`` is no score.
         DataError: if there is no object to find, or not one target per image.
     """
+    if keep_ap_at is not None and not 0 < keep_ap_at < 1:
+        raise ConfigError(f"keep_ap_at is a score between 0 and 1, got {keep_ap_at}")
     if len(detections) != len(targets):
         raise DataError(f"detections of {len(detections)} images, but {len(targets)} targets")
     if not any(len(target["labels"]) for target in targets):
@@ -94,7 +116,29 @@ def fit_score_map(
         "categories": [{"id": label, "name": str(label)} for label in labels],
         "annotations": objects,
     }
-    return ScoreMap(calibrate_detections(truth, found, iou=iou)[0])
+    ground_truth = GroundTruth.from_coco(truth)
+    calibration = calibrate_detections(ground_truth, found, iou=iou)[0]
+    least_score = _least_score(ground_truth, found)
+    if keep_ap_at is not None and (precision := float(calibration(least_score))) < keep_ap_at:
+        bent = np.interp(calibration.y, [0.0, precision, 1.0], [0.0, keep_ap_at, 1.0])
+        calibration = Calibration(x=calibration.x, y=bent)
+    score_map = ScoreMap(calibration)
+    score_map.least_score = least_score
+    return score_map
+
+
+def _least_score(truth: GroundTruth, found: DetectionTable) -> float:
+    """The highest score such that the detections above it still have ``KEPT_AP`` of the AP of all."""
+
+    def ap_above(score: float) -> float:
+        keep = found.scores > score
+        columns = {name: getattr(found, name)[keep] for name in ("image_ids", "category_ids", "xywh", "scores")}
+        return coco_metrics(truth, replace(found, **columns)).AP
+
+    wanted = KEPT_AP * ap_above(-1.0)
+    scores = np.unique(found.scores)
+    too_high = bisect_left(range(len(scores)), True, key=lambda place: not ap_above(scores[place]) >= wanted)
+    return float(scores[too_high - 1]) if too_high else 0.0
 
 
 def calibrate(
@@ -103,13 +147,15 @@ def calibrate(
     targets: Sequence[Mapping[str, Tensor]] = (),
     *,
     score_thresh: float | None = None,
+    keep_ap_at: float | None = None,
     iou: float = 0.5,
     batch_size: int = 8,
 ) -> Model:
     """Makes the scores of a torchvision RetinaNet, FCOS or SSD mean precision.
 
-    From then on a detection with score 0.7 is right in about 7 of 10 cases, and the model's score threshold drops what
-    is below that precision. What is found and its order stay as they were. Copies and pickles are calibrated, too;
+    From then on a detection with score 0.7 is right in about 7 of 10 cases. What is found and its order stay as they
+    were. The model's own score threshold becomes one of precision, too, as far as AP allows: where it would drop
+    detections that AP needs, it is lowered, and a warning tells so. Copies and pickles are calibrated, too;
     ``torch.jit.script`` needs a model without.
 
     Detectors of Hugging Face ``transformers`` are calibrated, too: see
@@ -119,7 +165,9 @@ def calibrate(
         model: trained with any loss, see :func:`~aploss.detectors.use_loss`.
         images: held-out images [3, h, w], some hundred of them; None takes a calibration away.
         targets: of these images, as the model is trained with.
-        score_thresh: the least precision of a detection, by default the model's threshold as it is.
+        score_thresh: the least precision of a detection, whatever that costs in AP; by default the model's own
+            threshold, or less where AP needs it.
+        keep_ap_at: for models of ``transformers``, whose threshold is the caller's.
         iou: overlap from which on a detection is correct.
         batch_size: images that go through the model together.
 
@@ -130,18 +178,23 @@ def calibrate(
     Raises:
         ConfigError: if the model is of another kind.
         DataError: if there is no object in the images, or not one target per image.
+
+    Warns:
+        ScoreThresholdWarning: if the model's threshold was lowered.
     """
     from aploss.detectors.hugging_face import calibrate_in_transformers, is_transformers_model
 
     if is_transformers_model(model):
         if score_thresh is not None:
             raise ConfigError("models of transformers have no score_thresh; post-processing has")
-        return calibrate_in_transformers(model, images, targets, iou=iou)
+        return calibrate_in_transformers(model, images, targets, iou=iou, keep_ap_at=keep_ap_at)
     if not isinstance(model, RetinaNet | FCOS | SSD):
         raise ConfigError(
             "calibrate takes torchvision's RetinaNet, FCOS or SSD, or a detector of transformers, "
             f"got {type(model).__name__}"
         )
+    if keep_ap_at is not None:
+        raise ConfigError(f"keep_ap_at is for models of transformers; {type(model).__name__} has a score_thresh")
     if isinstance(earlier := getattr(model, "score_map", None), ScoreMap):
         earlier.handle.remove()
         model.score_thresh = earlier.before
@@ -154,6 +207,15 @@ def calibrate(
     score_map.handle = model.register_forward_hook(_map_scores)
     model.score_map = score_map.to(next(model.parameters()).device)
     model.score_thresh = score_map.inverse(precision)
+    if score_thresh is None and score_map.least_score < model.score_thresh:
+        model.score_thresh = score_map.least_score
+        lowered = score_map(torch.tensor(score_map.least_score)).item()
+        warnings.warn(
+            f"{type(model).__name__} would drop detections with a precision below {precision:g}, which AP needs: its "
+            f"threshold is lowered to {lowered:.2g}; calibrate(..., score_thresh={precision:g}) does not lower it",
+            ScoreThresholdWarning,
+            stacklevel=2,
+        )
     return model
 
 

@@ -18,7 +18,7 @@ from torchvision.ops import generalized_box_iou_loss
 
 from aploss.detectors.criterion import classification_loss, iou_of_pairs
 from aploss.detectors.labels import AnchorLabels
-from aploss.detectors.score_map import calibrate
+from aploss.detectors.score_map import ScoreThresholdWarning, calibrate
 from aploss.errors import ConfigError
 from aploss.losses.traits import traits_of
 
@@ -26,10 +26,6 @@ Model = TypeVar("Model", bound=nn.Module)
 Targets = Sequence[Mapping[str, Tensor]]
 LEAST_LOG_ODDS_GAP = 1e-6  # 1 - p of the surest score, so that log-odds stay finite
 METHOD, LOSS, HIDDEN = "compute_loss", "classification_loss", "__jit_ignored_attributes__"
-
-
-class ScoreThresholdWarning(UserWarning):
-    """A model drops detections below a score that means nothing with its loss."""
 
 
 def use_loss(
