@@ -136,6 +136,14 @@ def test_any_shape_is_ranked_as_one_batch(make_boxes):
     assert torch.allclose(gradient.t().flatten(), expected_gradient, atol=1e-15)
 
 
+def test_negative_zero_ranks_as_zero(backend):
+    targets = torch.tensor([1, 0, 1, 1, 0])
+    expected = loss_and_gradient(torch.zeros(5), targets, delta=0)
+    mixed = loss_and_gradient(torch.tensor([-0.0, 0.0, 0.0, -0.0, -0.0]), targets, delta=0)
+    assert mixed[0] == expected[0]
+    assert torch.equal(mixed[1], expected[1])
+
+
 def test_module_has_the_options_of_the_function(make_boxes):
     scores, targets = make_boxes()
     module = APLoss(delta=0.5, interpolated=False)

@@ -2,10 +2,9 @@
 
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from .autograd import RankingOperator
-from .checks import check_delta, check_max_positives
+from .autograd import RankingLoss, RankingOperator
 from .traits import LossTraits, register_loss
 
 
@@ -76,7 +75,7 @@ _OPERATOR = RankingOperator("alrp", pairs=((0, 0), (2, 1)))
 
 
 @register_loss("alrp")
-class ALRPLoss(nn.Module):
+class ALRPLoss(RankingLoss):
     """See :func:`alrp_loss`."""
 
     traits = LossTraits(
@@ -91,24 +90,5 @@ class ALRPLoss(nn.Module):
         box_weight="balanced",
     )
 
-    def __init__(self, delta: float = 1.0, process_group: Any = None, max_positives: int | None = None) -> None:
-        super().__init__()
-        check_delta(delta)
-        check_max_positives(max_positives)
-        self.delta = delta
-        self.process_group = process_group
-        self.max_positives = max_positives
-
     def forward(self, scores: Tensor, targets: Tensor, box_losses: Tensor, groups: Tensor | int | None = None) -> ALRP:
-        return alrp_loss(
-            scores,
-            targets,
-            box_losses,
-            delta=self.delta,
-            process_group=self.process_group,
-            groups=groups,
-            max_positives=self.max_positives,
-        )
-
-    def extra_repr(self) -> str:
-        return f"delta={self.delta}"
+        return alrp_loss(scores, targets, box_losses, **self.options(groups))

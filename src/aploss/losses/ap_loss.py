@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from .autograd import RankingOperator
-from .checks import check_delta, check_max_positives
+from .autograd import RankingLoss, RankingOperator
 from .traits import LossTraits, register_loss
 
 
@@ -67,7 +66,7 @@ _OPERATOR = RankingOperator("ap")
 
 
 @register_loss("ap")
-class APLoss(nn.Module):
+class APLoss(RankingLoss):
     """See :func:`ap_loss`."""
 
     traits = LossTraits(label="AP-loss", colour="#0072b2", ranks_across_processes=True, groups=True)
@@ -75,24 +74,11 @@ class APLoss(nn.Module):
     def __init__(
         self, delta: float = 1.0, interpolated: bool = True, process_group: Any = None, max_positives: int | None = None
     ) -> None:
-        super().__init__()
-        check_delta(delta)
-        check_max_positives(max_positives)
-        self.delta = delta
+        super().__init__(delta, process_group, max_positives)
         self.interpolated = interpolated
-        self.process_group = process_group
-        self.max_positives = max_positives
 
     def forward(self, scores: Tensor, targets: Tensor, groups: Tensor | int | None = None) -> Tensor:
-        return ap_loss(
-            scores,
-            targets,
-            delta=self.delta,
-            interpolated=self.interpolated,
-            process_group=self.process_group,
-            groups=groups,
-            max_positives=self.max_positives,
-        )
+        return ap_loss(scores, targets, interpolated=self.interpolated, **self.options(groups))
 
     def extra_repr(self) -> str:
-        return f"delta={self.delta}, interpolated={self.interpolated}"
+        return f"{super().extra_repr()}, interpolated={self.interpolated}"

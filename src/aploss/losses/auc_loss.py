@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from .autograd import RankingOperator
-from .checks import check_delta, check_max_positives
+from .autograd import RankingLoss, RankingOperator
 from .traits import LossTraits, register_loss
 
 
@@ -45,30 +44,12 @@ _OPERATOR = RankingOperator("auc")
 
 
 @register_loss("auc")
-class AUCLoss(nn.Module):
+class AUCLoss(RankingLoss):
     """See :func:`auc_loss`."""
 
     traits = LossTraits(
         label="AUC-loss", colour="#e69f00", dashes=":", marker="D", ranks_across_processes=True, groups=True
     )
 
-    def __init__(self, delta: float = 1.0, process_group: Any = None, max_positives: int | None = None) -> None:
-        super().__init__()
-        check_delta(delta)
-        check_max_positives(max_positives)
-        self.delta = delta
-        self.process_group = process_group
-        self.max_positives = max_positives
-
     def forward(self, scores: Tensor, targets: Tensor, groups: Tensor | int | None = None) -> Tensor:
-        return auc_loss(
-            scores,
-            targets,
-            delta=self.delta,
-            process_group=self.process_group,
-            groups=groups,
-            max_positives=self.max_positives,
-        )
-
-    def extra_repr(self) -> str:
-        return f"delta={self.delta}"
+        return auc_loss(scores, targets, **self.options(groups))

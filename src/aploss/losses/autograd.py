@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .checks import check_process_group
-from .ranking.engine import Options, gradient_directly, rank_directly, rank_scores, resolve_group
+from .checks import check_delta, check_max_positives, check_process_group
+from .ranking.engine import Options, rank_directly, rank_scores, resolve_group
 from .ranking.problem import loss_dtype
 
 Values = tuple[Tensor, ...]
@@ -153,20 +153,28 @@ class _Eager(torch.autograd.Function):
 
 
 class _Direct(torch.autograd.Function):
-    """The value of a ranking loss that is known already; see :func:`.cpu.rank_directly`."""
+    """A ranking loss whose value and gradient are known already; see :func:`.cpu.rank_directly`."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, value: float, state: Any) -> Tensor:
-        ctx.save_for_backward(scores)
-        ctx.state = state
-        return torch.tensor(value, dtype=scores.dtype)
+    def forward(
+        ctx: Any, scores: Tensor, targets: Tensor, value: float, gradient: Tensor, options: tuple[str, float, bool]
+    ) -> Tensor:
+        ctx.save_for_backward(scores, targets)
+        ctx.gradient, ctx.options = gradient, options
+        return torch.scalar_tensor(value, dtype=scores.dtype)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
-        (scores,) = ctx.saved_tensors
+        scores, targets = ctx.saved_tensors
+        gradient, ctx.gradient = ctx.gradient, None
+        if gradient is None:  # a second pass through a graph that was retained
+            backend, ranked = rank_scores(scores, targets, Options(*ctx.options))
+            gradient = backend.gradient(ranked, (torch.ones_like(upstream),), scores.dtype).view(scores.shape)
         if torch.is_grad_enabled():
-            return _Gradient.apply(gradient_directly, ctx.state, upstream, scores), None, None
-        return gradient_directly(ctx.state, upstream, scores), None, None
+            gradient = _Gradient.apply(_times, gradient, upstream, scores)
+        elif upstream.item() != 1:
+            gradient.mul_(upstream)
+        return gradient, None, None, None, None
 
 
 class _Gradient(torch.autograd.Function):
@@ -187,6 +195,10 @@ def _gradients(of: tuple[Operator, Any], *tensors: Tensor) -> tuple[Tensor, ...]
     upstream, inputs = tensors[: operator.num_values], tensors[operator.num_values :]
     gradients = operator.gradient(state, upstream, False)
     return tuple(map(_like, gradients, inputs))
+
+
+def _times(gradient: Tensor, upstream: Tensor, scores: Tensor) -> Tensor:
+    return gradient * upstream
 
 
 def _like(gradient: Tensor, like: Tensor) -> Tensor:
@@ -254,8 +266,11 @@ class RankingOperator(Operator):
             if max_positives is groups is process_group is box_losses is None:
                 known = rank_directly(scores, targets, self.rule, delta, interpolated)
                 if known is not None:
-                    value: Tensor = _Direct.apply(scores, *known)
-                    return (value,)
+                    value, gradient = known
+                    if gradient is None:
+                        return (torch.scalar_tensor(value, dtype=scores.dtype),)
+                    direct: Tensor = _Direct.apply(scores, targets, value, gradient, (self.rule, delta, interpolated))
+                    return (direct,)
             options = Options(self.rule, delta, interpolated, groups, max_positives, process_group)
             values: Values = _Eager.apply(self, scores, targets, box_losses, options)
             return values
@@ -284,6 +299,26 @@ class RankingOperator(Operator):
         if ranked.box_gradient is None:
             return (on_scores,)
         return on_scores, ranked.box_gradient * upstream[1]
+
+
+class RankingLoss(nn.Module):
+    """A ranking loss as a module: holds the options that all of them have, see :func:`aploss.losses.ap_loss`."""
+
+    def __init__(self, delta: float = 1.0, process_group: Any = None, max_positives: int | None = None) -> None:
+        super().__init__()
+        check_delta(delta)
+        check_max_positives(max_positives)
+        self.delta = delta
+        self.process_group = process_group
+        self.max_positives = max_positives
+
+    def options(self, groups: Tensor | int | None) -> dict[str, Any]:
+        """The options of the function, by name."""
+        names = ("delta", "process_group", "max_positives")
+        return {"groups": groups, **{name: getattr(self, name) for name in names}}
+
+    def extra_repr(self) -> str:
+        return f"delta={self.delta}"
 
 
 def error_driven(inputs: Tensor, outputs: Tensor, desired: Tensor) -> Tensor:

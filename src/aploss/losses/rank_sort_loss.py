@@ -2,10 +2,9 @@
 
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from .autograd import RankingOperator
-from .checks import check_delta, check_max_positives
+from .autograd import RankingLoss, RankingOperator
 from .traits import LossTraits, register_loss
 
 
@@ -65,7 +64,7 @@ _OPERATOR = RankingOperator("rank-sort", pairs=((0, 0), (0, 1)))
 
 
 @register_loss("rank-sort")
-class RankSortLoss(nn.Module):
+class RankSortLoss(RankingLoss):
     """See :func:`rank_sort_loss`."""
 
     traits = LossTraits(
@@ -82,22 +81,7 @@ class RankSortLoss(nn.Module):
     )
 
     def __init__(self, delta: float = 0.5, process_group: Any = None, max_positives: int | None = None) -> None:
-        super().__init__()
-        check_delta(delta)
-        check_max_positives(max_positives)
-        self.delta = delta
-        self.process_group = process_group
-        self.max_positives = max_positives
+        super().__init__(delta, process_group, max_positives)
 
     def forward(self, scores: Tensor, targets: Tensor, groups: Tensor | int | None = None) -> RankSort:
-        return rank_sort_loss(
-            scores,
-            targets,
-            delta=self.delta,
-            process_group=self.process_group,
-            groups=groups,
-            max_positives=self.max_positives,
-        )
-
-    def extra_repr(self) -> str:
-        return f"delta={self.delta}"
+        return rank_sort_loss(scores, targets, **self.options(groups))

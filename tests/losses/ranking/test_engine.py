@@ -204,6 +204,23 @@ def test_without_numba_torch_operations_rank_and_a_warning_names_the_remedy():
     subprocess.run([sys.executable, "-c", code], timeout=200, check=True)
 
 
+def test_probabilities_in_the_place_of_logits_are_remarked_on_once():
+    code = (
+        "import warnings, torch\nfrom aploss.losses import ap_loss\n"
+        "targets = (torch.arange(2000) < 9).long()\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    ap_loss(torch.rand(10), targets[:10])\n"  # too few to tell
+        "    assert caught == []\n"
+        "    for _ in range(2): ap_loss(FIRST, targets)\n"
+        "print(*[w.message for w in caught], sep='\\n')\n"
+    )
+    for first, said in (("torch.randn(2000).sigmoid()", 1), ("torch.randn(2000)", 0), ("torch.zeros(2000)", 0)):
+        command = [sys.executable, "-c", code.replace("FIRST", first)]
+        lines = subprocess.run(command, timeout=200, check=True, capture_output=True, text=True).stdout.split("\n")
+        assert sum("leave out the sigmoid" in line for line in lines) == said
+
+
 @pytest.mark.parametrize("damage", ["truncated", "unreadable folder"])
 def test_a_cache_that_cannot_be_used_is_done_without(tmp_path, damage):
     code = (

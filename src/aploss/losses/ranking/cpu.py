@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,7 @@ MOST_PARTS, SMALLEST_PART = 16, 1 << 16
 SECONDS_OF_SILENCE = 2.0
 
 _RULES = {"ap": AP, "auc": AUC, "rank-sort": RANK_SORT, "alrp": ALRP}
-_ONE32, _ONE64 = np.float32(1), np.float64(1)
-_ONE: dict[torch.dtype, Any] = {torch.float32: _ONE32, torch.float64: _ONE64}
+_ONE: dict[torch.dtype, Any] = {torch.float32: np.float32(1), torch.float64: np.float64(1)}
 _log = logging.getLogger("aploss.losses")
 _compiled_for: set[tuple[Any, ...]] = set()
 _pool: tuple[int, int, ThreadPoolExecutor] | None = None
@@ -110,49 +109,47 @@ class CPUBackend(TorchBackend):
         return torch.from_numpy(np.stack(tallies))
 
 
-def rank_directly(scores: Tensor, targets: Tensor, rule: str, delta: float, interpolated: bool):  # type: ignore[no-untyped-def]
-    """AP or AUC of few scores with as little around the kernel as can be: 60 microseconds.
+def rank_directly(scores: Tensor, targets: Tensor, rule: str, options: tuple[float, bool], wanted: bool) -> Any:
+    """AP or AUC of few scores, loss and gradient, with as little around the kernel as can be.
+
+    Args:
+        options: delta and interpolated.
+        wanted: whether the gradient is.
 
     Returns:
-        the loss and a state for :func:`gradient_directly`; None if this is not the plain case, or
-        something is wrong.
+        the loss and its gradient (or None); None if this is not the plain case, or something is wrong.
     """
-    dtype = scores.dtype
-    if rule not in _DIRECT or not (delta == 0 or LEAST_DELTA <= delta < np.inf):
+    size = scores.numel()
+    if not 0 < size < 2 * SMALLEST_PART or rule not in _DIRECT or scores.shape != targets.shape:
         return None
-    if (dtype, targets.dtype) not in _compiled_for:
-        if dtype not in _ONE or targets.dtype not in COMPARABLE:
-            return None
-        with _telling((dtype, targets.dtype)):
-            _compiled_for.add((dtype, targets.dtype))
-            return rank_directly(scores, targets, rule, delta, interpolated)
-    array = scores.detach().numpy()
-    target_array = (targets.detach() if targets.requires_grad else targets).numpy()
-    if array.shape != target_array.shape:
+    (delta, interpolated), kind = options, (scores.dtype, targets.dtype)
+    if kind not in _likes or not (delta == 0 or LEAST_DELTA <= delta < np.inf):
         return None
-    if array.ndim != 1 or not scores.is_contiguous() or not targets.is_contiguous():
-        array, target_array = array.ravel(), target_array.ravel()
-    if not 0 < len(array) < 2 * SMALLEST_PART:
+    if not (scores.is_contiguous() and targets.is_contiguous()):
         return None
-    one, width = (_ONE32, np.float32(2 * delta)) if dtype is torch.float32 else (_ONE64, 2 * delta)
-    status, value, *kept = kernels.forward(
-        array, target_array, _DIRECT[rule], interpolated, delta, one, width, _small_integers(2 * len(array))
-    )
-    return None if status[2] or status[3] else (value, (array, *kept, width))
+    with _telling(kind) if kind not in _compiled_for else _QUIET:
+        gradient = torch.empty_like(scores) if wanted else None
+        value = kernels.at_once(
+            scores.data_ptr(),
+            targets.data_ptr(),
+            0 if gradient is None else gradient.data_ptr(),
+            size,
+            _DIRECT[rule],
+            interpolated,
+            float(delta),  # of an integer numba would make another kernel
+            *_likes[kind],
+        )
+    return (value, gradient) if value == value else None  # not NaN
 
 
 _DIRECT = {"ap": AP, "auc": AUC}
-
-
-def gradient_directly(state: tuple[Any, ...], upstream: Tensor, like: Tensor) -> Tensor:
-    """The gradient on the scores of :func:`rank_directly`."""
-    *kept, width = state
-    if not len(kept[1]):
-        return torch.zeros_like(like, memory_format=torch.contiguous_format)
-    gradient, first = torch.empty(like.shape, dtype=like.dtype), upstream.item()
-    factor = np.float32(first) if like.dtype is torch.float32 else first
-    kernels.backward(*kept, first, width, factor, gradient.numpy().ravel())
-    return gradient
+_QUIET = nullcontext()
+# Numbers that tell the kernel the dtypes of scores and targets.
+_likes = {
+    (dtype, targets): (one, torch.ones((), dtype=targets).numpy()[()])
+    for dtype, one in _ONE.items()
+    for targets in COMPARABLE
+}
 
 
 def _scores(problem: Problem) -> Any:
@@ -200,7 +197,7 @@ def _gradient(problem: Problem, kept: _Kept, upstream: tuple[Tensor, ...], out: 
 
 
 def _gradient_of_stages(problem: Problem, held: Kept, upstream: tuple[Tensor, ...], out: Tensor) -> None:
-    factors = torch.stack(upstream[: len(held.own)]).double()[:, None] * problem.num_processes
+    factors = torch.stack(upstream[: len(held.errors)]).double()[:, None] * problem.num_processes
     lines = line_through_segments(held.segments, held.pair_weights * factors[0])
     of_rows = [
         held.segments.for_rows(values, values.new_zeros(1)).to(problem.dtype)
@@ -212,9 +209,9 @@ def _gradient_of_stages(problem: Problem, held: Kept, upstream: tuple[Tensor, ..
     _evaluate(
         notes.scores, noted, notes.marks, torch.stack(of_rows).numpy(), type(one)(2 * problem.delta), one, out.numpy()
     )
-    own = (held.own * factors).sum(0).to(problem.dtype)
+    errors = (held.errors * factors).sum(0).to(problem.dtype)
     here = held.index >= 0
-    out[held.index[here]] = own[here]
+    out[held.index[here]] = -errors[here]
 
 
 def _find(problem: Problem) -> tuple[_Notes, list[int]]:
@@ -235,15 +232,19 @@ def _find(problem: Problem) -> tuple[_Notes, list[int]]:
 def _tally(problem: Problem, notes: _Notes, marks: Any) -> tuple[Any, Any]:
     """Counts and sums of every row; notes the rows."""
     one, size = _ONE[problem.dtype], len(notes.scores)
-    small = _small_integers(len(marks))
-    table, axis = kernels.prepare_table(marks, one, size, small)
-    notes.marks, notes.rows = marks, np.empty(size, small.dtype)
+    table, axis = kernels.prepare_table(marks, one, size, _small_integers(len(marks)))
+    return _tally_in_parts(problem, notes, kernels.tally, marks, table, axis)
+
+
+def _tally_in_parts(problem: Problem, notes: _Notes, kernel: Any, *tables: Any) -> tuple[Any, Any]:
+    """What a kernel tallies by the marks and two more tables; notes the rows."""
+    one, size, marks = _ONE[problem.dtype], len(notes.scores), tables[0]
+    notes.marks, notes.rows = marks, np.empty(size, _small_integers(len(marks)).dtype)
     notes.below = np.empty(len(notes.pure), np.bool_)
-    kept = (notes.pure, notes.left_out, notes.rows, notes.below)
-    width = type(one)(2 * problem.delta)
+    kept, width = (notes.pure, notes.left_out, notes.rows, notes.below), type(one)(2 * problem.delta)
 
     def work(start: int, stop: int) -> Any:
-        return kernels.tally(notes.scores, start, stop, kept, marks, table, axis, one, width)
+        return kernel(notes.scores, start, stop, kept, *tables, one, width)
 
     parts = _in_parts(size, work)
     return sum(part[0] for part in parts), sum(part[1] for part in parts)
@@ -266,16 +267,7 @@ def _tally_groups(problem: Problem, notes: _Notes, segments: Segments) -> Tensor
     # The row below the segments of every group, see Segments.reached.
     first_row = (groups.first_segment[: count + 1] + torch.arange(1, count + 2)).numpy()
     tables = kernels.group_tables(marks, first_row, one)
-    notes.marks, notes.rows = marks, np.empty(size, _small_integers(len(marks)).dtype)
-    notes.below = np.empty(len(notes.pure), np.bool_)
-    kept = (notes.pure, notes.left_out, notes.rows, notes.below)
-    width = type(one)(2 * problem.delta)
-
-    def work(start: int, stop: int) -> Any:
-        return kernels.tally_groups(notes.scores, start, stop, kept, dense, marks, tables, one, width)
-
-    parts = _in_parts(size, work)
-    return torch.from_numpy(np.stack([sum(part[k] for part in parts) for k in range(2)]))
+    return torch.from_numpy(np.stack(_tally_in_parts(problem, notes, kernels.tally_groups, marks, dense, tables)))
 
 
 def _evaluate(scores: Any, notes: Any, marks: Any, lines: Any, width: Any, factor: Any, out: Any) -> None:

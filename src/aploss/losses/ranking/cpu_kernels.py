@@ -18,11 +18,14 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba import carray, types
+from numba.extending import intrinsic
 
 from .cpu_segments import ALRP, OPTIONS, RANK_SORT, alrp, cut, errors, helper, line, sort_pairs
 
 BLOCK = 256
-STEP, ONE, TWO = np.uint64(BLOCK), np.uint64(1), np.uint64(2)
+STEP, ONE, TWO, BYTE = np.uint64(BLOCK), np.uint64(1), np.uint64(2), np.uint64(255)
+MOST_SMALL_ROWS = (1 << 15) - 4  # of two bytes, and one bit more
 CELLS_PER_SEGMENT, MOST_CELLS = 16, 1 << 17  # of the lookup table
 # A count and a sum of shares in one integer: room for FLUSH scores of FRACTION bits each.
 FRACTION_BITS, FLUSH_BITS = 28, 17
@@ -70,34 +73,35 @@ def _find_part(targets, start, stop, soft, pure, left_out):
     Returns:
         flat index of the positives, number of negatives, number of targets not allowed.
     """
-    found = np.empty(64, np.int64)
+    found, others = np.empty(64, np.int64), np.empty(BLOCK, np.uint64)
     positives, negatives, bad = 0, np.int64(0), np.int64(0)
     stop = np.uint64(stop)
     for block in range(np.uint64(start), stop, STEP):
         end = min(block + STEP, stop)
-        others = 0
+        count = 0
         for i in range(block, end):
-            others += targets[i] != 0
-        negatives += np.int64(end - block) - others
-        pure[block // STEP] = others == 0
-        if others == 0:
+            count += targets[i] != 0
+        negatives += np.int64(end - block) - count
+        pure[block // STEP] = count == 0
+        if count == 0:
             continue
         for i in range(block, end):
             left_out[i] = targets[i] != 0
-        for i in range(block, end):
-            if not left_out[i]:
-                continue
-            target = targets[i]
-            if target == 1 or (soft and target > 0 and target < 1):
-                if positives == len(found):
-                    grown = np.empty(2 * positives, np.int64)
-                    for k in range(positives):
-                        grown[k] = found[k]
-                    found = grown
-                found[positives] = i
-                positives += 1
-            elif target != -1:
-                bad += 1
+        count = np.uint64(0)
+        for i in range(block, end):  # without a branch, which a processor would often guess wrong
+            others[count] = i
+            count += np.uint64(left_out[i])
+        if positives + BLOCK > len(found):
+            grown = np.empty(2 * positives + BLOCK, np.int64)
+            for k in range(positives):
+                grown[k] = found[k]
+            found = grown
+        for k in range(count):
+            target = targets[others[k]]
+            is_positive = target == 1 or (soft and target > 0 and target < 1)
+            found[np.uint64(positives)] = others[k]
+            positives += is_positive
+            bad += not is_positive and target != -1
     return found[:positives], negatives, bad
 
 
@@ -221,7 +225,8 @@ def _tally_part(
     """
     cells, distances = np.empty(BLOCK, np.int32), np.empty(BLOCK, scores.dtype)
     fixed = np.empty(BLOCK, np.int32)
-    packed = np.zeros(len(counts), np.int64)
+    # Twice, in turns: late in training many scores in a row add to the same number.
+    packed, packed_too = np.zeros(len(counts), np.int64), np.zeros(len(counts), np.int64)
     filled = 0
     inverse = one / width if width > 0 else one - one
     whole = one * np.float32(UNIT)
@@ -240,11 +245,16 @@ def _tally_part(
                 share = distances[n] * inverse
                 share = share if share > 0 else one - one  # row 0; NaN
                 fixed[n] = np.int32(share * whole if share < one else whole)
-            for n in range(size):
+            half = size // TWO
+            for n in range(half):
                 packed[np.uint64(rows[block + n])] += np.int64(fixed[n]) + ONE_MORE
+                packed_too[np.uint64(rows[block + half + n])] += np.int64(fixed[half + n]) + ONE_MORE
+            if half + half < size:
+                packed[np.uint64(rows[block + size - ONE])] += np.int64(fixed[size - ONE]) + ONE_MORE
             filled += BLOCK
             if filled == FLUSH:
                 _flush(packed, counts, sums)
+                _flush(packed_too, counts, sums)
                 filled = 0
         else:
             for n in range(size):
@@ -255,6 +265,7 @@ def _tally_part(
                 sums[row] += share if share < one else one
     if scores.itemsize == 4:
         _flush(packed, counts, sums)
+        _flush(packed_too, counts, sums)
 
 
 @helper
@@ -305,12 +316,41 @@ def _sort_and_cut(scores, index, delta, one):
     """Scores and order of the sorted positives, and :func:`.cpu_segments.cut`."""
     found = np.empty(len(index))
     for i in range(len(index)):
-        found[i] = scores[index[i]]
-    order = np.argsort(found, kind="mergesort")
+        found[i] = scores[index[i]] + 0.0  # no negative zero: its bits are not those of zero
+    order = _order(found)
     positives = np.empty(len(index))
     for i in range(len(index)):
         positives[i] = found[order[i]]
     return positives, order, cut(positives, delta, one)
+
+
+@helper
+def _order(values):
+    """The stable order of finite float64 numbers: byte by byte of their bits, the lowest first."""
+    size = len(values)
+    keys, sorted_keys = values.view(np.uint64).copy(), np.empty(size, np.uint64)
+    order, sorted_order = np.arange(size), np.empty(size, np.int64)
+    differing = np.uint64(0)
+    for i in range(size):
+        # Bits ascend with the number; those of negative ones descend.
+        negative = keys[i] >> np.uint64(63)
+        keys[i] ^= (~negative + ONE) | (ONE << np.uint64(63))
+        differing |= keys[i] ^ keys[0]
+    for shift in range(np.uint64(0), np.uint64(64), np.uint64(8)):
+        if (differing >> shift) & BYTE == 0:
+            continue  # as float32 leaves the last three bytes
+        places = np.zeros(257, np.uint64)
+        for i in range(size):
+            places[((keys[i] >> shift) & BYTE) + ONE] += ONE
+        for k in range(256):
+            places[k + 1] += places[k]
+        for i in range(size):
+            byte = (keys[i] >> shift) & BYTE
+            place = places[byte]
+            places[byte] += ONE
+            sorted_keys[place], sorted_order[place] = keys[i], order[i]
+        keys, sorted_keys, order, sorted_order = sorted_keys, keys, sorted_order, order
+    return order
 
 
 def _prepare_table(marks, one, scores, small):
@@ -434,9 +474,7 @@ def _group_tables(marks, first_row, one):
     return table, begin, lows, scales
 
 
-def _tally_groups(
-    scores, start, stop, notes, dense, marks, tables, one, width
-):  # fmt: skip
+def _tally_groups(scores, start, stop, notes, marks, dense, tables, one, width):
     """Counts and sums of shares of every row [R]; notes the rows. Row 0 is for everything else."""
     pure, left_out, rows, below = notes
     table, begin, lows, scales = tables
@@ -464,48 +502,60 @@ def _tally_groups(
 
 
 _sort_and_cut_here, _table_here = helper(_sort_and_cut), helper(_prepare_table)
-_tally_here, _write_here = helper(_tally), helper(_write_positives)
+_tally_here = helper(_tally)
 
 
-def _forward(scores, targets, rule, interpolated, delta, one, width, small):
-    """All of a forward pass of AP or AUC over few scores.
+@intrinsic
+def _pointer(typing_context, address, like):
+    """The address of numbers of the type of ``like``, as a pointer."""
+    pointer = types.CPointer(like)
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(pointer))
+
+    return pointer(address, like), generate
+
+
+def _at_once(scores_at, targets_at, gradient_at, size, rule, interpolated, delta, one, like_targets):
+    """All of AP or AUC over few scores, forward and, if there is an address for it, the gradient.
+
+    Arrays come as addresses, and none is returned: handing arrays to and fro costs more than the
+    work on a thousand scores does.
 
     Returns:
-        status, loss; flat index of the positives and gradient on them [2, P], marks, lines of the
-        rows, notes on the scores.
+        the loss; NaN if something is not allowed, or there are too many positives for small rows.
     """
-    size = len(scores)
+    scores, targets = carray(_pointer(scores_at, one), size), carray(_pointer(targets_at, like_targets), size)
     blocks = np.empty((2, (size + BLOCK - 1) // BLOCK), np.bool_)
-    left_out, rows = np.empty(size, np.bool_), np.empty(size, small.dtype)
-    index, negatives, bad_targets = _find_part(targets, 0, size, False, blocks[0], left_out)
-    bad_scores = _count_bad_scores(scores, 0, size, blocks[0], left_out, index)
-    status = len(index), negatives, bad_targets, bad_scores
-    if bad_targets > 0 or bad_scores > 0:
-        index = index[:0]
+    pure, below = blocks[0], blocks[1]
+    left_out, rows = np.empty(size, np.bool_), np.empty(size, np.uint16)
+    index, negatives, bad = _find_part(targets, 0, size, False, pure, left_out)
+    bad += _count_bad_scores(scores, 0, size, pure, left_out, index)
+    if bad > 0 or len(index) > MOST_SMALL_ROWS // 2:
+        return np.nan
     positives, order, cuts = _sort_and_cut_here(scores, index, delta, one)
-    marks = cuts[0]
+    marks, widths = cuts[0], np.full(1, one)
+    widths[0] = 2 * delta
     counts, sums = np.zeros(len(marks) - 1), np.zeros(len(marks) - 1)
     if len(index) > 0:
-        table, axis = _table_here(marks, one, size, small)
-        notes = blocks[0], left_out, rows, blocks[1]
-        counts, sums = _tally_here(scores, 0, size, notes, marks, table, axis, one, width)
+        table, axis = _table_here(marks, one, size, rows)
+        notes = pure, left_out, rows, below
+        counts, sums = _tally_here(scores, 0, size, notes, marks, table, axis, one, widths[0])
     values, weights, own, _, _ = errors(rule, interpolated, delta, cuts, positives, counts, sums, negatives)
-    gradients = np.zeros((2, len(order)))
-    for i in range(len(order)):
-        gradients[0, order[i]] = own[0, i]
+    if gradient_at == 0:
+        return values[0]
+    gradient = carray(_pointer(gradient_at, one), size)
+    if len(index) == 0:
+        gradient[:] = 0.0
+        return values[0]
     lines = _rows_lines(cuts, weights, delta, one)
-    return status, values[0], index, gradients, marks, lines, blocks, left_out, rows
+    _evaluate_part(scores, 0, size, pure, left_out, rows, below, marks, lines, widths[0], one, gradient)
+    for i in range(len(order)):
+        gradient[index[order[i]]] = own[0, i]
+    return values[0]
 
 
-def _backward(scores, index, own, marks, lines, blocks, left_out, rows, first, width, factor, out):
-    """All of a backward pass over few scores, for a factor from above in two dtypes."""
-    pure, below = blocks[0], blocks[1]
-    _evaluate_part(scores, 0, len(scores), pure, left_out, rows, below, marks, lines, width, factor, out)
-    _write_here(index, own, first, 0.0, out)
-
-
-forward, backward = Compiled(_forward), Compiled(_backward)
-find, sort_and_cut = Compiled(_find), Compiled(_sort_and_cut)
+at_once, find, sort_and_cut = Compiled(_at_once), Compiled(_find), Compiled(_sort_and_cut)
 prepare_table, tally, finish = Compiled(_prepare_table), Compiled(_tally), Compiled(_finish)
 dense_groups, group_tables = Compiled(_dense_groups), Compiled(_group_tables)
 tally_groups = Compiled(_tally_groups)

@@ -199,14 +199,13 @@ def alrp(delta, cuts, positives, box_losses, p, n, values, weights, own):
     _above(cuts, delta, own_counts, own_sums, losses_above)
     values[0] = 0.0
     for i in range(size):
-        rank = _alrp_rank(p[i] - f0, n[i])
+        over_rank[i] = 1 / _alrp_rank(p[i] - f0, n[i]) / size
         above = losses_above[i] - f0 * box_losses[i]
-        error = _alrp_error(n[i], above, rank)
-        over_rank[i] = 1 / rank / size
+        error = _alrp_error(n[i], above, over_rank[i])
         values[0] += n[i] * over_rank[i]
         values[1] += (box_losses[i] + above) * over_rank[i]
-        weights[i] = _alrp_weight(error, n[i]) / size
-        own[0, i] = -error / size
+        weights[i] = _alrp_weight(error, n[i])
+        own[0, i] = -error
     height, slope = line(cuts, over_rank, delta)
     for i in range(size):
         value = height[places[i]] + slope[places[i]] * shares[i]

@@ -39,8 +39,10 @@ from .problem import Backend, Positives, Problem, Ranked
 from .torch_backend import TorchBackend, sort_positives
 
 BACKENDS = ("cpu", "torch", "triton")
+ENOUGH_SCORES = 1000  # to tell probabilities from logits
 _chosen: str | None = None
 _directly: Any = None  # the module ``cpu``, once it is imported
+_looked = False  # whether scores of this process were looked at: are they logits?
 # Status of a call with max_positives that nobody has looked at, and what was allowed.
 _pending: tuple[Tensor | None, int] = (None, 0)
 
@@ -117,9 +119,7 @@ def rank_scores(
     return backend, _rank_together(backend, problem, group, mistake)
 
 
-def rank_directly(
-    scores: Tensor, targets: Tensor, rule: str, delta: float, interpolated: bool
-) -> tuple[float, Any] | None:
+def rank_directly(scores: Tensor, targets: Tensor, rule: str, delta: float, interpolated: bool) -> Any:
     """See :func:`.cpu.rank_directly`; None for what goes through :func:`rank_scores`."""
     if _directly is None or _pending[0] is not None or _chosen not in (None, "cpu"):
         return None
@@ -127,19 +127,33 @@ def rank_directly(
         return None
     if not (isinstance(targets, Tensor) and scores.is_cpu and targets.is_cpu):
         return None
-    known: tuple[float, Any] | None = _directly.rank_directly(scores, targets, rule, delta, interpolated)
-    return known
+    if not _looked:
+        _look_for_probabilities(scores)
+    wanted = scores.requires_grad and torch.is_grad_enabled()
+    return _directly.rank_directly(scores, targets, rule, (delta, interpolated), wanted)
 
 
-def gradient_directly(state: Any, upstream: Tensor, like: Tensor) -> Tensor:
-    """See :func:`.cpu.gradient_directly`."""
-    gradient: Tensor = _directly.gradient_directly(state, upstream, like)
-    return gradient
+def _look_for_probabilities(scores: Tensor) -> None:
+    """Warns if the first scores of a process, on the CPU and enough of them, seem to be no logits."""
+    global _looked
+    if scores.numel() < ENOUGH_SCORES or scores.device.type != "cpu" or not scores.is_contiguous():
+        return
+    _looked = True
+    # So few that torch uses one thread: in a forked process its others are missing.
+    lowest, highest = (value.item() for value in torch.aminmax(scores.detach().view(-1)[:ENOUGH_SCORES]))
+    if 0 <= lowest < highest <= 1:
+        warnings.warn(
+            f"the first {ENOUGH_SCORES} scores lie between {lowest:.2g} and {highest:.2g}, as probabilities do; the "
+            "ranking losses take logits, for which delta is meant: leave out the sigmoid",
+            stacklevel=6,
+        )
 
 
 def _make_problem(scores: Tensor, targets: Tensor, options: Options, box_losses: Tensor | None) -> Problem:
     """Checks the arguments, and flattens them."""
     check_scores_and_targets(scores, targets)
+    if not _looked:
+        _look_for_probabilities(scores)
     check_delta(options.delta)
     if options.max_positives is not None:
         check_max_positives(options.max_positives)
@@ -158,7 +172,7 @@ def _make_problem(scores: Tensor, targets: Tensor, options: Options, box_losses:
         flat_scores, flat_targets = flat_scores.new_zeros(1), flat_scores.new_full((1,), -1.0)
         groups = None if groups is None else groups.new_zeros(1)
     rule, delta, interpolated, _, max_positives, _ = options
-    problem = Problem(flat_scores, flat_targets, rule, delta, interpolated, groups, box_losses, max_positives)
+    problem = Problem(flat_scores, flat_targets, rule, float(delta), interpolated, groups, box_losses, max_positives)
     return _on_cpu(problem) if scores.device.type == "mps" else problem
 
 
@@ -257,7 +271,8 @@ def _gather_positives(own: Positives, counts: list[int], group: Any) -> Positive
     groups = columns.pop() if own.groups is not None else None
     extras = columns.pop().view(torch.float64) if own.extras is not None else None
     scores = columns[1].view(torch.float64).to(own.scores.dtype)
-    return sort_positives(scores, own_index, columns[0] == 0, extras, groups)
+    padding = columns[0] == 0
+    return sort_positives(scores, own_index, (~padding).sum(), padding, extras, groups)
 
 
 def _gather(values: Tensor, group: Any) -> Tensor:

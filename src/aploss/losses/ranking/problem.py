@@ -82,6 +82,7 @@ class Positives:
         extras: quality (``"rank-sort"``) or box loss (``"alrp"``), float64 [C].
         groups: int64 [C].
         all_real: whether it is known that no place is padding.
+        order: which of this process's positives stands where [C]; None with padding or other processes'.
         held: whatever the backend needs later.
     """
 
@@ -92,6 +93,7 @@ class Positives:
     groups: Tensor | None = None
     held: Any = None
     all_real: bool = False
+    order: Tensor | None = None
 
 
 @dataclass(eq=False, slots=True)

@@ -60,9 +60,9 @@ def alrp_rank(p, n):
     return 1 + p + n
 
 
-def alrp_error(n, losses_above, rank):
+def alrp_error(n, losses_above, over_rank):
     """Current minus desired error: the desired one has nothing above i but i."""
-    return (n > 1e-5) * (n + losses_above) / rank
+    return (n > 1e-5) * (n + losses_above) * over_rank
 
 
 def alrp_weight(error, n):

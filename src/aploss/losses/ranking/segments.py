@@ -61,21 +61,24 @@ class Segments:
 
     Attributes:
         delta: half the width of the step function; 0 for the Heaviside step.
+        centres: the positives s_i, float64 [C].
         edges: left ends [M], ascending (within each group), in the dtype of the passes.
         gaps: how far the exact left ends lie below the edges [M].
         lengths: [M]; 0 for segments on no ramp, where every step function is constant.
-        on_ramp: bool [M].
-        ramp_start: the segment in which the step of each positive leaves 0 [C].
-        ramp_end: the segment in which it has reached 1 [C].
+        off_ramp: bool [M].
+        ramps: the segments in which the step of each positive leaves 0, and has reached 1 [2, C];
+            for delta = 0 the first of its ties, once [1, C].
+        places: 0 .. M [M + 1].
     """
 
     delta: float
+    centres: Tensor
     edges: Tensor
     gaps: Tensor
     lengths: Tensor
-    on_ramp: Tensor
-    ramp_start: Tensor
-    ramp_end: Tensor
+    off_ramp: Tensor
+    ramps: Tensor
+    places: Tensor
     groups: Groups | None = None
 
     @property
@@ -86,10 +89,10 @@ class Segments:
         """
         return len(self.edges) + 1 + (len(self.groups.numbers) if self.groups else 0)
 
-    def reached(self, values: Tensor, group: Tensor | None = None, *, small: bool = True) -> Tensor:
+    def reached(self, values: Tensor, group: Tensor | None = None) -> Tensor:
         """How many edges are not above each value, those of earlier groups included."""
         if self.groups is None or group is None:
-            return torch.searchsorted(self.edges, values, right=True, out_int32=small)
+            return torch.searchsorted(self.edges, values, right=True, out_int32=True)
         low, high = self.groups.first_segment[group], self.groups.first_segment[group + 1]
         for _ in range(len(self.edges).bit_length()):
             middle = (low + high) // 2
@@ -102,16 +105,20 @@ class Segments:
         """The columns of the segments among those of the rows: [..., R] to [..., M]."""
         if self.groups is None:
             return tallies[..., 1:]
-        places = torch.arange(len(self.edges), device=tallies.device)
-        return tallies[..., places + self.groups.of_segments + 2]
+        return tallies[..., self.places[:-1] + self.groups.of_segments + 2]
 
     def for_rows(self, of_segments: Tensor, below: Tensor) -> Tensor:
         """Values of segments [M] as values of rows [R]; ``below`` [1] for the other rows."""
         if self.groups is None:
             return torch.cat([below, of_segments])
-        places = torch.arange(len(self.edges), device=of_segments.device)
         rows = below.repeat(self.rows)
-        return rows.scatter_(0, places + self.groups.of_segments + 2, of_segments)
+        return rows.scatter_(0, self.places[:-1] + self.groups.of_segments + 2, of_segments)
+
+    def own_places(self, scores: Tensor) -> Tensor:
+        """The segment every positive lies in [C]; it has reached the first edge (of its group)."""
+        if self.groups is not None:
+            return self.reached(scores, self.groups.of_positives) - 1
+        return torch.searchsorted(self.edges[1:], scores, right=True)
 
 
 def cut_into_segments(scores: Tensor, delta: float, groups: Tensor | None = None) -> Segments:
@@ -121,17 +128,16 @@ def cut_into_segments(scores: Tensor, delta: float, groups: Tensor | None = None
         scores: of the positives [C], ascending (within each group).
         groups: their groups [C], ascending.
     """
-    size = len(scores)
-    places = torch.arange(2 * size, device=scores.device)
+    size, centres = len(scores), scores.double()
+    places = torch.arange((2 * size if delta else size) + 1, device=scores.device)
     if delta == 0:
-        zero = torch.zeros(size, dtype=torch.float64, device=scores.device)
-        ties = _first_of_ties(scores, groups, places[:size])
+        zero = torch.zeros_like(centres)
+        ties = _first_of_ties(scores, groups, places[:-1])
         numbered = None if groups is None else _number_groups(groups, groups)
-        return Segments(delta, scores, zero, zero, zero, ties, ties, numbered)
-    offset = torch.full((2, 1), delta, dtype=torch.float64, device=scores.device)
-    offset[0].neg_()
+        return Segments(delta, centres, scores, zero, zero, zero, ties[None], places, numbered)
+    offset = torch.linspace(-delta, delta, 2, dtype=torch.float64, device=scores.device)[:, None]
     # Starts of the ramps, then their ends, as rounded values and what rounding has lost.
-    exact = torch.stack(_two_sum(scores.double(), offset)).view(2, -1)
+    exact = _two_sum(centres, offset).view(2, -1)
     edges = _round_up(exact[0], exact[1], scores.dtype)
     edges, order = edges.sort(stable=True)  # starts first among equals
     numbered = None
@@ -140,21 +146,24 @@ def cut_into_segments(scores: Tensor, delta: float, groups: Tensor | None = None
         edges, order = edges[by_group], order[by_group]
         numbered = _number_groups(groups, of_segments)
     high_low = exact[:, order]
-    high, low = high_low
-    # More ramps have started than ended, the one at this segment's own left end included.
-    on_ramp = torch.sub(places, (order < size).cumsum(0), alpha=2) < -1
+    # As many ramps have ended as started. Ends are in the order of the positives: the one of i, at
+    # place k = 2 i + 1, has i ends and so i + 1 starts before it.
+    off_ramp = torch.sub(places[:-1], order, alpha=2) == 1 - 2 * size
+    distances, lengths_gaps = torch.empty_like(high_low), torch.empty_like(high_low)
+    torch.sub(high_low[:, 1:], high_low[:, :-1], out=distances[:, :-1])  # the last one is on no ramp
     # Breakpoints with the same edge may be in the wrong order: a length below 0 makes up for it.
-    lengths = (high_low.roll(-1, 1) - high_low).sum(0).div_(2 * delta).masked_fill_(~on_ramp, 0.0)
-    gaps = ((edges.double() - high) - low) / (2 * delta)
-    place = torch.empty_like(order).scatter_(0, order, places)
+    torch.sum(distances, 0, out=lengths_gaps[0])
+    torch.sub(edges - high_low[0], high_low[1], out=lengths_gaps[1])
+    lengths, gaps = lengths_gaps.div_(2 * delta)
     return Segments(
         delta=delta,
+        centres=centres,
         edges=edges,
         gaps=gaps.nan_to_num_(nan=0.0, posinf=0.0),  # where the edge is beyond the largest number
-        lengths=lengths,
-        on_ramp=on_ramp,
-        ramp_start=place[:size],
-        ramp_end=place[size:],
+        lengths=lengths.masked_fill_(off_ramp, 0.0),
+        off_ramp=off_ramp,
+        ramps=torch.empty_like(order).scatter_(0, order, places[:-1]).view(2, -1),
+        places=places,
         groups=numbered,
     )
 
@@ -172,38 +181,43 @@ def sums_above(segments: Segments, counts: Tensor, sums: Tensor) -> Tensor:
     Returns:
         the sums [K, C].
     """
-    at_least = suffix_sums(counts)  # scores in this segment or above
-    if segments.groups is not None:  # not those of later groups
-        last = segments.groups.first_segment[segments.groups.of_segments + 1]
-        at_least = at_least - torch.nn.functional.pad(at_least, (0, 1))[:, last]
+    up_to = counts.cumsum(1)
+    if segments.groups is None:
+        above = up_to[:, -1:] - up_to  # scores in the segments above this one
+    else:  # not those of later groups
+        above = up_to[:, segments.groups.first_segment[segments.groups.of_segments + 1] - 1] - up_to
     if segments.delta == 0:  # H(0) = 1: equal scores count
-        return at_least[:, segments.ramp_start]
-    inside = (sums + counts * segments.gaps) * segments.on_ramp
-    # Of C, from the left end of each segment on.
-    integral = suffix_sums((at_least - counts) * segments.lengths + inside)
-    return integral[:, segments.ramp_start] - integral[:, segments.ramp_end]
+        return (above + counts)[:, segments.ramps[0]]
+    inside = torch.addcmul(sums, counts, segments.gaps).masked_fill_(segments.off_ramp, 0.0)
+    # Of C, from the left end of each segment on; added up from above, where ranks are small.
+    integral = inside.addcmul_(above, segments.lengths).flip(-1).cumsum(-1).flip(-1)
+    starts, ends = integral[:, segments.ramps].unbind(1)
+    return starts - ends
 
 
-def line_through_segments(segments: Segments, weights: Tensor) -> tuple[Tensor, Tensor]:
+def line_through_segments(segments: Segments, weights: Tensor) -> Tensor:
     """The function g(s) = sum_i weights_i * f(s - s_i) as a straight line on every segment.
 
     Returns:
-        its value at the edges [M] and its slope [M].
+        its value at the edges and its slope [2, M].
     """
     groups = segments.groups
+    # Two rows, of which one is used: on one alone, CUDA adds up in an order that changes from run to run.
+    rows = weights.new_empty(2, len(segments.edges))
     if segments.delta == 0:
-        height, slope = _prefix_sums(weights), torch.zeros_like(weights)
-        before = height - weights
+        lines = rows.copy_(weights).cumsum(1)
+        lines[1].zero_()
+        before = lines[0] - weights
     else:
-        rate = weights.new_empty(len(segments.edges))
-        rate[segments.ramp_start], rate[segments.ramp_end] = weights, -weights
-        slope = _prefix_sums(rate) * segments.on_ramp
-        rise = slope * segments.lengths
-        before = _prefix_sums(rise) - rise
-        height = before + slope * segments.gaps
+        rows[1].scatter_(0, segments.ramps.view(-1), torch.cat([weights, -weights]))
+        lines = rows.cumsum(1)
+        slope = lines[1].masked_fill_(segments.off_ramp, 0.0)
+        rise = torch.mul(slope, segments.lengths, out=rows[0])
+        before = rows.cumsum(1)[0] - rise
+        torch.addcmul(before, slope, segments.gaps, out=lines[0])
     if groups is not None:  # every group starts from 0
-        height = height - before[groups.first_segment[groups.of_segments]]
-    return height, slope
+        lines[0] -= before[groups.first_segment[groups.of_segments]]
+    return lines
 
 
 def running_minimum(values: Tensor, groups: Groups | None) -> Tensor:
@@ -214,28 +228,20 @@ def running_minimum(values: Tensor, groups: Groups | None) -> Tensor:
     return values[(values - 2.0 * groups.of_positives).cummin(0).indices]
 
 
-def suffix_sums(values: Tensor) -> Tensor:
-    """Sums from every place to the last [..., M]."""
-    return values.flip(-1).cumsum(-1).flip(-1)
-
-
-def _prefix_sums(values: Tensor) -> Tensor:
-    # In two rows: on one alone, CUDA adds up in an order that changes from run to run.
-    return torch.stack([values, values]).cumsum(1)[0]
-
-
-def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """a + b as its rounded value and what rounding has lost (Knuth)."""
-    total = a + b
+def _two_sum(a: Tensor, b: Tensor) -> Tensor:
+    """a + b as its rounded value and what rounding has lost [2, ...] (Knuth)."""
+    both = a.new_empty(2, len(b), len(a))
+    total = torch.add(a, b, out=both[0])
     seen = total - a
-    return total, (a - (total - seen)) + (b - seen)
+    torch.add(a - (total - seen), b - seen, out=both[1])
+    return both
 
 
 def _round_up(high: Tensor, low: Tensor, dtype: torch.dtype) -> Tensor:
     """The smallest number of the dtype that is not below high + low."""
     rounded = high.to(dtype)
-    too_low = rounded.double() - high < low  # the difference is exact
-    return torch.where(too_low, rounded.nextafter(torch.full_like(rounded, torch.inf)), rounded)
+    too_low = rounded - high < low  # in float64, the difference is exact
+    return rounded.nextafter(rounded.masked_fill(too_low, torch.inf))
 
 
 def _first_of_ties(scores: Tensor, groups: Tensor | None, places: Tensor) -> Tensor:

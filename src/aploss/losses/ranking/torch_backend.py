@@ -18,7 +18,8 @@ from .segments import Segments, cut_into_segments, line_through_segments, runnin
 
 LANES = 64  # copies of the tallies, so that few scores at a time add to the same number
 FRACTION_BITS = 30  # of a share in float32
-PAIRS = 1 << 21  # pairs of positives held at a time: 16 MB in float64
+PAIRS = 1 << 20  # pairs of positives held at a time: 8 MB in float64, a few times
+LEAST = 1e-300  # to divide by where there is nothing
 
 
 def step_at_zero(delta: float) -> float:
@@ -36,20 +37,26 @@ class TorchBackend:
         raise NotImplementedError
 
     def find(self, problem: Problem) -> Found:
-        targets = problem.targets
-        positive = (targets > 0) & (targets <= 1) if problem.soft else targets == 1
-        negative, ignored = targets == 0, targets == -1
+        targets, boxes = problem.targets, problem.box_losses
+        status = torch.zeros(5, dtype=torch.int64, device=targets.device)
+        kinds = torch.empty((3, len(targets)), dtype=torch.bool, device=targets.device)
+        positive, negative, ignored = kinds
+        if problem.soft:
+            torch.logical_and(targets > 0, targets <= 1, out=positive)
+        else:
+            torch.eq(targets, 1, out=positive)
+        torch.eq(targets, 0, out=negative)
+        torch.eq(targets, -1, out=ignored)
+        torch.sum(kinds, 1, out=status[:3])
+        torch.sub(torch.tensor(len(targets)), status[:3].sum(), out=status[2])
         scores = problem.scores.to(problem.dtype)
-        positives, negatives = positive.sum(), negative.sum()
-        bad_targets = len(targets) - positives - negatives - ignored.sum()
         # The largest size of what is not ignored tells of NaN, too.
         largest = torch.linalg.vector_norm(scores.masked_fill(ignored, 0.0), torch.inf)
-        bad_scores = (~(largest < torch.inf)).long()
-        bad_boxes = torch.zeros_like(bad_scores)
-        if problem.box_losses is not None:
-            allowed = (problem.box_losses >= 0) & (problem.box_losses < torch.inf)
-            bad_boxes = (~allowed.all() | (positives != len(allowed))).long()
-        status = torch.stack([positives, negatives, bad_targets, bad_scores, bad_boxes])
+        torch.logical_not(largest < torch.inf, out=status[3])
+        if boxes is not None:
+            # Two numbers in one: how many are allowed, and how many there should be.
+            allowed = (boxes.clamp(0, torch.finfo(boxes.dtype).max) == boxes).sum()
+            torch.ne(torch.add(status[0], allowed, alpha=1 << 32), len(boxes) * ((1 << 32) + 1), out=status[4])
         return Found(status, _Scores(positive, torch.where(negative, scores, -torch.inf)))
 
     def positives(self, problem: Problem, found: Found, capacity: int) -> Positives:
@@ -61,13 +68,12 @@ class TorchBackend:
             extras = problem.targets[at].double()
         elif problem.box_losses is not None:
             extras = problem.box_losses.detach().double()
-            extras = torch.nn.functional.pad(extras, (0, capacity - len(extras)))
+            if len(extras) != capacity:
+                extras = torch.nn.functional.pad(extras, (0, capacity - len(extras)))
         scores = problem.scores[at].to(problem.dtype)
         groups = None if problem.groups is None else problem.groups[at]
-        positives = sort_positives(scores, index, padding, extras, groups)
-        if padding is None:
-            positives.count = found.status[0]
-        return positives
+        count = found.status[0] if padding is None else (~padding).sum()
+        return sort_positives(scores, index, count, padding, extras, groups)
 
     def positive_index(self, found: Found, capacity: int) -> Tensor:
         """The flat index of the positives, ascending; -1 behind them [capacity]."""
@@ -83,7 +89,7 @@ class TorchBackend:
     def tally_negatives(self, problem: Problem, found: Found, segments: Segments) -> Tensor:
         """See :meth:`tally`."""
         _locate(problem, found.held, segments)
-        return _tally(found.held, segments.rows)
+        return _tally(found.held, segments)
 
     def finish(self, problem: Problem, found: Found, positives: Positives, tallies: Tensor) -> Ranked:
         with _any_order_of_adding():
@@ -94,17 +100,17 @@ class TorchBackend:
             weight = _weights(problem, found, positives, real)
             outcome = _RULES[problem.rule](_Ranks(problem, found, positives, tallies, real, weight))
             segments: Segments = positives.held
-            held = Kept(segments, found.held, outcome.pair_weights, outcome.own, positives.index, positives.all_real)
+            held = Kept(segments, found.held, outcome.pair_weights, outcome.errors, positives.index, positives.all_real)
             box_gradient = None
             if outcome.box_weights is not None:
-                box_gradient = _in_given_order(problem, positives.index, outcome.box_weights)
+                box_gradient = _in_given_order(problem, positives, outcome.box_weights)
         values = tuple(value.to(problem.dtype) for value in outcome.values)
         return Ranked(problem, values, box_gradient, held)
 
     def gradient(self, ranked: Ranked, upstream: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         problem, held = ranked.problem, ranked.held
         with _any_order_of_adding():
-            factors = torch.stack(upstream[: len(held.own)]).double()[:, None]
+            factors = torch.stack(upstream[: len(held.errors)]).double()[:, None]
             if problem.num_processes > 1:
                 factors = factors * problem.num_processes
             height, slope = line_through_segments(held.segments, held.pair_weights * factors[0])
@@ -112,31 +118,29 @@ class TorchBackend:
             if problem.delta:
                 steps = held.at_rows(slope / held.scores.unit, problem.dtype)
                 gradient.addcmul_(steps, held.scores.share)
-            own, index = (held.own * factors).sum(0), held.index
+            errors, index = (held.errors * factors).sum(0), held.index
             if not held.all_real:
-                own, index = own.masked_fill_(index < 0, 0.0), index.clamp(min=0)
-            gradient.index_add_(0, index, own.to(problem.dtype))
+                errors, index = errors.masked_fill_(index < 0, 0.0), index.clamp(min=0)
+            gradient.index_add_(0, index, errors.to(problem.dtype), alpha=-1)
         return gradient.to(dtype)
 
 
 def sort_positives(
-    scores: Tensor, index: Tensor, padding: Tensor | None, extras: Tensor | None, groups: Tensor | None
+    scores: Tensor, index: Tensor, count: Tensor, padding: Tensor | None, extras: Tensor | None, groups: Tensor | None
 ) -> Positives:
-    """Brings positives [C], of which some may be padding, into the order of a ranking."""
+    """Brings positives [C], of which ``count`` are real and the others padding, into the order of a ranking."""
     if padding is None:
         scores, order = scores.sort(stable=True)
         if groups is not None:
             groups, by_group = groups[order].sort(stable=True)
             scores, order = scores[by_group], order[by_group]
         extras = None if extras is None else extras[order]
-        count = torch.full((), len(scores), dtype=torch.int64, device=scores.device)
-        return Positives(scores, index[order], count, extras, groups, all_real=True)
+        return Positives(scores, index[order], count, extras, groups, all_real=True, order=order)
     scores, order = scores.masked_fill(padding, torch.inf).sort(stable=True)
     if groups is not None:
         last = torch.iinfo(torch.int64).max
         groups, by_group = groups.masked_fill(padding, last)[order].sort(stable=True)
         scores, order = scores[by_group], order[by_group]
-    count = (~padding).sum()
     # Padding repeats the last positive; 0 if there is none.
     last_place = (count - 1).clamp_(min=0)
     place = torch.arange(len(scores), device=scores.device).minimum(last_place)
@@ -167,7 +171,7 @@ class Kept:
     segments: Segments
     scores: Any  # of this process, as the backend holds them
     pair_weights: Tensor  # [C]
-    own: Tensor  # gradients on the positives, of each loss that has one [K, C]
+    errors: Tensor  # minus the gradients on the positives, of each loss that has one [K, C]
     index: Tensor  # [C]
     all_real: bool
 
@@ -198,27 +202,28 @@ def _locate(problem: Problem, scores: _Scores, segments: Segments) -> None:
         edges = segments.for_rows(segments.edges, segments.edges[:1])
         share = values.sub_(edges.index_select(0, row)).mul_(scores.unit / (2 * problem.delta))
         scores.share = share.clamp_(0, scores.unit)
-    lanes = torch.arange(LANES, dtype=torch.int32, device=row.device).mul_(segments.rows)
+    lanes = torch.arange(0, LANES * segments.rows, segments.rows, dtype=torch.int32, device=row.device)
     row[: len(row) // LANES * LANES].view(-1, LANES).add_(lanes)
     scores.row = row
 
 
-def _tally(scores: _Scores, rows: int) -> Tensor:
+def _tally(scores: _Scores, segments: Segments) -> Tensor:
     """Counts the scores of every row and adds up their shares, float64 [2, R]."""
     assert scores.row is not None
+    rows = segments.rows
     tallies = torch.zeros(2, LANES * rows, dtype=torch.int64, device=scores.row.device)
-    one = torch.ones((), dtype=torch.int64, device=scores.row.device)
-    tallies[0].index_add_(0, scores.row, one.expand(len(scores.row)))
+    ones = segments.places[1].expand(len(scores.row))  # of 0, 1, 2, ...
+    tallies[0].index_add_(0, scores.row, ones)
     if scores.share is not None:
         tallies[1].index_add_(0, scores.row, scores.share.to(torch.int64))
-    totals = tallies.view(2, LANES, rows).sum(1).double()
+    totals = tallies.view(2, LANES, rows).sum(1, dtype=torch.float64)
     totals[1].div_(scores.unit)
     return totals
 
 
 def _weights(problem: Problem, found: Found, positives: Positives, real: Tensor) -> Tensor:
     """What every positive weighs in the mean [C]; NaN if there is something wrong."""
-    count = positives.count.clamp(min=1)
+    count = positives.count if positives.all_real else positives.count.clamp(min=1)
     groups = positives.held.groups
     if groups is not None:
         count = groups.sizes(count) * (groups.of_positives[-1] + 1)
@@ -248,13 +253,10 @@ class _Ranks:
     def own_places(self) -> tuple[Tensor, Tensor]:
         """The segment every positive lies in, and its distance to the edge [C]."""
         segments: Segments = self.positives.held
-        scores = self.positives.scores
-        group = segments.groups.of_positives if segments.groups else None
-        place = segments.reached(scores, group, small=False) - 1
+        place = segments.own_places(self.positives.scores)
         if self.problem.delta == 0:
             return place, torch.zeros_like(self.weight)
-        distance = scores.double() - segments.edges.double()[place]
-        return place, distance / (2 * self.problem.delta)
+        return place, (segments.centres - segments.edges[place]) / (2 * self.problem.delta)
 
     def above(self, place: Tensor, share: Tensor, *weights: Tensor) -> Tensor:
         """Sums of f(s_k - s_i), over the positives k with these weights, and the negatives.
@@ -263,12 +265,14 @@ class _Ranks:
             [number of weights + 1, C]; of k = i the term f(0) is included.
         """
         segments: Segments = self.positives.held
-        rows = [row for weight in weights for row in (weight, weight * share)]
+        all_one = self.positives.all_real  # then ``real`` is
+        rows = [
+            row for weight in weights for row in (weight, share if all_one and weight is self.real else weight * share)
+        ]
         # Adding up what lies in each segment: their places ascend.
         sums = share.new_zeros(len(rows), len(share) + 1)
         torch.cumsum(torch.stack(rows), 1, out=sums[:, 1:])
-        ends = torch.arange(len(segments.edges) + 1, device=place.device)
-        in_segments = sums[:, torch.searchsorted(place, ends)].diff()
+        in_segments = sums[:, torch.searchsorted(place, segments.places)].diff()
         tallies = torch.cat([in_segments, segments.rows_of_segments(self.tallies)])
         counts, sums = tallies.view(-1, 2, len(segments.edges)).unbind(1)
         return sums_above(segments, counts, sums)
@@ -280,7 +284,7 @@ class _Outcome:
 
     values: tuple[Tensor, ...]
     pair_weights: Tensor
-    own: Tensor
+    errors: Tensor  # minus the gradients on the positives [K or 1, C]
     box_weights: Tensor | None = None
 
 
@@ -290,7 +294,7 @@ def _ap(ranks: _Ranks) -> _Outcome:
     if ranks.problem.interpolated:
         kept = running_minimum(kept, ranks.positives.held.groups)
     losses = kept * ranks.weight
-    return _Outcome((losses.sum(),), rules.ap_weight(kept, n) * ranks.weight, -losses[None])
+    return _Outcome((losses.sum(),), rules.ap_weight(kept, n) * ranks.weight, losses[None])
 
 
 def _auc(ranks: _Ranks) -> _Outcome:
@@ -300,7 +304,7 @@ def _auc(ranks: _Ranks) -> _Outcome:
     if groups is not None:
         negatives = groups.sums(ranks.tallies[0])
     losses = rules.auc_error(n, negatives) * ranks.weight
-    return _Outcome((losses.sum(),), rules.auc_weight(negatives) * ranks.weight, -losses[None])
+    return _Outcome((losses.sum(),), rules.auc_weight(negatives) * ranks.weight, losses[None])
 
 
 def _negatives(ranks: _Ranks) -> tuple[Tensor, Tensor]:
@@ -309,50 +313,51 @@ def _negatives(ranks: _Ranks) -> tuple[Tensor, Tensor]:
 
 
 def _rank_sort(ranks: _Ranks) -> _Outcome:
-    p, n = ranks.above(*ranks.own_places(), ranks.real)
-    p = p - ranks.f0 * ranks.real  # padding is not among those above itself: its rank stays above 0
-    sorting, sorting_gradient = _sorting_error(ranks)
+    n = sums_above(ranks.positives.held, *_negatives(ranks))[0]
+    p, sorting, blame = _sorting_error(ranks)
+    # Padding is not among those above itself: its rank stays above 0.
+    p = p - (ranks.f0 if ranks.positives.all_real else ranks.f0 * ranks.real)
     ranking = rules.rank_sort_error(p, n, ranks.f0) * ranks.weight
     return _Outcome(
         values=(ranking.sum(), sorting.sum()),
         pair_weights=rules.rank_sort_weight(p, n, ranks.f0) * ranks.weight,
-        own=torch.stack([-ranking, sorting_gradient]),
+        errors=torch.stack([ranking, sorting - blame]),
     )
 
 
-def _sorting_error(ranks: _Ranks) -> tuple[Tensor, Tensor]:
-    """Weighted sorting error of every positive [C], and the gradient of their sum [C].
+def _sorting_error(ranks: _Ranks) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every positive [C]: f(s_k - s_i) added up over the positives k, its weighted sorting error, its blame.
 
     The current error is the mean of 1 - y over the positives above i; the target is that over
     those among them that belong there, y >= y_i. Those with y < y_i share the blame.
     """
     positives, delta = ranks.positives, ranks.problem.delta
     assert positives.extras is not None
-    scores, qualities = positives.scores.double(), positives.extras
+    scores, qualities = positives.held.centres, positives.extras
     deficits = 1 - qualities
-    errors, gradient = torch.zeros_like(scores), torch.zeros_like(scores)
+    counts, errors, blames = [], [], []
     rows = max(1, PAIRS // len(scores))
     for first in range(0, len(scores), rows):
-        block = slice(first, min(first + rows, len(scores)))
-        differences = scores[None, :] - scores[block, None]  # x_ik
-        if delta == 0:
-            steps = (differences >= 0).double()
-        else:
-            steps = differences.div_(2 * delta).add_(0.5).clamp_(0, 1)
-        steps = steps.mul_(ranks.real)
+        here = slice(first, first + rows)
+        differences = scores[None, :] - scores[here, None]  # x_ik
+        # 2 delta f(x_ik): the errors are quotients, which the factor does not change.
+        steps = differences.clamp_(-delta, delta).add_(delta) if delta else (differences >= 0).double()
+        if not positives.all_real:
+            steps = steps.mul_(ranks.real)
         if positives.groups is not None:
-            steps.mul_(positives.groups[None, :] == positives.groups[block, None])
-        violating = steps * (qualities[None, :] < qualities[block, None])
-        in_order = steps - violating
-        violations = violating.sum(1)
-        error = rules.sorting_error(
-            (steps * deficits).sum(1), steps.sum(1), (in_order * deficits).sum(1), in_order.sum(1)
-        )
-        error = torch.where(violations > 0, error * ranks.weight[block], 0.0)
-        errors[block] = error
-        blame = error / (violations + (violations == 0))
-        gradient += violating.mul_(blame[:, None]).sum(0)
-    return errors, gradient.sub_(errors)
+            steps.mul_(positives.groups[None, :] == positives.groups[here, None])
+        both = torch.stack([steps, steps * (qualities[None, :] < qualities[here, None])])  # all, and those that violate
+        count, deficit = both.sum(2), (both * deficits).sum(2)
+        error = rules.sorting_error(deficit[0], count[0], deficit[0] - deficit[1], count[0] - count[1])
+        error = error * ranks.weight[here]
+        if not positives.all_real:  # padding has nothing above it
+            error = error.masked_fill_(count[1] == 0, 0.0)
+        counts.append(count[0] / (2 * delta or 1.0))
+        errors.append(error)
+        blames.append((both[1].mul_((error / count[1].clamp(min=LEAST))[:, None])).sum(0))
+    if len(errors) == 1:
+        return counts[0], errors[0], blames[0]
+    return torch.cat(counts), torch.cat(errors), torch.stack(blames).sum(0)
 
 
 def _alrp(ranks: _Ranks) -> _Outcome:
@@ -360,32 +365,34 @@ def _alrp(ranks: _Ranks) -> _Outcome:
     box_losses = ranks.positives.extras  # E_loc(i)
     assert box_losses is not None
     p, losses_above, n = ranks.above(place, share, ranks.real, box_losses)
-    losses_above = losses_above - ranks.f0 * box_losses
-    rank = rules.alrp_rank(p - ranks.f0, n)
-    error = rules.alrp_error(n, losses_above, rank)
-    over_rank = ranks.weight / rank
+    losses_above = torch.sub(losses_above, box_losses, alpha=ranks.f0)
+    over_rank = ranks.weight / rules.alrp_rank(p - ranks.f0, n)
+    error = rules.alrp_error(n, losses_above, over_rank)
     # Box loss k weighs 1 / rank(k), and f(x_ik) / rank(i) for every other i.
-    height, slope = line_through_segments(ranks.positives.held, over_rank)
-    box_weights = height[place] + slope[place] * share + (1 - ranks.f0) * over_rank
+    height, slope = line_through_segments(ranks.positives.held, over_rank)[:, place]
+    box_weights = torch.addcmul(height, slope, share)
     return _Outcome(
         values=((n * over_rank).sum(), ((box_losses + losses_above) * over_rank).sum()),
-        pair_weights=rules.alrp_weight(error, n) * ranks.weight,
-        own=(-error * ranks.weight)[None],
-        box_weights=box_weights,
+        pair_weights=rules.alrp_weight(error, n),
+        errors=error[None],
+        box_weights=box_weights.add_(over_rank, alpha=1 - ranks.f0),
     )
 
 
 _RULES = {"ap": _ap, "auc": _auc, "rank-sort": _rank_sort, "alrp": _alrp}
 
 
-def _in_given_order(problem: Problem, index: Tensor, box_weights: Tensor) -> Tensor:
+def _in_given_order(problem: Problem, positives: Positives, box_weights: Tensor) -> Tensor:
     """The gradient of this process's box losses, in the order in which they were given."""
     assert problem.box_losses is not None
+    box_weights = box_weights.to(loss_dtype(problem.box_losses.dtype))
+    if positives.order is not None:
+        return torch.empty_like(box_weights).scatter_(0, positives.order, box_weights)
+    index = positives.index
     order = index.masked_fill(index < 0, torch.iinfo(torch.int64).max).argsort(stable=True)
     given = len(problem.box_losses)
     own = box_weights[order[:given]] * problem.num_processes
-    own = torch.nn.functional.pad(own, (0, given - len(own)))
-    return own.to(loss_dtype(problem.box_losses.dtype))
+    return torch.nn.functional.pad(own, (0, given - len(own)))
 
 
 @contextmanager

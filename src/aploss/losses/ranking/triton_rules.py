@@ -160,12 +160,12 @@ def apply_rule(
         if RULE == ALRP:
             loss = tl.load(extras + k, mask=real, other=0.0)
             losses_above = tl.load(pairs + capacity + k, mask=real, other=0.0) - f0 * loss
-            rank = alrp_rank(p, n)
-            error = n / rank
-            correction = alrp_error(n, losses_above, rank)
+            over_rank = 1 / alrp_rank(p, n)
+            error = n * over_rank
+            correction = alrp_error(n, losses_above, over_rank)
             pair_weight = alrp_weight(correction, n)
-            second_value += tl.sum(tl.where(real, (loss + losses_above) / rank * weight, 0.0))
-            tl.store(pairs + k, weight / rank, mask=real)
+            second_value += tl.sum(tl.where(real, (loss + losses_above) * over_rank * weight, 0.0))
+            tl.store(pairs + k, weight * over_rank, mask=real)
         else:
             correction = error
         first_value += tl.sum(tl.where(real, error * weight, 0.0))
