@@ -27,6 +27,7 @@ SIZES = (100, 1_000, 10_000, 100_000, 1_000_000, 5_000_000, 20_000_000)
 QUICK_SIZES = (1_000, 10_000)
 POSITIVES = 500  # or a tenth of the scores, where they are few
 MANY_POSITIVES = (10, 500, 2000, 5000)
+GROUP = 1_000  # scores of a group; positives are ten times as many there, five in a group
 STAGES = {"early": 0.0, "late": 4.0}  # how far positives lie above negatives
 LARGEST_LOOP = 1_000_000  # scores from which on the plain loop of Algorithm 1 takes too long
 SECONDS_PER_CASE = 1.0
@@ -50,6 +51,8 @@ def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, An
         case = _cases(size, 0.0, count, device)["ap_loss"]
         positives.append({"positives": count, "ap_loss": best_in_turns({"ap_loss": case}, seconds)["ap_loss"]})
         siblings.append({"positives": count, **best_in_turns(_siblings(size, count, device), seconds)})
+    progress(f"{size // GROUP} groups")
+    groups = best_in_turns(_groups(size, device), seconds)
     progress("memory")
     return {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
@@ -61,6 +64,7 @@ def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, An
         "scores_of_positives": size,
         "many_positives": positives,
         "other_losses": siblings,
+        "groups": groups,
         "gpu": _gpu_counts(device),
     }
 
@@ -84,6 +88,11 @@ def table(result: dict[str, Any]) -> str:
     for one, others in zip(result["many_positives"], result["other_losses"], strict=True):
         siblings = ", ".join(f"{name} {1e3 * others[name]:.1f}" for name in ("auc", "rank-sort", "alrp"))
         lines.append(f"{one['positives']:>12,} positives: ap {1e3 * one['ap_loss']:.1f}, {siblings}")
+    flat, grouped = result["groups"]["flat"], result["groups"]["groups"]
+    count = result["scores_of_positives"] // GROUP
+    lines.append(
+        f"{count:>12,} groups of {GROUP:,}: {1e3 * grouped:.1f}, {grouped / flat:.2f} x one ranking ({1e3 * flat:.1f})"
+    )
     if result["memory_factor"] is not None:
         lines.append(f"extra memory of AP-loss: {result['memory_factor']:.2f} x the score tensor")
     for name, counts in (result["gpu"] or {}).items():
@@ -240,6 +249,17 @@ def _siblings(size: int, positives: int, device: torch.device) -> dict[str, Case
         "auc": lambda: _step(scores, lambda: auc_loss(scores, targets)),
         "rank-sort": lambda: _step(scores, lambda: sum(rank_sort_loss(scores, soft), scores.new_zeros(()))),
         "alrp": lambda: _step(scores, lambda: sum(alrp_loss(scores, targets, box_losses), scores.new_zeros(()))),
+    }
+
+
+def _groups(size: int, device: torch.device) -> dict[str, Case]:
+    """The same scores in one ranking, and in groups of their own."""
+    scores, targets = make_scores(size, 0.0, min(10 * POSITIVES, size // 10), device)
+    rows, row_targets = scores.view(-1, GROUP).clone().requires_grad_(), targets.view(-1, GROUP)
+    scores.requires_grad_()
+    return {
+        "flat": lambda: _step(scores, lambda: ap_loss(scores, targets)),
+        "groups": lambda: _step(rows, lambda: ap_loss(rows, row_targets, groups=0)),
     }
 
 

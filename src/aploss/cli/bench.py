@@ -1,4 +1,4 @@
-"""Measures the losses, the data loading and the training step."""
+"""Measures the losses, alone and across processes, the data loading and the training step."""
 
 import json
 from importlib import import_module
@@ -12,10 +12,11 @@ from aploss.files import write_text
 EXAMPLES = """
   aploss bench                       everything (about 10 minutes on 2 cores)
   aploss bench losses                AP-loss against focal loss and a plain loop
+  aploss bench scaling               AP-loss across 1 to 4 processes, and a model for more
   aploss bench training-step --quick
 """
 
-BENCHMARKS = {"losses": "losses", "data": "data", "training-step": "training_step"}
+BENCHMARKS = {"losses": "losses", "scaling": "scaling", "data": "data", "training-step": "training_step"}
 
 
 def _add_arguments(parser: ArgumentParser) -> None:

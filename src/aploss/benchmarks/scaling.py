@@ -1,0 +1,149 @@
+"""Ranking across processes: bytes and messages of a step, its time with 1 to 4 processes, and a model for more.
+
+Gloo processes on one machine share its cores and its memory. What counts is therefore the processor time of a process,
+its threads for messages included: waiting for the others, or for a free core, is not in it. It tells the shape of the
+cost (what grows with what), not what a network of many machines takes; the time on the clock is measured beside it.
+"""
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from aploss.benchmarks.losses import make_scores
+from aploss.losses import ap_loss
+
+PROCESSES, SCORES, POSITIVES = 4, 200_000, (100, 500, 2000)  # scores and positives of each process
+QUICK_SCORES, QUICK_POSITIVES = 2_000, (20, 100)
+PREDICTED = (1, 4, 16, 64, 256, 1024)
+REPEATS = 15
+STATUS_NUMBERS = 6
+NUMBER = 8  # bytes of every number that travels
+
+
+def traffic(processes: int, positives: int, *, extras: int = 0) -> dict[str, int]:
+    """What one process hands to the others in a forward pass; nothing travels in a backward pass.
+
+    Args:
+        positives: of each process.
+        extras: numbers per positive beside its score: 1 for Rank & Sort, aLRP and with ``groups``, 2 for both.
+
+    Returns:
+        messages: collective operations; steps: one after the other, for rings; bytes: handed in by one process;
+        received: by one process, if gathered and added up in rings.
+    """
+    status, columns = STATUS_NUMBERS * NUMBER, (2 + extras) * positives * NUMBER
+    tallies = 2 * (2 * processes * positives + 1) * NUMBER
+    others = processes - 1
+    return {
+        "messages": 3,
+        "steps": 4 * others,
+        "bytes": status + columns + tallies,
+        "received": (status + columns) * others + 2 * tallies * others // processes,
+    }
+
+
+def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, Any]:
+    """Measures 1 to 4 processes; see :func:`table` for what comes out."""
+    scores, positives = (QUICK_SCORES, QUICK_POSITIVES) if quick else (SCORES, POSITIVES)
+    progress(f"1 to {PROCESSES} processes")
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (folder, scores, positives, 3 if quick else REPEATS)
+        mp.start_processes(_measure, arguments, nprocs=PROCESSES, start_method="spawn")
+        rows = json.loads((Path(folder) / "rows.json").read_text())
+    model = fit(rows)
+    predicted = [
+        {"processes": count, "positives": each, "seconds": predict(model, count, each), **traffic(count, each)}
+        for each in positives
+        for count in PREDICTED
+    ]
+    return {"scores": scores, "cores": os.cpu_count(), "rows": rows, "model": model, "predicted": predicted}
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as text."""
+    lines = [
+        f"AP-loss across gloo processes, {result['scores']:,} scores each, {result['cores']} cores, forward + backward",
+        f"{'processes':>9} {'positives each':>14} {'bytes a process':>15} {'clock, ms':>9} {'CPU, ms':>9} {'model':>9}",
+    ]
+    for row in result["rows"]:
+        case = row["processes"], row["positives"]
+        expected = predict(result["model"], *case)
+        lines.append(
+            f"{case[0]:>9} {case[1]:>14,} {traffic(*case)['bytes']:>15,} "
+            f"{1e3 * row['clock']:>9.2f} {1e3 * row['seconds']:>9.2f} {1e3 * expected:>9.2f}"
+        )
+    lines.append("model: " + ", ".join(f"{1e6 * value:.3g} us {name}" for name, value in result["model"].items()))
+    for row in result["predicted"]:
+        case = f"{row['processes']:>9} {row['positives']:>14,} {row['bytes']:>15,}"
+        lines.append(f"{case} {'-':>9} {'-':>9} {1e3 * row['seconds']:>9.2f}")
+    return "\n".join(lines)
+
+
+def fit(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds of a pass, per positive of all processes, per step of a ring and per kilobyte received, none below 0."""
+    columns = np.array([_costs(row["processes"], row["positives"]) for row in rows])
+    seconds = np.array([row["seconds"] for row in rows])
+    used = list(range(columns.shape[1]))
+    while True:
+        # Relative errors count: the cheap cases would not matter otherwise.
+        solution = np.linalg.lstsq(columns[:, used] / seconds[:, None], np.ones(len(rows)), rcond=None)[0]
+        if (solution >= 0).all():
+            break
+        used.pop(int(solution.argmin()))
+    found = dict(zip(used, solution.tolist(), strict=True))
+    return {name: found.get(place, 0.0) for place, name in enumerate(_COSTS)}
+
+
+def predict(model: dict[str, float], processes: int, positives: int) -> float:
+    """Processor seconds of a step in one process, by the model."""
+    costs = _costs(processes, positives)
+    return sum(model[name] * cost for name, cost in zip(_COSTS, costs, strict=True))
+
+
+_COSTS = ("a pass", "a positive", "a step", "a kilobyte")
+
+
+def _costs(processes: int, positives: int) -> tuple[float, ...]:
+    travels = traffic(processes, positives)
+    return 1.0, processes * positives, travels["steps"], travels["received"] / 1000
+
+
+def _measure(rank: int, folder: str, scores: int, positives: tuple[int, ...], repeats: int) -> None:
+    """One of the processes; the first writes the times down."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", PROCESSES)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES, timeout=timedelta(minutes=10))
+    rows = []
+    for count in range(1, PROCESSES + 1):
+        group = dist.new_group(list(range(count)))
+        for each in positives:
+            times = _best(group, rank, scores, each, repeats) if rank < count else {}
+            rows.append({"processes": count, "positives": each, **times})
+            dist.barrier()
+    if rank == 0:
+        (Path(folder) / "rows.json").write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def _best(group: Any, rank: int, size: int, positives: int, repeats: int) -> dict[str, float]:
+    scores, targets = make_scores(size, 0.0, positives, "cpu")
+    scores = scores.roll(rank).requires_grad_()
+    best = {"seconds": float("inf"), "clock": float("inf")}
+    for _ in range(repeats):
+        scores.grad = None
+        dist.barrier(group)
+        start = {"seconds": time.process_time(), "clock": time.perf_counter()}
+        ap_loss(scores, targets, process_group=group).backward()  # type: ignore[no-untyped-call]
+        now = {"seconds": time.process_time(), "clock": time.perf_counter()}
+        best = {name: min(best[name], now[name] - start[name]) for name in best}
+    return best

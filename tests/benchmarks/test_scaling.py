@@ -1,0 +1,65 @@
+"""The benchmark of several processes runs; its traffic is what travels, its model fits what it is given."""
+
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from aploss.benchmarks import scaling
+from aploss.losses import alrp_loss, ap_loss
+
+
+@pytest.fixture
+def group():
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
+        yield dist.group.WORLD
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("loss", ["ap", "alrp", "grouped"])
+def test_traffic_is_what_is_handed_to_the_other_processes(group, monkeypatch, loss):
+    sent = []
+
+    def record(name, tensor_at):
+        collective = getattr(dist, name)
+
+        def recorded(*arguments, **options):
+            sent.append(arguments[tensor_at].numel() * arguments[tensor_at].element_size())
+            return collective(*arguments, **options)
+
+        monkeypatch.setattr(dist, name, recorded)
+
+    record("all_gather", 1)
+    record("all_reduce", 0)
+    scores, targets = torch.randn(300, requires_grad=True), (torch.arange(300) < 7).long()
+    options = {"groups": torch.zeros(300, dtype=torch.long)} if loss == "grouped" else {}
+    if loss == "alrp":
+        values = sum(alrp_loss(scores, targets, torch.rand(7), process_group=group))
+    else:
+        values = ap_loss(scores, targets, process_group=group, **options)
+    values.backward()
+    expected = scaling.traffic(1, 7, extras=int(loss != "ap"))
+    assert len(sent) == expected["messages"]
+    # With groups, one row more for each that there may be.
+    assert sum(sent) == expected["bytes"] + (2 * 7 * 8 if loss == "grouped" else 0)
+
+
+def test_the_model_finds_the_costs_that_times_were_made_of():
+    made = {"a pass": 2e-3, "a positive": 1e-6, "a step": 3e-5, "a kilobyte": 1e-6}
+    rows = [
+        {"processes": count, "positives": each, "seconds": scaling.predict(made, count, each)}
+        for count in (1, 2, 3, 4)
+        for each in (100, 500, 2000)
+    ]
+    assert scaling.fit(rows) == pytest.approx(made, rel=1e-6)
+    assert scaling.predict(scaling.fit(rows), 1024, 500) == pytest.approx(scaling.predict(made, 1024, 500), rel=1e-6)
+
+
+def test_a_quick_run_measures_one_to_four_processes(monkeypatch):
+    result = scaling.run(lambda step: None, quick=True)
+    assert sorted({row["processes"] for row in result["rows"]}) == [1, 2, 3, 4]
+    assert all(row["seconds"] > 0 for row in result["rows"])
+    assert result["predicted"][-1]["processes"] == 1024
+    assert "model:" in scaling.table(result)
