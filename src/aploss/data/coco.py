@@ -93,6 +93,15 @@ class _RawDocument(CocoDocument):
 _decode_object = msgspec.json.Decoder(_AnyObject).decode
 
 
+def _decode_large(entry: msgspec.Raw) -> Any:
+    """An entry with a number that msgspec has no place for, such as 1e999; its text where Python has none either."""
+    text = bytes(entry)
+    try:
+        return msgspec.convert(json.loads(text), _AnyObject)
+    except (ValueError, msgspec.MsgspecError):
+        return text[:80].decode("utf-8", "replace")
+
+
 def coco_document(source: Any) -> Any:
     """A ground truth of a file's bytes or of a dict, as :class:`CocoDocument`.
 
@@ -181,7 +190,10 @@ def read_objects(
     integers, numbers = array("q"), array("d")
     for row, entry in enumerate(entries):
         if type(entry) is msgspec.Raw:
-            entry = _decode_object(entry)
+            try:
+                entry = _decode_object(entry)
+            except msgspec.ValidationError:
+                entry = _decode_large(entry)
         try:
             x, y, width, height = entry.bbox
             value = entry.score if scored else entry.area
@@ -265,7 +277,7 @@ def id_of(entry: Any, key: str, where: str, kind: str, texts: dict[str, int]) ->
     if value is UNSET:
         raise CocoEntryError(kind, f"{where} has no '{key}'")
     whole = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-    if not (whole and math.isfinite(value) and value == round(value) and abs(value) < 2**62):
+    if not (whole and -(2**62) < value < 2**62 and value == round(value)):
         raise CocoEntryError(kind, f"{where}: '{key}' is {shown(value)}, expected an integer or text")
     return int(value)
 

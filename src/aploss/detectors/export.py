@@ -194,7 +194,7 @@ class _OnnxRunner(_Runner):
             self.session = onnxruntime.InferenceSession(
                 content, options, providers=list(providers or ["CPUExecutionProvider"])
             )
-        self.metadata = self.session.get_modelmeta().custom_metadata_map
+            self.metadata = self.session.get_modelmeta().custom_metadata_map
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
         logits, deltas = self.session.run(list(OUTPUTS), {INPUT: images.cpu().numpy()})
