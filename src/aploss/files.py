@@ -49,9 +49,13 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
             os.fsync(file.fileno())
         unfinished.replace(path)
         _flush_folder(path.parent)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
+        # torch.save closes its archive after an error, which then fails in its own way: the first one is the reason.
+        reason = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(reason, OSError):
+            raise
         before = "; the previous one is kept" if path.is_file() else ""
-        raise RunError(f"{path} cannot be written: {error.strerror or error}{before}") from error
+        raise RunError(f"{path} cannot be written: {reason.strerror or reason}{before}") from error
     finally:
         _remove(unfinished)
 

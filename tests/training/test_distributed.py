@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_runs import start_two
 
 from aploss.detectors.detector import Detector
 from aploss.errors import ConfigError
@@ -83,15 +83,8 @@ def launch(spawn: Callable[..., BaseProcess], tmp_path_factory: pytest.TempPathF
     """Starts two processes that train (mode, config) after (mode, config) together."""
 
     def start(runs: list[tuple[str, TrainConfig]], logs: Path) -> list[BaseProcess]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         plain = [(mode, config_to_dict(config)) for mode, config in runs]
-        return [
-            spawn(PROGRAM, log=logs / f"{rank}.log", runs=plain, environment={**shared, "RANK": str(rank)})
-            for rank in (0, 1)
-        ]
+        return start_two(spawn, PROGRAM, logs, runs=plain)
 
     return start
 

@@ -1,11 +1,9 @@
-"""A run that was interrupted ends with the same bits as one that was not.
+"""What a run does when something is in its way: interruptions, images that cannot be read, another process.
 
-Four ``kill -9`` by default; ``APLOSS_KILLS=50`` for the long version.
+Signals, kills and exact resumption are in ``tests/faults``.
 """
 
 import json
-import os
-import random
 import shutil
 import signal
 import time
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tiny_runs import CrashError, assert_equal, checkpoint_step, crash_at, outcome
 
 from aploss.errors import DataError, RunError
 from aploss.reports.run_files import read_json_lines
@@ -27,7 +26,6 @@ from aploss.training.run import train
 from aploss.training.run_folder import RunFolder
 
 MakeConfig = Callable[..., TrainConfig]
-WALL_CLOCK = ("seconds", "images_per_second")
 pytestmark = pytest.mark.usefixtures("no_page")
 
 # An epoch is 4 steps: the checkpoints at 3 and 6 are in the middle of one. The rows are means over
@@ -39,77 +37,6 @@ SETTINGS: dict[str, Any] = {
     "log_steps": 2,
     "model": {"ema": 0.99},
 }
-
-
-class CrashError(Exception):
-    """What stands for a kill, inside this process."""
-
-
-def crash_at(step: int, kind: str = "train") -> Callable[[dict[str, Any]], None]:
-    def on_progress(row: dict[str, Any]) -> None:
-        if row["step"] >= step and row["kind"] == kind:
-            raise CrashError
-
-    return on_progress
-
-
-def checkpoint_step(folder: Path) -> int:
-    """The step of last.pt, which must be readable at every moment; -1 before the first."""
-    last = folder / "checkpoints" / "last.pt"
-    if not last.is_file():
-        return -1
-    return int(torch.load(last, weights_only=True)["training"]["step"])
-
-
-def outcome(config: TrainConfig) -> dict[str, Any]:
-    """Everything of a run that must not depend on interruptions."""
-    folder = Path(str(config.out))
-    last = torch.load(folder / "checkpoints/last.pt", weights_only=True)
-    best = torch.load(folder / "checkpoints/best.pt", weights_only=True)
-    rows = [
-        {key: value for key, value in row.items() if key not in WALL_CLOCK}
-        for row in read_json_lines(folder / "metrics.jsonl")
-    ]
-    lines = (folder / "metrics.csv").read_text().splitlines()
-    training = {key: value for key, value in last["training"].items() if key != "seconds"}
-    return {
-        "detector": last["detector"],
-        "training": training,
-        "best": best,
-        "rows": rows,
-        "csv": [line.split(",")[:-2] for line in lines],
-        "detections": json.loads((folder / "evaluation/detections.json").read_text()),
-        "calibration": json.loads((folder / "evaluation/calibration.json").read_text()),
-    }
-
-
-def assert_equal(first: Any, second: Any, where: str = "") -> None:
-    """Bit for bit, through dicts, lists and tensors."""
-    assert type(first) is type(second), where
-    if isinstance(first, dict):
-        assert first.keys() == second.keys(), where
-        for key in first:
-            assert_equal(first[key], second[key], f"{where}.{key}")
-    elif isinstance(first, list | tuple):
-        assert len(first) == len(second), where
-        for index, (one, other) in enumerate(zip(first, second, strict=True)):
-            assert_equal(one, other, f"{where}[{index}]")
-    elif isinstance(first, torch.Tensor):
-        assert torch.equal(first, second), where
-    else:
-        assert first == second, where
-
-
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(make_config: MakeConfig) -> None:
-    whole = make_config("whole", **SETTINGS)
-    train(whole)
-    broken = make_config("broken", **SETTINGS)
-    # Before any checkpoint, in the middle of an epoch, in a validation, right after a resume.
-    for crash in (crash_at(2), crash_at(6), crash_at(4, "validation"), crash_at(8)):
-        with pytest.raises(CrashError):
-            train(broken, resume=True, on_progress=crash)
-    train(broken, resume=True)
-    assert_equal(outcome(whole), outcome(broken))
 
 
 def test_a_kill_between_the_two_checkpoints_is_mended(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +76,7 @@ def test_a_signal_saves_the_step_and_says_how_to_go_on(make_config: MakeConfig, 
     # Interrupted before the validation of step 2: the resumed run makes up for it.
     assert [row["kind"] for row in read_json_lines(Path(str(stopped.out)) / "metrics.jsonl")] == ["train", "train"]
     train(stopped, resume=True)
-    assert_equal(outcome(whole), outcome(stopped))
+    assert_equal(outcome(whole.out), outcome(stopped.out))
 
 
 def test_a_second_ctrl_c_interrupts_at_once_unless_it_is_an_echo(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +169,7 @@ def test_a_run_with_damaged_images_is_resumed_to_the_same_bits(make_config: Make
         with pytest.raises(CrashError):
             train(broken, resume=True, on_progress=crash)
     train(broken, resume=True)
-    assert_equal(outcome(whole), outcome(broken))
+    assert_equal(outcome(whole.out), outcome(broken.out))
 
 
 def test_too_many_unreadable_images_stop_a_saved_run_that_goes_on_when_they_are_back(
@@ -290,7 +217,7 @@ def test_added_and_reordered_images_do_not_change_the_samples_of_a_resumed_run(
     path.write_text(json.dumps(document))
     train(broken, resume=True, quiet=False)
     assert "1 have come, which this run leaves out" in capsys.readouterr().out
-    assert_equal(outcome(whole)["detector"], outcome(broken)["detector"])
+    assert_equal(outcome(whole.out)["detector"], outcome(broken.out)["detector"])
 
 
 def test_other_training_images_are_noticed(make_config: MakeConfig, own_data: Path) -> None:
@@ -329,49 +256,10 @@ def test_a_checkpoint_of_an_earlier_version_goes_on_to_the_same_bits(make_config
     del config["batches"]["max_unreadable"]
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     train(old, resume=True)
-    assert_equal(outcome(whole), outcome(old))
+    assert_equal(outcome(whole.out), outcome(old.out))
 
 
-# --- signals to all processes ---
-
-GROUP_PROGRAM = """
-os.setsid()
-from aploss.training.config import config_from_dict
-from aploss.training.distributed import TrainingInterruptedError
-from aploss.training.run import train
-try:
-    train(config_from_dict(values["config"]))
-except TrainingInterruptedError as error:
-    print("interrupted:", error)
-    sys.exit(error.exit_code)
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_process_group_saves_the_run(
-    make_config: MakeConfig, spawn: Callable[..., BaseProcess], tmp_path: Path, number: signal.Signals
-) -> None:
-    """As of ``timeout``, systemd and batch schedulers: the loader's workers get it, too."""
-    settings: dict[str, Any] = {
-        "schedule": {"length": 100_000},
-        "checkpoint_steps": 2,
-        "batches": {"workers": 2},
-        "validation": {"every": 100_000},
-    }
-    config = make_config(**settings)
-    process = spawn(GROUP_PROGRAM, log=tmp_path / "log", config=config_to_dict(config))
-    while checkpoint_step(tmp_path / "run") < 2:
-        assert process.is_alive(), (tmp_path / "log").read_text()
-        time.sleep(0.05)
-    assert process.pid is not None
-    os.killpg(process.pid, number)
-    process.join(timeout=120)
-    output = (tmp_path / "log").read_text()
-    assert process.exitcode == 130, output
-    assert "everything is saved; go on with: aploss train --resume --out" in output
-    assert "Traceback" not in output
-    summary = train(make_config(max_minutes=0.0, **settings), resume=True)
-    assert summary.stopped_by == "minutes"
+# --- signals ---
 
 
 def test_a_signal_in_the_last_step_is_not_forgotten(make_config: MakeConfig) -> None:
@@ -397,14 +285,8 @@ def test_a_signal_while_the_result_is_measured_says_how_to_go_on(
     assert train(config, resume=True).steps == 2
 
 
-# --- kill -9 ---
+# --- another process ---
 
-KILLS = int(os.environ.get("APLOSS_KILLS", "4"))
-KILL_SETTINGS: dict[str, Any] = {
-    "schedule": {"length": 6 * KILLS, "warmup_steps": 2},
-    "validation": {"every": 5},
-    "checkpoint_steps": 1,
-}
 PROGRAM = """
 from aploss.training.config import config_from_dict
 from aploss.training.run import train
@@ -426,41 +308,3 @@ def test_two_processes_cannot_train_in_one_folder(
     process.join()
     with RunFolder(tmp_path / "shared").locked():
         pass  # the lock went with the process
-
-
-def test_killed_runs_always_go_on_and_end_with_the_same_bits(
-    make_config: Callable[..., TrainConfig], spawn: Callable[..., BaseProcess], tmp_path: Path
-) -> None:
-    killed = make_config("killed", **KILL_SETTINGS)
-    folder = tmp_path / "killed"
-    moments = random.Random(0)
-    kills_in_training = 0
-    for number in range(KILLS):
-        before = checkpoint_step(folder)
-        process = spawn(PROGRAM, log=tmp_path / f"{number}.log", config=config_to_dict(killed))
-        # Every kill hits a run that has got going; every other one after one more step.
-        while process.is_alive() and checkpoint_step(folder) <= before + number % 2:
-            time.sleep(0.01)
-        time.sleep(moments.uniform(0.0, 0.15))
-        process.kill()
-        process.join()
-        assert checkpoint_step(folder) > before, (tmp_path / f"{number}.log").read_text()
-        kills_in_training += not (folder / "summary.json").is_file()
-    assert kills_in_training == KILLS
-    train(killed, resume=True)
-    whole = make_config("whole", **KILL_SETTINGS)
-    train(whole)
-    for name in ("last", "best"):
-        expected, found = (
-            torch.load(tmp_path / run / "checkpoints" / f"{name}.pt", weights_only=True)["detector"]
-            for run in ("whole", "killed")
-        )
-        assert expected["state"].keys() == found["state"].keys()
-        for key, value in expected["state"].items():
-            assert torch.equal(value, found["state"][key]), (name, key)
-    rows = [
-        [(row["kind"], row["step"], row.get("loss"), row.get("AP")) for row in read_json_lines(file)]
-        for file in (tmp_path / "whole/metrics.jsonl", tmp_path / "killed/metrics.jsonl")
-    ]
-    assert rows[0] == rows[1]
-    assert not list(folder.rglob("*.unfinished"))

@@ -62,20 +62,12 @@ EXIT_USER_ERROR = AplossError.exit_code
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 2 for what the user can put right."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words in (["--version"], ["-V"]):
-        print(f"aploss {version('aploss')}")
-        return 0
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
-    if not words or words[0] in ("-h", "--help"):
-        print(_overview(()))
-        return 0
-    command = next((found for length in (2, 1) if (found := tuple(words[:length])) in COMMANDS), None)
-    if command is None:
-        return _unknown_command(words)
+    command = next((found for length in (2, 1) if (found := tuple(words[:length])) in COMMANDS), ())
     try:
-        code = _run(command, words[len(command) :])
-        sys.stdout.flush()  # a closed pipe is found here, not when the interpreter ends
+        code = _run(command, words[len(command) :]) if command else _without_command(words)
+        sys.stdout.flush()  # a closed pipe or a full disk is found here, not when the interpreter ends
     except BrokenPipeError:  # as `aploss ... | head` does: whoever reads has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # as shells have it: 128 + SIGPIPE
@@ -86,8 +78,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "--debug" in words:
             traceback.print_exc()
         line, code = _in_words(error)
-        print(f"aploss {' '.join(command)}: {line}", file=sys.stderr)
+        print(f"{' '.join(['aploss', *command])}: {line}", file=sys.stderr)
     return code
+
+
+def _without_command(words: list[str]) -> int:
+    if words in (["--version"], ["-V"]):
+        print(f"aploss {version('aploss')}")
+        return 0
+    if not words or words[0] in ("-h", "--help"):
+        print(_overview(()))
+        return 0
+    return _unknown_command(words)
 
 
 def _in_words(error: Exception) -> tuple[str, int]:

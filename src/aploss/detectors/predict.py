@@ -1,11 +1,13 @@
 """From pictures of any kind to boxes with calibrated scores and class names."""
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -193,13 +195,27 @@ def _device_of(detector: ObjectDetector) -> torch.device:
 
 @contextmanager
 def evaluation_mode(detector: ObjectDetector) -> Iterator[None]:
-    """No gradients, and the mode of the detector is left as it was."""
-    was_training = isinstance(detector, nn.Module) and detector.training
-    if was_training:
-        detector.eval()  # type: ignore[attr-defined]
+    """No gradients, and the mode of the detector is left as it was, by the last of several threads."""
+    switched = isinstance(detector, nn.Module) and _switch(detector, +1)
     try:
         with torch.inference_mode():
             yield
     finally:
-        if was_training:
-            detector.train()  # type: ignore[attr-defined]
+        if switched:
+            _switch(detector, -1)  # type: ignore[arg-type]
+
+
+_SWITCH = threading.Lock()
+_SWITCHED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how many threads need evaluation mode
+
+
+def _switch(module: nn.Module, change: int) -> bool:
+    """Brings a module in training mode into evaluation mode, and back when nobody needs that; False for others."""
+    with _SWITCH:
+        users = _SWITCHED.get(module, 0)
+        if users == 0 and not module.training:
+            return False
+        _SWITCHED[module] = users + change
+        if users == 0 or users + change == 0:
+            module.train(users + change == 0)
+        return True

@@ -1,0 +1,204 @@
+"""A data set of a few bright rectangles, runs on it that take a second or two, and what they must leave behind.
+
+The fixtures are those of every folder whose ``conftest.py`` imports them.
+"""
+
+import json
+import multiprocessing
+import socket
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from aploss.reports.run_files import read_json_lines
+from aploss.training.config import TrainConfig
+from aploss.training.recipes import load_config, merge
+
+PREAMBLE = """
+import os, sys, torch
+sys.stdout = sys.stderr = open(log, "w", buffering=1)
+torch.set_num_threads(1)
+import aploss.reports.run_report
+aploss.reports.run_report.write_run_report = lambda folder, **options: None
+"""
+WALL_CLOCK = ("seconds", "images_per_second")
+SIZE = 64
+COUNTS = {"train": 16, "val": 6, "test": 6}
+SETTINGS: dict[str, Any] = {
+    "detector": "retinanet-tiny",
+    "log_steps": 1,
+    "batches": {"size": 4, "image_size": SIZE, "augmentation": "light", "workers": 0},
+    "model": {"options": {"test_size": [SIZE, SIZE]}},
+    "schedule": {"length": 6, "warmup_steps": 2},
+    "validation": {"every": 3, "unit": "steps"},
+}
+
+
+def write_rectangles(folder: Path) -> Path:
+    """COCO annotations and PNG images; one training image has no object at all."""
+    random = np.random.default_rng(0)
+    (folder / "annotations").mkdir(parents=True)
+    for split, count in COUNTS.items():
+        (folder / split).mkdir()
+        images, annotations = [], []
+        for number in range(1, count + 1):
+            pixels = random.integers(0, 60, (SIZE, SIZE, 3), dtype=np.uint8)
+            objects = 0 if (split, number) == ("train", 1) else int(random.integers(1, 4))
+            for _ in range(objects):
+                width, height = random.integers(14, 30, 2)
+                left, top = random.integers(0, SIZE - 30, 2)
+                kind = int(random.integers(0, 2))
+                pixels[top : top + height, left : left + width, kind] = 240
+                annotations.append(
+                    {
+                        "id": len(annotations) + 1,
+                        "image_id": number,
+                        "category_id": kind + 1,
+                        "bbox": [int(left), int(top), int(width), int(height)],
+                        "area": int(width * height),
+                        "iscrowd": 0,
+                    }
+                )
+            name = f"{split}-{number}.png"
+            Image.fromarray(pixels).save(folder / split / name)
+            images.append({"id": number, "file_name": name, "width": SIZE, "height": SIZE})
+        document = {
+            "images": images,
+            "annotations": annotations,
+            "categories": [{"id": 1, "name": "red"}, {"id": 2, "name": "green"}],
+        }
+        (folder / "annotations" / f"instances_{split}.json").write_text(json.dumps(document))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def rectangles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the data set."""
+    return write_rectangles(tmp_path_factory.mktemp("rectangles") / "data")
+
+
+@pytest.fixture
+def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out the page at the end of a run, which takes longer than the run."""
+    monkeypatch.setattr("aploss.reports.run_report.write_run_report", lambda folder, **options: None)
+
+
+@pytest.fixture(scope="session")
+def config_in(rectangles: Path) -> Callable[..., TrainConfig]:
+    """Makes the config of a short run into a folder, with nested changes."""
+
+    def make(folder: Path, **changes: Any) -> TrainConfig:
+        own = {"data": str(rectangles), "out": str(folder)}
+        return load_config(None, merge(merge(SETTINGS, own), changes))
+
+    return make
+
+
+@pytest.fixture
+def make_config(config_in: Callable[..., TrainConfig], tmp_path: Path) -> Callable[..., TrainConfig]:
+    """The same by the name of the folder."""
+
+    def make(name: str = "run", **changes: Any) -> TrainConfig:
+        return config_in(tmp_path / name, **changes)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def spawn() -> Callable[..., BaseProcess]:
+    """Starts a program in a process of its own, quickly: the imports are made once for all.
+
+    It finds ``values`` in its namespace, writes what it prints to ``log``, and makes no page.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["aploss.cli.train", "aploss.training.run"])
+
+    def start(program: str, *, log: Path, **values: Any) -> BaseProcess:
+        setting = {"values": values, "log": str(log)}
+        process = context.Process(target=exec, args=(PREAMBLE + program, setting))
+        process.start()
+        return process
+
+    return start
+
+
+def start_two(start: Callable[..., BaseProcess], program: str, logs: Path, **values: Any) -> list[BaseProcess]:
+    """Starts a program in two processes that find each other as those of ``torchrun`` do; logs are 0.log and 1.log.
+
+    The program has to take over ``values["environment"]`` itself.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [
+        start(program, log=logs / f"{rank}.log", environment={**shared, "RANK": str(rank)}, **values) for rank in (0, 1)
+    ]
+
+
+# --- interruptions ---
+
+
+class CrashError(Exception):
+    """What stands for a kill, inside this process."""
+
+
+def crash_at(step: int, kind: str = "train") -> Callable[[dict[str, Any]], None]:
+    def on_progress(row: dict[str, Any]) -> None:
+        if row["step"] >= step and row["kind"] == kind:
+            raise CrashError
+
+    return on_progress
+
+
+def checkpoint_step(folder: Path) -> int:
+    """The step of last.pt, which must be readable at every moment; -1 before the first."""
+    last = folder / "checkpoints" / "last.pt"
+    if not last.is_file():
+        return -1
+    return int(torch.load(last, weights_only=True)["training"]["step"])
+
+
+def outcome(folder: Path | str | None) -> dict[str, Any]:
+    """Everything of a run that must not depend on interruptions."""
+    folder = Path(str(folder))
+    last = torch.load(folder / "checkpoints/last.pt", weights_only=True)
+    best = folder / "checkpoints/best.pt"
+    rows = [
+        {key: value for key, value in row.items() if key not in WALL_CLOCK}
+        for row in read_json_lines(folder / "metrics.jsonl")
+    ]
+    lines = (folder / "metrics.csv").read_text().splitlines()
+    training = {key: value for key, value in last["training"].items() if key != "seconds"}
+    return {
+        "detector": last["detector"],
+        "training": training,
+        "best": torch.load(best, weights_only=True) if best.is_file() else None,
+        "rows": rows,
+        "csv": [line.split(",")[:-2] for line in lines],
+        "detections": json.loads((folder / "evaluation/detections.json").read_text()),
+        "calibration": json.loads((folder / "evaluation/calibration.json").read_text()),
+    }
+
+
+def assert_equal(first: Any, second: Any, where: str = "") -> None:
+    """Bit for bit, through dicts, lists and tensors."""
+    assert type(first) is type(second), where
+    if isinstance(first, dict):
+        assert first.keys() == second.keys(), where
+        for key in first:
+            assert_equal(first[key], second[key], f"{where}.{key}")
+    elif isinstance(first, list | tuple):
+        assert len(first) == len(second), where
+        for index, (one, other) in enumerate(zip(first, second, strict=True)):
+            assert_equal(one, other, f"{where}[{index}]")
+    elif isinstance(first, torch.Tensor):
+        assert torch.equal(first, second), where
+    else:
+        assert first == second, where
