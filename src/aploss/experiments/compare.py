@@ -36,7 +36,7 @@ from aploss.training.machine import choose_device, describe_environment
 from aploss.training.recipes import merge
 from aploss.training.run import make_detector
 
-MOST_LISTED = 4  # rows in the title of a page
+LONGEST_TITLE = 90  # of a page that lists its rows
 SECONDS_BETWEEN_PAGES = 20.0  # runs that are only read are quicker than that
 
 
@@ -183,7 +183,7 @@ def comparison_text(results: Results) -> Comparison:
     names = [variant.name for variant in variants]
     labels = [loss_label(name) for name in names]
     listed = ", ".join(labels[:-1]) + f" and {labels[-1]}" if len(labels) > 1 else labels[0]
-    rows = listed if len(labels) <= MOST_LISTED else f"{len(labels)} rows"
+    rows = listed if len(listed) <= LONGEST_TITLE else f"{len(labels)} rows"
     varied = any(not key.startswith(LOSS_OPTIONS) for variant in variants for key in variant.settings)
     what = "what a row names differs" if varied else "the loss differs"
     return results.comparison(

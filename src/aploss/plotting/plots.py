@@ -301,7 +301,7 @@ def add_legend(
         for colour, dashes, marker in entries.values()
     ]
     # A zero-width space: matplotlib drops labels that begin with an underscore.
-    labels = ["\u200b" * name.startswith("_") + shorten(name, 34) for name in entries]
+    labels = ["\u200b" * name.startswith("_") + shorten(name, 46) for name in entries]
     columns = int(np.clip(52 // (8 + max(map(len, labels))), 1, 4))
     plot.figure.legend(handles, labels, loc="outside lower left", ncols=columns, columnspacing=1.4)
 

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -349,7 +350,7 @@ def _row_plot(title: str, x_label: str, rows: Sequence[tuple[Any, ...]], *, zero
                 below = np.full(len(seeds), y + 0.24)
                 axes.scatter(seeds, below, s=14, marker="o", facecolors="none", edgecolors=MUTED, linewidths=1)
                 add_number(axes, text, (centre, y), shift=(0, 6), ha="center", va="bottom")
-        name_rows(axes, [shorten(name, 28) for name, *_ in rows])
+        name_rows(axes, ["\n".join(wrap(shorten(name, 84), 28)) for name, *_ in rows])
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.margins(x=0.12)
     return plot.svg
