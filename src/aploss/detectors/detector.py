@@ -335,7 +335,6 @@ class Detector(nn.Module, ObjectDetector):
     def _in_memory_format(self, maps: Tensor) -> Tensor:
         return maps.contiguous(memory_format=torch.channels_last) if self.channels_last else maps
 
-    @property
     def body(self) -> nn.Module:
         """The part of the backbone below the feature pyramid, whose weights are pretrained.
 
@@ -349,9 +348,9 @@ class Detector(nn.Module, ObjectDetector):
 
     @torch.no_grad()
     def features(self, images: Tensor | Sequence[Tensor]) -> FeatureMaps:
-        """The maps of the backbone's :attr:`body`, for training of what follows it; without gradients."""
+        """The maps of the backbone's :meth:`body`, for training of what follows it; without gradients."""
         batch, _ = self.pad(images)
-        maps = self.body(self._normalised(batch))
+        maps = self.body()(self._normalised(batch))
         maps = maps.values() if isinstance(maps, Mapping) else maps
         return FeatureMaps(tuple(maps), (batch.shape[-2], batch.shape[-1]))
 

@@ -200,7 +200,7 @@ def _stored_features(config: TrainConfig, detector: Detector, data: RunData, pro
             progress.note(f"features  {done} of {images} images, computed once")
             said = time.monotonic()
 
-    body = detector.body.eval()
+    body = detector.body().eval()
     stored = store_features(
         data.train,
         detector.features,

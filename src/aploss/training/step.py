@@ -204,7 +204,7 @@ class Stepper:
         self.device = next(detector.parameters()).device
         freeze(detector, config.model.frozen)
         if config.model.frozen_backbone:
-            detector.body.requires_grad_(False)
+            detector.body().requires_grad_(False)
         self.optimizer = make_optimizer(detector, config.optimizer)
         self.ema = _make_ema(detector, config.model.ema)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "float16")
@@ -293,7 +293,7 @@ class Stepper:
                 if own and not any(parameter.requires_grad for parameter in own):
                     module.eval()
         if self.config.model.frozen_backbone:
-            self.detector.body.eval()
+            self.detector.body().eval()
 
     def _parallel(self, detector: Detector) -> nn.Module:
         if self.world.size == 1:
