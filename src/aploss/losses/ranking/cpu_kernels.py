@@ -11,15 +11,16 @@ write takes half as long again. Indices are unsigned: numba checks signed ones f
 and vectorises nothing that is checked.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, call-arg, assignment"
 
 from collections.abc import Callable
 from typing import Any
 
 import numba
 import numpy as np
-from numba import carray, types
+from numba import types
 from numba.extending import intrinsic
+from numba.np.numpy_support import carray
 
 from .cpu_segments import ALRP, OPTIONS, RANK_SORT, alrp, cut, errors, helper, line, sort_pairs
 
