@@ -58,7 +58,7 @@ def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, An
     progress(f"1 to {PROCESSES} processes")
     with tempfile.TemporaryDirectory() as folder:
         arguments = (folder, scores, positives, 3 if quick else REPEATS)
-        mp.start_processes(_measure, arguments, nprocs=PROCESSES, start_method="spawn")
+        mp.spawn(_measure, arguments, nprocs=PROCESSES)  # type: ignore[attr-defined, no-untyped-call]
         rows = json.loads((Path(folder) / "rows.json").read_text())
     model = fit(rows)
     predicted = [
@@ -84,8 +84,8 @@ def table(result: dict[str, Any]) -> str:
         )
     lines.append("model: " + ", ".join(f"{1e6 * value:.3g} us {name}" for name, value in result["model"].items()))
     for row in result["predicted"]:
-        case = f"{row['processes']:>9} {row['positives']:>14,} {row['bytes']:>15,}"
-        lines.append(f"{case} {'-':>9} {'-':>9} {1e3 * row['seconds']:>9.2f}")
+        written = f"{row['processes']:>9} {row['positives']:>14,} {row['bytes']:>15,}"
+        lines.append(f"{written} {'-':>9} {'-':>9} {1e3 * row['seconds']:>9.2f}")
     return "\n".join(lines)
 
 
@@ -121,7 +121,7 @@ def _costs(processes: int, positives: int) -> tuple[float, ...]:
 def _measure(rank: int, folder: str, scores: int, positives: tuple[int, ...], repeats: int) -> None:
     """One of the processes; the first writes the times down."""
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", PROCESSES)
+    store = dist.FileStore(f"{folder}/store", PROCESSES)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES, timeout=timedelta(minutes=10))
     rows = []
     for count in range(1, PROCESSES + 1):

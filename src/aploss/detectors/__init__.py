@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from aploss.detectors.postprocess import MultiScale
     from aploss.detectors.predict import Prediction
     from aploss.detectors.retinanet import retinanet_network
-    from aploss.detectors.score_map import calibrate
-    from aploss.detectors.swap_loss import ScoreThresholdWarning, use_loss
+    from aploss.detectors.score_map import ScoreThresholdWarning, calibrate
+    from aploss.detectors.swap_loss import use_loss
 
 __all__ = [
     "DETECTOR_NAMES",
@@ -50,8 +50,8 @@ _NAMES = {
     "postprocess": ("MultiScale",),
     "predict": ("Prediction",),
     "retinanet": ("retinanet_network",),
-    "score_map": ("calibrate",),
-    "swap_loss": ("ScoreThresholdWarning", "use_loss"),
+    "score_map": ("ScoreThresholdWarning", "calibrate"),
+    "swap_loss": ("use_loss",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -119,7 +119,7 @@ def fit_score_map(
     ground_truth = GroundTruth.from_coco(truth)
     calibration = calibrate_detections(ground_truth, found, iou=iou)[0]
     least_score = _least_score(ground_truth, found)
-    if keep_ap_at is not None and (precision := float(calibration(least_score))) < keep_ap_at:
+    if keep_ap_at is not None and (precision := float(calibration([least_score])[0])) < keep_ap_at:
         bent = np.interp(calibration.y, [0.0, precision, 1.0], [0.0, keep_ap_at, 1.0])
         calibration = Calibration(x=calibration.x, y=bent)
     score_map = ScoreMap(calibration)
@@ -137,7 +137,7 @@ def _least_score(truth: GroundTruth, found: DetectionTable) -> float:
 
     wanted = KEPT_AP * ap_above(-1.0)
     scores = np.unique(found.scores)
-    too_high = bisect_left(range(len(scores)), True, key=lambda place: not ap_above(scores[place]) >= wanted)
+    too_high = bisect_left(range(len(scores)), True, key=lambda place: not ap_above(float(scores[place])) >= wanted)
     return float(scores[too_high - 1]) if too_high else 0.0
 
 
