@@ -621,6 +621,35 @@ def test_a_compiled_model_trains_with_the_loss() -> None:
     torch._dynamo.reset()
 
 
+class _Inference(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        output = self.model(pixel_values=images)
+        return output.logits, output.pred_boxes
+
+
+def test_a_swapped_model_is_exported_traced_and_compiled_as_the_plain_one() -> None:
+    onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra `export`)")
+    images = make_batch()[0]
+    swapped = _Inference(use_loss(make_model("yolos"), APLoss())).eval()
+    with torch.inference_mode():
+        expected = _Inference(make_model("yolos")).eval()(images)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the exporter and of tracing, which is out of date
+        program = torch.onnx.export(swapped, (images,), dynamo=True, verbose=False)
+        traced = torch.jit.trace(swapped, (images,), check_trace=False)(images)
+        compiled = torch.compile(swapped, backend="eager")(images)
+    torch._dynamo.reset()
+    session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
+    exported = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+    for found in (map(torch.from_numpy, exported), traced, compiled):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
 def test_the_librarys_trainer_trains_with_the_loss(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
     images, labels = make_batch()

@@ -1,6 +1,7 @@
 """Our losses in torchvision's models: same inference, other gradients."""
 
 import copy
+import io
 import pickle
 import warnings
 from typing import Any
@@ -207,6 +208,23 @@ def test_a_swapped_model_is_scripted_where_the_plain_one_is(kind: str) -> None:
         (expected, *_), (_, (found, *_)) = model(images), torch.jit.script(model)(images)
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value)
+
+
+def test_a_swapped_model_is_exported_to_onnx_as_the_plain_one() -> None:
+    onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra `export`)")
+    images, plain, content = make_batch("fcos")[0][:1], make_model("fcos").eval(), io.BytesIO()
+    plain.score_thresh = 0.0
+    with torch.inference_mode():
+        (expected,) = plain(images)
+    swapped = use_loss(make_model("fcos"), APLoss(), score_thresh=0).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's newer exporter does not know torchvision's detectors yet
+        torch.onnx.export(swapped, (images,), content, dynamo=False, opset_version=17)
+    session = onnxruntime.InferenceSession(content.getvalue())
+    found = session.run(None, {session.get_inputs()[0].name: images[0].numpy()})
+    assert len(expected["scores"]) > 0
+    for one, other in zip(found, expected.values(), strict=True):
+        torch.testing.assert_close(torch.from_numpy(one), other, rtol=1e-3, atol=1e-3)
 
 
 def test_a_swapped_model_is_compiled_with_its_loss() -> None:
