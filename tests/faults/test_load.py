@@ -54,7 +54,7 @@ def test_eight_predictions_at_once_with_one_detector_are_those_of_one(run: Path,
     """Also of a detector in training mode: the first that is done must not switch it back under the others."""
     images = [read_image(path) for path in sorted((rectangles / "val").iterdir())]
     detector = load(run)
-    expected = detector.predict(images, threshold=0.0)
+    expected = detector.predict(images, threshold=0.0, batch_size=1)
     modes: list[bool] = []
     detector.backbone.register_forward_pre_hook(lambda module, arguments: modes.append(module.training))
     for training in (False, True):
