@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -56,7 +57,12 @@ def test_eight_predictions_at_once_with_one_detector_are_those_of_one(run: Path,
     detector = load(run)
     expected = detector.predict(images, threshold=0.0, batch_size=1)
     modes: list[bool] = []
-    detector.backbone.register_forward_pre_hook(lambda module, arguments: modes.append(module.training))
+
+    def look(module: torch.nn.Module, arguments: Any) -> None:
+        time.sleep(0.01)  # lets the others go on
+        modes.append(module.training)
+
+    detector.backbone.register_forward_pre_hook(look)
     for training in (False, True):
         detector.train(training)
         found: dict[int, list[Any]] = {}
