@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from tiny_runs import SETTINGS, WALL_CLOCK, assert_equal, checkpoint_step, outcome
 
+import aploss.detectors.detector
 from aploss.cli.main import main
 from aploss.training.config import TrainConfig, config_to_dict
+from aploss.training.distributed import TrainingInterruptedError
 from aploss.training.recipes import merge
 from aploss.training.run import train
 
@@ -206,6 +209,25 @@ def test_a_signal_ends_a_command_in_order_and_the_same_command_goes_on(
         assert way in output.splitlines()[-1], output
     assert main(words) == 0
     assert_equal(whole(command), left_by(command, tmp_path))
+
+
+def test_a_signal_is_no_error_of_whatever_it_interrupts(
+    make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a check of the size of images, which takes every error for an answer."""
+    build = aploss.detectors.detector.feature_shapes
+
+    def interrupted(backbone: torch.nn.Module, *size: int) -> Any:
+        backbone.register_forward_pre_hook(lambda *arguments: signal.raise_signal(signal.SIGTERM))
+        return build(backbone, *size)
+
+    config = make_config(schedule={"length": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr("aploss.detectors.retinanet.feature_shapes", interrupted)
+        with pytest.raises(TrainingInterruptedError, match=r"^stopped before the first step$"):
+            train(config)
+    assert not Path(str(config.out)).exists()
+    assert train(config).steps == 1
 
 
 @slow

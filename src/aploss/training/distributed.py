@@ -93,7 +93,7 @@ class World:
         if self.is_main:
             try:
                 outcome = (function(), None)
-            except Exception as error:
+            except BaseException as error:  # Ctrl-C, too: nobody is left waiting
                 self.from_main((None, RunError(f"rank 0 stopped: {error}")))
                 raise
         result, problem = self.from_main(outcome)
@@ -237,12 +237,16 @@ def _end_process(message: str) -> None:
     os._exit(AplossError.exit_code)  # the main thread may hang in a collective
 
 
+class _Stop(KeyboardInterrupt):
+    """A signal on its way out: like Ctrl-C nothing that catches an Exception takes it for an error of its own."""
+
+
 class StopSignals:
     """While active, Ctrl-C and SIGTERM end a run in order.
 
     Inside :meth:`deferred` the first one only sets ``requested``, so that the step can be finished and saved; a second
-    Ctrl-C interrupts at once. Outside, the first one raises :class:`TrainingInterruptedError` with ``message``. Outside
-    the main thread, where Python allows no handlers, nothing happens.
+    Ctrl-C interrupts at once. Outside, the first one ends the block with :class:`TrainingInterruptedError` and
+    ``message``. Outside the main thread, where Python allows no handlers, nothing happens.
     """
 
     # On Ctrl-C the terminal and torchrun both send the signal: that is one wish, not two.
@@ -263,6 +267,8 @@ class StopSignals:
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if kind is _Stop:
+            raise TrainingInterruptedError(self.message)
 
     @contextmanager
     def deferred(self) -> Iterator["StopSignals"]:
@@ -280,6 +286,6 @@ class StopSignals:
         if not self.requested:
             self.requested, self._first_at = True, now
             if not self._is_deferred:
-                raise TrainingInterruptedError(self.message)
+                raise _Stop(self.message)
         elif number == signal.SIGINT and now - self._first_at > self.ECHO_SECONDS:
             raise KeyboardInterrupt

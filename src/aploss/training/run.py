@@ -242,7 +242,7 @@ def _new_run(config: TrainConfig, folder: RunFolder, loop: Loop) -> Iterator[Non
     loop.world.on_main(lambda: folder.create(config) if is_new else None)
     try:
         yield
-    except Exception:
+    except BaseException:  # a signal, too
         if is_new and loop.state.step == 0:
             discard(folder)
         raise
