@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 # The oldest versions that pyproject.toml allows, in an environment of their own: the losses, and what is fast of the rest.
 LOWEST := build/lowest

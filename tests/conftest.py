@@ -9,6 +9,18 @@ import torch
 # Tests run in several processes: more torch threads than cores would slow all of them down.
 torch.set_num_threads(1)
 
+# Files that take longest, first, so that no process has one of them left when the others are done.
+LONGEST = (
+    "test_hugging_face", "test_engine", "test_plugins", "test_examples", "test_triton", "test_ap_loss", "test_losses",
+    "test_swap_loss", "test_timm_backbones", "test_criterion", "test_distributed", "test_export", "test_run",
+    "test_readme", "test_notebooks",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Orders whole files; tests of a file stay as they are."""
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
 
 @pytest.fixture(scope="session")
 def bccd() -> Path:

@@ -201,7 +201,7 @@ def test_a_config_of_earlier_versions_builds_the_same_detector() -> None:
     }  # fmt: skip
     detector = build_detector(**config)
     assert {**detector.config, "test_size": [600, 1000]} == {
-        **config, "norm": "group", "anchor_grid": "exact", "trainable_stages": 5,
+        **config, "norm": "group", "anchor_grid": "exact", "trainable_stages": 5, "assigner": "iou",
     }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from aploss.errors import ConfigError, RunError
 timm = pytest.importorskip("timm", reason="timm is not installed")
 
 KINDS = ["resnet10t", "convnext_atto", "swin_tiny_patch4_window7_224"]
+EXPORTED = ["resnet10t", "convnext_atto", "pvt_v2_b0"]  # Swin is exported, too, but that takes minutes
 
 
 def make(backbone, **options):
@@ -34,7 +35,7 @@ def test_a_backbone_trains_a_step_and_comes_back_from_a_file(backbone, tmp_path)
             assert torch.equal(mine["boxes"], theirs["boxes"])
 
 
-@pytest.mark.parametrize("backbone", KINDS)
+@pytest.mark.parametrize("backbone", EXPORTED)
 def test_an_exported_backbone_detects_the_same(backbone, tmp_path):
     pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
     from aploss.detectors.export import OnnxDetector, export_onnx
