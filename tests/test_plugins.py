@@ -133,7 +133,7 @@ SHORT = [
 def trained(folder: Path) -> Path:
     """A run with all three plugins."""
     words = ["train", *ALL, *SHORT, "--loss", "margin", "--criterion.options", '{"margin": 0.5}']
-    words += ["--recipe", "any-cpu", "--schedule.length", "3", "--out", "run", "--quiet"]
+    words += ["--recipe", "scratch-cpu", "--schedule.length", "3", "--out", "run", "--quiet"]
     done = run(folder, words)
     assert done.returncode == 0, done.stderr
     return folder
@@ -152,7 +152,7 @@ def test_a_run_is_trained_and_has_its_page(trained: Path) -> None:
 
 def test_every_process_of_torchrun_loads_the_plugins(folder: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "aploss"]
-    words = ["train", *ALL, *SHORT, "--batches.size", "2", "--loss", "margin", "--recipe", "any-cpu"]
+    words = ["train", *ALL, *SHORT, "--batches.size", "2", "--loss", "margin", "--recipe", "scratch-cpu"]
     words += ["--schedule.length", "2", "--out", "run-of-two", "--quiet"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, *words], cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -177,7 +177,7 @@ def test_a_run_predicts_exports_and_goes_on(trained: Path) -> None:
 
 def test_losses_of_both_kinds_are_compared(folder: Path) -> None:
     words = ["compare", "--losses", "margin,ap", "--seeds", "1", "--steps", "2", "--quiet", *ALL]
-    done = run(folder, [*words, *SHORT, "--recipe", "any-cpu", "--out", "compared"])
+    done = run(folder, [*words, *SHORT, "--recipe", "scratch-cpu", "--out", "compared"])
     assert done.returncode == 0, done.stderr
     assert "| Margin loss |" in done.stdout
     assert "| AP-loss |" in done.stdout
@@ -204,7 +204,7 @@ def test_a_plugin_comes_from_the_command_line_alone(trained: Path) -> None:
     # Nothing in the run folder says where the code is, and nothing loads it.
     for words in (
         ["predict", "run", "photos", "--out", "other"],
-        ["train", *SHORT, "--recipe", "any-cpu", "--loss", "margin", "--out", "other"],
+        ["train", *SHORT, "--recipe", "scratch-cpu", "--loss", "margin", "--out", "other"],
         ["data", "check", "photos"],
     ):
         done = run(trained, words)

@@ -48,12 +48,15 @@ def printed_config(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[
     return dict(values)
 
 
-def test_a_run_needs_nothing_but_data(squares: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_needs_nothing_but_data(
+    squares: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("APLOSS_CACHE", str(tmp_path / "cache"))  # of the features
     code = main(["train", "--data", str(squares), "--schedule.length", "2", "--out", "here"])
     captured = capsys.readouterr()
     output = captured.out
     assert code == 0
-    assert "recipe    any-cpu, as none was given: retinanet-tiny on 160x96 pixels" in output
+    assert "recipe    any-cpu, as none was given: retinanet-lite0 on 160x96 pixels" in output
     assert "8 images to train on, 8 for validation (val)" in output
     assert "report: here/report.html" in output
     assert "square" in output

@@ -24,7 +24,7 @@ tiny = {
     "batches": {"size": 4, "image_size": 64, "workers": 0},
     "model": {"options": {"test_size": [64, 64]}}, "evaluation": {"split": "test"},
 }
-plan = comparison_plan(["ap", "focal"], recipe="any-cpu", seeds=[0], changes=tiny, steps=2,
+plan = comparison_plan(["ap", "focal"], recipe="scratch-cpu", seeds=[0], changes=tiny, steps=2,
                        validations=1)
 results = compare(plan, out)
 assert results.complete

@@ -119,7 +119,7 @@ def _recipe_and_changes(options: Namespace) -> tuple[str, dict[str, Any]]:
     changes = {**shared_settings(options), **{key: options[key] for key in OWN if options[key] is not None}}
     recipe = options.recipe or ("demo" if options.data in (None, "builtin") else None)
     if recipe is None:
-        recipe = suggest_recipe(choose_device(options.device))
+        recipe = suggest_recipe(choose_device(options.device), options.detector)
         if options.image_size is None:
             changes = merge(suggest_image_sizes(recipe, options.data), changes)
     return recipe, merge(changes, familiar_changes(options, load_config(recipe, changes)))

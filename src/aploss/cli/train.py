@@ -116,7 +116,7 @@ def _without_recipe(values: dict[str, Any], *, sized: bool) -> tuple[TrainConfig
     from aploss.training.splits import suggest_image_sizes, suggest_recipe
 
     config = config_from_dict(values)
-    recipe = suggest_recipe(choose_device(config.device))
+    recipe = suggest_recipe(choose_device(config.device), values.get("detector"))
     suggested: dict[str, Any] = {}
     if config.data and "image_size" not in values.get("batches", {}) and not sized:
         suggested = suggest_image_sizes(recipe, config.data, format=config.splits.format)

@@ -160,9 +160,11 @@ def as_started(data: RunData, training: Any, config: TrainConfig) -> RunData:
 # --- without a recipe ---
 
 
-def suggest_recipe(device: torch.device) -> str:
-    """The recipe for data nobody has made one for."""
-    return "any-gpu" if device.type == "cuda" else "any-cpu"
+def suggest_recipe(device: torch.device, detector: str | None = None) -> str:
+    """The recipe for data nobody has made one for; a detector that the user names is trained from scratch on a CPU."""
+    if device.type == "cuda":
+        return "any-gpu"
+    return "any-cpu" if detector in (None, "retinanet-lite0") else "scratch-cpu"
 
 
 def suggest_image_sizes(recipe: str, data: str, *, format: str = "auto") -> dict[str, Any]:
@@ -172,7 +174,7 @@ def suggest_image_sizes(recipe: str, data: str, *, format: str = "auto") -> dict
     larger than they are. A GPU has pixels to spare and augmentation that changes shapes: there the size of the recipe
     of :func:`suggest_recipe` stays.
     """
-    if recipe != "any-cpu":
+    if recipe not in ("any-cpu", "scratch-cpu"):
         return {}
     height, width = usual_size(load_dataset(data, format=format))
     shorter = min(height, width)
