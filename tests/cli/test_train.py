@@ -224,7 +224,7 @@ def test_the_size_that_is_given_is_the_one_that_is_told(
 
     monkeypatch.setattr("aploss.training.train", interrupted)
     assert main(["train", str(squares), "--image-size", "64x96", "--device", "cpu"]) == 130
-    assert "retinanet-tiny on 96x64 pixels" in capsys.readouterr().out
+    assert "retinanet-lite0 on 96x64 pixels" in capsys.readouterr().out
     assert (asked[0].data, asked[0].batches.image_size) == (str(squares), (64, 96))
 
 
