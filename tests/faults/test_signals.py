@@ -241,11 +241,12 @@ def test_a_kill_at_the_worst_moment_loses_nothing(
     place: str,
     times: int,
 ) -> None:
-    command, where, _ = PLACES[place]
+    command, where, later = PLACES[place]
     record_property("faults", times)
     words = words_of(command, tmp_path)
     for number in range(times):
-        nth = 3 + number if where == "training" else 1
+        # Once on its way; then as soon as it goes on, where few steps are left, or for "saving" the other way round.
+        nth = later if where == "training" and number == 0 else 1
         if place == "saving" and number == 1:
             nth = 2
         gated = Gated(spawn, words, tmp_path, place=where, nth=nth)
