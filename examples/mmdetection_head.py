@@ -2,8 +2,8 @@
 
 Most heads there (RetinaHead, ATSSHead) call ``loss_cls`` level by level, so that each level would be ranked alone. The
 mix-in lets the head do all it does (anchors, targets, box loss), keeps what it hands to ``loss_cls`` and ranks it once.
-Tried with mmdet 3.3.0 and a stand-in for the compiled operators of mmcv, which has no ready build for every torch; the test
-is skipped where mmdet is missing.
+Tried with mmdet 3.3.0 and a stand-in for the compiled operators of mmcv, which has no ready build for every torch; the
+test is skipped where mmdet is missing.
 In a config: ``custom_imports = dict(imports=["mmdetection_head"])``, ``bbox_head=dict(type="RankingRetinaHead", ...)``.
 """
 
