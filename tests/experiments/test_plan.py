@@ -68,6 +68,7 @@ def test_the_warm_up_of_a_trial_takes_its_share_of_the_trial() -> None:
     assert [one.schedule.warmup_steps for one in trials] == [19] * 4
     assert [one.optimizer.learning_rate for one in trials] == [0.000333, 0.001, 0.003, 0.009]
     assert {(one.schedule.length, one.seed) for one in trials} == {(300, 3)}
+    assert {one.evaluation.split for one in trials} == {"none"}  # nobody looks at the test split before the choice
     # Trials of the length of the run are the run.
     (same,) = trials_of(row, Tuning(factors=(1.0,)), seed=0)
     assert same == row.config

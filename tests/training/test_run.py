@@ -160,11 +160,13 @@ class TestRuns:
         config = make_config(
             schedule={"length": 12, "kind": "milestones", "milestones": [6], "gamma": 1000.0},
             optimizer={"name": "sgd", "learning_rate": 0.01},
+            evaluation={"split": "val"},
         )
         summary = train(config)
         values = {row["step"]: row["AP"] for row in rows(summary.folder, "validation")}
         assert summary.best_step == max(values, key=lambda step: values[step])
         assert summary.best_step < 12
+        assert summary.AP == values[summary.best_step] != values[12]  # measured by those weights, not by the last ones
         assert not same(weights(summary.folder, "best"), weights(summary.folder, "last"))
 
     def test_the_last_weights_are_evaluated_when_asked(self, make_config: MakeConfig) -> None:

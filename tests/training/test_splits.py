@@ -47,6 +47,10 @@ def test_train_val_and_test_are_found(make_config: MakeConfig) -> None:
     assert data.validation.class_names == data.train.class_names == ("red", "green")
 
 
+def test_final_numbers_can_be_left_out(make_config: MakeConfig) -> None:
+    assert names(load_run_data(make_config(evaluation={"split": "none"}))) == ["train", "val", None, None]
+
+
 def test_names_with_years_are_understood(make_config: MakeConfig, without: Callable[..., str]) -> None:
     folder = without("test", train="train2017", val="val2017")
     data = load_run_data(make_config(data=folder))

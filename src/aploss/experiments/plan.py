@@ -22,6 +22,7 @@ from aploss.losses.traits import LOSSES
 from aploss.training.config import TrainConfig, config_from_dict, config_to_dict, settings_of
 from aploss.training.recipes import load_config, merge
 from aploss.training.run_folder import MAY_CHANGE
+from aploss.training.splits import NO_SPLIT
 
 VALIDATIONS = 10  # points of the curve of AP while training
 MAX_SEEDS = 1000
@@ -273,7 +274,9 @@ def trials_of(variant: Variant, tuning: Tuning, seed: int) -> list[TrainConfig]:
         schedule = config.schedule
         share = schedule.warmup_steps / schedule.length if schedule.unit == "steps" else WARMUP_SHARE
         warmup = min(schedule.warmup_steps, round(share * tuning.steps))
-        config = with_length(changed(config, {"schedule": {"warmup_steps": warmup}}), tuning.steps, validations=1)
+        # Only the validation counts: a trial that also measured the evaluation split would show what it must not tell.
+        changes = {"schedule": {"warmup_steps": warmup}, "evaluation": {"split": NO_SPLIT}}
+        config = with_length(changed(config, changes), tuning.steps, validations=1)
     return [changed(config, nested(settings)) for settings in combinations(variant, tuning)]
 
 

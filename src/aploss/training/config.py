@@ -203,7 +203,7 @@ class ValidationConfig(_Settings, group="validation."):
 class EvaluationConfig(_Settings, group="evaluation."):
     """The numbers at the end: on which split, of which weights."""
 
-    split: str | None = setting(None, "split of the final numbers; by default test, else val")
+    split: str | None = setting(None, "split of the final numbers; by default test, else val; 'none' for no numbers")
     checkpoint: Literal["best", "last"] = setting("best", "which weights are evaluated")
     voc_year: Literal[2007, 2012] | None = setting(None, "also Pascal VOC's AP50: 2007 (11 points) or 2012 (area)")
 

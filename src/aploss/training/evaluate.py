@@ -35,12 +35,14 @@ class Split:
 
     Attributes:
         unreadable: images that were left out because they cannot be read: path → reason.
+        validated: the step whose weights detected last here, and what they found (None but on rank 0).
     """
 
     def __init__(self, dataset: DetectionDataset) -> None:
         self.dataset = dataset
         self.name = dataset.split
         self.unreadable: dict[str, str] = {}
+        self.validated: tuple[int, DetectionTable | None] | None = None
 
     @property
     def truth(self) -> Annotations:
@@ -155,6 +157,9 @@ def evaluate_run(
     detector = detector_from_record(chosen["detector"]).to(device)
     size, tables = config.validation.batch_size, []
     for split in splits.all:
+        if split.validated is not None and split.validated[0] == chosen["step"]:  # by these very weights
+            tables.append(split.validated[1])
+            continue
         with progress.images(f"measuring {split.name}") as show:
             tables.append(detect_split(detector, split, world, batch_size=size, workers=workers, on_images=show))
 

@@ -263,6 +263,7 @@ class Loop:
             found = detect_split(
                 detector, split, self.world, batch_size=settings.batch_size, workers=self.workers, on_images=show
             )
+        split.validated = (state.step, found)
         self.note_unreadable(split.unreadable, f"it is left out of {split.name}")
         metrics = self.world.on_main(lambda: split.measure(found, detector).as_dict())
         state.add_validation(metrics, settings.metric)

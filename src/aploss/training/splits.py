@@ -52,14 +52,14 @@ def load_run_data(config: TrainConfig) -> RunData:
         validation = _load(config, validation_name, train)
     test_name = None if "test" in train_name else known.get("test")
     wanted = config.evaluation.split or test_name
-    evaluation = validation
-    if wanted is not None and wanted != validation_name:
+    evaluation = None if wanted == NO_SPLIT else validation
+    if wanted not in (None, NO_SPLIT, validation_name):
         evaluation = _load(config, wanted, train)
         if config.evaluation.split is None and evaluation.num_boxes == 0:
             remarks.append(f"the split {wanted} has no annotations: measured on validation instead")
             evaluation = validation
     held_out = evaluation
-    if evaluation is validation and test_name is not None:
+    if evaluation is not None and evaluation is validation and test_name is not None:
         held_out = _load(config, test_name, train)
         held_out = held_out if held_out.num_boxes else validation
     remarks += _shared_images(train, [validation, evaluation])
