@@ -65,7 +65,7 @@ class EfficientNetLite0(nn.Module):
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         """Feature maps ``"0"``, ``"1"``, ``"2"`` of images [B, 3, H, W]."""
-        features = F.relu6(self.stem(images))
+        features = F.relu6(self.stem(images), inplace=True)
         maps: dict[str, Tensor] = OrderedDict()
         for index, block in enumerate(self.blocks):
             features = block(features)
@@ -166,6 +166,6 @@ class _Block(nn.Module):
         self.has_shortcut = stride == 1 and inputs == outputs
 
     def forward(self, features: Tensor) -> Tensor:
-        expanded = features if self.expand is None else F.relu6(self.expand(features))
-        projected: Tensor = self.project(F.relu6(self.depthwise(expanded)))
+        expanded = features if self.expand is None else F.relu6(self.expand(features), inplace=True)
+        projected: Tensor = self.project(F.relu6(self.depthwise(expanded), inplace=True))
         return features + projected if self.has_shortcut else projected
