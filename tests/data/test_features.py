@@ -1,4 +1,4 @@
-"""Stored features: those of the network for each image and its mirror image, computed once."""
+"""Stored features: those of the network for the views of each image, computed once."""
 
 import shutil
 from pathlib import Path
@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from PIL import Image
 
 from aploss.data.annotations import DetectionDataset
-from aploss.data.features import FeatureMaps, StoredFeatures, store_features
-from aploss.data.loader import make_training_loader
+from aploss.data.features import DrawnViews, FeatureMaps, StoredFeatures, store_features
+from aploss.data.loader import AugmentedSamples, make_training_loader
 from aploss.errors import ConfigError, DataError
 
 SIZE = (32, 48)
@@ -73,6 +73,49 @@ def test_batches_are_the_features_of_the_batches_of_images(dataset: DetectionDat
                     torch.testing.assert_close(torch.as_tensor(value), torch.as_tensor(wanted[name]))
 
 
+def drawn(dataset: DetectionDataset, count: int = 3) -> DrawnViews:
+    return DrawnViews("light", count, AugmentedSamples(dataset, seed=0, preset="light", size=SIZE).__getitem__)
+
+
+def test_drawn_views_are_those_of_the_augmentation(dataset: DetectionDataset) -> None:
+    views = drawn(dataset)
+    features = stored(dataset, drawn=views)
+    loader = make_training_loader(dataset, batch_size=1, seed=3, preset="light", size=SIZE, features=features)
+    seen = set()
+    for epoch in range(12):
+        for batch in loader.epoch(epoch):
+            (index,), (target,) = batch.indices, batch.targets
+            expected = [views.sample((view, index)) for view in range(3)]
+            maps = [network(image.as_subclass(torch.Tensor)[None].float() / 255).maps for image, _ in expected]
+            found = batch.images.to("cpu").maps
+            (view,) = (v for v in range(3) if torch.allclose(found[0], maps[v][0], rtol=2**-10, atol=1e-6))
+            seen.add((index, view))
+            for name, value in expected[view][1].items():
+                torch.testing.assert_close(torch.as_tensor(target[name]), torch.as_tensor(value))
+    assert len(seen) == 3 * IMAGES  # every view has its turn
+    again = make_training_loader(dataset, batch_size=1, seed=3, preset="light", size=SIZE, features=features)
+    assert torch.equal(next(again.endless()).images.maps[0], next(loader.endless()).images.maps[0])
+
+
+def test_drawn_views_are_computed_anew_for_other_objects_and_counts(dataset: DetectionDataset) -> None:
+    first = stored(dataset, drawn=drawn(dataset))
+    assert (first.views, first.file.stat().st_size) == (3, first.bytes)
+    assert stored(dataset, never, drawn=drawn(dataset)) == first
+    assert len({first.file, stored(dataset).file, stored(dataset, drawn=drawn(dataset, 4)).file}) == 3
+    other = DetectionDataset(
+        root=dataset.root,
+        class_names=dataset.class_names,
+        image_paths=[f"{k}.png" for k in range(IMAGES)],
+        image_sizes=[dataset.image_size(k) for k in range(IMAGES)],
+        boxes_per_image=[0] * IMAGES,
+        boxes=np.zeros((0, 4)),
+        labels=np.zeros(0, dtype=int),
+    )
+    empty = stored(other, drawn=drawn(other))
+    assert empty.file != first.file
+    assert len(empty.target(0, 0)["boxes"]) == 0
+
+
 def test_features_are_computed_once_and_anew_for_other_images_sizes_and_networks(dataset: DetectionDataset) -> None:
     first = stored(dataset)
     assert first.file.stat().st_size == first.bytes
@@ -93,16 +136,19 @@ def test_a_damaged_file_is_computed_again(dataset: DetectionDataset) -> None:
     with first.file.open("r+b") as file:
         file.truncate(100)
     with pytest.raises(DataError, match="cut short"):
-        first.read(5, mirrored=False)
+        first.read(5, 0)
     again = stored(dataset)
     assert again == first
-    assert again.read(5, mirrored=False).isfinite().all()
+    assert again.read(5, 0).isfinite().all()
 
 
 def test_the_next_image_stands_in_for_one_that_cannot_be_read(dataset: DetectionDataset) -> None:
     (dataset.root / "2.png").write_bytes(b"no image")
     features = stored(dataset)
     assert list(features.unreadable) == [2]
+    of_views = stored(dataset, drawn=drawn(dataset))
+    assert list(of_views.unreadable) == [2]
+    torch.testing.assert_close(of_views.target(3, 1)["boxes"], drawn(dataset).sample((1, 3))[1]["boxes"])
     options = {"batch_size": IMAGES, "seed": 0, "preset": "flip", "size": SIZE, "features": features}
     batches = make_training_loader(dataset, skip_unreadable=True, **options)
     indices = next(batches.endless()).indices
@@ -112,7 +158,7 @@ def test_the_next_image_stands_in_for_one_that_cannot_be_read(dataset: Detection
 
 
 def test_what_cannot_be_stored_is_said_in_one_line(dataset: DetectionDataset) -> None:
-    with pytest.raises(ConfigError, match="flip or none, got 'light'"):
+    with pytest.raises(ConfigError, match="go with flip or none, got 'light'"):
         make_training_loader(dataset, batch_size=4, seed=0, preset="light", size=SIZE, features=stored(dataset))
     with pytest.raises(DataError, match="too large for float16"):
         stored(dataset, lambda images: FeatureMaps((1e6 * images,), SIZE), network_digest="large")

@@ -1,7 +1,8 @@
-"""Feature maps of a frozen backbone, computed once for each image and its mirror image, and kept on disk.
+"""Feature maps of a frozen backbone, computed once for some views of each image, and kept on disk.
 
 Training that changes only what follows the backbone needs its maps, not the images: they are read from one file of
-float16, found again by the content of the images, their size and the weights.
+float16, found again by the content of the images, their size, the views and the weights. The views of an image are
+itself and its mirror image, or a number of augmented ones that are drawn once.
 """
 
 import hashlib
@@ -10,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,14 +21,15 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from aploss.data.annotations import DetectionDataset
-from aploss.data.augment import training_transforms
+from aploss.data.annotations import DetectionDataset, Sample
+from aploss.data.augment import OBJECT_FIELDS, training_transforms
 from aploss.data.builtin import cache_folder
 from aploss.errors import DataError
 
 VERSION = 1  # to be raised with every change of what is stored, so that no old file is used
-IMAGES_AT_ONCE = 4  # each with its mirror image
+VIEWS_AT_ONCE = 8  # in one forward pass
 DTYPE = np.dtype(np.float16)
+TARGETS_FILE = "targets.npz"
 
 
 class FeatureMaps(NamedTuple):
@@ -46,15 +49,32 @@ class FeatureMaps(NamedTuple):
         return FeatureMaps(tuple(moved), self.image_size)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoredFeatures:
-    """The maps of all images of a dataset and of their mirror images; made by :func:`store_features`.
+@dataclass(frozen=True)
+class DrawnViews:
+    """Views of the images that augmentation draws once, in place of the image and its mirror image.
 
     Attributes:
-        file: float16 [images, 2, values of all maps of an image].
+        preset: of the augmentation.
+        count: how many of each image.
+        sample: the augmented image and target of (view, index), the same ones whenever it is called.
+    """
+
+    preset: str
+    count: int
+    sample: Callable[[tuple[int, int]], Sample]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredFeatures:
+    """The maps of all views of the images of a dataset; made by :func:`store_features`.
+
+    Attributes:
+        file: float16 [images, views, values of all maps of an image].
         shapes: channels, height and width of each map.
         image_size: height and width of the images, padding included.
         images: how many.
+        views: of each image: two, itself and its mirror image, where none were drawn.
+        drawn: whether augmentation drew the views; their targets are then stored, too.
         unreadable: images without maps: index → reason.
     """
 
@@ -62,6 +82,8 @@ class StoredFeatures:
     shapes: tuple[tuple[int, int, int], ...]
     image_size: tuple[int, int]
     images: int
+    views: int = 2
+    drawn: bool = False
     unreadable: dict[int, str]
 
     @property
@@ -72,10 +94,10 @@ class StoredFeatures:
     @property
     def bytes(self) -> int:
         """Size of the file."""
-        return 2 * self.images * self.values * DTYPE.itemsize
+        return self.views * self.images * self.values * DTYPE.itemsize
 
-    def read(self, index: int, *, mirrored: bool) -> Tensor:
-        """The maps of one image, one after the other: float16 [values].
+    def read(self, index: int, view: int) -> Tensor:
+        """The maps of one view of an image, one after the other: float16 [values].
 
         Raises:
             DataError: the image could not be read, or the file cannot.
@@ -84,12 +106,23 @@ class StoredFeatures:
             raise DataError(self.unreadable[index])
         row = self.values * DTYPE.itemsize
         try:
-            read = np.fromfile(self.file, DTYPE, self.values, offset=(2 * index + mirrored) * row)
+            read = np.fromfile(self.file, DTYPE, self.values, offset=(self.views * index + view) * row)
         except OSError as error:
             raise DataError(f"the stored features {self.file} cannot be read: {error.strerror}") from error
         if len(read) < self.values:
             raise DataError(f"the stored features {self.file} are cut short: remove {self.file.parent}")
         return torch.from_numpy(read)
+
+    def target(self, index: int, view: int) -> dict[str, Tensor]:
+        """Boxes, labels and flags of the objects in a view that was drawn."""
+        starts = self._targets["starts"]
+        rows = slice(*starts[self.views * index + view :][:2])
+        return {name: torch.tensor(self._targets[name][rows]) for name in ("boxes", *OBJECT_FIELDS)}
+
+    @cached_property
+    def _targets(self) -> dict[str, np.ndarray]:
+        with np.load(self.file.with_name(TARGETS_FILE), allow_pickle=False) as stored:
+            return dict(stored)
 
     def as_maps(self, rows: Tensor) -> FeatureMaps:
         """What :meth:`read` gave for the images of a batch [B, values], as maps."""
@@ -104,6 +137,7 @@ def store_features(
     *,
     network_digest: str,
     size: int | tuple[int, int],
+    drawn: DrawnViews | None = None,
     on_progress: Callable[[int, int], Any] | None = None,
     cache: Path | None = None,
 ) -> StoredFeatures:
@@ -116,6 +150,7 @@ def store_features(
         network: gives the maps of images [B, 3, H, W] in [0, 1].
         network_digest: other weights or another network have another one.
         size: images are resized to it: side of a square, or (height, width).
+        drawn: augmented views to store, in place of each image and its mirror image.
         on_progress: called with images done and all images.
         cache: folder to keep them in; ``features`` in :func:`~aploss.data.builtin.cache_folder` where not given.
 
@@ -123,14 +158,15 @@ def store_features(
         DataError: the cache cannot be written, or no image can be read.
     """
     home = cache_folder() / "features" if cache is None else cache
-    folder = home / _key(dataset, network_digest, size)
+    folder = home / _key(dataset, network_digest, size, drawn)
     if (stored := _opened(folder)) is not None:
         return stored
     try:
         home.mkdir(parents=True, exist_ok=True)
         with FileLock(home / f".{folder.name}.lock"):
             if (stored := _opened(folder)) is None:  # nobody computed them while we waited
-                stored = _compute(folder, dataset, network, size, on_progress or (lambda done, images: None))
+                views = _views(dataset, size) if drawn is None else drawn
+                stored = _compute(folder, dataset, network, views, drawn is not None, on_progress)
     except OSError as error:
         raise DataError(
             f"features cannot be stored in {home} ({error.strerror or error}): name a folder with more space in the "
@@ -139,9 +175,11 @@ def store_features(
     return stored
 
 
-def _key(dataset: DetectionDataset, network_digest: str, size: int | tuple[int, int]) -> str:
-    """Names everything that the maps follow from: content of the images in their order, size, network."""
+def _key(dataset: DetectionDataset, network_digest: str, size: int | tuple[int, int], drawn: DrawnViews | None) -> str:
+    """Names everything that the maps follow from: content of the images in their order, size, views, network."""
     digest = hashlib.sha256(repr((VERSION, network_digest, size)).encode())
+    if drawn is not None:
+        digest.update(repr((drawn.preset, drawn.count)).encode())
     for index in range(len(dataset)):
         try:
             with dataset.image_path(index).open("rb") as file:
@@ -149,6 +187,10 @@ def _key(dataset: DetectionDataset, network_digest: str, size: int | tuple[int, 
         except OSError:
             content = "unreadable"
         digest.update(repr((content, dataset.image_size(index))).encode())  # the size decides the EXIF rotation
+        if drawn is not None:  # their targets are stored, too
+            target = dataset.target(index)
+            for name in ("boxes", *OBJECT_FIELDS):
+                digest.update(target[name].numpy().tobytes())
     return digest.hexdigest()[:20]
 
 
@@ -161,6 +203,8 @@ def _opened(folder: Path) -> StoredFeatures | None:
             shapes=tuple(map(tuple, values["shapes"])),
             image_size=tuple(values["image_size"]),
             images=values["images"],
+            views=values.get("views", 2),  # not in older ones
+            drawn=values.get("drawn", False),
             unreadable={int(index): reason for index, reason in values["unreadable"].items()},
         )
         return stored if stored.file.stat().st_size == stored.bytes else None
@@ -172,25 +216,28 @@ def _compute(
     folder: Path,
     dataset: DetectionDataset,
     network: Callable[[Tensor], FeatureMaps],
-    size: int | tuple[int, int],
-    on_progress: Callable[[int, int], Any],
+    views: DrawnViews,
+    drawn: bool,
+    on_progress: Callable[[int, int], Any] | None,
 ) -> StoredFeatures:
     """Computes into a folder of another name, which gets its own when it is complete."""
     unreadable: dict[int, str] = {}
+    targets: dict[int, list[dict[str, Any]]] = {}
     stored: StoredFeatures | None = None
     with tempfile.TemporaryDirectory(prefix=".computing-", dir=folder.parent) as scratch:
         fresh = Path(scratch) / "fresh"
         fresh.mkdir()
         with (fresh / "features.bin").open("wb") as file:
-            for indices, images in _image_batches(dataset, size, unreadable):
-                features = network(torch.cat([images, images.flip(-1)]))
+            for indices, images in _image_batches(len(dataset), views, targets, unreadable):
+                features = network(images)
                 if stored is None:
-                    shapes = tuple((one.shape[1], one.shape[2], one.shape[3]) for one in features.maps)
                     stored = StoredFeatures(
                         file=folder / "features.bin",
-                        shapes=shapes,
+                        shapes=tuple((one.shape[1], one.shape[2], one.shape[3]) for one in features.maps),
                         image_size=features.image_size,
                         images=len(dataset),
+                        views=views.count,
+                        drawn=drawn,
                         unreadable=unreadable,
                     )
                     _require_space(folder.parent, stored)
@@ -198,40 +245,64 @@ def _compute(
                 rows = torch.cat([one.flatten(1).cpu() for one in features.maps], dim=1).half()
                 if not bool(rows.isfinite().all()):
                     raise DataError("the backbone's features are too large for float16: leave batches.cache_features")
-                for place, index in enumerate(indices):
-                    file.seek(2 * index * stored.values * DTYPE.itemsize)
-                    file.write(rows[place :: len(indices)].numpy().tobytes())  # the image and its mirror image
-                on_progress(indices[-1] + 1, len(dataset))
+                for index, of_image in zip(indices, rows.split(views.count), strict=True):
+                    file.seek(views.count * index * stored.values * DTYPE.itemsize)
+                    file.write(of_image.numpy().tobytes())
+                if on_progress is not None:
+                    on_progress(indices[-1] + 1, len(dataset))
         if stored is None:
             raise DataError(
                 f"no image of {dataset.split} can be read: {next(iter(unreadable.values()), 'it is empty')}"
             )
         if folder.exists():
             shutil.move(folder, Path(scratch) / "damaged")
+        if drawn:
+            _write_targets(fresh / TARGETS_FILE, [targets.get(index, []) for index in range(len(dataset))], views.count)
         content = json.dumps({key: value for key, value in asdict(stored).items() if key != "file"})
         (fresh / "features.json").write_text(content, encoding="utf-8")
         fresh.rename(folder)
     return stored
 
 
-def _image_batches(
-    dataset: DetectionDataset, size: int | tuple[int, int], unreadable: dict[int, str]
-) -> Iterator[tuple[list[int], Tensor]]:
-    """Indices and images [B, 3, H, W] in [0, 1], resized as for training; what cannot be read is noted."""
+def _views(dataset: DetectionDataset, size: int | tuple[int, int]) -> DrawnViews:
+    """Each image, resized as for training, and its mirror image."""
     resize = training_transforms("none", size)
+
+    def sample(key: tuple[int, int]) -> Sample:
+        view, index = key
+        image, target = resize(*dataset[index])
+        return (image.flip(-1) if view else image), target  # the targets are not stored
+
+    return DrawnViews("flip", 2, sample)
+
+
+def _image_batches(
+    images: int, views: DrawnViews, targets: dict[int, list[dict[str, Any]]], unreadable: dict[int, str]
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Indices of some images, and all their views [B * views, 3, H, W] in [0, 1]; what cannot be read is noted."""
     indices: list[int] = []
-    images: list[Tensor] = []
-    for index in range(len(dataset)):
+    pixels: list[Tensor] = []
+    for index in range(images):
         try:
-            images.append(resize(*dataset[index])[0].as_subclass(Tensor))
-            indices.append(index)
+            samples = [views.sample((view, index)) for view in range(views.count)]
         except DataError as error:
             unreadable[index] = str(error)
-        if indices and (len(indices) == IMAGES_AT_ONCE or index == len(dataset) - 1):
-            yield indices, torch.stack(images).float() / 255
-            indices, images = [], []
-    if indices:
-        yield indices, torch.stack(images).float() / 255
+        else:
+            indices.append(index)
+            pixels += [image.as_subclass(Tensor) for image, _ in samples]
+            targets[index] = [target for _, target in samples]
+        if indices and (len(pixels) >= VIEWS_AT_ONCE or index == images - 1):
+            yield indices, torch.stack(pixels).float() / 255
+            indices, pixels = [], []
+
+
+def _write_targets(file: Path, targets: list[list[dict[str, Any]]], views: int) -> None:
+    """The objects of all views of all images, one after the other, and where those of each view start."""
+    flat = [target for of_image in targets for target in (of_image or [None] * views)]
+    counts = [0 if target is None else len(target["boxes"]) for target in flat]
+    known = [target for target in flat if target is not None]
+    objects = {name: torch.cat([target[name] for target in known]).numpy() for name in ("boxes", *OBJECT_FIELDS)}
+    np.savez(file, starts=np.cumsum([0, *counts]), **objects)
 
 
 def _require_space(home: Path, stored: StoredFeatures) -> None:

@@ -89,13 +89,13 @@ class AugmentedSamples(Dataset[Sample]):
 
 
 class FeatureSamples(AugmentedSamples):
-    """The samples of the presets ``flip`` and ``none`` with stored feature maps in the place of images.
+    """Samples with stored feature maps in the place of images: of drawn views, or for the presets ``flip``, ``none``.
 
     Args:
         dataset: the images, whose annotations alone are looked at.
         features: of these images.
         seed: as of :class:`AugmentedSamples`.
-        preset: ``flip`` or ``none``.
+        preset: ``flip`` or ``none`` where no views were drawn.
         size: of the images the features were computed from.
     """
 
@@ -108,20 +108,29 @@ class FeatureSamples(AugmentedSamples):
         preset: str,
         size: int | tuple[int, int],
     ) -> None:
-        if preset not in ("flip", "none"):
-            raise ConfigError(f"stored features go with the augmentation flip or none, got {preset!r}")
+        if preset not in ("flip", "none") and not features.drawn:
+            raise ConfigError(f"stored features without drawn views go with flip or none, got {preset!r}")
         super().__init__(dataset, seed=seed, preset="none", size=size)
         self.features, self._flips = features, preset == "flip"
 
     def __getitem__(self, key: Key) -> Sample:
         """The sample of ``key = (epoch, index)``; the image is the float16 row of its maps."""
+        index, features = key[1], self.features
+        if features.drawn:
+            with self._drawing(key):
+                view = int(torch.randint(features.views, ()))
+            # The maps first: they say if the image cannot be read.
+            return features.read(index, view), {
+                **features.target(index, view),
+                "image_id": self.dataset.image_id(index),
+            }
         pixel = tv_tensors.Image(torch.zeros(3, 1, 1, dtype=torch.uint8))  # transforms want some image
-        image, target = self.transforms(pixel, self.dataset.target(key[1]))
+        image, target = self.transforms(pixel, self.dataset.target(index))
         with self._drawing(key):
             flips = self._flips and draw_flip()
         if flips:
             target["boxes"] = mirrored(target["boxes"], image.shape[-1])
-        return self.features.read(key[1], mirrored=flips), target
+        return features.read(index, int(flips)), target
 
 
 class TrainingBatches:
@@ -255,7 +264,8 @@ def make_training_loader(
         world_size: number of processes; step by step, their batches make up the one that a single process would get.
         skip_unreadable: the next image of the epoch stands in for one that cannot be read, which is noted in
             ``unreadable``; otherwise that is an error.
-        features: of the dataset's images in this size, to be given in their place; for the presets flip and none.
+        features: of the dataset's images in this size, to be given in their place; for the presets flip and none, or
+            with the views that the preset drew.
 
     Returns:
         An object whose ``epoch(number, start_batch=0)`` and ``endless(first_batch=0)`` give :class:`Batch` after

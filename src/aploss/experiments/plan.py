@@ -28,7 +28,12 @@ VALIDATIONS = 10  # points of the curve of AP while training
 MAX_SEEDS = 1000
 MAX_SEED = 2**32 - 1  # as numpy takes them
 # Settings that came later, with the value that is as if they were not there: runs from before are found again.
-LATER = {"batches.cache_features": False, "model.frozen_backbone": False, "criterion.assigner": "iou"}
+LATER = {
+    "batches.cache_features": False,
+    "batches.cached_views": None,
+    "model.frozen_backbone": False,
+    "criterion.assigner": "iou",
+}
 WARMUP_SHARE = 0.1  # of a trial, at most, where the length of the real run in steps is not known
 LOSS_OPTIONS = "criterion.options"
 RATE = "optimizer.learning_rate"

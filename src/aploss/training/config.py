@@ -104,7 +104,10 @@ class BatchesConfig(_Settings, group="batches."):
     )
     augmentation: Literal["paper", "light", "flip", "none"] = setting("light", "augmentation preset")
     cache_features: bool = setting(
-        False, "compute the maps of a frozen backbone once and train from them; augmentation is then flips alone"
+        False, "compute the maps of a frozen backbone once for some views of each image, and train from them"
+    )
+    cached_views: int | None = setting(
+        None, "views of each image that augmentation draws for that; by default some thousand in all", at_least(1)
     )
     workers: int | None = setting(None, "data loader workers; by default chosen for the hardware", at_least(0))
     max_unreadable: float = setting(0.1, "stop when more than this share of the images cannot be read", between(0, 1))

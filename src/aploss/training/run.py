@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from aploss.data.features import StoredFeatures, store_features
-from aploss.data.loader import make_training_loader
+from aploss.data.features import DrawnViews, StoredFeatures, store_features
+from aploss.data.loader import AugmentedSamples, make_training_loader
 from aploss.detectors.build import build_detector
 from aploss.detectors.checkpoint import values_of
 from aploss.detectors.detector import DETECTORS, Detector
@@ -28,6 +28,9 @@ from aploss.training.progress import SECONDS_BETWEEN_LINES, Progress, make_progr
 from aploss.training.run_folder import RunFolder, Summary, default_folder, discard, refuse_changes
 from aploss.training.splits import RunData, as_started, load_run_data
 from aploss.training.step import Schedule, Stepper
+
+VIEWS_IN_ALL = 4000  # whose features are stored: two minutes of a CPU core; few images get many views each
+FEWEST_VIEWS, MOST_VIEWS = 2, 16
 
 
 def train(
@@ -172,7 +175,7 @@ def _make_loop(
         data.train,
         batch_size=settings.size,
         seed=config.seed,
-        preset=settings.augmentation if features is None or settings.augmentation == "none" else "flip",
+        preset=settings.augmentation,
         size=settings.image_size,
         # Rows of a file need no process that prepares them.
         workers=choose_workers(settings.workers, device, world.size) if features is None else 0,
@@ -192,6 +195,12 @@ def _stored_features(config: TrainConfig, detector: Detector, data: RunData, pro
         raise ConfigError(
             "batches.cache_features is for a backbone that stays as it is: add --model.frozen_backbone true"
         )
+    settings, drawn = config.batches, None
+    if settings.augmentation not in ("flip", "none"):
+        # Not the run's seed: the runs of a comparison share the views.
+        samples = AugmentedSamples(data.train, seed=0, preset=settings.augmentation, size=settings.image_size)
+        count = settings.cached_views or min(max(VIEWS_IN_ALL // len(data.train), FEWEST_VIEWS), MOST_VIEWS)
+        drawn = DrawnViews(settings.augmentation, count, samples.__getitem__)
     said = time.monotonic()
 
     def say(done: int, images: int) -> None:
@@ -205,11 +214,13 @@ def _stored_features(config: TrainConfig, detector: Detector, data: RunData, pro
         data.train,
         detector.features,
         network_digest=_digest(body, detector.image_mean, detector.image_std),
-        size=config.batches.image_size,
+        size=settings.image_size,
+        drawn=drawn,
         on_progress=say,
     )
-    flips = "no augmentation" if config.batches.augmentation == "none" else "augmentation: sideways flips alone"
-    progress.note(f"features  of the frozen backbone from {stored.file.parent} ({stored.bytes / 1e6:.0f} MB); {flips}")
+    words = {"none": "no augmentation", "flip": "augmentation: sideways flips"}
+    views = words.get(settings.augmentation, f"{stored.views} views of each image, drawn by '{settings.augmentation}'")
+    progress.note(f"features  of the frozen backbone from {stored.file.parent} ({stored.bytes / 1e6:.0f} MB); {views}")
     return stored
 
 
