@@ -245,7 +245,7 @@ def _compute(
                 rows = torch.cat([one.flatten(1).cpu() for one in features.maps], dim=1).half()
                 if not bool(rows.isfinite().all()):
                     raise DataError("the backbone's features are too large for float16: leave batches.cache_features")
-                for index, of_image in zip(indices, rows.split(views.count), strict=True):
+                for index, of_image in zip(indices, torch.split(rows, views.count), strict=True):
                     file.seek(views.count * index * stored.values * DTYPE.itemsize)
                     file.write(of_image.numpy().tobytes())
                 if on_progress is not None:
@@ -298,11 +298,11 @@ def _image_batches(
 
 def _write_targets(file: Path, targets: list[list[dict[str, Any]]], views: int) -> None:
     """The objects of all views of all images, one after the other, and where those of each view start."""
-    flat = [target for of_image in targets for target in (of_image or [None] * views)]
-    counts = [0 if target is None else len(target["boxes"]) for target in flat]
-    known = [target for target in flat if target is not None]
-    objects = {name: torch.cat([target[name] for target in known]).numpy() for name in ("boxes", *OBJECT_FIELDS)}
-    np.savez(file, starts=np.cumsum([0, *counts]), **objects)
+    counts = [len(target["boxes"]) for of_image in targets for target in of_image or [{"boxes": ()}] * views]
+    known = [target for of_image in targets for target in of_image]
+    arrays = {name: torch.cat([target[name] for target in known]).numpy() for name in ("boxes", *OBJECT_FIELDS)}
+    arrays["starts"] = np.cumsum([0, *counts])
+    np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's keyword allow_pickle is meant
 
 
 def _require_space(home: Path, stored: StoredFeatures) -> None:
