@@ -29,8 +29,8 @@ from aploss.training.run_folder import RunFolder, Summary, default_folder, disca
 from aploss.training.splits import RunData, as_started, load_run_data
 from aploss.training.step import Schedule, Stepper
 
-VIEWS_IN_ALL = 4000  # whose features are stored: two minutes of a CPU core; few images get many views each
-FEWEST_VIEWS, MOST_VIEWS = 2, 16
+VIEWS_IN_ALL = 2000  # whose features are stored: a minute of a CPU core; few images get many views each
+FEWEST_VIEWS, MOST_VIEWS = 2, 12
 
 
 def train(
