@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from tiny_runs import run_commands
 
 LOSS = '''
 import torch
@@ -80,14 +81,6 @@ class CsvFormat(DataFormat):
             describe=lambda image, number: (f"{split}.csv", f"row {number}"),
         )
 '''
-RUN_ALL = """
-import json, sys
-import torch
-torch.set_num_threads(1)
-from aploss.cli.main import main
-codes = [main(words) for words in json.loads(sys.argv[1])]
-sys.exit(max(codes))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -110,13 +103,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(folder: Path, *commands: list[str]) -> "subprocess.CompletedProcess[str]":
-    """Runs commands one after the other in one process."""
-    return subprocess.run(
-        [sys.executable, "-c", RUN_ALL, json.dumps(commands)], cwd=folder, capture_output=True, text=True, check=False
-    )
-
-
 def plugins(*names: str) -> list[str]:
     return [word for name in names for word in ("--plugin", f"my_{name}.py")]
 
@@ -134,7 +120,7 @@ def trained(folder: Path) -> Path:
     """A run with all three plugins."""
     words = ["train", *ALL, *SHORT, "--loss", "margin", "--criterion.options", '{"margin": 0.5}']
     words += ["--recipe", "scratch-cpu", "--schedule.length", "3", "--out", "run", "--quiet"]
-    done = run(folder, words)
+    done = run_commands(folder, words)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -162,7 +148,7 @@ def test_every_process_of_torchrun_loads_the_plugins(folder: Path) -> None:
 
 
 def test_a_run_predicts_exports_and_goes_on(trained: Path) -> None:
-    done = run(
+    done = run_commands(
         trained,
         ["predict", "run", "photos", "--out", "found", "--threshold", "0", *ALL],
         ["export", "run", "--out", "model.onnx", *ALL],
@@ -177,7 +163,7 @@ def test_a_run_predicts_exports_and_goes_on(trained: Path) -> None:
 
 def test_losses_of_both_kinds_are_compared(folder: Path) -> None:
     words = ["compare", "--losses", "margin,ap", "--seeds", "1", "--steps", "2", "--quiet", *ALL]
-    done = run(folder, [*words, *SHORT, "--recipe", "scratch-cpu", "--out", "compared"])
+    done = run_commands(folder, [*words, *SHORT, "--recipe", "scratch-cpu", "--out", "compared"])
     assert done.returncode == 0, done.stderr
     assert "| Margin loss |" in done.stdout
     assert "| AP-loss |" in done.stdout
@@ -187,7 +173,7 @@ def test_losses_of_both_kinds_are_compared(folder: Path) -> None:
 
 def test_data_of_the_format_is_checked_shown_and_converted(folder: Path) -> None:
     own = plugins("format")
-    done = run(
+    done = run_commands(
         folder,
         ["data", "check", "photos", *own],
         ["data", "show", "photos", "--out", "sheet.png", *own],
@@ -207,7 +193,7 @@ def test_a_plugin_comes_from_the_command_line_alone(trained: Path) -> None:
         ["train", *SHORT, "--recipe", "scratch-cpu", "--loss", "margin", "--out", "other"],
         ["data", "check", "photos"],
     ):
-        done = run(trained, words)
+        done = run_commands(trained, words)
         assert done.returncode == 2
         assert done.stderr.count("\n") == 1, done.stderr
     assert not (trained / "other").exists()
@@ -228,7 +214,7 @@ def test_a_plugin_comes_from_the_command_line_alone(trained: Path) -> None:
 def test_a_plugin_that_cannot_be_loaded_is_one_line(text: str | None, message: str, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "mine.py").write_text(text)
-    done = run(tmp_path, ["train", "--plugin", "mine.py", "--recipe", "demo", "--print_config"])
+    done = run_commands(tmp_path, ["train", "--plugin", "mine.py", "--recipe", "demo", "--print_config"])
     assert done.returncode == 2
     assert done.stdout == ""
     assert message in done.stderr

@@ -26,7 +26,6 @@ from aploss.detectors import (
     save_detector,
 )
 from aploss.detectors.build import detector_options
-from aploss.detectors.export import OnnxDetector, export_onnx
 from aploss.errors import ConfigError
 from aploss.losses import APLoss, LossTraits, register_loss
 from aploss.registry import load_plugins
@@ -123,7 +122,7 @@ def test_no_weights_can_be_said_in_a_word() -> None:
     assert detector.config["norm"] == "group"  # not frozen as with weights
 
 
-def test_a_detector_in_a_file_of_the_user_trains_saves_predicts_and_exports(
+def test_a_detector_in_a_file_of_the_user_trains_saves_and_predicts(
     tmp_path: Path, make_target: Callable[..., Any]
 ) -> None:
     (tmp_path / "my_detector.py").write_text(PLUGIN)
@@ -137,15 +136,11 @@ def test_a_detector_in_a_file_of_the_user_trains_saves_predicts_and_exports(
     torch.optim.SGD(detector.parameters(), lr=0.01).step()
 
     loaded = load(save_detector(detector, tmp_path / "detector.pt"))
-    exported = OnnxDetector(export_onnx(loaded, tmp_path / "detector.onnx"))
-
-    assert loaded.config["width"] == exported.config["width"] == 0.5
+    assert loaded.config["width"] == 0.5
     image = torch.rand(3, 60, 80)
-    (expected,) = detector.predict(image)
+    (expected,), (same,) = detector.predict(image), loaded.predict(image)
     assert len(expected) == 100
-    (same,), (from_onnx,) = loaded.predict(image), exported.predict(image)
     assert torch.equal(same.boxes, expected.boxes)
-    torch.testing.assert_close(from_onnx.scores, expected.scores, rtol=0, atol=1e-4)
 
 
 def test_the_backbone_may_give_a_list_of_maps_and_its_strides_are_found() -> None:

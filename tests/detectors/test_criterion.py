@@ -265,7 +265,7 @@ def test_iou_of_pairs_is_the_diagonal_of_all_ious() -> None:
 
 
 def test_two_processes_give_the_gradient_of_one_with_the_whole_batch(tmp_path: Path) -> None:
-    processes.spawn(_gradients_of_one_process, (2, str(tmp_path)), nprocs=2)
+    processes.start_processes(_gradients_of_one_process, (2, str(tmp_path)), nprocs=2, start_method="fork")
     for name, empty in CASES_OF_PROCESSES:
         anchors, targets, logits, deltas = _batch_of_processes(name, empty)
         wanted = _gradients(make_criterion(name), anchors, targets, logits, deltas)
@@ -277,7 +277,7 @@ def test_two_processes_give_the_gradient_of_one_with_the_whole_batch(tmp_path: P
 
 def test_what_one_process_refuses_all_processes_refuse_by_type(tmp_path: Path) -> None:
     """And none is left waiting: a later exchange of theirs succeeds."""
-    processes.spawn(_refuse_in_one_process, (2, str(tmp_path)), nprocs=2)
+    processes.start_processes(_refuse_in_one_process, (2, str(tmp_path)), nprocs=2, start_method="fork")
     for case, (finder, cause) in CASES_OF_REFUSALS.items():
         of_finder, of_other = ((tmp_path / f"{case}-{rank}").read_text() for rank in (1, 0))
         assert of_finder == finder, case

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import warnings
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.models.detection import FCOS, RetinaNet, fasterrcnn_mobilenet_v3_large_320_fpn
 from torchvision.models.detection.anchor_utils import AnchorGenerator
-from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
+from torchvision.models.detection.backbone_utils import BackboneWithFPN
 from torchvision.models.detection.retinanet import RetinaNetHead
 from torchvision.models.detection.ssdlite import ssdlite320_mobilenet_v3_large
 from torchvision.ops.feature_pyramid_network import LastLevelP6P7
@@ -32,18 +33,19 @@ def make_model(kind: str) -> Any:
     torch.manual_seed(0)
     if kind == "ssd":
         return ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=4)
-    backbone = resnet_fpn_backbone(
-        backbone_name="resnet18",
-        weights=None,
-        norm_layer=nn.BatchNorm2d,
-        trainable_layers=5,
-        returned_layers=[2, 3, 4],
-        extra_blocks=LastLevelP6P7(256, 256),
-    )
+    stages = {"stem": _stage(3, 16, 4), "P3": _stage(16, 16, 2), "P4": _stage(16, 32, 2), "P5": _stage(32, 32, 2)}
+    levels = {name: name for name in ("P3", "P4", "P5")}
+    body = nn.Sequential(OrderedDict(stages))
+    backbone = BackboneWithFPN(body, levels, [16, 32, 32], 64, extra_blocks=LastLevelP6P7(64, 64))
     if kind == "fcos":
         return FCOS(backbone, 3, **SIZE)
     anchors = AnchorGenerator(((16, 24), (32, 48), (64, 96), (128,) * 2, (256,) * 2), ((1.0,),) * 5)
     return RetinaNet(backbone, 3, anchor_generator=anchors, **SIZE)
+
+
+def _stage(channels: int, out_channels: int, stride: int) -> nn.Module:
+    convolution = nn.Conv2d(channels, out_channels, 3, stride, 1, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(out_channels), nn.ReLU())
 
 
 def make_batch(kind: str) -> tuple[list[Tensor], Targets]:
@@ -174,7 +176,7 @@ class MyRetinaNet(RetinaNet):
 
 def test_loss_of_a_users_own_subclass_can_be_swapped_and_swapped_again() -> None:
     plain = make_model("retinanet")
-    model = MyRetinaNet(plain.backbone, 3, anchor_generator=plain.anchor_generator, head=MyHead(256, 2, 3), **SIZE)
+    model = MyRetinaNet(plain.backbone, 3, anchor_generator=plain.anchor_generator, head=MyHead(64, 2, 3), **SIZE)
     use_loss(model, APLoss())
     use_loss(model, FocalLoss())
     assert (type(model), type(model.head)) == (MyRetinaNet, MyHead)

@@ -1,32 +1,29 @@
-"""Comparisons of losses: what is trained, and several runs in a row under ``torchrun``."""
+"""Comparisons of losses: what is trained, and several runs in a row in two processes."""
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+from tiny_runs import start_two
 
 from aploss.errors import ConfigError
 from aploss.experiments.compare import comparison_plan, default_out
 from aploss.training.config import differing_keys
 
-SCRIPT = """
-import sys
-import torch
-torch.set_num_threads(1)
+PROGRAM = """
+os.environ |= values["environment"]
 from aploss.experiments.compare import compare, comparison_plan
 
-data, out = sys.argv[1:]
 tiny = {
-    "data": data, "device": "cpu", "splits": {"train": "train", "validation": "val"},
+    "data": values["data"], "device": "cpu", "splits": {"train": "train", "validation": "val"},
     "batches": {"size": 4, "image_size": 64, "workers": 0},
     "model": {"options": {"test_size": [64, 64]}}, "evaluation": {"split": "test"},
 }
 plan = comparison_plan(["ap", "focal"], recipe="scratch-cpu", seeds=[0], changes=tiny, steps=2,
                        validations=1)
-results = compare(plan, out)
+results = compare(plan, values["out"])
 assert results.complete
 assert all(run.summary.processes == 2 for run in results.runs.values())
 """
@@ -116,15 +113,13 @@ def test_the_folder_of_a_comparison_has_a_name_that_files_can_have() -> None:
     assert first.startswith("compare-builtin-retinanet-tiny-ap-optimizer.learning_rate0.001-")
 
 
-def test_a_comparison_of_two_processes_is_finished(pictures: Path, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(script), str(pictures), str(tmp_path / "page")]
-    done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_a_comparison_of_two_processes_is_finished(
+    spawn: Callable[..., BaseProcess], pictures: Path, tmp_path: Path
+) -> None:
+    processes = start_two(spawn, PROGRAM, tmp_path, data=str(pictures), out=str(tmp_path / "page"))
+    for process in processes:
+        process.join(timeout=300)
+    assert [process.exitcode for process in processes] == [0, 0], (tmp_path / "0.log").read_text()
     found = json.loads((tmp_path / "page" / "results.json").read_text())
     assert found["complete"]
     assert [row["values"]["AP"][0] is not None for row in found["rows"]] == [True, True]

@@ -6,6 +6,7 @@ The fixtures are those of every folder whose ``conftest.py`` imports them.
 import json
 import multiprocessing
 import socket
+import subprocess
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -26,6 +27,15 @@ sys.stdout = sys.stderr = open(log, "w", buffering=1)
 torch.set_num_threads(1)
 import aploss.reports.run_report
 aploss.reports.run_report.write_run_report = lambda folder, **options: None
+"""
+COMMANDS = """
+import os, sys, torch
+for number, stream in enumerate(("stdout", "stderr"), start=1):
+    os.dup2(os.open(f"{log}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
+torch.set_num_threads(1)
+os.chdir(values["folder"])
+from aploss.cli.main import main
+sys.exit(max([main(words) for words in values["commands"]]))
 """
 WALL_CLOCK = ("seconds", "images_per_second")
 SIZE = 64
@@ -110,22 +120,38 @@ def make_config(config_in: Callable[..., TrainConfig], tmp_path: Path) -> Callab
     return make
 
 
+def start_process(program: str, log: Path, values: dict[str, Any]) -> BaseProcess:
+    """Starts a program that finds ``values`` and ``log``, with nothing in it of what this process has done.
+
+    It starts quickly: the imports are made once for all such processes.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["aploss.cli.train", "aploss.training.run", "aploss.losses.ranking.cpu"])
+    process = context.Process(target=exec, args=(program, {"values": values, "log": str(log)}))
+    process.start()
+    return process
+
+
 @pytest.fixture(scope="session")
 def spawn() -> Callable[..., BaseProcess]:
-    """Starts a program in a process of its own, quickly: the imports are made once for all.
+    """Starts a program in a process of its own.
 
     It finds ``values`` in its namespace, writes what it prints to ``log``, and makes no page.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["aploss.cli.train", "aploss.training.run"])
 
     def start(program: str, *, log: Path, **values: Any) -> BaseProcess:
-        setting = {"values": values, "log": str(log)}
-        process = context.Process(target=exec, args=(PREAMBLE + program, setting))
-        process.start()
-        return process
+        return start_process(PREAMBLE + program, log, values)
 
     return start
+
+
+def run_commands(folder: Path, *commands: list[str]) -> "subprocess.CompletedProcess[str]":
+    """Runs commands of the program one after the other in a folder, in one process of their own."""
+    log = folder / "commands"
+    process = start_process(COMMANDS, log, {"folder": str(folder), "commands": commands})
+    process.join()
+    shown = (Path(f"{log}.{stream}").read_text(encoding="utf-8") for stream in ("stdout", "stderr"))
+    return subprocess.CompletedProcess(commands, process.exitcode or 0, *shown)
 
 
 def start_two(start: Callable[..., BaseProcess], program: str, logs: Path, **values: Any) -> list[BaseProcess]:

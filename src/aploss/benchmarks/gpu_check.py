@@ -43,25 +43,15 @@ _RULES = ("ap", "auc", "rank-sort", "alrp")
 
 @dataclass(frozen=True)
 class Build:
-    """A kernel as the compiler sees it.
+    """A kernel as the compiler sees it."""
 
-    Attributes:
-        module: that it is in.
-        kernel: its name there.
-        signature: (argument, type) of every argument; ``constexpr`` for constants.
-        aligned: pointers of which the compiler is told that they are multiples of 16.
-        constants: (argument, value).
-        warps: of a program.
-        over_all_scores: whether it has so many programs that it must be.
-    """
-
-    module: str
-    kernel: str
-    signature: tuple[tuple[str, str], ...]
-    aligned: tuple[str, ...]
-    constants: tuple[tuple[str, Any], ...]
-    warps: int
-    over_all_scores: bool
+    module: str  # that it is in
+    kernel: str  # its name there
+    signature: tuple[tuple[str, str], ...]  # (argument, type) of every argument; ``constexpr`` for constants
+    aligned: tuple[str, ...]  # pointers of which the compiler is told that they are multiples of 16
+    constants: tuple[tuple[str, Any], ...]  # (argument, value)
+    warps: int  # of a program
+    over_all_scores: bool  # whether it has so many programs that it must be
 
     def __str__(self) -> str:
         types = ", ".join(kind[1:] for _, kind in self.signature[:2] if kind[0] == "*")

@@ -18,25 +18,10 @@ if TYPE_CHECKING:
     from aploss.plotting.pictures import contact_sheet, draw_boxes
 
 __all__ = [
-    "AnnotationBuilder",
-    "Annotations",
-    "DataFormat",
-    "DatasetFolder",
-    "DetectionDataset",
-    "Problem",
-    "builtin_dataset",
-    "check_dataset",
-    "contact_sheet",
-    "convert_dataset",
-    "dataset_splits",
-    "draw_boxes",
-    "load_dataset",
-    "make_evaluation_loader",
-    "make_training_loader",
-    "read_image",
-    "register_format",
-    "training_transforms",
-]
+    "AnnotationBuilder", "Annotations", "DataFormat", "DatasetFolder", "DetectionDataset", "Problem", "builtin_dataset",
+    "check_dataset", "contact_sheet", "convert_dataset", "dataset_splits", "draw_boxes", "load_dataset",
+    "make_evaluation_loader", "make_training_loader", "read_image", "register_format", "training_transforms",
+]  # fmt: skip
 
 _MODULES = {
     ".plotting.pictures": ("contact_sheet", "draw_boxes"),

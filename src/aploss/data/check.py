@@ -27,29 +27,17 @@ _BAR_WIDTH = 30
 
 @dataclass(frozen=True)
 class SplitStatistics:
-    """What is usable in a split.
+    """What is usable in a split."""
 
-    Attributes:
-        images: number of images.
-        empty_images: how many of them have no box.
-        boxes: number of boxes.
-        difficult: how many boxes are marked difficult.
-        crowd: how many boxes mark a crowd.
-        boxes_of_class: class name → number of boxes.
-        box_sizes: range of √area in pixels ("8-16") → number of boxes.
-        boxes_per_image: range of numbers of boxes ("3-4") → number of images.
-        image_sizes: smallest and largest width and height.
-    """
-
-    images: int
-    empty_images: int
-    boxes: int
-    difficult: int
-    crowd: int
-    boxes_of_class: dict[str, int]
-    box_sizes: dict[str, int]
-    boxes_per_image: dict[str, int]
-    image_sizes: dict[str, int]
+    images: int  # number of images
+    empty_images: int  # how many of them have no box
+    boxes: int  # number of boxes
+    difficult: int  # how many boxes are marked difficult
+    crowd: int  # how many boxes mark a crowd
+    boxes_of_class: dict[str, int]  # class name → number of boxes
+    box_sizes: dict[str, int]  # range of √area in pixels ("8-16") → number of boxes
+    boxes_per_image: dict[str, int]  # range of numbers of boxes ("3-4") → number of images
+    image_sizes: dict[str, int]  # smallest and largest width and height
 
 
 def split_statistics(parts: Sequence[DetectionDataset]) -> SplitStatistics:
@@ -110,29 +98,19 @@ class Finding:
 
 @dataclass
 class CheckResult:
-    """What a check found.
+    """What a check found."""
 
-    Attributes:
-        path: the dataset.
-        format: "voc", "coco" or "yolo".
-        class_names: the classes of all splits.
-        splits: counts of what is usable in each split that can be used.
-        total: the same for all splits together, every image once.
-        findings: every problem.
-        exit_code: 0 when nothing would be dropped or clipped, 1 when something would, 2 when the dataset, or its
-            training split, cannot be used.
-    """
-
-    path: str
-    format: str
-    class_names: tuple[str, ...]
-    splits: dict[str, SplitStatistics]
-    total: SplitStatistics
-    findings: list[Finding] = field(default_factory=list)
+    path: str  # the dataset
+    format: str  # its name, such as "coco"
+    class_names: tuple[str, ...]  # the classes of all splits
+    splits: dict[str, SplitStatistics]  # counts of what is usable in each split that can be used
+    total: SplitStatistics  # the same for all splits together, every image once
+    findings: list[Finding] = field(default_factory=list)  # every problem
 
     @property
     def exit_code(self) -> int:
-        """See the class."""
+        """0 when nothing would be dropped or clipped, 1 when something would, 2 when the dataset cannot be used, or its
+        training split."""
         effects = {finding.problem.effect for finding in self.findings}
         if Effect.REFUSED in effects or not self.total.boxes:
             return UNUSABLE

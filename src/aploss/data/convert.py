@@ -20,23 +20,14 @@ from aploss.errors import DataError
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was written.
+    """What was written."""
 
-    Attributes:
-        folder: the new dataset.
-        images: number of images, each counted once.
-        boxes: number of boxes, each counted once.
-        splits: names of the splits.
-        problems: what of the old dataset was left out.
-        losses: what the new format cannot hold, in words.
-    """
-
-    folder: Path
-    images: int
-    boxes: int
-    splits: tuple[str, ...]
-    problems: tuple[Problem, ...]
-    losses: tuple[str, ...]
+    folder: Path  # the new dataset
+    images: int  # number of images, each counted once
+    boxes: int  # number of boxes, each counted once
+    splits: tuple[str, ...]  # names of the splits
+    problems: tuple[Problem, ...]  # what of the old dataset was left out
+    losses: tuple[str, ...]  # what the new format cannot hold, in words
 
 
 def convert_dataset(

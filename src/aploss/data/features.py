@@ -33,15 +33,10 @@ TARGETS_FILE = "targets.npz"
 
 
 class FeatureMaps(NamedTuple):
-    """The feature maps of a batch, in the place of its images.
+    """The feature maps of a batch, in the place of its images."""
 
-    Attributes:
-        maps: of each level [B, C, H, W].
-        image_size: height and width of the images, padding included.
-    """
-
-    maps: tuple[Tensor, ...]
-    image_size: tuple[int, int]
+    maps: tuple[Tensor, ...]  # of each level [B, C, H, W]
+    image_size: tuple[int, int]  # height and width of the images, padding included
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "FeatureMaps":
         """The maps on a device, in float32."""
@@ -66,25 +61,15 @@ class DrawnViews:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFeatures:
-    """The maps of all views of the images of a dataset; made by :func:`store_features`.
+    """The maps of all views of the images of a dataset; made by :func:`store_features`."""
 
-    Attributes:
-        file: float16 [images, views, values of all maps of an image].
-        shapes: channels, height and width of each map.
-        image_size: height and width of the images, padding included.
-        images: how many.
-        views: of each image: two, itself and its mirror image, where none were drawn.
-        drawn: whether augmentation drew the views; their targets are then stored, too.
-        unreadable: images without maps: index → reason.
-    """
-
-    file: Path
-    shapes: tuple[tuple[int, int, int], ...]
-    image_size: tuple[int, int]
-    images: int
-    views: int = 2
-    drawn: bool = False
-    unreadable: dict[int, str]
+    file: Path  # float16 [images, views, values of all maps of an image]
+    shapes: tuple[tuple[int, int, int], ...]  # channels, height and width of each map
+    image_size: tuple[int, int]  # height and width of the images, padding included
+    images: int  # how many
+    views: int = 2  # of each image: two, itself and its mirror image, where none were drawn
+    drawn: bool = False  # whether augmentation drew the views; their targets are then stored, too
+    unreadable: dict[int, str]  # images without maps: index → reason
 
     @property
     def values(self) -> int:

@@ -20,25 +20,10 @@ if TYPE_CHECKING:
     from aploss.detectors.swap_loss import use_loss
 
 __all__ = [
-    "DETECTOR_NAMES",
-    "LOSS_NAMES",
-    "Criterion",
-    "Detector",
-    "DetectorConfig",
-    "MultiScale",
-    "Network",
-    "Prediction",
-    "ScoreThresholdWarning",
-    "build_detector",
-    "calibrate",
-    "label_anchors",
-    "load",
-    "make_loss",
-    "register_detector",
-    "retinanet_network",
-    "save_detector",
-    "use_loss",
-]
+    "DETECTOR_NAMES", "LOSS_NAMES", "Criterion", "Detector", "DetectorConfig", "MultiScale", "Network", "Prediction",
+    "ScoreThresholdWarning", "build_detector", "calibrate", "label_anchors", "load", "make_loss", "register_detector",
+    "retinanet_network", "save_detector", "use_loss",
+]  # fmt: skip
 
 _NAMES = {
     "build": ("DETECTOR_NAMES", "build_detector"),

@@ -76,14 +76,10 @@ class EfficientNetLite0(nn.Module):
 
 @register_detector("retinanet-lite0")
 class RetinaNetLite0(DetectorConfig):
-    """RetinaNet on EfficientNet-Lite0 for CPUs: P3-P6 of 64 channels, 3.8 million parameters.
-
-    Attributes:
-        anchors_per_cell: 6 (2 octave scales x 3 ratios) or 9.
-    """
+    """RetinaNet on EfficientNet-Lite0 for CPUs: P3-P6 of 64 channels, 3.8 million parameters."""
 
     test_size: tuple[int, int] = (320, 533)
-    anchors_per_cell: Literal[6, 9] = 6
+    anchors_per_cell: Literal[6, 9] = 6  # 6 (2 octave scales x 3 ratios) or 9
 
     def network(self, *, columns: int, softmax: bool) -> Network:
         return retinanet_network(

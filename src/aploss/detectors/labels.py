@@ -21,18 +21,13 @@ Assigner = Literal["iou", "atss"]
 class AnchorLabels:
     """What every anchor of a batch is matched to.
 
-    Attributes:
-        classes: int64 [B, A]: class of the matched object (0..K-1), ``NEGATIVE`` or ``IGNORED``.
-        images: int64 [P], image index of each positive anchor; positives are ordered by image,
-            then by anchor, which is the order of ``scores[targets == 1]``.
-        anchors: int64 [P], anchor index of each positive.
-        boxes: float [P, 4], the ground truth box of each positive.
+    Positives are ordered by image, then by anchor, which is the order of ``scores[targets == 1]``.
     """
 
-    classes: Tensor
-    images: Tensor
-    anchors: Tensor
-    boxes: Tensor
+    classes: Tensor  # int64 [B, A]: class of the matched object (0..K-1), ``NEGATIVE`` or ``IGNORED``
+    images: Tensor  # int64 [P], image index of each positive anchor
+    anchors: Tensor  # int64 [P], anchor index of each positive
+    boxes: Tensor  # float [P, 4], the ground truth box of each positive
 
     def ranking_targets(self, num_classes: int) -> Tensor:
         """Labels t_ik of the anchors replicated K times: int8 [B, A, K] of 1, 0 and -1.

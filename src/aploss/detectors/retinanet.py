@@ -212,14 +212,10 @@ class ResNetRetinaNet(DetectorConfig):
 @register_detector("retinanet-tiny")
 @dataclass(frozen=True, kw_only=True)
 class TinyRetinaNet(DetectorConfig):
-    """RetinaNet with 1.6 million parameters for CPUs: P3-P6 of 64 channels, GroupNorm throughout.
-
-    Attributes:
-        anchors_per_cell: 6 (2 octave scales x 3 ratios) or 9.
-    """
+    """RetinaNet with 1.6 million parameters for CPUs: P3-P6 of 64 channels, GroupNorm throughout."""
 
     test_size: tuple[int, int] = (256, 512)
-    anchors_per_cell: Literal[6, 9] = 6
+    anchors_per_cell: Literal[6, 9] = 6  # 6 (2 octave scales x 3 ratios) or 9
 
     def network(self, *, columns: int, softmax: bool) -> Network:
         return retinanet_network(

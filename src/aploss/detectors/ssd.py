@@ -38,14 +38,10 @@ class VGGDetector(DetectorConfig):
     """SSD on VGG-16. At inference images are stretched to the square ``test_size``.
 
     Training images are taken as they are, and should have that size.
-
-    Attributes:
-        anchor_scales: sizes of the default boxes of each map relative to the image, and one more.
-        trainable_stages: how many of VGG's five stages are trained, from the last on.
     """
 
-    anchor_scales: tuple[float, ...] = ()
-    trainable_stages: int = 5
+    anchor_scales: tuple[float, ...] = ()  # sizes of the default boxes of each map relative to the image, and one more
+    trainable_stages: int = 5  # how many of VGG's five stages are trained, from the last on
 
     ratios: ClassVar[Sequence[Sequence[int]]]
     steps: ClassVar[Sequence[int]]  # the last is the size of the image

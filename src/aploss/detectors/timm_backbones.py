@@ -13,18 +13,11 @@ STRIDES = (8, 16, 32)
 
 @register_detector("retinanet")
 class TimmRetinaNet(DetectorConfig):
-    """RetinaNet with P3-P7 of 256 channels on a model of timm, images normalised as this model wants.
+    """RetinaNet with P3-P7 of 256 channels on a model of timm, images normalised as this model wants."""
 
-    Attributes:
-        backbone: name of a model of timm, such as ``resnet50``, ``convnext_tiny``.
-        frozen_norms: keep the statistics of batch norms as they were loaded, as the paper does;
-            the default with weights.
-        anchors_per_cell: 6 as in the paper, or 9.
-    """
-
-    backbone: str = "resnet50"
-    frozen_norms: bool = False
-    anchors_per_cell: int = 6
+    backbone: str = "resnet50"  # name of a model of timm, such as ``resnet50``, ``convnext_tiny``
+    frozen_norms: bool = False  # keep the loaded statistics of batch norms, as in the paper; the default with weights
+    anchors_per_cell: int = 6  # 6 as in the paper, or 9
 
     def network(self, *, columns: int, softmax: bool) -> Network:
         body = _feature_maps(self.backbone)

@@ -30,25 +30,15 @@ OLD_HEAD = re.compile(r"(head\.(?:classification|regression)_head\.conv)\.(\d+)\
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """What of some weights went into a detector. Names are those of ``state_dict()``.
+    """What of some weights went into a detector. Names are those of ``state_dict()``."""
 
-    Attributes:
-        source: where the weights came from.
-        loaded: tensors that were loaded.
-        by_class: last layers of the class head, of which the classes in ``classes`` were loaded.
-        classes: names of the classes that both sides know; empty where the source names none.
-        new: tensors in the file under the same name that do not fit: they stay as initialised.
-        missing: tensors that are not in the file: they stay as initialised.
-        unused: tensors of the file that the detector does not have.
-    """
-
-    source: str
-    loaded: tuple[str, ...]
-    by_class: tuple[str, ...]
-    classes: tuple[str, ...]
-    new: tuple[str, ...]
-    missing: tuple[str, ...]
-    unused: tuple[str, ...]
+    source: str  # where the weights came from
+    loaded: tuple[str, ...]  # tensors that were loaded
+    by_class: tuple[str, ...]  # last layers of the class head, of which the classes in ``classes`` were loaded
+    classes: tuple[str, ...]  # names of the classes that both sides know; empty where the source names none
+    new: tuple[str, ...]  # tensors in the file under the same name that do not fit: they stay as initialised
+    missing: tuple[str, ...]  # tensors that are not in the file: they stay as initialised
+    unused: tuple[str, ...]  # tensors of the file that the detector does not have
 
     @property
     def complete(self) -> bool:

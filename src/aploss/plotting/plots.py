@@ -28,25 +28,16 @@ Values = Sequence[float | None] | np.ndarray
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One line or cloud of points with its name in the legend.
+    """One line or cloud of points with its name in the legend."""
 
-    Attributes:
-        name: shown in the legend; the name of a loss chooses its style and is written out.
-        x, y: the points; None and NaN leave a gap.
-        low, high: the edges of a band around the line, such as mean ± standard deviation.
-        style: overrides the style that the name would give.
-        markers: a marker on each point, for few points; a single point always has one.
-        faint: drawn thin and pale without a legend entry, as raw values behind a smooth line.
-    """
-
-    name: str
-    x: Values
-    y: Values
-    low: Values | None = None
-    high: Values | None = None
-    style: LineStyle | None = None
-    markers: bool = False
-    faint: bool = False
+    name: str  # shown in the legend; the name of a loss chooses its style and is written out
+    x: Values  # of the points; None and NaN leave a gap
+    y: Values  # of the points
+    low: Values | None = None  # the lower edge of a band around the line, such as mean - standard deviation
+    high: Values | None = None  # its upper edge
+    style: LineStyle | None = None  # overrides the style that the name would give
+    markers: bool = False  # a marker on each point, for few points; a single point always has one
+    faint: bool = False  # drawn thin and pale without a legend entry, as raw values behind a smooth line
 
 
 @dataclass

@@ -60,23 +60,14 @@ class TrainingCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One row: a loss, or a setting of it, trained with some seeds.
+    """One row: a loss, or a setting of it, trained with some seeds. Values are between 0 and 1, and shown times 100."""
 
-    Attributes:
-        name: the name of a loss, or any text such as ``"batch size 4"``.
-        values: metric → its value for each seed, between 0 and 1, None or NaN where not known; shown times 100.
-        minutes: training time of each seed.
-        paper: metric → the paper's value, between 0 and 1.
-        curves: one for each seed.
-        note: such as the learning rate.
-    """
-
-    name: str
-    values: Mapping[str, Sequence[float | None]]
-    minutes: Sequence[float] = ()
-    paper: Mapping[str, float] = field(default_factory=dict)
-    curves: Sequence[TrainingCurve] = ()
-    note: str = ""
+    name: str  # the name of a loss, or any text such as ``"batch size 4"``
+    values: Mapping[str, Sequence[float | None]]  # metric → value of each seed; None or NaN: not known
+    minutes: Sequence[float] = ()  # training time of each seed
+    paper: Mapping[str, float] = field(default_factory=dict)  # metric → the paper's value
+    curves: Sequence[TrainingCurve] = ()  # one for each seed
+    note: str = ""  # such as the learning rate
 
     def __post_init__(self) -> None:
         for value in known_values([*self.paper.values(), *(v for row in self.values.values() for v in row)]):
@@ -160,39 +151,22 @@ def paired_difference(
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Everything a page of a comparison shows.
+    """Everything a page of a comparison shows."""
 
-    Attributes:
-        title: such as ``"Table 2: RetinaNet with four losses"``.
-        entries: the rows, in the order they are shown.
-        metrics: the columns; the first one is drawn.
-        summary: what is compared and what came out, in words.
-        differences: paired differences over seeds.
-        verdicts: (holds or not or None, claim).
-        facts: name → value for the headline, such as seeds, minutes, detector.
-        command: the exact command that makes this page again.
-        paper: what the paper's numbers were measured on; empty without such numbers.
-        notes: paragraphs below the table: differences from the paper, and why.
-        provenance: name → value: commit, versions, hardware, seeds.
-        sections: more sections, shown before the last one.
-        row_name: head of the first column.
-        curve_label: what the values of the curves are; the label of the y axis, in percent.
-    """
-
-    title: str
-    entries: Sequence[Entry] = ()
-    metrics: Sequence[str] = ("AP", "AP50", "AP75")
-    summary: str = ""
-    differences: Sequence[Difference] = ()
-    verdicts: Sequence[tuple[bool | None, str]] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    command: str = ""
-    paper: str = ""
-    notes: str = ""
-    provenance: Mapping[str, Any] = field(default_factory=dict)
-    sections: Sequence[page.Section] = ()
-    row_name: str = "loss"
-    curve_label: str = "AP"
+    title: str  # such as ``"Table 2: RetinaNet with four losses"``
+    entries: Sequence[Entry] = ()  # the rows, in the order they are shown
+    metrics: Sequence[str] = ("AP", "AP50", "AP75")  # the columns; the first one is drawn
+    summary: str = ""  # what is compared and what came out, in words
+    differences: Sequence[Difference] = ()  # paired differences over seeds
+    verdicts: Sequence[tuple[bool | None, str]] = ()  # (holds or not or None, claim)
+    facts: Mapping[str, Any] = field(default_factory=dict)  # name → value for the headline, such as seeds, minutes
+    command: str = ""  # the exact command that makes this page again
+    paper: str = ""  # what the paper's numbers were measured on; empty without such numbers
+    notes: str = ""  # paragraphs below the table: differences from the paper, and why
+    provenance: Mapping[str, Any] = field(default_factory=dict)  # name → value: commit, versions, hardware, seeds
+    sections: Sequence[page.Section] = ()  # more sections, shown before the last one
+    row_name: str = "loss"  # head of the first column
+    curve_label: str = "AP"  # what the values of the curves are; the label of the y axis, in percent
 
 
 def write_comparison_report(comparison: Comparison, out: str | Path) -> Path:

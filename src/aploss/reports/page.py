@@ -64,11 +64,6 @@ class Cell:
 class Table:
     """Rows under named columns; it scrolls inside its own box where the screen is narrow.
 
-    Attributes:
-        rows: a value or :class:`Cell` for each column.
-        caption: a line below.
-        digits: decimals of floats.
-
     Example:
         >>> table = Table(columns=["loss", "AP"], rows=[["AP-loss", 0.7354], ["a|b", None]])
         >>> print(table.markdown())
@@ -79,9 +74,9 @@ class Table:
     """
 
     columns: Sequence[str]
-    rows: Sequence[Sequence[Any]]
-    caption: str = ""
-    digits: int = 3
+    rows: Sequence[Sequence[Any]]  # a value or :class:`Cell` for each column
+    caption: str = ""  # a line below
+    digits: int = 3  # decimals of floats
 
     def __post_init__(self) -> None:
         for row in self.rows:
@@ -108,19 +103,12 @@ class Table:
 
 @dataclass(frozen=True)
 class SvgFigure:
-    """A plot as SVG text, with a line below.
+    """A plot as SVG text, with a line below."""
 
-    Attributes:
-        svg: of :mod:`aploss.plotting.plots`.
-        caption: the line.
-        label: for those who cannot see the plot; the caption where it is empty.
-        name: of the file, without ending, where plots are also written as files.
-    """
-
-    svg: str
-    caption: str = ""
-    label: str = ""
-    name: str = ""
+    svg: str  # of :mod:`aploss.plotting.plots`
+    caption: str = ""  # the line
+    label: str = ""  # for those who cannot see the plot; the caption where it is empty
+    name: str = ""  # of the file, without ending, where plots are also written as files
 
 
 @dataclass(frozen=True)
@@ -144,16 +132,11 @@ class Picture:
 
 @dataclass(frozen=True)
 class Pictures:
-    """A gallery.
-
-    Attributes:
-        width: the least width of a picture in pixels; as many columns as fit.
-        columns: always so many columns instead, for pictures that belong side by side.
-    """
+    """A gallery."""
 
     pictures: Sequence[Picture]
-    width: int = 240
-    columns: int | None = None
+    width: int = 240  # the least width of a picture in pixels; as many columns as fit
+    columns: int | None = None  # always so many columns instead, for pictures that belong side by side
 
 
 @dataclass(frozen=True)

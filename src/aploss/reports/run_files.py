@@ -19,31 +19,21 @@ Document = TypeVar("Document", dict[str, Any], list[Any])
 
 @dataclass
 class RunFiles:
-    """What was found in a run folder; empty where a file is not there or cannot be used.
+    """What was found in a run folder; empty where a file is not there or cannot be used."""
 
-    Attributes:
-        folder: the run folder.
-        summary, environment: ``summary.json``, ``environment.json``.
-        config: the text of ``config.yaml``.
-        training, validation: the rows of ``metrics.jsonl`` of each kind.
-        ground_truth, detections, metrics, calibration, matches: ``evaluation/*.json``.
-        problems: one line for each file that is there but cannot be used.
-        images: the folder that image files may lie in, besides the run folder.
-    """
-
-    folder: Path
-    summary: dict[str, Any] = field(default_factory=dict)
+    folder: Path  # the run folder
+    summary: dict[str, Any] = field(default_factory=dict)  # ``summary.json``
     environment: dict[str, Any] = field(default_factory=dict)
-    config: str = ""
-    training: list[dict[str, Any]] = field(default_factory=list)
+    config: str = ""  # the text of ``config.yaml``
+    training: list[dict[str, Any]] = field(default_factory=list)  # rows of ``metrics.jsonl``
     validation: list[dict[str, Any]] = field(default_factory=list)
-    ground_truth: dict[str, Any] = field(default_factory=dict)
+    ground_truth: dict[str, Any] = field(default_factory=dict)  # of ``evaluation/*.json``, as the next four
     detections: list[Any] = field(default_factory=list)
     metrics: dict[str, Any] = field(default_factory=dict)
     calibration: dict[str, Any] = field(default_factory=dict)
     matches: dict[str, Any] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    images: Path | None = None
+    problems: list[str] = field(default_factory=list)  # one line for each file that is there but cannot be used
+    images: Path | None = None  # the folder that image files may lie in, besides the run folder
 
     def may_open(self, path: Path) -> bool:
         """Whether an image file lies where images are looked for, with all links followed."""

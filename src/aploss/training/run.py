@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -24,7 +23,7 @@ from aploss.training.distributed import StopSignals, TrainingInterruptedError, W
 from aploss.training.evaluate import RunSplits, evaluate_run
 from aploss.training.loop import Loop, LoopState
 from aploss.training.machine import choose_device, choose_workers, describe_environment, seeded
-from aploss.training.progress import SECONDS_BETWEEN_LINES, Progress, make_progress
+from aploss.training.progress import Progress, make_progress
 from aploss.training.run_folder import RunFolder, Summary, default_folder, discard, refuse_changes
 from aploss.training.splits import RunData, as_started, load_run_data
 from aploss.training.step import Schedule, Stepper
@@ -201,23 +200,16 @@ def _stored_features(config: TrainConfig, detector: Detector, data: RunData, pro
         samples = AugmentedSamples(data.train, seed=0, preset=settings.augmentation, size=settings.image_size)
         count = settings.cached_views or min(max(VIEWS_IN_ALL // len(data.train), FEWEST_VIEWS), MOST_VIEWS)
         drawn = DrawnViews(settings.augmentation, count, samples.__getitem__)
-    said = time.monotonic()
-
-    def say(done: int, images: int) -> None:
-        nonlocal said
-        if done == images or time.monotonic() - said > SECONDS_BETWEEN_LINES:
-            progress.note(f"features  {done} of {images} images, computed once")
-            said = time.monotonic()
-
     body = detector.body().eval()
-    stored = store_features(
-        data.train,
-        detector.features,
-        network_digest=_digest(body, detector.image_mean, detector.image_std),
-        size=settings.image_size,
-        drawn=drawn,
-        on_progress=say,
-    )
+    with progress.images("computing features, once") as show:
+        stored = store_features(
+            data.train,
+            detector.features,
+            network_digest=_digest(body, detector.image_mean, detector.image_std),
+            size=settings.image_size,
+            drawn=drawn,
+            on_progress=show,
+        )
     words = {"none": "no augmentation", "flip": "augmentation: sideways flips"}
     views = words.get(settings.augmentation, f"{stored.views} views of each image, drawn by '{settings.augmentation}'")
     progress.note(f"features  of the frozen backbone from {stored.file.parent} ({stored.bytes / 1e6:.0f} MB); {views}")
