@@ -53,6 +53,19 @@ def test_the_table_of_extras_is_that_of_pyproject():
             assert names & required, f"{package} is not in the extra {extra}"
 
 
+def test_the_audit_names_every_package_with_the_least_version_that_is_allowed():
+    extras = [extra for extra in PROJECT["optional-dependencies"] if extra not in ("docs", "dev")]
+    required = PROJECT["dependencies"] + [one for extra in extras for one in PROJECT["optional-dependencies"][extra]]
+    table = (ROOT / "docs/reliability.md").read_text(encoding="utf-8").partition("## Dependencies")[2]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if re.match(r"\| \w.*\d", line)]
+    audited = {
+        f"{name}>={versions.split(',')[0]}"
+        for names, all_versions, *_ in rows
+        for name, versions in zip(names.split(", "), all_versions.split("; "), strict=True)
+    }
+    assert audited == set(required)
+
+
 def test_the_loss_alone_needs_three_packages():
     assert names_of(PROJECT["dependencies"]) == CORE
 

@@ -2,12 +2,14 @@
 
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
 from aploss.data import check_dataset, load_dataset
 from aploss.data.check import check_report
+from aploss.data.images import inspect_image
 from aploss.data.problems import KINDS, Effect
 from aploss.errors import DataError
 
@@ -105,6 +107,19 @@ def test_progress_counts_every_image_once(voc_folder):
     calls = []
     check_dataset(voc_folder, progress=lambda done, total: calls.append((done, total)))
     assert calls == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_images_are_decoded_in_several_threads(voc_folder, monkeypatch):
+    together = threading.Barrier(2, timeout=60)
+
+    def waiting(path, **options):
+        if path.stem in ("a", "b"):  # goes on when another thread is here, too
+            together.wait()
+        return inspect_image(path, **options)
+
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("aploss.data.load.inspect_image", waiting)
+    assert check_dataset(voc_folder).exit_code == 0
 
 
 def test_the_dictionary_is_plain_json(coco_folder):

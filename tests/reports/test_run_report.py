@@ -234,4 +234,4 @@ def test_images_that_could_not_be_read_are_counted_and_named(make_run: MakeRun) 
     run = make_run(images=1, steps=0)
     edit(run / "summary.json", lambda summary: summary.update(unreadable_images={"a/broken.jpg": "truncated"}))
     text = words(write_run_report(run))
-    assert "1 image(s) could not be read and were replaced by others: broken.jpg." in text
+    assert "1 image(s) could not be read; training took others, measuring left them out: broken.jpg." in text

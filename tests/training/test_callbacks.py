@@ -150,6 +150,18 @@ def test_mlflow_itself_keeps_what_it_is_told(tmp_path: Path, monkeypatch: pytest
     assert (run.data.params["loss"], run.info.status) == ("ap", "FINISHED")
 
 
+def test_wandb_itself_keeps_what_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an account: in its offline mode it writes what it would send."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (tracker,) = make_tracker("wandb")
+    told(tracker, tmp_path)
+    known = json.loads((tmp_path / "tracker.json").read_text())["wandb"]
+    (kept,) = tmp_path.glob(f"wandb/offline-run-*/run-{known}.wandb")
+    content = kept.read_bytes()
+    assert all(name.encode() in content for name in (*CURVES, "validation/AP", "final/AP", "learning_rate"))
+
+
 def test_a_tracker_that_is_not_installed_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, extra in (("wandb", "wandb"), ("mlflow", "mlflow"), ("tensorboard", "research")):
         monkeypatch.setitem(sys.modules, name, None)

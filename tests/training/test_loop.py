@@ -17,6 +17,7 @@ import torch
 import yaml
 from tiny_runs import CrashError, assert_equal, checkpoint_step, crash_at, outcome
 
+from aploss.cli.main import main
 from aploss.errors import DataError, RunError
 from aploss.reports.run_files import read_json_lines
 from aploss.training.config import TrainConfig, config_to_dict
@@ -229,8 +230,12 @@ def test_other_training_images_are_noticed(make_config: MakeConfig, own_data: Pa
     document["images"] = document["images"][:8]
     document["annotations"] = [a for a in document["annotations"] if a["image_id"] <= 8]
     path.write_text(json.dumps(document))
-    with pytest.raises(DataError, match="8 of the 16 training images of the run have vanished"):
+    with pytest.raises(DataError, match="8 of the 16 training images of the run have vanished") as refusal:
         train(config, resume=True)
+    way = str(refusal.value).split("go on without them: ")[1]
+    assert way == f"aploss train --resume --out {config.out} --batches.max-unreadable 0.5"
+    copy = Path(shutil.copytree(str(config.out), f"{config.out}-copy"))  # what follows here damages the checkpoint
+    assert main([*way.replace(str(config.out), str(copy)).split()[1:], "--quiet"]) == 0
     # A checkpoint of an earlier version knows only how many there were.
     last = Path(str(config.out)) / "checkpoints" / "last.pt"
     content = torch.load(last, weights_only=True)

@@ -553,8 +553,11 @@ def _categories(entries: Sequence[Any], file: str, texts: TextIds) -> list[tuple
     for row, entry in enumerate(entries):
         name = entry.name if isinstance(entry, CocoCategory) else None
         try:
-            if not isinstance(name, (str, int)) or name == "" or not is_text(str(name)):
+            if not isinstance(name, (str, int)) or name == "":
                 raise CocoEntryError("bad-categories", f"categories[{row}] has no name: {entry}")
+            if not is_text(str(name)):
+                what = f"categories[{row}] has a name that is no text (half a surrogate pair): {name!r}"
+                raise CocoEntryError("bad-categories", what)
             category = id_of(entry, "id", f"categories[{row}]", "bad-categories", texts.categories)
         except CocoEntryError as error:
             raise ProblemError(error.kind, file, str(error)[:160]) from None

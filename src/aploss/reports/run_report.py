@@ -115,7 +115,9 @@ def _story(summary: Mapping[str, Any]) -> list[page.Block]:
         parts.append(f"{summary['bad_steps']} step(s) with NaN or Inf were skipped.")
     if unreadable := summary.get("unreadable_images"):
         names = listed([Path(str(path)).name for path in unreadable], SHOWN_NAMES)
-        parts.append(f"{len(unreadable)} image(s) could not be read and were replaced by others: {names}.")
+        parts.append(
+            f"{len(unreadable)} image(s) could not be read; training took others, measuring left them out: {names}."
+        )
     return [page.Text(" ".join(parts))] if parts else []
 
 

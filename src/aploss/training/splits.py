@@ -1,6 +1,7 @@
 """Which images a run trains on, chooses by and is measured on, and settings that suit them."""
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -132,7 +133,8 @@ def as_started(data: RunData, training: Any, config: TrainConfig) -> RunData:
     if len(kept) < (1 - share) * len(names):
         raise DataError(
             f"{gone} of the {len(names)} training images of the run have vanished from {config.data}, more than "
-            f"batches.max_unreadable ({share:g}); bring them back, or allow more"
+            f"batches.max_unreadable ({share:g}); bring them back, or go on without them: aploss train --resume --out "
+            f"{config.out} --batches.max-unreadable {math.ceil(100 * gone / len(names)) / 100:g}"
         )
     known, counts = now.subset([present[name] for name in kept]), now.boxes_per_image()
     fresh = itertools.count(max(map(now.image_id, range(len(now)))) + 1)
