@@ -4,15 +4,14 @@ The commands run in processes of their own: what a plugin registers stays there.
 """
 
 import json
-import os
-import subprocess
-import sys
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
-from tiny_runs import run_commands
+from tiny_runs import COMMANDS, run_commands, start_process, start_two
 
 LOSS = '''
 import torch
@@ -136,13 +135,17 @@ def test_a_run_is_trained_and_has_its_page(trained: Path) -> None:
     assert "Margin loss" in (trained / "run/report.html").read_text()
 
 
-def test_every_process_of_torchrun_loads_the_plugins(folder: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "aploss"]
+def test_every_process_of_a_run_loads_the_plugins(folder: Path, tmp_path: Path) -> None:
     words = ["train", *ALL, *SHORT, "--batches.size", "2", "--loss", "margin", "--recipe", "scratch-cpu"]
     words += ["--schedule.length", "2", "--out", "run-of-two", "--quiet"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, *words], cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+
+    def start(program: str, *, log: Path, **values: Any) -> BaseProcess:
+        return start_process(program, log, values)
+
+    processes = start_two(start, COMMANDS, tmp_path, folder=str(folder), commands=[words])
+    for process in processes:
+        process.join(timeout=300)
+    assert [process.exitcode for process in processes] == [0, 0], (tmp_path / "0.log.stderr").read_text()
     summary = json.loads((folder / "run-of-two/summary.json").read_text())
     assert (summary["loss"], summary["processes"], summary["steps"]) == ("margin", 2, 2)
 

@@ -4,8 +4,6 @@
 """
 
 import inspect
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -80,14 +78,20 @@ def interface():
     return "\n".join([*lines, *command_line()]) + "\n"
 
 
-def test_the_public_interface_is_the_frozen_one():
+def test_the_public_interface_is_the_frozen_one(tmp_path):
     # In a process of its own: other tests register losses and detectors.
-    result = subprocess.run([sys.executable, __file__, "--print"], capture_output=True, text=True, check=True)
-    assert result.stdout.splitlines() == FROZEN.read_text(encoding="utf-8").splitlines()
+    from tiny_runs import start_process
+
+    program = (
+        "import runpy\n"
+        "with open(log, 'w', encoding='utf-8') as file: file.write(runpy.run_path(values['file'])['interface']())\n"
+    )
+    process = start_process(program, tmp_path / "found", {"file": __file__})
+    process.join()
+    assert process.exitcode == 0
+    found = (tmp_path / "found").read_text(encoding="utf-8")
+    assert found.splitlines() == FROZEN.read_text(encoding="utf-8").splitlines()
 
 
 if __name__ == "__main__":
-    if "--print" in sys.argv:
-        print(interface(), end="")
-    else:
-        FROZEN.write_text(interface(), encoding="utf-8")
+    FROZEN.write_text(interface(), encoding="utf-8")

@@ -14,11 +14,14 @@ from aploss.cli.options import in_one_line
 
 @pytest.mark.parametrize("command", cli.COMMANDS, ids=" ".join)
 @pytest.mark.parametrize("columns", ["80", "120"])
-def test_help_is_free_of_python_and_fits(capsys, monkeypatch, command, columns):
+def test_every_command_has_help_with_examples_that_is_free_of_python_and_fits(capsys, monkeypatch, command, columns):
     monkeypatch.setenv("COLUMNS", columns)
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as stopped:
         cli.main([*command, "--help"])
+    assert stopped.value.code == 0
     shown, examples = capsys.readouterr().out.split("examples:")
+    assert f"usage: aploss {' '.join(command)}" in shown
+    assert f"aploss {' '.join(command)}" in examples
     for word in ("Literal", "<class", "null)", "type:", "dict[", "==SUPPRESS=="):
         assert word not in shown
     lines = [line for line in shown.splitlines() if "{" not in line]  # a list of choices is one word to argparse

@@ -33,6 +33,7 @@ import os, sys, torch
 for number, stream in enumerate(("stdout", "stderr"), start=1):
     os.dup2(os.open(f"{log}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
 torch.set_num_threads(1)
+os.environ |= values.get("environment", {})
 os.chdir(values["folder"])
 from aploss.cli.main import main
 sys.exit(max([main(words) for words in values["commands"]]))
@@ -157,7 +158,7 @@ def run_commands(folder: Path, *commands: list[str]) -> "subprocess.CompletedPro
 def start_two(start: Callable[..., BaseProcess], program: str, logs: Path, **values: Any) -> list[BaseProcess]:
     """Starts a program in two processes that find each other as those of ``torchrun`` do; logs are 0.log and 1.log.
 
-    The program has to take over ``values["environment"]`` itself.
+    The program has to take over ``values["environment"]`` itself, as ``COMMANDS`` does.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
