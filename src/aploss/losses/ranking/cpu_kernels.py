@@ -162,12 +162,14 @@ def _fill_table(marks, count, one, table):
     scale = last / width if width > 0 else one - one
     if not abs(scale) < np.inf:
         scale = one - one
-    reached, several = 0, _several(table)
+    table[:] = 0
+    for k in range(count):  # without a branch, as everywhere here: where edges lie cannot be guessed
+        table[np.uint64(_cell(marks[k + 1], low, scale, last, one))] += 1
+    reached, several = np.uint32(0), _several(table)
     for cell in range(len(table)):
-        first = reached
-        while reached < count and _cell(marks[reached + 1], low, scale, last, one) <= cell:
-            reached += 1
-        table[cell] = first + several * (reached - first > 1)
+        here = np.uint32(table[cell])
+        table[cell] = reached + several * np.uint32(here > 1)
+        reached += here
     return low, scale, last
 
 
