@@ -111,6 +111,12 @@ def test_drawn_views_are_computed_anew_for_other_objects_and_counts(dataset: Det
         boxes=np.zeros((0, 4)),
         labels=np.zeros(0, dtype=int),
     )
+    targets = first.file.with_name("targets.npz")
+    targets.write_bytes(b"no archive")
+    with pytest.raises(DataError, match=r"stored objects .* cannot be read: remove"):
+        stored(dataset, never, drawn=drawn(dataset)).target(0, 0)
+    targets.unlink()
+    assert len(stored(dataset, drawn=drawn(dataset)).target(0, 0)["boxes"]) > 0
     empty = stored(other, drawn=drawn(other))
     assert empty.file != first.file
     assert len(empty.target(0, 0)["boxes"]) == 0

@@ -385,5 +385,7 @@ class TestFrozenBackbone:
             train(make_config(model={"frozen_backbone": True}))
         with pytest.raises(ConfigError, match=r"add --model\.frozen_backbone true"):
             train(make_config(model={"weights": pretrained}, batches={"cache_features": True}))
+        with pytest.raises(ConfigError, match=r"cached_views is for stored features"):
+            train(make_config(batches={"cached_views": 4}))
         with pytest.raises(ConfigError, match="only the backbone of a RetinaNet"):
             build_detector("ssdlite", class_names=["a"]).features(torch.zeros(1, 3, 320, 320))

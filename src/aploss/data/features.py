@@ -15,6 +15,7 @@ from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -106,8 +107,12 @@ class StoredFeatures:
 
     @cached_property
     def _targets(self) -> dict[str, np.ndarray]:
-        with np.load(self.file.with_name(TARGETS_FILE), allow_pickle=False) as stored:
-            return dict(stored)
+        file = self.file.with_name(TARGETS_FILE)
+        try:
+            with np.load(file, allow_pickle=False) as stored:
+                return dict(stored)
+        except (OSError, ValueError, EOFError, BadZipFile) as error:
+            raise DataError(f"the stored objects {file} cannot be read: remove {file.parent}") from error
 
     def as_maps(self, rows: Tensor) -> FeatureMaps:
         """What :meth:`read` gave for the images of a batch [B, values], as maps."""
@@ -192,7 +197,8 @@ def _opened(folder: Path) -> StoredFeatures | None:
             drawn=values.get("drawn", False),
             unreadable={int(index): reason for index, reason in values["unreadable"].items()},
         )
-        return stored if stored.file.stat().st_size == stored.bytes else None
+        whole = stored.file.stat().st_size == stored.bytes
+        return stored if whole and (not stored.drawn or (folder / TARGETS_FILE).is_file()) else None
     except (OSError, ValueError, KeyError):
         return None
 

@@ -168,6 +168,11 @@ def _make_loop(
         start = config if checkpoint is None else _without_start_weights(config, folder, checkpoint)
         detector = make_detector(start, data.train.class_names).to(device)
     settings, features = config.batches, None
+    if settings.cached_views and (not settings.cache_features or settings.augmentation in ("flip", "none")):
+        raise ConfigError(
+            "batches.cached_views is for stored features of augmented images: add --batches.cache_features true and "
+            "--batches.augmentation light or paper"
+        )
     if settings.cache_features:
         features = world.main_first(lambda: _stored_features(config, detector, data, progress))
     batches = make_training_loader(
