@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from aploss.data.annotations import DetectionDataset
-from aploss.data.features import DrawnViews, FeatureMaps, StoredFeatures, store_features
+from aploss.data.features import FeatureMaps, StoredFeatures, Views, store_features
 from aploss.data.loader import AugmentedSamples, make_training_loader
 from aploss.errors import ConfigError, DataError
 
@@ -73,8 +73,8 @@ def test_batches_are_the_features_of_the_batches_of_images(dataset: DetectionDat
                     torch.testing.assert_close(torch.as_tensor(value), torch.as_tensor(wanted[name]))
 
 
-def drawn(dataset: DetectionDataset, count: int = 3) -> DrawnViews:
-    return DrawnViews("light", count, AugmentedSamples(dataset, seed=0, preset="light", size=SIZE).__getitem__)
+def drawn(dataset: DetectionDataset, count: int = 3) -> Views:
+    return Views("light", count, AugmentedSamples(dataset, seed=0, preset="light", size=SIZE).__getitem__)
 
 
 def test_drawn_views_are_those_of_the_augmentation(dataset: DetectionDataset) -> None:

@@ -46,18 +46,17 @@ class FeatureMaps(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DrawnViews:
-    """Views of the images that augmentation draws once, in place of the image and its mirror image.
+class Views:
+    """The views of each image whose features are stored, as an augmentation makes them."""
 
-    Attributes:
-        preset: of the augmentation.
-        count: how many of each image.
-        sample: the augmented image and target of (view, index), the same ones whenever it is called.
-    """
+    preset: str  # of the augmentation; "flip" stands for the image and its mirror image
+    count: int  # of each image
+    sample: Callable[[tuple[int, int]], Sample]  # of (view, index), the same ones whenever it is called
 
-    preset: str
-    count: int
-    sample: Callable[[tuple[int, int]], Sample]
+    @property
+    def drawn(self) -> bool:
+        """Whether augmentation draws them, so that their objects have to be stored, too."""
+        return self.preset != "flip"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +126,7 @@ def store_features(
     *,
     network_digest: str,
     size: int | tuple[int, int],
-    drawn: DrawnViews | None = None,
+    drawn: Views | None = None,
     on_progress: Callable[[int, int], Any] | None = None,
     cache: Path | None = None,
 ) -> StoredFeatures:
@@ -155,8 +154,7 @@ def store_features(
         home.mkdir(parents=True, exist_ok=True)
         with FileLock(home / f".{folder.name}.lock"):
             if (stored := _opened(folder)) is None:  # nobody computed them while we waited
-                views = _views(dataset, size) if drawn is None else drawn
-                stored = _compute(folder, dataset, network, views, drawn is not None, on_progress)
+                stored = _compute(folder, dataset, network, drawn or _flips(dataset, size), on_progress)
     except OSError as error:
         raise DataError(
             f"features cannot be stored in {home} ({error.strerror or error}): name a folder with more space in the "
@@ -165,7 +163,7 @@ def store_features(
     return stored
 
 
-def _key(dataset: DetectionDataset, network_digest: str, size: int | tuple[int, int], drawn: DrawnViews | None) -> str:
+def _key(dataset: DetectionDataset, network_digest: str, size: int | tuple[int, int], drawn: Views | None) -> str:
     """Names everything that the maps follow from: content of the images in their order, size, views, network."""
     digest = hashlib.sha256(repr((VERSION, network_digest, size)).encode())
     if drawn is not None:
@@ -207,8 +205,7 @@ def _compute(
     folder: Path,
     dataset: DetectionDataset,
     network: Callable[[Tensor], FeatureMaps],
-    views: DrawnViews,
-    drawn: bool,
+    views: Views,
     on_progress: Callable[[int, int], Any] | None,
 ) -> StoredFeatures:
     """Computes into a folder of another name, which gets its own when it is complete."""
@@ -228,7 +225,7 @@ def _compute(
                         image_size=features.image_size,
                         images=len(dataset),
                         views=views.count,
-                        drawn=drawn,
+                        drawn=views.drawn,
                         unreadable=unreadable,
                     )
                     _require_space(folder.parent, stored)
@@ -247,7 +244,7 @@ def _compute(
             )
         if folder.exists():
             shutil.move(folder, Path(scratch) / "damaged")
-        if drawn:
+        if views.drawn:
             _write_targets(fresh / TARGETS_FILE, [targets.get(index, []) for index in range(len(dataset))], views.count)
         content = json.dumps({key: value for key, value in asdict(stored).items() if key != "file"})
         (fresh / "features.json").write_text(content, encoding="utf-8")
@@ -255,7 +252,7 @@ def _compute(
     return stored
 
 
-def _views(dataset: DetectionDataset, size: int | tuple[int, int]) -> DrawnViews:
+def _flips(dataset: DetectionDataset, size: int | tuple[int, int]) -> Views:
     """Each image, resized as for training, and its mirror image."""
     resize = training_transforms("none", size)
 
@@ -264,11 +261,11 @@ def _views(dataset: DetectionDataset, size: int | tuple[int, int]) -> DrawnViews
         image, target = resize(*dataset[index])
         return (image.flip(-1) if view else image), target  # the targets are not stored
 
-    return DrawnViews("flip", 2, sample)
+    return Views("flip", 2, sample)
 
 
 def _image_batches(
-    images: int, views: DrawnViews, targets: dict[int, list[dict[str, Any]]], unreadable: dict[int, str]
+    images: int, views: Views, targets: dict[int, list[dict[str, Any]]], unreadable: dict[int, str]
 ) -> Iterator[tuple[list[int], Tensor]]:
     """Indices of some images, and all their views [B * views, 3, H, W] in [0, 1]; what cannot be read is noted."""
     indices: list[int] = []

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from aploss.data.features import DrawnViews, StoredFeatures, store_features
+from aploss.data.features import StoredFeatures, Views, store_features
 from aploss.data.loader import AugmentedSamples, make_training_loader
 from aploss.detectors.build import build_detector
 from aploss.detectors.checkpoint import values_of
@@ -204,7 +204,7 @@ def _stored_features(config: TrainConfig, detector: Detector, data: RunData, pro
         # Not the run's seed: the runs of a comparison share the views.
         samples = AugmentedSamples(data.train, seed=0, preset=settings.augmentation, size=settings.image_size)
         count = settings.cached_views or min(max(VIEWS_IN_ALL // len(data.train), FEWEST_VIEWS), MOST_VIEWS)
-        drawn = DrawnViews(settings.augmentation, count, samples.__getitem__)
+        drawn = Views(settings.augmentation, count, samples.__getitem__)
     body = detector.body().eval()
     with progress.images("computing features, once") as show:
         stored = store_features(
