@@ -1,0 +1,123 @@
+"""Every `aploss` command in the documents is taken by the command line: its options, settings and what contradicts.
+
+The commands run as they stand, in a folder where the files they name exist, up to where the work would begin. One in
+the text may be a part of a command, such as `aploss eval --metric voc07`: what every such command has is added.
+"""
+
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from small_datasets import write_coco, write_voc
+from tiny_runs import start_process, write_rectangles
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+PLACEHOLDERS = {"NAME": "table2", "PRESET": "light", "SPLIT": "val", "DIR": "new", "RUN": "runs/NAME"}
+# What a command in the text may lack.
+REST = {
+    "train": "--data PATH", "eval": "--annotations gt.json --detections results.json",
+    "predict": "runs/NAME photos/ --out found", "app": "runs/NAME", "export": "runs/NAME --out detector.onnx",
+    "data check": "PATH", "data show": "PATH", "data convert": "PATH --to coco --out new",
+    "reproduce": "table2",
+}  # fmt: skip
+TAKEN_UP_TO_ITS_WORK = """
+import contextlib, importlib, io, json, os
+from pathlib import Path
+from aploss.cli.main import main
+
+class WorkBegins(BaseException):
+    pass
+
+def work(*arguments, **options):
+    raise WorkBegins
+
+for place in (
+    "training.run.make_detector", "data.builtin.builtin_folder", "experiments.compare.compare",
+    "experiments.reproduce.reproduce", "cli.eval.read_ground_truth", "cli.eval.read_detections", "detectors.load",
+    "cli.predict.load_detector", "detectors.checkpoint.load", "data.check.check_dataset", "data.contact_sheet",
+    "data.convert_dataset", "cli.bench.progress", "cli.theory.progress",
+):
+    module, _, name = place.rpartition(".")
+    module = importlib.import_module(f"aploss.{module}")
+    assert hasattr(module, name), place
+    setattr(module, name, work)
+os.chdir(values["folder"])
+refused = {}
+for command, attempts in values["commands"].items():
+    for words in attempts:
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+                code = main(words)
+        except (WorkBegins, SystemExit):
+            code = 0
+        if code == 0:
+            break
+    else:
+        refused[command] = said.getvalue()
+Path(log).write_text(json.dumps(refused))
+"""
+
+
+def commands_in(text: str) -> Iterator[tuple[str, bool]]:
+    """Command lines of a document, and whether each stands in a block of its own."""
+    fenced = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
+    for language, block in fenced.findall(text):
+        if language not in ("python", "yaml", "math"):
+            yield from ((line, True) for line in block.replace("\\\n", " ").splitlines())
+    yield from ((" ".join(code.split()), False) for code in re.findall(r"`([^`]+)`", fenced.sub("", text)))
+
+
+def words_of(line: str) -> list[str] | None:
+    """What `aploss` is given, of a line that calls it; variables and `torchrun` before it are left out."""
+    called = re.match(r"(?:[A-Z_]+=\S+ )*(?:(?:torchrun|python) .*-m )?aploss (?=[a-z-])(.*)", line)
+    if called is None:
+        return None
+    words = [PLACEHOLDERS.get(word, word) for word in shlex.split(called[1], comments=True) if word != "..."]
+    words = [re.sub(r"^(\w+)(\|\w+)+$", r"\1", word) for word in words]  # voc|coco|yolo
+    return [*words, "--yes"] if "paper" in words and words[0] == "reproduce" else words  # for a GPU; here is none
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data, runs and plugins that the documents name."""
+    here = tmp_path_factory.mktemp("documented")
+    write_coco(here / "coco")
+    data = write_rectangles(here / "PATH")
+    for name in ("photos", "new-photos", "my-photos", "path/to/data", "path/to/bccd", "path/to/SET"):
+        shutil.copytree(data, here / name)
+    for year, split in (("2007", "test"), ("2012", "trainval")):
+        lists = write_voc(here / f"VOCdevkit/VOC{year}") / "ImageSets/Main"
+        for one in {split, "trainval"}:
+            shutil.copy(lists / "train.txt", lists / f"{one}.txt")
+    for run in ("NAME", "demo"):
+        (here / f"runs/{run}").mkdir(parents=True)
+        (here / f"runs/{run}/config.yaml").write_text("data: photos\n")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/plugins.md").read_text(encoding="utf-8"), re.DOTALL)
+    for name, block in zip(("my_loss", "my_detector", "my_format"), blocks, strict=False):
+        (here / f"{name}.py").write_text(block)
+    (here / "mine.yaml").write_text("extends: demo\n")
+    return here
+
+
+def test_every_command_in_the_documents_is_taken(folder: Path) -> None:
+    commands: dict[str, list[list[str]]] = {}
+    for document in DOCUMENTS:
+        for line, is_whole in commands_in(document.read_text(encoding="utf-8")):
+            if words := words_of(line):
+                name = next((one for one in REST if shlex.join(words).startswith(one)), "")
+                rest = [] if is_whole and "..." not in line else [words + REST.get(name, "").split()]
+                if [words, *rest] not in commands.values():
+                    commands[f"{document.relative_to(ROOT)}: {line}"] = [words, *rest]
+    assert len(commands) > 80
+    log = folder / "refused.json"
+    process = start_process(TAKEN_UP_TO_ITS_WORK, log, {"folder": str(folder), "commands": commands})
+    process.join()
+    assert process.exitcode == 0
+    refused = json.loads(log.read_text())
+    assert not refused, "\n".join(f"{command}\n    {said}" for command, said in refused.items())
