@@ -16,8 +16,7 @@ from pycocotools.cocoeval import COCOeval
 from aploss.cli.main import main
 from aploss.data.builtin import builtin_folder
 from aploss.detectors import build_detector, save_detector
-from aploss.evaluation.coco import coco_metrics
-from aploss.evaluation.voc import voc_metrics
+from aploss.evaluation.metrics import coco_metrics, voc_metrics
 from aploss.training.evaluate import detect_split
 
 TRUTH = {

@@ -15,9 +15,8 @@ from torchvision.models.detection.retinanet import RetinaNetHead
 from torchvision.models.detection.ssd import SSD
 from torchvision.ops import box_iou, generalized_box_iou_loss
 
-from aploss.detectors.criterion import Criterion, iou_of_pairs
+from aploss.detectors.criterion import LOSS_NAMES, Criterion, describe_loss, iou_of_pairs, make_loss
 from aploss.detectors.labels import label_anchors
-from aploss.detectors.losses_by_name import LOSS_NAMES, describe_loss, make_loss
 from aploss.errors import ConfigError, DataError, RunError
 
 ANCHORS = torch.tensor(

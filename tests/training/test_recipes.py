@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from aploss.detectors.build import DETECTOR_NAMES, detector_options
-from aploss.detectors.losses_by_name import LOSS_NAMES, make_loss
+from aploss.detectors.criterion import LOSS_NAMES, make_loss
 from aploss.errors import ConfigError
 from aploss.training.config import config_from_dict, config_to_dict
 from aploss.training.recipes import load_config, read_recipe, recipe_names

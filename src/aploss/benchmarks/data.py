@@ -158,7 +158,7 @@ def _load_annotations(folder: Path, share: float) -> dict[str, Any]:
 
 _LOADING = """
 import json, sys, time
-from aploss.benchmarks.memory import can_measure_peak, peak_bytes, restart_peak
+from aploss.benchmarks import can_measure_peak, peak_bytes, restart_peak
 from aploss.data.load import load_dataset
 
 before = restart_peak() if can_measure_peak() else None

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from aploss.benchmarks.memory import can_measure_peak, peak_bytes, restart_peak
+from aploss.benchmarks import can_measure_peak, peak_bytes, restart_peak
 from aploss.losses import alrp_loss, ap_loss, auc_loss, rank_sort_loss, use_backend
 
 SIZES = (100, 1_000, 10_000, 100_000, 1_000_000, 5_000_000, 20_000_000)

@@ -18,7 +18,7 @@ from aploss.cli.command import (
     run_comparison,
     shared_settings,
 )
-from aploss.cli.familiar import LONG_FORMS, add_familiar, familiar_changes
+from aploss.cli.options import LONG_FORMS, add_familiar, familiar_changes
 from aploss.detectors.build import DETECTORS
 from aploss.errors import ConfigError
 from aploss.losses.traits import LOSSES

@@ -21,11 +21,9 @@ from aploss.cli.command import Command, newest_run, progress, require_at_least, 
 from aploss.data.annotations import Annotations
 from aploss.data.paths import is_image, stem_of
 from aploss.errors import AplossError, ConfigError, DataError, listed
-from aploss.evaluation.coco import coco_metrics
-from aploss.evaluation.matching import curves_as_dict, match_detections, precision_recall_curves
-from aploss.evaluation.metrics import Metrics
+from aploss.evaluation.matching import curves_as_dict, match_detections, match_voc, precision_recall_curves
+from aploss.evaluation.metrics import Metrics, coco_metrics, voc_metrics
 from aploss.evaluation.tables import DetectionTable, GroundTruth, as_detections, read_detections, read_ground_truth
-from aploss.evaluation.voc import match_voc, voc_metrics
 from aploss.files import write_text
 
 EXAMPLES = """

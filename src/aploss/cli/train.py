@@ -12,7 +12,7 @@ import yaml
 from jsonargparse import SUPPRESS, ArgumentParser, Namespace
 
 from aploss.cli.command import Command, run_training
-from aploss.cli.familiar import LONG_FORMS, add_familiar, familiar_changes
+from aploss.cli.options import LONG_FORMS, add_familiar, familiar_changes
 from aploss.errors import ConfigError
 from aploss.losses.traits import LOSSES
 from aploss.training.config import TrainConfig, config_from_dict, config_to_dict, settings_of

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from aploss.detectors.build import DETECTOR_NAMES, build_detector
     from aploss.detectors.checkpoint import load, save_detector
-    from aploss.detectors.criterion import Criterion
+    from aploss.detectors.criterion import LOSS_NAMES, Criterion, make_loss
     from aploss.detectors.detector import Detector, DetectorConfig, Network, register_detector
     from aploss.detectors.labels import label_anchors
-    from aploss.detectors.losses_by_name import LOSS_NAMES, make_loss
     from aploss.detectors.postprocess import MultiScale
     from aploss.detectors.predict import Prediction
     from aploss.detectors.retinanet import retinanet_network
@@ -28,10 +27,9 @@ __all__ = [
 _NAMES = {
     "build": ("DETECTOR_NAMES", "build_detector"),
     "checkpoint": ("load", "save_detector"),
-    "criterion": ("Criterion",),
+    "criterion": ("LOSS_NAMES", "Criterion", "make_loss"),
     "detector": ("Detector", "DetectorConfig", "Network", "register_detector"),
     "labels": ("label_anchors",),
-    "losses_by_name": ("LOSS_NAMES", "make_loss"),
     "postprocess": ("MultiScale",),
     "predict": ("Prediction",),
     "retinanet": ("retinanet_network",),

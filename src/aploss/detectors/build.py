@@ -7,15 +7,13 @@ from typing import Any, Literal
 from torch import nn
 from torchvision.models.detection._utils import BoxCoder
 
-import aploss.detectors.efficientnet_lite  # registers its detectors
-import aploss.detectors.retinanet  # registers its detectors
-import aploss.detectors.ssd
-import aploss.detectors.timm_backbones  # noqa: F401  # registers its detectors
-from aploss.detectors.criterion import Criterion
+import aploss.detectors.backbones
+import aploss.detectors.retinanet
+import aploss.detectors.ssd  # noqa: F401  # each registers its detectors
+from aploss.detectors.criterion import Criterion, make_loss
 from aploss.detectors.detector import DETECTORS as DETECTORS  # complete once this module is imported
 from aploss.detectors.detector import SETTINGS, Detector, DetectorConfig
 from aploss.detectors.labels import Assigner
-from aploss.detectors.losses_by_name import make_loss
 from aploss.errors import ConfigError, did_you_mean
 from aploss.losses.traits import traits_of
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from aploss.detectors.build import build_detector
+from aploss.detectors.criterion import CUSTOM
 from aploss.detectors.detector import DETECTORS, Detector
-from aploss.detectors.losses_by_name import CUSTOM
 from aploss.errors import AplossError, RunError
 from aploss.evaluation import Calibration
 from aploss.files import check_archive, write_whole

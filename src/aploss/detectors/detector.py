@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torchvision.models.detection._utils import BoxCoder
 
 from aploss.data.features import FeatureMaps
-from aploss.detectors.criterion import Criterion
-from aploss.detectors.losses_by_name import describe_loss
+from aploss.detectors.criterion import Criterion, describe_loss
 from aploss.detectors.postprocess import Detections, ObjectDetector, postprocess
 from aploss.errors import ConfigError, DataError, RunError
 from aploss.losses.traits import traits_of

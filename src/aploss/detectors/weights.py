@@ -14,8 +14,8 @@ from torchvision.models import get_weight
 from torchvision.models._api import WeightsEnum
 
 from aploss.detectors.checkpoint import checkpoint_file, read_checkpoint, refuse_non_finite, values_of
+from aploss.detectors.criterion import make_loss
 from aploss.detectors.detector import DETECTORS, Detector
-from aploss.detectors.losses_by_name import make_loss
 from aploss.errors import ConfigError, RunError
 from aploss.losses.traits import traits_of
 

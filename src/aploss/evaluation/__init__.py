@@ -18,9 +18,15 @@ from aploss.evaluation.calibration import (
     fit_calibration,
     reliability,
 )
-from aploss.evaluation.coco import COCO_IOUS, coco_metrics
-from aploss.evaluation.matching import Curve, Matches, curves_as_dict, match_detections, precision_recall_curves
-from aploss.evaluation.metrics import Metrics
+from aploss.evaluation.matching import (
+    Curve,
+    Matches,
+    curves_as_dict,
+    match_detections,
+    match_voc,
+    precision_recall_curves,
+)
+from aploss.evaluation.metrics import COCO_IOUS, Metrics, coco_metrics, voc_average_precision, voc_metrics
 from aploss.evaluation.tables import (
     DetectionTable,
     GroundTruth,
@@ -29,7 +35,6 @@ from aploss.evaluation.tables import (
     read_detections,
     read_ground_truth,
 )
-from aploss.evaluation.voc import match_voc, voc_average_precision, voc_metrics
 
 __all__ = [
     "COCO_IOUS", "Calibration", "Curve", "DetectionTable", "DrawThreshold", "GroundTruth", "Matches", "Metrics",

@@ -1,4 +1,4 @@
-"""Which detection found which object, by the greedy rule of COCO at one IoU; and the curves that follow from it."""
+"""Which detection found which object, by the rules of COCO or VOC at one IoU; and the curves that follow from it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from aploss.data.annotations import Annotations
-from aploss.evaluation.metrics import objects_per_category
 from aploss.evaluation.tables import Detections, DetectionTable, Truth, as_tables
 
 RECALL_POINTS = np.linspace(0.0, 1.0, 101)
@@ -97,6 +96,50 @@ def match_detections(ground_truth: Truth, detections: Detections, iou: float = 0
         objects=objects,
         overlaps=overlaps,
         found=np.isin(np.arange(len(truth)), objects),
+        counted=truth.counted,
+        order=order,
+    )
+
+
+def match_voc(ground_truth: Truth, detections: Detections, iou: float = 0.5) -> Matches:
+    """Matches as the VOC kit does.
+
+    A detection is compared only with the object of its class it overlaps most, whether that one is free or not: the
+    first to come is correct, later ones are wrong, and all are ignored where the object is difficult. (COCO would look
+    for the next best free object.)
+    """
+    truth, table = as_tables(ground_truth, detections)
+    return assign_voc(truth, table, candidate_pairs(truth, table, crowds_cover=False), iou)
+
+
+def assign_voc(truth: Annotations, table: DetectionTable, pairs: Pairs, iou: float) -> Matches:
+    """As :func:`match_voc`, of tables whose pairs are known."""
+    # of each detection's pairs the one with the largest overlap, the first of equal ones
+    best = np.lexsort((-pairs.overlaps, pairs.detections))
+    _, first = np.unique(pairs.detections[best], return_index=True)
+    best = best[first]
+    nearest = np.full(len(table), -1, dtype=np.int64)
+    overlaps = np.zeros(len(table))
+    nearest[pairs.detections[best]] = pairs.objects[best]
+    overlaps[pairs.detections[best]] = pairs.overlaps[best]
+
+    order = np.argsort(-table.scores, kind="stable")
+    close = (nearest >= 0) & (overlaps >= iou)
+    ignored = close & ~truth.counted[nearest] if len(truth) else close
+    claims = order[(close & ~ignored)[order]]
+    objects, first = np.unique(nearest[claims], return_index=True)
+    correct = np.zeros(len(table), dtype=bool)
+    correct[claims[first]] = True
+    found = np.zeros(len(truth), dtype=bool)
+    found[objects] = True
+    found[nearest[ignored]] = True
+    return Matches(
+        iou=iou,
+        correct=correct,
+        ignored=ignored,
+        objects=np.where(correct | ignored, nearest, -1),
+        overlaps=overlaps,
+        found=found,
         counted=truth.counted,
         order=order,
     )
@@ -204,6 +247,12 @@ def by_category(truth: Annotations, table: DetectionTable, matches: Matches) -> 
     grouped = ranked[np.argsort(table.category_ids[ranked], kind="stable")]
     rows = np.split(grouped, np.cumsum(found)[:-1])
     return zip(truth.categories.values(), objects.tolist(), rows, strict=False)
+
+
+def objects_per_category(truth: Annotations, category_ids: np.ndarray) -> np.ndarray:
+    """How many of these objects or detections are of each category of the truth, int64 [K]."""
+    places = np.searchsorted(list(truth.categories), category_ids)
+    return np.bincount(places, minlength=len(truth.categories))
 
 
 def curves_as_dict(curves: dict[str, Curve]) -> dict[str, dict[str, Any]]:

@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from aploss.detectors.losses_by_name import describe_loss, make_loss
+from aploss.detectors.criterion import describe_loss, make_loss
 from aploss.errors import ConfigError
 from aploss.experiments.plan import (
     LOSS_OPTIONS,

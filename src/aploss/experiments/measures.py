@@ -14,8 +14,8 @@ from aploss.data.loader import Batch, make_evaluation_loader, make_training_load
 from aploss.detectors.checkpoint import detector_from_record, load, read_checkpoint
 from aploss.detectors.detector import Detector
 from aploss.detectors.postprocess import MultiScale
+from aploss.evaluation.metrics import voc_metrics
 from aploss.evaluation.tables import DetectionTable
-from aploss.evaluation.voc import voc_metrics
 from aploss.files import write_json
 from aploss.losses import ap_loss
 from aploss.reports.comparison import TrainingCurve

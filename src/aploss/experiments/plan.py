@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from aploss.data.builtin import VERSION as BUILTIN_VERSION
-from aploss.detectors.losses_by_name import make_loss
+from aploss.detectors.criterion import make_loss
 from aploss.errors import ConfigError, did_you_mean
 from aploss.experiments.measures import DETECTION, Measure
 from aploss.losses.traits import LOSSES

