@@ -107,6 +107,12 @@ def test_one_seed_has_no_spread_and_more_sections_follow(comparison: Comparison,
     assert text.index('id="pictures"') < text.index('id="how-it-was-made"')
 
 
+def test_a_single_validation_of_each_run_draws_no_empty_curves(tmp_path: Path) -> None:
+    curves = [TrainingCurve(steps=[400], values=[0.5], minutes=[minutes]) for minutes in (1.5, 2.0)]
+    entries = [Entry(name="ap", values={"AP": [0.5, 0.5]}, curves=curves)]
+    assert "While training" not in write_comparison_report(Comparison(title="T", entries=entries), tmp_path).read_text()
+
+
 def test_a_difference_is_named_by_its_losses() -> None:
     one = Difference(name="ap", baseline="batch size 1", values=[], mean=0, low=0, high=0)
     assert one.label == "AP-loss \N{MINUS SIGN} batch size 1"

@@ -331,7 +331,8 @@ def _row_plot(title: str, x_label: str, rows: Sequence[tuple[Any, ...]], *, zero
 
 
 def _has_curves(entry: Entry, against: str) -> bool:
-    return bool(entry.curves) and all(len(getattr(one, against)) for one in entry.curves)
+    """A single validation is no curve; and the seeds' minutes of one would have no stretch in common."""
+    return bool(entry.curves) and all(len(getattr(one, against)) > 1 for one in entry.curves)
 
 
 def _spread_blocks(comparison: Comparison) -> list[page.Block]:
