@@ -8,6 +8,9 @@ import torch
 
 # Tests run in several processes: more torch threads than cores would slow all of them down.
 torch.set_num_threads(1)
+# Of the processes that are started from here, those of `pytest -n` among them. glibc is to keep the memory of large
+# tensors: a training step frees all of it, and the kernel would clear every page of it again for the next.
+os.environ |= {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**64 - 1)}
 
 # Files that take longest, first, so that no process has one of them left when the others are done.
 LONGEST = (

@@ -4,9 +4,7 @@ The commands run in processes of their own: what a plugin registers stays there.
 """
 
 import json
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -139,10 +137,7 @@ def test_every_process_of_a_run_loads_the_plugins(folder: Path, tmp_path: Path) 
     words = ["train", *ALL, *SHORT, "--batches.size", "2", "--loss", "margin", "--recipe", "scratch-cpu"]
     words += ["--schedule.length", "2", "--out", "run-of-two", "--quiet"]
 
-    def start(program: str, *, log: Path, **values: Any) -> BaseProcess:
-        return start_process(program, log, values)
-
-    processes = start_two(start, COMMANDS, tmp_path, folder=str(folder), commands=[words])
+    processes = start_two(start_process, COMMANDS, tmp_path, folder=str(folder), commands=[words])
     for process in processes:
         process.join(timeout=300)
     assert [process.exitcode for process in processes] == [0, 0], (tmp_path / "0.log.stderr").read_text()
@@ -154,14 +149,14 @@ def test_a_run_predicts_exports_and_goes_on(trained: Path) -> None:
     done = run_commands(
         trained,
         ["predict", "run", "photos", "--out", "found", "--threshold", "0", *ALL],
-        ["export", "run", "--out", "model.onnx", *ALL],
-        ["predict", "model.onnx", "photos", "--out", "found-onnx", "--threshold", "0"],
+        ["export", "run", "--out", "model.ts", *ALL],
+        ["predict", "model.ts", "photos", "--out", "found-again", "--threshold", "0"],
         ["train", "--resume", "--out", "run", "--quiet", *ALL],
     )
     assert done.returncode == 0, done.stderr
-    found, by_onnx = (json.loads((trained / name / "detections.json").read_text()) for name in ("found", "found-onnx"))
-    assert len(found) == len(by_onnx) > 0
-    assert by_onnx[0]["score"] == pytest.approx(found[0]["score"], abs=1e-3)
+    found, again = (json.loads((trained / name / "detections.json").read_text()) for name in ("found", "found-again"))
+    assert len(found) == len(again) > 0
+    assert again[0]["score"] == pytest.approx(found[0]["score"], abs=1e-3)
 
 
 def test_losses_of_both_kinds_are_compared(folder: Path) -> None:

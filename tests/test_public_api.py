@@ -86,7 +86,7 @@ def test_the_public_interface_is_the_frozen_one(tmp_path):
         "import runpy\n"
         "with open(log, 'w', encoding='utf-8') as file: file.write(runpy.run_path(values['file'])['interface']())\n"
     )
-    process = start_process(program, tmp_path / "found", {"file": __file__})
+    process = start_process(program, log=tmp_path / "found", file=__file__)
     process.join()
     assert process.exitcode == 0
     found = (tmp_path / "found").read_text(encoding="utf-8")

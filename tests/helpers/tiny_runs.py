@@ -38,6 +38,11 @@ os.chdir(values["folder"])
 from aploss.cli.main import main
 sys.exit(max([main(words) for words in values["commands"]]))
 """
+# What a training imports, with its page.
+PRELOADED = [
+    "aploss.cli.train", "aploss.training.run", "aploss.losses.ranking.cpu", "aploss.reports.run_report",
+    "matplotlib.backends.backend_svg", "matplotlib.figure", "torch.utils.tensorboard", "scipy.special",
+]  # fmt: skip
 WALL_CLOCK = ("seconds", "images_per_second")
 SIZE = 64
 COUNTS = {"train": 16, "val": 6, "test": 6}
@@ -121,13 +126,13 @@ def make_config(config_in: Callable[..., TrainConfig], tmp_path: Path) -> Callab
     return make
 
 
-def start_process(program: str, log: Path, values: dict[str, Any]) -> BaseProcess:
+def start_process(program: str, *, log: Path, **values: Any) -> BaseProcess:
     """Starts a program that finds ``values`` and ``log``, with nothing in it of what this process has done.
 
     It starts quickly: the imports are made once for all such processes.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["aploss.cli.train", "aploss.training.run", "aploss.losses.ranking.cpu"])
+    context.set_forkserver_preload(PRELOADED)
     process = context.Process(target=exec, args=(program, {"values": values, "log": str(log)}))
     process.start()
     return process
@@ -141,7 +146,7 @@ def spawn() -> Callable[..., BaseProcess]:
     """
 
     def start(program: str, *, log: Path, **values: Any) -> BaseProcess:
-        return start_process(PREAMBLE + program, log, values)
+        return start_process(PREAMBLE + program, log=log, **values)
 
     return start
 
@@ -149,7 +154,7 @@ def spawn() -> Callable[..., BaseProcess]:
 def run_commands(folder: Path, *commands: list[str]) -> "subprocess.CompletedProcess[str]":
     """Runs commands of the program one after the other in a folder, in one process of their own."""
     log = folder / "commands"
-    process = start_process(COMMANDS, log, {"folder": str(folder), "commands": commands})
+    process = start_process(COMMANDS, log=log, folder=str(folder), commands=commands)
     process.join()
     shown = (Path(f"{log}.{stream}").read_text(encoding="utf-8") for stream in ("stdout", "stderr"))
     return subprocess.CompletedProcess(commands, process.exitcode or 0, *shown)

@@ -24,6 +24,7 @@ DISTRIBUTIONS = (
     "random", "separated", "tied", "all equal", "tiny spread", "huge spread", "offset",
     "one outlier",
 )  # fmt: skip
+DELTAS = (0.0, 0.25, 1.0)
 LOSSES = ("ap", "auc", "rank-sort", "alrp")
 INFINITE = [float("nan"), float("inf"), float("-inf")]
 
@@ -86,12 +87,15 @@ def assert_equals_reference(loss: str, scores: Tensor, targets: Tensor, delta: f
         assert (gradient.double() - right).abs().max() <= 1e-7 * right.abs().max()
 
 
-@pytest.mark.parametrize("delta", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize("delta", DELTAS)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("loss", LOSSES)
-def test_losses_and_gradients_equal_the_literal_ones(make_boxes, loss, distribution, delta):
+def test_losses_and_gradients_equal_the_literal_ones(make_boxes, monkeypatch, distribution, delta):
+    """AP-loss with all; the others, which share most kernels in turns: each has every distribution and delta."""
+    monkeypatch.setattr(triton, "TILE", 32)  # the interpreter scans a tile number by number
     boxes = make_boxes(distribution, 30, 300, dtype=torch.float32)
-    assert_equals_reference(loss, *boxes, delta)
+    other = LOSSES[1 + (DISTRIBUTIONS.index(distribution) + DELTAS.index(delta)) % 3]
+    for loss in ("ap", other):
+        assert_equals_reference(loss, *boxes, delta)
 
 
 @pytest.mark.parametrize("positives", [1, 2])
@@ -104,8 +108,8 @@ def test_one_and_two_positives(make_boxes, loss, positives):
 @pytest.mark.parametrize("delta", [0.0, 1.0])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_more_positives_than_a_tile(make_boxes, monkeypatch, loss, delta):
-    monkeypatch.setattr(triton, "TILE", 64)
-    boxes = make_boxes("random", 150, 300, dtype=torch.float32)
+    monkeypatch.setattr(triton, "TILE", 32)
+    boxes = make_boxes("random", 80, 150, dtype=torch.float32)
     assert_equals_reference(loss, *boxes, delta)
 
 
@@ -132,24 +136,24 @@ def test_half_precision_scores_are_ranked_in_float32(make_boxes, dtype):
     assert ((gradient.float() - exact_gradient).abs() <= unit).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int32, torch.float16])
-def test_targets_of_every_dtype_mean_the_same(make_boxes, dtype):
+def test_targets_of_every_dtype_mean_the_same(make_boxes):
     scores, targets = make_boxes(ignored=0, dtype=torch.float32)
     values, gradients = computed("ap", scores, targets)
-    same_values, same_gradients = computed("ap", scores, targets.to(dtype))
-    assert values == same_values
-    assert torch.equal(gradients[0], same_gradients[0])
+    for dtype in (torch.bool, torch.uint8, torch.int8, torch.int32, torch.float16):
+        same_values, same_gradients = computed("ap", scores, targets.to(dtype))
+        assert values == same_values, dtype
+        assert torch.equal(gradients[0], same_gradients[0]), dtype
 
 
-@pytest.mark.parametrize("ignored", INFINITE)
-def test_ignored_scores_never_matter(make_boxes, ignored):
+def test_ignored_scores_never_matter(make_boxes):
     scores, targets = make_boxes(dtype=torch.float32)
     values, gradients = computed("ap", scores, targets)
-    scores[targets == -1] = ignored
-    same_values, same_gradients = computed("ap", scores, targets)
-    assert values == same_values
-    assert torch.equal(gradients[0], same_gradients[0])
-    assert (same_gradients[0][targets == -1] == 0).all()
+    for ignored in INFINITE:
+        scores[targets == -1] = ignored
+        same_values, same_gradients = computed("ap", scores, targets)
+        assert values == same_values, ignored
+        assert torch.equal(gradients[0], same_gradients[0]), ignored
+        assert (same_gradients[0][targets == -1] == 0).all(), ignored
 
 
 @pytest.mark.parametrize("delta", [0.0, 1.0])
@@ -157,7 +161,7 @@ def test_ignored_scores_never_matter(make_boxes, ignored):
 def test_every_capacity_gives_the_same_bits(make_boxes, loss, delta):
     scores, targets = make_boxes("tied", 20, 200, dtype=torch.float32)
     values, gradients = computed(loss, scores, targets, delta=delta)
-    for capacity in (20, 21, 300):
+    for capacity in (20, 21, 140):
         same_values, same_gradients = computed(loss, scores, targets, delta=delta, max_positives=capacity)
         assert values == same_values
         assert all(map(torch.equal, gradients, same_gradients))
@@ -173,7 +177,7 @@ def stages(backend: TritonBackend, problem: Problem, capacity: int) -> tuple[Ten
 
 @pytest.mark.parametrize("delta", [0.0, 0.3])
 def test_every_block_size_gives_the_same_bits(make_boxes, delta):
-    scores, targets = make_boxes("random", 20, 5000, dtype=torch.float32)
+    scores, targets = make_boxes("random", 20, 2000, dtype=torch.float32)
     problem = Problem(scores, targets, "ap", delta)
     results = [stages(TritonBackend(block), problem, 20) for block in (256, 1024, 4096)]
     for (value, gradient), (same_value, same_gradient) in pairwise(results):
