@@ -27,7 +27,13 @@ def site(tmp_path_factory):
 
 
 def test_the_site_holds_the_commands_the_api_and_the_formulas(site):
-    assert "aploss data convert" in (site / "commands.html").read_text(encoding="utf-8")
+    from aploss.cli.main import COMMANDS, make_parser
+
+    commands = (site / "commands.html").read_text(encoding="utf-8")
+    for words in COMMANDS:
+        assert f"aploss {' '.join(words)}</h2>" in re.sub(r"<a class=.*?</a>", "", commands)
+        for option in re.findall(r"^  (--[\w.-]+)", make_parser(words).format_help(), flags=re.MULTILINE):
+            assert f"<code>{option}" in commands, (words, option)
     api = (site / "api.html").read_text(encoding="utf-8")
     assert 'id="aploss.losses.ap_loss.ap_loss"' in api
     assert "half the width of the step function" in api

@@ -4,12 +4,15 @@ The Markdown under docs/ links to files of the repository as a code host shows t
 pages that stand for these files on the site.
 """
 
+import html
 import inspect
 import json
 import posixpath
 import re
+import textwrap
 from importlib import import_module
 from pathlib import Path
+from unittest.mock import patch
 
 from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
@@ -88,7 +91,9 @@ def target_of(link, source):
 
 
 def as_mathml(match):
-    return f'<div class="formula">{convert(match[1].strip(), display="block")}</div>'
+    """A formula; what stands beside each other goes below each other where there is no room."""
+    parts = (convert(part.strip(), display="block") for part in match[1].split(r"\qquad"))
+    return f'<div class="formula">{"".join(parts)}</div>'
 
 
 def names_of(package):
@@ -105,8 +110,22 @@ def commands_page():
 
     parts = ["# Commands\n\nMade from `aploss COMMAND --help` when the site is built.\n"]
     for words in COMMANDS:
-        parts.append(f"## aploss {' '.join(words)}\n\n```text\n{make_parser(words).format_help().rstrip()}\n```\n")
+        with patch.dict("os.environ", COLUMNS="100000"):  # every option in a line, or two if it is long
+            _, what, *sections = make_parser(words).format_help().rstrip().split("\n\n")
+        examples = sections.pop().partition("\n")[2]
+        options = re.findall(r"^  (\S.*?)(?:\n? {2,}(\S.*))?$", "\n\n".join(sections), flags=re.MULTILINE)
+        parts += [
+            f"## aploss {' '.join(words)}\n",
+            f"{what.strip()}\n\n```text\n{textwrap.dedent(examples)}\n```\n",
+            *(f"- `{option}`{': ' if text else ''}{as_markdown(text)}" for option, text in options),
+            "",
+        ]
     return "\n".join(parts)
+
+
+def as_markdown(text):
+    escaped = re.sub(r"([*_\[])", r"\\\1", html.escape(text, quote=False))
+    return re.sub(r"--\w[\w.-]*\w", r"`\g<0>`", escaped)
 
 
 def api_page():

@@ -61,6 +61,7 @@ def test_all_studies_are_linked_from_an_index(monkeypatch, tmp_path, capsys):
     assert links == [f"{name}/report.html" for name in STUDIES]
     assert all((tmp_path / link).is_file() for link in links)
     assert all(f"{name} is true" in page for name in STUDIES)
+    assert f"{len(STUDIES)} of {len(STUDIES)} claims hold" in page
     captured = capsys.readouterr()
     assert str(tmp_path / "index.html") in captured.out
     assert captured.err == f"next: python -m webbrowser {tmp_path / 'index.html'}\n"

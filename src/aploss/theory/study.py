@@ -53,8 +53,11 @@ def write_study(study: Study, folder: Path) -> Path:
 
 def write_index(studies: Sequence[Study], folder: Path) -> Path:
     """Writes ``index.html``, which has the verdicts of all studies and links to their pages; returns it."""
+    way = "How it was tried, and all numbers"
     sections = [
-        Section(study.title, [Text(study.place), *study.verdicts, Link(f"{study.name}/report.html", "what was found")])
+        Section(study.title, [Text(study.place), *study.verdicts, Link(f"{study.name}/report.html", way)])
         for study in studies
     ]
-    return write_page(folder / "index.html", "The paper's theorems, put to the test", sections)
+    held = [verdict.holds is True for study in studies for verdict in study.verdicts]
+    subtitle = f"{sum(held)} of {len(held)} claims hold"
+    return write_page(folder / "index.html", "The paper's theorems, put to the test", sections, subtitle=subtitle)
