@@ -12,11 +12,13 @@ torch.set_num_threads(1)
 # tensors: a training step frees all of it, and the kernel would clear every page of it again for the next.
 os.environ |= {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**64 - 1)}
 
-# Files that take longest, first, so that no process has one of them left when the others are done.
+# Files that take longest, first, so that no process has one of them left when the others are done. The first two go to
+# different processes: one compiles the losses for this processor, while the other, which does not, leaves it to that.
 LONGEST = (
-    "test_hugging_face", "test_engine", "test_plugins", "test_examples", "test_triton", "test_ap_loss", "test_losses",
-    "test_swap_loss", "test_timm_backbones", "test_criterion", "test_distributed", "test_export", "test_run",
-    "test_readme", "test_notebooks",
+    "test_engine", "test_triton", "test_hugging_face", "test_timm_backbones", "test_examples", "test_export",
+    "test_losses", "test_ap_loss", "test_distributed", "test_run", "test_loop", "test_plugins", "test_signals",
+    "test_processes", "test_swap_loss", "test_notebooks", "test_scaling", "test_measures", "test_run_report",
+    "test_browser", "test_readme", "test_run_folder",
 )  # fmt: skip
 
 
