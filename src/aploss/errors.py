@@ -57,11 +57,7 @@ def missing_package(package: str) -> ConfigError:
 
 
 def require_packages(*packages: str) -> None:
-    """Says before any work is done what has to be installed for it.
-
-    Raises:
-        ConfigError: one of the packages is not installed.
-    """
+    """Says before any work is done what has to be installed for it, as a ConfigError."""
     for package in packages:
         if find_spec(package) is None:
             raise missing_package(package)

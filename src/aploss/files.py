@@ -33,12 +33,7 @@ def as_file_name(text: str, longest: int = 100) -> str:
 def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     """Writes a file under a temporary name, flushes it to the disk, and renames it over the previous one.
 
-    Args:
-        path: the file; its folder is made when it is missing.
-        write: called with the open binary file.
-
-    Raises:
-        RunError: it cannot be written there.
+    ``write`` is called with the open binary file; its folder is made when it is missing. RunError where that fails.
     """
     unfinished = _unfinished(path)
     try:
@@ -112,10 +107,8 @@ def keep_as(path: Path, kept: Path) -> None:
 def check_archive(path: Path) -> None:
     """Compares every part of a zip archive, as torch writes them, with its stored checksum.
 
-    torch itself does not: a checkpoint with a changed byte loads with a wrong weight.
-
-    Raises:
-        RunError: the file has changed since it was written, or is no archive.
+    torch itself does not: a checkpoint with a changed byte loads with a wrong weight. RunError for a file that has
+    changed since it was written, or is no archive.
     """
     try:
         with zipfile.ZipFile(path) as archive:

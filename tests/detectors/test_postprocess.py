@@ -9,7 +9,7 @@ from torchvision.models.detection import RetinaNet
 from torchvision.models.detection._utils import BoxCoder
 
 from aploss.detectors import Detector, MultiScale, build_detector
-from aploss.detectors.postprocess import merge_detections, postprocess
+from aploss.detectors.predict import merge_detections, postprocess
 from aploss.errors import ConfigError
 
 CODER = BoxCoder((10.0, 10.0, 5.0, 5.0))

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from aploss.detectors import Detector, MultiScale, build_detector
-from aploss.detectors.predict import image_tensor, predict
+from aploss.detectors.predict import image_tensor
 from aploss.errors import DataError
 from aploss.evaluation import Calibration
 
@@ -111,7 +111,7 @@ def test_images_are_taken_from_any_iterable_and_a_batch(detector: Detector) -> N
 
 def test_the_mode_of_the_detector_is_left_as_it_was(detector: Detector) -> None:
     detector.train()
-    assert len(predict(detector, torch.rand(3, 40, 40))) == 1
+    assert len(detector.predict(torch.rand(3, 40, 40))) == 1
     assert detector.training
     detector.eval()
     detector.predict(torch.rand(3, 40, 40))

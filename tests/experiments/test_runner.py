@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from aploss.errors import ConfigError, RunError
-from aploss.experiments.compare import compare, comparison_plan
+from aploss.experiments.compare import cache_folder, compare, comparison_plan
 from aploss.experiments.plan import Plan, Searched, Tuning, settings_hash
-from aploss.experiments.runner import cache_folder
 from aploss.training import TrainConfig, TrainingInterruptedError
 
 

@@ -120,17 +120,10 @@ def test_a_difference_is_named_by_its_losses() -> None:
 
 def test_a_difference_of_one_seed_has_no_interval(tmp_path: Path) -> None:
     one = Difference(name="ap", baseline="focal", values=[0.02], mean=0.02, low=math.nan, high=math.nan)
-    assert not one.is_clear
     entry = Entry(name="ap", values={"AP": [0.5, None]})
     comparison = Comparison(title="T", entries=[entry], differences=[one])
     assert "| +2.0 | \u2013 | 1 |" in comparison_markdown(comparison)
     assert "Paired differences" not in write_comparison_report(comparison, tmp_path).read_text()
-
-
-@pytest.mark.parametrize(("low", "high", "clear"), [(0.1, 0.2, True), (-0.1, 0.2, False)])
-def test_a_difference_is_clear_when_zero_is_outside(low: float, high: float, clear: bool) -> None:
-    one = Difference(name="a", baseline="b", values=[0.1, 0.2], mean=0.1, low=low, high=high)
-    assert one.is_clear == clear
 
 
 PLOTS = {

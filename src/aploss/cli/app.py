@@ -24,7 +24,7 @@ from aploss.cli.command import Command
 from aploss.errors import AplossError, ConfigError
 
 if TYPE_CHECKING:
-    from aploss.detectors.postprocess import ObjectDetector
+    from aploss.detectors.predict import ObjectDetector
 
 EXAMPLES = """
   aploss app runs/demo
@@ -70,11 +70,7 @@ def _run(options: Namespace) -> int:
 
 
 def make_server(names: Sequence[str], detectors: "Sequence[ObjectDetector]", *, port: int = 0) -> "AppServer":
-    """A server on 127.0.0.1 that shows what detectors find; ``serve_forever`` starts it.
-
-    Raises:
-        ConfigError: if the port is taken or not allowed.
-    """
+    """A server on 127.0.0.1 that shows what detectors find; ConfigError where the port is taken or not allowed."""
     try:
         return AppServer(names, detectors, port)
     except OSError as error:

@@ -21,10 +21,6 @@ EXIT_PROBLEMS = 1  # done, but something could not be used or does not hold
 SECONDS_BETWEEN_LINES = 10.0
 # Settings of a run with an option of their own in comparisons: --steps, and --losses ap:delta=0.5.
 OTHERWISE = ("criterion.options", "schedule.length")
-TUNE_OVER = (
-    "a setting that is searched with the learning rate, as criterion.box_weight=1,3, or an option of one loss, as "
-    "focal:gamma=1,2; may be repeated: all combinations"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,13 +117,26 @@ def run_training(config: "TrainConfig", options: "Namespace", *, resume: bool, s
     return 0
 
 
-def add_shared_settings(parser: "ArgumentParser") -> None:
-    """One option for each setting of a run in which the rows of a comparison may be alike."""
+def add_comparison_options(parser: "ArgumentParser", *, trial: str, out: str) -> None:
+    """The options of all comparisons, and one for each setting of a run in which rows may be alike.
+
+    ``trial`` is how long a trial of the search is by default, ``out`` where the results go.
+    """
     from jsonargparse import SUPPRESS
 
     from aploss.experiments.plan import DECIDED
     from aploss.training.config import TrainConfig, settings_of
 
+    searched = (
+        "a setting that is searched with the learning rate, as criterion.box_weight=1,3, or an option of one loss, as "
+        "focal:gamma=1,2; may be repeated: all combinations"
+    )
+    parser.add_argument("--tune-steps", type=int, help=f"length of each trial{trial}")
+    parser.add_argument("--tune-over", action="append", default=[], metavar="[LOSS:]KEY=A,B", help=searched)
+    parser.add_argument("--max-minutes", type=float, help="stop after so many minutes; the same command goes on")
+    parser.add_argument("--out", help=f"folder of page and tables; by default {out}")
+    parser.add_argument("--cache", help="folder of the runs; by default 'cache' beside --out")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ...")
     for setting in settings_of(TrainConfig):
         if setting.key == "precision" or ("." in setting.key and setting.key not in (*DECIDED, *OTHERWISE)):
             option = f"--{setting.key.replace('_', '-')}"
@@ -135,7 +144,7 @@ def add_shared_settings(parser: "ArgumentParser") -> None:
 
 
 def shared_settings(options: "Namespace") -> dict[str, Any]:
-    """Those of :func:`add_shared_settings` that were given, as nested values."""
+    """The settings of :func:`add_comparison_options` that were given, as nested values."""
     return {key: value for key, value in options.as_dict().items() if isinstance(value, dict) or key == "precision"}
 
 

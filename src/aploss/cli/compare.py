@@ -10,14 +10,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from aploss.cli.command import (
-    TUNE_OVER,
-    Command,
-    add_shared_settings,
-    require_at_least,
-    run_comparison,
-    shared_settings,
-)
+from aploss.cli.command import Command, add_comparison_options, require_at_least, run_comparison, shared_settings
 from aploss.cli.options import LONG_FORMS, add_familiar, familiar_changes
 from aploss.detectors.build import DETECTORS
 from aploss.errors import ConfigError
@@ -66,13 +59,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
     add_familiar(parser, steps="length of each training; the recipe's by default")
     parser.add_argument("--validations", type=int, default=10, help="points of the curve of AP")
     parser.add_argument("--tune", action="store_true", help="search the learning rate of each loss on validation")
-    parser.add_argument("--tune-steps", type=int, help="length of each trial; --steps by default")
-    parser.add_argument("--tune-over", action="append", default=[], metavar="[LOSS:]KEY=A,B", help=TUNE_OVER)
-    parser.add_argument("--max-minutes", type=float, help="stop after so many minutes; the same command goes on")
-    parser.add_argument("--out", help="folder of page and tables; by default runs/compare-...")
-    parser.add_argument("--cache", help="folder of the runs; by default 'cache' beside --out")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ...")
-    add_shared_settings(parser)
+    add_comparison_options(parser, trial="; --steps by default", out="runs/compare-...")
 
 
 def _run(options: Namespace) -> int:
@@ -86,7 +73,9 @@ def _run(options: Namespace) -> int:
             raise ConfigError(f"--{option.replace('_', '-')} goes with --tune")
     if options.tune and options.lr is not None:
         raise ConfigError("--tune searches the learning rate: leave out --lr")
-    vary, losses = parse_vary(options.vary), _losses(options)
+    if options.names and options.losses is not None:
+        raise ConfigError(f"the losses are given twice: {' '.join(options.names)} and --losses {options.losses}")
+    vary, losses = parse_vary(options.vary), ",".join(options.names) or options.losses
     for key in vary:
         names = [name for name, keys in LONG_FORMS.items() if key in keys] + [key]
         if given := [f"--{name.replace('_', '-')}" for name in names if options.get(name) is not None]:
@@ -102,13 +91,6 @@ def _run(options: Namespace) -> int:
         tuning=Tuning(steps=options.tune_steps, over=parse_searched(options.tune_over)) if options.tune else None,
     )
     return run_comparison(options, default_out(plan), partial(compare, plan))
-
-
-def _losses(options: Namespace) -> str | None:
-    """The losses that are named, after each other or with ``--losses``."""
-    if options.names and options.losses is not None:
-        raise ConfigError(f"the losses are given twice: {' '.join(options.names)} and --losses {options.losses}")
-    return ",".join(options.names) or options.losses
 
 
 def _recipe_and_changes(options: Namespace) -> tuple[str, dict[str, Any]]:

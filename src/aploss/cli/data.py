@@ -6,11 +6,12 @@ import shlex
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
 
 from aploss.cli.command import Command, progress, require_at_least, say_next
+from aploss.cli.options import parse_size
 from aploss.errors import ConfigError, DataError
 from aploss.files import as_file_name, write_whole
 
@@ -62,12 +63,7 @@ def _add_check_arguments(parser: ArgumentParser) -> None:
 
 
 def _check(options: Namespace) -> int:
-    """Checks the dataset and prints what was found.
-
-    Returns:
-        0: everything can be used; 1: something would be dropped or clipped; 2: the dataset, or its training split,
-        cannot be used.
-    """
+    """Checks the dataset and prints what was found; see :attr:`~aploss.data.check.CheckResult.exit_code`."""
     from PIL import Image
 
     from aploss.data.check import UNUSABLE, check_dataset, check_report
@@ -148,10 +144,7 @@ def _samples(dataset: "DetectionDataset", indices: list[int], options: Namespace
         return [dataset[index] for index in indices]
     from aploss.data.loader import AugmentedSamples
 
-    sides = (options.size or "300").lower().split("x")
-    if len(sides) > 2 or not all(side.isdecimal() for side in sides):
-        raise ConfigError(f"--size {options.size}: write 300, or 240x320 for height x width")
-    size = int(sides[0]), int(sides[-1])
+    size: Any = parse_size(options.size or "300", "--size", 300)
     samples = AugmentedSamples(dataset, seed=options.seed, preset=options.augment, size=size)
     return [samples[0, index] for index in indices]
 

@@ -61,7 +61,8 @@ class Parser(ArgumentParser):
     def _spelled(self, arguments: Sequence[str]) -> Iterator[str]:
         """The arguments, options with dashes; an option that does not exist is an error with the nearest one."""
         known = self._names
-        groups = {name for action in self._actions for name in action.option_strings if _is_mapping(action)}
+        mappings = [action for action in self._actions if "dict" in str(getattr(action, "_typehint", ""))]
+        groups = {name for action in mappings for name in action.option_strings}
         for place, word in enumerate(arguments):
             if word == "--":
                 yield from arguments[place:]
@@ -101,10 +102,6 @@ class Parser(ArgumentParser):
             if not word.startswith("--") and not value_follows:
                 yield word
             value_follows = word.startswith("--") and takes_value.get(word, "=" not in word)
-
-
-def _is_mapping(action: Action) -> bool:
-    return "dict" in str(getattr(action, "_typehint", ""))
 
 
 def nearest_option(option: str, known: Sequence[str]) -> str | None:
@@ -160,15 +157,15 @@ def familiar_changes(options: Namespace, config: "TrainConfig") -> dict[str, Any
     """What the options change in a config, as nested values.
 
     Milestones keep their share of the length, and images are tested as much larger or smaller as they are trained.
-
-    Raises:
-        ConfigError: an option is given together with the setting that it is short for.
+    ConfigError for an option that is given together with the setting that it is short for.
     """
     given = {name: options[name] for name in LONG_FORMS if options[name] is not None}
     if {"epochs", "steps"} <= given.keys():
         raise ConfigError("give --epochs or --steps, not both")
-    for name in given:
-        _refuse_both(options, name)
+    for name, key in ((one, key) for one in given for key in LONG_FORMS[one]):
+        if options.get(key) is not None:
+            short, long = (f"--{one.replace('_', '-')}" for one in (name, key))
+            raise ConfigError(f"{short} and {long} are the same setting: give one of them")
     changes: dict[str, Any] = {}
     for unit in given.keys() & {"epochs", "steps"}:
         schedule, length = config.schedule, given[unit]
@@ -181,28 +178,18 @@ def familiar_changes(options: Namespace, config: "TrainConfig") -> dict[str, Any
     if "batch_size" in given:
         changes["batches"] = {"size": given["batch_size"]}
     if "image_size" in given:
-        size = _size(given["image_size"])
+        size = parse_size(given["image_size"], "--image-size")
         changes.setdefault("batches", {})["image_size"] = size
-        if "test_size" not in _given(options, "model.options"):
+        if "test_size" not in (options.get("model.options") or {}):
             changes["model"] = {"options": {"test_size": _test_size(size, config)}}
     return changes
 
 
-def _refuse_both(options: Namespace, name: str) -> None:
-    for key in LONG_FORMS[name]:
-        if options.get(key) is not None:
-            short, long = (f"--{one.replace('_', '-')}" for one in (name, key))
-            raise ConfigError(f"{short} and {long} are the same setting: give one of them")
-
-
-def _given(options: Namespace, key: str) -> Any:
-    return options.get(key) or {}
-
-
-def _size(text: str) -> int | list[int]:
+def parse_size(text: str, option: str, example: int = 320) -> int | list[int]:
+    """The side of a square, or [height, width], as typed for an option."""
     sides = text.strip("[]() ").lower().replace(",", "x").split("x")
     if len(sides) > 2 or not all(side.strip().isdecimal() for side in sides):
-        raise ConfigError(f"--image-size {text}: write 320, or 240x320 for height x width")
+        raise ConfigError(f"{option} {text}: write {example}, or 240x320 for height x width")
     return int(sides[0]) if len(sides) == 1 else [int(side) for side in sides]
 
 

@@ -23,8 +23,7 @@ from aploss.files import write_text, write_whole
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aploss.detectors.postprocess import ObjectDetector
-    from aploss.detectors.predict import Prediction
+    from aploss.detectors.predict import ObjectDetector, Prediction
 
 EXAMPLES = """
   aploss predict runs/demo photos/ --out found/
@@ -63,8 +62,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 def _run(options: Namespace) -> int:
     """Predicts image by image and writes the results; 1 if some images could not be used."""
-    from aploss.detectors.postprocess import MultiScale
-    from aploss.detectors.predict import predict
+    from aploss.detectors.predict import MultiScale
 
     _require_all(options)
     require_at_least(1, options, "batch_size")
@@ -79,8 +77,8 @@ def _run(options: Namespace) -> int:
             chunk = images[start : start + options.batch_size]
             readable = list(_read(chunk, failures))
             tensors = [tensor for _, tensor in readable]
-            predictions = predict(
-                detector, tensors, threshold=options.threshold, batch_size=options.batch_size, multi_scale=multi_scale
+            predictions = detector.predict(
+                tensors, threshold=options.threshold, batch_size=options.batch_size, multi_scale=multi_scale
             )
             for (image, tensor), prediction in zip(readable, predictions, strict=True):
                 results.add(image, tensor, prediction)
@@ -180,15 +178,8 @@ class _Results:
 
 
 def find_images(arguments: Sequence[str], *, exclude: Path | None = None) -> tuple[list[ImageFile], list[str]]:
-    """Image files from files, folders (with the folders in them) and patterns such as ``*.jpg``.
-
-    Args:
-        arguments: as given on the command line; the shell may have left patterns in them.
-        exclude: a folder that is not looked into, such as the one that results go to.
-
-    Returns:
-        The files in the order of the arguments, each once; and a line for each argument that is no image.
-    """
+    """The files of arguments that are files, folders (with the folders in them) or patterns such as ``*.jpg``, in their
+    order and each once; and a line for each argument that is no image. The folder ``exclude`` is not looked into."""
     found: dict[Path, str] = {}
     problems: list[str] = []
     for argument in arguments:

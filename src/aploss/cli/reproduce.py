@@ -10,14 +10,7 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, Namespace
 
-from aploss.cli.command import (
-    TUNE_OVER,
-    Command,
-    add_shared_settings,
-    require_at_least,
-    run_comparison,
-    shared_settings,
-)
+from aploss.cli.command import Command, add_comparison_options, require_at_least, run_comparison, shared_settings
 from aploss.experiments.paper import REPRODUCTIONS
 
 EXAMPLES = """
@@ -44,15 +37,9 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, help="length of each training at small scale")
     no_tune = "take the recipe's learning rates; else they are searched where losses are compared"
     parser.add_argument("--no-tune", action="store_true", help=no_tune)
-    parser.add_argument("--tune-steps", type=int, help="length of each trial of that search")
-    parser.add_argument("--tune-over", action="append", default=[], metavar="[LOSS:]KEY=A,B", help=TUNE_OVER)
-    parser.add_argument("--max-minutes", type=float, help="stop after so many minutes; the same command goes on")
-    parser.add_argument("--out", help="folder of page and tables; by default runs/NAME-SCALE-DATA")
-    parser.add_argument("--cache", help="folder of the runs; by default 'cache' beside --out")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ...")
     parser.add_argument("--plan", action="store_true", help="show the runs and stop")
     parser.add_argument("--yes", action="store_true", help="start the paper's scale on a CPU, too")
-    add_shared_settings(parser)
+    add_comparison_options(parser, trial=" of that search", out="runs/NAME-SCALE-DATA")
 
 
 def _run(options: Namespace) -> int:

@@ -36,22 +36,15 @@ class TextIds(NamedTuple):
     """The numbers that stand for ids of text, which COCO files may have: text → number.
 
     Example:
-        >>> ids = TextIds({}, {})
-        >>> ids.add("images", ["b", "a"])
-        >>> ids.shown("images", [FIRST_TEXT, 7])
+        >>> TextIds({"a": FIRST_TEXT}, {}).shown("images", [FIRST_TEXT, 7])
         ["'a'", '7']
     """
 
     images: dict[str, int]
     categories: dict[str, int]
 
-    def add(self, kind: str, texts: Iterable[str]) -> None:
-        """Numbers texts of ``"images"`` or ``"categories"`` in their order."""
-        for text in sorted(texts):
-            number_text(getattr(self, kind), text)
-
     def shown(self, kind: str, numbers: Iterable[int]) -> list[str]:
-        """Ids as they are written in the file."""
+        """Ids of ``"images"`` or ``"categories"`` as they are written in the file."""
         texts = {number: repr(text) for text, number in getattr(self, kind).items()}
         return [texts.get(number, str(number)) for number in numbers]
 
@@ -367,18 +360,10 @@ class DetectionDataset(Dataset[Sample]):
 
 
 def concatenate(parts: Sequence[DetectionDataset], *, split: str | None = None) -> DetectionDataset:
-    """Joins datasets of the same classes; an image that is in several is taken once.
+    """Joins at least one dataset of the same classes, below the folder that they share; DataError where classes differ.
 
-    Args:
-        parts: at least one.
-        split: name of the whole; the parts' splits joined by ``+`` where not given.
-
-    Returns:
-        A dataset below the folder that the parts share. Image ids are kept where they stay distinct, otherwise they are
-        1..n.
-
-    Raises:
-        DataError: the class names differ.
+    An image that is in several is taken once. Image ids are kept where they stay distinct, otherwise they are 1..n. The
+    name of the whole is ``split``; the parts' splits joined by ``+`` where not given.
     """
     if len({part.class_names for part in parts}) != 1:
         lists = " and ".join(sorted({", ".join(part.class_names) for part in parts}))

@@ -317,12 +317,7 @@ def _classes(parts: Parts, name: str) -> Iterator[Problem]:
 
 
 def check_report(result: CheckResult, *, limit: int = 20) -> str:
-    """Counts, histograms and problems.
-
-    Args:
-        result: what :func:`aploss.data.check_dataset` found.
-        limit: how many problems of a kind to write out; 0 for all.
-    """
+    """Counts, histograms and problems in words, ``limit`` of each kind; 0 for all."""
     parts = [f"{result.path}: {result.format} dataset, {_count(len(result.class_names), 'class')}"]
     if result.splits:
         parts += [

@@ -26,6 +26,7 @@ from aploss.data.formats import (
     Parts,
     Written,
     common_split_name,
+    image_size,
     is_text,
     json_begins_with,
     number,
@@ -105,9 +106,7 @@ def _decode_large(entry: msgspec.Raw) -> Any:
 def coco_document(source: Any) -> Any:
     """A ground truth of a file's bytes or of a dict, as :class:`CocoDocument`.
 
-    Raises:
-        msgspec.ValidationError: it is not an object with keys.
-        ValueError: the bytes are not JSON.
+    A ``msgspec.ValidationError`` where it is not an object with keys, a ValueError where the bytes are not JSON.
     """
     if isinstance(source, bytes):
         return decode_json(source, _RawDocument, CocoDocument)
@@ -126,15 +125,9 @@ _PYTHONS_OWN = re.compile(rb"NaN|Infinity|\\u[dD][89a-fA-F]")
 
 
 def decode_json(content: bytes, kind: Any = Any, kind_of_python: Any = Any) -> Any:
-    """The value of a JSON file in UTF-8.
+    """The value of a JSON file in UTF-8; ValueError where it is not JSON, or not of the type ``kind``.
 
-    Args:
-        content: of the file.
-        kind: the type to build, as msgspec takes it; what it has no place for is skipped.
-        kind_of_python: the same where the file holds what only Python's json reads.
-
-    Raises:
-        ValueError: it is not JSON, or not of that type.
+    What a type has no place for is skipped; ``kind_of_python`` is for files that hold what only Python's json reads.
     """
     text = memoryview(content)[3:] if content.startswith(b"\xef\xbb\xbf") else content
     try:
@@ -287,7 +280,8 @@ def number_texts(document: Any) -> TextIds:
     texts = TextIds({}, {})
     for kind in texts._fields:
         ids = (getattr(entry, "id", None) for entry in getattr(document, kind))
-        texts.add(kind, {one for one in ids if isinstance(one, str)})
+        for text in sorted({one for one in ids if isinstance(one, str)}):
+            number_text(getattr(texts, kind), text)
     return texts
 
 
@@ -378,12 +372,12 @@ class CocoFormat(DataFormat):
         elif builder.image_ids and min(builder.image_ids) < 1:
             shift = 1 - min(builder.image_ids)
             builder.image_ids = [image_id + shift for image_id in builder.image_ids]
-
-        def describe(image: int, number: int) -> tuple[str, str]:
-            return file, f"annotation {number} of {builder.paths[image]}"
-
-        names = tuple(name for _, name in categories) if class_names is None else class_names
-        return builder.dataset(class_names=names, name=self.name, split=split, describe=describe)
+        return builder.dataset(
+            class_names=[name for _, name in categories] if class_names is None else class_names,
+            name=self.name,
+            split=split,
+            describe=lambda image, number: (file, f"annotation {number} of {builder.paths[image]}"),
+        )
 
     def leftovers(self) -> list[Problem]:
         """See :meth:`DataFormat.leftovers`; of the splits that were read."""
@@ -489,18 +483,14 @@ def _add_boxes(
     ids, counts = np.unique(objects.ids, return_counts=True)
     for annotation_id in ids[counts > 1].tolist():
         report("duplicate-annotation-id", f"annotation id {annotation_id} is used again")
-    image_ids = np.array(sorted(index_of), np.int64)
-    indices = np.array([index_of[i] for i in image_ids.tolist()], np.int64)
-    images = _look_up(objects.image_ids, image_ids, indices, absent=-2)
+    images = np.array([index_of.get(image_id, -2) for image_id in objects.image_ids.tolist()], np.int64)
     unknown = images == -2
     absent = texts.shown("images", objects.image_ids[unknown].tolist())
     for annotation_id, image_id in zip(objects.ids[unknown].tolist(), absent, strict=True):
         report("unknown-image", f"annotation {annotation_id}: no image has id {image_id}")
-    known_ids = np.array([category for category, _ in categories], np.int64)
-    names = [name for _, name in categories]
-    label_of = {name: k for k, name in enumerate(names if class_names is None else class_names)}
-    labels_of_ids = np.array([label_of.get(name, -1) for name in names], np.int64)
-    labels = _look_up(objects.category_ids, known_ids, labels_of_ids, absent=-2)
+    names = [name for _, name in categories] if class_names is None else list(class_names)
+    label_of = {category: names.index(name) for category, name in categories if name in names}
+    labels = np.array([label_of.get(category, -1) for category in objects.category_ids.tolist()], np.int64)
     _report_classes(categories, objects.category_ids, labels < 0, report, texts)
     kept = (images >= 0) & (labels >= 0)
     corners = objects.xywh[kept]
@@ -539,12 +529,6 @@ def _image(entry: Any, where: str, texts: TextIds) -> tuple[int, str]:
     if not isinstance(entry.file_name, str) or not entry.file_name:
         raise CocoEntryError("bad-image-entry", f"{where}: image {entry.id!r} has no file_name")
     return image_id, entry.file_name
-
-
-def image_size(width: Any, height: Any) -> tuple[int, int] | None:
-    """Width and height as a file states them; None where they are no size."""
-    possible = all(type(side) in (int, float) and 1 <= side < 2**31 for side in (width, height))
-    return (int(width), int(height)) if possible else None
 
 
 def _categories(entries: Sequence[Any], file: str, texts: TextIds) -> list[tuple[int, str]]:
@@ -593,13 +577,3 @@ def _report_classes(
     if shifted and not texts.categories:
         found = f"categories have ids {low}..{high}, annotations use {min(seen)}..{max(seen)}"
         report("class-ids-off-by-one", f"{found}: are they counted from another number?")
-
-
-def _look_up(
-    keys: NDArray[np.int64], table_keys: NDArray[np.int64], values: NDArray[np.int64], *, absent: int
-) -> NDArray[np.int64]:
-    """The value of each key in a table sorted by key."""
-    if not len(table_keys):
-        return np.full(len(keys), absent, np.int64)
-    places = np.searchsorted(table_keys, keys).clip(max=len(table_keys) - 1)
-    return np.where(table_keys[places] == keys, values[places], absent)

@@ -53,7 +53,10 @@ def convert_dataset(
         raise DataError(f"{wrong}; choose one of {', '.join(writable_formats())}")
     source = find_source(path, format=format)
     out = Path(out)
-    _check_target(out, source.folder.root)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DataError(f"{out}: not an empty folder; name another one, nothing is overwritten")
+    if out.resolve().is_relative_to(source.folder.root):
+        raise DataError(f"{out}: inside the dataset it is made from; name a folder elsewhere")
     class_names = load_split(source, "all").class_names
     parts = {
         split: without_unusable_images(load_split(source, split, class_names), decode=False) for split in source.splits
@@ -141,13 +144,6 @@ def _plain(name: str) -> str:
 
 def _key(name: str) -> str:
     return posixpath.splitext(name)[0].casefold()
-
-
-def _check_target(out: Path, source: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"{out}: not an empty folder; name another one, nothing is overwritten")
-    if out.resolve().is_relative_to(source):
-        raise DataError(f"{out}: inside the dataset it is made from; name a folder elsewhere")
 
 
 def _copy_image(path: Path, target: Path, size: tuple[int, int] | None) -> None:

@@ -132,7 +132,8 @@ def store_features(
 ) -> StoredFeatures:
     """The maps of a dataset's images, computed where they are not stored yet.
 
-    Several processes may ask at once: one computes, the others wait.
+    Several processes may ask at once: one computes, the others wait. DataError where the cache cannot be written, or no
+    image can be read.
 
     Args:
         dataset: the images.
@@ -142,9 +143,6 @@ def store_features(
         drawn: augmented views to store, in place of each image and its mirror image.
         on_progress: called with images done and all images.
         cache: folder to keep them in; ``features`` in :func:`~aploss.data.builtin.cache_folder` where not given.
-
-    Raises:
-        DataError: the cache cannot be written, or no image can be read.
     """
     home = cache_folder() / "features" if cache is None else cache
     folder = home / _key(dataset, network_digest, size, drawn)
@@ -228,7 +226,8 @@ def _compute(
                         drawn=views.drawn,
                         unreadable=unreadable,
                     )
-                    _require_space(folder.parent, stored)
+                    if (free := shutil.disk_usage(folder.parent).free) < stored.bytes:
+                        raise OSError(f"{stored.bytes / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free")
                     file.truncate(stored.bytes)
                 rows = torch.cat([one.flatten(1).cpu() for one in features.maps], dim=1).half()
                 if not bool(rows.isfinite().all()):
@@ -291,9 +290,3 @@ def _write_targets(file: Path, targets: list[list[dict[str, Any]]], views: int) 
     arrays = {name: torch.cat([target[name] for target in known]).numpy() for name in ("boxes", *OBJECT_FIELDS)}
     arrays["starts"] = np.cumsum([0, *counts])
     np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's keyword allow_pickle is meant
-
-
-def _require_space(home: Path, stored: StoredFeatures) -> None:
-    if (free := shutil.disk_usage(home).free) < stored.bytes:
-        needed = f"{stored.bytes / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free"
-        raise OSError(needed)

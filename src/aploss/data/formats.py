@@ -18,7 +18,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -137,6 +137,12 @@ def number(text: object) -> float:
     except (ValueError, OverflowError):
         pass
     raise ValueError(f"{text!r:.80} is not a number")
+
+
+def image_size(width: Any, height: Any) -> tuple[int, int] | None:
+    """Width and height as a file states them; None where they are no size."""
+    possible = all(type(side) in (int, float) and 1 <= side < 2**31 for side in (width, height))
+    return (int(width), int(height)) if possible else None
 
 
 def filled_lines(text: str) -> list[str]:

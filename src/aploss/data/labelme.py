@@ -10,12 +10,13 @@ from typing import Any
 from msgspec import UNSET, Struct
 
 from aploss.data.annotations import AnnotationBuilder, DetectionDataset
-from aploss.data.coco import decode_json, image_size, shown
+from aploss.data.coco import decode_json, shown
 from aploss.data.formats import (
     SPLITS,
     DataFormat,
     common_split_name,
     filled_lines,
+    image_size,
     is_text,
     json_begins_with,
     number,
@@ -38,10 +39,7 @@ class LabelMeDocument(Struct):
 
 
 def shape_corners(shape: dict[str, Any]) -> tuple[float, float, float, float]:
-    """The box that encloses a shape: x1, y1, x2, y2.
-
-    Raises:
-        ValueError: it has no box, or its points are not numbers.
+    """The box that encloses a shape: x1, y1, x2, y2; ValueError where it has none, or its points are not numbers.
 
     Example:
         >>> shape_corners({"shape_type": "polygon", "points": [[4, 9], [8, 2], [6, 5]]})
@@ -73,7 +71,10 @@ class LabelMeFormat(DataFormat):
     looked_for = "LabelMe (a JSON file with shapes and imagePath beside each image)"
 
     def __init__(self, folder: DatasetFolder, files: Sequence[str], images: FilesByStem) -> None:
-        named = {file: _split_of(file) for file in files}
+        named = {  # the folder on the way to a file that is called as a split is
+            file: next((name for name in file.split("/")[:-1] if common_split_name(name) in SPLITS), "")
+            for file in files
+        }
         elsewhere = "unsplit" if any(named.values()) else "all"
         self._files: dict[str, list[str]] = {}
         for file, split in named.items():
@@ -214,11 +215,6 @@ class LabelMeFormat(DataFormat):
 def _label(shape: Any) -> str:
     label = shape.get("label") if isinstance(shape, dict) else None
     return label if isinstance(label, str) and is_text(label) else ""
-
-
-def _split_of(file: str) -> str:
-    """The folder on the way to a file that is called as a split is; empty where there is none."""
-    return next((name for name in file.split("/")[:-1] if common_split_name(name) in SPLITS), "")
 
 
 def _beside(file: str, images: FilesByStem) -> list[str]:

@@ -88,11 +88,7 @@ def format_names() -> tuple[str, ...]:
 
 
 def find_source(path: str | Path, *, format: str = "auto") -> DataFormat:
-    """Recognises a dataset without loading it.
-
-    Raises:
-        DataError: there is none, or it may be of several formats.
-    """
+    """Recognises a dataset without loading it; DataError where there is none, or it may be of several formats."""
     if format not in format_names():
         raise DataError(f"unknown format '{format}'; choose one of {', '.join(format_names())}")
     builtin = str(path) == "builtin"

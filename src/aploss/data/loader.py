@@ -49,11 +49,7 @@ _Loaded = tuple[Batch, dict[int, str]]  # and what could not be read for it: ind
 class AugmentedSamples(Dataset[Sample]):
     """A dataset whose samples are augmented, each as (seed, epoch, index) alone decide.
 
-    Args:
-        dataset: the images.
-        seed: not negative.
-        preset: augmentation, see :func:`~aploss.data.augment.training_transforms`.
-        size: side of the square that comes out, or (height, width).
+    ``preset`` and ``size`` are those of :func:`~aploss.data.augment.training_transforms`.
     """
 
     def __init__(self, dataset: DetectionDataset, *, seed: int, preset: str, size: int | tuple[int, int]) -> None:
@@ -91,26 +87,13 @@ class AugmentedSamples(Dataset[Sample]):
 class FeatureSamples(AugmentedSamples):
     """Samples with stored feature maps in the place of images: of drawn views, or for the presets ``flip``, ``none``.
 
-    Args:
-        dataset: the images, whose annotations alone are looked at.
-        features: of these images.
-        seed: as of :class:`AugmentedSamples`.
-        preset: ``flip`` or ``none`` where no views were drawn.
-        size: of the images the features were computed from.
+    Of the dataset only annotations are looked at; ``options`` are ``seed``, and the ``size`` of the images in features.
     """
 
-    def __init__(
-        self,
-        dataset: DetectionDataset,
-        features: StoredFeatures,
-        *,
-        seed: int,
-        preset: str,
-        size: int | tuple[int, int],
-    ) -> None:
+    def __init__(self, dataset: DetectionDataset, features: StoredFeatures, *, preset: str, **options: Any) -> None:
         if preset not in ("flip", "none") and not features.drawn:
             raise ConfigError(f"stored features without drawn views go with flip or none, got {preset!r}")
-        super().__init__(dataset, seed=seed, preset="none", size=size)
+        super().__init__(dataset, preset="none", **options)
         self.features, self._flips = features, preset == "flip"
 
     def __getitem__(self, key: Key) -> Sample:
@@ -119,11 +102,8 @@ class FeatureSamples(AugmentedSamples):
         if features.drawn:
             with self._drawing(key):
                 view = int(torch.randint(features.views, ()))
-            # The maps first: they say if the image cannot be read.
-            return features.read(index, view), {
-                **features.target(index, view),
-                "image_id": self.dataset.image_id(index),
-            }
+            maps = features.read(index, view)  # first: it says if the image cannot be read
+            return maps, {**features.target(index, view), "image_id": self.dataset.image_id(index)}
         pixel = tv_tensors.Image(torch.zeros(3, 1, 1, dtype=torch.uint8))  # transforms want some image
         image, target = self.transforms(pixel, self.dataset.target(index))
         with self._drawing(key):
@@ -275,11 +255,8 @@ def make_training_loader(
         ConfigError: for settings that cannot be.
         DataError: for an empty dataset.
     """
-    samples = (
-        AugmentedSamples(dataset, seed=seed, preset=preset, size=size)
-        if features is None
-        else FeatureSamples(dataset, features, seed=seed, preset=preset, size=size)
-    )
+    kind = AugmentedSamples if features is None else partial(FeatureSamples, features=features)
+    samples = kind(dataset, seed=seed, preset=preset, size=size)
     return TrainingBatches(samples, batch_size, workers, rank, world_size, skip_unreadable)
 
 
@@ -438,12 +415,10 @@ def _pack(samples: Sequence[_Read | DataError], *, stack: bool) -> _Packed | Dat
     if not targets:
         objects = {"boxes": torch.zeros(0, 4), **dict.fromkeys(OBJECT_FIELDS, torch.zeros(0))}
         return _Packed([], objects, [], [], [], tuple(unreadable))
+    fields = ("boxes", *OBJECT_FIELDS)
     return _Packed(
         torch.stack(images) if stack else images,
-        {
-            field: torch.cat([target[field].as_subclass(Tensor) for target in targets])
-            for field in ("boxes", *OBJECT_FIELDS)
-        },
+        {field: torch.cat([target[field].as_subclass(Tensor) for target in targets]) for field in fields},
         [len(target["labels"]) for target in targets],
         [target["image_id"] for target in targets],
         indices,

@@ -19,87 +19,77 @@ class Effect(StrEnum):
     KEPT = "kept"  # worth a look, loaded as it is
 
 
-_REFUSED = {
-    "path-outside-dataset": "a path that leads outside the dataset's folder",
-    "xml-entities": "an XML file with a document type or entities, which are never expanded",
+_DESCRIPTIONS = {
+    Effect.REFUSED: {
+        "path-outside-dataset": "a path that leads outside the dataset's folder",
+        "xml-entities": "an XML file with a document type or entities, which are never expanded",
+    },
+    Effect.SPLIT_UNUSABLE: {
+        "unreadable-annotations": "an annotation file for a whole split that cannot be read",
+        "missing-section": "an annotation file without a part it must have",
+        "bad-categories": "a class list that is not a list of distinct names",
+        "missing-folder": "an image folder or list that does not exist",
+        "empty-split": "a split without a usable image",
+        "no-classes": "no class names, neither in the data nor given",
+        "no-boxes": "a dataset without a single usable box",
+    },
+    Effect.IMAGE_DROPPED: {
+        "missing-image": "an annotation whose image does not exist",
+        "annotation-without-image": "an annotation file in no split, without its image",
+        "missing-annotation": "a listed image without its annotation file",
+        "unreadable-annotation": "an annotation file of one image that cannot be read",
+        "bad-image-entry": "an image entry without a file name, or with an id that is neither whole number nor text",
+        "duplicate-image": "an image listed more than once in a split",
+        "duplicate-image-id": "an image id used more than once",
+        "empty-image": "an image file of 0 bytes",
+        "unreadable-image": "a file that is not an image of a known format",
+        "truncated-image": "an image whose data is cut off or damaged",
+        "image-too-large": "an image of so many pixels that it is refused as a decompression bomb",
+        "image-not-a-file": "a folder or device in the place of an image",
+        "size-mismatch": "an image whose size differs from its annotation's",
+    },
+    Effect.BOX_DROPPED: {
+        "degenerate-box": "a box without width or height, or with its corners swapped",
+        "outside-box": "a box that lies wholly outside its image",
+        "non-numeric-coordinate": "a coordinate that is not a number",
+        "non-finite-coordinate": "a NaN or infinite coordinate",
+        "missing-coordinate": "a box with too few or too many coordinates",
+        "missing-box": "an object without a box",
+        "missing-class": "an object without a class",
+        "unknown-class": "an object of a class that is not in the class list",
+        "unknown-image": "a box of an image that is not listed",
+        "not-normalised": "YOLO coordinates that are not fractions of the image size",
+        "bad-row": "a YOLO row that is not 'class cx cy w h' or 'class x1 y1 x2 y2 x3 y3 ...'",
+        "bad-entry": "an annotation entry that is not an object with fields",
+    },
+    Effect.BOX_CLIPPED: {"out-of-bounds-box": "a box that reaches beyond its image"},
+    Effect.KEPT: {
+        "class-ids-off-by-one": "class ids that look counted from 1 instead of 0, or the reverse",
+        "numbered-classes": "YOLO labels without class names (called class_0, class_1, ...)",
+        "class-count-mismatch": "a stated number of classes that differs from the class names",
+        "class-lists-differ": "splits with different class lists",
+        "class-without-boxes": "a class without a box in any split",
+        "similar-class-names": "class names that differ only in case, spaces or punctuation",
+        "duplicate-box": "the same box of the same class twice in an image",
+        "duplicate-annotation-id": "an annotation id used more than once",
+        "bad-flag": "a difficult or crowd flag that is neither 0 nor 1 (read as 0)",
+        "missing-size": "an annotation without an image size (taken from the image)",
+        "file-name-mismatch": "an annotation that names another image than the one beside it",
+        "zero-based-box": "coordinates from 0 in VOC, which counts from 1 (clipped to the image)",
+        "unlisted-annotation": "an annotated image in no split",
+        "image-without-annotation": "an image without an annotation",
+        "image-in-two-splits": "the same image in two splits",
+        "same-content": "two image files with the same content",
+        "ambiguous-image": "two images for one annotation (the first is taken)",
+        "wrong-extension": "an image whose content is not what its extension says",
+        "several-frames": "an image of several frames (the first is taken)",
+        "rotated-image": "a photograph whose EXIF rotation its annotation ignores (so does loading)",
+        "tiny-image": "an image of less than 16 pixels a side",
+        "blank-image": "an image of one colour",
+    },
 }
-_SPLIT_UNUSABLE = {
-    "unreadable-annotations": "an annotation file for a whole split that cannot be read",
-    "missing-section": "an annotation file without a part it must have",
-    "bad-categories": "a class list that is not a list of distinct names",
-    "missing-folder": "an image folder or list that does not exist",
-    "empty-split": "a split without a usable image",
-    "no-classes": "no class names, neither in the data nor given",
-    "no-boxes": "a dataset without a single usable box",
-}
-_IMAGE_DROPPED = {
-    "missing-image": "an annotation whose image does not exist",
-    "annotation-without-image": "an annotation file in no split, without its image",
-    "missing-annotation": "a listed image without its annotation file",
-    "unreadable-annotation": "an annotation file of one image that cannot be read",
-    "bad-image-entry": "an image entry without a file name, or with an id that is neither whole number nor text",
-    "duplicate-image": "an image listed more than once in a split",
-    "duplicate-image-id": "an image id used more than once",
-    "empty-image": "an image file of 0 bytes",
-    "unreadable-image": "a file that is not an image of a known format",
-    "truncated-image": "an image whose data is cut off or damaged",
-    "image-too-large": "an image of so many pixels that it is refused as a decompression bomb",
-    "image-not-a-file": "a folder or device in the place of an image",
-    "size-mismatch": "an image whose size differs from its annotation's",
-}
-_BOX_DROPPED = {
-    "degenerate-box": "a box without width or height, or with its corners swapped",
-    "outside-box": "a box that lies wholly outside its image",
-    "non-numeric-coordinate": "a coordinate that is not a number",
-    "non-finite-coordinate": "a NaN or infinite coordinate",
-    "missing-coordinate": "a box with too few or too many coordinates",
-    "missing-box": "an object without a box",
-    "missing-class": "an object without a class",
-    "unknown-class": "an object of a class that is not in the class list",
-    "unknown-image": "a box of an image that is not listed",
-    "not-normalised": "YOLO coordinates that are not fractions of the image size",
-    "bad-row": "a YOLO row that is not 'class cx cy w h' or 'class x1 y1 x2 y2 x3 y3 ...'",
-    "bad-entry": "an annotation entry that is not an object with fields",
-}
-_BOX_CLIPPED = {"out-of-bounds-box": "a box that reaches beyond its image"}
-_KEPT = {
-    "class-ids-off-by-one": "class ids that look counted from 1 instead of 0, or the reverse",
-    "numbered-classes": "YOLO labels without class names (called class_0, class_1, ...)",
-    "class-count-mismatch": "a stated number of classes that differs from the class names",
-    "class-lists-differ": "splits with different class lists",
-    "class-without-boxes": "a class without a box in any split",
-    "similar-class-names": "class names that differ only in case, spaces or punctuation",
-    "duplicate-box": "the same box of the same class twice in an image",
-    "duplicate-annotation-id": "an annotation id used more than once",
-    "bad-flag": "a difficult or crowd flag that is neither 0 nor 1 (read as 0)",
-    "missing-size": "an annotation without an image size (taken from the image)",
-    "file-name-mismatch": "an annotation that names another image than the one beside it",
-    "zero-based-box": "coordinates from 0 in VOC, which counts from 1 (clipped to the image)",
-    "unlisted-annotation": "an annotated image in no split",
-    "image-without-annotation": "an image without an annotation",
-    "image-in-two-splits": "the same image in two splits",
-    "same-content": "two image files with the same content",
-    "ambiguous-image": "two images for one annotation (the first is taken)",
-    "wrong-extension": "an image whose content is not what its extension says",
-    "several-frames": "an image of several frames (the first is taken)",
-    "rotated-image": "a photograph whose EXIF rotation its annotation ignores (so does loading)",
-    "tiny-image": "an image of less than 16 pixels a side",
-    "blank-image": "an image of one colour",
-}
-
 # kind → (effect, description); the one list that readers, checks, tests and documentation share
-KINDS: dict[str, tuple[Effect, str]] = {
-    kind: (effect, description)
-    for effect, kinds in (
-        (Effect.REFUSED, _REFUSED),
-        (Effect.SPLIT_UNUSABLE, _SPLIT_UNUSABLE),
-        (Effect.IMAGE_DROPPED, _IMAGE_DROPPED),
-        (Effect.BOX_DROPPED, _BOX_DROPPED),
-        (Effect.BOX_CLIPPED, _BOX_CLIPPED),
-        (Effect.KEPT, _KEPT),
-    )
-    for kind, description in kinds.items()
-}
+KINDS = {kind: (effect, text) for effect, kinds in _DESCRIPTIONS.items() for kind, text in kinds.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from aploss.data.formats import (
     common_split_name,
     each_image_once,
     filled_lines,
+    image_size,
     number,
     outline_losses,
     register_format,
@@ -30,7 +31,6 @@ from aploss.data.paths import DatasetFolder, FilesByStem, is_image, nearest, ste
 from aploss.data.problems import Problem, ProblemError
 
 _MAX_BYTES = 64 << 20  # far more than any image's objects need
-_MAX_SIDE = 2**31  # pixels; a size of more digits is as good as none
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
 _LIST_FOLDERS = ("", "ImageSets", "splits", "lists")
 _YEAR = re.compile(r"VOC(\d{4})$")
@@ -68,9 +68,7 @@ def parse_annotation(path: str, content: bytes) -> VocAnnotation:
 
     Coordinates in the file count pixels from 1 and include the last one, so that xmin is one more than the left edge
     and xmax is the right edge itself: a whole 640 x 480 image is written (1, 1, 640, 480) and read (0, 0, 640, 480).
-
-    Raises:
-        ProblemError: it is not a VOC annotation, or contains a document type or entities.
+    ProblemError for what is no VOC annotation, or contains a document type or entities.
     """
     root = _parse_safely(path, content)
     annotation = VocAnnotation(path, file_name=_text(root, "filename"), size=_image_size(root))
@@ -130,11 +128,9 @@ def _read_object(annotation: VocAnnotation, element: Element, position: int) -> 
 
 def _image_size(root: Element) -> tuple[int, int] | None:
     try:
-        width, height = (number(_text(root, f"size/{side}")) for side in ("width", "height"))
+        return image_size(*(number(_text(root, f"size/{side}")) for side in ("width", "height")))
     except ValueError:
         return None
-    possible = all(1 <= side < _MAX_SIDE for side in (width, height))  # False with NaN, too
-    return (int(width), int(height)) if possible else None
 
 
 def _text(element: Element, path: str) -> str:

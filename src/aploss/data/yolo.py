@@ -39,16 +39,10 @@ _SNAP_PIXELS = 1e-6  # rounding of cx ± w/2 beside the image's border
 def parse_row(
     row: str, size: tuple[int, int], *, where: tuple[str, int]
 ) -> tuple[int, tuple[float, float, float, float]]:
-    """Class id and corners in pixels of a row.
+    """Class id and corners in pixels of a row of the file and line ``where``.
 
-    Args:
-        row: ``class cx cy w h``, or ``class x1 y1 x2 y2 x3 y3 ...`` for a polygon, of which the enclosing box is taken;
-            all as fractions of the image's width and height.
-        size: of the image.
-        where: file and line, for messages.
-
-    Raises:
-        ProblemError: it is neither, or the numbers are not fractions.
+    It is ``class cx cy w h``, or ``class x1 y1 x2 y2 x3 y3 ...`` for a polygon, of which the enclosing box is taken, as
+    fractions of the image's width and height. ProblemError where it is neither, or the numbers are not fractions.
 
     Example:
         >>> parse_row("2 0.5 0.5 0.25 0.5", (640, 480), where=("a.txt", 1))
@@ -97,13 +91,10 @@ def _snap(value: float, end: int) -> float:
 def yolo_rows(
     labels: Sequence[int], boxes: Sequence[Sequence[float]], size: tuple[int, int], *, digits: int | None = None
 ) -> str:
-    """The text of a label file, for :func:`parse_row` to read back.
+    """The text of a label file, for :func:`parse_row` to read back, of labels [n] from 0 and boxes [n, 4] in pixels.
 
-    Args:
-        labels: class of each of the n objects, from 0.
-        boxes: [n, 4] xyxy in pixels.
-        size: width and height of the image.
-        digits: behind the point; as many as it takes to read the same pixels where not given.
+    ``size`` is width and height of the image; numbers have as many digits as it takes to read the same pixels, or
+    ``digits`` behind the point.
 
     Example:
         >>> yolo_rows([1], [[10, 10, 30, 20]], (100, 50), digits=6)
@@ -155,11 +146,7 @@ class YoloFormat(DataFormat):
         return cls(folder, file, description) if description else None
 
     def class_names(self) -> tuple[str, ...] | None:
-        """The names of data.yaml, a list or a dict from 0 on; None where it has none.
-
-        Raises:
-            ProblemError: there are gaps, repetitions or no names in the list.
-        """
+        """The names of data.yaml, a list or a dict from 0 on, without gaps and repetitions; None where it has none."""
         names = self._description.get("names")
         if names is None:
             return None

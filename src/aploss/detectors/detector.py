@@ -16,7 +16,7 @@ from torchvision.models.detection._utils import BoxCoder
 
 from aploss.data.features import FeatureMaps
 from aploss.detectors.criterion import Criterion, describe_loss
-from aploss.detectors.postprocess import Detections, ObjectDetector, postprocess
+from aploss.detectors.predict import Detections, ObjectDetector, postprocess
 from aploss.errors import ConfigError, DataError, RunError
 from aploss.losses.traits import traits_of
 from aploss.registry import Registry
@@ -431,8 +431,7 @@ class Detector(nn.Module, ObjectDetector):
 def feature_shapes(backbone: nn.Module, height: int, width: int) -> list[torch.Size]:
     """Shapes of the dict or list of feature maps of images of a size, found without computing them.
 
-    Raises:
-        ConfigError: if the backbone cannot take images of this size.
+    ConfigError where the backbone cannot take images of this size.
     """
     tensors = {**dict(backbone.named_parameters()), **dict(backbone.named_buffers())}
     without_data = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}

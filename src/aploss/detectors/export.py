@@ -29,7 +29,7 @@ from aploss.detectors.checkpoint import (
     values_of,
 )
 from aploss.detectors.detector import Detector
-from aploss.detectors.postprocess import Detections, ObjectDetector
+from aploss.detectors.predict import Detections, ObjectDetector
 from aploss.errors import ConfigError, RunError, require_packages
 from aploss.files import write_whole
 

@@ -120,11 +120,10 @@ def label_anchors(
 def match_anchors(boxes: Tensor, anchors: Tensor, *, positive_iou: float, negative_iou: float) -> Tensor:
     """The object each anchor of one image belongs to.
 
-    As torchvision's ``Matcher`` with low-quality matches, and beyond it: the best anchor of an
-    object (all of them, if several overlap it equally well) always goes to that object, not to
-    another which it overlaps more. Where two objects have the same best anchor, the one with the
-    larger overlap takes it and the other takes the best that is left. An object that overlaps no
-    anchor at all gets none.
+    As torchvision's ``Matcher`` with low-quality matches, and beyond it: the best anchor of an object (all of them, if
+    several overlap it equally well) always goes to that object, not to another which it overlaps more. Where two
+    objects have the same best anchor, the one with the larger overlap takes it and the other takes the best that is
+    left. An object that overlaps no anchor at all gets none.
 
     Args:
         boxes: float [n, 4].
@@ -146,19 +145,13 @@ def match_anchors(boxes: Tensor, anchors: Tensor, *, positive_iou: float, negati
 
 
 def match_anchors_atss(boxes: Tensor, levels: Sequence[Tensor]) -> Tensor:
-    """The object each anchor of one image belongs to, by adaptive training sample selection.
+    """The object that each anchor of one image belongs to, or ``NEGATIVE``, int64 [A]: adaptive sample selection.
 
     Zhang et al., CVPR 2020, Algorithm 1: the candidates of an object are the anchors of the 9 cells of each level whose
     centres are nearest to its own. Positive are those that lie with their centre inside the object and overlap it by at
     least mean plus standard deviation of its candidates' overlaps. An anchor that is positive for several objects goes
     to the one that it overlaps most. All others are negative; an object may get no anchor.
-
-    Args:
-        boxes: float [n, 4].
-        levels: anchors of each level [A_l, 4]; those of a cell have the same centre and are beside each other.
-
-    Returns:
-        int64 [A]: index of the object or ``NEGATIVE``.
+    The anchors of a cell have the same centre and are beside each other in their level [A_l, 4].
     """
     anchors = torch.cat(list(levels))
     if len(boxes) == 0 or len(anchors) == 0:

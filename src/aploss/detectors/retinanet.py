@@ -59,10 +59,9 @@ def retinanet_network(
     """A RetinaNet on any backbone: feature pyramid, heads and anchors.
 
     Args:
-        body: gives feature maps for images [B, 3, H, W], each of half the size of the one before,
-            as a dict or a list: such as torchvision's ``IntermediateLayerGetter`` or
-            ``create_feature_extractor``, or a model of timm with ``features_only=True``. Channels
-            and strides are found from the maps.
+        body: gives feature maps for images [B, 3, H, W], each of half the size of the one before, as a dict or a list:
+            such as torchvision's ``IntermediateLayerGetter`` or ``create_feature_extractor``, or a model of timm with
+            ``features_only=True``. Channels and strides are found from the maps.
         columns: logits of an anchor, as :meth:`DetectorConfig.network` gets it.
         softmax: as :meth:`DetectorConfig.network` gets it.
         channels: of the pyramid and the heads.
@@ -71,10 +70,9 @@ def retinanet_network(
         head_norm: makes the norm layers of the heads, from the number of channels.
         anchors_per_cell: 6 as in the paper (2 octave scales x 3 ratios), 9 as in torchvision.
         anchor_size: side of the smallest anchor of a level, in strides.
-        anchor_grid: ``"exact"`` lays anchors at multiples of the strides. ``"torchvision"`` divides
-            the padded image by the size of the feature map, as torchvision does, which for sizes
-            that are no multiple of the largest stride gives a slightly narrower grid; models
-            trained there expect it.
+        anchor_grid: ``"exact"`` lays anchors at multiples of the strides. ``"torchvision"`` divides the padded image by
+            the size of the feature map, as torchvision does, which for sizes that are no multiple of the largest stride
+            gives a slightly narrower grid; models trained there expect it.
         image_mean: subtracted from images in [0, 1].
         image_std: divides what is left.
 
@@ -261,8 +259,7 @@ class RetinaNetR101(ResNetRetinaNet):
 class TinyResNet(nn.Module):
     """A ResNet small enough to train from scratch on a CPU, named as in torchvision's ResNet.
 
-    Four stages of one basic block each with GroupNorm; they have strides 4, 8, 16, 32 and the
-    channels of ``widths``.
+    Four stages of one basic block each with GroupNorm; they have strides 4, 8, 16, 32 and the channels of ``widths``.
     """
 
     widths = (32, 64, 128, 256)

@@ -101,10 +101,7 @@ def fit_calibration(scores: Values, correct: Flags) -> Calibration:
         >>> calibration([0.01, 0.2]).round(2).tolist()  # (0 + 1) / (2 + 1) and 4 / (4 + 1)
         [0.33, 0.8]
     """
-    score = np.asarray(scores, dtype=np.float64)
-    right = np.asarray(correct, dtype=np.float64)
-    if score.ndim != 1 or score.shape != right.shape:
-        raise DataError(f"scores of shape {score.shape} and correct of shape {right.shape}")
+    score, right = _numbers(scores, correct)
     if score.size and not (score.min() >= 0 and score.max() <= 1):
         raise DataError("scores must be in [0, 1] to be calibrated")
     # knots are then at least one float32 step apart, far enough to rise from one to the next

@@ -127,19 +127,17 @@ def assign_voc(truth: Annotations, table: DetectionTable, pairs: Pairs, iou: flo
     close = (nearest >= 0) & (overlaps >= iou)
     ignored = close & ~truth.counted[nearest] if len(truth) else close
     claims = order[(close & ~ignored)[order]]
-    objects, first = np.unique(nearest[claims], return_index=True)
+    _, first = np.unique(nearest[claims], return_index=True)
     correct = np.zeros(len(table), dtype=bool)
     correct[claims[first]] = True
-    found = np.zeros(len(truth), dtype=bool)
-    found[objects] = True
-    found[nearest[ignored]] = True
+    objects = np.where(correct | ignored, nearest, -1)
     return Matches(
         iou=iou,
         correct=correct,
         ignored=ignored,
-        objects=np.where(correct | ignored, nearest, -1),
+        objects=objects,
         overlaps=overlaps,
-        found=found,
+        found=np.isin(np.arange(len(truth)), objects),
         counted=truth.counted,
         order=order,
     )

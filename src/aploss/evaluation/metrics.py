@@ -107,7 +107,8 @@ class Metrics:
             if name == "mean":
                 lines.append(lines[1])
             line = f"{name:<{width}} {row['objects']:>8} {row['detections']:>10}"
-            lines.append(line + "".join(f" {_shown(row.get(column, nan))}" for column in columns))
+            values = [row.get(column, nan) for column in columns]
+            lines.append(line + "".join(f" {'-' if isnan(one) else f'{one:.3f}':>6}" for one in values))
         return "\n".join(lines)
 
 
@@ -127,10 +128,6 @@ def make_metrics(
         },
         **values,
     )
-
-
-def _shown(value: float) -> str:
-    return f"{'-':>6}" if isnan(value) else f"{value:>6.3f}"
 
 
 def _without_nan(value: Any) -> Any:

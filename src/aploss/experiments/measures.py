@@ -13,7 +13,7 @@ import torch
 from aploss.data.loader import Batch, make_evaluation_loader, make_training_loader
 from aploss.detectors.checkpoint import detector_from_record, load, read_checkpoint
 from aploss.detectors.detector import Detector
-from aploss.detectors.postprocess import MultiScale
+from aploss.detectors.predict import MultiScale
 from aploss.evaluation.metrics import voc_metrics
 from aploss.evaluation.tables import DetectionTable
 from aploss.files import write_json
@@ -198,15 +198,7 @@ def _read_points(folder: Path) -> dict[int, float]:
 
 
 def training_ap_loss(detector: Detector, batches: Sequence[Batch]) -> float:
-    """The mean over batches of 1 - AP of their anchors' ranking.
-
-    Args:
-        detector: with one score for each anchor and class.
-        batches: of training images; those without objects are left out.
-
-    Returns:
-        A value in [0, 1]; NaN where no batch has an object.
-    """
+    """The mean of 1 - AP of the anchors' ranking over the batches with objects, in [0, 1]; NaN where there is none."""
     device = next(detector.parameters()).device
     criterion, values = detector.criterion, []
     with torch.no_grad():

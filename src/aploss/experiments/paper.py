@@ -223,11 +223,7 @@ TABLE_4 = Reproduction(
 
 
 def snapshots(results: Results) -> tuple[list[float], dict[str, list[float]]]:
-    """Mean AP over seeds at the steps that all runs were measured at.
-
-    Returns:
-        The steps, and for each row its means.
-    """
+    """The steps that all runs were measured at, and for each row its mean AP over seeds there."""
     curves: dict[str, list[dict[float, float]]] = {}  # row → for each run its AP by step
     for variant in results.plan.variants:
         for run in results.finished_runs(variant.name):

@@ -116,13 +116,8 @@ def comparison_config(
 
     The weights at the end of the schedule are measured, on the test split where there is one, so that nothing is
     chosen by a run; the validation split is looked at ``validations`` times on the way, for the curve and for learning
-    rates.
-
-    Args:
-        recipe: name or file, as of :func:`~aploss.training.recipes.load_config`.
-        changes: nested values that win over the recipe.
-        steps: another length of the schedule, in steps; milestones keep their share of it.
-        validations: how often to validate.
+    rates. Recipe and changes are those of :func:`~aploss.training.recipes.load_config`; with another length (``steps``)
+    milestones keep their share of it.
     """
     config = with_length(load_config(recipe, changes), steps, validations=validations)
     split = config.evaluation.split
@@ -151,10 +146,7 @@ def with_length(config: TrainConfig, steps: int | None, *, validations: int) -> 
 
 
 def loss_settings(text: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of a loss that is written with them, the options as settings.
-
-    Raises:
-        ConfigError: there is no such loss, or an option is not written as ``name=value``.
+    """Name and options of a loss that is written with them, the options as settings; ConfigError for anything else.
 
     Example:
         >>> loss_settings("focal:gamma=1:alpha=0.25")
@@ -171,10 +163,7 @@ def loss_settings(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def parse_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """Settings with the values that rows differ in.
-
-    Raises:
-        ConfigError: there is no such setting, or rows of a comparison cannot differ in it.
+    """Settings with the values that rows differ in; ConfigError for one that does not exist or in which they cannot.
 
     Example:
         >>> parse_vary(["optimizer.learning_rate=0.001,3e-3", "batches.image_size=[64,96],128"])
@@ -191,10 +180,7 @@ def parse_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def parse_searched(texts: Sequence[str]) -> tuple[Searched, ...]:
-    """Settings to be searched with the learning rate, and options of one loss.
-
-    Raises:
-        ConfigError: there is no such setting or loss, or runs of a comparison cannot differ in it.
+    """Settings to be searched with the learning rate, and options of one loss; ConfigError as of :func:`parse_vary`.
 
     Example:
         >>> box_weight, gamma = parse_searched(["criterion.box_weight=1,3", "focal:gamma=1,2"])
@@ -330,10 +316,7 @@ def runs_of(plan: Plan) -> int:
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
-    """Seeds from ``"3"`` (as many, from 0 on) or ``"4,5"`` (these).
-
-    Raises:
-        ConfigError: neither of the two, or too many or too large.
+    """Seeds from ``"3"`` (as many, from 0 on) or ``"4,5"`` (these); ConfigError for others, too many or too large.
 
     Example:
         >>> parse_seeds("3"), parse_seeds("4,5"), parse_seeds("7,")

@@ -80,11 +80,7 @@ class Request:
 
 
 def plan_for(name: str, request: Request) -> Plan:
-    """The runs that a table or figure needs.
-
-    Raises:
-        ConfigError: there is no such one, or the paper has it not for this data set.
-    """
+    """The runs that a table or figure needs; ConfigError where the paper has none, or not for this data set."""
     entry = reproduction(name)
     if request.benchmark not in entry.benchmarks:
         raise ConfigError(f"{name} is in the paper for {', '.join(entry.benchmarks)} only")
@@ -201,11 +197,7 @@ def default_out(name: str, request: Request) -> Path:
 
 
 def check_time(name: str, request: Request, say: Callable[[str], Any], *, start_anyway: bool) -> None:
-    """Says how long the paper's scale takes here, and refuses it on a CPU.
-
-    Raises:
-        ConfigError: no GPU, and the user did not insist; or no data.
-    """
+    """Says how long the paper's scale takes here; ConfigError on a CPU, unless the user insists, and without data."""
     if request.is_small:
         return
     work = describe_work(name, request)

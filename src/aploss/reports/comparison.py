@@ -100,11 +100,6 @@ class Difference:
         """Both names, written out."""
         return f"{loss_label(self.name)} \N{MINUS SIGN} {loss_label(self.baseline)}"
 
-    @property
-    def is_clear(self) -> bool:
-        """Whether the interval is all on one side of zero."""
-        return self.low > 0 or self.high < 0
-
 
 def paired_difference(
     first: Sequence[float | None],
@@ -117,18 +112,8 @@ def paired_difference(
 ) -> Difference:
     """``first - second`` seed by seed, and the interval of its mean by Student's t distribution.
 
-    Runs of one seed share initial weights and data order, so their difference varies less than either of them.
-
-    Args:
-        first, second: one value for each seed, in the same order; a pair counts where both are known.
-        name, baseline, metric: what the two and their values are called.
-        confidence: between 0 and 1.
-
-    Returns:
-        The difference; its interval is NaN for fewer than two pairs.
-
-    Raises:
-        ValueError: the two have different lengths.
+    Runs of one seed share initial weights and data order, so their difference varies less than either of them. A pair
+    counts where both are known; the interval is NaN for fewer than two pairs.
 
     Example:
         >>> one = paired_difference([0.74, 0.75], [0.72, 0.71])  # 0.03 ± 12.706 * 0.01
@@ -250,13 +235,8 @@ def mean_and_band(curves: Sequence[tuple[Values, Values]]) -> tuple[np.ndarray, 
     """The mean of several curves and their standard deviation, where all of them are known.
 
     Curves need not share their points (evaluations of two runs never fall on the same second): each is interpolated
-    at every point of all, between the latest start and the earliest end.
-
-    Args:
-        curves: (x, y) of each seed, x ascending.
-
-    Returns:
-        x, mean and sample standard deviation (0 for a single curve), float64 [n] each.
+    at every point of all, between the latest start and the earliest end. From (x, y) of each seed, x ascending, to x,
+    mean and sample standard deviation (0 for a single curve), float64 [n] each.
     """
     pairs = [np.stack([numbers(x), numbers(y)]) for x, y in curves]  # [2, points] each
     known = [pair[:, valid] for pair in pairs if (valid := np.isfinite(pair).all(axis=0)).any()]
@@ -271,13 +251,8 @@ def mean_and_band(curves: Sequence[tuple[Values, Values]]) -> tuple[np.ndarray, 
 
 
 def curve_plot(entries: Sequence[Entry], *, against: str = "steps", label: str = "AP") -> str:
-    """A line for each row with curves: the mean over seeds, with a band of ± one standard deviation.
-
-    Args:
-        entries: the rows.
-        against: ``"steps"`` or ``"minutes"``.
-        label: what the values are.
-    """
+    """A line for each row with curves of ``label`` against ``"steps"`` or ``"minutes"``: the mean over seeds, with a
+    band of ± one standard deviation."""
     series = []
     for index, entry in enumerate(entries):
         if _has_curves(entry, against):

@@ -232,13 +232,7 @@ def _markdown_row(cells: Sequence[Any]) -> str:
 
 
 def write_page(path: str | Path, title: str, sections: Sequence[Section], *, subtitle: str = "") -> Path:
-    """Writes a self-contained page and returns its path.
-
-    Args:
-        path: the HTML file; its folder is made when it is not there.
-        title: the heading and the browser's title.
-        sections: what the page shows; each gets a place in the table of contents.
-        subtitle: a line below the heading.
+    """Writes a self-contained page, each section with a place in the table of contents, and returns its path.
 
     Example:
         >>> import tempfile

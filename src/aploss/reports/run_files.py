@@ -67,8 +67,7 @@ class RunFiles:
 def read_run(folder: str | Path, *, images: str | Path | None = None) -> RunFiles:
     """Reads the files of a run folder; its image files are only opened there or below ``images``.
 
-    Raises:
-        RunError: when the folder is not there or holds none of a run's files.
+    RunError where the folder is not there or holds none of a run's files.
     """
     root = Path(folder)
     if not root.is_dir():

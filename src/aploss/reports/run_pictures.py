@@ -163,12 +163,8 @@ def gallery(source: PictureSource, count: int = 12) -> list[Picture]:
 
 
 def side_by_side(runs: Mapping[str, RunFiles], count: int = 6) -> Pictures:
-    """The same images as detected by several runs, a row for each image, as in Figure 5.
-
-    Args:
-        runs: name → run of the same split, a column each; the name of a loss is written out.
-        count: images, evenly spaced through the split.
-    """
+    """The same images, evenly spaced through the split, as detected by several runs (name → run, a column each), a row
+    for each image, as in Figure 5."""
     sources = {name: PictureSource(run) for name, run in runs.items()}
     pictures = []
     for image_id in next(iter(sources.values())).evenly_spaced(count):

@@ -149,11 +149,8 @@ TRACKERS: dict[str, type[Callback]] = {
 
 
 def make_tracker(name: str) -> list[Callback]:
-    """The callback of a tracker's name: one, or none for ``none`` and for ``auto`` where TensorBoard is not installed.
-
-    Raises:
-        ConfigError: its package is not installed.
-    """
+    """The callback of a tracker's name: one, or none for ``none`` and for ``auto`` where TensorBoard is not installed;
+    ConfigError where another's package is not."""
     if name == "auto":
         name = "tensorboard" if find_spec("tensorboard") else "none"
     if name == "none":

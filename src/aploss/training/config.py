@@ -366,19 +366,16 @@ def _from_mapping(config_type: Any, values: Any, prefix: str) -> Any:
     kinds = {entry.name: _hints(config_type)[entry.name] for entry in fields(config_type)}
     for name in values:
         if name not in kinds:
-            raise ConfigError(_unknown_key(f"{prefix}{name}", [prefix + known for known in kinds]))
+            if not prefix and name in ("extends", "losses"):
+                raise ConfigError(f"{name!r} is for recipes: give the file with --recipe")
+            key, known = f"{prefix}{name}", [prefix + one for one in kinds]
+            raise ConfigError(f"unknown key {key!r}" + (did_you_mean(key, known) or f"; known are {', '.join(known)}"))
     return config_type(
         **{
             name: _from_mapping(kinds[name], value, f"{name}.") if is_dataclass(kinds[name]) else value
             for name, value in values.items()
         }
     )
-
-
-def _unknown_key(key: str, known: list[str]) -> str:
-    if key in ("extends", "losses"):
-        return f"{key!r} is for recipes: give the file with --recipe"
-    return f"unknown key {key!r}" + (did_you_mean(key, known) or f"; known are {', '.join(known)}")
 
 
 def config_to_dict(config: TrainConfig) -> dict[str, Any]:

@@ -112,14 +112,8 @@ class World:
 def start_world(device: torch.device, *, advice: str = GO_ON) -> Iterator[World]:
     """Joins the processes that ``torchrun`` started; a world of one without it.
 
-    A process group that is already there is used and left as it is.
-
-    Args:
-        device: what this process computes on; decides between nccl and gloo.
-        advice: what to do when a rank is lost, for the message.
-
-    Raises:
-        LostProcessError: another rank has gone.
+    The device that this process computes on decides between nccl and gloo. A process group that is already there is
+    used and left as it is. When another rank has gone, a LostProcessError gives the ``advice``.
     """
     started = not dist.is_initialized()
     if started and os.environ.get("WORLD_SIZE", "1") == "1":

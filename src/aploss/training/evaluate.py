@@ -48,11 +48,7 @@ class Split:
         return self.dataset.annotations
 
     def leave_out(self, unreadable: dict[int, str]) -> None:
-        """Goes on without some images: index → reason.
-
-        Raises:
-            DataError: none is left.
-        """
+        """Goes on without some images (index → reason); DataError where none is left."""
         self.unreadable |= {str(self.dataset.image_path(index)): reason for index, reason in unreadable.items()}
         rest = [index for index in range(len(self.dataset)) if index not in unreadable]
         if not rest:

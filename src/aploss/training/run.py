@@ -78,7 +78,8 @@ def train(
         if finished is not None:
             progress.note(f"{folder.path} is finished already")
             return finished
-        wanted = _callbacks(config, callbacks, on_progress)  # on all ranks, which must fail together
+        observers = [] if on_progress is None else [RowCallback(on_progress)]
+        wanted = [*make_tracker(config.tracker), *observers, *callbacks]  # on all ranks, which must fail together
         told = Callbacks(wanted if world.is_main else [])
         checkpoint, best_step = world.on_main(lambda: _claim(config, folder, resume, stack))
 
@@ -110,14 +111,6 @@ def train(
         world.on_main(lambda: _write_report(folder, summary, data))
         told.on_end(summary.as_dict())
     return summary
-
-
-def _callbacks(
-    config: TrainConfig, callbacks: Sequence[Callback], on_progress: Callable[[dict[str, Any]], Any] | None
-) -> list[Callback]:
-    """The tracker of the config, and those who were handed in."""
-    observer = [RowCallback(on_progress)] if on_progress is not None else []
-    return [*make_tracker(config.tracker), *observer, *callbacks]
 
 
 def _finished(config: TrainConfig, folder: RunFolder) -> Summary | None:

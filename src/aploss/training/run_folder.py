@@ -219,11 +219,9 @@ class Checkpoints:
 
 
 class MetricsLog:
-    """Appends rows to ``metrics.jsonl`` and ``metrics.csv``, and to the files of what went wrong.
+    """Appends rows to ``metrics.jsonl`` and ``metrics.csv`` of a run folder, and to the files of what went wrong.
 
-    Args:
-        folder: the run folder.
-        step: the step the run goes on from, 0 for a new one: rows after it are cut off, since they are written again.
+    Rows after the step the run goes on from, 0 for a new one, are cut off, since they are written again.
     """
 
     def __init__(self, folder: Path, *, step: int) -> None:

@@ -111,15 +111,8 @@ def as_started(data: RunData, training: Any, config: TrainConfig) -> RunData:
     """The data with the training images in the order a run was started with, whatever has changed since.
 
     The order of the samples follows from it. An image that has vanished keeps its place, as one that cannot be read;
-    one that has come is left out.
-
-    Args:
-        data: as it is now.
-        training: of the run's checkpoint; older ones do not name the images.
-        config: of the run.
-
-    Raises:
-        DataError: more have vanished than may be unreadable.
+    one that has come is left out. ``training`` is of the run's checkpoint; older ones do not name the images. DataError
+    where more have vanished than may be unreadable.
     """
     now = data.train
     names = training.get("image_names") if isinstance(training, dict) else None
