@@ -1,7 +1,9 @@
 """Every example runs as it stands, in seconds, and prints what it promises."""
 
+import os
 import re
 import runpy
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -12,15 +14,6 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-# In each of two processes, with the environment that torchrun would give it.
-TWO_PROCESSES = """
-import os, runpy, sys, torch
-sys.stdout = sys.stderr = open(log, "w", buffering=1)
-torch.set_num_threads(1)
-os.environ |= {**values["environment"], "LOCAL_RANK": values["environment"]["RANK"], "XDG_CACHE_HOME": values["folder"]}
-os.chdir(values["folder"])
-runpy.run_path(values["example"], run_name="__main__")
-"""
 
 
 @pytest.fixture
@@ -72,14 +65,14 @@ def test_ap_loss_lowers_in_a_head_of_ones_own(run: Callable[[str], str]) -> None
 
 def test_the_usual_torchvision_loop_ranks_over_two_processes(tmp_path: Path) -> None:
     pytest.importorskip("torchvision", reason="torchvision is not installed (extra `detect`)")
-    from tiny_runs import start_process, start_two
-
-    example = str(EXAMPLES / "torchvision_reference_loop.py")
-    processes = start_two(start_process, TWO_PROCESSES, tmp_path, example=example, folder=str(tmp_path))
-    for process in processes:
-        process.join(timeout=300)
-    shown = "".join((tmp_path / f"{rank}.log").read_text() for rank in (0, 1))
-    assert [process.exitcode for process in processes] == [0, 0], shown
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, *launcher, str(EXAMPLES / "torchvision_reference_loop.py")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout
     values: dict[str, set[str]] = {}
     for batch, value in re.findall(r"batch (\d+): classification ([\d.]+)", shown):
         values.setdefault(batch, set()).add(value)
