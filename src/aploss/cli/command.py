@@ -5,7 +5,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,7 +79,8 @@ def progress(what: str, *, quiet: bool = False) -> Iterator[Callable[..., None]]
     from rich.progress import Progress
 
     live, said = sys.stderr.isatty() and not quiet, time.monotonic()
-    with Progress(console=Console(stderr=True), transient=True, disable=not live) as bar:
+    bar = Progress(console=Console(stderr=True), transient=True)
+    with bar if live else nullcontext():  # an older rich ends with an empty line even where the bar is disabled
         task = bar.add_task(what, total=None)
 
         def show(done: int | None = None, total: int | None = None, *, text: str = "") -> None:
