@@ -47,6 +47,16 @@ def some_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("data photos", "aploss data check photos"),
         ("check photos", "aploss data check photos"),
         ("reproduce", "aploss reproduce NAME"),
+        ("train --data photos --model retinanet-tiny", "did you mean --detector?"),
+        ("train --data photos --amp", "did you mean --precision?"),
+        ("train --data photos --gpu 0", "did you mean --device?"),
+        ("train --resume", "aploss train --resume --out runs/mine"),
+        ("predict --source photos --out found", "aploss predict RUN IMAGES"),
+        ("predict --weights runs/mine photo.jpg", "aploss predict RUN IMAGES"),
+        ("predict photos runs/mine", "aploss predict runs/mine photos --out found"),
+        ("eval --run runs/mine --data photos", "aploss eval RUN"),
+        ("data check --path photos", "aploss data check PATH"),
+        ("data convert photos", "aploss data convert photos --to FORMAT --out DIR"),
     ],
 )
 def test_a_half_right_command_is_met_with_the_right_one(

@@ -37,7 +37,7 @@ class Command:
 
 def close_to(word: str, names: Sequence[str]) -> list[str]:
     """The name that is spelt most like a word, if any is."""
-    return difflib.get_close_matches(word, names, n=1)
+    return difflib.get_close_matches(word, names, n=1, cutoff=0.7)  # less would mislead
 
 
 def shortened(text: str, longest: int = 200) -> str:

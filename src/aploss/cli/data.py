@@ -153,8 +153,10 @@ def _add_convert_arguments(parser: ArgumentParser) -> None:
     _add_source(parser)
     from aploss.data.formats import writable_formats
 
-    parser.add_argument("--to", required=True, help=f"format to write: {', '.join(writable_formats())}")
-    parser.add_argument("--out", type=str, required=True, help="new folder; nothing is overwritten")
+    parser.add_argument(
+        "--to", required=True, metavar="FORMAT", help=f"format to write: {', '.join(writable_formats())}"
+    )
+    parser.add_argument("--out", type=str, required=True, metavar="DIR", help="new folder; nothing is overwritten")
 
 
 def _convert(options: Namespace) -> int:

@@ -28,6 +28,20 @@ LONG_FORMS = {
 }
 
 
+# What other tools call an option, and what they have an option for.
+OTHER_NAMES = {
+    **dict.fromkeys(("--model", "--arch", "--network"), "--detector"),
+    **dict.fromkeys(("--amp", "--fp16", "--half"), "--precision"),
+    **dict.fromkeys(("--gpu", "--gpus", "--cuda"), "--device"),
+    **dict.fromkeys(("--name", "--project", "--save-dir"), "--out"),
+    "--conf": "--threshold",
+}
+WITHOUT_OPTION = {
+    **dict.fromkeys(("--source", "--input", "--image"), ("images",)),
+    **dict.fromkeys(("--weights", "--model", "--checkpoint"), ("run",)),
+}
+
+
 class HelpFormatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
     """Keeps the lines of the examples; shows defaults that say something, and no types of Python."""
 
@@ -77,8 +91,12 @@ class Parser(ArgumentParser):
             elif (dashed := name.replace("_", "-")) in known:
                 yield dashed + plus + equals + value
             else:
+                places = [action.dest for action in self._actions if not action.option_strings]
                 meant = nearest_option(dashed, known)
                 guess = f"; did you mean {meant}?" if meant else ""
+                if bare := {dashed.removeprefix("--"), *WITHOUT_OPTION.get(dashed, ())} & {*places}:
+                    line = " ".join([self.prog, *map(str.upper, places)])
+                    guess = f"; {bare.pop().upper()} is given without one: {line}"
                 raise ConfigError(f"there is no option {shortened(name)}{guess} ({self.prog} --help lists them)")
 
     def _require(self, words: Sequence[str]) -> None:
@@ -111,6 +129,8 @@ def nearest_option(option: str, known: Sequence[str]) -> str | None:
         >>> nearest_option("--batch", ["--batch-size", "--data"]), nearest_option("--rate", ["--optimizer.rate"])
         ('--batch-size', '--optimizer.rate')
     """
+    if OTHER_NAMES.get(option) in known:
+        return OTHER_NAMES[option]
     by_ending = [name for name in known if name.endswith(f".{option.removeprefix('--')}")]
     by_start = [name for name in known if name.startswith(f"{option}-")]
     return next(iter([*by_ending, *by_start, *close_to(option, known)]), None)

@@ -101,6 +101,9 @@ def _require_all(options: Namespace) -> None:
     run, images = options.run, options.images
     if not images and Path(run).suffix.lower() in EXTENSIONS:
         raise ConfigError(f"the run comes first: aploss predict {newest_run()} {shlex.quote(run)} --out found")
+    if swapped := next((one for one in images if (Path(one) / "config.yaml").is_file()), None):
+        rest = shlex.join([swapped, run, "--out", str(options.out or "found")])
+        raise ConfigError(f"the run comes first: aploss predict {rest}")
     if not images or options.out is None:
         missing = " and ".join(["images"] * (not images) + ["--out"] * (options.out is None))
         rest = shlex.join([run, *(images or ["photos/"]), "--out", str(options.out or "found")])

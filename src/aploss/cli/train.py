@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from jsonargparse import SUPPRESS, ArgumentParser, Namespace
 
-from aploss.cli.command import Command, run_training
+from aploss.cli.command import Command, newest_run, run_training
 from aploss.cli.options import LONG_FORMS, add_familiar, familiar_changes
 from aploss.errors import ConfigError
 from aploss.losses.traits import LOSSES
@@ -95,6 +95,8 @@ def _resolve_config(options: Namespace) -> tuple[TrainConfig, str | None]:
 
     values = {key: value for key, value in options.as_dict().items() if key not in OWN_OPTIONS}
     values |= _given_data(options)
+    if options.resume and not {"out", "data"} & {*values}:
+        raise ConfigError(f"--resume goes on with a run: aploss train --resume --out {newest_run()}")
     if "loss" in values:
         LOSSES.get(values["loss"])  # before the data are read
     if options.config is not None:
