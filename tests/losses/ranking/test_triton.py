@@ -36,9 +36,22 @@ def test_every_kernel_is_known_to_the_check():
     assert built == {*triton_kernels.__all__, *triton_rules.__all__}
 
 
+def links_for_amd():
+    """Whether kernels for AMD can be linked; Triton 3.9 does it by itself, 3.4 asks for a linker."""
+    from triton.backends.amd.compiler import HIPBackend
+
+    try:
+        getattr(HIPBackend, "path_to_rocm_lld", bool)()
+    except Exception:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("architecture", ["sm_80", "gfx942"])
 @pytest.mark.parametrize("kernel", ["find_positives", "tally_negatives", "evaluate_gradient"])
 def test_kernels_over_all_scores_are_built_without_a_gpu(kernel, architecture):
+    if architecture.startswith("gfx") and not links_for_amd():
+        pytest.skip("this Triton needs the linker of ROCm, which is not installed")
     build = next(build for build in gpu_check.launches() if build.kernel == kernel)
     assert build.over_all_scores
     assert gpu_check.build(build, architecture).problems == []
