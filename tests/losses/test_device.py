@@ -73,6 +73,10 @@ def test_launches_and_bytes_stay_within_their_budget(name):
     assert moved / (SIZES[1] - SIZES[0]) <= 165
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.8.") and not torch.cuda.is_available(),
+    reason="torch 2.8 ends the process at any autograd.Function of fake GPU tensors where there is no GPU",
+)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("delta", [0.0, 1.0])
 def test_nothing_is_read_from_tensors_without_data(name, delta):
