@@ -54,6 +54,49 @@ def test_a_million_negatives_equal_algorithm_1(make_boxes, backend, dtype):
     assert_equals_reference(*make_boxes("random", 12, 10**6, dtype=dtype))
 
 
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("delta", [0.25, 1.0])
+def test_very_many_float32_scores_equal_algorithm_1(make_boxes, distribution, delta):
+    # Not a multiple of eight, and some blocks hold nothing but negatives.
+    scores, targets = make_boxes(distribution, 8, 530_000, ignored=1_001, dtype=torch.float32)
+    loss, gradient = loss_and_gradient(scores, targets, delta=delta)
+    expected_loss, expected_gradient = reference.ap_loss(scores, targets, delta)
+    assert abs(loss.double() - expected_loss) <= 3e-8
+    assert (gradient.double() - expected_gradient).abs().max() <= 1e-7 * expected_gradient.abs().max()
+
+
+def test_very_many_float32_scores_give_the_same_bits_on_any_number_of_threads(make_boxes):
+    scores, targets = make_boxes("random", 300, 1_100_000, dtype=torch.float32)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            results.append(loss_and_gradient(scores, targets))
+    finally:
+        torch.set_num_threads(threads)
+    assert results[0][0] == results[1][0]
+    assert torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("delta", [0.0, 1.0])
+@pytest.mark.parametrize("value", [1, 0, -1])
+def test_of_very_many_scores_one_that_is_not_finite_is_refused_unless_ignored(make_boxes, bad, delta, value):
+    scores, targets = make_boxes("random", 300, 530_000, ignored=9, dtype=torch.float32)
+    index = int((targets == value).nonzero()[-1])
+    scores[index] = bad
+    if value == -1:
+        loss, gradient = loss_and_gradient(scores, targets, delta=delta)
+        assert loss.isfinite()
+        assert gradient.isfinite().all()
+        assert gradient[index] == 0
+        return
+    with pytest.raises(NonFiniteScoresError, match=rf"got {bad} at flat index {index}$"):
+        ap_loss(scores, targets, delta=delta)
+    with pytest.raises(NonFiniteScoresError, match=rf"got {bad} at flat index {index}$"):
+        ap_loss(scores, torch.where(targets == 1, value, targets) if value == 0 else targets, delta=delta)
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.int32, torch.int64, torch.float16, torch.float32])
 def test_targets_of_every_dtype_mean_the_same(make_boxes, backend, dtype):
     scores, targets = make_boxes(ignored=0, dtype=torch.float32)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..checks import COMPARABLE, LEAST_DELTA
+from . import cpu_cells
 from . import cpu_kernels as kernels
 from .cpu_segments import ALRP, AP, AUC, RANK_SORT
 from .problem import Found, Problem, Ranked, loss_dtype
@@ -27,6 +28,7 @@ from .torch_backend import Kept, TorchBackend
 
 BLOCK = kernels.BLOCK
 MOST_PARTS, SMALLEST_PART = 16, 1 << 16
+FEWEST_FOR_CELLS = 1 << 19  # scores from which on cells pay
 SECONDS_OF_SILENCE = 2.0
 
 _RULES = {"ap": AP, "auc": AUC, "rank-sort": RANK_SORT, "alrp": ALRP}
@@ -48,6 +50,7 @@ class _Kept:
     marks: Any  # edges below the rows [R + 1]
     lines: Any  # of the rows [2, R]
     notes: Any  # pure, left_out, rows, below
+    cells: "_Cells | None"
 
 
 @dataclass(eq=False)
@@ -61,6 +64,17 @@ class _Notes:
     rows: Any = None
     below: Any = None  # blocks below all positives
     marks: Any = None
+
+
+@dataclass(eq=False, slots=True)
+class _Cells:
+    """What :mod:`.cpu_cells` notes of the scores of one process."""
+
+    grid: Any
+    notes: Any
+    rows: Any  # of the listed scores
+    parts: int = 1
+    suspicious: bool = False  # a score, perhaps of what is ignored, is NaN or infinite
 
 
 class CPUBackend(TorchBackend):
@@ -158,7 +172,8 @@ def _scores(problem: Problem) -> Any:
 
 
 def _rank_in_parts(problem: Problem, accept: Accept) -> Ranked:
-    notes, status = _find(problem)
+    scores_later = _are_for_cells(problem)
+    notes, status = _find(problem, scores_later=scores_later)
     boxes = np.empty(0)
     if problem.box_losses is not None:
         boxes = problem.box_losses.double().numpy().copy()
@@ -166,14 +181,21 @@ def _rank_in_parts(problem: Problem, accept: Accept) -> Ranked:
     accept(problem, status)
     one, rule = _ONE[problem.dtype], _RULES[problem.rule]
     positives, order, cuts = kernels.sort_and_cut(notes.scores, notes.index, problem.delta, one)
-    tallies = _tally(problem, notes, cuts[0]) if len(order) else (_NOTHING, _NOTHING)
+    cells, tallies = None, (_NOTHING, _NOTHING)
+    if scores_later and len(order):
+        cells, tallies = _tally_cells(problem, notes, cuts[0])
+    if scores_later and (cells is None or cells.suspicious):
+        status[3] = _count_bad_scores(notes)
+        accept(problem, status)
+    if cells is None and len(order):
+        tallies = _tally(problem, notes, cuts[0])
     if problem.soft:
         boxes = problem.targets.numpy()[notes.index].astype(np.float64)
     values, lines, own, box_weights = kernels.finish(
         rule, problem.interpolated, problem.delta, cuts, positives, order, boxes, tallies, np.int64(status[1]), one
     )
     noted = (notes.pure, notes.left_out, notes.rows, notes.below)
-    kept = _Kept(notes.scores, notes.index, own, cuts[0], lines, noted)
+    kept = _Kept(notes.scores, notes.index, own, cuts[0], lines, noted, cells)
     box_gradient = None
     if problem.box_losses is not None:
         box_gradient = torch.from_numpy(box_weights).to(loss_dtype(problem.box_losses.dtype))
@@ -191,8 +213,11 @@ def _gradient(problem: Problem, kept: _Kept, upstream: tuple[Tensor, ...], out: 
     kind = type(_ONE[problem.dtype])
     first = float(upstream[0])
     second = float(upstream[1]) if problem.rule == "rank-sort" else 0.0
-    gradient = out.numpy()
-    _evaluate(kept.scores, kept.notes, kept.marks, kept.lines, kind(2 * problem.delta), kind(first), gradient)
+    gradient, width, factor = out.numpy(), kind(2 * problem.delta), kind(first)
+    if kept.cells is None:
+        _evaluate(kept.scores, kept.notes, kept.marks, kept.lines, width, factor, gradient)
+    else:
+        _evaluate_cells(kept, kept.cells, width, factor, gradient)
     kernels.write_positives(kept.index, kept.own, first, second, gradient)
 
 
@@ -214,11 +239,15 @@ def _gradient_of_stages(problem: Problem, held: Kept, upstream: tuple[Tensor, ..
     out[held.index[here]] = -errors[here]
 
 
-def _find(problem: Problem) -> tuple[_Notes, list[int]]:
+def _find(problem: Problem, *, scores_later: bool = False) -> tuple[_Notes, list[int]]:
+    """Notes and status; with ``scores_later`` only the scores of positives are looked at."""
     scores, targets = _scores(problem), problem.targets.numpy()
     notes = _Notes(scores, None, *_blocks(len(scores)))
 
     def work(start: int, stop: int) -> Any:
+        if scores_later:
+            found = kernels.find_targets(targets, start, stop, problem.soft, notes.pure, notes.left_out)
+            return found, len(found[0]) - int(np.isfinite(scores[found[0]]).sum())
         return kernels.find(targets, scores, start, stop, problem.soft, notes.pure, notes.left_out)
 
     parts = _in_parts(len(scores), work)
@@ -227,6 +256,47 @@ def _find(problem: Problem) -> tuple[_Notes, list[int]]:
     bad_targets = sum(part[2] for part, _ in parts)
     bad_scores = sum(bad for _, bad in parts)
     return notes, [len(notes.index), negatives, bad_targets, bad_scores, 0]
+
+
+def _count_bad_scores(notes: _Notes) -> int:
+    def work(start: int, stop: int) -> Any:
+        own = notes.index[(notes.index >= start) & (notes.index < stop)]
+        return kernels.count_bad_scores(notes.scores, start, stop, notes.pure, notes.left_out, own)
+
+    return sum(_in_parts(len(notes.scores), work))
+
+
+def _are_for_cells(problem: Problem) -> bool:
+    """Whether :mod:`.cpu_cells` may rank these scores. It knows of bad ones only after other mistakes are told."""
+    large = problem.dtype == torch.float32 and problem.scores.numel() >= FEWEST_FOR_CELLS
+    return large and problem.delta > 0 and problem.box_losses is None
+
+
+def _tally_cells(problem: Problem, notes: _Notes, marks: Any) -> tuple[_Cells | None, tuple[Any, Any]]:
+    """As :func:`_tally`, by cells; None if they are of no use to these scores."""
+    one, size, width = _ONE[problem.dtype], len(notes.scores), 2.0 * problem.delta
+    grid = cpu_cells.make_grid(marks, notes.scores, width)
+    if len(grid[1]) == 0:
+        return None, (_NOTHING, _NOTHING)
+    blocks, small = len(notes.pure), _small_integers(len(marks))
+    below, lengths = np.empty(blocks, np.bool_), np.empty(blocks, np.uint16)
+    listed, found, rows = np.empty(size, np.uint8), np.empty(size, np.float32), np.empty(size, small.dtype)
+    cells = _Cells(grid, (notes.pure, notes.left_out, below, lengths, listed, found), rows)
+    table, axis = kernels.prepare_table(marks, one, size, small)
+    of_list = np.ones(blocks, np.bool_), notes.left_out, rows, np.empty(blocks, np.bool_)
+
+    def work(start: int, stop: int) -> Any:
+        tallies, end, suspicious = cpu_cells.tally_cells(notes.scores, start, stop, cells.notes, grid)
+        crossed = kernels.tally(found, start, end, of_list, marks, table, axis, one, np.float32(width))
+        return tallies, crossed, suspicious
+
+    # Sums are of integers, here and there: as many parts as threads do not change them.
+    cells.parts = min(torch.get_num_threads(), MOST_PARTS)
+    parts = _in_parts(size, work, cells.parts)
+    cells.suspicious = any(part[2] for part in parts)
+    counts, sums = sum(part[1][0] for part in parts), sum(part[1][1] for part in parts)
+    cpu_cells.add_cells(sum(part[0] for part in parts), grid, marks, width, counts, sums)
+    return cells, (counts, sums)
 
 
 def _tally(problem: Problem, notes: _Notes, marks: Any) -> tuple[Any, Any]:
@@ -279,6 +349,19 @@ def _evaluate(scores: Any, notes: Any, marks: Any, lines: Any, width: Any, facto
     _in_parts(len(scores), work)
 
 
+def _evaluate_cells(kept: _Kept, cells: _Cells, width: Any, factor: Any, out: Any) -> None:
+    table = cpu_cells.make_lines(kept.marks, cells.grid, kept.lines, factor)
+
+    def work(start: int, stop: int) -> Any:
+        cpu_cells.evaluate_cells(
+            kept.scores, start, stop, cells.notes, cells.rows, kept.marks, cells.grid, kept.lines, table,
+            width, factor, out
+        )  # fmt: skip
+
+    # The parts of the first pass: their lists have no gaps.
+    _in_parts(len(kept.scores), work, cells.parts)
+
+
 def _blocks(size: int) -> tuple[Any, Any]:
     return np.empty(-(-size // BLOCK), np.bool_), np.empty(size, np.bool_)
 
@@ -294,9 +377,9 @@ def _small_integers(highest: int) -> Any:
 _TWO_BYTES, _FOUR_BYTES = np.empty(0, np.uint16), np.empty(0, np.uint32)
 
 
-def _in_parts(size: int, work: Callable[[int, int], Any]) -> list[Any]:
+def _in_parts(size: int, work: Callable[[int, int], Any], most: int = MOST_PARTS) -> list[Any]:
     """Runs ``work(start, stop)`` for every part, on torch's number of threads; in their order."""
-    parts = min(max(size // SMALLEST_PART, 1), MOST_PARTS)
+    parts = min(max(size // SMALLEST_PART, 1), most)
     edges = [size * part // parts // BLOCK * BLOCK for part in range(parts)] + [size]
     threads = min(torch.get_num_threads(), parts)
     if threads <= 1:

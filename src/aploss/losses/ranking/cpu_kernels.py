@@ -18,6 +18,7 @@ from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
@@ -26,6 +27,7 @@ from .cpu_segments import ALRP, OPTIONS, RANK_SORT, alrp, cut, errors, helper, l
 
 BLOCK = 256
 STEP, ONE, TWO, BYTE = np.uint64(BLOCK), np.uint64(1), np.uint64(2), np.uint64(255)
+AHEAD = np.uint64(4 * BLOCK)
 MOST_SMALL_ROWS = (1 << 15) - 4  # of two bytes, and one bit more
 CELLS_PER_SEGMENT, MOST_CELLS = 16, 1 << 17  # of the lookup table
 # A count and a sum of shares in one integer: room for FLUSH scores of FRACTION bits each.
@@ -64,6 +66,27 @@ class Compiled:
         Compiled.no_cache(error)
 
 
+@intrinsic
+def prefetch(typing_context, array, i):
+    """Asks for the numbers of a block from array[i] on, of at most four bytes each; i may be beyond the end.
+
+    A processor itself reads ahead to the end of a page of memory alone.
+    """
+
+    def generate(context, builder, signature, arguments):
+        word, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        start = builder.bitcast(builder.gep(data, [arguments[1]]), byte)
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        for offset in range(0, 4 * BLOCK, 64):
+            place = builder.gep(start, [word(offset)])
+            builder.call(function, [place, word(0), word(3), word(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, i), generate
+
+
 # ---- The first pass over the targets -------------------------------------------------------------
 
 
@@ -79,12 +102,13 @@ def _find_part(targets, start, stop, soft, pure, left_out):
     stop = np.uint64(stop)
     for block in range(np.uint64(start), stop, STEP):
         end = min(block + STEP, stop)
-        count = 0
+        prefetch(targets, block + AHEAD)
+        others_too = False
         for i in range(block, end):
-            count += targets[i] != 0
-        negatives += np.int64(end - block) - count
-        pure[block // STEP] = count == 0
-        if count == 0:
+            others_too |= targets[i] != 0
+        pure[block // STEP] = not others_too
+        negatives += np.int64(end - block)
+        if not others_too:
             continue
         for i in range(block, end):
             left_out[i] = targets[i] != 0
@@ -92,6 +116,7 @@ def _find_part(targets, start, stop, soft, pure, left_out):
         for i in range(block, end):  # without a branch, which a processor would often guess wrong
             others[count] = i
             count += np.uint64(left_out[i])
+        negatives -= np.int64(count)
         if positives + BLOCK > len(found):
             grown = np.empty(2 * positives + BLOCK, np.int64)
             for k in range(positives):
@@ -559,6 +584,7 @@ def _at_once(scores_at, targets_at, gradient_at, size, rule, interpolated, delta
 
 
 at_once, find, sort_and_cut = Compiled(_at_once), Compiled(_find), Compiled(_sort_and_cut)
+find_targets, count_bad_scores = Compiled(_find_part.py_func), Compiled(_count_bad_scores.py_func)
 prepare_table, tally, finish = Compiled(_prepare_table), Compiled(_tally), Compiled(_finish)
 dense_groups, group_tables = Compiled(_dense_groups), Compiled(_group_tables)
 tally_groups = Compiled(_tally_groups)
