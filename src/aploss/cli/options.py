@@ -102,7 +102,9 @@ class Parser(ArgumentParser):
     def _require(self, words: Sequence[str]) -> None:
         """Completes a command in which something is missing."""
         places = len(list(self._places(words)))
-        required = [one for one in self._actions if one.required and one.nargs not in ("*", "?")]
+        noted = getattr(self, "required_args", ())  # where an older jsonargparse keeps what is required
+        required = [one for one in self._actions if one.required or one.dest in noted]
+        required = [one for one in required if one.nargs not in ("*", "?")]
         missing = [one for one in required if not one.option_strings][places:]
         given = {word.partition("=")[0] for word in words}
         missing += [one for one in required if one.option_strings and not given & {*one.option_strings}]
