@@ -116,7 +116,7 @@ def test_every_command_in_the_documents_is_taken(folder: Path) -> None:
                     commands[f"{document.relative_to(ROOT)}: {line}"] = [words, *rest]
     assert len(commands) > 80
     log = folder / "refused.json"
-    process = start_process(TAKEN_UP_TO_ITS_WORK, log, {"folder": str(folder), "commands": commands})
+    process = start_process(TAKEN_UP_TO_ITS_WORK, log=log, folder=str(folder), commands=commands)
     process.join()
     assert process.exitcode == 0
     refused = json.loads(log.read_text())

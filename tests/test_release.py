@@ -15,7 +15,7 @@ from aploss.errors import EXTRAS, ConfigError, require_packages
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 CORE = {"torch", "numpy", "numba"}
-# Imported where they are there, and done without where not: Triton comes with torch where it works, llvmlite with numba.
+# Imported where they are there, and done without where not. Triton comes with torch, llvmlite with numba.
 OPTIONAL = {"triton", "llvmlite"}
 
 
