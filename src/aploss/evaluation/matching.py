@@ -89,15 +89,17 @@ def match_detections(ground_truth: Truth, detections: Detections, iou: float = 0
     np.maximum.at(overlaps, pairs.detections, pairs.overlaps)
     of_match = pairs.objects == objects[pairs.detections]
     overlaps[pairs.detections[of_match]] = pairs.overlaps[of_match]
+    return _matches(truth, iou, objects=objects, ignored=ignored, overlaps=overlaps, order=order)
+
+
+def _matches(
+    truth: Annotations, iou: float, *, objects: np.ndarray, ignored: np.ndarray, **rest: np.ndarray
+) -> Matches:
+    """What follows from the object of every detection (-1: none), and from which of these count neither way."""
+    found = np.isin(np.arange(len(truth)), objects)
+    correct = (objects >= 0) & ~ignored
     return Matches(
-        iou=iou,
-        correct=matched & ~ignored,
-        ignored=ignored,
-        objects=objects,
-        overlaps=overlaps,
-        found=np.isin(np.arange(len(truth)), objects),
-        counted=truth.counted,
-        order=order,
+        iou=iou, correct=correct, ignored=ignored, objects=objects, found=found, counted=truth.counted, **rest
     )
 
 
@@ -131,16 +133,7 @@ def assign_voc(truth: Annotations, table: DetectionTable, pairs: Pairs, iou: flo
     correct = np.zeros(len(table), dtype=bool)
     correct[claims[first]] = True
     objects = np.where(correct | ignored, nearest, -1)
-    return Matches(
-        iou=iou,
-        correct=correct,
-        ignored=ignored,
-        objects=objects,
-        overlaps=overlaps,
-        found=np.isin(np.arange(len(truth)), objects),
-        counted=truth.counted,
-        order=order,
-    )
+    return _matches(truth, iou, objects=objects, ignored=ignored, overlaps=overlaps, order=order)
 
 
 def candidate_pairs(truth: Annotations, table: DetectionTable, *, crowds_cover: bool) -> Pairs:
