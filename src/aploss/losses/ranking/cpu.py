@@ -29,6 +29,7 @@ from .torch_backend import Kept, TorchBackend
 BLOCK = kernels.BLOCK
 MOST_PARTS, SMALLEST_PART = 16, 1 << 16
 FEWEST_FOR_CELLS = 1 << 19  # scores from which on cells pay
+FEWEST_PAST_CACHE = 1 << 21  # those whose gradient leaves no room in the cache for anything else
 SECONDS_OF_SILENCE = 2.0
 
 _RULES = {"ap": AP, "auc": AUC, "rank-sort": RANK_SORT, "alrp": ALRP}
@@ -72,7 +73,6 @@ class _Cells:
 
     grid: Any
     notes: Any
-    rows: Any  # of the listed scores
     parts: int = 1
     suspicious: bool = False  # a score, perhaps of what is ignored, is NaN or infinite
 
@@ -274,29 +274,24 @@ def _are_for_cells(problem: Problem) -> bool:
 
 def _tally_cells(problem: Problem, notes: _Notes, marks: Any) -> tuple[_Cells | None, tuple[Any, Any]]:
     """As :func:`_tally`, by cells; None if they are of no use to these scores."""
-    one, size, width = _ONE[problem.dtype], len(notes.scores), 2.0 * problem.delta
+    size, width = len(notes.scores), 2.0 * problem.delta
     grid = cpu_cells.make_grid(marks, notes.scores, width)
     if len(grid[1]) == 0:
         return None, (_NOTHING, _NOTHING)
-    blocks, small = len(notes.pure), _small_integers(len(marks))
+    blocks = len(notes.pure)
     below, lengths = np.empty(blocks, np.bool_), np.empty(blocks, np.uint16)
-    listed, found, rows = np.empty(size, np.uint8), np.empty(size, np.float32), np.empty(size, small.dtype)
-    cells = _Cells(grid, (notes.pure, notes.left_out, below, lengths, listed, found), rows)
-    table, axis = kernels.prepare_table(marks, one, size, small)
-    of_list = np.ones(blocks, np.bool_), notes.left_out, rows, np.empty(blocks, np.bool_)
+    listed, rows = np.empty(size, np.uint8), np.empty(size, np.uint32)
+    cells = _Cells(grid, (notes.pure, notes.left_out, below, lengths, listed, rows))
 
     def work(start: int, stop: int) -> Any:
-        tallies, end, suspicious = cpu_cells.tally_cells(notes.scores, start, stop, cells.notes, grid)
-        crossed = kernels.tally(found, start, end, of_list, marks, table, axis, one, np.float32(width))
-        return tallies, crossed, suspicious
+        return cpu_cells.tally_cells(notes.scores, start, stop, cells.notes, grid, marks, np.float32(width))
 
-    # Sums are of integers, here and there: as many parts as threads do not change them.
+    # Sums are of integers: as many parts as threads do not change them.
     cells.parts = min(torch.get_num_threads(), MOST_PARTS)
     parts = _in_parts(size, work, cells.parts)
-    cells.suspicious = any(part[2] for part in parts)
-    counts, sums = sum(part[1][0] for part in parts), sum(part[1][1] for part in parts)
-    cpu_cells.add_cells(sum(part[0] for part in parts), grid, marks, width, counts, sums)
-    return cells, (counts, sums)
+    cells.suspicious = any(suspicious for _, _, suspicious in parts)
+    of_cells, of_rows = sum(part[0] for part in parts), sum(part[1] for part in parts)
+    return cells, cpu_cells.add_up(of_cells, of_rows, grid, marks, width)
 
 
 def _tally(problem: Problem, notes: _Notes, marks: Any) -> tuple[Any, Any]:
@@ -351,11 +346,12 @@ def _evaluate(scores: Any, notes: Any, marks: Any, lines: Any, width: Any, facto
 
 def _evaluate_cells(kept: _Kept, cells: _Cells, width: Any, factor: Any, out: Any) -> None:
     table = cpu_cells.make_lines(kept.marks, cells.grid, kept.lines, factor)
+    past_cache = len(out) >= FEWEST_PAST_CACHE and out.ctypes.data % 32 == 0
 
     def work(start: int, stop: int) -> Any:
         cpu_cells.evaluate_cells(
-            kept.scores, start, stop, cells.notes, cells.rows, kept.marks, cells.grid, kept.lines, table,
-            width, factor, out
+            kept.scores, start, stop, cells.notes, kept.marks, cells.grid, kept.lines, table,
+            width, factor, past_cache, out
         )  # fmt: skip
 
     # The parts of the first pass: their lists have no gaps.
