@@ -8,7 +8,7 @@ The width of a cell is a power of two: the cell of a score, and where in it the 
 exact, for scores of any offset. Sums are of integers, so that they do not depend on the order.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, call-arg, assignment"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, call-arg, assignment, var-annotated"
 
 import math
 
