@@ -114,7 +114,7 @@ def groups_of_scores(groups: Tensor | int | None, scores: Tensor) -> Tensor | No
             )
         if groups.is_floating_point() or groups.is_complex():
             raise ValueError(f"groups must be integers, got {groups.dtype}")
-        return groups.detach().reshape(-1).to(torch.int64)
+        return groups.detach().reshape(-1).to(torch.int64).contiguous()
     if isinstance(groups, bool) or not isinstance(groups, int):
         raise ValueError(f"groups must be an integer tensor or a dimension, got {type(groups).__name__}")
     if not -scores.ndim <= groups < scores.ndim:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..checks import COMPARABLE, LEAST_DELTA
+from ..checks import LEAST_DELTA
 from . import cpu_cells
 from . import cpu_kernels as kernels
 from .cpu_segments import ALRP, AP, AUC, RANK_SORT
@@ -158,11 +158,11 @@ def rank_directly(scores: Tensor, targets: Tensor, rule: str, options: tuple[flo
 
 _DIRECT = {"ap": AP, "auc": AUC}
 _QUIET = nullcontext()
-# Numbers that tell the kernel the dtypes of scores and targets.
+# Numbers that tell the kernel the dtypes of scores and targets, for those that are usual: each pair is compiled anew.
 _likes = {
     (dtype, targets): (one, torch.ones((), dtype=targets).numpy()[()])
     for dtype, one in _ONE.items()
-    for targets in COMPARABLE
+    for targets in (torch.float32, torch.int64, torch.int8)
 }
 
 
@@ -245,10 +245,11 @@ def _find(problem: Problem, *, scores_later: bool = False) -> tuple[_Notes, list
     notes = _Notes(scores, None, *_blocks(len(scores)))
 
     def work(start: int, stop: int) -> Any:
+        # Two kernels: one would be compiled for every pair of dtypes.
+        found = kernels.find_targets(targets, start, stop, problem.soft, notes.pure, notes.left_out)
         if scores_later:
-            found = kernels.find_targets(targets, start, stop, problem.soft, notes.pure, notes.left_out)
             return found, len(found[0]) - int(np.isfinite(scores[found[0]]).sum())
-        return kernels.find(targets, scores, start, stop, problem.soft, notes.pure, notes.left_out)
+        return found, kernels.count_bad_scores(scores, start, stop, notes.pure, notes.left_out, found[0])
 
     parts = _in_parts(len(scores), work)
     notes.index = np.concatenate([index for (index, _, _), _ in parts])

@@ -333,12 +333,6 @@ def _evaluate_part(scores, start, stop, pure, left_out, rows, below, marks, line
 # ---- What Python calls ---------------------------------------------------------------------------
 
 
-def _find(targets, scores, start, stop, soft, pure, left_out):
-    """See :func:`_find_part`; and how many scores are not allowed."""
-    found = _find_part(targets, start, stop, soft, pure, left_out)
-    return found, _count_bad_scores(scores, start, stop, pure, left_out, found[0])
-
-
 def _sort_and_cut(scores, index, delta, one):
     """Scores and order of the sorted positives, and :func:`.cpu_segments.cut`."""
     found = np.empty(len(index))
@@ -567,7 +561,8 @@ def _at_once(scores_at, targets_at, gradient_at, size, rule, interpolated, delta
     if len(index) > 0:
         table, axis = _table_here(marks, one, size, rows)
         notes = pure, left_out, rows, below
-        counts, sums = _tally_here(scores, 0, size, notes, marks, table, axis, one, widths[0])
+        start = np.int64(0)  # of a literal numba would make another helper
+        counts, sums = _tally_here(scores, start, size, notes, marks, table, axis, one, widths[0])
     values, weights, own, _, _ = errors(rule, interpolated, delta, cuts, positives, counts, sums, negatives)
     if gradient_at == 0:
         return values[0]
@@ -582,7 +577,7 @@ def _at_once(scores_at, targets_at, gradient_at, size, rule, interpolated, delta
     return values[0]
 
 
-at_once, find, sort_and_cut = Compiled(_at_once), Compiled(_find), Compiled(_sort_and_cut)
+at_once, sort_and_cut = Compiled(_at_once), Compiled(_sort_and_cut)
 find_targets, count_bad_scores = Compiled(_find_part.py_func), Compiled(_count_bad_scores.py_func)
 prepare_table, tally, finish = Compiled(_prepare_table), Compiled(_tally), Compiled(_finish)
 dense_groups, group_tables = Compiled(_dense_groups), Compiled(_group_tables)

@@ -159,9 +159,9 @@ def _make_problem(scores: Tensor, targets: Tensor, options: Options, box_losses:
         check_max_positives(options.max_positives)
     flat_scores, flat_targets = scores.detach(), targets
     if scores.ndim != 1 or not scores.is_contiguous():
-        flat_scores = flat_scores.reshape(-1)
+        flat_scores = flat_scores.reshape(-1).contiguous()  # a reshaped one may still have gaps
     if targets.ndim != 1 or targets.requires_grad or not targets.is_contiguous():
-        flat_targets = targets.detach().reshape(-1)
+        flat_targets = targets.detach().reshape(-1).contiguous()
     flat_targets, groups = comparable_targets(flat_targets), None
     if options.groups is not None:
         groups = groups_of_scores(options.groups, scores)
