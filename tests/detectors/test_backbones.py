@@ -10,7 +10,17 @@ timm = pytest.importorskip("timm", reason="timm is not installed")
 
 KINDS = ["resnet10t", "convnext_atto", "pvt_v2_b0", "swin_tiny_patch4_window7_224"]
 # ResNets are exported by test_export.py; Swin is exported, too, but that takes minutes.
-EXPORTED = ["convnext_atto", "pvt_v2_b0"]
+EXPORTED = ["convnext_of_one_block_a_stage", "pvt_v2_of_one_block_a_stage"]
+
+
+@timm.models.register_model
+def convnext_of_one_block_a_stage(**options):
+    return timm.models.convnext_atto(depths=(1, 1, 1, 1), **options)
+
+
+@timm.models.register_model
+def pvt_v2_of_one_block_a_stage(**options):
+    return timm.models.pvt_v2_b0(depths=(1, 1, 1, 1), **options)
 
 
 def make(backbone, **options):

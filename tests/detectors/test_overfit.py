@@ -21,7 +21,7 @@ LEARNING_RATE = 3e-3
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> DetectionDataset:
     folder: Path = tmp_path_factory.mktemp("builtin")
-    return builtin_dataset("train", cache=folder, counts=(8, 1, 1))
+    return builtin_dataset("train", cache=folder, counts=(8, 1, 1), image_size=64)
 
 
 @pytest.mark.parametrize("name", ["retinanet-tiny", "ssdlite"])

@@ -137,6 +137,8 @@ def rank_directly(scores: Tensor, targets: Tensor, rule: str, options: tuple[flo
     if not 0 < size < 2 * SMALLEST_PART or rule not in _DIRECT or scores.shape != targets.shape:
         return None
     (delta, interpolated), kind = options, (scores.dtype, targets.dtype)
+    if kind not in _likes and targets.dtype in _SMALL_INTEGERS:
+        targets, kind = targets.to(torch.int64), (scores.dtype, torch.int64)
     if kind not in _likes or not (delta == 0 or LEAST_DELTA <= delta < np.inf):
         return None
     if not (scores.is_contiguous() and targets.is_contiguous()):
@@ -158,11 +160,12 @@ def rank_directly(scores: Tensor, targets: Tensor, rule: str, options: tuple[flo
 
 _DIRECT = {"ap": AP, "auc": AUC}
 _QUIET = nullcontext()
-# Numbers that tell the kernel the dtypes of scores and targets, for those that are usual: each pair is compiled anew.
+_SMALL_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32)
+# Numbers that tell the kernel the dtypes of scores and targets, for those that are usual: it is compiled for each pair.
 _likes = {
-    (dtype, targets): (one, torch.ones((), dtype=targets).numpy()[()])
-    for dtype, one in _ONE.items()
-    for targets in (torch.float32, torch.int64, torch.int8)
+    (dtype, targets): (_ONE[dtype], torch.ones((), dtype=targets).numpy()[()])
+    for dtype, usual in {torch.float32: (torch.float32, torch.int64, torch.int8), torch.float64: (torch.int64,)}.items()
+    for targets in usual
 }
 
 
