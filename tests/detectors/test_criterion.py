@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as processes
+from processes import run_group
 from torch import Tensor, nn
 from torchvision.models.detection._utils import BoxCoder, Matcher
 from torchvision.models.detection.retinanet import RetinaNetHead
@@ -263,24 +263,23 @@ def test_iou_of_pairs_is_the_diagonal_of_all_ious() -> None:
     torch.testing.assert_close(iou_of_pairs(boxes[:20], boxes[20:40]), box_iou(boxes[:20], boxes[20:40]).diag())
 
 
-def test_two_processes_give_the_gradient_of_one_with_the_whole_batch(tmp_path: Path) -> None:
-    processes.start_processes(_gradients_of_one_process, (2, str(tmp_path)), nprocs=2, start_method="fork")
+def test_two_processes_give_the_gradient_of_one_with_the_whole_batch() -> None:
+    results = run_group(2, _gradients_of_one_process)
     for name, empty in CASES_OF_PROCESSES:
         anchors, targets, logits, deltas = _batch_of_processes(name, empty)
         wanted = _gradients(make_criterion(name), anchors, targets, logits, deltas)
-        halves = [torch.load(tmp_path / f"{name}-{empty}-{rank}.pt") for rank in range(2)]
+        halves = [result[name, empty] for result in results]
         for kind, whole in enumerate(wanted):
             found = torch.cat([half[kind] for half in halves]) / 2  # DDP averages over processes
             torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-7)
 
 
-def test_what_one_process_refuses_all_processes_refuse_by_type(tmp_path: Path) -> None:
+def test_what_one_process_refuses_all_processes_refuse_by_type() -> None:
     """And none is left waiting: a later exchange of theirs succeeds."""
-    processes.start_processes(_refuse_in_one_process, (2, str(tmp_path)), nprocs=2, start_method="fork")
+    of_other, of_finder = run_group(2, _refuse_in_one_process)
     for case, (finder, cause) in CASES_OF_REFUSALS.items():
-        of_finder, of_other = ((tmp_path / f"{case}-{rank}").read_text() for rank in (1, 0))
-        assert of_finder == finder, case
-        assert of_other == f"OtherProcessError {cause}", case
+        assert of_finder[case] == finder, case
+        assert of_other[case] == f"OtherProcessError {cause}", case
 
 
 class _Refusing(nn.Module):
@@ -302,9 +301,8 @@ CASES_OF_REFUSALS = {  # what the process that finds it raises, and what the oth
 }
 
 
-def _refuse_in_one_process(rank: int, world_size: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size)
+def _refuse_in_one_process(rank: int) -> dict[str, str]:
+    messages = {}
     anchors, targets, logits, deltas = random_batch(seed=14)
     for case in CASES_OF_REFUSALS:
         kind, what = case.split("-")
@@ -319,10 +317,9 @@ def _refuse_in_one_process(rank: int, world_size: int, folder: str) -> None:
         try:
             criterion(scores, deltas, anchors, truth)
         except ValueError as error:
-            text = f"{type(error).__name__} {getattr(error, 'cause', '')}".strip()
-            Path(f"{folder}/{case}-{rank}").write_text(text)
+            messages[case] = f"{type(error).__name__} {getattr(error, 'cause', '')}".strip()
         dist.barrier()
-    dist.destroy_process_group()
+    return messages
 
 
 def test_copy_of_a_criterion_belongs_to_the_same_processes(tmp_path: Path) -> None:
@@ -354,17 +351,15 @@ def _batch_of_processes(name: str, empty: str | None) -> tuple[Tensor, list[dict
     return anchors, targets, logits, deltas
 
 
-def _gradients_of_one_process(rank: int, world_size: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size)
+def _gradients_of_one_process(rank: int) -> dict[tuple[str, str | None], list[Tensor]]:
+    found = {}
     for name, empty in CASES_OF_PROCESSES:
         anchors, targets, logits, deltas = _batch_of_processes(name, empty)
         criterion = make_criterion(name)
         criterion.rank_across(dist.group.WORLD)
         mine = slice(rank, rank + 1)
-        gradients = _gradients(criterion, anchors, targets[mine], logits[mine], deltas[mine])
-        torch.save(gradients, f"{folder}/{name}-{empty}-{rank}.pt")
-    dist.destroy_process_group()
+        found[name, empty] = _gradients(criterion, anchors, targets[mine], logits[mine], deltas[mine])
+    return found
 
 
 def _gradients(criterion: Criterion, anchors: Tensor, targets: list, logits: Tensor, deltas: Tensor) -> list[Tensor]:

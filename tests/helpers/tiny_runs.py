@@ -4,7 +4,6 @@ The fixtures are those of every folder whose ``conftest.py`` imports them.
 """
 
 import json
-import multiprocessing
 import socket
 import subprocess
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from processes import start_process
 
 from aploss.reports.run_files import read_json_lines
 from aploss.training.config import TrainConfig
@@ -38,11 +38,6 @@ os.chdir(values["folder"])
 from aploss.cli.main import main
 sys.exit(max([main(words) for words in values["commands"]]))
 """
-# What a training imports, with its page.
-PRELOADED = [
-    "aploss.cli.train", "aploss.training.run", "aploss.losses.ranking.cpu", "aploss.reports.run_report",
-    "matplotlib.backends.backend_svg", "matplotlib.figure", "torch.utils.tensorboard", "scipy.special",
-]  # fmt: skip
 WALL_CLOCK = ("seconds", "images_per_second")
 SIZE = 64
 COUNTS = {"train": 16, "val": 6, "test": 6}
@@ -124,18 +119,6 @@ def make_config(config_in: Callable[..., TrainConfig], tmp_path: Path) -> Callab
         return config_in(tmp_path / name, **changes)
 
     return make
-
-
-def start_process(program: str, *, log: Path, **values: Any) -> BaseProcess:
-    """Starts a program that finds ``values`` and ``log``, with nothing in it of what this process has done.
-
-    It starts quickly: the imports are made once for all such processes.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=exec, args=(program, {"values": values, "log": str(log)}))
-    process.start()
-    return process
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,9 @@
 """Rank & Sort against the literal version, alone and over processes."""
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import run_group
 
 from aploss.losses import reference, use_backend
 from aploss.losses.rank_sort_loss import RankSortLoss, rank_sort_loss
@@ -149,29 +147,22 @@ def test_mistakes_are_refused():
         RankSortLoss(delta=-0.5)
 
 
-def _rank_part_of_a_batch(rank, file, sizes, queue):
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=len(sizes))
+def _rank_part_of_a_batch(rank, sizes):
     scores, targets = (part.flatten() for part in random_boxes())
     own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
     scores = scores[own].clone().requires_grad_()
     loss = RankSortLoss(process_group=dist.group.WORLD)(scores, targets[own])
     (2 * loss.ranking + 3 * loss.sorting).backward()
-    queue.put((rank, [part.item() for part in loss], scores.grad.tolist()))
-    dist.destroy_process_group()
+    return [part.item() for part in loss], scores.grad
 
 
-def test_processes_rank_their_parts_as_one_batch(tmp_path):
+def test_processes_rank_their_parts_as_one_batch():
     sizes = [120, 180]
-    queue = mp.get_context("fork").SimpleQueue()
-    arguments = tmp_path / "store", sizes, queue
-    mp.start_processes(_rank_part_of_a_batch, arguments, nprocs=len(sizes), start_method="fork")
-    results = sorted(queue.get() for _ in sizes)
+    results = run_group(len(sizes), _rank_part_of_a_batch, sizes)
     scores, targets = (part.flatten() for part in random_boxes())
     ranking, sorting, on_ranking, on_sorting = reference.rank_sort_loss(scores, targets)
-    gradient = torch.cat([torch.tensor(grad, dtype=torch.float64) for _, _, grad in results])
-    for _, losses, _ in results:
+    gradient = torch.cat([gradient for _, gradient in results])
+    for losses, _ in results:
         assert losses == pytest.approx([ranking.item(), sorting.item()], abs=1e-12)
     expected = len(sizes) * (2 * on_ranking + 3 * on_sorting)
     assert torch.allclose(gradient, expected, rtol=0, atol=1e-12)

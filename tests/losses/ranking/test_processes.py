@@ -1,14 +1,13 @@
 """Several gloo processes rank as one would: each with its part, some with nothing to rank."""
 
 import os
-import tempfile
-from datetime import timedelta
-from pathlib import Path
+import signal
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from processes import run_group
 from torch.nn.parallel import DistributedDataParallel
 
 from aploss.losses import APLoss, AUCLoss, ap_loss
@@ -26,44 +25,42 @@ def split_boxes(make_boxes, sizes, positives_of):
     ]
 
 
-def run_processes(worker, parts, *arguments):
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(worker, (folder, parts, *arguments), nprocs=len(parts), start_method="fork")
-        return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(len(parts))]
+CASES = {  # sizes of the parts, and which of them keep their positives
+    "halves": ([500, 500], [True, True]),
+    "three uneven": ([100, 700, 200], [True, True, True]),
+    "one without positives": ([400, 600], [False, True]),
+    "one empty": ([300, 0], [True, True]),
+    "no positives at all": ([300, 300], [False, False]),
+}
 
 
-def join_group(rank, folder, parts):
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", len(parts))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=len(parts), timeout=timedelta(seconds=60))
+def rank_parts(rank, cases):
+    found = {}
+    for key, parts in cases.items():
+        scores, targets = parts[rank]
+        loss = LOSSES[key[0]](process_group=dist.group.WORLD)(scores.requires_grad_(), targets)
+        loss.backward()
+        found[key] = loss.detach(), scores.grad
+    return found
 
 
-def rank_part(rank, folder, parts, name):
-    join_group(rank, folder, parts)
-    scores, targets = parts[rank]
-    scores.requires_grad_()
-    loss = LOSSES[name](process_group=dist.group.WORLD)(scores, targets)
-    loss.backward()
-    torch.save((loss.detach(), scores.grad), f"{folder}/{rank}.pt")
+@pytest.fixture(scope="module")
+def ranked(make_boxes):
+    """Loss and case -> parts, and what each process has of them; processes are started once for all cases."""
+    cases = {(name, case): split_boxes(make_boxes, *CASES[case]) for name in LOSSES for case in CASES}
+    found = {}
+    for count in (2, 3):
+        own = {key: parts for key, parts in cases.items() if len(parts) == count}
+        results = run_group(count, rank_parts, own)
+        found |= {key: (parts, [result[key] for result in results]) for key, parts in own.items()}
+    return found
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize(
-    ("sizes", "positives_of"),
-    [
-        ([500, 500], [True, True]),
-        ([100, 700, 200], [True, True, True]),
-        ([400, 600], [False, True]),
-        ([300, 0], [True, True]),
-        ([300, 300], [False, False]),
-    ],
-    ids=["halves", "three uneven", "one without positives", "one empty", "no positives at all"],
-)
-def test_every_process_has_the_loss_and_gradient_of_the_whole_batch(make_boxes, name, sizes, positives_of):
-    parts = split_boxes(make_boxes, sizes, positives_of)
-    results = run_processes(rank_part, parts, name)
-    scores = torch.cat([part for part, _ in parts]).requires_grad_()
+@pytest.mark.parametrize("case", CASES)
+def test_every_process_has_the_loss_and_gradient_of_the_whole_batch(ranked, name, case):
+    parts, results = ranked[name, case]
+    scores = torch.cat([part.detach() for part, _ in parts]).requires_grad_()
     loss = LOSSES[name]()(scores, torch.cat([target for _, target in parts]))
     loss.backward()
     for own_loss, _ in results:
@@ -72,13 +69,12 @@ def test_every_process_has_the_loss_and_gradient_of_the_whole_batch(make_boxes, 
     assert torch.allclose(gathered, scores.grad, rtol=1e-9, atol=1e-15)
 
 
-def train_step(rank, folder, parts):
-    join_group(rank, folder, parts)
+def train_step(rank, parts):
     features, targets = parts[rank]
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(8, 1).double())
     APLoss(process_group=dist.group.WORLD)(model(features)[:, 0], targets).backward()
-    torch.save([p.grad for p in model.parameters()], f"{folder}/{rank}.pt")
+    return [p.grad for p in model.parameters()]
 
 
 def test_data_parallel_weights_get_the_gradient_of_one_process():
@@ -86,7 +82,7 @@ def test_data_parallel_weights_get_the_gradient_of_one_process():
     features = torch.randn(300, 8, dtype=torch.float64)
     targets = (torch.rand(300) < 0.1).long()
     parts = [(features[:120], targets[:120]), (features[120:], targets[120:])]
-    results = run_processes(train_step, parts)
+    results = run_group(2, train_step, parts)
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 1).double()
     ap_loss(model(features)[:, 0], targets).backward()
@@ -95,30 +91,33 @@ def test_data_parallel_weights_get_the_gradient_of_one_process():
             assert torch.allclose(gradient, parameter.grad, rtol=1e-9, atol=1e-12)
 
 
-def meet_a_mistake(rank, folder, parts, where):
-    join_group(rank, folder, parts)
-    scores, targets = parts[rank]
-    if rank == 1:
-        if where == "shape":
-            targets = targets[:-1]
-        elif where == "target":
-            targets[3] = 7
-        else:
-            scores[int((targets == (where == "positive score")).nonzero()[0])] = float("nan")
-    try:
-        APLoss(process_group=dist.group.WORLD)(scores, targets)
-        message = "accepted"
-    except ValueError as error:
-        message = str(error)
-    torch.save(message, f"{folder}/{rank}.pt")
+MISTAKES = {"target": "got 7", "positive score": "got nan", "negative score": "got nan", "shape": "same shape"}
 
 
-@pytest.mark.parametrize("where", ["target", "positive score", "negative score", "shape"])
-def test_a_mistake_in_one_process_is_raised_in_all_and_none_waits(make_boxes, where):
-    parts = split_boxes(make_boxes, [300, 300], [True, True])
-    others, own = run_processes(meet_a_mistake, parts, where)
-    assert "another process" in others
-    assert {"target": "got 7", "shape": "same shape"}.get(where, "got nan") in own
+def meet_mistakes(rank, parts):
+    messages = []
+    for where in MISTAKES:
+        scores, targets = (part.clone() for part in parts[rank])
+        if rank == 1:
+            if where == "shape":
+                targets = targets[:-1]
+            elif where == "target":
+                targets[3] = 7
+            else:
+                scores[int((targets == (where == "positive score")).nonzero()[0])] = float("nan")
+        try:
+            APLoss(process_group=dist.group.WORLD)(scores, targets)
+            messages.append("accepted")
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_mistake_in_one_process_is_raised_in_all_and_none_waits(make_boxes):
+    others, own = run_group(2, meet_mistakes, split_boxes(make_boxes, [300, 300], [True, True]))
+    for where, in_others, in_own in zip(MISTAKES, others, own, strict=True):
+        assert "another process" in in_others, where
+        assert MISTAKES[where] in in_own, where
 
 
 def test_a_group_without_initialised_processes_is_refused():
@@ -126,8 +125,7 @@ def test_a_group_without_initialised_processes_is_refused():
         APLoss(process_group=object())(torch.zeros(3), torch.tensor([1, 0, 0]))
 
 
-def rank_groups(rank, folder, parts):
-    join_group(rank, folder, parts)
+def rank_groups(rank, parts):
     scores, targets, groups = parts[rank]
     scores.requires_grad_()
     losses = [
@@ -135,14 +133,14 @@ def rank_groups(rank, folder, parts):
         for limit in (None, 50)
     ]
     losses[0].backward()
-    torch.save(([loss.item() for loss in losses], scores.grad), f"{folder}/{rank}.pt")
+    return [loss.item() for loss in losses], scores.grad
 
 
 def test_groups_of_the_same_number_are_one_group_in_all_processes(make_boxes):
     scores, targets = make_boxes("random", 40, 460, ignored=0, dtype=torch.float64)
     groups = torch.randint(0, 7, scores.shape, generator=torch.Generator().manual_seed(0))
     parts = list(zip(*(t.split([200, 300]) for t in (scores, targets, groups)), strict=True))
-    results = run_processes(rank_groups, parts)
+    results = run_group(2, rank_groups, parts)
     scores = scores.clone().requires_grad_()
     loss = ap_loss(scores, targets, groups=groups)
     loss.backward()
@@ -150,3 +148,15 @@ def test_groups_of_the_same_number_are_one_group_in_all_processes(make_boxes):
         assert losses == pytest.approx([loss.item()] * 2, abs=1e-12)
     gathered = torch.cat([gradient for _, gradient in results]) / 2
     assert torch.allclose(gathered, scores.grad, rtol=0, atol=1e-12)
+
+
+def die(rank):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def test_a_process_that_dies_is_told_of_at_once():
+    """The others, which wait for it, do not keep the tests waiting."""
+    with pytest.raises(mp.ProcessExitedException, match="process 1 terminated with signal SIGKILL"):
+        run_group(2, die)
