@@ -63,7 +63,7 @@ def _join_group(rank: int, count: int, folder: str, file: str, name: str) -> Non
     torch.set_num_threads(1)
     worker = runpy.run_path(file)[name]  # pytest's name of the file is not one that can be imported
     store = dist.FileStore(f"{folder}/store", count)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(minutes=5))
     found = worker(rank, *torch.load(f"{folder}/arguments.pt"))
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
