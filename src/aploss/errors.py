@@ -69,13 +69,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     Example:
         >>> did_you_mean("fokal", ["ap", "focal"])
         "; did you mean 'focal'?"
-        >>> did_you_mean("aploss", ["ap", "focal"])
+        >>> did_you_mean("APLoss", ["ap", "focal"])
         "; did you mean 'ap'?"
     """
-    names = [*known]
+    names = {name.lower(): name for name in known}
+    word = word.lower()
     within = [name for name in sorted(names, key=len, reverse=True) if name in word or word in name]
     close = difflib.get_close_matches(word, names, n=1) or within
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f"; did you mean {names[close[0]]!r}?" if close else ""
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:

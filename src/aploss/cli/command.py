@@ -4,9 +4,9 @@ import difflib
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,8 @@ class Command:
     plugins: bool = True  # whether it builds something, and so takes --plugin
     computes: bool = True  # whether torch has work to do, and so takes --threads
     quiet: str = "show only the result, and what goes wrong"  # what --quiet does
+    needs: Mapping[str, str] = field(default_factory=dict)  # places and options it needs → an example of their value
+    otherwise: str = ""  # the command with more options
 
 
 def close_to(word: str, names: Sequence[str]) -> list[str]:
@@ -49,6 +51,16 @@ def newest_run(folder: str = "runs") -> str:
     """The run that was trained last, for the commands that are suggested; RUN where there is none."""
     runs = {file.parents[1]: file.stat().st_mtime for file in Path(folder).glob("*/checkpoints/last.pt")}
     return shlex.quote(max(runs, key=runs.__getitem__).as_posix()) if runs else "RUN"
+
+
+def data_of(run: str) -> str | None:
+    """What a run was trained with, where that can be read."""
+    from aploss.training.run_folder import RunFolder
+
+    try:
+        return RunFolder(run).read_config().data
+    except AplossError:
+        return None
 
 
 def open_page(page: Path) -> str:

@@ -5,7 +5,9 @@ a loss or a seed later costs only that, and an interrupted comparison goes on wh
 given again.
 """
 
+import shlex
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
@@ -75,6 +77,9 @@ def _run(options: Namespace) -> int:
         raise ConfigError("--tune searches the learning rate: leave out --lr")
     if options.names and options.losses is not None:
         raise ConfigError(f"the losses are given twice: {' '.join(options.names)} and --losses {options.losses}")
+    if any((Path(name) / "config.yaml").is_file() for name in options.names):
+        runs = shlex.join(options.names[:2])
+        raise ConfigError(f"losses are compared, not runs; two runs side by side: aploss app {runs}")
     vary, losses = parse_vary(options.vary), ",".join(options.names) or options.losses
     for key in vary:
         names = [name for name, keys in LONG_FORMS.items() if key in keys] + [key]

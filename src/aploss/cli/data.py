@@ -182,5 +182,10 @@ SHOW = Command(
     examples=SHOW_EXAMPLES, add_arguments=_add_show_arguments, run=_show, computes=False, quiet=ONLY_PROBLEMS
 )
 CONVERT = Command(
-    examples=CONVERT_EXAMPLES, add_arguments=_add_convert_arguments, run=_convert, computes=False, quiet=ONLY_PROBLEMS
+    examples=CONVERT_EXAMPLES,
+    add_arguments=_add_convert_arguments,
+    run=_convert,
+    computes=False,
+    quiet=ONLY_PROBLEMS,
+    needs={"--to": "coco", "--out": "converted"},
 )

@@ -45,4 +45,6 @@ def _free_or_unfinished(wanted: dict[str, object]) -> Path:
     return folder.path
 
 
-DEMO = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)
+DEMO = Command(
+    examples=EXAMPLES, add_arguments=_add_arguments, run=_run, otherwise="aploss train --recipe demo --data builtin"
+)

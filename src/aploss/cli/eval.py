@@ -17,10 +17,10 @@ from typing import Literal
 import numpy as np
 from jsonargparse import ArgumentParser, Namespace
 
-from aploss.cli.command import Command, newest_run, progress, require_at_least, say_next
+from aploss.cli.command import Command, data_of, newest_run, progress, require_at_least, say_next
 from aploss.data.annotations import Annotations
 from aploss.data.paths import is_image, stem_of
-from aploss.errors import AplossError, ConfigError, DataError, listed
+from aploss.errors import ConfigError, DataError, listed
 from aploss.evaluation.matching import curves_as_dict, match_detections, match_voc, precision_recall_curves
 from aploss.evaluation.metrics import Metrics, coco_metrics, voc_metrics
 from aploss.evaluation.tables import DetectionTable, GroundTruth, as_detections, read_detections, read_ground_truth
@@ -102,21 +102,11 @@ def _check(options: Namespace) -> None:
     elif given:
         raise ConfigError(f"a run is scored on --data: leave out {' and '.join(given)}")
     elif options.data is None:
-        raise ConfigError(f"give the data to score the run on: {_with_own_data(options.run)}")
+        words = shlex.join([options.run, "--data", data_of(options.run) or "PATH"])
+        raise ConfigError(f"give the data to score the run on: aploss eval {words}")
     require_at_least(1, options, "batch_size")
     if options.max_detections is not None and options.max_detections > MOST_DETECTIONS:
         raise ConfigError(f"--max-detections {options.max_detections}: at most {MOST_DETECTIONS}")
-
-
-def _with_own_data(run: str) -> str:
-    """The command that scores a run on the data it was trained with."""
-    from aploss.training.run_folder import RunFolder
-
-    try:
-        data = RunFolder(run).read_config().data
-    except AplossError:
-        data = "PATH"
-    return f"aploss eval {shlex.join([run, '--data', data])}"
 
 
 def _detect(options: Namespace) -> tuple[Annotations, DetectionTable]:
@@ -305,4 +295,4 @@ def _write(truth: Annotations, table: DetectionTable, metrics: Metrics, options:
     return [folder / name for name in texts]
 
 
-EVAL = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)
+EVAL = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run, needs={"run": "RUN", "--data": "PATH"})

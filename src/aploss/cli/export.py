@@ -70,4 +70,10 @@ def _bytes(path: Path) -> int:
     return path.stat().st_size + beside
 
 
-EXPORT = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run, quiet="show only what goes wrong")
+EXPORT = Command(
+    examples=EXAMPLES,
+    add_arguments=_add_arguments,
+    run=_run,
+    quiet="show only what goes wrong",
+    needs={"--out": "model.onnx"},
+)

@@ -17,11 +17,11 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aploss.cli.command import EXIT_PROBLEMS, Command, close_to, newest_run, require_at_least, shortened
+from aploss.cli.command import EXIT_PROBLEMS, Command, close_to, newest_run, open_page, require_at_least, shortened
 from aploss.errors import AplossError, missing_package
 
 if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
+    from aploss.cli.options import Parser
 
 # command words → (module of aploss.cli, line for the overview); the last word names the command
 COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
@@ -45,15 +45,18 @@ OTHER_NAMES = {
     **dict.fromkeys(("evaluate", "evaluation", "test", "val", "validate", "score", "metrics"), "eval"),
     **dict.fromkeys(("detect", "infer", "inference", "run"), "predict"),
     **dict.fromkeys(("fit", "training", "finetune", "fine-tune"), "train"),
+    **dict.fromkeys(("check", "info", "stats", "inspect", "analyze"), "data check"),
+    **dict.fromkeys(("show", "view", "draw", "visualize", "visualise"), "data show"),
+    **dict.fromkeys(("serve", "gui", "ui", "web"), "app"),
+    **dict.fromkeys(("losses", "detectors", "models", "recipes", "list"), "train --help"),
     "resume": "train --resume --out",
+    "tune": "compare --tune --data",
     "convert": "data convert",
-    "check": "data check",
-    "show": "data show",
-    "view": "data show",
     "benchmark": "bench",
     "quickstart": "demo",
     "onnx": "export",
 }
+PAGES = ("report", "results", "plot", "plots", "curves")  # what a run has a page of
 PICTURES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 
 EXIT_USER_ERROR = AplossError.exit_code
@@ -83,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _without_command(words: list[str]) -> int:
-    if words in (["--version"], ["-V"]):
+    if words in (["--version"], ["-V"], ["-v"], ["version"]):
         print(f"aploss {version('aploss')}")
         return 0
     if not words or words[0] in ("-h", "--help"):
@@ -160,7 +163,7 @@ def _values_of(option: str, arguments: Sequence[str]) -> Iterator[str]:
             yield word.partition("=")[2]
 
 
-def make_parser(command: tuple[str, ...]) -> "ArgumentParser":
+def make_parser(command: tuple[str, ...]) -> "Parser":
     """The parser of a command's options; ``command`` are its words, such as ``("data", "check")``."""
     from aploss.cli.options import HelpFormatter, Parser
 
@@ -173,6 +176,7 @@ def make_parser(command: tuple[str, ...]) -> "ArgumentParser":
         allow_abbrev=False,  # a misspelt option must not become another one
     )
     definition.add_arguments(parser)
+    parser.needs, parser.otherwise = definition.needs, definition.otherwise
     if definition.computes:
         parser.add_argument("--threads", type=int, metavar="N", help="threads to compute with; all cores by default")
     parser.add_argument("--quiet", action="store_true", help=definition.quiet)
@@ -201,22 +205,54 @@ def _unknown_command(words: list[str]) -> int:
     asked = " ".join(words[:2] if group else words[:1])
     meant = _meant(words, group=group)
     guess = f"; did you mean: aploss {shortened(meant)}" if meant else ""
+    if words[0] in (*PAGES, "tensorboard"):
+        guess = f"; {_curves_of(words)}"
     print(f"aploss: no command '{shortened(asked)}'{guess} (aploss --help lists them)", file=sys.stderr)
     return EXIT_USER_ERROR
 
 
+def _curves_of(words: list[str]) -> str:
+    run = shlex.quote(words[1]) if len(words) > 1 else newest_run()
+    page = Path(shlex.split(run)[0]) / "report.html"
+    if words[0] == "tensorboard":
+        return f"the curves of a run: tensorboard --logdir {run}"
+    if page.is_file():
+        return f"a training writes its page itself: {open_page(page)}"
+    return f"a training writes {page.name} when it is done: aploss train --resume --out {run}"
+
+
 def _meant(words: list[str], *, group: bool) -> str | None:
-    """The command that was perhaps meant, with the words that follow."""
+    """The command that was perhaps meant, with the words that follow and what is missing."""
+    words = [word.removeprefix("mode=") for word in words if not word.startswith("task=")]  # of Ultralytics
     first, rest = words[0].lstrip("-").lower(), words[1:]
     names = [" ".join(command) for command in COMMANDS]
+    if rest and first in ("detect", "yolo") and rest[0] in (*names, *OTHER_NAMES):
+        return _meant(rest, group=False)
     is_path = group and Path(rest[0]).exists()
     if not is_path and (close := close_to(" ".join(words[:2]), names)):
-        return shlex.join([*close[0].split(), *words[len(close[0].split()) :]])
-    if group:  # aploss data PATH
-        return shlex.join([*words[:1], "check", *rest])
+        return _completed(close[0], words[len(close[0].split()) :])
+    if group:  # aploss data PATH, aploss data info PATH
+        name = OTHER_NAMES.get(rest[0], "data check" if is_path or len(rest) == 1 else "")
+        return _completed(name, rest if rest[0] not in OTHER_NAMES else rest[1:]) if name.startswith("data") else None
     if first in OTHER_NAMES or first in names or (close := close_to(first, names)):
-        name = OTHER_NAMES.get(first) or (first if first in names else close[0])
-        return f"{name} {shlex.join(rest)}".strip()
+        return _completed(OTHER_NAMES.get(first) or (first if first in names else close[0]), rest)
     if Path(words[0]).suffix.lower() in PICTURES:
         return f"predict {newest_run()} {shlex.join(words)} --out found"
+    if (Path(words[0]) / "config.yaml").is_file():
+        return _completed("predict", words)
     return f"train --data {shlex.join(words)}" if Path(words[0]).exists() else None
+
+
+def _completed(name: str, rest: list[str]) -> str:
+    """A command with our names of its options and what it needs, as far as that can be told."""
+    command = next(found for length in (2, 1) if (found := tuple(name.split()[:length])) in COMMANDS)
+    options = name.split()[len(command) :]
+    if options == ["--help"]:
+        return name
+    if options and not rest:
+        rest = {"--out": [newest_run()], "--data": ["builtin"]}.get(options[-1], [])
+    with suppress(ModuleNotFoundError):  # of an extra that is not installed
+        right = make_parser(command).corrected([*options, *rest])
+        if right is not None:
+            return " ".join([*command, right]).strip()
+    return " ".join([name, shlex.join(rest)]).strip()

@@ -4,14 +4,17 @@ And the names that other tools have for the settings people change first: ``--ep
 """
 
 import re
+import shlex
 import textwrap
 from argparse import SUPPRESS, Action, RawDescriptionHelpFormatter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
-from aploss.cli.command import close_to, shortened
+from aploss.cli.command import data_of, newest_run, shortened
+from aploss.cli.corrections import as_option, corrected, is_option, our_name
 from aploss.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,20 +28,6 @@ LONG_FORMS = {
     "lr": ("optimizer.learning_rate",),
     "batch_size": ("batches.size",),
     "image_size": ("batches.image_size",),
-}
-
-
-# What other tools call an option, and what they have an option for.
-OTHER_NAMES = {
-    **dict.fromkeys(("--model", "--arch", "--network"), "--detector"),
-    **dict.fromkeys(("--amp", "--fp16", "--half"), "--precision"),
-    **dict.fromkeys(("--gpu", "--gpus", "--cuda"), "--device"),
-    **dict.fromkeys(("--name", "--project", "--save-dir"), "--out"),
-    "--conf": "--threshold",
-}
-WITHOUT_OPTION = {
-    **dict.fromkeys(("--source", "--input", "--image"), ("images",)),
-    **dict.fromkeys(("--weights", "--model", "--checkpoint"), ("run",)),
 }
 
 
@@ -57,6 +46,9 @@ class HelpFormatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
 class Parser(ArgumentParser):
     """Takes underscores for dashes, and reports a wrong word as any other mistake."""
 
+    needs: Mapping[str, str] = MappingProxyType({})  # of the command, see Command
+    otherwise = ""
+
     def parse_args(self, args: Sequence[str] | None = None, *others: Any, **options: Any) -> Any:  # type: ignore[override]
         """As of jsonargparse; ConfigError for options that do not exist or are missing."""
         words = list(self._spelled(args or ()))
@@ -65,18 +57,27 @@ class Parser(ArgumentParser):
         return super().parse_args(words, *others, **options)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        words = [action.dest for action in self._actions if not action.option_strings]
-        raise ConfigError(f"{in_one_line(message, words)} ({self.prog} --help lists the options)") from ex
+        raise ConfigError(f"{in_one_line(message, self._dests)} ({self.prog} --help lists the options)") from ex
 
     @property
     def _names(self) -> list[str]:
         return [name for action in self._actions for name in action.option_strings]
+
+    @property
+    def _dests(self) -> list[str]:
+        return [action.dest for action in self._actions if not action.option_strings]
 
     def _spelled(self, arguments: Sequence[str]) -> Iterator[str]:
         """The arguments, options with dashes; an option that does not exist is an error with the nearest one."""
         known = self._names
         mappings = [action for action in self._actions if "dict" in str(getattr(action, "_typehint", ""))]
         groups = {name for action in mappings for name in action.option_strings}
+        for word in self._places(arguments):
+            if is_option(word) and word not in known and not word.startswith("--"):
+                self._refuse(word, arguments)
+            name = as_option(word).partition("=")[0]
+            if name != word and our_name(name, known, self._dests) is not None:
+                self._refuse(word, arguments)
         for place, word in enumerate(arguments):
             if word == "--":
                 yield from arguments[place:]
@@ -91,17 +92,43 @@ class Parser(ArgumentParser):
             elif (dashed := name.replace("_", "-")) in known:
                 yield dashed + plus + equals + value
             else:
-                places = [action.dest for action in self._actions if not action.option_strings]
-                meant = nearest_option(dashed, known)
-                guess = f"; did you mean {meant}?" if meant else ""
-                if bare := {dashed.removeprefix("--"), *WITHOUT_OPTION.get(dashed, ())} & {*places}:
-                    line = " ".join([self.prog, *map(str.upper, places)])
-                    guess = f"; {bare.pop().upper()} is given without one: {line}"
-                raise ConfigError(f"there is no option {shortened(name)}{guess} ({self.prog} --help lists them)")
+                self._refuse(name, arguments)
+
+    def corrected(self, arguments: Sequence[str]) -> str | None:
+        """The arguments as they were perhaps meant, see :func:`aploss.cli.corrections.corrected`."""
+        return corrected(self._actions, arguments, self.needs)
+
+    def _refuse(self, word: str, arguments: Sequence[str]) -> NoReturn:
+        """Says what was perhaps meant by a word that is no option, and the whole command."""
+        name, equals, _ = word.partition("=")
+        right = self.corrected(arguments)
+        command = self.prog if right is None else f"{self.prog} {right}".strip()
+        meant = our_name(name if is_option(name) else f"--{name}", self._names, self._dests)
+        wrong = f"there is no option {shortened(name)}"
+        if equals and not is_option(name):
+            wrong, guess = f"{shortened(word)}: options are written with dashes", f": {command}"
+        elif name in ("--eval-only", "--test-only"):
+            run = newest_run()
+            guess = f"; that is: aploss eval {run} --data {data_of(run) or 'PATH'}"
+        elif meant is None and self.otherwise:
+            given = self.otherwise.removesuffix(" --data builtin") if name == "--data" else self.otherwise
+            guess = f"; there is with: {given} {shlex.join(arguments)}"
+        elif meant is None or right is None:
+            guess = f"; did you mean {meant}?" if meant else ""
+            guess += f" ({self.prog} --help lists them)"
+        elif meant in self._dests:
+            guess = f"; {meant.upper()} is given without one: {command}"
+        else:
+            guess = f"; did you mean {meant.split()[0]}? {command}" if meant else f"; leave it out: {command}"
+        raise ConfigError(f"{wrong}{guess}")
 
     def _require(self, words: Sequence[str]) -> None:
         """Completes a command in which something is missing."""
         places = len(list(self._places(words)))
+        taken = [one.nargs for one in self._actions if not one.option_strings]
+        right = self.corrected(words) if places > len(taken) and "*" not in taken else None
+        if right is not None:
+            raise ConfigError(f"there are words without an option; did you mean: {self.prog} {right}")
         noted = getattr(self, "required_args", ())  # where an older jsonargparse keeps what is required
         required = [one for one in self._actions if one.required or one.dest in noted]
         required = [one for one in required if one.nargs not in ("*", "?")]
@@ -122,20 +149,6 @@ class Parser(ArgumentParser):
             if not word.startswith("--") and not value_follows:
                 yield word
             value_follows = word.startswith("--") and takes_value.get(word, "=" not in word)
-
-
-def nearest_option(option: str, known: Sequence[str]) -> str | None:
-    """The option that was perhaps meant: one whose last part it is, or is spelt alike.
-
-    Example:
-        >>> nearest_option("--batch", ["--batch-size", "--data"]), nearest_option("--rate", ["--optimizer.rate"])
-        ('--batch-size', '--optimizer.rate')
-    """
-    if OTHER_NAMES.get(option) in known:
-        return OTHER_NAMES[option]
-    by_ending = [name for name in known if name.endswith(f".{option.removeprefix('--')}")]
-    by_start = [name for name in known if name.startswith(f"{option}-")]
-    return next(iter([*by_ending, *by_start, *close_to(option, known)]), None)
 
 
 def in_one_line(message: str, words: Sequence[str] = ()) -> str:

@@ -228,4 +228,10 @@ def _with_different_names(found: dict[Path, str]) -> list[ImageFile]:
     return images
 
 
-PREDICT = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run, quiet="show only what goes wrong")
+PREDICT = Command(
+    examples=EXAMPLES,
+    add_arguments=_add_arguments,
+    run=_run,
+    quiet="show only what goes wrong",
+    needs={"images": "photos/", "--out": "found"},
+)

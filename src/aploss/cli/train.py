@@ -78,11 +78,14 @@ def _given_data(options: Namespace) -> dict[str, str]:
     path = options.path
     if path is None:
         return {}
-    quoted = shlex.quote(path)
     if options.get("data") not in (None, path):
         raise ConfigError(f"two data sets, {path} and --data {options.data}: give one of them")
-    if (Path(path) / "config.yaml").is_file():
-        raise ConfigError(f"{path} is a run, not data; go on with it: aploss train --resume --out {quoted}")
+    for run in (Path(path), *Path(path).parents[1:2]):  # or a checkpoint of it
+        if (run / "config.yaml").is_file():
+            again = shlex.quote(run.as_posix())
+            raise ConfigError(f"{path} is a run, not data; go on with it: aploss train --resume --out {again}")
+    if Path(path).suffix in (".yaml", ".yml") and not Path(path).exists():
+        raise ConfigError(f"{path}: no such file; name a folder of data, or try it with: aploss train --data builtin")
     if not Path(path).exists() and path in recipe_names():
         data = options.get("data") or ("builtin" if path == "demo" else "PATH")
         raise ConfigError(f"{path} is a recipe, not data: aploss train --recipe {path} --data {data}")
