@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from aploss.detectors import Detector, build_detector
+
 Target = dict[str, Tensor]
 
 
@@ -23,3 +25,15 @@ def make_target() -> Callable[..., Target]:
         }
 
     return make
+
+
+@pytest.fixture(scope="module")
+def detector() -> Detector:
+    """A small one whose weights are large enough for all kinds of detections."""
+    torch.manual_seed(0)
+    detector = build_detector("retinanet-tiny", class_names=["cat", "dog"], test_size=(96, 128))
+    for layer in (detector.head.classification_head, detector.head.regression_head):
+        for weight in layer.parameters():
+            if weight.ndim > 1:
+                torch.nn.init.normal_(weight, std=0.05)
+    return detector.eval()

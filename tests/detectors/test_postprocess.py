@@ -110,17 +110,6 @@ def test_detections_are_torchvisions(threshold: float | None) -> None:
 
 
 @pytest.fixture(scope="module")
-def detector() -> Detector:
-    torch.manual_seed(0)
-    detector = build_detector("retinanet-tiny", class_names=["cat", "dog"], test_size=(96, 128))
-    for layer in (detector.head.classification_head, detector.head.regression_head):
-        for weight in layer.parameters():
-            if weight.ndim > 1:
-                torch.nn.init.normal_(weight, std=0.05)
-    return detector.eval()
-
-
-@pytest.fixture(scope="module")
 def images() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.rand(3, *size, generator=generator) for size in ((50, 70), (96, 128))]

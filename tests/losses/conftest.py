@@ -35,6 +35,21 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+UNUSUAL: dict[str, Callable[[Tensor], Tensor]] = {
+    "tied": lambda scores: scores.round(),
+    "equal": lambda scores: 0 * scores,
+    "tiny": lambda scores: 1e-3 * scores,
+    "huge": lambda scores: 1e3 * scores,
+    "offset": lambda scores: scores + 1e4,
+}
+
+
+@pytest.fixture(params=UNUSUAL)
+def make_unusual(request: pytest.FixtureRequest) -> Callable[[Tensor], Tensor]:
+    """What makes unusual scores of usual ones."""
+    return UNUSUAL[request.param]
+
+
 @pytest.fixture(scope="session")
 def make_boxes() -> MakeBoxes:
     """make_boxes(distribution, positives, negatives, ...) -> scores, targets with some ignored."""

@@ -42,20 +42,9 @@ def test_values_and_gradients_equal_the_literal_version(backend, dtype, delta):
 
 
 @pytest.mark.parametrize("delta", [0.0, 1.0])
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda s: s.round(),  # many ties
-        lambda s: 0 * s,
-        lambda s: 1e-3 * s,
-        lambda s: 1e3 * s,
-        lambda s: s + 1e4,
-    ],
-    ids=["tied", "equal", "tiny", "huge", "offset"],
-)
-def test_unusual_scores(backend, change, delta):
+def test_unusual_scores(backend, make_unusual, delta):
     scores, targets, box_losses = random_boxes(torch.float32)
-    check(change(scores), targets, box_losses, delta, 1e-6)
+    check(make_unusual(scores), targets, box_losses, delta, 1e-6)
 
 
 @pytest.mark.parametrize("positives", [1, 2, 250])
