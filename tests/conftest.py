@@ -1,15 +1,15 @@
 """Settings for all tests: few threads a process, and where optional things are found."""
 
+import gc
 import os
 from pathlib import Path
 
 import pytest
-import torch
 
-# Tests run in several processes: more torch threads than cores would slow all of them down.
-torch.set_num_threads(1)
-# Of the processes that are started from here, those of `pytest -n` among them. glibc is to keep the memory of large
-# tensors: a training step frees all of it, and the kernel would clear every page of it again for the next.
+# Tests run in several processes: more torch threads than cores would slow all of them down. torch reads it when it is
+# imported (not here: the process that only hands out tests does without), and so do the processes that are started
+# from here, those of `pytest -n` among them. glibc is to keep the memory of large tensors: a training step frees
+# all of it, and the kernel would clear every page of it again for the next.
 os.environ |= {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**64 - 1)}
 
 # Files that take longest, first, so that no process has one of them left when the others are done. The first two go to
@@ -25,6 +25,16 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Orders whole files; tests of a file stay as they are."""
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: looking for garbage among it takes a tenth of the time of an export."""
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # extension modules complain of what is left at the end
 
 
 @pytest.fixture(scope="session")

@@ -6,21 +6,25 @@ import torch
 from aploss.detectors import build_detector, load, save_detector
 from aploss.errors import ConfigError, RunError
 
-timm = pytest.importorskip("timm", reason="timm is not installed")
-
 KINDS = ["resnet10t", "convnext_atto", "pvt_v2_b0", "swin_tiny_patch4_window7_224"]
 # ResNets are exported by test_export.py; Swin is exported, too, but that takes minutes.
 EXPORTED = ["convnext_of_one_block_a_stage", "pvt_v2_of_one_block_a_stage"]
 
 
-@timm.models.register_model
-def convnext_of_one_block_a_stage(**options):
-    return timm.models.convnext_atto(depths=(1, 1, 1, 1), **options)
+@pytest.fixture(scope="module", autouse=True)
+def timm():
+    """The package, which takes seconds to import, with smaller models of two kinds."""
+    timm = pytest.importorskip("timm", reason="timm is not installed")
 
+    def convnext_of_one_block_a_stage(**options):
+        return timm.models.convnext_atto(depths=(1, 1, 1, 1), **options)
 
-@timm.models.register_model
-def pvt_v2_of_one_block_a_stage(**options):
-    return timm.models.pvt_v2_b0(depths=(1, 1, 1, 1), **options)
+    def pvt_v2_of_one_block_a_stage(**options):
+        return timm.models.pvt_v2_b0(depths=(1, 1, 1, 1), **options)
+
+    timm.models.register_model(convnext_of_one_block_a_stage)
+    timm.models.register_model(pvt_v2_of_one_block_a_stage)
+    return timm
 
 
 def make(backbone, **options):
@@ -65,7 +69,7 @@ def test_images_are_normalised_as_the_model_was_trained():
     assert detector.image_mean.flatten().tolist() == [0.5, 0.5, 0.5]
 
 
-def test_weights_of_the_classifier_go_into_the_backbone(tmp_path):
+def test_weights_of_the_classifier_go_into_the_backbone(timm, tmp_path):
     classifier = timm.create_model("resnet10t", pretrained=False)
     torch.save(classifier.state_dict(), tmp_path / "resnet10t.pth")
     detector = make("resnet10t", weights=tmp_path / "resnet10t.pth")
@@ -82,7 +86,7 @@ def test_a_backbone_that_does_not_fit_is_refused_by_name(backbone, words):
         make(backbone)
 
 
-def test_without_a_network_the_message_says_what_to_fetch(monkeypatch):
+def test_without_a_network_the_message_says_what_to_fetch(timm, monkeypatch):
     def no_network(*arguments, **options):
         if options.get("pretrained"):
             raise OSError("no network")

@@ -65,7 +65,8 @@ def test_the_exported_detector_gives_the_same_detections(pair: tuple[Detector, E
     detector, exported = pair
     generator = torch.Generator().manual_seed(0)
     for size in ((100, 130), (140, 90)):
-        images = [torch.rand(3, *size, generator=generator) for _ in range(2)]
+        # images of any size become the fixed one of an SSD, which takes long
+        images = [torch.rand(3, *size, generator=generator) for _ in range(2 if detector.keeps_aspect_ratio else 1)]
         with torch.no_grad():
             expected = detector(images)
         for one, other in zip(expected, exported(images), strict=True):

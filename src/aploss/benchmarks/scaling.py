@@ -58,7 +58,9 @@ def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, An
     progress(f"1 to {PROCESSES} processes")
     with tempfile.TemporaryDirectory() as folder:
         arguments = (folder, scores, positives, 3 if quick else REPEATS)
-        mp.spawn(_measure, arguments, nprocs=PROCESSES)  # type: ignore[attr-defined, no-untyped-call]
+        mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
+            _measure, arguments, nprocs=PROCESSES, start_method=_start_method()
+        )
         rows = json.loads((Path(folder) / "rows.json").read_text())
     model = fit(rows)
     predicted = [
@@ -116,6 +118,14 @@ _COSTS = ("a pass", "a positive", "a step", "a kilobyte")
 def _costs(processes: int, positives: int) -> tuple[float, ...]:
     travels = traffic(processes, positives)
     return 1.0, processes * positives, travels["steps"], travels["received"] / 1000
+
+
+def _start_method() -> str:
+    """Where there is one, a server that has made the imports once for all processes starts them."""
+    if "forkserver" not in mp.get_all_start_methods():
+        return "spawn"
+    mp.get_context("forkserver").set_forkserver_preload([__name__])
+    return "forkserver"
 
 
 def _measure(rank: int, folder: str, scores: int, positives: tuple[int, ...], repeats: int) -> None:
