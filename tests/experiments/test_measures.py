@@ -25,6 +25,12 @@ evaluation: {split: test}
 """
 
 
+@pytest.fixture(autouse=True)
+def no_page_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out the page at the end of each run, which takes longer than the run; that of the comparison is drawn."""
+    monkeypatch.setattr("aploss.reports.run_report.write_run_report", lambda folder, **options: None)
+
+
 @pytest.fixture(scope="module")
 def asked(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Request:
     recipe = tmp_path_factory.mktemp("recipe") / "tiny.yaml"
