@@ -28,7 +28,8 @@ def yolo_folder(tmp_path: Path) -> Path:
 
 def test_a_clean_set_is_counted_and_gives_zero(yolo_folder, capsys):
     assert main(["data", "check", str(yolo_folder)]) == 0
-    output = capsys.readouterr().out
+    output, told = capsys.readouterr()
+    assert told.endswith(f"next: aploss train --data {yolo_folder}\n")
     assert "yolo dataset, 1 class" in output
     assert "no problems found" in output
 
@@ -101,6 +102,7 @@ def test_it_says_what_was_written_left_out_and_lost(coco_folder, tmp_path, capsy
     assert main(["data", "convert", str(coco_folder), "--to", "yolo", "--out", str(out)]) == 0
     printed = capsys.readouterr()
     assert f"{out}: 1 images, 1 boxes, splits train" in printed.out
+    assert printed.err.endswith(f"next: aploss data check {out}\n")
     assert "1 degenerate-box (box dropped): train.json" in printed.err
     assert "yolo cannot hold, and so lost: 1 'crowd' marks" in printed.err
     assert load_dataset(out, "train").boxes(0).tolist() == [[1, 2, 11, 14]]
@@ -176,7 +178,9 @@ def test_a_sheet_without_a_name_goes_to_runs_and_says_so(
     (sheet,) = tmp_path.rglob("*.png")
     assert sheet.parent == tmp_path / "runs"
     assert sheet.name.endswith("-train-50-light.png")
-    assert capsys.readouterr().out.startswith(f"runs/{sheet.name}: ")
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"runs/{sheet.name}: ")
+    assert printed.err == f"next: aploss train --data {shapes}\n"
 
 
 @pytest.mark.parametrize(

@@ -275,7 +275,9 @@ class TestRun:
     def test_test_is_the_split_unless_another_is_named(self, run_folder, shapes, capsys):
         words = ["eval", str(run_folder), "--data", str(shapes), "--device", "cpu"]
         assert main(words) == 0
-        assert "split test\n" in capsys.readouterr().out
+        printed = capsys.readouterr()
+        assert "split test\n" in printed.out
+        assert printed.err.endswith(f"next: aploss predict {run_folder} PHOTOS --out found\n")
         assert main([*words, "--split", "val"]) == 0
         assert ": 2 images, " in capsys.readouterr().out
 

@@ -33,7 +33,9 @@ def test_the_file_predicts_what_the_run_predicts(
 ) -> None:
     model = tmp_path / "new" / f"model{suffix}"
     assert main(["export", str(run_folder), "--out", str(model)]) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr()
+    told = printed.out
+    assert f"next: aploss predict {model} PHOTOS --out found\n" in printed.err
     assert "classes: cat, dog" in told
     assert "resized to 64 pixels, at most 128" in told
     assert "scores: calibrated" in told

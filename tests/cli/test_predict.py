@@ -81,7 +81,8 @@ def test_a_folder_gives_pictures_and_coco_results(
             left, top, width, height = entry["bbox"]
             corners = (left, top, left + width, top + height)
             assert corners == pytest.approx(box.tolist(), abs=1e-2)
-    shown = capsys.readouterr().out
+    shown, told = capsys.readouterr()
+    assert "next: aploss eval --annotations ANNOTATIONS.json --detections " in told
     objects = sum(map(len, expected))
     assert f"{objects} objects in 3 images with a score of at least 0.50" in shown
 

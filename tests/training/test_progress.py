@@ -5,7 +5,7 @@ import io
 import pytest
 
 from aploss.training import progress as module
-from aploss.training.progress import PlainProgress, Progress, RichProgress, make_progress
+from aploss.training.progress import PlainProgress, Progress, RichProgress, describe_training, make_progress
 
 TRAIN = {"kind": "train", "step": 5, "loss": 1.5, "images_per_second": 80.0}
 VALIDATION = {"kind": "validation", "step": 5, "AP": 0.5, "AP50": 0.75, "AP75": None}
@@ -92,3 +92,7 @@ def test_a_terminal_gets_a_live_bar_and_a_pipe_gets_lines(monkeypatch: pytest.Mo
         "trouble",
     ):
         assert part in text
+
+
+def test_a_slow_machine_is_not_said_to_stand_still() -> None:
+    assert describe_training({**TRAIN, "images_per_second": 0.24}) == "loss 1.500  0.2 images/s"

@@ -86,9 +86,10 @@ def _run(options: Namespace) -> int:
     results.write()
     if not options.quiet:
         least = detector.draw_threshold if options.threshold is None else options.threshold
-        objects = sum(map(len, results.predictions))
+        objects, looked_at = sum(map(len, results.predictions)), len(results.images)
         above = f" with a score of at least {least:.2f}" if least else ""
-        print(f"{objects} objects in {len(results.images)} images{above}: {options.out}", flush=True)
+        found_in = f"{objects} object{'s' * (objects != 1)} in {looked_at} image{'s' * (looked_at != 1)}"
+        print(f"{found_in}{above}: {options.out}", flush=True)
         found = shlex.quote(str(options.out / "detections.json"))
         say_next(options, f"aploss eval --annotations ANNOTATIONS.json --detections {found}")
     if failures:

@@ -154,7 +154,8 @@ def make_progress(*, quiet: bool, is_main: bool = True) -> Progress:
 
 def describe_training(row: Row) -> str:
     """One line of a training row."""
-    return f"loss {row['loss']:.3f}  {row['images_per_second']:.0f} images/s"
+    speed = row["images_per_second"]
+    return f"loss {row['loss']:.3f}  {speed:.{int(speed < 10)}f} images/s"
 
 
 def describe_validation(row: Row) -> str:
