@@ -254,7 +254,7 @@ def _find(problem: Problem, *, scores_later: bool = False) -> tuple[_Notes, list
             return found, len(found[0]) - int(np.isfinite(scores[found[0]]).sum())
         return found, kernels.count_bad_scores(scores, start, stop, notes.pure, notes.left_out, found[0])
 
-    parts = _in_parts(len(scores), work)
+    parts = _in_parts(len(scores), work, _as_many_as_threads())  # which changes nothing: there is nothing to round
     notes.index = np.concatenate([index for (index, _, _), _ in parts])
     negatives = sum(part[1] for part, _ in parts)
     bad_targets = sum(part[2] for part, _ in parts)
@@ -290,8 +290,7 @@ def _tally_cells(problem: Problem, notes: _Notes, marks: Any) -> tuple[_Cells | 
     def work(start: int, stop: int) -> Any:
         return cpu_cells.tally_cells(notes.scores, start, stop, cells.notes, grid, marks, np.float32(width))
 
-    # Sums are of integers: as many parts as threads do not change them.
-    cells.parts = min(torch.get_num_threads(), MOST_PARTS)
+    cells.parts = _as_many_as_threads()  # sums are of integers
     parts = _in_parts(size, work, cells.parts)
     cells.suspicious = any(suspicious for _, _, suspicious in parts)
     of_cells, of_rows = sum(part[0] for part in parts), sum(part[1] for part in parts)
@@ -375,6 +374,11 @@ def _small_integers(highest: int) -> Any:
 
 
 _TWO_BYTES, _FOUR_BYTES = np.empty(0, np.uint16), np.empty(0, np.uint32)
+
+
+def _as_many_as_threads() -> int:
+    """How many parts, where sums do not depend on it."""
+    return min(torch.get_num_threads(), MOST_PARTS)
 
 
 def _in_parts(size: int, work: Callable[[int, int], Any], most: int = MOST_PARTS) -> list[Any]:

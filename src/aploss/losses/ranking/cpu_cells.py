@@ -25,7 +25,7 @@ CELLS_PER_SEGMENT, FEWEST_CELLS_PER_SEGMENT, MOST_CELLS = 64, 8, 1 << 16
 SCORES_PER_CELL = 16  # at least; fewer are not worth the tables
 CELLS_PER_RAMP = 32.0  # at least; fractions of wider cells are not fine enough
 LOWEST = 64  # cells for scores below all edges, which take turns: none waits for the sum of the one before
-SAMPLE, MOST_CROSSED = 4096, 0.2
+SAMPLE, MOST_CROSSED = 1024, 0.2
 # A count and a sum of fractions of a cell in one integer, with room for FLUSH scores; the highest bit: crossed.
 FRACTION_BITS, FLUSH_BITS = 23, 20
 COUNT_SHIFT, FLUSH = np.uint64(FRACTION_BITS + FLUSH_BITS), (1 << FLUSH_BITS) - BLOCK
