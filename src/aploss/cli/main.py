@@ -230,20 +230,22 @@ def _meant(words: list[str], *, group: bool) -> str | None:
         return _meant(rest, group=False)
     is_path = group and Path(rest[0]).exists()
     if not is_path and (close := close_to(" ".join(words[:2]), names)):
-        return _completed(close[0], words[len(close[0].split()) :])
+        return _with_our_names(close[0], words[len(close[0].split()) :])
     if group:  # aploss data PATH, aploss data info PATH
         name = OTHER_NAMES.get(rest[0], "data check" if is_path or len(rest) == 1 else "")
-        return _completed(name, rest if rest[0] not in OTHER_NAMES else rest[1:]) if name.startswith("data") else None
+        return (
+            _with_our_names(name, rest if rest[0] not in OTHER_NAMES else rest[1:]) if name.startswith("data") else None
+        )
     if first in OTHER_NAMES or first in names or (close := close_to(first, names)):
-        return _completed(OTHER_NAMES.get(first) or (first if first in names else close[0]), rest)
+        return _with_our_names(OTHER_NAMES.get(first) or (first if first in names else close[0]), rest)
     if Path(words[0]).suffix.lower() in PICTURES:
         return f"predict {newest_run()} {shlex.join(words)} --out found"
     if (Path(words[0]) / "config.yaml").is_file():
-        return _completed("predict", words)
+        return _with_our_names("predict", words)
     return f"train --data {shlex.join(words)}" if Path(words[0]).exists() else None
 
 
-def _completed(name: str, rest: list[str]) -> str:
+def _with_our_names(name: str, rest: list[str]) -> str:
     """A command with our names of its options and what it needs, as far as that can be told."""
     command = next(found for length in (2, 1) if (found := tuple(name.split()[:length])) in COMMANDS)
     options = name.split()[len(command) :]
