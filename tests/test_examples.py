@@ -1,7 +1,9 @@
 """Every example runs as it stands, in seconds, and prints what it promises."""
 
+import os
 import re
 import runpy
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -10,17 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import start_process, start_two
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-AS_OF_TORCHRUN = """
-import os, runpy
-for number in (1, 2):
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
-os.environ |= {**values["environment"], "XDG_CACHE_HOME": values["folder"]}
-os.chdir(values["folder"])
-runpy.run_path(values["example"], run_name="__main__")
-"""
 
 
 @pytest.fixture
@@ -72,12 +65,14 @@ def test_ap_loss_lowers_in_a_head_of_ones_own(run: Callable[[str], str]) -> None
 
 def test_the_usual_torchvision_loop_ranks_over_two_processes(tmp_path: Path) -> None:
     pytest.importorskip("torchvision", reason="torchvision is not installed (extra `detect`)")
-    example = EXAMPLES / "torchvision_reference_loop.py"
-    processes = start_two(start_process, AS_OF_TORCHRUN, tmp_path, folder=str(tmp_path), example=str(example))
-    for process in processes:
-        process.join()
-    shown = "".join((tmp_path / f"{rank}.log").read_text() for rank in range(2))
-    assert [process.exitcode for process in processes] == [0, 0], shown
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, *launcher, str(EXAMPLES / "torchvision_reference_loop.py")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout
     values: dict[str, set[str]] = {}
     for batch, value in re.findall(r"batch (\d+): classification ([\d.]+)", shown):
         values.setdefault(batch, set()).add(value)

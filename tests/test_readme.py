@@ -45,8 +45,7 @@ def places(tmp_path_factory):
     data = builtin_folder(cache=folder / "cache", counts=(8, 4, 4))
     return {
         "path/to/data": str(data), "runs/NAME": str(folder / "run"), "photos/": str(data / "test"),
-        "detected": str(folder / "detected"),
-        "model.onnx": str(folder / "model.ts"),  # ONNX takes its time, and cli/test_export.py the same command to it
+        "detected": str(folder / "detected"), "model.onnx": str(folder / "model.onnx"),
     }  # fmt: skip
 
 
