@@ -488,8 +488,9 @@ def _add_boxes(
     absent = texts.shown("images", objects.image_ids[unknown].tolist())
     for annotation_id, image_id in zip(objects.ids[unknown].tolist(), absent, strict=True):
         report("unknown-image", f"annotation {annotation_id}: no image has id {image_id}")
-    names = [name for _, name in categories] if class_names is None else list(class_names)
-    label_of = {category: names.index(name) for category, name in categories if name in names}
+    names = [name for _, name in categories] if class_names is None else class_names
+    label_of_name = {name: label for label, name in reversed(list(enumerate(names)))}  # the first of equal names
+    label_of = {category: label_of_name[name] for category, name in categories if name in label_of_name}
     labels = np.array([label_of.get(category, -1) for category in objects.category_ids.tolist()], np.int64)
     _report_classes(categories, objects.category_ids, labels < 0, report, texts)
     kept = (images >= 0) & (labels >= 0)
