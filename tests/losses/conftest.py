@@ -24,6 +24,7 @@ DISTRIBUTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "all above": lambda noise, positive: noise + 100.0 * ~positive,
     "as initialised": lambda noise, positive: noise * 0.3 - 4.6,
     "wide": lambda noise, positive: noise * 20,
+    "in bfloat16": lambda noise, positive: (noise + 2.0 * positive).bfloat16().double(),
     "astronomic": lambda noise, positive: (noise * 3).round() * 1e17,
 }
 

@@ -65,6 +65,32 @@ def test_very_many_float32_scores_equal_algorithm_1(make_boxes, distribution, de
     assert (gradient.double() - expected_gradient).abs().max() <= 1e-7 * expected_gradient.abs().max()
 
 
+@pytest.mark.parametrize("few", [True, False])
+def test_very_many_float32_scores_are_ranked_exactly_where_many_or_few_lie_just_above_an_edge(few):
+    # Either hardly any negative but these reaches the positives, or these are a tenth of all and tied.
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.randn(530_000, generator=generator) * 0.3 - (9.0 if few else 0.4)
+    targets = torch.zeros(530_000, dtype=torch.int8)
+    targets[::50_000] = 1
+    positives = torch.rand(11, generator=generator)
+    scores[::50_000] = positives
+    for k in range(11):
+        scores[k * 50_000 + 1 : k * 50_000 + (4 if few else 5_000)] = positives[k] - 0.5 + 2e-5
+    loss, gradient = loss_and_gradient(scores, targets, delta=0.5)
+    expected_loss, expected_gradient = reference.ap_loss(scores, targets, delta=0.5)
+    assert abs(loss.double() - expected_loss) <= 3e-8
+    assert (gradient.double() - expected_gradient).abs().max() <= 1e-7 * expected_gradient.abs().max()
+
+
+def test_a_loss_that_became_nan_or_infinite_says_so_in_the_gradient_of_very_many_scores(make_boxes):
+    scores, targets = make_boxes("random", 300, 530_000, dtype=torch.float32)
+    for factor in (torch.nan, torch.inf):
+        scores = scores.detach().requires_grad_()
+        (ap_loss(scores, targets) * factor).backward()
+        assert not scores.grad[targets == 1].isfinite().any()
+        assert not scores.grad[(targets == 0) & (scores > 0)].isfinite().any()
+
+
 def test_millions_of_float32_scores_give_the_same_bits_on_any_number_of_threads(make_boxes):
     # As many as are written past the cache.
     scores, targets = make_boxes("random", 8, 2_100_003, dtype=torch.float32)

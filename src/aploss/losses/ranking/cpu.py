@@ -72,9 +72,7 @@ class _Cells:
     """What :mod:`.cpu_cells` notes of the scores of one process."""
 
     grid: Any
-    notes: Any
-    parts: int = 1
-    suspicious: bool = False  # a score, perhaps of what is ignored, is NaN or infinite
+    notes: Any  # pure, left_out, below
 
 
 class CPUBackend(TorchBackend):
@@ -184,10 +182,10 @@ def _rank_in_parts(problem: Problem, accept: Accept) -> Ranked:
     accept(problem, status)
     one, rule = _ONE[problem.dtype], _RULES[problem.rule]
     positives, order, cuts = kernels.sort_and_cut(notes.scores, notes.index, problem.delta, one)
-    cells, tallies = None, (_NOTHING, _NOTHING)
+    cells, suspicious, tallies = None, True, (_NOTHING, _NOTHING)
     if scores_later and len(order):
-        cells, tallies = _tally_cells(problem, notes, cuts[0])
-    if scores_later and (cells is None or cells.suspicious):
+        cells, suspicious, tallies = _tally_cells(problem, notes, cuts, positives)
+    if scores_later and suspicious:
         status[3] = _count_bad_scores(notes)
         accept(problem, status)
     if cells is None and len(order):
@@ -220,7 +218,10 @@ def _gradient(problem: Problem, kept: _Kept, upstream: tuple[Tensor, ...], out: 
     if kept.cells is None:
         _evaluate(kept.scores, kept.notes, kept.marks, kept.lines, width, factor, gradient)
     else:
-        _evaluate_cells(kept, kept.cells, width, factor, gradient)
+        finite = bool(np.isfinite(factor))  # NaN in the tables has a meaning of its own
+        _evaluate_cells(kept, kept.cells, factor if finite else kind(1), gradient)
+        if not finite:
+            out.mul_(first)
     kernels.write_positives(kept.index, kept.own, first, second, gradient)
 
 
@@ -271,30 +272,32 @@ def _count_bad_scores(notes: _Notes) -> int:
 
 
 def _are_for_cells(problem: Problem) -> bool:
-    """Whether :mod:`.cpu_cells` may rank these scores. It knows of bad ones only after other mistakes are told."""
-    large = problem.dtype == torch.float32 and problem.scores.numel() >= FEWEST_FOR_CELLS
+    """Whether :mod:`.cpu_cells` may rank these scores. It knows of bad ones only after other mistakes are told.
+
+    Half-precision ones have so many ties, on the edges, too, that cells leave too much open.
+    """
+    large = problem.scores.dtype == torch.float32 and problem.scores.numel() >= FEWEST_FOR_CELLS
     return large and problem.delta > 0 and problem.box_losses is None
 
 
-def _tally_cells(problem: Problem, notes: _Notes, marks: Any) -> tuple[_Cells | None, tuple[Any, Any]]:
-    """As :func:`_tally`, by cells; None if they are of no use to these scores."""
-    size, width = len(notes.scores), 2.0 * problem.delta
+def _tally_cells(
+    problem: Problem, notes: _Notes, cuts: Any, positives: Any
+) -> tuple[_Cells | None, bool, tuple[Any, Any]]:
+    """As :func:`_tally`, by cells; None if they are of no use to these scores. And whether any score may be bad."""
+    size, width, marks = len(notes.scores), 2.0 * problem.delta, cuts[0]
     grid = cpu_cells.make_grid(marks, notes.scores, width)
     if len(grid[1]) == 0:
-        return None, (_NOTHING, _NOTHING)
-    blocks = len(notes.pure)
-    below, lengths = np.empty(blocks, np.bool_), np.empty(blocks, np.uint16)
-    listed, rows = np.empty(size, np.uint8), np.empty(size, np.uint32)
-    cells = _Cells(grid, (notes.pure, notes.left_out, below, lengths, listed, rows))
+        return None, True, (_NOTHING, _NOTHING)
+    noted = (notes.pure, notes.left_out, np.empty(len(notes.pure), np.bool_))
 
     def work(start: int, stop: int) -> Any:
-        return cpu_cells.tally_cells(notes.scores, start, stop, cells.notes, grid, marks, np.float32(width))
+        return cpu_cells.tally_cells(notes.scores, start, stop, noted, grid, marks, np.float32(width))
 
-    cells.parts = _as_many_as_threads()  # sums are of integers
-    parts = _in_parts(size, work, cells.parts)
-    cells.suspicious = any(suspicious for _, _, suspicious in parts)
+    parts = _in_parts(size, work, _as_many_as_threads())  # sums are of integers
+    suspicious = any(part[2] for part in parts)
     of_cells, of_rows = sum(part[0] for part in parts), sum(part[1] for part in parts)
-    return cells, cpu_cells.add_up(of_cells, of_rows, grid, marks, width)
+    counts, sums, enough = cpu_cells.add_up(of_cells, of_rows, grid, cuts, problem.delta, positives)
+    return _Cells(grid, noted) if enough else None, suspicious, (counts, sums)
 
 
 def _tally(problem: Problem, notes: _Notes, marks: Any) -> tuple[Any, Any]:
@@ -347,18 +350,14 @@ def _evaluate(scores: Any, notes: Any, marks: Any, lines: Any, width: Any, facto
     _in_parts(len(scores), work)
 
 
-def _evaluate_cells(kept: _Kept, cells: _Cells, width: Any, factor: Any, out: Any) -> None:
-    table = cpu_cells.make_lines(kept.marks, cells.grid, kept.lines, factor)
+def _evaluate_cells(kept: _Kept, cells: _Cells, factor: Any, out: Any) -> None:
+    table, edges = cpu_cells.make_lines(kept.marks, cells.grid, kept.lines, factor)
     past_cache = len(out) >= FEWEST_PAST_CACHE and out.ctypes.data % 32 == 0
 
     def work(start: int, stop: int) -> Any:
-        cpu_cells.evaluate_cells(
-            kept.scores, start, stop, cells.notes, kept.marks, cells.grid, kept.lines, table,
-            width, factor, past_cache, out
-        )  # fmt: skip
+        cpu_cells.evaluate_cells(kept.scores, start, stop, cells.notes, cells.grid[0], table, edges, past_cache, out)
 
-    # The parts of the first pass: their lists have no gaps.
-    _in_parts(len(kept.scores), work, cells.parts)
+    _in_parts(len(kept.scores), work, _as_many_as_threads())
 
 
 def _blocks(size: int) -> tuple[Any, Any]:

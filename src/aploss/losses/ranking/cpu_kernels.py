@@ -102,6 +102,7 @@ def _find_part(targets, start, stop, soft, pure, left_out):
     stop = np.uint64(stop)
     for block in range(np.uint64(start), stop, STEP):
         end = min(block + STEP, stop)
+        prefetch(targets, block + AHEAD)
         others_too = False
         for i in range(block, end):
             others_too |= targets[i] != 0

@@ -103,21 +103,21 @@ def _places(positives, marks, delta):
 
 
 @helper
-def _above(cuts, delta, counts, sums, out):
+def above(cuts, delta, counts, sums, out):
     """Sums of f(s_j - s_i) over what was tallied in the segments [M]; into ``out`` [P]."""
     _, lengths, gaps, ramps, ramp_start, ramp_end = cuts
     size = len(lengths)
     integral = np.zeros(size + 1)
-    above = 0.0
+    count_above = 0.0
     for k in range(size - 1, -1, -1):
         if delta == 0:
-            above += counts[k]
-            integral[k] = above
+            count_above += counts[k]
+            integral[k] = count_above
             continue
         integral[k] = integral[k + 1]
         if ramps[k] > 0:
-            integral[k] += above * lengths[k] + sums[k] + counts[k] * gaps[k]
-        above += counts[k]
+            integral[k] += count_above * lengths[k] + sums[k] + counts[k] * gaps[k]
+        count_above += counts[k]
     for i in range(len(out)):
         out[i] = integral[ramp_start[i]]
         if delta > 0:
@@ -160,14 +160,14 @@ def errors(rule, interpolated, delta, cuts, positives, counts, sums, negatives):
     f0 = 0.5 if delta > 0 else 1.0
     values, weights, own = np.zeros(2), np.empty(size), np.zeros((2, size))
     p, n = np.empty(size), np.empty(size)
-    _above(cuts, delta, counts[1:], sums[1:], n)
+    above(cuts, delta, counts[1:], sums[1:], n)
     if rule != AUC:
         places, shares = _places(positives, cuts[0], delta)
         own_counts, own_sums = np.zeros(len(cuts[1])), np.zeros(len(cuts[1]))
         for i in range(size):
             own_counts[places[i]] += 1.0
             own_sums[places[i]] += shares[i]
-        _above(cuts, delta, own_counts, own_sums, p)
+        above(cuts, delta, own_counts, own_sums, p)
     lowest = np.inf
     for i in range(size):
         if rule == AUC:
@@ -196,14 +196,14 @@ def alrp(delta, cuts, positives, box_losses, p, n, values, weights, own):
     for i in range(size):
         own_counts[places[i]] += box_losses[i]
         own_sums[places[i]] += box_losses[i] * shares[i]
-    _above(cuts, delta, own_counts, own_sums, losses_above)
+    above(cuts, delta, own_counts, own_sums, losses_above)
     values[0] = 0.0
     for i in range(size):
         over_rank[i] = 1 / _alrp_rank(p[i] - f0, n[i]) / size
-        above = losses_above[i] - f0 * box_losses[i]
-        error = _alrp_error(n[i], above, over_rank[i])
+        others = losses_above[i] - f0 * box_losses[i]
+        error = _alrp_error(n[i], others, over_rank[i])
         values[0] += n[i] * over_rank[i]
-        values[1] += (box_losses[i] + above) * over_rank[i]
+        values[1] += (box_losses[i] + others) * over_rank[i]
         weights[i] = _alrp_weight(error, n[i])
         own[0, i] = -error
     height, slope = line(cuts, over_rank, delta)
