@@ -32,16 +32,16 @@ SCORES_PER_CELL = 8  # at least; fewer are not worth the tables
 LOWEST = 64  # cells for scores below all edges, which take turns: none waits for the sum of the one before
 SAMPLE, MOST_CROSSED, MOST_LISTED = 4096, 0.2, 1 / 64
 MOST_OPEN = 2.0**-23  # how much of a sum over the negatives may be left open
-# A count and a sum of fractions of a cell in one integer, with room for FLUSH scores.
-FRACTION_BITS, FLUSH_BITS = 20, 22
+# A count and a sum of fractions of a cell in one integer, with room for FLUSH scores; the highest bit: it is listed.
+FRACTION_BITS, FLUSH_BITS = 20, 21
 COUNT_SHIFT, FLUSH = np.uint64(FRACTION_BITS + FLUSH_BITS), (1 << FLUSH_BITS) - BLOCK
-UNIT, ONE_MORE = 1 << FRACTION_BITS, ONE << COUNT_SHIFT
+UNIT, ONE_MORE, LISTED = 1 << FRACTION_BITS, ONE << COUNT_SHIFT, ONE << np.uint64(63)
 # The bits of a float32 from 8 on are those of 8 and UNITs of the rest; 8.5, as places are from the middle of a cell.
 MIDDLE, BITS_OF_EIGHT = np.float32(8.5), np.uint64(0x41000000)
 # A number added to this one is rounded to a whole one, which stands in the lowest bits of the sum.
 ROUND, BITS_OF_ROUND = np.float32(1.5 * 2**23), 0x4B400000
 NOT_A_NUMBER, PAYLOAD = np.uint32(0x7FC00000), np.uint32(0x003FFFFF)  # the bits of a float32, those left for a row
-FLOAT_ZERO = np.float32(0)
+FLOAT_ZERO, NO_ROW = np.float32(0), np.uint32(0xFFFFFFFF)
 LANES = 8
 EIGHT, EVERY_BYTE = np.uint64(LANES), np.uint64(0x0101010101010101)
 
@@ -68,7 +68,8 @@ def _make_grid(marks, scores, width):
         axis, float32 [3]: cells per unit, and the numbers, from zero on the axis, of the first and the last cell;
         clean, int64 [R, 2]: the first cell that lies within each row alone, and one past the last;
         crossed, int64 [C, 2]: the other cells, and the row at the left end of each;
-        listed, int64 [2]: the first cell whose scores are compared with the edges one by one, and how many cells.
+        listed, int64 [2]: the cell from which on crossed ones are listed, that is, their scores are compared with the
+        edges one by one; and how many cells there are from it on, without the last.
         No clean cells if they would not help with these scores.
     """
     count = len(marks) - 2
@@ -153,7 +154,7 @@ def _note(noted, score):
 
 
 def _tally_cells(scores, start, stop, notes, grid, marks, width):
-    """Counts and sums of fractions of every cell, and of shares of every row that listed scores have reached.
+    """Counts and sums of fractions of every cell, and of shares of every row that listed ones have reached.
 
     Args:
         notes: what :func:`.cpu_kernels._find_part` tells of the blocks; whether a block lies below all edges [blocks].
@@ -168,9 +169,10 @@ def _tally_cells(scores, start, stop, notes, grid, marks, width):
     for n in range(BLOCK):
         lowest[n] = axis[1] + np.float32(n % LOWEST)
     top, top_cells, places = np.uint32(listed[0]), np.uint32(listed[1]), np.empty(BLOCK + LANES, np.uint8)
-    packed = np.zeros(np.int64(axis[2] - axis[1]) + 1, np.uint64)
+    packed = np.empty(np.int64(axis[2] - axis[1]) + 1, np.uint64)
     of_cells, of_rows = np.zeros((2, len(packed)), np.int64), np.zeros((2, len(marks) - 1), np.int64)
     row_of_cell = _rows_of_top(grid)
+    _clear(packed, grid)
     filled, noted = 0, FLOAT_ZERO
     for block in range(np.uint64(start), np.uint64(stop), STEP):
         size = min(STEP, np.uint64(stop) - block)
@@ -188,15 +190,20 @@ def _tally_cells(scores, start, stop, notes, grid, marks, width):
         if not pure[block // STEP]:
             for n in range(size):
                 cells[n] = np.uint32(0) if left_out[block + n] else cells[n]
+        found = np.uint64(0)
         for n in range(size):
-            packed[np.uint64(cells[n])] += np.uint64(added[n]) + (ONE_MORE - BITS_OF_EIGHT)
-        if highest >= top and top_cells > 0:
+            cell = np.uint64(cells[n])
+            tally = packed[cell]
+            packed[cell] = tally + (np.uint64(added[n]) + (ONE_MORE - BITS_OF_EIGHT))
+            found |= tally
+        if found >= LISTED:
             for n in range(size, BLOCK):
                 cells[n] = 0
             _add_listed(scores, block, cells, top, top_cells, places, row_of_cell, marks, width, of_rows)
         filled += BLOCK
         if filled >= FLUSH:
             _flush(packed, of_cells)
+            _clear(packed, grid)
             filled = 0
     _flush(packed, of_cells)
     return of_cells, of_rows, noted != noted
@@ -204,22 +211,18 @@ def _tally_cells(scores, start, stop, notes, grid, marks, width):
 
 @helper
 def _rows_of_top(grid):
-    """The row at the left end of every listed cell."""
-    _, clean, crossed, listed = grid
-    top, count = listed[0], listed[1]
-    rows = np.empty(count, np.uint32)
-    for row in range(len(clean)):
-        for cell in range(max(clean[row, 0], top), min(clean[row, 1], top + count)):
-            rows[cell - top] = row
+    """The row at the left end of every listed cell, NO_ROW for those between them."""
+    crossed, listed = grid[2], grid[3]
+    rows = np.full(listed[1], NO_ROW)
     for k in range(len(crossed)):
-        if crossed[k, 0] >= top:
-            rows[crossed[k, 0] - top] = crossed[k, 1]
+        if crossed[k, 0] >= listed[0]:
+            rows[crossed[k, 0] - listed[0]] = crossed[k, 1]
     return rows
 
 
 @helper
 def _add_listed(scores, block, cells, top, top_cells, places, row_of_cell, marks, width, tallies):
-    """Finds the rows of the listed scores of a block, and adds up the count and the shares of every row."""
+    """Finds the rows of the scores of a block in listed cells, and adds up the count and the shares of every row."""
     counts, shares, inverse, end = tallies[0], tallies[1], np.float32(1) / width, np.uint64(0)
     for n in range(np.uint64(0), STEP, EIGHT):
         byte = _within(cells, n, top, top_cells)
@@ -227,7 +230,10 @@ def _add_listed(scores, block, cells, top, top_cells, places, row_of_cell, marks
         end += SET_BITS[byte]
     for k in range(end):
         place = np.uint64(places[k])
-        score, row = scores[block + place], np.uint64(row_of_cell[np.uint64(cells[place] - top)])
+        row = np.uint64(row_of_cell[np.uint64(cells[place] - top)])
+        if row == NO_ROW:
+            continue
+        score = scores[block + place]
         while score >= marks[row + ONE]:
             row += ONE
         share = min(max((score - marks[row]) * inverse, FLOAT_ZERO), np.float32(1))
@@ -236,12 +242,20 @@ def _add_listed(scores, block, cells, top, top_cells, places, row_of_cell, marks
 
 
 @helper
+def _clear(packed, grid):
+    crossed, listed = grid[2], grid[3]
+    packed[:] = 0
+    for k in range(len(crossed)):
+        if crossed[k, 0] >= listed[0]:
+            packed[crossed[k, 0]] = LISTED
+
+
+@helper
 def _flush(packed, tallies):
     counts, sums = tallies[0], tallies[1]
     for cell in range(np.uint64(len(packed))):
-        counts[cell] += np.int64(packed[cell] >> COUNT_SHIFT)
+        counts[cell] += np.int64((packed[cell] & ~LISTED) >> COUNT_SHIFT)
         sums[cell] += np.int64(packed[cell] & (ONE_MORE - ONE))
-        packed[cell] = 0
 
 
 def _add_up(of_cells, of_rows, grid, cuts, delta, positives):
@@ -254,11 +268,10 @@ def _add_up(of_cells, of_rows, grid, cuts, delta, positives):
     marks, scale, first = cuts[0], np.float64(axis[0]), np.float64(axis[1])
     counts, sums, open_above = of_rows[0].astype(np.float64), of_rows[1] / SHARE_UNIT, np.zeros(len(marks))
     share_of_cell = 1 / scale / (2 * delta)
-    counts[-1] += of_cells[0, -1]  # the last cell is not listed, and no sum is asked for above all edges
     for row in range(1, len(clean)):
         count, moment, fractions = np.int64(0), np.int64(0), np.int64(0)
         begin = clean[row, 0]
-        for cell in range(np.uint64(begin), np.uint64(max(begin, min(clean[row, 1], listed[0])))):
+        for cell in range(np.uint64(begin), np.uint64(clean[row, 1])):
             count += of_cells[0, cell]
             moment += of_cells[0, cell] * np.int64(cell - np.uint64(begin))
             fractions += of_cells[1, cell]

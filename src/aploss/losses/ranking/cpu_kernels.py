@@ -28,6 +28,7 @@ from .cpu_segments import ALRP, OPTIONS, RANK_SORT, alrp, cut, errors, helper, l
 BLOCK = 256
 STEP, ONE, TWO, BYTE = np.uint64(BLOCK), np.uint64(1), np.uint64(2), np.uint64(255)
 AHEAD = np.uint64(4 * BLOCK)
+STREAMS = np.uint64(8)  # places that are read in turns: memory answers to several faster than to one
 MOST_SMALL_ROWS = (1 << 15) - 4  # of two bytes, and one bit more
 CELLS_PER_SEGMENT, MOST_CELLS = 16, 1 << 17  # of the lookup table
 # A count and a sum of shares in one integer: room for FLUSH scores of FRACTION bits each.
@@ -91,6 +92,14 @@ def prefetch(typing_context, array, i):
 
 
 @helper
+def _find_pure(targets, block, stop, pure):
+    others_too = False
+    for i in range(block, min(block + STEP, stop)):
+        others_too |= targets[i] != 0
+    pure[block // STEP] = not others_too
+
+
+@helper
 def _find_part(targets, start, stop, soft, pure, left_out):
     """Which blocks hold negatives alone, what is left out of the others, and the positives.
 
@@ -98,18 +107,19 @@ def _find_part(targets, start, stop, soft, pure, left_out):
         flat index of the positives, number of negatives, number of targets not allowed.
     """
     found, others = np.empty(64, np.int64), np.empty(BLOCK, np.uint64)
-    positives, negatives, bad = 0, np.int64(0), np.int64(0)
+    positives, negatives, bad = 0, np.int64(stop - start), np.int64(0)
     stop = np.uint64(stop)
+    blocks = (stop - np.uint64(start) + STEP - ONE) // STEP
+    in_turn = blocks // STREAMS
+    for k in range(in_turn):
+        for stream in range(STREAMS):
+            _find_pure(targets, np.uint64(start) + (stream * in_turn + k) * STEP, stop, pure)
+    for k in range(STREAMS * in_turn, blocks):
+        _find_pure(targets, np.uint64(start) + k * STEP, stop, pure)
     for block in range(np.uint64(start), stop, STEP):
-        end = min(block + STEP, stop)
-        prefetch(targets, block + AHEAD)
-        others_too = False
-        for i in range(block, end):
-            others_too |= targets[i] != 0
-        pure[block // STEP] = not others_too
-        negatives += np.int64(end - block)
-        if not others_too:
+        if pure[block // STEP]:
             continue
+        end = min(block + STEP, stop)
         for i in range(block, end):
             left_out[i] = targets[i] != 0
         count = np.uint64(0)
