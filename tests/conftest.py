@@ -11,6 +11,8 @@ import pytest
 # from here, those of `pytest -n` among them. glibc is to keep the memory of large tensors: a training step frees
 # all of it, and the kernel would clear every page of it again for the next.
 os.environ |= {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**64 - 1)}
+# The package and its tests are compiled to bytecode once, not by each of the many processes that import them.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Files that take longest, first, so that no process has one of them left when the others are done. The first two go to
 # different processes: one compiles the losses for this processor, while the other, which does not, leaves it to that.
