@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from aploss.detectors import LOSS_NAMES, Criterion, Detector, build_detector, make_loss
 
-SIZE = 96
+SIZE = 64
 CLASSES = ["a", "b", "c", "d", "e"]
 OBJECTS = {  # in each of two images
     "no object at all": (0, 0),
