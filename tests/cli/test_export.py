@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from short_detector import register_short_detector
 
 from aploss.cli.main import main
 from aploss.detectors import build_detector, save_detector
@@ -16,10 +17,10 @@ from aploss.evaluation.calibration import Calibration
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
-    detector = build_detector("retinanet-tiny", class_names=["cat", "dog"], test_size=(64, 128))
+    detector = build_detector(register_short_detector(), class_names=["cat", "dog"], test_size=(64, 128))
     for weight in detector.head.parameters():
         if weight.ndim > 1:
-            torch.nn.init.normal_(weight, std=0.05)
+            torch.nn.init.normal_(weight, std=0.2)
     detector.calibration = Calibration(x=[0.0, 0.05, 1.0], y=[0.0, 0.5, 0.9])
     detector.draw_threshold = 0.5
     folder = tmp_path_factory.mktemp("run")
