@@ -40,9 +40,15 @@ def _forkserver() -> ForkServerContext:
 
 def start_process(program: str, *, log: Path, **values: Any) -> BaseProcess:
     """Starts a program that finds ``values`` and ``log``."""
-    process = _forkserver().Process(target=exec, args=(program, {"values": values, "log": str(log)}))
+    process = _forkserver().Process(target=_run, args=(program, {"values": values, "log": str(log)}))
     process.start()
     return process
+
+
+def _run(program: str, names: dict[str, Any]) -> None:
+    # As in any program: from the server it would have the way to start processes, and every worker import torch again.
+    multiprocessing.set_start_method(None, force=True)
+    exec(program, names)
 
 
 def run_group(count: int, worker: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -7,6 +7,7 @@ import json
 import socket
 import subprocess
 from collections.abc import Callable
+from functools import lru_cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -177,7 +178,14 @@ def checkpoint_step(folder: Path) -> int:
     last = folder / "checkpoints" / "last.pt"
     if not last.is_file():
         return -1
-    return int(torch.load(last, weights_only=True)["training"]["step"])
+    stat = last.stat()
+    return _step_of(last, stat.st_ino, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=1)
+def _step_of(checkpoint: Path, number: int, changed: int) -> int:
+    """Each file is read once: whoever waits for the next one leaves the processor to the run."""
+    return int(torch.load(checkpoint, weights_only=True)["training"]["step"])
 
 
 def outcome(folder: Path | str | None) -> dict[str, Any]:

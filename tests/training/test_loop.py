@@ -32,12 +32,28 @@ pytestmark = pytest.mark.usefixtures("no_page")
 # An epoch is 4 steps: the checkpoints at 3 and 6 are in the middle of one. The rows are means over
 # 2 steps, so that a checkpoint at step 3 is also in the middle of a row.
 SETTINGS: dict[str, Any] = {
-    "schedule": {"length": 8},
+    "schedule": {"length": 6},
     "validation": {"every": 4},
     "checkpoint_steps": 3,
     "log_steps": 2,
     "model": {"ema": 0.99},
 }
+
+
+@pytest.fixture(scope="module")
+def whole(config_in: Callable[..., TrainConfig], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """What a run leaves that nothing was in the way of; each is trained once."""
+    known: dict[str, Any] = {}
+
+    def result(**settings: Any) -> Any:
+        key = json.dumps(settings, sort_keys=True)
+        if key not in known:
+            config = config_in(tmp_path_factory.mktemp("whole") / "run", **settings)
+            train(config)
+            known[key] = outcome(config.out)
+        return known[key]
+
+    return result
 
 
 def test_a_kill_between_the_two_checkpoints_is_mended(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,10 +77,11 @@ def test_a_kill_between_the_two_checkpoints_is_mended(make_config: MakeConfig, m
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_the_step_and_says_how_to_go_on(make_config: MakeConfig, number: signal.Signals) -> None:
-    whole = make_config("whole", schedule={"length": 4}, validation={"every": 2})
-    train(whole)
-    stopped = make_config("stopped", schedule={"length": 4}, validation={"every": 2})
+def test_a_signal_saves_the_step_and_says_how_to_go_on(
+    make_config: MakeConfig, whole: Callable[..., Any], number: signal.Signals
+) -> None:
+    settings: dict[str, Any] = {"schedule": {"length": 4}, "validation": {"every": 2}}
+    stopped = make_config("stopped", **settings)
     handler = signal.getsignal(number)
 
     def stop(row: dict[str, Any]) -> None:
@@ -77,7 +94,7 @@ def test_a_signal_saves_the_step_and_says_how_to_go_on(make_config: MakeConfig, 
     # Interrupted before the validation of step 2: the resumed run makes up for it.
     assert [row["kind"] for row in read_json_lines(Path(str(stopped.out)) / "metrics.jsonl")] == ["train", "train"]
     train(stopped, resume=True)
-    assert_equal(outcome(whole.out), outcome(stopped.out))
+    assert_equal(whole(**settings), outcome(stopped.out))
 
 
 def test_a_second_ctrl_c_interrupts_at_once_unless_it_is_an_echo(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,6 +153,7 @@ def own_data(rectangles: Path, tmp_path: Path) -> Path:
 
 
 IMAGES: dict[str, Any] = {**SETTINGS, "batches": {"max_unreadable": 0.3}}
+TWO_EPOCHS = {"schedule": {"length": 8}}  # where every image has to come up again
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -145,7 +163,7 @@ def test_a_damaged_image_is_replaced_counted_and_named(
     """Of each split one; another image stands in for that of training, the others are left out."""
     for split in ("train", "val", "test"):
         (own_data / split / f"{split}-3.png").write_bytes(b"no image at all")
-    settings = merge(IMAGES, {"data": str(own_data), "batches": {"workers": workers}})
+    settings = merge(IMAGES, {"data": str(own_data), "batches": {"workers": workers}, **TWO_EPOCHS})
     summary = train(make_config(**settings))
     named = {Path(path).name: reason for path, reason in summary.unreadable_images.items()}
     assert set(named) == {"train-3.png", "val-3.png", "test-3.png"}
@@ -187,12 +205,12 @@ def test_too_many_unreadable_images_stop_a_saved_run_that_goes_on_when_they_are_
     for file in files:
         file.rmdir()
         shutil.copy(rectangles / "train" / file.name, file)
-    assert train(config, resume=True).steps == 8
+    assert train(config, resume=True).steps == 6
 
 
 def test_a_vanished_image_keeps_its_place_on_resume(make_config: MakeConfig, own_data: Path) -> None:
     """The run goes on as one whose image cannot be read: no other sample changes its place."""
-    settings = merge(IMAGES, {"data": str(own_data)})
+    settings = merge(IMAGES, {"data": str(own_data), **TWO_EPOCHS})
     config = make_config(**settings)
     with pytest.raises(CrashError):
         train(config, on_progress=crash_at(4))
@@ -203,11 +221,9 @@ def test_a_vanished_image_keeps_its_place_on_resume(make_config: MakeConfig, own
 
 
 def test_added_and_reordered_images_do_not_change_the_samples_of_a_resumed_run(
-    make_config: MakeConfig, own_data: Path, capsys: pytest.CaptureFixture[str]
+    make_config: MakeConfig, whole: Callable[..., Any], own_data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = merge(SETTINGS, {"data": str(own_data)})
-    whole, broken = make_config("whole", **settings), make_config("broken", **settings)
-    train(whole)
+    broken = make_config("broken", **merge(SETTINGS, {"data": str(own_data)}))
     with pytest.raises(CrashError):
         train(broken, on_progress=crash_at(4))
     path = own_data / "annotations" / "instances_train.json"
@@ -218,7 +234,7 @@ def test_added_and_reordered_images_do_not_change_the_samples_of_a_resumed_run(
     path.write_text(json.dumps(document))
     train(broken, resume=True, quiet=False)
     assert "1 have come, which this run leaves out" in capsys.readouterr().out
-    assert_equal(outcome(whole.out)["detector"], outcome(broken.out)["detector"])
+    assert_equal(whole(**SETTINGS)["detector"], outcome(broken.out)["detector"])
 
 
 def test_other_training_images_are_noticed(make_config: MakeConfig, own_data: Path) -> None:
@@ -246,9 +262,10 @@ def test_other_training_images_are_noticed(make_config: MakeConfig, own_data: Pa
         train(config, resume=True)
 
 
-def test_a_checkpoint_of_an_earlier_version_goes_on_to_the_same_bits(make_config: MakeConfig) -> None:
-    whole, old = make_config("whole", **SETTINGS), make_config("old", **SETTINGS)
-    train(whole)
+def test_a_checkpoint_of_an_earlier_version_goes_on_to_the_same_bits(
+    make_config: MakeConfig, whole: Callable[..., Any]
+) -> None:
+    old = make_config("old", **SETTINGS)
     with pytest.raises(CrashError):
         train(old, on_progress=crash_at(4))
     folder = Path(str(old.out))
@@ -261,7 +278,7 @@ def test_a_checkpoint_of_an_earlier_version_goes_on_to_the_same_bits(make_config
     del config["batches"]["max_unreadable"]
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     train(old, resume=True)
-    assert_equal(outcome(whole.out), outcome(old.out))
+    assert_equal(whole(**SETTINGS), outcome(old.out))
 
 
 # --- signals ---

@@ -52,7 +52,7 @@ def run(progress: Progress, *, quick: bool = False) -> dict[str, Any]:
             dataset = _write_images(folder, file_size, suffix, count=16 if quick else 320)
             for preset, workers in itertools.product(PRESETS, WORKERS):
                 progress(f"{source}, augmentation '{preset}', {workers} workers")
-                rate = _images_per_second(_loader(dataset, preset, side, workers), seconds)
+                rate = _images_per_second(_loader(dataset, preset, side, workers), seconds, 1 if quick else 4)
                 row = {"source": source, "size": side, "preset": preset, "workers": workers}
                 rows.append({**row, "images_per_second": rate})
             if source == TRAINED_SOURCE:
@@ -108,9 +108,10 @@ def _loader(dataset: DetectionDataset, preset: str, side: int, workers: int) -> 
     return make_training_loader(dataset, batch_size=BATCH_SIZE, seed=0, preset=preset, size=side, workers=workers)
 
 
-def _images_per_second(loader: TrainingBatches, seconds: float) -> float:
+def _images_per_second(loader: TrainingBatches, seconds: float, first: int) -> float:
+    """Measured after the ``first`` batches: workers start, and what they prepared meanwhile is used up."""
     batches = loader.endless()
-    for _ in range(4):  # workers start, and what they prepared meanwhile is used up
+    for _ in range(first):
         next(batches)
     images, start = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - start) < seconds or not images:

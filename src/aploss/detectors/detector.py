@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torchvision.models.detection._utils import BoxCoder
 
 from aploss.data.features import FeatureMaps
@@ -437,8 +438,19 @@ def feature_shapes(backbone: nn.Module, height: int, width: int) -> list[torch.S
     without_data = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
     images = torch.empty(2, 3, height, width, device="meta")  # batch norm cannot train on one value
     try:
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"), _ShapesOfNorms():
             features = torch.func.functional_call(backbone, without_data, (images,))
     except RuntimeError as error:
         raise ConfigError(f"the detector cannot take images of {width}x{height} pixels: {error}") from error
     return [one.shape for one in (features.values() if isinstance(features, Mapping) else features)]
+
+
+class _ShapesOfNorms(TorchFunctionMode):
+    """Group norm leaves shapes as they are; without data torch would find that out in Python, slower than with data."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, arguments: tuple[Any, ...] = (), options: Any = None
+    ) -> Any:
+        if function is F.group_norm and arguments:
+            return torch.empty_like(arguments[0])
+        return function(*arguments, **(options or {}))

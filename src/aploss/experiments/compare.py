@@ -117,13 +117,16 @@ def _check_together(vary: Mapping[str, Any], steps: int | None, tuning: Tuning |
 def _check_rows(plan: Plan) -> None:
     """Refuses what could not be trained, and rows that would be the same, before anything is trained."""
     known: dict[str, str] = {}
+    tried: list[Any] = []
     for variant in plan.variants:
         config = variant.config
         # With the defaults of the loss, so that ap and ap:delta=1 are the same.
         _, described = describe_loss(make_loss(config.loss, **config.criterion.options))
         options = {key: float(value) if type(value) is int else value for key, value in described.items()}
-        if any(not key.startswith(LOSS_OPTIONS) for key in variant.settings):
+        parts = config.detector, config.loss, config.criterion, config.model  # all that a detector is made of
+        if parts not in tried and any(not key.startswith(LOSS_OPTIONS) for key in variant.settings):
             make_detector(changed(config, {"model": {"weights": None}}), ("object",))
+            tried.append(parts)
         hashed = settings_hash(changed(config, {"criterion": {"options": options}}))
         if known.setdefault(hashed, variant.name) != variant.name:
             raise ConfigError(f"the rows {known[hashed]} and {variant.name} have the same settings: leave one out")

@@ -354,6 +354,16 @@ def shorten(text: str, most: int = 22) -> str:
 
 
 def _svg(figure: "Figure") -> str:
+    from matplotlib import rcParams
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+    FigureCanvasSVG(figure)  # the layout measures its letters
+    engine = figure.get_layout_engine()
+    if engine is not None:
+        engine.execute(figure)
+        # What is laid out needs no engine, and whatever has one is drawn twice when it is saved.
+        rcParams["figure.constrained_layout.use"] = False  # until the end of plot_style()
+        figure.set_layout_engine(None)
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     return text.getvalue()

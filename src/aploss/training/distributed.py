@@ -152,6 +152,7 @@ class Heartbeat:
         store: where the ranks write their beats; by default that of the process group.
         interval: seconds between beats.
         silence: seconds without a beat after which a rank counts as dead.
+        answer: seconds for a sign of life that :meth:`peers_answer` waits for.
         give_up: what to do then; by default the process ends with a message.
     """
 
@@ -164,10 +165,11 @@ class Heartbeat:
         store: Any = None,
         interval: float = HEARTBEAT_SECONDS,
         silence: float = SILENCE_SECONDS,
+        answer: float = ANSWER_SECONDS,
         give_up: Callable[[str], Any] | None = None,
     ) -> None:
         self._rank, self._size, self._advice = rank, size, advice
-        self._interval, self._silence = interval, silence
+        self._interval, self._silence, self._answer = interval, silence, answer
         self._give_up = give_up or _end_process
         self._over = threading.Event()
         # A connection of its own: the group's may be blocked.
@@ -186,9 +188,9 @@ class Heartbeat:
             with suppress(RuntimeError):  # the host of the store may be the one that has gone
                 self._store.set(_key(self._rank), LEFT)
 
-    def peers_answer(self, seconds: float = ANSWER_SECONDS) -> bool:
+    def peers_answer(self, seconds: float | None = None) -> bool:
         """Whether every other rank beats twice more within some seconds: one beat may be older than the question."""
-        asked = time.monotonic()
+        asked, seconds = time.monotonic(), self._answer if seconds is None else seconds
         heard = {rank: [beat] for rank, (beat, _) in self._heard.items()}
         while time.monotonic() < asked + seconds:
             for rank, (beat, _) in list(self._heard.items()):
