@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score
 from torch import Tensor
 
-from aploss.losses import APLoss, NonFiniteScoresError, ap_loss, reference
+from aploss.losses import APLoss, NonFiniteScoresError, ap_loss, reference, use_backend
 
 DISTRIBUTIONS = (
     "random", "separated", "tied", "all equal", "tiny spread", "huge spread", "offset",
@@ -80,6 +80,16 @@ def test_very_many_float32_scores_are_ranked_exactly_where_many_or_few_lie_just_
     expected_loss, expected_gradient = reference.ap_loss(scores, targets, delta=0.5)
     assert abs(loss.double() - expected_loss) <= 3e-8
     assert (gradient.double() - expected_gradient).abs().max() <= 1e-7 * expected_gradient.abs().max()
+
+
+@pytest.mark.parametrize("positives", [1000, 4000])
+def test_many_positives_among_very_many_scores_are_ranked_as_by_torch_operations(make_boxes, positives):
+    scores, targets = make_boxes("random", positives, 700_000, dtype=torch.float32)
+    loss, gradient = loss_and_gradient(scores, targets)
+    with use_backend("torch"):
+        expected_loss, expected_gradient = loss_and_gradient(scores, targets)
+    assert abs(loss - expected_loss) <= 1e-7
+    assert (gradient - expected_gradient).abs().max() <= 2e-7 * expected_gradient.abs().max()
 
 
 def test_a_loss_that_became_nan_or_infinite_says_so_in_the_gradient_of_very_many_scores(make_boxes):

@@ -226,7 +226,7 @@ def _cases(size: int, separation: float, positives: int, device: torch.device) -
     from torchvision.ops import sigmoid_focal_loss
 
     scores, targets = make_scores(size, separation, positives, device)
-    other, result = scores.clone(), scores.clone()  # not what memory held: sums of denormal numbers take many times as long
+    other, result = scores.clone(), scores.clone()  # not what memory held: denormal numbers take many times as long
     scores.requires_grad_()
     plain = scores.detach()
     return {

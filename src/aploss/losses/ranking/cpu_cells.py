@@ -31,7 +31,7 @@ CELLS_PER_RAMP, FEWEST_CELLS_PER_RAMP, USUAL_CELLS = 1 << 14, 1 << 12, 1 << 16
 SCORES_PER_CELL = 8  # at least; fewer are not worth the tables
 LOWEST = 64  # cells for scores below all edges, which take turns: none waits for the sum of the one before
 SAMPLE = 4096  # scores, of which at most these shares may lie in crossed cells, and from the first listed cell on
-MOST_CROSSED, MOST_LISTED = 0.2, 1 / 64
+MOST_CROSSED, MOST_LISTED = 0.4, 1 / 64
 MOST_OPEN = 2.0**-23  # how much of a sum over the negatives may be left open
 # A count and a sum of fractions of a cell in one integer, with room for FLUSH scores; the highest bit: it is listed.
 FRACTION_BITS, FLUSH_BITS = 20, 21
