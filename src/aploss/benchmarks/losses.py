@@ -46,10 +46,12 @@ def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, An
             progress(f"{size:,} scores, {stage}")
             rows.append({"scores": size, "stage": stage, **_compare(size, separation, seconds, device)})
     size = sizes[-1] if quick else 1_000_000
-    for count in (count for count in MANY_POSITIVES if count < size):
-        progress(f"{size:,} scores, {count} positives")
-        case = _cases(size, 0.0, count, device)["ap_loss"]
-        positives.append({"positives": count, "ap_loss": best_in_turns({"ap_loss": case}, seconds)["ap_loss"]})
+    counts = [count for count in MANY_POSITIVES if count < size]
+    progress(f"{size:,} scores, {', '.join(map(str, counts))} positives")
+    times = best_in_turns({str(count): _cases(size, 0.0, count, device)["ap_loss"] for count in counts}, seconds)
+    for count in counts:
+        positives.append({"positives": count, "ap_loss": times[str(count)]})
+        progress(f"{size:,} scores, {count} positives, the other losses")
         siblings.append({"positives": count, **best_in_turns(_siblings(size, count, device), seconds)})
     progress(f"{size // GROUP} groups")
     groups = best_in_turns(_groups(size, device), seconds)
