@@ -1,4 +1,7 @@
-"""A RetinaNet with few layers, for tests of what takes longer the more layers there are: the exporter of torch."""
+"""A RetinaNet with few layers, for tests of what any detector shows: how it is trained, kept, resumed or exported.
+
+All of that takes longer the more layers there are.
+"""
 
 from functools import partial
 

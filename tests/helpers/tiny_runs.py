@@ -17,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 from processes import start_process
+from short_detector import register_short_detector
 
 from aploss.reports.run_files import read_json_lines
 from aploss.training.config import TrainConfig
@@ -28,6 +29,8 @@ sys.stdout = sys.stderr = open(log, "w", buffering=1)
 torch.set_num_threads(1)
 import aploss.reports.run_report
 aploss.reports.run_report.write_run_report = lambda folder, **options: None
+from short_detector import register_short_detector
+register_short_detector()
 """
 COMMANDS = """
 import os, sys, torch
@@ -37,13 +40,15 @@ torch.set_num_threads(1)
 os.environ |= values.get("environment", {})
 os.chdir(values["folder"])
 from aploss.cli.main import main
+from short_detector import register_short_detector
+register_short_detector()
 sys.exit(max([main(words) for words in values["commands"]]))
 """
 WALL_CLOCK = ("seconds", "images_per_second")
 SIZE = 64
 COUNTS = {"train": 16, "val": 6, "test": 6}
 SETTINGS: dict[str, Any] = {
-    "detector": "retinanet-tiny",
+    "detector": "retinanet-short",
     "log_steps": 1,
     "batches": {"size": 4, "image_size": SIZE, "augmentation": "light", "workers": 0},
     "model": {"options": {"test_size": [SIZE, SIZE]}},
@@ -104,6 +109,7 @@ def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def config_in(rectangles: Path) -> Callable[..., TrainConfig]:
     """Makes the config of a short run into a folder, with nested changes."""
+    register_short_detector()
 
     def make(folder: Path, **changes: Any) -> TrainConfig:
         own = {"data": str(rectangles), "out": str(folder)}
