@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torchvision.models._utils import IntermediateLayerGetter
 from torchvision.models.detection import FCOS, RetinaNet, fasterrcnn_mobilenet_v3_large_320_fpn
-from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.anchor_utils import AnchorGenerator, DefaultBoxGenerator
 from torchvision.models.detection.backbone_utils import BackboneWithFPN
 from torchvision.models.detection.retinanet import RetinaNetHead
+from torchvision.models.detection.ssd import SSD, SSDHead
 from torchvision.models.detection.ssdlite import ssdlite320_mobilenet_v3_large
 from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
@@ -29,13 +31,17 @@ SIZE = {"min_size": 96, "max_size": 96}
 
 
 def make_model(kind: str) -> Any:
-    """A small torchvision model with 3 classes (SSD: background and 3)."""
+    """A small torchvision model with 3 classes (SSD: background and 3), or the SSDLite that people use."""
     torch.manual_seed(0)
-    if kind == "ssd":
+    if kind == "ssdlite320":
         return ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=4)
     stages = {"stem": _stage(3, 16, 4), "P3": _stage(16, 16, 2), "P4": _stage(16, 32, 2), "P5": _stage(32, 32, 2)}
     levels = {name: name for name in ("P3", "P4", "P5")}
     body = nn.Sequential(OrderedDict(stages))
+    if kind == "ssd":
+        boxes = DefaultBoxGenerator([[2]] * 3)
+        head = SSDHead([16, 32, 32], boxes.num_anchors_per_location(), 4)
+        return SSD(IntermediateLayerGetter(body, levels), boxes, (96, 96), 4, head=head)
     backbone = BackboneWithFPN(body, levels, [16, 32, 32], 64, extra_blocks=LastLevelP6P7(64, 64))
     if kind == "fcos":
         return FCOS(backbone, 3, **SIZE)
@@ -49,7 +55,7 @@ def _stage(channels: int, out_channels: int, stride: int) -> nn.Module:
 
 
 def make_batch(kind: str) -> tuple[list[Tensor], Targets]:
-    first = 1 if kind == "ssd" else 0
+    first = int(kind.startswith("ssd"))
     boxes = torch.tensor([[5.0, 8.0, 40.0, 44.0], [50.0, 40.0, 90.0, 90.0]])
     targets = [
         {"boxes": boxes, "labels": torch.tensor([first, first + 2])},
@@ -59,7 +65,7 @@ def make_batch(kind: str) -> tuple[list[Tensor], Targets]:
     return [torch.rand(3, 96, 96, generator=generator) for _ in range(2)], targets
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "ssdlite320"])
 def test_detections_are_bit_identical_before_and_after(kind: str) -> None:
     model = make_model(kind).eval()
     images, _ = make_batch(kind)
@@ -94,7 +100,7 @@ def test_every_loss_trains_every_kind(kind: str, name: str) -> None:
     assert heads
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "ssdlite320"])
 def test_other_losses_stay_torchvisions(kind: str) -> None:
     model = make_model(kind).train()
     _freeze_norms(model)

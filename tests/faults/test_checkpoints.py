@@ -19,6 +19,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 from PIL import Image
+from short_detector import register_short_detector
 from small_datasets import write_coco
 
 from aploss.cli.main import main
@@ -28,15 +29,21 @@ from aploss.detectors.weights import load_weights
 from aploss.errors import AplossError, RunError
 from aploss.reports.run_report import write_run_report
 
+DETECTOR = "retinanet-short"
 CLASSES = ["cat", "dog"]
 NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short() -> None:
+    register_short_detector()
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint without fault."""
     torch.manual_seed(0)
-    detector = build_detector("retinanet-tiny", class_names=CLASSES, test_size=(64, 64))
+    detector = build_detector(DETECTOR, class_names=CLASSES, test_size=(64, 64))
     return save_detector(detector, tmp_path_factory.mktemp("whole") / "detector.pt")
 
 
@@ -297,7 +304,7 @@ def test_training_does_not_start_from_damaged_weights(file: Path, content: dict[
     state = content["detector"]["state"]
     torch.save({**state, LAYER: WEIGHT_FAULTS[fault](state[LAYER])}, file)
     with pytest.raises(AplossError, match=r"stranger\.pt"):
-        load_weights(build_detector("retinanet-tiny", class_names=CLASSES), file)
+        load_weights(build_detector(DETECTOR, class_names=CLASSES), file)
 
 
 @pytest.mark.parametrize(
@@ -378,7 +385,7 @@ def test_weights_that_a_file_names_are_neither_opened_nor_fetched(watch, whole, 
 # --- ONNX -------------------------------------------------------------------------------------
 
 METADATA = {"aploss_format": "1", "calibration": "null", "draw_threshold": "null"}
-CONFIG = {"name": "retinanet-tiny", "class_names": CLASSES, "test_size": [64, 64], "loss": "ap", "loss_options": {}}
+CONFIG = {"name": DETECTOR, "class_names": CLASSES, "test_size": [64, 64], "loss": "ap", "loss_options": {}}
 
 
 def onnx_file(
@@ -540,9 +547,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps that was started from weights in a file, and its data."""
     folder = tmp_path_factory.mktemp("trained")
     data = write_coco(folder / "data")
-    weights = save_detector(build_detector("retinanet-tiny", class_names=CLASSES), folder / "start.pt")
+    weights = save_detector(build_detector(DETECTOR, class_names=CLASSES), folder / "start.pt")
     options = {
-        "data": data, "out": folder / "run", "detector": "retinanet-tiny", "batches.size": 3, "batches.image_size": 64,
+        "data": data, "out": folder / "run", "detector": DETECTOR, "batches.size": 3, "batches.image_size": 64,
         "batches.workers": 0, "schedule.length": 2, "schedule.unit": "steps", "schedule.warmup_steps": 1,
         "model.options.test_size": "[64, 64]", "model.weights": weights,
     }  # fmt: skip
