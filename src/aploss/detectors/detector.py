@@ -438,19 +438,21 @@ def feature_shapes(backbone: nn.Module, height: int, width: int) -> list[torch.S
     without_data = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
     images = torch.empty(2, 3, height, width, device="meta")  # batch norm cannot train on one value
     try:
-        with torch.compiler.set_stance("force_eager"), _ShapesOfNorms():
+        with torch.compiler.set_stance("force_eager"), _ShapesAlone():
             features = torch.func.functional_call(backbone, without_data, (images,))
     except RuntimeError as error:
         raise ConfigError(f"the detector cannot take images of {width}x{height} pixels: {error}") from error
     return [one.shape for one in (features.values() if isinstance(features, Mapping) else features)]
 
 
-class _ShapesOfNorms(TorchFunctionMode):
-    """Group norm leaves shapes as they are; without data torch would find that out in Python, slower than with data."""
+class _ShapesAlone(TorchFunctionMode):
+    """Leaves out what keeps shapes and what torch, without data, would do in Python, slower than with data."""
+
+    left_out = (F.group_norm, F.hardswish, F.hardsigmoid, F.hardtanh, F.relu6)
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, arguments: tuple[Any, ...] = (), options: Any = None
     ) -> Any:
-        if function is F.group_norm and arguments:
-            return torch.empty_like(arguments[0])
+        if function in self.left_out and arguments:
+            return arguments[0]
         return function(*arguments, **(options or {}))
