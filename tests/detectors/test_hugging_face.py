@@ -864,8 +864,8 @@ def _lower_all_scores(model: Any, by: float) -> None:
 
 
 @pytest.mark.parametrize("loss", ["ap", "rank-sort"])
-def test_four_images_are_learnt_by_heart(loss: str, tmp_path: Path) -> None:
-    samples = _samples(tmp_path, "train", (4, 1, 1))
+def test_eight_images_are_learnt_by_heart(loss: str, tmp_path: Path) -> None:
+    samples = _samples(tmp_path, "train", (8, 1, 1))
     model = _learner(5, make_loss(loss))
     for step in _train(model, *samples[:2], rate=8e-3):
         if step % 10 == 0 and _metrics(model, samples, threshold=0.0).AP50 > 0.9:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import pytest
-from tiny_runs import config_in, make_config, no_page, rectangles, spawn  # noqa: F401
+from tiny_runs import config_in, make_config, no_page, rectangles, short_detector, spawn  # noqa: F401
 
 SECONDS = 120  # no command of the suite may take longer, unless its case says so
 

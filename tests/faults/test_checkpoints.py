@@ -19,7 +19,6 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 from PIL import Image
-from short_detector import register_short_detector
 from small_datasets import write_coco
 
 from aploss.cli.main import main
@@ -32,11 +31,6 @@ from aploss.reports.run_report import write_run_report
 DETECTOR = "retinanet-short"
 CLASSES = ["cat", "dog"]
 NAN, INF = float("nan"), float("inf")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _short() -> None:
-    register_short_detector()
 
 
 @pytest.fixture(scope="module")

@@ -40,8 +40,6 @@ torch.set_num_threads(1)
 os.environ |= values.get("environment", {})
 os.chdir(values["folder"])
 from aploss.cli.main import main
-from short_detector import register_short_detector
-register_short_detector()
 sys.exit(max([main(words) for words in values["commands"]]))
 """
 WALL_CLOCK = ("seconds", "images_per_second")
@@ -94,6 +92,12 @@ def write_rectangles(folder: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def short_detector() -> str:
+    """The name of the detector of the runs, which is known from now on."""
+    return register_short_detector()
+
+
 @pytest.fixture(scope="session")
 def rectangles(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the data set."""
@@ -109,7 +113,6 @@ def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def config_in(rectangles: Path) -> Callable[..., TrainConfig]:
     """Makes the config of a short run into a folder, with nested changes."""
-    register_short_detector()
 
     def make(folder: Path, **changes: Any) -> TrainConfig:
         own = {"data": str(rectangles), "out": str(folder)}

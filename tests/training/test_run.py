@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from short_detector import register_short_detector
 
 from aploss.detectors import build_detector, load
 from aploss.errors import ConfigError, DataError, RunError
@@ -344,11 +343,11 @@ def _single_step(config: TrainConfig, number: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def pretrained(tmp_path: Path) -> str:
+def pretrained(tmp_path: Path, short_detector: str) -> str:
     """A file of weights, of another seed than the runs'."""
     torch.manual_seed(9)
     path = tmp_path / "pretrained.pt"
-    detector = build_detector(register_short_detector(), class_names=["a"])
+    detector = build_detector(short_detector, class_names=["a"])
     torch.save(detector.backbone.state_dict(prefix="backbone."), path)
     return str(path)
 
