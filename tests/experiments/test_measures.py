@@ -16,6 +16,7 @@ from aploss.experiments.reproduce import Request, reproduce
 from aploss.reports.run_files import read_json_lines
 
 RECIPE = """
+detector: retinanet-short
 splits: {train: train, validation: val}
 log_steps: 1
 batches: {size: 4, image_size: 64, workers: 0}
