@@ -23,7 +23,7 @@ from numba.extending import intrinsic
 
 from .cpu_kernels import AHEAD, BLOCK, ONE, STEP, TWO, Compiled, prefetch
 from .cpu_kernels import UNIT as SHARE_UNIT
-from .cpu_segments import OPTIONS, above, helper
+from .cpu_segments import INSIDE, above, helper
 
 CELLS_PER_SEGMENT, MOST_CELLS = 64, 1 << 17
 # What a crossed cell leaves open is a part of its width.
@@ -148,7 +148,7 @@ def _base(axis):
     return np.uint32(BITS_OF_ROUND + np.int64(axis[1]))
 
 
-@numba.njit(fastmath={"reassoc", "contract"}, **OPTIONS)
+@numba.njit(fastmath={"reassoc", "contract"}, **INSIDE)
 def _note(noted, score):
     """Becomes NaN, and stays so, with a score that is NaN or infinite."""
     return noted + score * FLOAT_ZERO

@@ -15,7 +15,9 @@ from . import rules
 
 AP, AUC, RANK_SORT, ALRP = 0, 1, 2, 3
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-helper = numba.njit(**OPTIONS)
+# Functions that only kernels call need no way in from Python, which takes a tenth of the time of compiling them.
+INSIDE: dict[str, Any] = {**OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+helper = numba.njit(**INSIDE)
 _ap_error, _ap_weight = helper(rules.ap_error), helper(rules.ap_weight)
 _auc_error, _auc_weight = helper(rules.auc_error), helper(rules.auc_weight)
 _rank_sort_error = helper(rules.rank_sort_error)
@@ -213,7 +215,7 @@ def alrp(delta, cuts, positives, box_losses, p, n, values, weights, own):
     return losses_above
 
 
-@numba.njit(fastmath={"reassoc", "nsz", "contract"}, **OPTIONS)
+@numba.njit(fastmath={"reassoc", "nsz", "contract"}, **INSIDE)
 def _pair_sums(positives, deficits, first, i, delta):
     """Sums over the positives k from ``first`` on, of f(x_ik) and f(x_ik) (1 - y_k).
 
