@@ -159,7 +159,7 @@ def test_the_training_loader_replaces_what_cannot_be_read_and_names_it(dataset, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_training_goes_on_and_names_the_image(call_cli, dataset, tmp_path: Path, kind: str):
     options = {
-        "detector": "retinanet-tiny", "batches.size": 3, "batches.image_size": 64, "batches.workers": 0,
+        "detector": "retinanet-short", "batches.size": 3, "batches.image_size": 64, "batches.workers": 0,
         "batches.max_unreadable": 0.5, "schedule.length": 2, "schedule.unit": "steps", "schedule.warmup_steps": 1,
         "model.options.test_size": "[64, 64]",
     }  # fmt: skip
@@ -177,7 +177,7 @@ def detector_files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
     """A detector as a checkpoint or, which takes seconds, as ONNX."""
     folder = tmp_path_factory.mktemp("detectors")
     torch.manual_seed(0)
-    save_detector(build_detector("retinanet-tiny", class_names=["cat"], test_size=(64, 64)), folder / "d.pt")
+    save_detector(build_detector("retinanet-short", class_names=["cat"], test_size=(64, 64)), folder / "d.pt")
 
     def make(kind: str) -> Path:
         path = folder / f"d.{kind}"

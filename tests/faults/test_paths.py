@@ -17,7 +17,7 @@ from aploss.detectors import build_detector, save_detector
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
-    detector = build_detector("retinanet-tiny", class_names=["cat"], test_size=(64, 64), detections_per_image=3)
+    detector = build_detector("retinanet-short", class_names=["cat"], test_size=(64, 64), detections_per_image=3)
     return save_detector(detector, tmp_path_factory.mktemp("paths") / "d.pt")
 
 
