@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -10,8 +11,9 @@ import pytest
 import torch
 from short_detector import register_short_detector
 
-from aploss.detectors import Detector, MultiScale, build_detector
+from aploss.detectors import Detector, MultiScale, Network, build_detector, register_detector
 from aploss.detectors.export import ExportedDetector, OnnxDetector, export, export_onnx, load_exported
+from aploss.detectors.retinanet import TinyRetinaNet
 from aploss.errors import ConfigError, RunError
 from aploss.evaluation import Calibration
 
@@ -162,6 +164,31 @@ def test_files_that_are_not_exported_detectors_are_refused(tiny: tuple[Detector,
     onnx.save(model, tmp_path / "foreign.onnx")
     with pytest.raises(RunError, match="was not written by 'aploss export'"):
         OnnxDetector(tmp_path / "foreign.onnx")
+
+
+class _OtherWhenTraced(torch.nn.Conv2d):
+    """What a tracer makes of a branch in Python: only the way that it saw."""
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        found = super().forward(features)
+        return found + 0.1 if torch.jit.is_tracing() else found
+
+
+def test_what_computes_something_else_than_the_detector_is_refused_and_not_written(tmp_path: Path) -> None:
+    @register_detector("retinanet-other-when-traced")
+    class OtherWhenTraced(TinyRetinaNet):
+        def network(self, **options: Any) -> Network:
+            network = super().network(**options)
+            head: Any = network.head.classification_head
+            plain = head.cls_logits
+            head.cls_logits = _OtherWhenTraced(plain.in_channels, plain.out_channels, 3, padding=1)
+            return network
+
+    detector = build_detector("retinanet-other-when-traced", class_names=["cat", "dog"])
+    (tmp_path / "model.ts").write_bytes(b"of before")
+    with pytest.raises(RunError, match=r"gives other logits than the detector \(by 0\.1\): nothing was written"):
+        export(detector, tmp_path / "model.ts")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"of before"]
 
 
 def test_damaged_files_of_openvino_are_refused(tmp_path: Path) -> None:
