@@ -1,7 +1,6 @@
 """Two gloo processes, one of which has nothing, something wrong, or goes: none waits over 60 seconds."""
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -17,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from processes import start_process
 from tiny_runs import SETTINGS, checkpoint_step, start_two
 
 from aploss.cli.main import main
@@ -48,6 +48,13 @@ def call(name: str, scores: torch.Tensor, targets: torch.Tensor, group: Any = No
     boxes = [torch.full((int((targets == 1).sum()),), 0.5, dtype=torch.float64)] if name == "alrp" else []
     values = LOSSES[name](process_group=group)(scores, targets, *boxes)
     return values if isinstance(values, torch.Tensor) else sum(values)
+
+
+RANK_TOGETHER = """
+import runpy
+rank_together = runpy.run_path(values["file"])["rank_together"]
+rank_together(*(values[name] for name in ("rank", "folder", "name", "fault")))
+"""
 
 
 def rank_together(rank: int, folder: Path, name: str, fault: str) -> None:
@@ -84,11 +91,9 @@ def rank_together(rank: int, folder: Path, name: str, fault: str) -> None:
     ],
 )
 def test_ranking_together_gives_one_number_or_an_error_to_all(tmp_path: Path, fault: str, name: str) -> None:
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=rank_together, args=(rank, tmp_path, name, fault)) for rank in (0, 1)]
+    arguments = {"file": __file__, "folder": tmp_path, "name": name, "fault": fault}
     begun = time.monotonic()
-    for process in processes:
-        process.start()
+    processes = [start_process(RANK_TOGETHER, log=tmp_path / "log", rank=rank, **arguments) for rank in (0, 1)]
     processes[0].join(timeout=LONGEST)
     waited = time.monotonic() - begun
     if fault != "stopped":
