@@ -1,4 +1,4 @@
-"""Each small detector learns four images of the built-in set by heart."""
+"""Each small detector learns eight images of the built-in set by heart."""
 
 import math
 from pathlib import Path
@@ -13,20 +13,20 @@ from aploss.detectors import Detector, build_detector
 from aploss.evaluation.metrics import coco_metrics
 from aploss.evaluation.tables import DetectionTable
 
-STEPS = 25
-WARM_UP_STEPS = 6
+STEPS = 40
+WARM_UP_STEPS = 10
 LEARNING_RATE = 3e-3
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> DetectionDataset:
     folder: Path = tmp_path_factory.mktemp("builtin")
-    return builtin_dataset("train", cache=folder, counts=(4, 1, 1), image_size=64)
+    return builtin_dataset("train", cache=folder, counts=(8, 1, 1), image_size=64)
 
 
 @pytest.mark.parametrize("name", ["retinanet-tiny", "ssdlite"])
 @pytest.mark.parametrize("loss", ["ap", "focal"])
-def test_four_images_are_learnt_by_heart(name: str, loss: str, dataset: DetectionDataset) -> None:
+def test_eight_images_are_learnt_by_heart(name: str, loss: str, dataset: DetectionDataset) -> None:
     torch.manual_seed(0)
     samples = [dataset[index] for index in range(len(dataset))]
     images = torch.stack([image.as_subclass(Tensor).float() / 255 for image, _ in samples])
