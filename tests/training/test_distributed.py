@@ -279,12 +279,12 @@ def test_silence_of_another_process_is_noticed() -> None:
     """With nccl a collective may hang for ever: the heartbeat ends the process."""
     store, said = torch.distributed.HashStore(), []
     other = Beating(store)
-    with Heartbeat(0, 2, store=store, interval=0.02, silence=0.5, give_up=said.append) as own:
+    with Heartbeat(0, 2, store=store, interval=0.02, silence=0.5, answer=2.0, give_up=said.append) as own:
         time.sleep(1.0)
-        assert own.peers_answer(5.0)
+        assert own.peers_answer()
         assert said == []
         other.stop()
-        assert not own.peers_answer(0.2)
+        assert not own.peers_answer()
         time.sleep(1.0)
     assert len(said) == 1
     assert said[0].startswith("rank 1 of 2 has not been heard of")
@@ -296,14 +296,14 @@ def test_a_process_that_left_with_an_error_is_known_to_have_left() -> None:
 
     def leave(own: Heartbeat) -> None:
         with Heartbeat(1, 2, store=store, interval=0.02, silence=60.0):
-            assert own.peers_answer(5.0)
+            assert own.peers_answer()
             raise KeyError
 
-    with Heartbeat(0, 2, store=store, interval=0.02, silence=60.0) as own:
+    with Heartbeat(0, 2, store=store, interval=0.02, silence=60.0, answer=60.0) as own:
         with pytest.raises(KeyError):
             leave(own)
         started = time.monotonic()
-        assert not own.peers_answer(60.0)
+        assert not own.peers_answer()
         assert time.monotonic() - started < 30  # not by silence
 
 

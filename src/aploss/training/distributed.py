@@ -188,11 +188,11 @@ class Heartbeat:
             with suppress(RuntimeError):  # the host of the store may be the one that has gone
                 self._store.set(_key(self._rank), LEFT)
 
-    def peers_answer(self, seconds: float | None = None) -> bool:
-        """Whether every other rank beats twice more within some seconds: one beat may be older than the question."""
-        asked, seconds = time.monotonic(), self._answer if seconds is None else seconds
+    def peers_answer(self) -> bool:
+        """Whether every other rank beats twice more in time: one beat may be older than the question."""
+        asked = time.monotonic()
         heard = {rank: [beat] for rank, (beat, _) in self._heard.items()}
-        while time.monotonic() < asked + seconds:
+        while time.monotonic() < asked + self._answer:
             for rank, (beat, _) in list(self._heard.items()):
                 if beat == LEFT:
                     return False
