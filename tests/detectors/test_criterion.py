@@ -308,7 +308,7 @@ def _refuse_in_one_process(rank: int) -> dict[str, str]:
         kind, what = case.split("-")
         loss = {"own": _Refusing()}.get(kind) or make_loss("focal" if kind == "focal" else "ap")
         criterion = make_criterion(loss, rank_over="image" if kind == "image" else "batch")
-        criterion.rank_across(dist.group.WORLD)
+        criterion.set_process_group(dist.group.WORLD)
         scores, truth = logits.clone(), targets
         if rank == 1 and what == "score":
             scores[0, 0, 0] = math.nan
@@ -326,7 +326,7 @@ def test_copy_of_a_criterion_belongs_to_the_same_processes(tmp_path: Path) -> No
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
         criterion = make_criterion("ap")
-        criterion.rank_across(dist.group.WORLD)
+        criterion.set_process_group(dist.group.WORLD)
         twin = copy.deepcopy(criterion)
         assert twin.process_group is criterion.process_group is twin.loss.process_group
         assert twin.loss is not criterion.loss
@@ -356,7 +356,7 @@ def _gradients_of_one_process(rank: int) -> dict[tuple[str, str | None], list[Te
     for name, empty in CASES_OF_PROCESSES:
         anchors, targets, logits, deltas = _batch_of_processes(name, empty)
         criterion = make_criterion(name)
-        criterion.rank_across(dist.group.WORLD)
+        criterion.set_process_group(dist.group.WORLD)
         mine = slice(rank, rank + 1)
         found[name, empty] = _gradients(criterion, anchors, targets[mine], logits[mine], deltas[mine])
     return found

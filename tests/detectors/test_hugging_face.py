@@ -399,7 +399,7 @@ def test_every_loss_trains(family: str, name: str) -> None:
 class IoUWeighted(nn.Module):
     """A user's loss that says by its traits alone what it wants."""
 
-    traits = LossTraits(positives_need="iou", divides_by_positives=True)
+    traits = LossTraits(positive_targets="iou", divides_by_positives=True)
 
     def forward(self, scores: Tensor, targets: Tensor, num_positives: float) -> Tensor:
         self.seen = targets, num_positives

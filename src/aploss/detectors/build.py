@@ -119,11 +119,11 @@ def _make_config(name: str, config_class: type[DetectorConfig], options: dict[st
 def _options_for_weights(config_class: type[DetectorConfig], weights: str) -> dict[str, Any]:
     """Options under which weights fit: those they were trained with, else the architecture's."""
     if Path(weights).exists():
-        from aploss.detectors.checkpoint import checkpoint_file, read_checkpoint, values_of
+        from aploss.detectors.checkpoint import checkpoint_file, read_checkpoint, wrap_untrusted
 
         content = read_checkpoint(checkpoint_file(Path(weights)))
         if isinstance(content, dict) and "detector" in content:
-            with values_of(weights):
+            with wrap_untrusted(weights):
                 config = content["detector"]["config"]
                 own = set(config_class.option_names()) - set(SETTINGS)
                 return {option: config[option] for option in config if option in own}

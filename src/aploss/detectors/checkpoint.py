@@ -33,7 +33,7 @@ def detector_from_record(record: Mapping[str, Any]) -> Detector:
     """The detector of a :func:`detector_record`, in evaluation mode.
 
     RunError for weights that are NaN, infinite or of another kind; a record that is none can raise anything, which
-    :func:`values_of` reports.
+    :func:`wrap_untrusted` reports.
     """
     detector = detector_without_weights(record)
     _check_weights(detector, record["state"])
@@ -79,7 +79,7 @@ def refuse_non_finite(tensors: Iterable[tuple[str, bool]]) -> None:
 
 
 @contextmanager
-def values_of(source: str | Path) -> Iterator[None]:
+def wrap_untrusted(source: str | Path) -> Iterator[None]:
     """Whatever a stranger's values cause where a detector is built from them becomes a RunError that names the file."""
     try:
         yield
@@ -127,7 +127,7 @@ def load(path: str | Path, *, device: str | torch.device = "cpu") -> Detector:
         raise RunError(
             f"{file} holds no detector of aploss; to start a training from other weights, use weights={str(path)!r}"
         )
-    with values_of(file):
+    with wrap_untrusted(file):
         check_registered(checkpoint["detector"]["config"])
         detector = detector_from_record(checkpoint["detector"])
     return detector.to(device)

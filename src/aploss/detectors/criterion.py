@@ -128,9 +128,9 @@ def classification_loss(
     if traits.softmax:
         return LossParts(loss(logits, labels.softmax_targets(), **options))
     targets = labels.ranking_targets(logits.shape[-1])
-    if traits.positives_need == "box_loss":
+    if traits.positive_targets == "box_loss":
         return LossParts(*loss(logits, targets, box_losses(), **options))
-    if traits.positives_need == "iou":
+    if traits.positive_targets == "iou":
         targets = targets.to(torch.float32)
         overlaps = ious().detach().clamp(min=LEAST_IOU).float()
         targets[labels.images, labels.anchors, labels.positive_classes] = overlaps
@@ -190,7 +190,7 @@ class Criterion(nn.Module):
         self.process_group: dist.ProcessGroup | None = None
         self._check_options()
 
-    def rank_across(self, process_group: dist.ProcessGroup) -> None:
+    def set_process_group(self, process_group: dist.ProcessGroup) -> None:
         """Makes the loss that of the global batch of all processes of a group.
 
         Ranking losses rank the scores of all processes together (each image alone with ``rank_over="image"``), and
@@ -323,7 +323,7 @@ class Criterion(nn.Module):
         return boxes
 
     def _weights_of_boxes(self, logits: Tensor, labels: AnchorLabels) -> Tensor:
-        if traits_of(self.loss).weighs_boxes_by_score:
+        if traits_of(self.loss).weight_boxes_by_score:
             scores = logits[labels.images, labels.anchors, labels.positive_classes]
             return scores.detach().float().sigmoid()
         return logits.new_ones(len(labels.boxes), dtype=torch.float32)

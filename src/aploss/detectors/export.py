@@ -26,7 +26,7 @@ from aploss.detectors.checkpoint import (
     detector_record,
     detector_without_weights,
     refuse_non_finite,
-    values_of,
+    wrap_untrusted,
 )
 from aploss.detectors.detector import Detector
 from aploss.detectors.predict import Detections, ObjectDetector
@@ -109,7 +109,7 @@ class ExportedDetector(ObjectDetector):
         self._heads, metadata = heads, heads.metadata
         if not isinstance(metadata, dict) or metadata.get("aploss_format") != str(FORMAT):
             raise RunError(f"{path} was not written by 'aploss export' of this version")
-        with values_of(path):
+        with wrap_untrusted(path):
             record = {key: json.loads(metadata[key]) for key in ("config", "calibration", "draw_threshold")}
             check_registered(record["config"])
             self._detector = detector = detector_without_weights(record)

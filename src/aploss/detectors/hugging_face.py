@@ -177,7 +177,7 @@ class _SwappedLoss:
                     terms = self._class_terms(outputs, _labels(outputs["logits"], targets, indices), count)
                     return {CLASS_TERMS[name]: terms.pop("class") * factor, **terms}
                 terms = others(name, outputs, targets, indices, count)
-                if traits_of(self.loss).positives_need == "box_loss":
+                if traits_of(self.loss).positive_targets == "box_loss":
                     terms.pop("loss_giou", None)  # the loss has its own, returned above
                 return terms
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchvision.models import get_weight
 from torchvision.models._api import WeightsEnum
 
-from aploss.detectors.checkpoint import checkpoint_file, read_checkpoint, refuse_non_finite, values_of
+from aploss.detectors.checkpoint import checkpoint_file, read_checkpoint, refuse_non_finite, wrap_untrusted
 from aploss.detectors.criterion import make_loss
 from aploss.detectors.detector import DETECTORS, Detector
 from aploss.errors import ConfigError, RunError
@@ -149,7 +149,7 @@ def _from_torchvision(entry: WeightsEnum) -> _Source:
 def _from_file(file: Path) -> _Source:
     content = read_checkpoint(file)
     if isinstance(content, Mapping) and "detector" in content:
-        with values_of(file):
+        with wrap_untrusted(file):
             config = content["detector"]["config"]
             softmax = traits_of(make_loss(config["loss"], **config["loss_options"])).softmax
             columns = (BACKGROUND,) * softmax + tuple(map(str, config["class_names"]))
@@ -170,7 +170,7 @@ def _tensors(content: Any, file: Path) -> dict[str, Tensor]:
     tensors = isinstance(content, Mapping) and all(isinstance(v, Tensor) for v in content.values())
     if not tensors or not content:
         raise RunError(f"{file} holds no weights: expected a state dict of names and tensors")
-    with values_of(file):
+    with wrap_untrusted(file):
         refuse_non_finite((str(name), bool(tensor.isfinite().all())) for name, tensor in content.items())
     return {str(name).removeprefix("module."): tensor for name, tensor in content.items()}
 

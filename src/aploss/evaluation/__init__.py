@@ -26,7 +26,15 @@ from aploss.evaluation.matching import (
     match_voc,
     precision_recall_curves,
 )
-from aploss.evaluation.metrics import COCO_IOUS, Metrics, coco_metrics, voc_average_precision, voc_metrics
+from aploss.evaluation.metrics import (
+    COCO_IOUS,
+    HEADLINE_METRICS,
+    METRICS,
+    Metrics,
+    coco_metrics,
+    voc_average_precision,
+    voc_metrics,
+)
 from aploss.evaluation.tables import (
     DetectionTable,
     GroundTruth,
@@ -37,7 +45,8 @@ from aploss.evaluation.tables import (
 )
 
 __all__ = [
-    "COCO_IOUS", "Calibration", "Curve", "DetectionTable", "DrawThreshold", "GroundTruth", "Matches", "Metrics",
+    "COCO_IOUS", "HEADLINE_METRICS", "METRICS", "Calibration", "Curve", "DetectionTable", "DrawThreshold",
+    "GroundTruth", "Matches", "Metrics",
     "ReliabilityBin", "as_detections", "as_ground_truth", "best_f1_threshold", "calibrate_detections",
     "calibration_report", "coco_metrics", "curves_as_dict", "equal_mass_edges", "expected_calibration_error",
     "expected_noise", "fit_calibration", "match_detections", "match_voc", "precision_recall_curves", "read_detections",

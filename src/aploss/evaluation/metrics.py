@@ -22,6 +22,18 @@ from aploss.evaluation.matching import (
 )
 from aploss.evaluation.tables import Detections, DetectionTable, Truth, as_tables
 
+# The numbers that logs, reports, trackers and comparisons show, with what each one measures. Adding a metric means
+# adding it here and computing it in :class:`Metrics`.
+METRICS = {
+    "AP": "mean over IoU 0.50 to 0.95",
+    "AP50": "IoU 0.50",
+    "AP75": "IoU 0.75",
+    "APs": "small objects",
+    "APm": "medium objects",
+    "APl": "large objects",
+    "voc_AP50": "by the rules of Pascal VOC",
+}
+HEADLINE_METRICS = ("AP", "AP50", "AP75")  # where there is room for three
 TABLE_COLUMNS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR")
 COCO_IOUS = np.linspace(0.5, 0.95, 10)
 

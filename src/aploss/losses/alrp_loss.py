@@ -83,7 +83,7 @@ class ALRPLoss(RankingLoss):
         colour="#56b4e9",
         dashes=(0, (3, 1, 1, 1, 1, 1)),
         marker="P",
-        positives_need="box_loss",
+        positive_targets="box_loss",
         ranks_across_processes=True,
         groups=True,
         box_loss="giou",

@@ -72,12 +72,12 @@ class RankSortLoss(RankingLoss):
         colour="#cc79a7",
         dashes=(0, (8, 2)),
         marker="v",
-        positives_need="iou",
+        positive_targets="iou",
         ranks_across_processes=True,
         groups=True,
         box_loss="giou",
         box_weight="balanced",
-        weighs_boxes_by_score=True,
+        weight_boxes_by_score=True,
     )
 
     def __init__(self, delta: float = 0.5, process_group: Any = None, max_positives: int | None = None) -> None:

@@ -36,7 +36,7 @@ class LossTraits:
         marker: of its points, as matplotlib takes it.
         softmax: it takes logits [B, A, K + 1] with the background in column 0 and targets of
             class numbers [B, A]; otherwise logits [B, A, K] and targets 1, 0 and -1 of that shape.
-        positives_need: what it wants to know of every positive beside its score. ``"iou"``: the
+        positive_targets: what it wants to know of every positive beside its score. ``"iou"``: the
             targets of positives are the IoU of their predicted box, in (0, 1]; its values are
             added up. ``"box_loss"``: a third argument, one box loss per positive [P] in the order
             of ``scores[targets == 1]``; it returns classification and localisation.
@@ -47,7 +47,7 @@ class LossTraits:
         box_loss: the box loss it goes with, where the user names none.
         box_weight: the weight of that box loss; ``"balanced"`` makes the value of the box loss
             that of the classification loss, anew in each step.
-        weighs_boxes_by_score: positives count in the box loss by their confidence.
+        weight_boxes_by_score: positives count in the box loss by their confidence.
         calibrated: its scores are probabilities, so that a score threshold means something.
     """
 
@@ -56,13 +56,13 @@ class LossTraits:
     dashes: Any = "-"
     marker: str = "o"
     softmax: bool = False
-    positives_need: Literal["", "iou", "box_loss"] = ""
+    positive_targets: Literal["", "iou", "box_loss"] = ""
     divides_by_positives: bool = False
     ranks_across_processes: bool = False
     groups: bool = False
     box_loss: Literal["smooth-l1", "giou"] = "smooth-l1"
     box_weight: float | Literal["balanced"] = 1.0
-    weighs_boxes_by_score: bool = False
+    weight_boxes_by_score: bool = False
     calibrated: bool = False
 
 

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from aploss.data.loader import TrainingBatches
-from aploss.detectors.checkpoint import refuse_non_finite, values_of
+from aploss.detectors.checkpoint import refuse_non_finite, wrap_untrusted
 from aploss.errors import AplossError, DataError, RunError
 from aploss.training.callbacks import Callback
 from aploss.training.config import TrainConfig
@@ -322,7 +322,7 @@ class Loop:
             self._check_images(training["images"])
             self.state = LoopState.from_dict({f.name: training[f.name] for f in fields(LoopState)})
             state = checkpoint["detector"]["state"]
-            with values_of(last):
+            with wrap_untrusted(last):
                 refuse_non_finite((name, bool(tensor.isfinite().all())) for name, tensor in state.items())
             self.stepper.load_state(training["stepper"], state)
             restore_random_state(training["random"])

@@ -13,7 +13,7 @@ import torch
 from aploss.data.features import StoredFeatures, Views, store_features
 from aploss.data.loader import AugmentedSamples, make_training_loader
 from aploss.detectors.build import build_detector
-from aploss.detectors.checkpoint import values_of
+from aploss.detectors.checkpoint import wrap_untrusted
 from aploss.detectors.detector import DETECTORS, Detector
 from aploss.errors import ConfigError
 from aploss.reports.run_files import read_json_lines
@@ -230,7 +230,7 @@ def _without_start_weights(config: TrainConfig, folder: RunFolder, checkpoint: d
     if config.model.weights is None or config.model.frozen_backbone:
         return config
     options = DETECTORS.get(config.detector).option_names()
-    with values_of(folder.checkpoints.last):
+    with wrap_untrusted(folder.checkpoints.last):
         saved = {name: value for name, value in checkpoint["detector"]["config"].items() if name in options}
     model = replace(config.model, weights=None, backbone=None, options={**saved, **config.model.architecture})
     return replace(config, model=model)

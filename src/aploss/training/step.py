@@ -306,7 +306,7 @@ class Stepper:
                     f"the loss {self.config.loss} cannot rank over processes; leave criterion.rank_over_processes false"
                 )
             assert torch.distributed.group.WORLD is not None
-            criterion.rank_across(torch.distributed.group.WORLD)
+            criterion.set_process_group(torch.distributed.group.WORLD)
         return DistributedDataParallel(detector, device_ids=[self.device] if self.device.type == "cuda" else None)
 
     def state(self) -> dict[str, Any]:
