@@ -4,7 +4,7 @@ from .alrp_loss import ALRP, ALRPLoss, alrp_loss
 from .ap_loss import APLoss, ap_loss
 from .auc_loss import AUCLoss, auc_loss
 from .autograd import error_driven
-from .checks import NonFiniteScoresError, OtherProcessError
+from .checks import InvalidTargetError, NonFiniteScoresError, OtherProcessError
 from .focal_loss import FocalLoss, focal_loss
 from .hinge_ap_loss import HingeAPLoss, hinge_ap_loss
 from .ohem_cross_entropy import OHEMCrossEntropy, ohem_cross_entropy
@@ -20,6 +20,7 @@ __all__ = [
     "AUCLoss",
     "FocalLoss",
     "HingeAPLoss",
+    "InvalidTargetError",
     "LossTraits",
     "NonFiniteScoresError",
     "OHEMCrossEntropy",

@@ -4,7 +4,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .autograd import RankingLoss, RankingOperator
+from .autograd import NonFinite, RankingLoss, RankingOperator
+from .ranking.rules import ALRP as ALRP_RULE
 from .traits import LossTraits, register_loss
 
 
@@ -23,7 +24,8 @@ def alrp_loss(
     delta: float = 1.0,
     process_group: Any = None,
     groups: Tensor | int | None = None,
-    max_positives: int | None = None,
+    weights: Tensor | None = None,
+    non_finite: NonFinite = "raise",
 ) -> ALRP:
     """The mean localisation-recall-precision error of the rankings cut off at every positive.
 
@@ -45,7 +47,7 @@ def alrp_loss(
         box_losses: one per positive, in the order of ``scores[targets == 1]`` [P]; finite, >= 0,
             such as (1 - IoU) / (1 - 0.5).
         delta: half the width of the step function; 0 is the Heaviside step.
-        groups, max_positives, process_group: see :func:`ap_loss`.
+        process_group, groups, weights, non_finite: see :func:`ap_loss`.
 
     Returns:
         the named pair (classification, localisation) of scalars, float32 (float64 for float64
@@ -66,17 +68,34 @@ def alrp_loss(
         >>> scores.grad.tolist(), box_losses.grad.tolist()
         ([0.5, -0.5, 0.0], [0.5])
     """
-    parts = _OPERATOR.rank(scores, targets, box_losses, delta, True, groups, max_positives, process_group)
+    parts = _OPERATOR.rank(
+        scores,
+        targets,
+        box_losses,
+        delta=delta,
+        groups=groups,
+        weights=weights,
+        process_group=process_group,
+        non_finite=non_finite,
+    )
     return ALRP(*parts)
 
 
 # Scores move by the classification part alone, box losses by the localisation part.
-_OPERATOR = RankingOperator("alrp", pairs=((0, 0), (2, 1)))
+_OPERATOR = RankingOperator(ALRP_RULE)
 
 
 @register_loss("alrp")
 class ALRPLoss(RankingLoss):
-    """See :func:`alrp_loss`."""
+    """aLRP loss as a module; see :func:`alrp_loss`.
+
+    Args:
+        delta: half the width of the step function, at least 1e-6; or 0 for the Heaviside step.
+        process_group: rank the scores of all its processes together, as if on one device.
+        groups: rank scores within their group only: a dimension, or an integer tensor.
+        weights: importance of each positive, broadcast to the scores.
+        non_finite: ``"raise"`` an error for NaN and infinite scores, or return ``"nan"``.
+    """
 
     traits = LossTraits(
         label="aLRP loss",
@@ -90,5 +109,13 @@ class ALRPLoss(RankingLoss):
         box_weight="balanced",
     )
 
-    def forward(self, scores: Tensor, targets: Tensor, box_losses: Tensor, groups: Tensor | int | None = None) -> ALRP:
-        return alrp_loss(scores, targets, box_losses, **self.options(groups))
+    def forward(
+        self,
+        scores: Tensor,
+        targets: Tensor,
+        box_losses: Tensor,
+        groups: Tensor | int | None = None,
+        weights: Tensor | None = None,
+    ) -> ALRP:
+        """See :func:`alrp_loss`."""
+        return alrp_loss(scores, targets, box_losses, **self.options(groups, weights))

@@ -1,10 +1,12 @@
 """AP-loss: average precision as a loss, by error-driven update (Algorithm 1 of the paper)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from .autograd import RankingLoss, RankingOperator
+from .autograd import NonFinite, RankingLoss, RankingOperator
+from .ranking.rules import AP, PLAIN_AP
 from .traits import LossTraits, register_loss
 
 
@@ -16,40 +18,49 @@ def ap_loss(
     interpolated: bool = True,
     process_group: Any = None,
     groups: Tensor | int | None = None,
-    max_positives: int | None = None,
+    weights: Tensor | None = None,
+    non_finite: NonFinite = "raise",
 ) -> Tensor:
     """1 - average precision of the ranking of all anchors by their scores.
 
     From "Towards Accurate One-Stage Object Detection with AP-Loss" (Chen et al., CVPR 2019):
     Eq. (5)-(7) with the piecewise step function of Section 3.4 and, by default, the interpolated
-    precision of Algorithm 1. The gradient is the paper's error-driven g_i, exactly; it is not a
-    derivative of the value. Takes O(N + P log P) for P positives among N scores.
+    precision of Algorithm 1::
+
+        loss = sum_i w_i e_i / sum_i w_i,    e_i = n_i / (1 + p_i + n_i)
+
+    over the positives i, where n_i and p_i are the sums of f(s_j - s_i) over the negatives and the
+    other positives, and w_i are the weights, 1 by default. The gradient is the paper's error-driven
+    g_i, exactly; it is not the derivative of the value. Takes O(N + P log P) for P positives among
+    N scores.
 
     Args:
         scores: logits (not probabilities), any shape, any floating dtype.
         targets: same shape; 1 positive, 0 negative, -1 ignored. Integer, bool or float.
-        delta: half the width of the step function; 0 is the Heaviside step, with which, and
-            without interpolation, the loss is 1 - average precision.
+        delta: half the width of the step function, at least 1e-6; or 0 for the Heaviside step, with
+            which, and without interpolation, the loss is 1 - average precision.
         interpolated: make the precision monotone in the score, as benchmarks do.
         process_group: rank the scores of all its processes together, as if on one device. The
             gradient is then that of the whole batch times the number of processes, which the
             averaging of DistributedDataParallel undoes.
-        groups: rank scores within their group alone, and average the losses of the groups that
-            have positives. An integer tensor of the shape of the scores (equal numbers are one
-            group, also in different processes), or a dimension of them: 0 for one ranking per
-            image of [B, A, K] logits, -1 for one per class.
-        max_positives: there are no more positives than that (in each process). On a GPU nothing is
-            read from the device then, so that CUDA graphs can hold the loss. More positives, or
-            input that is refused otherwise, make the loss and its gradient NaN; the next call
-            without this option says what it was.
+        groups: rank scores within their group only, and average the losses of the groups that have
+            positives. A dimension of the scores (0 for one ranking per image of [B, A, K] logits,
+            -1 for one per class), or an integer tensor that matches the leading dimensions of the
+            scores or is 1 there: [B], [B, 1, K], ...; equal numbers are one group, also in
+            different processes.
+        weights: importance of each positive, not negative; broadcast to the scores, so that [K] are
+            class weights of [B, A, K] logits. The ranks themselves count every positive once.
+        non_finite: ``"raise"`` an error for a score that is NaN or infinite, or return ``"nan"`` as
+            loss and gradient, so that ``torch.amp.GradScaler`` skips the step.
 
     Returns:
-        scalar in [0, 1], float32 (float64 for float64 scores). 0 where there are no positives or
-        no negatives.
+        scalar in [0, 1], float32 (float64 for float64 scores). 0 if there are no positives or no
+        negatives.
 
     Raises:
-        ValueError: shapes differ, a target is not allowed, a score is NaN or infinite (then it is
-            a :class:`NonFiniteScoresError`), an option is out of range.
+        ValueError: if shapes differ, an option is out of range, a target is invalid
+            (:class:`InvalidTargetError`) or a score is NaN or infinite
+            (:class:`NonFiniteScoresError`).
 
     Example:
         >>> import torch
@@ -59,26 +70,66 @@ def ap_loss(
         >>> loss.item(), scores.grad.tolist()
         (0.5, [0.5, -0.5, 0.0])
     """
-    return _OPERATOR.rank(scores, targets, None, delta, interpolated, groups, max_positives, process_group)[0]
+    operator = _INTERPOLATED if interpolated else _PLAIN
+    return operator.rank(
+        scores, targets, delta=delta, groups=groups, weights=weights, process_group=process_group, non_finite=non_finite
+    )[0]
 
 
-_OPERATOR = RankingOperator("ap")
+_INTERPOLATED, _PLAIN = RankingOperator(AP), RankingOperator(PLAIN_AP)
 
 
 @register_loss("ap")
 class APLoss(RankingLoss):
-    """See :func:`ap_loss`."""
+    """1 - average precision of the ranking of all anchors by their scores, as a module.
+
+    The loss of "Towards Accurate One-Stage Object Detection with AP-Loss" (Chen et al., CVPR 2019);
+    :func:`ap_loss` has the formula. A drop-in replacement for focal loss on logits of any shape.
+
+    Args:
+        delta: half the width of the step function, at least 1e-6; or 0 for the Heaviside step.
+        interpolated: make the precision monotone in the score, as benchmarks do.
+        process_group: rank the scores of all its processes together, as if on one device.
+        groups: rank scores within their group only: a dimension (0 for one ranking per image, -1
+            for one per class), or an integer tensor that matches the leading dimensions.
+        weights: importance of each positive, broadcast to the scores; class weights for example.
+        non_finite: ``"raise"`` an error for NaN and infinite scores, or return ``"nan"``.
+
+    Shape:
+        - scores: logits of any shape, such as [B, A, K]; targets: the same, with 1 for positives, 0
+          for negatives and -1 for ignored anchors. ``forward`` also takes ``groups`` and
+          ``weights``, which take precedence over those of the constructor.
+        - Output: scalar.
+
+    Example:
+        >>> import torch
+        >>> loss_function = APLoss(groups=0)
+        >>> logits = torch.zeros(2, 3, 4, requires_grad=True)
+        >>> targets = torch.zeros(2, 3, 4)
+        >>> targets[:, 0, 1] = 1
+        >>> loss_function(logits, targets)  # 5.5 of 11 negatives above each positive: 5.5 / 6.5
+        tensor(0.8462, grad_fn=<_EagerBackward>)
+    """
 
     traits = LossTraits(label="AP-loss", colour="#0072b2", ranks_across_processes=True, groups=True)
 
     def __init__(
-        self, delta: float = 1.0, interpolated: bool = True, process_group: Any = None, max_positives: int | None = None
+        self,
+        delta: float = 1.0,
+        interpolated: bool = True,
+        process_group: Any = None,
+        groups: Tensor | int | None = None,
+        weights: Tensor | Sequence[float] | None = None,
+        non_finite: NonFinite = "raise",
     ) -> None:
-        super().__init__(delta, process_group, max_positives)
+        super().__init__(delta, process_group, groups, weights, non_finite)
         self.interpolated = interpolated
 
-    def forward(self, scores: Tensor, targets: Tensor, groups: Tensor | int | None = None) -> Tensor:
-        return ap_loss(scores, targets, interpolated=self.interpolated, **self.options(groups))
+    def forward(
+        self, scores: Tensor, targets: Tensor, groups: Tensor | int | None = None, weights: Tensor | None = None
+    ) -> Tensor:
+        """See :func:`ap_loss`."""
+        return ap_loss(scores, targets, interpolated=self.interpolated, **self.options(groups, weights))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, interpolated={self.interpolated}"

@@ -4,7 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .autograd import RankingLoss, RankingOperator
+from .autograd import NonFinite, RankingLoss, RankingOperator
+from .ranking.rules import AUC
 from .traits import LossTraits, register_loss
 
 
@@ -15,41 +16,55 @@ def auc_loss(
     delta: float = 1.0,
     process_group: Any = None,
     groups: Tensor | int | None = None,
-    max_positives: int | None = None,
+    weights: Tensor | None = None,
+    non_finite: NonFinite = "raise",
 ) -> Tensor:
     """1 - area under the ROC curve: the share of (positive, negative) pairs in the wrong order.
 
-    Section 3.1 of the AP-loss paper, where it is the ranking loss that AP is compared with: its
-    activation L'_ij = f(x_ij) / |N| gives every pair the same weight, wherever it stands in the
-    ranking. Arguments, gradient and errors as in :func:`aploss.losses.ap_loss`.
+    Section 3.1 of the AP-loss paper, which compares AP with it: its activation
+    L'_ij = f(x_ij) / |N| gives every pair the same weight, wherever it is in the ranking. The
+    gradient and the errors raised are as in :func:`aploss.losses.ap_loss`.
 
     Args:
         scores: logits, any shape, any floating dtype.
         targets: same shape; 1 positive, 0 negative, -1 ignored.
         delta: half the width of the step function; 0 is the Heaviside step.
-        groups, max_positives, process_group: see :func:`ap_loss`.
+        process_group, groups, weights, non_finite: see :func:`ap_loss`.
 
     Returns:
-        scalar in [0, 1]; 0 where there are no positives or no negatives.
+        scalar in [0, 1]; 0 if there are no positives or no negatives.
 
     Example:
         >>> import torch
         >>> auc_loss(torch.tensor([2.0, 1.0, 0.0]), torch.tensor([0, 1, 0]), delta=0)
         tensor(0.5000)
     """
-    return _OPERATOR.rank(scores, targets, None, delta, True, groups, max_positives, process_group)[0]
+    return _OPERATOR.rank(
+        scores, targets, delta=delta, groups=groups, weights=weights, process_group=process_group, non_finite=non_finite
+    )[0]
 
 
-_OPERATOR = RankingOperator("auc")
+_OPERATOR = RankingOperator(AUC)
 
 
 @register_loss("auc")
 class AUCLoss(RankingLoss):
-    """See :func:`auc_loss`."""
+    """1 - area under the ROC curve, as a module; see :func:`auc_loss`.
+
+    Args:
+        delta: half the width of the step function, at least 1e-6; or 0 for the Heaviside step.
+        process_group: rank the scores of all its processes together, as if on one device.
+        groups: rank scores within their group only: a dimension, or an integer tensor.
+        weights: importance of each positive, broadcast to the scores.
+        non_finite: ``"raise"`` an error for NaN and infinite scores, or return ``"nan"``.
+    """
 
     traits = LossTraits(
         label="AUC-loss", colour="#e69f00", dashes=":", marker="D", ranks_across_processes=True, groups=True
     )
 
-    def forward(self, scores: Tensor, targets: Tensor, groups: Tensor | int | None = None) -> Tensor:
-        return auc_loss(scores, targets, **self.options(groups))
+    def forward(
+        self, scores: Tensor, targets: Tensor, groups: Tensor | int | None = None, weights: Tensor | None = None
+    ) -> Tensor:
+        """See :func:`auc_loss`."""
+        return auc_loss(scores, targets, **self.options(groups, weights))

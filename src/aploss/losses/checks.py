@@ -1,4 +1,4 @@
-"""Checks of what a user hands to a loss: every message says which value, where, what is meant."""
+"""Validation of the arguments of a loss: every message says which value is wrong, where, and what to pass instead."""
 
 import math
 from typing import Any, Literal, NoReturn
@@ -14,8 +14,8 @@ class NonFiniteScoresError(ValueError):
     """A score that takes part in the loss is NaN or infinite.
 
     Attributes:
-        value: the score; None if it is not known any more.
-        index: its place in the flattened scores; None if it is not known any more.
+        value: the score; None for the logits of a softmax loss.
+        index: its place in the flattened scores; None for the logits of a softmax loss.
     """
 
     def __init__(self, message: str, *, value: float | None = None, index: int | None = None) -> None:
@@ -24,11 +24,25 @@ class NonFiniteScoresError(ValueError):
         self.index = index
 
 
-class OtherProcessError(ValueError):
-    """Another process of the group refused its own input, so that no process can go on.
+class InvalidTargetError(ValueError):
+    """A target is neither positive, negative nor ignored.
 
     Attributes:
-        cause: what it refused: ``"score"`` (NaN or infinite), ``"target"`` or ``"arguments"``.
+        value: the target.
+        index: its place in the flattened targets.
+    """
+
+    def __init__(self, message: str, *, value: float, index: int) -> None:
+        super().__init__(message)
+        self.value = value
+        self.index = index
+
+
+class OtherProcessError(ValueError):
+    """Another process of the group was given invalid input, so that no process can continue.
+
+    Attributes:
+        cause: what was invalid: ``"score"`` (NaN or infinite), ``"target"`` or ``"arguments"``.
     """
 
     def __init__(self, cause: Literal["score", "target", "arguments"]) -> None:
@@ -36,54 +50,84 @@ class OtherProcessError(ValueError):
         self.cause = cause
 
 
-_CAUSES = {
-    "score": "a score that is NaN or infinite",
-    "target": "a target that is not allowed",
-    "arguments": "arguments that do not fit together",
-}
+_CAUSES = {"score": "a score that is NaN or infinite", "target": "an invalid target", "arguments": "invalid arguments"}
 
 
 def check_tensors(**values: Tensor) -> None:
-    """Raises ValueError unless both are tensors, on one device."""
+    """Raises ValueError unless both are dense tensors with data, on one device."""
+    devices = []
     for name, value in values.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
-    first, second = (value.device for value in values.values())
-    if first != second:
-        raise ValueError(f"{' and '.join(values)} must be on one device, got {first} and {second}")
+        if value.layout is not torch.strided or value.is_nested:
+            kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+            raise ValueError(f"{name} must be a dense tensor, got layout {kind}; convert it first, as with to_dense()")
+        if value.is_meta:
+            raise ValueError(f"{name} must hold data, got a tensor on the meta device")
+        devices.append(value.device)
+    if devices[0] != devices[1]:
+        raise ValueError(f"{' and '.join(values)} must be on one device, got {devices[0]} and {devices[1]}")
 
 
 def check_scores_and_targets(scores: Tensor, targets: Tensor) -> None:
-    """Raises ValueError unless both are tensors of one shape and device, and scores are floats."""
+    """Raises ValueError unless both are tensors of one shape and device, and scores are floating point."""
     check_tensors(scores=scores, targets=targets)
     if scores.shape != targets.shape:
+        hint = ""
+        if scores.shape[:-1] == targets.shape:
+            hint = "; for class indices, pass one-hot targets: torch.nn.functional.one_hot(targets, num_classes)"
         raise ValueError(
-            f"scores and targets must have the same shape, got {tuple(scores.shape)} and {tuple(targets.shape)}"
+            f"scores and targets must have the same shape, got {tuple(scores.shape)} and {tuple(targets.shape)}{hint}"
         )
     if not scores.is_floating_point():
-        raise ValueError(f"scores must be floating point, got {scores.dtype}")
+        hint = "; are the arguments swapped? scores come first" if targets.is_floating_point() else ""
+        raise ValueError(f"scores must be floating point, got {scores.dtype}{hint}")
     if targets.is_complex():
         raise ValueError(f"targets must be integer, bool or floating point, got {targets.dtype}")
 
 
-LEAST_DELTA = 1e-30
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor with its values in memory: torch may hold a negation, or zeros, as a mere flag."""
+    if torch._is_zerotensor(tensor):
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return tensor.resolve_neg()
+
+
+MIN_DELTA = 1e-6  # below, a float32 score and its neighbour may lie on both sides of a ramp
 
 
 def check_delta(delta: float) -> None:
-    """Raises ValueError unless delta is 0 or a width that divisions by it survive."""
-    if not (math.isfinite(delta) and (delta == 0 or delta >= LEAST_DELTA)):
+    """Raises ValueError unless delta is 0 or at least ``MIN_DELTA``."""
+    if not (math.isfinite(delta) and (delta == 0 or delta >= MIN_DELTA)):
+        raise ValueError(f"delta must be 0 (the Heaviside step) or a finite number >= {MIN_DELTA}, got {delta}")
+
+
+def check_non_finite(non_finite: str) -> None:
+    """Raises ValueError unless it is ``"raise"`` or ``"nan"``."""
+    if non_finite not in ("raise", "nan"):
+        raise ValueError(f"non_finite must be 'raise' or 'nan', got {non_finite!r}")
+
+
+def check_weights(weights: Tensor, scores: Tensor) -> Tensor:
+    """The weights, detached.
+
+    Raises:
+        ValueError: if they cannot be broadcast to the scores.
+    """
+    if not isinstance(weights, Tensor):
+        raise ValueError(f"weights must be a tensor, got {type(weights).__name__}")
+    if weights.device != scores.device or weights.is_complex():
         raise ValueError(
-            "delta must be a finite number >= 0 (0 is the Heaviside step; nothing else below "
-            f"{LEAST_DELTA}), got {delta}"
+            f"weights must be real numbers on the device of scores, {scores.device}, "
+            f"got {weights.dtype} on {weights.device}"
         )
-
-
-def check_max_positives(max_positives: int | None) -> None:
-    """Raises ValueError unless it is None or an integer >= 1."""
-    if max_positives is None:
-        return
-    if isinstance(max_positives, bool) or not isinstance(max_positives, int) or max_positives < 1:
-        raise ValueError(f"max_positives must be an integer >= 1 or None, got {max_positives!r}")
+    try:
+        fits = torch.broadcast_shapes(weights.shape, scores.shape) == scores.shape
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(f"weights of shape {tuple(weights.shape)} cannot be broadcast to scores {tuple(scores.shape)}")
+    return plain(weights.detach())
 
 
 def check_box_losses(box_losses: Tensor, device: torch.device) -> None:
@@ -98,23 +142,27 @@ def check_box_losses(box_losses: Tensor, device: torch.device) -> None:
         raise ValueError(f"scores and box_losses must be on one device, got {device} and {box_losses.device}")
 
 
-def groups_of_scores(groups: Tensor | int | None, scores: Tensor) -> Tensor | None:
+def broadcast_groups(groups: Tensor | int, scores: Tensor) -> Tensor:
     """The group of every score, flat int64 [N]; see ``groups`` of :func:`ap_loss`.
 
     Raises:
-        ValueError: no such dimension, or the tensor does not fit the scores.
+        ValueError: if there is no such dimension, or the tensor does not fit the scores.
     """
-    if groups is None:
-        return None
     if isinstance(groups, Tensor):
-        if groups.shape != scores.shape or groups.device != scores.device:
-            raise ValueError(
-                f"groups must have the shape and device of scores, {tuple(scores.shape)} on "
-                f"{scores.device}, got {tuple(groups.shape)} on {groups.device}"
-            )
+        if groups.device != scores.device:
+            raise ValueError(f"groups must be on the device of scores, {scores.device}, got {groups.device}")
         if groups.is_floating_point() or groups.is_complex():
             raise ValueError(f"groups must be integers, got {groups.dtype}")
-        return groups.detach().reshape(-1).to(torch.int64).contiguous()
+        fits = groups.ndim <= scores.ndim and all(
+            own in (1, other) for own, other in zip(groups.shape, scores.shape, strict=False)
+        )
+        if not fits:
+            raise ValueError(
+                f"groups must match the leading dimensions of scores, {tuple(scores.shape)}, or be 1 there, "
+                f"got {tuple(groups.shape)}; groups=-1 makes one group per class"
+            )
+        numbers = plain(groups.detach()).to(torch.int64).view(groups.shape + (1,) * (scores.ndim - groups.ndim))
+        return numbers.expand(scores.shape).reshape(-1).contiguous()
     if isinstance(groups, bool) or not isinstance(groups, int):
         raise ValueError(f"groups must be an integer tensor or a dimension, got {type(groups).__name__}")
     if not -scores.ndim <= groups < scores.ndim:
@@ -126,88 +174,65 @@ def groups_of_scores(groups: Tensor | int | None, scores: Tensor) -> Tensor | No
 
 
 def comparable_targets(targets: Tensor) -> Tensor:
-    """Targets in a dtype that has -1: what is compared with it must not wrap around."""
-    if targets.dtype in COMPARABLE:
+    """Targets in a dtype that has -1, so that comparing with it cannot wrap around."""
+    if targets.dtype in (torch.float32, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8):
         return targets
-    if targets.dtype == torch.bool:
-        return targets.view(torch.int8)
-    if targets.dtype in (torch.float16, torch.bfloat16):
+    if targets.dtype in (torch.bool, torch.uint8, torch.float16, torch.bfloat16):
         return targets.to(torch.float32)
-    if targets.dtype == torch.uint8:
-        return targets.to(torch.int16)
-    if targets.dtype in (torch.uint16, torch.uint32):
-        return targets.to(torch.int64)
-    return targets.to(torch.float64) if targets.dtype == torch.uint64 else targets
+    return targets.to(torch.float64)
 
 
-COMPARABLE = (torch.float32, torch.int64, torch.int8, torch.int32, torch.int16, torch.float64)
-
-
-def refuse_target(targets: Tensor, *, soft: bool) -> NoReturn:
-    """Raises the ValueError for the first target that is not allowed."""
+def raise_invalid_target(targets: Tensor, scores: Tensor, *, soft: bool) -> NoReturn:
+    """Raises the InvalidTargetError for the first invalid target, with its likely cause."""
     flat = comparable_targets(targets.detach().reshape(-1))
     positive = (flat > 0) & (flat <= 1) if soft else flat == 1
     index = _first(~(positive | (flat == 0) | (flat == -1)))
-    raise ValueError(
-        f"targets must be {SOFT_TARGETS if soft else HARD_TARGETS}, got {flat[index].item()} at flat index {index}"
-    )
+    value = flat[index].item()
+    hint = ""
+    if value in (255, -100):
+        hint = f"; mark ignored anchors with -1: targets.masked_fill(targets == {value:.0f}, -1)"
+    elif value == int(value) if math.isfinite(value) else False:
+        hint = "; for class indices, pass one-hot targets: torch.nn.functional.one_hot"
+    elif bool(((scores == 0) | (scores == 1) | (scores == -1)).all()):
+        hint = "; are the arguments swapped? scores come first"
+    elif not soft and 0 < value < 1:
+        hint = "; only losses for IoU targets, such as rank_sort_loss, take soft targets"
+    expected = SOFT_TARGETS if soft else HARD_TARGETS
+    message = f"targets must be {expected}, got {value} at flat index {index}{hint}"
+    raise InvalidTargetError(message, value=value, index=index)
 
 
-def refuse_score(scores: Tensor, targets: Tensor) -> NoReturn:
-    """Raises the NonFiniteScoresError for the first score that is not finite nor ignored."""
+def raise_non_finite_score(scores: Tensor, targets: Tensor) -> NoReturn:
+    """Raises the NonFiniteScoresError for the first score that is neither finite nor ignored."""
     flat, flat_targets = scores.detach().reshape(-1), comparable_targets(targets.reshape(-1))
     index = _first(~flat.isfinite() & (flat_targets != -1))
     value = flat[index].item()
     raise NonFiniteScoresError(f"scores must be finite, got {value} at flat index {index}", value=value, index=index)
 
 
-def refuse_box_loss(box_losses: Tensor) -> NoReturn:
-    """Raises the ValueError for the first box loss that is not allowed."""
+def raise_invalid_box_loss(box_losses: Tensor) -> NoReturn:
+    """Raises the ValueError for the first invalid box loss."""
     index = _first(~(box_losses.isfinite() & (box_losses >= 0)))
     raise ValueError(f"box_losses must be finite and not negative, got {box_losses[index].item()} at {index}")
-
-
-def refuse_earlier_call(status: list[int]) -> None:
-    """Raises what was wrong in an earlier call that read nothing from the device, if anything.
-
-    Args:
-        status: positives above the allowed number, and how many targets, scores and box losses
-            were not allowed.
-    """
-    surplus, bad_targets, bad_scores, bad_boxes = status
-    earlier = "in an earlier call with max_positives, whose loss is NaN:"
-    if bad_targets:
-        raise ValueError(f"{earlier} targets must be allowed values, and {bad_targets} were not")
-    if bad_scores:
-        raise NonFiniteScoresError(f"{earlier} scores must be finite, and some were not")
-    if bad_boxes:
-        raise ValueError(f"{earlier} box_losses must be one per positive, finite and not negative, and were not")
-    if surplus > 0:
-        raise ValueError(f"{earlier} there were {surplus} positives more than allowed")
 
 
 def check_values(scores: Tensor, targets: Tensor) -> None:
     """Raises ValueError unless every target is 1, 0 or -1 and every score that counts is finite.
 
-    For the losses that do not run on the engine. Reads the device once.
+    For the losses that do not use the ranking engine. Reads the device once.
     """
     if scores.numel() == 0:
         return
-    bad_targets, bad_scores = values_status(scores, targets).tolist()
-    if bad_targets:
-        refuse_target(targets, soft=False)
-    if bad_scores:
-        refuse_score(scores, targets)
-
-
-def values_status(scores: Tensor, targets: Tensor) -> Tensor:
-    """How many targets, and whether any scores, are not allowed: int64 [2] on the device."""
     flat = comparable_targets(targets)
     ignored = flat == -1
     allowed = ((flat == 0) | (flat == 1) | ignored).sum()
     lowest, highest = torch.aminmax(scores.detach().masked_fill(ignored, 0.0))
     finite = (lowest > -torch.inf) & (highest < torch.inf)
-    return torch.stack([targets.numel() - allowed, (~finite).long()])
+    bad_targets, bad_scores = torch.stack([targets.numel() - allowed, (~finite).long()]).tolist()
+    if bad_targets:
+        raise_invalid_target(targets, scores, soft=False)
+    if bad_scores:
+        raise_non_finite_score(scores, targets)
 
 
 def _first(bad: Tensor) -> int:
@@ -221,3 +246,13 @@ def check_process_group(process_group: Any) -> None:
             "process_group was given, but torch.distributed is not initialised: "
             "call torch.distributed.init_process_group() first"
         )
+
+
+def check_transforms(*arguments: Any) -> None:
+    """Raises RuntimeError for tensors within a transform of ``torch.func``."""
+    for value in arguments:
+        if isinstance(value, Tensor) and torch.func.debug_unwrap(value) is not value:
+            raise RuntimeError(
+                "the losses of aploss cannot be called within transforms of torch.func (grad, vmap, ...): take their "
+                "gradient with backward() or torch.autograd.grad, and rank several sets of scores with groups="
+            )

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from .autograd import Operator, Values, scaled
+from .autograd import Operator, Values
 from .checks import check_scores_and_targets, check_values
 from .ranking.problem import loss_dtype
 from .traits import LossTraits, register_loss
@@ -55,7 +55,7 @@ class HingeAPLoss(nn.Module):
         return hinge_ap_loss(scores, targets)
 
 
-def _value_and_gradient(scores: Tensor, targets: Tensor) -> tuple[Values, Tensor]:
+def _value_and_gradient(scores: Tensor, targets: Tensor, _: bool) -> tuple[Values, Values]:
     check_values(scores, targets)
     dtype = loss_dtype(scores.dtype)
     flat = scores.detach().flatten()
@@ -64,7 +64,7 @@ def _value_and_gradient(scores: Tensor, targets: Tensor) -> tuple[Values, Tensor
     negative_index = (targets.flatten() == 0).nonzero().flatten()
     num_positives, num_negatives = len(positive_index), len(negative_index)
     if num_positives == 0 or num_negatives == 0:
-        return (gradient.new_zeros(()),), gradient
+        return (gradient.new_zeros(()),), (gradient.view(scores.shape),)
     # Sums of differences of the largest float64 overflow: a power of two is a unit that changes no digit.
     unit = 2.0**-64 if dtype == torch.float64 else 1.0
     positives, positive_order = (flat[positive_index].double() * unit).sort()  # ascending
@@ -84,10 +84,10 @@ def _value_and_gradient(scores: Tensor, targets: Tensor) -> tuple[Values, Tensor
     passes = levels.repeat_interleave(passed.flip(0))[:moved]  # [moved] positives passed by each
     gradient[positive_index[positive_order]] = (-per_pair * above.double()).to(dtype)
     gradient[negative_index[negative_order[:moved]]] = (per_pair * passes.double()).to(dtype)
-    return (loss.to(dtype),), gradient
+    return (loss.to(dtype),), (gradient.view(scores.shape),)
 
 
-_OPERATOR = Operator("hinge_ap_loss", "Tensor scores, Tensor targets", _value_and_gradient, scaled)
+_OPERATOR = Operator("hinge_ap_loss", "Tensor scores, Tensor targets", _value_and_gradient)
 
 
 def _count_by_passed_positives(positives: Tensor, negatives: Tensor, unit: float) -> Tensor:

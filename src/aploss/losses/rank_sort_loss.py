@@ -1,10 +1,12 @@
 """Rank & Sort loss: positives above negatives, and among themselves in the order of their IoU."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .autograd import RankingLoss, RankingOperator
+from .autograd import NonFinite, RankingLoss, RankingOperator
+from .ranking.rules import RANK_SORT
 from .traits import LossTraits, register_loss
 
 
@@ -22,7 +24,8 @@ def rank_sort_loss(
     delta: float = 0.5,
     process_group: Any = None,
     groups: Tensor | int | None = None,
-    max_positives: int | None = None,
+    weights: Tensor | None = None,
+    non_finite: NonFinite = "raise",
 ) -> RankSort:
     """How far positives are ranked below negatives, and below positives of a lower IoU.
 
@@ -37,7 +40,7 @@ def rank_sort_loss(
         targets: same shape; in (0, 1] for positives (the IoU of their predicted box), 0 negative,
             -1 ignored.
         delta: half the width of the step function; 0 is the Heaviside step.
-        groups, max_positives, process_group: see :func:`ap_loss`.
+        process_group, groups, weights, non_finite: see :func:`ap_loss`.
 
     Returns:
         the named pair (ranking, sorting) of scalars, float32 (float64 for float64 scores), each
@@ -56,16 +59,26 @@ def rank_sort_loss(
         >>> scores.grad.tolist()
         [0.125, -0.125, 0.0]
     """
-    parts = _OPERATOR.rank(scores, targets, None, delta, True, groups, max_positives, process_group)
+    parts = _OPERATOR.rank(
+        scores, targets, delta=delta, groups=groups, weights=weights, process_group=process_group, non_finite=non_finite
+    )
     return RankSort(*parts)
 
 
-_OPERATOR = RankingOperator("rank-sort", pairs=((0, 0), (0, 1)))
+_OPERATOR = RankingOperator(RANK_SORT)
 
 
 @register_loss("rank-sort")
 class RankSortLoss(RankingLoss):
-    """See :func:`rank_sort_loss`."""
+    """Rank & Sort loss as a module; see :func:`rank_sort_loss`.
+
+    Args:
+        delta: half the width of the step function, at least 1e-6; or 0 for the Heaviside step.
+        process_group: rank the scores of all its processes together, as if on one device.
+        groups: rank scores within their group only: a dimension, or an integer tensor.
+        weights: importance of each positive, broadcast to the scores.
+        non_finite: ``"raise"`` an error for NaN and infinite scores, or return ``"nan"``.
+    """
 
     traits = LossTraits(
         label="Rank & Sort",
@@ -80,8 +93,18 @@ class RankSortLoss(RankingLoss):
         weight_boxes_by_score=True,
     )
 
-    def __init__(self, delta: float = 0.5, process_group: Any = None, max_positives: int | None = None) -> None:
-        super().__init__(delta, process_group, max_positives)
+    def __init__(
+        self,
+        delta: float = 0.5,
+        process_group: Any = None,
+        groups: Tensor | int | None = None,
+        weights: Tensor | Sequence[float] | None = None,
+        non_finite: NonFinite = "raise",
+    ) -> None:
+        super().__init__(delta, process_group, groups, weights, non_finite)
 
-    def forward(self, scores: Tensor, targets: Tensor, groups: Tensor | int | None = None) -> RankSort:
-        return rank_sort_loss(scores, targets, **self.options(groups))
+    def forward(
+        self, scores: Tensor, targets: Tensor, groups: Tensor | int | None = None, weights: Tensor | None = None
+    ) -> RankSort:
+        """See :func:`rank_sort_loss`."""
+        return rank_sort_loss(scores, targets, **self.options(groups, weights))

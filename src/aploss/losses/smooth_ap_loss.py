@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from .autograd import Operator, Values, scaled
+from .autograd import Operator, Values
 from .checks import check_scores_and_targets, check_values
 from .ranking.problem import loss_dtype
 from .traits import LossTraits, register_loss
@@ -70,15 +70,15 @@ class SmoothAPLoss(nn.Module):
 
 
 def _value_and_gradient(
-    scores: Tensor, targets: Tensor, temperature: float, log_space: bool, eps: float
-) -> tuple[Values, Tensor]:
+    scores: Tensor, targets: Tensor, temperature: float, log_space: bool, eps: float, _: bool
+) -> tuple[Values, Values]:
     check_values(scores, targets)
     flat = scores.detach().flatten().to(loss_dtype(scores.dtype))
     gradient = torch.zeros_like(flat)
     is_positive, is_negative = targets.flatten() == 1, targets.flatten() == 0
     positives, negatives = flat[is_positive], flat[is_negative]
     if len(positives) == 0 or len(negatives) == 0:
-        return (flat.new_zeros(()),), gradient
+        return (flat.new_zeros(()),), (gradient.view(scores.shape),)
     # Autocast would do the matrix products below in half precision.
     with torch.autocast(scores.device.type, enabled=False):
         loss, on_positives, on_negatives = _smoothed_error(positives, negatives, temperature)
@@ -88,14 +88,11 @@ def _value_and_gradient(
         loss, scale = -precision.log(), float(1 / precision)
     gradient[is_positive] = on_positives.mul_(scale)
     gradient[is_negative] = on_negatives.mul_(scale)
-    return (loss.to(flat.dtype),), gradient
+    return (loss.to(flat.dtype),), (gradient.view(scores.shape),)
 
 
 _OPERATOR = Operator(
-    "smooth_ap_loss",
-    "Tensor scores, Tensor targets, float temperature, bool log_space, float eps",
-    _value_and_gradient,
-    scaled,
+    "smooth_ap_loss", "Tensor scores, Tensor targets, float temperature, bool log_space, float eps", _value_and_gradient
 )
 
 

@@ -1,21 +1,22 @@
-"""Drives a ranking: which backend, what is read from the device, what is refused, who takes part.
+"""Backend dispatch, input validation and cross-process ranking.
 
-The backend makes the passes over the scores (see :mod:`.problem`); between its stages the engine
-reads the status, once, and raises what is wrong. With ``max_positives`` it reads nothing: the loss
-is NaN then, and the status is looked at in the next call that reads anyway.
+A ranking goes through the stages of :class:`.problem.Backend`; the engine raises what is wrong with
+the input after the first stage and applies the rule of the loss after the last.
 
-Several data-parallel processes rank together as one would. The positives travel, and per segment
-one count and one sum: O(P) numbers in three messages; the N scores never do. Every process takes
-part in every exchange, also one without positives or negatives, and one that was given something
-wrong: then all of them raise, and none is left waiting.
+Data-parallel processes rank their scores together as one process would. The positives travel, and
+one count and one sum per segment: O(P) numbers in three messages; the N scores never do. Every
+process takes part in every exchange, also one without positives and one with invalid input: then
+all of them raise, and none is left waiting.
 """
 
+import os
+import sys
 import warnings
 from dataclasses import replace
-from functools import cache
-from importlib import import_module
+from functools import cache, partial
+from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,39 +24,43 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..checks import (
+    InvalidTargetError,
+    NonFiniteScoresError,
     OtherProcessError,
+    broadcast_groups,
     check_box_losses,
     check_delta,
-    check_max_positives,
+    check_non_finite,
     check_scores_and_targets,
+    check_weights,
     comparable_targets,
-    groups_of_scores,
-    refuse_box_loss,
-    refuse_earlier_call,
-    refuse_score,
-    refuse_target,
+    plain,
+    raise_invalid_box_loss,
+    raise_invalid_target,
+    raise_non_finite_score,
 )
-from .problem import Backend, Positives, Problem, Ranked
-from .torch_backend import TorchBackend, sort_positives
+from .problem import Backend, Found, Positives, Problem, Reduce, Status, loss_dtype
+from .rules import Rule
+from .torch_backend import TorchBackend
 
 BACKENDS = ("cpu", "torch", "triton")
-ENOUGH_SCORES = 1000  # to tell probabilities from logits
+BACKEND_VARIABLE = "APLOSS_BACKEND"
+MIN_SCORES_FOR_WARNING = 1000  # to tell probabilities from logits
 _chosen: str | None = None
-_directly: Any = None  # the module ``cpu``, once it is imported
-_looked = False  # whether scores of this process were looked at: are they logits?
-# Status of a call with max_positives that nobody has looked at, and what was allowed.
-_pending: tuple[Tensor | None, int] = (None, 0)
+_scores_inspected = False  # whether this process has checked once that its scores are logits
 
 
 class use_backend:  # noqa: N801 - reads as a function, and as a context
-    """Chooses who makes the passes of the ranking losses, for good or within a ``with`` block.
+    """Chooses the backend of the ranking losses, for good or within a ``with`` block.
+
+    The environment variable ``APLOSS_BACKEND`` does the same for a whole process.
 
     Args:
-        name: ``"cpu"`` (compiled by numba, CPU tensors alone), ``"torch"`` (torch operations, every
+        name: ``"cpu"`` (compiled by numba, CPU tensors only), ``"torch"`` (torch operations, every
             device), ``"triton"`` (GPUs), or None for the best one for the device of the scores.
 
     Raises:
-        ValueError: no such backend.
+        ValueError: if there is no such backend.
 
     Example:
         >>> import torch
@@ -67,8 +72,7 @@ class use_backend:  # noqa: N801 - reads as a function, and as a context
 
     def __init__(self, name: str | None) -> None:
         global _chosen
-        if name is not None and name not in BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {name!r}")
+        _check_backend_name(name)
         self._before, _chosen = _chosen, name
 
     def __enter__(self) -> None:
@@ -81,309 +85,376 @@ class use_backend:  # noqa: N801 - reads as a function, and as a context
         _chosen = self._before
 
 
-class Options(NamedTuple):
-    """How to rank: the options of :func:`aploss.losses.ap_loss`, and which loss."""
+def _check_backend_name(name: str | None) -> None:
+    if name is not None and name not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {name!r}")
 
-    rule: str
+
+class Options(NamedTuple):
+    """How to rank: the options of :func:`aploss.losses.ap_loss`, and the rule of the loss."""
+
+    rule: Rule
     delta: float
-    interpolated: bool = True
     groups: Tensor | int | None = None
-    max_positives: int | None = None
+    weights: Tensor | None = None
     process_group: Any = None
+    non_finite: Literal["raise", "nan"] = "raise"
+
+
+Tensors = tuple[Tensor, ...]
 
 
 def rank_scores(
-    scores: Tensor, targets: Tensor, options: Options, box_losses: Tensor | None = None
-) -> tuple[Backend, Ranked]:
+    scores: Tensor, targets: Tensor, options: Options, box_losses: Tensor | None = None, *, needs_gradient: bool = True
+) -> tuple[Tensors, Tensors]:
     """Ranks scores, together with those of the other processes of a group.
 
     Returns:
-        the backend that computes the gradient, and what it needs for it.
+        The values of the loss, scalars; and, if needed, the gradient of each: of the scores, and of
+        the box losses for the second value of aLRP.
 
     Raises:
-        ValueError: something is not allowed; :class:`NonFiniteScoresError` for a score, and
-            :class:`OtherProcessError` if it was another process that was given it.
+        ValueError: if the input is invalid; :class:`NonFiniteScoresError` for a score, and
+            :class:`OtherProcessError` if another process was given the invalid input.
     """
-    group = options.process_group
-    if group is None:
+    if options.process_group is None:
+        direct = _rank_directly(scores, targets, options, box_losses, needs_gradient)
+        if direct is not None:
+            return direct
         problem = _make_problem(scores, targets, options, box_losses)
-        backend = _backend_for(problem)
-        return backend, _rank_alone(backend, problem)
-    mistake = None
-    try:
-        problem = _make_problem(scores, targets, options, box_losses)
-    except ValueError as error:
-        mistake, problem = error, _nothing_to_rank(options, box_losses)
-    problem.num_processes = dist.get_world_size(group)
-    backend = _backend_for(problem)
-    return backend, _rank_together(backend, problem, group, mistake)
+        values, gradients = rank_problem(_select_backend(problem), problem, options.non_finite, needs_gradient)
+    else:
+        backend, problem, found, status, positives = _find_together(scores, targets, options, box_losses)
+        if status.positives == 0 or status.bad_scores:
+            values, gradients = _constant(problem, torch.nan if status.bad_scores else 0.0)
+        else:
+            reduce = partial(dist.all_reduce, group=options.process_group)
+            values, gradients = _apply_rule(backend, problem, found, backend.sort(positives), reduce, needs_gradient)
+    if not gradients or (scores.ndim == 1 and scores.numel() and scores.device == problem.scores.device):
+        return values, gradients
+    likes = (scores, scores if box_losses is None else box_losses)
+    return tuple(value.to(scores.device) for value in values), tuple(
+        gradient[: like.numel()].view(like.shape).to(like.device)
+        for gradient, like in zip(gradients, likes, strict=False)
+    )
 
 
-def rank_directly(scores: Tensor, targets: Tensor, rule: str, delta: float, interpolated: bool) -> Any:
-    """See :func:`.cpu.rank_directly`; None for what goes through :func:`rank_scores`."""
-    if _directly is None or _pending[0] is not None or _chosen not in (None, "cpu"):
+def _rank_directly(
+    scores: Tensor, targets: Tensor, options: Options, box_losses: Tensor | None, needs_gradient: bool
+) -> tuple[Tensors, Tensors] | None:
+    """Value and gradient of the plain case on the CPU, see :func:`.numba_backend.rank_directly`, else None."""
+    rule, delta, groups, weights, _, non_finite = options
+    if not (groups is weights is box_losses and non_finite == "raise") or type(targets) is not Tensor:
         return None
-    if type(scores) is not Tensor and type(scores) is not Parameter:
+    if not _scores_inspected or type(scores) not in (Tensor, Parameter) or scores.is_neg() or targets.is_neg():
         return None
-    if not (isinstance(targets, Tensor) and scores.is_cpu and targets.is_cpu):
+    if (_chosen or _chosen_by_environment()) not in (None, "cpu") or _numba_module() is None:
         return None
-    if not _looked:
-        _look_for_probabilities(scores)
-    wanted = scores.requires_grad and torch.is_grad_enabled()
-    return _directly.rank_directly(scores, targets, rule, (delta, interpolated), wanted)
+    result = _numba_module().rank_directly(scores, targets, rule, delta, needs_gradient)
+    return None if result is None else ((result[0],), () if result[1] is None else (result[1],))
 
 
-def _look_for_probabilities(scores: Tensor) -> None:
-    """Warns if the first scores of a process, on the CPU and enough of them, seem to be no logits."""
-    global _looked
-    if scores.numel() < ENOUGH_SCORES or scores.device.type != "cpu" or not scores.is_contiguous():
-        return
-    _looked = True
-    # So few that torch uses one thread: in a forked process its others are missing.
-    lowest, highest = (value.item() for value in torch.aminmax(scores.detach().view(-1)[:ENOUGH_SCORES]))
-    if 0 <= lowest < highest <= 1:
-        warnings.warn(
-            f"the first {ENOUGH_SCORES} scores lie between {lowest:.2g} and {highest:.2g}, as probabilities do; the "
-            "ranking losses take logits, for which delta is meant: leave out the sigmoid",
-            stacklevel=6,
-        )
+def rank_problem(
+    backend: Backend, problem: Problem, non_finite: str = "raise", needs_gradient: bool = True
+) -> tuple[Tensors, Tensors]:
+    """Ranks the scores of this process alone: the values of the loss and their flat gradients."""
+    found = backend.find(problem)
+    status = found.status
+    _raise_invalid(problem, status, non_finite)
+    if status.positives == 0 or status.bad_scores:
+        return _constant(problem, torch.nan if status.bad_scores else 0.0)
+    positives = backend.sort(_local_positives(backend, problem, found))
+    return _apply_rule(backend, problem, found, positives, None, needs_gradient)
+
+
+def _apply_rule(
+    backend: Backend, problem: Problem, found: Found, positives: Positives, reduce: Reduce | None, needs_gradient: bool
+) -> tuple[Tensors, Tensors]:
+    """The values of the loss and their flat gradients, from the sorted positives."""
+    rule, f0 = problem.rule, 0.5 if problem.delta else 1.0
+    dtype, device = problem.dtype, problem.scores.device
+    ranks = backend.rank(problem, found, positives, reduce)
+    arguments = (ranks.p, ranks.n, ranks.negatives, f0, ranks.above)
+    error = rule.error(*arguments)
+    if rule.monotone:
+        error = backend.running_minimum(found, error)
+    values = (backend.tensor((error * ranks.weights).sum(), dtype, device),)
+    gradients: Tensors = ()
+    if needs_gradient:
+        correction = error if rule.correction is None else rule.correction(*arguments)
+        gradients = (backend.gradient(problem, found, positives, ranks, correction),)
+    if rule.second == "sorting":
+        sorting, on_positives = backend.sort_pairs(problem, found, positives, ranks.weights)
+        values += (backend.tensor(sorting, dtype, device),)
+        gradients += (_scatter(backend, problem, positives, on_positives, problem.scores),)
+    elif rule.second == "localisation":
+        over_rank = ranks.weights / (1 + ranks.p + ranks.n)
+        localisation = ((positives.box_losses + ranks.above) * over_rank).sum()
+        values += (backend.tensor(localisation, dtype, device),)
+        # Box loss k counts 1 / rank(k), and f(x_ik) / rank(i) for every other i.
+        on_boxes = backend.line_at_positives(problem, found, positives, over_rank) + (1 - f0) * over_rank
+        gradients += (_scatter(backend, problem, positives, on_boxes, problem.box_losses),)
+    return values, gradients
+
+
+def _scatter(backend: Backend, problem: Problem, positives: Positives, values: Any, like: Tensor | None) -> Tensor:
+    """A gradient on this process's positives, at their scores or in the order of their box losses."""
+    assert like is not None
+    device, dtype = problem.scores.device, loss_dtype(like.dtype)
+    index = backend.tensor(positives.index, torch.int64, device)
+    own = backend.tensor(values, dtype, device) * problem.num_processes
+    if like is problem.box_losses:  # -1 for positives of other processes: they come first
+        return own[index.argsort(stable=True)][len(index) - len(like) :]
+    gradient = torch.zeros_like(like, dtype=dtype)
+    return gradient.index_add_(0, index.clamp(min=0), torch.where(index < 0, 0.0, own))
+
+
+def _constant(problem: Problem, constant: float) -> tuple[Tensors, Tensors]:
+    """Values and gradients if there is nothing to rank (0), or a score is not finite (NaN)."""
+    likes = [problem.scores]
+    if problem.rule.second:
+        likes.append(problem.scores if problem.box_losses is None else problem.box_losses)
+    values = tuple(problem.scores.new_full((), constant, dtype=problem.dtype) for _ in likes)
+    return values, tuple(torch.full_like(like, constant, dtype=loss_dtype(like.dtype)) for like in likes)
+
+
+# ---- Input ---------------------------------------------------------------------------------------
 
 
 def _make_problem(scores: Tensor, targets: Tensor, options: Options, box_losses: Tensor | None) -> Problem:
-    """Checks the arguments, and flattens them."""
+    """Validates the arguments and flattens them."""
     check_scores_and_targets(scores, targets)
-    if not _looked:
-        _look_for_probabilities(scores)
     check_delta(options.delta)
-    if options.max_positives is not None:
-        check_max_positives(options.max_positives)
-    flat_scores, flat_targets = scores.detach(), targets
-    if scores.ndim != 1 or not scores.is_contiguous():
-        flat_scores = flat_scores.reshape(-1).contiguous()  # a reshaped one may still have gaps
-    if targets.ndim != 1 or targets.requires_grad or not targets.is_contiguous():
-        flat_targets = targets.detach().reshape(-1).contiguous()
-    flat_targets, groups = comparable_targets(flat_targets), None
+    check_non_finite(options.non_finite)
+    scores, targets = plain(scores.detach()), plain(targets.detach())
+    if not _scores_inspected and options.delta > 0:
+        _warn_about_probabilities(scores)
+    groups = weights = None
     if options.groups is not None:
-        groups = groups_of_scores(options.groups, scores)
+        groups = broadcast_groups(options.groups, scores)
+    if options.weights is not None:
+        weights = check_weights(options.weights, scores)
     if box_losses is not None:
         check_box_losses(box_losses, scores.device)
-        box_losses = box_losses.detach()
+        box_losses = plain(box_losses.detach())
+    shape, flat_scores, flat_targets = scores.shape, scores, targets
+    if scores.ndim != 1 or not scores.is_contiguous():
+        flat_scores = scores.reshape(-1).contiguous()
+    if targets.ndim != 1 or not targets.is_contiguous():
+        flat_targets = targets.reshape(-1).contiguous()
     if scores.numel() == 0:  # backends rank one score at least: an ignored one
-        flat_scores, flat_targets = flat_scores.new_zeros(1), flat_scores.new_full((1,), -1.0)
+        flat_scores, flat_targets = scores.new_zeros(1), scores.new_full((1,), -1.0)
         groups = None if groups is None else groups.new_zeros(1)
-    rule, delta, interpolated, _, max_positives, _ = options
-    problem = Problem(flat_scores, flat_targets, rule, float(delta), interpolated, groups, box_losses, max_positives)
+    problem = Problem(
+        flat_scores,
+        comparable_targets(flat_targets),
+        options.rule,
+        float(options.delta),
+        groups,
+        weights,
+        box_losses,
+        shape,
+    )
     return _on_cpu(problem) if scores.device.type == "mps" else problem
 
 
 def _on_cpu(problem: Problem) -> Problem:
     """The problem on the CPU, for devices without float64."""
-    groups, box_losses = problem.groups, problem.box_losses
-    return replace(
-        problem,
-        scores=problem.scores.cpu(),
-        targets=problem.targets.cpu(),
-        groups=None if groups is None else groups.cpu(),
-        box_losses=None if box_losses is None else box_losses.cpu(),
-    )
+    names = ("scores", "targets", "groups", "weights", "box_losses")
+    moved = {name: getattr(problem, name).cpu() for name in names if getattr(problem, name) is not None}
+    return replace(problem, **moved)
 
 
-def _nothing_to_rank(options: Options, box_losses: Tensor | None) -> Problem:
-    """What a process brings along that was given something it cannot rank."""
-    cuda = dist.get_backend(options.process_group) == "nccl"
-    scores = torch.zeros(1, device="cuda" if cuda else "cpu")
-    return Problem(
-        scores,
-        torch.full_like(scores, -1),
-        options.rule,
-        options.delta,
-        groups=None if options.groups is None else scores.long(),
-        box_losses=None if box_losses is None else scores[:0],
-        max_positives=options.max_positives,
-    )
+def _warn_about_probabilities(scores: Tensor) -> None:
+    """Warns once per process if its first scores, on the CPU and enough of them, look like probabilities."""
+    global _scores_inspected
+    if scores.numel() < MIN_SCORES_FOR_WARNING or scores.device.type != "cpu":
+        return
+    _scores_inspected = True
+    # So few that torch uses one thread: a forked process has lost the others.
+    first = scores.reshape(-1)[:MIN_SCORES_FOR_WARNING]
+    lowest, highest = (value.item() for value in torch.aminmax(first))
+    if 0 <= lowest < highest <= 1:
+        warnings.warn(
+            f"the first {MIN_SCORES_FOR_WARNING} scores are between {lowest:.2g} and {highest:.2g}, like "
+            "probabilities; the ranking losses expect logits, on whose scale delta is defined: remove the sigmoid",
+            stacklevel=_caller_stacklevel(),
+        )
 
 
-def resolve_group(name: str) -> Any:
-    """The process group of a name, for operators in compiled graphs; None for ""."""
-    # The way torch's own functional collectives go from a name back to its group.
-    return getattr(dist.distributed_c10d, "_resolve_process_group")(name) if name else None  # noqa: B009
+def _caller_stacklevel() -> int:
+    """The ``stacklevel`` of the first frame outside of this package and torch, for the function that calls this one."""
+    inside = tuple(str(Path(module.__file__ or "").parent) for module in (sys.modules["aploss"], torch))
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
-def _rank_alone(backend: Backend, problem: Problem) -> Ranked:
-    if backend.at_once and problem.groups is None and problem.max_positives is None:
-        return backend.rank(problem, _accept)
-    found = backend.find(problem)
-    capacity = problem.max_positives
-    if capacity is None:
-        (status,) = _read_status(found.status[None])
-        _refuse(problem, status)
-        capacity, found.all_real = max(status[0], 1), status[0] > 0
-    else:
-        _look_later(found.status, capacity)
-    positives = backend.positives(problem, found, capacity)
-    tallies = backend.tally(problem, found, positives)
-    return backend.finish(problem, found, positives, tallies)
+def _raise_invalid(problem: Problem, status: Status, non_finite: str) -> None:
+    """Raises the error for this process's input, after finding out where it is."""
+    if status.bad_targets:
+        raise_invalid_target(problem.targets, problem.scores, soft=problem.rule.second == "sorting")
+    if status.bad_scores and non_finite == "raise":
+        raise_non_finite_score(problem.scores, problem.targets)
+    boxes = problem.box_losses
+    if boxes is not None and len(boxes) != status.positives:
+        raise ValueError(f"box_losses must have one value per positive, {status.positives}, got {len(boxes)}")
+    if boxes is not None and status.bad_boxes:
+        raise_invalid_box_loss(boxes)
+    if status.bad_weights:
+        raise ValueError("weights must be finite and not negative")
 
 
-def _rank_together(backend: Backend, problem: Problem, group: Any, mistake: ValueError | None) -> Ranked:
-    found = backend.find(problem)
-    if mistake is not None:
-        found.status[2] = 1  # so that the loss is NaN where nobody reads
-    flag = found.status.new_full((1,), mistake is not None)
-    statuses = _gather(torch.cat([found.status, flag]), group)
-    if problem.max_positives is None:
-        read = _read_status(statuses)
-        if mistake is not None:
-            raise mistake
-        _refuse(problem, read[dist.get_rank(group)])
-        _refuse_others(read)
-        counts = [status[0] for status in read]
-    else:
-        _look_later(found.status, problem.max_positives)
-        counts = [problem.max_positives] * len(statuses)
-    own = backend.positives(problem, found, max(*counts, 1))
-    found.status = statuses[:, :-1].sum(0)
-    positives = _gather_positives(own, counts, group)
-    tallies = backend.tally(problem, found, positives)
-    dist.all_reduce(tallies, group=group)
+def _local_positives(backend: Backend, problem: Problem, found: Found) -> Positives:
+    """The positives of this process with all of their properties."""
+    second, groups, weights = problem.rule.second, problem.groups, problem.weights
+    if found.status.positives == 0 or not (second or groups is not None or weights is not None):
+        return backend.positives(problem, found)
+    given: dict[str, Tensor] = {}
+    index = torch.as_tensor(found.index)
+    if groups is not None:
+        given["groups"] = groups[index]
+    if weights is not None:
+        given["weights"] = weights.expand(problem.shape)[torch.unravel_index(index, problem.shape)].double()
+    if second == "sorting":
+        given["qualities"] = problem.targets[index].double()
+    if problem.box_losses is not None:
+        given["box_losses"] = problem.box_losses.double()
+    return backend.positives(problem, found, **given)
+
+
+# ---- Several processes ---------------------------------------------------------------------------
+
+
+def _find_together(
+    scores: Tensor, targets: Tensor, options: Options, box_losses: Tensor | None
+) -> tuple[Backend, Problem, Found, Status, Positives]:
+    """Finds the positives of all processes; every process raises if one has invalid input."""
+    group, mistake = options.process_group, None
+    try:
+        problem = _make_problem(scores, targets, options, box_losses)
+        backend = _select_backend(problem)
+        found = backend.find(problem)
+        _raise_invalid(problem, found.status, options.non_finite)
+    except ValueError as error:
+        mistake, found, problem = error, Found(_status_of(error), None), None
+    device = _device_of(group)
+    own = torch.tensor(found.status, device=device)
+    statuses = [Status(*row) for row in _all_gather(own, group).tolist()]
     if mistake is not None:
         raise mistake
-    return backend.finish(problem, found, positives, tallies)
+    assert problem is not None
+    _raise_for_other_process(statuses, options.non_finite)
+    problem.num_processes = len(statuses)
+    total = Status(*(sum(column) for column in zip(*statuses, strict=True)))
+    positives = _local_positives(backend, problem, found)
+    if total.positives and not total.bad_scores:
+        positives = _gather_positives(backend, problem, positives, statuses, group)
+    return backend, problem, found, total, positives
 
 
-def _gather_positives(own: Positives, counts: list[int], group: Any) -> Positives:
-    """The positives of all processes, in the order of a ranking."""
-    places = torch.arange(len(own.scores), device=own.scores.device)
-    columns = [(places < own.count).long(), own.scores.double().view(torch.int64)]
-    if own.extras is not None:
-        columns.append(own.extras.view(torch.int64))
-    if own.groups is not None:
-        columns.append(own.groups)
-    gathered = _gather(torch.stack(columns), group)  # [processes, columns, places]
+def _status_of(mistake: ValueError) -> Status:
+    """What the other processes learn of a mistake; see :class:`OtherProcessError`."""
+    target, score = isinstance(mistake, InvalidTargetError), isinstance(mistake, NonFiniteScoresError)
+    return Status(0, 0, int(target), int(score), bad_arguments=int(not (target or score)))
+
+
+def _raise_for_other_process(statuses: list[Status], non_finite: str) -> None:
+    for status in statuses:
+        if status.bad_arguments:
+            raise OtherProcessError("arguments")
+        if status.bad_targets:
+            raise OtherProcessError("target")
+        if status.bad_scores and non_finite == "raise":
+            raise OtherProcessError("score")
+
+
+def _device_of(group: Any) -> torch.device:
+    """Where the messages of a process group are, whatever the scores turned out to be."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _gather_positives(
+    backend: Backend, problem: Problem, own: Positives, statuses: list[Status], group: Any
+) -> Positives:
+    """The positives of all processes, rank by rank."""
+    device = _device_of(group)
+    names = ["scores"]  # the same in every process, also in one without positives
+    names += ["groups"] * (problem.groups is not None) + ["weights"] * (problem.weights is not None)
+    names += ["qualities"] * (problem.rule.second == "sorting") + ["box_losses"] * (problem.box_losses is not None)
+    most = max(status.positives for status in statuses)
+    message = torch.zeros(len(names), most, dtype=torch.int64, device=device)
+    for row, name in zip(message, names, strict=True):
+        dtype = torch.int64 if name == "groups" else torch.float64
+        values = getattr(own, name)
+        if values is not None:
+            row[: len(values)] = backend.tensor(values, dtype, device).view(torch.int64)  # the bits of a float64
+    parts = _all_gather(message, group)
+    gathered = torch.cat([part[:, : status.positives] for part, status in zip(parts, statuses, strict=True)], dim=1)
+    columns = {
+        name: row if name == "groups" else row.contiguous().view(torch.float64)
+        for name, row in zip(names, gathered.to(problem.scores.device), strict=True)
+    }
     rank = dist.get_rank(group)
-    index = torch.full_like(gathered[:, 0], -1)
-    index[rank] = own.index
-    together = [part[:, :count] for part, count in zip(gathered, counts, strict=True)]
-    columns = list(torch.cat(together, dim=1))
-    own_index = torch.cat([part[:count] for part, count in zip(index, counts, strict=True)])
-    if len(own_index) == 0:  # a ranking has one place at least
-        return replace(own, scores=own.scores[:1], index=own.index[:1])
-    groups = columns.pop() if own.groups is not None else None
-    extras = columns.pop().view(torch.float64) if own.extras is not None else None
-    scores = columns[1].view(torch.float64).to(own.scores.dtype)
-    padding = columns[0] == 0
-    return sort_positives(scores, own_index, (~padding).sum(), padding, extras, groups)
+    before = sum(status.positives for status in statuses[:rank])
+    index = torch.full_like(columns["scores"], -1, dtype=torch.int64)
+    index[before : before + statuses[rank].positives] = torch.as_tensor(own.index)
+    return backend.from_tensors({**columns, "index": index})
 
 
-def _gather(values: Tensor, group: Any) -> Tensor:
+def _all_gather(values: Tensor, group: Any) -> Tensor:
     """The tensors of all processes, stacked in the order of their ranks."""
     parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, values.contiguous(), group=group)
     return torch.stack(parts)
 
 
-def _read_status(statuses: Tensor) -> list[list[int]]:
-    """Reads the status [..., S], and that of an earlier call that nobody has looked at."""
-    global _pending
-    (pending, capacity), _pending = _pending, (None, 0)
-    if pending is None or type(pending) is not type(statuses) or pending.device != statuses.device:
-        rows: list[list[int]] = statuses.tolist()
-        return rows
-    padded = torch.nn.functional.pad(pending, (0, statuses.shape[1] - len(pending)))
-    *rows, late = torch.cat([statuses, padded[None]]).tolist()
-    refuse_earlier_call([late[0] - capacity, *late[2:5]])
-    return rows
+def resolve_group(name: str) -> Any:
+    """The process group of a name, for operators in compiled graphs; None for ""."""
+    # The way torch's own functional collectives get from a name back to its group.
+    return getattr(dist.distributed_c10d, "_resolve_process_group")(name) if name else None  # noqa: B009
 
 
-def check_status(status: Tensor, scores: Tensor, targets: Tensor, *, later: bool) -> None:
-    """Raises what is wrong with the input of a loss that does not rank, now or later.
-
-    Args:
-        status: positives, negatives, number of bad targets and of bad scores, on the device.
-    """
-    padded = torch.nn.functional.pad(status, (0, 1))
-    if later:
-        _look_later(padded, targets.numel())
-        return
-    ((_, _, bad_targets, bad_scores, _),) = _read_status(padded[None])
-    if bad_targets:
-        refuse_target(targets, soft=False)
-    if bad_scores:
-        refuse_score(scores, targets)
+# ---- Backends ------------------------------------------------------------------------------------
 
 
-def _accept(problem: Problem, status: list[int]) -> None:
-    """Raises what is wrong with a status that is on the host already."""
-    if _pending[0] is not None:
-        _read_status(torch.tensor([status]))
-    _refuse(problem, status)
+def _select_backend(problem: Problem) -> Backend:
+    """The backend chosen by hand, or the best one for the device of the scores."""
+    kind, chosen = problem.scores.device.type, _chosen or _chosen_by_environment()
+    if kind == "cpu" and chosen in (None, "cpu"):
+        numba = _numba_module()
+        return TorchBackend() if numba is None else numba.NumbaBackend()
+    if chosen == "triton" or (chosen is None and kind == "cuda"):
+        from . import triton
 
-
-def _look_later(status: Tensor, capacity: int) -> None:
-    global _pending
-    if type(status) is Tensor:  # not one without data
-        _pending = (status, capacity)
-
-
-def _refuse(problem: Problem, status: list[int]) -> None:
-    """Raises what is wrong with this process's input; finds out where it is."""
-    positives, _, bad_targets, bad_scores, bad_boxes = status[:5]
-    if bad_targets:
-        refuse_target(problem.targets, soft=problem.soft)
-    if bad_scores:
-        refuse_score(problem.scores, problem.targets)
-    boxes = problem.box_losses
-    if boxes is not None and len(boxes) != positives:
-        raise ValueError(f"box_losses must have one value per positive, {positives}, got {len(boxes)}")
-    if boxes is not None and bad_boxes:
-        refuse_box_loss(boxes)
-
-
-def _refuse_others(statuses: list[list[int]]) -> None:
-    for _, _, bad_targets, bad_scores, bad_boxes, bad_arguments in statuses:
-        if bad_arguments or bad_boxes:
-            raise OtherProcessError("arguments")
-        if bad_targets:
-            raise OtherProcessError("target")
-        if bad_scores:
-            raise OtherProcessError("score")
-
-
-def _backend_for(problem: Problem) -> Backend:
-    """The chosen backend, or the best one for the device of the scores."""
-    kind = problem.scores.device.type
-    if kind == "cpu" and _chosen in (None, "cpu"):
-        return _cpu_backend()
-    if _chosen == "torch":
+        if chosen is None:
+            return triton.verified_backend(problem)
+        if triton.supports(problem):
+            return triton.TritonBackend()
+    if chosen in (None, "torch"):
         return TorchBackend()
-    if _chosen == "triton" or (_chosen is None and kind == "cuda"):
-        triton = _triton_backend(problem)
-        if triton is not None:
-            return triton
-    if _chosen in (None, "torch"):
-        return TorchBackend()
-    raise ValueError(f"backend {_chosen!r} cannot rank these scores, {problem.scores.dtype} on {kind}")
+    raise ValueError(f"backend {chosen!r} cannot rank these scores, {problem.scores.dtype} on {kind}")
 
 
 @cache
-def _cpu_backend() -> Backend:
-    global _directly
+def _chosen_by_environment() -> str | None:
+    name = os.environ.get(BACKEND_VARIABLE) or None
+    _check_backend_name(name)
+    return name
+
+
+@cache
+def _numba_module() -> Any:
+    """The module of the CPU backend, or None without numba."""
     try:
-        from . import cpu  # imports numba, which takes its time
+        from . import numba_backend  # numba takes a while to import
     except ImportError as error:
         warnings.warn(
             f"the ranking losses are several times slower without numba ({error}); install it with: pip install numba",
-            stacklevel=2,
+            stacklevel=_caller_stacklevel(),
         )
-        return TorchBackend()
-    _directly = cpu
-    return cpu.CPUBackend()
-
-
-def _triton_backend(problem: Problem) -> Backend | None:
-    try:
-        triton = import_module("aploss.losses.ranking.triton")
-    except ImportError:
         return None
-    backend: Backend | None = triton.TritonBackend() if triton.supports(problem) else None
-    return backend
+    return numba_backend

@@ -1,17 +1,19 @@
-"""What is ranked, and what the stages of a ranking hand on to each other.
+"""What is ranked, and what the stages of a ranking pass to each other.
 
-A backend makes a ranking in stages: it finds the positives, sorts them, tallies the negatives
-between the breakpoints of the step function, applies the rule of the loss, and, in the backward
-pass, computes the gradient. Everything stays on the device of the scores; the engine reads
-``Found.status`` once, or never if ``max_positives`` says how many positives there may be.
+A backend runs the stages on its own arrays (NumPy for the CPU, tensors elsewhere): it finds the
+positives, sorts them, tallies the negatives between the breakpoints of the step function, computes
+the ranks, and evaluates the gradient. The engine applies the rule of the loss in between. Only
+``find``, ``rank`` and ``gradient`` read the N scores.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from .rules import Rule
 
 
 def loss_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -21,96 +23,107 @@ def loss_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(eq=False, slots=True)
 class Problem:
-    """N scores with their targets, and the loss that is wanted.
+    """N scores with their targets, and the loss to compute.
 
     Attributes:
         scores: flat, contiguous, detached, any floating dtype [N], N >= 1.
         targets: flat, contiguous [N]; signed integers, float32 or float64: 1, 0 and -1, or values
-            in (0, 1] for positives if ``soft``.
-        rule: ``"ap"``, ``"auc"``, ``"rank-sort"`` or ``"alrp"``.
+            in (0, 1] for positives if the rule sorts.
+        rule: see :mod:`.rules`.
         delta: half the width of the step function; 0 is the Heaviside step.
-        interpolated: of ``"ap"``: make the precision monotone.
-        groups: int64 [N]: scores are ranked among those of the same number alone.
-        box_losses: of ``"alrp"``: one per positive, in the order of their flat index.
-        max_positives: most positives there may be; then nothing is read from the device.
+        groups: int64 [N]: scores are ranked among scores of the same number only.
+        weights: importance of the positives, broadcast to ``shape``.
+        box_losses: one per positive, in the order of their flat index, for aLRP.
+        shape: of the scores as the user passed them.
         num_processes: how many processes rank together; the gradient is multiplied by it.
         dtype: of the passes over all scores, of the loss and of its gradient.
-        soft: whether the targets of positives are qualities in (0, 1].
     """
 
     scores: Tensor
     targets: Tensor
-    rule: str
+    rule: Rule
     delta: float
-    interpolated: bool = True
     groups: Tensor | None = None
+    weights: Tensor | None = None
     box_losses: Tensor | None = None
-    max_positives: int | None = None
+    shape: Sequence[int] = ()
     num_processes: int = 1
     dtype: torch.dtype = field(init=False)
-    soft: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.dtype = loss_dtype(self.scores.dtype)
-        self.soft = self.rule == "rank-sort"
+
+
+class Status(NamedTuple):
+    """Counts from checking the input; anything but the first two must be 0."""
+
+    positives: int
+    negatives: int
+    bad_targets: int = 0
+    bad_scores: int = 0
+    bad_boxes: int = 0
+    bad_weights: int = 0
+    bad_arguments: int = 0
 
 
 @dataclass(eq=False)
 class Found:
-    """The positives of this process, still unsorted, and whether the input may be ranked.
+    """The positives of this process, unsorted. Backends add what they need later.
 
     Attributes:
-        status: int64 [5] on the device: positives, negatives, and how many (or any number > 0)
-            targets, scores and box losses are not allowed.
-        held: whatever the backend needs later.
-        all_real: set by the engine if it knows that no place of the positives is padding.
+        status: on the host.
+        index: the flat index of the positives, ascending [P].
     """
 
-    status: Tensor
-    held: Any = None
-    all_real: bool = False
+    status: Status
+    index: Any
 
 
 @dataclass(eq=False)
 class Positives:
-    """The positives in ascending order of (group and) score, padded to C places.
+    """One array [P] per property of the positives; None for those that the problem does not have.
 
     Attributes:
-        scores: s_i [C] in the dtype of the passes; padding repeats the last one.
-        index: flat index in this process, int64 [C]; -1 for padding and for other processes'.
-        count: how many of the places are real; scalar int64 tensor.
-        extras: quality (``"rank-sort"``) or box loss (``"alrp"``), float64 [C].
-        groups: int64 [C].
-        all_real: whether it is known that no place is padding.
-        order: which of this process's positives stands where [C]; None with padding or other processes'.
-        held: whatever the backend needs later.
+        scores: s_i in float64.
+        index: flat index in this process, int64; -1 for positives of other processes.
+        groups: int64.
+        weights: importance, float64.
+        qualities: soft targets, float64.
+        box_losses: float64.
     """
 
-    scores: Tensor
-    index: Tensor
-    count: Tensor
-    extras: Tensor | None = None
-    groups: Tensor | None = None
-    held: Any = None
-    all_real: bool = False
-    order: Tensor | None = None
+    scores: Any
+    index: Any
+    groups: Any = None
+    weights: Any = None
+    qualities: Any = None
+    box_losses: Any = None
+
+    def columns(self) -> dict[str, Any]:
+        """The properties that there are, by name."""
+        return {
+            field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) is not None
+        }
+
+    def select(self, order: Any) -> "Positives":
+        """The positives at the given places, in that order."""
+        if self.groups is self.weights is self.qualities is self.box_losses:  # None
+            return Positives(self.scores[order], self.index[order])
+        return Positives(**{name: values[order] for name, values in self.columns().items()})
 
 
-@dataclass(eq=False, slots=True)
-class Ranked:
-    """The losses, and what the backward pass needs.
+@dataclass(eq=False)
+class Ranks:
+    """The arguments of a rule, see :mod:`.rules`, and the weight of each positive in the mean [P]."""
 
-    Attributes:
-        problem: as it was given.
-        values: K losses, scalars or [K], in the dtype of the loss.
-        box_gradient: of ``"alrp"``: derivative of values[1] by this process's box losses.
-        held: whatever the backend needs for the gradient.
-    """
+    p: Any
+    n: Any
+    negatives: Any
+    above: Any
+    weights: Any
 
-    problem: Problem
-    values: Tensor | tuple[Tensor, ...]
-    box_gradient: Tensor | None = None
-    held: Any = field(default=None, repr=False)
+
+Reduce = Callable[[Tensor], None]
 
 
 class Backend(Protocol):
@@ -118,34 +131,45 @@ class Backend(Protocol):
 
     Attributes:
         name: as :func:`aploss.losses.use_backend` takes it.
-        at_once: whether it has :meth:`rank`.
     """
 
     name: str
-    at_once: bool
-
-    def rank(self, problem: Problem, accept: Callable[[Problem, list[int]], None]) -> Ranked:
-        """All stages at once, for a process alone, without groups and ``max_positives``.
-
-        Args:
-            accept: is told the status, and raises if it is not accepted.
-        """
 
     def find(self, problem: Problem) -> Found:
         """Finds the positives of this process and checks every target and score."""
 
-    def positives(self, problem: Problem, found: Found, capacity: int) -> Positives:
-        """Sorts this process's positives into ``capacity`` places."""
+    def positives(self, problem: Problem, found: Found, **given: Tensor) -> Positives:
+        """The positives as arrays of this backend, with further properties as given."""
 
-    def tally(self, problem: Problem, found: Found, positives: Positives) -> Tensor:
-        """Counts this process's negatives, and adds up their shares, in every row [2, R].
+    def from_tensors(self, columns: dict[str, Tensor]) -> Positives:
+        """Positives that were gathered from all processes."""
 
-        Returns:
-            float64: counts, and sums of (s - edge) / (2 delta), clamped to [0, 1].
+    def sort(self, positives: Positives) -> Positives:
+        """Sorts the positives by group and score, stably."""
+
+    def rank(self, problem: Problem, found: Found, positives: Positives, reduce: Reduce | None) -> Ranks:
+        """The ranks of the sorted positives.
+
+        Args:
+            reduce: adds up the tallies of this process's negatives, float64 [2, R], over all
+                processes, in place; None if this process ranks alone.
         """
 
-    def finish(self, problem: Problem, found: Found, positives: Positives, tallies: Tensor) -> Ranked:
-        """Applies the rule of the loss to the positives and the tallies of all processes."""
+    def running_minimum(self, found: Found, values: Any) -> Any:
+        """The smallest value up to each positive within its group [P]."""
 
-    def gradient(self, ranked: Ranked, upstream: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        """The flat gradient of sum_k upstream_k * values_k, in the dtype of scores or loss."""
+    def sort_pairs(self, problem: Problem, found: Found, positives: Positives, weights: Any) -> tuple[Any, Any]:
+        """Rank & Sort's sorting error, and its gradient on the positives [P]."""
+
+    def line_at_positives(self, problem: Problem, found: Found, positives: Positives, weights: Any) -> Any:
+        """sum_i weights_i f(s_k - s_i) for each positive k [P]."""
+
+    def tensor(self, values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An array or number of this backend as a tensor."""
+
+    def gradient(self, problem: Problem, found: Found, positives: Positives, ranks: Ranks, correction: Any) -> Tensor:
+        """The flat gradient of this process's scores [N], in the dtype of the loss.
+
+        Positive i gets -w_i c_i and each negative j gets w_i c_i f(s_j - s_i) / n_i, where c_i is the
+        correction and w_i the weight of i.
+        """

@@ -1,70 +1,87 @@
-"""The rules of the ranking losses: from what is ranked above a positive to its error.
+"""The rules of the ranking losses: from the ranks of a positive to its error.
 
-Plain arithmetic, written once: torch evaluates the functions on tensors, numba and Triton compile
-them. So they keep to ``+ - * /`` and comparisons, which count as 0 or 1.
+A rule is plain arithmetic on arrays, so NumPy and torch evaluate the same function, and every
+backend gets a new rule without knowing its name; ``RankingOperator(rule)`` of
+:mod:`aploss.losses.autograd` makes a loss of it. The error of positive i is shared among the
+negatives above it in proportion to f(x_ij), so that a rule needs no gradient of its own: the
+update of the pair (i, j) is error_i * f(x_ij) / n_i, Eq. (7) of the AP-loss paper.
 
-Names: for a positive i, p is the sum of f(s_k - s_i) over the other positives k and n that over the
-negatives j (its false positives); ``f0`` is f(0), 1/2 or 1 for the Heaviside step. An *error* is
-what a loss averages over the positives, a *weight* the factor of f(s_j - s_i) in the update of the
-pair (i, j).
+The arguments of a rule, each one value per positive i:
+
+- ``p``: the sum of f(s_k - s_i) over the other positives k;
+- ``n``: the sum of f(s_j - s_i) over the negatives j, its false positives;
+- ``negatives``: how many negatives are ranked together with i;
+- ``f0``: f(0), which is 1/2, or 1 for the Heaviside step (a number);
+- ``above``: the sum of f(s_k - s_i) E_k over the other positives k with box losses E_k; 0 without.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="no-untyped-def"
 
-# With fewer false positives than this above it (the step function is a fraction), a positive has
-# no negative to blame for the box losses above it: the quotient would be rounding noise.
-NO_FALSE_POSITIVES = 1e-5
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
-
-def ap_error(p, n):
-    """sum_j L_ij = 1 - precision at i: AP-loss, Eq. (5)."""
-    return n / (1 + p + n)
-
-
-def ap_weight(kept, n):
-    """L_ij / f(x_ij), after line 11 of Algorithm 1 has scaled the row to the error ``kept``."""
-    return kept / (n + (n == 0))
+# With fewer false positives than this above it (f is a fraction), no negative can be blamed for the
+# box losses above a positive: the quotient would be rounding noise. As in the authors' code of aLRP.
+MIN_FALSE_POSITIVES = 1e-5
 
 
-def auc_error(n, negatives):
-    """Share of the negatives above i: Section 3.1 of the AP-loss paper."""
-    return n / (negatives + (negatives == 0))
+class Ratio(NamedTuple):
+    """The error n / (own + positives * p + negatives * n + total * |N|), which kernels can evaluate.
+
+    Any other function may be a rule; it is evaluated between the compiled calls.
+    """
+
+    own: float
+    positives: float
+    negatives: float
+    total: float
+
+    def __call__(self, p, n, negatives, f0, above):
+        """See the module's arguments of a rule."""
+        denominator = self.own + self.positives * p + self.negatives * n + self.total * negatives
+        return n / (denominator + (denominator == 0))
 
 
-def auc_weight(negatives):
-    """L'_ij / f(x_ij) = 1 / |N|."""
-    return 1 / (negatives + (negatives == 0))
+@dataclass(frozen=True)
+class Rule:
+    """How a ranking loss turns ranks into errors.
+
+    Attributes:
+        name: an identifier; the operator is ``torch.ops.aploss.NAME_loss`` in compiled graphs.
+        error: the error that the loss averages over the positives.
+        correction: the part of the error that the update corrects; the whole error by default.
+        monotone: replace each error by the smallest one at this score or below (interpolated AP).
+        second: what the second value of the loss is, if it has one. ``"sorting"``: Rank & Sort's
+            sorting error, for targets that are qualities in (0, 1]; ``"localisation"``: aLRP's
+            average of the box losses.
+    """
+
+    name: str
+    error: Callable[..., Any]
+    correction: Callable[..., Any] | None = None
+    monotone: bool = False
+    second: Literal["", "sorting", "localisation"] = ""
 
 
-def rank_sort_error(p, n, f0):
-    """Ranking error of Rank & Sort; its target is 0, so this is all to correct."""
+# 1 - precision at i: the sum of L_ij over the negatives j, Eq. (3) and (5).
+PRECISION_ERROR = Ratio(own=1, positives=1, negatives=1, total=0)
+# The share of the negatives above i, Section 3.1.
+ROC_ERROR = Ratio(own=0, positives=0, negatives=0, total=1)
+
+
+def _ranking_error(p, n, negatives, f0, above):
+    """The ranking error of Rank & Sort, in which i itself counts f(0)."""
     return n / (f0 + p + n)
 
 
-def rank_sort_weight(p, n, f0):
-    """Ranking error of i over its false positives."""
-    return 1 / (f0 + p + n)
+def _lrp_correction(p, n, negatives, f0, above):
+    """Current minus desired error of aLRP: the desired one has nothing above i but i."""
+    return (n > MIN_FALSE_POSITIVES) * (n + above) / (1 + p + n)
 
 
-def sorting_error(deficits, count, deficits_in_order, count_in_order):
-    """Current minus target sorting error of Rank & Sort.
-
-    Sums over the positives k, i included, of f(x_ik) (1 - y_k) and of f(x_ik): over all of them,
-    and over those that belong above i, y_k >= y_i.
-    """
-    return deficits / count - deficits_in_order / count_in_order
-
-
-def alrp_rank(p, n):
-    """rank(i) of aLRP."""
-    return 1 + p + n
-
-
-def alrp_error(n, losses_above, over_rank):
-    """Current minus desired error: the desired one has nothing above i but i."""
-    return (n > 1e-5) * (n + losses_above) * over_rank
-
-
-def alrp_weight(error, n):
-    """The error of i, shared by its false positives."""
-    return error / (n + (n <= 1e-5))
+AP = Rule("ap", PRECISION_ERROR, monotone=True)
+PLAIN_AP = Rule("plain_ap", PRECISION_ERROR)
+AUC = Rule("auc", ROC_ERROR)
+RANK_SORT = Rule("rank_sort", _ranking_error, second="sorting")
+ALRP = Rule("alrp", PRECISION_ERROR, _lrp_correction, second="localisation")

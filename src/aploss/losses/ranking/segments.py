@@ -1,4 +1,4 @@
-"""The mathematics between the two passes over the scores: O(P log P) for P positives, in float64.
+"""The mathematics between the two passes over the scores, in torch operations: O(P log P), in float64.
 
 The step function of the paper (Section 3.4) is piecewise linear in the score s_j of the other
 anchor::
@@ -15,8 +15,8 @@ and the *gap* between the two. Comparing a score with an edge is therefore exact
 their own size allows, is the distance of a score to an edge: the passes over all scores need
 nothing else, for scores of any size and offset. Distances are shares of the ramp's width 2 delta.
 
-With groups the axis is cut anew for every group, one after the other. All tensors are on one
-device, and nothing is read from it.
+With groups the axis is cut for each group, one after the other. All tensors are on one device, and
+the host reads nothing from it.
 """
 
 from dataclasses import dataclass
@@ -41,14 +41,15 @@ class Groups:
     of_segments: Tensor
     first_segment: Tensor
 
-    def sizes(self, count: Tensor) -> Tensor:
-        """Positives in the group of every positive, of which the first ``count`` are real [C]."""
+    def sums(self, values: Tensor) -> Tensor:
+        """The sum of the values [C] over the group of every positive [C]."""
         every = torch.arange(len(self.numbers) + 1, device=self.numbers.device)
-        first = torch.searchsorted(self.of_positives, every).minimum(count)
-        return first.diff()[self.of_positives]
+        first = torch.searchsorted(self.of_positives, every)
+        totals = torch.nn.functional.pad(_cumulative_sum(values), (1, 0))
+        return totals[first].diff()[self.of_positives]
 
-    def sums(self, of_rows: Tensor) -> Tensor:
-        """Sums of whole numbers per row [R] over the group of every positive [C]."""
+    def sums_of_rows(self, of_rows: Tensor) -> Tensor:
+        """The sum of whole numbers per row [R] over the group of every positive [C]."""
         totals = of_rows.long().cumsum(0)
         group = self.of_positives
         last = totals[self.first_segment[group + 1] + group + 1]
@@ -202,22 +203,19 @@ def line_through_segments(segments: Segments, weights: Tensor) -> Tensor:
         its value at the edges and its slope [2, M].
     """
     groups = segments.groups
-    # Two rows, of which one is used: on one alone, CUDA adds up in an order that changes from run to run.
-    rows = weights.new_empty(2, len(segments.edges))
     if segments.delta == 0:
-        lines = rows.copy_(weights).cumsum(1)
-        lines[1].zero_()
-        before = lines[0] - weights
+        height, slope = _cumulative_sum(weights), torch.zeros_like(weights)
+        before = height - weights
     else:
-        rows[1].scatter_(0, segments.ramps.view(-1), torch.cat([weights, -weights]))
-        lines = rows.cumsum(1)
-        slope = lines[1].masked_fill_(segments.off_ramp, 0.0)
-        rise = torch.mul(slope, segments.lengths, out=rows[0])
-        before = rows.cumsum(1)[0] - rise
-        torch.addcmul(before, slope, segments.gaps, out=lines[0])
-    if groups is not None:  # every group starts from 0
-        lines[0] -= before[groups.first_segment[groups.of_segments]]
-    return lines
+        changes = torch.empty_like(segments.gaps)
+        changes.scatter_(0, segments.ramps.view(-1), torch.cat([weights, -weights]))
+        slope = _cumulative_sum(changes).masked_fill(segments.off_ramp, 0.0)
+        rise = slope * segments.lengths
+        before = _cumulative_sum(rise) - rise
+        height = before + slope * segments.gaps
+    if groups is not None:  # each group starts from 0
+        height = height - before[groups.first_segment[groups.of_segments]]
+    return torch.stack([height, slope])
 
 
 def running_minimum(values: Tensor, groups: Groups | None) -> Tensor:
@@ -226,6 +224,14 @@ def running_minimum(values: Tensor, groups: Groups | None) -> Tensor:
         return values.cummin(0).values
     # Every group in a range of its own below those of the groups before it.
     return values[(values - 2.0 * groups.of_positives).cummin(0).indices]
+
+
+def _cumulative_sum(values: Tensor) -> Tensor:
+    """The cumulative sum of a vector, in the same order of adding in every run, also on CUDA.
+
+    On a single row CUDA adds up in an order that changes from run to run, so there are two.
+    """
+    return values.expand(2, -1).cumsum(1)[0]
 
 
 def _two_sum(a: Tensor, b: Tensor) -> Tensor:

@@ -1,0 +1,712 @@
+"""The CPU backend, compiled by numba: O(N + P log P) for P positives among N scores.
+
+It adds to the page in :mod:`aploss.losses.ranking` that only the positives are sorted. Their
+breakpoints s_i - delta and s_i + delta cut the score axis into *rows*; every negative finds its row
+through a lookup table and is counted there together with its distance to the row's left edge. See
+:mod:`.segments` for the same mathematics in torch operations, and for why edges are exact.
+
+Rows are numbered group by group. The first row of a group lies below all of its breakpoints, where
+every step function is 0. Sums over scores are sums of integers (fixed point), so results are the
+same bits for any number of threads. NumPy arrays throughout; tensors only at the boundary.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import itertools
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..checks import MIN_DELTA
+from .problem import Found, Positives, Problem, Ranks, Reduce, Status
+from .rules import Ratio, Rule
+
+BLOCK = 256
+MIN_SCORES_PER_THREAD = 1 << 16
+MAX_CELLS_PER_ROW = 16  # of the lookup table: most cells then hold no edge, or one
+COMPILED_TARGETS = (torch.float32, torch.int64, torch.float64)  # others are converted
+
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+_log = logging.getLogger("aploss.losses")
+_inside = numba.njit(**OPTIONS)  # functions that only kernels call
+
+
+class Kernel:
+    """A function compiled on its first call and cached on disk.
+
+    A cache that cannot be read or written (full, damaged, of another user) is not used.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.is_first_call = function, True
+        try:
+            self.compiled: Any = numba.njit(cache=True, **OPTIONS)(function)
+            self.cached = True
+        except RuntimeError as error:  # numba found no writable folder for its cache
+            self._disable_cache(error)
+
+    def __call__(self, *arguments: Any) -> Any:
+        try:
+            result = self.compiled(*arguments)
+        except Exception as error:
+            if not self.cached or isinstance(error, numba.core.errors.NumbaError):
+                raise
+            self._disable_cache(error)
+            result = self.compiled(*arguments)
+        if self.is_first_call:
+            self.is_first_call = False
+            if self.compiled.stats.cache_misses or not self.cached:
+                _log_compilation()
+        return result
+
+    def _disable_cache(self, error: Exception) -> None:
+        self.compiled, self.cached = numba.njit(**OPTIONS)(self.function), False
+        _warn_about_cache(f"{type(error).__name__}: {error}")
+
+
+@cache
+def _log_compilation() -> None:
+    """After the first of the kernels, so that the user knows what the next seconds are spent on."""
+    _log.warning("compiling the ranking losses for this processor, about 5 seconds; later runs load them from a cache")
+
+
+@cache
+def _warn_about_cache(reason: str) -> None:
+    _log.warning(
+        "numba's cache of compiled functions cannot be used (%s); compiling in every process instead. "
+        "Set NUMBA_CACHE_DIR to a writable folder",
+        reason,
+    )
+
+
+# ---- The passes over all scores ------------------------------------------------------------------
+
+
+@Kernel
+def find_positives(targets, scores, soft, negative):
+    """Marks the negatives [N] and collects the positives.
+
+    Returns:
+        The flat index and the score of each positive, the number of negatives, and how many targets
+        and scores are invalid.
+    """
+    index, values = np.empty(BLOCK, np.int64), np.empty(BLOCK)
+    found, negatives, bad_targets, bad_scores = 0, len(targets), 0, 0
+    size, step, candidates = np.uint64(len(targets)), np.uint64(BLOCK), np.empty(BLOCK, np.uint64)
+    for block in range(np.uint64(0), size, step):
+        stop = min(block + step, size)
+        others, infinite = False, False
+        for i in range(block, stop):  # vectorised: most blocks hold finite negatives only
+            negative[i] = targets[i] == 0
+            others |= targets[i] != 0
+            infinite |= not abs(scores[i]) < np.inf
+        if not (others or infinite):
+            continue
+        count = np.uint64(0)
+        for i in range(block, stop):  # without a branch, which a processor would often guess wrong
+            candidates[count] = i
+            count += np.uint64(not negative[i])
+        if infinite:
+            for i in range(block, stop):
+                bad_scores += targets[i] == 0 and not abs(scores[i]) < np.inf
+        negatives -= np.int64(count)
+        if found + BLOCK > len(index):
+            index, values = np.append(index, np.empty(found, np.int64)), np.append(values, np.empty(found))
+        for k in range(count):
+            target, score = targets[candidates[k]], scores[candidates[k]]
+            if target == 1 or (soft and target > 0 and target < 1):
+                index[found], values[found] = candidates[k], score
+                found += 1
+                bad_scores += not abs(score) < np.inf
+            else:
+                bad_targets += target != -1
+    return index[:found], values[:found], negatives, bad_targets, bad_scores
+
+
+@_inside
+def _cell(score, low, scale, last, one):
+    """The lookup cell of a score, 0 below all edges; never falls as the score rises, however it is rounded."""
+    position = (score - low) * scale
+    position = position if position < last else last
+    return np.int32((position if position > -one else -one) + one)
+
+
+@_inside
+def _build_tables(first_row, edges, size):
+    """A lookup table per group: how many rows start in lower cells than each one.
+
+    Returns:
+        The tables one behind the other; where each begins [G + 1]; left end, inverse width and
+        number of the last cell but one of each [3, G].
+    """
+    groups, one = len(first_row) - 1, edges.dtype.type(1)
+    cells_per_row = min(max(size // (2 * len(edges)), 1), MAX_CELLS_PER_ROW)
+    begin, axes = np.zeros(groups + 1, np.int64), np.empty((3, groups), edges.dtype)
+    for g in range(groups):
+        cells = cells_per_row * (first_row[g + 1] - first_row[g])
+        begin[g + 1] = begin[g] + cells + 2
+        axes[0, g], axes[2, g] = edges[first_row[g] + 1], cells - 1
+        scale = axes[2, g] / (edges[first_row[g + 1] - 1] - axes[0, g])
+        axes[1, g] = scale if scale < np.inf else 0
+    table = np.zeros(begin[groups], np.uint32)
+    for g in range(groups):
+        low, scale, last = axes[0, g], axes[1, g], axes[2, g]
+        for row in range(first_row[g] + 1, first_row[g + 1]):
+            table[begin[g] + 1 + _cell(edges[row], low, scale, last, one)] += np.uint32(1)
+        total = np.uint32(first_row[g])
+        for cell in range(begin[g], begin[g + 1]):
+            total += table[cell]
+            table[cell] = total
+    return table, begin, axes
+
+
+@_inside
+def _tally_negatives(scores, start, stop, negative, groups, first_row, edges, width, unit, rows):
+    """Counts the negatives of each row and adds up their distances to the edge [R, 2].
+
+    Args:
+        negative: which scores are negatives [N].
+        groups: the number of each score's group, or -1 for none [N]; empty for a single group.
+        width: 2 delta.
+        unit: distances are integers in this fraction of 2 delta.
+        rows: gets the row of each negative, R for other scores [N].
+    """
+    table, begin, axes = _build_tables(first_row, edges, stop - start)
+    tallies = np.zeros((len(edges) - 1, 2), np.int64)
+    outside, single = np.uint32(len(edges) - 1), len(groups) == 0
+    zero, one = unit - unit, unit / unit
+    inverse = one / width if width > 0 else zero
+    low, scale, last = axes[0, 0], axes[1, 0], axes[2, 0]
+    cells, distances, step = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.int64), np.uint64(BLOCK)
+    for block in range(np.uint64(start), np.uint64(stop), step):
+        # One loop for each thing to do: the first and third are vectorised, and a processor stalls
+        # where it cannot tell whether a load follows a store to the same place.
+        size = min(step, np.uint64(stop) - block)
+        if single:
+            for n in range(size):
+                cells[n] = _cell(scores[block + n], low, scale, last, one)
+        else:
+            for n in range(size):
+                g = np.uint64(max(groups[block + n], 0))
+                cells[n] = begin[g] + _cell(scores[block + n], axes[0, g], axes[1, g], axes[2, g], one)
+        for n in range(size):
+            score, cell = scores[block + n], np.uint64(cells[n])
+            row, highest = np.uint64(table[cell]), np.uint64(table[cell + np.uint64(1)])
+            several = highest > row + np.uint64(2)
+            row += np.uint64(edges[row + np.uint64(1)] <= score)  # without branches: most cells have two edges at most
+            row += np.uint64(edges[row + np.uint64(1)] <= score)
+            while several and row < highest:
+                middle = (row + highest + np.uint64(1)) >> np.uint64(1)
+                if edges[middle] <= score:
+                    row = middle
+                else:
+                    highest = middle - np.uint64(1)
+            rows[block + n] = row
+        for n in range(size):
+            share = (scores[block + n] - edges[np.uint64(rows[block + n])]) * inverse  # -inf or NaN below all edges
+            share = share if share > zero else zero
+            distances[n] = np.int64((share if share < one else one) * unit)
+        for n in range(size):
+            if not negative[block + n] or (not single and groups[block + n] < 0):
+                rows[block + n] = outside
+                continue
+            row = np.uint64(rows[block + n])
+            tallies[row, 0] += 1
+            tallies[row, 1] += distances[n]
+    return tallies
+
+
+@_inside
+def _write_gradient(scores, start, stop, rows, axis, delta, own, n, index, out):
+    """Writes the gradient of a part of the scores: the line of its row for each negative.
+
+    Args:
+        own: minus the gradient of the positives themselves [P]; over n, the factor of f(s_j - s_i).
+        index: of the positives, -1 for those of other processes [P].
+    """
+    edges = axis[1]
+    height64, slope64 = _line(axis, own / (n + (n == 0)), delta)
+    height, slope = np.zeros(len(edges), edges.dtype), np.zeros(len(edges), edges.dtype)
+    for row in range(len(height64)):  # the last row, for scores that are not negatives, stays 0
+        height[row] = height64[row]
+        slope[row] = slope64[row] / (2 * delta) if delta > 0 else 0.0
+    width = edges.dtype.type(2 * delta)
+    for i in range(np.uint64(start), np.uint64(stop)):
+        row = np.uint64(rows[i])
+        distance = scores[i] - edges[row]  # -inf below all edges, NaN for ignored scores
+        distance = distance if distance < width else width
+        distance = distance if distance > 0 else width - width
+        out[i] = height[row] + slope[row] * distance
+    for k in range(len(index)):
+        if start <= index[k] and index[k] < stop:
+            out[index[k]] = -own[k]
+
+
+# ---- The mathematics on the positives ------------------------------------------------------------
+
+
+@_inside
+def _breakpoints(positives, offset, infinity, edges, high, low):
+    """s_i + offset: exactly, as a sum of two, and its edge, the next number of a dtype that is not below it."""
+    for i in range(len(positives)):
+        high[i] = positives[i] + offset
+        seen = high[i] - positives[i]
+        low[i] = (positives[i] - (high[i] - seen)) + (offset - seen)  # what rounding has lost (Knuth's TwoSum)
+        edges[i] = high[i]
+    for i in range(len(positives)):
+        if edges[i] < high[i] or (edges[i] == high[i] and low[i] > 0):
+            edges[i] = np.nextafter(edges[i], infinity)
+
+
+@_inside
+def _cut_axis(positives, first_positive, delta, infinity):
+    """Cuts the score axis at s_i - delta and s_i + delta, for each group.
+
+    Args:
+        positives: s_i, ascending within each group, float64 [P].
+        first_positive: the first positive of each group, and P [G + 1].
+        infinity: in the dtype of the scores.
+
+    Returns:
+        The first row of each group, and R [G + 1]; the left edge of each row, infinity for the
+        first of a group and behind the last [R + 1]; length and gap of each row and the number of
+        ramps it lies on [3, R]; the rows in which the ramp of each positive starts and ends [2, P].
+    """
+    groups, count = len(first_positive) - 1, len(positives)
+    first_row = first_positive * (2 if delta > 0 else 1) + np.arange(groups + 1)
+    rows = first_row[groups]
+    edges, geometry = np.full(rows + 1, infinity), np.zeros((3, rows))
+    lengths, gaps, ramps = geometry[0], geometry[1], geometry[2]
+    bounds = np.empty((2, count), np.int64)
+    ends = np.empty((2, count + 1), edges.dtype)  # of the ramps: where they start, where they end
+    high, low = np.empty((2, count + 1)), np.empty((2, count + 1))
+    if delta > 0:
+        _breakpoints(positives, -delta, infinity, ends[0], high[0], low[0])
+        _breakpoints(positives, delta, infinity, ends[1], high[1], low[1])
+    for g in range(groups):
+        start = end = first_positive[g]
+        stop, row = first_positive[g + 1], first_row[g]
+        previous_high, previous_low, width = 0.0, 0.0, 2 * delta
+        while end < stop:
+            row += 1
+            if delta == 0:
+                tied = end > first_positive[g] and positives[end] == positives[end - 1]
+                edges[row] = positives[end]
+                bounds[0, end] = bounds[1, end] = bounds[0, end - 1] if tied else row
+                end += 1
+                continue
+            is_end = np.int64(start >= stop or ends[0, start] > ends[1, end])
+            i = end if is_end else start
+            edge, exact, lost = ends[is_end, i], high[is_end, i], low[is_end, i]
+            bounds[is_end, i] = row
+            end += is_end
+            start += 1 - is_end
+            edges[row] = edge
+            ramps[row] = start - end
+            if ramps[row - 1] > 0:  # a length below 0 makes up for two edges that rounding swapped
+                lengths[row - 1] = ((exact - previous_high) + (lost - previous_low)) / width
+            if edge < infinity:
+                gaps[row] = (edge - exact - lost) / width
+            previous_high, previous_low = exact, lost
+    return first_row, edges, geometry, bounds
+
+
+@_inside
+def _sums_above(axis, delta, counts, sums):
+    """Sums of f(s_j - s_i) over the scores j that were tallied in the rows, for each i [P].
+
+    With C(u) the number of scores above u, the sum is the mean of C over the ramp of i. The integral
+    of C is accumulated from the top, where ranks are small.
+    """
+    first_row, _, geometry, bounds = axis
+    lengths, gaps, ramps = geometry[0], geometry[1], geometry[2]
+    integral = np.zeros(len(lengths))
+    for g in range(len(first_row) - 1):
+        count_above, total = 0.0, 0.0
+        for row in range(first_row[g + 1] - 1, first_row[g], -1):
+            if delta == 0:
+                total += counts[row]
+            elif ramps[row] > 0:
+                total += count_above * lengths[row] + sums[row] + counts[row] * gaps[row]
+            integral[row] = total
+            count_above += counts[row]
+    out = np.empty(bounds.shape[1])
+    for i in range(len(out)):
+        out[i] = integral[bounds[0, i]] - (integral[bounds[1, i]] if delta > 0 else 0.0)
+    return out
+
+
+@_inside
+def _positive_rows(axis, positives, first_positive, delta):
+    """The row of each positive, and its distance to the row's edge as a share of 2 delta [P]."""
+    first_row, edges = axis[0], axis[1]
+    rows, shares = np.empty(len(positives), np.int64), np.zeros(len(positives))
+    for g in range(len(first_row) - 1):
+        row = first_row[g]
+        for i in range(first_positive[g], first_positive[g + 1]):
+            while row + 1 < first_row[g + 1] and edges[row + 1] <= positives[i]:
+                row += 1
+            rows[i] = row
+            if delta > 0:
+                shares[i] = (positives[i] - edges[row]) / (2 * delta)
+    return rows, shares
+
+
+@_inside
+def _rank_positives(axis, positives, first_positive, delta, tallies, weights, box_losses):
+    """The arguments of a rule, and the weight of each positive in the mean [5, P]; see :class:`.Ranks`.
+
+    ``weights`` and ``box_losses`` may be empty.
+    """
+    first_row, f0 = axis[0], 0.5 if delta > 0 else 1.0
+    ranks = np.zeros((5, len(positives)))
+    rows, shares = _positive_rows(axis, positives, first_positive, delta)
+    counts, sums = np.zeros(tallies.shape[1]), np.zeros(tallies.shape[1])
+    for i in range(len(rows)):
+        counts[rows[i]] += 1
+        sums[rows[i]] += shares[i]
+    ranks[0] = _sums_above(axis, delta, counts, sums) - f0  # without i itself
+    ranks[1] = _sums_above(axis, delta, tallies[0], tallies[1])
+    if len(box_losses) > 0:
+        counts[:], sums[:] = 0, 0
+        for i in range(len(rows)):
+            counts[rows[i]] += box_losses[i]
+            sums[rows[i]] += box_losses[i] * shares[i]
+        ranks[3] = _sums_above(axis, delta, counts, sums) - f0 * box_losses
+    ranks[4] = 1.0
+    if len(weights) > 0:
+        ranks[4] = weights
+    for g in range(len(first_row) - 1):
+        start, stop = first_positive[g], first_positive[g + 1]
+        ranks[2, start:stop] = tallies[0, first_row[g] : first_row[g + 1]].sum()
+        total = ranks[4, start:stop].sum()
+        ranks[4, start:stop] /= (total if total > 0 else 1.0) * (len(first_row) - 1)
+    return ranks
+
+
+cut_axis = Kernel(_cut_axis.py_func)
+tally_negatives = Kernel(_tally_negatives.py_func)
+rank_positives = Kernel(_rank_positives.py_func)
+write_gradient = Kernel(_write_gradient.py_func)
+
+
+@_inside
+def _in_shares(tallies, unit):
+    """Tallies [R, 2] as float64 counts and sums of distances in shares of 2 delta [2, R]."""
+    shares = np.empty((2, len(tallies)))
+    for row in range(len(tallies)):
+        shares[0, row], shares[1, row] = tallies[row, 0], tallies[row, 1] / np.float64(unit)
+    return shares
+
+
+in_shares = Kernel(_in_shares.py_func)
+
+
+@_inside
+def _apply_ratio(ranks, ratio, monotone):
+    """The errors of a rule that is a :class:`.Ratio`, times the weights, and their sum."""
+    own, total, smallest = np.empty(ranks.shape[1]), 0.0, np.inf
+    for i in range(len(own)):
+        p, n = ranks[0, i], ranks[1, i]
+        denominator = ratio[0] + ratio[1] * p + ratio[2] * n + ratio[3] * ranks[2, i]
+        error = n / denominator if denominator > 0 else 0.0
+        smallest = min(smallest, error) if monotone else error
+        own[i] = smallest * ranks[4, i]
+        total += own[i]
+    return own, total
+
+
+@Kernel
+def loss_and_gradient(scores, negative, positives, index, delta, infinity, width, unit, ratio, monotone, rows, out):
+    """A loss of one value for one thread, in one call; ``out`` gets the gradient unless it is empty."""
+    first_positive, nothing = np.array([0, len(positives)]), np.empty(0)
+    axis = _cut_axis(positives, first_positive, delta, infinity)
+    no_groups = np.empty(0, np.int32)
+    tallies = _tally_negatives(scores, 0, len(scores), negative, no_groups, axis[0], axis[1], width, unit, rows)
+    ranks = _rank_positives(axis, positives, first_positive, delta, _in_shares(tallies, unit), nothing, nothing)
+    own, loss = _apply_ratio(ranks, ratio, monotone)
+    if len(out) > 0:
+        _write_gradient(scores, 0, len(scores), rows, axis, delta, own, ranks[1], index, out)
+    return loss
+
+
+apply_ratio = Kernel(_apply_ratio.py_func)
+
+
+@_inside
+def _line(axis, weights, delta):
+    """g(s) = sum_i weights_i f(s - s_i) in each row: its value at the edge and its slope [R]."""
+    first_row, _, geometry, bounds = axis
+    lengths, gaps, ramps = geometry[0], geometry[1], geometry[2]
+    height, slope = np.zeros(len(lengths)), np.zeros(len(lengths))
+    for i in range(len(weights)):
+        slope[bounds[0, i]] += weights[i]
+        if delta > 0:
+            slope[bounds[1, i]] -= weights[i]
+    for g in range(len(first_row) - 1):
+        rate, value = 0.0, 0.0
+        for row in range(first_row[g] + 1, first_row[g + 1]):
+            if delta == 0:
+                value += slope[row]
+                slope[row], height[row] = 0.0, value
+                continue
+            rate += slope[row]
+            slope[row] = rate if ramps[row] > 0 else 0.0
+            height[row] = value + slope[row] * gaps[row]
+            value += slope[row] * lengths[row]
+    return height, slope
+
+
+@Kernel
+def line_at_positives(axis, positives, first_positive, weights, delta):
+    """sum_i weights_i f(s_k - s_i) for each positive k [P]."""
+    height, slope = _line(axis, weights, delta)
+    rows, shares = _positive_rows(axis, positives, first_positive, delta)
+    return height[rows] + slope[rows] * shares
+
+
+@Kernel
+def running_minimum(values, first_positive):
+    """The smallest value up to each place within its group [P]."""
+    smallest = values.copy()
+    for g in range(len(first_positive) - 1):
+        for i in range(first_positive[g] + 1, first_positive[g + 1]):
+            smallest[i] = min(smallest[i], smallest[i - 1])
+    return smallest
+
+
+@numba.njit(fastmath={"reassoc", "nsz", "contract"}, **OPTIONS)
+def _pair_sums(positives, deficits, first, last, i, rate):
+    """Sums over positives k of f(x_ik) and f(x_ik) (1 - y_k); then of those with y_k < y_i."""
+    count, deficit, violations, violating_deficit = 0.0, 0.0, 0.0, 0.0
+    for k in range(np.uint64(first), np.uint64(last)):
+        step = min(max((positives[k] - positives[i]) * rate + 0.5, 0.0), 1.0) if rate > 0 else 1.0
+        violating = step if deficits[k] > deficits[i] else 0.0
+        count += step
+        deficit += step * deficits[k]
+        violations += violating
+        violating_deficit += violating * deficits[k]
+    return count, deficit, violations, violating_deficit
+
+
+@Kernel
+def sort_pairs(positives, first_positive, qualities, weights, delta):
+    """The sorting error of Rank & Sort and its gradient on the positives [P].
+
+    The current error is the mean of 1 - y over the positives above i; the target is the mean over
+    those among them that belong there, y >= y_i. Those with y < y_i share the blame.
+    """
+    gradient, total = np.zeros(len(positives)), 0.0
+    deficits = 1 - qualities
+    rate = 0.5 / delta if delta > 0 else 0.0
+    for g in range(len(first_positive) - 1):
+        first, last = first_positive[g], first_positive[g + 1]
+        for i in range(first_positive[g], last):
+            # Positives further below i than delta are not above it. Ties are, also for delta = 0.
+            while positives[i] - positives[first] > delta:
+                first += 1
+            count, deficit, violations, violating = _pair_sums(positives, deficits, first, last, i, rate)
+            if violations <= 0:
+                continue
+            error = deficit / count - (deficit - violating) / (count - violations)
+            total += error * weights[i]
+            gradient[i] -= error * weights[i]
+            blame = error * weights[i] / violations
+            for k in range(np.uint64(first), np.uint64(last)):
+                step = min(max((positives[k] - positives[i]) * rate + 0.5, 0.0), 1.0) if rate > 0 else 1.0
+                gradient[k] += step * blame if deficits[k] > deficits[i] else 0.0
+    return total, gradient
+
+
+# ---- The backend ---------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Found(Found):
+    """The positives, this process's other scores, and how the positives cut the axis."""
+
+    positive_scores: Any = None  # float64
+    scores: Any = None  # [N], float32 or float64
+    negative: Any = None  # bool [N]
+    axis: Any = None  # see cut_axis
+    first_positive: Any = None  # of each group [G + 1]
+    rows: Any = None  # of the scores, uint32 [N]
+
+
+def rank_directly(
+    scores: Tensor, targets: Tensor, rule: Rule, delta: float, needs_gradient: bool
+) -> tuple[Tensor, Tensor | None] | None:
+    """Loss and gradient of the plain case, with as little Python as possible around the kernels.
+
+    The plain case has one process, one value, no groups, weights or box losses. None for any other,
+    and for invalid input, on which the stages of :class:`NumbaBackend` raise.
+    """
+    size = scores.numel()
+    if (
+        scores.dtype not in _NUMPY
+        or targets.dtype not in COMPILED_TARGETS
+        or type(rule.error) is not Ratio
+        or rule.second
+        or scores.shape != targets.shape
+        or not (size and scores.is_cpu and targets.is_cpu and scores.is_contiguous() and targets.is_contiguous())
+        or not (delta == 0 or MIN_DELTA <= delta < np.inf)
+    ):
+        return None
+    flat, kind = scores.detach().view(-1).numpy(), _NUMPY[scores.dtype]
+    negative = np.empty(size, np.bool_)
+    index, positives, _, bad_targets, bad_scores = find_positives(
+        targets.detach().view(-1).numpy(), flat, False, negative
+    )
+    if len(index) == 0 or bad_targets or bad_scores:
+        return None
+    order = positives.argsort()
+    positives, index, delta, rows = positives[order], index[order], float(delta), np.empty(size, np.uint32)
+    gradient = torch.empty_like(scores) if needs_gradient else None
+    out = flat[:0] if gradient is None else gradient.view(-1).numpy()
+    numbers = (kind(np.inf), kind(2 * delta), kind(2.0 ** (62 - size.bit_length())))
+    if _num_parts(size) == 1:
+        rest = (*numbers, tuple(rule.error), rule.monotone, rows, out)
+        loss = loss_and_gradient(flat, negative, positives, index, delta, *rest)
+        return torch.scalar_tensor(loss, dtype=scores.dtype), gradient
+    first_positive = np.array([0, len(positives)])
+    axis = cut_axis(positives, first_positive, delta, numbers[0])
+    of_rows = (negative, _NO_GROUPS, *axis[:2], *numbers[1:], rows)
+    tallies = sum(_in_parts(size, lambda start, stop: tally_negatives(flat, start, stop, *of_rows)))
+    shares = in_shares(tallies, numbers[2])
+    ranks = rank_positives(axis, positives, first_positive, delta, shares, _NOTHING, _NOTHING)
+    own, loss = apply_ratio(ranks, tuple(rule.error), rule.monotone)
+    if gradient is not None:
+        of_rows = (rows, axis, delta, own, ranks[1], index, out)
+        _in_parts(size, lambda start, stop: write_gradient(flat, start, stop, *of_rows))
+    return torch.scalar_tensor(loss, dtype=scores.dtype), gradient
+
+
+_NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
+
+
+class NumbaBackend:
+    """See :class:`aploss.losses.ranking.problem.Backend`."""
+
+    name = "cpu"
+
+    def find(self, problem: Problem) -> Found:
+        scores, targets = problem.scores.to(problem.dtype).numpy(), problem.targets
+        if targets.dtype not in COMPILED_TARGETS:
+            targets = targets.to(torch.float32)
+        negative = np.empty(len(scores), np.bool_)
+        soft = problem.rule.second == "sorting"
+        index, values, *counts = find_positives(targets.numpy(), scores, soft, negative)
+        others = problem.box_losses, problem.weights
+        status = Status(len(index), *counts, *(0 if given is None else _count_bad(given) for given in others))
+        return _Found(status, index, values, scores, negative)
+
+    def positives(self, problem: Problem, found: Found, **given: Tensor) -> Positives:
+        assert isinstance(found, _Found)
+        if not given:
+            return Positives(found.positive_scores, found.index)
+        columns = {name: value.numpy() for name, value in given.items()}
+        return Positives(found.positive_scores, found.index, **columns)
+
+    def from_tensors(self, columns: dict[str, Tensor]) -> Positives:
+        return Positives(**{name: value.numpy() for name, value in columns.items()})
+
+    def sort(self, positives: Positives) -> Positives:
+        if positives.groups is None:
+            return positives.select(positives.scores.argsort())
+        return positives.select(np.lexsort((positives.scores, positives.groups)))
+
+    def rank(self, problem: Problem, found: Found, positives: Positives, reduce: Reduce | None) -> Ranks:
+        assert isinstance(found, _Found)
+        scores, size, delta = found.scores, len(found.scores), problem.delta
+        found.first_positive, groups = _number_groups(problem, positives)
+        found.rows = np.empty(size, np.uint32)
+        weights, boxes = positives.weights, positives.box_losses
+        given = (_NOTHING if weights is None else weights, _NOTHING if boxes is None else boxes)
+        axis = (positives.scores, found.first_positive, delta)
+        kind = scores.dtype.type
+        numbers = (kind(2 * delta), kind(2.0 ** (62 - size.bit_length())))
+        found.axis = cut_axis(*axis, kind(np.inf))
+        rest = (found.negative, groups, *found.axis[:2], *numbers, found.rows)
+        parts = _in_parts(size, lambda start, stop: tally_negatives(scores, start, stop, *rest))
+        tallies = in_shares(sum(parts), numbers[1])
+        if reduce is not None:
+            reduce(torch.from_numpy(tallies))
+        return Ranks(*rank_positives(found.axis, *axis, tallies, *given))
+
+    def running_minimum(self, found: Found, values: Any) -> Any:
+        return running_minimum(values, found.first_positive)
+
+    def sort_pairs(self, problem: Problem, found: Found, positives: Positives, weights: Any) -> tuple[Any, Any]:
+        return sort_pairs(positives.scores, found.first_positive, positives.qualities, weights, problem.delta)
+
+    def line_at_positives(self, problem: Problem, found: Found, positives: Positives, weights: Any) -> Any:
+        return line_at_positives(found.axis, positives.scores, found.first_positive, weights, problem.delta)
+
+    def tensor(self, values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if isinstance(values, float):  # faster than as_tensor
+            return torch.scalar_tensor(values, dtype=dtype)
+        return torch.as_tensor(values, dtype=dtype)
+
+    def gradient(self, problem: Problem, found: Found, positives: Positives, ranks: Ranks, correction: Any) -> Tensor:
+        assert isinstance(found, _Found)
+        gradient = torch.empty(len(found.scores), dtype=problem.dtype)
+        own = correction * ranks.weights * problem.num_processes
+        rest = (found.rows, found.axis, problem.delta, own, ranks.n, positives.index, gradient.numpy())
+        _in_parts(len(found.scores), lambda start, stop: write_gradient(found.scores, start, stop, *rest))
+        return gradient
+
+
+_NOTHING, _NO_GROUPS = np.empty(0), np.empty(0, np.int32)
+
+
+def _count_bad(given: Tensor) -> int:
+    """How many values, of box losses or weights, are negative or not finite."""
+    return int((~((given >= 0) & (given < torch.inf))).sum())
+
+
+def _number_groups(problem: Problem, positives: Positives) -> tuple[Any, Any]:
+    """The first positive of each group, and P [G + 1]; the group of each score, or -1 [N] (empty without groups)."""
+    count = len(positives.scores)
+    if problem.groups is None:
+        return np.array([0, count]), _NO_GROUPS
+    numbers, first = np.unique(positives.groups, return_index=True)
+    given = problem.groups.numpy()
+    low, high = int(numbers[0]), int(numbers[-1])
+    if high - low <= max(2 * len(given), 1 << 20):  # a table of all numbers in between
+        dense = np.full(high - low + 2, -1, np.int32)
+        dense[numbers - low] = np.arange(len(numbers))
+        inside = (given >= low) & (given <= high)
+        groups = dense[np.where(inside, given - low, high - low + 1)]
+    else:
+        place = np.searchsorted(numbers, given).clip(max=len(numbers) - 1)
+        groups = np.where(numbers[place] == given, place, -1).astype(np.int32)
+    return np.append(first, count), groups
+
+
+def _num_parts(size: int) -> int:
+    """How many threads share the scores: torch's number, where each has enough to do."""
+    return min(torch.get_num_threads(), max(size // MIN_SCORES_PER_THREAD, 1))
+
+
+def _in_parts(size: int, work: Callable[[int, int], Any]) -> list[Any]:
+    """``work(start, stop)`` on equal parts of the scores, each on a thread of its own."""
+    threads = _num_parts(size)
+    if threads == 1:
+        return [work(0, size)]
+    bounds = itertools.pairwise([size * part // threads for part in range(threads + 1)])
+    # A forked process inherits no threads: the pool belongs to a process.
+    return list(_thread_pool(os.getpid(), threads).map(lambda part: work(*part), bounds))
+
+
+@cache
+def _thread_pool(process: int, threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="aploss")
