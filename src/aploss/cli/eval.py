@@ -164,7 +164,7 @@ def _read(annotations: str, detections: str) -> tuple[Annotations, DetectionTabl
     if names is not None:
         return _matched_by_name(truth, table, *names, annotations)
     try:
-        table = as_detections(_with_ids_of_files(table, truth), truth)
+        table = as_detections(table, truth)
     except DataError as error:
         raise DataError(f"{detections}: {error}") from None
     missed = len(truth.images) - len(np.unique(table.image_ids))
@@ -172,16 +172,6 @@ def _read(annotations: str, detections: str) -> tuple[Annotations, DetectionTabl
         images = f"{missed} of {len(truth.images)} annotated images"
         _warn(f"{images} have no detection, which counts as missed: are these the detections of all images?")
     return truth, table
-
-
-def _with_ids_of_files(table: DetectionTable, truth: GroundTruth) -> DetectionTable:
-    """The detections with image ids that are text, and none of the annotations', taken as names of files."""
-    strange = {number: text for text, number in table.texts.images.items() if text not in truth.texts.images}
-    ids = _by_file_name(strange, truth.file_names)
-    if not ids:
-        return table
-    _warn(f"{len(ids)} image ids are no ids of the annotations, but names of their files, and matched by them")
-    return replace(table, image_ids=_renumbered(table.image_ids, ids))
 
 
 def _names_of(detections: str, table: DetectionTable) -> tuple[dict[int, str], dict[int, str]] | None:

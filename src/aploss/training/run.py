@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from aploss.data.features import StoredFeatures, Views, store_features
+from aploss.data.formats import DataFormat
 from aploss.data.loader import AugmentedSamples, make_training_loader
 from aploss.detectors.build import build_detector
 from aploss.detectors.checkpoint import Checkpoint
@@ -39,6 +40,7 @@ def train(
     quiet: bool = True,
     on_progress: Callable[[dict[str, Any]], Any] | None = None,
     callbacks: Sequence[Callback] = (),
+    source: DataFormat | None = None,
 ) -> Summary:
     """Trains, evaluates and reports one run.
 
@@ -52,6 +54,7 @@ def train(
         on_progress: called on rank 0 with every row of metrics.
         callbacks: called on rank 0 at the start, for rows of metrics, validations, and at the end; see
             :class:`~aploss.training.Callback`.
+        source: the dataset of ``config.data`` if :func:`~aploss.data.find_source` has found it already.
 
     Returns:
         The summary, as in ``summary.json``.
@@ -81,7 +84,7 @@ def train(
         wanted = [*make_tracker(config.tracker), *observers, *callbacks]  # on all ranks, which must fail together
         listeners = Callbacks(wanted if world.is_main else [])
         checkpoint = world.on_main(lambda: _open_folder(config, folder, resume, stack))
-        data = world.main_first(lambda: load_run_data(config))  # rank 0 generates the built-in data
+        data = world.main_first(lambda: load_run_data(config, source))  # rank 0 generates the built-in data
         loop = _make_loop(config, data, device, world, folder, progress, listeners, checkpoint)
         if checkpoint is not None:
             loop.restore(checkpoint)

@@ -8,7 +8,7 @@ import torch
 
 from aploss.data.annotations import Annotations, DetectionDataset
 from aploss.data.formats import DataFormat, common_split_name
-from aploss.data.load import find_source, load_split
+from aploss.data.load import find_source
 from aploss.detectors.detector import Detector
 from aploss.errors import ConfigError, DataError
 from aploss.evaluation import DetectionTable, Metrics, coco_metrics
@@ -70,14 +70,17 @@ class RunData:
         return list(dict.fromkeys(split for split in found if split is not None))
 
 
-def load_run_data(config: TrainConfig) -> RunData:
-    """Loads the splits that the config names, or that the dataset has; DataError if there is nothing to train on."""
+def load_run_data(config: TrainConfig, source: DataFormat | None = None) -> RunData:
+    """Loads the splits that the config names, or that the dataset has; DataError if there is nothing to train on.
+
+    ``source`` is the dataset of ``config.data`` if it has been found already, so that nothing is parsed twice.
+    """
     if not config.data:
         raise ConfigError("no data: give --data a folder, or --data builtin")
-    source = find_source(config.data, format=config.splits.format)
+    source = source or find_source(config.data, format=config.splits.format)
     known = {common_split_name(name): name for name in reversed(source.splits)}  # "train" for "train2017"
     train_name = config.splits.train or _training_split(known, config.data)
-    train = load_split(source, train_name)
+    train = source.load(train_name)
     if train.num_boxes == 0:
         raise DataError(f"the split {train_name} of {config.data} has no objects to learn from")
     remarks: list[str] = []
@@ -85,7 +88,8 @@ def load_run_data(config: TrainConfig) -> RunData:
     validation_name = config.splits.validation or _validation_split(known, train_name)
     if validation_name is None:
         train_name, validation_name = _hold_out(train_name, config.splits.holdout)
-        train, validation = load_split(source, train_name, train.class_names), _load(source, validation_name, train)
+        train = source.load(train_name, class_names=train.class_names)
+        validation = _load(source, validation_name, train)
         remarks.append(f"no validation split: {len(validation.dataset)} training images are held out")
     elif validation_name != NO_SPLIT:
         validation = _load(source, validation_name, train)
@@ -106,7 +110,7 @@ def load_run_data(config: TrainConfig) -> RunData:
 
 
 def _load(source: DataFormat, split: str, train: DetectionDataset) -> Split:
-    return Split(load_split(source, split, train.class_names))
+    return Split(source.load(split, class_names=train.class_names))
 
 
 def _training_split(known: dict[str, str], data: str) -> str:
@@ -153,7 +157,7 @@ def suggest_recipe(device: torch.device, detector: str | None = None) -> str:
     return "any-cpu" if detector in (None, "retinanet-lite0") else "scratch-cpu"
 
 
-def suggest_image_sizes(recipe: str, data: str, *, format: str = "auto") -> dict[str, Any]:
+def suggest_image_sizes(recipe: str, source: DataFormat) -> dict[str, Any]:
     """Chooses image sizes for a recipe of :func:`suggest_recipe` that suit the images of a dataset.
 
     On a CPU, training images get the usual shape of the dataset, so that objects look the same as in testing, and are
@@ -161,7 +165,7 @@ def suggest_image_sizes(recipe: str, data: str, *, format: str = "auto") -> dict
     """
     if recipe not in ("any-cpu", "scratch-cpu"):
         return {}
-    height, width = usual_size(load_split(find_source(data, format=format), "all"))
+    height, width = usual_size(source.load())
     shorter = min(height, width)
     return {"batches": {"image_size": [height, width]}, "model": {"options": {"test_size": [shorter, 2 * shorter]}}}
 
