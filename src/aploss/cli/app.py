@@ -1,30 +1,29 @@
-"""Look at what a run finds, in the browser: drop an image, move the threshold, put two runs side by side.
+"""``aploss app``: detections of one or two runs in the browser, as a Gradio app that works offline.
 
-A small server for this machine alone (127.0.0.1), with a page of its own that loads nothing from anywhere. An image
-goes through the runs once; the threshold is moved in the page.
+Each image passes through the detectors once; moving the threshold only redraws. Uploads are kept in a temporary folder
+that is removed when the app ends.
 """
 
-import base64
-import errno
-import io
 import json
+import os
+import socket
 import tempfile
 import threading
-import time
-from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.resources import files
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
-from jsonargparse import ArgumentParser, Namespace
-
-from aploss.cli.command import Command
-from aploss.errors import AplossError, ConfigError
+from aploss.cli.command import Command, run_folder_of
+from aploss.errors import AplossError, ConfigError, require_packages
 
 if TYPE_CHECKING:
-    from aploss.detectors.predict import ObjectDetector
+    from gradio import Blocks
+
+    from aploss.detectors.predict import ObjectDetector, Prediction
 
 EXAMPLES = """
   aploss app runs/demo
@@ -34,174 +33,203 @@ EXAMPLES = """
 
 HOST = "127.0.0.1"
 PORT = 7860
-MAX_BYTES = 32 * 2**20
-LONGEST_SHOWN = 1600  # pixels of the picture that the page gets back
-PAGE = {"/": ("index.html", "text/html"), "/app.js": ("app.js", "text/javascript"), "/app.css": ("app.css", "text/css")}
-SECURITY = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-store",
-}
+MAX_FILE_BYTES = 32 * 2**20
+MAX_IMAGES = 50  # per upload
+MAX_SIDE = 1600  # pixels of the pictures that the browser receives
+COLUMNS = ("run", "image", "class", "score", "x1", "y1", "x2", "y2")
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("run", type=str, help="run folder, checkpoint or exported file of a detector")
-    parser.add_argument("other", type=str, nargs="?", help="a second one, to see beside it")
-    parser.add_argument("--port", type=int, default=PORT, help="of 127.0.0.1; 0 takes a free one")
-    parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, mps or auto")
+    parser.add_argument("run", help="run folder, checkpoint or exported file")
+    parser.add_argument("other", nargs="?", help="a second one to compare with")
+    parser.add_argument("--port", type=int, default=PORT, help=f"port on {HOST}; 0 picks a free one")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, mps or auto")
 
 
 def _run(options: Namespace) -> int:
-    """Serves the page until Ctrl-C."""
+    """Serves the app until Ctrl-C."""
     from aploss.cli.predict import load_detector
 
+    require_packages("gradio")
     if not 0 <= options.port <= 65535:
-        raise ConfigError(f"--port {options.port}: must be from 0 to 65535")
-    names = [name for name in (options.run, options.other) if name is not None]
-    server = make_server(names, [load_detector(name, options.device) for name in names], port=options.port)
-    print(f"http://{HOST}:{server.server_port}  (only from this machine; Ctrl-C ends it)", flush=True)
-    with server:
+        raise ConfigError(f"--port {options.port}: must be between 0 and 65535")
+    paths = [path for path in (options.run, options.other) if path is not None]
+    viewer = Viewer([Run(path, load_detector(path, options.device)) for path in paths])
+    with serve(viewer, options.port) as address:
+        print(f"{address}  (local access only; press Ctrl-C to stop)", flush=True)
         try:
-            server.serve_forever()
+            threading.Event().wait()
         except KeyboardInterrupt:
             print()
     return 0
 
 
-def make_server(names: Sequence[str], detectors: "Sequence[ObjectDetector]", *, port: int = 0) -> "AppServer":
-    """A server on 127.0.0.1 that shows what detectors find; ConfigError where the port is taken or not allowed."""
-    try:
-        return AppServer(names, detectors, port)
-    except OSError as error:
-        if error.errno in (errno.EADDRINUSE, errno.EACCES):
-            raise ConfigError(f"--port {port}: {error.strerror}; --port 0 takes a free one") from error
-        raise
+@dataclass(frozen=True)
+class Run:
+    """A detector and the path it was loaded from."""
+
+    path: str
+    detector: "ObjectDetector"
+
+    def card(self) -> str:
+        """The model card as HTML: classes, threshold and, where the run folder has them, loss, AP and date."""
+        from aploss.reports.run_files import read_json
+        from aploss.training.run_folder import Summary
+
+        calibrated = "calibrated" if self.detector.calibration is not None else "not calibrated"
+        rows = {"classes": ", ".join(self.detector.class_names), "scores": calibrated}
+        if self.detector.draw_threshold is not None:
+            rows["threshold"] = f"{self.detector.draw_threshold:.2f} (best F1 on validation)"
+        folder = run_folder_of(self.path)
+        if folder is not None and folder.summary_file.is_file():
+            summary = Summary.read(folder.summary_file)
+            rows |= {"detector": summary.detector, "loss": summary.loss, "data": summary.data}
+            if summary.AP is not None:
+                rows["AP"] = f"{100 * summary.AP:.1f} on {summary.split}"
+            started = (read_json(folder.path / "environment.json") or {}).get("started", "")
+            rows["trained"] = str(started)[:10]
+        cells = "".join(f"<tr><th>{name}</th><td>{escape(text)}</td></tr>" for name, text in rows.items() if text)
+        return f"<h2>{escape(self.path)}</h2><table>{cells}</table>"
 
 
-class AppServer(ThreadingHTTPServer):
-    """Serves the page and answers with detections, one image at a time."""
+@dataclass(frozen=True)
+class ImageResult:
+    """An uploaded image with all detections of each run, whatever their scores."""
 
-    daemon_threads = True
-
-    def __init__(self, names: Sequence[str], detectors: "Sequence[ObjectDetector]", port: int) -> None:
-        self.names, self.detectors = tuple(names), tuple(detectors)
-        self.busy = threading.Lock()  # detectors and cores are shared
-        super().__init__((HOST, port), _Handler)
-
-    def about(self) -> dict[str, Any]:
-        """What the page needs to know of the runs."""
-        from aploss.plotting.style import class_colour
-
-        runs = [
-            {
-                "name": name,
-                "classes": [
-                    {"name": one, "colour": class_colour(label)} for label, one in enumerate(detector.class_names)
-                ],
-                "threshold": detector.draw_threshold,
-                "calibrated": detector.calibration is not None,
-            }
-            for name, detector in zip(self.names, self.detectors, strict=True)
-        ]
-        return {"runs": runs, "max_bytes": MAX_BYTES}
-
-    def detect(self, content: bytes) -> dict[str, Any]:
-        """All detections of each run in an image file, and the image as it was seen."""
-        from torchvision.transforms.v2.functional import to_pil_image
-
-        from aploss.data.images import ImageError, read_image
-
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "image"
-            file.write_bytes(content)
-            try:
-                image = read_image(file)
-            except ImageError as error:
-                raise ConfigError(error.detail) from error
-        found = []
-        with self.busy:
-            for detector in self.detectors:
-                start = time.perf_counter()
-                (prediction,) = detector.predict(image, threshold=0.0)
-                rows = zip(
-                    prediction.labels.tolist(), prediction.scores.tolist(), prediction.boxes.tolist(), strict=True
-                )
-                found.append({"seconds": time.perf_counter() - start, "detections": list(rows)})
-        picture = to_pil_image(image)
-        picture.thumbnail((LONGEST_SHOWN, LONGEST_SHOWN))
-        picture.save(buffer := io.BytesIO(), "JPEG", quality=90)
-        shown = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-        height, width = image.shape[1:]
-        return {"width": width, "height": height, "picture": shown, "runs": found}
+    path: str
+    predictions: "list[Prediction]"
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: AppServer
-    timeout = 60  # of a connection that says nothing
+class Viewer:
+    """The functions behind the page, and the page itself."""
 
-    def do_GET(self) -> None:
-        path = urlsplit(self.path).path
-        if not self._from_here():
-            return
-        if path == "/about":
-            self._answer_json(200, self.server.about())
-        elif path in PAGE:
-            name, kind = PAGE[path]
-            self._answer(200, kind, (files("aploss.cli") / "app_page" / name).read_bytes())
-        else:
-            self._refuse(404, "there is no such page")
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = tuple(runs)
+        thresholds = [run.detector.draw_threshold for run in self.runs]
+        self.threshold = next((one for one in thresholds if one is not None), 0.5)
 
-    def do_POST(self) -> None:
-        if not self._from_here():
-            return
-        length = self.headers.get("Content-Length", "")
-        # Pages of other sites cannot send this header without being allowed to.
-        if self.path != "/detect" or self.headers.get("X-Aploss") != "1":
-            self._refuse(404, "images go to /detect")
-        elif not length.isascii() or not length.isdecimal():
-            self._refuse(411, "the length of the image is missing")
-        elif int(length) > MAX_BYTES:
-            size = f"{int(length) / 2**20:.0f} MB"
-            self._refuse(413, f"the file has {size}, at most {MAX_BYTES // 2**20} MB are taken")
-        else:
-            self._detect(self.rfile.read(int(length)))
+    def detect(self, files: Sequence[str] | None, threshold: float) -> list[Any]:
+        """Passes uploaded images through the detectors; returns their results, then the values of :meth:`show`."""
+        from aploss.data.images import read_image
 
-    def _detect(self, content: bytes) -> None:
+        if len(files or ()) > MAX_IMAGES:
+            raise ConfigError(f"{len(files or ())} images: at most {MAX_IMAGES} at a time")
+        results = []
+        for path in files or ():
+            image = read_image(path)  # refuses images with too many pixels before decoding them
+            results.append(ImageResult(path, [run.detector.predict(image, threshold=0.0)[0] for run in self.runs]))
+        return [results, *self.show(results, threshold)]
+
+    def show(self, results: Sequence[ImageResult], threshold: float) -> list[Any]:
+        """The pictures of each run, the rows of the table and the path of the JSON file, at a threshold."""
+        pictures: list[list[Any]] = [[] for _ in self.runs]
+        rows = []
+        for result in results:
+            for run, prediction, gallery in zip(self.runs, result.predictions, pictures, strict=True):
+                keep = prediction.scores >= threshold
+                gallery.append(_picture(result.path, prediction, keep, run.detector.class_names))
+                corners, scores = prediction.boxes[keep].tolist(), prediction.scores[keep].tolist()
+                names = [name for name, kept in zip(prediction.class_names, keep.tolist(), strict=True) if kept]
+                for name, score, box in zip(names, scores, corners, strict=True):
+                    numbers = [round(score, 4), *(round(corner, 1) for corner in box)]
+                    rows.append([run.path, Path(result.path).name, name, *numbers])
+        folder = Path(tempfile.mkdtemp(dir=os.environ.get("GRADIO_TEMP_DIR")))
+        document = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+        (folder / "detections.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
+        return [*pictures, rows, str(folder / "detections.json")]
+
+    def page(self) -> "Blocks":
+        """Builds the Gradio app."""
+        import gradio as gr
+
+        with gr.Blocks(title="aploss", analytics_enabled=False) as page:
+            gr.HTML("<h1>aploss</h1>")
+            with gr.Row():
+                for run in self.runs:
+                    gr.HTML(run.card())
+            limits = f"up to {MAX_FILE_BYTES // 2**20} MB each"
+            files = gr.File(label=f"Images ({limits})", file_count="multiple", file_types=["image"], height=140)
+            threshold = gr.Slider(0, 1, value=self.threshold, step=0.01, label="Score threshold")
+            with gr.Row():
+                galleries = [
+                    gr.Gallery(label=run.path, columns=1, object_fit="contain", buttons=["download", "fullscreen"])
+                    for run in self.runs
+                ]
+            table = gr.Dataframe(headers=list(COLUMNS), label="Detections", interactive=False, wrap=True)
+            download = gr.DownloadButton("Download detections as JSON")
+            results = gr.State([])
+            shown = [*galleries, table, download]
+            # One prediction at a time: detectors and cores are shared.
+            files.change(
+                _one_line_errors(self.detect), [files, threshold], [results, *shown],
+                api_name="detect", concurrency_limit=1, concurrency_id="detector",
+            )  # fmt: skip
+            threshold.release(
+                _one_line_errors(self.show), [results, threshold], shown,
+                api_visibility="private", concurrency_limit=1, show_progress="hidden", trigger_mode="always_last",
+            )  # fmt: skip
+        return page
+
+
+def _picture(path: str, prediction: "Prediction", keep: Any, class_names: Sequence[str]) -> tuple[Any, str]:
+    """The image with the kept boxes drawn, and its caption."""
+    from aploss.data import draw_boxes
+    from aploss.data.images import read_image
+
+    boxes, labels, scores = (one[keep].numpy() for one in (prediction.boxes, prediction.labels, prediction.scores))
+    picture = draw_boxes(read_image(path).numpy(), boxes, labels, class_names, scores, largest=MAX_SIDE)
+    return picture, f"{Path(path).name}: {len(boxes)} detection{'s' * (len(boxes) != 1)}"
+
+
+def _one_line_errors(function: Any) -> Any:
+    """Wraps a callback so that every error reaches the page as one line, and the terminal shows no traceback."""
+    import gradio as gr
+
+    def wrapped(*values: Any) -> Any:
         try:
-            answer = self.server.detect(content)
+            return function(*values)
         except AplossError as error:
-            self._refuse(422, " ".join(str(error).splitlines()))
-        except Exception as error:  # whatever it is, the server goes on and the page says it
-            self._refuse(500, f"unexpected {type(error).__name__}: {' '.join(str(error).split())[:200]}")
-        else:
-            self._answer_json(200, answer)
+            line = " ".join(str(error).split())
+        except Exception as error:
+            line = f"unexpected {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise gr.Error(line, print_exception=False)
 
-    def _from_here(self) -> bool:
-        """Refuses names that a stranger's address book leads to this machine."""
-        host = self.headers.get("Host", "")
-        allowed = host in (f"{name}:{self.server.server_port}" for name in (HOST, "localhost"))
-        if not allowed:
-            self._refuse(403, f"open http://{HOST}:{self.server.server_port}")
-        return allowed
+    return wrapped
 
-    def _refuse(self, status: int, reason: str) -> None:
-        self.close_connection = True
-        self._answer_json(status, {"error": reason})
 
-    def _answer_json(self, status: int, document: Any) -> None:
-        self._answer(status, "application/json", json.dumps(document).encode())
+@contextmanager
+def serve(viewer: Viewer, port: int) -> Iterator[str]:
+    """Serves the page on the loopback interface and yields its address; port 0 picks a free one.
 
-    def _answer(self, status: int, kind: str, content: bytes) -> None:
-        self.send_response(status)
-        headers = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(content)), **SECURITY}
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(content)
+    Raises:
+        ConfigError: the port is taken or not permitted.
+    """
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((HOST, port))
+            port = probe.getsockname()[1]
+    except OSError as error:
+        raise ConfigError(f"--port {port}: {error.strerror}; --port 0 picks a free one") from error
+    with tempfile.TemporaryDirectory(prefix="aploss-app-") as folder:
+        os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_ANALYTICS_ENABLED": "False"}  # read when gradio is imported
+        import gradio as gr
+        from starlette.middleware import Middleware
+        from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-    def log_message(self, format: str, *arguments: Any) -> None:
-        """Requests are not worth a line."""
+        page = viewer.page()
+        # Other host names may be DNS rebinding: a page of another site that reaches this machine.
+        local_only = Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
+        page.launch(
+            server_name=HOST, server_port=port, share=False, quiet=True, prevent_thread_lock=True, inbrowser=False,
+            max_file_size=MAX_FILE_BYTES, footer_links=[], run_history=False, ssr_mode=False, mcp_server=False,
+            enable_monitoring=False, app_kwargs={"middleware": [local_only]},
+            theme=gr.themes.Base(font="system-ui", font_mono="monospace"), css="th { text-align: left }",
+        )  # fmt: skip
+        try:
+            yield f"http://{HOST}:{port}"
+        finally:
+            page.close(verbose=False)
 
 
 APP = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)
