@@ -1,23 +1,23 @@
 """``aploss app``: detections of one or two runs in the browser, as a Gradio app that works offline.
 
 Each image passes through the detectors once; moving the threshold only redraws. Uploads are kept in a temporary folder
-that is removed when the app ends.
+that is removed when the app stops.
 """
 
 import json
 import os
-import socket
 import tempfile
 import threading
-from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import wraps
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aploss.cli.command import Command, run_folder_of
+from aploss.cli.options import Parser
 from aploss.errors import AplossError, ConfigError, require_packages
 
 if TYPE_CHECKING:
@@ -27,22 +27,21 @@ if TYPE_CHECKING:
 
 EXAMPLES = """
   aploss app runs/demo
-  aploss app runs/ap runs/focal
-  aploss app model.onnx --port 0
+  aploss app runs/ap runs/focal --port 0
 """
 
 HOST = "127.0.0.1"
-PORT = 7860
-MAX_FILE_BYTES = 32 * 2**20
+MAX_FILE_MB = 32
 MAX_IMAGES = 50  # per upload
-MAX_SIDE = 1600  # pixels of the pictures that the browser receives
+MAX_SIDE = 1600  # pixels of the pictures sent to the browser
 COLUMNS = ("run", "image", "class", "score", "x1", "y1", "x2", "y2")
+Results = list[tuple[str, "list[Prediction]"]]  # path of each image, and all its detections by each run
 
 
-def _add_arguments(parser: ArgumentParser) -> None:
+def _add_arguments(parser: Parser) -> None:
     parser.add_argument("run", help="run folder, checkpoint or exported file")
     parser.add_argument("other", nargs="?", help="a second one to compare with")
-    parser.add_argument("--port", type=int, default=PORT, help=f"port on {HOST}; 0 picks a free one")
+    parser.add_argument("--port", type=int, metavar="N", default=7860, help=f"port on {HOST}; 0 picks a free one")
     parser.add_argument("--device", default="auto", help="cpu, cuda, mps or auto")
 
 
@@ -51,185 +50,150 @@ def _run(options: Namespace) -> int:
     from aploss.cli.predict import load_detector
 
     require_packages("gradio")
-    if not 0 <= options.port <= 65535:
-        raise ConfigError(f"--port {options.port}: must be between 0 and 65535")
     paths = [path for path in (options.run, options.other) if path is not None]
-    viewer = Viewer([Run(path, load_detector(path, options.device)) for path in paths])
-    with serve(viewer, options.port) as address:
-        print(f"{address}  (local access only; press Ctrl-C to stop)", flush=True)
-        try:
-            threading.Event().wait()
-        except KeyboardInterrupt:
-            print()
+    app = App({path: load_detector(path, options.device) for path in paths})
+    with app.serve(options.port) as address, suppress(KeyboardInterrupt):
+        print(f"{address}  (only reachable from this machine; Ctrl-C stops it)", flush=True)
+        threading.Event().wait()
     return 0
 
 
-@dataclass(frozen=True)
-class Run:
-    """A detector and the path it was loaded from."""
+def _one_line_errors(callback: Callable[..., Any]) -> Callable[..., Any]:
+    """Shows every error of a callback as one line on the page, without a traceback on the terminal."""
 
-    path: str
-    detector: "ObjectDetector"
-
-    def card(self) -> str:
-        """The model card as HTML: classes, threshold and, where the run folder has them, loss, AP and date."""
-        from aploss.reports.run_files import read_json
-        from aploss.training.run_folder import Summary
-
-        calibrated = "calibrated" if self.detector.calibration is not None else "not calibrated"
-        rows = {"classes": ", ".join(self.detector.class_names), "scores": calibrated}
-        if self.detector.draw_threshold is not None:
-            rows["threshold"] = f"{self.detector.draw_threshold:.2f} (best F1 on validation)"
-        folder = run_folder_of(self.path)
-        if folder is not None and folder.summary_file.is_file():
-            summary = Summary.read(folder.summary_file)
-            rows |= {"detector": summary.detector, "loss": summary.loss, "data": summary.data}
-            if summary.AP is not None:
-                rows["AP"] = f"{100 * summary.AP:.1f} on {summary.split}"
-            started = (read_json(folder.path / "environment.json") or {}).get("started", "")
-            rows["trained"] = str(started)[:10]
-        cells = "".join(f"<tr><th>{name}</th><td>{escape(text)}</td></tr>" for name, text in rows.items() if text)
-        return f"<h2>{escape(self.path)}</h2><table>{cells}</table>"
-
-
-@dataclass(frozen=True)
-class ImageResult:
-    """An uploaded image with all detections of each run, whatever their scores."""
-
-    path: str
-    predictions: "list[Prediction]"
-
-
-class Viewer:
-    """The functions behind the page, and the page itself."""
-
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self.runs = tuple(runs)
-        thresholds = [run.detector.draw_threshold for run in self.runs]
-        self.threshold = next((one for one in thresholds if one is not None), 0.5)
-
-    def detect(self, files: Sequence[str] | None, threshold: float) -> list[Any]:
-        """Passes uploaded images through the detectors; returns their results, then the values of :meth:`show`."""
-        from aploss.data.images import read_image
-
-        if len(files or ()) > MAX_IMAGES:
-            raise ConfigError(f"{len(files or ())} images: at most {MAX_IMAGES} at a time")
-        results = []
-        for path in files or ():
-            image = read_image(path)  # refuses images with too many pixels before decoding them
-            results.append(ImageResult(path, [run.detector.predict(image, threshold=0.0)[0] for run in self.runs]))
-        return [results, *self.show(results, threshold)]
-
-    def show(self, results: Sequence[ImageResult], threshold: float) -> list[Any]:
-        """The pictures of each run, the rows of the table and the path of the JSON file, at a threshold."""
-        pictures: list[list[Any]] = [[] for _ in self.runs]
-        rows = []
-        for result in results:
-            for run, prediction, gallery in zip(self.runs, result.predictions, pictures, strict=True):
-                keep = prediction.scores >= threshold
-                gallery.append(_picture(result.path, prediction, keep, run.detector.class_names))
-                corners, scores = prediction.boxes[keep].tolist(), prediction.scores[keep].tolist()
-                names = [name for name, kept in zip(prediction.class_names, keep.tolist(), strict=True) if kept]
-                for name, score, box in zip(names, scores, corners, strict=True):
-                    numbers = [round(score, 4), *(round(corner, 1) for corner in box)]
-                    rows.append([run.path, Path(result.path).name, name, *numbers])
-        folder = Path(tempfile.mkdtemp(dir=os.environ.get("GRADIO_TEMP_DIR")))
-        document = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
-        (folder / "detections.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
-        return [*pictures, rows, str(folder / "detections.json")]
-
-    def page(self) -> "Blocks":
-        """Builds the Gradio app."""
-        import gradio as gr
-
-        with gr.Blocks(title="aploss", analytics_enabled=False) as page:
-            gr.HTML("<h1>aploss</h1>")
-            with gr.Row():
-                for run in self.runs:
-                    gr.HTML(run.card())
-            limits = f"up to {MAX_FILE_BYTES // 2**20} MB each"
-            files = gr.File(label=f"Images ({limits})", file_count="multiple", file_types=["image"], height=140)
-            threshold = gr.Slider(0, 1, value=self.threshold, step=0.01, label="Score threshold")
-            with gr.Row():
-                galleries = [
-                    gr.Gallery(label=run.path, columns=1, object_fit="contain", buttons=["download", "fullscreen"])
-                    for run in self.runs
-                ]
-            table = gr.Dataframe(headers=list(COLUMNS), label="Detections", interactive=False, wrap=True)
-            download = gr.DownloadButton("Download detections as JSON")
-            results = gr.State([])
-            shown = [*galleries, table, download]
-            # One prediction at a time: detectors and cores are shared.
-            files.change(
-                _one_line_errors(self.detect), [files, threshold], [results, *shown],
-                api_name="detect", concurrency_limit=1, concurrency_id="detector",
-            )  # fmt: skip
-            threshold.release(
-                _one_line_errors(self.show), [results, threshold], shown,
-                api_visibility="private", concurrency_limit=1, show_progress="hidden", trigger_mode="always_last",
-            )  # fmt: skip
-        return page
-
-
-def _picture(path: str, prediction: "Prediction", keep: Any, class_names: Sequence[str]) -> tuple[Any, str]:
-    """The image with the kept boxes drawn, and its caption."""
-    from aploss.data import draw_boxes
-    from aploss.data.images import read_image
-
-    boxes, labels, scores = (one[keep].numpy() for one in (prediction.boxes, prediction.labels, prediction.scores))
-    picture = draw_boxes(read_image(path).numpy(), boxes, labels, class_names, scores, largest=MAX_SIDE)
-    return picture, f"{Path(path).name}: {len(boxes)} detection{'s' * (len(boxes) != 1)}"
-
-
-def _one_line_errors(function: Any) -> Any:
-    """Wraps a callback so that every error reaches the page as one line, and the terminal shows no traceback."""
-    import gradio as gr
-
+    @wraps(callback)
     def wrapped(*values: Any) -> Any:
+        from gradio import Error
+
         try:
-            return function(*values)
+            return callback(*values)
         except AplossError as error:
             line = " ".join(str(error).split())
         except Exception as error:
             line = f"unexpected {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise gr.Error(line, print_exception=False)
+        raise Error(line, print_exception=False)
 
     return wrapped
 
 
-@contextmanager
-def serve(viewer: Viewer, port: int) -> Iterator[str]:
-    """Serves the page on the loopback interface and yields its address; port 0 picks a free one.
+class App:
+    """The page and its callbacks.
 
-    Raises:
-        ConfigError: the port is taken or not permitted.
+    Args:
+        detectors: detectors by the path they were loaded from.
     """
-    try:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((HOST, port))
-            port = probe.getsockname()[1]
-    except OSError as error:
-        raise ConfigError(f"--port {port}: {error.strerror}; --port 0 picks a free one") from error
-    with tempfile.TemporaryDirectory(prefix="aploss-app-") as folder:
-        os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_ANALYTICS_ENABLED": "False"}  # read when gradio is imported
-        import gradio as gr
-        from starlette.middleware import Middleware
-        from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-        page = viewer.page()
-        # Other host names may be DNS rebinding: a page of another site that reaches this machine.
-        local_only = Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
-        page.launch(
-            server_name=HOST, server_port=port, share=False, quiet=True, prevent_thread_lock=True, inbrowser=False,
-            max_file_size=MAX_FILE_BYTES, footer_links=[], run_history=False, ssr_mode=False, mcp_server=False,
-            enable_monitoring=False, app_kwargs={"middleware": [local_only]},
-            theme=gr.themes.Base(font="system-ui", font_mono="monospace"), css="th { text-align: left }",
-        )  # fmt: skip
-        try:
-            yield f"http://{HOST}:{port}"
-        finally:
-            page.close(verbose=False)
+    def __init__(self, detectors: "dict[str, ObjectDetector]") -> None:
+        self.detectors = detectors
+        thresholds = [detector.draw_threshold for detector in detectors.values()]
+        self.threshold = next((one for one in thresholds if one is not None), 0.5)
+
+    @_one_line_errors
+    def detect(self, files: Sequence[str] | None, threshold: float) -> list[Any]:
+        """Passes uploaded images through the detectors; returns the results, then the values of :meth:`show`."""
+        from aploss.data.images import ImageError, read_image
+
+        files = files or []
+        if len(files) > MAX_IMAGES:
+            raise ConfigError(f"{len(files)} images: at most {MAX_IMAGES} at a time")
+        results: Results = []
+        for path in files:
+            try:
+                image = read_image(path)  # rejects images with too many pixels before decoding them
+            except ImageError as error:
+                raise ConfigError(f"{Path(path).name}: {error.detail}") from None  # without the temporary folder
+            results.append((path, [one.predict(image, threshold=0.0)[0] for one in self.detectors.values()]))
+        return [results, *self.show(results, threshold)]
+
+    @_one_line_errors
+    def show(self, results: Results, threshold: float) -> list[Any]:
+        """The pictures of each run, the rows of the table and the path of the JSON file, at a threshold."""
+        from aploss.data import draw_boxes
+        from aploss.data.images import read_image
+
+        galleries: dict[str, list[Any]] = {run: [] for run in self.detectors}
+        rows: list[list[Any]] = []
+        for path, predictions in results:
+            image, name = read_image(path).numpy(), Path(path).name
+            for (run, detector), found in zip(self.detectors.items(), predictions, strict=True):
+                count = int((found.scores >= threshold).sum())  # scores are in descending order
+                boxes, labels, scores = (one[:count].numpy() for one in (found.boxes, found.labels, found.scores))
+                picture = draw_boxes(image, boxes, labels, detector.class_names, scores, largest=MAX_SIDE)
+                galleries[run].append((picture, f"{name}: {count} detections"))
+                for label, score, box in zip(found.class_names, scores.tolist(), boxes.tolist(), strict=False):
+                    rows.append([run, name, label, round(score, 4), *(round(corner, 1) for corner in box)])
+        file = Path(tempfile.mkdtemp(dir=os.environ.get("GRADIO_TEMP_DIR"))) / "detections.json"
+        file.write_text(json.dumps([dict(zip(COLUMNS, row, strict=True)) for row in rows], indent=1), encoding="utf-8")
+        return [*galleries.values(), rows, str(file)]
+
+    def page(self) -> "Blocks":
+        """Builds the page."""
+        import gradio as gr
+
+        with gr.Blocks(title="aploss", analytics_enabled=False) as page:
+            gr.HTML("<h1>aploss: object detection</h1>")
+            with gr.Row():
+                for run, detector in self.detectors.items():
+                    with gr.Column(min_width=320):
+                        gr.HTML(model_card(run, detector))
+            label = f"Images (up to {MAX_FILE_MB} MB each)"
+            files = gr.File(label=label, file_count="multiple", file_types=["image"], height=140)
+            threshold = gr.Slider(0, 1, value=self.threshold, step=0.01, label="Score threshold")
+            with gr.Row():
+                galleries = [gr.Gallery(label=run, columns=1, object_fit="contain") for run in self.detectors]
+            table = gr.Dataframe(headers=list(COLUMNS), label="Detections", interactive=False)
+            shown = [*galleries, table, gr.DownloadButton("Download detections as JSON")]
+            results = gr.State([])
+            # One prediction at a time, since all sessions share the detectors and cores.
+            one_at_a_time: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "detectors"}
+            files.change(self.detect, [files, threshold], [results, *shown], api_name="detect", **one_at_a_time)
+            threshold.release(self.show, [results, threshold], shown, api_visibility="private", **one_at_a_time)
+        return page
+
+    @contextmanager
+    def serve(self, port: int) -> Iterator[str]:
+        """Serves the page on the loopback interface and yields its address; port 0 picks a free one."""
+        with tempfile.TemporaryDirectory(prefix="aploss-app-") as folder:
+            os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_ANALYTICS_ENABLED": "False"}  # before the import
+            import gradio as gr
+            from starlette.middleware import Middleware
+            from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+            # Requests for other host names are DNS rebinding: pages of other sites that try to reach this server.
+            middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])]
+            page = self.page()
+            try:
+                _, address, _ = page.launch(
+                    server_name=HOST, server_port=port or None, share=False, quiet=True, prevent_thread_lock=True,
+                    max_file_size=MAX_FILE_MB * 2**20, footer_links=[], run_history=False, ssr_mode=False,
+                    mcp_server=False, enable_monitoring=False, app_kwargs={"middleware": middleware},
+                    theme=gr.themes.Base(font="system-ui", font_mono="monospace"), css="h2 { overflow-wrap: anywhere }",
+                )  # fmt: skip
+            except (OSError, OverflowError):
+                raise ConfigError(f"--port {port} cannot be used; --port 0 picks a free one") from None
+            try:
+                yield address
+            finally:
+                page.close(verbose=False)
+
+
+def model_card(run: str, detector: "ObjectDetector") -> str:
+    """The model card of a run as HTML: classes, threshold and, if its folder has them, loss, AP and date."""
+    from aploss.training.run_folder import Summary
+
+    rows = {"classes": ", ".join(detector.class_names)}
+    if detector.draw_threshold is not None:
+        rows["threshold"] = f"{detector.draw_threshold:.2f} (best F1 on validation)"
+    folder = run_folder_of(run)
+    with suppress(AplossError, OSError, ValueError, AttributeError):  # an unfinished run has no summary
+        if folder is not None:
+            summary = Summary.read(folder.summary_file)
+            ap = "not measured" if summary.AP is None else f"{100 * summary.AP:.1f} on {summary.split}"
+            rows |= {"detector": summary.detector, "loss": summary.loss, "AP": ap}
+            environment = json.loads((folder.path / "environment.json").read_text(encoding="utf-8"))
+            rows["trained"] = str(environment.get("started"))[:10]
+    cells = "".join(f"<tr><th>{name}</th><td>{escape(str(text))}</td></tr>" for name, text in rows.items())
+    return f"<h2>{escape(run)}</h2><table>{cells}</table>"
 
 
 APP = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)

@@ -1,9 +1,12 @@
 """The argument parser of every command, the options for the settings of a run, and shorthands for common ones."""
 
+import json
 import textwrap
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter, _ArgumentGroup
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
+from operator import attrgetter
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_origin
 
 from aploss.errors import ConfigError, did_you_mean
 
@@ -87,30 +90,38 @@ def option_values(option: str, arguments: Sequence[str]) -> list[str]:
     return values
 
 
-def add_settings(group: "Parser | _ArgumentGroup", fields: "Sequence[ConfigField]", defaults: Any = None) -> None:
+def add_settings(
+    group: "Parser | _ArgumentGroup", fields: "Sequence[ConfigField]", defaults: "TrainConfig | None" = None
+) -> None:
     """Adds an option for each setting; only given ones reach the namespace, under their dotted keys.
 
     Args:
         group: parser or argument group.
         fields: the settings.
-        defaults: function from dotted key to the default that the help shows; None shows none.
+        defaults: config whose values the help shows as defaults.
     """
     for field in fields:
-        default = None if defaults is None else defaults(field.key)
-        shown = "" if default in (None, "", {}, ()) or "by default" in field.help else f" (default: {default})"
+        shown = "" if "default" in field.help else _default(defaults, field.key)
         group.add_argument(
             f"--{field.key.replace('_', '-')}", dest=field.key, default=SUPPRESS, metavar=_metavar(field),
             help=(field.help + shown).replace("%", "%%"),
         )  # fmt: skip
 
 
+def _default(config: "TrainConfig | None", key: str) -> str:
+    """The end of a help line: the default of a setting as it is typed, unless it is empty."""
+    value = None if config is None else attrgetter(key)(config)
+    text = value if isinstance(value, str) else json.dumps(value)
+    return "" if value in (None, "", {}, ()) else f" (default: {text})"
+
+
 def _metavar(field: "ConfigField") -> str:
-    kinds = get_args(field.type) or (field.type,)
-    literals = kinds if get_origin(field.type) is Literal else [one for kind in kinds for one in get_args(kind)]
-    if literals and not any(isinstance(one, type) for one in literals):
-        return "{" + ",".join(map(str, literals)) + "}"
+    is_union = get_origin(field.type) in (Union, UnionType)
+    kind = get_args(field.type)[0] if is_union else field.type
+    if get_origin(kind) is Literal:
+        return "{" + ",".join(map(str, get_args(kind))) + "}"
     names = {int: "N", float: "X", bool: "{true,false}", dict: "MAPPING", tuple: "LIST"}
-    return names.get(get_origin(kinds[0]) or kinds[0], field.key.rpartition(".")[2].upper())
+    return names.get(get_origin(kind) or kind, field.key.rpartition(".")[2].upper())
 
 
 def given_settings(options: Namespace, *keys: str) -> dict[str, str]:
@@ -118,13 +129,16 @@ def given_settings(options: Namespace, *keys: str) -> dict[str, str]:
     return {key: value for key, value in vars(options).items() if "." in key or key in keys}
 
 
-def add_shorthands(group: "Parser | _ArgumentGroup") -> None:
-    """Adds ``--epochs``, ``--steps``, ``--lr``, ``--batch-size`` and ``--image-size``."""
-    group.add_argument("--epochs", type=int, metavar="N", help="length of the training in epochs")
-    group.add_argument("--steps", type=int, metavar="N", help="length of the training in steps")
-    group.add_argument("--lr", type=float, metavar="X", help="peak learning rate")
-    group.add_argument("--batch-size", type=int, metavar="N", help="images per step")
-    group.add_argument("--image-size", metavar="SIZE", help="size of training images: 320, or 240x320 (height x width)")
+def add_shorthands(group: "Parser | _ArgumentGroup", defaults: "TrainConfig | None" = None) -> None:
+    """Adds ``--epochs``, ``--steps``, ``--lr``, ``--batch-size`` and ``--image-size``; see :func:`add_settings`."""
+    for unit in ("epochs", "steps"):
+        length = _default(defaults, "schedule.length") if defaults and defaults.schedule.unit == unit else ""
+        group.add_argument(f"--{unit}", type=int, metavar="N", help=f"length of the training in {unit}{length}")
+    rate, size, side = (_default(defaults, SHORTHANDS[name][0]) for name in ("lr", "batch_size", "image_size"))
+    group.add_argument("--lr", type=float, metavar="X", help=f"peak learning rate{rate}")
+    group.add_argument("--batch-size", type=int, metavar="N", help=f"images per forward pass{size}")
+    text = f"size of training images: 320, or 240x320 (height x width){side}"
+    group.add_argument("--image-size", metavar="SIZE", help=text)
 
 
 def shorthand_changes(options: Namespace, config: "TrainConfig") -> dict[str, Any]:

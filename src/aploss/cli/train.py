@@ -6,7 +6,7 @@ Settings come from a recipe, then a config file, then the command line; later on
 import shlex
 import sys
 from argparse import Namespace
-from operator import attrgetter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ EXAMPLES = """
   torchrun --nproc-per-node 8 -m aploss train --recipe coco-retinanet-r50 --data coco/
 """
 
-COMMON = ("data", "loss", "detector", "out")
+COMMON = ("data", "out", "loss", "detector")
 
 
 def _add_arguments(parser: Parser) -> None:
@@ -35,37 +35,28 @@ def _add_arguments(parser: Parser) -> None:
     from aploss.detectors.build import DETECTORS
 
     recipe = next(iter(option_values("--recipe", parser.arguments)), None) or _suggest_recipe("auto", None)
-    defaults = attrgetter_of(recipe)
+    defaults = None
+    with suppress(AplossError):  # a recipe that cannot be read is reported when it is used
+        defaults = load_config(recipe)
+        parser.epilog = f"Defaults are from the recipe {recipe}.\n\n{parser.epilog}"
     names = {"loss": LOSSES.names(), "detector": DETECTORS.names()}
-    fields = [
-        field._replace(help=f"{field.help}: {', '.join(names[field.key])}" if field.key in names else field.help)
+    fields = {
+        field.key: field._replace(help=f"{field.help}: {', '.join(names[field.key])}") if field.key in names else field
         for field in config_fields()
-    ]
+    }
     parser.usage = "aploss train --data PATH [--recipe NAME] [--SETTING VALUE ...]"
     common = parser.add_argument_group("common options")
-    common.add_argument("path", nargs="?", help="the dataset, same as --data")
-    add_settings(common, [field for field in fields if field.key in COMMON], defaults)
+    common.add_argument("path", nargs="?", metavar="PATH", help="the dataset, same as --data")
+    add_settings(common, [fields.pop(key) for key in COMMON], defaults)
     common.add_argument("--recipe", help=f"settings to start from: {', '.join(recipe_names())}, or a .yaml file")
-    add_shorthands(common)
+    add_shorthands(common, defaults)
     run = parser.add_argument_group("run")
     run.add_argument("--resume", action="store_true", help="resume the run in --out")
     run.add_argument("--config", metavar="FILE", help="YAML file of settings that override the recipe")
     run.add_argument("--print-config", action="store_true", help="print all settings and exit")
-    add_settings(run, [field for field in fields if not field.group and field.key not in COMMON], defaults)
-    for group in dict.fromkeys(field.group for field in fields if field.group):
-        description = type(getattr(TrainConfig(), group)).__doc__
-        section = parser.add_argument_group(group, description)
-        add_settings(section, [field for field in fields if field.group == group], defaults)
-    parser.epilog = f"Defaults are those of the recipe {recipe}.\n\n{parser.epilog}"
-
-
-def attrgetter_of(recipe: str) -> Any:
-    """A function from dotted key to the value of a recipe; to no value for a recipe that cannot be read."""
-    try:
-        config = load_config(recipe)
-    except AplossError:  # reported when the options are used
-        return lambda key: None
-    return lambda key: attrgetter(key)(config)
+    for name in dict.fromkeys(field.group for field in fields.values()):
+        group = parser.add_argument_group(name, type(getattr(TrainConfig(), name)).__doc__) if name else run
+        add_settings(group, [field for field in fields.values() if field.group == name], defaults)
 
 
 def _run(options: Namespace) -> int:
@@ -92,9 +83,8 @@ def _resolve_config(options: Namespace) -> tuple[TrainConfig, str | None]:
     from aploss.training.run_folder import RunFolder
 
     given = given_settings(options, *(field.key for field in config_fields()))
-    if options.path is not None:
-        if given.setdefault("data", options.path) != options.path:
-            raise ConfigError(f"two datasets: {options.path} and --data {given['data']}")
+    if options.path is not None and given.setdefault("data", options.path) != options.path:
+        raise ConfigError(f"two datasets: {options.path} and --data {given['data']}")
     values = nested(given)
     if options.resume and not {"out", "data"} & {*values}:
         raise ConfigError("--resume needs the run folder: aploss train --resume --out RUN")
