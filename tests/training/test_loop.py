@@ -56,7 +56,9 @@ def whole(config_in: Callable[..., TrainConfig], tmp_path_factory: pytest.TempPa
     return result
 
 
-def test_a_kill_between_the_two_checkpoints_is_repaired(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_between_the_two_checkpoints_is_repaired(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """last.pt has the new best step already, best.pt is still the old one, or not there."""
     config = make_config(**SETTINGS)
     with monkeypatch.context() as patch:

@@ -1,7 +1,6 @@
 """Whole runs on a tiny dataset: what they write, and that the options have their effect."""
 
 import json
-import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
