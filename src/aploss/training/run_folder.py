@@ -124,7 +124,7 @@ class RunFolder:
                 "or start a new run with --out"
             )
 
-    def go_on(self, config: TrainConfig) -> None:
+    def prepare_resume(self, config: TrainConfig) -> None:
         """Prepares the folder for resuming, see :meth:`check_resumable`."""
         self.check_resumable(config)
         self.summary_file.unlink(missing_ok=True)
@@ -290,10 +290,6 @@ class Summary:
             raise RunError(f"{path} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise RunError(f"{path} is not the summary of a run: {error}") from error
-
-    def is_final(self, max_minutes: float | None) -> bool:
-        """Whether the run needs no more training, even with another time limit."""
-        return self.stopped_by != "minutes" or (max_minutes is not None and self.minutes >= max_minutes)
 
     def table(self) -> str:
         """Formats the metrics for printing at the end of a run."""
