@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from aploss.cli.command import Command, open_page, require_at_least, say_next
-from aploss.cli.options import SHORTHANDS, Parser, add_settings, add_shorthands, given_settings, shorthand_changes
+from aploss.cli.command import Command, require_at_least
+from aploss.cli.options import Parser, add_settings, add_shorthands, given_settings, shorthand_changes
 from aploss.detectors.build import DETECTORS
 from aploss.errors import ConfigError, require_packages
 from aploss.losses.traits import LOSSES
@@ -39,7 +39,7 @@ def _add_arguments(parser: Parser) -> None:
         help=f"comma-separated losses, with options as in ap:delta=0.5: {', '.join(LOSSES.names())}; by default "
         f"{DEFAULT_LOSSES}, or with --vary the recipe's",
     )
-    vary = "setting whose values become rows, may be repeated for all combinations"
+    vary = "setting to vary between rows; may be repeated for all combinations"
     parser.add_argument("--vary", action="append", default=[], metavar="KEY=A,B", help=vary)
     parser.add_argument("--data", help="dataset; the built-in one by default")
     parser.add_argument("--detector", help=f"{', '.join(DETECTORS.names())}; the recipe's by default")
@@ -60,8 +60,7 @@ def add_comparison_options(parser: Parser, *, out: str) -> None:
     )
     parser.add_argument("--tune-steps", type=int, metavar="N", help="steps per search trial; full length by default")
     parser.add_argument("--tune-over", action="append", default=[], metavar="[LOSS:]KEY=A,B", help=searched)
-    minutes = "stop after this many minutes; the same command resumes"
-    parser.add_argument("--max-minutes", type=float, metavar="X", help=minutes)
+    parser.add_argument("--max-minutes", type=float, metavar="X", help="time limit; the same command resumes")
     parser.add_argument("--out", help=f"folder of the report and tables; by default {out}")
     parser.add_argument("--cache", help="folder of the runs; by default 'cache' next to --out")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ...")
@@ -80,10 +79,10 @@ def _run(options: Namespace) -> int:
 
     _check(options)
     vary, losses = parse_vary(options.vary), ",".join(options.names) or options.losses
+    changed = {"schedule.length": options.steps or options.epochs, "batches.image_size": options.image_size}
     for key in vary:
-        names = [name for name, keys in SHORTHANDS.items() if key in keys] + [key]
-        if given := [name for name in names if getattr(options, name, None) is not None]:
-            raise ConfigError(f"--{given[0].replace('_', '-')} conflicts with --vary {key}")
+        if changed.get(key) or key in vars(options):
+            raise ConfigError(f"--vary {key} conflicts with another option for this setting")
     recipe, changes = _recipe_and_changes(options)
     plan = comparison_plan(
         parse_list(("" if vary else DEFAULT_LOSSES) if losses is None else losses),
@@ -102,7 +101,7 @@ def _check(options: Namespace) -> None:
     require_at_least(1, options, "steps", "epochs", "tune_steps", "validations")
     if (options.tune_steps or options.tune_over) and not options.tune:
         raise ConfigError(f"--tune-{'steps' if options.tune_steps else 'over'} requires --tune")
-    if options.tune and options.lr is not None:
+    if options.tune and "optimizer.learning_rate" in vars(options):
         raise ConfigError("--tune searches the learning rate: leave out --lr")
     if options.names and options.losses is not None:
         raise ConfigError(f"losses are given twice: {' '.join(options.names)} and --losses {options.losses}")
@@ -140,7 +139,6 @@ def run_comparison(options: Namespace, default_out: Path, work: Callable[..., An
         print(f"{(out / 'table.md').read_text(encoding='utf-8')}\nreport: {out / 'report.html'}", flush=True)
         if not results.complete:
             print("not finished: the same command resumes", file=sys.stderr)
-        say_next(options, open_page(out / "report.html"))
     return 0
 
 
