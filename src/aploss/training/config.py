@@ -384,8 +384,8 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     Keys may reach into mappings, as ``model.options.norm``.
 
     Example:
-        >>> nested({"seed": "1", "out": "7", "batches.size": 4, "criterion.options.delta": "0.5"})
-        {'seed': 1, 'out': '7', 'batches': {'size': 4}, 'criterion': {'options': {'delta': 0.5}}}
+        >>> nested({"seed": "1", "out": "7", "model.frozen": "[head]", "criterion.options.delta": "0.5"})
+        {'seed': 1, 'out': '7', 'model': {'frozen': ['head']}, 'criterion': {'options': {'delta': 0.5}}}
     """
     kinds = {entry.key: entry.type for entry in config_fields()}
     result: dict[str, Any] = {}
