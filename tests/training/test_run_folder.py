@@ -28,8 +28,8 @@ def test_metrics_are_cut_back_to_the_checkpoint_and_continue(tmp_path: Path) -> 
     for step in (1, 2, 3, 4):
         log.add({"kind": "train", "step": step, "loss": step / 10})
     log.add({"kind": "validation", "step": 4, "AP": None})
-    log.add_bad({"step": 2, "what": "loss"})
-    log.add_bad({"step": 4, "what": "loss"})
+    log.add({"step": 2, "what": "loss"}, MetricsLog.BAD)
+    log.add({"step": 4, "what": "loss"}, MetricsLog.BAD)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')  # torn by a kill
     log = MetricsLog(tmp_path, step=2)
