@@ -105,7 +105,7 @@ def test_it_says_what_was_written_left_out_and_lost(coco_folder, tmp_path, capsy
     assert printed.err.endswith(f"next: aploss data check {out}\n")
     assert "1 degenerate-box (box dropped): train.json" in printed.err
     assert "yolo cannot hold, and so lost: 1 'crowd' marks" in printed.err
-    assert load_dataset(out, "train").boxes(0).tolist() == [[1, 2, 11, 14]]
+    assert load_dataset(out, "train").target(0)["boxes"].tolist() == [[1, 2, 11, 14]]
 
 
 def test_a_folder_in_use_is_refused_with_one_line(coco_folder, tmp_path, capsys):

@@ -161,7 +161,9 @@ class YoloFormat(DataFormat):
             if sorted(names, key=str) != sorted(range(len(names)), key=str):
                 raise self._error("bad-categories", "the keys of names must be 0, 1, 2, ...")
             names = [names[key] for key in range(len(names))]
-        if not isinstance(names, (list, tuple)) or any(not isinstance(name, (str, int)) for name in names):
+        if not isinstance(names, (list, tuple)) or any(
+            not isinstance(name, (str, int)) or name == "" for name in names
+        ):
             raise self._error("bad-categories", "names must be a list of names")
         if len(set(map(str, names))) < len(names):
             raise self._error("bad-categories", "a class name appears twice")
@@ -300,12 +302,9 @@ class YoloFormat(DataFormat):
             ProblemError: it leads outside the folder.
         """
         inner = self.folder.inside(base, named_in=named_in)
-        try:
-            return self.folder.inside(place, base=inner, named_in=named_in)
-        except ProblemError:
-            if not place.startswith("../"):
-                raise
-            return self.folder.inside(place.removeprefix("../"), base=inner, named_in=named_in)
+        if place.startswith("../") and inner in ("", "."):
+            place = place.removeprefix("../")
+        return self.folder.inside(place, base=inner, named_in=named_in)
 
     def _label_file(self, image: str) -> str:
         """As in Ultralytics, ``labels`` instead of the last ``images`` on the path; otherwise beside the image."""
