@@ -36,7 +36,7 @@ def test_a_run_needs_nothing_but_data(
     assert "report: here/report.html" in captured.out
     assert "next: aploss predict here PHOTOS --out found" in captured.err
     assert Path("here/report.html").stat().st_size > 10_000
-    assert len(Path("here/metrics.csv").read_text().splitlines()) == 3  # header, one row of training, one of AP
+    assert len(Path("here/metrics.jsonl").read_text().splitlines()) == 2  # one row of training, one of AP
     assert "--resume" in refused("train", "--data", shapes, "--out", "here", "--quiet")
     assert main(["train", "--resume", "--out", "here"]) == 0  # only prints the result
     assert "report: here/report.html" in capsys.readouterr().out
