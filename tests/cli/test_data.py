@@ -95,7 +95,7 @@ def test_convert_reports_what_was_written_dropped_and_lost(coco_folder, tmp_path
     assert f"{tmp_path / 'new'}: 1 images, 1 boxes, splits train" in printed.out
     assert "degenerate-box" in printed.err
     assert "crowd" in printed.err
-    assert load_dataset(tmp_path / "new", "train").boxes(0).tolist() == [[1, 2, 11, 14]]
+    assert load_dataset(tmp_path / "new", "train").annotations.boxes.tolist() == [[1, 2, 11, 14]]
     assert "not an empty folder" in refused(*words)
     assert "yolo" in refused(*words[:-1], tmp_path / "other", "--to", "x")  # lists the formats
     assert not (tmp_path / "other").exists()

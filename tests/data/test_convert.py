@@ -21,9 +21,9 @@ def content(dataset) -> dict:
     return {
         hashlib.sha256(dataset.image_path(i).read_bytes()).hexdigest(): (
             dataset.image_size(i),
-            dataset.boxes(i).tolist(),
-            [dataset.class_names[label] for label in dataset.labels(i)],
-            dataset.labels(i).tolist(),
+            dataset.target(i)["boxes"].tolist(),
+            [dataset.class_names[label] for label in dataset.target(i)["labels"]],
+            dataset.target(i)["labels"].tolist(),
         )
         for i in range(len(dataset))
     }
@@ -97,14 +97,14 @@ def test_random_boxes_flags_and_class_order_survive(awkward, tmp_path, to):
     assert old.num_boxes > 100
     assert_same(old, new)
     if to == "yolo":
-        marks = [f"{old.all_difficult().sum()} 'difficult' marks"]
-        assert result.losses == (*marks, f"{old.all_crowd().sum()} 'crowd' marks")
-        assert not new.all_difficult().any()
+        marks = [f"{old.annotations.difficult.sum()} 'difficult' marks"]
+        assert result.losses == (*marks, f"{old.annotations.crowd.sum()} 'crowd' marks")
+        assert not new.annotations.difficult.any()
     else:
         assert result.losses == ()
         for i in range(len(old)):
-            assert np.array_equal(new.difficult(i), old.difficult(i))
-            assert np.array_equal(new.crowd(i), old.crowd(i))
+            assert np.array_equal(new.target(i)["difficult"], old.target(i)["difficult"])
+            assert np.array_equal(new.target(i)["crowd"], old.target(i)["crowd"])
 
 
 def test_a_chain_through_all_formats_changes_nothing(awkward, tmp_path):
@@ -177,7 +177,7 @@ def test_boxes_as_thin_as_a_pixel_cannot_be_written_to_voc(coco_folder, tmp_path
     assert result.boxes == 3
     assert result.losses == ("1 boxes of one pixel's width or height or less",)
     assert convert_dataset(coco_folder, tmp_path / "yolo", to="yolo").losses == ()
-    thin = load_dataset(tmp_path / "yolo", "train").boxes(0).tolist()[0]
+    thin = load_dataset(tmp_path / "yolo", "train").target(0)["boxes"].tolist()[0]
     assert thin == [10, 10, 10.5, 30]
 
 

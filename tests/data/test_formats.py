@@ -63,7 +63,7 @@ class CsvFormat(DataFormat):
                 for index in range(len(part)):
                     image = f"images/{places[part.image_path(index)]}"
                     rows.writerow([image, "", 0, 0, 0, 0])
-                    for label, box in zip(part.labels(index), part.boxes(index), strict=True):
+                    for label, box in zip(part.target(index)["labels"], part.target(index)["boxes"], strict=True):
                         rows.writerow([image, part.class_names[label], *box.tolist()])
         return Written("images")
 

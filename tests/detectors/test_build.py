@@ -90,7 +90,7 @@ def test_detector_with_a_loss_of_the_users_own_is_rebuilt_for_inference() -> Non
 
 
 def test_wrong_names_and_options_are_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError, match="detector 'yolo'; choose one of: retinanet-tiny"):
+    with pytest.raises(ConfigError, match="no detector 'yolo'; choose one of: retinanet-tiny"):
         build_detector("yolo", class_names=["a"])
     with pytest.raises(ConfigError, match="retinanet-tiny has no option 'norm'; it has: anchors"):
         build_detector("retinanet-tiny", class_names=["a"], norm="group")

@@ -237,7 +237,7 @@ def test_losses_are_described_by_name_and_options(name: str) -> None:
 
 
 def test_wrong_options_are_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"loss 'apx'; choose one of: .*did you mean 'ap'"):
+    with pytest.raises(ConfigError, match=r"no loss 'apx'; choose one of: .*did you mean 'ap'"):
         make_loss("apx")
     with pytest.raises(ConfigError, match="'focal' has no option 'delta'; it has: alpha, gamma"):
         make_loss("focal", delta=1.0)
