@@ -175,7 +175,7 @@ def test_boxes_as_thin_as_a_pixel_cannot_be_written_to_voc(coco_folder, tmp_path
     file.write_text(json.dumps(coco))
     result = convert_dataset(coco_folder, tmp_path / "new", to="voc")
     assert result.boxes == 3
-    assert result.losses == ("1 boxes of one pixel's width or height or less",)
+    assert result.losses == ("1 boxes with a width or height of at most one pixel",)
     assert convert_dataset(coco_folder, tmp_path / "yolo", to="yolo").losses == ()
     thin = load_dataset(tmp_path / "yolo", "train").target(0)["boxes"].tolist()[0]
     assert thin == [10, 10, 10.5, 30]
@@ -188,7 +188,7 @@ def test_areas_of_outlines_are_told_to_be_lost(coco_folder, tmp_path):
     file.write_text(json.dumps(coco))
     assert "areas" in convert_dataset(coco_folder, tmp_path / "a", to="yolo").losses[0]
     assert convert_dataset(coco_folder, tmp_path / "b", to="coco").losses == ()
-    assert load_dataset(tmp_path / "b", "train").areas(0)[0] == 12.5
+    assert load_dataset(tmp_path / "b", "train").annotations.areas[0] == 12.5
 
 
 def test_a_rotation_that_the_annotation_ignores_is_taken_out_of_the_image(coco_folder, tmp_path):
