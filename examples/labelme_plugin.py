@@ -3,7 +3,7 @@
     aploss data check photos/ --plugin examples/labelme_plugin.py
     aploss train --data photos/ --plugin examples/labelme_plugin.py
 
-Boxes enclose the points of rectangles, polygons and masks; circles are centre and a point on the circle. Classes are all
+Boxes enclose the points of rectangles, polygons and masks; a circle is its centre and a point on it. Classes are all
 labels, sorted. Folders called train, val or test are splits, otherwise there is one split, ``all``.
 """
 

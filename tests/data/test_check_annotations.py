@@ -60,18 +60,6 @@ def copy(old: str, new: str):
     return lambda folder: shutil.copy(folder / old, folder / new)
 
 
-def count_from_one(folder: Path) -> None:
-    for labels in (folder / "labels").rglob("*.txt"):
-        rows = [line.split(" ", 1) for line in labels.read_text().splitlines()]
-        labels.write_text("".join(f"{int(label) + 1} {rest}\n" for label, rest in rows))
-
-
-def count_from_zero(content: dict) -> None:
-    content["categories"] = [{"id": 1, "name": "cat"}, {"id": 2, "name": "dog"}]
-    for entry in content["annotations"]:
-        entry["category_id"] = {3: 0, 7: 1}[entry["category_id"]]
-
-
 # (what, kind, file to be named, format, how to plant it)
 FAULTS = [
     # VOC
@@ -143,8 +131,6 @@ FAULTS = [
      edit_json(lambda content: content["images"][1].update(file_name="a.png"))),
     ("an image without name", "bad-image-entry", JSON, "coco",
      edit_json(lambda content: content["images"][1].pop("file_name"))),
-    ("categories counted from 1, used from 0", "class-ids-off-by-one", JSON, "coco",
-     edit_json(count_from_zero)),
     ("a category name twice", "bad-categories", JSON, "coco",
      edit_json(lambda content: content["categories"][1].update(name="dog"))),
     ("no categories", "no-classes", JSON, "coco",
@@ -168,9 +154,6 @@ FAULTS = [
     ("a row outside", "outside-box", TXT, "yolo", row("0 -0.5 0.5 0.1 0.1")),
     ("a label file that is no text", "unreadable-annotation", TXT, "yolo",
      lambda folder: (folder / TXT).write_bytes(b"\xff\xfe\x00\x80")),
-    ("class ids from 1", "class-ids-off-by-one", "data.yaml", "yolo", count_from_one),
-    ("a wrong number of classes", "class-count-mismatch", "data.yaml", "yolo",
-     lambda folder: append(folder, "data.yaml", "nc: 7\n")),
     ("no names", "no-classes", "data.yaml", "yolo", yaml("train: images/train\n")),
     ("names with a gap", "bad-categories", "data.yaml", "yolo",
      yaml("train: images/train\nnames: {0: cat, 2: dog}\n")),

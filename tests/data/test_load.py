@@ -1,7 +1,6 @@
 """Recognising datasets, and the ways to name a split."""
 
 import json
-import shutil
 
 import pytest
 
@@ -51,13 +50,6 @@ def test_parts_of_a_split_are_disjoint_complete_and_always_the_same(tmp_path, pi
     third = load_dataset(voc_folder, "many[25%:75%]+val")
     assert len(third) == 21
     assert names(third) <= names(first) | {"d"}
-
-
-def test_a_plain_folder_can_be_split_by_a_fraction(voc_folder):
-    shutil.rmtree(voc_folder / "ImageSets")
-    parts = [load_dataset(voc_folder, split) for split in ("all[:50%]", "all[50%:]")]
-    assert [len(part) for part in parts] == [2, 2]
-    assert names(parts[0]) | names(parts[1]) == set("abcd")
 
 
 @pytest.mark.parametrize("split", ["train[:120%]", "train[:1.2.3%]"])

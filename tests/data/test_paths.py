@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from aploss.cli.main import main
-from aploss.data import check_dataset, load_dataset
+from aploss.data import load_dataset
 from aploss.data.paths import DatasetFolder
 from aploss.errors import DataError
 
@@ -89,15 +88,6 @@ def test_a_linked_image_cannot_leave_the_folder(clean_folders, secret, format):
     assert "symbolic link" in refused(folder)
 
 
-@pytest.mark.parametrize("format", ["voc", "coco", "yolo"])
-def test_a_linked_image_folder_cannot_leave_the_folder(clean_folders, tmp_path, format):
-    folder = clean_folders[format]
-    images = next(folder.rglob("a.png")).parent
-    images.rename(tmp_path / "moved")
-    images.symlink_to(tmp_path / "moved")
-    assert "symbolic link" in refused(folder)
-
-
 @pytest.mark.parametrize(
     ("format", "file"),
     [("voc", "Annotations/a.xml"), ("coco", TRAIN_JSON), ("yolo", "labels/train/a.txt"),
@@ -116,13 +106,6 @@ def test_links_inside_the_folder_and_a_linked_folder_itself_are_followed(coco_fo
     image.symlink_to(coco_folder / "stored.png")
     (tmp_path / "link").symlink_to(coco_folder)
     assert len(load_dataset(tmp_path / "link", "train")) == 3
-
-
-def test_going_up_inside_the_folder_is_allowed(tmp_path):
-    folder = DatasetFolder(tmp_path)
-    assert folder.inside("../images/a.png", base="labels", named_in="x") == "images/a.png"
-    assert folder.inside("a/../b.png", named_in="x") == "b.png"
-    assert folder.inside("..name/a..b.png", named_in="x") == "..name/a..b.png"
 
 
 ENTITIES = {
@@ -156,19 +139,6 @@ def test_yaml_cannot_make_objects_and_its_aliases_are_not_multiplied(yolo_folder
     (yolo_folder / "data.yaml").write_text("\n".join(levels) + "\ntrain: images/train\nnames: [*a39]\n")
     with pytest.raises(DataError, match="names must be a list of names"):
         load_dataset(yolo_folder, "train")
-
-
-@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_a_decompression_bomb_is_named_and_left_out(coco_folder):
-    bomb = coco_folder / "train2017" / "a.png"
-    Image.new("1", (15_000, 15_000)).save(bomb)
-    with pytest.raises(DataError, match=r"a\.png: refused as a decompression bomb"):
-        load_dataset(coco_folder, "train")[0]
-    assert len(load_dataset(coco_folder, "train", verify_images=True)) == 2
-    findings = check_dataset(coco_folder).findings
-    assert ("image-too-large", "train2017/a.png") in {
-        (finding.problem.kind, finding.problem.file) for finding in findings
-    }
 
 
 def test_a_folder_that_links_to_itself_is_passed_by(coco_folder):

@@ -6,7 +6,7 @@ import pytest
 
 from aploss.data.check import check_dataset
 from aploss.data.load import dataset_splits, load_dataset
-from aploss.data.voc import VocFormat, parse_annotation, voc_annotation
+from aploss.data.voc import parse_annotation, voc_annotation
 from aploss.errors import DataError
 
 
@@ -119,10 +119,6 @@ def test_an_image_of_another_name_is_found_by_the_name_in_the_annotation(voc_fol
     xml.write_text(xml.read_text().replace("d.png", "../JPEGImages/photograph.png"))
     assert load_dataset(voc_folder, "val").relative_path(0) == "JPEGImages/photograph.png"
     assert check_dataset(voc_folder).findings == []
-
-
-def test_a_folder_without_xml_is_not_voc(tmp_path):
-    assert VocFormat.find(tmp_path) is None
 
 
 def test_bccd_has_four_splits_and_all_but_two_boxes(bccd):

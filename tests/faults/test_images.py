@@ -13,7 +13,6 @@ from PIL import Image
 from small_datasets import coco_content, write_coco
 
 from aploss.data import load_dataset
-from aploss.data.images import ImageError, read_image
 from aploss.data.loader import make_training_loader
 from aploss.detectors import build_detector, save_detector
 
@@ -112,33 +111,6 @@ def dataset(tmp_path: Path) -> Callable[[str], Path]:
         return folder
 
     return make
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_reading_gives_the_pixels_that_are_meant_or_says_what_is_wrong(tmp_path: Path, kind: str):
-    path = tmp_path / "a.png"
-    (REFUSED.get(kind) or READ[kind])[0](path)
-    if kind in REFUSED:
-        with pytest.raises(ImageError, match=r"a\.png") as refusal:
-            read_image(path)
-        assert refusal.value.kind == REFUSED[kind][1]
-        return
-    _, (width, height), first, last = READ[kind]
-    pixels = read_image(path)
-    assert pixels.shape == (3, height, width)
-    assert pixels.dtype == torch.uint8
-    for found, expected in ((pixels[:, 0, 0], first), (pixels[:, -1, -1], last)):
-        assert (found.int() - torch.tensor(expected)).abs().max() <= 3  # JPEG rounds
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_data_check_names_what_cannot_be_read_and_nothing_else(call_cli, dataset, kind: str):
-    done = call_cli("data", "check", dataset(kind), "--json")
-    done.assert_no_traceback()
-    problems = [one for one in json.loads(done.stdout)["problems"] if one["file"].endswith("a.png")]
-    dropped = [one["kind"] for one in problems if one["effect"] == "image dropped"]
-    assert dropped == ([REFUSED[kind][1]] if kind in REFUSED else [])
-    assert done.code == (1 if kind in REFUSED else 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -105,7 +105,7 @@ def _parse(source: Any, kind: Any) -> Any:
             return msgspec.json.decode(content, type=kind)
         except msgspec.DecodeError:
             # Python's json also reads NaN, Infinity, 1e999 and unpaired surrogates, as written by other tools.
-            return msgspec.convert(json.loads(content), kind)
+            return msgspec.convert(json.loads(content.decode()), kind)
     except RecursionError:
         raise ValueError("too deeply nested") from None
 
@@ -398,32 +398,18 @@ def _add_boxes(
     label_of_name = {name: label for label, name in enumerate(names)}
     label_of = {category: label_of_name[name] for category, name in categories if name in label_of_name}
     labels = np.array([label_of.get(category, -1) for category in objects.category_ids.tolist()], np.int64)
-    _report_classes(categories, objects.category_ids, labels < 0, report)
+    category_names = dict(categories)
+    ids, counts = np.unique(objects.category_ids[labels < 0], return_counts=True)
+    for category, count in zip(ids.tolist(), counts.tolist(), strict=True):
+        message = f"category_id {category} is not among the categories"
+        if category in category_names:
+            message = f"class {category_names[category]!r} is not in the class list"
+        report("unknown-class", f"{message}: {count} boxes", count=count)
     kept = (images >= 0) & (labels >= 0)
     corners = objects.xywh[kept]
     corners[:, 2:] += corners[:, :2]
     rest: dict[str, Any] = {"numbers": objects.ids[kept], "flags": objects.flags[kept], "areas": objects.values[kept]}
     builder.add_boxes(images[kept], corners, labels[kept], **rest)
-
-
-def _report_classes(
-    categories: Sequence[tuple[int, str]],
-    used: NDArray[np.int64],
-    unknown: NDArray[np.bool_],
-    report: Callable[..., None],
-) -> None:
-    names = dict(categories)
-    ids, counts = np.unique(used[unknown], return_counts=True)
-    for category, count in zip(ids.tolist(), counts.tolist(), strict=True):
-        message = f"category_id {category} is not among the categories"
-        if category in names:
-            message = f"class {names[category]!r} is not in the class list"
-        report("unknown-class", f"{message}: {count} boxes", count=count)
-    seen = set(np.unique(used).tolist())
-    low, high = categories[0][0], categories[-1][0]
-    if (low - 1 in seen and high not in seen) or (high + 1 in seen and low not in seen):
-        message = f"categories have ids {low}..{high}, annotations use {min(seen)}..{max(seen)}"
-        report("class-ids-off-by-one", f"{message}: do they start at different numbers?")
 
 
 def _begins_like_coco(folder: DatasetFolder, file: str) -> bool:

@@ -64,8 +64,6 @@ _DESCRIPTIONS = {
     },
     Effect.BOX_CLIPPED: {"out-of-bounds-box": "a box that exceeds its image"},
     Effect.KEPT: {
-        "class-ids-off-by-one": "class ids that seem to start at 1 instead of 0, or the reverse",
-        "class-count-mismatch": "a stated number of classes that differs from the class names",
         "class-lists-differ": "splits with different class lists",
         "class-without-boxes": "a class without a box in any split",
         "similar-class-names": "class names that differ only in case, spaces or punctuation",

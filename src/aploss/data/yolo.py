@@ -121,7 +121,7 @@ def yolo_rows(
 class YoloFormat(DataFormat):
     """A dataset of YOLO label files.
 
-    ``description`` is the content of ``file``, a YAML file in the dataset's folder: ``names``, ``nc``, ``path``, and
+    ``description`` is the content of ``file``, a YAML file in the dataset's folder: ``names``, ``path``, and
     ``train``, ``val``, ``test``, each a folder of images, a text file that lists images, or several. As in Ultralytics,
     they are relative to ``path``. ``../train/images``, as exported by Roboflow, stands for ``train/images``.
     """
@@ -181,22 +181,14 @@ class YoloFormat(DataFormat):
         names = tuple(own_names if class_names is None else class_names)
         label_of = {name: label for label, name in enumerate(names)}
         labels = [label_of.get(name, -1) for name in own_names]
-        stated = self._description.get("nc")
-        if isinstance(stated, int) and stated != len(own_names):
-            message = f"nc is {stated}, but there are {len(own_names)} names"
-            builder.report("class-count-mismatch", self.file, message)
         label_files: list[str] = []
-        used: set[int] = set()
         for path in self._images(split, builder):
             file = self._label_file(path)
             text = self._read_labels(builder, path, file)
             image = builder.add_image(path, None) if text is not None else -1
             if text is not None and image >= 0:
                 label_files.append(file)
-                used |= self._add_rows(builder, image, file, text, labels, own_names)
-        if len(own_names) in used and 0 not in used:
-            message = f"class ids go up to {len(own_names)} and never are 0: YOLO counts from 0"
-            builder.report("class-ids-off-by-one", self.file, message)
+                self._add_rows(builder, image, file, text, labels, own_names)
         return builder.dataset(
             class_names=names,
             name=self.name,
@@ -332,9 +324,8 @@ class YoloFormat(DataFormat):
 
     def _add_rows(
         self, builder: AnnotationBuilder, image: int, file: str, text: str, labels: Sequence[int], names: Sequence[str]
-    ) -> set[int]:
-        """Adds the boxes of a label file and returns the class ids it uses."""
-        used: set[int] = set()
+    ) -> None:
+        """Adds the boxes of a label file."""
         for line, row in enumerate(text.splitlines(), start=1):
             if not row.strip():
                 continue
@@ -343,7 +334,6 @@ class YoloFormat(DataFormat):
             except ProblemError as error:
                 builder.problems.append(error.problem)
                 continue
-            used.add(class_id)
             if not 0 <= class_id < len(labels):
                 builder.report("unknown-class", file, f"line {line}: class {class_id} is not in 0..{len(labels) - 1}")
             elif labels[class_id] < 0:
@@ -351,7 +341,6 @@ class YoloFormat(DataFormat):
                 builder.report("unknown-class", file, message)
             else:
                 builder.add_box(image, corners, labels[class_id], number=line)
-        return used
 
 
 def _read_yaml(folder: DatasetFolder, name: str) -> dict[str, Any]:
