@@ -1,6 +1,6 @@
-"""A data set of a few bright rectangles, runs on it that take a second or two, and what they must leave behind.
+"""A dataset of bright rectangles, runs on it that take a second or two, and their expected outcome.
 
-The fixtures are those of every folder whose ``conftest.py`` imports them.
+The fixtures are available in every folder whose ``conftest.py`` imports them.
 """
 
 import json
@@ -22,6 +22,7 @@ from short_detector import register_short_detector
 from aploss.reports.run_files import read_json_lines
 from aploss.training.config import TrainConfig
 from aploss.training.recipes import load_config, merge
+from aploss.training.run import train
 
 PREAMBLE = """
 import os, sys, torch
@@ -121,6 +122,16 @@ def config_in(rectangles: Path) -> Callable[..., TrainConfig]:
     return make
 
 
+@pytest.fixture(scope="session")
+def finished_run(config_in: Callable[..., TrainConfig], tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """The config of one finished run, shared by all tests that only read its folder."""
+    config = config_in(tmp_path_factory.mktemp("finished") / "run", schedule={"length": 3})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("aploss.reports.run_report.write_run_report", lambda folder, **options: None)
+        train(config)
+    return config
+
+
 @pytest.fixture
 def make_config(config_in: Callable[..., TrainConfig], tmp_path: Path) -> Callable[..., TrainConfig]:
     """The same by the name of the folder."""
@@ -206,14 +217,12 @@ def outcome(folder: Path | str | None) -> dict[str, Any]:
         {key: value for key, value in row.items() if key not in WALL_CLOCK}
         for row in read_json_lines(folder / "metrics.jsonl")
     ]
-    lines = (folder / "metrics.csv").read_text().splitlines()
     training = {key: value for key, value in last["training"].items() if key != "seconds"}
     return {
         "detector": last["detector"],
         "training": training,
         "best": torch.load(best, weights_only=True) if best.is_file() else None,
         "rows": rows,
-        "csv": [line.split(",")[:-2] for line in lines],
         "detections": json.loads((folder / "evaluation/detections.json").read_text()),
         "calibration": json.loads((folder / "evaluation/calibration.json").read_text()),
     }
