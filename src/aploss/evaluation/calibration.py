@@ -17,7 +17,7 @@ from aploss.evaluation.tables import Detections, Truth, as_tables
 Values = np.ndarray | Sequence[float]
 Flags = np.ndarray | Sequence[bool]
 BINS = 10
-# Relative increase per doubling of the score. Two neighbouring float32 scores differ by at least 2^-24 of their size, so
+# Relative increase per doubling of the score. Neighbouring float32 scores differ by at least 2^-24 of their size, so
 # their probabilities differ by about 1e-6 * 2^-24 / 2 = 3e-14 of theirs: far more than the 2e-16 that float64 resolves,
 # and over all 149 doublings of float32 still only 1.5e-4.
 RISE_PER_OCTAVE = 1e-6
@@ -273,8 +273,8 @@ def expected_calibration_error(probabilities: Values, correct: Flags, bins: int 
 def expected_noise(probabilities: Values, bins: int | np.ndarray = BINS) -> float:
     """The calibration error that perfectly calibrated probabilities would show by chance.
 
-    The number of correct detections in a bin has variance sum p (1 - p), and the mean distance of a normal variable from
-    its mean is sqrt(2 / pi) standard deviations.
+    The number of correct detections in a bin has variance sum p (1 - p), and a normal variable is on average
+    sqrt(2 / pi) standard deviations away from its mean.
     """
     values = np.asarray(probabilities, dtype=np.float64)
     variance = np.bincount(_binned(values, bins)[1], weights=values * (1 - values))
@@ -283,8 +283,9 @@ def expected_noise(probabilities: Values, bins: int | np.ndarray = BINS) -> floa
 
 def equal_mass_edges(probabilities: Values, bins: int = BINS) -> np.ndarray:
     """Edges of bins that hold about the same number of detections, float64 [at most bins + 1]; ties share a bin."""
-    inner = np.quantile(probabilities, np.linspace(0, 1, bins + 1)[1:-1]) if len(probabilities) else []
-    return np.unique([0.0, *inner, 1.0])
+    if len(probabilities) == 0:
+        return np.array([0.0, 1.0])
+    return np.unique([0.0, *np.quantile(probabilities, np.linspace(0, 1, bins + 1)[1:-1]), 1.0])
 
 
 def _binned(values: np.ndarray, bins: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -209,9 +209,7 @@ def _evaluate(truth: Annotations, table: DetectionTable, ious: np.ndarray, max_d
     return evaluation
 
 
-def _coco_api(
-    truth: Annotations, table: Annotations | DetectionTable, areas: np.ndarray, **columns: np.ndarray
-) -> Any:
+def _coco_api(truth: Annotations, table: Annotations | DetectionTable, areas: np.ndarray, **columns: np.ndarray) -> Any:
     """Objects or detections as faster-coco-eval's ``COCO``.
 
     Images, categories and annotations are numbered from 1 in the order of their own ids: id 0 would mean "unmatched",

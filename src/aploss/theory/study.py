@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from aploss.files import write_json
-from aploss.reports.page import Figures, Link, Section, SvgFigure, Table, Text, Verdict, write_page
+from aploss.reports.page import Figures, Section, SvgFigure, Table, Text, Verdict, write_page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +53,8 @@ def write_study(study: Study, folder: Path) -> Path:
 
 def write_index(studies: Sequence[Study], folder: Path) -> Path:
     """Writes ``index.html``, which has the verdicts of all studies and links to their pages; returns it."""
-    way = "How it was tried, and all numbers"
     sections = [
-        Section(study.title, [Text(study.place), *study.verdicts, Link(f"{study.name}/report.html", way)])
+        Section(study.title, [Text(study.place), *study.verdicts], link=f"{study.name}/report.html")
         for study in studies
     ]
     held = [verdict.holds is True for study in studies for verdict in study.verdicts]
