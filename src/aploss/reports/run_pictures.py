@@ -104,16 +104,16 @@ class PictureSource:
         """An image, or the part of it from ``corner`` on, with its boxes, as a data URI."""
         factor = min(longest / max(image.size), 3.0)
         objects = self.objects_of[image_id]
-        entries = [*(self.objects[place] for place in objects), *(self.run.detections[row] for row in rows)]
+        entries = [*(self.run.detections[row] for row in rows), *(self.objects[place] for place in objects)]
         names = [f"missed: {self.class_name(self.objects[place])}" if place == missed else "" for place in objects]
         captions = map(self.caption, rows) if len(rows) <= MAX_CAPTIONS else [""] * len(rows)
-        colours = [self.colours.get(entry["category_id"], PALETTE[0]) for entry in entries[len(objects) :]]
+        colours = [self.colours.get(entry["category_id"], PALETTE[0]) for entry in entries[: len(rows)]]
         picture = outline_boxes(
             resize(image, factor),
             (_xyxy(entries) - np.tile(corner, 2)) * factor,
-            captions=[*names, *captions],
-            colours=[*[TRUTH_COLOUR] * len(objects), *colours],
-            dashed=[place < len(objects) for place in range(len(entries))],
+            captions=[*captions, *names],
+            colours=[*colours, *[TRUTH_COLOUR] * len(objects)],
+            dashed=[place >= len(rows) for place in range(len(entries))],
         )
         return data_uri(picture)
 
