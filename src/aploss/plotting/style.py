@@ -2,7 +2,8 @@
 
 A loss declares its label, colour, dashes and marker (:class:`aploss.losses.LossTraits`). The colours are those of Okabe
 and Ito, which are distinct for all common kinds of colour blindness, with brown and slate in place of yellow and black.
-Dashes and markers distinguish losses in greyscale. Pages invert the lightness of plots in dark mode.
+Dashes and markers distinguish losses in greyscale. Plots are always light, also on pages in dark mode, since the
+colours are chosen for a light background.
 """
 
 import re
