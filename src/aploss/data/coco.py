@@ -351,7 +351,9 @@ class CocoFormat(DataFormat):
                 raise ProblemError("missing-section", file, f"no list {section!r}")
         return document
 
-    def _add_images(self, entries: Sequence[Any], split: str, file: str, builder: AnnotationBuilder) -> dict[int, int]:
+    def _add_images(
+        self, entries: Sequence[Any], split: str, file: str, builder: AnnotationBuilder
+    ) -> dict[int, int]:
         """Adds the existing images; returns id → index, or -1 for an image that is not there."""
         named = [entry for entry in entries if isinstance(entry, CocoImage)]
         base = self._image_folder([entry.file_name for entry in named[:50]], split, file)

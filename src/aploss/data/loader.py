@@ -281,9 +281,7 @@ def make_evaluation_loader(
     _check_settings(len(dataset), batch_size, workers, rank, world_size)
     indices = range(rank, len(dataset), world_size)
     plan = [list(indices[start : start + batch_size]) for start in range(0, len(indices), batch_size)]
-    return EvaluationBatches(
-        _data_loader(partial(_read_evaluation_batch, dataset, skip=skip_unreadable), plan, workers)
-    )
+    return EvaluationBatches(_data_loader(partial(_read_evaluation_batch, dataset, skip=skip_unreadable), plan, workers))
 
 
 def _check_settings(images: int, batch_size: int, workers: int, rank: int, world_size: int) -> None:

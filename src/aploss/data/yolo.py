@@ -277,14 +277,10 @@ class YoloFormat(DataFormat):
         """The distinct images of a split."""
         value = self._description[split]
         # Accepts text only: nested YAML aliases could expand to any length.
-        places = [
-            place for place in (value if isinstance(value, list) else [value]) if isinstance(place, str) and place
-        ]
+        places = [place for place in (value if isinstance(value, list) else [value]) if isinstance(place, str) and place]
         if not places:
             found = "null" if value is None else type(value).__name__
-            raise self._error(
-                "missing-folder", f"'{split}' must be a folder or list of images, or several, got {found}"
-            )
+            raise self._error("missing-folder", f"'{split}' must be a folder or list of images, or several, got {found}")
         seen = set()
         for place in places:
             for path in self._listed_images(split, place, builder):
