@@ -1,23 +1,23 @@
-"""Puts the paper's theorems to the test."""
+"""``aploss theory``: verify the paper's theorems in experiments."""
 
 import time
+from argparse import Namespace
 from pathlib import Path
 
-from jsonargparse import ArgumentParser, Namespace
-
-from aploss.cli.command import EXIT_PROBLEMS, Command, open_page, progress, say_next
+from aploss.cli.command import EXIT_PROBLEMS, Command, progress
+from aploss.cli.options import Parser
 
 EXAMPLES = """
-  aploss theory                     all five, a page each and one that links them
+  aploss theory                     all five, with a page for each and an index
   aploss theory smoothed-failure
 """
 NAMES = ("convergence", "smoothed-failure", "inseparable", "consistency", "imbalance")
 
 
-def _add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", choices=["all", *NAMES], default="all", help="which study; all by default")
-    parser.add_argument("--seed", type=int, default=0, help="of the random problems")
-    parser.add_argument("--out", type=Path, default=Path("runs/theory"), help="folder for the pages")
+def _add_arguments(parser: Parser) -> None:
+    parser.add_argument("name", nargs="?", choices=["all", *NAMES], default="all", help="which study")
+    parser.add_argument("--seed", type=int, metavar="N", default=0, help="seed of the random problems")
+    parser.add_argument("--out", type=Path, metavar="DIR", default=Path("runs/theory"), help="folder for the pages")
 
 
 def _run(options: Namespace) -> int:
@@ -35,9 +35,7 @@ def _run(options: Namespace) -> int:
             print(f"  {verdict.word}: {verdict.claim}")
         print(f"  {page}", flush=True)
     if options.name == "all":
-        page = write_index(studies, options.out)
-        print(f"all of them: {page}", flush=True)
-    say_next(options, open_page(page))
+        print(f"index: {write_index(studies, options.out)}", flush=True)
     return 0 if all(study.holds for study in studies) else EXIT_PROBLEMS
 
 
