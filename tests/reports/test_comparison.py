@@ -24,7 +24,6 @@ from aploss.reports.comparison import (
     mean_and_band,
     paired_difference,
     spread,
-    spread_plot,
     write_comparison_report,
 )
 from aploss.reports.page import Section, Text
@@ -111,7 +110,6 @@ def test_a_difference_of_one_seed_has_no_interval(tmp_path: Path) -> None:
 PLOTS = {
     "steps": lambda comparison: curve_plot(comparison.entries),
     "minutes": lambda comparison: curve_plot(comparison.entries, against="minutes"),
-    "spread": lambda comparison: spread_plot(comparison.entries, "AP50"),
 }
 
 
