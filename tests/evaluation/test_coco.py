@@ -95,29 +95,6 @@ def test_evaluation_is_silent_repeatable_and_leaves_its_input_unchanged(simulate
     assert capfd.readouterr() == ("", "")
 
 
-def test_perfect_detections_give_one_and_none_give_zero(simulate):
-    truth, _ = simulate(9)
-    perfect = [
-        {key: one[key] for key in ("image_id", "category_id", "bbox")} | {"score": 0.5} for one in truth["annotations"]
-    ]
-    metrics = coco_metrics(truth, perfect)
-    assert pytest.approx(1, abs=1e-12) == metrics.AP
-    assert pytest.approx(1, abs=1e-12) == metrics.AP50
-    assert metrics.AR == 1
-    nothing = coco_metrics(truth, [])
-    assert (nothing.AP, nothing.AP50, nothing.AR, nothing.detections) == (0, 0, 0, 0)
-
-
-def test_a_class_without_objects_has_no_value_and_is_not_in_the_mean(simulate):
-    truth, results = simulate(10, classes=2)  # the third category has detections and no object
-    metrics = coco_metrics(truth, results)
-    values = [row["AP"] for row in metrics.per_class.values()]
-    assert math.isnan(values[2])
-    assert metrics.per_class["class 2"]["detections"] > 0
-    assert pytest.approx(np.mean(values[:2]), abs=1e-12) == metrics.AP
-    assert metrics.as_dict()["per_class"]["class 2"]["AP"] is None
-
-
 @pytest.mark.parametrize("images", [0, 2])
 def test_ground_truth_without_objects_has_no_value(images):
     truth = {

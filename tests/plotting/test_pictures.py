@@ -55,11 +55,6 @@ def test_huge_coordinates_take_no_time() -> None:
     assert changed(grey(), drawn)[10].all()
 
 
-@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "1", "RGB"])
-def test_every_mode_becomes_rgb(mode: str) -> None:
-    assert outlined(Image.new(mode, (30, 30)), [5, 5, 20, 20]).mode == "RGB"
-
-
 def test_a_caption_stays_inside_the_picture() -> None:
     picture = grey(200, 100)
     for box in ([180, 2, 199, 20], [150, 80, 199, 99], [-20, -20, 10, 10]):
@@ -71,13 +66,6 @@ def test_a_caption_stays_inside_the_picture() -> None:
 def test_captions_must_be_as_many_as_boxes() -> None:
     with pytest.raises(ValueError, match="zip"):
         outline_boxes(grey(), np.ones((2, 4)), captions=["one"], colours=["#0072b2"] * 2, dashed=[False] * 2)
-
-
-def test_no_boxes_give_a_copy() -> None:
-    picture = grey()
-    copy = outline_boxes(picture, np.zeros((0, 4)), captions=[], colours=[], dashed=[])
-    assert copy is not picture
-    assert not changed(picture, copy).any()
 
 
 def test_a_crop_shows_the_surroundings_and_stays_inside() -> None:

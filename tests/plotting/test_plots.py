@@ -48,11 +48,7 @@ def test_every_plot_is_one_well_formed_file_without_dates_or_addresses(name: str
     assert not re.search(r"20\d\d-\d\d-\d\d", svg)
     assert "mathdefault" not in svg
     assert "<image" not in svg
-
-
-@pytest.mark.parametrize("name", ["line", "field", "precision"])
-def test_the_same_data_gives_the_same_text(name: str) -> None:
-    assert PLOTS[name]() == PLOTS[name]()
+    assert PLOTS[name]() == svg
 
 
 def test_names_of_losses_are_written_out_in_their_colours() -> None:
@@ -101,13 +97,6 @@ def test_without_scores_the_mean_precision_is_shown_and_its_mean_over_classes() 
     shown = texts(precision_recall_plot(CURVES, 0.75))
     assert "Precision and recall at IoU 0.75" in shown
     assert {"cat 0.750", "dog 0.600", "mean 0.675"} <= set(shown)
-
-
-def test_one_class_and_curves_on_different_grids_have_no_mean() -> None:
-    one = {"cat": CURVES["cat"]}
-    different = {**one, "dog": Curve([0, 0.5, 1], [1, 1, 0])}
-    for curves in (one, different):
-        assert not [text for text in texts(precision_recall_plot(curves)) if "mean" in text]
 
 
 def test_thinning_keeps_means_and_ends_gaps() -> None:

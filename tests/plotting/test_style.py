@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aploss.losses import LossTraits, register_loss, traits_of
-from aploss.plotting.style import PALETTE, PAPER, VARIANT_STYLES, class_colour, line_style, loss_label, plot_style
+from aploss.plotting.style import PALETTE, PAPER, VARIANT_STYLES, line_style, loss_label, plot_style
 
 LABELS = {
     "ap": "AP-loss",
@@ -72,11 +72,6 @@ def test_every_colour_is_seen_on_its_background() -> None:
         assert contrast(colour, PAPER) > 2.1, colour
 
 
-def test_the_colours_of_classes_repeat_after_eight() -> None:
-    assert [class_colour(label) for label in (0, 8)] == ["#0072b2", "#0072b2"]
-    assert len({class_colour(label) for label in range(8)}) == 8
-
-
 def test_losses_can_be_told_apart_without_colour() -> None:
     assert len({str(style.dashes) for style in STYLES.values()}) == len(STYLES)
     assert len({style.marker for style in STYLES.values()}) == len(STYLES)
@@ -134,11 +129,7 @@ def test_style_is_imported_without_torch_and_matplotlib() -> None:
 
 def test_the_style_leaves_global_settings_alone() -> None:
     before = dict(matplotlib.rcParams)
-    with plot_style():
-        assert matplotlib.rcParams["svg.fonttype"] == "none"
-    assert dict(matplotlib.rcParams) == before
-
-
-def test_the_style_does_not_depend_on_global_settings() -> None:
     with matplotlib.rc_context({"font.size": 40.0}), plot_style():
+        assert matplotlib.rcParams["svg.fonttype"] == "none"
         assert matplotlib.rcParams["font.size"] == 9.5
+    assert dict(matplotlib.rcParams) == before

@@ -20,10 +20,8 @@ from aploss.reports.comparison import (
     comparison_markdown,
     comparison_table,
     curve_plot,
-    known_values,
     mean_and_band,
     paired_difference,
-    spread,
     write_comparison_report,
 )
 from aploss.reports.page import Section, Text
@@ -133,23 +131,6 @@ def test_bands_are_means_and_deviations_where_all_seeds_are_known() -> None:
     np.testing.assert_array_equal(x, [1, 2, 3, 4])
     np.testing.assert_allclose(mean, [2, 3, 4, 5])  # of x and x + 2
     np.testing.assert_allclose(deviation, np.std([0, 2], ddof=1))
-
-
-def test_unknown_values_do_not_count() -> None:
-    assert known_values([None, 0.5, math.nan]) == [0.5]
-    assert spread([None, 0.5, math.nan]).count == 1
-    assert math.isnan(spread([0.5]).deviation)
-    assert math.isnan(spread([]).mean)
-
-
-def test_interval_by_hand() -> None:
-    # differences 0.02, 0.03, 0.04: mean 0.03, deviation 0.01, t(0.975, 2) = 4.302653
-    found = paired_difference([0.72, 0.75, 0.74], [0.70, 0.72, 0.70])
-    half = 4.302653 * 0.01 / math.sqrt(3)
-    assert found.mean == pytest.approx(0.03)
-    assert found.low == pytest.approx(0.03 - half, abs=1e-8)
-    assert found.high == pytest.approx(0.03 + half, abs=1e-8)
-    assert found.low > 0
 
 
 @given(

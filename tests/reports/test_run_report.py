@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aploss.errors import RunError
 from aploss.evaluation import METRICS
 from aploss.plotting.style import MUTED
 from aploss.reports.run_files import read_run
@@ -105,13 +104,6 @@ def test_a_run_that_was_killed_in_the_middle_has_a_page(make_run: MakeRun) -> No
     assert "This run has no summary yet" in text
     assert (run / "plots" / "loss.svg").is_file()
     assert len(read_run(run).training) == 9
-
-
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError):
-        write_run_report(tmp_path / "nowhere")
-    with pytest.raises(RunError):
-        write_run_report(tmp_path)
 
 
 def test_images_that_are_gone_are_counted(make_run: MakeRun) -> None:
