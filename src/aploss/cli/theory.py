@@ -8,15 +8,15 @@ from jsonargparse import ArgumentParser, Namespace
 from aploss.cli.command import EXIT_PROBLEMS, Command, open_page, progress, say_next
 
 EXAMPLES = """
-  aploss theory                     all five, a page each and one that links them
+  aploss theory                     every study, with an index page
   aploss theory smoothed-failure
 """
-NAMES = ("convergence", "smoothed-failure", "inseparable", "consistency", "imbalance")
+NAMES = ("convergence", "smoothed-failure", "inseparable", "consistency", "imbalance", "method")
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", choices=["all", *NAMES], default="all", help="which study; all by default")
-    parser.add_argument("--seed", type=int, default=0, help="of the random problems")
+    parser.add_argument("name", nargs="?", choices=["all", *NAMES], default="all", help="the study; all by default")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random problems")
     parser.add_argument("--out", type=Path, default=Path("runs/theory"), help="folder for the pages")
 
 
@@ -36,7 +36,7 @@ def _run(options: Namespace) -> int:
         print(f"  {page}", flush=True)
     if options.name == "all":
         page = write_index(studies, options.out)
-        print(f"all of them: {page}", flush=True)
+        print(f"index: {page}", flush=True)
     say_next(options, open_page(page))
     return 0 if all(study.holds for study in studies) else EXIT_PROBLEMS
 
