@@ -10,10 +10,10 @@ from aploss.training.config import (
     BatchesConfig,
     OptimizerConfig,
     TrainConfig,
+    config_fields,
     config_from_dict,
     config_to_dict,
     differing_keys,
-    settings_of,
 )
 
 
@@ -46,7 +46,7 @@ from aploss.training.config import (
         ({"batches": {"image_size": [64, 64, 64]}}, "batches.image_size"),
         ({"validation": {"every": math.inf}}, "validation.every"),
         ({"validation": {"every": 10**400}}, "validation.every"),
-        ({"optimizer": {"decay_norms_and_biases": 1}}, "optimizer.decay_norms_and_biases"),
+        ({"optimizer": {"decay_norms_and_biases": 2}}, "optimizer.decay_norms_and_biases"),
         ({"criterion": {"box_weight": "heavy"}}, "criterion.box_weight"),
         ({"criterion": {"box_weight": -1}}, "criterion.box_weight"),
         ({"model": {"frozen": "backbone"}}, "model.frozen"),
@@ -91,7 +91,7 @@ def test_numbers_in_exponent_form_are_read_from_yaml_and_text() -> None:
 
 
 def test_every_setting_has_a_key_and_a_help_line() -> None:
-    settings = settings_of(TrainConfig)
+    settings = config_fields()
     assert {"data", "batches.size", "model.options", "evaluation.split"} <= {setting.key for setting in settings}
     assert all(setting.help for setting in settings)
 

@@ -137,8 +137,7 @@ def add_comparison_options(parser: "ArgumentParser", *, trial: str, out: str) ->
     """
     from jsonargparse import SUPPRESS
 
-    from aploss.experiments.plan import DECIDED
-    from aploss.training.config import TrainConfig, settings_of
+    from aploss.training.config import FIXED_BY_COMPARISON, config_fields
 
     searched = (
         "a setting that is searched with the learning rate, as criterion.box_weight=1,3, or an option of one loss, as "
@@ -150,8 +149,8 @@ def add_comparison_options(parser: "ArgumentParser", *, trial: str, out: str) ->
     parser.add_argument("--out", help=f"folder of page and tables; by default {out}")
     parser.add_argument("--cache", help="folder of the runs; by default 'cache' beside --out")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ...")
-    for setting in settings_of(TrainConfig):
-        if setting.key == "precision" or ("." in setting.key and setting.key not in (*DECIDED, *OTHERWISE)):
+    for setting in config_fields():
+        if setting.key == "precision" or ("." in setting.key and setting.key not in (*FIXED_BY_COMPARISON, *OTHERWISE)):
             option = f"--{setting.key.replace('_', '-')}"
             parser.add_argument(option, type=setting.type, default=SUPPRESS, help=setting.help)
 

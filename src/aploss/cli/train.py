@@ -15,7 +15,7 @@ from aploss.cli.command import Command, newest_run, run_training
 from aploss.cli.options import LONG_FORMS, add_familiar, familiar_changes
 from aploss.errors import ConfigError
 from aploss.losses.traits import LOSSES
-from aploss.training.config import TrainConfig, config_from_dict, config_to_dict, settings_of
+from aploss.training.config import TrainConfig, config_fields, config_from_dict, config_to_dict
 from aploss.training.recipes import load_config, merge, read_yaml, recipe_names
 
 EXAMPLES = """
@@ -44,7 +44,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--print-config", action="store_true", help="show all settings and stop")
     add_familiar(parser)
     choices = {"loss": LOSSES.names(), "detector": DETECTORS.names()}
-    for setting in settings_of(TrainConfig):
+    for setting in config_fields():
         default = "" if setting.default in (None, "", {}, ()) else f" (default: {setting.default})"
         names = f": {', '.join(choices[setting.key])}" if setting.key in choices else ""
         # Only what was given arrives here: a default must not win over the recipe.

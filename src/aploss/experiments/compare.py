@@ -31,7 +31,6 @@ from aploss.experiments.plan import (
     comparison_config,
     data_name,
     loss_settings,
-    nested,
     settings_hash,
     trials_of,
     written,
@@ -41,7 +40,7 @@ from aploss.files import as_file_name
 from aploss.plotting.style import loss_label
 from aploss.reports.comparison import Comparison
 from aploss.reports.run_files import read_json_lines
-from aploss.training.config import TrainConfig
+from aploss.training.config import TrainConfig, nested
 from aploss.training.distributed import World, start_world
 from aploss.training.machine import choose_device, describe_environment
 from aploss.training.recipes import merge

@@ -4,41 +4,37 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from itertools import product
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from aploss.data.builtin import VERSION as BUILTIN_VERSION
 from aploss.detectors.criterion import make_loss
 from aploss.errors import ConfigError, did_you_mean
 from aploss.experiments.measures import DETECTION, Measure
 from aploss.losses.traits import LOSSES
-from aploss.training.config import TrainConfig, config_from_dict, config_to_dict, settings_of
+from aploss.training.config import (
+    DEFAULTS_BEFORE_ADDED,
+    FIXED_BY_COMPARISON,
+    RESUMABLE_KEYS,
+    TrainConfig,
+    config_fields,
+    config_from_dict,
+    config_to_dict,
+    nested,
+    parse_value,
+)
 from aploss.training.recipes import load_config, merge
-from aploss.training.run_folder import MAY_CHANGE
 from aploss.training.splits import NO_SPLIT
 
 VALIDATIONS = 10  # points of the curve of AP while training
 MAX_SEEDS = 1000
 MAX_SEED = 2**32 - 1  # as numpy takes them
-# Settings that came later, with the value that is as if they were not there: runs from before are found again.
-LATER = {
-    "batches.cache_features": False,
-    "batches.cached_views": None,
-    "model.frozen_backbone": False,
-    "criterion.assigner": "iou",
-}
 WARMUP_SHARE = 0.1  # of a trial, at most, where the length of the real run in steps is not known
 LOSS_OPTIONS = "criterion.options"
 RATE = "optimizer.learning_rate"
-# Settings that the comparison itself decides, whatever the recipe says.
-DECIDED = ("schedule.unit", "validation.every", "validation.unit", "validation.patience", "evaluation.checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +155,8 @@ def loss_settings(text: str) -> tuple[str, dict[str, Any]]:
     LOSSES.get(name)
     if not all(re.fullmatch(r"\w+=.+", option) for option in options):
         raise ConfigError(f"{text!r}: {example}")
-    return name, {f"{LOSS_OPTIONS}.{key}": _value(value) for key, _, value in (one.partition("=") for one in options)}
+    pairs = (one.split("=", 1) for one in options)
+    return name, {f"{LOSS_OPTIONS}.{key}": parse_value(value) for key, value in pairs}
 
 
 def parse_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
@@ -175,7 +172,7 @@ def parse_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
         check_varied(key := key.strip())
         if not parse_list(values):
             raise ConfigError(f"--vary {text}: give the values, as --vary {key or 'batches.size'}=4,8")
-        varied.setdefault(key, []).extend(map(_value, parse_list(values)))
+        varied.setdefault(key, []).extend(map(parse_value, parse_list(values)))
     return varied
 
 
@@ -197,13 +194,13 @@ def parse_searched(texts: Sequence[str]) -> tuple[Searched, ...]:
         check_varied(key, option="--tune-over")
         if not parse_list(values):
             raise ConfigError(f"--tune-over {text}: give the values, as --tune-over criterion.box_weight=1,3")
-        searched.append(Searched(key, tuple(map(_value, parse_list(values))), loss or None))
+        searched.append(Searched(key, tuple(map(parse_value, parse_list(values))), loss or None))
     return tuple(searched)
 
 
 def check_varied(key: str, *, option: str = "--vary") -> None:
     """Refuses a setting that does not exist, or in which rows cannot differ."""
-    known = {setting.key: setting.default for setting in settings_of(TrainConfig)}
+    known = {setting.key: setting.default for setting in config_fields()}
     inside = any(key.startswith(f"{one}.") for one, default in known.items() if isinstance(default, dict))
     if key not in known and not inside:
         by_ending = [one for one in known if one.endswith(f".{key}")]
@@ -211,23 +208,10 @@ def check_varied(key: str, *, option: str = "--vary") -> None:
         raise ConfigError(f"{option}: there is no setting {key!r}{meant}")
     if key in ("loss", "seed"):
         raise ConfigError(f"{option} {key}: give --{key.replace('loss', 'losse')}s")
-    if key in (*DECIDED, *MAY_CHANGE):
+    if key in (*FIXED_BY_COMPARISON, *RESUMABLE_KEYS):
         raise ConfigError(
             f"{option} {key}: rows cannot differ in what the comparison decides or what changes no result"
         )
-
-
-def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by dotted key as groups.
-
-    Example:
-        >>> nested({"seed": 1, "batches.size": 4, "batches.workers": 0})
-        {'seed': 1, 'batches': {'size': 4, 'workers': 0}}
-    """
-    one_by_one = (
-        reduce(lambda inner, part: {part: inner}, reversed(key.split(".")), value) for key, value in settings.items()
-    )
-    return reduce(merge, one_by_one, {})
 
 
 def written(value: Any) -> str:
@@ -243,17 +227,6 @@ def parse_list(text: str) -> list[str]:
         ['ap', 'focal:gamma=1', '[64,96]']
     """
     return [part for part in map(str.strip, re.split(r",(?![^\[{]*[\]}])", text)) if part]
-
-
-def _value(text: str) -> Any:
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"{text!r} is not a value") from None
-    if isinstance(value, str):
-        with suppress(ValueError):  # YAML 1.1 takes 1e-3 for text
-            return float(value)
-    return value
 
 
 def trials_of(variant: Variant, tuning: Tuning, seed: int) -> list[TrainConfig]:
@@ -296,8 +269,8 @@ def settings_hash(config: TrainConfig) -> str:
         True
     """
     values = config_to_dict(config)
-    unchanged = (key for key, value in LATER.items() if attrgetter(key)(config) == value)
-    for key in (*MAY_CHANGE, *unchanged):
+    unchanged = (key for key, value in DEFAULTS_BEFORE_ADDED.items() if attrgetter(key)(config) == value)
+    for key in (*RESUMABLE_KEYS, *unchanged):
         group, _, name = key.rpartition(".")
         del (values[group] if group else values)[name]
     values["device"] = config.device  # minutes of two devices must not be compared

@@ -22,13 +22,12 @@ from aploss.experiments.plan import (
     changed,
     comparison_config,
     data_name,
-    nested,
     runs_of,
     written,
 )
 from aploss.experiments.results import METRICS, Results
 from aploss.reports.comparison import Comparison
-from aploss.training.config import TrainConfig, config_to_dict, differing_keys
+from aploss.training.config import TrainConfig, config_to_dict, differing_keys, nested
 from aploss.training.machine import choose_device, seeded
 from aploss.training.recipes import merge
 from aploss.training.run import make_detector

@@ -17,7 +17,7 @@ from typing import Any
 
 from aploss.errors import ConfigError, require_packages
 from aploss.files import write_json
-from aploss.training.config import TrainConfig, config_to_dict, settings_of
+from aploss.training.config import TrainConfig, config_fields, config_to_dict
 
 Row = dict[str, Any]
 SKIPPED = ("kind", "step", "epoch", "seconds", "images")  # no curves of their own
@@ -188,7 +188,7 @@ def _starting(tracker: str) -> Iterator[None]:
 def _flat(config: TrainConfig) -> dict[str, Any]:
     values = config_to_dict(config)
     flat = {}
-    for setting in settings_of(TrainConfig):
+    for setting in config_fields():
         group, _, name = setting.key.rpartition(".")
         flat[setting.key] = (values[group] if group else values)[name]
     return flat

@@ -1,41 +1,47 @@
-"""Every setting of a run: frozen dataclasses, and the checks of their values.
+"""Every setting of a run: frozen dataclasses that validate their values.
 
-The command line, the YAML files and the Python API all end in one :class:`TrainConfig`. Each setting is declared once,
-with its type, default, help line and range; a key that does not exist, or a value that a key cannot have, is an error
-that names the key.
+The command line, YAML files and the Python API all end in one :class:`TrainConfig`. A setting is declared once, with
+its type, default, help line, range, and the rules for resuming and comparing runs. Unknown keys and invalid values
+raise a ConfigError that names the key.
 """
 
 import math
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
-from functools import cache
+from functools import cache, reduce
 from operator import attrgetter
 from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+import msgspec
+import yaml
+
 from aploss.errors import ConfigError, did_you_mean
+from aploss.evaluation import METRICS
+
+NOT_GIVEN = object()
 
 
 class Check(NamedTuple):
-    """What a value must fulfil, and how a message says it."""
+    """A condition on a value and its wording in error messages."""
 
     holds: Callable[[Any], bool]
     expected: str
 
 
 def at_least(least: float) -> Check:
-    """Each number of the value is ``least`` or more."""
-    return Check(lambda value: min(_numbers(value)) >= least, f"at least {least}")
+    """Every number of the value is ``least`` or more."""
+    return Check(lambda value: all(number >= least for number in _numbers(value)), f"at least {least}")
 
 
 def above(bound: float) -> Check:
-    """The number is larger than ``bound``."""
+    """The number is greater than ``bound``."""
     return Check(lambda value: value > bound, f"above {bound}")
 
 
 def between(low: float, high: float) -> Check:
-    """Each number of the value is in the closed interval."""
+    """Every number of the value lies in the closed interval."""
     return Check(lambda value: all(low <= number <= high for number in _numbers(value)), f"between {low} and {high}")
 
 
@@ -43,16 +49,43 @@ INSIDE_0_1 = Check(lambda value: 0 < value < 1, "between 0 and 1, both excluded"
 
 
 def _numbers(value: Any) -> tuple[float, ...]:
-    return value if isinstance(value, tuple) else (value,)
+    entries = value if isinstance(value, tuple) else (value,)
+    return tuple(entry for entry in entries if isinstance(entry, int | float))
 
 
-def setting(default: Any, help_text: str, check: Check | None = None) -> Any:
-    """A dataclass field with the line that ``aploss train --help`` shows for it, and its range."""
-    return field(default=default, metadata={"help": help_text, "check": check})
+def setting(
+    default: Any,
+    help_text: str,
+    check: Check | None = None,
+    *,
+    resumable: bool = False,
+    default_before: Any = NOT_GIVEN,
+    fixed_by_comparison: bool = False,
+) -> Any:
+    """Declares a setting: a dataclass field with everything the rest of the package needs to know about it.
+
+    Args:
+        default: the default value; ``dict`` for an empty mapping.
+        help_text: shown by ``aploss train --help``.
+        check: range of the value.
+        resumable: the setting does not affect what is learned, so it may change when a run is resumed.
+        default_before: for a setting added after a release, the value equivalent to its absence in older runs.
+        fixed_by_comparison: comparisons choose the value themselves, so their rows cannot differ in it.
+    """
+    metadata = {
+        "help": help_text,
+        "check": check,
+        "resumable": resumable,
+        "default_before": default_before,
+        "fixed_by_comparison": fixed_by_comparison,
+    }
+    if default is dict:
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 class _Settings:
-    """A group of settings, checked when it is made: the one place where this happens."""
+    """A group of settings, converted and validated on construction."""
 
     _group: ClassVar[str]
 
@@ -66,11 +99,12 @@ class _Settings:
                 continue
             key, value = self._group + entry.name, getattr(self, entry.name)
             try:
-                value = _converted(kind, value)
-            except ValueError:
+                value = msgspec.convert(value, kind, strict=False)
+            except msgspec.ValidationError:
                 raise ConfigError(f"{key} must be {_type_name(kind)}, got {value!r}") from None
-            check = entry.metadata.get("check")
-            if check is not None and isinstance(value, int | float | tuple):
+            self._require(all(map(math.isfinite, _numbers(value))), key, value, "finite")
+            check = entry.metadata["check"]
+            if check is not None and value is not None:
                 or_null = " or null" if type(None) in get_args(kind) else ""
                 self._require(check.holds(value), key, value, check.expected + or_null)
             object.__setattr__(self, entry.name, value)
@@ -83,51 +117,58 @@ class _Settings:
 
 @dataclass(frozen=True)
 class SplitsConfig(_Settings, group="splits."):
-    """Which images are trained on and which are looked at while training."""
+    """The splits used for training and validation."""
 
-    format: str = setting("auto", "format of the data: auto, voc, coco or yolo")
-    train: str | None = setting(None, "split to train on; by default train, else trainval")
+    format: str = setting("auto", "dataset format: auto, voc, coco or yolo")
+    train: str | None = setting(None, "training split; by default train, else trainval")
     validation: str | None = setting(
-        None, "split for every choice; by default val, else a held-out part; 'none' for no split"
+        None, "split for model selection; by default val, else a held-out part of the training split; 'none' to disable"
     )
-    holdout: float = setting(0.15, "share of the training images held out without a validation split", INSIDE_0_1)
+    holdout: float = setting(0.15, "share of training images held out if there is no validation split", INSIDE_0_1)
 
 
 @dataclass(frozen=True)
 class BatchesConfig(_Settings, group="batches."):
-    """What one forward pass sees."""
+    """The input of a forward pass."""
 
-    size: int = setting(8, "images per forward pass, of all ranks together", at_least(1))
-    accumulate: int = setting(1, "forward passes whose gradients make one step", at_least(1))
+    size: int = setting(8, "images per forward pass, summed over all ranks", at_least(1))
+    accumulate: int = setting(1, "forward passes whose gradients are accumulated for one step", at_least(1))
     image_size: int | tuple[int, int] = setting(
-        512, "training images are resized to this: side of a square, or [height, width]", between(32, 8192)
+        512, "size of training images: side of a square, or [height, width]", between(32, 8192)
     )
     augmentation: Literal["paper", "light", "flip", "none"] = setting("light", "augmentation preset")
     cache_features: bool = setting(
-        False, "compute the maps of a frozen backbone once for some views of each image, and train from them"
+        False, "cache the feature maps of a frozen backbone and train from them", default_before=False
     )
     cached_views: int | None = setting(
-        None, "views of each image that augmentation draws for that; by default some thousand in all", at_least(1)
+        None,
+        "augmented views of each image in the feature cache; by default about 2000 in total",
+        at_least(1),
+        default_before=None,
     )
-    workers: int | None = setting(None, "data loader workers; by default chosen for the hardware", at_least(0))
-    max_unreadable: float = setting(0.1, "stop when more than this share of the images cannot be read", between(0, 1))
+    workers: int | None = setting(
+        None, "data loader workers; by default chosen for the hardware", at_least(0), resumable=True
+    )
+    max_unreadable: float = setting(
+        0.1, "stop when more than this share of the images cannot be read", between(0, 1), resumable=True
+    )
 
 
 @dataclass(frozen=True)
 class ModelConfig(_Settings, group="model."):
     """The detector apart from its name and its loss."""
 
-    weights: str | None = setting(None, "start from: 'imagenet' (backbone), 'coco' (detector), a file, or nothing")
-    backbone: str | None = setting(None, "backbone of the detector 'retinanet': any model of timm, as convnext_tiny")
-    options: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "options of the architecture, of build_detector"}
+    weights: str | None = setting(
+        None, "initial weights: 'imagenet' (backbone), 'coco' (detector), a file, or null for random"
     )
-    frozen: tuple[str, ...] = setting((), "parameters not trained: names or patterns as backbone.*")
+    backbone: str | None = setting(None, "backbone of the detector 'retinanet': any timm model, as convnext_tiny")
+    options: dict[str, Any] = setting(dict, "options of the architecture, see build_detector")  # noqa: RUF009
+    frozen: tuple[str, ...] = setting((), "parameters to freeze: names or patterns, as backbone.*")
     frozen_backbone: bool = setting(
-        False, "keep the pretrained backbone of a RetinaNet as it is, train what follows it"
+        False, "freeze the pretrained backbone of a RetinaNet and train the layers after it", default_before=False
     )
     ema: float | None = setting(
-        None, "decay of the exponential moving average (EMA) of the weights; null for no EMA", INSIDE_0_1
+        None, "decay of the exponential moving average (EMA) of the weights; null to disable", INSIDE_0_1
     )
 
     @property
@@ -140,46 +181,46 @@ class ModelConfig(_Settings, group="model."):
 class CriterionConfig(_Settings, group="criterion."):
     """The loss apart from its name."""
 
-    options: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "options of the classification loss, as delta"}
-    )
+    options: dict[str, Any] = setting(dict, "options of the classification loss, as delta")  # noqa: RUF009
     rank_over: Literal["batch", "image", "class"] = setting(
-        "batch", "rank the anchors of all images and classes together, or of each image or class alone"
+        "batch", "rank the anchors of all images and classes together, or of each image or class separately"
     )
-    rank_over_processes: bool = setting(False, "rank and count the positives over the images of all ranks (processes)")
-    assigner: Literal["iou", "atss"] = setting("iou", "how anchors become positive: by a least overlap, or ATSS")
-    box_loss: str | None = setting(None, "smooth-l1 or giou; by default what suits the loss")
+    rank_over_processes: bool = setting(False, "rank and count positives over the images of all ranks")
+    assigner: Literal["iou", "atss"] = setting(
+        "iou", "anchor assignment: by an IoU threshold, or ATSS", default_before="iou"
+    )
+    box_loss: str | None = setting(None, "smooth-l1 or giou; by default chosen to suit the loss")
     box_weight: float | Literal["balanced"] | None = setting(
-        None, "weight of the box loss; by default what suits the loss", at_least(0)
+        None, "weight of the box loss; by default chosen to suit the loss", at_least(0)
     )
 
 
 @dataclass(frozen=True)
 class OptimizerConfig(_Settings, group="optimizer."):
-    """How a gradient becomes a step."""
+    """Optimizer and gradient clipping."""
 
     name: Literal["sgd", "adamw"] = setting("adamw", "sgd (with momentum) or adamw")
-    learning_rate: float = setting(3e-3, "the highest learning rate of the schedule", above(0))
+    learning_rate: float = setting(3e-3, "peak learning rate of the schedule", above(0))
     momentum: float = setting(0.9, "momentum of sgd", Check(lambda value: 0 <= value < 1, "at least 0 and below 1"))
     weight_decay: float = setting(1e-2, "weight decay", at_least(0))
-    decay_norms_and_biases: bool = setting(False, "also decay normalisation weights and biases")
+    decay_norms_and_biases: bool = setting(False, "also apply weight decay to normalization weights and biases")
     clip_norm: float | None = setting(1.0, "maximum gradient norm; null disables clipping", above(0))
 
 
 @dataclass(frozen=True)
 class ScheduleConfig(_Settings, group="schedule."):
-    """How long training lasts and how the learning rate moves."""
+    """Length of training and the learning-rate schedule."""
 
-    length: int = setting(1000, "how long to train, in units", at_least(1))
-    unit: Literal["steps", "epochs"] = setting("steps", "unit of length and milestones")
-    kind: Literal["milestones", "cosine"] = setting("cosine", "how the learning rate falls")
+    length: int = setting(1000, "length of training, in units", at_least(1))
+    unit: Literal["steps", "epochs"] = setting("steps", "unit of length and milestones", fixed_by_comparison=True)
+    kind: Literal["milestones", "cosine"] = setting("cosine", "decay of the learning rate")
     milestones: tuple[float, ...] = setting((), "when the learning rate is multiplied by gamma")
-    gamma: float = setting(0.1, "factor at a milestone", above(0))
-    final_factor: float = setting(0.02, "share of the learning rate at the end of the cosine", between(0, 1))
-    warmup_steps: int = setting(50, "steps over which the learning rate rises to its full value", at_least(0))
+    gamma: float = setting(0.1, "learning-rate factor at a milestone", above(0))
+    final_factor: float = setting(0.02, "final share of the learning rate with kind cosine", between(0, 1))
+    warmup_steps: int = setting(50, "steps of linear warmup", at_least(0))
     warmup_factor: float = setting(
         0.02,
-        "share of the learning rate at the start of the warm-up",
+        "share of the learning rate at the start of the warmup",
         Check(lambda value: 0 < value <= 1, "above 0 and at most 1"),
     )
 
@@ -193,50 +234,63 @@ class ScheduleConfig(_Settings, group="schedule."):
 
 @dataclass(frozen=True)
 class ValidationConfig(_Settings, group="validation."):
-    """How often the validation split is measured, and what follows from it."""
+    """Validation while training, and model selection."""
 
-    every: float = setting(1.0, "how often to validate, in units", above(0))
-    unit: Literal["steps", "epochs"] = setting("epochs", "unit of every")
-    metric: Literal["AP", "AP50", "AP75"] = setting("AP", "metric the best checkpoint is chosen by")
-    patience: int | None = setting(None, "early stopping after so many validations without a better one", at_least(1))
-    batch_size: int = setting(8, "images per forward pass of validation", at_least(1))
+    every: float = setting(1.0, "validation interval, in units", above(0), fixed_by_comparison=True)
+    unit: Literal["steps", "epochs"] = setting("epochs", "unit of every", fixed_by_comparison=True)
+    metric: str = setting(
+        "AP",
+        "metric that selects the best checkpoint",
+        Check(lambda value: value in METRICS, f"one of {', '.join(METRICS)}"),
+    )
+    patience: int | None = setting(
+        None, "stop early after this many validations without improvement", at_least(1), fixed_by_comparison=True
+    )
+    batch_size: int = setting(8, "images per forward pass of validation", at_least(1), resumable=True)
 
 
 @dataclass(frozen=True)
 class EvaluationConfig(_Settings, group="evaluation."):
-    """The numbers at the end: on which split, of which weights."""
+    """The evaluation at the end of a run."""
 
-    split: str | None = setting(None, "split of the final numbers; by default test, else val; 'none' for no numbers")
-    checkpoint: Literal["best", "last"] = setting("best", "which weights are evaluated")
-    voc_year: Literal[2007, 2012] | None = setting(None, "also Pascal VOC's AP50: 2007 (11 points) or 2012 (area)")
+    split: str | None = setting(None, "split of the final evaluation; by default test, else val; 'none' to disable")
+    checkpoint: Literal["best", "last"] = setting("best", "checkpoint to evaluate", fixed_by_comparison=True)
+    voc_year: Literal[2007, 2012] | None = setting(
+        None, "also report Pascal VOC's AP50: 2007 (11 points) or 2012 (area under the curve)"
+    )
 
 
 @dataclass(frozen=True)
 class TrainConfig(_Settings):
-    """A whole run. ``TrainConfig(data="builtin")`` is one that works."""
+    """All settings of a run. ``TrainConfig(data="builtin")`` is a minimal config that works."""
 
-    data: str = setting("", "folder or file of the data set, or 'builtin'")
-    out: str | None = setting(None, "run folder; by default runs/DATA-DETECTOR-LOSS-seedN")
+    data: str = setting("", "folder or file of the dataset, or 'builtin'", resumable=True)
+    out: str | None = setting(None, "run folder; by default runs/DATA-DETECTOR-LOSS-seedN", resumable=True)
     detector: str = setting("retinanet-tiny", "name of the detector")
     loss: str = setting("ap", "classification loss")
     seed: int = setting(
         0,
-        "initial weights, data order and augmentation follow from it",
+        "seed of initial weights, data order and augmentation",
         Check(lambda value: 0 <= value < 2**63, "at least 0 and below 2^63"),
     )
-    device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps ...")
+    device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps ...", resumable=True)
     precision: Literal["float32", "bfloat16", "float16"] = setting(
-        "float32", "number type of the forward pass; weights stay float32"
+        "float32", "dtype of the forward pass; weights stay float32"
     )
     deterministic: bool | None = setting(
-        None, "bit-identical numbers in every run; by default on the CPU, where it costs little"
+        None, "bit-identical results in every run; by default only on the CPU, where it costs little"
     )
-    max_minutes: float | None = setting(None, "stop training after so many minutes in all", at_least(0))
-    checkpoint_minutes: float | None = setting(10.0, "minutes between checkpoints", at_least(0))
-    checkpoint_steps: int | None = setting(None, "steps between checkpoints", at_least(1))
-    log_steps: int = setting(10, "steps between rows of the metrics files (means over them)", at_least(1))
+    max_minutes: float | None = setting(
+        None, "stop training after this many minutes in total", at_least(0), resumable=True
+    )
+    checkpoint_minutes: float | None = setting(10.0, "minutes between checkpoints", at_least(0), resumable=True)
+    checkpoint_steps: int | None = setting(None, "steps between checkpoints", at_least(1), resumable=True)
+    log_steps: int = setting(10, "steps between rows of the metrics files, which hold means", at_least(1))
     bad_steps: int = setting(
-        3, "stop after so many steps in a row with NaN or Inf in scores, losses or gradients", at_least(1)
+        3,
+        "stop after this many consecutive steps with NaN or Inf in scores, losses or gradients",
+        at_least(1),
+        resumable=True,
     )
     splits: SplitsConfig = field(default_factory=SplitsConfig)
     batches: BatchesConfig = field(default_factory=BatchesConfig)
@@ -247,11 +301,8 @@ class TrainConfig(_Settings):
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     tracker: Literal["auto", "tensorboard", "wandb", "mlflow", "none"] = setting(
-        "auto", "where curves go beside the run folder's files; auto is tensorboard where it is installed"
+        "auto", "experiment tracker beside the run folder's files; auto is tensorboard if installed", resumable=True
     )
-
-
-# --- types ---
 
 
 @cache
@@ -259,91 +310,109 @@ def _hints(config_type: type) -> dict[str, Any]:
     return get_type_hints(config_type)
 
 
-def _converted(kind: Any, value: Any) -> Any:
-    """The value as its declared type: lists become tuples, ``1e-3`` (text in YAML 1.1) a number.
-
-    Raises:
-        ValueError: it is of another type.
-    """
-    origin, parts = get_origin(kind) or kind, get_args(kind)
-    if origin in (Union, types.UnionType):
-        if type(None) in parts and value in (None, "null"):
-            return None
-        for part in parts:
-            try:
-                return _converted(part, value)
-            except ValueError:
-                continue
-    elif origin is Literal:
-        matching = [choice for choice in parts if choice in (value, _whole(value))]
-        if matching and not isinstance(value, bool):
-            return matching[0]
-    elif kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
-        with suppress(OverflowError):  # a whole number of hundreds of digits
-            if math.isfinite(number := float(value)):
-                return number
-    elif kind is int:
-        if (whole := _whole(value)) is not None:
-            return whole
-    elif origin is tuple and isinstance(value, list | tuple):
-        kinds = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
-        if len(kinds) == len(value):
-            return tuple(_converted(part, entry) for part, entry in zip(kinds, value, strict=True))
-    elif origin in (str, bool, dict) and isinstance(value, origin):
-        return value
-    raise ValueError(value)
-
-
-def _whole(value: Any) -> int | None:
-    """A whole number, also written as text; None for anything else."""
-    if isinstance(value, str) and value.strip().lstrip("+-").isdecimal() and len(value) < 30:
-        return int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
 def _type_name(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, get_args(kind)))
     if get_origin(kind) in (Union, types.UnionType):
         return " or ".join(_type_name(part) for part in get_args(kind))
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    names = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
     names |= {dict: "a mapping", tuple: "a list", type(None): "null"}
     return names[get_origin(kind) or kind]
 
 
-class Setting(NamedTuple):
-    """One leaf of a config: dotted key, type, default and help line."""
+# --- fields by dotted key ---
 
-    key: str
+
+class ConfigField(NamedTuple):
+    """One setting of :class:`TrainConfig`, groups flattened."""
+
+    key: str  # dotted, as "batches.size"
     type: Any
     default: Any
     help: str
+    group: str  # "batches"; empty at the top level
+    resumable: bool
+    default_before: Any
+    fixed_by_comparison: bool
 
 
 @cache
-def settings_of(config_type: type) -> tuple[Setting, ...]:
-    """The leaves of a config dataclass in order, groups opened: the options of the command line."""
-    return tuple(_leaves(config_type, ""))
+def config_fields() -> tuple[ConfigField, ...]:
+    """All settings of a run in order of declaration: the options of the command line."""
+    return tuple(_flat_fields(TrainConfig, ""))
 
 
-def _leaves(config_type: Any, prefix: str) -> Iterator[Setting]:
+def _flat_fields(config_type: Any, group: str) -> Iterator[ConfigField]:
     for entry in fields(config_type):
-        kind = _hints(config_type)[entry.name]
+        kind, meta = _hints(config_type)[entry.name], entry.metadata
         if is_dataclass(kind):
-            yield from _leaves(kind, f"{entry.name}.")
+            yield from _flat_fields(kind, entry.name)
         else:
-            factory = entry.default_factory
-            default = entry.default if factory is MISSING else factory()
-            yield Setting(prefix + entry.name, kind, default, entry.metadata["help"])
+            key = f"{group}.{entry.name}" if group else entry.name
+            default = entry.default if entry.default is not MISSING else {}
+            rules = meta["resumable"], meta["default_before"], meta["fixed_by_comparison"]
+            yield ConfigField(key, kind, default, meta["help"], group, *rules)
+
+
+RESUMABLE_KEYS = tuple(entry.key for entry in config_fields() if entry.resumable)
+DEFAULTS_BEFORE_ADDED = {
+    entry.key: entry.default_before for entry in config_fields() if entry.default_before is not NOT_GIVEN
+}
+FIXED_BY_COMPARISON = tuple(entry.key for entry in config_fields() if entry.fixed_by_comparison)
+
+
+def parse_value(text: str) -> Any:
+    """Parses a value typed on the command line as a YAML scalar, list or mapping.
+
+    Example:
+        >>> parse_value("[240, 320]"), parse_value("1e-3"), parse_value("null"), parse_value("giou")
+        ([240, 320], 0.001, None, 'giou')
+    """
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"{text!r} is not a valid value") from None
+    if isinstance(value, str):
+        with suppress(ValueError):  # YAML 1.1 reads 1e-3 as text
+            return float(value)
+    return value
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Groups values by dotted key into nested mappings; strings for settings that are not text are parsed.
+
+    Keys may reach into mappings, as ``model.options.norm``.
+
+    Example:
+        >>> nested({"seed": "1", "out": "7", "batches.size": 4, "criterion.options.delta": "0.5"})
+        {'seed': 1, 'out': '7', 'batches': {'size': 4}, 'criterion': {'options': {'delta': 0.5}}}
+    """
+    kinds = {entry.key: entry.type for entry in config_fields()}
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        is_text = str in (kind := kinds.get(key), *get_args(kind))
+        if isinstance(value, str) and (not is_text or (value == "null" and kind is not str)):
+            value = parse_value(value)
+        *groups, name = key.split(".")
+        inner = reduce(lambda outer, group: outer.setdefault(group, {}), groups, result)
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{key} conflicts with {'.'.join(groups)}, which is not a mapping")
+        inner[name] = value
+    return result
 
 
 # --- configs and plain values ---
 
 
 def config_from_dict(values: dict[str, Any], *, source: str = "") -> TrainConfig:
-    """A config from nested plain values as read from YAML, missing keys taking their defaults.
+    """Builds a config from nested plain values as read from YAML; missing keys take their defaults.
 
-    A key that does not exist or a value it cannot have is a ConfigError that names it, and the ``source`` file.
+    Args:
+        values: nested mappings of keys to values.
+        source: the file the values come from, named in error messages.
+
+    Raises:
+        ConfigError: for an unknown key or an invalid value.
 
     Example:
         >>> config_from_dict({"data": "builtin", "batches": {"size": 4}}).batches.size
@@ -367,9 +436,11 @@ def _from_mapping(config_type: Any, values: Any, prefix: str) -> Any:
     for name in values:
         if name not in kinds:
             if not prefix and name in ("extends", "losses"):
-                raise ConfigError(f"{name!r} is for recipes: give the file with --recipe")
+                raise ConfigError(f"{name!r} is only valid in a recipe: pass the file with --recipe")
             key, known = f"{prefix}{name}", [prefix + one for one in kinds]
-            raise ConfigError(f"unknown key {key!r}" + (did_you_mean(key, known) or f"; known are {', '.join(known)}"))
+            raise ConfigError(
+                f"unknown key {key!r}" + (did_you_mean(key, known) or f"; known keys: {', '.join(known)}")
+            )
     return config_type(
         **{
             name: _from_mapping(kinds[name], value, f"{name}.") if is_dataclass(kinds[name]) else value
@@ -379,7 +450,7 @@ def _from_mapping(config_type: Any, values: Any, prefix: str) -> Any:
 
 
 def config_to_dict(config: TrainConfig) -> dict[str, Any]:
-    """The nested plain values of a config: what config.yaml holds."""
+    """Converts a config to nested plain values, the content of ``config.yaml``."""
     return _plain(asdict(config))  # type: ignore[no-any-return]
 
 
@@ -390,11 +461,11 @@ def _plain(value: Any) -> Any:
 
 
 def differing_keys(first: TrainConfig, second: TrainConfig) -> list[str]:
-    """The dotted keys whose values differ.
+    """Returns the dotted keys whose values differ.
 
     Example:
         >>> differing_keys(TrainConfig(seed=1), TrainConfig(seed=2, log_steps=1))
         ['seed', 'log_steps']
     """
-    keys = (entry.key for entry in settings_of(TrainConfig))
+    keys = (entry.key for entry in config_fields())
     return [key for key in keys if attrgetter(key)(first) != attrgetter(key)(second)]

@@ -1,19 +1,19 @@
-"""Recipes: YAML files of settings, in the package or the user's own.
+"""Recipes: YAML files of settings, packaged or written by the user.
 
-A recipe has the keys of :class:`~aploss.training.config.TrainConfig`. It may build on another one (``extends``: the
-name of a packaged recipe, or a file beside it), and may have a section ``losses`` with the settings that apply only
-when that loss is trained::
+A recipe has the keys of :class:`~aploss.training.config.TrainConfig`. It may extend another one (``extends``: the name
+of a packaged recipe, or a file next to it), and may have a section ``losses`` with settings that apply only when that
+loss is trained::
 
     extends: voc-retinanet-r50
     optimizer: {learning_rate: 0.002}
     losses:
       focal: {criterion: {options: {gamma: 1.5}}}
 
-What is more particular wins: defaults, the recipe that is extended, the recipe itself, its section of the loss, then
-overrides.
+Later layers win: defaults, the extended recipe, the recipe itself, its section for the loss, overrides.
 """
 
 import os
+from collections.abc import Mapping
 from functools import reduce
 from importlib.resources import files
 from pathlib import Path
@@ -22,11 +22,11 @@ from typing import Any
 import yaml
 
 from aploss.errors import ConfigError
-from aploss.training.config import TrainConfig, config_from_dict
+from aploss.training.config import TrainConfig, config_from_dict, nested
 
 
 def recipe_names() -> tuple[str, ...]:
-    """The recipes of the package; files that only others extend start with an underscore.
+    """Returns the names of the packaged recipes; files that only serve as a base start with an underscore.
 
     Example:
         >>> "demo" in recipe_names()
@@ -37,14 +37,14 @@ def recipe_names() -> tuple[str, ...]:
 
 
 def load_config(recipe: str | None = None, overrides: dict[str, Any] | None = None) -> TrainConfig:
-    """The full config of a recipe and what overrides it.
+    """Builds the config of a recipe with overrides.
 
     Args:
         recipe: name of a packaged recipe or path of a YAML file; None for the defaults alone.
-        overrides: nested values that win over the recipe; ``loss`` among them selects the recipe's section for it.
+        overrides: nested values that win over the recipe; ``loss`` selects the recipe's section for that loss.
 
     Raises:
-        ConfigError: for a recipe that does not exist, an unknown key or a wrong value.
+        ConfigError: for an unknown recipe or key, or an invalid value.
 
     Example:
         >>> load_config("voc-ssd512", {"loss": "focal"}).criterion.options
@@ -62,13 +62,30 @@ def load_config(recipe: str | None = None, overrides: dict[str, Any] | None = No
     if not isinstance(section, dict):
         raise ConfigError(f"recipe {recipe}: losses.{loss} must be a mapping, got {section!r}")
     values = merge(values, section)
-    # On its own first, so that a mistake in the recipe is reported as the recipe's.
+    # Validated on its own first, so that a mistake in the recipe is reported as such.
     config_from_dict(values, source=f"recipe {recipe}")
     return config_from_dict(merge(values, overrides))
 
 
+def config_from_values(values: Mapping[str, Any], *, recipe: str | None = None) -> TrainConfig:
+    """Builds a config from values by dotted key, as given on the command line, on top of a recipe.
+
+    Args:
+        values: dotted keys to values; strings are parsed by :func:`~aploss.training.config.nested`.
+        recipe: see :func:`load_config`.
+
+    Raises:
+        ConfigError: for an unknown recipe or key, or an invalid value; the message names the key.
+
+    Example:
+        >>> config_from_values({"batches.size": "2", "loss": "focal"}, recipe="demo").batches.size
+        2
+    """
+    return load_config(recipe, nested(values))
+
+
 def read_recipe(name: str) -> dict[str, Any]:
-    """The values of a recipe (its name, or the path of a YAML file), laid over those of the recipes that it extends."""
+    """Reads a recipe by name or path and merges it over the recipes it extends."""
     chain: list[Path] = []
     layers: list[dict[str, Any]] = []
     base: Any = name
@@ -86,25 +103,25 @@ def read_recipe(name: str) -> dict[str, Any]:
 
 
 def _recipe_path(name: str, *, beside: Path | None) -> Path:
-    """The file of a recipe's name or path; ``beside`` is the file that extends it, if any."""
+    """Finds the file of a recipe; ``beside`` is the file that extends it, if any."""
     packaged = Path(str(files("aploss.recipes"))).resolve()
-    own = beside is not None and beside.parent == packaged  # underscored bases are for our own
+    own = beside is not None and beside.parent == packaged  # underscored bases are private to the package
     if name in recipe_names() or (own and (packaged / f"{name}.yaml").is_file()):
         return packaged / f"{name}.yaml"
     path = (Path() if beside is None else beside.parent) / name
     if path.suffix in (".yaml", ".yml") or path.is_file():
         if beside is not None and not path.is_file():
-            raise ConfigError(f"{beside} extends {name!r}, but there is no file {path}")
-        return Path(os.path.realpath(path))  # resolve() raises where a link leads to itself
+            raise ConfigError(f"{beside} extends {name!r}, but {path} does not exist")
+        return Path(os.path.realpath(path))  # resolve() raises for a link to itself
     where = f"{beside} extends {name!r}: " if beside is not None else ""
-    raise ConfigError(f"{where}no recipe {name!r}; there are {', '.join(recipe_names())}, or name a .yaml file")
+    raise ConfigError(f"{where}no recipe {name!r}; choose from {', '.join(recipe_names())}, or a .yaml file")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping a YAML file holds; ConfigError for anything else."""
+    """Reads a mapping from a YAML file; raises ConfigError for anything else."""
     try:
-        if path.exists() and not path.is_file():  # a pipe would be waited for, a device never ends
-            raise ConfigError(f"config file {path} is no file but a folder, pipe or device")
+        if path.exists() and not path.is_file():  # reading a pipe or device may never end
+            raise ConfigError(f"config file {path} is a folder, pipe or device, not a file")
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except ConfigError:
         raise
@@ -116,12 +133,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
         reason = " ".join(str(error).split())
         raise ConfigError(f"config file {path} is not valid YAML: {reason}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"config file {path} must hold keys and values, got {values!r}")
+        raise ConfigError(f"config file {path} must be a mapping of keys to values, got {values!r}")
     return values
 
 
 def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """``base`` with ``changes`` laid over it, groups merged key by key; neither is changed.
+    """Merges ``changes`` over ``base``, nested mappings key by key; returns a new mapping.
 
     Example:
         >>> merge({"a": 1, "group": {"b": 2, "c": 3}}, {"group": {"c": 4}})

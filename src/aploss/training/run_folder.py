@@ -20,19 +20,13 @@ from aploss.detectors.detector import Detector
 from aploss.errors import ConfigError, RunError
 from aploss.files import keep_as, remove_unfinished, write_json, write_text, write_whole
 from aploss.reports.run_files import read_json_lines
-from aploss.training.config import TrainConfig, config_from_dict, config_to_dict, differing_keys
+from aploss.training.config import RESUMABLE_KEYS, TrainConfig, config_from_dict, config_to_dict, differing_keys
 from aploss.training.machine import describe_environment
 from aploss.training.recipes import read_yaml
 
 FOLDERS = ("checkpoints", "evaluation", "plots")
 LOCK_FILE = ".lock"
 CHECKPOINT_FORMAT = 1
-
-# What may differ when a run is resumed: none of it changes what is learned.
-MAY_CHANGE = (
-    "out", "device", "max_minutes", "checkpoint_minutes", "checkpoint_steps", "bad_steps",
-    "batches.workers", "batches.max_unreadable", "validation.batch_size", "data", "tracker",
-)  # fmt: skip
 
 CSV_COLUMNS = (
     "kind", "step", "epoch", "loss", "classification", "box", "lr", "gradient_norm",
@@ -156,7 +150,7 @@ def discard(folder: RunFolder) -> None:
 
 def refuse_changes(folder: RunFolder, config: TrainConfig) -> None:
     """Raises ConfigError if a run was started with settings that learn something else."""
-    changed = [key for key in differing_keys(folder.read_config(), config) if key not in MAY_CHANGE]
+    changed = [key for key in differing_keys(folder.read_config(), config) if key not in RESUMABLE_KEYS]
     if changed:
         raise ConfigError(
             f"{folder.path} was started with another {', '.join(changed)}; resume it as it was, "
