@@ -40,7 +40,6 @@ TITLES = {
     "voc07": "VOC2007 metrics (11 points)",
     "voc12": "VOC2012 metrics (area under the curve)",
 }
-IOUS_OF_CURVES = (0.5, 0.6, 0.7, 0.8, 0.9)
 MOST_DETECTIONS = 1_000_000
 
 
@@ -163,7 +162,7 @@ def _read(annotations: str, detections: str) -> tuple[Annotations, DetectionTabl
     if names is not None:
         return _matched_by_name(truth, table, *names, annotations)
     try:
-        table = as_detections(_with_ids_of_files(table, truth), truth)
+        table = as_detections(table, truth)
     except DataError as error:
         raise DataError(f"{detections}: {error}") from None
     missed = len(truth.images) - len(np.unique(table.image_ids))
@@ -171,16 +170,6 @@ def _read(annotations: str, detections: str) -> tuple[Annotations, DetectionTabl
         images = f"{missed} of {len(truth.images)} annotated images"
         _warn(f"{images} have no detection, which counts as missed: are these the detections of all images?")
     return truth, table
-
-
-def _with_ids_of_files(table: DetectionTable, truth: GroundTruth) -> DetectionTable:
-    """The detections with image ids that are text, and none of the annotations', taken as names of files."""
-    strange = {number: text for text, number in table.texts.images.items() if text not in truth.texts.images}
-    ids = _by_file_name(strange, truth.file_names)
-    if not ids:
-        return table
-    _warn(f"{len(ids)} image ids are no ids of the annotations, but names of their files, and matched by them")
-    return replace(table, image_ids=_renumbered(table.image_ids, ids))
 
 
 def _names_of(detections: str, table: DetectionTable) -> tuple[dict[int, str], dict[int, str]] | None:
@@ -275,20 +264,15 @@ def _score(truth: Annotations, table: DetectionTable, options: Namespace) -> Met
 
 def _write(truth: Annotations, table: DetectionTable, metrics: Metrics, options: Namespace) -> list[Path]:
     """Writes metrics.json and, where a class has objects, the curves; gives the paths."""
-    from aploss.plotting.plots import precision_recall_panels, precision_recall_plot
+    from aploss.plotting.plots import precision_recall_plot
 
-    main_iou = 0.5 if options.iou is None else options.iou
+    iou = 0.5 if options.iou is None else options.iou
     match = match_detections if options.metric == "coco" else match_voc
-    curves = {
-        iou: precision_recall_curves(truth, table, matches=match(truth, table, iou))
-        for iou in sorted({main_iou, *IOUS_OF_CURVES})
-    }
-    main = curves[main_iou]
-    document = {**metrics.as_dict(), "precision_recall_iou": main_iou, "precision_recall": curves_as_dict(main)}
+    curves = precision_recall_curves(truth, table, matches=match(truth, table, iou))
+    document = {**metrics.as_dict(), "precision_recall_iou": iou, "precision_recall": curves_as_dict(curves)}
     texts = {"metrics.json": json.dumps(document, indent=2, allow_nan=False) + "\n"}
-    if main:
-        texts["precision-recall.svg"] = precision_recall_plot(main, main_iou)
-        texts["precision-recall-by-class.svg"] = precision_recall_panels(curves)
+    if curves:
+        texts["precision-recall.svg"] = precision_recall_plot(curves, iou)
     folder = Path(options.out)
     for name, text in texts.items():
         write_text(folder / name, text)

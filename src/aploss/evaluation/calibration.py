@@ -1,8 +1,7 @@
-"""Scores that mean something: a monotone map from a detector's score to a probability, and how far probabilities can be
-believed.
+"""Calibration: a strictly increasing map from a detector's scores to probabilities, and how reliable these are.
 
-A ranking loss orders detections and leaves the scores anywhere. The map is fitted on detections of a validation set and
-is strictly increasing, so the order, and with it AP, stays what it was.
+A ranking loss orders detections but leaves the scale of their scores open. The map is fitted on a validation set; since
+it is strictly increasing, the order of the detections, and hence AP, is unchanged.
 """
 
 from collections.abc import Sequence
@@ -18,9 +17,9 @@ from aploss.evaluation.tables import Detections, Truth, as_tables
 Values = np.ndarray | Sequence[float]
 Flags = np.ndarray | Sequence[bool]
 BINS = 10
-# Relative rise per doubling of the score. Two neighbouring float32 scores differ by at least 2^-24 of their size, so
-# their probabilities by about 1e-6 * 2^-24 / 2 = 3e-14 of theirs: far more than the 2e-16 that float64 resolves, and
-# over all 149 doublings of float32 still only 1.5e-4.
+# Relative increase per doubling of the score. Neighbouring float32 scores differ by at least 2^-24 of their size, so
+# their probabilities differ by about 1e-6 * 2^-24 / 2 = 3e-14 of theirs: far more than the 2e-16 that float64 resolves,
+# and over all 149 doublings of float32 still only 1.5e-4.
 RISE_PER_OCTAVE = 1e-6
 
 
@@ -45,80 +44,79 @@ class Calibration:
         x, y = (np.asarray(values, dtype=np.float64) for values in (self.x, self.y))
         if x.ndim != 1 or x.shape != y.shape or len(x) < 2:
             raise DataError(f"calibration knots of shapes {x.shape} and {y.shape}, expected [k]")
-        rising = bool(np.all(np.diff(x) > 0) and np.all(np.diff(y) > 0))  # False with NaN too
-        if not rising or x[0] != 0 or x[-1] != 1 or y[0] < 0 or y[-1] > 1:
-            raise DataError("calibration knots must rise from score 0 to 1, within [0, 1]")
+        increasing = bool(np.all(np.diff(x) > 0) and np.all(np.diff(y) > 0))  # also False for NaN
+        if not increasing or x[0] != 0 or x[-1] != 1 or y[0] < 0 or y[-1] > 1:
+            raise DataError("calibration knots must increase from score 0 to 1, within [0, 1]")
         object.__setattr__(self, "x", x)
         object.__setattr__(self, "y", y)
 
     def __call__(self, scores: Values) -> np.ndarray:
-        """Probabilities of scores, float64 of the same shape.
+        """Returns the probabilities of scores in [0, 1], float64 of the same shape.
 
-        Different float32 scores give different float64 probabilities in the same order. Rounded to float32 afterwards
-        some may become equal: sort before, not after.
-
-        Raises:
-            DataError: a score outside [0, 1].
+        Different float32 scores give different float64 probabilities in the same order. Rounding to float32 may make
+        some of them equal, so sort before rounding.
         """
         values = np.asarray(scores, dtype=np.float64)
-        if values.size and not (values.min() >= 0 and values.max() <= 1):
-            raise DataError("calibration is for scores in [0, 1]; apply a sigmoid to logits first")
+        _check_range(values)
         return np.asarray(np.interp(values, self.x, self.y))
 
     def to_dict(self) -> dict[str, list[float]]:
-        """The knots as plain lists, for checkpoints and JSON."""
+        """Returns the knots as plain lists, for checkpoints and JSON."""
         return {"x": self.x.tolist(), "y": self.y.tolist()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Calibration":
-        """The opposite of :meth:`to_dict`. Raises ``DataError`` for anything that is no map."""
+        """Inverse of :meth:`to_dict`. Raises ``DataError`` if the values are not an increasing map."""
         try:
             return cls(x=np.array(values["x"], dtype=float), y=np.array(values["y"], dtype=float))
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"not a calibration: {error}") from None
 
 
-def fit_calibration(scores: Values, correct: Flags) -> Calibration:
-    """Fits the map on detections by isotonic regression.
+def _check_range(scores: np.ndarray) -> None:
+    if scores.size and not (scores.min() >= 0 and scores.max() <= 1):
+        raise DataError("calibration is for scores in [0, 1]; apply a sigmoid to logits first")
 
-    Two made-up detections, a correct one at the lowest score and a wrong one at the highest, keep probabilities away
-    from 0 and 1 (Laplace's rule): ten detections, all correct, do not prove certainty. The steps of the regression are
-    joined by lines, flat parts rise by one millionth per doubling of the score, score 0 stays 0, and above the highest
-    score seen nothing more is claimed than at it.
+
+def fit_calibration(scores: Values, correct: Flags) -> Calibration:
+    """Fits the map by isotonic regression.
+
+    Two artificial detections, a correct one at the lowest score and a wrong one at the highest, keep probabilities away
+    from 0 and 1 (Laplace's rule): ten correct detections do not prove certainty. The steps of the regression are joined
+    by lines, flat parts rise by one millionth per doubling of the score, score 0 is mapped to 0, and probabilities do
+    not rise further above the highest score of the data.
 
     Args:
-        scores: scores in [0, 1] of detections, any order, [n].
-        correct: whether each found an object, [n]. Leave ignored detections out.
+        scores: scores of detections in [0, 1], in any order, [n].
+        correct: whether each detection found an object, [n]. Leave out ignored detections.
 
     Returns:
-        The map; the identity when there is nothing to learn from (no score above 0).
+        The map; the identity if no score is above 0.
 
     Raises:
-        DataError: lengths that differ, or a score outside [0, 1].
+        DataError: if lengths differ or a score is outside [0, 1].
 
     Example:
         >>> calibration = fit_calibration([0.01, 0.01, 0.2, 0.2, 0.2, 0.2], [0, 0, 1, 1, 1, 1])
         >>> calibration([0.01, 0.2]).round(2).tolist()  # (0 + 1) / (2 + 1) and 4 / (4 + 1)
         [0.33, 0.8]
     """
-    score, right = _numbers(scores, correct)
-    if score.size and not (score.min() >= 0 and score.max() <= 1):
-        raise DataError("scores must be in [0, 1] to be calibrated")
-    # knots are then at least one float32 step apart, far enough to rise from one to the next
+    score, right = _as_arrays(scores, correct)
+    _check_range(score)
+    # in float32, so that knots are at least one float32 step apart
     score = score.astype(np.float32).astype(np.float64)
-    positive = score > 0
-    score, right = score[positive], right[positive]
+    score, right = score[score > 0], right[score > 0]
     if not score.size:
         return Calibration(x=np.array([0.0, 1.0]), y=np.array([0.0, 1.0]))
-    return _strictly_increasing(*_isotonic(score, right))
+    x, y = _isotonic(score, right)
+    # one knot per doubling bounds the slope from below, so that no two float32 scores become equal
+    knots = np.union1d(x, 2.0 ** np.arange(int(np.floor(np.log2(x[0]))) + 1, 1))
+    probabilities = np.interp(knots, x, y) * (1 + RISE_PER_OCTAVE * np.log2(knots))
+    return Calibration(x=np.append(0.0, knots), y=np.append(0.0, probabilities))
 
 
 def _isotonic(scores: np.ndarray, correct: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Corners of the isotonic regression: scores, strictly ascending, and probabilities.
-
-    Pool adjacent violators: a score whose share of correct detections is not above that of the block before it joins
-    that block, as often as that is so.
-    """
+    """Corners of the isotonic regression (pool adjacent violators): ascending scores, and probabilities."""
     x, place = np.unique(np.append(scores, [scores.min(), scores.max()]), return_inverse=True)
     hits, counts = np.bincount(place, np.append(correct, [1.0, 0.0])), np.bincount(place)
     blocks: list[tuple[float, int, int]] = []  # correct detections, detections, distinct scores
@@ -134,27 +132,19 @@ def _isotonic(scores: np.ndarray, correct: np.ndarray) -> tuple[np.ndarray, np.n
     return x[corner], y[corner]
 
 
-def _strictly_increasing(x: np.ndarray, y: np.ndarray) -> Calibration:
-    """The corners as a map of the whole of [0, 1] on which no two float32 scores become equal."""
-    lowest = int(np.floor(np.log2(x[0])))
-    knots = np.union1d(x, 2.0 ** np.arange(lowest + 1, 1))  # one per doubling bounds the slope from below
-    probabilities = np.interp(knots, x, y) * (1 + RISE_PER_OCTAVE * np.log2(knots))
-    return Calibration(x=np.append(0.0, knots), y=np.append(0.0, probabilities))
-
-
 def calibrate_detections(
     ground_truth: Truth, detections: Detections, *, iou: float = 0.5, matches: Matches | None = None
 ) -> "tuple[Calibration, DrawThreshold]":
-    """Fits the calibration and the threshold to draw at on the detections of a validation set.
+    """Fits the calibration and the drawing threshold on a validation set.
 
     Args:
         ground_truth: COCO dict or arrays of the validation set.
         detections: a detector's raw detections on it, without a score threshold.
-        iou: overlap from which a detection is correct.
-        matches: of these detections, where they are known; ``iou`` is then theirs.
+        iou: smallest overlap of a match.
+        matches: precomputed matches, which replace ``iou``.
 
     Returns:
-        The calibration of all classes together, and the threshold with the best F1, which is a calibrated score.
+        The calibration, shared by all classes, and the threshold with the best F1, which is a calibrated score.
     """
     truth, table = as_tables(ground_truth, detections)
     matches = match_detections(truth, table, iou) if matches is None else matches
@@ -172,21 +162,21 @@ def calibration_report(
     iou: float = 0.5,
     matches: Matches | None = None,
 ) -> dict[str, Any]:
-    """What the calibration does to detections it was not fitted on, as plain values for JSON.
+    """Measures a calibration on detections that it was not fitted on.
 
     Args:
         ground_truth: COCO dict or arrays.
         detections: a detector's raw detections.
-        calibration: fitted on others.
-        threshold: the calibrated score from which detections are drawn.
-        iou: overlap from which a detection is correct.
-        matches: of these detections, where they are known; ``iou`` is then theirs.
+        calibration: fitted on another set.
+        threshold: calibrated score from which detections are drawn.
+        iou: smallest overlap of a match.
+        matches: precomputed matches, which replace ``iou``.
 
     Returns:
-        ``iou``, ``draw_threshold``, ``calibrated_scores`` of all detections; what is drawn: ``drawn`` detections, their
-        ``precision``, ``recall`` and ``f1``; ``before`` and ``after``: ``expected_calibration_error`` of the drawn
-        detections, ``noise`` that chance alone would give, ``bins``; and under ``all`` the error of all detections with
-        bins of equal width and of equal mass. The drawn are the same detections before and after.
+        Plain values for JSON: ``iou``, ``draw_threshold``, ``calibrated_scores`` of all detections; the number of
+        ``drawn`` detections, their ``precision``, ``recall`` and ``f1``; and, ``before`` and ``after`` calibration, the
+        ``expected_calibration_error`` of the drawn detections, the ``noise`` expected by chance, reliability ``bins``,
+        and under ``all`` the errors over all detections with bins of equal width and of equal mass.
     """
     truth, table = as_tables(ground_truth, detections)
     matches = match_detections(truth, table, iou) if matches is None else matches
@@ -220,12 +210,9 @@ def _errors(values: np.ndarray, correct: np.ndarray, drawn: np.ndarray) -> dict[
     }
 
 
-# --- reliability ------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class ReliabilityBin:
-    """Detections with a probability in [lower, upper): claimed (mean probability) and true."""
+    """Detections with a probability in [lower, upper): mean probability (confidence) and true precision."""
 
     lower: float
     upper: float
@@ -236,7 +223,7 @@ class ReliabilityBin:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawThreshold:
-    """The score from which detections are drawn, and what is then right and found."""
+    """The score from which detections are drawn, with F1, precision and recall at this threshold."""
 
     threshold: float
     f1: float
@@ -245,38 +232,38 @@ class DrawThreshold:
 
 
 def reliability(probabilities: Values, correct: Flags, bins: int | np.ndarray = BINS) -> list[ReliabilityBin]:
-    """Claimed against true precision, bin by bin; empty bins are left out.
+    """Compares predicted with true precision in bins; empty bins are left out.
 
     Args:
         probabilities: in [0, 1], [n].
         correct: whether each detection found an object, [n].
-        bins: number of equal-width bins over [0, 1], or their edges, ascending.
+        bins: number of equal-width bins over [0, 1], or ascending bin edges.
 
     Example:
         >>> [row] = reliability([0.72, 0.78], [True, False])
         >>> row.count, row.confidence, row.precision
         (2, 0.75, 0.5)
     """
-    values, right = _numbers(probabilities, correct)
+    values, right = _as_arrays(probabilities, correct)
     edges, place = _binned(values, bins)
-    counts, claimed, true = (np.bincount(place, weights) for weights in (None, values, right))
+    counts, confidence, hits = (np.bincount(place, weights) for weights in (None, values, right))
     return [
         ReliabilityBin(
             lower=float(edges[index]),
             upper=float(edges[index + 1]),
             count=int(counts[index]),
-            confidence=float(claimed[index] / counts[index]),
-            precision=float(true[index] / counts[index]),
+            confidence=float(confidence[index] / counts[index]),
+            precision=float(hits[index] / counts[index]),
         )
         for index in np.flatnonzero(counts)
     ]
 
 
 def expected_calibration_error(probabilities: Values, correct: Flags, bins: int | np.ndarray = BINS) -> float:
-    """Mean distance of claimed and true precision over the bins, each weighted by its count.
+    """Mean distance between predicted and true precision over the bins, weighted by count; 0 without detections.
 
-    It depends on which detections are given: a detector's 100 best per image are mostly certain background, which is
-    easy to be right about. Give those above the threshold to judge what people see. 0 when there is no detection.
+    The error depends on the selection: a detector's 100 best per image are mostly background, which is easy to be right
+    about. To judge the detections that people see, pass those above the threshold.
     """
     rows = reliability(probabilities, correct, bins)
     total = sum(row.count for row in rows)
@@ -284,47 +271,48 @@ def expected_calibration_error(probabilities: Values, correct: Flags, bins: int 
 
 
 def expected_noise(probabilities: Values, bins: int | np.ndarray = BINS) -> float:
-    """The calibration error that perfectly true probabilities would show by chance.
+    """The calibration error that perfectly calibrated probabilities would show by chance.
 
-    The number of correct detections in a bin has variance sum p (1 - p); a normal variable is on average sqrt(2 / pi)
-    standard deviations from its mean.
+    The number of correct detections in a bin has variance sum p (1 - p), and a normal variable is on average
+    sqrt(2 / pi) standard deviations away from its mean.
     """
-    values, _ = _numbers(probabilities, np.zeros(len(probabilities)))
-    _, place = _binned(values, bins)
-    variance = np.bincount(place, weights=values * (1 - values))
+    values = np.asarray(probabilities, dtype=np.float64)
+    variance = np.bincount(_binned(values, bins)[1], weights=values * (1 - values))
     return float(np.sqrt(2 / np.pi * variance).sum() / max(1, len(values)))
 
 
 def equal_mass_edges(probabilities: Values, bins: int = BINS) -> np.ndarray:
-    """Edges of bins with about the same number of detections in each, float64 [at most bins + 1].
-
-    Equal probabilities share a bin, so there may be fewer.
-    """
+    """Edges of bins that hold about the same number of detections, float64 [at most bins + 1]; ties share a bin."""
     if len(probabilities) == 0:
         return np.array([0.0, 1.0])
-    inner = np.quantile(probabilities, np.linspace(0, 1, bins + 1)[1:-1])
-    return np.unique(np.concatenate([[0.0], inner, [1.0]]))
+    return np.unique([0.0, *np.quantile(probabilities, np.linspace(0, 1, bins + 1)[1:-1]), 1.0])
+
+
+def _binned(values: np.ndarray, bins: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Bin edges, and the bin of each value; the last bin includes its upper edge."""
+    edges = np.linspace(0.0, 1.0, bins + 1) if isinstance(bins, int) else np.asarray(bins)
+    return edges, np.clip(np.searchsorted(edges, values, side="right") - 1, 0, len(edges) - 2)
 
 
 def best_f1_threshold(scores: Values, correct: Flags, objects: int) -> DrawThreshold:
-    """The threshold with the best F1 over all classes together.
+    """Finds the threshold with the best F1 over all classes together.
 
-    It lies halfway to the next lower score, so that it does not hang on the last digit of one.
+    It is halfway between two scores, so that it does not depend on the last digit of one.
 
     Args:
-        scores: of detections, ignored ones left out, [n].
-        correct: whether each found an object, [n].
+        scores: scores of detections, without ignored ones, [n].
+        correct: whether each detection found an object, [n].
         objects: number of objects that count.
 
     Returns:
-        The threshold; 0.5 with F1 0 when nothing was found.
+        The threshold; 0.5 with F1 0 if no detection is correct.
 
     Example:
         >>> best = best_f1_threshold([0.9, 0.8, 0.2, 0.1], [True, True, False, True], objects=3)
         >>> best.threshold, best.precision  # F1 with the 2 best 4/5, with all 6/7
         (0.05, 0.75)
     """
-    values, right = _numbers(scores, correct)
+    values, right = _as_arrays(scores, correct)
     if objects < right.sum():
         raise DataError(f"{int(right.sum())} correct detections of {objects} objects")
     if not right.any():
@@ -344,13 +332,7 @@ def best_f1_threshold(scores: Values, correct: Flags, objects: int) -> DrawThres
     )
 
 
-def _binned(values: np.ndarray, bins: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Edges of the bins, and the bin of each value; the last bin includes its upper edge."""
-    edges = np.linspace(0.0, 1.0, bins + 1) if isinstance(bins, int) else np.asarray(bins)
-    return edges, np.clip(np.searchsorted(edges, values, side="right") - 1, 0, len(edges) - 2)
-
-
-def _numbers(values: Values, correct: Flags) -> tuple[np.ndarray, np.ndarray]:
+def _as_arrays(values: Values, correct: Flags) -> tuple[np.ndarray, np.ndarray]:
     numbers, right = np.asarray(values, dtype=np.float64), np.asarray(correct, dtype=np.float64)
     if numbers.ndim != 1 or numbers.shape != right.shape:
         raise DataError(f"{numbers.shape} scores and {right.shape} outcomes, expected [n] of both")

@@ -1,4 +1,4 @@
-"""Which detection found which object, by the rules of COCO or VOC at one IoU; and the curves that follow from it."""
+"""Matching of detections and objects by the rules of COCO or VOC at one IoU, and precision-recall curves."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ class Matches:
     """The outcome for each of n detections and g objects.
 
     Attributes:
-        iou: the overlap from which a detection counts.
-        correct: the detection found an object that counts, bool [n].
-        ignored: it lies on a crowd or difficult object: neither right nor wrong, bool [n].
-        objects: index of the object it was matched with, -1 for none, int64 [n].
-        overlaps: IoU with that object, or the largest one with any object of its image and class; 0 where there is
-            none, float64 [n].
-        found: the object was found, bool [g].
-        counted: the object counts (neither crowd nor difficult), bool [g].
-        order: detections from the highest score to the lowest, ties as the metric takes them, int64 [n].
+        iou: smallest overlap of a match.
+        correct: whether the detection found an object that counts, bool [n].
+        ignored: whether it matched a crowd or difficult object, which is neither right nor wrong, bool [n].
+        objects: index of the matched object, -1 if unmatched, int64 [n].
+        overlaps: IoU with the matched object; if unmatched, the largest IoU with an object of its image and class, or
+            0, float64 [n].
+        found: whether the object was found, bool [g].
+        counted: whether the object counts (neither crowd nor difficult), bool [g].
+        order: detections by descending score, ties in the order of the metric, int64 [n].
     """
 
     iou: float
@@ -48,8 +48,8 @@ class Matches:
         return np.asarray(self.counted & ~self.found)
 
 
-class Pairs(NamedTuple):
-    """Detections and objects of the same image and category, one row per pair, p rows."""
+class _Pairs(NamedTuple):
+    """Detections and objects of the same image and category, one row per pair."""
 
     detections: np.ndarray  # index of the detection, ascending, int64 [p]
     objects: np.ndarray  # index of the object, ascending within a detection, int64 [p]
@@ -59,8 +59,8 @@ class Pairs(NamedTuple):
 def match_detections(ground_truth: Truth, detections: Detections, iou: float = 0.5) -> Matches:
     """Matches detections with objects of their image and class, best score first, as COCO does.
 
-    A detection takes the free object it overlaps most, if by at least ``iou``. Objects that count come before crowd and
-    difficult ones; a crowd can take any number of detections.
+    A detection takes the free object it overlaps most, if the overlap is at least ``iou``. Objects that count are
+    preferred to crowd and difficult ones; a crowd can take any number of detections.
 
     Args:
         ground_truth: COCO dict or arrays.
@@ -78,101 +78,93 @@ def match_detections(ground_truth: Truth, detections: Detections, iou: float = 0
         array([False,  True])
     """
     truth, table = as_tables(ground_truth, detections)
-    pairs = candidate_pairs(truth, table, crowds_cover=True)
-    # equal scores: COCO goes image by image in the order of their ids
+    pairs = _pairs(truth, table, truth.crowd)
+    # equal scores: COCO proceeds image by image in the order of their ids
     order = np.lexsort((table.image_ids, -table.scores))
     objects = _assign(truth, pairs, order, iou)
-    matched = objects >= 0
-    ignored = matched.copy()
-    ignored[matched] = ~truth.counted[objects[matched]]
     overlaps = np.zeros(len(table))
     np.maximum.at(overlaps, pairs.detections, pairs.overlaps)
-    of_match = pairs.objects == objects[pairs.detections]
-    overlaps[pairs.detections[of_match]] = pairs.overlaps[of_match]
-    return _matches(truth, iou, objects=objects, ignored=ignored, overlaps=overlaps, order=order)
-
-
-def _matches(
-    truth: Annotations, iou: float, *, objects: np.ndarray, ignored: np.ndarray, **rest: np.ndarray
-) -> Matches:
-    """What follows from the object of every detection (-1: none), and from which of these count neither way."""
-    found = np.isin(np.arange(len(truth)), objects)
-    correct = (objects >= 0) & ~ignored
-    return Matches(
-        iou=iou, correct=correct, ignored=ignored, objects=objects, found=found, counted=truth.counted, **rest
-    )
+    is_match = pairs.objects == objects[pairs.detections]
+    overlaps[pairs.detections[is_match]] = pairs.overlaps[is_match]
+    return _matches(truth, iou, objects, overlaps, order)
 
 
 def match_voc(ground_truth: Truth, detections: Detections, iou: float = 0.5) -> Matches:
-    """Matches as the VOC kit does.
+    """Matches detections as the VOC kit does.
 
-    A detection is compared only with the object of its class it overlaps most, whether that one is free or not: the
-    first to come is correct, later ones are wrong, and all are ignored where the object is difficult. (COCO would look
-    for the next best free object.)
+    A detection is compared only with the object of its class that it overlaps most, free or not: the first detection of
+    an object is correct and later ones are wrong, but all are ignored if the object is difficult. (COCO would look for
+    the next best free object.)
     """
     truth, table = as_tables(ground_truth, detections)
-    return assign_voc(truth, table, candidate_pairs(truth, table, crowds_cover=False), iou)
-
-
-def assign_voc(truth: Annotations, table: DetectionTable, pairs: Pairs, iou: float) -> Matches:
-    """As :func:`match_voc`, of tables whose pairs are known."""
-    # of each detection's pairs the one with the largest overlap, the first of equal ones
+    pairs = _pairs(truth, table, np.zeros_like(truth.crowd))
+    # the pair with the largest overlap of each detection, the first of equal ones
     best = np.lexsort((-pairs.overlaps, pairs.detections))
-    _, first = np.unique(pairs.detections[best], return_index=True)
-    best = best[first]
-    nearest = np.full(len(table), -1, dtype=np.int64)
+    best = best[np.unique(pairs.detections[best], return_index=True)[1]]
     overlaps = np.zeros(len(table))
-    nearest[pairs.detections[best]] = pairs.objects[best]
     overlaps[pairs.detections[best]] = pairs.overlaps[best]
-
+    objects = np.full(len(table), -1, dtype=np.int64)
+    best = best[pairs.overlaps[best] >= iou]
+    objects[pairs.detections[best]] = pairs.objects[best]
     order = np.argsort(-table.scores, kind="stable")
-    close = (nearest >= 0) & (overlaps >= iou)
-    ignored = close & ~truth.counted[nearest] if len(truth) else close
-    claims = order[(close & ~ignored)[order]]
-    _, first = np.unique(nearest[claims], return_index=True)
-    correct = np.zeros(len(table), dtype=bool)
-    correct[claims[first]] = True
-    objects = np.where(correct | ignored, nearest, -1)
-    return _matches(truth, iou, objects=objects, ignored=ignored, overlaps=overlaps, order=order)
+    claims = order[objects[order] >= 0]
+    later = np.setdiff1d(claims, claims[np.unique(objects[claims], return_index=True)[1]])
+    objects[later[truth.counted[objects[later]]]] = -1
+    return _matches(truth, iou, objects, overlaps, order)
 
 
-def candidate_pairs(truth: Annotations, table: DetectionTable, *, crowds_cover: bool) -> Pairs:
-    """All pairs; with ``crowds_cover`` the intersection with a crowd is divided by the detection's area alone."""
-    object_keys = _group_keys(truth, truth.image_ids, truth.category_ids)
-    keys = _group_keys(truth, table.image_ids, table.category_ids)
+def _matches(truth: Annotations, iou: float, objects: np.ndarray, overlaps: np.ndarray, order: np.ndarray) -> Matches:
+    """The matches that follow from the object of each detection (-1: unmatched)."""
+    matched = objects >= 0
+    ignored = matched.copy()
+    ignored[matched] = ~truth.counted[objects[matched]]
+    return Matches(
+        iou=iou,
+        correct=matched & ~ignored,
+        ignored=ignored,
+        objects=objects,
+        overlaps=overlaps,
+        found=np.isin(np.arange(len(truth)), objects),
+        counted=truth.counted,
+        order=order,
+    )
+
+
+def _pairs(truth: Annotations, table: DetectionTable, covers: np.ndarray) -> _Pairs:
+    """All pairs; the intersection with an object that ``covers`` [g] is divided by the detection's area alone."""
+    object_keys, keys = _group_keys(truth, truth), _group_keys(truth, table)
     by_key = np.argsort(object_keys, kind="stable")
     first = np.searchsorted(object_keys[by_key], keys, side="left")
     counts = np.searchsorted(object_keys[by_key], keys, side="right") - first
     detection = np.repeat(np.arange(len(table)), counts)
     within = np.arange(len(detection)) - np.repeat(np.cumsum(counts) - counts, counts)
     objects = by_key[np.repeat(first, counts) + within]
-    overlaps = _overlaps(table.xywh[detection], truth.xywh[objects], truth.crowd[objects] & crowds_cover)
-    return Pairs(detection, objects, overlaps)
+    return _Pairs(detection, objects, _overlaps(table.xywh[detection], truth.xywh[objects], covers[objects]))
 
 
-def _group_keys(truth: Annotations, image_ids: np.ndarray, category_ids: np.ndarray) -> np.ndarray:
+def _group_keys(truth: Annotations, table: Annotations | DetectionTable) -> np.ndarray:
     """One number per image and category."""
-    images, categories = np.searchsorted(truth.images, image_ids), list(truth.categories)
-    return np.asarray(images * len(categories) + np.searchsorted(categories, category_ids))
+    images, categories = np.searchsorted(truth.images, table.image_ids), list(truth.categories)
+    return np.asarray(images * len(categories) + np.searchsorted(categories, table.category_ids))
 
 
-def _overlaps(boxes: np.ndarray, others: np.ndarray, crowd: np.ndarray) -> np.ndarray:
-    """IoU of boxes [p, 4] with others [p, 4], xywh, in the operations of the COCO tools."""
+def _overlaps(boxes: np.ndarray, others: np.ndarray, covers: np.ndarray) -> np.ndarray:
+    """IoU of boxes [p, 4] with others [p, 4], xywh, in the same operations as pycocotools."""
     ends = np.minimum(boxes[:, :2] + boxes[:, 2:], others[:, :2] + others[:, 2:])
     width, height = np.maximum(ends - np.maximum(boxes[:, :2], others[:, :2]), 0.0).T
     intersection = width * height
     area = boxes[:, 2] * boxes[:, 3]
-    union = np.where(crowd, area, area + others[:, 2] * others[:, 3] - intersection)
+    union = np.where(covers, area, area + others[:, 2] * others[:, 3] - intersection)
     return np.asarray(np.divide(intersection, union, out=np.zeros_like(union), where=intersection > 0))
 
 
-def _assign(truth: Annotations, pairs: Pairs, order: np.ndarray, iou: float) -> np.ndarray:
-    """Index of the object each detection takes, -1 for none, int64 [n]."""
+def _assign(truth: Annotations, pairs: _Pairs, order: np.ndarray, iou: float) -> np.ndarray:
+    """Index of the object that each detection takes by the rules of COCO, -1 if none, int64 [n]."""
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
     close = np.flatnonzero(pairs.overlaps >= min(iou, 1 - 1e-10))
     detection, candidate = pairs.detections[close], pairs.objects[close]
-    # what a detection prefers: objects that count, then large overlap, then the later object
+    # a detection prefers objects that count, then the largest overlap, then the later object
     preference = np.lexsort((-candidate, -pairs.overlaps[close], ~truth.counted[candidate], rank[detection]))
     objects = np.full(len(order), -1, dtype=np.int64)
     taken = np.zeros(len(truth), dtype=bool)
@@ -192,10 +184,10 @@ class Curve:
 
     Attributes:
         recall: 0, 0.01, …, 1, float64 [101].
-        precision: the best precision at this recall or a higher one, 0 where the recall is not reached; the mean of it
-            is COCO's AP at this IoU, float64 [101].
-        scores: the score a detection must have to get there, NaN where not reached, float64 [101].
-        objects: objects that count.
+        precision: best precision at this recall or a higher one, 0 if it is not reached; its mean is COCO's AP at this
+            IoU, float64 [101].
+        scores: score threshold that reaches this recall, NaN if it is not reached, float64 [101].
+        objects: number of objects that count.
     """
 
     recall: np.ndarray
@@ -212,38 +204,51 @@ class Curve:
 def precision_recall_curves(
     ground_truth: Truth, detections: Detections, *, iou: float = 0.5, matches: Matches | None = None
 ) -> dict[str, Curve]:
-    """The curve of each class that has an object that counts.
+    """Computes the curve of each class in which an object counts.
 
     Args:
         ground_truth: COCO dict or arrays.
         detections: COCO results or a table.
         iou: smallest overlap of a match.
-        matches: outcomes to draw the curve of, such as those of ``match_voc``; COCO's matching at ``iou`` when not
-            given.
+        matches: precomputed matches, such as those of :func:`match_voc`. Default: COCO's matches at ``iou``.
     """
     truth, table = as_tables(ground_truth, detections)
     matches = match_detections(truth, table, iou) if matches is None else matches
-    return {
-        name: _curve(matches.correct[rows], table.scores[rows], objects)
-        for name, objects, rows in by_category(truth, table, matches)
-        if objects
-    }
+    curves = {}
+    for name, objects, rows in by_category(truth, table, matches):
+        if objects:
+            found, best_from_here = precision_envelope(matches.correct[rows])
+            places = np.searchsorted(found / objects, RECALL_POINTS, side="left")
+            curves[name] = Curve(
+                recall=RECALL_POINTS.copy(),
+                precision=np.append(best_from_here, 0.0)[places],
+                scores=np.append(table.scores[rows], np.nan)[places],
+                objects=objects,
+            )
+    return curves
 
 
 def by_category(truth: Annotations, table: DetectionTable, matches: Matches) -> Iterator[tuple[str, int, np.ndarray]]:
-    """Of each category its name, how many objects count, and the detections that do, best first."""
+    """For each category its name, the number of objects that count, and its detections, best first, not ignored."""
     ranked = matches.order[~matches.ignored[matches.order]]
-    objects = objects_per_category(truth, truth.category_ids[truth.counted])
-    found = objects_per_category(truth, table.category_ids[ranked])
+    objects = count_per_category(truth, truth.category_ids[truth.counted])
+    found = count_per_category(truth, table.category_ids[ranked])
     grouped = ranked[np.argsort(table.category_ids[ranked], kind="stable")]
     rows = np.split(grouped, np.cumsum(found)[:-1])
     return zip(truth.categories.values(), objects.tolist(), rows, strict=False)
 
 
-def objects_per_category(truth: Annotations, category_ids: np.ndarray) -> np.ndarray:
-    """How many of these objects or detections are of each category of the truth, int64 [K]."""
+def count_per_category(truth: Annotations, category_ids: np.ndarray) -> np.ndarray:
+    """How often each category of the ground truth occurs, int64 [K]."""
     places = np.searchsorted(list(truth.categories), category_ids)
     return np.bincount(places, minlength=len(truth.categories))
+
+
+def precision_envelope(hits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Number of correct detections up to each one, and the best precision from there on, [n] both."""
+    found = np.cumsum(hits)
+    precision = found / np.arange(1, len(hits) + 1)
+    return found, np.maximum.accumulate(precision[::-1])[::-1]
 
 
 def curves_as_dict(curves: dict[str, Curve]) -> dict[str, dict[str, Any]]:
@@ -258,21 +263,3 @@ def curves_as_dict(curves: dict[str, Curve]) -> dict[str, dict[str, Any]]:
         }
         for name, curve in curves.items()
     }
-
-
-def precision_envelope(hits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Correct detections up to each one, and the best precision from there on, [n] both."""
-    found = np.cumsum(hits)
-    precision = found / np.arange(1, len(hits) + 1)
-    return found, np.maximum.accumulate(precision[::-1])[::-1]
-
-
-def _curve(hits: np.ndarray, scores: np.ndarray, objects: int) -> Curve:
-    found, best_from_here = precision_envelope(hits)
-    places = np.searchsorted(found / objects, RECALL_POINTS, side="left")
-    return Curve(
-        recall=RECALL_POINTS.copy(),
-        precision=np.append(best_from_here, 0.0)[places],
-        scores=np.append(scores, np.nan)[places],
-        objects=objects,
-    )

@@ -1,82 +1,68 @@
-"""Average precision as COCO and VOC measure it: as attributes, as a dict for JSON and as a table for people.
+"""Average precision by the rules of COCO (computed by faster-coco-eval) and of Pascal VOC, and the list of metrics."""
 
-COCO's numbers are computed by faster-coco-eval; VOC's are 11 points until 2009, the area under the curve since 2010.
-"""
-
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from math import isnan, nan
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from aploss.data.annotations import Annotations, as_rows
 from aploss.errors import ConfigError
-from aploss.evaluation.matching import (
-    assign_voc,
-    by_category,
-    candidate_pairs,
-    objects_per_category,
-    precision_envelope,
-)
+from aploss.evaluation.matching import by_category, count_per_category, match_voc, precision_envelope
 from aploss.evaluation.tables import Detections, DetectionTable, Truth, as_tables
 
-# The numbers that logs, reports, trackers and comparisons show, with what each one measures. Adding a metric means
-# adding it here and computing it in :class:`Metrics`.
-METRICS = {
-    "AP": "mean over IoU 0.50 to 0.95",
-    "AP50": "IoU 0.50",
-    "AP75": "IoU 0.75",
-    "APs": "small objects",
-    "APm": "medium objects",
-    "APl": "large objects",
-    "voc_AP50": "by the rules of Pascal VOC",
-}
-HEADLINE_METRICS = ("AP", "AP50", "AP75")  # where there is room for three
-TABLE_COLUMNS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR")
-COCO_IOUS = np.linspace(0.5, 0.95, 10)
 
-# value → (precision or recall, IoU, size of the objects, detections per image and class)
-AVERAGES: dict[str, tuple[str, float | None, str, int | None]] = {
-    "AP": ("precision", None, "all", None),
-    "AP50": ("precision", 0.5, "all", None),
-    "AP75": ("precision", 0.75, "all", None),
-    "APs": ("precision", None, "small", None),
-    "APm": ("precision", None, "medium", None),
-    "APl": ("precision", None, "large", None),
-    "AR1": ("recall", None, "all", 1),
-    "AR10": ("recall", None, "all", 10),
-    "AR": ("recall", None, "all", None),
-    "ARs": ("recall", None, "small", None),
-    "ARm": ("recall", None, "medium", None),
-    "ARl": ("recall", None, "large", None),
+class Average(NamedTuple):
+    """What one of COCO's averages measures, and which of the accumulated results it is the mean of."""
+
+    meaning: str
+    kind: str = "precision"  # or "recall"
+    iou: float | None = None  # None: all IoUs that are measured
+    size: str = "all"  # of the objects
+    limit: int | None = None  # detections per image and class; None: as many as are allowed
+
+
+# To add a metric, add it here and as a field of :class:`Metrics`.
+COCO_AVERAGES = {
+    "AP": Average("mean over IoU 0.50 to 0.95"),
+    "AP50": Average("IoU 0.50", iou=0.5),
+    "AP75": Average("IoU 0.75", iou=0.75),
+    "APs": Average("small objects", size="small"),
+    "APm": Average("medium objects", size="medium"),
+    "APl": Average("large objects", size="large"),
+    "AR": Average("largest recall, mean over IoU 0.50 to 0.95", "recall"),
+    "AR1": Average("with 1 detection per image and class", "recall", limit=1),
+    "AR10": Average("with 10 detections per image and class", "recall", limit=10),
+    "ARs": Average("small objects", "recall", size="small"),
+    "ARm": Average("medium objects", "recall", size="medium"),
+    "ARl": Average("large objects", "recall", size="large"),
 }
+# The metrics that logs, reports, trackers and comparisons show: name → what it measures.
+METRICS = {name: average.meaning for name, average in COCO_AVERAGES.items() if average.kind == "precision"}
+METRICS["voc_AP50"] = "by the rules of Pascal VOC"
+HEADLINE_METRICS = ("AP", "AP50", "AP75")  # where there is room for three
+COCO_IOUS = np.linspace(0.5, 0.95, 10)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """Average precision and recall. NaN where a value is not defined, such as ``APs`` where no small object counts.
+    """Average precision and recall, NaN where a value is undefined, such as ``APs`` without a small object.
 
     Attributes:
         metric: ``"coco"``, ``"voc07"`` or ``"voc12"``.
-        iou: what ``AP`` was measured at: ``"0.50:0.95"``, or one IoU.
-        images: images evaluated.
-        objects: objects that count, so without crowds and difficult ones.
-        detections: detections scored.
+        iou: the IoU that ``AP`` was measured at: ``"0.50:0.95"``, or a single one.
+        images: number of images evaluated.
+        objects: number of objects that count, which excludes crowds and difficult ones.
+        detections: number of detections scored.
         AP: average precision, mean over the classes that have objects.
-        AP50: at IoU 0.5.
-        AP75: at IoU 0.75.
-        APs: of objects below 32² pixels.
-        APm: of objects between 32² and 96² pixels.
-        APl: of objects above 96² pixels.
-        AR: largest recall with all detections allowed per image, mean over IoUs and classes.
-        AR1: the same with 1 detection per image and class.
-        AR10: the same with 10.
-        ARs: ``AR`` of small objects.
-        ARm: of medium ones.
-        ARl: of large ones.
-        per_class: class name → the same values, and ``objects`` and ``detections``.
+        AP50, AP75: AP at a single IoU.
+        APs, APm, APl: AP of objects below 32² pixels, up to 96² pixels, and above.
+        AR: largest recall, mean over IoUs and classes.
+        AR1, AR10: AR with at most 1 or 10 detections per image and class.
+        ARs, ARm, ARl: AR by object size.
+        per_class: class name → the same averages, with ``objects`` and ``detections``.
 
     Example:
         >>> metrics = Metrics(metric="voc12", iou="0.50", images=1, objects=2, detections=3, AP=0.5)
@@ -104,48 +90,45 @@ class Metrics:
     per_class: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, which has no NaN: ``None`` stands where a value is undefined."""
-        return _without_nan(asdict(self))  # type: ignore[no-any-return]
+        """The metrics as plain values for JSON, with ``None`` in place of NaN."""
+        document = _none_for_nan(asdict(self))
+        document["per_class"] = {name: _none_for_nan(row) for name, row in self.per_class.items()}
+        return document
 
     def table(self) -> str:
-        """One row per class and one for the mean, with the columns that are defined anywhere."""
+        """A text table with a row per class and one for the mean; undefined columns are omitted."""
         rows: dict[str, dict[str, Any]] = {**self.per_class, "mean": vars(self)}
-        columns = [name for name in TABLE_COLUMNS if any(not isnan(row.get(name, nan)) for row in rows.values())]
+        columns = [name for name in (*METRICS, "AR") if any(not isnan(row.get(name, nan)) for row in rows.values())]
         width = max(len("class"), *map(len, rows))
-        header = f"{'class':<{width}} {'objects':>8} {'detections':>10}"
-        header += "".join(f" {name:>6}" for name in columns)
-        lines = [header, "-" * len(header)]
+        lines = [f"{'class':<{width}} {'objects':>8} {'detections':>10}" + "".join(f" {name:>6}" for name in columns)]
         for name, row in rows.items():
-            if name == "mean":
-                lines.append(lines[1])
-            line = f"{name:<{width}} {row['objects']:>8} {row['detections']:>10}"
             values = [row.get(column, nan) for column in columns]
-            lines.append(line + "".join(f" {'-' if isnan(one) else f'{one:.3f}':>6}" for one in values))
-        return "\n".join(lines)
+            cells = "".join(f" {'-' if isnan(value) else f'{value:.3f}':>6}" for value in values)
+            lines.append(f"{name:<{width}} {row['objects']:>8} {row['detections']:>10}{cells}")
+        ruler = "-" * len(lines[0])
+        return "\n".join([lines[0], ruler, *lines[1:-1], ruler, lines[-1]])
 
 
-def make_metrics(
-    truth: Annotations, table: DetectionTable, of_class: Callable[[int], dict[str, float]], **values: Any
+def _none_for_nan(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: None if isinstance(value, float) and isnan(value) else value for key, value in values.items()}
+
+
+def _make_metrics(
+    truth: Annotations, table: DetectionTable, per_class: Sequence[dict[str, float]], **values: Any
 ) -> Metrics:
-    """The values with the counts that go with them; ``of_class`` gives those of the k-th class."""
-    objects = objects_per_category(truth, truth.category_ids[truth.counted]).tolist()
-    found = objects_per_category(truth, table.category_ids).tolist()
+    """Metrics with the counts of images, objects and detections."""
+    objects = count_per_category(truth, truth.category_ids[truth.counted]).tolist()
+    found = count_per_category(truth, table.category_ids).tolist()
     return Metrics(
         images=len(truth.images),
         objects=sum(objects),
         detections=len(table),
         per_class={
-            name: {"objects": objects[k], "detections": found[k], **of_class(k)}
+            name: {"objects": objects[k], "detections": found[k], **per_class[k]}
             for k, name in enumerate(truth.categories.values())
         },
         **values,
     )
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nan(entry) for key, entry in value.items()}
-    return None if isinstance(value, float) and isnan(value) else value
 
 
 # --- COCO -------------------------------------------------------------------------------------
@@ -154,21 +137,21 @@ def _without_nan(value: Any) -> Any:
 def coco_metrics(
     ground_truth: Truth, detections: Detections, *, iou: float | None = None, max_detections: int = 100
 ) -> Metrics:
-    """Scores detections by the rules of COCO; the numbers are those of pycocotools.
+    """Computes COCO's metrics, equal to those of pycocotools.
 
-    ``difficult`` objects, which COCO does not know, are handled as COCO handles an object outside the size range being
-    measured: it costs nothing to miss one, a detection matched with it counts neither as right nor as wrong, further
-    detections on it are wrong.
+    ``difficult`` objects, which COCO does not have, are treated as COCO treats objects outside the size range that is
+    measured: missing one costs nothing, a detection matched to it is neither right nor wrong, further detections of it
+    are wrong.
 
     Args:
-        ground_truth: COCO dict or arrays. Arrays that are measured on again and again are made ready once.
+        ground_truth: COCO dict or arrays. Arrays are converted once and cached as long as they live.
         detections: COCO results or a table.
-        iou: measure ``AP``, ``AR`` and the sizes at this IoU alone, not at 0.50:0.05:0.95.
-        max_detections: how many detections of an image and class are looked at, best first.
+        iou: if given, ``AP``, ``AR`` and the size metrics are measured at this IoU instead of 0.50:0.05:0.95.
+        max_detections: number of detections per image and class that are considered, best first.
 
     Raises:
-        ConfigError: ``iou`` or ``max_detections`` out of range.
-        DataError: ground truth or detections that cannot be read.
+        ConfigError: if ``iou`` or ``max_detections`` is out of range.
+        DataError: if the ground truth or the detections are invalid.
 
     Example:
         >>> truth = {
@@ -179,35 +162,45 @@ def coco_metrics(
         >>> round(coco_metrics(truth, found).AP, 3)  # IoU 0.8: right at 7 of the 10 IoUs
         0.7
     """
-    if iou is not None and not 0 < iou <= 1:
-        raise ConfigError(f"iou is {iou}, expected more than 0 and at most 1")
+    if iou is not None:
+        _check_iou(iou)
     if max_detections < 1:
         raise ConfigError(f"max_detections is {max_detections}, expected at least 1")
     truth, table = as_tables(ground_truth, detections)
-    ious = COCO_IOUS if iou is None else np.unique([0.5, 0.75, iou])
-    # The tool counts in 32 bits; no image has more detections than there are.
-    limit = min(max_detections, max(1, len(table)))
-    measured = _evaluate(truth, table, ious, limit) if truth.counted.any() else None
-    return make_metrics(
+    evaluation = None
+    if truth.counted.any():
+        ious = COCO_IOUS if iou is None else np.unique([0.5, 0.75, iou])
+        # faster-coco-eval counts in 32 bits; no image has more detections than there are
+        evaluation = _evaluate(truth, table, ious, min(max_detections, max(1, len(table))))
+    classes = range(len(truth.categories))
+    return _make_metrics(
         truth,
         table,
-        lambda k: _averages(measured, iou, slice(k, k + 1)),
+        [_averages(evaluation, iou, slice(k, k + 1)) for k in classes],
         metric="coco",
         iou="0.50:0.95" if iou is None else f"{iou:.2f}",
-        **_averages(measured, iou, slice(None)),
+        **_averages(evaluation, iou, slice(None)),
     )
 
 
+def _check_iou(iou: float) -> None:
+    if not 0 < iou <= 1:
+        raise ConfigError(f"iou is {iou}, expected more than 0 and at most 1")
+
+
+_PREPARED: "WeakKeyDictionary[Annotations, Any]" = WeakKeyDictionary()  # the ground truth as faster-coco-eval holds it
+
+
 def _evaluate(truth: Annotations, table: DetectionTable, ious: np.ndarray, max_detections: int) -> Any:
-    """A faster-coco-eval object that has run."""
+    """Runs faster-coco-eval and returns its evaluation object."""
     from faster_coco_eval.core.faster_eval_api import COCOeval_faster
 
     if truth not in _PREPARED:
-        # an area outside every size range is how the tool is told to ignore an object
+        # an area outside every size range makes the evaluation ignore an object
         areas = np.where(truth.difficult, -1.0, truth.areas)
-        _PREPARED[truth] = _tool_dataset(truth, truth, areas, iscrowd=truth.crowd.astype(int))
+        _PREPARED[truth] = _coco_api(truth, truth, areas, iscrowd=truth.crowd.astype(int))
     areas = table.xywh[:, 2] * table.xywh[:, 3]
-    detections = _tool_dataset(truth, table, areas, iscrowd=areas * 0, score=table.scores)
+    detections = _coco_api(truth, table, areas, iscrowd=areas * 0, score=table.scores)
     evaluation = COCOeval_faster(_PREPARED[truth], detections, "bbox", print_function=lambda *_: None)
     evaluation.params.iouThrs = ious
     evaluation.params.maxDets = sorted({1, min(10, max_detections), max_detections})
@@ -216,17 +209,11 @@ def _evaluate(truth: Annotations, table: DetectionTable, ious: np.ndarray, max_d
     return evaluation
 
 
-# The tool's own form of a ground truth, made at its first use and kept as long as it is.
-_PREPARED: "WeakKeyDictionary[Annotations, Any]" = WeakKeyDictionary()
+def _coco_api(truth: Annotations, table: Annotations | DetectionTable, areas: np.ndarray, **columns: np.ndarray) -> Any:
+    """Objects or detections as faster-coco-eval's ``COCO``.
 
-
-def _tool_dataset(
-    truth: Annotations, table: Annotations | DetectionTable, areas: np.ndarray, **columns: np.ndarray
-) -> Any:
-    """Objects or detections as the tool takes them.
-
-    Images, categories and annotations are counted from 1, in the order of their own ids: the tool takes id 0 for "not
-    matched" and breaks ties in the order of image ids.
+    Images, categories and annotations are numbered from 1 in the order of their own ids: id 0 would mean "unmatched",
+    and ties are broken in the order of image ids.
     """
     from faster_coco_eval import COCO
 
@@ -244,99 +231,92 @@ def _tool_dataset(
 
 
 def _averages(evaluation: Any, iou: float | None, classes: slice) -> dict[str, float]:
-    """Each of ``AVERAGES`` over some classes; NaN where no object counts."""
-    if evaluation is None:
-        return dict.fromkeys(AVERAGES, nan)
-    values = {}
-    for name, (kind, own_iou, size, limit) in AVERAGES.items():
-        measured = evaluation.eval[kind]  # precision [T, R, K, A, M], recall [T, K, A, M]
-        thresholds = slice(None)
-        if (wanted := own_iou or iou) is not None:
-            thresholds = np.isclose(evaluation.params.iouThrs, wanted)
-        area = evaluation.params.areaRngLbl.index(size)
-        limits = evaluation.params.maxDets
-        most = limits.index(min(limit or limits[-1], limits[-1]))
-        chosen = measured[thresholds][..., classes, area, most]
-        defined = chosen[chosen > -1]  # the tool's mark for "no such object"
-        values[name] = float(defined.mean()) if defined.size else nan
+    """Each of ``COCO_AVERAGES`` over some classes; NaN where no object counts."""
+    values = dict.fromkeys(COCO_AVERAGES, nan)
+    for name, average in COCO_AVERAGES.items() if evaluation is not None else ():
+        params = evaluation.params
+        wanted = average.iou or iou
+        thresholds = slice(None) if wanted is None else np.isclose(params.iouThrs, wanted)
+        area = params.areaRngLbl.index(average.size)
+        limit = params.maxDets.index(min(average.limit or params.maxDets[-1], params.maxDets[-1]))
+        # precision [T, R, K, A, M], recall [T, K, A, M]; -1 where no object counts
+        chosen = evaluation.eval[average.kind][thresholds][..., classes, area, limit]
+        values[name] = _mean(chosen[chosen > -1])
     return values
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if values.size else nan
 
 
 # --- Pascal VOC -------------------------------------------------------------------------------
 
 
 def voc_metrics(ground_truth: Truth, detections: Detections, *, year: int = 2012, iou: float = 0.5) -> Metrics:
-    """Scores detections by the rules of the VOC development kit.
+    """Computes average precision by the rules of the VOC development kit.
 
     Boxes are continuous: a box from pixel 1 to pixel 10 of a VOC file, both included, is ``x = 0, width = 10`` here.
-    The kit's "+1" in widths is therefore already in them, and the overlaps are the kit's own.
+    Widths therefore already contain the kit's "+1", and overlaps are equal to the kit's.
 
     Args:
         ground_truth: COCO dict or arrays; ``difficult`` and crowd objects are ignored.
-        detections: COCO results or a table. There is no limit of detections per image.
-        year: up to 2009 the 11-point average, from 2010 the area under the curve.
+        detections: COCO results or a table, without a limit per image.
+        year: 2009 or earlier for the 11-point average, 2010 or later for the area under the curve.
         iou: smallest overlap of a match.
 
     Returns:
-        ``AP`` at ``iou``, ``AP50`` and ``AP75``; sizes and recalls are COCO's and stay NaN, as does the AP of a class
-        without an object that counts.
+        Metrics with ``AP`` at ``iou``, ``AP50`` and ``AP75``. Size and recall metrics are NaN, as is the AP of a class
+        in which no object counts.
 
     Raises:
-        ConfigError: an IoU outside (0, 1] or a year without VOC.
-        DataError: ground truth or detections that cannot be read.
+        ConfigError: if the IoU is outside (0, 1] or VOC was not held in that year.
+        DataError: if the ground truth or the detections are invalid.
     """
-    if not 0 < iou <= 1:
-        raise ConfigError(f"iou is {iou}, expected more than 0 and at most 1")
+    _check_iou(iou)
     if not 2005 <= year <= 2012:
         raise ConfigError(f"year is {year}, expected 2007 (11 points) or 2012 (area)")
     truth, table = as_tables(ground_truth, detections)
-    pairs = candidate_pairs(truth, table, crowds_cover=False)
     columns = {}
     for column, threshold in (("AP", iou), ("AP50", 0.5), ("AP75", 0.75)):
-        matches = assign_voc(truth, table, pairs, threshold)
-        columns[column] = [
-            voc_average_precision(matches.correct[rows], objects, year=year)
-            for _, objects, rows in by_category(truth, table, matches)
-        ]
-    return make_metrics(
+        matches = match_voc(truth, table, threshold)
+        columns[column] = np.array(
+            [
+                voc_average_precision(matches.correct[rows], objects, year=year)
+                for _, objects, rows in by_category(truth, table, matches)
+            ]
+        )
+    return _make_metrics(
         truth,
         table,
-        lambda k: {column: values[k] for column, values in columns.items()},
+        [{column: float(values[k]) for column, values in columns.items()} for k in range(len(truth.categories))],
         metric="voc07" if year < 2010 else "voc12",
         iou=f"{iou:.2f}",
-        **{column: _mean_of_defined(values) for column, values in columns.items()},
+        **{column: _mean(values[~np.isnan(values)]) for column, values in columns.items()},
     )
 
 
 def voc_average_precision(hits: np.ndarray, positives: int, *, year: int) -> float:
-    """AP of one class.
+    """Computes the AP of one class.
 
     Args:
-        hits: whether each detection is correct, highest score first, ignored ones left out, [n].
-        positives: objects that count.
-        year: up to 2009 the 11-point average, from 2010 the area under the curve.
+        hits: whether each detection is correct, highest score first, without ignored ones, [n].
+        positives: number of objects that count.
+        year: 2009 or earlier for the 11-point average, 2010 or later for the area under the curve.
 
     Returns:
-        AP, or NaN when there is no object.
+        AP, or NaN without objects.
 
     Example:
         >>> voc_average_precision(np.array([True, False, True]), 2, year=2012)  # (1 + 2/3) / 2
         0.8333333333333333
     """
     if positives == 0:
-        return float("nan")
+        return nan
     if len(hits) == 0:
         return 0.0
     found, best_from_here = precision_envelope(hits)
     if year < 2010:
-        # first place with recall >= step / 10, in integers: 3 of 10 objects is recall 0.3, which a float 0.1 * 3 would
-        # miss
+        # recall >= step / 10 in integers: 3 of 10 objects reach recall 0.3, but not the float 0.1 * 3
         places = np.searchsorted(10 * found, np.arange(11) * positives, side="left")
         return float(np.append(best_from_here, 0.0)[places].sum() / 11)
     return float(best_from_here[np.asarray(hits, dtype=bool)].sum() / positives)
-
-
-def _mean_of_defined(values: Iterable[float]) -> float:
-    """Mean of the values that are defined; NaN when none is."""
-    defined = [value for value in values if not isnan(value)]
-    return sum(defined) / len(defined) if defined else nan

@@ -1,25 +1,16 @@
-"""What metrics compare: annotated objects and detections, as flat arrays that are checked once."""
+"""Ground truth and detections as flat arrays, validated once when they are read."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, overload
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import numpy as np
 from msgspec import UNSET
 
-from aploss.data.annotations import FIRST_TEXT, Annotations, DetectionDataset, TextIds, as_rows, is_text_id, number_text
-from aploss.data.coco import (
-    CocoEntryError,
-    CocoObjects,
-    coco_document,
-    coco_results,
-    id_of,
-    number_texts,
-    read_objects,
-    shown,
-)
+from aploss.data.annotations import Annotations, DetectionDataset, TextIds, as_rows
+from aploss.data.coco import CocoEntryError, CocoObjects, coco_document, coco_results, id_of, read_objects, shown
 from aploss.errors import DataError
 
 Table = TypeVar("Table")
@@ -27,13 +18,12 @@ Table = TypeVar("Table")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GroundTruth(Annotations):
-    """The annotated objects of a dataset, from COCO's own files or dicts.
+    """The annotated objects of a COCO file or dict.
 
-    Any :class:`~aploss.data.Annotations` will do where a ground truth is wanted, such as ``dataset.annotations`` of a
-    loaded dataset.
+    Metrics accept any :class:`~aploss.data.Annotations` as ground truth, such as ``dataset.annotations``.
 
     Attributes:
-        file_names: image id → file name, of the images that have one.
+        file_names: image id → file name, for images that have one.
     """
 
     file_names: dict[int, str] = field(default_factory=dict)
@@ -42,13 +32,11 @@ class GroundTruth(Annotations):
     def from_coco(cls, dataset: dict[str, Any]) -> "GroundTruth":
         """Reads a COCO ground-truth dict (``images``, ``annotations``, ``categories``).
 
-        Ids are whole numbers or text. Those of annotations are not used: they may be missing, repeated or start at 0.
-        ``area`` is taken from the annotation,
-        as pycocotools does, and is width times height where it is missing.
+        Annotation ids are not used: they may be missing or repeated. ``area`` defaults to width times height.
 
         Raises:
-            DataError: a key is missing, a value is not what it should be, an id repeats or an annotation belongs to no
-                image or category. The entry's index is named.
+            DataError: if a key is missing, a value is invalid, an id is repeated, or an annotation refers to an unknown
+                image or category. The message contains the index of the entry.
 
         Example:
             >>> truth = GroundTruth.from_coco({
@@ -64,17 +52,16 @@ class GroundTruth(Annotations):
         except msgspec.ValidationError:
             raise DataError("the ground truth is not a COCO dict with images and annotations") from None
         for section in ("images", "annotations", "categories"):
-            found = getattr(content, section)
-            if found is UNSET:
-                raise DataError(f"no '{section}': a COCO ground truth has images, annotations and categories")
-            if not isinstance(found, list):
-                raise DataError(f"'{section}' is a {type(found).__name__}, expected a list")
-        texts = number_texts(content)
-        images = _distinct_ids(content.images, "images", texts)
-        categories = _distinct_ids(content.categories, "categories", texts)
-        objects = _checked(content.annotations, "annotations", texts)
-        _only_known(objects.image_ids, images, "images", texts, "annotations")
-        _only_known(objects.category_ids, categories, "categories", texts, "annotations")
+            entries = getattr(content, section)
+            if not isinstance(entries, list):
+                found = "missing" if entries is UNSET else f"a {type(entries).__name__}"
+                raise DataError(
+                    f"'{section}' is {found}; a COCO ground truth has lists of images, annotations, categories"
+                )
+        images, categories = (_unique_ids(getattr(content, kind), kind) for kind in ("images", "categories"))
+        objects = _read_objects(content.annotations, "annotations")
+        _check_known("annotations", "image_id", objects.image_ids, images)
+        _check_known("annotations", "category_id", objects.category_ids, categories)
         names = zip(images.tolist(), (entry.file_name for entry in content.images), strict=True)
         return cls(
             image_ids=objects.image_ids,
@@ -84,25 +71,20 @@ class GroundTruth(Annotations):
             crowd=objects.flags >= 2,
             difficult=objects.flags % 2 == 1,
             images=np.sort(images),
-            categories=_names(content.categories, categories, texts),
-            texts=texts,
+            categories=_unique_names(content.categories, categories),
             file_names={number: name for number, name in names if isinstance(name, str)},
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DetectionTable:
-    """Detections of many images.
-
-    Boxes are stored as COCO results have them, so that a results file is scored on the very numbers in it and written
-    back unchanged; ``boxes`` gives corners.
+    """Detections of many images, with boxes stored as in COCO results so that files are reproduced exactly.
 
     Attributes:
         image_ids: int64 [n].
         category_ids: int64 [n].
         xywh: left, top, width, height in pixels, float64 [n, 4].
-        scores: float64 [n]. Their order matters, their scale does not. Equal scores keep the order of the table.
-        texts: what stands for ids that are text.
+        scores: float64 [n]. Only their order matters; equal scores keep the order of the table.
 
     Example:
         >>> table = DetectionTable.from_results(
@@ -116,32 +98,25 @@ class DetectionTable:
     category_ids: np.ndarray
     xywh: np.ndarray
     scores: np.ndarray
-    texts: TextIds = field(default_factory=lambda: TextIds({}, {}))
+
+    boxes = Annotations.boxes
 
     def __len__(self) -> int:
         return len(self.scores)
-
-    @property
-    def boxes(self) -> np.ndarray:
-        """Boxes as xyxy, float64 [n, 4]."""
-        return np.concatenate([self.xywh[:, :2], self.xywh[:, :2] + self.xywh[:, 2:]], axis=1)
 
     @classmethod
     def from_results(cls, results: Sequence[dict[str, Any]]) -> "DetectionTable":
         """Reads COCO results: dicts with ``image_id``, ``category_id``, ``bbox`` and ``score``.
 
         Raises:
-            DataError: an entry lacks a key or has a value it cannot have; its index is named.
+            DataError: if an entry lacks a key or has an invalid value. The message contains the index of the entry.
         """
         try:
             entries = coco_results(results)
         except msgspec.ValidationError:
-            expected = "a list of COCO results (image_id, category_id, bbox, score)"
-            raise DataError(f"the detections are not what they should be: expected {expected}") from None
-        texts = TextIds({}, {})
-        found = _checked(entries, "detections", texts, scored=True)
-        columns = {"image_ids": found.image_ids, "category_ids": found.category_ids, "xywh": found.xywh}
-        return cls(**columns, scores=found.values, texts=texts)
+            raise DataError("expected a list of COCO results (image_id, category_id, bbox, score)") from None
+        found = _read_objects(entries, "detections", scored=True)
+        return cls(image_ids=found.image_ids, category_ids=found.category_ids, xywh=found.xywh, scores=found.values)
 
     @classmethod
     def from_predictions(
@@ -151,63 +126,53 @@ class DetectionTable:
         *,
         category_ids: Sequence[int] | None = None,
     ) -> "DetectionTable":
-        """Gathers a detector's predictions, one dict per image.
+        """Collects the predictions of a detector.
 
         Args:
             image_ids: the id of each image.
-            predictions: per image ``boxes`` xyxy [m, 4], ``scores`` [m], ``labels`` [m] counted from 0; numpy arrays or
-                tensors on any device.
-            category_ids: the category of each label; label + 1 when not given.
+            predictions: for each image ``boxes`` xyxy [m, 4], ``scores`` [m] and 0-based ``labels`` [m]; numpy arrays
+                or tensors on any device.
+            category_ids: the category of each label. Default: label + 1.
 
         Raises:
-            DataError: lengths that differ, or a box or score that is not finite.
+            DataError: if lengths differ, or a box or score is not finite.
         """
         if len(image_ids) != len(predictions):
             raise DataError(f"{len(image_ids)} image ids for {len(predictions)} predictions")
-        boxes = _gather([entry["boxes"] for entry in predictions]).reshape(-1, 4)
-        scores = _gather([entry["scores"] for entry in predictions])
-        labels = _gather([entry["labels"] for entry in predictions]).astype(np.int64)
-        counts = [len(entry["scores"]) for entry in predictions]
+        boxes = _concatenate([entry["boxes"] for entry in predictions]).reshape(-1, 4)
+        scores = _concatenate([entry["scores"] for entry in predictions])
+        labels = _concatenate([entry["labels"] for entry in predictions]).astype(np.int64)
         if not len(boxes) == len(scores) == len(labels):
             raise DataError(f"{len(boxes)} boxes, {len(scores)} scores, {len(labels)} labels")
         if not (np.isfinite(boxes).all() and np.isfinite(scores).all()):
             raise DataError("a prediction has a box or score that is not finite")
         categories = labels + 1 if category_ids is None else np.asarray(category_ids)[labels]
         return cls(
-            image_ids=np.repeat(np.asarray(image_ids, dtype=np.int64), counts),
+            image_ids=np.repeat(np.asarray(image_ids, np.int64), [len(entry["scores"]) for entry in predictions]),
             category_ids=categories.astype(np.int64),
-            # a difference of float32 values is exact in float64, so boxes come back unchanged
+            # the difference of two float32 values is exact in float64, so `boxes` returns them unchanged
             xywh=np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1),
             scores=scores,
         )
 
     def to_results(self) -> list[dict[str, Any]]:
-        """COCO results: plain dicts that ``json.dump`` writes without losing a digit."""
-        return as_rows(
-            image_id=_with_texts(self.image_ids, self.texts.images),
-            category_id=_with_texts(self.category_ids, self.texts.categories),
-            bbox=self.xywh,
-            score=self.scores,
-        )
+        """Returns COCO results as plain dicts, which JSON stores exactly."""
+        return as_rows(image_id=self.image_ids, category_id=self.category_ids, bbox=self.xywh, score=self.scores)
 
     def with_scores(self, scores: np.ndarray) -> "DetectionTable":
-        """The same detections with other scores [n], such as calibrated ones."""
+        """Returns the same detections with other scores [n], such as calibrated ones."""
         values = np.asarray(scores, dtype=np.float64)
         if values.shape != self.scores.shape:
             raise DataError(f"{values.shape} scores for {len(self)} detections")
         return replace(self, scores=values)
 
 
-Truth = dict[str, Any] | Annotations  # what metrics take as ground truth
-Detections = Sequence[dict[str, Any]] | DetectionTable  # and as detections
+Truth = dict[str, Any] | Annotations  # accepted as ground truth
+Detections = Sequence[dict[str, Any]] | DetectionTable  # accepted as detections
 
 
-@overload
-def as_ground_truth(ground_truth: dict[str, Any]) -> GroundTruth: ...
-@overload
-def as_ground_truth(ground_truth: Truth | DetectionDataset) -> Annotations: ...
 def as_ground_truth(ground_truth: Truth | DetectionDataset) -> Annotations:
-    """The ground truth as arrays: of a COCO dict or a dataset; arrays are handed back."""
+    """Converts a COCO dict or a dataset to arrays; returns arrays unchanged."""
     if isinstance(ground_truth, Annotations):
         return ground_truth
     if isinstance(ground_truth, DetectionDataset):
@@ -216,40 +181,15 @@ def as_ground_truth(ground_truth: Truth | DetectionDataset) -> Annotations:
 
 
 def as_detections(detections: Detections, ground_truth: Annotations) -> DetectionTable:
-    """The detections as a table whose images and categories are those of the ground truth.
-
-    Raises:
-        DataError: a detection of an image or category the ground truth does not have.
-    """
-    if not isinstance(detections, DetectionTable):
-        detections = DetectionTable.from_results(detections)
-    if any(detections.texts) and detections.texts is not ground_truth.texts:
-        detections = _numbered_as(ground_truth.texts, detections)
-    _only_known(detections.image_ids, ground_truth.images, "images", detections.texts, "detections")
-    _only_known(detections.category_ids, list(ground_truth.categories), "categories", detections.texts, "detections")
-    return detections
-
-
-def _numbered_as(texts: TextIds, table: DetectionTable) -> DetectionTable:
-    """The detections with the numbers that ids of text have in the ground truth; others get numbers beyond them."""
-    columns, everything = [table.image_ids.copy(), table.category_ids.copy()], TextIds(*map(dict, texts))
-    for column, own, known in zip(columns, table.texts, everything, strict=True):
-        is_text = is_text_id(column)
-        numbers = np.array([number_text(known, text) for text in own], np.int64)
-        column[is_text] = numbers[column[is_text] - FIRST_TEXT]
-    return replace(table, image_ids=columns[0], category_ids=columns[1], texts=everything)
-
-
-def _with_texts(column: np.ndarray, texts: dict[str, int]) -> np.ndarray:
-    """Ids as they were read: text where it was text."""
-    if not texts:
-        return column
-    text_of = {number: text for text, number in texts.items()}
-    return np.array([text_of.get(number, number) for number in column.tolist()], object)
+    """Converts COCO results to a table; raises ``DataError`` if an image or category is not in the ground truth."""
+    table = detections if isinstance(detections, DetectionTable) else DetectionTable.from_results(detections)
+    _check_known("detections", "image_id", table.image_ids, ground_truth.images)
+    _check_known("detections", "category_id", table.category_ids, list(ground_truth.categories))
+    return table
 
 
 def as_tables(ground_truth: Truth, detections: Detections) -> tuple[Annotations, DetectionTable]:
-    """Both as arrays, the detections checked against the ground truth."""
+    """Converts both to arrays and validates the detections against the ground truth."""
     truth = as_ground_truth(ground_truth)
     return truth, as_detections(detections, truth)
 
@@ -258,7 +198,7 @@ def read_ground_truth(path: str | Path) -> GroundTruth:
     """Reads COCO annotations from a JSON file.
 
     Raises:
-        DataError: the file is not there, is not JSON, or an entry is wrong; it names the file.
+        DataError: if the file is missing, is not JSON, or contains an invalid entry. The message names the file.
     """
     return _read(path, GroundTruth.from_coco)
 
@@ -271,11 +211,9 @@ def read_detections(path: str | Path) -> DetectionTable:
 def _read(path: str | Path, parse: Callable[[Any], Table]) -> Table:
     file = Path(path)
     try:
-        if file.exists() and not (file.is_file() or file.is_dir()):
+        if file.exists() and not (file.is_file() or file.is_dir()):  # reading a pipe would block
             raise DataError("cannot be read (a pipe or device, not a file)")
         return parse(file.read_bytes())
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     except DataError as error:
@@ -284,64 +222,58 @@ def _read(path: str | Path, parse: Callable[[Any], Table]) -> Table:
         raise DataError(f"{path}: not JSON ({error})") from None
 
 
-def _checked(entries: Sequence[Any], where: str, texts: TextIds, *, scored: bool = False) -> CocoObjects:
-    """The entries' columns, where all are right."""
-    objects = read_objects(entries, where, _refuse, texts, scored=scored)
-    right = np.isfinite(objects.xywh).all(axis=1) & (objects.xywh[:, 2:] >= 0).all(axis=1)
-    for row in np.flatnonzero(~right):
-        box = f"[{', '.join(f'{number:g}' for number in objects.xywh[row])}]"
-        if not np.isfinite(objects.xywh[row]).all():
-            raise DataError(f"{where}[{row}]: 'bbox' is {box}, expected four finite numbers")
-        wrong = f"'bbox' has a negative width or height: {box}"
-        raise DataError(f"{where}[{row}]: {wrong}; it must be [x, y, width, height]")
+def _read_objects(entries: Sequence[Any], where: str, *, scored: bool = False) -> CocoObjects:
+    """The columns of annotations or detections; raises ``DataError`` at the first invalid entry."""
+    texts = TextIds({}, {})
+    objects = read_objects(entries, where, _raise, texts, scored=scored)
+    if any(texts):
+        raise DataError(f"{where}: ids must be integers")
+    valid = np.isfinite(objects.xywh).all(axis=1) & (objects.xywh[:, 2:] >= 0).all(axis=1)
+    for row in np.flatnonzero(~valid):
+        box = ", ".join(f"{number:g}" for number in objects.xywh[row])
+        raise DataError(f"{where}[{row}]: 'bbox' is [{box}], expected finite [x, y, width, height] of size 0 or more")
     return objects
 
 
-def _refuse(kind: str, message: str) -> NoReturn:
+def _raise(kind: str, message: str) -> NoReturn:
     raise DataError(message)
 
 
-def _distinct_ids(entries: Sequence[Any], where: str, texts: TextIds) -> np.ndarray:
-    ids = []
+def _unique_ids(entries: Sequence[Any], where: str) -> np.ndarray:
+    ids: dict[int, None] = {}
     for row, entry in enumerate(entries):
         if not isinstance(entry, msgspec.Struct):
             raise DataError(f"{where}[{row}] is {shown(entry)}, expected an object with keys")
         try:
-            ids.append(id_of(entry, "id", f"{where}[{row}]", "bad-entry", getattr(texts, where)))
+            number = id_of(entry, "id", f"{where}[{row}]", "bad-entry", {})
         except CocoEntryError as error:
             raise DataError(str(error)) from None
-    column = np.array(ids, np.int64)
-    _, first = np.unique(column, return_index=True)
-    if len(first) < len(column):
-        repeated = np.setdiff1d(np.arange(len(column)), first)[0]
-        raise DataError(f"{where}[{repeated}] repeats id {entries[repeated].id!r}")
-    return column
+        if number in ids:
+            raise DataError(f"{where}[{row}] repeats id {number}")
+        ids[number] = None
+    return np.array(list(ids), np.int64)
 
 
-def _names(entries: Sequence[Any], ids: np.ndarray, texts: TextIds) -> dict[int, str]:
-    """Category id → name, ascending by id; names differ, for each is a row of the table."""
+def _unique_names(entries: Sequence[Any], ids: np.ndarray) -> dict[int, str]:
+    """Category id → name, ascending by id; made unique, since each name is a row of the table."""
     names: dict[int, str] = {}
-    taken, written = set(), texts.shown("categories", ids.tolist())
     for index in np.argsort(ids).tolist():
         category, name = int(ids[index]), entries[index].name
-        name = f"category {written[index]}" if name is UNSET else str(name)
-        name = name.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair
-        names[category] = f"{name} (id {written[index]})" if name in taken else name
-        taken.add(names[category])
+        name = f"category {category}" if name is UNSET else str(name)
+        name = name.encode("utf-8", "backslashreplace").decode()  # lone surrogates
+        names[category] = f"{name} (id {category})" if name in names.values() else name
     return names
 
 
-def _only_known(column: np.ndarray, known: np.ndarray | list[int], kind: str, texts: TextIds, where: str) -> None:
-    unknown = np.flatnonzero(~np.isin(column, known))
+def _check_known(where: str, key: str, ids: np.ndarray, known: np.ndarray | list[int]) -> None:
+    unknown = np.flatnonzero(~np.isin(ids, known))
     if unknown.size:
         row, more = unknown[0], f" (and {unknown.size - 1} more entries)" if unknown.size > 1 else ""
-        key = {"images": "image_id", "categories": "category_id"}[kind]
-        (value,) = texts.shown(kind, [int(column[row])])
-        raise DataError(f"{where}[{row}]: {key} {value} is not in the annotations' list{more}")
+        raise DataError(f"{where}[{row}]: {key} {ids[row]} is not in the annotations{more}")
 
 
-def _gather(parts: Sequence[Any]) -> np.ndarray:
-    """Arrays or tensors joined along the first axis, float64."""
+def _concatenate(parts: Sequence[Any]) -> np.ndarray:
+    """Joins arrays or tensors along the first axis, float64."""
     arrays = [part.detach().cpu().double().numpy() if hasattr(part, "detach") else np.asarray(part) for part in parts]
     filled = [array for array in arrays if len(array)]
     return np.concatenate(filled).astype(np.float64) if filled else np.zeros(0)

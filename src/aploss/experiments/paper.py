@@ -11,8 +11,8 @@ from aploss.errors import ConfigError
 from aploss.experiments.measures import DETECTION, RANKING_AP, VOC_AP50, APLossMeasure, Measure, MultiScaleMeasure
 from aploss.experiments.measures import METRICS as SIZES
 from aploss.experiments.results import METRICS, Results
-from aploss.plotting.style import class_colour, line_style, loss_label
-from aploss.reports.page import Block, Cell, Details, Legend, Missing, Section, Table, Text
+from aploss.plotting.style import line_style, loss_label
+from aploss.reports.page import Block, Cell, Section, Table, Text
 from aploss.reports.run_files import read_run
 from aploss.reports.run_pictures import side_by_side
 
@@ -277,17 +277,15 @@ def _pictures(results: Results) -> list[Section]:
     names = [variant.name for variant in results.plan.variants]
     data = find_source(results.plan.variants[0].config.data).folder.root
     runs = {name: read_run(run.folder, images=data) for name in names for run in results.finished_runs(name)}
-    blocks: list[Block] = [Missing("There are pictures when both models are trained.")]
+    blocks: list[Block] = [Text("There are pictures when both models are trained.", missing=True)]
     if len(runs) == len(names):
-        classes = [entry["name"] for entry in runs["ap"].ground_truth.get("categories", [])]
-        legend = Legend([(class_colour(place), str(name)) for place, name in enumerate(classes)])
         text = (
             "Images of the test split in even steps through it, not chosen by their result. Left: focal loss, right: "
             "AP-loss. Objects are dashed white; detections have the colour of their class and are drawn from each "
             "model's own threshold on, which is the best F1 on the validation split, with calibrated scores where "
             "there is such a split."
         )
-        blocks = [Text(text), legend, side_by_side(runs, count=10)]
+        blocks = [Text(text), side_by_side(runs, count=10)]
     return [Section("Side by side", blocks)]
 
 
@@ -382,7 +380,7 @@ def _table_3_row(name: str, voc: float, *coco: float, measure: Measure = DETECTI
 def _other_detectors(results: Results) -> list[Section]:
     columns = ["method", "backbone", "scales", "VOC07 AP50", "VOC12 AP50", "COCO AP"]
     table = Table(columns=columns, rows=TABLE_3_DETECTORS, digits=1, caption="As printed in the paper.")
-    return [Section("The paper's Table 3", [Details("All detectors of the table", [table])])]
+    return [Section("The paper's Table 3", [Section("All detectors of the table", [table])])]
 
 
 TABLE_3 = Reproduction(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from aploss.files import write_json
-from aploss.reports.page import Figures, Link, Section, SvgFigure, Table, Text, Verdict, write_page
+from aploss.reports.page import Figures, Section, SvgFigure, Table, Text, Verdict, write_page
 
 PAPER_UPDATE = "error-driven"  # the paper's update; every other one is a control
 
@@ -78,10 +78,7 @@ def write_study(study: Study, folder: Path) -> Path:
 def write_index(studies: Sequence[Study], folder: Path) -> Path:
     """Writes ``index.html`` with the verdicts of all studies and links to their pages; returns it."""
     sections = [
-        Section(
-            study.title,
-            [Text(study.place), *study.verdicts, Link(f"{study.name}/report.html", "The experiment and all numbers")],
-        )
+        Section(study.title, [Text(study.place), *study.verdicts], link=f"{study.name}/report.html")
         for study in studies
     ]
     held = [verdict.holds is True for study in studies for verdict in study.verdicts]
