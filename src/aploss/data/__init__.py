@@ -1,4 +1,4 @@
-"""Datasets for object detection: read, checked, converted, augmented, batched."""
+"""Datasets for object detection: reading, checking, converting, augmenting, batching."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from aploss.data.convert import convert_dataset
     from aploss.data.formats import DataFormat, register_format
     from aploss.data.images import read_image
-    from aploss.data.load import dataset_splits, load_dataset
+    from aploss.data.load import dataset_splits, find_source, load_dataset
     from aploss.data.loader import make_evaluation_loader, make_training_loader
     from aploss.data.paths import DatasetFolder
     from aploss.data.problems import Problem
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AnnotationBuilder", "Annotations", "DataFormat", "DatasetFolder", "DetectionDataset", "Problem", "builtin_dataset",
-    "check_dataset", "contact_sheet", "convert_dataset", "dataset_splits", "draw_boxes", "load_dataset",
+    "check_dataset", "contact_sheet", "convert_dataset", "dataset_splits", "draw_boxes", "find_source", "load_dataset",
     "make_evaluation_loader", "make_training_loader", "read_image", "register_format", "training_transforms",
 ]  # fmt: skip
 
@@ -32,7 +32,7 @@ _MODULES = {
     "convert": ("convert_dataset",),
     "formats": ("DataFormat", "register_format"),
     "images": ("read_image",),
-    "load": ("dataset_splits", "load_dataset"),
+    "load": ("dataset_splits", "find_source", "load_dataset"),
     "loader": ("make_evaluation_loader", "make_training_loader"),
     "paths": ("DatasetFolder",),
     "problems": ("Problem",),
@@ -41,7 +41,7 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what is asked for: reading a dataset needs no augmentation, drawing no loader."""
+    """Imports lazily: reading a dataset needs neither torchvision nor the data loader."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)

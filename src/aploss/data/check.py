@@ -54,9 +54,9 @@ def split_statistics(parts: Sequence[DetectionDataset]) -> SplitStatistics:
     """
     of_class: Counter[str] = Counter()
     for part in parts:
-        counts = np.bincount(part.all_labels(), minlength=part.num_classes)
+        counts = np.bincount(part.annotations.category_ids - 1, minlength=part.num_classes)
         of_class.update(dict(zip(part.class_names, counts.tolist(), strict=True)))
-    boxes = np.concatenate([np.zeros((0, 4)), *(part.all_boxes() for part in parts)])
+    boxes = np.concatenate([np.zeros((0, 4)), *(part.annotations.boxes for part in parts)])
     sides = np.sqrt(np.prod(boxes[:, 2:] - boxes[:, :2], axis=1))
     per_image = np.concatenate([np.zeros(0, int), *(part.boxes_per_image() for part in parts)])
     sizes = [part.image_size(i) for part in parts for i in range(len(part))] or [(0, 0)]
@@ -64,8 +64,8 @@ def split_statistics(parts: Sequence[DetectionDataset]) -> SplitStatistics:
         images=len(per_image),
         empty_images=int((per_image == 0).sum()),
         boxes=len(boxes),
-        difficult=sum(int(part.all_difficult().sum()) for part in parts),
-        crowd=sum(int(part.all_crowd().sum()) for part in parts),
+        difficult=sum(int(part.annotations.difficult.sum()) for part in parts),
+        crowd=sum(int(part.annotations.crowd.sum()) for part in parts),
         boxes_of_class=dict(of_class),
         box_sizes=_counts_by_range(sides, BOX_SIZE_EDGES, whole=False),
         boxes_per_image=_counts_by_range(per_image, _OBJECT_EDGES, whole=True),

@@ -13,7 +13,7 @@ from PIL import Image
 from aploss.data.annotations import DetectionDataset, concatenate
 from aploss.data.formats import FORMATS, DataFormat, Parts, Written, each_image_once, writable_formats
 from aploss.data.images import EXTENSIONS, read_header, read_image
-from aploss.data.load import Progress, find_source, load_split, without_unusable_images
+from aploss.data.load import Progress, find_source, without_unusable_images
 from aploss.data.problems import Problem
 from aploss.errors import DataError
 
@@ -57,9 +57,9 @@ def convert_dataset(
         raise DataError(f"{out}: not an empty folder; name another one, nothing is overwritten")
     if out.resolve().is_relative_to(source.folder.root):
         raise DataError(f"{out}: inside the dataset it is made from; name a folder elsewhere")
-    class_names = load_split(source, "all").class_names
+    class_names = source.load().class_names
     parts = {
-        split: without_unusable_images(load_split(source, split, class_names), decode=False) for split in source.splits
+        split: without_unusable_images(source.load(split, class_names=class_names), decode=False) for split in source.splits
     }
     whole = concatenate(list(parts.values()), split="all")
     try:

@@ -1,8 +1,8 @@
-"""Feature maps of a frozen backbone, computed once for some views of each image, and kept on disk.
+"""Feature maps of a frozen backbone, computed once for some views of each image and cached on disk.
 
-Training that changes only what follows the backbone needs its maps, not the images: they are read from one file of
-float16, found again by the content of the images, their size, the views and the weights. The views of an image are
-itself and its mirror image, or a number of augmented ones that are drawn once.
+Training that leaves the backbone unchanged needs only its feature maps. They are read from one file of float16, whose
+cache key covers the images, objects, image size, views and weights. The views of an image are the image and its mirror
+image, or a number of augmented versions that are drawn once.
 """
 
 import hashlib
@@ -22,22 +22,22 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from aploss.data.annotations import DetectionDataset, Sample
-from aploss.data.augment import OBJECT_FIELDS, training_transforms
+from aploss.data.annotations import DetectionDataset, Sample, Target
+from aploss.data.augment import OBJECT_FIELDS, mirrored, training_transforms
 from aploss.data.builtin import cache_folder
 from aploss.errors import DataError
 
-VERSION = 1  # to be raised with every change of what is stored, so that no old file is used
-VIEWS_AT_ONCE = 8  # in one forward pass
+VERSION = 2  # part of the cache key: increase it with every change of the stored files
+VIEWS_AT_ONCE = 8  # per forward pass
 DTYPE = np.dtype(np.float16)
-TARGETS_FILE = "targets.npz"
+FIELDS = ("boxes", *OBJECT_FIELDS)
 
 
 class FeatureMaps(NamedTuple):
-    """The feature maps of a batch, in the place of its images."""
+    """The feature maps of a batch, in place of its images."""
 
-    maps: tuple[Tensor, ...]  # of each level [B, C, H, W]
-    image_size: tuple[int, int]  # height and width of the images, padding included
+    maps: tuple[Tensor, ...]  # one per level, [B, C, H, W]
+    image_size: tuple[int, int]  # height and width of the images, including padding
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "FeatureMaps":
         """The maps on a device, in float32."""
@@ -47,33 +47,28 @@ class FeatureMaps(NamedTuple):
 
 @dataclass(frozen=True)
 class Views:
-    """The views of each image whose features are stored, as an augmentation makes them."""
+    """The views of each image whose features are stored."""
 
-    preset: str  # of the augmentation; "flip" stands for the image and its mirror image
-    count: int  # of each image
-    sample: Callable[[tuple[int, int]], Sample]  # of (view, index), the same ones whenever it is called
-
-    @property
-    def drawn(self) -> bool:
-        """Whether augmentation draws them, so that their objects have to be stored, too."""
-        return self.preset != "flip"
+    preset: str  # of the augmentation; "flip" is the image and its mirror image
+    count: int  # per image
+    sample: Callable[[tuple[int, int]], Sample]  # of (view, index), deterministic
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFeatures:
-    """The maps of all views of the images of a dataset; made by :func:`store_features`."""
+    """The maps of all views of a dataset's images; made by :func:`store_features`."""
 
-    file: Path  # float16 [images, views, values of all maps of an image]
+    file: Path  # float16 [images, views, values of all maps of an image]; objects are in targets.npz beside it
     shapes: tuple[tuple[int, int, int], ...]  # channels, height and width of each map
-    image_size: tuple[int, int]  # height and width of the images, padding included
-    images: int  # how many
-    views: int = 2  # of each image: two, itself and its mirror image, where none were drawn
-    drawn: bool = False  # whether augmentation drew the views; their targets are then stored, too
+    image_size: tuple[int, int]  # height and width of the images, including padding
+    images: int  # number of images
+    views: int  # per image
+    preset: str  # of the views
     unreadable: dict[int, str]  # images without maps: index → reason
 
     @property
     def values(self) -> int:
-        """Values of all maps of one image."""
+        """Number of values in all maps of one image."""
         return sum(map(prod, self.shapes))
 
     @property
@@ -82,10 +77,10 @@ class StoredFeatures:
         return self.views * self.images * self.values * DTYPE.itemsize
 
     def read(self, index: int, view: int) -> Tensor:
-        """The maps of one view of an image, one after the other: float16 [values].
+        """The concatenated maps of one view of an image: float16 [values].
 
         Raises:
-            DataError: the image could not be read, or the file cannot.
+            DataError: the image or the file cannot be read.
         """
         if index in self.unreadable:
             raise DataError(self.unreadable[index])
@@ -95,18 +90,17 @@ class StoredFeatures:
         except OSError as error:
             raise DataError(f"the stored features {self.file} cannot be read: {error.strerror}") from error
         if len(read) < self.values:
-            raise DataError(f"the stored features {self.file} are cut short: remove {self.file.parent}")
+            raise DataError(f"the stored features {self.file} are truncated: remove {self.file.parent}")
         return torch.from_numpy(read)
 
     def target(self, index: int, view: int) -> dict[str, Tensor]:
-        """Boxes, labels and flags of the objects in a view that was drawn."""
-        starts = self._targets["starts"]
-        rows = slice(*starts[self.views * index + view :][:2])
-        return {name: torch.tensor(self._targets[name][rows]) for name in ("boxes", *OBJECT_FIELDS)}
+        """Boxes, labels and flags of the objects in a view."""
+        rows = slice(*self._targets["starts"][self.views * index + view :][:2])
+        return {name: torch.tensor(self._targets[name][rows]) for name in FIELDS}
 
     @cached_property
     def _targets(self) -> dict[str, np.ndarray]:
-        file = self.file.with_name(TARGETS_FILE)
+        file = _targets_file(self.file.parent)
         try:
             with np.load(file, allow_pickle=False) as stored:
                 return dict(stored)
@@ -114,7 +108,7 @@ class StoredFeatures:
             raise DataError(f"the stored objects {file} cannot be read: remove {file.parent}") from error
 
     def as_maps(self, rows: Tensor) -> FeatureMaps:
-        """What :meth:`read` gave for the images of a batch [B, values], as maps."""
+        """The rows of a batch [B, values], as returned by :meth:`read`, as maps."""
         parts = torch.split(rows, [prod(shape) for shape in self.shapes], dim=1)
         maps = tuple(part.reshape(len(rows), *shape) for part, shape in zip(parts, self.shapes, strict=True))
         return FeatureMaps(maps, self.image_size)
@@ -130,29 +124,32 @@ def store_features(
     on_progress: Callable[[int, int], Any] | None = None,
     cache: Path | None = None,
 ) -> StoredFeatures:
-    """The maps of a dataset's images, computed where they are not stored yet.
+    """The feature maps of a dataset's images, computed unless they are in the cache.
 
-    Several processes may ask at once: one computes, the others wait. DataError where the cache cannot be written, or no
-    image can be read.
+    Safe to call from several processes: one computes, the others wait.
 
     Args:
         dataset: the images.
-        network: gives the maps of images [B, 3, H, W] in [0, 1].
-        network_digest: other weights or another network have another one.
+        network: computes the maps of images [B, 3, H, W] in [0, 1].
+        network_digest: identifies the network and its weights.
         size: images are resized to it: side of a square, or (height, width).
-        drawn: augmented views to store, in place of each image and its mirror image.
-        on_progress: called with images done and all images.
-        cache: folder to keep them in; ``features`` in :func:`~aploss.data.builtin.cache_folder` where not given.
+        drawn: augmented views to store; defaults to each image and its mirror image.
+        on_progress: called with (images done, total).
+        cache: folder to keep them in; defaults to ``features`` in :func:`~aploss.data.builtin.cache_folder`.
+
+    Raises:
+        DataError: the cache is not writable, or no image can be read.
     """
+    views = drawn or _flips(dataset, size)
     home = cache_folder() / "features" if cache is None else cache
-    folder = home / _key(dataset, network_digest, size, drawn)
-    if (stored := _opened(folder)) is not None:
+    folder = home / _cache_key(dataset, network_digest, size, views)
+    if (stored := _open(folder)) is not None:
         return stored
     try:
         home.mkdir(parents=True, exist_ok=True)
         with FileLock(home / f".{folder.name}.lock"):
-            if (stored := _opened(folder)) is None:  # nobody computed them while we waited
-                stored = _compute(folder, dataset, network, drawn or _flips(dataset, size), on_progress)
+            if (stored := _open(folder)) is None:  # another process may have computed them meanwhile
+                stored = _compute(folder, dataset, network, views, on_progress)
     except OSError as error:
         raise DataError(
             f"features cannot be stored in {home} ({error.strerror or error}): name a folder with more space in the "
@@ -161,11 +158,23 @@ def store_features(
     return stored
 
 
-def _key(dataset: DetectionDataset, network_digest: str, size: int | tuple[int, int], drawn: Views | None) -> str:
-    """Names everything that the maps follow from: content of the images in their order, size, views, network."""
-    digest = hashlib.sha256(repr((VERSION, network_digest, size)).encode())
-    if drawn is not None:
-        digest.update(repr((drawn.preset, drawn.count)).encode())
+def _flips(dataset: DetectionDataset, size: int | tuple[int, int]) -> Views:
+    """Each image, resized as for training, and its mirror image."""
+    resize = training_transforms("none", size)
+
+    def sample(key: tuple[int, int]) -> Sample:
+        view, index = key
+        image, target = resize(*dataset[index])
+        if view:
+            image, target["boxes"] = image.flip(-1), mirrored(target["boxes"], image.shape[-1])
+        return image, target
+
+    return Views("flip", 2, sample)
+
+
+def _cache_key(dataset: DetectionDataset, network_digest: str, size: int | tuple[int, int], views: Views) -> str:
+    """A digest of everything that the stored maps and targets depend on."""
+    digest = hashlib.sha256(repr((VERSION, network_digest, size, views.preset, views.count)).encode())
     for index in range(len(dataset)):
         try:
             with dataset.image_path(index).open("rb") as file:
@@ -173,29 +182,26 @@ def _key(dataset: DetectionDataset, network_digest: str, size: int | tuple[int, 
         except OSError:
             content = "unreadable"
         digest.update(repr((content, dataset.image_size(index))).encode())  # the size decides the EXIF rotation
-        if drawn is not None:  # their targets are stored, too
-            target = dataset.target(index)
-            for name in ("boxes", *OBJECT_FIELDS):
-                digest.update(target[name].numpy().tobytes())
+        target = dataset.target(index)
+        for name in FIELDS:
+            digest.update(target[name].numpy().tobytes())
     return digest.hexdigest()[:20]
 
 
-def _opened(folder: Path) -> StoredFeatures | None:
-    """What is stored there; None where it is not, or not whole."""
+def _targets_file(folder: Path) -> Path:
+    return folder / "targets.npz"
+
+
+def _open(folder: Path) -> StoredFeatures | None:
+    """The features stored in a folder; None if they are missing or incomplete."""
     try:
         values = json.loads((folder / "features.json").read_text(encoding="utf-8"))
-        stored = StoredFeatures(
-            file=folder / "features.bin",
-            shapes=tuple(map(tuple, values["shapes"])),
-            image_size=tuple(values["image_size"]),
-            images=values["images"],
-            views=values.get("views", 2),  # not in older ones
-            drawn=values.get("drawn", False),
-            unreadable={int(index): reason for index, reason in values["unreadable"].items()},
-        )
-        whole = stored.file.stat().st_size == stored.bytes
-        return stored if whole and (not stored.drawn or (folder / TARGETS_FILE).is_file()) else None
-    except (OSError, ValueError, KeyError):
+        values["unreadable"] = {int(index): reason for index, reason in values["unreadable"].items()}
+        values["shapes"] = tuple(map(tuple, values["shapes"]))
+        stored = StoredFeatures(file=folder / "features.bin", **{**values, "image_size": tuple(values["image_size"])})
+        complete = stored.file.stat().st_size == stored.bytes and _targets_file(folder).is_file()
+        return stored if complete else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
@@ -206,9 +212,9 @@ def _compute(
     views: Views,
     on_progress: Callable[[int, int], Any] | None,
 ) -> StoredFeatures:
-    """Computes into a folder of another name, which gets its own when it is complete."""
+    """Computes into a temporary folder, which is renamed when it is complete."""
     unreadable: dict[int, str] = {}
-    targets: dict[int, list[dict[str, Any]]] = {}
+    targets: dict[int, list[Target]] = {}
     stored: StoredFeatures | None = None
     with tempfile.TemporaryDirectory(prefix=".computing-", dir=folder.parent) as scratch:
         fresh = Path(scratch) / "fresh"
@@ -223,7 +229,7 @@ def _compute(
                         image_size=features.image_size,
                         images=len(dataset),
                         views=views.count,
-                        drawn=views.drawn,
+                        preset=views.preset,
                         unreadable=unreadable,
                     )
                     if (free := shutil.disk_usage(folder.parent).free) < stored.bytes:
@@ -231,42 +237,29 @@ def _compute(
                     file.truncate(stored.bytes)
                 rows = torch.cat([one.flatten(1).cpu() for one in features.maps], dim=1).half()
                 if not bool(rows.isfinite().all()):
-                    raise DataError("the backbone's features are too large for float16: leave batches.cache_features")
+                    raise DataError("the backbone's features overflow float16: leave batches.cache_features false")
                 for index, of_image in zip(indices, torch.split(rows, views.count), strict=True):
                     file.seek(views.count * index * stored.values * DTYPE.itemsize)
                     file.write(of_image.numpy().tobytes())
                 if on_progress is not None:
                     on_progress(indices[-1] + 1, len(dataset))
         if stored is None:
-            raise DataError(
-                f"no image of {dataset.split} can be read: {next(iter(unreadable.values()), 'it is empty')}"
-            )
+            reason = next(iter(unreadable.values()), "it is empty")
+            raise DataError(f"no image of split '{dataset.split}' can be read: {reason}")
         if folder.exists():
             shutil.move(folder, Path(scratch) / "damaged")
-        if views.drawn:
-            _write_targets(fresh / TARGETS_FILE, [targets.get(index, []) for index in range(len(dataset))], views.count)
+        _write_targets(_targets_file(fresh), [targets.get(index, []) for index in range(len(dataset))], views.count)
         content = json.dumps({key: value for key, value in asdict(stored).items() if key != "file"})
         (fresh / "features.json").write_text(content, encoding="utf-8")
         fresh.rename(folder)
     return stored
 
 
-def _flips(dataset: DetectionDataset, size: int | tuple[int, int]) -> Views:
-    """Each image, resized as for training, and its mirror image."""
-    resize = training_transforms("none", size)
-
-    def sample(key: tuple[int, int]) -> Sample:
-        view, index = key
-        image, target = resize(*dataset[index])
-        return (image.flip(-1) if view else image), target  # the targets are not stored
-
-    return Views("flip", 2, sample)
-
-
 def _image_batches(
-    images: int, views: Views, targets: dict[int, list[dict[str, Any]]], unreadable: dict[int, str]
+    images: int, views: Views, targets: dict[int, list[Target]], unreadable: dict[int, str]
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Indices of some images, and all their views [B * views, 3, H, W] in [0, 1]; what cannot be read is noted."""
+    """Indices of some images and all their views [B * views, 3, H, W] in [0, 1]; fills ``targets`` and
+    ``unreadable``."""
     indices: list[int] = []
     pixels: list[Tensor] = []
     for index in range(images):
@@ -276,17 +269,16 @@ def _image_batches(
             unreadable[index] = str(error)
         else:
             indices.append(index)
-            pixels += [image.as_subclass(Tensor) for image, _ in samples]
+            pixels += [image for image, _ in samples]
             targets[index] = [target for _, target in samples]
         if indices and (len(pixels) >= VIEWS_AT_ONCE or index == images - 1):
             yield indices, torch.stack(pixels).float() / 255
             indices, pixels = [], []
 
 
-def _write_targets(file: Path, targets: list[list[dict[str, Any]]], views: int) -> None:
-    """The objects of all views of all images, one after the other, and where those of each view start."""
+def _write_targets(file: Path, targets: list[list[Target]], views: int) -> None:
+    """The objects of all views of all images, one after the other, and where each view starts."""
     counts = [len(target["boxes"]) for of_image in targets for target in of_image or [{"boxes": ()}] * views]
     known = [target for of_image in targets for target in of_image]
-    arrays = {name: torch.cat([target[name] for target in known]).numpy() for name in ("boxes", *OBJECT_FIELDS)}
-    arrays["starts"] = np.cumsum([0, *counts])
-    np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's keyword allow_pickle is meant
+    arrays = {name: torch.cat([target[name] for target in known]).numpy() for name in FIELDS}
+    np.savez(file, starts=np.cumsum([0, *counts]), **arrays)

@@ -1,19 +1,20 @@
-"""What a data format is, and how one is added: in a file of one's own, outside the package.
+"""Data formats: the interface, the registry, and loading splits of a dataset.
 
-A format is a class whose objects are datasets on disk::
+A format is a class whose instances are datasets on disk::
 
     @register_format("csv")
     class CsvFormat(DataFormat):
         looked_for = "CSV (train.csv, val.csv)"
 
         @classmethod
-        def find(cls, path): ...  # the dataset in a folder or file, or None where it is not ours
+        def find(cls, path): ...  # the dataset in a folder or file, or None if it has another format
 
-        def read(self, split, class_names): ...  # fill an AnnotationBuilder, return its dataset
+        def read(self, split, class_names): ...  # fill an AnnotationBuilder and return its dataset
 
-``aploss --plugin csv_format.py data check FOLDER`` then knows it, and so does everything else.
+With ``--plugin csv_format.py``, every command accepts datasets of this format.
 """
 
+import hashlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -22,38 +23,41 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
-from aploss.data.annotations import DetectionDataset
+from aploss.data.annotations import DetectionDataset, concatenate
 from aploss.data.paths import DatasetFolder
-from aploss.data.problems import Problem, ProblemError
+from aploss.data.problems import Effect, Problem, ProblemError, summarise
 from aploss.errors import DataError
 from aploss.registry import Registry
 
 Parts = dict[str, DetectionDataset]  # split → its images
 
-_COMMON_NAMES = {"training": "train", "validation": "val", "valid": "val", "dev": "val", "testing": "test"}
-SPLITS = ("train", "trainval", "val", "test")  # by their usual names, in their order
+SPLITS = ("train", "trainval", "val", "test")  # common names, in their usual order
+_ALL = "all"
+_SYNONYMS = {"training": "train", "validation": "val", "valid": "val", "dev": "val", "testing": "test"}
+_SLICE = re.compile(r"(?P<name>.*)\[(?P<start>[\d.]+%)?:(?P<stop>[\d.]+%)?\]$")
 
 
 class Written(NamedTuple):
-    """Where images belong below a new dataset, and what its format cannot hold."""
+    """Result of :meth:`DataFormat.write`."""
 
-    image_folder: str
+    image_folder: str  # where the images belong, relative to the new dataset
     lost_boxes: int = 0
-    losses: tuple[str, ...] = ()  # in words
+    losses: tuple[str, ...] = ()  # descriptions of everything the format cannot represent
 
 
 class DataFormat(ABC):
-    """A dataset on disk whose splits can be read.
+    """A dataset on disk whose splits can be loaded; see :func:`~aploss.data.load.find_source`.
 
     Args:
-        folder: the folder that nothing may reach out of.
-        splits: names of its splits; they are kept with training first.
+        folder: the dataset's folder; no path in the dataset may leave it.
+        splits: names of the splits, in any order.
 
     Attributes:
-        format: the name it is registered under.
-        looked_for: what its files look like, for the message that nothing was found.
-        one_image_folder: whether :meth:`write` wants all images in one folder, or one per split.
-        name: what to call the dataset.
+        format: the registered name.
+        looked_for: description of the files, for the error message if no dataset is found.
+        one_image_folder: whether :meth:`write` expects all images in one folder instead of one per split.
+        name: display name of the dataset.
+        splits: names of the splits, training first.
     """
 
     format: ClassVar[str] = ""
@@ -64,42 +68,125 @@ class DataFormat(ABC):
         self.folder = folder
         self.name = folder.root.name
         self.splits = tuple(sorted(splits, key=split_order))
+        self._cache: dict[tuple[str, tuple[str, ...] | None], DetectionDataset] = {}
 
     @classmethod
     @abstractmethod
     def find(cls, path: Path) -> "DataFormat | None":
-        """The dataset of this format in a folder or file that exists, or None."""
+        """The dataset of this format in an existing folder or file, or None."""
 
     @abstractmethod
     def read(self, split: str, class_names: Sequence[str] | None) -> DetectionDataset:
-        """Reads one split; unusable images and boxes go into the dataset's problems.
+        """Reads one split; unusable images and boxes are listed in the dataset's ``problems``.
 
         Args:
             split: one of :attr:`splits`, or a file that lists images.
-            class_names: the classes to read; those of the data where None.
+            class_names: the classes to read; None reads the dataset's own.
 
         Raises:
-            ProblemError: nothing of the split can be read.
+            ProblemError: the split cannot be read at all.
         """
 
     def leftovers(self) -> list[Problem]:
-        """Annotations and images that no split reaches; called when all were read."""
+        """Annotations and images outside of every split; called after all splits were read."""
         return []
 
     @classmethod
     def write(cls, folder: Path, parts: Parts, places: dict[Path, str]) -> Written:
-        """Writes the annotations of a new dataset, for ``aploss data convert``; optional.
+        """Writes the annotations of a new dataset for ``aploss data convert``; optional.
 
         Args:
-            folder: the new dataset; it does not exist.
+            folder: the new dataset; it does not exist yet.
             parts: split name → images.
-            places: image file → its new place below the image folder that is returned.
+            places: image file → its new path below the returned image folder.
         """
         raise DataError(f"the format '{cls.format}' can be read, but not written")
 
+    def load(self, split: str | None = None, *, class_names: Sequence[str] | None = None) -> DetectionDataset:
+        """Loads a split, parsing each annotation file at most once.
+
+        Args:
+            split: a split's name or an expression, see :func:`aploss.data.load_dataset`; None loads all images.
+            class_names: the classes to read, in the order of their labels; None reads the dataset's own.
+
+        Raises:
+            DataError: the split does not exist, has no usable image, or refers to a file outside the folder.
+        """
+        names = None if class_names is None else check_class_names(class_names)
+        dataset = self._load_expression(split or _ALL, names)
+        for problem in dataset.problems:
+            if problem.effect is Effect.REFUSED:
+                raise DataError(f"{problem.file}: {problem.message}; nothing was loaded")
+        return require_images(dataset)
+
     def no_such_split(self, split: str) -> ProblemError:
-        """The error for a split that is not there."""
-        return ProblemError("missing-folder", split, f"no such split; there are: {', '.join(self.splits)}")
+        """The error for a split that does not exist."""
+        return ProblemError("missing-folder", split, f"no such split; available: {', '.join(self.splits)}")
+
+    def _load_expression(self, expression: str, class_names: tuple[str, ...] | None) -> DetectionDataset:
+        """Loads splits joined by ``+``."""
+        terms = [expression] if expression in self.splits else [term.strip() for term in expression.split("+")]
+        if terms == [_ALL] and _ALL not in self.splits:
+            terms = list(self.splits)
+        parts = [self._load_term(term, class_names) for term in terms]
+        if len({part.class_names for part in parts}) > 1:
+            # Splits with different class lists share one, so that a label means the same in all of them.
+            union = tuple(dict.fromkeys(name for part in parts for name in part.class_names))
+            parts = [self._load_term(term, union) for term in terms]
+        return parts[0] if len(parts) == 1 else concatenate(parts, split=expression)
+
+    def _load_term(self, term: str, class_names: tuple[str, ...] | None) -> DetectionDataset:
+        """Loads one split, or a part of it such as ``train[:80%]``."""
+        match = _SLICE.match(term)
+        if match is None or term in self.splits:
+            return self._read_once(self._resolve(term), class_names)
+        whole = self._load_expression(match["name"] or _ALL, class_names)
+        start, stop = (
+            round(_fraction(text, term) * len(whole)) if text else default
+            for text, default in ((match["start"], 0), (match["stop"], len(whole)))
+        )
+
+        # Shuffled by a hash of the name: the same order on every machine.
+        def hash_key(index: int) -> bytes:
+            name = whole.relative_path(index).encode(errors="surrogateescape")
+            return hashlib.blake2b(name, digest_size=8).digest()
+
+        order = sorted(range(len(whole)), key=hash_key)
+        return whole.subset(sorted(order[start:stop]), split=term)
+
+    def _read_once(self, split: str, class_names: tuple[str, ...] | None) -> DetectionDataset:
+        if (split, class_names) not in self._cache:
+            dataset = self.read(split, class_names)
+            self._cache[split, class_names] = self._cache[split, dataset.class_names] = dataset
+        return self._cache[split, class_names]
+
+    def _resolve(self, name: str) -> str:
+        """A split by its own name or, if unambiguous, by a common one: "train" for "train2017"."""
+        if name in self.splits or name.endswith(".txt"):
+            return name
+        usual = _SYNONYMS.get(name.lower(), name.lower())
+        matches = [split for split in self.splits if common_split_name(split) == usual]
+        if len(matches) != 1:
+            raise DataError(f"{self.folder.root}: no split '{name}'; available: {', '.join(self.splits)}")
+        return matches[0]
+
+
+def require_images(dataset: DetectionDataset) -> DetectionDataset:
+    """The dataset itself; DataError if it has no image."""
+    if not len(dataset):
+        found = f": {summarise(dataset.problems)}; {dataset.problems[0]}" if dataset.problems else ""
+        raise DataError(f"{dataset.root}: no usable image in split '{dataset.split}'{found}")
+    return dataset
+
+
+def _fraction(text: str, term: str) -> float:
+    try:
+        value = float(text.rstrip("%")) / 100
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise DataError(f"'{term}': write a part of a split as train[:80%] or train[80%:]")
+    return value
 
 
 FORMATS: Registry[type[DataFormat]] = Registry("data format")
@@ -107,12 +194,12 @@ FormatClass = TypeVar("FormatClass", bound=type[DataFormat])
 
 
 def register_format(name: str) -> Callable[[FormatClass], FormatClass]:
-    """Makes a data format known by a name, to loading, checking, converting and training.
+    """Registers a data format for loading, checking, converting and training.
 
-    Where no format is named, a dataset is of the one format whose ``find`` knows it.
+    Unless a format is given, a dataset is read by the one format whose ``find`` recognises it.
 
     Raises:
-        ConfigError: if the name is taken.
+        ConfigError: the name is taken.
     """
 
     def add(format_class: FormatClass) -> FormatClass:
@@ -124,13 +211,16 @@ def register_format(name: str) -> Callable[[FormatClass], FormatClass]:
 
 
 def writable_formats() -> tuple[str, ...]:
-    """Names of the formats that can be written, sorted."""
-    own = (name for name, one in FORMATS.items() if one.write.__func__ is not DataFormat.write.__func__)  # type: ignore[attr-defined]
-    return tuple(sorted(own))
+    """Names of the formats that implement ``write``, sorted."""
+    base = DataFormat.write.__func__  # type: ignore[attr-defined]
+    return tuple(sorted(name for name, one in FORMATS.items() if one.write.__func__ is not base))  # type: ignore[attr-defined]
+
+
+# --- helpers for readers and writers --------------------------------------------------------------
 
 
 def number(text: object) -> float:
-    """A coordinate as float; ValueError where it is not a number (NaN and infinity are)."""
+    """A coordinate as float, possibly NaN or infinite; ValueError if it is not a number."""
     try:
         if isinstance(text, (int, float, str)) and not isinstance(text, bool):
             return float(text)
@@ -140,71 +230,44 @@ def number(text: object) -> float:
 
 
 def image_size(width: Any, height: Any) -> tuple[int, int] | None:
-    """Width and height as a file states them; None where they are no size."""
+    """Width and height as stated in a file; None if they are not a valid size."""
     possible = all(type(side) in (int, float) and 1 <= side < 2**31 for side in (width, height))
     return (int(width), int(height)) if possible else None
 
 
 def filled_lines(text: str) -> list[str]:
-    """The lines that are not empty, without the space around them."""
+    """The stripped lines that are not empty."""
     return [line for line in map(str.strip, text.splitlines()) if line]
 
 
-def json_begins_with(folder: DatasetFolder, file: str, keys: re.Pattern[bytes]) -> bool:
-    """Whether a JSON file has one of these keys near its beginning."""
-    if not folder.is_file(file):
-        return False
-    try:
-        with (folder.root / file).open("rb") as opened:
-            start = opened.read(1 << 16).lstrip(b"\xef\xbb\xbf \t\r\n")
-    except OSError:
-        return False
-    return start.startswith(b"{") and keys.search(start) is not None
-
-
-def is_text(name: str) -> bool:
-    """Whether a name can be written to a file or terminal: half a surrogate pair cannot."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def common_split_name(name: str) -> str:
-    """The usual name of a split: "train" for "train2017" and "training", "val" for "valid".
+    """The common name of a split: "train" for "train2017" and "training", "val" for "valid".
 
     Example:
         >>> common_split_name("valid"), common_split_name("train2017"), common_split_name("day")
         ('val', 'train', 'day')
     """
-    return usual_split_name(re.sub(r"[-_]?\d+$", "", name) or name)
-
-
-def usual_split_name(name: str) -> str:
-    """The same, but a year stays: "val" for "Validation", "train2017" for itself."""
-    return _COMMON_NAMES.get(name.lower(), name.lower())
+    plain = (re.sub(r"[-_]?\d+$", "", name) or name).lower()
+    return _SYNONYMS.get(plain, plain)
 
 
 def split_order(name: str) -> tuple[int, str]:
-    """Sort key that puts training before validation before test before everything else."""
+    """Sort key: training, validation, test, then everything else."""
     common = common_split_name(name)
     return (SPLITS.index(common) if common in SPLITS else len(SPLITS), name)
 
 
 def check_class_names(names: Sequence[str]) -> tuple[str, ...]:
-    """A class list that a user gave; DataError where it is empty or names a class twice."""
-    if isinstance(names, str):
-        raise DataError(f"class names must be a list of names, got the text {names!r}")
-    if not names or any(not isinstance(name, str) or not name for name in names):
-        raise DataError(f"class names must be a list of non-empty names, got {list(names)}")
+    """Validates a class list given by the user; DataError unless it consists of distinct, non-empty names."""
+    if isinstance(names, str) or not names or any(not isinstance(name, str) or not name for name in names):
+        raise DataError(f"class names must be a list of non-empty names, got {names!r}")
     if len(set(names)) < len(names):
         raise DataError(f"class names must be distinct, got {', '.join(names)}")
     return tuple(names)
 
 
 def each_image_once(parts: Parts) -> Iterator[tuple[DetectionDataset, int]]:
-    """The images of all splits as (split, index), those that several splits share once."""
+    """The images of all splits as (split, index); images in several splits are given once."""
     seen = set()
     for part in parts.values():
         for index in range(len(part)):
@@ -215,10 +278,9 @@ def each_image_once(parts: Parts) -> Iterator[tuple[DetectionDataset, int]]:
 
 
 def outline_losses(parts: Parts) -> list[str]:
-    """What a format of boxes alone loses of COCO's areas, which are those of outlines."""
+    """What a format without segmentation areas loses of a COCO dataset."""
     for part in parts.values():
-        boxes = part.all_boxes()
-        own = np.prod(boxes[:, 2:] - boxes[:, :2], axis=1)
-        if not np.allclose(own, part.annotations.areas, rtol=1e-3):
-            return ["the areas of objects' outlines (a box's own area is read instead)"]
+        box_areas = np.prod(part.annotations.xywh[:, 2:], axis=1)
+        if not np.allclose(box_areas, part.annotations.areas, rtol=1e-3):
+            return ["the segmentation areas of objects (replaced by box areas)"]
     return []

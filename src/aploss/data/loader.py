@@ -1,12 +1,12 @@
-"""Batches for training and evaluation that do not depend on workers, processes or the past.
+"""Batches for training and evaluation that do not depend on workers, processes or earlier batches.
 
 A training sample is a function of (seed, epoch, index) alone: each is drawn with its own random state. So the same run
-gives the same batches with any number of workers, on one machine or many, started afresh or in the middle of an epoch.
+gives the same batches with any number of workers, on one machine or many, from the start or resumed within an epoch.
 """
 
 import itertools
 import signal
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -16,15 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from torchvision import tv_tensors
 
-from aploss.data.annotations import DetectionDataset, Sample
-from aploss.data.augment import OBJECT_FIELDS, draw_flip, mirrored, training_transforms
+from aploss.data.annotations import DetectionDataset, Sample, Target
+from aploss.data.augment import OBJECT_FIELDS, draw_flip, training_transforms
 from aploss.data.features import StoredFeatures
 from aploss.errors import ConfigError, DataError
 
-PREFETCH = 4  # batches a worker prepares ahead: evens out slow images
-MOST_REPLACEMENTS = 1000  # images tried in place of one that cannot be read
+PREFETCH = 4  # batches that a worker prepares ahead, which evens out slow images
+MAX_REPLACEMENTS = 1000  # images tried in place of an unreadable one
 
 Key = tuple[int, int]  # epoch, index
 
@@ -35,21 +34,19 @@ class Batch(NamedTuple):
     In training ``images`` is one tensor [B, 3, H, W], or with stored features their
     :class:`~aploss.data.features.FeatureMaps`; in evaluation it is a list of [3, h, w], each of its own size. A
     target holds ``boxes`` (xyxy in the image's pixels, float32 [n, 4]), ``labels`` (int64 [n]), ``difficult`` and
-    ``crowd`` (bool [n]) and ``image_id``.
+    ``crowd`` (bool [n]) and ``image_id``. ``unreadable`` maps indices of images that could not be read to the reason.
     """
 
     images: Any
-    targets: list[dict[str, Any]]
+    targets: list[Target]
     indices: list[int]
-
-
-_Loaded = tuple[Batch, dict[int, str]]  # and what could not be read for it: index → reason
+    unreadable: dict[int, str]
 
 
 class AugmentedSamples(Dataset[Sample]):
-    """A dataset whose samples are augmented, each as (seed, epoch, index) alone decide.
+    """A dataset whose samples are augmented depending on (seed, epoch, index) alone.
 
-    ``preset`` and ``size`` are those of :func:`~aploss.data.augment.training_transforms`.
+    See :func:`~aploss.data.augment.training_transforms` for ``preset`` and ``size``.
     """
 
     def __init__(self, dataset: DetectionDataset, *, seed: int, preset: str, size: int | tuple[int, int]) -> None:
@@ -58,7 +55,7 @@ class AugmentedSamples(Dataset[Sample]):
         self.dataset = dataset
         self.seed = seed
         self.transforms = training_transforms(preset, size)
-        self._order: tuple[int, list[int]] = (-1, [])  # of the epoch last asked for
+        self._order: tuple[int, list[int]] = (-1, [])  # the latest epoch and its order
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -73,54 +70,49 @@ class AugmentedSamples(Dataset[Sample]):
     def __getitem__(self, key: Key) -> Sample:
         """The sample of ``key = (epoch, index)``."""
         image, target = self.dataset[key[1]]
-        with self._drawing(key):
-            return self.transforms(image, target)  # type: ignore[no-any-return]
+        with self._random_state(key):
+            return self.transforms(image, target)
 
     @contextmanager
-    def _drawing(self, key: Key) -> Iterator[None]:
-        """Draws random numbers that the key decides."""
-        with torch.random.fork_rng(devices=[]):  # the caller's state is back after it, and no GPU is touched
+    def _random_state(self, key: Key) -> Iterator[None]:
+        """Seeds torch's CPU generator by the key, and restores its state afterwards."""
+        with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(_mix(self.seed, *key))
             yield
 
 
 class FeatureSamples(AugmentedSamples):
-    """Samples with stored feature maps in the place of images: of drawn views, or for the presets ``flip``, ``none``.
+    """Samples with stored feature maps instead of images; of the dataset only the image ids are used.
 
-    Of the dataset only annotations are looked at; ``options`` are ``seed``, and the ``size`` of the images in features.
+    ``preset`` is the one that the features were stored for, or ``none`` with features of ``flip``.
     """
 
     def __init__(self, dataset: DetectionDataset, features: StoredFeatures, *, preset: str, **options: Any) -> None:
-        if preset not in ("flip", "none") and not features.drawn:
-            raise ConfigError(f"stored features without drawn views go with flip or none, got {preset!r}")
+        if preset != features.preset and (preset, features.preset) != ("none", "flip"):
+            raise ConfigError(f"the stored features are for augmentation {features.preset!r}, not {preset!r}")
         super().__init__(dataset, preset="none", **options)
-        self.features, self._flips = features, preset == "flip"
+        self.features, self._preset = features, preset
 
     def __getitem__(self, key: Key) -> Sample:
         """The sample of ``key = (epoch, index)``; the image is the float16 row of its maps."""
-        index, features = key[1], self.features
-        if features.drawn:
-            with self._drawing(key):
-                view = int(torch.randint(features.views, ()))
-            maps = features.read(index, view)  # first: it says if the image cannot be read
-            return maps, {**features.target(index, view), "image_id": self.dataset.image_id(index)}
-        pixel = tv_tensors.Image(torch.zeros(3, 1, 1, dtype=torch.uint8))  # transforms want some image
-        image, target = self.transforms(pixel, self.dataset.target(index))
-        with self._drawing(key):
-            flips = self._flips and draw_flip()
-        if flips:
-            target["boxes"] = mirrored(target["boxes"], image.shape[-1])
-        return features.read(index, int(flips)), target
+        index, view = key[1], 0
+        with self._random_state(key):
+            if self._preset == "flip":
+                view = int(draw_flip())
+            elif self._preset != "none":
+                view = int(torch.randint(self.features.views, ()))
+        maps = self.features.read(index, view)  # first, because it raises if the image could not be read
+        return maps, {**self.features.target(index, view), "image_id": self.dataset.image_id(index)}
 
 
 class TrainingBatches:
     """Training data, one epoch at a time or without end; made by :func:`make_training_loader`.
 
-    Each epoch visits the images once in its own order. Images that fill no whole batch are left out of that epoch; a
-    set smaller than a batch is one batch.
+    Each epoch visits the images once in its own order. The images of an incomplete last batch are left out of that
+    epoch; a dataset smaller than a batch is one batch.
 
     Attributes:
-        unreadable: images that others stood in for in the batches given so far: index → reason.
+        unreadable: images that were replaced in the batches so far: index → reason.
     """
 
     def __init__(
@@ -151,45 +143,46 @@ class TrainingBatches:
 
         Args:
             epoch: its number, from 0.
-            start_batch: first step to give, to go on in the middle of an epoch.
+            start_batch: the first step, to resume within an epoch.
 
         Raises:
-            ConfigError: when the epoch has no such step.
-            DataError: while iterating, when an image cannot be read.
+            ConfigError: the epoch has no such step.
+            DataError: while iterating, if an image cannot be read.
         """
         if not 0 <= start_batch <= self.batches_per_epoch:
             raise ConfigError(f"an epoch has {self.batches_per_epoch} batches: it cannot start at {start_batch}")
-        return self._give(self._load(self._keys(epoch, start_batch)))
+        return self._record(self._load(self._keys(epoch, start_batch)))
 
     def endless(self, first_batch: int = 0) -> Generator[Batch]:
-        """The batches of one epoch after the other, prepared across their borders.
+        """The batches of all epochs in sequence, prefetched across their borders.
 
-        With workers, the next batch is also brought over and unpacked while the last one is used: who asks for it does
-        not wait. Close it to end the workers.
+        With workers, a thread receives and unpacks the next batch while the current one is used, so the consumer never
+        blocks on it. Close the generator to stop the workers.
 
         Args:
             first_batch: where to start, counted from the beginning of the first epoch.
 
         Raises:
-            DataError: while iterating, when an image cannot be read.
+            DataError: while iterating, if an image cannot be read.
         """
         first, start_batch = divmod(first_batch, self.batches_per_epoch)
         later = itertools.chain.from_iterable(map(self._keys, itertools.count(first + 1)))
         batches = self._load(itertools.chain(self._keys(first, start_batch), later))
-        return self._give(_one_ahead(batches) if self._workers else batches)
+        return self._record(_one_ahead(batches) if self._workers else batches)
 
-    def _give(self, loaded: Generator[_Loaded]) -> Generator[Batch]:
-        for batch, unreadable in loaded:
-            self.unreadable.update(unreadable)
+    def _load(self, keys: Iterable[list[Key]]) -> Generator[Batch]:
+        read = partial(_read_training_batch, self._samples, skip=self._skip)
+        yield from map(_unpack, _data_loader(read, keys, self._workers))
+
+    def _record(self, batches: Generator[Batch]) -> Generator[Batch]:
+        for batch in batches:
+            self.unreadable.update(batch.unreadable)
             if isinstance(self._samples, FeatureSamples):
                 batch = batch._replace(images=self._samples.features.as_maps(batch.images))
             yield batch
 
-    def _load(self, keys: Iterable[list[Key]]) -> Generator[_Loaded]:
-        yield from map(_unpack, _data_loader(_Guarded(self._samples, skip=self._skip), keys, self._workers, stack=True))
-
     def _keys(self, epoch: int, start_batch: int = 0) -> list[list[Key]]:
-        """What this process's batches of an epoch are made of: (epoch, place in its order)."""
+        """(epoch, position in its order) of the samples of this process's batches."""
         share = self.batch_size // self.world_size
         return [
             [(epoch, place) for place in range(start, start + share)]
@@ -213,8 +206,8 @@ class EvaluationBatches:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch, unreadable in map(_unpack, self._loader):
-            self.unreadable.update(unreadable)
+        for batch in map(_unpack, self._loader):
+            self.unreadable.update(batch.unreadable)
             yield batch
 
 
@@ -231,29 +224,28 @@ def make_training_loader(
     skip_unreadable: bool = False,
     features: StoredFeatures | None = None,
 ) -> TrainingBatches:
-    """Training batches of a dataset, reproducible to the bit.
+    """Training batches of a dataset, reproducible bit for bit.
 
     Args:
         dataset: the images; at least one.
-        batch_size: images in a step over all processes; each gets ``batch_size / world_size``.
-        seed: decides the order of the images and what augmentation does to each.
+        batch_size: images per step over all processes; each gets ``batch_size / world_size``.
+        seed: decides the order of the images and the augmentation of each.
         preset: augmentation, see :func:`~aploss.data.augment.training_transforms`.
         size: side of the square training images, or (height, width).
-        workers: processes that prepare batches, 0 for none. They change no batch.
+        workers: processes that prepare batches, 0 for none. They do not change the batches.
         rank: number of this process.
-        world_size: number of processes; step by step, their batches make up the one that a single process would get.
-        skip_unreadable: the next image of the epoch stands in for one that cannot be read, which is noted in
-            ``unreadable``; otherwise that is an error.
-        features: of the dataset's images in this size, to be given in their place; for the presets flip and none, or
-            with the views that the preset drew.
+        world_size: number of processes; step by step, their batches make up the batch of a single process.
+        skip_unreadable: replace an unreadable image by the next one of the epoch and record it in ``unreadable``,
+            instead of raising an error.
+        features: stored features of the dataset's images at this size, used instead of the images; see
+            :func:`~aploss.data.features.store_features`.
 
     Returns:
-        An object whose ``epoch(number, start_batch=0)`` and ``endless(first_batch=0)`` give :class:`Batch` after
-        :class:`Batch`.
+        An object whose ``epoch(number, start_batch=0)`` and ``endless(first_batch=0)`` generate :class:`Batch` objects.
 
     Raises:
-        ConfigError: for settings that cannot be.
-        DataError: for an empty dataset.
+        ConfigError: invalid settings.
+        DataError: the dataset is empty.
     """
     kind = AugmentedSamples if features is None else partial(FeatureSamples, features=features)
     samples = kind(dataset, seed=seed, preset=preset, size=size)
@@ -273,24 +265,23 @@ def make_evaluation_loader(
 
     Args:
         dataset: the images; at least one.
-        batch_size: images in a batch of this process; the last batch may be smaller.
+        batch_size: images per batch of this process; the last batch may be smaller.
         workers: processes that read images, 0 for none.
         rank: number of this process.
         world_size: number of processes; each gets every world_size-th image.
-        skip_unreadable: leave out images that cannot be read, and note them in ``unreadable``; otherwise the first is
-            an error.
+        skip_unreadable: leave out unreadable images and record them in ``unreadable``, instead of raising an error.
 
     Returns:
-        An iterable of :class:`Batch`, to be gone through any number of times.
+        An iterable of :class:`Batch` objects that can be iterated any number of times.
 
     Raises:
-        ConfigError: for settings that cannot be.
-        DataError: for an empty dataset, and while iterating for an image that cannot be read.
+        ConfigError: invalid settings.
+        DataError: the dataset is empty, or, while iterating, an image cannot be read.
     """
     _check_settings(len(dataset), batch_size, workers, rank, world_size)
-    keys = [(0, index) for index in range(rank, len(dataset), world_size)]
-    plan = [keys[start : start + batch_size] for start in range(0, len(keys), batch_size)]
-    return EvaluationBatches(_data_loader(_Guarded(dataset, skip=skip_unreadable), plan, workers))
+    indices = range(rank, len(dataset), world_size)
+    plan = [list(indices[start : start + batch_size]) for start in range(0, len(indices), batch_size)]
+    return EvaluationBatches(_data_loader(partial(_read_evaluation_batch, dataset, skip=skip_unreadable), plan, workers))
 
 
 def _check_settings(images: int, batch_size: int, workers: int, rank: int, world_size: int) -> None:
@@ -305,90 +296,27 @@ def _check_settings(images: int, batch_size: int, workers: int, rank: int, world
 
 
 def _mix(*numbers: int) -> int:
-    """One well-mixed 64-bit seed of several numbers, so that neighbours share nothing."""
+    """Hashes several numbers into one 64-bit seed, so that neighbours are independent."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
 
 
-def _one_ahead(batches: Generator[_Loaded]) -> Generator[_Loaded]:
-    """The same batches without end; a thread takes the next one while the last one is used."""
+def _one_ahead(batches: Generator[Batch]) -> Generator[Batch]:
+    """The same endless batches; a thread fetches the next one while the current one is used."""
     with ThreadPoolExecutor(1, thread_name_prefix="aploss-batches") as thread:
-        batch = next(batches)  # here, for the workers start with the first
+        batch = next(batches)  # in this thread, because it starts the workers
         while True:
             coming = thread.submit(next, batches)
             yield batch
             batch = coming.result()
 
 
-# --- the way from a worker ------------------------------------------------------------------------
-
-
-def _data_loader(
-    samples: "_Guarded", plan: Iterable[list[Key]], workers: int, *, stack: bool = False
-) -> "DataLoader[Any]":
-    return DataLoader(
-        samples,
-        batch_sampler=plan,
-        num_workers=workers,
-        worker_init_fn=_leave_signals_to_main,
-        collate_fn=partial(_pack, stack=stack),
-        prefetch_factor=PREFETCH if workers else None,
-        generator=torch.Generator(),  # else it would draw from the caller's random state
-    )
-
-
-def _leave_signals_to_main(worker: int) -> None:
-    """Batch systems send SIGTERM to all processes: the main one saves, then ends its workers."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-
-
-class _Read(NamedTuple):
-    """A sample, None where there is none, its number in the dataset, and what cannot be read."""
-
-    number: int
-    sample: Sample | None
-    unreadable: tuple[tuple[int, str], ...] = ()
-
-
-class _Guarded(Dataset[_Read | DataError]):
-    """Samples with their index; hands an unreadable image on as a value.
-
-    An error raised in a worker reaches the user as a page of that worker's traceback; one that is handed on can be
-    raised again as the one line it is.
-    """
-
-    def __init__(self, samples: AugmentedSamples | DetectionDataset, *, skip: bool) -> None:
-        self.samples, self.skip = samples, skip
-
-    def __getitem__(self, key: Key) -> _Read | DataError:
-        """The sample of ``key``: epoch and place in its order; of a dataset only the place."""
-        unreadable: list[tuple[int, str]] = []
-        for index, own_key in self._candidates(*key):
-            try:
-                return _Read(index, self.samples[own_key], tuple(unreadable))  # type: ignore[index]
-            except DataError as error:
-                if not self.skip:
-                    return DataError(str(error))  # a subclass may not survive the way over
-                unreadable.append((index, str(error)))
-        if isinstance(self.samples, DetectionDataset):
-            return _Read(unreadable[0][0], None, tuple(unreadable))
-        return DataError(f"{unreadable[0][1]} (and {len(unreadable) - 1} images after it)")
-
-    def _candidates(self, epoch: int, place: int) -> Iterator[tuple[int, int | Key]]:
-        """Index and key of the sample, and of those that may stand in for it."""
-        if isinstance(self.samples, DetectionDataset):
-            yield place, place
-            return
-        order = self.samples.order(epoch)
-        for step in range(min(len(order), MOST_REPLACEMENTS)):
-            index = order[(place + step) % len(order)]
-            yield index, (epoch, index)
+# --- from a worker to the training process --------------------------------------------------------
 
 
 class _Packed(NamedTuple):
-    """A batch on its way: images as bytes, the objects of all images in one tensor a field.
+    """A batch in transit: images as bytes, the objects of all images in one tensor per field.
 
-    Each tensor needs a file handle of its own on the way, so there are few.
+    Every tensor needs a file handle of its own in transit, so there are few.
     """
 
     images: Tensor | list[Tensor]
@@ -396,41 +324,102 @@ class _Packed(NamedTuple):
     counts: list[int]  # objects of each image
     image_ids: list[int]
     indices: list[int]
-    unreadable: tuple[tuple[int, str], ...]
+    unreadable: dict[int, str]
 
 
-def _pack(samples: Sequence[_Read | DataError], *, stack: bool) -> _Packed | DataError:
-    """Collects samples, their images in a list or stacked to [B, 3, H, W]; or the first error."""
-    images, targets, indices = [], [], []
-    unreadable: list[tuple[int, str]] = []
-    for read in samples:
-        if isinstance(read, DataError):
-            return read
-        unreadable += read.unreadable
-        if read.sample is not None:
-            image, target = read.sample
-            images.append(image.as_subclass(Tensor))
-            targets.append(target)
-            indices.append(read.number)
-    if not targets:
-        objects = {"boxes": torch.zeros(0, 4), **dict.fromkeys(OBJECT_FIELDS, torch.zeros(0))}
-        return _Packed([], objects, [], [], [], tuple(unreadable))
-    fields = ("boxes", *OBJECT_FIELDS)
-    return _Packed(
-        torch.stack(images) if stack else images,
-        {field: torch.cat([target[field].as_subclass(Tensor) for target in targets]) for field in fields},
-        [len(target["labels"]) for target in targets],
-        [target["image_id"] for target in targets],
-        indices,
-        tuple(unreadable),
+class _Batches(Dataset[_Packed | DataError]):
+    """Calls ``read`` with the keys of a whole batch.
+
+    An error raised in a worker reaches the user as a page of that worker's traceback. It is returned as a value
+    instead, and raised in the training process.
+    """
+
+    def __init__(self, read: Callable[[Any], _Packed]) -> None:
+        self.read = read
+
+    def __getitem__(self, keys: Any) -> _Packed | DataError:
+        try:
+            return self.read(keys)
+        except DataError as error:
+            return DataError(str(error))  # a subclass may not survive pickling
+
+
+def _data_loader(read: Callable[[Any], _Packed], plan: Iterable[Any], workers: int) -> "DataLoader[Any]":
+    return DataLoader(
+        _Batches(read),
+        sampler=plan,
+        batch_size=None,  # an item of the dataset is a batch
+        num_workers=workers,
+        worker_init_fn=_ignore_signals,
+        collate_fn=_identity,
+        prefetch_factor=PREFETCH if workers else None,
+        generator=torch.Generator(),  # otherwise it would draw from the caller's random state
     )
 
 
-def _unpack(packed: _Packed | DataError) -> _Loaded:
-    """Images into [0, 1], objects to their images, and an error into a raised one."""
+def _identity(batch: Any) -> Any:
+    return batch
+
+
+def _ignore_signals(worker: int) -> None:
+    """Batch systems send SIGTERM to all processes: the main process saves, then ends its workers."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _read_training_batch(samples: AugmentedSamples, keys: list[Key], *, skip: bool) -> _Packed:
+    """Reads the samples at (epoch, position); with ``skip``, the following ones replace unreadable ones."""
+    read, indices, unreadable = [], [], dict[int, str]()
+    for epoch, place in keys:
+        order = samples.order(epoch)
+        for step in range(min(len(order), MAX_REPLACEMENTS)):
+            index = order[(place + step) % len(order)]
+            try:
+                read.append(samples[epoch, index])
+                indices.append(index)
+                break
+            except DataError as error:
+                if not skip:
+                    raise
+                unreadable[index] = str(error)
+        else:
+            raise DataError(f"{unreadable[order[place]]} (and {step} images after it)")
+    packed = _pack(read, indices, unreadable)
+    return packed._replace(images=torch.stack(packed.images))  # type: ignore[arg-type]
+
+
+def _read_evaluation_batch(dataset: DetectionDataset, indices: list[int], *, skip: bool) -> _Packed:
+    """Reads the images; with ``skip``, without the unreadable ones."""
+    read, found, unreadable = [], [], dict[int, str]()
+    for index in indices:
+        try:
+            read.append(dataset[index])
+            found.append(index)
+        except DataError as error:
+            if not skip:
+                raise
+            unreadable[index] = str(error)
+    return _pack(read, found, unreadable)
+
+
+def _pack(samples: list[Sample], indices: list[int], unreadable: dict[int, str]) -> _Packed:
+    images, targets = [image for image, _ in samples], [target for _, target in samples]
+    fields = ("boxes", *OBJECT_FIELDS) if targets else ()
+    return _Packed(
+        images,
+        {field: torch.cat([target[field] for target in targets]) for field in fields},
+        [len(target["labels"]) for target in targets],
+        [target["image_id"] for target in targets],
+        indices,
+        unreadable,
+    )
+
+
+def _unpack(packed: _Packed | DataError) -> Batch:
+    """Scales images to [0, 1], distributes objects to their images, and raises an error that was returned."""
     if isinstance(packed, DataError):
-        # A new one: an error raised from a variable of its own frame keeps that frame, and with it the loader's
-        # workers, alive until the garbage collector comes.
+        # A new error: raising one from a local variable would keep this frame, and with it the loader's workers,
+        # alive until garbage collection.
         raise DataError(str(packed))
     images: Any = packed.images
     images = _to_unit(images) if isinstance(images, Tensor) else list(map(_to_unit, images))
@@ -439,11 +428,11 @@ def _unpack(packed: _Packed | DataError) -> _Loaded:
         {**dict(zip(packed.fields, values, strict=True)), "image_id": image_id}
         for image_id, *values in zip(packed.image_ids, *columns, strict=True)
     ]
-    return Batch(images, targets, packed.indices), dict(packed.unreadable)
+    return Batch(images, targets, packed.indices, packed.unreadable)
 
 
 def _to_unit(image: Tensor) -> Tensor:
     if image.is_floating_point():  # features
         return image
-    # By numpy: a thread beside training would start a second set of torch's threads.
+    # By numpy: torch would start a second pool of threads in the prefetching thread.
     return torch.from_numpy(np.divide(image.numpy(), 255, dtype=np.float32))

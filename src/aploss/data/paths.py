@@ -3,7 +3,7 @@
 import os
 import posixpath
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import NamedTuple
 
@@ -22,42 +22,6 @@ def stem_of(path: str) -> str:
     """The file's name without an image's or annotation's extension (ids may contain dots)."""
     stem, extension = posixpath.splitext(posixpath.basename(path.replace("\\", "/")))
     return stem if is_image(path) or extension.lower() == ".xml" else stem + extension
-
-
-class FilesByStem(list[str]):
-    """Paths that can be found by the stem of their name."""
-
-    def __init__(self, paths: Iterable[str]) -> None:
-        super().__init__(paths)
-        self._by_stem: dict[str, list[str]] = {}
-        for path in self:
-            self._by_stem.setdefault(stem_of(path), []).append(path)
-
-    def alike(self, path: str) -> list[str]:
-        """The files whose names have the same stem."""
-        return self._by_stem.get(stem_of(path), [])
-
-    def nearest(self, path: str) -> str:
-        """The one of them whose folders are most like the path's; empty where there is none."""
-        return nearest(path, self.alike(path))
-
-
-def nearest(path: str, candidates: list[str]) -> str:
-    """The candidate whose folders agree best with the path's, counted from both ends."""
-    if len(candidates) < 2:
-        return candidates[0] if candidates else ""
-    if path in candidates:
-        return path
-    parts = posixpath.dirname(path).split("/")
-
-    def agreement(candidate: str) -> int:
-        other = posixpath.dirname(candidate).split("/")
-        if other == parts:
-            return len(parts) * 2 + 1
-        both_ways = ([parts, other], [parts[::-1], other[::-1]])
-        return sum(len(posixpath.commonprefix(pair)) for pair in both_ways)
-
-    return max(candidates, key=agreement)
 
 
 class _Listing(NamedTuple):

@@ -1,4 +1,4 @@
-"""YOLO text labels, described by a data.yaml or by the folders they are in."""
+"""YOLO text labels, described by a data.yaml or by folders called images and labels."""
 
 import posixpath
 from collections.abc import Callable, Iterator, Sequence
@@ -16,21 +16,20 @@ from aploss.data.formats import (
     common_split_name,
     each_image_once,
     filled_lines,
-    is_text,
     number,
     outline_losses,
     register_format,
+    split_order,
 )
 from aploss.data.paths import DatasetFolder, is_image
 from aploss.data.problems import Problem, ProblemError
 
 _SPLITS = ("train", "val", "valid", "validation", "test")
-_NO_SPLITS = ("path", "names", "nc", "download", "roboflow", "kpt_shape", "flip_idx")
 _LISTS = ("classes.txt", "train.txt", "val.txt", "test.txt")
 _MAX_BYTES = 4 << 20
-_CLASS_DIGITS = 4  # of classes without names; more is a damaged file
-_FRACTION_LIMIT = 1.01  # above it a number is one of pixels, not a rounded fraction
-_SNAP_PIXELS = 1e-6  # rounding of cx ± w/2 beside the image's border
+_MAX_CLASSES = 10_000  # without names; a larger class id is a damaged file
+_MAX_FRACTION = 1.01  # larger numbers are pixels, not rounded fractions
+_SNAP_PIXELS = 1e-6  # rounding error of cx ± w/2 at the image border
 
 
 # --- one label file -----------------------------------------------------------------------------
@@ -39,10 +38,13 @@ _SNAP_PIXELS = 1e-6  # rounding of cx ± w/2 beside the image's border
 def parse_row(
     row: str, size: tuple[int, int], *, where: tuple[str, int]
 ) -> tuple[int, tuple[float, float, float, float]]:
-    """Class id and corners in pixels of a row of the file and line ``where``.
+    """Parses a row into the class id and the corners in pixels; ``where`` is its file and line.
 
-    It is ``class cx cy w h``, or ``class x1 y1 x2 y2 x3 y3 ...`` for a polygon, of which the enclosing box is taken, as
-    fractions of the image's width and height. ProblemError where it is neither, or the numbers are not fractions.
+    A row is ``class cx cy w h``, or a polygon ``class x1 y1 x2 y2 x3 y3 ...``, whose enclosing box is returned, in
+    fractions of the image's width and height.
+
+    Raises:
+        ProblemError: the row is neither, or its numbers are not fractions.
 
     Example:
         >>> parse_row("2 0.5 0.5 0.25 0.5", (640, 480), where=("a.txt", 1))
@@ -55,7 +57,7 @@ def parse_row(
 
     first, *rest = row.split()
     if len(rest) != 4 and (len(rest) < 6 or len(rest) % 2):
-        raise fault("bad-row", f"a class and 4 numbers (or 3 or more points) expected: {row:.80}")
+        raise fault("bad-row", f"expected a class and 4 numbers (or 3 or more points), got {row:.80}")
     try:
         values = [number(text) for text in rest]
     except ValueError as error:
@@ -69,7 +71,7 @@ def parse_row(
         value, class_id = 0.0, -1
     if value != class_id:
         raise fault("bad-row", f"the class must be a whole number, got {first!r:.80}")
-    if max(values) > _FRACTION_LIMIT:
+    if max(values) > _MAX_FRACTION:
         raise fault("not-normalised", f"coordinates must be fractions of the image size: {row:.80}")
     return class_id, _corners(values, size)
 
@@ -91,10 +93,13 @@ def _snap(value: float, end: int) -> float:
 def yolo_rows(
     labels: Sequence[int], boxes: Sequence[Sequence[float]], size: tuple[int, int], *, digits: int | None = None
 ) -> str:
-    """The text of a label file, for :func:`parse_row` to read back, of labels [n] from 0 and boxes [n, 4] in pixels.
+    """The text of a label file, the inverse of :func:`parse_row`.
 
-    ``size`` is width and height of the image; numbers have as many digits as it takes to read the same pixels, or
-    ``digits`` behind the point.
+    Args:
+        labels: [n], from 0.
+        boxes: [n, 4] xyxy in pixels.
+        size: width and height of the image.
+        digits: decimals; defaults to as many as needed to read the same numbers back.
 
     Example:
         >>> yolo_rows([1], [[10, 10, 30, 20]], (100, 50), digits=6)
@@ -115,51 +120,56 @@ def yolo_rows(
 
 @register_format("yolo")
 class YoloFormat(DataFormat):
-    """A dataset of YOLO label files, described by the content of a YAML file in its folder: ``names``, ``train``,
-    ``val``, ``test``, ``path``, ``nc``."""
+    """A dataset of YOLO label files.
+
+    ``description`` is the content of ``file``, a YAML file in the dataset's folder: ``names``, ``nc``, ``path``, and
+    ``train``, ``val``, ``test``, each a folder of images, a text file that lists images, or several. As in Ultralytics,
+    they are relative to ``path``. ``../train/images``, as exported by Roboflow, stands for ``train/images``.
+    """
 
     looked_for = "YOLO (data.yaml with names and train, val or test; or images/ and labels/*.txt)"
 
     def __init__(self, folder: DatasetFolder, file: str, description: dict[str, Any]) -> None:
-        self.folder = folder
         self.file = file
         self._description = description
-        found = [str(key) for key, value in description.items() if self._is_split(key, value)]
-        super().__init__(folder, found)
-        self._listed: set[str] = set()
-        self._label_folders: set[str] = set()
+        base = description.get("path")
+        # A path of another computer: the dataset is in the folder of its data.yaml.
+        self._base = base if isinstance(base, str) and _is_inside(folder, base) else "."
+        super().__init__(folder, [])
+        self.splits = tuple(str(key) for key, value in description.items() if self._is_split(key, value))
+        self.splits = tuple(sorted(self.splits, key=split_order))
+        self._label_files: set[str] = set()
 
     @classmethod
     def find(cls, path: Path) -> "YoloFormat | None":
-        """The dataset of a YAML file, of the one in a folder, or of ``images`` and ``labels``."""
+        """See :meth:`DataFormat.find`."""
         if path.is_file():
-            folder, names = DatasetFolder(path.resolve().parent), [path.resolve().name]
-        else:
-            folder = DatasetFolder(path)
-            names = sorted(folder.names(""), key=lambda name: (not _is_data_yaml(name), name))
-        for name in names:
-            if _is_yaml(name):
-                description = _read_yaml(folder, name)
-                if description is not None:
-                    return cls(folder, name, description)
-        file, description = _describe_folders(folder) if path.is_dir() else ("", {})
+            if not _is_yaml(path.name):
+                return None
+            folder = DatasetFolder(path.resolve().parent)
+            return cls(folder, path.name, _read_yaml(folder, path.name))
+        folder = DatasetFolder(path)
+        files = [name for name in folder.names("") if name in ("data.yaml", "data.yml")]
+        if not files:
+            files = [name for name in folder.names("") if _is_yaml(name) and _describes_dataset(folder, name)]
+        if len(files) > 1:
+            raise ProblemError("unreadable-annotations", files[0], f"several YAML files, name one: {', '.join(files)}")
+        if files:
+            return cls(folder, files[0], _read_yaml(folder, files[0]))
+        file, description = _describe_folders(folder)
         return cls(folder, file, description) if description else None
 
-    def class_names(self) -> tuple[str, ...] | None:
-        """The names of data.yaml, a list or a dict from 0 on, without gaps and repetitions; None where it has none."""
-        names = self._description.get("names")
-        if names is None:
-            return None
+    def class_names(self) -> tuple[str, ...]:
+        """The names in the YAML file or ``classes.txt``; empty if there are none."""
+        names = self._description.get("names", ())
         if isinstance(names, dict):
             if sorted(names, key=str) != sorted(range(len(names)), key=str):
                 raise self._error("bad-categories", "the keys of names must be 0, 1, 2, ...")
-            names = [names[label] for label in range(len(names))]
-        if not isinstance(names, list) or not names:
-            raise self._error("bad-categories", "names must be a list, or a dict from 0 on")
-        if not all(isinstance(name, (str, int, float)) and name != "" and is_text(str(name)) for name in names):
-            raise self._error("bad-categories", "every class must have a name")
+            names = [names[key] for key in range(len(names))]
+        if not isinstance(names, (list, tuple)) or any(not isinstance(name, (str, int)) for name in names):
+            raise self._error("bad-categories", "names must be a list of names")
         if len(set(map(str, names))) < len(names):
-            raise self._error("bad-categories", "a class name is there twice")
+            raise self._error("bad-categories", "a class name appears twice")
         return tuple(map(str, names))
 
     def read(self, split: str, class_names: Sequence[str] | None) -> DetectionDataset:
@@ -195,30 +205,31 @@ class YoloFormat(DataFormat):
         )
 
     def leftovers(self) -> list[Problem]:
-        """See :meth:`DataFormat.leftovers`; of the splits that were read."""
+        """See :meth:`DataFormat.leftovers`."""
         return [
             Problem("annotation-without-image", path, "no image of this name in any split")
-            for folder in sorted(self._label_folders)
+            for folder in sorted(set(map(posixpath.dirname, self._label_files)))
             for path in self.folder.files(folder)
-            if path.endswith(".txt") and path not in self._listed and posixpath.basename(path) not in _LISTS
+            if path.endswith(".txt") and path not in self._label_files and posixpath.basename(path) not in _LISTS
         ]
 
     @classmethod
     def write(cls, folder: Path, parts: Parts, places: dict[Path, str]) -> Written:
         """Writes ``data.yaml`` and one label file per image; see :meth:`DataFormat.write`.
 
-        Images are in ``images/SPLIT``; where splits share images, in ``images``, with a list of its images for each
-        split.
+        Images belong into ``images/SPLIT``, or into ``images`` with a list for each split if splits share images.
         """
         folder.mkdir(parents=True)
         everything = list(each_image_once(parts))
         shared = len(everything) < sum(map(len, parts.values()))
+        flags = {"difficult": 0, "crowd": 0}
         for part, index in everything:
-            stem = posixpath.splitext(places[part.image_path(index)])[0]
+            stem, target = posixpath.splitext(places[part.image_path(index)])[0], part.target(index)
             label_file = folder / "labels" / f"{stem}.txt"
             label_file.parent.mkdir(parents=True, exist_ok=True)
-            labels, boxes = part.labels(index).tolist(), part.boxes(index).tolist()
-            label_file.write_text(yolo_rows(labels, boxes, part.image_size(index)), "utf-8")
+            rows = yolo_rows(target["labels"].tolist(), target["boxes"].tolist(), part.image_size(index))
+            label_file.write_text(rows, "utf-8")
+            flags = {flag: count + int(target[flag].sum()) for flag, count in flags.items()}
         description: dict[str, object] = {}
         for split, part in parts.items():
             description[split] = f"{split}.txt" if shared else f"images/{split}"
@@ -228,61 +239,51 @@ class YoloFormat(DataFormat):
         description["names"] = dict(enumerate(next(iter(parts.values())).class_names))
         text = yaml.safe_dump(description, sort_keys=False, allow_unicode=True)
         (folder / "data.yaml").write_text(text, "utf-8")
-        losses = []
-        for flag in ("difficult", "crowd"):
-            count = sum(int(getattr(part, flag)(index).sum()) for part, index in everything)
-            losses += [f"{count} '{flag}' marks"] if count else []
+        losses = [f"{count} '{flag}' marks" for flag, count in flags.items() if count]
         return Written("images", losses=(*losses, *outline_losses(parts)))
 
     def _numbered_classes(self, builder: AnnotationBuilder) -> tuple[str, ...]:
-        """``class_0``, ``class_1``, ... up to the last one that a label file of any split uses."""
+        """``class_0``, ``class_1``, ... up to the largest class id in any label file."""
         if _is_yaml(self.file):
             raise self._error("no-classes", "no names; add them or give the class names")
-        used = {0}
+        largest = 0
         for split in self.splits:
             for image in filter(is_image, self.folder.files(self._description[split])):
-                file = self._label_file(image)
                 try:
-                    rows = self.folder.read_text(file).splitlines() if self.folder.has(file) else []
-                except ProblemError:  # told when its image is read
+                    rows = filled_lines(self.folder.read_text(self._label_file(image)))
+                except ProblemError:  # reported when its image is read
                     continue
-                first = (row.split(maxsplit=1)[0] for row in rows if row.strip())
-                used |= {int(word) for word in first if word.isdecimal() and len(word) <= _CLASS_DIGITS}
-        names = tuple(f"class_{label}" for label in range(max(used) + 1))
-        builder.report("numbered-classes", self.file, f"no classes.txt or obj.names: {names[0]} to {names[-1]}")
+                ids = [int(word) for row in rows if (word := row.split()[0]).isdecimal()]
+                largest = max([largest, *(one for one in ids if one < _MAX_CLASSES)])
+        names = tuple(f"class_{label}" for label in range(largest + 1))
+        builder.report("numbered-classes", self.file, f"no classes.txt: {names[0]} to {names[-1]}")
         return names
 
     def _error(self, kind: str, message: str) -> ProblemError:
         return ProblemError(kind, self.file, message)
 
     def _is_split(self, key: object, value: object) -> bool:
-        """Whether a key of data.yaml names images: the usual keys, and others if they are there.
-
-        One of the usual keys is a split whatever it holds; but ``test:`` is often left empty.
-        """
+        """Whether a key of the YAML file is a split: a usual name, or any name of an existing folder or list."""
         if key in _SPLITS:
-            return not (key == "test" and value is None)
-        if key in _NO_SPLITS or not isinstance(value, str):
+            return not (key == "test" and value is None)  # ``test:`` is often left empty
+        if key == "path" or not isinstance(value, str):
             return False
         try:
-            self._find(value, base="", named_in=self.file)
+            return self.folder.has(self._find(value, base=self._base, named_in=self.file))
         except ProblemError:
             return False
-        return True
 
     def _images(self, split: str, builder: AnnotationBuilder) -> Iterator[str]:
         """The distinct images of a split."""
         value = self._description[split]
-        # Nothing but text: YAML's aliases can make a list of lists too long to be written out.
-        places = value if isinstance(value, list) else [value]
-        places = [place for place in places if isinstance(place, str) and place]
+        # Accepts text only: nested YAML aliases could expand to any length.
+        places = [place for place in (value if isinstance(value, list) else [value]) if isinstance(place, str) and place]
         if not places:
-            kind = "null" if value is None else type(value).__name__
-            message = f"'{split}' must name a folder or list of images, or several; it is {kind}"
-            raise self._error("missing-folder", message)
+            found = "null" if value is None else type(value).__name__
+            raise self._error("missing-folder", f"'{split}' must be a folder or list of images, or several, got {found}")
         seen = set()
         for place in places:
-            for path in self._listed_images(place, builder):
+            for path in self._listed_images(split, place, builder):
                 if path in seen:
                     builder.report("duplicate-image", path, f"listed twice in split {split}")
                     continue
@@ -290,74 +291,58 @@ class YoloFormat(DataFormat):
                 if builder.find_image(path, named_in=self.file):
                     yield path
 
-    def _listed_images(self, place: str, builder: AnnotationBuilder) -> Iterator[str]:
-        base = self._description.get("path")
-        found = self._find(place, base=base if isinstance(base, str) else "", named_in=self.file)
+    def _listed_images(self, split: str, place: str, builder: AnnotationBuilder) -> Iterator[str]:
+        found = self._find(place, base=self._base, named_in=self.file)
+        if not self.folder.has(found, named_in=self.file):
+            message = f"'{split}' is {place!r}, which does not exist; write a path inside the folder of {self.file}"
+            raise self._error("missing-folder", message)
         if self.folder.is_folder(found):
             yield from filter(is_image, self.folder.files(found))
             return
         for line in filled_lines(self.folder.read_text(found)):
+            # As in Ultralytics, ./ is the folder of the list; other lines are relative to the dataset.
+            base = posixpath.dirname(found) if line.startswith("./") else self._base
             try:
-                yield self._find(line, base=posixpath.dirname(found), named_in=found)
+                yield self._find(line, base=base, named_in=found)
             except ProblemError as error:
-                missing = error.problem.kind == "missing-folder"
-                problem = Problem("missing-image", found, f"no image {line}") if missing else error.problem
-                builder.problems.append(problem)
+                builder.problems.append(error.problem)
 
     def _find(self, place: str, *, base: str, named_in: str) -> str:
-        """A folder, list or image as written, inside the dataset's folder.
+        """A path of the YAML file or a list, relative to the dataset's folder.
 
-        Exported datasets often contain paths of the computer or folder they were made in
-        (``/content/set/train/images``, ``../train/images``): then the longest ending of the path that is here is taken.
-        Nothing outside the folder is ever looked at.
+        Raises:
+            ProblemError: it leads outside the folder.
         """
-        refused: ProblemError | None = None
-        for parent in (base, ""):
-            try:
-                # A base from data.yaml is as little to be trusted as what is joined to it.
-                inner = self.folder.inside(parent or ".", named_in=named_in)
-                path = self.folder.inside(place, base=inner, named_in=named_in)
-            except ProblemError as error:
-                refused = error
-                continue
-            if self.folder.has(path, named_in=named_in):
-                return "" if path == "." else path
-        parts = [part for part in place.replace("\\", "/").split("/") if part not in ("", ".", "..")]
-        for start in range(len(parts)):
-            ending = "/".join(parts[start:])
-            if self.folder.has(ending, named_in=named_in):
-                return ending
-        if refused is not None:
-            raise refused
-        raise ProblemError("missing-folder", named_in, f"{place!r} does not exist in this folder")
+        inner = self.folder.inside(base, named_in=named_in)
+        try:
+            return self.folder.inside(place, base=inner, named_in=named_in)
+        except ProblemError:
+            if not place.startswith("../"):
+                raise
+            return self.folder.inside(place.removeprefix("../"), base=inner, named_in=named_in)
 
     def _label_file(self, image: str) -> str:
-        """``labels`` in the place of the last ``images`` on the path, or beside the image."""
+        """As in Ultralytics, ``labels`` instead of the last ``images`` on the path; otherwise beside the image."""
         stem = posixpath.splitext(image)[0]
-        parts = stem.split("/")
-        places = [place for place, name in enumerate(parts[:-1]) if name == "images"]
-        if places:
-            parts[places[-1]] = "labels"
-            labels = "/".join(parts[:-1])
-            if self.folder.has(labels) or self.folder.is_link(labels):
-                stem = "/".join(parts)
-        return f"{stem}.txt"
+        before, images, after = f"/{stem}".rpartition("/images/")
+        labels = f"{before}/labels/{after}".lstrip("/")
+        exists = images and (self.folder.has(folder := posixpath.dirname(labels)) or self.folder.is_link(folder))
+        return f"{labels if exists else stem}.txt"
 
     def _read_labels(self, builder: AnnotationBuilder, image: str, file: str) -> str | None:
-        """The text of an image's label file, or None where it cannot be read: its objects are not known, so that the
-        image must not be trained on as one without any."""
-        self._listed.add(file)
-        self._label_folders.add(posixpath.dirname(file))
+        """The text of an image's label file, or None if it is unreadable: the image may have objects, so it must not
+        be trained on as one without."""
+        self._label_files.add(file)
         try:
             if self.folder.has(file) or self.folder.is_link(file):
                 return self.folder.read_text(file)
             labels = posixpath.dirname(file)
-            if not self.folder.is_folder(labels):  # as found by _label_file, and yet none
-                raise ProblemError("unreadable-annotations", labels, f"not a folder; {image} has its labels there")
+            if not self.folder.is_folder(labels):
+                raise ProblemError("unreadable-annotations", labels, f"not a folder; expected the labels of {image}")
         except ProblemError as error:
             builder.problems.append(error.of_one_image())
             return None
-        builder.report("image-without-annotation", image, "no label file; taken as an image without objects")
+        builder.report("image-without-annotation", image, "no label file; used as an image without objects")
         return ""
 
     def _add_rows(
@@ -388,58 +373,58 @@ def _is_yaml(name: str) -> bool:
     return name.lower().endswith((".yaml", ".yml"))
 
 
-def _is_data_yaml(name: str) -> bool:
-    return name.lower() in ("data.yaml", "data.yml")
-
-
-def _read_yaml(folder: DatasetFolder, name: str) -> dict[str, Any] | None:
-    """What a YAML file says of a dataset; None where it is about something else."""
+def _is_inside(folder: DatasetFolder, path: str) -> bool:
     try:
-        text = folder.read_text(name)
+        return folder.is_folder(folder.inside(path, named_in=path))
+    except ProblemError:
+        return False
+
+
+def _read_yaml(folder: DatasetFolder, name: str) -> dict[str, Any]:
+    """The content of a YAML file; ProblemError if it is not a mapping."""
+    text = folder.read_text(name)
+    try:
         if len(text) > _MAX_BYTES:
-            raise ProblemError("unreadable-annotations", name, f"over {_MAX_BYTES >> 20} MB")
+            raise ValueError(f"over {_MAX_BYTES >> 20} MB")
         content = yaml.safe_load(text)
-        if not isinstance(content, dict):
-            message = f"names no splits: it holds {type(content).__name__}, not keys"
-            raise ProblemError("unreadable-annotations", name, message)
-    except ProblemError as error:
-        if error.problem.kind == "path-outside-dataset" or _is_data_yaml(name):
-            raise
-        return None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        if _is_data_yaml(name):
-            message = f"not valid YAML: {str(error).splitlines()[0]}"
-            raise ProblemError("unreadable-annotations", name, message) from None
-        return None
-    found = [content[split] for split in _SPLITS if split in content]
-    # A file of another name may hold the settings of a program.
-    described = bool(found) if _is_data_yaml(name) else any(isinstance(value, (str, list)) for value in found)
-    return content if described or "names" in content else None
+        message = f"not valid YAML: {str(error).splitlines()[0]}"
+        raise ProblemError("unreadable-annotations", name, message) from None
+    if not isinstance(content, dict):
+        raise ProblemError("unreadable-annotations", name, f"expected keys, got {type(content).__name__}")
+    return content
+
+
+def _describes_dataset(folder: DatasetFolder, name: str) -> bool:
+    """Whether a YAML file describes a dataset and not the settings of some program."""
+    try:
+        content = _read_yaml(folder, name)
+    except ProblemError as error:
+        if error.problem.kind == "path-outside-dataset":
+            raise
+        return False
+    return "names" in content and any(isinstance(content.get(split), (str, list)) for split in _SPLITS)
 
 
 def _describe_folders(folder: DatasetFolder) -> tuple[str, dict[str, Any]]:
-    """What a data.yaml would say of folders that have none, and the file its names are from.
+    """The equivalent of a data.yaml for a folder without one, and the file with the class names.
 
-    Looked for are ``images/train`` with ``labels/train``, ``train/images`` with ``train/labels``, and ``images`` with
-    ``labels``, where there are no annotations of another format beside them.
+    Recognises ``images/train`` with ``labels/train``, ``train/images`` with ``train/labels``, and ``images`` with
+    ``labels``, unless annotations of another format lie beside them.
     """
     top = folder.names("")
     if any(name.lower() == "annotations" or name.endswith((".json", ".xml")) for name in top):
         return "", {}
     places = {split: (f"images/{split}", f"labels/{split}") for split in folder.names("images")}
     places |= {split: (f"{split}/images", f"{split}/labels") for split in top}
-    found = {
-        split: images
-        for split, (images, labels) in places.items()
-        if common_split_name(split) in _SPLITS and _is_labelled(folder, images, labels)
-    }
-    if not found and _is_labelled(folder, "images", "labels"):
-        found = {"all": "images"}
-    beside = [posixpath.join(places[split][1], "classes.txt") for split in found if split in places]
-    for file in ("classes.txt", "obj.names", "data/obj.names", "labels/classes.txt", *beside):
+    places = {split: place for split, place in places.items() if common_split_name(split) in _SPLITS}
+    places |= {"all": ("images", "labels")}
+    found = {split: pair for split, pair in places.items() if _is_labelled(folder, *pair)}
+    description: dict[str, Any] = {split: images for split, (images, _) in found.items()}
+    for file in ("classes.txt", *(f"{labels}/classes.txt" for _, labels in found.values())):
         if found and folder.is_file(file):
-            return file, {**found, "names": filled_lines(folder.read_text(file))}
-    return "labels", dict(found)
+            return file, {**description, "names": filled_lines(folder.read_text(file))}
+    return "labels", description
 
 
 def _is_labelled(folder: DatasetFolder, images: str, labels: str) -> bool:

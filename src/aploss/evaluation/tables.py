@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET
 
-from aploss.data.annotations import Annotations, DetectionDataset, TextIds, as_rows
+from aploss.data.annotations import Annotations, DetectionDataset, as_rows
 from aploss.data.coco import CocoEntryError, CocoObjects, coco_document, coco_results, id_of, read_objects, shown
 from aploss.errors import DataError
 
@@ -224,10 +224,7 @@ def _read(path: str | Path, parse: Callable[[Any], Table]) -> Table:
 
 def _read_objects(entries: Sequence[Any], where: str, *, scored: bool = False) -> CocoObjects:
     """The columns of annotations or detections; raises ``DataError`` at the first invalid entry."""
-    texts = TextIds({}, {})
-    objects = read_objects(entries, where, _raise, texts, scored=scored)
-    if any(texts):
-        raise DataError(f"{where}: ids must be integers")
+    objects = read_objects(entries, where, _raise, scored=scored)
     valid = np.isfinite(objects.xywh).all(axis=1) & (objects.xywh[:, 2:] >= 0).all(axis=1)
     for row in np.flatnonzero(~valid):
         box = ", ".join(f"{number:g}" for number in objects.xywh[row])
@@ -245,7 +242,7 @@ def _unique_ids(entries: Sequence[Any], where: str) -> np.ndarray:
         if not isinstance(entry, msgspec.Struct):
             raise DataError(f"{where}[{row}] is {shown(entry)}, expected an object with keys")
         try:
-            number = id_of(entry, "id", f"{where}[{row}]", "bad-entry", {})
+            number = id_of(entry, "id", f"{where}[{row}]", "bad-entry")
         except CocoEntryError as error:
             raise DataError(str(error)) from None
         if number in ids:

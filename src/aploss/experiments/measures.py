@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from aploss.data.loader import Batch, make_evaluation_loader, make_training_loader
-from aploss.detectors.checkpoint import detector_from_record, load, read_checkpoint
+from aploss.detectors.checkpoint import Checkpoint, load
 from aploss.detectors.detector import Detector
 from aploss.detectors.predict import MultiScale
 from aploss.evaluation.metrics import voc_metrics
@@ -21,7 +21,6 @@ from aploss.losses import ap_loss
 from aploss.reports.comparison import TrainingCurve
 from aploss.reports.run_files import read_json_lines
 from aploss.training.config import TrainConfig
-from aploss.training.evaluate import Split
 from aploss.training.machine import choose_device, choose_workers
 from aploss.training.run import make_detector
 from aploss.training.run_folder import Summary
@@ -103,15 +102,15 @@ class MultiScaleMeasure(Measure):
     def _measure(self, run: Run, scales: MultiScale) -> dict[str, float | None]:
         config, device = run.config, choose_device(run.config.device)
         detector = load(run.folder, device=device).eval()
-        dataset = load_run_data(config).evaluation
-        assert dataset is not None
+        split = load_run_data(config).evaluation
+        assert split is not None
         workers = choose_workers(config.batches.workers, device, 1)
         ids, found = [], []
         with torch.inference_mode():
-            for batch in make_evaluation_loader(dataset, batch_size=1, workers=workers):
+            for batch in make_evaluation_loader(split.dataset, batch_size=1, workers=workers):
                 ids += [target["image_id"] for target in batch.targets]
                 found += scales(detector, [image.to(device) for image in batch.images])
-        split, table = Split(dataset), DetectionTable.from_predictions(ids, found)
+        table = DetectionTable.from_predictions(ids, found)
         metrics = split.measure(table, detector).as_dict()
         values = {name: metrics[name] for name in METRICS}
         if config.evaluation.voc_year is not None:
@@ -178,10 +177,9 @@ class _APLossWatch:
         if not checkpoint.is_file() or (changed := checkpoint.stat().st_mtime_ns) == self._seen:
             return
         self._seen = changed
-        content = read_checkpoint(checkpoint)
-        step = int(content["training"]["step"])
-        if step not in self.points:
-            self.add(step, detector_from_record(content["detector"]))
+        last = Checkpoint.read(checkpoint)
+        if last.step is not None and last.step not in self.points:
+            self.add(last.step, last.detector())
             write_json(self.folder / POINTS_FILE, {"steps": [*self.points], "values": [*self.points.values()]})
 
     def add(self, step: int, detector: Detector) -> None:
