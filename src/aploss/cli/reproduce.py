@@ -17,7 +17,7 @@ EXAMPLES = """
   aploss reproduce table2                                  four losses, three seeds
   aploss reproduce table2 --data path/to/bccd --steps 1000
   aploss reproduce table2 --data path/to/photos --recipe any-cpu --tune-over criterion.box_weight=1,3
-  aploss reproduce figure4b --scale small
+  aploss reproduce figure5b --scale small
   aploss reproduce table1a --seeds 5 --max-minutes 30      goes on when given again
   aploss reproduce table2 --scale paper --plan             what it would train, and how long
   torchrun --nproc-per-node 2 -m aploss reproduce table2 --scale paper --data VOCdevkit

@@ -26,6 +26,7 @@ from aploss.experiments.plan import (
     as_typed,
     changed,
     combinations,
+    comparison_plan,
     data_name,
     settings_hash,
     trials_of,
@@ -40,6 +41,8 @@ from aploss.training.distributed import World, start_world
 from aploss.training.machine import choose_device, describe_environment
 from aploss.training.run_folder import Summary, default_folder
 from aploss.training.step import DivergedError
+
+__all__ = ["Runner", "cache_folder", "compare", "comparison_plan", "default_out", "execute", "run_plan"]
 
 MAX_LISTED = 90  # characters of a title that lists the rows
 PAGE_INTERVAL_S = 20.0  # cached runs are read faster than a page is drawn
