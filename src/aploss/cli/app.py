@@ -1,207 +1,199 @@
-"""Look at what a run finds, in the browser: drop an image, move the threshold, put two runs side by side.
+"""``aploss app``: detections of one or two runs in the browser, as a Gradio app that works offline.
 
-A small server for this machine alone (127.0.0.1), with a page of its own that loads nothing from anywhere. An image
-goes through the runs once; the threshold is moved in the page.
+Each image passes through the detectors once; moving the threshold only redraws. Uploads are kept in a temporary folder
+that is removed when the app stops.
 """
 
-import base64
-import errno
-import io
 import json
+import os
 import tempfile
 import threading
-import time
-from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.resources import files
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import wraps
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
-from jsonargparse import ArgumentParser, Namespace
-
-from aploss.cli.command import Command
-from aploss.errors import AplossError, ConfigError
+from aploss.cli.command import Command, run_folder_of
+from aploss.cli.options import Parser
+from aploss.errors import AplossError, ConfigError, require_packages
 
 if TYPE_CHECKING:
-    from aploss.detectors.predict import ObjectDetector
+    from gradio import Blocks
+
+    from aploss.detectors.predict import ObjectDetector, Prediction
 
 EXAMPLES = """
   aploss app runs/demo
-  aploss app runs/ap runs/focal
-  aploss app model.onnx --port 0
+  aploss app runs/ap runs/focal --port 0
 """
 
 HOST = "127.0.0.1"
-PORT = 7860
-MAX_BYTES = 32 * 2**20
-LONGEST_SHOWN = 1600  # pixels of the picture that the page gets back
-PAGE = {"/": ("index.html", "text/html"), "/app.js": ("app.js", "text/javascript"), "/app.css": ("app.css", "text/css")}
-SECURITY = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-store",
-}
+MAX_FILE_MB = 32
+MAX_IMAGES = 50  # per upload
+MAX_SIDE = 1600  # pixels of the pictures sent to the browser
+COLUMNS = ("run", "image", "class", "score", "x1", "y1", "x2", "y2")
+Results = list[tuple[str, "list[Prediction]"]]  # path of each image, and all its detections by each run
 
 
-def _add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("run", type=str, help="run folder, checkpoint or exported file of a detector")
-    parser.add_argument("other", type=str, nargs="?", help="a second one, to see beside it")
-    parser.add_argument("--port", type=int, default=PORT, help="of 127.0.0.1; 0 takes a free one")
-    parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, mps or auto")
+def _add_arguments(parser: Parser) -> None:
+    parser.add_argument("run", help="run folder, checkpoint or exported file")
+    parser.add_argument("other", nargs="?", help="a second one to compare with")
+    parser.add_argument("--port", type=int, metavar="N", default=7860, help=f"port on {HOST}; 0 picks a free one")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, mps or auto")
 
 
 def _run(options: Namespace) -> int:
-    """Serves the page until Ctrl-C."""
+    """Serves the app until Ctrl-C."""
     from aploss.cli.predict import load_detector
 
-    if not 0 <= options.port <= 65535:
-        raise ConfigError(f"--port {options.port}: must be from 0 to 65535")
-    names = [name for name in (options.run, options.other) if name is not None]
-    server = make_server(names, [load_detector(name, options.device) for name in names], port=options.port)
-    print(f"http://{HOST}:{server.server_port}  (only from this machine; Ctrl-C ends it)", flush=True)
-    with server:
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            print()
+    require_packages("gradio")
+    paths = [path for path in (options.run, options.other) if path is not None]
+    app = App({path: load_detector(path, options.device) for path in paths})
+    with app.serve(options.port) as address, suppress(KeyboardInterrupt):
+        print(f"{address}  (only reachable from this machine; Ctrl-C stops it)", flush=True)
+        threading.Event().wait()
     return 0
 
 
-def make_server(names: Sequence[str], detectors: "Sequence[ObjectDetector]", *, port: int = 0) -> "AppServer":
-    """A server on 127.0.0.1 that shows what detectors find; ConfigError where the port is taken or not allowed."""
-    try:
-        return AppServer(names, detectors, port)
-    except OSError as error:
-        if error.errno in (errno.EADDRINUSE, errno.EACCES):
-            raise ConfigError(f"--port {port}: {error.strerror}; --port 0 takes a free one") from error
-        raise
+def _one_line_errors(callback: Callable[..., Any]) -> Callable[..., Any]:
+    """Shows every error of a callback as one line on the page, without a traceback on the terminal."""
+
+    @wraps(callback)
+    def wrapped(*values: Any) -> Any:
+        from gradio import Error
+
+        try:
+            return callback(*values)
+        except AplossError as error:
+            line = " ".join(str(error).split())
+        except Exception as error:
+            line = f"unexpected {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise Error(line, print_exception=False)
+
+    return wrapped
 
 
-class AppServer(ThreadingHTTPServer):
-    """Serves the page and answers with detections, one image at a time."""
+class App:
+    """The page and its callbacks.
 
-    daemon_threads = True
+    Args:
+        detectors: detectors by the path they were loaded from.
+    """
 
-    def __init__(self, names: Sequence[str], detectors: "Sequence[ObjectDetector]", port: int) -> None:
-        self.names, self.detectors = tuple(names), tuple(detectors)
-        self.busy = threading.Lock()  # detectors and cores are shared
-        super().__init__((HOST, port), _Handler)
+    def __init__(self, detectors: "dict[str, ObjectDetector]") -> None:
+        self.detectors = detectors
+        thresholds = [detector.draw_threshold for detector in detectors.values()]
+        self.threshold = next((one for one in thresholds if one is not None), 0.5)
 
-    def about(self) -> dict[str, Any]:
-        """What the page needs to know of the runs."""
-        from aploss.plotting.style import class_colour
-
-        runs = [
-            {
-                "name": name,
-                "classes": [
-                    {"name": one, "colour": class_colour(label)} for label, one in enumerate(detector.class_names)
-                ],
-                "threshold": detector.draw_threshold,
-                "calibrated": detector.calibration is not None,
-            }
-            for name, detector in zip(self.names, self.detectors, strict=True)
-        ]
-        return {"runs": runs, "max_bytes": MAX_BYTES}
-
-    def detect(self, content: bytes) -> dict[str, Any]:
-        """All detections of each run in an image file, and the image as it was seen."""
-        from torchvision.transforms.v2.functional import to_pil_image
-
+    @_one_line_errors
+    def detect(self, files: Sequence[str] | None, threshold: float) -> list[Any]:
+        """Passes uploaded images through the detectors; returns the results, then the values of :meth:`show`."""
         from aploss.data.images import ImageError, read_image
 
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "image"
-            file.write_bytes(content)
+        files = files or []
+        if len(files) > MAX_IMAGES:
+            raise ConfigError(f"{len(files)} images: at most {MAX_IMAGES} at a time")
+        results: Results = []
+        for path in files:
             try:
-                image = read_image(file)
+                image = read_image(path)  # rejects images with too many pixels before decoding them
             except ImageError as error:
-                raise ConfigError(error.detail) from error
-        found = []
-        with self.busy:
-            for detector in self.detectors:
-                start = time.perf_counter()
-                (prediction,) = detector.predict(image, threshold=0.0)
-                rows = zip(
-                    prediction.labels.tolist(), prediction.scores.tolist(), prediction.boxes.tolist(), strict=True
-                )
-                found.append({"seconds": time.perf_counter() - start, "detections": list(rows)})
-        picture = to_pil_image(image)
-        picture.thumbnail((LONGEST_SHOWN, LONGEST_SHOWN))
-        picture.save(buffer := io.BytesIO(), "JPEG", quality=90)
-        shown = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-        height, width = image.shape[1:]
-        return {"width": width, "height": height, "picture": shown, "runs": found}
+                raise ConfigError(f"{Path(path).name}: {error.detail}") from None  # without the temporary folder
+            results.append((path, [one.predict(image, threshold=0.0)[0] for one in self.detectors.values()]))
+        return [results, *self.show(results, threshold)]
+
+    @_one_line_errors
+    def show(self, results: Results, threshold: float) -> list[Any]:
+        """The pictures of each run, the rows of the table and the path of the JSON file, at a threshold."""
+        from aploss.data import draw_boxes
+        from aploss.data.images import read_image
+
+        galleries: dict[str, list[Any]] = {run: [] for run in self.detectors}
+        rows: list[list[Any]] = []
+        for path, predictions in results:
+            image, name = read_image(path).numpy(), Path(path).name
+            for (run, detector), found in zip(self.detectors.items(), predictions, strict=True):
+                count = int((found.scores >= threshold).sum())  # scores are in descending order
+                boxes, labels, scores = (one[:count].numpy() for one in (found.boxes, found.labels, found.scores))
+                picture = draw_boxes(image, boxes, labels, detector.class_names, scores, largest=MAX_SIDE)
+                galleries[run].append((picture, f"{name}: {count} detections"))
+                for label, score, box in zip(found.class_names, scores.tolist(), boxes.tolist(), strict=False):
+                    rows.append([run, name, label, round(score, 4), *(round(corner, 1) for corner in box)])
+        file = Path(tempfile.mkdtemp(dir=os.environ.get("GRADIO_TEMP_DIR"))) / "detections.json"
+        file.write_text(json.dumps([dict(zip(COLUMNS, row, strict=True)) for row in rows], indent=1), encoding="utf-8")
+        return [*galleries.values(), rows, str(file)]
+
+    def page(self) -> "Blocks":
+        """Builds the page."""
+        import gradio as gr
+
+        with gr.Blocks(title="aploss", analytics_enabled=False) as page:
+            gr.HTML("<h1>aploss: object detection</h1>")
+            with gr.Row():
+                for run, detector in self.detectors.items():
+                    with gr.Column(min_width=320):
+                        gr.HTML(model_card(run, detector))
+            label = f"Images (up to {MAX_FILE_MB} MB each)"
+            files = gr.File(label=label, file_count="multiple", file_types=["image"], height=140)
+            threshold = gr.Slider(0, 1, value=self.threshold, step=0.01, label="Score threshold")
+            with gr.Row():
+                galleries = [gr.Gallery(label=run, columns=1, object_fit="contain") for run in self.detectors]
+            table = gr.Dataframe(headers=list(COLUMNS), label="Detections", interactive=False)
+            shown = [*galleries, table, gr.DownloadButton("Download detections as JSON")]
+            results = gr.State([])
+            # One prediction at a time, since all sessions share the detectors and cores.
+            one_at_a_time: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "detectors"}
+            files.change(self.detect, [files, threshold], [results, *shown], api_name="detect", **one_at_a_time)
+            threshold.release(self.show, [results, threshold], shown, api_visibility="private", **one_at_a_time)
+        return page
+
+    @contextmanager
+    def serve(self, port: int) -> Iterator[str]:
+        """Serves the page on the loopback interface and yields its address; port 0 picks a free one."""
+        with tempfile.TemporaryDirectory(prefix="aploss-app-") as folder:
+            os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_ANALYTICS_ENABLED": "False"}  # before the import
+            import gradio as gr
+            from starlette.middleware import Middleware
+            from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+            # Requests for other host names are DNS rebinding: pages of other sites that try to reach this server.
+            middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])]
+            page = self.page()
+            try:
+                _, address, _ = page.launch(
+                    server_name=HOST, server_port=port or None, share=False, quiet=True, prevent_thread_lock=True,
+                    max_file_size=MAX_FILE_MB * 2**20, footer_links=[], run_history=False, ssr_mode=False,
+                    mcp_server=False, enable_monitoring=False, app_kwargs={"middleware": middleware},
+                    theme=gr.themes.Base(font="system-ui", font_mono="monospace"), css="h2 { overflow-wrap: anywhere }",
+                )  # fmt: skip
+            except (OSError, OverflowError):
+                raise ConfigError(f"--port {port} cannot be used; --port 0 picks a free one") from None
+            try:
+                yield address
+            finally:
+                page.close(verbose=False)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: AppServer
-    timeout = 60  # of a connection that says nothing
+def model_card(run: str, detector: "ObjectDetector") -> str:
+    """The model card of a run as HTML: classes, threshold and, if its folder has them, loss, AP and date."""
+    from aploss.training.run_folder import Summary
 
-    def do_GET(self) -> None:
-        path = urlsplit(self.path).path
-        if not self._from_here():
-            return
-        if path == "/about":
-            self._answer_json(200, self.server.about())
-        elif path in PAGE:
-            name, kind = PAGE[path]
-            self._answer(200, kind, (files("aploss.cli") / "app_page" / name).read_bytes())
-        else:
-            self._refuse(404, "there is no such page")
-
-    def do_POST(self) -> None:
-        if not self._from_here():
-            return
-        length = self.headers.get("Content-Length", "")
-        # Pages of other sites cannot send this header without being allowed to.
-        if self.path != "/detect" or self.headers.get("X-Aploss") != "1":
-            self._refuse(404, "images go to /detect")
-        elif not length.isascii() or not length.isdecimal():
-            self._refuse(411, "the length of the image is missing")
-        elif int(length) > MAX_BYTES:
-            size = f"{int(length) / 2**20:.0f} MB"
-            self._refuse(413, f"the file has {size}, at most {MAX_BYTES // 2**20} MB are taken")
-        else:
-            self._detect(self.rfile.read(int(length)))
-
-    def _detect(self, content: bytes) -> None:
-        try:
-            answer = self.server.detect(content)
-        except AplossError as error:
-            self._refuse(422, " ".join(str(error).splitlines()))
-        except Exception as error:  # whatever it is, the server goes on and the page says it
-            self._refuse(500, f"unexpected {type(error).__name__}: {' '.join(str(error).split())[:200]}")
-        else:
-            self._answer_json(200, answer)
-
-    def _from_here(self) -> bool:
-        """Refuses names that a stranger's address book leads to this machine."""
-        host = self.headers.get("Host", "")
-        allowed = host in (f"{name}:{self.server.server_port}" for name in (HOST, "localhost"))
-        if not allowed:
-            self._refuse(403, f"open http://{HOST}:{self.server.server_port}")
-        return allowed
-
-    def _refuse(self, status: int, reason: str) -> None:
-        self.close_connection = True
-        self._answer_json(status, {"error": reason})
-
-    def _answer_json(self, status: int, document: Any) -> None:
-        self._answer(status, "application/json", json.dumps(document).encode())
-
-    def _answer(self, status: int, kind: str, content: bytes) -> None:
-        self.send_response(status)
-        headers = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(content)), **SECURITY}
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        """Requests are not worth a line."""
+    rows = {"classes": ", ".join(detector.class_names)}
+    if detector.draw_threshold is not None:
+        rows["threshold"] = f"{detector.draw_threshold:.2f} (best F1 on validation)"
+    folder = run_folder_of(run)
+    with suppress(AplossError, OSError, ValueError, AttributeError):  # an unfinished run has no summary
+        if folder is not None:
+            summary = Summary.read(folder.summary_file)
+            ap = "not measured" if summary.AP is None else f"{100 * summary.AP:.1f} on {summary.split}"
+            rows |= {"detector": summary.detector, "loss": summary.loss, "AP": ap}
+            environment = json.loads((folder.path / "environment.json").read_text(encoding="utf-8"))
+            rows["trained"] = str(environment.get("started"))[:10]
+    cells = "".join(f"<tr><th>{name}</th><td>{escape(str(text))}</td></tr>" for name, text in rows.items())
+    return f"<h2>{escape(run)}</h2><table>{cells}</table>"
 
 
 APP = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)

@@ -1,44 +1,40 @@
-"""Measures the losses, alone and across processes, the data loading and the training step."""
+"""``aploss bench``: benchmark the losses, alone and across processes, the data loading and the training step."""
 
 import json
+from argparse import Namespace
 from importlib import import_module
 from pathlib import Path
 
-from jsonargparse import ArgumentParser, Namespace
-
 from aploss.cli.command import Command, open_page, progress, say_next
+from aploss.cli.options import Parser
 from aploss.files import write_text
 
 EXAMPLES = """
-  aploss bench                       everything (about 10 minutes on 2 cores)
-  aploss bench losses                AP-loss against focal loss and a plain loop
-  aploss bench scaling               AP-loss across 1 to 4 processes, and a model for more
+  aploss bench                          everything (about 10 minutes on 2 cores)
+  aploss bench losses                   AP-loss against focal loss and a plain loop
   aploss bench training-step --quick
 """
 
 BENCHMARKS = {"losses": "losses", "scaling": "scaling", "data": "data", "training-step": "training_step"}
 
 
-def _add_arguments(parser: ArgumentParser) -> None:
+def _add_arguments(parser: Parser) -> None:
     parser.add_argument("what", nargs="?", choices=["all", *BENCHMARKS], default="all", help="which benchmark")
-    parser.add_argument("--quick", action="store_true", help="a short run on small sizes, to see that it works")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for JSON and plots")
+    parser.add_argument("--quick", action="store_true", help="a short run with small sizes")
+    parser.add_argument("--out", type=Path, metavar="DIR", default=Path("runs/bench"), help="folder for JSON and plots")
 
 
 def _run(options: Namespace) -> int:
-    names = list(BENCHMARKS) if options.what == "all" else [options.what]
     plots = []
-    for name in names:
+    for name in BENCHMARKS if options.what == "all" else [options.what]:
         benchmark = import_module(f"aploss.benchmarks.{BENCHMARKS[name]}")
         with progress(name, quiet=options.quiet) as show:
             result = benchmark.run(lambda step: show(text=step), quick=options.quick)
         print(f"\n{name}\n{benchmark.table(result)}", flush=True)
         write_text(options.out / f"{name}.json", json.dumps(result, indent=2) + "\n")
         if hasattr(benchmark, "plot"):
-            write_text(options.out / f"{name}.svg", benchmark.plot(result))
             plots.append(options.out / f"{name}.svg")
-    if not options.quiet:
-        print(f"\nwritten to {options.out}", flush=True)
+            write_text(plots[-1], benchmark.plot(result))
     if plots:
         say_next(options, *map(open_page, plots))
     return 0

@@ -1,93 +1,92 @@
-"""Train several losses, or one with several settings, under the same conditions and compare them over seeds.
+"""``aploss compare``: train several losses, or one with several settings, under the same conditions over seeds.
 
-For each seed all rows have the same initial weights, order of the data and schedule. Runs are kept in a cache: adding
-a loss or a seed later costs only that, and an interrupted comparison goes on where it was when the same command is
-given again.
+For each seed all rows share initial weights, data order and schedule. Runs are cached: adding a loss or a seed later
+trains only that, and the same command resumes an interrupted comparison.
 """
 
-import shlex
+import sys
+from argparse import Namespace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentParser, Namespace
-
-from aploss.cli.command import Command, add_comparison_options, require_at_least, run_comparison, shared_settings
-from aploss.cli.options import LONG_FORMS, add_familiar, familiar_changes
+from aploss.cli.command import Command, open_page, require_at_least, say_next
+from aploss.cli.options import SHORTHANDS, Parser, add_settings, add_shorthands, given_settings, shorthand_changes
 from aploss.detectors.build import DETECTORS
-from aploss.errors import ConfigError
+from aploss.errors import ConfigError, require_packages
 from aploss.losses.traits import LOSSES
+from aploss.training.config import config_fields, nested
 from aploss.training.recipes import load_config, merge, recipe_names
 
 EXAMPLES = """
-  aploss compare ap focal
-  aploss compare --losses ap,focal,ce-ohem,auc --seeds 3 --tune
+  aploss compare ap focal --data path/to/photos --steps 500
+  aploss compare --losses ap,ap:delta=0.5,focal:gamma=1:alpha=0.5 --seeds 5 --max-minutes 60
   aploss compare --losses ap,focal --tune --tune-over criterion.box_weight=1,3 --tune-over focal:gamma=1,2
-  aploss compare --losses ap,focal --data path/to/bccd --recipe bccd-cpu --steps 500
-  aploss compare --losses ap,focal --seeds 5 --max-minutes 60     goes on when given again
-  aploss compare --losses ap,rank-sort --batches.size 4 --optimizer.weight-decay 0.05
-  aploss compare --losses ap,ap:delta=0.5,focal:gamma=1:alpha=0.5
-  aploss compare --losses ap,focal --vary optimizer.learning_rate=0.001,0.003
   aploss compare --vary batches.size=4,8 --vary criterion.box_loss=smooth-l1,giou
 """
 
-DEFAULT = "ap,focal,ce-ohem,auc"
-OWN = ("data", "detector", "device")
+DEFAULT_LOSSES = "ap,focal,ce-ohem,auc"
+# Settings with an option of their own in comparisons: --losses ap:delta=0.5, and --steps.
+SEPARATE = ("criterion.options", "schedule.length")
 
 
-def _add_arguments(parser: ArgumentParser) -> None:
-    """The options of the command, and the settings of a run that rows share."""
-    parser.add_argument("names", nargs="*", metavar="LOSS", help="losses to compare, as --losses")
+def _add_arguments(parser: Parser) -> None:
+    """The options of the command, and the settings that all rows share."""
+    parser.add_argument("names", nargs="*", metavar="LOSS", help="losses to compare, same as --losses")
     parser.add_argument(
         "--losses",
-        help=f"separated by commas, with options as ap:delta=0.5, of: {', '.join(LOSSES.names())}; by default "
-        f"{DEFAULT}, or the recipe's with --vary",
+        help=f"comma-separated losses, with options as in ap:delta=0.5: {', '.join(LOSSES.names())}; by default "
+        f"{DEFAULT_LOSSES}, or with --vary the recipe's",
     )
-    parser.add_argument(
-        "--vary",
-        action="append",
-        default=[],
-        metavar="KEY=A,B",
-        help="a row for each value of a setting, such as batches.size=4,8; may be repeated: all combinations",
-    )
-    parser.add_argument("--data", help="folder of the data set; built-in data by default")
+    vary = "setting whose values become rows, may be repeated for all combinations"
+    parser.add_argument("--vary", action="append", default=[], metavar="KEY=A,B", help=vary)
+    parser.add_argument("--data", help="dataset; the built-in one by default")
     parser.add_argument("--detector", help=f"{', '.join(DETECTORS.names())}; the recipe's by default")
-    parser.add_argument(
-        "--recipe",
-        help=f"settings to start from: {', '.join(recipe_names())}, or a .yaml file; by default "
-        "demo for built-in data, else one for the hardware",
-    )
-    parser.add_argument("--seeds", default="3", help="how many, or which: 0,1,2")
-    add_familiar(parser, steps="length of each training; the recipe's by default")
-    parser.add_argument("--validations", type=int, default=10, help="points of the curve of AP")
+    recipes = ", ".join(recipe_names())
+    parser.add_argument("--recipe", help=f"settings to start from: {recipes}, or a .yaml file; chosen by default")
+    parser.add_argument("--seeds", default="3", help="number of seeds, or a list: 0,1,2")
+    add_shorthands(parser)
+    parser.add_argument("--validations", type=int, metavar="N", default=10, help="points on the AP curve")
     parser.add_argument("--tune", action="store_true", help="search the learning rate of each loss on validation")
-    add_comparison_options(parser, trial="; --steps by default", out="runs/compare-...")
+    add_comparison_options(parser, out="runs/compare-...")
+
+
+def add_comparison_options(parser: Parser, *, out: str) -> None:
+    """Options of ``compare`` and ``reproduce``: search, output and the settings that rows share."""
+    searched = (
+        "setting to search together with the learning rate, such as criterion.box_weight=1,3, or an option of one "
+        "loss, such as focal:gamma=1,2; may be repeated for all combinations"
+    )
+    parser.add_argument("--tune-steps", type=int, metavar="N", help="steps per search trial; full length by default")
+    parser.add_argument("--tune-over", action="append", default=[], metavar="[LOSS:]KEY=A,B", help=searched)
+    minutes = "stop after this many minutes; the same command resumes"
+    parser.add_argument("--max-minutes", type=float, metavar="X", help=minutes)
+    parser.add_argument("--out", help=f"folder of the report and tables; by default {out}")
+    parser.add_argument("--cache", help="folder of the runs; by default 'cache' next to --out")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ...")
+    shared = [
+        field
+        for field in config_fields()
+        if field.key == "precision" or (field.group and not field.fixed_by_comparison and field.key not in SEPARATE)
+    ]
+    add_settings(parser.add_argument_group("settings of all rows", "By default the recipe's."), shared)
 
 
 def _run(options: Namespace) -> int:
-    """Trains what is missing, and prints the table and where the page is."""
+    """Trains missing runs, and prints the table and the path of the report."""
     from aploss.experiments.compare import compare, comparison_plan, default_out
     from aploss.experiments.plan import Tuning, parse_list, parse_searched, parse_seeds, parse_vary
 
-    require_at_least(1, options, "steps", "epochs", "tune_steps", "validations")
-    for option in ("tune_steps", "tune_over"):
-        if options[option] and not options.tune:
-            raise ConfigError(f"--{option.replace('_', '-')} goes with --tune")
-    if options.tune and options.lr is not None:
-        raise ConfigError("--tune searches the learning rate: leave out --lr")
-    if options.names and options.losses is not None:
-        raise ConfigError(f"the losses are given twice: {' '.join(options.names)} and --losses {options.losses}")
-    if any((Path(name) / "config.yaml").is_file() for name in options.names):
-        runs = shlex.join(options.names[:2])
-        raise ConfigError(f"losses are compared, not runs; two runs side by side: aploss app {runs}")
+    _check(options)
     vary, losses = parse_vary(options.vary), ",".join(options.names) or options.losses
     for key in vary:
-        names = [name for name, keys in LONG_FORMS.items() if key in keys] + [key]
-        if given := [f"--{name.replace('_', '-')}" for name in names if options.get(name) is not None]:
-            raise ConfigError(f"{given[0]} and --vary {key} say different things: leave one out")
+        names = [name for name, keys in SHORTHANDS.items() if key in keys] + [key]
+        if given := [name for name in names if getattr(options, name, None) is not None]:
+            raise ConfigError(f"--{given[0].replace('_', '-')} conflicts with --vary {key}")
     recipe, changes = _recipe_and_changes(options)
     plan = comparison_plan(
-        parse_list(("" if vary else DEFAULT) if losses is None else losses),
+        parse_list(("" if vary else DEFAULT_LOSSES) if losses is None else losses),
         vary=vary,
         recipe=recipe,
         seeds=parse_seeds(options.seeds),
@@ -98,18 +97,51 @@ def _run(options: Namespace) -> int:
     return run_comparison(options, default_out(plan), partial(compare, plan))
 
 
+def _check(options: Namespace) -> None:
+    """Raises ConfigError for options that exclude each other."""
+    require_at_least(1, options, "steps", "epochs", "tune_steps", "validations")
+    if (options.tune_steps or options.tune_over) and not options.tune:
+        raise ConfigError(f"--tune-{'steps' if options.tune_steps else 'over'} requires --tune")
+    if options.tune and options.lr is not None:
+        raise ConfigError("--tune searches the learning rate: leave out --lr")
+    if options.names and options.losses is not None:
+        raise ConfigError(f"losses are given twice: {' '.join(options.names)} and --losses {options.losses}")
+
+
 def _recipe_and_changes(options: Namespace) -> tuple[str, dict[str, Any]]:
-    """The recipe, given or suggested for data and machine, and what wins over it."""
+    """The recipe, given or chosen for data and machine, and the settings that override it."""
+    from aploss.data import find_source
     from aploss.training.machine import choose_device
     from aploss.training.splits import suggest_image_sizes, suggest_recipe
 
-    changes = {**shared_settings(options), **{key: options[key] for key in OWN if options[key] is not None}}
+    changes = nested(given_settings(options, "precision"))
+    changes |= {key: value for key in ("data", "detector", "device") if (value := getattr(options, key)) is not None}
     recipe = options.recipe or ("demo" if options.data in (None, "builtin") else None)
     if recipe is None:
         recipe = suggest_recipe(choose_device(options.device), options.detector)
         if options.image_size is None:
-            changes = merge(suggest_image_sizes(recipe, options.data), changes)
-    return recipe, merge(changes, familiar_changes(options, load_config(recipe, changes)))
+            changes = merge(suggest_image_sizes(recipe, find_source(options.data)), changes)
+    return recipe, merge(changes, shorthand_changes(options, load_config(recipe, changes)))
+
+
+def run_comparison(options: Namespace, default_out: Path, work: Callable[..., Any]) -> int:
+    """Trains the runs of a comparison and prints its table; after Ctrl-C, says how to resume."""
+    from aploss.training.distributed import TrainingInterruptedError, is_main_process
+
+    require_packages("scipy")  # for the intervals at the end: report it before hours of training
+    out = Path(options.out or default_out)
+    try:
+        results = work(out, cache=options.cache, max_minutes=options.max_minutes, quiet=options.quiet)
+    except TrainingInterruptedError as interruption:
+        if is_main_process():
+            print("interrupted; finished runs are saved, the same command resumes", file=sys.stderr)
+        return interruption.exit_code
+    if is_main_process():
+        print(f"{(out / 'table.md').read_text(encoding='utf-8')}\nreport: {out / 'report.html'}", flush=True)
+        if not results.complete:
+            print("not finished: the same command resumes", file=sys.stderr)
+        say_next(options, open_page(out / "report.html"))
+    return 0
 
 
 COMPARE = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)

@@ -6,11 +6,11 @@ it without the run.
 """
 
 import shlex
+from argparse import Namespace
 from pathlib import Path
 
-from jsonargparse import ArgumentParser, Namespace
-
 from aploss.cli.command import Command, require_at_least, say_next
+from aploss.cli.options import Parser
 from aploss.errors import ConfigError
 
 EXAMPLES = """
@@ -21,7 +21,7 @@ EXAMPLES = """
 """
 
 
-def _add_arguments(parser: ArgumentParser) -> None:
+def _add_arguments(parser: Parser) -> None:
     parser.add_argument("run", type=str, help="run folder or checkpoint of a detector")
     parser.add_argument(
         "--out",
@@ -70,10 +70,4 @@ def _bytes(path: Path) -> int:
     return path.stat().st_size + beside
 
 
-EXPORT = Command(
-    examples=EXAMPLES,
-    add_arguments=_add_arguments,
-    run=_run,
-    quiet="show only what goes wrong",
-    needs={"--out": "model.onnx"},
-)
+EXPORT = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)

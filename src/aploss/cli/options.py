@@ -1,28 +1,20 @@
-"""The parser of every command: one spelling, readable help, and a word on what was perhaps meant.
+"""The argument parser of every command, the options for the settings of a run, and shorthands for common ones."""
 
-And the names that other tools have for the settings people change first: ``--epochs``, ``--steps``, ``--lr`` ...
-"""
-
-import re
-import shlex
+import json
 import textwrap
-from argparse import SUPPRESS, Action, RawDescriptionHelpFormatter
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter, _ArgumentGroup
+from collections.abc import Sequence
+from operator import attrgetter
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_origin
 
-from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
-
-from aploss.cli.command import data_of, newest_run, shortened
-from aploss.cli.corrections import as_option, corrected, is_option, our_name
-from aploss.errors import ConfigError
+from aploss.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from aploss.training.config import TrainConfig
+    from aploss.training.config import ConfigField, TrainConfig
 
-WORDS = {"int": "whole number", "float": "number", "str": "text", "bool": "true or false", "NoneType": "null"}
-# Familiar option → the settings it is short for.
-LONG_FORMS = {
+# Shorthand → the settings it stands for.
+SHORTHANDS = {
     "epochs": ("schedule.length", "schedule.unit"),
     "steps": ("schedule.length", "schedule.unit"),
     "lr": ("optimizer.learning_rate",),
@@ -31,8 +23,8 @@ LONG_FORMS = {
 }
 
 
-class HelpFormatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
-    """Keeps the lines of the examples; shows defaults that say something, and no types of Python."""
+class HelpFormatter(RawDescriptionHelpFormatter):
+    """Keeps the line breaks of the examples and shows defaults that are informative."""
 
     def _get_help_string(self, action: Action) -> str:
         text, default = action.help or "", action.default
@@ -40,168 +32,132 @@ class HelpFormatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
         return text if silent or "default" in text else f"{text} (default: %(default)s)"
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)  # voc-retinanet-r50 stays whole
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)  # keeps voc-retinanet-r50 whole
 
 
 class Parser(ArgumentParser):
-    """Takes underscores for dashes, and reports a wrong word as any other mistake."""
+    """Accepts underscores for dashes in option names, and raises ConfigError instead of exiting.
 
-    needs: Mapping[str, str] = MappingProxyType({})  # of the command, see Command
-    otherwise = ""
+    Args:
+        arguments: the arguments to be parsed, for defaults in the help that depend on them.
+    """
 
-    def parse_args(self, args: Sequence[str] | None = None, *others: Any, **options: Any) -> Any:  # type: ignore[override]
-        """As of jsonargparse; ConfigError for options that do not exist or are missing."""
-        words = list(self._spelled(args or ()))
-        if not {"-h", "--help"} & {*words}:
-            self._require(words)
-        return super().parse_args(words, *others, **options)
+    def __init__(self, *, arguments: Sequence[str] = (), **options: Any) -> None:
+        # Without abbreviations, a misspelt option never becomes another one.
+        super().__init__(formatter_class=HelpFormatter, allow_abbrev=False, add_help=False, **options)
+        self.arguments = arguments
 
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        raise ConfigError(f"{in_one_line(message, self._dests)} ({self.prog} --help lists the options)") from ex
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """Parses arguments; ConfigError for an unknown option, with the closest one."""
+        words = list(args or ())
+        end = words.index("--") if "--" in words else len(words)
+        return super().parse_args([*map(self._known_option, words[:end]), *words[end:]], namespace)
 
-    @property
-    def _names(self) -> list[str]:
-        return [name for action in self._actions for name in action.option_strings]
+    def _known_option(self, word: str) -> str:
+        """The word, an option with dashes for underscores."""
+        name, equals, value = word.partition("=")
+        dashed = name.replace("_", "-")
+        if not name.startswith("--"):
+            return word
+        if dashed not in self._option_string_actions:
+            mappings = [one for one in self._option_string_actions if one.endswith(".options")]
+            if not any(dashed.startswith(f"{one}.") for one in mappings):
+                known = [one.removeprefix("--") for one in self._option_string_actions]
+                suggestion = did_you_mean(dashed.removeprefix("--"), known, prefix="--")
+                raise ConfigError(f"unknown option {name[:200]}{suggestion} (see {self.prog} --help)")
+            # An entry of a mapping, such as --model.options.anchors_per_cell: a Python name, which keeps underscores.
+            self.add_argument(dashed, dest=name.removeprefix("--"), default=SUPPRESS, help=SUPPRESS)
+        return dashed + equals + value
 
-    @property
-    def _dests(self) -> list[str]:
-        return [action.dest for action in self._actions if not action.option_strings]
-
-    def _spelled(self, arguments: Sequence[str]) -> Iterator[str]:
-        """The arguments, options with dashes; an option that does not exist is an error with the nearest one."""
-        known = self._names
-        mappings = [action for action in self._actions if "dict" in str(getattr(action, "_typehint", ""))]
-        groups = {name for action in mappings for name in action.option_strings}
-        for word in self._places(arguments):
-            if is_option(word) and word not in known and not word.startswith("--"):
-                self._refuse(word, arguments)
-            name = as_option(word).partition("=")[0]
-            if name != word and our_name(name, known, self._dests) is not None:
-                self._refuse(word, arguments)
-        for place, word in enumerate(arguments):
-            if word == "--":
-                yield from arguments[place:]
-                return
-            option, equals, value = word.partition("=")
-            name, plus = option.removesuffix("+"), option[len(option.removesuffix("+")) :]
-            group = next((one for one in groups if name.replace("_", "-").startswith(f"{one}.")), None)
-            if not name.startswith("--"):
-                yield word
-            elif group is not None:  # --model.options.norm: the names below are those of Python
-                yield group + word[len(group) :]
-            elif (dashed := name.replace("_", "-")) in known:
-                yield dashed + plus + equals + value
-            else:
-                self._refuse(name, arguments)
-
-    def corrected(self, arguments: Sequence[str]) -> str | None:
-        """The arguments as they were perhaps meant, see :func:`aploss.cli.corrections.corrected`."""
-        return corrected(self._actions, arguments, self.needs)
-
-    def _refuse(self, word: str, arguments: Sequence[str]) -> NoReturn:
-        """Says what was perhaps meant by a word that is no option, and the whole command."""
-        name, equals, _ = word.partition("=")
-        right = self.corrected(arguments)
-        command = self.prog if right is None else f"{self.prog} {right}".strip()
-        meant = our_name(name if is_option(name) else f"--{name}", self._names, self._dests)
-        wrong = f"there is no option {shortened(name)}"
-        if equals and not is_option(name):
-            wrong, guess = f"{shortened(word)}: options are written with dashes", f": {command}"
-        elif name in ("--eval-only", "--test-only"):
-            run = newest_run()
-            guess = f"; that is: aploss eval {run} --data {data_of(run) or 'PATH'}"
-        elif meant is None and self.otherwise:
-            given = self.otherwise.removesuffix(" --data builtin") if name == "--data" else self.otherwise
-            guess = f"; there is with: {given} {shlex.join(arguments)}"
-        elif meant is None or right is None:
-            guess = f"; did you mean {meant}?" if meant else ""
-            guess += f" ({self.prog} --help lists them)"
-        elif meant in self._dests:
-            guess = f"; {meant.upper()} is given without one: {command}"
-        else:
-            guess = f"; did you mean {meant.split()[0]}? {command}" if meant else f"; leave it out: {command}"
-        raise ConfigError(f"{wrong}{guess}")
-
-    def _require(self, words: Sequence[str]) -> None:
-        """Completes a command in which something is missing."""
-        places = len(list(self._places(words)))
-        taken = [one.nargs for one in self._actions if not one.option_strings]
-        right = self.corrected(words) if places > len(taken) and "*" not in taken else None
-        if right is not None:
-            raise ConfigError(f"there are words without an option; did you mean: {self.prog} {right}")
-        noted = getattr(self, "required_args", ())  # where an older jsonargparse keeps what is required
-        required = [one for one in self._actions if one.required or one.dest in noted]
-        required = [one for one in required if one.nargs not in ("*", "?")]
-        missing = [one for one in required if not one.option_strings][places:]
-        given = {word.partition("=")[0] for word in words}
-        missing += [one for one in required if one.option_strings and not given & {*one.option_strings}]
-        if missing:
-            names = [one.option_strings[0] if one.option_strings else one.dest.upper() for one in missing]
-            rest = [f"{name} {one.metavar}" if one.metavar else name for name, one in zip(names, missing, strict=True)]
-            verb = "is" if len(names) == 1 else "are"
-            raise ConfigError(f"{' and '.join(names)} {verb} missing: {' '.join([self.prog, *words, *rest])}")
-
-    def _places(self, words: Sequence[str]) -> Iterator[str]:
-        """The words that are neither options nor their values."""
-        takes_value = {name: one.nargs != 0 for one in self._actions for name in one.option_strings}
-        value_follows = False
-        for word in words:
-            if not word.startswith("--") and not value_follows:
-                yield word
-            value_follows = word.startswith("--") and takes_value.get(word, "=" not in word)
+    def error(self, message: str) -> NoReturn:
+        """Raises the message of argparse as ConfigError."""
+        raise ConfigError(f"{' '.join(message.split())} (see {self.prog} --help)")
 
 
-def in_one_line(message: str, words: Sequence[str] = ()) -> str:
-    """What jsonargparse says, shorter; ``words`` are the arguments that are no options.
+def option_values(option: str, arguments: Sequence[str]) -> list[str]:
+    """The values of an option, before a parser exists.
 
     Example:
-        >>> in_one_line('Parser key "a.b_c": Expected a <class \\'int\\'>. Got value: x')
-        '--a.b-c: expected a whole number, got x'
+        >>> option_values("--plugin", ["train", "--plugin", "a.py", "--plugin=b.py"])
+        ['a.py', 'b.py']
     """
-    line = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", " ".join(message.split()))
-    line = re.sub(r"(?:typing\.)?Literal\[([^]]+)\]", r"choice of \1", line)
-    union = r"Does not validate against any of the Union subtypes Subtypes: \[(.*)\] Errors: .* Given value: "
-    line = re.sub(union, r"Expected a \1. Got value: ", line)
-    line = re.sub(r"Expected an? (.*?)\. Got value: ", lambda found: f"expected {_in_words(found[1])}, got ", line)
-    return re.sub(r'Parser key "([^"]+)":', lambda found: f"{_as_typed(found[1], words)}:", line)
+    values: list[str] = []
+    for place, word in enumerate(arguments):
+        if word == option:
+            values += arguments[place + 1 : place + 2]
+        elif word.startswith(f"{option}="):
+            values.append(word.partition("=")[2])
+    return values
 
 
-def _in_words(kinds: str) -> str:
-    if kinds.startswith("choice of"):
-        return f"one of{kinds.removeprefix('choice of')}"
-    names = [WORDS.get(kind, kind) for kind in re.split(r", (?![^\[]*\])", kinds)]
-    return f"a {' or '.join(names)}".replace("a true", "true").replace("a text", "text")
+def add_settings(
+    group: "Parser | _ArgumentGroup", fields: "Sequence[ConfigField]", defaults: "TrainConfig | None" = None
+) -> None:
+    """Adds an option for each setting; only given ones reach the namespace, under their dotted keys.
 
-
-def _as_typed(key: str, words: Sequence[str]) -> str:
-    return key if key in words else f"--{key.replace('_', '-')}"
-
-
-def add_familiar(parser: ArgumentParser, *, steps: str = "length of the training in steps") -> None:
-    """Adds the options; ``steps`` is the help line of ``--steps``."""
-    parser.add_argument("--epochs", type=int, metavar="N", help="length of the training in passes over its images")
-    parser.add_argument("--steps", type=int, metavar="N", help=steps)
-    parser.add_argument("--lr", type=float, help="highest learning rate; short for --optimizer.learning-rate")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="images per step; short for --batches.size")
-    parser.add_argument(
-        "--image-size", metavar="SIZE", help="of training images, as 320 or 240x320 (height x width); testing follows"
-    )
-
-
-def familiar_changes(options: Namespace, config: "TrainConfig") -> dict[str, Any]:
-    """What the options change in a config, as nested values.
-
-    Milestones keep their share of the length, and images are tested as much larger or smaller as they are trained.
-    ConfigError for an option that is given together with the setting that it is short for.
+    Args:
+        group: parser or argument group.
+        fields: the settings.
+        defaults: config whose values the help shows as defaults.
     """
-    given = {name: options[name] for name in LONG_FORMS if options[name] is not None}
+    for field in fields:
+        shown = "" if "default" in field.help else _default(defaults, field.key)
+        group.add_argument(
+            f"--{field.key.replace('_', '-')}", dest=field.key, default=SUPPRESS, metavar=_metavar(field),
+            help=(field.help + shown).replace("%", "%%"),
+        )  # fmt: skip
+
+
+def _default(config: "TrainConfig | None", key: str) -> str:
+    """The end of a help line: the default of a setting as it is typed, unless it is empty."""
+    value = None if config is None else attrgetter(key)(config)
+    text = value if isinstance(value, str) else json.dumps(value)
+    return "" if value in (None, "", {}, ()) else f" (default: {text})"
+
+
+def _metavar(field: "ConfigField") -> str:
+    is_union = get_origin(field.type) in (Union, UnionType)
+    kind = get_args(field.type)[0] if is_union else field.type
+    if get_origin(kind) is Literal:
+        return "{" + ",".join(map(str, get_args(kind))) + "}"
+    names = {int: "N", float: "X", bool: "{true,false}", dict: "MAPPING", tuple: "LIST"}
+    return names.get(get_origin(kind) or kind, field.key.rpartition(".")[2].upper())
+
+
+def given_settings(options: Namespace, *keys: str) -> dict[str, str]:
+    """The settings given as options, by dotted key; ``keys`` are the top-level ones to include."""
+    return {key: value for key, value in vars(options).items() if "." in key or key in keys}
+
+
+def add_shorthands(group: "Parser | _ArgumentGroup", defaults: "TrainConfig | None" = None) -> None:
+    """Adds ``--epochs``, ``--steps``, ``--lr``, ``--batch-size`` and ``--image-size``; see :func:`add_settings`."""
+    for unit in ("epochs", "steps"):
+        length = _default(defaults, "schedule.length") if defaults and defaults.schedule.unit == unit else ""
+        group.add_argument(f"--{unit}", type=int, metavar="N", help=f"length of the training in {unit}{length}")
+    rate, size, side = (_default(defaults, SHORTHANDS[name][0]) for name in ("lr", "batch_size", "image_size"))
+    group.add_argument("--lr", type=float, metavar="X", help=f"peak learning rate{rate}")
+    group.add_argument("--batch-size", type=int, metavar="N", help=f"images per forward pass{size}")
+    text = f"size of training images: 320, or 240x320 (height x width){side}"
+    group.add_argument("--image-size", metavar="SIZE", help=text)
+
+
+def shorthand_changes(options: Namespace, config: "TrainConfig") -> dict[str, Any]:
+    """The settings that shorthands change in a config, as nested values.
+
+    Milestones keep their share of the length, and the test size scales with the training size.
+
+    Raises:
+        ConfigError: a shorthand is given together with the setting it stands for.
+    """
+    given = {name: value for name in SHORTHANDS if (value := getattr(options, name)) is not None}
     if {"epochs", "steps"} <= given.keys():
-        raise ConfigError("give --epochs or --steps, not both")
-    for name, key in ((one, key) for one in given for key in LONG_FORMS[one]):
-        if options.get(key) is not None:
-            short, long = (f"--{one.replace('_', '-')}" for one in (name, key))
-            raise ConfigError(f"{short} and {long} are the same setting: give one of them")
-    changes: dict[str, Any] = {}
+        raise ConfigError("--epochs and --steps are mutually exclusive")
+    for name in given:
+        for key in SHORTHANDS[name]:
+            if key in vars(options):
+                short, long = (f"--{one.replace('_', '-')}" for one in (name, key))
+                raise ConfigError(f"{short} and {long} are the same setting: give one of them")
+    changes: dict[str, Any] = {"batches": {}}
     for unit in given.keys() & {"epochs", "steps"}:
         schedule, length = config.schedule, given[unit]
         milestones = [length / schedule.length * one for one in schedule.milestones]
@@ -211,32 +167,27 @@ def familiar_changes(options: Namespace, config: "TrainConfig") -> dict[str, Any
     if "lr" in given:
         changes["optimizer"] = {"learning_rate": given["lr"]}
     if "batch_size" in given:
-        changes["batches"] = {"size": given["batch_size"]}
+        changes["batches"]["size"] = given["batch_size"]
     if "image_size" in given:
-        size = parse_size(given["image_size"], "--image-size")
-        changes.setdefault("batches", {})["image_size"] = size
-        if "test_size" not in (options.get("model.options") or {}):
+        size = changes["batches"]["image_size"] = parse_size(given["image_size"], "--image-size")
+        if not {"model.options", "model.options.test_size"} & vars(options).keys():
             changes["model"] = {"options": {"test_size": _test_size(size, config)}}
     return changes
 
 
-def parse_size(text: str, option: str, example: int = 320) -> int | list[int]:
-    """The side of a square, or [height, width], as typed for an option."""
-    sides = text.strip("[]() ").lower().replace(",", "x").split("x")
-    if len(sides) > 2 or not all(side.strip().isdecimal() for side in sides):
-        raise ConfigError(f"{option} {text}: write {example}, or 240x320 for height x width")
+def parse_size(text: str, option: str) -> int | list[int]:
+    """Parses the side of a square, or height x width, as typed for an option."""
+    sides = text.lower().split("x")
+    if len(sides) > 2 or not all(side.isdecimal() for side in sides):
+        raise ConfigError(f"{option} {text}: expected a size such as 320, or 240x320 for height x width")
     return int(sides[0]) if len(sides) == 1 else [int(side) for side in sides]
 
 
 def _test_size(size: int | list[int], config: "TrainConfig") -> list[int]:
+    """The test size, scaled as the training size is; its limit lets the shape of the training images through."""
     from aploss.detectors.build import DETECTORS
 
-    before = config.batches.image_size
-    factor = min(_sides(size)) / min(_sides(before))
+    before, after = ([one] if isinstance(one, int) else [*one] for one in (config.batches.image_size, size))
+    factor = min(after) / min(before)
     shorter, longest = config.model.options.get("test_size", DETECTORS.get(config.detector).test_size)
-    shape = max(_sides(size)) / min(_sides(size))  # of the training images, which the limit must let through
-    return [round(factor * shorter), max(round(factor * longest), round(factor * shorter * shape))]
-
-
-def _sides(size: int | list[int] | tuple[int, int]) -> list[int]:
-    return [size] if isinstance(size, int) else [*size]
+    return [round(factor * shorter), round(factor * max(longest, shorter * max(after) / min(after)))]

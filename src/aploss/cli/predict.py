@@ -1,23 +1,22 @@
-"""Detect objects in images with a trained run.
+"""``aploss predict``: detect objects in images with a trained run.
 
-The pictures with boxes go to ``pictures/`` in the output folder, the detections as COCO results to ``detections.json``,
-and the images and classes that these refer to, to ``images.json``.
+Pictures with boxes go to ``pictures/`` in the output folder, detections in COCO's result format to ``detections.json``,
+and the images and classes that they refer to, to ``images.json``.
 """
 
 import json
 import shlex
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from glob import glob, has_magic
+from glob import glob
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from jsonargparse import ArgumentParser, Namespace
-
-from aploss.cli.command import EXIT_PROBLEMS, Command, newest_run, progress, require_at_least, say_next
+from aploss.cli.command import EXIT_PROBLEMS, Command, progress, require_at_least, say_next
+from aploss.cli.options import Parser
 from aploss.data.images import EXTENSIONS
-from aploss.errors import ConfigError, DataError
+from aploss.errors import DataError
 from aploss.files import write_text, write_whole
 
 if TYPE_CHECKING:
@@ -27,69 +26,57 @@ if TYPE_CHECKING:
 
 EXAMPLES = """
   aploss predict runs/demo photos/ --out found/
-  aploss predict runs/demo a.jpg b.png "holiday/**/*.jpg" --out found/ --threshold 0.5
-  aploss predict runs/demo photos/ --out found/ --labels yolo
-  aploss predict runs/demo photos/ --out found/ --multi-scale --device cuda
+  aploss predict runs/demo a.jpg b.png "holiday/**/*.jpg" --out found/ --threshold 0.5 --labels yolo
   aploss predict model.onnx photos/ --out found/
 """
 
 PICTURES = "pictures"
-LOSSY = (".jpg", ".jpeg")  # drawn in kind; everything else becomes PNG
+LOSSY = (".jpg", ".jpeg")  # drawn pictures of other formats are PNG
 
 
-@dataclass(frozen=True)
-class ImageFile:
-    """An image to look at, and what its results are called: different for all images."""
-
-    path: Path
-    name: str  # the path below the folder that was given, without suffix
-
-
-def _add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("run", type=str, help="run folder, checkpoint, or exported file (.onnx, .xml, .ts)")
-    parser.add_argument("images", type=str, nargs="*", help="image files, folders, or patterns")
-    parser.add_argument("--out", type=Path, help="folder for the results")
-    parser.add_argument(
-        "--threshold", type=float, help="least score to report; 0 for all (default: best F1 on validation)"
-    )
-    parser.add_argument(
-        "--labels", type=Literal["voc", "yolo"], help="also write annotation files, to be corrected and trained on"
-    )
-    parser.add_argument("--multi-scale", action="store_true", help="look at several sizes and mirrored: slower")
-    parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, mps or auto")
-    parser.add_argument("--batch-size", type=int, default=8, help="images in one pass")
+def _add_arguments(parser: Parser) -> None:
+    parser.add_argument("run", help="run folder, checkpoint or exported file")
+    parser.add_argument("images", nargs="+", help="image files, folders or glob patterns")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the results")
+    threshold = "minimum score, 0 to report everything; by default the best F1 on validation"
+    parser.add_argument("--threshold", type=float, metavar="X", help=threshold)
+    labels = "also write annotation files, to correct by hand and train on"
+    parser.add_argument("--labels", choices=["voc", "yolo"], help=labels)
+    scales = "merge the detections of several image sizes, each also flipped; slower"
+    parser.add_argument("--multi-scale", action="store_true", help=scales)
+    parser.add_argument("--device", default="auto", help="cpu, cuda, mps or auto")
+    parser.add_argument("--batch-size", type=int, metavar="N", default=8, help="images per forward pass")
 
 
 def _run(options: Namespace) -> int:
-    """Predicts image by image and writes the results; 1 if some images could not be used."""
+    """Predicts batch by batch and writes the results; exit code 1 if some images could not be used."""
     from aploss.detectors.predict import MultiScale
 
-    _require_all(options)
     require_at_least(1, options, "batch_size")
     images, failures = find_images(options.images, exclude=options.out / PICTURES)
     if not images:
-        raise DataError(f"no images to look at: {'; '.join(failures)}")
+        raise DataError(f"no images: {'; '.join(failures)}")
     detector = load_detector(options.run, options.device)
     results = _Results(options.out, detector.class_names, options.labels)
-    multi_scale = MultiScale() if options.multi_scale else None
     with progress("images", quiet=options.quiet) as show:
-        for start in range(0, len(images), options.batch_size):
-            chunk = images[start : start + options.batch_size]
-            readable = list(_read(chunk, failures))
-            tensors = [tensor for _, tensor in readable]
+        files = list(images)
+        for start in range(0, len(files), options.batch_size):
+            chunk = list(_read(files[start : start + options.batch_size], failures))
             predictions = detector.predict(
-                tensors, threshold=options.threshold, batch_size=options.batch_size, multi_scale=multi_scale
+                [tensor for _, tensor in chunk],
+                threshold=options.threshold,
+                batch_size=options.batch_size,
+                multi_scale=MultiScale() if options.multi_scale else None,
             )
-            for (image, tensor), prediction in zip(readable, predictions, strict=True):
-                results.add(image, tensor, prediction)
-            show(start + len(chunk), len(images))
+            for (path, tensor), prediction in zip(chunk, predictions, strict=True):
+                results.add(path, images[path], tensor, prediction)
+            show(start + len(chunk), len(files))
     results.write()
     if not options.quiet:
-        least = detector.draw_threshold if options.threshold is None else options.threshold
-        objects, looked_at = sum(map(len, results.predictions)), len(results.images)
-        above = f" with a score of at least {least:.2f}" if least else ""
-        found_in = f"{objects} object{'s' * (objects != 1)} in {looked_at} image{'s' * (looked_at != 1)}"
-        print(f"{found_in}{above}: {options.out}", flush=True)
+        minimum = detector.draw_threshold if options.threshold is None else options.threshold
+        above = f" with a score of at least {minimum:.2f}" if minimum else ""
+        objects = sum(map(len, results.predictions))
+        print(f"{objects} objects in {len(results.images)} images{above}: {options.out}", flush=True)
         found = shlex.quote(str(options.out / "detections.json"))
         say_next(options, f"aploss eval --annotations ANNOTATIONS.json --detections {found}")
     if failures:
@@ -97,22 +84,8 @@ def _run(options: Namespace) -> int:
     return EXIT_PROBLEMS if failures else 0
 
 
-def _require_all(options: Namespace) -> None:
-    """Completes a command that lacks the run, the images or --out."""
-    run, images = options.run, options.images
-    if not images and Path(run).suffix.lower() in EXTENSIONS:
-        raise ConfigError(f"the run comes first: aploss predict {newest_run()} {shlex.quote(run)} --out found")
-    if swapped := next((one for one in images if (Path(one) / "config.yaml").is_file()), None):
-        rest = shlex.join([swapped, run, "--out", str(options.out or "found")])
-        raise ConfigError(f"the run comes first: aploss predict {rest}")
-    if not images or options.out is None:
-        missing = " and ".join(["images"] * (not images) + ["--out"] * (options.out is None))
-        rest = shlex.join([run, *(images or ["photos/"]), "--out", str(options.out or "found")])
-        raise ConfigError(f"without {missing} there is nothing to do: aploss predict {rest}")
-
-
 def load_detector(path: str, device: str) -> "ObjectDetector":
-    """The detector of a run folder, a checkpoint, or a file of ``aploss export``."""
+    """Loads the detector of a run folder, a checkpoint or a file of ``aploss export``."""
     from aploss.detectors.export import FORMATS, load_exported
 
     if path.endswith(tuple(FORMATS)):
@@ -123,116 +96,98 @@ def load_detector(path: str, device: str) -> "ObjectDetector":
     return load(path, device=choose_device(device))
 
 
-def _read(chunk: Sequence[ImageFile], failures: list[str]) -> "Iterator[tuple[ImageFile, Tensor]]":
+def _read(paths: Sequence[Path], failures: list[str]) -> "Iterator[tuple[Path, Tensor]]":
     from aploss.data.images import read_image
 
-    for image in chunk:
+    for path in paths:
         try:
-            yield image, read_image(image.path)
+            yield path, read_image(path)
         except DataError as error:
             failures.append(str(error))
 
 
-@dataclass
 class _Results:
-    """The output folder; pictures and labels are written at once, the rest at the end."""
+    """The output folder; pictures and labels are written at once, the JSON files at the end."""
 
-    folder: Path
-    class_names: tuple[str, ...]
-    labels: str | None
-    images: list[dict[str, object]] = field(default_factory=list)
-    predictions: "list[Prediction]" = field(default_factory=list)
+    def __init__(self, folder: Path, class_names: tuple[str, ...], labels: str | None) -> None:
+        self.folder, self.class_names, self.labels = folder, class_names, labels
+        self.images: list[dict[str, object]] = []
+        self.predictions: list[Prediction] = []
 
-    def add(self, image: ImageFile, tensor: "Tensor", prediction: "Prediction") -> None:
+    def add(self, path: Path, name: str, tensor: "Tensor", prediction: "Prediction") -> None:
+        """Writes the picture and labels of an image as ``name``."""
         from aploss.data import draw_boxes
         from aploss.data.voc import voc_annotation
         from aploss.data.yolo import yolo_rows
 
-        width, height = prediction.image_size
-        number = len(self.images) + 1
-        self.images.append({"id": number, "file_name": str(image.path), "width": width, "height": height})
+        size = width, height = prediction.image_size
+        self.images.append({"id": len(self.images) + 1, "file_name": str(path), "width": width, "height": height})
         self.predictions.append(prediction)
-        boxes, labels, scores = prediction.boxes.numpy(), prediction.labels.numpy(), prediction.scores.numpy()
+        boxes, labels, scores = (one.numpy() for one in (prediction.boxes, prediction.labels, prediction.scores))
         picture = draw_boxes(tensor.numpy(), boxes, labels, self.class_names, scores)
-        suffix = image.path.suffix.lower()
-        suffix, kind = (suffix, "JPEG") if suffix in LOSSY else (".png", "PNG")
-        path = self.folder / PICTURES / f"{image.name}{suffix}"
-        write_whole(path, lambda file: picture.save(file, format=kind, quality=92))
-        size, rows = prediction.image_size, boxes.tolist()
+        suffix, kind = (path.suffix, "JPEG") if path.suffix.lower() in LOSSY else (".png", "PNG")
+        file = self.folder / PICTURES / f"{name}{suffix.lower()}"
+        write_whole(file, lambda stream: picture.save(stream, format=kind, quality=92))
+        rows = boxes.tolist()
         if self.labels == "voc":
-            names, listed = prediction.class_names, scores.tolist()
-            text = voc_annotation(image.path.name, size, names, rows, scores=listed, digits=2)
-            write_text(self.folder / f"labels/{image.name}.xml", text)
+            names = prediction.class_names
+            text = voc_annotation(path.name, size, names, rows, scores=scores.tolist(), digits=2)
+            write_text(self.folder / f"labels/{name}.xml", text)
         elif self.labels == "yolo":
-            write_text(self.folder / f"labels/{image.name}.txt", yolo_rows(labels.tolist(), rows, size, digits=6))
+            write_text(self.folder / f"labels/{name}.txt", yolo_rows(labels.tolist(), rows, size, digits=6))
 
     def write(self) -> None:
-        """Writes the two JSON files, and the classes of YOLO labels."""
+        """Writes the two JSON files, and the class names of YOLO labels."""
         from aploss.evaluation.tables import DetectionTable
 
         found = [{"boxes": one.boxes, "scores": one.scores, "labels": one.labels} for one in self.predictions]
         table = DetectionTable.from_predictions(list(range(1, len(found) + 1)), found)
         categories = [{"id": i, "name": name} for i, name in enumerate(self.class_names, start=1)]
         about = {"images": self.images, "categories": categories, "annotations": []}
-        texts = {"detections.json": json.dumps(table.to_results()), "images.json": json.dumps(about, indent=1)}
+        write_text(self.folder / "detections.json", json.dumps(table.to_results()))
+        write_text(self.folder / "images.json", json.dumps(about, indent=1))
         if self.labels == "yolo":
-            texts["labels/classes.txt"] = "".join(f"{' '.join(name.split())}\n" for name in self.class_names)
-        for name, text in texts.items():
-            write_text(self.folder / name, text)
+            lines = "".join(f"{' '.join(name.split())}\n" for name in self.class_names)
+            write_text(self.folder / "labels/classes.txt", lines)
 
 
-def find_images(arguments: Sequence[str], *, exclude: Path | None = None) -> tuple[list[ImageFile], list[str]]:
-    """The files of arguments that are files, folders (with the folders in them) or patterns such as ``*.jpg``, in their
-    order and each once; and a line for each argument that is no image. The folder ``exclude`` is not looked into."""
+def find_images(arguments: Sequence[str], *, exclude: Path | None = None) -> tuple[dict[Path, str], list[str]]:
+    """Finds the images that files, folders (recursively) and glob patterns name.
+
+    Args:
+        arguments: as given on the command line.
+        exclude: folder to skip.
+
+    Returns:
+        The images in order with a unique name for the results of each, and a line for each argument without images.
+    """
     found: dict[Path, str] = {}
     problems: list[str] = []
-    for argument in arguments:
-        candidates = dict(_candidates(argument))
-        if not candidates:
-            problems.append(f"{argument}: {_why_nothing(argument)}")
-        for path, name in candidates.items():
-            if exclude is None or not path.resolve().is_relative_to(exclude.resolve()):
-                found.setdefault(path, name)
-    return _with_different_names(found), problems
-
-
-def _candidates(argument: str) -> Iterator[tuple[Path, str]]:
-    """Files and their names; folders are searched for names that images end in."""
-    path = Path(argument)
-    if path.is_dir():
-        for file in sorted(path.rglob("*")):
-            if file.suffix.lower() in EXTENSIONS and file.is_file():
-                yield file, file.relative_to(path).with_suffix("").as_posix()
-    elif path.is_file():
-        yield path, path.stem
-    elif has_magic(argument):
-        for match in sorted(glob(argument, recursive=True)):  # noqa: PTH207 - absolute ones too
-            yield from _candidates(match)
-
-
-def _why_nothing(argument: str) -> str:
-    if Path(argument).is_dir():
-        return "no images in this folder"
-    return "no image matches" if has_magic(argument) else "no such image file or folder"
-
-
-def _with_different_names(found: dict[Path, str]) -> list[ImageFile]:
     taken: set[str] = set()
-    images = []
-    for path, wanted in found.items():
-        name, number = wanted, 1
-        while name.casefold() in taken:  # some file systems take A and a for the same
-            number += 1
-            name = f"{wanted}-{number}"
-        taken.add(name.casefold())
-        images.append(ImageFile(path, name))
-    return images
+    for argument in arguments:
+        matches = [argument] if Path(argument).exists() else sorted(glob(argument, recursive=True))  # noqa: PTH207
+        candidates = [one for match in matches for one in _candidates(Path(match))]
+        if not candidates:
+            problems.append(f"{argument}: no images found")
+        for path, wanted in candidates:
+            if path in found or (exclude is not None and path.resolve().is_relative_to(exclude.resolve())):
+                continue
+            name, number = wanted, 1
+            while name.casefold() in taken:  # some file systems ignore case
+                number += 1
+                name = f"{wanted}-{number}"
+            taken.add(name.casefold())
+            found[path] = name
+    return found, problems
 
 
-PREDICT = Command(
-    examples=EXAMPLES,
-    add_arguments=_add_arguments,
-    run=_run,
-    quiet="show only what goes wrong",
-    needs={"images": "photos/", "--out": "found"},
-)
+def _candidates(path: Path) -> Iterator[tuple[Path, str]]:
+    """A file, or the images of a folder, each with the name of its results: the path in the folder without suffix."""
+    if path.is_file():
+        yield path, path.stem
+    for file in sorted(path.rglob("*")) if path.is_dir() else ():
+        if file.suffix.lower() in EXTENSIONS and file.is_file():
+            yield file, file.relative_to(path).with_suffix("").as_posix()
+
+
+PREDICT = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)

@@ -1,11 +1,11 @@
-"""Puts the paper's theorems to the test."""
+"""``aploss theory``: verify the paper's theorems in experiments."""
 
 import time
+from argparse import Namespace
 from pathlib import Path
 
-from jsonargparse import ArgumentParser, Namespace
-
 from aploss.cli.command import EXIT_PROBLEMS, Command, open_page, progress, say_next
+from aploss.cli.options import Parser
 
 EXAMPLES = """
   aploss theory                     every study, with an index page
@@ -14,10 +14,10 @@ EXAMPLES = """
 NAMES = ("convergence", "smoothed-failure", "inseparable", "consistency", "imbalance", "method")
 
 
-def _add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", choices=["all", *NAMES], default="all", help="the study; all by default")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random problems")
-    parser.add_argument("--out", type=Path, default=Path("runs/theory"), help="folder for the pages")
+def _add_arguments(parser: Parser) -> None:
+    parser.add_argument("name", nargs="?", choices=["all", *NAMES], default="all", help="which study")
+    parser.add_argument("--seed", type=int, metavar="N", default=0, help="seed of the random problems")
+    parser.add_argument("--out", type=Path, metavar="DIR", default=Path("runs/theory"), help="folder for the pages")
 
 
 def _run(options: Namespace) -> int:

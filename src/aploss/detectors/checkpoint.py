@@ -97,6 +97,8 @@ class Checkpoint:
             raise RunError(f"{source} has checkpoint format {content['format']!r}; this version reads {FORMAT}")
         with wrap_untrusted(source):
             record, training = content["detector"], content.get("training")
+            if not isinstance(record["state"], Mapping):
+                raise RunError("its weights are not a state dict")
             state = None if training is None else TrainingState.from_content(training)
             return cls(
                 config=record["config"],
