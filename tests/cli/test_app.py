@@ -1,172 +1,117 @@
-"""`aploss app` in a real browser, and what its server refuses."""
+"""``aploss app``: the callbacks behind the page, its limits, and the served page itself."""
 
-import base64
-import http.client
-import io
 import json
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from chromium import browser  # noqa: F401 - a fixture
 from PIL import Image
 
-from aploss.cli.app import MAX_BYTES, AppServer, make_server
-from aploss.cli.main import main
-from aploss.detectors import Detector, build_detector
-from aploss.errors import ConfigError
-from aploss.evaluation import Calibration
+from aploss.cli.app import COLUMNS, MAX_FILE_MB, MAX_IMAGES, App, model_card
+from aploss.detectors import Detector
+from aploss.training import Summary, load_config
+from aploss.training.run_folder import RunFolder
 
-NAMES = ("runs/first", "runs/<b>second</b>")  # texts of strangers are shown as they are
-SIZES = {"phone": (390, 844), "desktop": (1440, 900)}
-DROP = """(async () => {
-  const bytes = Uint8Array.from(atob("%s"), (one) => one.charCodeAt(0));
-  const transfer = new DataTransfer();
-  transfer.items.add(new File([bytes], "%s"));
-  document.dispatchEvent(new DragEvent("drop", { dataTransfer: transfer, bubbles: true, cancelable: true }));
-  for (let wait = 0; wait < 600; wait++) {
-    await new Promise((done) => setTimeout(done, 100));
-    if (!/looking at/.test(document.getElementById("status").textContent)) break;
-  }
-  return document.getElementById("status").textContent;
-})()"""
-SHOWN = """(() => ({
-  boxes: [...document.querySelectorAll("section")].map((one) => one.querySelectorAll("rect.box").length),
-  names: [...document.querySelectorAll("h2")].map((one) => one.textContent),
-  about: [...document.querySelectorAll(".about")].map((one) => one.textContent),
-  columns: new Set([...document.querySelectorAll("section")].map((one) => one.getBoundingClientRect().left)).size,
-  wider: document.documentElement.scrollWidth - document.documentElement.clientWidth,
-  bold: document.querySelectorAll("b").length,
-}))()"""
-MOVE = """(() => {
-  const slider = document.getElementById("threshold");
-  slider.value = %s;
-  slider.dispatchEvent(new Event("input"));
-})()"""
+pytest.importorskip("gradio", reason="gradio is not installed (extra `app`)")
 
-
-def _detector(seed: int) -> Detector:
-    torch.manual_seed(seed)
-    detector = build_detector("retinanet-tiny", class_names=["cat", "dog"], test_size=(64, 128))
-    for weight in detector.head.parameters():
-        if weight.ndim > 1:
-            torch.nn.init.normal_(weight, std=0.05)
-    detector.calibration = Calibration(x=[0.0, 0.07, 1.0], y=[0.0, 0.5, 0.9])
-    detector.draw_threshold = 0.5
-    return detector.eval()
+RUNS = ("runs/first", "runs/<b>second</b>")
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[AppServer]:
-    with make_server(NAMES, [_detector(0), _detector(1)]) as one:
-        threading.Thread(target=one.serve_forever, daemon=True).start()
-        yield one
-        one.shutdown()
+def app(random_detector: Callable[[int], Detector]) -> App:
+    return App({run: random_detector(seed) for seed, run in enumerate(RUNS)})
 
 
-@pytest.fixture(scope="module")
-def png() -> bytes:
+@pytest.fixture
+def photo(tmp_path: Path) -> str:
     pixels = np.random.default_rng(0).integers(0, 256, (60, 80, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(buffer := io.BytesIO(), "PNG")
-    return buffer.getvalue()
+    Image.fromarray(pixels).save(tmp_path / "photo.png")
+    return str(tmp_path / "photo.png")
 
 
-def _post(server: AppServer, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
-    connection.request(
-        "POST", "/detect", body, {"X-Aploss": "1", **{k.replace("_", "-"): v for k, v in headers.items()}}
-    )
-    answer = connection.getresponse()
-    return answer.status, json.loads(answer.read())
+def message(callback: Callable[..., object], *values: object) -> str:
+    """The line that a callback shows on the page."""
+    from gradio import Error
+
+    with pytest.raises(Error) as raised:
+        callback(*values)
+    assert not raised.value.print_exception
+    assert "\n" not in raised.value.message
+    return str(raised.value.message)
 
 
-def test_an_image_is_dropped_once_and_the_threshold_moves_in_the_page(
-    browser: Any,  # noqa: F811
-    server: AppServer,
-    png: bytes,
+def test_detections_of_both_runs_are_drawn_listed_and_downloadable(app: App, photo: str) -> None:
+    assert app.threshold == 0.5
+    _, *galleries, rows, file = app.detect([photo, photo], 0.5)
+    for (run, detector), gallery in zip(app.detectors.items(), galleries, strict=True):
+        (expected,) = detector.predict(photo)
+        assert [caption for _, caption in gallery] == [f"photo.png: {len(expected)} detections"] * 2
+        assert [row[3] for row in rows if row[0] == run][: len(expected)] == pytest.approx(
+            expected.scores.tolist(), abs=1e-4
+        )
+    assert json.loads(Path(file).read_text()) == [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+
+
+def test_the_threshold_moves_without_another_prediction(
+    app: App, photo: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    image = np.asarray(Image.open(io.BytesIO(png)))
-    scores = [detector.predict(image, threshold=0.0)[0].scores for detector in server.detectors]
-    address = f"http://127.0.0.1:{server.server_port}/"
-    for name, (width, height) in SIZES.items():
-        browser.open(address, width, height)
-        assert browser.evaluate(DROP % (base64.b64encode(png).decode(), "photo.png")) == "photo.png: 80 x 60 pixels"
-        for threshold in (0.5, 0.55, 0.0):
-            browser.evaluate(MOVE % threshold)
-            shown = browser.evaluate(SHOWN)
-            assert shown["boxes"] == [int((one >= threshold).sum()) for one in scores]
-        assert len({*shown["boxes"]} | {100}) == 1  # all of them at threshold 0
-        assert shown["names"] == list(NAMES)
-        assert shown["bold"] == 0
-        assert shown["columns"] == (2 if name == "desktop" else 1)  # side by side where there is room
-        assert shown["wider"] == 0
-        asked = browser.requests()
-        assert all(one.startswith(address) for one in asked)
-        assert sum(one.endswith("/detect") for one in asked) == 1
-        assert browser.faults() == []
+    results, *_ = app.detect([photo], 0.5)
+    monkeypatch.setattr(Detector, "predict", None)
+    assert len(app.show(results, 0.0)[2]) == 200  # 100 of each run
+    assert app.show(results, 1.0)[2] == []
+    assert app.detect(None, 0.5)[0] == []  # all images are removed
 
 
-def test_damaged_and_large_files_are_refused_with_a_line_in_the_page(
-    browser: Any,  # noqa: F811
-    server: AppServer,
-    png: bytes,
+def test_unusable_uploads_are_one_line_with_the_name_of_the_file(app: App, photo: str, tmp_path: Path) -> None:
+    (tmp_path / "notes.png").write_text("not an image")
+    (tmp_path / "cut.png").write_bytes(Path(photo).read_bytes()[:500])
+    Image.new("1", (20000, 20000)).save(tmp_path / "bomb.png")  # rejected by its header
+    for name in ("notes.png", "cut.png", "bomb.png"):
+        assert message(app.detect, [photo, str(tmp_path / name)], 0.5).startswith(f"{name}: ")
+    assert str(MAX_IMAGES) in message(app.detect, [photo] * (MAX_IMAGES + 1), 0.5)
+    assert message(app.show, [(photo, None)], 0.5).startswith("unexpected TypeError")
+
+
+def test_the_model_card_has_loss_ap_and_date_of_the_run_folder(
+    random_detector: Callable[[int], Detector], tmp_path: Path
 ) -> None:
-    browser.open(f"http://127.0.0.1:{server.server_port}/", *SIZES["phone"])
-    damaged = base64.b64encode(png[:500]).decode()
-    assert "broken.png: damaged image" in browser.evaluate(DROP % (damaged, "broken.png"))
-    assert "notes.txt: not an image" in browser.evaluate(DROP % (base64.b64encode(b"notes").decode(), "notes.txt"))
-    large = browser.evaluate(f"""(() => {{
-      const transfer = new DataTransfer();
-      transfer.items.add(new File([new Uint8Array({MAX_BYTES + 1})], "large.png"));
-      document.dispatchEvent(new DragEvent("drop", {{ dataTransfer: transfer }}));
-      return new Promise((done) => setTimeout(() => done(document.getElementById("status").textContent), 100));
-    }})()""")
-    assert large == "large.png: the file has 32 MB, at most 32 MB are taken"
-    assert "photo.png: 80" in browser.evaluate(DROP % (base64.b64encode(png).decode(), "photo.png"))  # it goes on
+    detector = random_detector(0)
+    assert "<b>" not in model_card(RUNS[1], detector)
+    assert "<th>loss" not in model_card(str(tmp_path), detector)
+    folder = RunFolder(tmp_path / "run")
+    folder.create(load_config("demo"))
+    values = dict.fromkeys(Summary.__dataclass_fields__)
+    numbers = {"AP": 0.5, "split": "<i>test</i>", "loss": "focal", "per_class": {}, "unreadable_images": {}}
+    Summary(**(values | numbers)).write(folder.summary_file)
+    card = model_card(str(folder.path / "checkpoints" / "best.pt"), detector)
+    started = json.loads((folder.path / "environment.json").read_text())["started"]
+    for text in ("focal", "50.0 on &lt;i&gt;test", started[:10], *detector.class_names):
+        assert text in card
 
 
-def test_the_server_answers_with_all_detections_and_the_upright_image(server: AppServer, png: bytes) -> None:
-    image = Image.open(io.BytesIO(png)).convert("RGB")
-    exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by a quarter
-    image.save(buffer := io.BytesIO(), "JPEG", exif=exif)
-    status, answer = _post(server, buffer.getvalue())
-    assert status == 200
-    assert (answer["width"], answer["height"]) == (60, 80)
-    picture = Image.open(io.BytesIO(base64.b64decode(answer["picture"].partition(",")[2])))
-    assert picture.size == (60, 80)
-    expected = server.detectors[0].predict(Image.open(buffer), threshold=0.0)[0]
-    for (label, score, box), *row in zip(
-        answer["runs"][0]["detections"], expected.labels, expected.scores, expected.boxes, strict=True
-    ):
-        assert (label, score, box) == (row[0].item(), row[1].item(), row[2].tolist())
+def test_the_page_is_served_to_this_machine_only_and_answers_the_client(
+    app: App, photo: str, tmp_path: Path, refused: Callable[..., str], run_folder: Path
+) -> None:
+    import httpx
+    from gradio_client import Client, handle_file
+    from gradio_client.exceptions import AppError
 
-
-def test_requests_from_elsewhere_and_what_is_no_image_are_refused(server: AppServer, png: bytes) -> None:
-    assert server.server_address[0] == "127.0.0.1"
-    assert _post(server, png, Host="evil.example")[0] == 403
-    assert _post(server, png, X_Aploss="0")[0] == 404  # what another site's page would send
-    status, answer = _post(server, b"", Content_Length=str(MAX_BYTES + 1))
-    assert (status, answer["error"]) == (413, "the file has 32 MB, at most 32 MB are taken")
-    status, answer = _post(server, b"no image")
-    assert status == 422
-    assert answer["error"].startswith("not an image")
-    Image.new("1", (20000, 20000)).save(bomb := io.BytesIO(), "PNG")
-    status, answer = _post(server, bomb.getvalue())
-    assert status == 422
-    assert "decompression bomb" in answer["error"]
-
-
-def test_mistakes_end_in_one_line(server: AppServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match=f"--port {server.server_port}: .*--port 0 takes a free one"):
-        make_server(NAMES, server.detectors, port=server.server_port)
-    assert main(["app", str(tmp_path), "--port", "70000"]) == 2
-    assert main(["app", str(tmp_path / "nowhere")]) == 2
-    told = capsys.readouterr().err
-    assert "--port 70000: must be from 0 to 65535" in told
-    assert "nowhere" in told
-    assert told.count("\n") == 2
+    with app.serve(0) as address:
+        assert address.startswith("http://127.0.0.1:")
+        page = httpx.get(address).text
+        for host in ("fonts.googleapis.com", "cdnjs.cloudflare.com", "gradio.live"):
+            assert host not in page
+        assert httpx.get(address, headers={"Host": "evil.example"}).status_code == 400
+        client = Client(address, verbose=False, download_files=str(tmp_path))
+        *galleries, table, file = client.predict([handle_file(photo)], 0.0, api_name="/detect")
+        assert [len(gallery) for gallery in galleries] == [1, 1]
+        assert len(table["data"]) == len(json.loads(Path(file).read_text())) == 200
+        Path(photo).write_bytes(b"not an image")
+        with pytest.raises(AppError, match="photo.png: "):
+            client.predict([handle_file(photo)], 0.5, api_name="/detect")
+        large = {"files": ("large.png", bytes(MAX_FILE_MB * 2**20 + 1))}
+        assert httpx.post(f"{address}gradio_api/upload", files=large).status_code == 413
+        port = address.rstrip("/").rpartition(":")[2]
+        assert f"--port {port}" in refused("app", run_folder, "--port", port)
+    assert "--port 70000" in refused("app", run_folder, "--port", 70000)

@@ -148,7 +148,7 @@ class App:
             one_at_a_time: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "detectors"}
             files.change(self.detect, [files, threshold], [results, *shown], api_name="detect", **one_at_a_time)
             threshold.release(self.show, [results, threshold], shown, api_visibility="private", **one_at_a_time)
-        return page
+        return page  # type: ignore[no-any-return]
 
     @contextmanager
     def serve(self, port: int) -> Iterator[str]:

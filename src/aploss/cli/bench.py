@@ -5,7 +5,7 @@ from argparse import Namespace
 from importlib import import_module
 from pathlib import Path
 
-from aploss.cli.command import Command, open_page, progress, say_next
+from aploss.cli.command import Command, progress
 from aploss.cli.options import Parser
 from aploss.files import write_text
 
@@ -25,7 +25,6 @@ def _add_arguments(parser: Parser) -> None:
 
 
 def _run(options: Namespace) -> int:
-    plots = []
     for name in BENCHMARKS if options.what == "all" else [options.what]:
         benchmark = import_module(f"aploss.benchmarks.{BENCHMARKS[name]}")
         with progress(name, quiet=options.quiet) as show:
@@ -33,10 +32,9 @@ def _run(options: Namespace) -> int:
         print(f"\n{name}\n{benchmark.table(result)}", flush=True)
         write_text(options.out / f"{name}.json", json.dumps(result, indent=2) + "\n")
         if hasattr(benchmark, "plot"):
-            plots.append(options.out / f"{name}.svg")
-            write_text(plots[-1], benchmark.plot(result))
-    if plots:
-        say_next(options, *map(open_page, plots))
+            write_text(options.out / f"{name}.svg", benchmark.plot(result))
+    if not options.quiet:
+        print(f"\nresults: {options.out}", flush=True)
     return 0
 
 

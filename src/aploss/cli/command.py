@@ -1,6 +1,5 @@
 """What all commands share: their definition, progress on stderr, and the hint on what to run next."""
 
-import shlex
 import sys
 import time
 from argparse import Namespace
@@ -45,11 +44,6 @@ def run_folder_of(path: str) -> "RunFolder | None":
 
     candidates = (RunFolder(path), RunFolder(Path(path).parent.parent))
     return next((folder for folder in candidates if folder.exists), None)
-
-
-def open_page(page: Path) -> str:
-    """The command that opens a page in the browser on every platform."""
-    return f"python -m webbrowser {shlex.quote(str(page))}"
 
 
 def say_next(options: Namespace, *commands: str) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from aploss.cli.command import Command, open_page, require_at_least, say_next
+from aploss.cli.command import Command, require_at_least
 from aploss.cli.options import SHORTHANDS, Parser, add_settings, add_shorthands, given_settings, shorthand_changes
 from aploss.detectors.build import DETECTORS
 from aploss.errors import ConfigError, require_packages
@@ -39,7 +39,7 @@ def _add_arguments(parser: Parser) -> None:
         help=f"comma-separated losses, with options as in ap:delta=0.5: {', '.join(LOSSES.names())}; by default "
         f"{DEFAULT_LOSSES}, or with --vary the recipe's",
     )
-    vary = "setting whose values become rows, may be repeated for all combinations"
+    vary = "setting to vary between rows; may be repeated for all combinations"
     parser.add_argument("--vary", action="append", default=[], metavar="KEY=A,B", help=vary)
     parser.add_argument("--data", help="dataset; the built-in one by default")
     parser.add_argument("--detector", help=f"{', '.join(DETECTORS.names())}; the recipe's by default")
@@ -60,8 +60,7 @@ def add_comparison_options(parser: Parser, *, out: str) -> None:
     )
     parser.add_argument("--tune-steps", type=int, metavar="N", help="steps per search trial; full length by default")
     parser.add_argument("--tune-over", action="append", default=[], metavar="[LOSS:]KEY=A,B", help=searched)
-    minutes = "stop after this many minutes; the same command resumes"
-    parser.add_argument("--max-minutes", type=float, metavar="X", help=minutes)
+    parser.add_argument("--max-minutes", type=float, metavar="X", help="time limit; the same command resumes")
     parser.add_argument("--out", help=f"folder of the report and tables; by default {out}")
     parser.add_argument("--cache", help="folder of the runs; by default 'cache' next to --out")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ...")
@@ -140,7 +139,6 @@ def run_comparison(options: Namespace, default_out: Path, work: Callable[..., An
         print(f"{(out / 'table.md').read_text(encoding='utf-8')}\nreport: {out / 'report.html'}", flush=True)
         if not results.complete:
             print("not finished: the same command resumes", file=sys.stderr)
-        say_next(options, open_page(out / "report.html"))
     return 0
 
 

@@ -6,6 +6,7 @@ import shlex
 import sys
 import warnings
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,11 +100,10 @@ def _show(options: Namespace) -> int:
     samples = _samples(dataset, indices, options)
     tiles = []
     for image, target in samples:
-        arrays = [target[key].numpy() for key in ("boxes", "labels")]
+        boxes, labels = target["boxes"].numpy(), target["labels"].numpy()
         dashed = (target["difficult"] | target["crowd"]).numpy()
-        tiles.append(
-            draw_boxes(image.numpy(), *arrays, dataset.class_names, dashed=dashed, smallest=TILE, largest=TILE)
-        )
+        draw = partial(draw_boxes, dashed=dashed, smallest=TILE, largest=TILE)
+        tiles.append(draw(image.numpy(), boxes, labels, dataset.class_names))
     augmented = f", augmentation '{options.augment}'" if options.augment else ""
     title = f"{dataset.name} · {dataset.split}: {len(tiles)} of {len(dataset)} images{augmented}"
     sheet = contact_sheet(tiles, [dataset.relative_path(index) for index in indices], tile=TILE, title=title)
@@ -112,7 +112,6 @@ def _show(options: Namespace) -> int:
     write_whole(out, lambda file: sheet.save(file, format=kind))
     if not options.quiet:
         print(f"{out}: {title}, {sum(len(target['boxes']) for _, target in samples)} boxes")
-        say_next(options, f"aploss train --data {shlex.quote(options.path)}")
     return 0
 
 
@@ -147,7 +146,6 @@ def _convert(options: Namespace) -> int:
         print(f"dropped or clipped: {summarise(changed)}", file=sys.stderr)
     if result.losses:
         print(f"lost, since {options.to} cannot represent it: {'; '.join(result.losses)}", file=sys.stderr)
-    say_next(options, f"aploss data check {shlex.quote(options.out)}")
     return 0
 
 

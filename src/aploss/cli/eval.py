@@ -8,13 +8,14 @@ import json
 import shlex
 import sys
 from argparse import Namespace
-from collections import Counter
+from collections import defaultdict
 from dataclasses import replace
+from operator import eq
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from aploss.cli.command import Command, progress, require_at_least, run_folder_of, say_next
+from aploss.cli.command import Command, progress, require_at_least, run_folder_of
 from aploss.cli.options import Parser
 from aploss.data.annotations import Annotations
 from aploss.errors import ConfigError, DataError, listed
@@ -34,7 +35,6 @@ TITLES = {
     "voc07": "VOC2007 metrics (11 points)",
     "voc12": "VOC2012 metrics (area under the curve)",
 }
-MAX_DETECTIONS = 1_000_000
 
 
 def _add_arguments(parser: Parser) -> None:
@@ -70,8 +70,6 @@ def _run(options: Namespace) -> int:
     print(f"{TITLES[metrics.metric]}, IoU {metrics.iou}: {counts}\n\n{metrics.table()}", flush=True)
     for path in () if options.quiet else written:
         print(f"wrote {path}", file=sys.stderr)
-    if options.run is not None:
-        say_next(options, f"aploss predict {shlex.quote(options.run)} PHOTOS --out found")
     return 0
 
 
@@ -83,11 +81,8 @@ def _check(options: Namespace) -> None:
     if options.run is not None and (options.data is None or files != [None, None]):
         raise ConfigError(f"a run is evaluated on --data: aploss eval {shlex.quote(options.run)} --data PATH")
     require_at_least(1, options, "batch_size")
-    if options.max_detections is not None:
-        if options.max_detections > MAX_DETECTIONS:
-            raise ConfigError(f"--max-detections {options.max_detections}: must be at most {MAX_DETECTIONS}")
-        if options.metric != "coco":
-            raise ConfigError("--max-detections requires --metric coco: VOC evaluates all detections")
+    if options.max_detections is not None and options.metric != "coco":
+        raise ConfigError("--max-detections requires --metric coco: VOC evaluates all detections")
 
 
 def _detect(options: Namespace) -> tuple[Annotations, DetectionTable]:
@@ -95,9 +90,8 @@ def _detect(options: Namespace) -> tuple[Annotations, DetectionTable]:
     from aploss.data import load_dataset
     from aploss.detectors import load
     from aploss.training.distributed import World
-    from aploss.training.evaluate import detect_split
+    from aploss.training.evaluate import Split, detect_split
     from aploss.training.machine import choose_device, choose_workers
-    from aploss.training.splits import Split
 
     device = choose_device(options.device)
     detector = load(options.run, device=device)
@@ -151,7 +145,7 @@ def _names_from_predict(detections: str, table: DetectionTable) -> tuple[dict[in
     """The names of images and classes by id from predict's ``images.json``; None if it is missing or unrelated."""
     try:
         content = json.loads(Path(detections).with_name("images.json").read_text(encoding="utf-8"))
-        images = {int(one["id"]): _file_name(str(one["file_name"])) for one in content["images"]}
+        images = {int(one["id"]): str(one["file_name"]) for one in content["images"]}
         classes = {int(one["id"]): str(one["name"]) for one in content["categories"]}
     except (OSError, ValueError, TypeError, KeyError):
         return None
@@ -163,8 +157,9 @@ def _match_by_name(
     truth: GroundTruth, table: DetectionTable, images: dict[int, str], classes: dict[int, str], annotations: str
 ) -> tuple[Annotations, DetectionTable]:
     """The ground truth of the processed images, and the detections with the ids of the annotations."""
-    image_ids = _same_names(images, {k: _file_name(name) for k, name in truth.file_names.items()})
-    category_ids = _same_names(classes, truth.categories)
+    image_ids = _match_file_names(images, truth.file_names)
+    by_name = {name: number for number, name in truth.categories.items()}
+    category_ids = {number: by_name[name] for number, name in classes.items() if name in by_name}
     for kind, names, ids in (("images", images, image_ids), ("classes", classes, category_ids)):
         if left_out := [name for number, name in names.items() if number not in ids]:
             _warn(f"{len(left_out)} {kind} left out, not in the annotations: {listed(left_out)}")
@@ -185,22 +180,28 @@ def _match_by_name(
     )
 
 
-def _same_names(names: dict[int, str], others: dict[int, str]) -> dict[int, int]:
-    """Maps the ids of names to the ids of equal names; a name that several ids share is left out.
+def _match_file_names(found: dict[int, str], annotated: dict[int, str]) -> dict[int, int]:
+    """Maps image ids by file name: one path must be the end of the other. Ambiguous images are left out.
 
     Example:
-        >>> _same_names({1: "b.jpg", 2: "a.jpg", 3: "c.jpg"}, {7: "a.jpg", 8: "b.jpg", 9: "d.jpg"})
+        >>> _match_file_names({1: "data/test/b.jpg", 2: "a.jpg"}, {7: "test/a.jpg", 8: "test/b.jpg"})
         {1: 8, 2: 7}
     """
-    found, by_name = (
-        {name: number for number, name in ids.items() if count[name] == 1}
-        for ids, count in ((names, Counter(names.values())), (others, Counter(others.values())))
-    )
-    return {number: by_name[name] for name, number in found.items() if name in by_name}
+    candidates = defaultdict(list)
+    for number, name in annotated.items():
+        candidates[_parts(name)[:1]].append((number, _parts(name)))
+    ids = {}
+    for number, name in found.items():
+        parts = _parts(name)
+        same = [other for other, others in candidates[parts[:1]] if all(map(eq, parts, others))]
+        if len(same) == 1:
+            ids[number] = same[0]
+    return ids
 
 
-def _file_name(path: str) -> str:
-    return PurePosixPath(path.replace("\\", "/")).name
+def _parts(path: str) -> tuple[str, ...]:
+    """The parts of a path, the file name first."""
+    return PurePosixPath(path.replace("\\", "/")).parts[::-1]
 
 
 def _warn(text: str) -> None:
@@ -216,7 +217,7 @@ def _score(truth: Annotations, table: DetectionTable, options: Namespace) -> Met
 
 
 def _write(truth: Annotations, table: DetectionTable, metrics: Metrics, options: Namespace) -> list[Path]:
-    """Writes metrics.json and, if any class has objects, the curves; returns the paths."""
+    """Writes metrics.json and, if any class has objects, a plot of the curves; returns the paths."""
     from aploss.plotting.plots import precision_recall_plot
 
     iou = 0.5 if options.iou is None else options.iou

@@ -110,7 +110,7 @@ def _run(words: tuple[str, ...], arguments: list[str]) -> int:
         from aploss.registry import load_plugins
 
         load_plugins(option_values("--plugin", arguments))
-    options = make_parser(words, arguments).parse_args(arguments)
+    options = make_parser(words, arguments).parse()
     if command.computes and options.threads is not None:
         require_at_least(1, options, "threads")
         import torch
@@ -150,7 +150,7 @@ def make_parser(words: tuple[str, ...], arguments: Sequence[str] = ()) -> "Parse
 
     Args:
         words: the words of the command, such as ``("data", "check")``.
-        arguments: the arguments to be parsed, for defaults in the help that depend on them.
+        arguments: the arguments to parse; the help of ``train`` shows the defaults that follow from them.
     """
     from aploss.cli.options import Parser
 

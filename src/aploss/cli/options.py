@@ -39,7 +39,7 @@ class Parser(ArgumentParser):
     """Accepts underscores for dashes in option names, and raises ConfigError instead of exiting.
 
     Args:
-        arguments: the arguments to be parsed, for defaults in the help that depend on them.
+        arguments: the arguments to parse.
     """
 
     def __init__(self, *, arguments: Sequence[str] = (), **options: Any) -> None:
@@ -47,11 +47,11 @@ class Parser(ArgumentParser):
         super().__init__(formatter_class=HelpFormatter, allow_abbrev=False, add_help=False, **options)
         self.arguments = arguments
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        """Parses arguments; ConfigError for an unknown option, with the closest one."""
-        words = list(args or ())
+    def parse(self) -> Namespace:
+        """Parses the arguments; ConfigError for an unknown option, with the closest one."""
+        words = list(self.arguments)
         end = words.index("--") if "--" in words else len(words)
-        return super().parse_args([*map(self._known_option, words[:end]), *words[end:]], namespace)
+        return self.parse_args([*map(self._known_option, words[:end]), *words[end:]])
 
     def _known_option(self, word: str) -> str:
         """The word, an option with dashes for underscores."""

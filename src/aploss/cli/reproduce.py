@@ -30,8 +30,7 @@ def _add_arguments(parser: Parser) -> None:
     parser.add_argument("--recipe", help="settings at small scale; by default demo for built-in data, else bccd-cpu")
     parser.add_argument("--seeds", help="number of seeds, or a list: 0,1,2; by default 3 at small scale, else 1")
     parser.add_argument("--steps", type=int, metavar="N", help="length of each training at small scale")
-    no_tune = "use the recipe's learning rates instead of searching them"
-    parser.add_argument("--no-tune", action="store_true", help=no_tune)
+    parser.add_argument("--no-tune", action="store_true", help="do not search learning rates, use the recipe's")
     parser.add_argument("--plan", action="store_true", help="print the planned runs and exit")
     parser.add_argument("--yes", action="store_true", help="start the paper's scale even on a CPU")
     add_comparison_options(parser, out="runs/NAME-SCALE-DATA")

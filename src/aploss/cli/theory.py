@@ -4,7 +4,7 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-from aploss.cli.command import EXIT_PROBLEMS, Command, open_page, progress, say_next
+from aploss.cli.command import EXIT_PROBLEMS, Command, progress
 from aploss.cli.options import Parser
 
 EXAMPLES = """
@@ -35,9 +35,7 @@ def _run(options: Namespace) -> int:
             print(f"  {verdict.word}: {verdict.claim}")
         print(f"  {page}", flush=True)
     if options.name == "all":
-        page = write_index(studies, options.out)
-        print(f"index: {page}", flush=True)
-    say_next(options, open_page(page))
+        print(f"index: {write_index(studies, options.out)}", flush=True)
     return 0 if all(study.holds for study in studies) else EXIT_PROBLEMS
 
 

@@ -2,7 +2,8 @@
 
 A loss declares its label, colour, dashes and marker (:class:`aploss.losses.LossTraits`). The colours are those of Okabe
 and Ito, which are distinct for all common kinds of colour blindness, with brown and slate in place of yellow and black.
-Dashes and markers distinguish losses in greyscale. Pages invert the lightness of plots in dark mode.
+Dashes and markers distinguish losses in greyscale. Plots are always light, also on pages in dark mode, since the
+colours are chosen for a light background.
 """
 
 import re
@@ -10,6 +11,7 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 BLUE, ORANGE, GREEN, VERMILLION = "#0072b2", "#e69f00", "#009e73", "#d55e00"
@@ -87,49 +89,12 @@ def class_colour(label: int) -> str:
     return PALETTE[label % len(PALETTE)]
 
 
-_SETTINGS: Any = {  # matplotlib's rcParams, with letters of a size that is readable on phones
-    "figure.facecolor": PAPER,
-    "figure.constrained_layout.use": True,
-    "axes.facecolor": PAPER,
-    "axes.edgecolor": MUTED,
-    "axes.labelcolor": INK,
-    "axes.titlecolor": INK,
-    "axes.titlesize": 10.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.labelsize": 9.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.7,
-    "text.color": INK,
-    "text.parse_math": False,  # a class may be called "$5 note"
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelsize": 9,
-    "ytick.labelsize": 9,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-    "legend.handlelength": 2.6,
-    "lines.linewidth": 1.8,
-    "lines.markersize": 4.5,
-    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "sans-serif"],
-    "font.size": 9.5,
-    "svg.fonttype": "none",  # keep text as text: small, and with fallback fonts for every script
-    "svg.hashsalt": "aploss",  # deterministic ids
-}
-
-
 @contextmanager
 def plot_style() -> Iterator[None]:
-    """Applies the common style inside the context without changing global settings."""
-    import matplotlib
+    """Applies the style sheet ``aploss.mplstyle`` inside the context without changing global settings."""
+    from matplotlib import style
 
-    with warnings.catch_warnings(), matplotlib.rc_context():
+    with warnings.catch_warnings(), style.context(Path(__file__).with_name("aploss.mplstyle"), after_reset=True):
         # Text is laid out with DejaVu but rendered by the browser, which has the missing glyphs.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_SETTINGS)
         yield

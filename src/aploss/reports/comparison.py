@@ -11,8 +11,8 @@ import numpy as np
 
 from aploss.evaluation import HEADLINE_METRICS
 from aploss.files import write_text
-from aploss.plotting.plots import Series, Values, line_plot, new_plot, numbers, shorten
-from aploss.plotting.style import INK, MUTED, line_style, loss_label
+from aploss.plotting.plots import Series, Values, line_plot, numbers
+from aploss.plotting.style import line_style, loss_label
 from aploss.reports import page
 
 
@@ -165,14 +165,8 @@ def write_comparison_report(comparison: Comparison, out: str | Path) -> Path:
         page.Text(comparison.notes),
     ]
     sections = [page.Section("Result", result)]
-    spreads: list[page.Block] = []
-    if any(entry.spread(comparison.metrics[0]).count > 1 for entry in comparison.entries):
-        note = "Circles: seeds. Marker and line: mean ± one standard deviation."
-        spreads.append(page.Figures([page.SvgFigure(spread_plot(comparison.entries, comparison.metrics[0]), note)]))
     if comparison.differences:
-        spreads.append(_difference_table(comparison.differences))
-    if spreads:
-        sections.append(page.Section("Spread over seeds", spreads))
+        sections.append(page.Section("Differences", [_difference_table(comparison.differences)]))
     note = "Mean over seeds; the band is ± one standard deviation."
     curves = [
         page.SvgFigure(curve_plot(comparison.entries, against=against, label=comparison.curve_label), note)
@@ -271,27 +265,6 @@ def curve_plot(entries: Sequence[Entry], *, against: str = "steps", label: str =
 def _has_curves(entry: Entry, against: str) -> bool:
     """Whether every seed has a curve of more than one point."""
     return bool(entry.curves) and all(len(getattr(one, against)) > 1 for one in entry.curves)
-
-
-def spread_plot(entries: Sequence[Entry], metric: str = "AP") -> str:
-    """Plots the value of every seed of each row, their mean, and ± one standard deviation."""
-    frame: Any = {"x_label": f"{metric} (%)", "height": 0.95 + 0.42 * max(len(entries), 1)}
-    with new_plot(f"{metric} of every seed", **frame) as plot:
-        axes = plot.axes
-        for y, entry in enumerate(entries):
-            seeds, style = 100 * numbers(known_values(entry.values.get(metric, ()))), line_style(entry.name, y)
-            if len(seeds):
-                mean, deviation = seeds.mean(), seeds.std(ddof=1) if len(seeds) > 1 else 0.0
-                axes.plot([mean - deviation, mean + deviation], [y, y], color=style.colour, linewidth=2.4)
-                axes.plot([mean], [y], color=style.colour, marker=style.marker, markersize=8)
-                axes.scatter(seeds, np.full(len(seeds), y + 0.24), s=14, facecolors="none", edgecolors=MUTED)
-                where: Any = {"textcoords": "offset points", "ha": "center", "va": "bottom"}
-                axes.annotate(f"{mean:.1f}", (mean, y), xytext=(0, 6), fontsize=8.5, color=INK, **where)
-        axes.set_yticks(range(len(entries)), [shorten(loss_label(entry.name), 28) for entry in entries], color=INK)
-        axes.grid(visible=False, axis="y")
-        axes.set_ylim(len(entries) - 0.4, -0.6)
-        axes.margins(x=0.12)
-    return plot.svg
 
 
 def _difference_table(differences: Sequence[Difference]) -> page.Table:

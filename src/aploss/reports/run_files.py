@@ -71,13 +71,10 @@ def read_run(folder: str | Path, *, images: str | Path | None = None) -> RunFile
     if not root.is_dir():
         raise RunError(f"{root}: no such folder; give the folder of a run, such as runs/demo")
     run = RunFiles(root, None if images is None else Path(images))
-    run.summary = _read_json(run, "summary.json", dict)
-    run.environment = _read_json(run, "environment.json", dict)
-    run.ground_truth = _read_json(run, "evaluation/ground_truth.json", dict)
-    run.detections = _read_json(run, "evaluation/detections.json", list)
-    run.metrics = _read_json(run, "evaluation/metrics.json", dict)
-    run.calibration = _read_json(run, "evaluation/calibration.json", dict)
-    run.matches = _read_json(run, "evaluation/matches.json", dict)
+    for name in ("summary", "environment"):
+        setattr(run, name, _read_json(run, f"{name}.json", dict))
+    for name in ("ground_truth", "detections", "metrics", "calibration", "matches"):
+        setattr(run, name, _read_json(run, f"evaluation/{name}.json", list if name == "detections" else dict))
     run.config = _read_bytes(run, "config.yaml").decode("utf-8", "replace")
     rows, invalid = _parse_lines(_read_bytes(run, "metrics.jsonl"))
     if invalid:

@@ -77,45 +77,46 @@ class PictureSource:
         rows = [row for row in self.detections_of[image_id] if self.run.scores[row] >= self.run.threshold]
         return sorted(rows, key=self.run.scores.__getitem__)
 
-    def draw(self, image: Image.Image, image_id: int, caption: str, rows: Sequence[int]) -> Picture:
-        """Draws an image with its objects dashed and the given detections in the colours of their classes."""
-        return Picture(self._outlined(image, image_id, rows, longest=420), caption)
-
-    def draw_around(self, entry: Entry, note: str, rows: Sequence[int], *, missed: int | None = None) -> Picture | None:
-        """Draws the surroundings of an object or detection; ``missed`` is the index of an object to be named."""
-        image_id = entry["image_id"]
-        image = self.open(image_id)
-        if image is None:
-            return None
-        part, corner = crop_around(image, _xyxy([entry])[0])
-        source = self._outlined(part, image_id, rows, longest=240, corner=corner, missed=missed)
-        return Picture(source, f"{note}: {self.file_name(image_id)}")
-
-    def _outlined(
+    def draw(
         self,
-        image: Image.Image,
         image_id: int,
+        caption: str,
         rows: Sequence[int],
         *,
-        longest: int,
-        corner: tuple[int, int] = (0, 0),
+        around: Entry | None = None,
         missed: int | None = None,
-    ) -> str:
-        """An image, or the part of it from ``corner`` on, with its boxes, as a data URI."""
+    ) -> Picture | None:
+        """Draws the objects of an image (dashed) and some detections (in the colours of their classes).
+
+        Args:
+            image_id: id of the image.
+            caption: text below the picture.
+            rows: indices of the detections.
+            around: crop the picture to the surroundings of this object or detection.
+            missed: index of an object that is marked as missed.
+
+        Returns:
+            The picture, or None if the image is unreadable.
+        """
+        image, corner, longest = self.open(image_id), (0, 0), 420
+        if image is None:
+            return None
+        if around is not None:
+            (image, corner), longest = crop_around(image, _xyxy([around])[0]), 240
         factor = min(longest / max(image.size), 3.0)
         objects = self.objects_of[image_id]
-        entries = [*(self.objects[place] for place in objects), *(self.run.detections[row] for row in rows)]
+        entries = [*(self.run.detections[row] for row in rows), *(self.objects[place] for place in objects)]
         names = [f"missed: {self.class_name(self.objects[place])}" if place == missed else "" for place in objects]
         captions = map(self.caption, rows) if len(rows) <= MAX_CAPTIONS else [""] * len(rows)
-        colours = [self.colours.get(entry["category_id"], PALETTE[0]) for entry in entries[len(objects) :]]
+        colours = [self.colours.get(entry["category_id"], PALETTE[0]) for entry in entries[: len(rows)]]
         picture = outline_boxes(
             resize(image, factor),
             (_xyxy(entries) - np.tile(corner, 2)) * factor,
-            captions=[*names, *captions],
-            colours=[*[TRUTH_COLOUR] * len(objects), *colours],
-            dashed=[place < len(objects) for place in range(len(entries))],
+            captions=[*captions, *names],
+            colours=[*colours, *[TRUTH_COLOUR] * len(objects)],
+            dashed=[place >= len(rows) for place in range(len(entries))],
         )
-        return data_uri(picture)
+        return Picture(data_uri(picture), caption)
 
     def evenly_spaced(self, count: int) -> list[int]:
         """Ids of images with objects, evenly spaced through the split; of any images if none has objects."""
@@ -128,61 +129,59 @@ def gallery(source: PictureSource, count: int = 12) -> list[Picture]:
     """Images evenly spaced through the split, not selected by their result."""
     pictures = []
     for image_id in source.evenly_spaced(count):
-        if (image := source.open(image_id)) is not None:
-            rows, outcomes = source.drawn(image_id), source.run.outcomes
-            caption = (
-                f"{source.file_name(image_id)}: {len(source.objects_of[image_id])} objects, {len(rows)} detections"
-            )
-            caption += "" if outcomes is None else f", {(outcomes[rows] == 0).sum()} wrong"
-            pictures.append(source.draw(image, image_id, caption, rows))
-    return pictures
+        rows, outcomes = source.drawn(image_id), source.run.outcomes
+        caption = f"{source.file_name(image_id)}: {len(source.objects_of[image_id])} objects, {len(rows)} detections"
+        caption += "" if outcomes is None else f", {(outcomes[rows] == 0).sum()} wrong"
+        pictures.append(source.draw(image_id, caption, rows))
+    return list(filter(None, pictures))
 
 
 def side_by_side(runs: Mapping[str, RunFiles], count: int = 6) -> Figures:
     """The same images as detected by several runs (name → run, a column each), as in Figure 6 of the paper."""
     sources = {name: PictureSource(run) for name, run in runs.items()}
     first = next(iter(sources.values()))
-    pictures = []
+    pictures: list[Picture] = []
     for image_id in first.evenly_spaced(count):
-        images = [source.open(image_id) for source in sources.values()]
-        for (name, source), image in zip(sources.items(), images, strict=True):
-            if all(images) and image is not None:  # skip rows in which a picture is missing
-                caption = f"{loss_label(name)}: {source.file_name(image_id)}"
-                pictures.append(source.draw(image, image_id, caption, source.drawn(image_id)))
+        row = [
+            source.draw(image_id, f"{loss_label(name)}: {source.file_name(image_id)}", source.drawn(image_id))
+            for name, source in sources.items()
+        ]
+        pictures += [picture for picture in row if picture is not None and all(row)]  # skip incomplete rows
     return Figures(pictures, columns=len(sources), legend=first.legend)
 
 
 def misses(source: PictureSource, count: int = 12) -> list[Picture]:
     """Objects that no drawn detection found: undetected objects first, then by ascending score."""
     found_by = source.run.matches.get("ground_truth", {})
-    scores: dict[int, float] = {}
+    ranked = []
     for place, entry in enumerate(source.objects):
         row = found_by.get(str(entry["id"]))
         score = -1.0 if row is None else float(source.run.scores[row])
         if score < source.run.threshold and not (entry.get("iscrowd") or entry.get("difficult")):
-            scores[place] = score
-
-    def rank(place: int) -> tuple[float, float]:
-        return scores[place], -float(np.prod(source.objects[place]["bbox"][2:]))
+            ranked.append((score, -float(np.prod(entry["bbox"][2:])), place))
+    scores = {place: score for score, _, place in sorted(ranked)}
 
     def draw(place: int) -> Picture | None:
         entry, score = source.objects[place], scores[place]
         note = "not detected" if score < 0 else f"detected with score {score:.3f}"
-        rows = source.drawn(entry["image_id"])
-        return source.draw_around(entry, f"{source.class_name(entry)}, {note}", rows, missed=place)
+        caption = f"{source.class_name(entry)}, {note}: {source.file_name(entry['image_id'])}"
+        return source.draw(entry["image_id"], caption, source.drawn(entry["image_id"]), around=entry, missed=place)
 
-    return _draw_first(sorted(scores, key=rank), source.objects, draw, count)
+    return _draw_first(scores, source.objects, draw, count)
 
 
 def false_positives(source: PictureSource, count: int = 12) -> list[Picture]:
     """The wrong detections with the highest scores."""
-    outcomes = source.run.outcomes
+    outcomes, scores = source.run.outcomes, source.run.scores
     wrong = np.flatnonzero(outcomes == 0) if outcomes is not None else np.zeros(0, int)
-    ranked = wrong[np.argsort(-source.run.scores[wrong], kind="stable")].tolist()
-    detections = source.run.detections
-    return _draw_first(
-        ranked, detections, lambda row: source.draw_around(detections[row], source.caption(row), [row]), count
-    )
+
+    def draw(row: int) -> Picture | None:
+        entry = source.run.detections[row]
+        caption = f"{source.caption(row)}: {source.file_name(entry['image_id'])}"
+        return source.draw(entry["image_id"], caption, [row], around=entry)
+
+    ranked = wrong[np.argsort(-scores[wrong], kind="stable")].tolist()
+    return _draw_first(ranked, source.run.detections, draw, count)
 
 
 def _draw_first(

@@ -113,22 +113,22 @@ def _story(summary: Mapping[str, Any]) -> str:
 
 def _training(run: RunFiles) -> list[page.Block]:
     figures = []
-    for title, keys, frame in (
-        ("Training loss", {"loss": "total", "classification": "classification", "box": "box"}, {"y_range": (0, None)}),
-        ("Learning rate", {"lr": "learning rate"}, {"y_range": (0, None)}),
-        ("Gradient norm", {"gradient_norm": "norm"}, {"log_y": True}),
-    ):
+    plotted = {
+        "Training loss": {"loss": "total", "classification": "classification", "box": "box"},
+        "Learning rate": {"lr": "learning rate"},
+        "Gradient norm": {"gradient_norm": "norm"},
+    }
+    for title, keys in plotted.items():
         if any(row.get(key) is not None for row in run.training for key in keys):
-            svg = curve_plot(run.training, keys, title=title, **frame)
+            scale: dict[str, Any] = {"log_y": True} if "gradient_norm" in keys else {"y_range": (0, None)}
+            svg = curve_plot(run.training, keys, title=title, **scale)
             figures.append(page.SvgFigure(svg, label=title, name=next(iter(keys))))
     if run.validation:
         best = max(run.validation, key=lambda row: row.get("AP") or 0.0)
         note = f"Best AP {page.show(best.get('AP'))} at step {best.get('step', page.DASH)}."
         keys = {name: name for name in HEADLINE_METRICS}
-        for against, name in (("step", "AP"), ("minutes", "AP-over-time")):
-            rows = [{**row, "minutes": row.get("seconds", np.nan) / 60} for row in run.validation]
-            svg = curve_plot(rows, keys, against=against, title="AP on the validation split", y_range=(0, 1))
-            figures.append(page.SvgFigure(svg, note, name=name))
+        svg = curve_plot(run.validation, keys, title="AP on the validation split", y_label="AP", y_range=(0, 1))
+        figures.append(page.SvgFigure(svg, note, name="AP"))
     if not figures:
         return [_absent("metrics.jsonl", "There are no curves.")]
     kinds = {"No training step was logged.": run.training, "There was no validation.": run.validation}
@@ -148,7 +148,7 @@ def _classes(run: RunFiles) -> list[page.Block]:
         blocks.append(page.Figures([page.SvgFigure(svg, "The legend shows AP50.", name="precision-recall")]))
     keys = [
         key
-        for key in ("objects", "detections", *METRICS, "AR")
+        for key in (*METRICS, "AR", "objects", "detections")
         if any(row.get(key) is not None for row in per_class.values())
     ]
     rows = [
@@ -199,7 +199,7 @@ def _pictures(
     choose: Callable[[PictureSource], list[page.Picture]],
     text: str,
     *,
-    width: int = 155,
+    width: int = 150,
     needs_matches: bool = False,
 ) -> list[page.Block]:
     if not run.ground_truth.get("images"):
@@ -256,17 +256,16 @@ SECTIONS: Mapping[str, Callable[[RunFiles], list[page.Block]]] = {
 }
 
 
-def curve_plot(rows: Rows, keys: Mapping[str, str], *, against: str = "step", **frame: Any) -> str:
-    """Plots columns of logged rows (key → name in the legend) against the step or the minutes."""
+def curve_plot(rows: Rows, keys: Mapping[str, str], **frame: Any) -> str:
+    """Plots columns of logged rows (key → name in the legend) against the step."""
     series = []
     for (key, name), style in zip(keys.items(), VARIANT_STYLES, strict=False):
-        known = [row for row in rows if row.get(against) is not None and row.get(key) is not None]
-        x, y = (plots.numbers([row[column] for row in known]) for column in (against, key))
+        known = [row for row in rows if row.get("step") is not None and row.get(key) is not None]
+        x, y = (plots.numbers([row[column] for row in known]) for column in ("step", key))
         x, y = plots.thin_out(x, np.where(y > 0, y, np.nan) if frame.get("log_y") else y)
         if len(x):
             series.append(plots.Series(name=name, x=x, y=y, style=style, markers=len(x) <= 40))
-    label = series[0].name if len(series) == 1 else "AP" if "AP" in keys else "loss"
-    return plots.line_plot(series, x_label=against, y_label=label, whole_x=against == "step", **frame)
+    return plots.line_plot(series, x_label="step", whole_x=True, **frame)
 
 
 def reliability_plot(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:

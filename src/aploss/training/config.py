@@ -390,7 +390,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     kinds = {entry.key: entry.type for entry in config_fields()}
     result: dict[str, Any] = {}
     for key, value in values.items():
-        is_text = str in (kind := kinds.get(key), *get_args(kind))
+        is_text = (kind := kinds.get(key)) in (str, str | None)
         if isinstance(value, str) and (not is_text or (value == "null" and kind is not str)):
             value = parse_value(value)
         *groups, name = key.split(".")
