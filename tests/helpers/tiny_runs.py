@@ -206,14 +206,12 @@ def outcome(folder: Path | str | None) -> dict[str, Any]:
         {key: value for key, value in row.items() if key not in WALL_CLOCK}
         for row in read_json_lines(folder / "metrics.jsonl")
     ]
-    lines = (folder / "metrics.csv").read_text().splitlines()
     training = {key: value for key, value in last["training"].items() if key != "seconds"}
     return {
         "detector": last["detector"],
         "training": training,
         "best": torch.load(best, weights_only=True) if best.is_file() else None,
         "rows": rows,
-        "csv": [line.split(",")[:-2] for line in lines],
         "detections": json.loads((folder / "evaluation/detections.json").read_text()),
         "calibration": json.loads((folder / "evaluation/calibration.json").read_text()),
     }

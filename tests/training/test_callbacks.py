@@ -1,4 +1,4 @@
-"""Callbacks hear of a run from start to end; trackers are callbacks, tried on fakes of the documented interfaces."""
+"""Callbacks are called from start to end; trackers are tested on fakes of the documented interfaces."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ import pytest
 
 from aploss.errors import ConfigError
 from aploss.reports.run_files import read_json_lines
-from aploss.training import Callback, TrainConfig, train
+from aploss.training import Callback, RunFolder, TrainConfig, train
 from aploss.training.callbacks import make_tracker
 
 MakeConfig = Callable[..., TrainConfig]
@@ -23,32 +23,32 @@ CURVES = {"train/loss": 0.5, "train/box": 2.0}
 
 
 class Listener(Callback):
-    """Remembers what it hears; stops the run in the step it is told to."""
+    """Remembers its calls; fails at a step."""
 
     def __init__(self, fails_at: int | None = None) -> None:
-        self.heard: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []
         self.fails_at = fails_at
 
     def on_start(self, config: TrainConfig, folder: Path, step: int) -> None:
-        self.heard.append(("start", config.seed, folder, step))
+        self.calls.append(("start", config.seed, folder, step))
 
     def on_log(self, row: dict[str, Any]) -> None:
-        self.heard.append(("log", row))
+        self.calls.append(("log", row))
         if row["step"] == self.fails_at:
             raise ZeroDivisionError
 
     def on_validation(self, row: dict[str, Any]) -> None:
-        self.heard.append(("validation", row))
+        self.calls.append(("validation", row))
 
     def on_end(self, result: dict[str, Any] | None) -> None:
-        self.heard.append(("end", result))
+        self.calls.append(("end", result))
 
 
 @pytest.mark.usefixtures("no_page")
-def test_callbacks_hear_of_start_rows_and_end(make_config: MakeConfig) -> None:
+def test_callbacks_are_called_at_start_for_rows_and_at_end(make_config: MakeConfig) -> None:
     listener, config = Listener(), make_config(schedule={"length": 3})
     summary = train(config, callbacks=[listener, Callback()])
-    first, *rows, last = listener.heard
+    first, *rows, last = listener.calls
     assert first == ("start", 0, Path(str(config.out)), 0)
     assert last == ("end", summary.as_dict())
     assert [kind for kind, _ in rows] == ["log", "log", "log", "validation"]
@@ -60,12 +60,12 @@ def test_a_run_that_fails_ends_without_a_result(make_config: MakeConfig) -> None
     listener = Listener(fails_at=2)
     with pytest.raises(ZeroDivisionError):
         train(make_config(tracker="none"), callbacks=[listener])
-    assert listener.heard[-1] == ("end", None)
-    assert [kind for kind, *_ in listener.heard].count("end") == 1
+    assert listener.calls[-1] == ("end", None)
+    assert [kind for kind, *_ in listener.calls].count("end") == 1
 
 
-def told(tracker: Callback, folder: Path, *, step: int = 0, result: dict[str, Any] | None = RESULT) -> None:
-    """A short run, as a tracker hears of it."""
+def report(tracker: Callback, folder: Path, *, step: int = 0, result: dict[str, Any] | None = RESULT) -> None:
+    """Calls a tracker as a short run does."""
     tracker.on_start(TrainConfig(data="builtin"), folder, step)
     tracker.on_log(TRAIN)
     tracker.on_validation(VALIDATION)
@@ -76,7 +76,7 @@ def test_tensorboard_events_hold_the_numbers(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (tracker,) = make_tracker("auto")
-    told(tracker, tmp_path)
+    report(tracker, tmp_path)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert set(events.Tags()["scalars"]) == {"train/loss", "train/box", "validation/AP"}
     assert events.Scalars("validation/AP")[0].value == 0.25
@@ -105,7 +105,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 def test_wandb_gets_curves_config_and_result(tmp_path: Path, calls: list[tuple[Any, ...]]) -> None:
     (tracker,) = make_tracker("wandb")
-    told(tracker, tmp_path / "runs")
+    report(tracker, tmp_path / "runs")
     (init, started), *rest = calls
     assert (init, started["name"], started["config"]["data"]) == ("init", "runs", "builtin")
     assert rest == [
@@ -114,7 +114,7 @@ def test_wandb_gets_curves_config_and_result(tmp_path: Path, calls: list[tuple[A
         ("summary", {"final/AP": 0.5, "final/minutes": 2.0}, {}),
         ("finish", {"exit_code": 0}),
     ]
-    told(tracker, tmp_path / "runs", step=1, result=None)  # resumed, and interrupted again
+    report(tracker, tmp_path / "runs", step=1, result=None)  # resumed, and interrupted again
     assert calls[5][1] | {"config": None} == {
         "name": "runs", "config": None, "dir": str(tmp_path / "runs"), "id": "w1", "resume": "allow"
     }  # fmt: skip
@@ -123,7 +123,7 @@ def test_wandb_gets_curves_config_and_result(tmp_path: Path, calls: list[tuple[A
 
 def test_mlflow_gets_curves_settings_and_result(tmp_path: Path, calls: list[tuple[Any, ...]]) -> None:
     (tracker,) = make_tracker("mlflow")
-    told(tracker, tmp_path / "runs")
+    report(tracker, tmp_path / "runs")
     assert calls[0] == ("start_run", {"run_id": None, "run_name": "runs", "nested": True})
     assert calls[1][1]["optimizer.learning_rate"] == 0.003
     assert calls[2:] == [
@@ -133,29 +133,29 @@ def test_mlflow_gets_curves_settings_and_result(tmp_path: Path, calls: list[tupl
         ("end_run", "FINISHED", {}),
     ]
     assert json.loads((tmp_path / "runs/tracker.json").read_text()) == {"mlflow": "m1"}
-    told(tracker, tmp_path / "runs", step=1, result=None)
+    report(tracker, tmp_path / "runs", step=1, result=None)
     assert calls[6] == ("start_run", {"run_id": "m1", "run_name": "runs", "nested": True})
     assert [name for name, *_ in calls[7:]] == ["log_metrics", "log_metrics", "end_run"]  # settings are there already
     assert calls[-1][1] == "KILLED"
 
 
-def test_mlflow_itself_keeps_what_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_itself_stores_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
     mlflow = pytest.importorskip("mlflow")
     (tracker,) = make_tracker("mlflow")
-    told(tracker, tmp_path)
+    report(tracker, tmp_path)
     run = mlflow.MlflowClient().get_run(json.loads((tmp_path / "tracker.json").read_text())["mlflow"])
     assert run.data.metrics == {**CURVES, "validation/AP": 0.25, "final/AP": 0.5, "final/minutes": 2.0}
     assert (run.data.params["loss"], run.info.status) == ("ap", "FINISHED")
 
 
-def test_wandb_itself_keeps_what_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_itself_stores_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an account: in its offline mode it writes what it would send."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     (tracker,) = make_tracker("wandb")
-    told(tracker, tmp_path)
+    report(tracker, tmp_path)
     known = json.loads((tmp_path / "tracker.json").read_text())["wandb"]
     (kept,) = tmp_path.glob(f"wandb/offline-run-*/run-{known}.wandb")
     content = kept.read_bytes()
@@ -180,4 +180,4 @@ def test_a_tracker_that_cannot_start_leaves_the_folder_free(
     config = make_config(tracker="wandb")
     with pytest.raises(ConfigError, match="--tracker wandb cannot start: RuntimeError: log in first"):
         train(config)
-    assert not (Path(str(config.out)) / "config.yaml").exists()
+    RunFolder(str(config.out)).refuse_if_taken()  # does not raise

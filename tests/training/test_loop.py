@@ -1,4 +1,4 @@
-"""What a run does when something is in its way: interruptions, images that cannot be read, another process.
+"""Interruptions, images that cannot be read, and other processes in the same folder.
 
 Signals, kills and exact resumption are in ``tests/faults``.
 """
@@ -17,14 +17,14 @@ import torch
 import yaml
 from tiny_runs import CrashError, assert_equal, checkpoint_step, crash_at, outcome
 
-from aploss.cli.main import main
+from aploss.detectors.checkpoint import Checkpoint
 from aploss.errors import DataError, RunError
 from aploss.reports.run_files import read_json_lines
 from aploss.training.config import TrainConfig, config_to_dict
 from aploss.training.distributed import StopSignals, TrainingInterruptedError
 from aploss.training.recipes import merge
 from aploss.training.run import train
-from aploss.training.run_folder import RunFolder
+from aploss.training.run_folder import Checkpoints, RunFolder
 
 MakeConfig = Callable[..., TrainConfig]
 pytestmark = pytest.mark.usefixtures("no_page")
@@ -42,7 +42,7 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def whole(config_in: Callable[..., TrainConfig], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """What a run leaves that nothing was in the way of; each is trained once."""
+    """The outcome of an uninterrupted run; each is trained once."""
     known: dict[str, Any] = {}
 
     def result(**settings: Any) -> Any:
@@ -56,15 +56,20 @@ def whole(config_in: Callable[..., TrainConfig], tmp_path_factory: pytest.TempPa
     return result
 
 
-def test_a_kill_between_the_two_checkpoints_is_mended(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_between_the_two_checkpoints_is_repaired(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """last.pt has the new best step already, best.pt is still the old one, or not there."""
     config = make_config(**SETTINGS)
     with monkeypatch.context() as patch:
 
-        def crash(*arguments: Any, **options: Any) -> None:
-            raise CrashError
+        def crash(checkpoints: Checkpoints, checkpoint: Checkpoint) -> None:
+            if checkpoint.training is None:
+                raise CrashError
+            write(checkpoints, checkpoint)
 
-        patch.setattr("aploss.training.run_folder.Checkpoints.save_best", crash)
+        write = Checkpoints.write
+        patch.setattr(Checkpoints, "write", crash)
         with pytest.raises(CrashError):
             train(config)
     folder = Path(str(config.out)) / "checkpoints"
@@ -77,7 +82,7 @@ def test_a_kill_between_the_two_checkpoints_is_mended(make_config: MakeConfig, m
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_the_step_and_says_how_to_go_on(
+def test_a_signal_saves_the_step_and_says_how_to_resume(
     make_config: MakeConfig, whole: Callable[..., Any], number: signal.Signals
 ) -> None:
     settings: dict[str, Any] = {"schedule": {"length": 4}, "validation": {"every": 2}}
@@ -91,7 +96,7 @@ def test_a_signal_saves_the_step_and_says_how_to_go_on(
     with pytest.raises(TrainingInterruptedError, match=r"step 2 of 4.*--resume --out .*stopped"):
         train(stopped, on_progress=stop)
     assert signal.getsignal(number) is handler
-    # Interrupted before the validation of step 2: the resumed run makes up for it.
+    # Interrupted before the validation of step 2, which the resumed run repeats.
     assert [row["kind"] for row in read_json_lines(Path(str(stopped.out)) / "metrics.jsonl")] == ["train", "train"]
     train(stopped, resume=True)
     assert_equal(whole(**settings), outcome(stopped.out))
@@ -114,7 +119,7 @@ def test_resume_without_a_run_starts_one(make_config: MakeConfig) -> None:
     assert summary.steps == 1
 
 
-def test_a_kill_while_measuring_only_measures_again(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_while_evaluating_only_evaluates_again(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(schedule={"length": 2})
     with monkeypatch.context() as patch:
 
@@ -128,19 +133,6 @@ def test_a_kill_while_measuring_only_measures_again(make_config: MakeConfig, mon
     summary = train(config, resume=True, on_progress=lambda row: steps.append(row["step"]))
     assert steps == []
     assert (summary.steps, summary.stopped_by) == (2, "length")
-
-
-def test_a_damaged_or_foreign_checkpoint_is_an_error_that_names_it(make_config: MakeConfig) -> None:
-    config = make_config(schedule={"length": 2})
-    with pytest.raises(CrashError):
-        train(config, on_progress=crash_at(2, "validation"))
-    last = Path(str(config.out)) / "checkpoints" / "last.pt"
-    last.write_bytes(b"PK broken")
-    with pytest.raises(RunError, match=r"last\.pt cannot be read"):
-        train(config, resume=True)
-    torch.save({"weights": 1}, last)
-    with pytest.raises(RunError, match=r"last\.pt is not a checkpoint"):
-        train(config, resume=True)
 
 
 # --- images that cannot be read, or are others on resume ---
@@ -160,7 +152,7 @@ TWO_EPOCHS = {"schedule": {"length": 8}}  # where every image has to come up aga
 def test_a_damaged_image_is_replaced_counted_and_named(
     make_config: MakeConfig, own_data: Path, capsys: pytest.CaptureFixture[str], workers: int
 ) -> None:
-    """Of each split one; another image stands in for that of training, the others are left out."""
+    """One of each split; another image replaces the one of training, the others are left out."""
     for split in ("train", "val", "test"):
         (own_data / split / f"{split}-3.png").write_bytes(b"no image at all")
     settings = merge(IMAGES, {"data": str(own_data), "batches": {"workers": workers}, **TWO_EPOCHS})
@@ -191,7 +183,7 @@ def test_a_run_with_damaged_images_is_resumed_to_the_same_bits(make_config: Make
     assert_equal(outcome(whole.out), outcome(broken.out))
 
 
-def test_too_many_unreadable_images_stop_a_saved_run_that_goes_on_when_they_are_back(
+def test_too_many_unreadable_images_stop_a_run_that_can_be_resumed_when_they_are_back(
     make_config: MakeConfig, own_data: Path, rectangles: Path
 ) -> None:
     files = sorted((own_data / "train").iterdir())[:6]
@@ -208,61 +200,18 @@ def test_too_many_unreadable_images_stop_a_saved_run_that_goes_on_when_they_are_
     assert train(config, resume=True).steps == 6
 
 
-def test_a_vanished_image_keeps_its_place_on_resume(make_config: MakeConfig, own_data: Path) -> None:
-    """The run goes on as one whose image cannot be read: no other sample changes its place."""
-    settings = merge(IMAGES, {"data": str(own_data), **TWO_EPOCHS})
-    config = make_config(**settings)
-    with pytest.raises(CrashError):
-        train(config, on_progress=crash_at(4))
-    (own_data / "train" / "train-3.png").unlink()
-    summary = train(config, resume=True)
-    assert summary.steps == 8
-    assert any(path.endswith("train-3.png") for path in summary.unreadable_images)
-
-
-def test_added_and_reordered_images_do_not_change_the_samples_of_a_resumed_run(
-    make_config: MakeConfig, whole: Callable[..., Any], own_data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    broken = make_config("broken", **merge(SETTINGS, {"data": str(own_data)}))
-    with pytest.raises(CrashError):
-        train(broken, on_progress=crash_at(4))
-    path = own_data / "annotations" / "instances_train.json"
-    document = json.loads(path.read_text())
-    shutil.copy(own_data / "train" / "train-2.png", own_data / "train" / "a-new-one.png")
-    new = {**document["images"][1], "id": 99, "file_name": "a-new-one.png"}
-    document["images"] = [new, *reversed(document["images"])]
-    path.write_text(json.dumps(document))
-    train(broken, resume=True, quiet=False)
-    assert "1 have come, which this run leaves out" in capsys.readouterr().out
-    assert_equal(whole(**SETTINGS)["detector"], outcome(broken.out)["detector"])
-
-
-def test_other_training_images_are_noticed(make_config: MakeConfig, own_data: Path) -> None:
+def test_other_training_images_are_refused_on_resume(make_config: MakeConfig, own_data: Path) -> None:
     config = make_config(schedule={"length": 3}, checkpoint_steps=1, data=str(own_data))
     with pytest.raises(CrashError):
         train(config, on_progress=crash_at(2))
     path = own_data / "annotations" / "instances_train.json"
     document = json.loads(path.read_text())
-    document["images"] = document["images"][:8]
-    document["annotations"] = [a for a in document["annotations"] if a["image_id"] <= 8]
-    path.write_text(json.dumps(document))
-    with pytest.raises(DataError, match="8 of the 16 training images of the run have vanished") as refusal:
-        train(config, resume=True)
-    way = str(refusal.value).split("go on without them: ")[1]
-    assert way == f"aploss train --resume --out {config.out} --batches.max-unreadable 0.5"
-    copy = Path(shutil.copytree(str(config.out), f"{config.out}-copy"))  # what follows here damages the checkpoint
-    assert main([*way.replace(str(config.out), str(copy)).split()[1:], "--quiet"]) == 0
-    # A checkpoint of an earlier version knows only how many there were.
-    last = Path(str(config.out)) / "checkpoints" / "last.pt"
-    content = torch.load(last, weights_only=True)
-    for name in ("image_names", "unreadable"):
-        del content["training"][name]
-    torch.save(content, last)
-    with pytest.raises(RunError, match=r"16 training images, but the data now has 8.*--model\.w"):
+    path.write_text(json.dumps({**document, "images": document["images"][::-1]}))  # as many, in another order
+    with pytest.raises(RunError, match="training images have changed"):
         train(config, resume=True)
 
 
-def test_a_checkpoint_of_an_earlier_version_goes_on_to_the_same_bits(
+def test_a_checkpoint_of_an_earlier_version_is_resumed_to_the_same_bits(
     make_config: MakeConfig, whole: Callable[..., Any]
 ) -> None:
     old = make_config("old", **SETTINGS)
@@ -281,29 +230,20 @@ def test_a_checkpoint_of_an_earlier_version_goes_on_to_the_same_bits(
     assert_equal(whole(**SETTINGS), outcome(old.out))
 
 
-# --- signals ---
-
-
-def test_a_signal_in_the_last_step_is_not_forgotten(make_config: MakeConfig) -> None:
+@pytest.mark.parametrize("when", ["in the last step", "while evaluating"])
+def test_a_signal_after_training_is_not_forgotten(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
     config = make_config(schedule={"length": 2})
 
     def stop(row: dict[str, Any]) -> None:
-        if (row["step"], row["kind"]) == (2, "train"):
+        if when == "in the last step" and (row["step"], row["kind"]) == (2, "train"):
             signal.raise_signal(signal.SIGTERM)
 
-    with pytest.raises(TrainingInterruptedError, match="training is done"):
-        train(config, on_progress=stop)
-    assert train(config, resume=True).steps == 2
-
-
-def test_a_signal_while_the_result_is_measured_says_how_to_go_on(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = make_config(schedule={"length": 2})
     with monkeypatch.context() as patch:
         patch.setattr("aploss.training.run.evaluate_run", lambda *a, **o: signal.raise_signal(signal.SIGTERM))
-        with pytest.raises(TrainingInterruptedError, match=r"training is done.*--resume --out"):
-            train(config)
+        with pytest.raises(TrainingInterruptedError, match=r"training is finished.*--resume --out"):
+            train(config, on_progress=stop)
     assert train(config, resume=True).steps == 2
 
 

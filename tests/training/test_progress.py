@@ -1,17 +1,17 @@
-"""What the user sees: lines, a bar, or nothing but warnings."""
+"""The progress display: lines, a bar, or warnings only."""
 
 import io
 
 import pytest
 
 from aploss.training import progress as module
-from aploss.training.progress import PlainProgress, Progress, RichProgress, describe_training, make_progress
+from aploss.training.progress import PlainProgress, Progress, RichProgress, describe_row, make_progress
 
 TRAIN = {"kind": "train", "step": 5, "loss": 1.5, "images_per_second": 80.0}
 VALIDATION = {"kind": "validation", "step": 5, "AP": 0.5, "AP50": 0.75, "AP75": None}
 
 
-def test_lines_come_at_validations_and_from_time_to_time(
+def test_lines_are_printed_at_validations_and_from_time_to_time(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
@@ -45,9 +45,7 @@ def test_quiet_shows_warnings_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert (captured.out, captured.err) == ("", "trouble\n")
 
 
-def test_long_validations_are_told_of_in_lines(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_validations_print_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     with PlainProgress().images("validating") as show:
@@ -79,20 +77,9 @@ def test_a_terminal_gets_a_live_bar_and_a_pipe_gets_lines(monkeypatch: pytest.Mo
     with bar.images("measuring test") as show:
         show(4, 9)
     text = terminal.getvalue()
-    for part in (
-        "validating",
-        "3/7",
-        "measuring test",
-        "4/9",
-        "5/10",
-        "loss 1.500",
-        "80 images/s",
-        "AP 0.500",
-        "[not markup] noted",
-        "trouble",
-    ):
-        assert part in text
+    parts = ("validating", "3/7", "measuring test", "4/9", "5/10", "loss 1.500", "AP 0.500", "[not markup]", "trouble")
+    assert [part for part in parts if part not in text] == []
 
 
-def test_a_slow_machine_is_not_said_to_stand_still() -> None:
-    assert describe_training({**TRAIN, "images_per_second": 0.24}) == "loss 1.500  0.2 images/s"
+def test_a_low_speed_is_not_rounded_to_zero() -> None:
+    assert describe_row({**TRAIN, "images_per_second": 0.24}) == "loss 1.500  0.2 images/s"

@@ -1,7 +1,6 @@
-"""Whole runs on a tiny data set: what they write, and that the options do what they say."""
+"""Whole runs on a tiny dataset: what they write, and that the options have their effect."""
 
 import json
-import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,7 +41,7 @@ def test_a_run_leaves_everything_in_its_folder(make_config: MakeConfig) -> None:
     summary = train(config, on_progress=seen.append)
     folder = Path(str(config.out))
     for name in (
-        "config.yaml", "environment.json", "metrics.jsonl", "metrics.csv", "summary.json",
+        "config.yaml", "environment.json", "metrics.jsonl", "summary.json",
         "report.html", "checkpoints/last.pt", "checkpoints/best.pt",
         "evaluation/ground_truth.json", "evaluation/detections.json", "evaluation/metrics.json",
         "evaluation/calibration.json", "evaluation/matches.json",
@@ -102,7 +101,7 @@ class TestRuns:
     def test_an_existing_run_is_refused_but_read_with_resume(self, make_config: MakeConfig) -> None:
         config = make_config(schedule={"length": 2})
         summary = train(config)
-        with pytest.raises(RunError, match="already holds a run; add --resume"):
+        with pytest.raises(RunError, match="already holds a run"):
             train(config)
         stamp = (Path(summary.folder) / "checkpoints/last.pt").stat().st_mtime_ns
         assert train(config, resume=True) == summary
@@ -112,17 +111,10 @@ class TestRuns:
         config = make_config()
         Path(str(config.out)).mkdir()
         (Path(str(config.out)) / "thesis.txt").write_text("mine")
-        with pytest.raises(RunError, match="in the way"):
+        with pytest.raises(RunError, match="not a run folder"):
             train(config)
 
-    def test_a_mistake_leaves_no_folder_behind(self, make_config: MakeConfig) -> None:
-        for changes in ({"splits": {"train": "monday"}}, {"model": {"frozen": ["tail"]}}):
-            config = make_config(**changes)
-            with pytest.raises((ConfigError, DataError)):
-                train(config)
-            assert not Path(str(config.out)).exists()
-
-    def test_a_run_that_fails_before_its_first_step_leaves_the_folder_free(
+    def test_a_run_that_fails_before_its_first_checkpoint_can_be_replaced(
         self, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Such as one whose images do not fit into memory."""
@@ -135,19 +127,12 @@ class TestRuns:
             patch.setattr("aploss.training.step.Stepper.step", fail)
             with pytest.raises(MemoryError):
                 train(config)
-        assert not Path(str(config.out)).exists()
-        assert train(config).steps == 1
-
-    def test_a_shortened_warm_up_is_remarked_on(
-        self, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        train(make_config(schedule={"length": 1, "warmup_steps": 50}), quiet=False)
-        assert "warm-up of 50 steps is longer than the training" in capsys.readouterr().out
+        assert train(make_config(schedule={"length": 1}, batches={"size": 2})).steps == 1
 
     def test_a_kill_while_the_folder_is_made_is_no_obstacle(self, make_config: MakeConfig) -> None:
         config = make_config(schedule={"length": 1})
         folder = Path(str(config.out))
-        (folder / "checkpoints").mkdir(parents=True)
+        folder.mkdir()
         (folder / "environment.json").write_text("{}")
         assert train(config).steps == 1
 
@@ -184,14 +169,6 @@ class TestRuns:
         assert same(detector.state_dict(), weights(summary.folder))
         assert detector.draw_threshold == summary.draw_threshold
         assert train(config, resume=True) == summary
-        # Earlier versions wrote the last weights there: measured again, it goes.
-        checkpoints = Path(summary.folder) / "checkpoints"
-        shutil.copy(checkpoints / "last.pt", checkpoints / "best.pt")
-        (Path(summary.folder) / "summary.json").unlink()
-        change = torch.load(checkpoints / "best.pt", weights_only=True)
-        torch.save({**change, "step": 3, "metrics": {}}, checkpoints / "best.pt")
-        assert train(config, resume=True).AP == summary.AP
-        assert not (checkpoints / "best.pt").exists()
         assert rows(summary.folder, "validation")[-1]["AP"] == summary.AP
         assert summary.split == "val"
         assert summary.calibration_split == "test"
@@ -216,7 +193,7 @@ class TestRuns:
         summary = train(config)
         assert (summary.stopped_by, summary.steps) == ("patience", 3)
 
-    def test_a_time_limit_ends_a_run_and_more_time_goes_on(self, make_config: MakeConfig) -> None:
+    def test_a_time_limit_ends_a_run_and_a_later_one_resumes_it(self, make_config: MakeConfig) -> None:
         short = {"schedule": {"length": 3}}
         config = make_config(max_minutes=0.0, **short)
         first = train(config)
@@ -252,7 +229,7 @@ class TestRuns:
         assert not torch.equal(weights(summary.folder)["head.classification_head.cls_logits.bias"],
                                start["head.classification_head.cls_logits.bias"])  # fmt: skip
 
-    def test_the_moving_average_is_what_is_kept(self, make_config: MakeConfig) -> None:
+    def test_the_moving_average_is_saved(self, make_config: MakeConfig) -> None:
         """Against the average taken by hand over the weights after each step."""
         constant = {
             "optimizer": {"name": "sgd", "learning_rate": 0.01},
@@ -278,12 +255,6 @@ class TestRuns:
         last = torch.load(Path(summary.folder) / "checkpoints/last.pt", weights_only=True)
         assert same(last["training"]["stepper"]["weights"], states[2])
 
-    def test_half_precision_trains(self, make_config: MakeConfig) -> None:
-        summary = train(make_config(precision="bfloat16", schedule={"length": 3}))
-        losses = [row["loss"] for row in rows(summary.folder, "train")]
-        assert all(map(math.isfinite, losses))
-        assert all(value.dtype != torch.bfloat16 for value in weights(summary.folder).values())
-
     def test_losses_start_from_the_same_weights(self, make_config: MakeConfig) -> None:
         names = ("red", "green")
         reference = make_detector(make_config(), names).state_dict()
@@ -293,7 +264,7 @@ class TestRuns:
             assert all(torch.equal(other[name], reference[name]) for name in other if name not in differing)
             assert all("cls_logits" in name for name in differing)
 
-    def test_start_weights_are_loaded_and_told_of_once(
+    def test_initial_weights_are_loaded_and_logged_once(
         self, make_config: MakeConfig, caplog: pytest.LogCaptureFixture
     ) -> None:
         first = train(make_config("first", schedule={"length": 1}))
@@ -304,7 +275,7 @@ class TestRuns:
             make_detector(make_config(**start), ("red", "green"))
         assert len(caplog.records) == 1
 
-    def test_unknown_things_are_errors_of_one_line(self, make_config: MakeConfig) -> None:
+    def test_unknown_names_are_errors_of_one_line_that_leave_no_folder(self, make_config: MakeConfig) -> None:
         for changes, error, text in (
             ({"detector": "yolo"}, ConfigError, "yolo"),
             ({"loss": "hinge"}, ConfigError, "hinge"),
@@ -312,11 +283,8 @@ class TestRuns:
             ({"model": {"options": {"depth": 3}}}, ConfigError, "depth"),
             ({"device": "abacus"}, ConfigError, "abacus"),
             ({"data": "no/such/folder"}, DataError, "no/such/folder"),
-            ({"data": ""}, ConfigError, "--data"),
-            ({"splits": {"train": "sunday"}}, DataError, "sunday"),
             ({"model": {"frozen": ["tail"]}}, ConfigError, "tail"),
             ({"device": "meta"}, ConfigError, "meta"),
-            ({"model": {"options": {"test_size": []}}}, ConfigError, "test_size"),
             ({"model": {"options": {"test_size": [0, 0]}}}, ConfigError, "test_size"),
         ):
             config = make_config(f"run-{text.replace('/', '-')}", **changes)
@@ -377,7 +345,7 @@ class TestFrozenBackbone:
         for name in first:
             torch.testing.assert_close(first[name], second[name], rtol=0, atol=2e-5)
 
-    def test_a_run_from_stored_features_goes_on_to_the_same_bits(
+    def test_a_run_from_cached_features_is_resumed_to_the_same_bits(
         self, make_config: MakeConfig, pretrained: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("APLOSS_CACHE", str(tmp_path / "cache"))
@@ -402,7 +370,7 @@ class TestFrozenBackbone:
             train(make_config(model={"frozen_backbone": True}))
         with pytest.raises(ConfigError, match=r"add --model\.frozen_backbone true"):
             train(make_config(model={"weights": pretrained}, batches={"cache_features": True}))
-        with pytest.raises(ConfigError, match=r"cached_views is for stored features"):
+        with pytest.raises(ConfigError, match=r"cached_views needs cached features"):
             train(make_config(batches={"cached_views": 4}))
         with pytest.raises(ConfigError, match="only the backbone of a RetinaNet"):
             build_detector("ssdlite", class_names=["a"]).features(torch.zeros(1, 3, 320, 320))

@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 
+from aploss.data import find_source
 from aploss.errors import ConfigError, DataError
 from aploss.training.config import TrainConfig
 from aploss.training.recipes import merge
-from aploss.training.splits import RunData, load_run_data
+from aploss.training.splits import RunData, Split, load_run_data, suggest_image_sizes
 
 MakeConfig = Callable[..., TrainConfig]
 
 
 def names(data: RunData) -> list[str | None]:
     parts = (data.train, data.validation, data.evaluation, data.held_out)
-    return [None if part is None else part.split for part in parts]
+    return [part and (part.name if isinstance(part, Split) else part.split) for part in parts]
 
 
 @pytest.fixture
@@ -39,45 +40,38 @@ def without(rectangles: Path, tmp_path: Path) -> Callable[..., str]:
     return copy
 
 
-def test_train_val_and_test_are_found(make_config: MakeConfig) -> None:
-    data = load_run_data(make_config())
-    assert names(data) == ["train", "val", "test", "test"]
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ["train", "val", "test", "test"]),
+        ({"evaluation": {"split": "none"}}, ["train", "val", None, None]),
+        ({"evaluation": {"split": "val"}}, ["train", "val", "val", "test"]),  # the calibration is measured on test
+    ],
+)
+def test_splits_follow_from_their_names(make_config: MakeConfig, changes: Any, expected: list[str | None]) -> None:
+    data = load_run_data(make_config(**changes))
+    assert names(data) == expected
     assert data.remarks == ()
     assert data.validation is not None
-    assert data.validation.class_names == data.train.class_names == ("red", "green")
-
-
-def test_final_numbers_can_be_left_out(make_config: MakeConfig) -> None:
-    assert names(load_run_data(make_config(evaluation={"split": "none"}))) == ["train", "val", None, None]
+    assert data.validation.dataset.class_names == data.train.class_names == ("red", "green")
 
 
 def test_names_with_years_are_understood(make_config: MakeConfig, without: Callable[..., str]) -> None:
     folder = without("test", train="train2017", val="val2017")
     data = load_run_data(make_config(data=folder))
     assert names(data) == ["train2017", "val2017", "val2017", "val2017"]
+    assert data.splits == [data.validation]  # evaluated once
 
 
 def test_without_a_validation_split_images_are_held_out(make_config: MakeConfig, without: Callable[..., str]) -> None:
     config = make_config(data=without("val"), splits={"holdout": 0.25})
     data = load_run_data(config)
     assert data.validation is not None
-    assert (len(data.train), len(data.validation)) == (12, 4)
-    files = [{part.image_path(index) for index in range(len(part))} for part in (data.train, data.validation)]
+    parts = (data.train, data.validation.dataset)
+    assert list(map(len, parts)) == [12, 4]
+    files = [{part.image_path(index) for index in range(len(part))} for part in parts]
     assert not files[0] & files[1]
     assert "4 training images are held out" in data.remarks[0]
-
-
-def test_final_numbers_on_validation_measure_the_calibration_on_test(make_config: MakeConfig) -> None:
-    data = load_run_data(make_config(evaluation={"split": "val"}))
-    assert names(data) == ["train", "val", "val", "test"]
-    assert data.evaluation is data.validation
-
-
-def test_without_any_other_split_everything_is_measured_on_validation(
-    make_config: MakeConfig, without: Callable[..., str]
-) -> None:
-    data = load_run_data(make_config(data=without("test")))
-    assert names(data) == ["train", "val", "val", "val"]
 
 
 def test_a_test_split_without_annotations_is_not_measured_on(
@@ -93,7 +87,7 @@ def test_a_test_split_without_annotations_is_not_measured_on(
 
 def test_measuring_on_what_is_trained_on_is_remarked(make_config: MakeConfig) -> None:
     data = load_run_data(make_config(splits={"train": "train+val"}, evaluation={"split": "val"}))
-    assert any("5 of the 6 images of val are also trained on" in text for text in data.remarks)
+    assert any("5 of its 6 images are also in the training split" in text for text in data.remarks)
 
 
 @pytest.mark.parametrize(
@@ -117,5 +111,23 @@ def test_training_images_without_any_object_are_refused(make_config: MakeConfig,
     folder = without()
     path = Path(folder) / "annotations" / "instances_train.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "annotations": []}))
-    with pytest.raises(DataError, match="no object to learn from"):
+    with pytest.raises(DataError, match="no objects to learn from"):
         load_run_data(make_config(data=folder))
+
+
+def test_annotations_are_parsed_once(
+    make_config: MakeConfig, without: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a part of the training split is held out, and the image size has been looked up before."""
+    config = make_config(data=without("val"))
+    source, read = find_source(config.data), []
+    original = type(source).read
+
+    def counted(self: Any, split: str, *arguments: Any) -> Any:
+        read.append(split)
+        return original(self, split, *arguments)
+
+    monkeypatch.setattr(type(source), "read", counted)
+    suggest_image_sizes("any-cpu", source)
+    load_run_data(config, source)
+    assert sorted(read) == ["test", "train"]

@@ -109,6 +109,7 @@ def _check(options: Namespace) -> None:
 
 def _recipe_and_changes(options: Namespace) -> tuple[str, dict[str, Any]]:
     """The recipe, given or chosen for data and machine, and the settings that override it."""
+    from aploss.data import find_source
     from aploss.training.machine import choose_device
     from aploss.training.splits import suggest_image_sizes, suggest_recipe
 
@@ -118,7 +119,7 @@ def _recipe_and_changes(options: Namespace) -> tuple[str, dict[str, Any]]:
     if recipe is None:
         recipe = suggest_recipe(choose_device(options.device), options.detector)
         if options.image_size is None:
-            changes = merge(suggest_image_sizes(recipe, options.data), changes)
+            changes = merge(suggest_image_sizes(recipe, find_source(options.data)), changes)
     return recipe, merge(changes, shorthand_changes(options, load_config(recipe, changes)))
 
 

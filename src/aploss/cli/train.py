@@ -8,7 +8,7 @@ import sys
 from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -18,6 +18,9 @@ from aploss.errors import AplossError, ConfigError
 from aploss.losses.traits import LOSSES
 from aploss.training.config import TrainConfig, config_fields, config_from_dict, config_to_dict, nested
 from aploss.training.recipes import load_config, merge, read_yaml, recipe_names
+
+if TYPE_CHECKING:
+    from aploss.data.formats import DataFormat
 
 EXAMPLES = """
   aploss train --data my-photos/ --loss ap --max-minutes 30
@@ -63,7 +66,7 @@ def _run(options: Namespace) -> int:
     """Trains, and prints the metrics and the path of the report."""
     from aploss.training.distributed import is_main_process
 
-    config, suggested = _resolve_config(options)
+    config, suggested, source = _resolve_config(options)
     if changes := shorthand_changes(options, config):
         config = config_from_dict(merge(config_to_dict(config), changes))
     if options.print_config:
@@ -75,11 +78,11 @@ def _run(options: Namespace) -> int:
         size = config.batches.image_size
         shape = f"{size}x{size}" if isinstance(size, int) else f"{size[1]}x{size[0]}"
         print(f"recipe    {suggested} (chosen for this machine): {config.detector} on {shape} pixels")
-    return run_training(config, options, resume=options.resume, print_result=not options.quiet)
+    return run_training(config, options, resume=options.resume, print_result=not options.quiet, source=source)
 
 
-def _resolve_config(options: Namespace) -> tuple[TrainConfig, str | None]:
-    """The config from recipe, file and options, or of the run to resume; and the recipe if it was chosen here."""
+def _resolve_config(options: Namespace) -> "tuple[TrainConfig, str | None, DataFormat | None]":
+    """The config from recipe, file and options, or of the run to resume; the recipe and data source if found here."""
     from aploss.training.run_folder import RunFolder
 
     given = given_settings(options, *(field.key for field in config_fields()))
@@ -95,24 +98,27 @@ def _resolve_config(options: Namespace) -> tuple[TrainConfig, str | None]:
         config_from_dict(from_file, source=options.config)  # names the file in an error
         values = merge(from_file, values)
     if options.recipe is not None:
-        return load_config(options.recipe, values), None
+        return load_config(options.recipe, values), None, None
     if options.resume and values.get("out") is not None:
         folder = RunFolder(values["out"])
         if folder.exists or "data" not in values:
-            return config_from_dict(merge(config_to_dict(folder.read_config()), values)), None
+            return config_from_dict(merge(config_to_dict(folder.read_config()), values)), None, None
     return _without_recipe(values, sized=options.image_size is not None)
 
 
-def _without_recipe(values: dict[str, Any], *, sized: bool) -> tuple[TrainConfig, str]:
+def _without_recipe(values: dict[str, Any], *, sized: bool) -> "tuple[TrainConfig, str, DataFormat | None]":
     """The config from a recipe chosen for machine and data; ``sized`` if the image size is given."""
+    from aploss.data import find_source
     from aploss.training.splits import suggest_image_sizes
 
     config = config_from_dict(values)
     recipe = _suggest_recipe(config.device, values.get("detector"))
     suggested: dict[str, Any] = {}
+    source = None
     if config.data and "image_size" not in values.get("batches", {}) and not sized:
-        suggested = suggest_image_sizes(recipe, config.data, format=config.splits.format)
-    return load_config(recipe, merge(suggested, values)), recipe
+        source = find_source(config.data, format=config.splits.format)
+        suggested = suggest_image_sizes(recipe, source)
+    return load_config(recipe, merge(suggested, values)), recipe, source
 
 
 def _suggest_recipe(device: str, detector: str | None) -> str:
@@ -122,13 +128,20 @@ def _suggest_recipe(device: str, detector: str | None) -> str:
     return suggest_recipe(choose_device(device), detector)
 
 
-def run_training(config: TrainConfig, options: Namespace, *, resume: bool, print_result: bool = True) -> int:
+def run_training(
+    config: TrainConfig,
+    options: Namespace,
+    *,
+    resume: bool,
+    print_result: bool = True,
+    source: "DataFormat | None" = None,
+) -> int:
     """Trains with progress, then prints the table of AP, the path of the report, and the next commands."""
     from aploss import training
     from aploss.training.distributed import LostProcessError, is_main_process
 
     try:
-        summary = training.train(config, resume=resume, quiet=options.quiet)
+        summary = training.train(config, resume=resume, quiet=options.quiet, source=source)
     except training.TrainingInterruptedError as interruption:
         if is_main_process():  # the message ends in the command that resumes the run
             print(interruption, *(f"--plugin {shlex.quote(file)}" for file in options.plugin), file=sys.stderr)

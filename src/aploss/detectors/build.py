@@ -119,12 +119,12 @@ def _make_config(name: str, config_class: type[DetectorConfig], options: dict[st
 def _options_for_weights(config_class: type[DetectorConfig], weights: str) -> dict[str, Any]:
     """Options under which weights fit: those they were trained with, else the architecture's."""
     if Path(weights).exists():
-        from aploss.detectors.checkpoint import checkpoint_file, read_checkpoint, wrap_untrusted
+        from aploss.detectors.checkpoint import Checkpoint, checkpoint_file, read_torch_file, wrap_untrusted
 
-        content = read_checkpoint(checkpoint_file(Path(weights)))
-        if isinstance(content, dict) and "detector" in content:
-            with wrap_untrusted(weights):
-                config = content["detector"]["config"]
+        file = checkpoint_file(Path(weights))
+        checkpoint = Checkpoint.from_content(read_torch_file(file), file)
+        if checkpoint is not None:
+            with wrap_untrusted(file):
                 own = set(config_class.option_names()) - set(SETTINGS)
-                return {option: config[option] for option in config if option in own}
+                return {option: value for option, value in checkpoint.config.items() if option in own}
     return config_class.options_for_weights(weights)

@@ -1,9 +1,14 @@
-"""Detectors in files: saved in one rename, loaded without running any code from the file."""
+"""Checkpoint files: their format, written atomically and loaded without running any code from the file.
+
+:class:`Checkpoint` is the only reader and writer of the format. A checkpoint always holds a detector; ``best.pt`` of a
+run also holds the step and metrics it was selected by, ``last.pt`` everything that a run needs to resume exactly.
+"""
 
 import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,46 +23,144 @@ from aploss.evaluation import Calibration
 from aploss.files import check_archive, write_whole
 from aploss.losses.traits import LOSSES
 
-
-def detector_record(detector: Detector) -> dict[str, Any]:
-    """The plain dict that rebuilds a detector: what a checkpoint holds under ``"detector"``."""
-    return {
-        "config": detector.config,
-        "state": detector.state_dict(),
-        "calibration": None if detector.calibration is None else detector.calibration.to_dict(),
-        "draw_threshold": detector.draw_threshold,
-    }
+FORMAT = 1
 
 
-def detector_from_record(record: Mapping[str, Any]) -> Detector:
-    """The detector of a :func:`detector_record`, in evaluation mode.
+@dataclass(frozen=True, kw_only=True)
+class TrainingState:
+    """The state of a run apart from the evaluated detector."""
 
-    RunError for weights that are NaN, infinite or of another kind; a record that is none can raise anything, which
-    :func:`wrap_untrusted` reports.
-    """
-    detector = detector_without_weights(record)
-    _check_weights(detector, record["state"])
-    detector.load_state_dict(record["state"])
-    return detector
+    loop: dict[str, Any]  # counters of the training loop; with "step"
+    optimizer: dict[str, Any]
+    scaler: dict[str, Any]
+    weights: dict[str, Tensor] | None  # of the trained detector if an EMA of it is evaluated
+    averaged_steps: int | None  # of the EMA
+    random: dict[str, Any]  # states of the random generators
+    images: int  # training images
+    image_names: list[str] | None  # in order; None in files of older versions
+    threads: int
+
+    @classmethod
+    def from_content(cls, content: dict[str, Any]) -> "TrainingState":
+        """Reads the entry ``training`` of a file; KeyError for a missing key."""
+        loop = dict(content)
+        stepper = loop.pop("stepper")
+        others = {key: loop.pop(key) for key in ("random", "images", "threads")}
+        names = loop.pop("image_names", None)
+        return cls(
+            loop=loop,
+            **{key: stepper[key] for key in ("optimizer", "scaler", "weights", "averaged_steps")},
+            image_names=names if isinstance(names, list) else None,
+            **others,
+        )
+
+    def to_content(self) -> dict[str, Any]:
+        """The inverse of :meth:`from_content`."""
+        stepper = {key: getattr(self, key) for key in ("optimizer", "scaler", "weights", "averaged_steps")}
+        others = {key: getattr(self, key) for key in ("random", "images", "image_names", "threads")}
+        return {**self.loop, "stepper": stepper, **others}
 
 
-def detector_without_weights(record: Mapping[str, Any]) -> Detector:
-    """As :func:`detector_from_record`, with fresh weights in place of the record's.
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """The content of a checkpoint file."""
 
-    Whoever wrote the record, nothing else is opened for it: the weights that the detector was once started from are
-    neither read nor fetched.
-    """
-    detector = build_detector(**{**record["config"], "weights": None})
-    calibration, threshold = record["calibration"], record["draw_threshold"]
-    if not (threshold is None or 0 <= threshold <= 1):
-        raise RunError(f"draw_threshold must be between 0 and 1, got {threshold!r}")
-    detector.calibration = None if calibration is None else Calibration.from_dict(calibration)
-    detector.draw_threshold = threshold
-    return detector.eval()
+    config: dict[str, Any]  # rebuilds the detector, see Detector.config
+    weights: dict[str, Tensor] | None  # its state dict; None for newly initialised weights
+    calibration: dict[str, Any] | None = None
+    draw_threshold: float | None = None
+    step: int | None = None  # of a run
+    metrics: dict[str, Any] | None = None  # of the validation that selected it, in best.pt
+    training: TrainingState | None = None  # in last.pt
+    source: Path | None = None  # the file it was read from, for error messages
+
+    @classmethod
+    def of(cls, detector: Detector, **others: Any) -> "Checkpoint":
+        """A checkpoint of a detector; ``others`` are further fields."""
+        return cls(config=detector.config, weights=detector.state_dict(), **others).with_calibration(detector)
+
+    def with_calibration(self, detector: Detector) -> "Checkpoint":
+        """The same checkpoint with the calibration and drawing threshold of ``detector``."""
+        calibration = None if detector.calibration is None else detector.calibration.to_dict()
+        return replace(self, calibration=calibration, draw_threshold=detector.draw_threshold)
+
+    @classmethod
+    def from_content(cls, content: Any, source: Path) -> "Checkpoint | None":
+        """Interprets the content of a torch file; None if it was not written by aploss.
+
+        Raises:
+            RunError: for an incomplete checkpoint, or one of an unknown format version.
+        """
+        if not isinstance(content, Mapping) or "detector" not in content:
+            return None
+        if content.get("format", FORMAT) != FORMAT:
+            raise RunError(f"{source} has checkpoint format {content['format']!r}; this version reads {FORMAT}")
+        with wrap_untrusted(source):
+            record, training = content["detector"], content.get("training")
+            if not isinstance(record["state"], Mapping):
+                raise RunError("its weights are not a state dict")
+            state = None if training is None else TrainingState.from_content(training)
+            return cls(
+                config=record["config"],
+                weights=record["state"],
+                calibration=record["calibration"],
+                draw_threshold=record["draw_threshold"],
+                step=content.get("step") if state is None else state.loop["step"],
+                metrics=content.get("metrics"),
+                training=state,
+                source=source,
+            )
+
+    @classmethod
+    def read(cls, file: Path) -> "Checkpoint":
+        """Reads a file; RunError if it is missing, damaged or not a checkpoint of aploss."""
+        checkpoint = cls.from_content(read_torch_file(file), file)
+        if checkpoint is None:
+            raise RunError(
+                f"{file} is not a checkpoint of aploss; to initialise a training run from other weights, "
+                f"use weights={str(file)!r}"
+            )
+        return checkpoint
+
+    def write(self, file: Path) -> None:
+        """Writes the file, which appears under its name only when it is complete."""
+        content: dict[str, Any] = {
+            "format": FORMAT,
+            "detector": {
+                "config": self.config,
+                "state": self.weights,
+                "calibration": self.calibration,
+                "draw_threshold": self.draw_threshold,
+            },
+        }
+        if self.training is not None:
+            content["training"] = self.training.to_content()
+        elif self.step is not None:
+            content |= {"step": self.step, "metrics": self.metrics}
+        write_whole(file, lambda handle: torch.save(content, handle))
+
+    def detector(self) -> Detector:
+        """Rebuilds the detector in evaluation mode; nothing but this checkpoint is read for it.
+
+        Raises:
+            RunError: for a detector or loss of a plugin that is not loaded, weights that do not fit or are not finite,
+                or any other invalid value.
+        """
+        with wrap_untrusted(self.source or "the checkpoint"):
+            _check_registered(self.config)
+            detector = build_detector(**{**self.config, "weights": None})
+            if not (self.draw_threshold is None or 0 <= self.draw_threshold <= 1):
+                raise RunError(f"draw_threshold must be between 0 and 1, got {self.draw_threshold!r}")
+            detector.calibration = None if self.calibration is None else Calibration.from_dict(self.calibration)
+            detector.draw_threshold = self.draw_threshold
+            if self.weights is not None:
+                _check_weights(detector, self.weights)
+                detector.load_state_dict(self.weights)
+        return detector.eval()
 
 
 def _check_weights(detector: Detector, state: Mapping[str, Tensor]) -> None:
-    """Refuses what torch would load without a word: other kinds of numbers, and NaN or Inf."""
+    """Rejects what torch would load silently: other dtypes and layouts, NaN and Inf."""
     for name, own in detector.state_dict().items():
         tensor = state.get(name, own)
         plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
@@ -65,7 +168,7 @@ def _check_weights(detector: Detector, state: Mapping[str, Tensor]) -> None:
             kind = type(tensor).__name__
             if isinstance(tensor, Tensor):
                 kind = f"{tensor.dtype}, {tensor.layout}, {tensor.device}"
-            raise RunError(f"{name} must be a plain tensor of {own.dtype}, got {kind}")
+            raise RunError(f"{name} must be a dense tensor of {own.dtype}, got {kind}")
     refuse_non_finite((name, bool(tensor.isfinite().all())) for name, tensor in state.items())
 
 
@@ -80,81 +183,69 @@ def refuse_non_finite(tensors: Iterable[tuple[str, bool]]) -> None:
 
 @contextmanager
 def wrap_untrusted(source: str | Path) -> Iterator[None]:
-    """Whatever a stranger's values cause where a detector is built from them becomes a RunError that names the file."""
+    """Converts any error caused by untrusted checkpoint values into a RunError that names the file."""
     try:
         yield
     except AplossError as error:
         raise RunError(f"{source}: {error}") from error
-    except Exception as error:  # there is no end to what wrong types and sizes can raise inside of torch
+    except Exception as error:  # wrong types and sizes can raise anything inside of torch
         reason = " ".join(str(error).split()) or type(error).__name__
-        reason = f"it has no {reason}" if isinstance(error, KeyError) else reason
+        reason = f"it has no entry {reason}" if isinstance(error, KeyError) else reason
         raise RunError(f"{source} does not fit this version of aploss: {reason[:300]}") from error
 
 
 def save_detector(detector: Detector, path: str | Path) -> Path:
-    """Writes a detector with its calibration and drawing threshold to one file.
+    """Writes a detector with its calibration and drawing threshold to a file.
 
     The file appears under its name only when it is complete.
 
     Args:
         detector: any detector of :func:`~aploss.detectors.build_detector`.
-        path: the file to write, such as ``detector.pt``; its folder is made when it is missing.
+        path: the file to write, such as ``detector.pt``; missing parent folders are created.
 
     Returns:
         The path that was written.
     """
-    path, content = Path(path), {"detector": detector_record(detector)}
-    write_whole(path, lambda file: torch.save(content, file))
-    return path
+    Checkpoint.of(detector).write(Path(path))
+    return Path(path)
 
 
 def load(path: str | Path, *, device: str | torch.device = "cpu") -> Detector:
-    """A detector from a file of :func:`save_detector`, a training checkpoint or a run folder.
+    """Loads a detector from a file of :func:`save_detector`, a training checkpoint or a run folder.
 
     Args:
         path: the file, or a run folder: then its ``checkpoints/best.pt``, else ``last.pt``.
-        device: where the detector is put.
+        device: where the detector is placed.
 
     Returns:
         The detector in evaluation mode, with its calibration and drawing threshold.
 
     Raises:
-        RunError: if the file is missing, damaged, or holds no detector or one of a plugin that is not loaded.
+        RunError: if the file is missing, damaged, not a checkpoint of aploss, or needs a plugin that is not loaded.
     """
-    file = checkpoint_file(Path(path))
-    checkpoint = read_checkpoint(file)
-    if not isinstance(checkpoint, dict) or "detector" not in checkpoint:
-        raise RunError(
-            f"{file} holds no detector of aploss; to start a training from other weights, use weights={str(path)!r}"
-        )
-    with wrap_untrusted(file):
-        check_registered(checkpoint["detector"]["config"])
-        detector = detector_from_record(checkpoint["detector"])
-    return detector.to(device)
+    return Checkpoint.read(checkpoint_file(Path(path))).detector().to(device)
 
 
-def check_registered(config: Mapping[str, Any]) -> None:
-    """Raises RunError for the config of a detector or loss that nobody has registered."""
+def _check_registered(config: Mapping[str, Any]) -> None:
     for kind, name, known in (("detector", config["name"], {*DETECTORS}), ("loss", config["loss"], {*LOSSES, CUSTOM})):
         if name not in known:
-            raise RunError(
-                f"the {kind} {name!r} is not registered here: load the plugin that brings it first (--plugin FILE.py)"
-            )
+            raise RunError(f"the {kind} {name!r} is not registered: load its plugin first (--plugin FILE.py)")
 
 
-def read_checkpoint(file: Path) -> Any:
-    """What a torch file holds, on the CPU, loaded with ``weights_only=True``.
+def read_torch_file(file: Path) -> Any:
+    """Loads any torch file on the CPU with ``weights_only=True``.
 
-    RunError for a file that is missing, damaged, or holds more than weights and plain values.
+    Raises:
+        RunError: if the file is missing, damaged, or holds more than weights and plain values.
     """
     if not file.is_file():
-        raise RunError(f"there is no file {file}")
+        raise RunError(f"{file} does not exist")
     if zipfile.is_zipfile(file):
         check_archive(file)
     try:
-        with warnings.catch_warnings(action="ignore"):  # torch's advice on files of other kinds
+        with warnings.catch_warnings(action="ignore"):  # torch's advice on other kinds of files
             return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # a file that is something else can make the unpickler raise anything
+    except Exception as error:  # other kinds of files can make the unpickler raise anything
         raise RunError(f"{file} cannot be read as a torch file: {_why_unreadable(file, error)}") from error
 
 
@@ -162,9 +253,9 @@ def _why_unreadable(file: Path, error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if not zipfile.is_zipfile(file):
-        return "it is none, or damaged"
+        return "it is another kind of file, or damaged"
     unsafe: list[str] = []
-    with suppress(Exception):  # it stumbles over the same damage
+    with suppress(Exception):  # it may fail on the same damage
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     if unsafe:
         return f"it holds more than weights and plain values, which could run code: {', '.join(unsafe)}"
@@ -172,9 +263,9 @@ def _why_unreadable(file: Path, error: Exception) -> str:
 
 
 def checkpoint_file(path: Path) -> Path:
-    """The checkpoint that a path means: a file itself, of a run folder the best, else the last; RunError for none."""
+    """Returns the file itself, or for a run folder its best checkpoint, else its last; RunError if there is none."""
     if not path.exists():
-        raise RunError(f"there is no run folder or checkpoint {path}")
+        raise RunError(f"{path}: no such run folder or checkpoint")
     if not path.is_dir():
         return path
     for name in ("checkpoints/best.pt", "checkpoints/last.pt", "best.pt", "last.pt"):

@@ -20,14 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from aploss.detectors.checkpoint import (
-    check_registered,
-    detector_from_record,
-    detector_record,
-    detector_without_weights,
-    refuse_non_finite,
-    wrap_untrusted,
-)
+from aploss.detectors.checkpoint import Checkpoint, refuse_non_finite, wrap_untrusted
 from aploss.detectors.detector import Detector
 from aploss.detectors.predict import Detections, ObjectDetector
 from aploss.errors import ConfigError, RunError, require_packages
@@ -66,7 +59,7 @@ def export(detector: Detector, path: str | Path, *, size: int | None = None) -> 
     path = Path(path)
     write = _format_of(path)[1]
     # A copy from plain values: on the CPU, not compiled, and free to change.
-    detector = detector_from_record(detector_record(detector))
+    detector = Checkpoint.of(detector).detector()
     if size is not None:
         shorter, longest = detector.test_size
         detector.test_size = (size, round(size * longest / shorter))
@@ -111,8 +104,7 @@ class ExportedDetector(ObjectDetector):
             raise RunError(f"{path} was not written by 'aploss export' of this version")
         with wrap_untrusted(path):
             record = {key: json.loads(metadata[key]) for key in ("config", "calibration", "draw_threshold")}
-            check_registered(record["config"])
-            self._detector = detector = detector_without_weights(record)
+        self._detector = detector = Checkpoint(weights=None, source=path, **record).detector()
         self._path = path
         self.calibration, self.draw_threshold = detector.calibration, detector.draw_threshold
         # Shapes of feature maps are still found from the modules, which need no memory for that.
@@ -358,10 +350,10 @@ def _example(detector: Detector) -> Tensor:
 
 def _metadata(detector: Detector) -> dict[str, str]:
     """Everything besides the graph that detections need, each value as JSON."""
-    record = detector_record(detector)
+    record = Checkpoint.of(detector)
     values = {
         **{key: getattr(detector, key) for key in ("class_names", "test_size", "keeps_aspect_ratio", "size_divisor")},
-        **{key: record[key] for key in ("calibration", "draw_threshold", "config")},
+        **{key: getattr(record, key) for key in ("calibration", "draw_threshold", "config")},
         "scores": "softmax" if detector.uses_softmax else "sigmoid",
         "box_code": detector.box_coder.weights,
     }

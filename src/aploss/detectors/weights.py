@@ -13,7 +13,7 @@ from torch import Tensor
 from torchvision.models import get_weight
 from torchvision.models._api import WeightsEnum
 
-from aploss.detectors.checkpoint import checkpoint_file, read_checkpoint, refuse_non_finite, wrap_untrusted
+from aploss.detectors.checkpoint import Checkpoint, checkpoint_file, read_torch_file, refuse_non_finite, wrap_untrusted
 from aploss.detectors.criterion import make_loss
 from aploss.detectors.detector import DETECTORS, Detector
 from aploss.errors import ConfigError, RunError
@@ -139,7 +139,7 @@ def _from_torchvision(entry: WeightsEnum) -> _Source:
     categories = tuple(entry.meta.get("categories") or ())
     return _Source(
         name=f"{entry} ({file.name})",
-        state=_tensors(read_checkpoint(file), file),
+        state=_tensors(read_torch_file(file), file),
         from_torchvision=True,
         columns=categories if categories[:1] == (BACKGROUND,) else None,  # of a classifier they are no logits
         softmax=file.name.startswith("ssd"),
@@ -147,16 +147,14 @@ def _from_torchvision(entry: WeightsEnum) -> _Source:
 
 
 def _from_file(file: Path) -> _Source:
-    content = read_checkpoint(file)
-    if isinstance(content, Mapping) and "detector" in content:
+    content = read_torch_file(file)
+    if (checkpoint := Checkpoint.from_content(content, file)) is not None:
         with wrap_untrusted(file):
-            config = content["detector"]["config"]
+            config = checkpoint.config
             softmax = traits_of(make_loss(config["loss"], **config["loss_options"])).softmax
             columns = (BACKGROUND,) * softmax + tuple(map(str, config["class_names"]))
-            state = content["detector"]["state"]
-        return _Source(
-            name=str(file), state=_tensors(state, file), from_torchvision=False, columns=columns, softmax=softmax
-        )
+        state = _tensors(checkpoint.weights, file)
+        return _Source(name=str(file), state=state, from_torchvision=False, columns=columns, softmax=softmax)
     for key in ("state_dict", "model_state_dict", "model"):  # where other tools keep the weights
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]

@@ -137,7 +137,7 @@ def gallery(source: PictureSource, count: int = 12) -> list[Picture]:
 
 
 def side_by_side(runs: Mapping[str, RunFiles], count: int = 6) -> Figures:
-    """The same images as detected by several runs (name → run, a column each), as in Figure 5 of the paper."""
+    """The same images as detected by several runs (name → run, a column each), as in Figure 6 of the paper."""
     sources = {name: PictureSource(run) for name, run in runs.items()}
     first = next(iter(sources.values()))
     pictures: list[Picture] = []

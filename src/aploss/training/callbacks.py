@@ -1,6 +1,6 @@
-"""What is told of a run while it trains: callbacks of your own, and the trackers, which are callbacks too.
+"""Callbacks of a run, and the experiment trackers, which are callbacks too.
 
-``train(config, callbacks=[...])`` calls them in order, on rank 0 alone::
+``train(config, callbacks=[...])`` calls them in order, on rank 0 only::
 
     class Announce(Callback):
         def on_validation(self, row):
@@ -12,35 +12,37 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from aploss.errors import ConfigError, require_packages
+from aploss.evaluation import METRICS
 from aploss.files import write_json
 from aploss.training.config import TrainConfig, config_fields, config_to_dict
 
 Row = dict[str, Any]
-SKIPPED = ("kind", "step", "epoch", "seconds", "images")  # no curves of their own
+SKIPPED = ("kind", "step", "epoch", "seconds", "images")  # not plotted
 
 
 class Callback:
-    """Does nothing; override what you want to hear of. An exception ends the run, and is yours to see."""
+    """Base class: override the events of interest. An exception ends the run and is propagated."""
 
     def on_start(self, config: TrainConfig, folder: Path, step: int) -> None:
-        """Training starts at a step (0 but for a resumed run); rows after it are told again."""
+        """Training starts at a step: 0, or later for a resumed run, which repeats the rows after that step."""
 
     def on_log(self, row: Row) -> None:
-        """A training row was written, every ``log_steps``: losses, learning rate, gradient norm, speed (means)."""
+        """A row of training metrics was written: means of losses, learning rate, gradient norm, speed."""
 
     def on_validation(self, row: Row) -> None:
-        """A validation row was written: AP, AP50, AP75 ..."""
+        """A row of validation metrics was written, see :data:`aploss.evaluation.METRICS`."""
 
     def on_end(self, result: Row | None) -> None:
-        """The run is over: its summary as plain values, or None if it was interrupted or has failed."""
+        """The run has ended: with its summary as plain values, or None if it was interrupted or failed."""
 
 
 class Callbacks(Callback):
-    """Several in a row."""
+    """Calls several callbacks in order."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = callbacks
@@ -66,7 +68,7 @@ class Callbacks(Callback):
 
 
 class RowCallback(Callback):
-    """Hands every row to a function."""
+    """Calls a function with every row."""
 
     def __init__(self, function: Callable[[Row], Any]) -> None:
         self._function = function
@@ -130,7 +132,7 @@ class MlflowTracker(Callback):
             self._run = self._mlflow.start_run(run_id=known, run_name=folder.name, nested=True)
         _remember_run(folder, "mlflow", self._run.info.run_id)
         if known is None:
-            self._mlflow.log_params(_flat(config))
+            self._mlflow.log_params({entry.key: attrgetter(entry.key)(config) for entry in config_fields()})
 
     def on_log(self, row: Row) -> None:
         self._mlflow.log_metrics(curves(row), step=row["step"], run_id=self._run.info.run_id)
@@ -149,8 +151,11 @@ TRACKERS: dict[str, type[Callback]] = {
 
 
 def make_tracker(name: str) -> list[Callback]:
-    """The callback of a tracker's name: one, or none for ``none`` and for ``auto`` where TensorBoard is not installed;
-    ConfigError where another's package is not."""
+    """Returns the callback of a tracker; none for ``none``, and for ``auto`` if TensorBoard is not installed.
+
+    Raises:
+        ConfigError: if the package of the tracker is not installed.
+    """
     if name == "auto":
         name = "tensorboard" if find_spec("tensorboard") else "none"
     if name == "none":
@@ -160,7 +165,7 @@ def make_tracker(name: str) -> list[Callback]:
 
 
 def curves(row: Row) -> dict[str, float]:
-    """The numbers of a row that are drawn over steps, as ``train/loss``.
+    """Returns the values of a row that are plotted over steps, as ``train/loss``.
 
     Example:
         >>> curves({"kind": "train", "step": 3, "loss": 0.5, "note": "x"})
@@ -171,31 +176,22 @@ def curves(row: Row) -> dict[str, float]:
 
 
 def final(result: Row) -> dict[str, float]:
-    """The measured numbers of a summary, as ``final/AP``."""
-    names = ("AP", "AP50", "AP75", "APs", "APm", "APl", "voc_AP50", "calibration_error", "minutes")
+    """Returns the metrics of a summary, as ``final/AP``."""
+    names = (*METRICS, "calibration_error", "minutes")
     return {f"final/{name}": result[name] for name in names if result.get(name) is not None}
 
 
 @contextmanager
 def _starting(tracker: str) -> Iterator[None]:
-    """A tracker that cannot start (no account, no server) is the user's to put right, before anything is trained."""
+    """Converts a failure to start a tracker (no account, no server) into a ConfigError before training."""
     try:
         yield
     except Exception as error:
         raise ConfigError(f"--tracker {tracker} cannot start: {type(error).__name__}: {error}") from error
 
 
-def _flat(config: TrainConfig) -> dict[str, Any]:
-    values = config_to_dict(config)
-    flat = {}
-    for setting in config_fields():
-        group, _, name = setting.key.rpartition(".")
-        flat[setting.key] = (values[group] if group else values)[name]
-    return flat
-
-
 def _known_run(folder: Path, tracker: str) -> str | None:
-    """Under which id a tracker has the run of a folder."""
+    """Returns the id under which a tracker knows the run of a folder."""
     file = folder / "tracker.json"
     return json.loads(file.read_text(encoding="utf-8")).get(tracker) if file.is_file() else None
 

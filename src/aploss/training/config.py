@@ -18,7 +18,7 @@ import msgspec
 import yaml
 
 from aploss.errors import ConfigError, did_you_mean
-from aploss.evaluation import METRICS
+from aploss.evaluation import HEADLINE_METRICS
 
 NOT_GIVEN = object()
 
@@ -241,7 +241,7 @@ class ValidationConfig(_Settings, group="validation."):
     metric: str = setting(
         "AP",
         "metric that selects the best checkpoint",
-        Check(lambda value: value in METRICS, f"one of {', '.join(METRICS)}"),
+        Check(lambda value: value in HEADLINE_METRICS, f"one of {', '.join(HEADLINE_METRICS)}"),
     )
     patience: int | None = setting(
         None, "stop early after this many validations without improvement", at_least(1), fixed_by_comparison=True

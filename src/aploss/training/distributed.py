@@ -30,17 +30,17 @@ HEARTBEAT_SECONDS = 3.0
 SILENCE_SECONDS = 45.0  # without a heartbeat, after which a rank counts as dead
 ANSWER_SECONDS = 15.0  # for a sign of life once a connection has failed
 LEFT = b"left"
-GO_ON = "go on from the last checkpoint with --resume"
+RESUME_ADVICE = "resume from the last checkpoint with --resume"
 
 
 class TrainingInterruptedError(RunError):
-    """Ctrl-C or SIGTERM: everything is saved, the message says how to go on."""
+    """Ctrl-C or SIGTERM: everything is saved, and the message says how to resume."""
 
     exit_code = 128 + signal.SIGINT
 
 
 class LostProcessError(RunError):
-    """Another rank of the run has gone; the run can go on from its last checkpoint."""
+    """Another rank has died; the run can be resumed from its last checkpoint."""
 
 
 def is_main_process() -> bool:
@@ -109,7 +109,7 @@ class World:
 
 
 @contextmanager
-def start_world(device: torch.device, *, advice: str = GO_ON) -> Iterator[World]:
+def start_world(device: torch.device, *, advice: str = RESUME_ADVICE) -> Iterator[World]:
     """Joins the processes that ``torchrun`` started; a world of one without it.
 
     The device that this process computes on decides between nccl and gloo. A process group that is already there is
@@ -133,7 +133,7 @@ def start_world(device: torch.device, *, advice: str = GO_ON) -> Iterator[World]
             except RuntimeError as error:
                 # gloo and nccl raise plain RuntimeErrors, too: what counts is whether all answer.
                 if isinstance(error, dist.DistNetworkError) or not heartbeat.peers_answer():
-                    raise LostProcessError(f"another process of this run has gone; {advice}") from error
+                    raise LostProcessError(f"another process of this run has died; {advice}") from error
                 raise
     finally:
         if started:
@@ -161,7 +161,7 @@ class Heartbeat:
         rank: int,
         size: int,
         *,
-        advice: str = GO_ON,
+        advice: str = RESUME_ADVICE,
         store: Any = None,
         interval: float = HEARTBEAT_SECONDS,
         silence: float = SILENCE_SECONDS,
@@ -218,8 +218,8 @@ class Heartbeat:
             silent = [other for other, (_, at) in self._heard.items() if now - at > self._silence]
             if silent and not self._over.is_set():
                 self._give_up(
-                    f"rank {silent[0]} of {self._size} has not been heard of for "
-                    f"{self._silence:.0f} s: the run ends here; {self._advice}"
+                    f"rank {silent[0]} of {self._size} sent no heartbeat for {self._silence:.0f} s; aborting; "
+                    f"{self._advice}"
                 )
                 return
 

@@ -1,4 +1,4 @@
-"""The training loop: steps, rows of metrics, validation, checkpoints, and when to stop."""
+"""The training loop: steps, metrics, validation, checkpoints, and stopping rules."""
 
 import itertools
 import time
@@ -10,31 +10,33 @@ import msgspec
 import torch
 
 from aploss.data.loader import TrainingBatches
-from aploss.detectors.checkpoint import refuse_non_finite, wrap_untrusted
-from aploss.errors import AplossError, DataError, RunError
+from aploss.detectors.checkpoint import Checkpoint, TrainingState, wrap_untrusted
+from aploss.errors import DataError, RunError
+from aploss.evaluation import METRICS
 from aploss.training.callbacks import Callback
 from aploss.training.config import TrainConfig
 from aploss.training.distributed import StopSignals, TrainingInterruptedError
-from aploss.training.evaluate import RunSplits, detect_split
+from aploss.training.evaluate import detect_split
 from aploss.training.machine import capture_random_state, choose_workers, restore_random_state
 from aploss.training.progress import Progress
 from aploss.training.run_folder import MetricsLog, RunFolder
+from aploss.training.splits import RunData
 from aploss.training.step import BadNumbers, DivergedError, Stepper, StepResult, non_finite_weight
 
 
 @dataclass
 class LoopState:
-    """What a checkpoint holds of a run, apart from weights, optimizer and generators."""
+    """The counters of a run, saved in every checkpoint."""
 
-    step: int = 0  # done
-    seconds: float = 0.0  # spent training so far, over all resumptions
-    validated_step: int = 0  # the last after which validation took place
+    step: int = 0  # completed steps
+    seconds: float = 0.0  # of training, including before a resume
+    validated_step: int = 0  # of the last validation
     best_step: int = 0  # of the best validation, 0 before the first
-    best_value: float = float("-inf")  # its metric
-    best_metrics: dict[str, Any] = field(default_factory=dict)  # all of them
+    best_value: float = float("-inf")  # the metric of the best validation
+    best_metrics: dict[str, Any] = field(default_factory=dict)  # all metrics of the best validation
     validations_since_best: int = 0  # for patience
-    bad_in_a_row: int = 0  # steps skipped for NaN or Inf since the last good one
-    bad_steps: int = 0  # all of them
+    bad_in_a_row: int = 0  # consecutive steps skipped because of NaN or Inf
+    bad_steps: int = 0  # all skipped steps
     stopped_by: str | None = None  # "length", "patience" or "minutes" once training is over
     window: dict[str, float] = field(default_factory=dict)  # sums of the losses since the last row of metrics
     window_steps: int = 0  # in these sums
@@ -42,26 +44,27 @@ class LoopState:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "LoopState":
-        """The state in a checkpoint, whoever wrote it; ValueError for values of another kind."""
-        state = msgspec.convert(values, cls)
+        """Validates the counters of an untrusted checkpoint; KeyError or ValueError for missing or invalid ones."""
+        values = {"unreadable": {}, **values}  # not in older checkpoints
+        state = msgspec.convert({entry.name: values[entry.name] for entry in fields(cls)}, cls)
         if min(state.step, state.seconds, state.best_step, state.validated_step) < 0:
-            raise ValueError(f"a step or time before the first: {state.step}, {state.seconds}")
+            raise ValueError(f"negative step or time: {state.step}, {state.seconds}")
         return state
 
     def add_to_window(self, values: dict[str, float]) -> None:
-        """Adds the values of a step to the sums of the next row of metrics."""
+        """Adds the values of a step to the next row of metrics."""
         for name, value in values.items():
             self.window[name] = self.window.get(name, 0.0) + value
         self.window_steps += 1
 
     def take_window(self) -> dict[str, float]:
-        """The means since the last row; the sums start again."""
+        """Returns the means since the last row of metrics and resets the sums."""
         means = {name: total / self.window_steps for name, total in self.window.items()}
         self.window, self.window_steps = {}, 0
         return means
 
     def add_validation(self, metrics: dict[str, Any], metric: str) -> None:
-        """Notes a validation: the best so far, or one more that is not."""
+        """Records a validation and whether it is the best so far."""
         self.validated_step = self.step
         value = metrics[metric] or 0.0
         if value > self.best_value:
@@ -71,37 +74,37 @@ class LoopState:
             self.validations_since_best += 1
 
     def is_over(self, max_minutes: float | None) -> bool:
-        """Whether training has ended, and not only for a time limit that is now a later one."""
+        """Whether training has ended, and not only because of a time limit that has since been raised."""
         more_time = max_minutes is None or self.seconds < 60 * max_minutes
         return self.stopped_by is not None and not (self.stopped_by == "minutes" and more_time)
 
 
 class Loop:
-    """Trains until the schedule, patience, a time limit or a signal ends it; only rank 0 writes."""
+    """Trains until the schedule, early stopping, a time limit or a signal ends it; only rank 0 writes."""
 
     def __init__(
         self,
         config: TrainConfig,
         stepper: Stepper,
         batches: TrainingBatches,
-        splits: RunSplits,
+        data: RunData,
         folder: RunFolder,
         progress: Progress,
         callbacks: Callback,
     ) -> None:
         self.config, self.stepper, self.batches = config, stepper, batches
-        self.splits, self.images, self.validation = splits, splits.data.train, splits.validation
+        self.data, self.images, self.validation = data, data.train, data.validation
         self.folder, self.progress, self.callbacks, self.world = folder, progress, callbacks, stepper.world
         self.workers = choose_workers(config.batches.workers, stepper.device, self.world.size)
         self.state = LoopState()
         self.total_steps = stepper.schedule.total_steps
         self._validate_every = stepper.schedule.steps(config.validation.every, config.validation.unit)
         self._log: MetricsLog | None = None
-        self._known_unreadable: set[int] = set()  # training images, on this rank
-        self._unreadable_now: set[str] = set()  # on all ranks, since the run was started or resumed
+        self._known_unreadable: set[int] = set()  # training images of this rank
+        self._unreadable_now: set[str] = set()  # of all ranks, since the run was started or resumed
 
     def run(self, signals: StopSignals) -> None:
-        """Trains from where the state is to the end.
+        """Trains from the current state to the end.
 
         Raises:
             TrainingInterruptedError: after Ctrl-C or SIGTERM; the run is saved.
@@ -118,19 +121,17 @@ class Loop:
                 self._steps(signals)
         finally:
             self.progress.end()
-            if self._log is not None:
-                self._log.close()
 
     def _steps(self, signals: StopSignals) -> None:
         state, accumulate, limit = self.state, self.config.batches.accumulate, self.config.max_minutes
-        self._validate_and_save()  # an interruption may have come before a validation
+        self._validate_and_save()  # the run may have been interrupted before a validation
         with closing(self.batches.endless(state.step * accumulate)) as batches:
             while state.stopped_by is None:
                 result = self.stepper.step(state.step, list(itertools.islice(batches, accumulate)))
                 self._after_step(result)
                 late = limit is not None and state.seconds >= 60 * limit
                 news = len(self.batches.unreadable) > len(self._known_unreadable)
-                # What any rank was told or has met, all act on.
+                # All ranks act on a signal, time limit or unreadable image of any rank.
                 interrupted, out_of_time, unreadable = self.world.sum([signals.requested, late, news])
                 if unreadable:
                     self._exchange_unreadable()
@@ -138,19 +139,19 @@ class Loop:
                     state.stopped_by = "length"
                 elif out_of_time:
                     state.stopped_by = "minutes"
-                    if state.step < self.config.log_steps and state.window_steps:  # or nothing would be drawn
+                    if state.step < self.config.log_steps and state.window_steps:  # or there would be no curve
                         self._write_training_row(result.learning_rate)
                 elif interrupted:
                     self.save()
                     raise TrainingInterruptedError(
                         f"stopped at step {state.step} of {self.total_steps}, everything is saved; "
-                        f"go on with: {self.folder.resume_command}"
+                        f"resume with: {self.folder.resume_command}"
                     )
                 self._validate_and_save()
 
     @property
     def epoch(self) -> float:
-        """Epochs done, with their fraction."""
+        """Completed epochs, fractional."""
         return round(self.state.step / self.stepper.schedule.steps_per_epoch, 4)
 
     @property
@@ -204,17 +205,17 @@ class Loop:
             self._log.add_bad(bad.as_row())
         if self.state.bad_in_a_row >= self.config.bad_steps:
             raise DivergedError(
-                f"training stopped after {self.state.bad_in_a_row} steps in a row with NaN or Inf, the last: {bad}; "
+                f"training stopped after {self.state.bad_in_a_row} consecutive steps with NaN or Inf, the last: {bad}; "
                 f"{self._kept_checkpoint()}; try a lower optimizer.learning_rate or optimizer.clip_norm, or precision "
                 "float32"
             )
 
     def _kept_checkpoint(self) -> str:
         last = self.folder.checkpoints.last
-        return f"the last good checkpoint {last} is kept" if last.is_file() else "nothing was saved before"
+        return f"the last good checkpoint is {last}" if last.is_file() else "no checkpoint was saved"
 
     def _exchange_unreadable(self) -> None:
-        """Lets all ranks know of images that could not be read for the last step."""
+        """Shares with all ranks which images could not be read in the last step."""
         new = {
             str(self.images.image_path(index)): reason
             for index, reason in self.batches.unreadable.items()
@@ -223,7 +224,7 @@ class Loop:
         self._known_unreadable = set(self.batches.unreadable)
         shares = self.world.from_main(self.world.gather(new))
         all_new = {path: reason for share in shares for path, reason in share.items()}
-        self.note_unreadable(all_new, "the next image of the epoch stands in for it")
+        self.note_unreadable(all_new, "replaced by the next image of the epoch")
         self._unreadable_now |= all_new.keys()
         found, share = len(self._unreadable_now), self.config.batches.max_unreadable
         if found > share * len(self.images):
@@ -231,12 +232,12 @@ class Loop:
             raise DataError(
                 f"training stopped at step {self.state.step}: {found} of {len(self.images)} training images cannot be "
                 f"read, more than batches.max_unreadable ({share:g}); the first: "
-                f"{next(iter(self.state.unreadable.values()))}; everything is saved: repair the data, then go on with: "
-                f"{self.folder.resume_command}"
+                f"{next(iter(self.state.unreadable.values()))}; everything is saved: repair the data, "
+                f"then resume with: {self.folder.resume_command}"
             )
 
     def note_unreadable(self, images: dict[str, str], consequence: str) -> None:
-        """Warns of images that cannot be read (path → reason), each once, and remembers them."""
+        """Warns once about each image that cannot be read (path → reason)."""
         for path, reason in images.items():
             if path not in self.state.unreadable:
                 self.state.unreadable[path] = reason
@@ -252,7 +253,7 @@ class Loop:
             self._validate()
         if validates or state.stopped_by or self._checkpoint_is_due():
             self.save()
-        # After last.pt, so that the two can be brought together again after a kill in between.
+        # After last.pt, from which restore() can rewrite it if the process is killed in between.
         if validates and state.best_step == state.step:
             self._save_best()
 
@@ -264,12 +265,12 @@ class Loop:
                 detector, split, self.world, batch_size=settings.batch_size, workers=self.workers, on_images=show
             )
         split.validated = (state.step, found)
-        self.note_unreadable(split.unreadable, f"it is left out of {split.name}")
+        self.note_unreadable(split.unreadable, f"left out of {split.name}")
         metrics = self.world.on_main(lambda: split.measure(found, detector).as_dict())
         state.add_validation(metrics, settings.metric)
         row = {"kind": "validation", "step": state.step, "epoch": self.epoch, "seconds": round(self._seconds, 3)}
-        self._add_row({**row, **{name: value for name, value in metrics.items() if name.startswith("A")}})
-        self._row_at = time.monotonic()  # the next row's speed is that of training alone
+        self._add_row({**row, **{name: metrics[name] for name in METRICS if name in metrics}})
+        self._row_at = time.monotonic()  # validation does not count for the speed of the next row
         if settings.patience is not None and state.validations_since_best >= settings.patience:
             state.stopped_by = state.stopped_by or "patience"
 
@@ -280,7 +281,7 @@ class Loop:
         return self.state.step > 0 and (by_steps or by_time)
 
     def save(self) -> None:
-        """Writes ``last.pt``: all that a resumed run needs; DivergedError if a weight is NaN or Inf."""
+        """Writes ``last.pt``, everything needed to resume; DivergedError if a weight is NaN or Inf."""
         self._saved_at = time.monotonic()
         detector = self.stepper.evaluated
         name = non_finite_weight(detector)  # the same on every rank
@@ -293,58 +294,57 @@ class Loop:
             return
         self._log.flush_to_disk()
         self.state.seconds = self._seconds
-        training = {
-            **asdict(self.state),
-            "stepper": self.stepper.state(),
-            "random": capture_random_state(),
-            "images": len(self.images),
-            "image_names": [self.images.relative_path(i) for i in range(len(self.images))],
-            "threads": torch.get_num_threads(),
-        }
-        self.folder.checkpoints.save_last(detector, training)
+        training = TrainingState(
+            loop=asdict(self.state),
+            **self.stepper.state(),
+            random=capture_random_state(),
+            images=len(self.images),
+            image_names=self._image_names(),
+            threads=torch.get_num_threads(),
+        )
+        self.folder.checkpoints.write(Checkpoint.of(detector, training=training))
 
     def _save_best(self) -> None:
-        """Writes ``best.pt`` with the present weights, if they are the ones to be kept."""
+        """Writes ``best.pt`` with the current weights, if it will be evaluated."""
         if self.world.is_main and self.config.evaluation.checkpoint == "best":
-            self.folder.checkpoints.save_best(
-                self.stepper.evaluated, step=self.state.best_step, metrics=self.state.best_metrics
+            state = self.state
+            self.folder.checkpoints.write(
+                Checkpoint.of(self.stepper.evaluated, step=state.best_step, metrics=state.best_metrics)
             )
 
-    def restore(self, checkpoint: dict[str, Any], *, best_step: int | None) -> None:
-        """Goes back to where ``last.pt`` was written, beside a ``best.pt`` of ``best_step``.
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Restores the state in which ``last.pt`` was written.
 
         Raises:
-            RunError: the checkpoint does not fit: other training images, another detector, or fields that are missing.
+            RunError: if the training images have changed, or the checkpoint does not fit the config.
         """
-        last = self.folder.checkpoints.last
-        try:
-            training = {"unreadable": {}, **checkpoint["training"]}  # not in older ones
-            self._check_images(training["images"])
-            self.state = LoopState.from_dict({f.name: training[f.name] for f in fields(LoopState)})
-            state = checkpoint["detector"]["state"]
-            with wrap_untrusted(last):
-                refuse_non_finite((name, bool(tensor.isfinite().all())) for name, tensor in state.items())
-            self.stepper.load_state(training["stepper"], state)
-            restore_random_state(training["random"])
-            threads = training["threads"]
-        except AplossError:
-            raise
-        except KeyError as error:
-            raise RunError(f"{last} is not a whole checkpoint: it has no {error}") from error
-        except Exception as error:  # of values of any kind and size
-            reason = " ".join(str(error).split())[:200]
-            raise RunError(f"{last} does not fit {self.folder.config_file}: {reason}") from error
-        if threads != (now := torch.get_num_threads()):
-            self.progress.note(f"the run had {threads} threads, now {now}: numbers may differ in the last digits")
-        if self.state.best_step == self.state.step != best_step and self.state.step > 0:
-            self._save_best()  # killed after last.pt was written, before best.pt was
+        training, checkpoints = checkpoint.training, self.folder.checkpoints
+        assert training is not None
+        self._check_images(training)
+        with wrap_untrusted(checkpoints.last):
+            self.state = LoopState.from_dict(training.loop)
+            self.stepper.load_state(training, checkpoint.weights)
+            restore_random_state(training.random)
+        if training.threads != (now := torch.get_num_threads()):
+            self.progress.note(
+                f"the run was started with {training.threads} threads, now {now}: results may differ in the last digits"
+            )
+        if self.world.is_main and self.state.best_step == self.state.step > 0:
+            saved = Checkpoint.read(checkpoints.best).step if checkpoints.best.is_file() else None
+            if saved != self.state.step:
+                self._save_best()  # killed after last.pt was written, before best.pt was
         if not self.state.is_over(self.config.max_minutes):
             self.state.stopped_by = None
 
-    def _check_images(self, images: int) -> None:
-        if images != len(self.images):
+    def _check_images(self, training: TrainingState) -> None:
+        """The order of the samples follows from the list of training images."""
+        same = training.images == len(self.images) and training.image_names in (None, self._image_names())
+        if not same:
             raise RunError(
-                f"{self.folder.path} was started with {images} training images, but the data now has "
-                f"{len(self.images)}, so that samples would come in another order; bring the data back, or start a "
-                f"new run from these weights with --model.weights {self.folder.checkpoints.last} --out NEW"
+                f"the training images have changed since {self.folder.path} was started (then {training.images}, now "
+                f"{len(self.images)}); restore the data, or start a new run from these weights with "
+                f"--model.weights {self.folder.checkpoints.last} --out NEW"
             )
+
+    def _image_names(self) -> list[str]:
+        return [self.images.relative_path(index) for index in range(len(self.images))]

@@ -1,4 +1,4 @@
-"""The machine under a run: device, loader workers, random generators, and what is written of it."""
+"""Device, data loader workers, random generators and the description of the environment."""
 
 import os
 import platform
@@ -22,12 +22,12 @@ PACKAGES = ("aploss", "torch", "torchvision", "numpy", "numba", "faster-coco-eva
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of a name; ``"auto"`` is the first of cuda, mps and cpu that is there.
+    """Returns the device of a name; ``"auto"`` is the first available of cuda, mps and cpu.
 
-    Of several GPUs each rank of ``torchrun`` takes its own.
+    Under ``torchrun`` each rank takes its own GPU.
 
     Raises:
-        ConfigError: if there is no such device, or nothing can be computed on it.
+        ConfigError: if the device does not exist or cannot compute.
 
     Example:
         >>> choose_device("cpu")
@@ -38,7 +38,7 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device: there is no device {name!r}; try cpu, cuda or mps") from error
+        raise ConfigError(f"device: unknown device {name!r}; try cpu, cuda or mps") from error
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError("device: this machine has no usable cuda device")
@@ -48,18 +48,14 @@ def choose_device(name: str) -> torch.device:
         device = torch.device("cuda", number)
         torch.cuda.set_device(device)
     try:
-        torch.ones(1, device=device).item()  # torch knows devices without hardware or values
+        torch.ones(1, device=device).item()  # torch accepts devices that this machine does not have
     except (RuntimeError, NotImplementedError, AssertionError, ImportError) as error:
         raise ConfigError(f"device: this machine cannot compute on {name!r}; try cpu, cuda or mps") from error
     return device
 
 
 def choose_workers(wanted: int | None, device: torch.device, processes: int) -> int:
-    """How many data loader workers to use.
-
-    On a CPU the cores are needed for training itself, and reading small images takes little: one worker, or none on a
-    single core. A GPU is fed by several.
-    """
+    """Returns the number of data loader workers: at most one on a CPU, whose cores train, several for a GPU."""
     if wanted is not None:
         return wanted
     cores = max(1, (os.cpu_count() or 1) // processes)
@@ -68,9 +64,9 @@ def choose_workers(wanted: int | None, device: torch.device, processes: int) -> 
 
 @contextmanager
 def seeded(seed: int, *, deterministic: bool) -> Iterator[None]:
-    """Runs a block from a seed and leaves every generator and switch as it was before.
+    """Seeds all random generators for a block and restores them, and the switches of torch, afterwards.
 
-    With ``deterministic`` algorithms are chosen that give the same bits in every run.
+    With ``deterministic``, torch chooses algorithms that give the same bits in every run.
     """
     before = capture_random_state()
     was_deterministic = torch.are_deterministic_algorithms_enabled()
@@ -79,10 +75,10 @@ def seeded(seed: int, *, deterministic: bool) -> Iterator[None]:
     was_benchmarking = torch.backends.cudnn.benchmark
     try:
         random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002 - other people's code draws from it
+        np.random.seed(seed % 2**32)  # noqa: NPY002 - third-party code draws from it
         torch.manual_seed(seed)
         if deterministic:
-            # Only a warning where a device has no such algorithm: it is better to train than not.
+            # Only a warning if a device lacks such an algorithm: training matters more.
             torch.use_deterministic_algorithms(True, warn_only=True)
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = not deterministic
@@ -95,7 +91,7 @@ def seeded(seed: int, *, deterministic: bool) -> Iterator[None]:
 
 
 def capture_random_state() -> dict[str, Any]:
-    """The state of all generators as tensors and plain values, which any checkpoint can hold."""
+    """Returns the state of all random generators as tensors and plain values, for a checkpoint."""
     legacy: Any = np.random.get_state()  # noqa: NPY002
     kind, keys, *gauss = legacy
     version_, internal, next_gauss = random.getstate()
@@ -110,7 +106,7 @@ def capture_random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Brings all generators into a captured state."""
+    """Restores all random generators to a captured state."""
     torch.set_rng_state(state["torch"])
     kind, keys, *gauss = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *gauss))  # noqa: NPY002
@@ -121,7 +117,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 def describe_environment() -> dict[str, Any]:
-    """Versions, commit, hardware and command of this process."""
+    """Describes versions, commit, hardware and command of this process."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -145,7 +141,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of aploss's own source, with a '+' where it has changes; None when installed."""
+    """Returns the commit of the source tree, with a '+' if it has changes; None for an installed package."""
     source = Path(__file__).resolve().parents[3]
 
     def git(*words: str) -> str:

@@ -13,7 +13,6 @@ Later layers win: defaults, the extended recipe, the recipe itself, its section 
 """
 
 import os
-from collections.abc import Mapping
 from functools import reduce
 from importlib.resources import files
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 import yaml
 
 from aploss.errors import ConfigError
-from aploss.training.config import TrainConfig, config_from_dict, nested
+from aploss.training.config import TrainConfig, config_from_dict
 
 
 def recipe_names() -> tuple[str, ...]:
@@ -65,23 +64,6 @@ def load_config(recipe: str | None = None, overrides: dict[str, Any] | None = No
     # Validated on its own first, so that a mistake in the recipe is reported as such.
     config_from_dict(values, source=f"recipe {recipe}")
     return config_from_dict(merge(values, overrides))
-
-
-def config_from_values(values: Mapping[str, Any], *, recipe: str | None = None) -> TrainConfig:
-    """Builds a config from values by dotted key, as given on the command line, on top of a recipe.
-
-    Args:
-        values: dotted keys to values; strings are parsed by :func:`~aploss.training.config.nested`.
-        recipe: see :func:`load_config`.
-
-    Raises:
-        ConfigError: for an unknown recipe or key, or an invalid value; the message names the key.
-
-    Example:
-        >>> config_from_values({"batches.size": "2", "loss": "focal"}, recipe="demo").batches.size
-        2
-    """
-    return load_config(recipe, nested(values))
 
 
 def read_recipe(name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One training step: learning rate, forward passes, gradients, and what to do about NaN and Inf."""
+"""One training step: forward passes, gradients, optimizer and EMA; steps with NaN or Inf are skipped."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -14,11 +14,13 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from aploss.data.loader import Batch
+from aploss.detectors.checkpoint import TrainingState
 from aploss.detectors.detector import Detector
 from aploss.errors import ConfigError, RunError, listed
 from aploss.losses import NonFiniteScoresError, OtherProcessError, traits_of
-from aploss.training.config import OptimizerConfig, ScheduleConfig, TrainConfig
+from aploss.training.config import OptimizerConfig, TrainConfig
 from aploss.training.distributed import World
+from aploss.training.schedule import Schedule
 
 PARTS = ("classification", "box")
 NORMS = (nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._NormBase)
@@ -27,84 +29,37 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class DivergedError(RunError):
-    """Too many steps in a row had NaN or Inf, or a weight did; the last good checkpoint stays."""
-
-
-# --- learning rate ---
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Length of a run in steps and the learning-rate factor of each step.
-
-    The factor is a function of the step alone: a resumed run needs no state for it.
-    """
-
-    config: ScheduleConfig
-    steps_per_epoch: float
-
-    def steps(self, amount: float, unit: str) -> int:
-        """An amount of epochs or steps as a number of steps, at least one."""
-        return max(1, round(amount * (self.steps_per_epoch if unit == "epochs" else 1)))
-
-    @property
-    def total_steps(self) -> int:
-        """Steps of the whole run."""
-        return self.steps(self.config.length, self.config.unit)
-
-    def factor(self, step: int) -> float:
-        """Share of the learning rate that step number ``step`` (from 0) uses.
-
-        Example:
-            >>> paper = ScheduleConfig(length=160, unit="epochs", kind="milestones",
-            ...     milestones=(110, 140), warmup_steps=500, warmup_factor=1 / 3)
-            >>> schedule = Schedule(paper, steps_per_epoch=1000)
-            >>> [round(schedule.factor(s), 4) for s in (0, 250, 500, 109_999, 110_000, 140_000)]
-            [0.3333, 0.6667, 1.0, 1.0, 0.1, 0.01]
-        """
-        config, steps, start = self.config, self.warmup_steps, self.config.warmup_factor
-        warmup = 1.0 if step >= steps else start + (1 - start) * step / steps
-        if config.kind == "milestones":
-            return warmup * float(config.gamma ** sum(step >= self.steps(m, config.unit) for m in config.milestones))
-        end, done = config.final_factor, min(step / max(1, self.total_steps - 1), 1.0)
-        return warmup * (end + (1 - end) * (1 + math.cos(math.pi * done)) / 2)
-
-    @property
-    def warmup_steps(self) -> int:
-        """Steps of the warm-up; one that is longer than the training becomes a tenth of it."""
-        wanted, total = self.config.warmup_steps, self.total_steps
-        return wanted if wanted <= total else max(1, total // 10)
+    """Too many consecutive steps had NaN or Inf, or a weight did; the last good checkpoint is kept."""
 
 
 # --- optimizer ---
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> optim.Optimizer:
-    """SGD with momentum or AdamW over what is trained; normalisation and biases are decayed only where asked for."""
+    """Creates SGD or AdamW for the trainable parameters; norms and biases are only decayed if configured."""
     norms = {id(p) for module in model.modules() if isinstance(module, NORMS) for p in module.parameters()}
     decayed: list[nn.Parameter] = []
-    spared: list[nn.Parameter] = []
+    undecayed: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            spare = id(parameter) in norms or name.split(".")[-1] == "bias" or parameter.ndim < 2
-            (spared if spare else decayed).append(parameter)
-    if not decayed and not spared:
-        raise ConfigError("model.frozen leaves nothing to train")
-    # All tensors in one operation, where the device has it: one after the other costs AdamW a twentieth of a small
-    # detector's step on a CPU.
-    fused = (decayed + spared)[0].device.type in ("cpu", "cuda")
+            skip = id(parameter) in norms or name.split(".")[-1] == "bias" or parameter.ndim < 2
+            (undecayed if skip else decayed).append(parameter)
+    if not decayed and not undecayed:
+        raise ConfigError("model.frozen freezes every parameter")
+    # A fused AdamW saves a twentieth of a small detector's step on a CPU.
+    fused = (decayed + undecayed)[0].device.type in ("cpu", "cuda")
     if config.decay_norms_and_biases:
-        decayed, spared = decayed + spared, []
+        decayed, undecayed = decayed + undecayed, []
     groups = [{"params": decayed, "weight_decay": config.weight_decay}]
-    if spared:
-        groups.append({"params": spared, "weight_decay": 0.0})
+    if undecayed:
+        groups.append({"params": undecayed, "weight_decay": 0.0})
     if config.name == "sgd":
         return optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=fused)
     return optim.AdamW(groups, lr=config.learning_rate, fused=fused)
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> int:
-    """Stops training of the parameters whose names match, or lie below a matching module; counts them.
+    """Freezes the parameters whose name, or whose module's name, matches a pattern; returns how many.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -120,7 +75,7 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> int:
         ]
         if not matching:
             tops = ", ".join(dict(model.named_children()))
-            raise ConfigError(f"model.frozen: {pattern!r} matches no parameter; below {tops}")
+            raise ConfigError(f"model.frozen: {pattern!r} matches no parameter; modules: {tops}")
         for parameter in matching:
             frozen += parameter.requires_grad
             parameter.requires_grad_(False)
@@ -132,7 +87,7 @@ def _make_ema(detector: Detector, decay: float | None) -> AveragedModel | None:
         return None
 
     def average(averages: Any, current: Any, count: Tensor | int) -> None:
-        # A young average forgets faster, or the initial weights would stay in it for long.
+        # A lower decay at first, or the initial weights would dominate the average for long.
         ramp = (1 + int(count)) / (10 + int(count))
         get_ema_multi_avg_fn(min(decay, ramp))(averages, current, count)  # type: ignore[no-untyped-call]
 
@@ -144,13 +99,13 @@ def _make_ema(detector: Detector, decay: float | None) -> AveragedModel | None:
 
 @dataclass(frozen=True)
 class BadNumbers:
-    """NaN or Inf, for which a step is skipped."""
+    """The reason why a step was skipped: NaN or Inf."""
 
     what: str  # "score", "loss" or "gradient"
     detail: str
-    is_own: bool = True  # False where another rank has found it
+    is_own: bool = True  # False if another rank found it
     step: int = 0  # from 1
-    images: tuple[str, ...] = ()  # files of the batch, of the ranks in which it was found
+    images: tuple[str, ...] = ()  # files of the batch on the ranks that found it
 
     def __str__(self) -> str:
         images = listed(self.images, SHOWN_IMAGES)
@@ -162,15 +117,15 @@ class BadNumbers:
 
 
 def _non_finite_gradient(model: nn.Module) -> str:
-    """The name of the first parameter with NaN or Inf in its gradient."""
+    """Returns the name of the first parameter with NaN or Inf in its gradient."""
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
             return name
-    return "only the norm, which overflows"
+    return "only the norm overflows"
 
 
 def non_finite_weight(model: nn.Module) -> str | None:
-    """The name of a parameter or buffer with NaN or Inf, or None."""
+    """Returns the name of a parameter or buffer with NaN or Inf, or None."""
     for name, value in model.state_dict().items():
         if value.is_floating_point() and not bool(value.isfinite().all()):
             return name
@@ -187,14 +142,19 @@ class StepResult:
     losses: dict[str, float]  # means over ranks and accumulated passes
     gradient_norm: float  # before clipping
     learning_rate: float
-    bad: BadNumbers | None = None  # why it was skipped
-    counts: bool = True  # the weights were changed: not after NaN or Inf, nor with too high a loss scale of float16
+    bad: BadNumbers | None = None  # if the step was skipped
+    counts: bool = True  # whether the weights changed: not after NaN or Inf, nor if the float16 loss scale was too high
 
 
 class Stepper:
     """Detector, optimizer and everything else that a step changes.
 
-    The detector is on its device, with its initial weights; ``name_of`` names a training image by its index.
+    Args:
+        config: settings of the run.
+        detector: on its device, with its initial weights.
+        schedule: the learning-rate schedule.
+        world: the processes of the run.
+        name_of: returns the name of a training image by index.
     """
 
     def __init__(
@@ -214,14 +174,14 @@ class Stepper:
 
     @property
     def evaluated(self) -> Detector:
-        """The detector to validate and keep: the EMA of the weights where there is one."""
+        """The detector to validate and save: the EMA if there is one."""
         return self.detector if self.ema is None else cast(Detector, self.ema.module)
 
     def step(self, number: int, batches: Sequence[Batch]) -> StepResult:
-        """Learns from the batches, one for each accumulated forward pass, of a step (from 0).
+        """Performs step ``number`` (from 0) with one batch for each accumulated forward pass.
 
         Raises:
-            RunError: another rank was given targets that its loss cannot take.
+            RunError: if another rank has targets that its loss rejects.
         """
         rate = self.config.optimizer.learning_rate * self.schedule.factor(number)
         for group in self.optimizer.param_groups:
@@ -241,7 +201,7 @@ class Stepper:
         self.scaler.unscale_(self.optimizer)
         norm = float(clip_grad_norm_(self._trained, self.config.optimizer.clip_norm or math.inf))
         overflow = not math.isfinite(norm)
-        # Otherwise the loss scale of float16 is still finding its level.
+        # An overflow at a loss scale above 1 only means that float16 needs a lower scale.
         if overflow and not (self.scaler.is_enabled() and self.scaler.get_scale() > 1):
             problem = BadNumbers("gradient", _non_finite_gradient(self.detector))
             bad = self._skip(number, problem, [index for batch in batches for index in batch.indices])
@@ -264,7 +224,7 @@ class Stepper:
         except OtherProcessError as error:
             if error.cause == "score":
                 return {}, BadNumbers("score", str(error), is_own=False)
-            raise RunError(f"the step cannot be done: {error}") from error
+            raise RunError(f"step failed on another rank: {error}") from error
         for part, value in losses.items():
             if not bool(value.isfinite()):
                 return losses, BadNumbers("loss", f"{part} = {value.item()}")
@@ -277,17 +237,17 @@ class Stepper:
             torch.autograd.backward(self.scaler.scale(total))
 
     def _skip(self, number: int, problem: BadNumbers | None, indices: Sequence[int]) -> BadNumbers:
-        """Drops the gradients; what was found, agreed on by all ranks."""
+        """Discards the gradients; returns the reason, agreed on by all ranks."""
         self.optimizer.zero_grad(set_to_none=True)
         own = problem and replace(problem, step=number + 1, images=tuple(map(self._name_of, indices)))
         reports: list[BadNumbers] = self.world.from_main([found for found in self.world.gather(own) if found])
-        # A rank that was only informed adds nothing to what the finder reports.
+        # Ranks that were only notified have nothing to add.
         finders = [report for report in reports if report.is_own] or reports
         return replace(finders[0], images=tuple(name for report in finders for name in report.images))
 
     def _train_mode(self) -> None:
         self._model.train()
-        if self.config.model.frozen:  # frozen batch norm must not move its statistics either
+        if self.config.model.frozen:  # frozen batch norm must not update its statistics either
             for module in self.detector.modules():
                 own = list(module.parameters(recurse=False))
                 if own and not any(parameter.requires_grad for parameter in own):
@@ -310,22 +270,22 @@ class Stepper:
         return DistributedDataParallel(detector, device_ids=[self.device] if self.device.type == "cuda" else None)
 
     def state(self) -> dict[str, Any]:
-        """What :meth:`load_state` needs to go on."""
+        """Returns the fields of :class:`~aploss.detectors.checkpoint.TrainingState` that a step changes."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
-            # Without an EMA the weights are already in the checkpoint's detector.
+            # Without an EMA these weights are already in the checkpoint.
             "weights": None if self.ema is None else self.detector.state_dict(),
             "averaged_steps": None if self.ema is None else int(self.ema.n_averaged),
         }
 
-    def load_state(self, state: dict[str, Any], evaluated: dict[str, Tensor]) -> None:
-        """Brings everything into a saved :meth:`state`; ``evaluated`` are the weights that were saved beside it."""
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
+    def load_state(self, state: TrainingState, evaluated: dict[str, Tensor] | None) -> None:
+        """Restores :meth:`state`; ``evaluated`` are the weights of the checkpoint's detector."""
+        self.optimizer.load_state_dict(state.optimizer)
+        self.scaler.load_state_dict(state.scaler)
         if self.ema is None:
-            self.detector.load_state_dict(evaluated)
+            self.detector.load_state_dict(evaluated or {})
         else:
-            self.detector.load_state_dict(state["weights"])
-            self.ema.module.load_state_dict(evaluated)
-            self.ema.n_averaged.fill_(state["averaged_steps"])
+            self.detector.load_state_dict(state.weights or {})
+            self.ema.module.load_state_dict(evaluated or {})
+            self.ema.n_averaged.fill_(state.averaged_steps or 0)
