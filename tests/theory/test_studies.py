@@ -39,7 +39,7 @@ def test_a_study_becomes_a_page_and_a_file_of_numbers(study, tmp_path):
     page = write_study(study, tmp_path)
     text = page.read_text()
     assert study.title in text
-    assert text.count("<svg") >= len(study.figures)
+    assert text.count('<figure class="svgfigure">') == len(study.figures)
     numbers = json.loads((tmp_path / "numbers.json").read_text())
     assert [v["holds"] for v in numbers["verdicts"]] == [True] * len(study.verdicts)
 

@@ -90,8 +90,9 @@ def _detect(options: Namespace) -> tuple[Annotations, DetectionTable]:
     from aploss.data import load_dataset
     from aploss.detectors import load
     from aploss.training.distributed import World
-    from aploss.training.evaluate import Split, detect_split
+    from aploss.training.evaluate import detect_split
     from aploss.training.machine import choose_device, choose_workers
+    from aploss.training.splits import Split
 
     device = choose_device(options.device)
     detector = load(options.run, device=device)
