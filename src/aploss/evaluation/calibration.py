@@ -83,18 +83,11 @@ def fit_calibration(scores: Values, correct: Flags) -> Calibration:
 
     Two artificial detections, a correct one at the lowest score and a wrong one at the highest, keep probabilities away
     from 0 and 1 (Laplace's rule): ten correct detections do not prove certainty. The steps of the regression are joined
-    by lines, flat parts rise by one millionth per doubling of the score, score 0 is mapped to 0, and probabilities do
-    not rise further above the highest score of the data.
+    by lines, and flat parts rise by one millionth per doubling of the score. Score 0 is mapped to 0.
 
     Args:
-        scores: scores of detections in [0, 1], in any order, [n].
+        scores: scores of detections in [0, 1], [n]. Without a score above 0 the result is the identity.
         correct: whether each detection found an object, [n]. Leave out ignored detections.
-
-    Returns:
-        The map; the identity if no score is above 0.
-
-    Raises:
-        DataError: if lengths differ or a score is outside [0, 1].
 
     Example:
         >>> calibration = fit_calibration([0.01, 0.01, 0.2, 0.2, 0.2, 0.2], [0, 0, 1, 1, 1, 1])
@@ -165,12 +158,9 @@ def calibration_report(
     """Measures a calibration on detections that it was not fitted on.
 
     Args:
-        ground_truth: COCO dict or arrays.
-        detections: a detector's raw detections.
+        ground_truth, detections, iou, matches: see :func:`calibrate_detections`.
         calibration: fitted on another set.
         threshold: calibrated score from which detections are drawn.
-        iou: smallest overlap of a match.
-        matches: precomputed matches, which replace ``iou``.
 
     Returns:
         Plain values for JSON: ``iou``, ``draw_threshold``, ``calibrated_scores`` of all detections; the number of
@@ -237,7 +227,7 @@ def reliability(probabilities: Values, correct: Flags, bins: int | np.ndarray = 
     Args:
         probabilities: in [0, 1], [n].
         correct: whether each detection found an object, [n].
-        bins: number of equal-width bins over [0, 1], or ascending bin edges.
+        bins: number of bins of equal width, or ascending bin edges.
 
     Example:
         >>> [row] = reliability([0.72, 0.78], [True, False])
@@ -300,12 +290,8 @@ def best_f1_threshold(scores: Values, correct: Flags, objects: int) -> DrawThres
     It is halfway between two scores, so that it does not depend on the last digit of one.
 
     Args:
-        scores: scores of detections, without ignored ones, [n].
-        correct: whether each detection found an object, [n].
+        scores, correct: see :func:`fit_calibration`. Without a correct detection the threshold is 0.5, with F1 0.
         objects: number of objects that count.
-
-    Returns:
-        The threshold; 0.5 with F1 0 if no detection is correct.
 
     Example:
         >>> best = best_f1_threshold([0.9, 0.8, 0.2, 0.1], [True, True, False, True], objects=3)

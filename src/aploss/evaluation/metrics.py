@@ -252,12 +252,7 @@ def voc_metrics(ground_truth: Truth, detections: Detections, *, year: int = 2012
         iou: smallest overlap of a match.
 
     Returns:
-        Metrics with ``AP`` at ``iou``, ``AP50`` and ``AP75``. Size and recall metrics are NaN, as is the AP of a class
-        in which no object counts.
-
-    Raises:
-        ConfigError: if the IoU is outside (0, 1] or VOC was not held in that year.
-        DataError: if the ground truth or the detections are invalid.
+        Metrics with ``AP`` at ``iou``, ``AP50`` and ``AP75``; all others are NaN.
     """
     _check_iou(iou)
     if not 2005 <= year <= 2012:

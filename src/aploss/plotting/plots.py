@@ -115,9 +115,6 @@ def line_plot(
             entries[level[0]] = LineStyle(INK, DOTTED)
             plot.axes.axhline(level[1], color=INK, linewidth=1, linestyle=DOTTED)
         if whole_x:
-            left, right = plot.axes.get_xlim()
-            if right - left < 2:  # a single step
-                plot.axes.set_xlim(left - 1, right + 1)
             plot.axes.locator_params(axis="x", integer=True)
         if y_range is not None:
             plot.axes.set_ylim(*y_range)
@@ -195,43 +192,39 @@ def field_plot(
     return plot.svg
 
 
-def precision_recall_plot(
-    curves: Mapping[str, Any], iou: float = 0.5, *, scores: Mapping[str, float | None] | None = None
-) -> str:
-    """Draws precision over recall of every class, and the mean.
+def precision_recall_plot(curves: Mapping[str, Any], iou: float = 0.5) -> str:
+    """Draws precision over recall of every class, with its average precision in the legend, and the mean.
 
     If there are more classes than colours, only the three best and the three worst are named and coloured.
 
     Args:
-        curves: class → an object with ``recall`` and ``precision``, such as :class:`aploss.evaluation.Curve`.
+        curves: class → an object with ``recall`` and ``precision``, such as :class:`aploss.evaluation.Curve`; all with
+            the same recall points.
         iou: the IoU of the curves, for the title.
-        scores: class → AP for the legend and for choosing the best and worst. Default: the mean precision.
     """
-    if scores is None:
-        scores = {name: float(np.mean(curve.precision)) for name, curve in curves.items()}
-    known = {name: value for name, value in scores.items() if value is not None and value == value}
-    order = sorted(curves, key=lambda name: -known.get(name, -1.0))
+    scores = {name: float(np.mean(curve.precision)) for name, curve in curves.items()}
+    order = sorted(curves, key=lambda name: -scores[name])
     named, half = list(curves), MAX_NAMED_CURVES // 2
     if len(order) > len(PALETTE):
         named = [*order[:half], *order[-half:]]
     entries: dict[str, LineStyle] = {}
     title = f"Precision and recall at IoU {iou:g}"
     with new_plot(title, x_label="recall", y_label="precision", height=3.4) as plot:
+        if len(order) > 1:
+            mean = np.mean([curve.precision for curve in curves.values()], axis=0)
+            plot.axes.plot(curves[order[0]].recall, mean, color=INK, linewidth=2.4, zorder=3)
+            entries[f"mean {mean.mean():.3f}"] = LineStyle(INK)
         for name in order:
-            curve = curves[name]
-            if name not in named:
-                plot.axes.plot(curve.recall, curve.precision, color=MUTED, alpha=0.25, linewidth=0.8)
-                continue
-            style = LineStyle(PALETTE[named.index(name)], DASHES[named.index(name)])
-            plot.axes.plot(curve.recall, curve.precision, color=style.colour, linestyle=style.dashes)
-            entries[f"{shorten(name)} {known[name]:.3f}" if name in known else name] = style
+            style = LineStyle(MUTED)
+            if name in named:
+                style = LineStyle(PALETTE[named.index(name)], DASHES[named.index(name)])
+                entries[f"{shorten(name)} {scores[name]:.3f}"] = style
+            look: Any = {"alpha": 1.0} if name in named else {"alpha": 0.25, "linewidth": 0.8}
+            plot.axes.plot(
+                curves[name].recall, curves[name].precision, color=style.colour, linestyle=style.dashes, **look
+            )
         if len(order) > len(named):
             entries[f"{len(order) - len(named)} other classes"] = LineStyle(GRID)
-        if len({np.asarray(curve.recall).tobytes() for curve in curves.values()}) == 1 < len(order):
-            mean = np.mean([curve.precision for curve in curves.values()], axis=0)
-            plot.axes.plot(curves[order[0]].recall, mean, color=INK, linewidth=2.4)
-            value = f" {np.mean(list(known.values())):.3f}" if known else ""
-            entries = {f"mean{value}": LineStyle(INK), **entries}
         plot.axes.set(xlim=(0, 1.01), ylim=(0, 1.02))
         add_legend(plot, entries, always=True)
     return plot.svg

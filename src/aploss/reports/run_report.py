@@ -143,8 +143,7 @@ def _classes(run: RunFiles) -> list[page.Block]:
     stored = run.metrics.get("precision_recall") or {}
     curves = {name: SimpleNamespace(**curve) for name, curve in stored.items() if len(curve["recall"])}
     if curves:
-        scores = {name: per_class.get(name, {}).get("AP50") for name in curves}
-        svg = plots.precision_recall_plot(curves, scores=scores)
+        svg = plots.precision_recall_plot(curves)
         blocks.append(page.Figures([page.SvgFigure(svg, "The legend shows AP50.", name="precision-recall")]))
     keys = [
         key
