@@ -8,7 +8,16 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from aploss.plotting.plots import Series, field_plot, line_plot, numbers, precision_recall_plot, scatter_plot, shorten, thin_out
+from aploss.plotting.plots import (
+    Series,
+    field_plot,
+    line_plot,
+    numbers,
+    precision_recall_plot,
+    scatter_plot,
+    shorten,
+    thin_out,
+)
 from aploss.plotting.style import line_style
 
 GRID = np.linspace(-1, 1, 15)
