@@ -1,6 +1,5 @@
 """Pages in a real browser: nothing wider than a phone, nothing loaded, nothing broken."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,46 +100,3 @@ def test_a_script_that_slips_in_does_not_run(browser: Any, page: Page, tmp_path:
     browser.open(broken, *SIZES["phone"])
     assert browser.evaluate("document.title") != "taken"
     assert browser.faults()  # the browser says what it refused
-
-
-MARKUP = [
-    "<script>document.title='taken'<\\script>",
-    "<img src=x onerror=document.title='taken'>",
-    "\"><svg onload=document.title='taken'>",
-    "'-alert(1)-' style=display:none",
-    "{{ 7 * 7 }} {% raw %} `code` &lt;b&gt;",
-]
-
-
-def test_names_of_classes_files_and_folders_stay_text(browser: Any, make_run: Callable[..., Path]) -> None:
-    """In the page of a run whose every name is markup, a browser finds the words and nothing else of it."""
-    run = make_run(images=2, steps=100)
-    truth = run / "evaluation/ground_truth.json"
-    content = json.loads(truth.read_text())
-    classes = {entry["name"]: name for entry, name in zip(content["categories"], MARKUP, strict=True)}
-    for entry in content["categories"]:
-        entry["name"] = classes[entry["name"]]
-    for image, name in zip(content["images"], MARKUP, strict=False):
-        image["file_name"] = name
-    truth.write_text(json.dumps(content))
-    for name in ("evaluation/metrics.json", "summary.json", "environment.json"):
-        text = (run / name).read_text()
-        for old, new in classes.items():
-            text = text.replace(json.dumps(old), json.dumps(new))
-        (run / name).write_text(text)
-    folder = run.with_name(MARKUP[1])
-    run.rename(folder)
-    for image in content["images"]:
-        image["path"] = image["path"].replace(run.name, folder.name)
-    (folder / "evaluation/ground_truth.json").write_text(json.dumps(content))
-
-    path = write_run_report(folder)
-    browser.open(path, *SIZES["desktop"])
-    found = browser.evaluate(MEASURE)
-    assert (found["scripts"], found["broken"]) == (0, 0)
-    assert browser.evaluate("document.title") == MARKUP[1]
-    assert browser.evaluate("document.querySelectorAll('[onerror], [onload], script').length") == 0
-    words = browser.evaluate("document.body.textContent")
-    assert [name for name in MARKUP if " ".join(name.split("`")[:1]).strip() not in words] == []
-    assert browser.requests() == [path.resolve().as_uri()]
-    assert browser.faults() == []
