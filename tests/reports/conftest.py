@@ -1,4 +1,4 @@
-"""A made-up run folder with everything in it, and a real browser where there is one."""
+"""A synthetic run folder and comparison, and a real browser if one is installed."""
 
 import json
 from collections.abc import Callable

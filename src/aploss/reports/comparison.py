@@ -175,12 +175,11 @@ def write_comparison_report(comparison: Comparison, out: str | Path) -> Path:
     ]
     if curves:
         sections.append(page.Section("Training curves", [page.Figures(curves)]))
-    rows = [[name, page.show(value)] for name, value in comparison.provenance.items()]
-    provenance: list[page.Block] = [
-        page.Code(comparison.command, "Command"),
-        page.Table(columns=["what", "value"], rows=rows),
-    ]
-    sections += [*comparison.sections, page.Section("Provenance", provenance)]
+    provenance: list[page.Block] = [page.Code(comparison.command, "Command")] if comparison.command else []
+    if comparison.provenance:
+        rows = [[name, page.show(value)] for name, value in comparison.provenance.items()]
+        provenance.append(page.Table(columns=["what", "value"], rows=rows))
+    sections += [*comparison.sections, *([page.Section("Provenance", provenance)] if provenance else [])]
     return page.write_page(Path(out) / "report.html", comparison.title, sections)
 
 

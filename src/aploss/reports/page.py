@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Union
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -146,7 +146,7 @@ class Section:
     link: str = ""  # relative path of another page that the title links to
 
 
-Block = Union[Text, Code, Verdict, Facts, Table, Figures, Section]  # noqa: UP007 - a string would be recursive
+Block = Text | Code | Verdict | Facts | Table | Figures | Section
 
 
 def show(value: Any, digits: int = 3) -> str:
