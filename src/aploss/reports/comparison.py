@@ -168,11 +168,12 @@ def write_comparison_report(comparison: Comparison, out: str | Path) -> Path:
     if comparison.differences:
         sections.append(page.Section("Differences", [_difference_table(comparison.differences)]))
     note = "Mean over seeds; the band is ± one standard deviation."
-    curves = [
-        page.SvgFigure(curve_plot(comparison.entries, against=against, label=comparison.curve_label), note)
-        for against in ("steps", "minutes")
-        if any(_has_curves(entry, against) for entry in comparison.entries)
-    ]
+    curves = []
+    for against, what in (("steps", "steps"), ("minutes", "time")):
+        if any(_has_curves(entry, against) for entry in comparison.entries):
+            title = f"{comparison.curve_label} against {what}"
+            svg = curve_plot(comparison.entries, against=against, title=title, label=comparison.curve_label)
+            curves.append(page.SvgFigure(svg, note, title))
     if curves:
         sections.append(page.Section("Training curves", [page.Figures(curves)]))
     provenance: list[page.Block] = [page.Code(comparison.command, "Command")] if comparison.command else []
@@ -246,7 +247,7 @@ def mean_and_band(curves: Sequence[tuple[Values, Values]]) -> tuple[np.ndarray, 
     return grid, values.mean(axis=0), deviation
 
 
-def curve_plot(entries: Sequence[Entry], *, against: str = "steps", label: str = "AP") -> str:
+def curve_plot(entries: Sequence[Entry], *, against: str = "steps", label: str = "AP", title: str = "") -> str:
     """Plots the mean over seeds of each row's curves against ``"steps"`` or ``"minutes"``, with a band of ± one
     standard deviation."""
     series = []
@@ -257,8 +258,7 @@ def curve_plot(entries: Sequence[Entry], *, against: str = "steps", label: str =
             band = {"low": y - deviation, "high": y + deviation} if len(points) > 1 else {}
             style = line_style(entry.name, index)
             series.append(Series(name=entry.name, x=x, y=y, style=style, markers=len(x) <= 25, **band))
-    what, x_label = ("steps", "step") if against == "steps" else ("time", "minutes")
-    return line_plot(series, title=f"{label} against {what}", x_label=x_label, y_label=f"{label} (%)", height=3.4)
+    return line_plot(series, title=title, x_label=against, y_label=f"{label} (%)", height=3.4)
 
 
 def _has_curves(entry: Entry, against: str) -> bool:

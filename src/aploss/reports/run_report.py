@@ -128,7 +128,7 @@ def _training(run: RunFiles) -> list[page.Block]:
         note = f"Best AP {page.show(best.get('AP'))} at step {best.get('step', page.DASH)}."
         keys = {name: name for name in HEADLINE_METRICS}
         svg = curve_plot(run.validation, keys, title="AP on the validation split", y_label="AP", y_range=(0, 1))
-        figures.append(page.SvgFigure(svg, note, name="AP"))
+        figures.append(page.SvgFigure(svg, note, "AP on the validation split", name="AP"))
     if not figures:
         return [_absent("metrics.jsonl", "There are no curves.")]
     kinds = {"No training step was logged.": run.training, "There was no validation.": run.validation}
@@ -144,7 +144,9 @@ def _classes(run: RunFiles) -> list[page.Block]:
     curves = {name: SimpleNamespace(**curve) for name, curve in stored.items() if len(curve["recall"])}
     if curves:
         svg = plots.precision_recall_plot(curves)
-        blocks.append(page.Figures([page.SvgFigure(svg, "The legend shows AP50.", name="precision-recall")]))
+        blocks.append(
+            page.Figures([page.SvgFigure(svg, "The legend shows AP50.", "Precision over recall", "precision-recall")])
+        )
     keys = [
         key
         for key in (*METRICS, "AR", "objects", "detections")
@@ -170,7 +172,10 @@ def _scores(run: RunFiles) -> list[page.Block]:
     if fitted and measured:
         note = f"Fitted on the {fitted} split, measured on the {measured} split. {note}"
         note += " The measured error is optimistic, since both are the same split." if fitted == measured else ""
-    return [text, page.Figures([page.SvgFigure(reliability_plot(before, after), note, name="reliability")])]
+    return [
+        text,
+        page.Figures([page.SvgFigure(reliability_plot(before, after), note, "Precision over score", "reliability")]),
+    ]
 
 
 def _sample(run: RunFiles) -> list[page.Block]:
