@@ -48,7 +48,8 @@ def test_neighbouring_float32_scores_stay_apart_and_in_order(logits, seed, slope
     generator = np.random.default_rng(seed)
     scores = (1 / (1 + np.exp(-np.array(logits)))).astype(np.float32)
     correct = generator.random(len(scores)) < 1 / (1 + np.exp(-slope * np.array(logits) - 1))
-    calibration = fit_calibration(scores, correct)
+    fitted = fit_calibration(scores, correct)
+    calibration = Calibration.from_dict(json.loads(json.dumps(fitted.to_dict())))  # survives JSON exactly
     spread = np.exp2(generator.uniform(-140, 0, 200))  # from the smallest float32 up to 1
     assert_order_is_kept(neighbours(np.concatenate([scores, spread, [0, 1]])), calibration)
     probabilities = calibration(scores)
@@ -56,21 +57,7 @@ def test_neighbouring_float32_scores_stay_apart_and_in_order(logits, seed, slope
     assert (probabilities < 1).all()
 
 
-def test_order_is_kept_in_one_flat_step_over_all_magnitudes():
-    # every score correct at the same rate: isotonic regression alone is one flat line
-    scores = np.float32(2.0) ** np.arange(-100, 1).repeat(2).astype(np.float32)
-    calibration = fit_calibration(scores, np.tile([True, False], 101))
-    assert_order_is_kept(neighbours(scores), calibration)
-    assert calibration(scores) == pytest.approx(0.5, abs=0.01)
-
-
-def test_scores_of_float64_precision_can_be_fitted():
-    scores = 0.3 + np.arange(50) * 1e-17 + np.arange(50) * 1e-12
-    calibration = fit_calibration(scores, np.arange(50) % 3 == 0)
-    assert (np.diff(calibration(scores)) >= 0).all()
-
-
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("options", [{}, {"score_steps": 40}, {"crowds": 0.2, "difficult": 0.2}])
 def test_ap_is_identical_before_and_after(seed, options, simulate):
     truth, results = simulate(seed, **options)
@@ -111,7 +98,7 @@ def split_halves(truth, results):
     return parts
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_probabilities_come_true_on_other_images(seed, simulate):
     # like a detector trained with a ranking loss: 100 detections an image, objects at about 0.15
     truth, results = simulate(seed, images=300, detections=100, objects=4.0, near=0.1, separation=1.6)
@@ -157,11 +144,6 @@ def test_all_right_all_wrong_one_and_none():
         assert identity([0.0, 0.3, 1.0]).tolist() == [0.0, 0.3, 1.0]
 
 
-def test_ten_right_detections_do_not_prove_certainty():
-    calibration = fit_calibration(np.linspace(0.5, 0.9, 10), np.ones(10))
-    assert calibration([1.0])[0] <= 11 / 12
-
-
 def test_detections_on_ignored_objects_are_not_learned_from(simulate):
     truth, results = simulate(1, difficult=0.5)
     matches = match_detections(truth, results)
@@ -185,43 +167,21 @@ def test_without_detections_or_objects_there_is_still_a_calibration(simulate):
     assert (report["drawn"], report["precision"], report["recall"]) == (0, 0, 0)
 
 
-def test_a_calibration_survives_json_to_the_last_digit(simulate):
-    calibration, _ = calibrate_detections(*simulate(3))
-    copy = Calibration.from_dict(json.loads(json.dumps(calibration.to_dict())))
-    scores = np.random.default_rng(0).random(1000)
-    assert copy(scores).tolist() == calibration(scores).tolist()
-
-
 @pytest.mark.parametrize(
     "knots",
     [
         {"x": [0, 1]},
         {"x": [0, 1], "y": [0, "high"]},
         {"x": [0, 1], "y": [0, 0.5, 1]},
-        {"x": [0, 0.5, 0.5, 1], "y": [0, 0.1, 0.2, 0.3]},
         {"x": [0, 0.5, 1], "y": [0, 0.5, 0.4]},
         {"x": [0, 0.5, 1], "y": [0, float("nan"), 1]},
-        {"x": [0, 0.5], "y": [0, 1]},
         {"x": [0, 1], "y": [0, 2]},
         [1, 2],
     ],
 )
 def test_what_is_no_increasing_map_is_refused(knots):
-    with pytest.raises(DataError, match="calibration"):
+    with pytest.raises(DataError):
         Calibration.from_dict(knots)
-
-
-@pytest.mark.parametrize("score", [-0.1, 1.1, float("nan")])
-def test_scores_outside_zero_to_one_are_refused(score):
-    with pytest.raises(DataError, match=r"\[0, 1\]"):
-        fit_calibration([score], [True])
-    with pytest.raises(DataError, match=r"\[0, 1\]"):
-        Calibration(x=[0, 1], y=[0, 1])([score])
-
-
-def test_lengths_that_differ_are_refused():
-    with pytest.raises(DataError, match=r"\(2,\)"):
-        fit_calibration([0.1, 0.2], [True])
 
 
 def test_calibration_error_worked_out_by_hand():
@@ -234,11 +194,6 @@ def test_calibration_error_worked_out_by_hand():
     assert [row.count for row in rows] == [3, 2, 1]
     assert [row.lower for row in rows] == pytest.approx([0, 0.7, 0.9])
     assert [row.upper for row in rows] == pytest.approx([0.1, 0.8, 1])
-
-
-def test_probabilities_on_an_edge_belong_to_the_upper_bin_and_one_to_the_last():
-    rows = reliability([0.0, 0.5, 1.0], [0, 0, 1], bins=2)
-    assert [(row.lower, row.count) for row in rows] == [(0.0, 1), (0.5, 2)]
 
 
 def test_no_detections_have_no_error():
@@ -254,10 +209,6 @@ def test_equal_mass_bins_hold_as_many_each():
     assert [row.count for row in rows] == [100] * 10
 
 
-def test_equal_probabilities_share_a_bin():
-    assert equal_mass_edges([0.3] * 20).tolist() == [0, 0.3, 1]
-
-
 def test_true_probabilities_show_the_expected_noise():
     generator = np.random.default_rng(0)
     probabilities = generator.uniform(0.3, 1.0, 400)
@@ -265,42 +216,34 @@ def test_true_probabilities_show_the_expected_noise():
     assert expected_noise(probabilities) == pytest.approx(np.mean(errors), rel=0.08)
 
 
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("steps", [5, 1000])
-def test_the_threshold_is_the_best_of_all(seed, steps):
-    generator = np.random.default_rng(seed)
-    scores = generator.integers(0, steps, 40) / steps
-    correct = generator.random(40) < scores
-    objects = int(correct.sum()) + 5
+@given(st.lists(st.tuples(st.integers(0, 20), st.booleans()), max_size=30), st.integers(0, 5))
+def test_the_threshold_has_the_best_f1_of_all(detections, missed):
+    scores = np.array([score / 20 for score, _ in detections])
+    correct = np.array([flag for _, flag in detections], bool)
+    objects = int(correct.sum()) + missed
     best = best_f1_threshold(scores, correct, objects)
-    tried = {}
-    for threshold in np.unique(scores):
-        drawn = scores >= threshold
-        tried[threshold] = 2 * correct[drawn].sum() / (drawn.sum() + objects)
     drawn = scores >= best.threshold
-    assert best.f1 == pytest.approx(max(tried.values()))
-    assert best.f1 == pytest.approx(2 * correct[drawn].sum() / (drawn.sum() + objects))
+    if not correct.any():
+        assert (best.threshold, best.f1) == (0.5, 0)
+        return
+    tried = [2 * correct[scores >= one].sum() / ((scores >= one).sum() + objects) for one in scores]
+    assert best.f1 == pytest.approx(max(tried))
     assert best.precision == pytest.approx(correct[drawn].mean())
     assert best.recall == pytest.approx(correct[drawn].sum() / objects)
+    assert best.threshold == 0 or best.threshold not in scores  # halfway between two scores
 
 
-def test_the_threshold_lies_between_two_scores():
-    best = best_f1_threshold([0.8, 0.6, 0.2], [True, True, False], objects=2)
-    assert best.threshold == pytest.approx(0.4)
-    assert (best.f1, best.precision, best.recall) == (1, 1, 1)
-
-
-@pytest.mark.parametrize("scores", [[], [0.3, 0.1]])
-def test_when_nothing_is_right_the_threshold_is_a_half(scores):
-    best = best_f1_threshold(scores, [False] * len(scores), objects=3)
-    assert (best.threshold, best.f1) == (0.5, 0)
-
-
-def test_more_right_detections_than_objects_are_refused():
-    with pytest.raises(DataError, match="2 correct detections of 1"):
-        best_f1_threshold([0.5, 0.4], [True, True], objects=1)
-
-
-def test_outcomes_of_another_length_are_refused():
-    with pytest.raises(DataError, match="outcomes"):
-        reliability([0.5], [True, False])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: fit_calibration([0.1, 0.2], [True]),
+        lambda: reliability([0.5], [True, False]),
+        lambda: fit_calibration([float("nan")], [True]),
+        lambda: Calibration(x=[0, 1], y=[0, 1])([1.1]),
+        lambda: best_f1_threshold([0.5, 0.4], [True, True], objects=1),
+    ],
+    ids=["lengths of a fit", "lengths of bins", "NaN", "above one", "more correct detections than objects"],
+)
+def test_invalid_input_is_refused(call):
+    with pytest.raises(DataError):
+        call()

@@ -1,14 +1,11 @@
 """Which detection found which object, and the curves that follow from it."""
 
 import json
-import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
 
 from aploss.evaluation import coco_metrics, curves_as_dict, match_detections, match_voc, precision_recall_curves
-from aploss.plotting.plots import precision_recall_panels as plot_each_class
-from aploss.plotting.plots import precision_recall_plot as plot_classes_together
 
 CASES = {
     "plain": {},
@@ -20,7 +17,7 @@ CASES = {
 
 @pytest.mark.parametrize("iou", [0.5, 0.75])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_outcomes_equal_those_of_pycocotools(case, seed, iou, simulate, pycocotools_evaluation):
     truth, results = simulate(seed, **CASES[case])
     oracle = pycocotools_evaluation(truth, results)
@@ -63,13 +60,6 @@ def found(*rows, **changes):
 LEFT, RIGHT = (0, 0, 10, 10), (3, 0, 10, 10)
 
 
-def test_a_detection_whose_best_object_is_taken_gets_the_next_best():
-    # the second overlaps the first object by 9/11 and the free one by 8/12
-    matches = match_detections(truth_of(LEFT, RIGHT), found((LEFT, 0.9), ((1, 0, 10, 10), 0.8)))
-    assert matches.objects.tolist() == [0, 1]
-    assert matches.overlaps == pytest.approx([1, 8 / 12])
-
-
 def test_duplicates_misses_and_background_are_told_apart():
     truth = truth_of(LEFT, (50, 50, 10, 10))
     matches = match_detections(truth, found((LEFT, 0.4), (LEFT, 0.9), ((90, 90, 5, 5), 0.7)))
@@ -80,30 +70,11 @@ def test_duplicates_misses_and_background_are_told_apart():
     assert matches.order.tolist() == [1, 2, 0]
 
 
-@pytest.mark.parametrize("changes", [{"image_id": 2}, {"category_id": 2}])
-def test_another_image_or_class_does_not_match(changes):
-    matches = match_detections(truth_of(LEFT), found((LEFT, 0.9), **changes))
-    assert matches.wrong.tolist() == [True]
-    assert matches.overlaps.tolist() == [0]
-
-
-def test_difficult_objects_are_ignored_and_not_missed():
-    matches = match_detections(truth_of(LEFT, difficult=[0]), found((LEFT, 0.9), (LEFT, 0.8)))
-    assert matches.ignored.tolist() == [True, False]
-    assert matches.missed.tolist() == [False]
-
-
 def test_an_object_that_counts_is_preferred_to_a_nearer_difficult_one():
     truth = truth_of(LEFT, (2, 0, 10, 10), difficult=[0])
     matches = match_detections(truth, found((LEFT, 0.9)))  # IoU 1 and 8/12
     assert matches.objects.tolist() == [1]
     assert matches.correct.tolist() == [True]
-
-
-def test_a_crowd_ignores_every_detection_inside_it():
-    truth = truth_of((0, 0, 100, 100), iscrowd=[0])
-    matches = match_detections(truth, found((LEFT, 0.9), (RIGHT, 0.8)))
-    assert matches.ignored.tolist() == [True, True]
 
 
 @pytest.mark.parametrize("boxes", [(), (LEFT,)])
@@ -115,7 +86,7 @@ def test_nothing_found_and_nothing_to_find(boxes):
     assert empty.wrong.tolist() == [True]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("iou", [0.5, 0.75])
 def test_the_mean_of_a_curve_is_the_ap_of_its_class(seed, iou, simulate):
     truth, results = simulate(seed, grid=10, score_steps=9, crowds=0.2, difficult=0.2)
@@ -169,15 +140,3 @@ def test_curves_are_plain_json():
     assert document["cell"]["recall"][50] == 0.5
     assert document["cell"]["score"][-1] is None
     assert document["cell"]["average_precision"] == pytest.approx(51 / 101)
-
-
-@pytest.mark.parametrize("classes", [1, 3, 11])
-def test_drawings_are_svg_and_name_the_classes(classes, simulate):
-    truth, results = simulate(2, classes=classes, images=20)
-    curves = {iou: precision_recall_curves(truth, results, iou=iou) for iou in (0.5, 0.75)}
-    together, each = plot_classes_together(curves[0.5], 0.5), plot_each_class(curves)
-    for text in (together, each):
-        assert ElementTree.fromstring(text).tag.endswith("svg")
-    named = [name for name in curves[0.5] if f">{name} " in together]
-    assert len(named) == (classes if classes <= 8 else 6)  # three best, three worst
-    assert all(f">{name}<" in each for name in curves[0.5])

@@ -1,4 +1,4 @@
-"""Comparisons of losses: what is trained, and several runs in a row in two processes."""
+"""Plans of comparisons: their rows, and a comparison in two processes."""
 
 import json
 from collections.abc import Callable
@@ -29,27 +29,14 @@ assert all(run.summary.processes == 2 for run in results.runs.values())
 """
 
 
-def test_rows_differ_in_the_loss_alone() -> None:
-    plan = comparison_plan(["ap", "focal", "ce-ohem"], recipe="demo", seeds=[0])
-    first = plan.variants[0].config
-    for variant in plan.variants[1:]:
-        assert differing_keys(first, variant.config) == ["loss"]
-
-
-def test_a_recipes_settings_of_a_loss_are_taken() -> None:
+def test_rows_differ_only_in_the_loss_and_its_section_of_the_recipe() -> None:
+    first, *others = comparison_plan(["ap", "focal", "ce-ohem"], recipe="demo", seeds=[0]).variants
+    assert all(differing_keys(first.config, other.config) == ["loss"] for other in others)
     plan = comparison_plan(["ap", "focal"], recipe="voc-ssd512", seeds=[0])
     assert plan.variants[1].config.criterion.options == {"alpha": 0.25, "gamma": 1.0}
 
 
-def test_unknown_and_repeated_losses_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no loss .fokal.; choose one of: .* did you mean .focal."):
-        comparison_plan(["ap", "fokal"], recipe="demo", seeds=[0])
-    for losses in ([], ["ap", "ap"]):
-        with pytest.raises(ConfigError, match="rows of different names"):
-            comparison_plan(losses, recipe="demo", seeds=[0])
-
-
-def test_a_loss_with_options_is_a_row_of_its_own() -> None:
+def test_a_loss_with_options_has_its_own_row() -> None:
     plan = comparison_plan(["ap", "ap:delta=0.50", "focal:gamma=2"], recipe="voc-ssd512", seeds=[0])
     assert [variant.name for variant in plan.variants] == ["ap", "ap:delta=0.5", "focal:gamma=2"]
     options = [variant.config.criterion.options for variant in plan.variants]
@@ -58,7 +45,7 @@ def test_a_loss_with_options_is_a_row_of_its_own() -> None:
     assert options[1:] == [{"delta": 0.5, "interpolated": True}, {"alpha": 0.25, "gamma": 2}]
 
 
-def test_settings_that_vary_are_crossed_with_losses() -> None:
+def test_varied_settings_are_crossed_with_losses() -> None:
     vary = {"optimizer.learning_rate": [0.001, 0.003], "batches.image_size": [64, [64, 96]]}
     plan = comparison_plan(["ap", "focal"], recipe="demo", seeds=[0], vary=vary)
     assert len(plan.variants) == 8
@@ -66,44 +53,40 @@ def test_settings_that_vary_are_crossed_with_losses() -> None:
     assert last.name == "focal optimizer.learning_rate=0.003 batches.image_size=[64,96]"
     assert (last.config.loss, last.config.optimizer.learning_rate) == ("focal", 0.003)
     assert last.config.batches.image_size == (64, 96)
-    assert differing_keys(plan.variants[0].config, last.config) == [
-        "loss", "batches.image_size", "optimizer.learning_rate",
-    ]  # fmt: skip
-
-
-def test_settings_that_vary_alone_take_the_loss_of_the_recipe() -> None:
-    plan = comparison_plan([], recipe="demo", seeds=[0], vary={"criterion.box_loss": ["smooth-l1", "giou"]})
-    assert [variant.name for variant in plan.variants] == ["criterion.box_loss=smooth-l1", "criterion.box_loss=giou"]
-    assert {variant.config.loss for variant in plan.variants} == {"ap"}
+    alone = comparison_plan([], recipe="demo", seeds=[0], vary={"criterion.box_loss": ["smooth-l1", "giou"]})
+    assert [variant.name for variant in alone.variants] == ["criterion.box_loss=smooth-l1", "criterion.box_loss=giou"]
+    assert {variant.config.loss for variant in alone.variants} == {"ap"}  # the recipe's
 
 
 @pytest.mark.parametrize(
     ("losses", "vary", "part"),
     [
-        (["ap:detla=1"], {}, "no option 'detla'; it has: .*did you mean 'delta'"),
-        (["ap:delta"], {}, "write the options of a loss as focal:gamma=1:alpha=0.25"),
-        (["focal:gamma=1", "alpha=0.5"], {}, "'alpha=0.5' is no loss: .* focal:gamma=1:alpha"),
+        ([], {}, ""),
+        (["ap", "ap"], {}, ""),
+        (["ap", "fokal"], {}, "focal"),
+        (["ap:detla=1"], {}, "delta"),
+        (["ap:delta"], {}, "focal:gamma=1:alpha=0.25"),
+        (["focal:gamma=1", "alpha=0.5"], {}, "focal:gamma=1:alpha=0.25"),
         (["ap:delta=-1"], {}, "delta"),
-        (["ap", "ap:delta=1"], {}, "rows ap and ap:delta=1 have the same settings"),
-        (["ap"], {"learning_rate": [1]}, "no setting 'learning_rate'; did you mean 'optimizer.learning_rate'"),
-        (["ap"], {"optimizer.lerning_rate": [1]}, "did you mean 'optimizer.learning_rate'"),
-        (["ap"], {"batches.size": [4, 0]}, "batches.size must be at least 1, got 0"),
-        (["ap"], {"batches.size": [4, 4]}, "rows of different names"),
-        (["ap"], {"detector": ["retinanet-tiny", "retinanet-tini"]}, "did you mean 'retinanet-tiny'"),
+        (["ap", "ap:delta=1"], {}, "ap:delta=1"),
+        (["ap"], {"learning_rate": [1]}, "optimizer.learning_rate"),
+        (["ap"], {"batches.size": [4, 0]}, "batches.size"),
+        (["ap"], {"batches.size": [4, 4]}, ""),
+        (["ap"], {"detector": ["retinanet-tiny", "retinanet-tini"]}, "retinanet-tiny"),
         (["ap"], {"criterion.box_loss": ["giou", "gio"]}, "giou"),
-        (["ap"], {"model.options.normm": ["x"]}, "has no option 'normm'"),
-        (["ap"], {"loss": ["focal"]}, "give --losses"),
-        (["ap"], {"seed": [1]}, "give --seeds"),
-        (["ap"], {"data": ["a", "b"]}, "cannot differ"),
-        (["ap"], {"validation.every": [1, 2]}, "cannot differ"),
+        (["ap"], {"model.options.normm": ["x"]}, "normm"),
+        (["ap"], {"loss": ["focal"]}, "--losses"),
+        (["ap"], {"data": ["a", "b"]}, "data"),
+        (["ap"], {"validation.every": [1, 2]}, "validation.every"),
     ],
 )
-def test_wrong_rows_are_refused_with_the_right_ones(losses: list[str], vary: dict, part: str) -> None:
-    with pytest.raises(ConfigError, match=part):
+def test_a_wrong_row_is_rejected_before_anything_is_trained(losses: list[str], vary: dict, part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         comparison_plan(losses, recipe="demo", seeds=[0], vary=vary)
+    assert part in str(caught.value)
 
 
-def test_the_folder_of_a_comparison_has_a_name_that_files_can_have() -> None:
+def test_the_folder_of_a_comparison_has_a_valid_and_unique_name() -> None:
     vary = {"optimizer.learning_rate": [0.001 * step for step in range(1, 9)]}
     first = default_out(comparison_plan(["ap", "focal"], recipe="demo", seeds=[0], vary=vary)).name
     vary["optimizer.learning_rate"][-1] = 0.5
@@ -113,7 +96,7 @@ def test_the_folder_of_a_comparison_has_a_name_that_files_can_have() -> None:
     assert first.startswith("compare-builtin-retinanet-tiny-ap-optimizer.learning_rate0.001-")
 
 
-def test_a_comparison_of_two_processes_is_finished(
+def test_a_comparison_in_two_processes_finishes(
     spawn: Callable[..., BaseProcess], pictures: Path, tmp_path: Path
 ) -> None:
     processes = start_two(spawn, PROGRAM, tmp_path, data=str(pictures), out=str(tmp_path / "page"))

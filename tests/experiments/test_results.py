@@ -60,8 +60,8 @@ class TestPage:
     def test_every_loss_has_its_own_colour(self, fake_training, tmp_path: Path) -> None:
         compare(plan_of("ap", "focal"), tmp_path / "page")
         page = (tmp_path / "page/report.html").read_text()
-        for variable in ("--plot-blue", "--plot-vermillion"):
-            assert f"var({variable})" in page
+        for colour in ("#0072b2", "#d55e00"):
+            assert colour in page
 
     def test_results_file_has_no_nan(self, fake_training, tmp_path: Path) -> None:
         fake_training.diverges_from = 0.001

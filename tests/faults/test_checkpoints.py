@@ -460,14 +460,14 @@ def test_a_page_opens_no_image_elsewhere(watch: Watch, run: Path, key: str, name
     with watch.watching() as seen:
         page = write_run_report(run)
     assert [one for one in seen if "private" in one or "zero" in one or "link.png" in one] == []
-    assert "data:image" not in page.read_text()
+    assert '<figure class="picture">' not in page.read_text()
 
 
 def test_the_images_of_the_data_that_the_user_names_are_shown(run: Path):
     truth = json.loads((run / "evaluation/ground_truth.json").read_text())
     truth["images"][0]["path"] = str(run.parent / "private" / "a.png")
     (run / "evaluation/ground_truth.json").write_text(json.dumps(truth))
-    assert "data:image" in write_run_report(run, images=run.parent / "private").read_text()
+    assert '<figure class="picture">' in write_run_report(run, images=run.parent / "private").read_text()
 
 
 RUN_FILES = ["summary.json", "environment.json", "config.yaml", "metrics.jsonl", "evaluation/ground_truth.json",

@@ -117,7 +117,7 @@ class Browser:
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """A real browser, from APLOSS_BROWSER or the system's Chromium; skips where there is none."""
+    """A real browser, from APLOSS_BROWSER or the system's Chromium; skips without one."""
     names = (os.environ.get("APLOSS_BROWSER", ""), "chromium", "chromium-browser", "google-chrome")
     program = next((path for name in names if name and (path := shutil.which(name))), None)
     if program is None or os.name != "posix":

@@ -10,14 +10,12 @@ import pytest
 
 from aploss.plotting.plots import (
     Series,
-    bar_plot,
     field_plot,
     line_plot,
     numbers,
-    power_text,
-    precision_recall_panels,
     precision_recall_plot,
     scatter_plot,
+    shorten,
     thin_out,
 )
 from aploss.plotting.style import line_style
@@ -43,9 +41,7 @@ PLOTS = {
         GRID, GRID, np.outer(GRID, GRID), arrows=(np.outer(GRID, GRID), np.outer(GRID, GRID)),
         paths=[Series(name="p", x=[-1, 0, 1], y=[0, 0.5, 1])],
     ),
-    "bars": lambda: bar_plot(["a", "b"], [0.5, None], x_range=(0, 1)),
-    "precision": lambda: precision_recall_plot(CURVES, scores={"cat": 0.8}),
-    "precision of each class": lambda: precision_recall_panels({0.5: CURVES, 0.75: CURVES}),
+    "precision": lambda: precision_recall_plot(CURVES),
 }  # fmt: skip
 
 
@@ -61,11 +57,7 @@ def test_every_plot_is_one_well_formed_file_without_dates_or_addresses(name: str
     assert not re.search(r"20\d\d-\d\d-\d\d", svg)
     assert "mathdefault" not in svg
     assert "<image" not in svg
-
-
-@pytest.mark.parametrize("name", ["line", "field", "precision"])
-def test_the_same_data_gives_the_same_text(name: str) -> None:
-    assert PLOTS[name]() == PLOTS[name]()
+    assert PLOTS[name]() == svg
 
 
 def test_names_of_losses_are_written_out_in_their_colours() -> None:
@@ -83,54 +75,21 @@ def test_a_single_point_is_seen_and_a_line_needs_no_marks(y: list, seen: int) ->
     assert line.group().split('<g id="patch_')[0].count("<use ") == seen
 
 
-def test_a_single_step_has_whole_numbers_beside_it() -> None:
-    shown = texts(line_plot([Series(name="loss", x=[10], y=[1.2])], whole_x=True, y_range=(0, 2)))
-    beside_x = shown[: shown.index("10") + 2]
-    assert beside_x == ["9", "10", "11"]
-
-
 @pytest.mark.parametrize("name", ["_hidden", "$x_1$", "<script>alert(1)</script>", "50 % & more", "細胞", "a\nb"])
 def test_any_name_is_shown_literally(name: str) -> None:
-    svg = precision_recall_plot({name: CURVES["cat"], "other": CURVES["dog"]}, scores={})
-    shown = [text.replace("\u200b", "") for text in texts(svg)]
-    assert " ".join(name.split()) in [" ".join(text.split()) for text in shown]
+    svg = precision_recall_plot({name: CURVES["cat"], "other": CURVES["dog"]})
+    shown = [" ".join(text.replace("\u200b", "").split()) for text in texts(svg)]
+    assert shorten(name) + " 0.750" in shown
     assert "<script" not in svg
 
 
 def test_many_classes_name_only_the_best_and_worst() -> None:
-    names = [f"class {k:02d}" for k in range(40)]
-    curves = {name: Curve([0, 1], [1, k / 40]) for k, name in enumerate(names)}
-    svg = precision_recall_plot(curves, scores={name: k / 40 for k, name in enumerate(names)})
-    shown = [text for text in texts(svg) if text.startswith("class")]
-    assert sorted(shown) == sorted(
-        ["class 39 0.975", "class 38 0.950", "class 37 0.925",
-         "class 02 0.050", "class 01 0.025", "class 00 0.000"]
-    )  # fmt: skip
-    assert "34 other classes" in texts(svg)
-    assert "mean 0.487" in texts(svg)  # (0 + 1 + ... + 39) / 40 / 40 = 0.4875
-
-
-def test_without_scores_the_mean_precision_is_shown_and_its_mean_over_classes() -> None:
-    shown = texts(precision_recall_plot(CURVES, 0.75))
-    assert "Precision and recall at IoU 0.75" in shown
-    assert {"cat 0.750", "dog 0.600", "mean 0.675"} <= set(shown)
-
-
-def test_one_class_and_curves_on_different_grids_have_no_mean() -> None:
-    one = {"cat": CURVES["cat"]}
-    different = {**one, "dog": Curve([0, 0.5, 1], [1, 1, 0])}
-    for curves in (one, different):
-        assert not [text for text in texts(precision_recall_plot(curves)) if "mean" in text]
-
-
-@pytest.mark.parametrize("classes", [1, 3, 11])
-def test_every_class_has_a_panel_with_a_line_for_each_iou(classes: int) -> None:
-    curves = {f"class {k}": CURVES["cat"] for k in range(classes)}
-    svg = precision_recall_panels({0.5: curves, 0.75: curves})
-    assert all(f">{name}<" in svg for name in curves)
-    assert {"IoU 0.5", "IoU 0.75"} <= set(texts(svg))
-    named = [name for name in curves if f">{name} " in precision_recall_plot(curves)]
-    assert len(named) == (classes if classes <= 8 else 6)
+    curves = {f"class {k:02d}": Curve([0, 1], [k / 40, k / 40]) for k in range(40)}
+    shown = texts(precision_recall_plot(curves, 0.75))
+    named = {text for text in shown if text.startswith("class")}
+    assert named == {f"class {k:02d} {k / 40:.3f}" for k in (0, 1, 2, 37, 38, 39)}
+    # the mean is (0 + 1 + ... + 39) / 40 / 40 = 0.4875
+    assert {"34 other classes", "mean 0.487", "Precision and recall at IoU 0.75"} <= set(shown)
 
 
 def test_thinning_keeps_means_and_ends_gaps() -> None:
@@ -141,27 +100,9 @@ def test_thinning_keeps_means_and_ends_gaps() -> None:
     np.testing.assert_array_equal(thin_y[5:], 2.0)
 
 
-def test_thinning_takes_the_mean_of_neighbours() -> None:
-    x, y = thin_out(np.arange(4.0), np.array([0.0, 2.0, 4.0, 6.0]), most=2)
-    assert (x.tolist(), y.tolist()) == ([0.5, 2.5], [1.0, 5.0])
-
-
 def test_numbers_turn_nothing_and_infinity_into_gaps() -> None:
     np.testing.assert_array_equal(numbers([None, 1, float("-inf")]), [np.nan, 1.0, np.nan])
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.0, "0"),
-        (0.001, "0.001"),
-        (1e-7, "10⁻⁷"),
-        (20.0, "20"),
-        (1e5, "10⁵"),
-        (1e3, "1000"),
-        (1e6, "10⁶"),
-        (2e-5, "2e-05"),
-    ],
-)
-def test_numbers_beside_logarithmic_axes(value: float, text: str) -> None:
-    assert power_text(value) == text
+def test_logarithmic_axes_have_plain_numbers() -> None:
+    assert {"100", "1e+06"} <= set(texts(PLOTS["log"]()))

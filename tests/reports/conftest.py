@@ -1,4 +1,4 @@
-"""A made-up run folder with everything in it, and a real browser where there is one."""
+"""A synthetic run folder and comparison, and a real browser if one is installed."""
 
 import json
 from collections.abc import Callable
@@ -9,22 +9,23 @@ import numpy as np
 import pytest
 from chromium import browser  # noqa: F401 - a fixture
 from PIL import Image, ImageDraw
-from sklearn.isotonic import IsotonicRegression
 
-from aploss.reports.comparison import Comparison, Difference, Entry, TrainingCurve
+from aploss.evaluation import (
+    DetectionTable,
+    GroundTruth,
+    calibrate_detections,
+    calibration_report,
+    coco_metrics,
+    curves_as_dict,
+    match_detections,
+    precision_recall_curves,
+)
+from aploss.files import write_json
+from aploss.reports.comparison import Comparison, Entry, TrainingCurve, paired_difference
+from aploss.reports.run_files import matches_document
 
 CLASSES = ("disk", "square", "triangle", "star", "cross")
 SIZE = (192, 144)
-
-
-def draw_object(pen: ImageDraw.ImageDraw, label: int, box: np.ndarray, colour: str) -> None:
-    x1, y1, x2, y2 = (float(value) for value in box)
-    if label == 0:
-        pen.ellipse([x1, y1, x2, y2], fill=colour)
-    elif label == 1:
-        pen.rectangle([x1, y1, x2, y2], fill=colour)
-    else:
-        pen.regular_polygon(((x1 + x2) / 2, (y1 + y2) / 2, (x2 - x1) / 2), n_sides=label + 1, fill=colour)
 
 
 def make_scenes(folder: Path, generator: np.random.Generator, images: int) -> dict[str, Any]:
@@ -40,14 +41,14 @@ def make_scenes(folder: Path, generator: np.random.Generator, images: int) -> di
             label = int(generator.integers(len(CLASSES)))
             side = generator.uniform(22, 60)
             corner = generator.uniform((4, 4), (SIZE[0] - side - 4, SIZE[1] - side - 4))
-            box = np.concatenate([corner, corner + side])
-            draw_object(pen, label, box, colours[int(generator.integers(len(colours)))])
+            centre = (*(corner + side / 2), side / 2)
+            pen.regular_polygon(centre, n_sides=label + 3, fill=colours[int(generator.integers(len(colours)))])
             truth["annotations"].append(
                 {
                     "id": len(truth["annotations"]) + 1,
                     "image_id": image_id,
                     "category_id": label + 1,
-                    "bbox": [float(box[0]), float(box[1]), float(side), float(side)],
+                    "bbox": [*map(float, corner), float(side), float(side)],
                     "area": float(side * side),
                     "iscrowd": 0,
                     "difficult": 0,
@@ -62,68 +63,39 @@ def make_scenes(folder: Path, generator: np.random.Generator, images: int) -> di
     return truth
 
 
-def make_detections(
-    truth: dict[str, Any], generator: np.random.Generator
-) -> tuple[list[dict[str, Any]], np.ndarray, dict[str, Any]]:
-    """Detections, their calibrated scores, and which of them are right, known by construction."""
-    detections, scores, flags = [], [], []
-    found: dict[str, int | None] = {}
+def make_detections(truth: dict[str, Any], generator: np.random.Generator) -> list[dict[str, Any]]:
+    """Most of the objects, and false positives with lower scores."""
+    detections = []
     for entry in truth["annotations"]:
-        found[str(entry["id"])] = None
         if generator.random() < 0.93:
-            found[str(entry["id"])] = len(detections)
-            box = np.array(entry["bbox"]) + generator.normal(0, 1.5, size=4)
-            score = float(np.clip(generator.beta(3, 1.1), 0, 1))
-            detections.append({**entry, "bbox": box.tolist()})
-            scores.append(score)
-            flags.append(True)
+            box = (np.array(entry["bbox"]) + generator.normal(0, 1.5, size=4)).tolist()
+            detections.append({**entry, "bbox": box, "score": 0.25 * float(generator.beta(3, 1.1))})
     for image in truth["images"]:
         for _ in range(12):
             box = [*generator.uniform((0, 0), (150, 100)), *generator.uniform(12, 50, size=2)]
-            category = int(generator.integers(1, len(CLASSES) + 1))
-            detections.append({"image_id": image["id"], "category_id": category, "bbox": box})
-            scores.append(float(generator.beta(0.6, 5)))
-            flags.append(False)
-    scores = IsotonicRegression().fit_transform(scores, flags) * 0.98 + 0.02 * np.array(scores)
-    for entry, score in zip(detections, scores, strict=True):
-        entry["score"] = 0.02 + 0.25 * score**2
-        for key in ("id", "area", "iscrowd", "difficult"):
-            entry.pop(key, None)
-    return detections, np.array(scores), {"detections": flags, "ground_truth": found}
+            category, score = int(generator.integers(1, len(CLASSES) + 1)), 0.25 * float(generator.beta(0.6, 5))
+            detections.append({"image_id": image["id"], "category_id": category, "bbox": box, "score": score})
+    return [{key: one[key] for key in ("image_id", "category_id", "bbox", "score")} for one in detections]
 
 
-def reliability_bins(scores: np.ndarray, flags: np.ndarray) -> dict[str, Any]:
-    bins, error = [], 0.0
-    for lower in np.arange(0, 1, 0.1):
-        inside = (scores >= lower) & (scores < lower + 0.1)
-        count = int(inside.sum())
-        confidence = float(scores[inside].mean()) if count else None
-        precision = float(flags[inside].mean()) if count else None
-        error += abs((confidence or 0) - (precision or 0)) * count / len(scores)
-        bins.append({"lower": float(lower), "upper": float(lower + 0.1), "count": count,
-                     "confidence": confidence, "precision": precision})  # fmt: skip
-    return {"bins": bins, "expected_calibration_error": error}
-
-
-def make_metrics(truth: dict[str, Any], detections: list[dict[str, Any]], flags: np.ndarray) -> dict[str, Any]:
-    per_class, curves = {}, {}
-    for number, name in enumerate(CLASSES, start=1):
-        rows = [k for k, one in enumerate(detections) if one["category_id"] == number]
-        rows.sort(key=lambda k: -detections[k]["score"])
-        hits = np.cumsum(flags[rows])
-        total = sum(one["category_id"] == number for one in truth["annotations"])
-        precision = hits / np.arange(1, len(rows) + 1)
-        precision = np.maximum.accumulate(precision[::-1])[::-1]
-        recall = hits / max(total, 1)
-        curves[name] = {"recall": recall.tolist(), "precision": precision.tolist()}
-        ap50 = float(np.diff(recall, prepend=0) @ precision)
-        per_class[name] = {
-            "AP": 0.78 * ap50, "AP50": ap50, "AP75": 0.9 * ap50, "APs": None, "APm": 0.7 * ap50,
-            "APl": None, "AR": 0.85 * ap50, "objects": total, "detections": len(rows),
-        }  # fmt: skip
-    means = {key: float(np.mean([row[key] for row in per_class.values()])) for key in
-             ("AP", "AP50", "AP75", "APm", "AR")}  # fmt: skip
-    return {**means, "APs": None, "APl": None, "per_class": per_class, "precision_recall": curves}
+def write_evaluation(run: Path, truth: dict[str, Any], detections: list[dict[str, Any]]) -> dict[str, Any]:
+    """Writes ``evaluation/`` as the end of a training does; returns the metrics."""
+    objects, table = GroundTruth.from_coco(truth), DetectionTable.from_results(detections)
+    matches = match_detections(objects, table)
+    calibration, best = calibrate_detections(objects, table, matches=matches)
+    curves = curves_as_dict(precision_recall_curves(objects, table, matches=matches))
+    metrics = {**coco_metrics(objects, table).as_dict(), "precision_recall": curves}
+    ids = [entry["id"] for entry in truth["annotations"]]
+    documents = {
+        "ground_truth": truth,
+        "detections": detections,
+        "metrics": metrics,
+        "calibration": calibration_report(objects, table, calibration, best.threshold, matches=matches),
+        "matches": matches_document(matches.correct, matches.ignored, matches.objects, ids),
+    }
+    for name, document in documents.items():
+        write_json(run / "evaluation" / f"{name}.json", document)
+    return metrics
 
 
 def make_log(generator: np.random.Generator, steps: int) -> list[dict[str, Any]]:
@@ -147,11 +119,6 @@ def make_log(generator: np.random.Generator, steps: int) -> list[dict[str, Any]]
     return rows
 
 
-def write_json(path: Path, document: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document))
-
-
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., Path]:
     """Makes a run folder ``runs/shapes-ap`` as a training leaves it."""
@@ -163,28 +130,14 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
         scenes.mkdir(parents=True)
         truth = make_scenes(scenes, generator, images)
         truth["categories"] = [{"id": number, "name": name} for number, name in enumerate(CLASSES, start=1)]
-        detections, scores, matches = make_detections(truth, generator)
-        flags = np.array(matches["detections"])
-        metrics = make_metrics(truth, detections, flags)
-        after = reliability_bins(scores, flags)
-        raw = np.array([one["score"] for one in detections])
-        write_json(run / "evaluation/ground_truth.json", truth)
-        write_json(run / "evaluation/detections.json", detections)
-        write_json(run / "evaluation/metrics.json", metrics)
-        write_json(run / "evaluation/matches.json", matches)
-        write_json(
-            run / "evaluation/calibration.json",
-            {"before": reliability_bins(raw, flags), "after": after,
-             "calibrated_scores": scores.tolist(), "draw_threshold": 0.42},
-        )  # fmt: skip
+        metrics = write_evaluation(run, truth, make_detections(truth, generator))
         command = "aploss train --data builtin --loss ap --detector retinanet-tiny --seed 0"
         write_json(
             run / "summary.json",
             {**{key: metrics[key] for key in ("AP", "AP50", "AP75", "APs", "APm", "APl")},
              "loss": "ap", "detector": "retinanet-tiny", "data": "builtin", "split": "val",
              "seed": 0, "steps": steps, "minutes": steps * 0.07 / 60, "images_per_second": 110.4,
-             "calibration_error": after["expected_calibration_error"], "draw_threshold": 0.42,
-             "command": command},
+             "calibration_error": 0.012, "draw_threshold": 0.42, "command": command},
         )  # fmt: skip
         write_json(
             run / "environment.json",
@@ -230,16 +183,10 @@ def comparison() -> Comparison:
                 minutes=[1.2, 1.25, 1.18], paper={"AP": paper}, curves=curves, note="lr 0.003",
             )
         )  # fmt: skip
-    best = entries[-1]
-    differences = []
-    for entry in entries[:-1]:
-        pairs = np.array(best.values["AP"]) - np.array(entry.values["AP"])
-        half = 4.303 * pairs.std(ddof=1) / np.sqrt(3)  # Student's t, 2 degrees of freedom
-        differences.append(
-            Difference(name="ap", baseline=entry.name, values=pairs.tolist(),
-                       mean=float(pairs.mean()), low=float(pairs.mean() - half),
-                       high=float(pairs.mean() + half))
-        )  # fmt: skip
+    differences = [
+        paired_difference(entries[-1].values["AP"], entry.values["AP"], name="ap", baseline=entry.name)
+        for entry in entries[:-1]
+    ]
     return Comparison(
         title="Table 2: RetinaNet with four losses",
         entries=entries,

@@ -51,10 +51,10 @@ def test_misses_and_false_positives_are_those_of_the_matching(make_run: MakeRun)
     matches = matches_document([True, False, False, False], [False, False, False, True], [0, -1, -1, 2], [5, 6, 7])
     (run / "evaluation/matches.json").write_text(json.dumps(matches))
     source = PictureSource(read_run(run))
-    assert [picture.caption for picture in misses(source)] == ["disk, no detection at all: scene_001.png"]
+    assert [picture.caption for picture in misses(source)] == ["disk, not detected: scene_001.png"]
     assert [picture.caption for picture in false_positives(source)] == [
-        "disk 0.15, badly placed: scene_001.png",
-        "disk 0.10, on no object: scene_001.png",
+        "disk 0.15: scene_001.png",
+        "disk 0.10: scene_001.png",
     ]
     assert [picture.caption for picture in gallery(source)] == ["scene_001.png: 3 objects, 3 detections, 1 wrong"]
 
@@ -65,20 +65,17 @@ def test_an_object_found_below_the_threshold_is_a_miss_with_its_score(make_run: 
     source = PictureSource(read_run(run))
     found = {key: row for key, row in source.run.matches["ground_truth"].items() if row is not None}
     captions = [picture.caption for picture in misses(source)]
-    assert len(captions) == min(2, len(source.objects))  # at most two of one image
-    lowest = min(float(source.scores[row]) for row in found.values())
+    assert len(captions) == min(2, len(source.objects))  # at most two per image
     if len(found) == len(source.objects):
-        assert f"found only with score {lowest:.3f}" in captions[0]
+        assert f"score {min(float(source.run.scores[row]) for row in found.values()):.3f}" in captions[0]
 
 
-@pytest.mark.parametrize("mode", ["I;16", "L", "P", "CMYK", "RGBA", "F"])
+@pytest.mark.parametrize("mode", ["I;16", "L", "CMYK"])
 def test_images_of_any_depth_are_shown(make_run: MakeRun, tmp_path: Path, mode: str) -> None:
     run = make_run(images=1, steps=100)
     ramp = np.linspace(0, 1, 192 * 144).reshape(144, 192)
     if mode == "I;16":
         picture = Image.fromarray((ramp * 65535).astype(np.uint16))
-    elif mode == "F":
-        picture = Image.fromarray(ramp.astype(np.float32))
     else:
         picture = Image.fromarray((ramp * 255).astype(np.uint8)).convert(mode)
     path = tmp_path / ("picture.jpg" if mode == "CMYK" else "picture.tif")
@@ -94,51 +91,6 @@ def test_images_of_any_depth_are_shown(make_run: MakeRun, tmp_path: Path, mode: 
     np.testing.assert_array_equal(np.asarray(opened), as_trained)
 
 
-def test_a_photograph_is_turned_upright(make_run: MakeRun, tmp_path: Path) -> None:
-    run = make_run(images=1, steps=100)
-    picture = Image.new("RGB", (144, 192), "red")
-    exif = Image.Exif()
-    exif[0x0112] = 6  # shown turned by a quarter, so 192 x 144 as the annotation says
-    picture.save(tmp_path / "turned.jpg", exif=exif)
-    place = str(tmp_path / "turned.jpg")
-    edit(run / "evaluation/ground_truth.json", lambda one: one["images"][0].update(path=place))
-    opened = PictureSource(read_run(run, images=tmp_path)).open(1)
-    assert opened is not None
-    assert opened.size == (192, 144)
-
-
-def test_the_more_boxes_the_shorter_their_captions(make_run: MakeRun) -> None:
-    source = PictureSource(read_run(make_run(images=3, steps=100)))
-    name = source.class_name(source.run.detections[0])
-    assert source.captions([0]) == [f"{name} {source.scores[0]:.2f}"]
-    assert source.captions(range(7))[0] == f"{source.scores[0]:.2f}"
-    assert source.captions(range(30)) == [""] * 30
-    source.class_names.update(dict.fromkeys(range(10, 20), "more"))  # colours repeat now
-    assert source.captions(range(7))[0] == f"{name} {source.scores[0]:.2f}"
-
-
-@pytest.mark.parametrize(
-    ("box", "category", "reason"),
-    [
-        ([10, 10, 30, 30], 1, "found twice"),
-        ([10, 10, 30, 30], 2, "annotated as disk"),
-        ([10, 10, 30, 12], 1, "badly placed"),  # IoU 0.4
-        ([100, 100, 5, 5], 1, "on no object"),
-    ],
-)
-def test_a_false_alarm_says_why_it_is_one(make_run: MakeRun, box: list[float], category: int, reason: str) -> None:
-    run = make_run(images=1, steps=100)
-    target = {"id": 1, "image_id": 1, "category_id": 1, "bbox": [10, 10, 30, 30]}
-    edit(run / "evaluation/ground_truth.json", lambda one: one.update(annotations=[target]))
-    wrong = {"image_id": 1, "category_id": category, "bbox": box, "score": 0.5}
-    (run / "evaluation/detections.json").write_text(json.dumps([wrong]))
-    matches = matches_document([False], [False], [-1], [1])
-    (run / "evaluation/matches.json").write_text(json.dumps(matches))
-    captions = [one.caption for one in false_positives(PictureSource(read_run(run)))]
-    assert len(captions) == 1
-    assert captions[0].endswith(f" 0.50, {reason}: scene_001.png")
-
-
 def test_two_runs_are_shown_side_by_side(make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run(images=4, steps=100)
     other = tmp_path / "other"
@@ -146,6 +98,6 @@ def test_two_runs_are_shown_side_by_side(make_run: MakeRun, tmp_path: Path) -> N
     (run / "scenes" / "scene_001.png").unlink()
     pictures = side_by_side({"focal": read_run(run), "ap": read_run(other, images=tmp_path)}, count=4)
     assert pictures.columns == 2
-    assert [picture.caption for picture in pictures.pictures] == [
+    assert [picture.caption for picture in pictures.figures] == [
         f"{loss}: scene_{number:03d}.png" for number in (2, 3, 4) for loss in ("Focal loss", "AP-loss")
     ]

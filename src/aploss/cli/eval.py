@@ -36,8 +36,6 @@ TITLES = {
     "voc07": "VOC2007 metrics (11 points)",
     "voc12": "VOC2012 metrics (area under the curve)",
 }
-CURVE_IOUS = (0.5, 0.6, 0.7, 0.8, 0.9)
-MAX_DETECTIONS = 1_000_000
 
 
 def _add_arguments(parser: Parser) -> None:
@@ -84,11 +82,8 @@ def _check(options: Namespace) -> None:
     if options.run is not None and (options.data is None or files != [None, None]):
         raise ConfigError(f"a run is evaluated on --data: aploss eval {shlex.quote(options.run)} --data PATH")
     require_at_least(1, options, "batch_size")
-    if options.max_detections is not None:
-        if options.max_detections > MAX_DETECTIONS:
-            raise ConfigError(f"--max-detections {options.max_detections}: must be at most {MAX_DETECTIONS}")
-        if options.metric != "coco":
-            raise ConfigError("--max-detections requires --metric coco: VOC evaluates all detections")
+    if options.max_detections is not None and options.metric != "coco":
+        raise ConfigError("--max-detections requires --metric coco: VOC evaluates all detections")
 
 
 def _detect(options: Namespace) -> tuple[Annotations, DetectionTable]:
@@ -222,21 +217,16 @@ def _score(truth: Annotations, table: DetectionTable, options: Namespace) -> Met
 
 
 def _write(truth: Annotations, table: DetectionTable, metrics: Metrics, options: Namespace) -> list[Path]:
-    """Writes metrics.json and, if any class has objects, the curves; returns the paths."""
-    from aploss.plotting.plots import precision_recall_panels, precision_recall_plot
+    """Writes metrics.json and, if any class has objects, a plot of the curves; returns the paths."""
+    from aploss.plotting.plots import precision_recall_plot
 
-    main_iou = 0.5 if options.iou is None else options.iou
+    iou = 0.5 if options.iou is None else options.iou
     match = match_detections if options.metric == "coco" else match_voc
-    curves = {
-        iou: precision_recall_curves(truth, table, matches=match(truth, table, iou))
-        for iou in sorted({main_iou, *CURVE_IOUS})
-    }
-    main = curves[main_iou]
-    document = {**metrics.as_dict(), "precision_recall_iou": main_iou, "precision_recall": curves_as_dict(main)}
+    curves = precision_recall_curves(truth, table, matches=match(truth, table, iou))
+    document = {**metrics.as_dict(), "precision_recall_iou": iou, "precision_recall": curves_as_dict(curves)}
     texts = {"metrics.json": json.dumps(document, indent=2, allow_nan=False) + "\n"}
-    if main:
-        texts["precision-recall.svg"] = precision_recall_plot(main, main_iou)
-        texts["precision-recall-by-class.svg"] = precision_recall_panels(curves)
+    if curves:
+        texts["precision-recall.svg"] = precision_recall_plot(curves, iou)
     for name, text in texts.items():
         write_text(options.out / name, text)
     return [options.out / name for name in texts]

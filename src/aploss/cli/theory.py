@@ -8,10 +8,10 @@ from aploss.cli.command import EXIT_PROBLEMS, Command, progress
 from aploss.cli.options import Parser
 
 EXAMPLES = """
-  aploss theory                     all five, with a page for each and an index
+  aploss theory                     every study, with an index page
   aploss theory smoothed-failure
 """
-NAMES = ("convergence", "smoothed-failure", "inseparable", "consistency", "imbalance")
+NAMES = ("convergence", "smoothed-failure", "inseparable", "consistency", "imbalance", "method")
 
 
 def _add_arguments(parser: Parser) -> None:

@@ -17,7 +17,7 @@ from aploss.evaluation.tables import Detections, Truth, as_tables
 Values = np.ndarray | Sequence[float]
 Flags = np.ndarray | Sequence[bool]
 BINS = 10
-# Relative increase per doubling of the score. Two neighbouring float32 scores differ by at least 2^-24 of their size, so
+# Relative increase per doubling of the score. Neighbouring float32 scores differ by at least 2^-24 of their size, so
 # their probabilities differ by about 1e-6 * 2^-24 / 2 = 3e-14 of theirs: far more than the 2e-16 that float64 resolves,
 # and over all 149 doublings of float32 still only 1.5e-4.
 RISE_PER_OCTAVE = 1e-6
@@ -83,18 +83,11 @@ def fit_calibration(scores: Values, correct: Flags) -> Calibration:
 
     Two artificial detections, a correct one at the lowest score and a wrong one at the highest, keep probabilities away
     from 0 and 1 (Laplace's rule): ten correct detections do not prove certainty. The steps of the regression are joined
-    by lines, flat parts rise by one millionth per doubling of the score, score 0 is mapped to 0, and probabilities do
-    not rise further above the highest score of the data.
+    by lines, and flat parts rise by one millionth per doubling of the score. Score 0 is mapped to 0.
 
     Args:
-        scores: scores of detections in [0, 1], in any order, [n].
+        scores: scores of detections in [0, 1], [n]. Without a score above 0 the result is the identity.
         correct: whether each detection found an object, [n]. Leave out ignored detections.
-
-    Returns:
-        The map; the identity if no score is above 0.
-
-    Raises:
-        DataError: if lengths differ or a score is outside [0, 1].
 
     Example:
         >>> calibration = fit_calibration([0.01, 0.01, 0.2, 0.2, 0.2, 0.2], [0, 0, 1, 1, 1, 1])
@@ -165,12 +158,9 @@ def calibration_report(
     """Measures a calibration on detections that it was not fitted on.
 
     Args:
-        ground_truth: COCO dict or arrays.
-        detections: a detector's raw detections.
+        ground_truth, detections, iou, matches: see :func:`calibrate_detections`.
         calibration: fitted on another set.
         threshold: calibrated score from which detections are drawn.
-        iou: smallest overlap of a match.
-        matches: precomputed matches, which replace ``iou``.
 
     Returns:
         Plain values for JSON: ``iou``, ``draw_threshold``, ``calibrated_scores`` of all detections; the number of
@@ -237,7 +227,7 @@ def reliability(probabilities: Values, correct: Flags, bins: int | np.ndarray = 
     Args:
         probabilities: in [0, 1], [n].
         correct: whether each detection found an object, [n].
-        bins: number of equal-width bins over [0, 1], or ascending bin edges.
+        bins: number of bins of equal width, or ascending bin edges.
 
     Example:
         >>> [row] = reliability([0.72, 0.78], [True, False])
@@ -273,8 +263,8 @@ def expected_calibration_error(probabilities: Values, correct: Flags, bins: int 
 def expected_noise(probabilities: Values, bins: int | np.ndarray = BINS) -> float:
     """The calibration error that perfectly calibrated probabilities would show by chance.
 
-    The number of correct detections in a bin has variance sum p (1 - p), and the mean distance of a normal variable from
-    its mean is sqrt(2 / pi) standard deviations.
+    The number of correct detections in a bin has variance sum p (1 - p), and a normal variable is on average
+    sqrt(2 / pi) standard deviations away from its mean.
     """
     values = np.asarray(probabilities, dtype=np.float64)
     variance = np.bincount(_binned(values, bins)[1], weights=values * (1 - values))
@@ -283,8 +273,9 @@ def expected_noise(probabilities: Values, bins: int | np.ndarray = BINS) -> floa
 
 def equal_mass_edges(probabilities: Values, bins: int = BINS) -> np.ndarray:
     """Edges of bins that hold about the same number of detections, float64 [at most bins + 1]; ties share a bin."""
-    inner = np.quantile(probabilities, np.linspace(0, 1, bins + 1)[1:-1]) if len(probabilities) else []
-    return np.unique([0.0, *inner, 1.0])
+    if len(probabilities) == 0:
+        return np.array([0.0, 1.0])
+    return np.unique([0.0, *np.quantile(probabilities, np.linspace(0, 1, bins + 1)[1:-1]), 1.0])
 
 
 def _binned(values: np.ndarray, bins: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -299,12 +290,8 @@ def best_f1_threshold(scores: Values, correct: Flags, objects: int) -> DrawThres
     It is halfway between two scores, so that it does not depend on the last digit of one.
 
     Args:
-        scores: scores of detections, without ignored ones, [n].
-        correct: whether each detection found an object, [n].
+        scores, correct: see :func:`fit_calibration`. Without a correct detection the threshold is 0.5, with F1 0.
         objects: number of objects that count.
-
-    Returns:
-        The threshold; 0.5 with F1 0 if no detection is correct.
 
     Example:
         >>> best = best_f1_threshold([0.9, 0.8, 0.2, 0.1], [True, True, False, True], objects=3)

@@ -207,10 +207,8 @@ def precision_recall_curves(
     """Computes the curve of each class in which an object counts.
 
     Args:
-        ground_truth: COCO dict or arrays.
-        detections: COCO results or a table.
-        iou: smallest overlap of a match.
-        matches: precomputed matches, such as those of :func:`match_voc`. Default: COCO's matches at ``iou``.
+        ground_truth, detections, iou: see :func:`match_detections`.
+        matches: precomputed matches, such as those of :func:`match_voc`, which replace ``iou``.
     """
     truth, table = as_tables(ground_truth, detections)
     matches = match_detections(truth, table, iou) if matches is None else matches

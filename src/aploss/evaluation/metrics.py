@@ -56,12 +56,9 @@ class Metrics:
         images: number of images evaluated.
         objects: number of objects that count, which excludes crowds and difficult ones.
         detections: number of detections scored.
-        AP: average precision, mean over the classes that have objects.
-        AP50, AP75: AP at a single IoU.
-        APs, APm, APl: AP of objects below 32² pixels, up to 96² pixels, and above.
-        AR: largest recall, mean over IoUs and classes.
-        AR1, AR10: AR with at most 1 or 10 detections per image and class.
-        ARs, ARm, ARl: AR by object size.
+        AP, AP50, AP75, APs, APm, APl: average precision, mean over the classes that have objects; small objects are
+            below 32² pixels, large ones above 96².
+        AR, AR1, AR10, ARs, ARm, ARl: largest recall, mean over IoUs and classes.
         per_class: class name → the same averages, with ``objects`` and ``detections``.
 
     Example:
@@ -114,21 +111,17 @@ def _none_for_nan(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _make_metrics(
-    truth: Annotations, table: DetectionTable, per_class: Sequence[dict[str, float]], **values: Any
+    truth: Annotations, table: DetectionTable, averages: Sequence[dict[str, float]], **how: str
 ) -> Metrics:
-    """Metrics with the counts of images, objects and detections."""
+    """Metrics of the averages of each class, followed by those over all classes, with the counts."""
     objects = count_per_category(truth, truth.category_ids[truth.counted]).tolist()
     found = count_per_category(truth, table.category_ids).tolist()
-    return Metrics(
-        images=len(truth.images),
-        objects=sum(objects),
-        detections=len(table),
-        per_class={
-            name: {"objects": objects[k], "detections": found[k], **per_class[k]}
-            for k, name in enumerate(truth.categories.values())
-        },
-        **values,
-    )
+    per_class = {
+        name: {"objects": objects[k], "detections": found[k], **averages[k]}
+        for k, name in enumerate(truth.categories.values())
+    }
+    counts = {"images": len(truth.images), "objects": sum(objects), "detections": len(table)}
+    return Metrics(**how, **counts, **averages[-1], per_class=per_class)  # type: ignore[arg-type]
 
 
 # --- COCO -------------------------------------------------------------------------------------
@@ -172,15 +165,9 @@ def coco_metrics(
         ious = COCO_IOUS if iou is None else np.unique([0.5, 0.75, iou])
         # faster-coco-eval counts in 32 bits; no image has more detections than there are
         evaluation = _evaluate(truth, table, ious, min(max_detections, max(1, len(table))))
-    classes = range(len(truth.categories))
-    return _make_metrics(
-        truth,
-        table,
-        [_averages(evaluation, iou, slice(k, k + 1)) for k in classes],
-        metric="coco",
-        iou="0.50:0.95" if iou is None else f"{iou:.2f}",
-        **_averages(evaluation, iou, slice(None)),
-    )
+    classes = [*(slice(k, k + 1) for k in range(len(truth.categories))), slice(None)]
+    averages = [_averages(evaluation, iou, one) for one in classes]
+    return _make_metrics(truth, table, averages, metric="coco", iou="0.50:0.95" if iou is None else f"{iou:.2f}")
 
 
 def _check_iou(iou: float) -> None:
@@ -209,9 +196,7 @@ def _evaluate(truth: Annotations, table: DetectionTable, ious: np.ndarray, max_d
     return evaluation
 
 
-def _coco_api(
-    truth: Annotations, table: Annotations | DetectionTable, areas: np.ndarray, **columns: np.ndarray
-) -> Any:
+def _coco_api(truth: Annotations, table: Annotations | DetectionTable, areas: np.ndarray, **columns: np.ndarray) -> Any:
     """Objects or detections as faster-coco-eval's ``COCO``.
 
     Images, categories and annotations are numbered from 1 in the order of their own ids: id 0 would mean "unmatched",
@@ -267,12 +252,7 @@ def voc_metrics(ground_truth: Truth, detections: Detections, *, year: int = 2012
         iou: smallest overlap of a match.
 
     Returns:
-        Metrics with ``AP`` at ``iou``, ``AP50`` and ``AP75``. Size and recall metrics are NaN, as is the AP of a class
-        in which no object counts.
-
-    Raises:
-        ConfigError: if the IoU is outside (0, 1] or VOC was not held in that year.
-        DataError: if the ground truth or the detections are invalid.
+        Metrics with ``AP`` at ``iou``, ``AP50`` and ``AP75``; all others are NaN.
     """
     _check_iou(iou)
     if not 2005 <= year <= 2012:
@@ -281,20 +261,11 @@ def voc_metrics(ground_truth: Truth, detections: Detections, *, year: int = 2012
     columns = {}
     for column, threshold in (("AP", iou), ("AP50", 0.5), ("AP75", 0.75)):
         matches = match_voc(truth, table, threshold)
-        columns[column] = np.array(
-            [
-                voc_average_precision(matches.correct[rows], objects, year=year)
-                for _, objects, rows in by_category(truth, table, matches)
-            ]
-        )
-    return _make_metrics(
-        truth,
-        table,
-        [{column: float(values[k]) for column, values in columns.items()} for k in range(len(truth.categories))],
-        metric="voc07" if year < 2010 else "voc12",
-        iou=f"{iou:.2f}",
-        **{column: _mean(values[~np.isnan(values)]) for column, values in columns.items()},
-    )
+        found = by_category(truth, table, matches)
+        values = [voc_average_precision(matches.correct[rows], objects, year=year) for _, objects, rows in found]
+        columns[column] = [*values, _mean(np.array([value for value in values if not isnan(value)]))]
+    averages = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return _make_metrics(truth, table, averages, metric="voc07" if year < 2010 else "voc12", iou=f"{iou:.2f}")
 
 
 def voc_average_precision(hits: np.ndarray, positives: int, *, year: int) -> float:

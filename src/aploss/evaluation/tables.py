@@ -55,7 +55,9 @@ class GroundTruth(Annotations):
             entries = getattr(content, section)
             if not isinstance(entries, list):
                 found = "missing" if entries is UNSET else f"a {type(entries).__name__}"
-                raise DataError(f"'{section}' is {found}; a COCO ground truth has lists of images, annotations, categories")
+                raise DataError(
+                    f"'{section}' is {found}; a COCO ground truth has lists of images, annotations, categories"
+                )
         images, categories = (_unique_ids(getattr(content, kind), kind) for kind in ("images", "categories"))
         objects = _read_objects(content.annotations, "annotations")
         _check_known("annotations", "image_id", objects.image_ids, images)
@@ -114,9 +116,7 @@ class DetectionTable:
         except msgspec.ValidationError:
             raise DataError("expected a list of COCO results (image_id, category_id, bbox, score)") from None
         found = _read_objects(entries, "detections", scored=True)
-        return cls(
-            image_ids=found.image_ids, category_ids=found.category_ids, xywh=found.xywh, scores=found.values
-        )
+        return cls(image_ids=found.image_ids, category_ids=found.category_ids, xywh=found.xywh, scores=found.values)
 
     @classmethod
     def from_predictions(

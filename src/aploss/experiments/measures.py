@@ -1,4 +1,4 @@
-"""What a comparison looks at in a run: its AP, its AP at several scales, or its AP-loss."""
+"""The numbers that a comparison takes from a run: its AP, its multi-scale AP, or its AP-loss on training images."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from aploss.data.loader import Batch, make_evaluation_loader, make_training_load
 from aploss.detectors.checkpoint import Checkpoint, load
 from aploss.detectors.detector import Detector
 from aploss.detectors.predict import MultiScale
-from aploss.evaluation.metrics import voc_metrics
+from aploss.evaluation import METRICS, voc_metrics
 from aploss.evaluation.tables import DetectionTable
 from aploss.files import write_json
 from aploss.losses import ap_loss
@@ -26,8 +26,6 @@ from aploss.training.run import make_detector
 from aploss.training.run_folder import Summary
 from aploss.training.splits import load_run_data
 
-VOC_AP50 = "VOC AP50"
-METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 RANKING_AP = "AP of the ranking"
 RANKED_IMAGES = 8  # ranked together, as in training
 POINTS_FILE = "ap_loss.json"
@@ -39,28 +37,26 @@ class Run:
 
     config: TrainConfig  # with its seed
     folder: Path
-    summary: Summary | None  # None where it diverged
+    summary: Summary | None  # None if it diverged
     failure: str = ""  # why it has no summary, in one line
 
 
 class Measure:
-    """How numbers are taken from a run: the final AP on the evaluation split, and AP on validation on the way.
+    """How numbers are taken from a run: the final metrics on the evaluation split, and AP on validation on the way.
 
-    Others override its methods, of which all but :meth:`observer` are of finished runs.
+    Subclasses override its methods. All but :meth:`observer` are called with finished runs.
     """
 
     def observer(self, config: TrainConfig, folder: Path) -> Callable[[dict[str, Any]], Any] | None:
-        """What is called with every row of the metrics while a run trains; None for nothing."""
+        """A callback for every row of the metrics while a run trains; None for no callback."""
         return None
 
     def values(self, run: Run) -> Mapping[str, float | None]:
         """The final numbers by metric, between 0 and 1."""
-        assert run.summary is not None
-        found = {name: getattr(run.summary, name) for name in METRICS}
-        return found if run.summary.voc_AP50 is None else {**found, VOC_AP50: run.summary.voc_AP50}
+        return {name: getattr(run.summary, name) for name in METRICS}
 
     def curve(self, run: Run) -> TrainingCurve:
-        """Its way there."""
+        """The numbers during training."""
         rows = [row for row in _validations(run) if row["AP"] is not None]
         return TrainingCurve(
             steps=[row["step"] for row in rows],
@@ -69,7 +65,7 @@ class Measure:
         )
 
     def score(self, run: Run) -> float | None:
-        """What a learning rate is chosen by, the larger the better; None where not known."""
+        """The score that chooses learning rates, larger being better; None if unknown."""
         rows = _validations(run)
         return rows[-1]["AP"] if rows else None
 
@@ -82,19 +78,19 @@ DETECTION = Measure()
 
 
 class MultiScaleMeasure(Measure):
-    """The final numbers are those of several scales, measured once and kept in the run folder."""
+    """The final metrics of multi-scale prediction, measured once and kept in the run folder."""
 
     def curve(self, run: Run) -> TrainingCurve:
-        """None: on the way there only one scale was looked at."""
+        """An empty curve: validations during training have a single scale."""
         return TrainingCurve(steps=[], values=[])
 
     def values(self, run: Run) -> Mapping[str, float | None]:
         file, scales = run.folder / "evaluation" / "multi_scale.json", MultiScale()
-        views = {"scales": scales.scales, "flip": scales.flip}
+        views = {"scales": list(scales.scales), "flip": scales.flip}
         if file.is_file():
             known = json.loads(file.read_text(encoding="utf-8"))
-            if known["views"] == json.loads(json.dumps(views)):
-                return dict(known["values"])
+            if known["views"] == views:
+                return {"voc_AP50": known["values"].get("VOC AP50"), **known["values"]}  # older runs
         found = self._measure(run, scales)
         write_json(file, {"views": views, "values": found})
         return found
@@ -110,20 +106,17 @@ class MultiScaleMeasure(Measure):
             for batch in make_evaluation_loader(split.dataset, batch_size=1, workers=workers):
                 ids += [target["image_id"] for target in batch.targets]
                 found += scales(detector, [image.to(device) for image in batch.images])
-        table = DetectionTable.from_predictions(ids, found)
+        table, year = DetectionTable.from_predictions(ids, found), config.evaluation.voc_year
         metrics = split.measure(table, detector).as_dict()
-        values = {name: metrics[name] for name in METRICS}
-        if config.evaluation.voc_year is not None:
-            values[VOC_AP50] = voc_metrics(split.truth, table, year=config.evaluation.voc_year).AP50
-        return values
+        voc_ap50 = None if year is None else voc_metrics(split.truth, table, year=year).AP50
+        return {name: metrics.get(name) for name in METRICS} | {"voc_AP50": voc_ap50}
 
 
 class APLossMeasure(Measure):
-    """1 - AP of the ranking of anchors, on images of the training set, at every checkpoint.
+    """1 - AP of the ranking of anchors, on images of the training set, at every checkpoint (Figure 5b).
 
-    Whatever a run minimises, it is judged by the loss of Eq. (5) with the Heaviside step and without interpolation
-    (Figure 4b). The first ``images`` images are the same for all runs, not augmented, in batches of 8; the loss is the
-    mean over batches.
+    Whichever loss a run minimises, it is judged by Eq. (5) with the Heaviside step and without interpolation. The first
+    ``images`` images are the same for all runs, not augmented, in batches of 8; the loss is the mean over batches.
     """
 
     def __init__(self, images: int) -> None:
@@ -172,7 +165,7 @@ class _APLossWatch:
         self._seen = 0
 
     def look(self) -> None:
-        """Measures the last checkpoint if it is a new one."""
+        """Measures the last checkpoint if it is new."""
         checkpoint = self.folder / "checkpoints" / "last.pt"
         if not checkpoint.is_file() or (changed := checkpoint.stat().st_mtime_ns) == self._seen:
             return
@@ -196,7 +189,7 @@ def _read_points(folder: Path) -> dict[int, float]:
 
 
 def training_ap_loss(detector: Detector, batches: Sequence[Batch]) -> float:
-    """The mean of 1 - AP of the anchors' ranking over the batches with objects, in [0, 1]; NaN where there is none."""
+    """The mean of 1 - AP of the anchors' ranking over the batches with objects, in [0, 1]; NaN without any."""
     device = next(detector.parameters()).device
     criterion, values = detector.criterion, []
     with torch.no_grad():

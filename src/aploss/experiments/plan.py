@@ -1,4 +1,4 @@
-"""What is compared: rows, seeds, and the search for learning rates."""
+"""The plan of a comparison: rows, seeds, and the search for learning rates."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from aploss.data.builtin import VERSION as BUILTIN_VERSION
-from aploss.detectors.criterion import make_loss
+from aploss.detectors.criterion import describe_loss, make_loss
 from aploss.errors import ConfigError, did_you_mean
 from aploss.experiments.measures import DETECTION, Measure
 from aploss.losses.traits import LOSSES
@@ -27,26 +27,27 @@ from aploss.training.config import (
     parse_value,
 )
 from aploss.training.recipes import load_config, merge
+from aploss.training.run import make_detector
 from aploss.training.splits import NO_SPLIT
 
 VALIDATIONS = 10  # points of the curve of AP while training
 MAX_SEEDS = 1000
-MAX_SEED = 2**32 - 1  # as numpy takes them
-WARMUP_SHARE = 0.1  # of a trial, at most, where the length of the real run in steps is not known
+MAX_SEED = 2**32 - 1  # the largest that NumPy accepts
+WARMUP_SHARE = 0.1  # of a trial, at most, if the length of the real run in steps is not known
 LOSS_OPTIONS = "criterion.options"
 RATE = "optimizer.learning_rate"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One row of a comparison."""
+    """One row of a comparison; settings are keyed by their dotted names."""
 
-    name: str  # of a loss, or any text such as "ap:delta=0.5"
-    config: TrainConfig  # how it is trained, whatever its seed
-    settings: Mapping[str, Any] = field(default_factory=dict)  # dotted key → value, of what sets it apart but the loss
-    tuned: Mapping[str, Any] = field(default_factory=dict)  # dotted key → value, of what was found for it by search
+    name: str  # name of a loss, or any text such as "ap:delta=0.5"
+    config: TrainConfig  # for every seed
+    settings: Mapping[str, Any] = field(default_factory=dict)  # the settings that distinguish it, besides the loss
+    tuned: Mapping[str, Any] = field(default_factory=dict)  # the settings that a search has chosen
     paper: Mapping[str, float] = field(default_factory=dict)  # metric → the paper's number, between 0 and 1
-    measure: Measure = DETECTION  # what is looked at in its runs
+    measure: Measure = DETECTION  # how numbers are taken from its runs
 
 
 @dataclass(frozen=True)
@@ -55,19 +56,19 @@ class Searched:
 
     key: str  # dotted
     values: Sequence[Any]
-    loss: str | None = None  # whose rows it is searched for; None for all
+    loss: str | None = None  # only for rows of this loss; None for all
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """The search for the learning rate of each row, on the validation split: never on test.
+    """The search for the learning rate of each row on the validation split, never on test.
 
     Attributes:
-        factors: of the row's own learning rate; every row gets the same number of trials.
-        steps: length of a trial, whose warm-up shrinks with it; None for that of the real run, with whose first
-            seed a trial is then shared.
+        factors: multiples of the row's own learning rate; every row gets the same number of trials.
+        steps: length of a trial, whose warm-up shrinks with it; None for the length of the real run, whose first
+            seed then is a trial.
         over: settings that are searched with it, in all combinations: the best learning rate depends on the weight of
-            the box loss. With ``optimizer.learning_rate`` among them its values take the place of the factors.
+            the box loss. Values of ``optimizer.learning_rate`` replace the factors.
     """
 
     factors: tuple[float, ...] = (1 / 9, 1 / 3, 1.0, 3.0)
@@ -94,26 +95,108 @@ class Plan:
                 self._check_searched(searched, self.tuning)
 
     def _check_searched(self, searched: Searched, tuning: Tuning) -> None:
-        """Refuses a search that some row cannot be part of, before anything is trained."""
+        """Raises a ConfigError for a search that does not fit some row, before anything is trained."""
         rows = [variant for variant in self.variants if searched.loss in (None, variant.config.loss)]
         if not rows:
             raise ConfigError(f"--tune-over {searched.loss}: no row has the loss {searched.loss}")
         for variant in rows:
             if searched.key in variant.settings:
-                raise ConfigError(f"--tune-over {searched.key}: the row {variant.name} has a value of its own")
+                raise ConfigError(f"--tune-over {searched.key}: the row {variant.name} has its own value")
             for config in trials_of(variant, tuning, self.seeds[0]):
                 make_loss(config.loss, **config.criterion.options)
+
+    @property
+    def trainings(self) -> int:
+        """The number of trainings; runs that rows and trials share are counted once."""
+        rows = {settings_hash(variant.config): variant for variant in self.variants}.values()
+        runs = len(rows) * len(self.seeds)
+        if (tuning := self.tuning) is not None:
+            # A trial of the real length is the run of the first seed, if it wins.
+            runs += sum(len(combinations(variant, tuning)) - (tuning.steps is None) for variant in rows)
+        return runs
+
+
+def comparison_plan(
+    losses: Sequence[str],
+    *,
+    recipe: str,
+    seeds: Sequence[int],
+    vary: Mapping[str, Sequence[Any]] | None = None,
+    changes: dict[str, Any] | None = None,
+    steps: int | None = None,
+    validations: int = VALIDATIONS,
+    tuning: Tuning | None = None,
+) -> Plan:
+    """One row for each loss and each combination of varied values, everything else being equal.
+
+    Args:
+        losses: names, with options as in ``ap:delta=0.5``; the first row is compared with each of the others. Empty for
+            the recipe's loss, if something varies.
+        recipe: settings, including a section ``losses`` with the settings of each loss.
+        seeds: a seed fixes initial weights, data order and augmentation for all rows.
+        vary: dotted key of a setting → the values of the rows.
+        changes: nested settings that override the recipe, for all rows.
+        steps: length of the training; the recipe's by default.
+        validations: points of the curve of AP.
+        tuning: search for learning rates; the recipe's learning rates by default.
+
+    Raises:
+        ConfigError: an unknown loss, option or setting, an invalid value, or two equal rows.
+
+    Example:
+        >>> plan = comparison_plan(["ap:delta=2"], recipe="demo", seeds=[0], vary={"batches.size": [4, 8]})
+        >>> [variant.name for variant in plan.variants]
+        ['batches.size=4', 'batches.size=8']
+    """
+    vary, chosen = vary or {}, [loss_settings(loss) for loss in losses]
+    for key in vary:
+        check_varied(key)
+    if steps is not None and "schedule.length" in vary:
+        raise ConfigError("--steps and --vary schedule.length both set the length: leave one out")
+    if tuning is not None and RATE in vary:
+        raise ConfigError(f"--tune searches the learning rate that --vary {RATE} sets: leave one out")
+    variants = []
+    for (loss, options), values in product(chosen or [("", {})][: len(vary)], product(*vary.values())):
+        varied = dict(zip(vary, values, strict=True))
+        own = nested({**options, **varied} | ({"loss": loss} if loss else {}))
+        config = comparison_config(recipe, merge(changes or {}, own), steps=steps, validations=validations)
+        words = [f"{key}={as_typed(value)}" for key, value in varied.items()]
+        if len(chosen) > 1 or not words:
+            short = {key.removeprefix(f"{LOSS_OPTIONS}."): value for key, value in options.items()}
+            words.insert(0, ":".join([loss, *(f"{key}={as_typed(value)}" for key, value in short.items())]))
+        variants.append(Variant(name=" ".join(words), config=config, settings={**options, **varied}))
+    plan = Plan(variants=variants, seeds=tuple(seeds), tuning=tuning)
+    _check_rows(plan)
+    return plan
+
+
+def _check_rows(plan: Plan) -> None:
+    """Raises a ConfigError for rows that cannot be trained, or that are equal, before anything is trained."""
+    known: dict[str, str] = {}
+    tried: list[Any] = []
+    for variant in plan.variants:
+        config = variant.config
+        # With the defaults of the loss, so that ap and ap:delta=1 are equal.
+        _, described = describe_loss(make_loss(config.loss, **config.criterion.options))
+        options = {key: float(value) if type(value) is int else value for key, value in described.items()}
+        parts = config.detector, config.loss, config.criterion, config.model  # all that a detector is built from
+        if parts not in tried and any(not key.startswith(LOSS_OPTIONS) for key in variant.settings):
+            make_detector(changed(config, {"model": {"weights": None}}), ("object",))
+            tried.append(parts)
+        hashed = settings_hash(changed(config, {"criterion": {"options": options}}))
+        if known.setdefault(hashed, variant.name) != variant.name:
+            raise ConfigError(f"the rows {known[hashed]} and {variant.name} have the same settings: leave one out")
 
 
 def comparison_config(
     recipe: str | None, changes: dict[str, Any], *, steps: int | None = None, validations: int = VALIDATIONS
 ) -> TrainConfig:
-    """A config under which runs can be compared.
+    """A config for runs that can be compared.
 
-    The weights at the end of the schedule are measured, on the test split where there is one, so that nothing is
-    chosen by a run; the validation split is looked at ``validations`` times on the way, for the curve and for learning
-    rates. Recipe and changes are those of :func:`~aploss.training.recipes.load_config`; with another length (``steps``)
-    milestones keep their share of it.
+    The weights at the end of the schedule are measured, on the test split if there is one, so that no run chooses its
+    checkpoint; the validation split is measured ``validations`` times on the way, for the curve and for learning rates.
+    See :func:`~aploss.training.recipes.load_config` for recipe and changes; with another length (``steps``) milestones
+    keep their share of it.
     """
     config = with_length(load_config(recipe, changes), steps, validations=validations)
     split = config.evaluation.split
@@ -123,7 +206,7 @@ def comparison_config(
 
 
 def with_length(config: TrainConfig, steps: int | None, *, validations: int) -> TrainConfig:
-    """The config with another length, evenly spaced validations, and none that could end it.
+    """The config with another length and evenly spaced validations that cannot stop the training.
 
     Example:
         >>> short = with_length(TrainConfig(), 500, validations=5)
@@ -141,111 +224,23 @@ def with_length(config: TrainConfig, steps: int | None, *, validations: int) -> 
     return replace(config, schedule=schedule, validation=validation)
 
 
-def loss_settings(text: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of a loss that is written with them, the options as settings; ConfigError for anything else.
-
-    Example:
-        >>> loss_settings("focal:gamma=1:alpha=0.25")
-        ('focal', {'criterion.options.gamma': 1, 'criterion.options.alpha': 0.25})
-    """
-    name, *options = text.split(":")
-    example = "write the options of a loss as focal:gamma=1:alpha=0.25"
-    if "=" in name:
-        raise ConfigError(f"{text!r} is no loss: {example}")
-    LOSSES.get(name)
-    if not all(re.fullmatch(r"\w+=.+", option) for option in options):
-        raise ConfigError(f"{text!r}: {example}")
-    pairs = (one.split("=", 1) for one in options)
-    return name, {f"{LOSS_OPTIONS}.{key}": parse_value(value) for key, value in pairs}
-
-
-def parse_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """Settings with the values that rows differ in; ConfigError for one that does not exist or in which they cannot.
-
-    Example:
-        >>> parse_vary(["optimizer.learning_rate=0.001,3e-3", "batches.image_size=[64,96],128"])
-        {'optimizer.learning_rate': [0.001, 0.003], 'batches.image_size': [[64, 96], 128]}
-    """
-    varied: dict[str, list[Any]] = {}
-    for text in texts:
-        key, _, values = text.partition("=")
-        check_varied(key := key.strip())
-        if not parse_list(values):
-            raise ConfigError(f"--vary {text}: give the values, as --vary {key or 'batches.size'}=4,8")
-        varied.setdefault(key, []).extend(map(parse_value, parse_list(values)))
-    return varied
-
-
-def parse_searched(texts: Sequence[str]) -> tuple[Searched, ...]:
-    """Settings to be searched with the learning rate, and options of one loss; ConfigError as of :func:`parse_vary`.
-
-    Example:
-        >>> box_weight, gamma = parse_searched(["criterion.box_weight=1,3", "focal:gamma=1,2"])
-        >>> box_weight.key, gamma.key, gamma.loss
-        ('criterion.box_weight', 'criterion.options.gamma', 'focal')
-    """
-    searched = []
-    for text in texts:
-        name, _, values = text.partition("=")
-        loss, _, key = name.strip().rpartition(":")
-        if loss:
-            LOSSES.get(loss)
-            key = key if "." in key else f"{LOSS_OPTIONS}.{key}"
-        check_varied(key, option="--tune-over")
-        if not parse_list(values):
-            raise ConfigError(f"--tune-over {text}: give the values, as --tune-over criterion.box_weight=1,3")
-        searched.append(Searched(key, tuple(map(parse_value, parse_list(values))), loss or None))
-    return tuple(searched)
-
-
-def check_varied(key: str, *, option: str = "--vary") -> None:
-    """Refuses a setting that does not exist, or in which rows cannot differ."""
-    known = {setting.key: setting.default for setting in config_fields()}
-    inside = any(key.startswith(f"{one}.") for one, default in known.items() if isinstance(default, dict))
-    if key not in known and not inside:
-        by_ending = [one for one in known if one.endswith(f".{key}")]
-        meant = did_you_mean(key, by_ending or known) or "; aploss train --help lists them"
-        raise ConfigError(f"{option}: there is no setting {key!r}{meant}")
-    if key in ("loss", "seed"):
-        raise ConfigError(f"{option} {key}: give --{key.replace('loss', 'losse')}s")
-    if key in (*FIXED_BY_COMPARISON, *RESUMABLE_KEYS):
-        raise ConfigError(
-            f"{option} {key}: rows cannot differ in what the comparison decides or what changes no result"
-        )
-
-
-def written(value: Any) -> str:
-    """A value as it is typed on the command line."""
-    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"), default=str)
-
-
-def parse_list(text: str) -> list[str]:
-    """The parts of a list with commas; brackets hold together.
-
-    Example:
-        >>> parse_list("ap,focal:gamma=1, [64,96],")
-        ['ap', 'focal:gamma=1', '[64,96]']
-    """
-    return [part for part in map(str.strip, re.split(r",(?![^\[{]*[\]}])", text)) if part]
-
-
 def trials_of(variant: Variant, tuning: Tuning, seed: int) -> list[TrainConfig]:
     """The configs of the trials of a row, in the order of :func:`combinations`."""
     config = replace(variant.config, seed=seed)
     if tuning.steps is not None:
-        # The warm-up takes the share of the trial that it takes of the real run: with all of it a short trial would
-        # hardly train at the rate it is to judge, and too high a rate would win.
+        # The warm-up takes the same share of the trial as of the real run: with all of it a short trial would hardly
+        # train at the rate it has to judge, and too high a rate would win.
         schedule = config.schedule
         share = schedule.warmup_steps / schedule.length if schedule.unit == "steps" else WARMUP_SHARE
         warmup = min(schedule.warmup_steps, round(share * tuning.steps))
-        # Only the validation counts: a trial that also measured the evaluation split would show what it must not tell.
+        # Only the validation split is measured: the choice must not depend on the evaluation split.
         changes = {"schedule": {"warmup_steps": warmup}, "evaluation": {"split": NO_SPLIT}}
         config = with_length(changed(config, changes), tuning.steps, validations=1)
     return [changed(config, nested(settings)) for settings in combinations(variant, tuning)]
 
 
 def combinations(variant: Variant, tuning: Tuning) -> list[dict[str, Any]]:
-    """What the trials of a row differ in: dotted key → value, for each of them."""
+    """The settings of each trial of a row, by dotted key."""
     rate = variant.config.optimizer.learning_rate
     values: dict[str, Sequence[Any]] = {RATE: [float(f"{factor * rate:.3g}") for factor in tuning.factors]}
     values |= {one.key: one.values for one in tuning.over if one.loss in (None, variant.config.loss)}
@@ -258,10 +253,9 @@ def changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
 
 
 def settings_hash(config: TrainConfig) -> str:
-    """Ten hexadecimal digits of everything that decides what a run learns.
+    """Ten hexadecimal digits of all settings that affect the result of a run.
 
-    Its folder, its time limit and how often it saves are no part of it; a data folder counts by where it is, not by how
-    it is written.
+    The folder, the time limit and the checkpoint interval are left out; data counts by its absolute path.
 
     Example:
         >>> one, other = TrainConfig(data="builtin"), TrainConfig(data="builtin", max_minutes=5)
@@ -273,50 +267,118 @@ def settings_hash(config: TrainConfig) -> str:
     for key in (*RESUMABLE_KEYS, *unchanged):
         group, _, name = key.rpartition(".")
         del (values[group] if group else values)[name]
-    values["device"] = config.device  # minutes of two devices must not be compared
+    values["device"] = config.device  # minutes on two devices must not be compared
     values["data"] = BUILTIN_VERSION if config.data == "builtin" else str(Path(config.data).resolve())
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:10]
 
 
-def runs_of(plan: Plan) -> int:
-    """How many trainings a plan has, those that rows and trials share counted once."""
-    rows = {settings_hash(variant.config): variant for variant in plan.variants}.values()
-    runs = len(rows) * len(plan.seeds)
-    if (tuning := plan.tuning) is not None:
-        # A trial of the real length is the run of the first seed, if it wins.
-        runs += sum(len(combinations(variant, tuning)) - (tuning.steps is None) for variant in rows)
-    return runs
+def data_name(data: str) -> str:
+    """A short name for the data of a config: ``builtin``, or its folder or file."""
+    return data if data == "builtin" else Path(data).resolve().name
+
+
+# --- values typed on the command line ---------------------------------------------------------
+
+
+def loss_settings(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and options of a loss, the options by dotted key; ConfigError for anything else.
+
+    Example:
+        >>> loss_settings("focal:gamma=1:alpha=0.25")
+        ('focal', {'criterion.options.gamma': 1, 'criterion.options.alpha': 0.25})
+    """
+    name, *options = text.split(":")
+    if "=" in name or not all(re.fullmatch(r"\w+=.+", option) for option in options):
+        raise ConfigError(f"{text!r}: write the options of a loss as focal:gamma=1:alpha=0.25")
+    LOSSES.get(name)
+    pairs = (one.split("=", 1) for one in options)
+    return name, {f"{LOSS_OPTIONS}.{key}": parse_value(value) for key, value in pairs}
+
+
+def parse_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """The values of ``--vary KEY=A,B``, by dotted key; ConfigError for a key that cannot vary.
+
+    Example:
+        >>> parse_vary(["optimizer.learning_rate=0.001,3e-3", "batches.image_size=[64,96],128"])
+        {'optimizer.learning_rate': [0.001, 0.003], 'batches.image_size': [[64, 96], 128]}
+    """
+    varied: dict[str, list[Any]] = {}
+    for text in texts:
+        key, values = _key_and_values(text, "--vary batches.size=4,8")
+        check_varied(key)
+        varied.setdefault(key, []).extend(values)
+    return varied
+
+
+def parse_searched(texts: Sequence[str]) -> tuple[Searched, ...]:
+    """The settings of ``--tune-over [LOSS:]KEY=A,B``; ConfigError for a key that cannot vary.
+
+    Example:
+        >>> box_weight, gamma = parse_searched(["criterion.box_weight=1,3", "focal:gamma=1,2"])
+        >>> box_weight.key, gamma.key, gamma.loss
+        ('criterion.box_weight', 'criterion.options.gamma', 'focal')
+    """
+    searched = []
+    for text in texts:
+        name, values = _key_and_values(text, "--tune-over criterion.box_weight=1,3")
+        loss, _, key = name.rpartition(":")
+        if loss:
+            LOSSES.get(loss)
+            key = key if "." in key else f"{LOSS_OPTIONS}.{key}"
+        check_varied(key, option="--tune-over")
+        searched.append(Searched(key, tuple(values), loss or None))
+    return tuple(searched)
+
+
+def _key_and_values(text: str, example: str) -> tuple[str, list[Any]]:
+    key, _, values = text.partition("=")
+    if not parse_list(values):
+        raise ConfigError(f"{example.split()[0]} {text}: add the values, as in {example}")
+    return key.strip(), list(map(parse_value, parse_list(values)))
+
+
+def check_varied(key: str, *, option: str = "--vary") -> None:
+    """Raises a ConfigError for an unknown setting, or one in which rows cannot differ."""
+    known = {setting.key: setting.default for setting in config_fields()}
+    inside = any(key.startswith(f"{one}.") for one, default in known.items() if isinstance(default, dict))
+    if key not in known and not inside:
+        by_ending = [one for one in known if one.endswith(f".{key}")]
+        hint = did_you_mean(key, by_ending or known) or "; aploss train --help lists them"
+        raise ConfigError(f"{option}: there is no setting {key!r}{hint}")
+    if key in ("loss", "seed"):
+        raise ConfigError(f"{option} {key}: use --{key.replace('loss', 'losse')}s")
+    if key in (*FIXED_BY_COMPARISON, *RESUMABLE_KEYS):
+        raise ConfigError(f"{option} {key}: the comparison fixes this setting, or it does not affect the result")
+
+
+def as_typed(value: Any) -> str:
+    """A value as it is typed on the command line."""
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"), default=str)
+
+
+def parse_list(text: str) -> list[str]:
+    """The parts of a comma-separated list; commas inside brackets do not separate.
+
+    Example:
+        >>> parse_list("ap,focal:gamma=1, [64,96],")
+        ['ap', 'focal:gamma=1', '[64,96]']
+    """
+    return [part for part in map(str.strip, re.split(r",(?![^\[{]*[\]}])", text)) if part]
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
-    """Seeds from ``"3"`` (as many, from 0 on) or ``"4,5"`` (these); ConfigError for others, too many or too large.
+    """Seeds from ``"3"`` (how many, starting at 0) or ``"4,5"`` (which); ConfigError for anything else.
 
     Example:
         >>> parse_seeds("3"), parse_seeds("4,5"), parse_seeds("7,")
         ((0, 1, 2), (4, 5), (7,))
     """
     words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or not all(word.isascii() and word.isdecimal() for word in words):
-        raise ConfigError(f"--seeds must be a number of seeds or a list such as 0,1,2, got {text!r}")
-    largest = max(words, key=float)  # int() refuses thousands of digits
-    if "," not in text and float(largest) > MAX_SEEDS:
-        raise ConfigError(
-            f"--seeds must be at most {MAX_SEEDS} seeds, got {largest:.30}; one seed alone is "
-            f"written with a comma: --seeds {largest:.30},"
-        )
-    if float(largest) > MAX_SEED:
-        raise ConfigError(f"--seeds: a seed is at most {MAX_SEED}, got {largest:.30}")
-    seeds = tuple(map(int, words)) if "," in text else tuple(range(int(largest)))
-    if not seeds or len(set(seeds)) < len(seeds):
-        raise ConfigError(f"--seeds must name at least one seed, each once, got {text!r}")
+    expected = f"a number of seeds, at most {MAX_SEEDS}, or different seeds such as 0,1,2, each at most {MAX_SEED}"
+    if not words or not all(re.fullmatch("[0-9]{1,10}", word) for word in words):
+        raise ConfigError(f"--seeds must be {expected}, got {text:.60}")
+    seeds = tuple(map(int, words)) if "," in text else tuple(range(min(int(words[0]), MAX_SEEDS + 1)))
+    too_many = "," not in text and len(seeds) > MAX_SEEDS
+    if too_many or not seeds or len(set(seeds)) < len(seeds) or max(seeds) > MAX_SEED:
+        raise ConfigError(f"--seeds must be {expected}, got {text:.60}; a single seed is written as 7,")
     return seeds
-
-
-def data_name(data: str) -> str:
-    """What the data of a config is called: ``builtin``, or its folder or file.
-
-    Example:
-        >>> data_name("builtin"), data_name("data/bccd")
-        ('builtin', 'bccd')
-    """
-    return data if data == "builtin" else Path(data).resolve().name

@@ -1,4 +1,4 @@
-"""``reproduce``: a table or figure of the paper, from what is asked to its runs and its page."""
+"""``reproduce``: the runs and the page of a table or figure of the paper."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -12,20 +12,11 @@ import torch
 import yaml
 
 from aploss.errors import ConfigError
+from aploss.evaluation import HEADLINE_METRICS
 from aploss.experiments.compare import run_plan
 from aploss.experiments.paper import TEST_SPLIT, Reproduction, Row, reproduction
-from aploss.experiments.plan import (
-    Plan,
-    Searched,
-    Tuning,
-    Variant,
-    changed,
-    comparison_config,
-    data_name,
-    runs_of,
-    written,
-)
-from aploss.experiments.results import METRICS, Results
+from aploss.experiments.plan import Plan, Searched, Tuning, Variant, as_typed, changed, comparison_config, data_name
+from aploss.experiments.results import Results
 from aploss.reports.comparison import Comparison
 from aploss.training.config import TrainConfig, config_to_dict, differing_keys, nested
 from aploss.training.machine import choose_device, seeded
@@ -36,12 +27,16 @@ SEEDS = {"small": (0, 1, 2), "paper": (0,)}  # the paper names none
 PAPER_BATCH = 8  # Section 4.1: 2 GPUs with 8 images each, and each ranks its own
 PAPER_GPUS = 2
 SMALL_SCALE = (
-    "This is the small scale: a detector of few parameters, trained from scratch for minutes on small images. The "
-    "paper's numbers come from large pretrained networks on other data, so levels cannot be compared with them; the "
-    "order and the differences can."
+    "This is the small scale: a detector with few parameters, trained from scratch for minutes on small images. The "
+    "paper's numbers come from large pretrained networks on other data, so that levels cannot be compared with them; "
+    "the order and the differences can."
 )
-MOST_PIXELS = 512 * 512  # of a measured training step
-MOST_STEPS, LONG_ENOUGH = 8, 4.0  # how many steps are measured, and for how many seconds
+WHICH_AP50 = (
+    "AP50 is COCO's, the precision averaged over 101 recalls; voc_AP50, on VOC, is that of VOC 2007, averaged over 11 "
+    "recalls. The paper does not say which of them its AP50 is; the authors' code has the one of VOC 2007."
+)
+MAX_PIXELS = 512 * 512  # of a measured training step
+MAX_STEPS, MAX_SECONDS = 8, 4.0  # of the measurement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,17 +44,17 @@ class Request:
     """The options of ``aploss reproduce``."""
 
     scale: Literal["small", "paper"] = "small"  # minutes on a CPU, or the paper's own settings
-    benchmark: Literal["voc", "coco"] = "voc"  # the paper's data set: its numbers and, at its scale, recipes
+    benchmark: Literal["voc", "coco"] = "voc"  # the paper's dataset: its numbers and, at its scale, recipes
     data: str | None = None  # folder of the data; built-in data by default at small scale
     recipe: str | None = None  # settings of the small scale; demo for built-in data, else bccd-cpu
     seeds: tuple[int, ...] | None = None  # by default three at small scale, one at the paper's
     steps: int | None = None  # length of the runs at small scale
-    tune: bool = True  # search for learning rates at small scale, where losses are compared
+    tune: bool = True  # search for learning rates at small scale, if losses are compared
     tune_steps: int | None = None  # length of a trial of that search
-    tune_over: tuple[Searched, ...] = ()  # what is searched together with the learning rates
+    tune_over: tuple[Searched, ...] = ()  # settings that are searched together with the learning rates
     changes: Mapping[str, Any] = field(default_factory=dict)  # dotted key → setting of all rows at small scale
-    device: str = "auto"  # as of a run
-    processes: int = 1  # how many train together, as torchrun started them
+    device: str = "auto"
+    processes: int = 1  # started by torchrun
 
     def __post_init__(self) -> None:
         if self.is_small:
@@ -67,7 +62,7 @@ class Request:
         given = {"recipe": self.recipe, "steps": self.steps, "tune-over": self.tune_over or None, **self.changes}
         for option, value in given.items():
             if value is not None:
-                raise ConfigError(f"--{option} goes with --scale small: the paper's scale has the paper's settings")
+                raise ConfigError(f"--{option} needs --scale small: the paper's scale has the paper's settings")
         if self.processes > PAPER_GPUS:
             expected = f"1 or {PAPER_GPUS} processes of {PAPER_BATCH} images each"
             raise ConfigError(f"the paper's scale is for {expected}, got {self.processes}")
@@ -79,7 +74,7 @@ class Request:
 
 
 def plan_for(name: str, request: Request) -> Plan:
-    """The runs that a table or figure needs; ConfigError where the paper has none, or not for this data set."""
+    """The runs of a table or figure; ConfigError if the paper does not have it for this dataset."""
     entry = reproduction(name)
     if request.benchmark not in entry.benchmarks:
         raise ConfigError(f"{name} is in the paper for {', '.join(entry.benchmarks)} only")
@@ -98,12 +93,12 @@ def plan_for(name: str, request: Request) -> Plan:
         trial_steps = min(entry.trial_steps, request.steps or entry.trial_steps)
         tuning = Tuning(steps=request.tune_steps or trial_steps, over=request.tune_over)
     elif request.tune_over:
-        raise ConfigError(f"--tune-over: nothing is searched for {name}" + " with --no-tune" * (not request.tune))
+        raise ConfigError(f"--tune-over: {name} has no search" + " with --no-tune" * (not request.tune))
     return Plan(variants=variants, seeds=seeds[:1] if entry.first_seed_alone else seeds, tuning=tuning)
 
 
 def _config(entry: Reproduction, row: Row, request: Request) -> TrainConfig:
-    """How a row is trained."""
+    """The config of a row."""
     data, recipe = request.data, f"{request.benchmark}-{entry.recipe}"
     steps, scale = None, [entry.full]
     if request.is_small:
@@ -119,7 +114,7 @@ def _config(entry: Reproduction, row: Row, request: Request) -> TrainConfig:
     config = comparison_config(recipe, reduce(merge, layers), steps=steps)
     for key, value in request.changes.items():
         if changed(config, nested({key: value})) != config:
-            raise ConfigError(f"--{key}: the row {row.name} of this table decides it; leave it out")
+            raise ConfigError(f"--{key}: the row {row.name} of this table sets it: leave it out")
     if entry.curves_on_test and not request.is_small:
         config = changed(config, {"splits": {"validation": TEST_SPLIT[request.benchmark]}})
     if entry.curve_points:
@@ -137,17 +132,22 @@ def _unit_images(entry: Reproduction, config: TrainConfig, request: Request) -> 
 
 
 def _numbers_of(entry: Reproduction, request: Request) -> str:
-    """The data set whose numbers stand beside the measured ones."""
+    """The dataset whose numbers are shown beside the measured ones."""
     return (request.is_small and entry.small_benchmark) or request.benchmark
 
 
 def page_for(name: str, request: Request, results: Results) -> Comparison:
-    """What the page of a table or figure shows."""
+    """The page of a table or figure."""
     entry = reproduction(name)
     numbers_of = _numbers_of(entry, request)
     more, scale = (entry.small_summary, SMALL_SCALE) if request.is_small else (entry.paper_summary, "")
     split = "test" if entry.curves_on_test and not request.is_small else "validation"
-    metrics = entry.metrics.get(numbers_of, METRICS)
+    metrics = entry.metrics.get(numbers_of, HEADLINE_METRICS)
+    notes = [entry.notes, scale]
+    if metrics == HEADLINE_METRICS and numbers_of == "voc":
+        notes.insert(0, WHICH_AP50)
+        if any(variant.config.evaluation.voc_year for variant in results.plan.variants):
+            metrics = ("AP", "AP50", "voc_AP50", "AP75")
     names = {variant.name for variant in results.plan.variants}
     claims = [
         results.verdict(first, second, by=by, metric=metrics[0])
@@ -160,7 +160,7 @@ def page_for(name: str, request: Request, results: Results) -> Comparison:
         metrics=metrics,
         reference=entry.reference,
         verdicts=[*claims, *entry.verdicts(results)],
-        notes="\n\n".join(filter(None, [entry.notes, scale])),
+        notes="\n\n".join(filter(None, notes)),
         paper=entry.measured_on[numbers_of],
         sections=entry.sections(results),
         row_name=entry.row_name,
@@ -174,29 +174,24 @@ def reproduce(name: str, request: Request, out: str | Path | None = None, **opti
     Args:
         name: one of :data:`~aploss.experiments.paper.REPRODUCTIONS`.
         request: scale, data, seeds.
-        out: folder of the page; by default of :func:`default_out`.
-        options: of :func:`~aploss.experiments.compare.run_plan`.
+        out: folder of the page; :func:`default_out` by default.
+        options: see :func:`~aploss.experiments.compare.run_plan`.
 
     Returns:
-        The runs and what follows from them.
+        The runs and the statistics over them.
     """
     plan, folder = plan_for(name, request), default_out(name, request) if out is None else out
     return run_plan(plan, folder, lambda results: page_for(name, request, results), **options)
 
 
 def default_out(name: str, request: Request) -> Path:
-    """Where a page goes that was given no folder.
-
-    Example:
-        >>> str(default_out("table2", Request(data="data/bccd")))
-        'runs/table2-small-bccd'
-    """
+    """The default folder of a page."""
     data = request.data or ("builtin" if request.is_small else request.benchmark)
     return Path("runs") / f"{name}-{request.scale}-{Path(data_name(data)).stem}"
 
 
 def check_time(name: str, request: Request, say: Callable[[str], Any], *, start_anyway: bool) -> None:
-    """Says how long the paper's scale takes here; ConfigError on a CPU, unless the user insists, and without data."""
+    """Reports how long the paper's scale takes here; ConfigError without data, or on a CPU unless ``start_anyway``."""
     if request.is_small:
         return
     work = describe_work(name, request)
@@ -209,12 +204,12 @@ def check_time(name: str, request: Request, say: Callable[[str], Any], *, start_
 
 
 def describe_work(name: str, request: Request) -> str:
-    """How many trainings a reproduction is, and how long they take on this machine.
+    """The number of trainings of a reproduction, and an estimate of their time on this machine.
 
-    Validation and reading of images are not counted; all rows have the first one's detector, image size and schedule.
+    Validation and data loading are not counted; all rows have the first one's detector, image size and schedule.
     """
     plan = plan_for(name, request)
-    config, runs = plan.variants[0].config, runs_of(plan)
+    config, runs = plan.variants[0].config, plan.trainings
     images = config.schedule.length * _unit_images(reproduction(name), config, request)
     days = runs * images * seconds_per_image(config) / request.processes / 86_400
     scale = "small scale" if request.is_small else "the paper's scale"
@@ -233,8 +228,8 @@ def describe_plan(name: str, request: Request) -> str:
         lines.append(f"learning rates tried for each row: {factors} times the row's own")
         for one in plan.tuning.over:
             rows = f"rows of {one.loss}" if one.loss else "each row"
-            lines.append(f"  with {one.key} of {', '.join(map(written, one.values))} for {rows}")
-    lines.append("rows, and what they have in place of the first one's settings:")
+            lines.append(f"  with {one.key} of {', '.join(map(as_typed, one.values))} for {rows}")
+    lines.append("rows, and how they differ from the settings of the first:")
     for variant in plan.variants:
         keys = differing_keys(first, variant.config)
         differing = [f"{key} = {attrgetter(key)(variant.config)}" for key in keys]
@@ -243,14 +238,11 @@ def describe_plan(name: str, request: Request) -> str:
 
 
 def seconds_per_image(config: TrainConfig) -> float:
-    """Seconds of forward and backward pass for one image, measured on random pixels.
-
-    Small images are measured in a batch, of which large ones would need too long.
-    """
+    """Seconds of forward and backward pass for one image, measured on random pixels in batches of limited size."""
     device, size = choose_device(config.device), config.batches.image_size
     height, width = (size, size) if isinstance(size, int) else size
-    count = max(1, min(config.batches.size, MOST_PIXELS // (height * width)))
-    fresh = replace(config, model=replace(config.model, weights=None))  # no download for that
+    count = max(1, min(config.batches.size, MAX_PIXELS // (height * width)))
+    fresh = replace(config, model=replace(config.model, weights=None))  # without a download
     with seeded(config.seed, deterministic=False):
         detector = make_detector(fresh, tuple(f"class {k}" for k in range(20))).to(device)
         images: Any = torch.rand(count, 3, height, width, device=device)
@@ -259,7 +251,7 @@ def seconds_per_image(config: TrainConfig) -> float:
         box = torch.tensor([[1.0, 1.0, 3.0, 3.0]], device=device) * min(height, width) / 4
         targets = [{"boxes": box, "labels": torch.tensor([0], device=device)}] * count
         times: list[float] = []
-        while len(times) < 2 or (len(times) < MOST_STEPS and sum(times) < LONG_ENOUGH):
+        while len(times) < 2 or (len(times) < MAX_STEPS and sum(times) < MAX_SECONDS):
             start = time.perf_counter()
             torch.stack(list(detector(images, targets).values())).sum().backward()  # type: ignore[no-untyped-call]
             if device.type == "cuda":
@@ -269,7 +261,7 @@ def seconds_per_image(config: TrainConfig) -> float:
 
 
 def describe_days(days: float) -> str:
-    """A long time for people.
+    """A duration in minutes, hours or days.
 
     Example:
         >>> describe_days(0.01), describe_days(0.5), describe_days(400.0)

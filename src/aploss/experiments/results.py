@@ -1,4 +1,4 @@
-"""The runs of a comparison and what follows from them: rows, differences, verdicts, the page."""
+"""The runs of a comparison and the statistics over them: rows, differences, verdicts, the page."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from aploss.evaluation import HEADLINE_METRICS
 from aploss.experiments.measures import Run
-from aploss.experiments.plan import Plan, Variant, data_name, written
+from aploss.experiments.plan import Plan, Variant, as_typed, data_name
 from aploss.files import write_json
 from aploss.plotting.style import line_style, loss_label
 from aploss.reports.comparison import (
@@ -23,35 +24,35 @@ from aploss.reports.page import DASH, Cell, Section, Table, Text
 from aploss.training.config import TrainConfig
 from aploss.training.machine import describe_environment
 
-METRICS = ("AP", "AP50", "AP75")
+Outcome = tuple[bool | None, str]  # (whether the claim holds, None if not decided; the claim with its numbers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One learning rate that was tried for a row; ``score`` is None where it diverged."""
+    """One trial of the search for learning rates; ``score`` is None if it diverged."""
 
     row: str
     learning_rate: float
     score: float | None
-    settings: Mapping[str, Any] = field(default_factory=dict)  # dotted key → value, of what else was searched
+    settings: Mapping[str, Any] = field(default_factory=dict)  # the other searched settings, by dotted key
 
 
 @dataclass
 class Results:
-    """What is known of a plan so far."""
+    """The finished runs of a plan."""
 
-    plan: Plan  # with the learning rates that were chosen
+    plan: Plan  # with the chosen learning rates
     runs: dict[tuple[str, int], Run] = field(default_factory=dict)  # by the name of the row and the seed
     trials: list[Trial] = field(default_factory=list)  # of the search for learning rates
 
     @property
     def total(self) -> int:
-        """How many runs the plan has, trials not counted."""
+        """The number of runs in the plan, without trials."""
         return len(self.plan.variants) * len(self.plan.seeds)
 
     @property
     def complete(self) -> bool:
-        """Whether all runs are done."""
+        """Whether all runs are finished."""
         return len(self.runs) == self.total
 
     @property
@@ -60,7 +61,7 @@ class Results:
         return sum({run.folder: run.summary.minutes for run in self.runs.values() if run.summary}.values())
 
     def values(self, name: str, metric: str) -> list[float | None]:
-        """A metric of a row for each seed of the plan; None where there is none (yet)."""
+        """A metric of a row for each seed of the plan; None if unknown (yet)."""
         measure = next(one.measure for one in self.plan.variants if one.name == name)
         runs = [self.runs.get((name, seed)) for seed in self.plan.seeds]
         return [measure.values(run).get(metric) if run and run.summary else None for run in runs]
@@ -70,15 +71,12 @@ class Results:
         return spread(self.values(name, metric)).mean
 
     def finished_runs(self, name: str) -> list[Run]:
-        """The runs of a row that have a result, in the order of the seeds."""
+        """The runs of a row that did not diverge, in the order of the seeds."""
         runs = [self.runs.get((name, seed)) for seed in self.plan.seeds]
         return [run for run in runs if run and run.summary]
 
-    def entries(self, metrics: Sequence[str]) -> list[Entry]:
-        """The rows as a page shows them."""
-        return [self._entry(variant, metrics) for variant in self.plan.variants]
-
-    def _entry(self, variant: Variant, metrics: Sequence[str]) -> Entry:
+    def entry(self, variant: Variant, metrics: Sequence[str]) -> Entry:
+        """A row as the page shows it."""
         name, runs = variant.name, self.finished_runs(variant.name)
         curves = [variant.measure.curve(run) for run in runs]
         diverged = [str(k) for k in self.plan.seeds if (run := self.runs.get((name, k))) and not run.summary]
@@ -98,27 +96,35 @@ class Results:
 
     def differences(self, reference: str | None, metric: str = "AP") -> list[Difference]:
         """The reference minus every other row, where at least two seeds give an interval."""
-        if reference is None:
-            return []
-        others = [variant.name for variant in self.plan.variants if variant.name != reference]
-        found = [self.difference(reference, other, metric) for other in others]
+        others = [variant.name for variant in self.plan.variants if reference not in (None, variant.name)]
+        found = [self.difference(str(reference), other, metric) for other in others]
         return [one for one in found if len(one.values) > 1]
 
     def is_ahead(self, first: str, second: str, *, by: float = 0.0, metric: str = "AP") -> bool | None:
-        """Whether a row is ahead of another by at least ``by``; None where seeds do not decide.
+        """Whether a row is ahead of another by at least ``by``.
 
-        It is not where the mean of the differences is smaller than ``by`` or zero. It is where their confidence
-        interval is above zero, too.
+        True if the confidence interval of the paired difference lies at or above ``by`` (above zero without it), False
+        if it lies below, None if it includes ``by``, or with a single seed or unfinished runs.
         """
         one = self.difference(first, second, metric)
-        if not self.complete or not one.values:
+        if not self.complete or len(one.values) < 2:
             return None
-        if one.mean < by or one.mean <= 0:
-            return False
-        return True if one.low > 0 else None
+        if one.low >= by and one.low > 0:
+            return True
+        return False if one.high < by or one.high <= 0 else None
 
-    def verdict(self, first: str, second: str, *, by: float = 0.0, metric: str = "AP") -> tuple[bool | None, str]:
-        """The claim that a row is ahead of another, with the numbers."""
+    def is_between(self, name: str, low: float, high: float, metric: str = "AP") -> bool | None:
+        """Whether the mean of a row lies in a range, by its confidence interval, as :meth:`is_ahead`."""
+        values = self.values(name, metric)
+        mean = paired_difference(values, [0.0] * len(values))
+        if not self.complete or len(mean.values) < 2:
+            return None
+        if low <= mean.low and mean.high <= high:
+            return True
+        return False if mean.high < low or high < mean.low else None
+
+    def verdict(self, first: str, second: str, *, by: float = 0.0, metric: str = "AP") -> Outcome:
+        """The claim that a row is ahead of another, with its numbers; see :meth:`is_ahead`."""
         one = self.difference(first, second, metric)
         least = f" by at least {100 * by:g}" if by else ""
         claim = f"{loss_label(first)} is above {loss_label(second)}{least}"
@@ -131,26 +137,26 @@ class Results:
         self,
         *,
         summary: str,
-        metrics: Sequence[str] = METRICS,
+        metrics: Sequence[str] = HEADLINE_METRICS,
         reference: str | None = None,
         sections: Sequence[Section] = (),
         curve_label: str = "AP on validation",
         **texts: Any,
     ) -> Comparison:
-        """What a page shows: the numbers of these results, and the texts given.
+        """The page of these results.
 
         Args:
-            summary: what is compared, in words.
-            metrics: columns; the first is drawn, and differences are of it.
+            summary: the setup in words.
+            metrics: columns; the first is plotted and used for differences.
             reference: the row that the others are subtracted from; None for no differences.
-            sections: more sections.
-            curve_label: what the curves show.
+            sections: additional sections.
+            curve_label: the metric of the curves.
             texts: other fields of a :class:`Comparison`: title, verdicts, notes, ...
         """
         if not self.complete:
             summary += f"\n\nNot finished: {len(self.runs)} of {self.total} runs are done."
         return Comparison(
-            entries=self.entries(metrics),
+            entries=[self.entry(variant, metrics) for variant in self.plan.variants],
             metrics=metrics,
             summary=summary,
             differences=self.differences(reference, metrics[0]),
@@ -218,23 +224,24 @@ def _row(results: Results, variant: Variant, entry: Entry) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | None:
-    """JSON has no NaN."""
+    """JSON does not have NaN."""
     return None if value != value else value
 
 
 def _provenance(results: Results) -> dict[str, Any]:
     environment, plan = describe_environment(), results.plan
     summaries = [run.summary for run in results.runs.values() if run.summary]
-    rates = {loss_label(one.name): f"{one.config.optimizer.learning_rate:.3g}" for one in results.plan.variants}
+    rates = {loss_label(one.name): f"{one.config.optimizer.learning_rate:.3g}" for one in plan.variants}
     own_rates = ", ".join(f"{name} {rate}" for name, rate in rates.items())
     devices = environment["devices"] or [f"{environment['cpu']}, {environment['cores']} cores"]
+    schedules = _of_rows(plan, lambda one: f"{one.schedule.kind}, {one.schedule.warmup_steps} steps of warm-up")
     return {
         "commit": _listed(one.commit or "unknown" for one in summaries) or environment["commit"] or "unknown",
         "seeds": ", ".join(map(str, plan.seeds)),
         "minutes": f"{results.minutes:.1f} of training and validation, trials not counted",
-        "batch": _of_rows(plan, _batch),
-        "image size": _of_rows(plan, lambda config: config.batches.image_size),
-        "optimizer": _of_rows(plan, _optimizer),
+        "batch": _of_rows(plan, lambda one: f"{one.batches.size} images x {one.batches.accumulate}"),
+        "image size": _of_rows(plan, lambda one: one.batches.image_size),
+        "optimizer": f"{_of_rows(plan, lambda one: one.optimizer.name)}, {schedules}",
         "learning rate": own_rates if len({*rates.values()}) > 1 else next(iter(rates.values())),
         "data": f"{data_name(plan.variants[0].config.data)}, measured on {_listed(one.split for one in summaries)}",
         "hardware": ", ".join(devices) + f", threads: {environment['torch_threads']}",
@@ -244,18 +251,8 @@ def _provenance(results: Results) -> dict[str, Any]:
 
 
 def _of_rows(plan: Plan, value: Callable[[TrainConfig], Any]) -> str:
-    """A setting, or those of all rows where they differ."""
+    """The value of a setting, or all values if rows differ."""
     return "; ".join(dict.fromkeys(str(value(variant.config)) for variant in plan.variants))
-
-
-def _batch(config: TrainConfig) -> str:
-    size, accumulate = config.batches.size, config.batches.accumulate
-    return f"{size} images" + (f" x {accumulate}" if accumulate > 1 else "")
-
-
-def _optimizer(config: TrainConfig) -> str:
-    schedule = config.schedule
-    return f"{config.optimizer.name}, {schedule.kind}, {schedule.warmup_steps} steps of warm-up"
 
 
 def _listed(values: Iterable[Any]) -> str:
@@ -263,7 +260,7 @@ def _listed(values: Iterable[Any]) -> str:
 
 
 def _trials_section(results: Results) -> Section:
-    """The scores of all trials: a line for each row and each combination of other settings, a column for each rate."""
+    """The scores of all trials: a line for each row and combination of other settings, a column for each rate."""
     rates = sorted({trial.learning_rate for trial in results.trials})
     rows = []
     for place, variant in enumerate(results.plan.variants):
@@ -273,14 +270,13 @@ def _trials_section(results: Results) -> Section:
                 score = "diverged" if trial.score is None else f"{100 * trial.score:.1f}"
                 lines.setdefault(_words(trial.settings), {})[trial.learning_rate] = score
         for words, scores in lines.items():
-            is_chosen = words == _words(variant.tuned)
+            chosen = variant.config.optimizer.learning_rate if words == _words(variant.tuned) else None
             first = Cell(f"{loss_label(variant.name)} {words}".strip(), colour=line_style(variant.name, place).colour)
-            chosen = variant.config.optimizer.learning_rate
-            rows.append([first, *(Cell(scores.get(r, DASH), strong=is_chosen and r == chosen) for r in rates)])
+            rows.append([first, *(Cell(scores.get(rate, DASH), strong=rate == chosen) for rate in rates)])
     text = (
-        "Every row was tried with as many learning rates and the first seed, and took the one with the best score "
-        "(bold), in percent: AP on the validation split, or, where the optimisation itself is measured, the AP of the "
-        "ranking of training images."
+        "Every row was tried with the same number of learning rates on the first seed and took the one with the best "
+        "score (bold), in percent: AP on the validation split, or, if the optimisation itself is measured, the AP of "
+        "the ranking of training images."
     )
     counts = Counter(trial.row for trial in results.trials)
     if len({*counts.values()}) > 1:
@@ -290,4 +286,4 @@ def _trials_section(results: Results) -> Section:
 
 
 def _words(settings: Mapping[str, Any]) -> str:
-    return " ".join(f"{key.rpartition('.')[2]}={written(value)}" for key, value in settings.items())
+    return " ".join(f"{key.rpartition('.')[2]}={as_typed(value)}" for key, value in settings.items())

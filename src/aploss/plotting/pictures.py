@@ -1,7 +1,6 @@
-"""Boxes with captions on pictures, contact sheets, and pictures as data for a page.
+"""Boxes with captions on pictures, contact sheets, and pictures as data URIs.
 
-PIL and NumPy alone. What ``aploss predict``, ``aploss data show`` and the pages show is drawn here, so that boxes look
-the same in all of them.
+``aploss predict``, ``aploss data show`` and the pages draw with these functions, so that boxes always look the same.
 """
 
 import base64
@@ -35,21 +34,20 @@ def draw_boxes(
     smallest: int = READABLE,
     largest: int | None = None,
 ) -> Image.Image:
-    """Draws labelled boxes on a copy of an image, each class in its colour and with its name.
+    """Draws labelled boxes on a copy of an image, each class in its own colour.
 
     Args:
         image: PIL image; array [H, W] or [H, W, 3]; or array or tensor [3, H, W]. Integers are 0..255, floats 0..1.
-        boxes: [n, 4] xyxy in the image's pixels.
-        labels: [n] classes, from 0.
+        boxes: [n, 4] xyxy in pixels of the image.
+        labels: [n] class indices, from 0.
         class_names: name of each class.
-        scores: [n], shown behind the class names; drawn so that the best lies on top.
-        dashed: [n], which boxes have dashed lines (such as difficult objects and crowds) and lie below the others.
-        smallest: images whose longer side is below it are enlarged to it, for captions to be readable; 0 enlarges none.
-        largest: images whose longer side is above it are made smaller before drawing, lines and captions are not;
-            None keeps every size.
+        scores: [n], written after the class names; the best box is drawn on top.
+        dashed: [n], boxes with dashed lines (such as difficult objects and crowds), drawn below the others.
+        smallest: enlarge images whose longer side is shorter, so that captions are readable; 0 to disable.
+        largest: shrink images whose longer side is longer, before drawing; None to disable.
 
     Returns:
-        A picture of the image's size, or as `smallest` and `largest` say.
+        A picture of the size of the image, or of the size that `smallest` and `largest` require.
 
     Example:
         >>> grey = np.full((48, 64), 128, dtype=np.uint8)
@@ -63,66 +61,49 @@ def draw_boxes(
     captions = [class_names[label] for label in classes.tolist()]
     if scores is not None:
         captions = [f"{name} {score:.2f}" for name, score in zip(captions, scores, strict=True)]
-    broken = np.zeros(len(classes), bool) if dashed is None else np.asarray(dashed, bool)
-    order = np.lexsort((np.zeros(len(classes)) if scores is None else np.asarray(scores), ~broken))
+    is_dashed = np.zeros(len(classes), bool) if dashed is None else np.asarray(dashed, bool)
+    order = np.lexsort((np.zeros(len(classes)) if scores is None else np.asarray(scores), ~is_dashed))
     corners = np.asarray(boxes, dtype=np.float64).reshape(-1, 4) * factor
     return outline_boxes(
-        _resized(picture, factor),
+        resize(picture, factor),
         corners[order],
         captions=[captions[row] for row in order],
         colours=[class_colour(int(classes[row])) for row in order],
-        dashed=broken[order],
+        dashed=is_dashed[order].tolist(),
     )
 
 
 def outline_boxes(
-    image: Image.Image,
-    boxes: ArrayLike,
-    *,
-    captions: Sequence[str] | None = None,
-    colours: Sequence[str] | str = "#0072b2",
-    dashed: Sequence[bool] | NDArray[Any] | bool = False,
-    line_width: int | None = None,
+    image: Image.Image, boxes: ArrayLike, *, captions: Sequence[str], colours: Sequence[str], dashed: Sequence[bool]
 ) -> Image.Image:
-    """Draws boxes in any colours and with any captions on an RGB copy of a picture.
+    """Draws boxes with arbitrary colours and captions on an RGB copy of a picture.
 
-    Each line has a thin dark or light edge, so that it is seen on any background. Captions stand above their box, or
-    inside it where there is no room, and always within the picture.
+    Each line has a contrasting edge, so that it is visible on any background. Captions are placed above their box, or
+    inside it if there is no room, and always within the picture.
 
     Args:
-        image: any mode.
-        boxes: [n, 4] xyxy in the picture's pixels; what is outside or not finite is not drawn.
-        captions: one text per box (empty for none), or None for no text at all.
-        colours: one colour per box as ``#rrggbb``, or one for all.
-        dashed: dashed lines, our sign for ground truth: one value per box, or one for all.
-        line_width: in pixels; by default it grows with the picture.
+        image: picture in any mode.
+        boxes: [n, 4] xyxy in pixels of the picture; boxes outside of it or not finite are not drawn.
+        captions: text of each box, empty for none.
+        colours: colour of each box as ``#rrggbb``.
+        dashed: whether each box has dashed lines, used for ground truth.
 
     Raises:
-        ValueError: when the numbers of boxes, captions, colours and dashes differ.
+        ValueError: if the numbers of boxes, captions, colours and dashes differ.
     """
     corners = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
-    count = len(corners)
-    texts = [""] * count if captions is None else list(captions)
-    all_colours = [colours] * count if isinstance(colours, str) else list(colours)
-    broken = [dashed] * count if isinstance(dashed, bool) else list(dashed)
-    if not len(texts) == len(all_colours) == len(broken) == count:
-        raise ValueError(
-            f"{count} boxes need as many colours and captions, got {len(all_colours)} colours and {len(texts)} captions"
-        )
-    canvas = image.convert("RGB")  # a copy, whatever the mode
+    canvas = image.convert("RGB")  # always a copy
     pen = ImageDraw.Draw(canvas)
-    root = math.sqrt(max(canvas.size))  # larger pictures have larger letters, but not in proportion
-    width = line_width or max(2, round(root / 7))
+    root = math.sqrt(max(canvas.size))  # letters and lines grow with the picture, but not in proportion
     inside = (corners[:, :2] <= canvas.size).all(1) & (corners[:, 2:] >= 0).all(1) & np.isfinite(corners).all(1)
-    shown = np.flatnonzero(inside).tolist()
-    for row in shown:
-        box = _whole_pixels(corners[row], canvas.size, width)
-        _draw_outline(pen, box, all_colours[row], width, dashed=bool(broken[row]))
+    rows = list(itertools.compress(zip(corners, captions, colours, dashed, strict=True), np.asarray(inside)))
+    for box, _, colour, is_dashed in rows:
+        _draw_outline(pen, box, canvas.size, colour, max(2, round(root / 7)), dashed=is_dashed)
+    # Captions last: a box drawn later must not cross the text of an earlier one.
     font = _font(max(12, round(0.68 * root)))
-    # Captions last: a box drawn later must not run through the text of an earlier one.
-    for row in shown:
-        if texts[row]:
-            _draw_caption(pen, corners[row], texts[row], all_colours[row], font, canvas.size)
+    for box, caption, colour, _ in rows:
+        if caption:
+            _draw_caption(pen, box, caption, colour, font, canvas.size)
     return canvas
 
 
@@ -134,20 +115,20 @@ def contact_sheet(
     tile: int = READABLE,
     title: str | None = None,
 ) -> Image.Image:
-    """Many pictures on one sheet, each with a line of text below it.
+    """Arranges pictures on one sheet, each with a line of text below it.
 
     Args:
-        images: at least one; each is scaled to fit its place, its aspect ratio kept.
-        captions: one line per image, cut off where too long; None for no lines.
-        columns: pictures in a row; as many rows as columns, or one less, where not given.
-        tile: longer side of the pictures, in pixels.
-        title: a line above all.
+        images: at least one; scaled to fit, keeping their aspect ratio.
+        captions: one line per image, cut to its width; None for no captions.
+        columns: pictures per row. Default: a nearly square sheet.
+        tile: longer side of the pictures in pixels.
+        title: a line at the top.
 
     Returns:
-        The sheet; a row is as high as its highest picture.
+        The sheet; each row is as high as its highest picture.
 
     Raises:
-        ValueError: for no images, or another number of captions.
+        ValueError: if there are no images, or not as many captions as images.
 
     Example:
         >>> pages = [Image.new("RGB", (40, 30), colour) for colour in ("red", "green", "blue")]
@@ -157,7 +138,7 @@ def contact_sheet(
     if not images or (captions is not None and len(captions) != len(images)):
         raise ValueError(f"{len(images)} images and {len(captions or ())} captions for a sheet")
     columns = min(len(images), columns or math.ceil(math.sqrt(len(images))))
-    fitted = [_resized(image, tile / max(image.size)) for image in images]
+    fitted = [resize(image, tile / max(image.size)) for image in images]
     texts = captions or [""] * len(images)
     rows = [range(k, min(k + columns, len(images))) for k in range(0, len(images), columns)]
     heights = [max(fitted[k].height for k in row) for row in rows]
@@ -178,7 +159,7 @@ def contact_sheet(
 
 
 def as_picture(image: Any) -> Image.Image:
-    """A PIL image, array or tensor as RGB picture; see :func:`draw_boxes` for what is taken."""
+    """Converts a PIL image, array or tensor to an RGB picture; see :func:`draw_boxes`."""
     if isinstance(image, Image.Image):
         return image.convert("RGB")
     array = np.asarray(image)
@@ -189,14 +170,14 @@ def as_picture(image: Any) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(array, dtype=np.uint8)).convert("RGB")
 
 
-def thumbnail(image: Image.Image, longest: int = 480) -> tuple[Image.Image, float]:
-    """The picture with its longer side ``longest``, but at most three times larger, and the factor for its boxes."""
-    factor = min(longest / max(image.size), 3.0)
-    return _resized(image, factor), factor
+def resize(image: Image.Image, factor: float) -> Image.Image:
+    """Scales an image, to at least one pixel per side."""
+    size = (max(1, round(image.width * factor)), max(1, round(image.height * factor)))
+    return image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
 
 
-def crop_around(image: Image.Image, box: ArrayLike, *, context: float = 0.6) -> tuple[Image.Image, tuple[int, int]]:
-    """The part of a picture around a box, with ``context`` times its longer side on every side, and its corner."""
+def crop_around(image: Image.Image, box: ArrayLike, *, context: float = 0.8) -> tuple[Image.Image, tuple[int, int]]:
+    """Crops a picture to a box and ``context`` times its longer side around it; also returns the upper left corner."""
     x1, y1, x2, y2 = np.asarray(box, dtype=np.float64).tolist()
     margin = context * max(x2 - x1, y2 - y1, 8.0)
     left = min(max(0, int(x1 - margin)), image.width - 1)
@@ -207,47 +188,31 @@ def crop_around(image: Image.Image, box: ArrayLike, *, context: float = 0.6) -> 
 
 
 def data_uri(image: Image.Image) -> str:
-    """The picture as a ``data:`` address: PNG when that is small, else JPEG."""
+    """The picture as a data URI: PNG if it is small, JPEG otherwise."""
     picture = image.convert("RGB")
     kind = "png" if picture.width * picture.height <= 64 * 64 else "jpeg"
     picture.save(buffer := io.BytesIO(), format=kind, quality=82, optimize=True)
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
 
 
-def _resized(image: Image.Image, factor: float) -> Image.Image:
-    """The image enlarged or reduced, with at least one pixel per side."""
-    size = (max(1, round(image.width * factor)), max(1, round(image.height * factor)))
-    return image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
-
-
-def _draw_outline(pen: ImageDraw.ImageDraw, box: tuple[int, ...], colour: str, width: int, *, dashed: bool) -> None:
-    x1, y1, x2, y2 = box
+def _draw_outline(
+    pen: ImageDraw.ImageDraw, box: np.ndarray, size: tuple[int, int], colour: str, width: int, *, dashed: bool
+) -> None:
+    lengths, inset = np.array([*size, *size]), width // 2
+    corners = np.clip(np.round(box), -64, lengths + 64)
+    # Sides at the border are moved inside, to be visible; sides beyond it stay outside.
+    near = (corners > -3) & (corners < lengths + 3)
+    x1, y1, x2, y2 = map(int, np.where(near, np.clip(corners, inset, lengths - 1 - inset), corners))
+    x2, y2 = max(x1, x2), max(y1, y2)
     sides = list(itertools.pairwise([(x1, y1), (x2, y1), (x2, y2), (x1, y2), (x1, y1)]))
-    # Under dashes the contrast fills the gaps; under a solid line it is an edge on both sides.
+    # The contrast fills the gaps of dashed lines, and is an edge on both sides of solid ones.
+    for side in sides:
+        pen.line(side, fill=_contrasting(colour), width=width if dashed else width + 2)
     for start, end in sides:
-        pen.line([start, end], fill=_contrasting(colour), width=width if dashed else width + 2)
-    for start, end in sides:
-        for piece in _dashes(start, end, length=max(4, 3 * width)) if dashed else [(start, end)]:
-            pen.line(piece, fill=colour, width=width)
-
-
-def _whole_pixels(box: np.ndarray, size: tuple[int, int], width: int) -> tuple[int, int, int, int]:
-    """The box in whole pixels. A side on the picture's edge is moved in, to be seen; one further out stays outside."""
-    lengths = np.array([*size, *size], dtype=np.float64)
-    corners = np.clip(np.round(box), -64.0, lengths + 64)
-    inset = width // 2
-    at_start = (corners > -3) & (corners < inset)
-    at_end = (corners > lengths - 1 - inset) & (corners < lengths + 3)
-    corners = np.where(at_start, inset, np.where(at_end, lengths - 1 - inset, corners))
-    x1, y1, x2, y2 = map(int, corners)
-    return x1, y1, max(x1, x2), max(y1, y2)
-
-
-def _dashes(start: tuple[int, int], end: tuple[int, int], *, length: int) -> list[Any]:
-    (x1, y1), (x2, y2) = start, end
-    steps = max(1, round((abs(x2 - x1) + abs(y2 - y1)) / length))  # sides are parallel to the axes
-    points = [(x1 + (x2 - x1) * k / steps, y1 + (y2 - y1) * k / steps) for k in range(steps + 1)]
-    return list(itertools.pairwise(points))[::2]
+        count = max(1, round(math.dist(start, end) / max(4, 3 * width))) if dashed else 1
+        points = np.linspace(start, end, count + 1).tolist()
+        for first, last in itertools.islice(itertools.pairwise(points), 0, None, 2):
+            pen.line([*first, *last], fill=colour, width=width)
 
 
 def _draw_caption(
@@ -264,7 +229,7 @@ def _draw_caption(
 
 
 def _write_line(sheet: Image.Image, text: str, place: tuple[int, int], height: int, colour: str, width: int) -> None:
-    """Writes one line no wider than ``width`` pixels, its end cut off where necessary."""
+    """Writes one line, cut to ``width`` pixels."""
     font = _font(height)
     text = " ".join(text.split())
     if font.getlength(text) > width:
@@ -276,7 +241,7 @@ def _write_line(sheet: Image.Image, text: str, place: tuple[int, int], height: i
 
 @lru_cache(maxsize=16)
 def _font(pixels: int) -> Font:
-    """DejaVu Sans, which comes with matplotlib and knows most alphabets."""
+    """DejaVu Sans, which is installed with matplotlib and covers most alphabets."""
     try:
         import matplotlib
 
@@ -286,7 +251,7 @@ def _font(pixels: int) -> Font:
 
 
 def _contrasting(colour: str) -> str:
-    """Black or white, whichever is easier to read on ``colour``."""
+    """Black or white, whichever is more readable on ``colour``."""
     channels = np.array(ImageColor.getrgb(colour)) / 255
     linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
     return "#000000" if linear @ (0.2126, 0.7152, 0.0722) > 0.18 else "#ffffff"

@@ -1,29 +1,28 @@
-"""A comparison of losses, or a table or figure of the paper: spreads and paired differences over seeds, the page and
-the Markdown table."""
+"""The page and Markdown table of a comparison, with means, standard deviations and paired differences over seeds."""
 
 import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 import numpy as np
 
+from aploss.evaluation import HEADLINE_METRICS
 from aploss.files import write_text
-from aploss.plotting.plots import Series, Values, add_number, line_plot, name_rows, new_plot, numbers, shorten
-from aploss.plotting.style import INK, MUTED, LineStyle, line_style, loss_label
+from aploss.plotting.plots import Series, Values, line_plot, numbers
+from aploss.plotting.style import line_style, loss_label
 from aploss.reports import page
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A value over seeds: how many, their mean, and the standard deviation of a sample (n - 1)."""
+    """Mean (NaN without values) and sample standard deviation (NaN for fewer than two values) over seeds."""
 
     count: int
-    mean: float  # NaN without a value
-    deviation: float  # NaN with fewer than two
+    mean: float
+    deviation: float
 
 
 def known_values(values: Sequence[float | None]) -> list[float]:
@@ -37,7 +36,7 @@ def known_values(values: Sequence[float | None]) -> list[float]:
 
 
 def spread(values: Sequence[float | None]) -> Spread:
-    """Mean and sample standard deviation of what is known.
+    """Mean and sample standard deviation of the known values.
 
     Example:
         >>> spread([0.25, 0.5, 0.75, None])  # deviation: sqrt((0.25² + 0 + 0.25²) / 2)
@@ -51,7 +50,7 @@ def spread(values: Sequence[float | None]) -> Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCurve:
-    """AP of one run while it trained, between 0 and 1; ``minutes`` may be empty."""
+    """A metric of one run during training, between 0 and 1; ``minutes`` may be empty."""
 
     steps: Sequence[float]
     values: Sequence[float]
@@ -60,10 +59,10 @@ class TrainingCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One row: a loss, or a setting of it, trained with some seeds. Values are between 0 and 1, and shown times 100."""
+    """A row: a loss, or a setting of it, trained with some seeds. Values are between 0 and 1, shown in percent."""
 
     name: str  # the name of a loss, or any text such as ``"batch size 4"``
-    values: Mapping[str, Sequence[float | None]]  # metric → value of each seed; None or NaN: not known
+    values: Mapping[str, Sequence[float | None]]  # metric → value of each seed; None or NaN if unknown
     minutes: Sequence[float] = ()  # training time of each seed
     paper: Mapping[str, float] = field(default_factory=dict)  # metric → the paper's value
     curves: Sequence[TrainingCurve] = ()  # one for each seed
@@ -72,11 +71,11 @@ class Entry:
     def __post_init__(self) -> None:
         for value in known_values([*self.paper.values(), *(v for row in self.values.values() for v in row)]):
             if not 0 <= value <= 1:
-                raise ValueError(f"{self.name}: values are between 0 and 1, got {value}")
+                raise ValueError(f"{self.name}: values must be between 0 and 1, got {value}")
 
-    def known(self, metric: str) -> list[float]:
-        """The values of a metric without None and NaN."""
-        return known_values(self.values.get(metric, ()))
+    def spread(self, metric: str) -> Spread:
+        """Mean and standard deviation of a metric over seeds."""
+        return spread(self.values.get(metric, ()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +96,7 @@ class Difference:
 
     @property
     def label(self) -> str:
-        """Both names, written out."""
+        """Both names as they are displayed."""
         return f"{loss_label(self.name)} \N{MINUS SIGN} {loss_label(self.baseline)}"
 
 
@@ -110,10 +109,10 @@ def paired_difference(
     metric: str = "AP",
     confidence: float = 0.95,
 ) -> Difference:
-    """``first - second`` seed by seed, and the interval of its mean by Student's t distribution.
+    """Computes ``first - second`` per seed and the interval of its mean by Student's t distribution.
 
-    Runs of one seed share initial weights and data order, so their difference varies less than either of them. A pair
-    counts where both are known; the interval is NaN for fewer than two pairs.
+    Runs with the same seed share initial weights and data order, so their difference varies less than either of them.
+    Pairs with an unknown value are left out; the interval is NaN for fewer than two pairs.
 
     Example:
         >>> one = paired_difference([0.74, 0.75], [0.72, 0.71])  # 0.03 ± 12.706 * 0.01
@@ -126,7 +125,7 @@ def paired_difference(
     if len(values) > 1:
         from scipy.stats import ttest_1samp
 
-        with warnings.catch_warnings():  # equal differences have an interval without any width
+        with warnings.catch_warnings():  # equal differences have an interval of width zero
             warnings.simplefilter("ignore", RuntimeWarning)
             low, high = map(float, ttest_1samp(values, 0.0).confidence_interval(confidence))
     mean = spread(values).mean
@@ -136,55 +135,57 @@ def paired_difference(
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Everything a page of a comparison shows."""
+    """The content of a comparison page."""
 
     title: str  # such as ``"Table 2: RetinaNet with four losses"``
-    entries: Sequence[Entry] = ()  # the rows, in the order they are shown
-    metrics: Sequence[str] = ("AP", "AP50", "AP75")  # the columns; the first one is drawn
-    summary: str = ""  # what is compared and what came out, in words
-    differences: Sequence[Difference] = ()  # paired differences over seeds
-    verdicts: Sequence[tuple[bool | None, str]] = ()  # (holds or not or None, claim)
-    facts: Mapping[str, Any] = field(default_factory=dict)  # name → value for the headline, such as seeds, minutes
-    command: str = ""  # the exact command that makes this page again
-    paper: str = ""  # what the paper's numbers were measured on; empty without such numbers
-    notes: str = ""  # paragraphs below the table: differences from the paper, and why
-    provenance: Mapping[str, Any] = field(default_factory=dict)  # name → value: commit, versions, hardware, seeds
-    sections: Sequence[page.Section] = ()  # more sections, shown before the last one
-    row_name: str = "loss"  # head of the first column
-    curve_label: str = "AP"  # what the values of the curves are; the label of the y axis, in percent
+    entries: Sequence[Entry] = ()  # the rows in order
+    metrics: Sequence[str] = HEADLINE_METRICS  # the columns; the first one is plotted
+    summary: str = ""  # the setup and the result, in words
+    differences: Sequence[Difference] = ()
+    verdicts: Sequence[tuple[bool | None, str]] = ()  # (whether the claim holds, claim)
+    facts: Mapping[str, Any] = field(default_factory=dict)  # name → headline value, such as seeds and minutes
+    command: str = ""  # the command that reproduces the page
+    paper: str = ""  # the setup of the paper's numbers
+    notes: str = ""  # paragraphs below the table, such as differences from the paper
+    provenance: Mapping[str, Any] = field(default_factory=dict)  # commit, versions, hardware, seeds
+    sections: Sequence[page.Section] = ()  # additional sections
+    row_name: str = "loss"  # header of the first column
+    curve_label: str = "AP"  # the metric of the curves
 
 
 def write_comparison_report(comparison: Comparison, out: str | Path) -> Path:
     """Writes ``report.html`` and ``table.md`` into the folder ``out``; returns the path of the page."""
     write_text(Path(out) / "table.md", comparison_markdown(comparison))
-    result: list[page.Block] = [page.Verdict(holds, claim) for holds, claim in comparison.verdicts]
-    if comparison.summary:
-        result.append(page.Text(comparison.summary))
-    if comparison.facts:
-        result.append(page.Facts([page.Fact(name, page.show(value, 1)) for name, value in comparison.facts.items()]))
-    result.append(comparison_table(comparison))
-    if comparison.notes:
-        result.append(page.Text(comparison.notes))
-    sections = [page.Section("Result", result)]
-    if spread := _spread_blocks(comparison):
-        sections.append(page.Section("Spread over seeds", spread))
-    curves = [
-        page.SvgFigure(curve_plot(comparison.entries, against=against, label=comparison.curve_label))
-        for against in ("steps", "minutes")
-        if any(_has_curves(entry, against) for entry in comparison.entries)
+    facts = [(name, page.show(value, 1), "") for name, value in comparison.facts.items()]
+    result: list[page.Block] = [
+        *(page.Verdict(holds, claim) for holds, claim in comparison.verdicts),
+        page.Text(comparison.summary),
+        *([page.Facts(facts)] if facts else []),
+        comparison_table(comparison),
+        page.Text(comparison.notes),
     ]
+    sections = [page.Section("Result", result)]
+    if comparison.differences:
+        sections.append(page.Section("Differences", [_difference_table(comparison.differences)]))
+    note = "Mean over seeds; the band is ± one standard deviation."
+    curves = []
+    for against, what in (("steps", "steps"), ("minutes", "time")):
+        if any(_has_curves(entry, against) for entry in comparison.entries):
+            title = f"{comparison.curve_label} against {what}"
+            svg = curve_plot(comparison.entries, against=against, title=title, label=comparison.curve_label)
+            curves.append(page.SvgFigure(svg, note, title))
     if curves:
-        text = f"Mean over seeds; the band is ± one standard deviation of {comparison.curve_label}."
-        sections.append(page.Section("While training", [page.Text(text), page.Figures(curves)]))
-    sections += [*comparison.sections, page.Section("How it was made", _provenance_blocks(comparison))]
+        sections.append(page.Section("Training curves", [page.Figures(curves)]))
+    provenance: list[page.Block] = [page.Code(comparison.command, "Command")] if comparison.command else []
+    if comparison.provenance:
+        rows = [[name, page.show(value)] for name, value in comparison.provenance.items()]
+        provenance.append(page.Table(columns=["what", "value"], rows=rows))
+    sections += [*comparison.sections, *([page.Section("Provenance", provenance)] if provenance else [])]
     return page.write_page(Path(out) / "report.html", comparison.title, sections)
 
 
 def comparison_table(comparison: Comparison) -> page.Table:
-    """Mean ± standard deviation of every metric in percent, the paper's numbers beside it.
-
-    The best mean of a column is bold. The standard deviation is that of a sample (n - 1).
-    """
+    """Mean ± sample standard deviation of every metric in percent, next to the paper's numbers; the best is bold."""
     entries = comparison.entries
     columns: dict[str, list[Any]] = {
         comparison.row_name: [
@@ -193,14 +194,11 @@ def comparison_table(comparison: Comparison) -> page.Table:
         ]
     }
     for metric in comparison.metrics:
-        means = [spread(known).mean if (known := entry.known(metric)) else None for entry in entries]
-        best = max((value for value in means if value is not None), default=None)
-        columns[metric] = [
-            page.Cell(_spread_text(entry.known(metric)), strong=value is not None and value == best)
-            for entry, value in zip(entries, means, strict=True)
-        ]
+        spreads = [entry.spread(metric) for entry in entries]
+        best = max((one.mean for one in spreads if one.count), default=None)
+        columns[metric] = [page.Cell(_spread_text(one), strong=one.mean == best) for one in spreads]
         if any(metric in entry.paper for entry in entries):
-            columns[f"{metric}, paper"] = [_percent(entry.paper.get(metric)) for entry in entries]
+            columns[f"{metric}, paper"] = [_percent(entry.paper.get(metric, math.nan)) for entry in entries]
     optional: dict[str, list[Any]] = {
         "seeds": [len(next(iter(entry.values.values()), ())) for entry in entries],
         "minutes": [spread(entry.minutes).mean if entry.minutes else None for entry in entries],
@@ -232,11 +230,10 @@ def comparison_markdown(comparison: Comparison) -> str:
 
 
 def mean_and_band(curves: Sequence[tuple[Values, Values]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The mean of several curves and their standard deviation, where all of them are known.
+    """Averages curves (x, y) over seeds where all of them are known.
 
-    Curves need not share their points (evaluations of two runs never fall on the same second): each is interpolated
-    at every point of all, between the latest start and the earliest end. From (x, y) of each seed, x ascending, to x,
-    mean and sample standard deviation (0 for a single curve), float64 [n] each.
+    Curves need not share their points: each is interpolated at the points of all, between the latest start and the
+    earliest end. Returns x, mean and sample standard deviation (0 for a single curve), float64 [n] each.
     """
     pairs = [np.stack([numbers(x), numbers(y)]) for x, y in curves]  # [2, points] each
     known = [pair[:, valid] for pair in pairs if (valid := np.isfinite(pair).all(axis=0)).any()]
@@ -250,9 +247,9 @@ def mean_and_band(curves: Sequence[tuple[Values, Values]]) -> tuple[np.ndarray, 
     return grid, values.mean(axis=0), deviation
 
 
-def curve_plot(entries: Sequence[Entry], *, against: str = "steps", label: str = "AP") -> str:
-    """A line for each row with curves of ``label`` against ``"steps"`` or ``"minutes"``: the mean over seeds, with a
-    band of ± one standard deviation."""
+def curve_plot(entries: Sequence[Entry], *, against: str = "steps", label: str = "AP", title: str = "") -> str:
+    """Plots the mean over seeds of each row's curves against ``"steps"`` or ``"minutes"``, with a band of ± one
+    standard deviation."""
     series = []
     for index, entry in enumerate(entries):
         if _has_curves(entry, against):
@@ -261,69 +258,12 @@ def curve_plot(entries: Sequence[Entry], *, against: str = "steps", label: str =
             band = {"low": y - deviation, "high": y + deviation} if len(points) > 1 else {}
             style = line_style(entry.name, index)
             series.append(Series(name=entry.name, x=x, y=y, style=style, markers=len(x) <= 25, **band))
-    what, x_label = ("steps", "step") if against == "steps" else ("time", "minutes")
-    return line_plot(series, title=f"{label} against {what}", x_label=x_label, y_label=f"{label} (%)", height=3.4)
-
-
-def spread_plot(entries: Sequence[Entry], metric: str = "AP") -> str:
-    """A mark for every seed of each row, their mean, and ± one standard deviation."""
-    rows = []
-    for place, entry in enumerate(entries):
-        seeds = 100 * numbers(entry.known(metric))
-        centre = float(seeds.mean()) if len(seeds) else math.nan
-        deviation = seeds.std(ddof=1) if len(seeds) > 1 else 0.0
-        span, style = (centre - deviation, centre + deviation), line_style(entry.name, place)
-        rows.append((loss_label(entry.name), seeds, centre, span, style, f"{centre:.1f}"))
-    return _row_plot(f"{metric} of every seed", f"{metric} (%)", rows)
-
-
-def difference_plot(differences: Sequence[Difference]) -> str:
-    """A mark for every seed of each paired difference, the mean and its confidence interval."""
-    rows = []
-    for one in differences:
-        span, style = (100 * one.low, 100 * one.high), LineStyle(INK, "-", "o")
-        rows.append((one.label, 100 * numbers(one.values), 100 * one.mean, span, style, f"{100 * one.mean:+.1f}"))
-    return _row_plot("Paired differences", f"difference of {differences[0].metric} (points)", rows, zero=True)
-
-
-def _row_plot(title: str, x_label: str, rows: Sequence[tuple[Any, ...]], *, zero: bool = False) -> str:
-    """For each row (name, seeds, mean, interval, style, text) a mark with its interval, and circles for the seeds."""
-    with new_plot(title, x_label=x_label, height=0.95 + 0.42 * max(len(rows), 1)) as plot:
-        axes = plot.axes
-        if zero:
-            axes.axvline(0, color=INK, linewidth=1)
-        for y, (_, seeds, centre, span, style, text) in enumerate(rows):
-            if not math.isnan(centre):
-                axes.plot(span, [y, y], color=style.colour, linewidth=2.4, solid_capstyle="butt")
-                axes.plot([centre], [y], color=style.colour, marker=style.marker, markersize=8)
-                below = np.full(len(seeds), y + 0.24)
-                axes.scatter(seeds, below, s=14, marker="o", facecolors="none", edgecolors=MUTED, linewidths=1)
-                add_number(axes, text, (centre, y), shift=(0, 6), ha="center", va="bottom")
-        name_rows(axes, ["\n".join(wrap(shorten(name, 84), 28)) for name, *_ in rows])
-        axes.set_ylim(len(rows) - 0.4, -0.6)
-        axes.margins(x=0.12)
-    return plot.svg
+    return line_plot(series, title=title, x_label=against, y_label=f"{label} (%)", height=3.4)
 
 
 def _has_curves(entry: Entry, against: str) -> bool:
-    """A single validation is no curve; and the seeds' minutes of one would have no stretch in common."""
+    """Whether every seed has a curve of more than one point."""
     return bool(entry.curves) and all(len(getattr(one, against)) > 1 for one in entry.curves)
-
-
-def _spread_blocks(comparison: Comparison) -> list[page.Block]:
-    metric, figures = comparison.metrics[0], []
-    if any(len(entry.known(metric)) > 1 for entry in comparison.entries):
-        note = "Circles: seeds. Mark and line: mean ± one standard deviation."
-        figures.append(page.SvgFigure(spread_plot(comparison.entries, metric), note))
-    with_interval = [one for one in comparison.differences if not math.isnan(one.low)]
-    if with_interval:
-        share = with_interval[0].confidence
-        note = f"Circles: the difference for one seed. Line: {share:.0%} confidence interval."
-        figures.append(page.SvgFigure(difference_plot(with_interval), note))
-    blocks: list[page.Block] = [page.Figures(figures)] if figures else []
-    if comparison.differences:
-        blocks.append(_difference_table(comparison.differences))
-    return blocks
 
 
 def _difference_table(differences: Sequence[Difference]) -> page.Table:
@@ -341,20 +281,9 @@ def _difference_table(differences: Sequence[Difference]) -> page.Table:
     return page.Table(columns=columns, rows=rows, caption="In percentage points, paired over seeds.")
 
 
-def _provenance_blocks(comparison: Comparison) -> list[page.Block]:
-    blocks: list[page.Block] = []
-    if comparison.command:
-        blocks.append(page.Code(comparison.command, "To make this page again"))
-    if comparison.provenance:
-        rows = [[name, page.show(value)] for name, value in comparison.provenance.items()]
-        blocks.append(page.Table(columns=["what", "value"], rows=rows))
-    return blocks or [page.Text("Nothing was recorded.")]
+def _percent(value: float) -> str:
+    return page.show(100 * value, 1)
 
 
-def _percent(value: float | None) -> str:
-    return page.DASH if value is None else f"{100 * value:.1f}"
-
-
-def _spread_text(values: Sequence[float]) -> str:
-    one = spread(values)
-    return _percent(one.mean if one.count else None) + (f" ± {_percent(one.deviation)}" if one.count > 1 else "")
+def _spread_text(one: Spread) -> str:
+    return _percent(one.mean) + (f" ± {_percent(one.deviation)}" if one.count > 1 else "")

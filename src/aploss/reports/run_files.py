@@ -1,6 +1,6 @@
-"""The files of a run folder as plain data; what is missing or broken is noted, not fatal.
+"""Reads the files of a run folder as plain data, for pages and comparisons; ``docs/reports.md`` lists the files.
 
-The one reader of run folders for pages and comparisons; ``docs/reports.md`` tells which files there are.
+Files that are missing or invalid are recorded, never fatal.
 """
 
 import json
@@ -8,38 +8,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from aploss.errors import RunError
 
-Document = TypeVar("Document", dict[str, Any], list[Any])
-
 
 @dataclass
 class RunFiles:
-    """What was found in a run folder; empty where a file is not there or cannot be used."""
+    """The content of a run folder; empty for files that are missing or invalid."""
 
-    folder: Path  # the run folder
+    folder: Path
+    images: Path | None = None  # a folder that image files may be in, besides the run folder
     summary: dict[str, Any] = field(default_factory=dict)  # ``summary.json``
-    environment: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)  # ``environment.json``
     config: str = ""  # the text of ``config.yaml``
     training: list[dict[str, Any]] = field(default_factory=list)  # rows of ``metrics.jsonl``
     validation: list[dict[str, Any]] = field(default_factory=list)
-    ground_truth: dict[str, Any] = field(default_factory=dict)  # of ``evaluation/*.json``, as the next four
+    ground_truth: dict[str, Any] = field(default_factory=dict)  # this and the next four: ``evaluation/*.json``
     detections: list[Any] = field(default_factory=list)
     metrics: dict[str, Any] = field(default_factory=dict)
     calibration: dict[str, Any] = field(default_factory=dict)
     matches: dict[str, Any] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)  # one line for each file that is there but cannot be used
-    images: Path | None = None  # the folder that image files may lie in, besides the run folder
+    problems: list[str] = field(default_factory=list)  # one line for each invalid file
 
     def may_open(self, path: Path) -> bool:
-        """Whether an image file lies where images are looked for, with all links followed."""
-        real = path.resolve()
+        """Whether an image file is inside the run folder or ``images``, with symbolic links resolved."""
         folders = [self.folder] if self.images is None else [self.folder, self.images]
-        return any(real.is_relative_to(folder.resolve()) for folder in folders)
+        return any(path.resolve().is_relative_to(folder.resolve()) for folder in folders)
 
     @property
     def threshold(self) -> float:
@@ -49,7 +46,7 @@ class RunFiles:
 
     @cached_property
     def scores(self) -> np.ndarray:
-        """One score for each detection, calibrated where a calibration was fitted, float64 [n]."""
+        """The score of each detection, calibrated if there is a calibration, float64 [n]."""
         calibrated = self.calibration.get("calibrated_scores")
         if calibrated is not None and len(calibrated) == len(self.detections):
             return np.asarray(calibrated, dtype=np.float64)
@@ -57,7 +54,7 @@ class RunFiles:
 
     @cached_property
     def outcomes(self) -> np.ndarray | None:
-        """For each detection 1 (right), 0 (wrong) or -1 (ignored), int64 [n]; None: not known."""
+        """1 (correct), 0 (wrong) or -1 (ignored) for each detection, int64 [n]; None if unknown."""
         flags = self.matches.get("detections")
         if flags is None or len(flags) != len(self.detections):
             return None
@@ -65,27 +62,27 @@ class RunFiles:
 
 
 def read_run(folder: str | Path, *, images: str | Path | None = None) -> RunFiles:
-    """Reads the files of a run folder; its image files are only opened there or below ``images``.
+    """Reads a run folder. Image files are only opened inside it or ``images``.
 
-    RunError where the folder is not there or holds none of a run's files.
+    Raises:
+        RunError: if the folder does not exist or contains no file of a run.
     """
     root = Path(folder)
     if not root.is_dir():
-        raise RunError(f"{root}: no such folder; name the folder of a run, such as runs/demo")
-    run = RunFiles(root, images=None if images is None else Path(images))
-    run.summary = _json(run, "summary.json", {})
-    run.environment = _json(run, "environment.json", {})
-    run.ground_truth = _json(run, "evaluation/ground_truth.json", {})
-    run.detections = _json(run, "evaluation/detections.json", [])
-    run.metrics = _json(run, "evaluation/metrics.json", {})
-    run.calibration = _json(run, "evaluation/calibration.json", {})
-    run.matches = _json(run, "evaluation/matches.json", {})
-    run.config = _bytes(run, "config.yaml").decode("utf-8", "replace")
-    rows = _metrics_rows(run)
+        raise RunError(f"{root}: no such folder; give the folder of a run, such as runs/demo")
+    run = RunFiles(root, None if images is None else Path(images))
+    for name in ("summary", "environment"):
+        setattr(run, name, _read_json(run, f"{name}.json", dict))
+    for name in ("ground_truth", "detections", "metrics", "calibration", "matches"):
+        setattr(run, name, _read_json(run, f"evaluation/{name}.json", list if name == "detections" else dict))
+    run.config = _read_bytes(run, "config.yaml").decode("utf-8", "replace")
+    rows, invalid = _parse_lines(_read_bytes(run, "metrics.jsonl"))
+    if invalid:
+        run.problems.append(f"metrics.jsonl has {invalid} line(s) that are not JSON; they are skipped")
     run.training = [row for row in rows if row.get("kind") == "train"]
     run.validation = [row for row in rows if row.get("kind") == "validation"]
     if not (run.summary or run.config or rows or run.metrics or run.problems):
-        raise RunError(f"{root}: not the folder of a run (no summary.json, config.yaml, metrics)")
+        raise RunError(f"{root}: not a run folder (no summary.json, config.yaml or metrics)")
     return run
 
 
@@ -98,9 +95,9 @@ def matches_document(
     """The content of ``evaluation/matches.json``.
 
     Args:
-        correct: the detection found an object, bool [n].
-        ignored: it counts neither as right nor as wrong, bool [n].
-        objects: position of the object it was matched with, -1 for none, int [n].
+        correct: whether each detection found an object, bool [n].
+        ignored: whether it is neither right nor wrong, bool [n].
+        objects: index of the matched object, -1 if unmatched, int [n].
         annotation_ids: the id of each object, [g].
 
     Example:
@@ -116,56 +113,44 @@ def matches_document(
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of JSON lines, such as ``metrics.jsonl``; none where there is no file.
-
-    Lines that are not JSON objects are left out: the last one may have been cut by a kill.
-    """
-    return _parse_lines(_bytes(RunFiles(path.parent), path.name))[0]
-
-
-def _metrics_rows(run: RunFiles) -> list[dict[str, Any]]:
-    rows, bad = _parse_lines(_bytes(run, "metrics.jsonl"))
-    if bad:
-        run.problems.append(f"metrics.jsonl has {bad} line(s) that are not JSON; they are left out")
-    return rows
+    """The rows of a JSON Lines file such as ``metrics.jsonl``, without invalid lines; empty if there is no file."""
+    return _parse_lines(_read_bytes(RunFiles(path.parent), path.name))[0]
 
 
 def _parse_lines(content: bytes) -> tuple[list[dict[str, Any]], int]:
-    """The rows, and how many whole lines are not JSON objects."""
-    lines = content.split(b"\n")
-    rows, bad = [], 0
-    for number, line in enumerate(lines, start=1):
+    """The rows, and the number of invalid lines; an incomplete last line was cut by a kill and is not counted."""
+    rows, invalid = [], 0
+    *lines, last = content.split(b"\n")
+    for line in (*lines, last):
         try:
             row = json.loads(line.decode("utf-8")) if line.strip() else {}
         except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict):
             rows.extend([row] if row else [])
-        elif number < len(lines):  # a last line without its end was cut by a kill
-            bad += 1
-    return rows, bad
+        else:
+            invalid += line is not last
+    return rows, invalid
 
 
-def _json(run: RunFiles, name: str, empty: Document) -> Document:
-    content = _bytes(run, name)
-    if not content:
-        return empty
+def _read_json(run: RunFiles, name: str, kind: type) -> Any:
+    """A JSON document of the given type, empty if it is missing or invalid."""
+    content = _read_bytes(run, name)
     try:
-        document = json.loads(content.decode("utf-8"))
+        document = json.loads(content.decode("utf-8")) if content else kind()
     except (ValueError, RecursionError) as error:
         run.problems.append(f"{name} is not JSON: {error}")
-        return empty
-    if isinstance(document, type(empty)):
-        return document
-    wanted = "an object" if isinstance(empty, dict) else "a list"
-    run.problems.append(f"{name} holds a {type(document).__name__}, not {wanted}")
-    return empty
+        return kind()
+    if not isinstance(document, kind):
+        run.problems.append(f"{name} holds a {type(document).__name__}, expected a {kind.__name__}")
+        return kind()
+    return document
 
 
-def _bytes(run: RunFiles, name: str) -> bytes:
+def _read_bytes(run: RunFiles, name: str) -> bytes:
     path = run.folder / name
     try:
-        if path.exists() and not path.is_file():  # to read a pipe would wait for ever
+        if path.exists() and not path.is_file():  # reading a pipe would block
             raise OSError("not a file")
         return path.read_bytes()
     except FileNotFoundError:

@@ -1,58 +1,58 @@
-"""The pictures of a run's page: a fair sample, the misses and the false positives."""
+"""The pictures of a run's page: a sample of the split, missed objects and false positives."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
-from torchvision.ops import box_iou
 
 from aploss.data.images import ImageError, read_image
-from aploss.plotting.pictures import crop_around, data_uri, outline_boxes, thumbnail
+from aploss.plotting.pictures import crop_around, data_uri, outline_boxes, resize
 from aploss.plotting.style import PALETTE, class_colour, loss_label
-from aploss.reports.page import Picture, Pictures
+from aploss.reports.page import Figures, Picture
 from aploss.reports.run_files import RunFiles
 
 TRUTH_COLOUR = "#ffffff"
-MAX_LONG_CAPTIONS, MAX_CAPTIONS = 6, 24
+MAX_CAPTIONS = 8  # more captions would hide the picture
 MAX_PER_IMAGE = 2
-TOUCHES, MATCHES = 0.1, 0.5  # IoU from which a box is near another, and from which it finds it
+
+Entry = Mapping[str, Any]  # an object or a detection in COCO's format
 
 
-@dataclass
 class PictureSource:
-    """The images of a run with their objects and detections, looked up by image id.
+    """The images of a run with their objects and detections.
 
-    ``unreadable`` collects the images that could not be opened: id → why.
+    ``unreadable`` collects the images that could not be opened: id → reason.
     """
 
-    run: RunFiles
-    unreadable: dict[int, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        truth = self.run.ground_truth
+    def __init__(self, run: RunFiles) -> None:
+        self.run = run
+        self.unreadable: dict[int, str] = {}
+        truth = run.ground_truth
         self.images: dict[int, Mapping[str, Any]] = {image["id"]: image for image in truth.get("images", [])}
         self.class_names: dict[int, str] = {entry["id"]: str(entry["name"]) for entry in truth.get("categories", [])}
-        self.labels = {number: label for label, number in enumerate(self.class_names)}
-        self.objects: list[Mapping[str, Any]] = list(truth.get("annotations", []))
-        self.scores = self.run.scores
-        self.outcomes = self.run.outcomes
+        self.colours = {number: class_colour(label) for label, number in enumerate(self.class_names)}
+        self.objects: list[Entry] = list(truth.get("annotations", []))
         self.objects_of = _by_image(self.objects)
-        self.detections_of = _by_image(self.run.detections)
+        self.detections_of = _by_image(run.detections)
+
+    @property
+    def legend(self) -> list[tuple[str, str]]:
+        """(colour, name) of each class; empty if there are more classes than colours."""
+        names = [(self.colours[number], name) for number, name in self.class_names.items()]
+        return names if len(names) <= len(PALETTE) else []
 
     def open(self, image_id: int) -> Image.Image | None:
-        """The image as training reads it, or None (and a note) when it cannot be read."""
+        """Reads an image as training does; None if it is unreadable."""
         entry = self.images.get(image_id, {})
         path = self.run.folder / str(entry.get("path") or entry.get("file_name") or "")
         width, height = entry.get("width"), entry.get("height")
         try:
             if not self.run.may_open(path):
-                raise ValueError(f"{path} is not below the folder of the images: name that as images=")
+                raise ValueError(f"{path} is outside the folder of the images; pass that folder as images=")
             pixels = read_image(path, size=(width, height) if width and height else None)
             return Image.fromarray(pixels.permute(1, 2, 0).numpy())
         except (ImageError, OSError, ValueError) as error:
@@ -60,200 +60,152 @@ class PictureSource:
             return None
 
     def file_name(self, image_id: int) -> str:
+        """The name of an image file without its folders."""
         entry = self.images.get(image_id, {})
         return Path(str(entry.get("file_name") or entry.get("path") or image_id)).name
 
-    def shown(self, image_id: int) -> list[int]:
-        """Rows of the detections above the threshold, the weakest first."""
-        rows = [row for row in self.detections_of[image_id] if self.scores[row] >= self.run.threshold]
-        return sorted(rows, key=self.scores.__getitem__)
-
-    def caption(self, row: int) -> str:
-        """Class and score of a detection."""
-        return f"{self.class_name(self.run.detections[row])} {self.scores[row]:.2f}"
-
-    def captions(self, rows: Sequence[int]) -> list[str]:
-        """Captions for all boxes of one picture: the more there are, the less they say.
-
-        Few boxes have class and score, more only the score (colours tell the class, if there are not too many), and a
-        crowd has none, since nobody could read them.
-        """
-        if len(rows) > MAX_CAPTIONS:
-            return [""] * len(rows)
-        if len(rows) > MAX_LONG_CAPTIONS and self.colours_differ:
-            return [f"{self.scores[row]:.2f}" for row in rows]
-        return [self.caption(row) for row in rows]
-
-    @property
-    def colours_differ(self) -> bool:
-        """Whether every class has a colour of its own."""
-        return len(self.class_names) <= len(PALETTE)
-
-    def class_name(self, entry: Mapping[str, Any]) -> str:
+    def class_name(self, entry: Entry) -> str:
         """The name of the class of an object or detection."""
         return self.class_names.get(entry["category_id"], f"class {entry['category_id']}")
 
+    def caption(self, row: int) -> str:
+        """Class and score of a detection."""
+        return f"{self.class_name(self.run.detections[row])} {self.run.scores[row]:.2f}"
+
+    def drawn(self, image_id: int) -> list[int]:
+        """Indices of the detections above the threshold, weakest first."""
+        rows = [row for row in self.detections_of[image_id] if self.run.scores[row] >= self.run.threshold]
+        return sorted(rows, key=self.run.scores.__getitem__)
+
     def draw(
         self,
-        image: Image.Image,
         image_id: int,
         caption: str,
-        *,
         rows: Sequence[int],
-        named: Mapping[int, str] | None = None,
-        corner: tuple[int, int] = (0, 0),
-        longest: int = 420,
-    ) -> Picture:
-        """The image with its objects dashed and the given detections in their class's colour.
+        *,
+        around: Entry | None = None,
+        missed: int | None = None,
+    ) -> Picture | None:
+        """Draws the objects of an image (dashed) and some detections (in the colours of their classes).
 
         Args:
-            image: the image with the id, or the part of it that begins at ``corner`` (x, y).
-            caption: the line below the picture.
-            rows: detections to draw, the most important last.
-            named: position of an object → its caption; the others have none.
-            longest: longer side of the result.
-        """
-        texts = named or {}
-        objects = [self.objects[place] for place in self.objects_of[image_id]]
-        found = [self.run.detections[row] for row in rows]
-        chosen = [self.objects[place] for place in texts]
-        small, factor = thumbnail(image, longest)
-        colours = [class_colour(self.labels.get(one["category_id"], 0)) for one in found]
-        drawn = outline_boxes(
-            small,
-            (_xyxy([*objects, *found, *chosen]) - np.array([*corner, *corner])) * factor,
-            captions=[*[""] * len(objects), *self.captions(rows), *texts.values()],
-            colours=[*[TRUTH_COLOUR] * len(objects), *colours, *[TRUTH_COLOUR] * len(chosen)],
-            dashed=[*[True] * len(objects), *[False] * len(found), *[True] * len(chosen)],
-        )
-        return Picture(data_uri(drawn), caption)
+            image_id: id of the image.
+            caption: text below the picture.
+            rows: indices of the detections.
+            around: crop the picture to the surroundings of this object or detection.
+            missed: index of an object that is marked as missed.
 
-    def draw_around(
-        self, entry: Mapping[str, Any], note: str, *, rows: Sequence[int], named: Mapping[int, str] | None = None
-    ) -> Picture | None:
-        """The surroundings of an object or detection; see :meth:`draw`."""
-        image_id = entry["image_id"]
-        image = self.open(image_id)
+        Returns:
+            The picture, or None if the image is unreadable.
+        """
+        image, corner, longest = self.open(image_id), (0, 0), 420
         if image is None:
             return None
-        part, corner = crop_around(image, _xyxy([entry])[0], context=0.8)
-        caption = f"{note}: {self.file_name(image_id)}"
-        return self.draw(part, image_id, caption, rows=rows, named=named, corner=corner, longest=240)
+        if around is not None:
+            (image, corner), longest = crop_around(image, _xyxy([around])[0]), 240
+        factor = min(longest / max(image.size), 3.0)
+        objects = self.objects_of[image_id]
+        entries = [*(self.run.detections[row] for row in rows), *(self.objects[place] for place in objects)]
+        names = [f"missed: {self.class_name(self.objects[place])}" if place == missed else "" for place in objects]
+        captions = map(self.caption, rows) if len(rows) <= MAX_CAPTIONS else [""] * len(rows)
+        colours = [self.colours.get(entry["category_id"], PALETTE[0]) for entry in entries[: len(rows)]]
+        picture = outline_boxes(
+            resize(image, factor),
+            (_xyxy(entries) - np.tile(corner, 2)) * factor,
+            captions=[*captions, *names],
+            colours=[*colours, *[TRUTH_COLOUR] * len(objects)],
+            dashed=[place >= len(rows) for place in range(len(entries))],
+        )
+        return Picture(data_uri(picture), caption)
 
     def evenly_spaced(self, count: int) -> list[int]:
-        """Ids of images with objects, evenly spaced; of any images where none has objects."""
+        """Ids of images with objects, evenly spaced through the split; of any images if none has objects."""
         usable = [number for number in self.images if self.objects_of[number]] or list(self.images)
         places = np.linspace(0, len(usable) - 1, min(count, len(usable))).round().astype(int)
         return [usable[place] for place in np.unique(places)]
 
 
 def gallery(source: PictureSource, count: int = 12) -> list[Picture]:
-    """Images evenly spaced through the split, not chosen by how well they came out."""
+    """Images evenly spaced through the split, not selected by their result."""
     pictures = []
     for image_id in source.evenly_spaced(count):
-        if (image := source.open(image_id)) is not None:
-            rows = source.shown(image_id)
-            counts = {"object": len(source.objects_of[image_id]), "detection": len(rows)}
-            parts = [f"{number} {noun}{'s' * (number != 1)}" for noun, number in counts.items()]
-            if source.outcomes is not None:
-                parts.append(f"{(source.outcomes[rows] == 0).sum()} wrong")
-            caption = f"{source.file_name(image_id)}: {', '.join(parts)}"
-            pictures.append(source.draw(image, image_id, caption, rows=rows))
-    return pictures
+        rows, outcomes = source.drawn(image_id), source.run.outcomes
+        caption = f"{source.file_name(image_id)}: {len(source.objects_of[image_id])} objects, {len(rows)} detections"
+        caption += "" if outcomes is None else f", {(outcomes[rows] == 0).sum()} wrong"
+        pictures.append(source.draw(image_id, caption, rows))
+    return list(filter(None, pictures))
 
 
-def side_by_side(runs: Mapping[str, RunFiles], count: int = 6) -> Pictures:
-    """The same images, evenly spaced through the split, as detected by several runs (name → run, a column each), a row
-    for each image, as in Figure 5."""
+def side_by_side(runs: Mapping[str, RunFiles], count: int = 6) -> Figures:
+    """The same images as detected by several runs (name → run, a column each), as in Figure 6 of the paper."""
     sources = {name: PictureSource(run) for name, run in runs.items()}
-    pictures = []
-    for image_id in next(iter(sources.values())).evenly_spaced(count):
-        images = [source.open(image_id) for source in sources.values()]
-        for (name, source), image in zip(sources.items(), images, strict=True):
-            if all(images) and image is not None:  # a row has a picture of every run, or is none
-                caption = f"{loss_label(name)}: {source.file_name(image_id)}"
-                pictures.append(source.draw(image, image_id, caption, rows=source.shown(image_id)))
-    return Pictures(pictures, columns=len(sources))
+    first = next(iter(sources.values()))
+    pictures: list[Picture] = []
+    for image_id in first.evenly_spaced(count):
+        row = [
+            source.draw(image_id, f"{loss_label(name)}: {source.file_name(image_id)}", source.drawn(image_id))
+            for name, source in sources.items()
+        ]
+        pictures += [picture for picture in row if picture is not None and all(row)]  # skip incomplete rows
+    return Figures(pictures, columns=len(sources), legend=first.legend)
 
 
 def misses(source: PictureSource, count: int = 12) -> list[Picture]:
-    """Objects no drawn detection found: first those without any detection, the largest first."""
+    """Objects that no drawn detection found: undetected objects first, then by ascending score."""
     found_by = source.run.matches.get("ground_truth", {})
-    missed: list[tuple[float, float, int]] = []
+    ranked = []
     for place, entry in enumerate(source.objects):
-        if not (entry.get("iscrowd") or entry.get("difficult")):
-            row = found_by.get(str(entry["id"]))
-            score = -1.0 if row is None else float(source.scores[row])
-            missed.append((score, -float(entry["bbox"][2]) * float(entry["bbox"][3]), place))
-    scores = {place: score for score, _, place in sorted(missed) if score < source.run.threshold}
+        row = found_by.get(str(entry["id"]))
+        score = -1.0 if row is None else float(source.run.scores[row])
+        if score < source.run.threshold and not (entry.get("iscrowd") or entry.get("difficult")):
+            ranked.append((score, -float(np.prod(entry["bbox"][2:])), place))
+    scores = {place: score for score, _, place in sorted(ranked)}
 
     def draw(place: int) -> Picture | None:
         entry, score = source.objects[place], scores[place]
-        name = source.class_name(entry)
-        note = "no detection at all" if score < 0 else f"found only with score {score:.3f}"
-        shown = source.shown(entry["image_id"])
-        overlaps = _overlaps(entry, [source.run.detections[row] for row in shown])
-        near = [shown[k] for k in np.flatnonzero(overlaps >= TOUCHES)]
-        return source.draw_around(entry, f"{name}, {note}", rows=near[-3:], named={place: f"missed: {name}"})
+        note = "not detected" if score < 0 else f"detected with score {score:.3f}"
+        caption = f"{source.class_name(entry)}, {note}: {source.file_name(entry['image_id'])}"
+        return source.draw(entry["image_id"], caption, source.drawn(entry["image_id"]), around=entry, missed=place)
 
-    return list(islice(filter(None, map(draw, _few_per_image(scores, source.objects))), count))
+    return _draw_first(scores, source.objects, draw, count)
 
 
 def false_positives(source: PictureSource, count: int = 12) -> list[Picture]:
     """The wrong detections with the highest scores."""
-    if source.outcomes is None:
-        return []
-    wrong = np.flatnonzero(source.outcomes == 0)
-    ranked = wrong[np.argsort(-source.scores[wrong], kind="stable")][: 20 * count].tolist()
+    outcomes, scores = source.run.outcomes, source.run.scores
+    wrong = np.flatnonzero(outcomes == 0) if outcomes is not None else np.zeros(0, int)
 
     def draw(row: int) -> Picture | None:
         entry = source.run.detections[row]
-        return source.draw_around(entry, f"{source.caption(row)}, {_why_wrong(source, entry)}", rows=[row])
+        caption = f"{source.caption(row)}: {source.file_name(entry['image_id'])}"
+        return source.draw(entry["image_id"], caption, [row], around=entry)
 
-    return list(islice(filter(None, map(draw, _few_per_image(ranked, source.run.detections))), count))
-
-
-def _why_wrong(source: PictureSource, entry: Mapping[str, Any]) -> str:
-    """Why a detection is wrong, from the object it overlaps most."""
-    objects = [source.objects[place] for place in source.objects_of[entry["image_id"]]]
-    overlaps = _overlaps(entry, objects)
-    if not (overlaps >= TOUCHES).any():
-        return "on no object"
-    same = np.array([one["category_id"] == entry["category_id"] for one in objects])
-    if (same & (overlaps >= MATCHES)).any():
-        return "found twice"
-    nearest = objects[int(overlaps.argmax())]
-    if nearest["category_id"] == entry["category_id"]:
-        return "badly placed"
-    return f"annotated as {source.class_name(nearest)}"
+    ranked = wrong[np.argsort(-scores[wrong], kind="stable")].tolist()
+    return _draw_first(ranked, source.run.detections, draw, count)
 
 
-def _overlaps(entry: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """IoU of a box with each of the others, float64 [n]."""
-    boxes, other_boxes = torch.from_numpy(_xyxy([entry])), torch.from_numpy(_xyxy(others))
-    overlaps: np.ndarray = box_iou(boxes, other_boxes)[0].nan_to_num().numpy()
-    return overlaps
+def _draw_first(
+    ranked: Iterable[int], entries: Sequence[Entry], draw: Callable[[int], Picture | None], count: int
+) -> list[Picture]:
+    """The first ``count`` pictures, at most two per image."""
+    seen: Counter[int] = Counter()
+    chosen = []
+    for place in ranked:
+        seen[entries[place]["image_id"]] += 1
+        if seen[entries[place]["image_id"]] <= MAX_PER_IMAGE:
+            chosen.append(place)
+    return list(islice(filter(None, map(draw, chosen)), count))
 
 
-def _xyxy(entries: Sequence[Mapping[str, Any]]) -> np.ndarray:
+def _xyxy(entries: Sequence[Entry]) -> np.ndarray:
     """The COCO boxes (x, y, width, height) of entries as (x1, y1, x2, y2), float64 [n, 4]."""
     boxes = np.array([entry["bbox"] for entry in entries], dtype=np.float64).reshape(-1, 4)
     boxes[:, 2:] += boxes[:, :2]
     return boxes
 
 
-def _few_per_image(ranked: Iterable[int], entries: Sequence[Mapping[str, Any]]) -> Iterator[int]:
-    """The same order, but at most two of one image, so that no image fills the page."""
-    seen: Counter[int] = Counter()
-    for place in ranked:
-        image_id = entries[place]["image_id"]
-        seen[image_id] += 1
-        if seen[image_id] <= MAX_PER_IMAGE:
-            yield place
-
-
-def _by_image(entries: Iterable[Mapping[str, Any]]) -> defaultdict[int, list[int]]:
-    """Image id → the places of its entries."""
+def _by_image(entries: Iterable[Entry]) -> defaultdict[int, list[int]]:
+    """Image id → the indices of its entries."""
     groups: defaultdict[int, list[int]] = defaultdict(list)
     for place, entry in enumerate(entries):
         groups[entry["image_id"]].append(place)

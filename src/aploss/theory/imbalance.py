@@ -8,38 +8,38 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aploss.losses import ap_loss, auc_loss, focal_loss
-from aploss.plotting.plots import Series, line_plot
+from aploss.plotting.plots import Series, line_plot, new_plot
+from aploss.plotting.style import INK, PALETTE
 from aploss.reports.page import SvgFigure, Table, Verdict
 from aploss.theory.study import Study
 
 EASY = (0, *(10**k for k in range(1, 7)))
 POSITIVES, HARD = 30, 60
+GRID = 5  # anchors along each side of Figure 1
+POSITIVE_RANKS = {6: 6, 7: 3, 11: 9}  # anchor → place of its score among all: AP = (1/3 + 2/6 + 3/9) / 3
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 LOSSES: dict[str, Loss] = {
-    "ce": lambda s, t: F.binary_cross_entropy_with_logits(s, t.to(s), reduction="sum") / t.sum(),
+    "cross-entropy": lambda s, t: F.binary_cross_entropy_with_logits(s, t.to(s), reduction="sum") / t.sum(),
     "focal": focal_loss,
     "auc": auc_loss,
     "ap": ap_loss,
 }
-NAMES = {"ce": "cross-entropy", "focal": "focal loss", "auc": "AUC-loss", "ap": "AP-loss"}
 
 
 def imbalance(seed: int = 0) -> Study:
-    """Adds easy negatives to a fixed hard problem; looks at the metrics and at the gradients."""
+    """Adds easy negatives to a fixed hard problem and measures the metrics and the gradients."""
     random = torch.Generator().manual_seed(seed)
     targets = torch.tensor([1] * POSITIVES + [0] * HARD)
     scores = torch.randn(POSITIVES + HARD, dtype=torch.float64, generator=random) + 0.7 * targets - 0.5
     easy = -5 + torch.rand(max(EASY), dtype=torch.float64, generator=random)
-    metrics = [metrics_with(scores, targets, easy[:n]) for n in EASY]
+    accuracy, precision = np.array([metrics_with(scores, targets, easy[:n]) for n in EASY]).T
     gradients = {name: [gradients_with(loss, scores, targets, easy[:n]) for n in EASY] for name, loss in LOSSES.items()}
     share = {name: [on_easy / (on_easy + on_hard) for on_hard, on_easy in sums] for name, sums in gradients.items()}
     strength = {name: [on_hard / sums[0][0] for on_hard, _ in sums] for name, sums in gradients.items()}
-    accuracy, precision = np.array(metrics).T
-    x = EASY[1:]  # the axis is logarithmic; the row without easy negatives is in the table
-    curves = {"accuracy": accuracy, "average precision": precision}
-    shown = [Series(name=name, x=x, y=values[1:], markers=True) for name, values in curves.items()]
     rows = [[n, accuracy[k], precision[k], *(share[name][k] for name in LOSSES)] for k, n in enumerate(EASY)]
+    anchor_scores, anchor_targets = anchors_of_figure_1()
+    shown = metrics_with(anchor_scores, anchor_targets, anchor_scores[:0])
     return Study(
         name="imbalance",
         title="What easy negatives do to metrics and losses",
@@ -47,29 +47,53 @@ def imbalance(seed: int = 0) -> Study:
         text=_TEXT,
         figures=[
             SvgFigure(
-                line_plot(shown, x_label="easy negatives added", y_label="metric", log_x=True, y_range=(0, 1.03)),
-                "The same mistakes at the top of the ranking: accuracy forgets them, AP does not.",
+                _anchor_figure(),
+                f"Figure 1, drawn again. The dashed box is an object, filled anchors are positives, and the numbers "
+                f"are the places of the scores. No score exceeds 0.5, so that a classifier finds nothing: accuracy "
+                f"{shown[0]:.2f}. The ranking shows it: AP {shown[1]:.2f}.",
             ),
             SvgFigure(
-                _loss_plot(share, "share of easy negatives"),
-                "Easy negatives take over cross-entropy's gradient, and a part of focal loss's; the ranking losses do "
-                "not move them at all.",
+                _plot({"accuracy": accuracy, "average precision": precision}, "metric", y_range=(0, 1.03)),
+                "The same errors at the top of the ranking: accuracy forgets them, AP does not.",
             ),
             SvgFigure(
-                _loss_plot(strength, "gradient on hard boxes", log_y=True),
-                "What is left for the boxes that are ranked wrongly. AUC-loss divides by the number of negatives: it "
-                "fades. AP-loss does not change.",
+                _plot(share, "share of easy negatives"),
+                "Easy negatives take over the gradient of cross-entropy, and a part of that of focal loss; the ranking "
+                "losses do not move them at all.",
+            ),
+            SvgFigure(
+                _plot(strength, "gradient on hard boxes", log_y=True),
+                "The gradient that remains on the boxes in the wrong order. AUC-loss divides by the number of "
+                "negatives and fades; AP-loss does not change.",
             ),
         ],
         tables=[
             Table(
-                columns=["easy negatives", "accuracy", "AP", *(NAMES[n] for n in LOSSES)],
+                columns=["easy negatives", "accuracy", "AP", *LOSSES],
                 rows=rows,
-                caption="Last columns: share of the gradient that easy negatives get.",
+                caption="Last columns: share of the gradient on easy negatives.",
             )
         ],
-        verdicts=_verdicts(accuracy, precision, share, strength),
+        verdicts=[
+            Verdict(
+                [round(value, 2) for value in shown] == [0.88, 0.33],
+                "Figure 1: the anchors have an accuracy of 0.88 and an AP of 0.33",
+            ),
+            Verdict(bool(accuracy[-1] > 0.999), "Accuracy ends above 0.999"),
+            Verdict(bool(np.ptp(precision) == 0), "AP does not change at all"),
+            Verdict(share["cross-entropy"][-1] > 0.9, "Easy negatives end with over 90 % of cross-entropy's gradient"),
+            Verdict(
+                share["focal"][-2] < 0.1 < share["focal"][-1],
+                "Focal loss delays it: they get under 10 % at 100,000, over 10 % at 1,000,000",
+            ),
+            Verdict(max(share["ap"] + share["auc"]) == 0, "Ranking losses have no gradient on easy negatives"),
+            Verdict(strength["auc"][-1] < 1e-3, "The gradient of AUC-loss on hard boxes fades to under 1/1000"),
+            Verdict(
+                max(abs(s - 1) for s in strength["ap"]) < 1e-12, "AP-loss keeps its gradient on the hard boxes (1e-12)"
+            ),
+        ],
         numbers={
+            "figure_1": {"accuracy": shown[0], "average_precision": shown[1]},
             "easy": EASY,
             "accuracy": accuracy.tolist(),
             "average_precision": precision.tolist(),
@@ -82,11 +106,11 @@ def imbalance(seed: int = 0) -> Study:
 _TEXT = f"""
 A batch with {POSITIVES} positives and {HARD} hard negatives whose scores overlap, as at the top of a detector's
 ranking, and below them more and more easy negatives far from every positive, as a detector has by the tens of
-thousands. Nothing about the detections changes.
+thousands. The detections do not change.
 
-For every loss the gradient on the scores is computed. First: which share of it, in absolute value, goes to the easy
-negatives? Second: how strong is what remains on the positives and hard negatives, relative to a batch without easy
-ones?
+For every loss the gradient on the scores is computed. First: which share of it, in absolute value, is on the easy
+negatives? Second: how large is the rest, on the positives and hard negatives, relative to a batch without easy
+negatives?
 """
 
 
@@ -105,28 +129,33 @@ def gradients_with(loss: Loss, scores: Tensor, targets: Tensor, easy: Tensor) ->
     return float(strength[: len(scores)].sum()), float(strength[len(scores) :].sum())
 
 
-def _verdicts(
-    accuracy: np.ndarray, precision: np.ndarray, share: dict[str, list[float]], strength: dict[str, list[float]]
-) -> list[Verdict]:
-    return [
-        Verdict(bool(accuracy[-1] > 0.999), "Accuracy ends above 0.999."),
-        Verdict(bool(np.ptp(precision) == 0), "AP does not change at all."),
-        Verdict(share["ce"][-1] > 0.9, "Easy negatives end with over 90 % of cross-entropy's gradient."),
-        Verdict(
-            share["focal"][-2] < 0.1 < share["focal"][-1],
-            "Focal loss delays it: they get under 10 % at 100,000, over 10 % at 1,000,000.",
-        ),
-        Verdict(max(share["ap"] + share["auc"]) == 0, "Ranking losses give them no gradient."),
-        Verdict(strength["auc"][-1] < 1e-3, "AUC-loss on hard boxes fades to under 1/1000."),
-        Verdict(
-            max(abs(s - 1) for s in strength["ap"]) < 1e-12, "AP-loss keeps its gradient on the hard boxes (1e-12)."
-        ),
-    ]
+def anchors_of_figure_1() -> tuple[Tensor, Tensor]:
+    """Scores below 0 (a probability below 0.5) and targets of the anchors of Figure 1."""
+    places = torch.zeros(GRID**2, dtype=torch.int64)
+    places[list(POSITIVE_RANKS)] = torch.tensor(list(POSITIVE_RANKS.values()))
+    targets = (places > 0).long()
+    places[targets == 0] = torch.tensor([k for k in range(1, GRID**2 + 1) if k not in POSITIVE_RANKS.values()])
+    return -places.double(), targets
 
 
-def _loss_plot(values: dict[str, list[float]], label: str, *, log_y: bool = False) -> str:
-    series = [
-        Series(name="cross-entropy" if name == "ce" else name, x=EASY[1:], y=y[1:], markers=True)
-        for name, y in values.items()
-    ]
-    return line_plot(series, x_label="easy negatives added", y_label=label, log_x=True, log_y=log_y)
+def _anchor_figure() -> str:
+    from matplotlib.patches import Rectangle
+
+    scores, targets = anchors_of_figure_1()
+    with new_plot(height=3.6) as plot:
+        axes = plot.axes
+        for anchor, (score, target) in enumerate(zip(scores.tolist(), targets.tolist(), strict=True)):
+            row, column = divmod(anchor, GRID)
+            colour = PALETTE[1] if target else "none"
+            axes.add_patch(Rectangle((column - 0.42, row - 0.42), 0.84, 0.84, facecolor=colour, edgecolor=INK))
+            axes.text(column, row, f"{-score:.0f}", ha="center", va="center")
+        axes.add_patch(Rectangle((0.45, 0.4), 2.1, 2.15, fill=False, edgecolor="red", linestyle="--", linewidth=2))
+        axes.set(xlim=(-0.6, GRID - 0.4), ylim=(GRID - 0.4, -0.6), aspect="equal")
+        axes.set_axis_off()
+    return plot.svg
+
+
+def _plot(curves: dict[str, list[float]] | dict[str, np.ndarray], label: str, **frame: object) -> str:
+    # The axis is logarithmic; the row without easy negatives is in the table.
+    series = [Series(name=name, x=EASY[1:], y=y[1:], markers=True) for name, y in curves.items()]
+    return line_plot(series, x_label="easy negatives added", y_label=label, log_x=True, **frame)  # type: ignore[arg-type]
