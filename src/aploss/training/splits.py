@@ -129,7 +129,7 @@ def as_started(data: RunData, training: Any, config: TrainConfig) -> RunData:
             f"batches.max_unreadable ({share:g}); bring them back, or go on without them: aploss train --resume --out "
             f"{config.out} --batches.max-unreadable {math.ceil(100 * gone / len(names)) / 100:g}"
         )
-    known, counts = now.subset([present[name] for name in kept]), now.boxes_per_image()
+    known, counts = now.subset([present[name] for name in kept]), now.boxes_per_image
     fresh = itertools.count(max(map(now.image_id, range(len(now)))) + 1)
     started = DetectionDataset(
         root=now.root,
