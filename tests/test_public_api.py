@@ -4,6 +4,7 @@
 """
 
 import inspect
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def members(kind):
                 yield name, f"{name}{parameters(member.__func__)}"
             elif inspect.isfunction(member):
                 yield name, f"{name}{parameters(member)}"
-            elif isinstance(member, property):
+            elif isinstance(member, (property, cached_property)):
                 yield name, name
 
 

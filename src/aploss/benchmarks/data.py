@@ -1,4 +1,4 @@
-"""How fast data arrives: images a second, what training waits for, and COCO-sized annotations."""
+"""Data loading speed: images per second, the time training waits for data, and COCO-sized annotations."""
 
 import itertools
 import json
@@ -36,7 +36,7 @@ def run(progress: Progress, *, quick: bool = False) -> dict[str, Any]:
     """Measures reading with augmentation, the wait of training, and loading annotations.
 
     Args:
-        progress: told what is being measured.
+        progress: called with a description of each measurement.
         quick: a few seconds in all, on less of everything; figures then say little.
 
     Returns:

@@ -6,15 +6,15 @@ fill an :class:`AnnotationBuilder`, so that the same rules apply to every format
 
 import os
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -28,6 +28,7 @@ Sample = tuple[Tensor, Target]
 
 # Boxes that exceed the image by less are rounding errors: clipped without a problem.
 ROUNDING_PIXELS = 0.5
+_PER_IMAGE = ("image_sizes", "boxes_per_image", "image_ids")
 _PER_OBJECT = ("boxes", "labels", "difficult", "crowd", "areas")
 
 
@@ -75,12 +76,14 @@ def as_rows(**columns: np.ndarray) -> list[dict[str, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class DetectionDataset(Dataset[Sample]):
     """Images with labelled boxes, stored as flat arrays: COCO's 860,000 boxes take 30 MB.
 
     Item i is ``(image, target)``: the image a uint8 tensor [3, H, W], the target a dict of tensors ``boxes`` (xyxy,
     float32 [n, 4]), ``labels`` (int64 [n], from 0), ``difficult`` and ``crowd`` (bool [n]), and ``image_id`` (int).
-    :meth:`target` gives the target alone, :attr:`annotations` the objects of all images as arrays.
+    :meth:`target` gives the target alone, :attr:`annotations` the objects of all images as metrics expect them. The
+    arguments are attributes, too, with the arrays of all images.
 
     Args:
         root: the folder that the image paths are relative to.
@@ -107,56 +110,46 @@ class DetectionDataset(Dataset[Sample]):
         (2, 2, tensor([[ 3.,  4., 20., 30.]]), array([2]))
     """
 
-    def __init__(
-        self,
-        *,
-        root: str | Path,
-        class_names: Sequence[str],
-        image_paths: Sequence[str],
-        image_sizes: ArrayLike,
-        boxes_per_image: ArrayLike,
-        boxes: ArrayLike,
-        labels: ArrayLike,
-        difficult: ArrayLike | None = None,
-        crowd: ArrayLike | None = None,
-        areas: ArrayLike | None = None,
-        image_ids: ArrayLike | None = None,
-        problems: Iterable[Problem] = (),
-        name: str | None = None,
-        split: str = "all",
-    ) -> None:
-        self.root = Path(root)
-        self.class_names = tuple(class_names)
-        self.name = self.root.resolve().name if name is None else name
-        self.split = split
-        self.problems = list(problems)
-        images, count = len(image_paths), np.size(np.asarray(labels))
-        none = np.zeros(count, bool)
-        self._paths = list(image_paths)
-        self._sizes = _array(image_sizes, np.int32, (images, 2))
-        self._boxes = _array(boxes, np.float32, (count, 4))
-        self._labels = _array(labels, np.int64, (count,))
-        self._difficult = _array(none if difficult is None else difficult, bool, (count,))
-        self._crowd = _array(none if crowd is None else crowd, bool, (count,))
-        box_areas = np.prod(self._boxes[:, 2:] - self._boxes[:, :2], axis=1)
-        self._areas = _array(box_areas if areas is None else areas, np.float32, (count,))
-        self._ids = _array(np.arange(1, images + 1) if image_ids is None else image_ids, np.int64, (images,))
-        self._starts = np.concatenate([[0], np.cumsum(_array(boxes_per_image, np.int64, (images,)))])
-        self._validate()
+    root: Path
+    class_names: tuple[str, ...]
+    image_paths: list[str]
+    image_sizes: Any
+    boxes_per_image: Any
+    boxes: Any
+    labels: Any
+    difficult: Any = None
+    crowd: Any = None
+    areas: Any = None
+    image_ids: Any = None
+    problems: list[Problem] = field(default_factory=list)
+    name: str = ""
+    split: str = "all"
 
-    def _validate(self) -> None:
-        count, classes = len(self._boxes), len(self.class_names)
+    def __post_init__(self) -> None:
+        self.root, self.class_names = Path(self.root), tuple(self.class_names)
+        self.image_paths, self.problems = list(self.image_paths), list(self.problems)
+        self.name = self.name or self.root.resolve().name
+        images, count = len(self.image_paths), np.size(np.asarray(self.labels))
+        self.image_sizes = _array(self.image_sizes, np.int32, (images, 2))
+        self.boxes_per_image = _array(self.boxes_per_image, np.int64, (images,))
+        self.boxes = _array(self.boxes, np.float32, (count, 4))
+        self.labels = _array(self.labels, np.int64, (count,))
+        self.difficult = _array(self.difficult, bool, (count,), default=np.zeros(count))
+        self.crowd = _array(self.crowd, bool, (count,), default=np.zeros(count))
+        self.areas = _array(self.areas, np.float32, (count,), default=np.prod(self.boxes[:, 2:] - self.boxes[:, :2], 1))
+        self.image_ids = _array(self.image_ids, np.int64, (images,), default=np.arange(1, images + 1))
+        self._starts = np.concatenate([[0], np.cumsum(self.boxes_per_image)])
         if self._starts[-1] != count:
             raise DataError(f"boxes_per_image counts {self._starts[-1]} boxes, but there are {count}")
-        if len(set(self.class_names)) != classes:
+        if len(set(self.class_names)) != self.num_classes:
             raise DataError(f"class names must be distinct, got {', '.join(self.class_names)}")
-        if count and not 0 <= self._labels.min() <= self._labels.max() < classes:
-            raise DataError(f"labels must be in 0..{classes - 1}")
-        if len(self._ids) and (self._ids.min() < 1 or len(np.unique(self._ids)) < len(self._ids)):
+        if count and not 0 <= self.labels.min() <= self.labels.max() < self.num_classes:
+            raise DataError(f"labels must be in 0..{self.num_classes - 1}")
+        if images and (self.image_ids.min() < 1 or len(np.unique(self.image_ids)) < images):
             raise DataError("image ids must be distinct and at least 1")
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self.image_paths)
 
     def __getitem__(self, index: int) -> Sample:
         return read_image(self.image_path(index), size=self.image_size(index)), self.target(index)
@@ -167,7 +160,7 @@ class DetectionDataset(Dataset[Sample]):
             raise IndexError(f"image {index} of {len(self)}")
         index %= len(self)
         rows = slice(int(self._starts[index]), int(self._starts[index + 1]))
-        columns = {name: getattr(self, f"_{name}")[rows] for name in ("boxes", "labels", "difficult", "crowd")}
+        columns = {name: getattr(self, name)[rows] for name in ("boxes", "labels", "difficult", "crowd")}
         return {**{name: torch.tensor(column) for name, column in columns.items()}, "image_id": self.image_id(index)}
 
     def __repr__(self) -> str:
@@ -182,42 +175,38 @@ class DetectionDataset(Dataset[Sample]):
     @property
     def num_boxes(self) -> int:
         """The number of boxes in all images."""
-        return len(self._boxes)
+        return len(self.boxes)
 
     @cached_property
     def annotations(self) -> Annotations:
         """The objects of all images, image after image, as metrics expect them; category ids are labels + 1."""
-        corners = self._boxes.astype(np.float64)  # exact: x + w gives x2 back
+        corners = self.boxes.astype(np.float64)  # exact: x + w gives x2 back
         return Annotations(
-            image_ids=np.repeat(self._ids, self.boxes_per_image()),
-            category_ids=self._labels + 1,
+            image_ids=np.repeat(self.image_ids, self.boxes_per_image),
+            category_ids=self.labels + 1,
             xywh=np.concatenate([corners[:, :2], corners[:, 2:] - corners[:, :2]], axis=1),
-            areas=self._areas.astype(np.float64),
-            crowd=self._crowd,
-            difficult=self._difficult,
-            images=np.sort(self._ids),
+            areas=self.areas.astype(np.float64),
+            crowd=self.crowd,
+            difficult=self.difficult,
+            images=np.sort(self.image_ids),
             categories=dict(enumerate(self.class_names, start=1)),
         )
 
-    def boxes_per_image(self) -> NDArray[np.int64]:
-        """The number of boxes of each image, int64 [n]."""
-        return np.diff(self._starts)
-
     def image_id(self, index: int) -> int:
         """The image's id: distinct, at least 1, the same whenever the dataset is loaded."""
-        return int(self._ids[index])
+        return int(self.image_ids[index])
 
     def image_path(self, index: int) -> Path:
         """The path of the image file."""
-        return self.root / self._paths[index]
+        return self.root / self.image_paths[index]
 
     def relative_path(self, index: int) -> str:
         """The path of the image file relative to :attr:`root`."""
-        return self._paths[index]
+        return self.image_paths[index]
 
     def image_size(self, index: int) -> tuple[int, int]:
         """(width, height) as annotated, or read from the file if the annotation has none."""
-        width, height = self._sizes[index].tolist()
+        width, height = self.image_sizes[index].tolist()
         return width, height
 
     def to_coco(self) -> dict[str, Any]:
@@ -229,9 +218,9 @@ class DetectionDataset(Dataset[Sample]):
             ``categories`` (ids 1..K).
         """
         table = self.annotations
-        widths, heights = self._sizes.T
+        names, (widths, heights) = np.array(self.image_paths, object), self.image_sizes.T
         return {
-            "images": as_rows(id=self._ids, file_name=np.array(self._paths, object), width=widths, height=heights),
+            "images": as_rows(id=self.image_ids, file_name=names, width=widths, height=heights),
             "annotations": as_rows(
                 id=np.arange(1, len(table) + 1),
                 image_id=table.image_ids,
@@ -254,20 +243,15 @@ class DetectionDataset(Dataset[Sample]):
         chosen = np.asarray(indices, dtype=np.int64).reshape(-1)
         if len(chosen) and not 0 <= chosen.min() <= chosen.max() < len(self):
             raise DataError(f"a subset's indices must be in 0..{len(self) - 1}")
-        counts = self.boxes_per_image()[chosen]
+        counts = self.boxes_per_image[chosen]
         starts = np.cumsum(counts) - counts  # where each image's boxes begin in the subset
         rows = np.arange(counts.sum()) + np.repeat(self._starts[chosen] - starts, counts)
-        return DetectionDataset(
-            root=self.root,
-            class_names=self.class_names,
-            image_paths=[self._paths[i] for i in chosen.tolist()],
-            image_sizes=self._sizes[chosen],
-            boxes_per_image=counts,
-            image_ids=self._ids[chosen],
-            problems=self.problems,
-            name=self.name,
+        return replace(
+            self,
+            image_paths=[self.image_paths[i] for i in chosen.tolist()],
             split=self.split if split is None else split,
-            **{column: getattr(self, f"_{column}")[rows] for column in _PER_OBJECT},
+            **{column: getattr(self, column)[chosen] for column in _PER_IMAGE},
+            **{column: getattr(self, column)[rows] for column in _PER_OBJECT},
         )
 
 
@@ -284,32 +268,22 @@ def concatenate(parts: Sequence[DetectionDataset], *, split: str) -> DetectionDa
     fresh = []
     for part in parts:
         prefix = part.root.resolve().relative_to(root)
-        full = [(prefix / path).as_posix() for path in part._paths]
+        full = [(prefix / path).as_posix() for path in part.image_paths]
         new = [i for i, path in enumerate(full) if path not in paths]
         paths |= dict.fromkeys(full)
         fresh.append(part if len(new) == len(part) else part.subset(new))
 
-    def joined(column: str) -> NDArray[Any]:
-        return np.concatenate([getattr(part, column) for part in fresh])
-
-    ids = joined("_ids")
-    columns: dict[str, Any] = {column: joined(f"_{column}") for column in _PER_OBJECT}
-    return DetectionDataset(
-        root=root,
-        class_names=parts[0].class_names,
-        image_paths=list(paths),
-        image_sizes=joined("_sizes"),
-        boxes_per_image=np.concatenate([part.boxes_per_image() for part in fresh]),
-        image_ids=ids if len(np.unique(ids)) == len(ids) else None,
-        problems=list(dict.fromkeys(problem for part in parts for problem in part.problems)),
-        name=parts[0].name,
-        split=split,
-        **columns,
-    )
+    columns: dict[str, Any] = {
+        name: np.concatenate([getattr(part, name) for part in fresh]) for name in (*_PER_IMAGE, *_PER_OBJECT)
+    }
+    if len(np.unique(columns["image_ids"])) < len(paths):
+        columns["image_ids"] = np.arange(1, len(paths) + 1)
+    problems = list(dict.fromkeys(problem for part in parts for problem in part.problems))
+    return replace(parts[0], root=root, image_paths=list(paths), problems=problems, split=split, **columns)
 
 
-def _array(values: ArrayLike, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
-    array = np.ascontiguousarray(values, dtype=dtype)
+def _array(values: Any, dtype: Any, shape: tuple[int, ...], *, default: Any = None) -> NDArray[Any]:
+    array = np.ascontiguousarray(default if values is None else values, dtype=dtype)
     if array.size == 0 and 0 in shape:
         return array.reshape(shape)
     if array.shape != shape:
@@ -427,7 +401,7 @@ class AnnotationBuilder:
         box_areas = np.prod(boxes[rows, 2:] - boxes[rows, :2], axis=1)
         return DetectionDataset(
             root=self.folder.root,
-            class_names=class_names,
+            class_names=tuple(class_names),
             image_paths=self.paths,
             image_sizes=sizes,
             boxes_per_image=np.bincount(image_of_box[rows], minlength=len(sizes)),

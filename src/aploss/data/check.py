@@ -54,7 +54,7 @@ def split_statistics(parts: Sequence[DetectionDataset]) -> SplitStatistics:
         counts = np.bincount(part.annotations.category_ids - 1, minlength=part.num_classes)
         of_class.update(dict(zip(part.class_names, counts.tolist(), strict=True)))
     sides = np.concatenate([np.zeros((0, 2)), *(part.annotations.xywh[:, 2:] for part in parts)])
-    per_image = np.concatenate([np.zeros(0, int), *(part.boxes_per_image() for part in parts)])
+    per_image = np.concatenate([np.zeros(0, int), *(part.boxes_per_image for part in parts)])
     sizes = [part.image_size(i) for part in parts for i in range(len(part))] or [(0, 0)]
     return SplitStatistics(
         images=len(per_image),

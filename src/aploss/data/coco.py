@@ -174,7 +174,7 @@ def _columns(entry: Any, scored: bool, lenient: bool) -> tuple[Any, ...]:
         message = f": 'bbox' is {shown(entry.bbox)}, expected [x, y, width, height]"
         raise CocoEntryError("missing-coordinate", message)
     try:
-        box = [value if type(value) is float else _number(value, text=lenient) for value in entry.bbox]
+        box = [_number(value, text=lenient) for value in entry.bbox]
     except ValueError as error:
         raise CocoEntryError("non-numeric-coordinate", f": 'bbox' is {shown(entry.bbox)}: {error}") from None
     key = "score" if scored else "area"
@@ -192,7 +192,7 @@ def _columns(entry: Any, scored: bool, lenient: bool) -> tuple[Any, ...]:
 
 
 def _number(value: Any, *, text: bool) -> float:
-    if isinstance(value, np.number):
+    if type(value) is float or (type(value) is int and -(2**62) < value < 2**62) or isinstance(value, np.number):
         return float(value)
     if isinstance(value, str) and not text:
         raise ValueError(f"{value!r} is text")

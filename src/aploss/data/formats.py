@@ -212,8 +212,11 @@ def register_format(name: str) -> Callable[[FormatClass], FormatClass]:
 
 def writable_formats() -> tuple[str, ...]:
     """Names of the formats that implement ``write``, sorted."""
-    base = DataFormat.write.__func__  # type: ignore[attr-defined]
-    return tuple(sorted(name for name, one in FORMATS.items() if one.write.__func__ is not base))  # type: ignore[attr-defined]
+
+    def function(format_class: Any) -> Any:
+        return format_class.write.__func__
+
+    return tuple(sorted(name for name, one in FORMATS.items() if function(one) is not function(DataFormat)))
 
 
 # --- helpers for readers and writers --------------------------------------------------------------
