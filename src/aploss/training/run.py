@@ -327,8 +327,8 @@ def make_detector(config: TrainConfig, class_names: tuple[str, ...]) -> Detector
     the same (a softmax loss has one column more).
     """
     detector = _build(config, class_names, config.loss)
-    if config.loss != TrainConfig.loss:
-        with quiet_weights():  # what was loaded has been logged
+    if detector.uses_softmax:  # the random numbers drawn for its extra column shift the ones of later layers
+        with quiet_weights():  # the report has been logged
             reference = _build(config, class_names, TrainConfig.loss).state_dict()
         own = detector.state_dict()
         shared = {k: v for k, v in reference.items() if k in own and own[k].shape == v.shape}
