@@ -152,17 +152,6 @@ def test_resize_keeps_the_aspect_ratio_within_the_longest_side(tiny: Detector) -
     assert tiny.resize(same) is same
 
 
-def test_padding_does_not_change_what_is_found(tiny: Detector) -> None:
-    """An image beside a larger one is padded; its own detections stay but for the border."""
-    image = torch.rand(3, 128, 128)
-    with torch.inference_mode():
-        (alone,) = tiny([image])
-        beside, _ = tiny([image, torch.rand(3, 128, 256)])
-    assert beside["boxes"][:, 2].max() <= 128
-    assert (beside["boxes"][:, 2:] > beside["boxes"][:, :2]).all()
-    assert len(beside["scores"]) == len(alone["scores"]) == 100
-
-
 def test_channels_last_gives_the_same_numbers() -> None:
     torch.manual_seed(0)
     plain = build_detector("retinanet-tiny", class_names=CLASSES).eval()

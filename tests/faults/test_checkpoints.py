@@ -352,7 +352,6 @@ SOUGHT = {
     "a file": None,  # the path of one that is there
     "ImageNet": "imagenet",
     "COCO": "coco",
-    "torchvision's": "ResNet18_Weights.IMAGENET1K_V1",
     "a URL": "https://example.com/weights.pt",
     "a share": "//example.com/share/weights.pt",
 }

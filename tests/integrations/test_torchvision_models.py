@@ -4,6 +4,7 @@ import copy
 import pickle
 import warnings
 from collections import OrderedDict
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -145,6 +146,18 @@ def test_ap_loss_ranks_the_whole_batch_of_torchvisions_matches() -> None:
     positives = (seen["targets"] == 1).sum(dim=(0, 1))
     assert (positives > 0).tolist() == [True, False, True]  # labels are columns
     torch.testing.assert_close(found, ap_loss(seen["scores"], seen["targets"], delta=0.7))
+
+
+@pytest.mark.skipif("groups" not in signature(APLoss).parameters, reason="groups are not a constructor option yet")
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_of_dimension_0_rank_each_image_separately(kind: str) -> None:
+    images, targets = make_batch(kind)
+    targets[1] = targets[0]
+    model = use_loss(make_model(kind), APLoss(groups=0)).train()
+    _freeze_norms(model)
+    together = model(images, targets)["classification"]
+    alone = [model([image], [target])["classification"] for image, target in zip(images, targets, strict=True)]
+    torch.testing.assert_close(together, torch.stack(alone).mean())
 
 
 def test_log_odds_order_as_softmax_scores_do_and_are_those_of_a_binary_sigmoid() -> None:

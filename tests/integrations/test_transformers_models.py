@@ -548,32 +548,6 @@ def test_a_compiled_model_trains_with_the_loss() -> None:
     torch._dynamo.reset()
 
 
-def test_the_librarys_trainer_trains_with_the_loss(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
-    images, labels = make_batch()
-    rows = [{"pixel_values": image, "labels": label} for image, label in zip(images, labels)] * 2  # noqa: B905
-
-    def collate(batch: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "pixel_values": torch.stack([row["pixel_values"] for row in batch]),
-            "labels": [row["labels"] for row in batch],
-        }
-
-    calls: list[int] = []
-    loss = APLoss()
-    loss.register_forward_hook(lambda *_: calls.append(1))
-    model = use_loss(make_model("rt-detr"), loss)
-    settings = tf.TrainingArguments(
-        output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=3, report_to=[],
-        use_cpu=True, save_strategy="steps", save_steps=2, disable_tqdm=True,
-        remove_unused_columns=False,
-    )  # fmt: skip
-    trainer = tf.Trainer(model=model, args=settings, data_collator=collate, train_dataset=rows)
-    trainer.train()
-    assert len(calls) >= 2 * 3
-    assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
-
-
 def _class_term_of_one_process(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 2)

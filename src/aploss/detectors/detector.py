@@ -140,24 +140,10 @@ def register_detector(name: str) -> Callable[[ConfigClass], ConfigClass]:
     """Registers an architecture by name, for ``build_detector`` and the command line.
 
     Decorates a subclass of :class:`DetectorConfig`, and turns it into a frozen dataclass unless it is one.
-    :func:`~aploss.detectors.retinanet_network` builds a RetinaNet on any backbone.
+    :func:`~aploss.detectors.retinanet_network` builds a RetinaNet on any backbone (example: ``docs/detectors.md``).
 
     Raises:
         ConfigError: if the name is taken, or the class is not a subclass of :class:`DetectorConfig`.
-
-    Example:
-        >>> from torchvision.models import mobilenet_v3_small
-        >>> from torchvision.models._utils import IntermediateLayerGetter
-        >>> from aploss.detectors import build_detector, retinanet_network
-        >>> @register_detector("doc-mobilenet")
-        ... class MobileNet(DetectorConfig):
-        ...     width: float = 1.0
-        ...     def network(self, *, columns, softmax):
-        ...         layers = mobilenet_v3_small(weights=None, width_mult=self.width).features
-        ...         body = IntermediateLayerGetter(layers, {"3": "P3", "8": "P4", "12": "P5"})
-        ...         return retinanet_network(body, columns=columns, softmax=softmax)
-        >>> build_detector("doc-mobilenet", class_names=["cat"], width=0.5).name
-        'doc-mobilenet'
     """
 
     def add(config_class: ConfigClass) -> ConfigClass:

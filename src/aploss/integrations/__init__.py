@@ -28,18 +28,14 @@ def use_loss(
     model's own; copies, pickles and compiled models keep the loss. It ranks the scores [B, A, K] of the whole batch
     together, unless its options say otherwise: ``APLoss(groups=0)`` ranks each image separately.
 
-    **torchvision** (RetinaNet, FCOS, SSD and subclasses): labels are torchvision's own, the index of a column of the
-    logits. ``torch.jit.script`` gives a model for inference.
-
-    **transformers** (the DETR family, see ``docs/hugging-face.md``): the loss replaces the classification term of the
-    last layer, auxiliary layers, encoder output and denoising queries. Matched queries are the positives.
-
+    In ``transformers`` models (the DETR family, see ``docs/hugging-face.md``) the loss replaces the classification term
+    of the last layer, auxiliary layers, encoder output and denoising queries; matched queries are the positives.
     Models whose classes share a softmax with the background (SSD, DETR) are ranked by the log-odds of each class
     against everything else, which sort like the scores at inference. ``OHEMCrossEntropy`` needs such a model. The
     localisation part of ``ALRPLoss`` replaces the model's box loss (``transformers``: its GIoU loss).
 
     Args:
-        model: the detector, with any weights.
+        model: a RetinaNet, FCOS or SSD of torchvision, or a detector of ``transformers``; also of a subclass.
         loss: a loss object of this package, or any module called as ``loss(scores, targets)`` with float targets 1, 0
             and -1 (ignored). None restores the model's own loss, scores and score threshold.
         score_thresh: new score threshold of a torchvision model; 0 keeps every detection. Ranking losses determine the
@@ -84,10 +80,9 @@ def calibrate(
     Afterwards about 7 of 10 detections with score 0.7 are correct. The map is strictly increasing: detections, their
     order and AP stay the same, and so do weights and training. Copies and pickles are calibrated, too.
 
-    The score threshold of a torchvision model becomes a threshold on precision. Where that would drop detections that
-    AP needs, the threshold is lowered with a warning. ``torch.jit.script`` needs a model without calibration.
-    The calibrated ``outputs.logits`` of a ``transformers`` model are float64; keep the calibration beside the model's
-    files with :func:`calibration_of` and :func:`set_calibration`.
+    The score threshold of a torchvision model becomes a threshold on precision, unless that would drop detections that
+    AP needs: then it is lowered with a warning. ``outputs.logits`` of a ``transformers`` model are float64; save its
+    calibration beside the model's files with :func:`calibration_of` and :func:`set_calibration`.
 
     Args:
         model: a detector that :func:`use_loss` supports, trained with any loss.
@@ -119,7 +114,7 @@ def calibrate(
 
 def _is_transformers(model: Any, caller: str, *, score_thresh: float | None, **options: Any) -> bool:
     """Selects the library, after checking that it supports the model and the options that were given."""
-    if transformers_models.is_supported(model):
+    if getattr(model, "loss_type", None) in transformers_models.FAMILIES:
         if score_thresh is not None:
             raise ConfigError("score_thresh is for torchvision models; pass a threshold to post-processing instead")
         return True

@@ -44,11 +44,6 @@ CLASS_TERMS = {"labels": "loss_ce", "vfl": "loss_vfl", "mal": "loss_mal"}  # cri
 CLASS_WEIGHTS = ("weight_loss_vfl", "weight_loss_mal", "class_loss_coefficient")
 
 
-def is_supported(model: Any) -> bool:
-    """Whether a model is a detector of ``transformers`` whose loss can be replaced."""
-    return getattr(model, "loss_type", None) in FAMILIES
-
-
 def _has_softmax(model: Any) -> bool:
     return bool(model.loss_type == "ForObjectDetection")
 
@@ -173,8 +168,7 @@ class _SwappedLoss:
 def _patched_criterion(patch: Callable[[nn.Module], None]) -> Iterator[None]:
     """Patches the criterion that this thread calls.
 
-    The library's loss functions create their criterion in every call and take no argument for it, so a global forward
-    hook intercepts it. No other module is changed.
+    The library's loss functions create it in every call and take no argument for it, so a forward hook intercepts it.
     """
     thread = get_ident()
 
