@@ -77,9 +77,8 @@ class VGGDetector(DetectorConfig):
 class SSD300(VGGDetector):
     """Six feature maps of 38, 19, 10, 5, 3 and 1 pixels.
 
-    Attributes:
-        anchor_scales: by default the scales of torchvision's COCO weights; the original uses (0.1, 0.2, 0.37, 0.54,
-            0.71, 0.88, 1.05) for VOC.
+    The default scales are torchvision's for COCO; the original uses (0.1, 0.2, 0.37, 0.54, 0.71, 0.88,
+    1.05) for VOC.
     """
 
     test_size: tuple[int, int] = (300, 300)
@@ -96,11 +95,7 @@ class SSD300(VGGDetector):
 @register_detector("ssd512")
 @dataclass(frozen=True, kw_only=True)
 class SSD512(VGGDetector):
-    """conv4_3 (scaled), conv7, conv8_2 ... conv12_2 of 64, 32, 16, 8, 4, 2 and 1 pixels.
-
-    Attributes:
-        anchor_scales: by default the original's for VOC.
-    """
+    """Seven feature maps of 64, 32, 16, 8, 4, 2 and 1 pixels, with the original's scales for VOC by default."""
 
     test_size: tuple[int, int] = (512, 512)
     anchor_scales: tuple[float, ...] = (0.07, 0.15, 0.30, 0.45, 0.60, 0.75, 0.90, 1.05)

@@ -81,8 +81,8 @@ def calibrate(
     order and AP stay the same, and so do weights and training. Copies and pickles are calibrated, too.
 
     The score threshold of a torchvision model becomes a threshold on precision, unless that would drop detections that
-    AP needs: then it is lowered with a warning. ``outputs.logits`` of a ``transformers`` model are float64; save its
-    calibration beside the model's files with :func:`calibration_of` and :func:`set_calibration`.
+    AP needs: then it is lowered with a :class:`ScoreThresholdWarning`. ``outputs.logits`` of a ``transformers`` model
+    are float64; save its calibration beside the model's files (:func:`calibration_of`, :func:`set_calibration`).
 
     Args:
         model: a detector that :func:`use_loss` supports, trained with any loss.
@@ -101,9 +101,6 @@ def calibrate(
     Raises:
         ConfigError: if the model or an option is not supported.
         DataError: if the images have no objects, or not one target each.
-
-    Warns:
-        ScoreThresholdWarning: if the model's threshold was lowered.
     """
     if _is_transformers(model, "calibrate", score_thresh=score_thresh, keep_ap_at=keep_ap_at):
         transformers_models.calibrate(model, images, targets, iou=iou, keep_ap_at=keep_ap_at)

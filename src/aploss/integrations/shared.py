@@ -40,7 +40,7 @@ def check_loss(loss: object, model: nn.Module, *, has_background: bool) -> None:
 def labels_from_matches(matches: Tensor, classes: Sequence[Tensor], boxes: Sequence[Tensor]) -> AnchorLabels:
     """Labels from matches [B, A]: the index of an object of the image, ``NEGATIVE`` or ``IGNORED``.
 
-    ``classes`` [n], counted from 0, and ``boxes`` [n, 4] are those of each image's n objects.
+    ``classes`` [n], counted from 0, and ``boxes`` [n, 4] describe the n objects of each image.
     """
     images, anchors = (matches >= 0).nonzero(as_tuple=True)
     chosen = [row[row >= 0] for row in matches]
