@@ -14,7 +14,7 @@ from torchvision.ops import box_convert
 
 from aploss import APLoss
 from aploss.data import builtin_dataset
-from aploss.detectors import use_loss
+from aploss.integrations import use_loss
 
 hf.set_seed(0)
 dataset = builtin_dataset("train", counts=(16, 4, 4))

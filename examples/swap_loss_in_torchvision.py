@@ -7,7 +7,7 @@ import torch
 from torchvision.models.detection import ssdlite320_mobilenet_v3_large
 
 from aploss.data import builtin_dataset, make_training_loader
-from aploss.detectors import use_loss
+from aploss.integrations import use_loss
 from aploss.losses import APLoss
 
 torch.manual_seed(0)

@@ -15,7 +15,7 @@ from torchvision.models.detection import ssdlite320_mobilenet_v3_large
 
 from aploss import APLoss
 from aploss.data import builtin_dataset, make_training_loader
-from aploss.detectors import use_loss
+from aploss.integrations import use_loss
 
 ACCUMULATE = 2  # batches per step of the optimizer; each of them is ranked alone
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -17,9 +17,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Files that take longest, first, so that no process has one of them left when the others are done. The first two go to
 # different processes: one compiles the losses for this processor, while the other, which does not, leaves it to that.
 LONGEST = (
-    "test_engine", "test_triton", "test_hugging_face", "test_backbones", "test_examples", "test_export",
+    "test_engine", "test_triton", "test_transformers_models", "test_backbones", "test_examples", "test_export",
     "test_losses", "test_ap_loss", "test_distributed", "test_run", "test_loop", "test_plugins", "test_signals",
-    "test_processes", "test_swap_loss", "test_notebooks", "test_scaling", "test_measures", "test_run_report",
+    "test_processes", "test_torchvision_models", "test_notebooks", "test_scaling", "test_measures", "test_run_report",
     "test_browser", "test_readme", "test_run_folder",
 )  # fmt: skip
 

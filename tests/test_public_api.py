@@ -13,6 +13,7 @@ PACKAGES = (
     "aploss",
     "aploss.losses",
     "aploss.detectors",
+    "aploss.integrations",
     "aploss.data",
     "aploss.evaluation",
     "aploss.training",

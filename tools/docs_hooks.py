@@ -21,8 +21,8 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[1]
 # Those with names of their own; `aploss` has the names of `aploss.losses`.
 PACKAGES = (
-    "aploss.losses", "aploss.detectors", "aploss.data", "aploss.evaluation", "aploss.training", "aploss.theory",
-    "aploss.registry", "aploss.errors",
+    "aploss.losses", "aploss.detectors", "aploss.integrations", "aploss.data", "aploss.evaluation", "aploss.training",
+    "aploss.theory", "aploss.registry", "aploss.errors",
 )  # fmt: skip
 # file of the repository → page of the site
 ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "SECURITY.md": "security.md"}

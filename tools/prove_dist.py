@@ -30,7 +30,7 @@ assert "site-packages" in aploss.__file__, aploss.__file__
 USE_HUGGING_FACE = """
 import torch, transformers as tf
 from aploss import APLoss
-from aploss.detectors import use_loss
+from aploss.integrations import use_loss
 backbone = tf.RTDetrResNetConfig(embedding_size=8, hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], layer_type="basic",
                                  out_features=["stage2", "stage3", "stage4"])
 model = tf.RTDetrForObjectDetection(tf.RTDetrConfig(

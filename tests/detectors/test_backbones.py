@@ -4,27 +4,21 @@ import pytest
 import torch
 
 from aploss.detectors import build_detector, load, register_detector, save_detector
-from aploss.detectors.backbones import TimmRetinaNet
+from aploss.detectors.retinanet import TimmRetinaNet
 from aploss.errors import ConfigError, RunError
 
 KINDS = ["resnet10t", "convnext_atto", "pvt_v2_b0", "swin_tiny_patch4_window7_224"]
-# ResNets are exported by test_export.py; Swin is exported, too, but that takes minutes.
-EXPORTED = ["convnext_of_one_block_a_stage", "pvt_v2_of_one_block_a_stage"]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def timm():
-    """The package, which takes seconds to import, with smaller models of two kinds."""
+    """The package, which takes seconds to import, with a small ConvNeXt."""
     timm = pytest.importorskip("timm", reason="timm is not installed")
 
     def convnext_of_one_block_a_stage(**options):
         return timm.models.convnext_atto(depths=(1, 1, 1, 1), **options)
 
-    def pvt_v2_of_one_block_a_stage(**options):
-        return timm.models.pvt_v2_b0(depths=(1, 1, 1, 1), **options)
-
     timm.models.register_model(convnext_of_one_block_a_stage)
-    timm.models.register_model(pvt_v2_of_one_block_a_stage)
     return timm
 
 
@@ -66,23 +60,17 @@ def test_a_backbone_trains_a_step_and_comes_back_from_a_file(backbone, tmp_path)
             assert torch.equal(mine["boxes"], theirs["boxes"])
 
 
-@pytest.mark.parametrize("backbone", EXPORTED)
-def test_an_exported_backbone_detects_the_same(backbone, short_heads, tmp_path):
+def test_an_exported_backbone_detects_the_same(short_heads, tmp_path):
     pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
     from aploss.detectors.export import OnnxDetector, export_onnx
 
-    detector = make(backbone, short_heads).eval()
+    detector = make("convnext_of_one_block_a_stage", short_heads).eval()
     export_onnx(detector, tmp_path / "model.onnx")
     image = torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         (mine,) = detector([image])
     (theirs,) = OnnxDetector(tmp_path / "model.onnx").detect([image])
     assert torch.allclose(mine["scores"][:10], torch.as_tensor(theirs["scores"][:10]), atol=1e-4)
-
-
-def test_images_are_normalised_as_the_model_was_trained():
-    detector = make("tf_efficientnet_lite0")
-    assert detector.image_mean.flatten().tolist() == [0.5, 0.5, 0.5]
 
 
 def test_weights_of_the_classifier_go_into_the_backbone(timm, tmp_path):
@@ -110,5 +98,5 @@ def test_without_a_network_the_message_says_what_to_fetch(timm, monkeypatch):
 
     create = timm.create_model
     monkeypatch.setattr(timm, "create_model", no_network)
-    with pytest.raises(RunError, match=r"fetch .* elsewhere and name the file"):
+    with pytest.raises(RunError, match="use the file as weights"):
         make("resnet10t", weights="imagenet")

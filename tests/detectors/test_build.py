@@ -15,9 +15,9 @@ from torchvision.models.feature_extraction import create_feature_extractor
 import aploss.detectors
 from aploss.detectors import (
     DETECTOR_NAMES,
-    LOSS_NAMES,
     Detector,
     DetectorConfig,
+    Network,
     build_detector,
     load,
     make_loss,
@@ -26,9 +26,12 @@ from aploss.detectors import (
     save_detector,
 )
 from aploss.detectors.build import detector_options
+from aploss.detectors.retinanet import TinyRetinaNet
 from aploss.errors import ConfigError
 from aploss.losses import APLoss, LossTraits, register_loss
 from aploss.registry import load_plugins
+from aploss.training.config import TrainConfig
+from aploss.training.run import make_detector
 
 PLUGIN = """
 from torchvision.models import mobilenet_v3_small
@@ -63,21 +66,12 @@ def test_config_is_plain_and_rebuilds_the_same_detector(name: str) -> None:
     assert isinstance(again, Detector)
 
 
-@pytest.mark.parametrize("loss", LOSS_NAMES)
-def test_every_loss_is_rebuilt_by_name(loss: str) -> None:
-    detector = build_detector("retinanet-tiny", class_names=["a"], loss=loss)
-    again = build_detector(**detector.config)
-    assert again.loss_name == detector.loss_name == loss
-    assert again.criterion.box_weight == detector.criterion.box_weight
-    assert detector.score_threshold is None
-
-
 def test_loss_object_is_used_as_it_is() -> None:
     loss = APLoss(delta=2.0)
     detector = build_detector("retinanet-tiny", class_names=["a"], loss=loss)
     assert detector.criterion.loss is loss
     assert detector.config["loss_options"]["delta"] == 2.0
-    with pytest.raises(ConfigError, match="loss_options go with a loss by name"):
+    with pytest.raises(ConfigError):
         build_detector("retinanet-tiny", class_names=["a"], loss=loss, loss_options={"delta": 1.0})
 
 
@@ -89,23 +83,12 @@ def test_detector_with_a_loss_of_the_users_own_is_rebuilt_for_inference() -> Non
         assert len(again(torch.rand(1, 3, 64, 64))) == 1
 
 
-def test_wrong_names_and_options_are_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError, match="no detector 'yolo'; choose one of: retinanet-tiny"):
-        build_detector("yolo", class_names=["a"])
+def test_wrong_names_and_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="retinanet-tiny has no option 'norm'; it has: anchors"):
         build_detector("retinanet-tiny", class_names=["a"], norm="group")
-    with pytest.raises(ConfigError, match="class_names is empty"):
-        build_detector("retinanet-tiny", class_names=[])
-
-
-def test_options_of_a_detector_are_told() -> None:
-    assert detector_options("retinanet-r50")[:4] == ("norm", "anchors_per_cell", "anchor_grid", "trainable_stages")
-    assert "test_size" in detector_options("ssd512")
-
-
-def test_state_has_weights_of_backbone_and_head_alone() -> None:
-    state = build_detector("retinanet-tiny", class_names=["a"]).state_dict()
-    assert {name.split(".")[0] for name in state} == {"backbone", "head"}
+    for name, classes in (("yolo", ["a"]), ("retinanet-tiny", []), ("retinanet-tiny", "ab")):
+        with pytest.raises(ConfigError):
+            build_detector(name, class_names=classes)
 
 
 def test_weights_of_our_own_keep_the_architecture_they_were_trained_with(tmp_path: Path) -> None:
@@ -117,11 +100,6 @@ def test_weights_of_our_own_keep_the_architecture_they_were_trained_with(tmp_pat
     assert further.config["norm"] == "group"
     assert further.config["anchors_per_cell"] == 9
     assert torch.equal(further.backbone.body.conv1.weight, trained.backbone.body.conv1.weight)
-
-
-def test_no_weights_can_be_said_in_a_word() -> None:
-    detector = build_detector("retinanet-r18", class_names=["a"], weights="none")
-    assert detector.config["norm"] == "group"  # not frozen as with weights
 
 
 def test_a_detector_in_a_file_of_the_user_trains_saves_and_predicts(
@@ -154,7 +132,7 @@ def test_the_backbone_may_give_a_list_of_maps_and_its_strides_are_found() -> Non
     ]
     assert network.head.classification_head.cls_logits.out_channels == 6 * 2
     skipping = create_feature_extractor(resnet18(weights=None), {"layer1": "a", "layer3": "b"})
-    with pytest.raises(ConfigError, match="half the size of the one before, got strides 4, 16"):
+    with pytest.raises(ConfigError, match="got strides 4, 16"):
         retinanet_network(skipping, columns=2, softmax=False)
 
 
@@ -168,13 +146,13 @@ class _AsList(nn.Module):
 
 
 def test_names_are_taken_once_and_only_configs_are_detectors() -> None:
-    with pytest.raises(ConfigError, match="there is a detector 'ssd300' already"):
+    with pytest.raises(ConfigError):
 
         @register_detector("ssd300")
         class Mine(DetectorConfig):
             pass
 
-    with pytest.raises(ConfigError, match="takes a subclass of DetectorConfig, got 'Linear'"):
+    with pytest.raises(ConfigError):
         register_detector("linear")(nn.Linear)  # type: ignore[type-var]
 
 
@@ -182,9 +160,17 @@ def test_the_config_of_a_detector_is_frozen_and_checked() -> None:
     architecture = build_detector("ssd300", class_names=["a"]).architecture
     with pytest.raises(FrozenInstanceError):
         architecture.nms_iou = 0.9  # type: ignore[misc]
-    for size in ((300,), (0, 100), 300, ("a", "b")):
-        with pytest.raises(ConfigError, match="test_size must be two numbers"):
-            build_detector("ssd300", class_names=["a"], test_size=size)
+    wrong = [("test_size", value) for value in ((300,), (0, 100), 300, ("a", "b"))]
+    wrong += [
+        ("nms_iou", 2),
+        ("nms_iou", None),
+        ("topk_per_level", True),
+        ("score_threshold", -1),
+        ("channels_last", 1),
+    ]
+    for option, value in wrong:
+        with pytest.raises(ConfigError, match=option):
+            build_detector("ssd300", class_names=["a"], **{option: value})
 
 
 def test_a_config_of_earlier_versions_builds_the_same_detector() -> None:
@@ -197,8 +183,11 @@ def test_a_config_of_earlier_versions_builds_the_same_detector() -> None:
         "detections_per_image": 100, "channels_last": False,
     }  # fmt: skip
     detector = build_detector(**config)
+    loss_options = detector.config["loss_options"]
+    assert (loss_options["delta"], loss_options["interpolated"]) == (0.5, True)
     assert {**detector.config, "test_size": [600, 1000]} == {
         **config, "norm": "group", "anchor_grid": "exact", "trainable_stages": 5, "assigner": "iou",
+        "loss_options": loss_options,
     }  # fmt: skip
 
 
@@ -222,7 +211,7 @@ def test_a_registered_loss_is_built_described_and_listed() -> None:
     assert (detector.criterion.box_loss, detector.criterion.box_weight) == ("giou", 2.0)
     assert detector.config["loss"] == detector.loss_name == "mean-of-positives"
     assert detector.config["loss_options"] == {"scale": 3.0}
-    with pytest.raises(ConfigError, match="has no option 'process_group'; it has: scale, offset"):
+    with pytest.raises(ConfigError):
         make_loss("mean-of-positives", process_group=None)
 
 
@@ -235,3 +224,39 @@ def test_a_softmax_loss_of_the_users_own_is_rebuilt_with_its_background_column()
     again = build_detector(**detector.config)
     again.load_state_dict(detector.state_dict())
     assert again.uses_softmax
+
+
+def test_the_initial_weights_do_not_depend_on_the_loss() -> None:
+    """Also if a loss draws random numbers for parameters of its own."""
+
+    @register_loss("random-scale")
+    class RandomScale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(3))
+
+    states = []
+    for loss in ("ap", "focal", "random-scale"):
+        torch.manual_seed(0)
+        states.append(build_detector("retinanet-tiny", class_names=["a"], loss=loss).head.state_dict())
+    assert all(torch.equal(value, other[name]) for other in states[1:] for name, value in states[0].items())
+
+
+def test_training_builds_the_network_once_and_every_loss_starts_from_the_same_weights() -> None:
+    """A softmax loss builds it twice: its extra column shifts the random numbers of later layers."""
+    built = []
+
+    @register_detector("retinanet-counted")
+    class Counted(TinyRetinaNet):
+        def network(self, **options: Any) -> Network:
+            built.append(options)
+            return super().network(**options)
+
+    states = {}
+    for loss, times in (("ap", 1), ("focal", 1), ("rank-sort", 1), ("ce-ohem", 2)):
+        built.clear()
+        states[loss] = make_detector(TrainConfig(detector="retinanet-counted", loss=loss), ("a", "b")).state_dict()
+        assert len(built) == times, loss
+    for name, value in states["ap"].items():
+        assert torch.equal(states["focal"][name], value)
+        assert torch.equal(states["ce-ohem"][name], value) or "cls_logits" in name

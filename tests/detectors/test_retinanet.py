@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchvision.models.detection import retinanet_resnet50_fpn, retinanet_resnet50_fpn_v2
+from torchvision.models.detection import retinanet_resnet50_fpn
 from torchvision.ops import FrozenBatchNorm2d
 
 from aploss.detectors.build import build_detector
@@ -40,12 +40,6 @@ def test_torchvisions_weights_fit() -> None:
 
 def _normalisation(model: Any) -> tuple[list[float], list[float]]:
     return model.transform.image_mean, model.transform.image_std
-
-
-def test_heads_with_group_norm_are_those_of_torchvisions_second_version() -> None:
-    theirs = retinanet_resnet50_fpn_v2(weights=None, weights_backbone=None, num_classes=3)
-    ours = build_detector("retinanet-r50", class_names=CLASSES, norm="group", anchors_per_cell=9)
-    assert set(ours.head.state_dict()) == set(theirs.head.state_dict())
 
 
 def test_paper_has_six_anchors_a_cell_of_two_octave_scales_and_three_ratios() -> None:
@@ -112,8 +106,6 @@ def test_frozen_stages_have_no_gradients() -> None:
     frozen = {n for n, p in detector.named_parameters() if not p.requires_grad}
     assert frozen
     assert all(n.startswith(("backbone.body.conv1", "backbone.body.bn1", "backbone.body.layer1")) for n in frozen)
-    with pytest.raises(ConfigError, match=r"trainable_stages must be 0\.\.5"):
-        build_detector("retinanet-r18", class_names=CLASSES, trainable_stages=6)
 
 
 def test_feature_sizes_are_those_of_the_real_feature_maps(tiny: Detector) -> None:
@@ -160,24 +152,6 @@ def test_resize_keeps_the_aspect_ratio_within_the_longest_side(tiny: Detector) -
     assert tiny.resize(same) is same
 
 
-def test_padding_does_not_change_what_is_found(tiny: Detector) -> None:
-    """An image beside a larger one is padded; its own detections stay but for the border."""
-    image = torch.rand(3, 128, 128)
-    with torch.inference_mode():
-        (alone,) = tiny([image])
-        beside, _ = tiny([image, torch.rand(3, 128, 256)])
-    assert beside["boxes"][:, 2].max() <= 128
-    assert (beside["boxes"][:, 2:] > beside["boxes"][:, :2]).all()
-    assert len(beside["scores"]) == len(alone["scores"]) == 100
-
-
-def test_batch_and_list_give_the_same_detections(tiny: Detector) -> None:
-    images = torch.rand(2, 3, 128, 160)
-    with torch.inference_mode():
-        for one, other in zip(tiny(images), tiny(list(images)), strict=True):
-            assert torch.equal(one["boxes"], other["boxes"])
-
-
 def test_channels_last_gives_the_same_numbers() -> None:
     torch.manual_seed(0)
     plain = build_detector("retinanet-tiny", class_names=CLASSES).eval()
@@ -189,14 +163,12 @@ def test_channels_last_gives_the_same_numbers() -> None:
         torch.testing.assert_close(plain.heads(images), last.heads(images), rtol=1e-4, atol=1e-5)
 
 
-def test_mistakes_are_named(tiny: Detector) -> None:
-    with pytest.raises(DataError, match="needs targets"):
-        copy.deepcopy(tiny).train()(torch.rand(1, 3, 64, 64))
-    with pytest.raises(DataError, match="at least one image"):
-        tiny([])
-    with pytest.raises(DataError, match=r"floats in \[0, 1\], got torch.uint8"):
-        tiny([torch.zeros(3, 128, 128, dtype=torch.uint8)])
-    with pytest.raises(ConfigError, match="norm must be one of frozen-bn, group, batch"):
-        build_detector("retinanet-r18", class_names=CLASSES, norm="layer")
-    with pytest.raises(ConfigError, match="anchors_per_cell must be 6 or 9"):
-        build_detector("retinanet-tiny", class_names=CLASSES, anchors_per_cell=3)
+def test_mistakes_are_refused(tiny: Detector) -> None:
+    with pytest.raises(DataError):
+        copy.deepcopy(tiny).train()(torch.rand(1, 3, 64, 64))  # no targets
+    for wrong in ([], [torch.zeros(3, 128, 128, dtype=torch.uint8)]):
+        with pytest.raises(DataError):
+            tiny(wrong)
+    for option in ({"norm": "layer"}, {"anchors_per_cell": 3}, {"anchor_grid": "other"}, {"trainable_stages": 6}):
+        with pytest.raises(ConfigError, match=next(iter(option))):
+            build_detector("retinanet-r18", class_names=CLASSES, **option)

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from aploss.detectors import LOSS_NAMES, Criterion, Detector, build_detector, make_loss
+from aploss.detectors import LOSS_NAMES, Detector, build_detector
 
 SIZE = 64
 CLASSES = ["a", "b", "c", "d", "e"]
@@ -51,38 +50,6 @@ def test_every_loss_gives_finite_gradients_for_any_number_of_objects(
             assert heads_that_learn(detector) == {"classification", "regression"}, case
 
 
-@pytest.mark.parametrize("name", ["retinanet-r18", "ssd300"])
-def test_full_size_detectors_get_finite_gradients_from_every_loss(name: str, make_target: Callable[..., Any]) -> None:
-    """One pass through the network; each loss then sends its own gradient back to the heads."""
-    torch.manual_seed(0)
-    size = 300 if name == "ssd300" else 128
-    options = {"norm": "frozen-bn"} if name == "retinanet-r18" else {}
-    detector = build_detector(name, class_names=CLASSES, **options)
-    logits, deltas = detector.heads(torch.rand(1, 3, size, size))
-    anchors = torch.cat(detector.anchors_for(size, size))
-    targets = [make_target(4, size=size)]
-    totals = [torch.zeros_like(logits), torch.zeros_like(deltas)]
-    for loss in set(LOSS_NAMES) - {"ce-ohem"}:  # which has another number of columns
-        criterion = _with_loss(detector.criterion, make_loss(loss))
-        leaves = [logits.detach().requires_grad_(), deltas.detach().requires_grad_()]
-        gradients = torch.autograd.grad(sum(criterion(*leaves, anchors, targets).values()), leaves)
-        for total, gradient in zip(totals, gradients, strict=True):
-            assert gradient.isfinite().all(), loss
-            assert gradient.any(), loss
-            total += gradient
-    torch.autograd.backward([logits, deltas], totals)
-    check_gradients(detector)
-    assert heads_that_learn(detector) == {"classification", "regression"}
-
-
-def test_ssd300_with_softmax_gets_finite_gradients(make_target: Callable[..., Any]) -> None:
-    torch.manual_seed(0)
-    detector = build_detector("ssd300", class_names=CLASSES, loss="ce-ohem")
-    losses = detector(torch.rand(1, 3, 300, 300), [make_target(3, size=300)])
-    sum(losses.values()).backward()
-    check_gradients(detector)
-
-
 def test_images_of_different_sizes_are_trained_on_in_one_batch(make_target: Callable[..., Any]) -> None:
     detector = build_detector("retinanet-tiny", class_names=CLASSES)
     images = [torch.rand(3, 64, 96), torch.rand(3, 100, 50)]
@@ -114,19 +81,3 @@ def test_crowd_and_difficult_objects_take_no_part_in_the_loss(make_target: Calla
     losses = detector(torch.rand(1, 3, 64, 64), [target])
     assert losses["box"].item() == 0.0
     assert losses["classification"].item() == 0.0
-
-
-def _with_loss(criterion: Criterion, loss: nn.Module) -> Criterion:
-    kept = ("num_classes", "box_coder", "smooth_l1_beta", "positive_iou", "negative_iou")
-    options: dict[str, Any] = {option: getattr(criterion, option) for option in kept}
-    return Criterion(loss=loss, **options)
-
-
-def test_losses_are_those_of_the_criterion(make_target: Callable[..., Any]) -> None:
-    torch.manual_seed(0)
-    detector = build_detector("ssdlite", class_names=CLASSES, test_size=(SIZE, SIZE))
-    images, targets = torch.rand(1, 3, SIZE, SIZE), [make_target(2, size=SIZE)]
-    found: dict[str, Tensor] = detector(images, targets)
-    anchors = torch.cat(detector.anchors_for(SIZE, SIZE))
-    expected = detector.criterion(*detector.heads(images), anchors, targets)
-    torch.testing.assert_close(found, expected)

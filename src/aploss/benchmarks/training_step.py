@@ -69,7 +69,7 @@ def _models(settings: dict[str, Any]) -> dict[str, nn.Module]:
     from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
     from aploss.detectors.build import build_detector
-    from aploss.detectors.swap_loss import use_loss
+    from aploss.integrations import use_loss
     from aploss.losses import APLoss
 
     ours = build_detector(

@@ -86,10 +86,10 @@ def _run(options: Namespace) -> int:
 
 def load_detector(path: str, device: str) -> "ObjectDetector":
     """Loads the detector of a run folder, a checkpoint or a file of ``aploss export``."""
-    from aploss.detectors.export import FORMATS, load_exported
+    if path.lower().endswith(".onnx"):
+        from aploss.detectors.export import OnnxDetector
 
-    if path.endswith(tuple(FORMATS)):
-        return load_exported(path)
+        return OnnxDetector(path)
     from aploss.detectors.checkpoint import load
     from aploss.training.machine import choose_device
 

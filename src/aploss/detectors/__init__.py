@@ -1,6 +1,6 @@
 """One-stage detectors with any classification loss.
 
-Names are imported on first use, so that ``import aploss.detectors`` stays light.
+Names are imported on first use, so that ``import aploss.detectors`` is fast.
 """
 
 from importlib import import_module
@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from aploss.detectors.labels import label_anchors
     from aploss.detectors.predict import MultiScale, Prediction
     from aploss.detectors.retinanet import retinanet_network
-    from aploss.detectors.score_map import ScoreThresholdWarning, calibrate
-    from aploss.detectors.swap_loss import use_loss
+
+    ScoreThresholdWarning: Any
+    calibrate: Any
+    use_loss: Any
 
 __all__ = [
     "DETECTOR_NAMES", "LOSS_NAMES", "Criterion", "Detector", "DetectorConfig", "MultiScale", "Network", "Prediction",
@@ -24,15 +26,14 @@ __all__ = [
 ]  # fmt: skip
 
 _NAMES = {
-    "build": ("DETECTOR_NAMES", "build_detector"),
-    "checkpoint": ("load", "save_detector"),
-    "criterion": ("LOSS_NAMES", "Criterion", "make_loss"),
-    "detector": ("Detector", "DetectorConfig", "Network", "register_detector"),
-    "labels": ("label_anchors",),
-    "predict": ("MultiScale", "Prediction"),
-    "retinanet": ("retinanet_network",),
-    "score_map": ("ScoreThresholdWarning", "calibrate"),
-    "swap_loss": ("use_loss",),
+    "aploss.detectors.build": ("DETECTOR_NAMES", "build_detector"),
+    "aploss.detectors.checkpoint": ("load", "save_detector"),
+    "aploss.detectors.criterion": ("LOSS_NAMES", "Criterion", "make_loss"),
+    "aploss.detectors.detector": ("Detector", "DetectorConfig", "Network", "register_detector"),
+    "aploss.detectors.labels": ("label_anchors",),
+    "aploss.detectors.predict": ("MultiScale", "Prediction"),
+    "aploss.detectors.retinanet": ("retinanet_network",),
+    "aploss.integrations": ("ScoreThresholdWarning", "calibrate", "use_loss"),  # they were here in earlier versions
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
@@ -40,4 +41,4 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(import_module(_MODULES[name]), name)

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torchvision.models.detection._utils import BoxCoder
 
-import aploss.detectors.backbones
 import aploss.detectors.retinanet
 import aploss.detectors.ssd  # noqa: F401  # each registers its detectors
 from aploss.detectors.criterion import Criterion, make_loss
@@ -18,7 +18,7 @@ from aploss.errors import ConfigError, did_you_mean
 from aploss.losses.traits import traits_of
 
 BOX_CODER_WEIGHTS = (10.0, 10.0, 5.0, 5.0)  # regression targets are divided by .1, .1, .2, .2
-DETECTOR_NAMES: tuple[str, ...]  # with those of plugins, so it is looked up anew each time
+DETECTOR_NAMES: tuple[str, ...]  # plugins may add names later, so __getattr__ looks them up
 
 
 def __getattr__(name: str) -> Any:
@@ -40,28 +40,28 @@ def build_detector(
     weights: str | Path | None = None,
     **options: Any,
 ) -> Detector:
-    """A detector by name, with any classification loss.
+    """Builds a detector by name, with any classification loss.
 
     Args:
         name: one of ``DETECTOR_NAMES``.
         class_names: names of the K classes; label k is the k-th.
         loss: one of ``LOSS_NAMES``, or a loss object.
         loss_options: keyword arguments of a loss given by name.
-        rank_over: rank the scores of the whole batch together, or of each image or class alone.
+        rank_over: rank the scores of the whole batch together, or of each image or class separately.
         box_loss: see :class:`~aploss.detectors.criterion.Criterion`.
         box_weight: see :class:`~aploss.detectors.criterion.Criterion`.
         assigner: how anchors become positive, ``"iou"`` or ``"atss"``; see :func:`~aploss.detectors.label_anchors`.
-        weights: see :func:`~aploss.detectors.weights.load_weights`; none by default. Where options
-            are left open, the architecture is then the one that the weights were trained with, and
-            ResNets have frozen batch norm as in the paper and two frozen first stages.
-        options: of the architecture, see ``detector_options(name)``; and how detections are made,
-            see :class:`~aploss.detectors.detector.DetectorConfig`.
+        weights: initial weights, see :func:`~aploss.detectors.weights.load_weights`. They change the defaults of
+            ``options`` to the architecture that the weights were trained with; ResNets get frozen batch norm and two
+            frozen stages as in the paper.
+        options: options of the architecture, see ``detector_options(name)``, and of detection, see
+            :class:`~aploss.detectors.detector.DetectorConfig`.
 
     Returns:
-        The detector, in training mode.
+        The detector in training mode.
 
     Raises:
-        ConfigError: if there is no such detector, loss or option.
+        ConfigError: if the detector, the loss or an option does not exist.
 
     Example:
         >>> detector = build_detector("retinanet-tiny", class_names=["cat", "dog"])
@@ -70,7 +70,7 @@ def build_detector(
     """
     config_class = DETECTORS.get(name)
     if not class_names:
-        raise ConfigError("class_names is empty: a detector needs at least one class")
+        raise ConfigError("class_names is empty; a detector needs at least one class")
     listed = isinstance(class_names, Sequence) and not isinstance(class_names, str)
     if not listed or not all(isinstance(one, str) for one in class_names):
         raise ConfigError(f"class_names must be a list of names, got {class_names!r}")
@@ -79,9 +79,10 @@ def build_detector(
         options = {**_options_for_weights(config_class, str(weights)), **options}
     config = _make_config(name, config_class, options)
     if isinstance(loss, str):
-        loss = make_loss(loss, **(loss_options or {}))
+        with torch.random.fork_rng(devices=[]):  # the initial weights must not depend on the loss
+            loss = make_loss(loss, **(loss_options or {}))
     elif loss_options:
-        raise ConfigError("loss_options go with a loss by name; set the options of a loss object")
+        raise ConfigError("loss_options are for a loss given by name; pass them to the loss object instead")
     softmax = traits_of(loss).softmax
     network = config.network(columns=len(class_names) + softmax, softmax=softmax)
     criterion = Criterion(
@@ -103,7 +104,7 @@ def build_detector(
 
 
 def detector_options(name: str) -> tuple[str, ...]:
-    """Names of the options that a detector takes besides classes, losses and weights."""
+    """The names of a detector's options, besides classes, loss and weights."""
     return DETECTORS.get(name).option_names()
 
 
@@ -117,7 +118,7 @@ def _make_config(name: str, config_class: type[DetectorConfig], options: dict[st
 
 
 def _options_for_weights(config_class: type[DetectorConfig], weights: str) -> dict[str, Any]:
-    """Options under which weights fit: those they were trained with, else the architecture's."""
+    """Default options for weights: the ones they were trained with, or the architecture's for named weights."""
     if Path(weights).exists():
         from aploss.detectors.checkpoint import Checkpoint, checkpoint_file, read_torch_file, wrap_untrusted
 

@@ -1,8 +1,9 @@
-"""The training loss of a detector: its classification loss by name, and with box regression as a named dict."""
+"""The training loss of a detector: a classification loss by name, combined with a box loss."""
 
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -19,12 +20,13 @@ from aploss.losses.traits import LOSSES, LossTraits, traits_of
 
 T = TypeVar("T")
 CAUSES: tuple[Literal["score", "target", "arguments"], ...] = ("score", "target", "arguments")
-NO_WEIGHT = 1e-12  # a divisor for sums without any positive, which are 0
-DIMENSION = {"image": 0, "class": 2}  # of logits [B, A, K], whose entries are ranked alone
-LEAST_IOU = 1e-6  # a positive must keep a target above 0, or it would count as negative
+MIN_DIVISOR = 1e-12  # for sums over no positives, which are 0
+GROUP_DIMENSION = {"image": 0, "class": 2}  # dimension of logits [B, A, K] along which each entry is ranked separately
+MIN_IOU = 1e-6  # the target of a positive must be above 0, or it would count as negative
+REMOVED_OPTIONS = ("max_positives",)  # files of earlier versions have them; they did not change the loss
 CUSTOM = "custom"  # the name of a loss object that is not registered
 PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
-LOSS_NAMES: tuple[str, ...]  # with those of plugins, so it is looked up anew each time
+LOSS_NAMES: tuple[str, ...]  # plugins may add names later, so __getattr__ looks them up
 
 
 def __getattr__(name: str) -> Any:
@@ -33,36 +35,37 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-class _LossOfTheUser(nn.Module):
-    """Stands where a detector was saved with a loss object of the user's own."""
+class _CustomLossPlaceholder(nn.Module):
+    """Replaces the user's own loss object in a detector loaded from a file."""
 
-    def __init__(self, softmax: bool = False) -> None:  # on which the number of logits depends
+    def __init__(self, softmax: bool = False) -> None:  # determines the number of logits
         super().__init__()
         self.traits = LossTraits(softmax=softmax)
 
     def forward(self, scores: Tensor, targets: Tensor) -> Tensor:
         raise RunError(
-            "this detector was trained with a loss object of your own: to train it further, "
-            "set detector.criterion.loss to that object"
+            "this detector was trained with a custom loss object, which its file does not contain: "
+            "set detector.criterion.loss to train it further"
         )
 
 
 def make_loss(name: str, **options: Any) -> nn.Module:
-    """The loss of a name.
+    """Creates a loss by name.
 
     Args:
         name: one of ``LOSS_NAMES``.
-        options: the keyword arguments of its class, such as ``delta`` for ``"ap"``.
+        options: keyword arguments of its class, such as ``delta`` for ``"ap"``.
 
     Raises:
-        ConfigError: if there is no such loss or it has no such option.
+        ConfigError: if the loss or the option does not exist.
 
     Example:
         >>> make_loss("ap", delta=0.5).delta
         0.5
     """
-    loss_class = _LossOfTheUser if name == CUSTOM else LOSSES.get(name)
+    loss_class = _CustomLossPlaceholder if name == CUSTOM else LOSSES.get(name)
     allowed = _option_names(loss_class)
+    options = {key: value for key, value in options.items() if key in allowed or key not in REMOVED_OPTIONS}
     for option in options:
         if option not in allowed:
             known = f"it has: {', '.join(allowed) or 'none'}{did_you_mean(option, allowed)}"
@@ -74,10 +77,10 @@ def make_loss(name: str, **options: Any) -> nn.Module:
 
 
 def describe_loss(loss: nn.Module) -> tuple[str, dict[str, Any]]:
-    """The name and options that :func:`make_loss` would make this loss from.
+    """The name and options from which :func:`make_loss` creates an equal loss.
 
-    Options are the arguments of its constructor that it keeps as attributes and that are plain values; what belongs to
-    the running process is none. A loss object that is not registered is called ``"custom"``.
+    Options are the constructor's arguments that the loss keeps as attributes with plain values. A loss object that is
+    not registered is called ``"custom"``.
     """
     for name, loss_class in LOSSES.items():
         if type(loss) is loss_class:
@@ -93,7 +96,7 @@ def _option_names(loss_class: type) -> list[str]:
 
 
 class LossParts(NamedTuple):
-    """Classification loss, and the box loss where the classification loss brings its own."""
+    """Classification loss, and the localisation loss of losses that include one."""
 
     classification: Tensor
     localisation: Tensor | None = None
@@ -104,22 +107,21 @@ def classification_loss(
     logits: Tensor,
     labels: AnchorLabels,
     *,
-    box_losses: Callable[[], Tensor],
-    ious: Callable[[], Tensor],
+    boxes: Callable[[], Tensor],
+    box_losses: Callable[[], Tensor] | None = None,
     num_positives: float | Tensor | None = None,
     groups: int | None = None,
 ) -> LossParts:
-    """Hands a batch to a loss in the way that its traits ask for.
+    """Calls a loss on a batch in the way that its traits request.
 
     Args:
-        loss: one of ours, or any callable of ``(scores, targets)`` with targets 1, 0 and -1.
+        loss: a loss of this package, or any callable of ``(scores, targets)`` with float targets 1, 0 and -1.
         logits: [B, A, K], or [B, A, K + 1] with the background in column 0 for softmax losses.
         labels: of the B·A anchors.
-        box_losses: gives one loss per positive [P]; called if the loss needs them.
-        ious: gives one IoU of predicted and true box per positive [P]; called if needed.
-        num_positives: what losses that divide by the number of positives are to divide by, where
-            it is not their own number.
-        groups: dimension of the logits whose entries are ranked alone, for losses with ``groups``.
+        boxes: returns the predicted box of every positive [P, 4]; called only if the loss needs them.
+        box_losses: returns the box loss of every positive [P], by default GIoU; called only if the loss needs them.
+        num_positives: divisor of losses that divide by the number of positives; by default they count their own.
+        groups: dimension of the logits along which each entry is ranked separately, for losses with ``groups``.
     """
     traits = traits_of(loss)
     options: dict[str, Any] = {} if groups is None else {"groups": groups}
@@ -128,36 +130,39 @@ def classification_loss(
     if traits.softmax:
         return LossParts(loss(logits, labels.softmax_targets(), **options))
     targets = labels.ranking_targets(logits.shape[-1])
+    if not type(loss).__module__.startswith("aploss."):  # most functions of torch do not accept int8
+        targets = targets.to(logits.dtype)
     if traits.positive_targets == "box_loss":
-        return LossParts(*loss(logits, targets, box_losses(), **options))
+        values = generalized_box_iou_loss(boxes(), labels.boxes) if box_losses is None else box_losses()
+        return LossParts(*loss(logits, targets, values, **options))
     if traits.positive_targets == "iou":
         targets = targets.to(torch.float32)
-        overlaps = ious().detach().clamp(min=LEAST_IOU).float()
+        overlaps = iou_of_pairs(boxes().detach(), labels.boxes).clamp(min=MIN_IOU).float()
         targets[labels.images, labels.anchors, labels.positive_classes] = overlaps
     values = loss(logits, targets, **options)
     return LossParts(torch.stack(values).sum() if isinstance(values, tuple) else values)
 
 
 class Criterion(nn.Module):
-    """Labels the anchors and computes ``{"classification": ..., "box": ...}``.
+    """Labels the anchors of a batch and computes ``{"classification": ..., "box": ...}``.
 
-    Where ``box_loss`` and ``box_weight`` are left open, they are those of the loss's traits: for most losses smooth-L1
-    with weight 1, the mean over the positives of the batch; for Rank & Sort and aLRP GIoU, ``"balanced"``.
+    The traits of the loss provide the defaults of ``box_loss`` and ``box_weight``: for most losses smooth-L1 with
+    weight 1, averaged over the positives of the batch; for Rank & Sort and aLRP GIoU with ``"balanced"``.
 
     Args:
         loss: the classification loss.
         num_classes: K.
-        box_coder: torchvision's; its weights divide the regression targets.
-        rank_over: ``"batch"`` ranks the scores of all images and classes together (Section 3.4,
-            against score shift); ``"image"`` and ``"class"`` rank each image or class alone and
-            average over those that have positives (Section 3.1.1 argues against ``"class"``).
+        box_coder: torchvision's; its weights scale the regression targets.
+        rank_over: ``"batch"`` ranks the scores of all images and classes together (Section 3.4, against score shift);
+            ``"image"`` and ``"class"`` rank each image or class separately and average over those that have positives
+            (Section 3.1.1 argues against ``"class"``).
         box_loss: ``"smooth-l1"`` or ``"giou"``.
-        box_weight: a factor, or ``"balanced"``: the factor that makes the value of the box loss that of the
-            classification loss, anew in each step; where a loss brings its own box loss (aLRP), that of both together.
-        smooth_l1_beta: where smooth-L1 turns from square to linear.
-        positive_iou: least overlap of a positive anchor.
-        negative_iou: least overlap of an ignored anchor.
-        assigner: ``"iou"`` takes these two, ``"atss"`` finds the positives by
+        box_weight: a factor, or ``"balanced"``: in each step, the factor by which the box loss reaches the value of the
+            classification loss; for a loss with its own box loss (aLRP), the value of both together.
+        smooth_l1_beta: where smooth-L1 turns from quadratic to linear.
+        positive_iou: minimum overlap of a positive anchor.
+        negative_iou: minimum overlap of an ignored anchor.
+        assigner: ``"iou"`` uses these two, ``"atss"`` finds the positives by
             :func:`~aploss.detectors.labels.match_anchors_atss`.
     """
 
@@ -191,12 +196,12 @@ class Criterion(nn.Module):
         self._check_options()
 
     def set_process_group(self, process_group: dist.ProcessGroup) -> None:
-        """Makes the loss that of the global batch of all processes of a group.
+        """Computes the loss of the global batch of all processes of a group.
 
-        Ranking losses rank the scores of all processes together (each image alone with ``rank_over="image"``), and
-        sums are divided by the positives of all. After DDP's averaging, the weights get the
-        gradient that one process with the whole batch would give them. When one process refuses
-        its scores or targets, the others raise :class:`~aploss.losses.OtherProcessError`.
+        Ranking losses rank the scores of all processes together (with ``rank_over="image"`` each image separately), and
+        sums are divided by the positives of all. DDP's average of the gradients then equals the gradient of one process
+        with the whole batch. If one process raises an error for its scores or targets, the others raise
+        :class:`~aploss.losses.OtherProcessError`.
         """
         self.process_group = process_group
         if self._loss_ranks_across:
@@ -204,13 +209,13 @@ class Criterion(nn.Module):
 
     @property
     def _loss_ranks_across(self) -> bool:
-        """Whether the loss itself exchanges scores with the other processes, and its errors."""
+        """Whether the loss itself exchanges scores and errors with the other processes."""
         return self.rank_over != "image" and traits_of(self.loss).ranks_across_processes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Criterion":
-        """A copy, as of a moving average of weights, belongs to the same processes."""
+        """A copy, such as an EMA model, shares the process group, which cannot be copied."""
         if self.process_group is not None:
-            memo[id(self.process_group)] = self.process_group  # which cannot be copied
+            memo[id(self.process_group)] = self.process_group
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -223,41 +228,37 @@ class Criterion(nn.Module):
         anchors: Tensor | Sequence[Tensor],
         targets: Sequence[Mapping[str, Tensor]],
     ) -> dict[str, Tensor]:
-        """The losses of a batch.
+        """Computes the losses of a batch.
 
         Args:
             logits: [B, A, K], or [B, A, K + 1] with the background in column 0 for softmax losses.
-            deltas: [B, A, 4], box regressions.
-            anchors: [A, 4] in pixels of the batch, or those of each level.
-            targets: B dicts as of :func:`~aploss.detectors.label_anchors`.
+            deltas: box regressions [B, A, 4].
+            anchors: [A, 4] in pixels of the batch, or [A_l, 4] for each level.
+            targets: B dicts, see :func:`~aploss.detectors.label_anchors`.
 
         Returns:
-            ``classification`` and ``box``, weighted so that their sum is what is minimised.
+            ``classification`` and ``box``, weighted so that their sum is the training loss.
 
         Raises:
-            DataError: if there are not as many targets as images, or a label is no class.
+            DataError: if there is not one target per image, or a label is outside 0..K-1.
         """
-        labels = self._in_all(logits.device, lambda: self._label(logits, anchors, targets))
-        anchors = anchors if isinstance(anchors, Tensor) else torch.cat(list(anchors))
-        box_losses = self._box_losses(deltas, anchors, labels)
-        if self._loss_ranks_across:
-            parts = self._classify(logits, deltas, anchors, labels, box_losses)
-        else:
-            parts = self._in_all(logits.device, lambda: self._classify(logits, deltas, anchors, labels, box_losses))
+
+        def label() -> AnchorLabels:
+            self._check_targets(logits, targets)
+            return self.label(anchors, targets)
+
+        labels = self._raise_on_all_ranks(logits.device, label)
+        all_anchors = anchors if isinstance(anchors, Tensor) else torch.cat(list(anchors))
+        box_losses = self._box_losses(deltas, all_anchors, labels)
+        classify = partial(self._classify, logits, deltas, all_anchors, labels, box_losses)
+        parts = classify() if self._loss_ranks_across else self._raise_on_all_ranks(logits.device, classify)
         if parts.localisation is not None:
-            whole = parts.classification + parts.localisation
-            box = self._weighted(parts.localisation, whole)
+            box = self._weighted(parts.localisation, parts.classification + parts.localisation)
         else:
-            weights = self._weights_of_boxes(logits, labels)
-            total_weight = self._over_processes(weights.sum()).clamp(min=NO_WEIGHT)
+            weights = self._box_weights(logits, labels)
+            total_weight = self._all_reduce_mean(weights.sum()).clamp(min=MIN_DIVISOR)
             box = self._weighted((box_losses * weights).sum() / total_weight, parts.classification)
         return {"classification": parts.classification, "box": box}
-
-    def _label(
-        self, logits: Tensor, anchors: Tensor | Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]]
-    ) -> AnchorLabels:
-        self._check_targets(logits, targets)
-        return self.label(anchors, targets)
 
     def label(self, anchors: Tensor | Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]]) -> AnchorLabels:
         """The labels of the anchors of a batch, see :func:`~aploss.detectors.label_anchors`."""
@@ -269,97 +270,90 @@ class Criterion(nn.Module):
         self, logits: Tensor, deltas: Tensor, anchors: Tensor, labels: AnchorLabels, box_losses: Tensor
     ) -> LossParts:
         takes_groups = traits_of(self.loss).groups
-        groups = DIMENSION.get(self.rank_over) if takes_groups else None
 
-        def ranked(logits: Tensor, deltas: Tensor, labels: AnchorLabels, box_losses: Tensor) -> LossParts:
+        def rank(logits: Tensor, deltas: Tensor, labels: AnchorLabels, box_losses: Tensor) -> LossParts:
             return classification_loss(
                 self.loss,
                 logits,
                 labels,
+                boxes=lambda: self._decode(deltas, anchors, labels),
                 box_losses=lambda: box_losses,
-                ious=lambda: iou_of_pairs(self._decode(deltas.detach(), anchors, labels), labels.boxes),
                 num_positives=self._num_positives(labels),
-                groups=groups,
+                groups=GROUP_DIMENSION.get(self.rank_over) if takes_groups else None,
             )
 
         if takes_groups or self.rank_over == "batch":
-            return ranked(logits, deltas, labels, box_losses)
-        of_images = [
-            ranked(
-                logits[index : index + 1],
-                deltas[index : index + 1],
-                labels.of_image(index),
-                box_losses[labels.images == index],
-            )
-            for index in range(len(logits))
-        ]
-        classification = torch.stack([parts.classification for parts in of_images]).mean()
+            return rank(logits, deltas, labels, box_losses)
+        of_images = []
+        for index in range(len(logits)):
+            only, mine = slice(index, index + 1), labels.images == index
+            of_images.append(rank(logits[only], deltas[only], labels.of_image(index), box_losses[mine]))
         localisation = [parts.localisation for parts in of_images if parts.localisation is not None]
-        return LossParts(classification, torch.stack(localisation).mean() if localisation else None)
+        return LossParts(
+            torch.stack([parts.classification for parts in of_images]).mean(),
+            torch.stack(localisation).mean() if localisation else None,
+        )
 
     def _num_positives(self, labels: AnchorLabels) -> Tensor | None:
-        """The mean number of positives of a process; None where the loss counts its own."""
+        """The mean number of positives per process; None if the loss counts its own."""
         divides = traits_of(self.loss).divides_by_positives
         if self.process_group is None or self.rank_over == "image" or not divides:
             return None
         positives = torch.tensor(float(len(labels.boxes)), device=labels.boxes.device)
-        # at least 1 of all processes together, as without processes
-        return self._over_processes(positives).clamp(min=1 / dist.get_world_size(self.process_group))
+        # at least 1 in all processes together, as in a single process
+        return self._all_reduce_mean(positives).clamp(min=1 / dist.get_world_size(self.process_group))
 
     def _box_losses(self, deltas: Tensor, anchors: Tensor, labels: AnchorLabels) -> Tensor:
         """One loss per positive, float32 [P]."""
         if self.box_loss == "giou":
-            predicted = self._decode(deltas, anchors, labels)
-            box_losses: Tensor = generalized_box_iou_loss(predicted, labels.boxes)
+            box_losses: Tensor = generalized_box_iou_loss(self._decode(deltas, anchors, labels), labels.boxes)
             return box_losses
         predicted = deltas[labels.images, labels.anchors].float()
         wanted = self.box_coder.encode_single(labels.boxes, anchors[labels.anchors])
-        losses_of_sides = F.smooth_l1_loss(predicted, wanted, beta=self.smooth_l1_beta, reduction="none")
-        return losses_of_sides.sum(dim=1)
+        return F.smooth_l1_loss(predicted, wanted, beta=self.smooth_l1_beta, reduction="none").sum(dim=1)
 
     def _decode(self, deltas: Tensor, anchors: Tensor, labels: AnchorLabels) -> Tensor:
-        chosen = deltas[labels.images, labels.anchors].float()
-        boxes: Tensor = self.box_coder.decode_single(chosen, anchors[labels.anchors])
-        return boxes
+        matched = deltas[labels.images, labels.anchors].float()
+        return self.box_coder.decode_single(matched, anchors[labels.anchors])  # type: ignore[no-any-return]
 
-    def _weights_of_boxes(self, logits: Tensor, labels: AnchorLabels) -> Tensor:
+    def _box_weights(self, logits: Tensor, labels: AnchorLabels) -> Tensor:
         if traits_of(self.loss).weight_boxes_by_score:
             scores = logits[labels.images, labels.anchors, labels.positive_classes]
             return scores.detach().float().sigmoid()
         return logits.new_ones(len(labels.boxes), dtype=torch.float32)
 
-    def _weighted(self, box: Tensor, wanted_value: Tensor) -> Tensor:
+    def _weighted(self, box: Tensor, balance_with: Tensor) -> Tensor:
         if not isinstance(self.box_weight, str):
             return box * self.box_weight
-        value = self._over_processes(box.detach()).clamp(min=NO_WEIGHT)
-        return box * (wanted_value.detach() / value)
+        value = self._all_reduce_mean(box.detach()).clamp(min=MIN_DIVISOR)
+        return box * (balance_with.detach() / value)
 
-    def _over_processes(self, value: Tensor) -> Tensor:
-        """The mean of a value over the processes that rank together."""
+    def _all_reduce_mean(self, value: Tensor) -> Tensor:
         if self.process_group is None:
             return value
         value = value.clone()
         dist.all_reduce(value, group=self.process_group)
         return value / dist.get_world_size(self.process_group)
 
-    def _in_all(self, device: torch.device, compute: Callable[[], T]) -> T:
-        """Computes something that refuses bad input; when one process does, all processes raise.
+    def _raise_on_all_ranks(self, device: torch.device, compute: Callable[[], T]) -> T:
+        """Computes a value; if that raises ValueError in one process, all processes raise.
 
-        What comes next exchanges values between the processes: one that has left early would keep the others waiting.
+        Collectives follow, in which the others would wait forever for a process that has left early.
         """
         if self.process_group is None:
             return compute()
-        refused = torch.zeros(len(CAUSES), device=device)
+        failures = torch.zeros(len(CAUSES), device=device)
         result, problem = None, None
         try:
             result = compute()
         except ValueError as error:
             problem = error
-            refused[CAUSES.index(_cause(error))] = 1
-        dist.all_reduce(refused, group=self.process_group)
+            is_score, is_target = isinstance(error, NonFiniteScoresError), isinstance(error, DataError)
+            failures[CAUSES.index("score" if is_score else "target" if is_target else "arguments")] = 1
+        dist.all_reduce(failures, group=self.process_group)
         if problem is not None:
             raise problem
-        for cause, processes in zip(CAUSES, refused.tolist(), strict=True):
+        for cause, processes in zip(CAUSES, failures.tolist(), strict=True):
             if processes:
                 raise OtherProcessError(cause)
         return result  # type: ignore[return-value]  # nothing was raised here
@@ -368,14 +362,10 @@ class Criterion(nn.Module):
         if len(targets) != len(logits):
             raise DataError(f"a batch of {len(logits)} images has {len(targets)} targets")
         for index, target in enumerate(targets):
-            if len(target["labels"]) == 0:
-                continue
-            least, largest = (int(value) for value in target["labels"].aminmax())
-            if least < 0 or largest >= self.num_classes:
-                raise DataError(
-                    f"labels of image {index} of the batch are {least} to {largest}, but the "
-                    f"{self.num_classes} classes are counted from 0"
-                )
+            labels = target["labels"]
+            if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.num_classes:
+                found = f"{int(labels.min())}..{int(labels.max())}"
+                raise DataError(f"labels of image {index} must be in 0..{self.num_classes - 1}, got {found}")
 
     def _check_options(self) -> None:
         choices = {
@@ -387,23 +377,16 @@ class Criterion(nn.Module):
             if (value := getattr(self, option)) not in allowed:
                 raise ConfigError(f"{option} must be one of {', '.join(allowed)}, got {value!r}")
         traits = traits_of(self.loss)
+        label = traits.label or type(self.loss).__name__
         if self.rank_over == "class" and not traits.groups:
-            label = traits.label or type(self.loss).__name__
-            raise ConfigError(f"{label} cannot rank each class alone: leave rank_over batch")
-        weight = self.box_weight
+            raise ConfigError(f"{label} cannot rank each class separately: use rank_over='batch'")
+        if self.rank_over != "batch" and getattr(self.loss, "groups", None) is not None:
+            raise ConfigError(f"{label} has groups of its own: use rank_over='batch'")
+        weight, low, high = self.box_weight, self.negative_iou, self.positive_iou
         if weight != "balanced" and not (isinstance(weight, int | float) and weight >= 0):
             raise ConfigError(f"box_weight must be a number >= 0 or 'balanced', got {weight!r}")
-        if not 0 < self.negative_iou <= self.positive_iou <= 1:
-            raise ConfigError(
-                f"negative_iou and positive_iou must be 0 < negative <= positive <= 1, "
-                f"got {self.negative_iou} and {self.positive_iou}"
-            )
-
-
-def _cause(error: ValueError) -> Literal["score", "target", "arguments"]:
-    if isinstance(error, NonFiniteScoresError):
-        return "score"
-    return "target" if isinstance(error, DataError) else "arguments"
+        if not 0 < low <= high <= 1:
+            raise ConfigError(f"expected 0 < negative_iou <= positive_iou <= 1, got {low} and {high}")
 
 
 def iou_of_pairs(boxes: Tensor, others: Tensor) -> Tensor:

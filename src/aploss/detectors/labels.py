@@ -11,17 +11,17 @@ from torchvision.ops import box_area, box_iou
 
 NEGATIVE = -1
 IGNORED = -2
-CROWD_COVERAGE = 0.5  # share of an anchor's area inside a crowd box from which on it is ignored
-ATSS_CELLS = 9  # cells of each level whose anchors are candidates of an object (ATSS's k)
-ATSS_MARGIN = 0.01  # pixels that the centre of a positive is inside its object, at least
+CROWD_COVERAGE = 0.5  # an anchor with at least this fraction of its area inside a crowd box is ignored
+ATSS_CELLS = 9  # cells per level whose anchors are candidates of an object (ATSS's k)
+ATSS_MARGIN = 0.01  # minimum distance in pixels from the centre of a positive to the border of its object
 Assigner = Literal["iou", "atss"]
 
 
 @dataclass(frozen=True)
 class AnchorLabels:
-    """What every anchor of a batch is matched to.
+    """The object that each anchor of a batch is matched to.
 
-    Positives are ordered by image, then by anchor, which is the order of ``scores[targets == 1]``.
+    Positives are sorted by image, then by anchor, which is the order of ``scores[targets == 1]``.
     """
 
     classes: Tensor  # int64 [B, A]: class of the matched object (0..K-1), ``NEGATIVE`` or ``IGNORED``
@@ -32,7 +32,7 @@ class AnchorLabels:
     def ranking_targets(self, num_classes: int) -> Tensor:
         """Labels t_ik of the anchors replicated K times: int8 [B, A, K] of 1, 0 and -1.
 
-        One byte each, because this is the largest tensor of a training step after the scores.
+        int8, since this is the largest tensor of a training step after the scores.
         """
         targets = torch.zeros((*self.classes.shape, num_classes), dtype=torch.int8, device=self.classes.device)
         targets[self.classes == IGNORED] = -1
@@ -40,7 +40,7 @@ class AnchorLabels:
         return targets
 
     def softmax_targets(self) -> Tensor:
-        """Traditional labels t_i: int64 [B, A], 0 background, 1..K class, -1 ignored."""
+        """Traditional labels t_i: int64 [B, A], 0 for the background, 1..K for classes, -1 if ignored."""
         return self.classes + 1
 
     @property
@@ -69,22 +69,22 @@ def label_anchors(
 ) -> AnchorLabels:
     """Labels the anchors of a batch by their overlap with the ground truth.
 
-    * An anchor is positive for the object it overlaps most, from ``positive_iou`` on.
+    * An anchor is positive for the object it overlaps most, if the overlap is at least ``positive_iou``.
     * Every object gets its best anchor, however small the overlap (see :func:`match_anchors`).
-    * Other anchors with an overlap from ``negative_iou`` on are ignored, in all K classes.
-    * ``difficult`` objects are matched in the same way, but what would be positive is ignored.
-    * An anchor with at least half of its area inside one ``crowd`` box is ignored, as a
-      detection there is by COCO's evaluation.
-    * Positive for an ordinary object goes before ignored, ignored before negative.
+    * Other anchors with an overlap of at least ``negative_iou`` are ignored, in all K classes.
+    * ``difficult`` objects are matched in the same way, but their anchors are ignored instead of positive.
+    * An anchor with at least half of its area inside one ``crowd`` box is ignored, like a detection in COCO's
+      evaluation.
+    * Positive for an ordinary object takes precedence over ignored, ignored over negative.
 
-    With ``assigner="atss"`` positives are found by :func:`match_anchors_atss` in place of the first three rules.
+    With ``assigner="atss"`` :func:`match_anchors_atss` replaces the first three rules.
 
     Args:
-        anchors: float [A, 4], the same for all images of the batch, or those of each level [A_l, 4], which ATSS needs.
-        targets: for each image ``boxes`` [n, 4] and ``labels`` [n] of 0..K-1, and optionally
-            ``crowd`` and ``difficult``, bool [n].
-        positive_iou: least overlap of a positive anchor.
-        negative_iou: least overlap of an ignored anchor; equal to ``positive_iou``, none is.
+        anchors: float [A, 4], shared by all images of the batch, or [A_l, 4] for each level, which ATSS requires.
+        targets: for each image ``boxes`` [n, 4] and ``labels`` [n] in 0..K-1, and optionally ``crowd`` and
+            ``difficult``, bool [n].
+        positive_iou: minimum overlap of a positive anchor.
+        negative_iou: minimum overlap of an ignored anchor; none is ignored if it equals ``positive_iou``.
         assigner: ``"iou"`` or ``"atss"``.
 
     Returns:
@@ -118,18 +118,12 @@ def label_anchors(
 
 
 def match_anchors(boxes: Tensor, anchors: Tensor, *, positive_iou: float, negative_iou: float) -> Tensor:
-    """The object each anchor of one image belongs to.
+    """Matches each anchor [A, 4] of one image with one of n boxes [n, 4].
 
-    As torchvision's ``Matcher`` with low-quality matches, and beyond it: the best anchor of an object (all of them, if
-    several overlap it equally well) always goes to that object, not to another which it overlaps more. Where two
-    objects have the same best anchor, the one with the larger overlap takes it and the other takes the best that is
-    left. An object that overlaps no anchor at all gets none.
-
-    Args:
-        boxes: float [n, 4].
-        anchors: float [A, 4].
-        positive_iou: least overlap of a positive anchor.
-        negative_iou: least overlap of an ignored anchor.
+    Like torchvision's ``Matcher`` with low-quality matches, except that the best anchor of an object (all of them, if
+    several overlap it equally well) always goes to that object, even if it overlaps another one more. If two objects
+    have the same best anchor, the one with the larger overlap gets it and the other gets the best remaining one. An
+    object that overlaps no anchor gets none.
 
     Returns:
         int64 [A]: index of the object, ``NEGATIVE`` or ``IGNORED``.
@@ -145,13 +139,16 @@ def match_anchors(boxes: Tensor, anchors: Tensor, *, positive_iou: float, negati
 
 
 def match_anchors_atss(boxes: Tensor, levels: Sequence[Tensor]) -> Tensor:
-    """The object that each anchor of one image belongs to, or ``NEGATIVE``, int64 [A]: adaptive sample selection.
+    """Matches anchors by adaptive training sample selection (Zhang et al., CVPR 2020, Algorithm 1).
 
-    Zhang et al., CVPR 2020, Algorithm 1: the candidates of an object are the anchors of the 9 cells of each level whose
-    centres are nearest to its own. Positive are those that lie with their centre inside the object and overlap it by at
-    least mean plus standard deviation of its candidates' overlaps. An anchor that is positive for several objects goes
-    to the one that it overlaps most. All others are negative; an object may get no anchor.
-    The anchors of a cell have the same centre and are beside each other in their level [A_l, 4].
+    The candidates of an object are the anchors of the 9 cells of each level whose centres are nearest to its own.
+    Candidates are positive if their centre is inside the object and their overlap is at least the mean plus the
+    standard deviation of all candidates' overlaps. An anchor that is positive for several objects goes to the one that
+    it overlaps most. All others are negative; an object may get no anchor.
+    The anchors of a cell have the same centre and are adjacent in their level [A_l, 4].
+
+    Returns:
+        int64 [A]: index of the object, or ``NEGATIVE``.
     """
     anchors = torch.cat(list(levels))
     if len(boxes) == 0 or len(anchors) == 0:
@@ -175,7 +172,7 @@ def _atss_candidates(boxes: Tensor, levels: Sequence[Tensor]) -> Tensor:
         centres = _centres(level)
         per_cell = int(torch.isclose(centres, centres[0]).all(dim=1).sum())
         distances = torch.cdist(_centres(boxes), centres[::per_cell])  # [n, cells]
-        nearest = distances.argsort(dim=1, stable=True)[:, :ATSS_CELLS]  # of equal ones the first, on every device
+        nearest = distances.argsort(dim=1, stable=True)[:, :ATSS_CELLS]  # ties go to the first on every device
         inside = torch.arange(per_cell, device=level.device)
         candidates.append((start + nearest[:, :, None] * per_cell + inside).flatten(1))
         start += len(level)
@@ -187,7 +184,7 @@ def _centres(boxes: Tensor) -> Tensor:
 
 
 def _claims(overlaps: Tensor) -> Tensor:
-    """The object that claims each anchor as its best, int64 [A]; n where none does."""
+    """The object that claims each anchor as its best, int64 [A]; n if none does."""
     count, num_anchors = overlaps.shape
     best = overlaps.amax(dim=1)  # [n]
     found = best > 0
@@ -195,7 +192,7 @@ def _claims(overlaps: Tensor) -> Tensor:
     strength = best[objects]
     strongest = strength.new_zeros(num_anchors).scatter_reduce(0, positions, strength, "amax")
     won = strength == strongest[positions]
-    first = strength.new_full((num_anchors,), count)  # as floats, since MPS reduces no int64
+    first = strength.new_full((num_anchors,), count)  # float, since MPS cannot reduce int64
     first = first.scatter_reduce(0, positions[won], objects[won].to(first), "amin")
     claims = first.long()
     has_claim = torch.zeros(count + 1, dtype=torch.bool, device=overlaps.device)
@@ -209,7 +206,7 @@ def _claims(overlaps: Tensor) -> Tensor:
 
 
 def _coverage(regions: Tensor, anchors: Tensor) -> Tensor:
-    """The largest share of each anchor's area inside one of the regions, float [A]."""
+    """The largest fraction of each anchor's area inside one of the regions, float [A]."""
     top_left = torch.maximum(regions[:, None, :2], anchors[None, :, :2])
     bottom_right = torch.minimum(regions[:, None, 2:], anchors[None, :, 2:])
     inside = (bottom_right - top_left).clamp(min=0).prod(dim=2)  # [regions, A]

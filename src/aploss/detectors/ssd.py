@@ -20,12 +20,12 @@ from aploss.detectors.detector import IMAGENET_STD, DetectorConfig, Network, fea
 from aploss.detectors.retinanet import PRIOR_LOG_ODDS
 from aploss.errors import ConfigError
 
-# The network of the original, which was trained on pixels of 0..255 minus their mean.
+# Caffe's VGG-16, on which SSD is based, was trained on pixels in 0..255 minus their mean.
 CAFFE_MEAN = (0.48235, 0.45882, 0.40784)
 CAFFE_STD = (1 / 255, 1 / 255, 1 / 255)
-MATCHING = {"positive_iou": 0.5, "negative_iou": 0.5, "smooth_l1_beta": 1.0}  # SSD's own
-VGG_FIRST_EXTRA = 23  # pool4 of VGG-16: from here on layers belong to SSD's first extra block
-MOBILENET_C4 = 13  # last block of MobileNetV3-Large that halves the map: SSDlite cuts it in two
+MATCHING = {"positive_iou": 0.5, "negative_iou": 0.5, "smooth_l1_beta": 1.0}
+VGG_FIRST_EXTRA = 23  # pool4 of VGG-16, the first layer of SSD's first extra block
+MOBILENET_C4 = 13  # last block of MobileNetV3-Large with stride 2, which SSDlite splits in two
 MOBILENET_NORMS: dict[str, Callable[..., nn.Module]] = {
     "group": partial(nn.GroupNorm, 8),  # every width of the network is a multiple of 8
     "batch": partial(nn.BatchNorm2d, eps=0.001, momentum=0.03),
@@ -37,21 +37,21 @@ MOBILENET_NORMS: dict[str, Callable[..., nn.Module]] = {
 class VGGDetector(DetectorConfig):
     """SSD on VGG-16. At inference images are stretched to the square ``test_size``.
 
-    Training images are taken as they are, and should have that size.
+    Training images are not resized and should have that size.
     """
 
     anchor_scales: tuple[float, ...] = ()  # sizes of the default boxes of each map relative to the image, and one more
-    trainable_stages: int = 5  # how many of VGG's five stages are trained, from the last on
+    trainable_stages: int = 5  # number of trainable stages of VGG's five, counted from the last
 
     ratios: ClassVar[Sequence[Sequence[int]]]
-    steps: ClassVar[Sequence[int]]  # the last is the size of the image
-    highres: ClassVar[bool] = False  # one map more
+    steps: ClassVar[Sequence[int]]  # the last one is the image size
+    highres: ClassVar[bool] = False  # one more map
 
     def network(self, *, columns: int, softmax: bool) -> Network:
         if len(self.anchor_scales) != len(self.steps) + 1:
             raise ConfigError(f"anchor_scales needs {len(self.steps) + 1} numbers, got {self.anchor_scales!r}")
         backbone: Any = SSDFeatureExtractorVGG(_vgg_features(self.trainable_stages), highres=self.highres)
-        if self.highres:  # torchvision's ends in maps of 6, 4 and 1 pixels; the original's halve
+        if self.highres:  # torchvision's last maps have 6, 4 and 1 pixels; the original's halve
             for block in backbone.extra[3:5]:  # conv10_2, conv11_2
                 block[2].stride, block[2].padding = (2, 2), (1, 1)
             backbone.extra[5][2].padding = (1, 1)  # conv12_2
@@ -77,9 +77,8 @@ class VGGDetector(DetectorConfig):
 class SSD300(VGGDetector):
     """Six feature maps of 38, 19, 10, 5, 3 and 1 pixels.
 
-    Attributes:
-        anchor_scales: by default those of torchvision's COCO weights; the original has (0.1, 0.2, 0.37, 0.54, 0.71,
-            0.88, 1.05) for VOC.
+    The default scales are torchvision's for COCO; the original uses (0.1, 0.2, 0.37, 0.54, 0.71, 0.88,
+    1.05) for VOC.
     """
 
     test_size: tuple[int, int] = (300, 300)
@@ -88,7 +87,6 @@ class SSD300(VGGDetector):
     ratios: ClassVar[Sequence[Sequence[int]]] = ((2,), (2, 3), (2, 3), (2, 3), (2,), (2,))
     steps: ClassVar[Sequence[int]] = (8, 16, 32, 64, 100, 300)
     named_weights: ClassVar[Mapping[str, str]] = {
-        # the weights SSD was made with, for pixels of 0..255 minus their mean
         "imagenet": "VGG16_Weights.IMAGENET1K_FEATURES",
         "coco": "SSD300_VGG16_Weights.COCO_V1",
     }
@@ -97,11 +95,7 @@ class SSD300(VGGDetector):
 @register_detector("ssd512")
 @dataclass(frozen=True, kw_only=True)
 class SSD512(VGGDetector):
-    """conv4_3 (scaled), conv7, conv8_2 ... conv12_2 of 64, 32, 16, 8, 4, 2 and 1 pixels.
-
-    Attributes:
-        anchor_scales: by default the original's for VOC.
-    """
+    """Seven feature maps of 64, 32, 16, 8, 4, 2 and 1 pixels, with the original's scales for VOC by default."""
 
     test_size: tuple[int, int] = (512, 512)
     anchor_scales: tuple[float, ...] = (0.07, 0.15, 0.30, 0.45, 0.60, 0.75, 0.90, 1.05)
@@ -115,14 +109,14 @@ class SSD512(VGGDetector):
 @register_detector("ssdlite")
 @dataclass(frozen=True, kw_only=True)
 class SSDlite(DetectorConfig):
-    """The SSD for CPUs, on MobileNetV3-Large: six maps from stride 16 on, depthwise heads.
+    """SSD for CPUs on MobileNetV3-Large: six maps starting at stride 16, depthwise heads.
 
     Attributes:
         norm: ``"group"`` trains from scratch with any batch size, ``"batch"`` is torchvision's, ``"frozen-bn"`` keeps
             the statistics of loaded weights.
         width: factor on the channels of the backbone.
-        reduced_tail: halve the channels of the backbone's end, as torchvision's COCO weights do; its ImageNet weights
-            need False.
+        reduced_tail: halve the channels of the backbone's last layers, as in torchvision's COCO weights; its ImageNet
+            weights need False.
     """
 
     test_size: tuple[int, int] = (320, 320)
@@ -151,7 +145,7 @@ class SSDlite(DetectorConfig):
 
     @classmethod
     def options_for_weights(cls, weights: str) -> dict[str, Any]:
-        return {"norm": "batch", "reduced_tail": not weights.startswith(("imagenet", "MobileNet_"))}
+        return {"norm": "batch", "reduced_tail": weights != "imagenet"}
 
     def backbone_key(self, name: str) -> str:
         """``features.14.block.0.0.weight`` → ``backbone.features.1.1.block.0.0.weight``."""
@@ -164,7 +158,7 @@ class SSDlite(DetectorConfig):
         if index > MOBILENET_C4:
             return f"backbone.features.1.{index - MOBILENET_C4}.{rest}"
         rest = rest.removeprefix("block.")
-        if rest.startswith("0."):  # the expansion, SSDlite's first map
+        if rest.startswith("0."):  # the expansion layer, SSDlite's first map
             return f"backbone.features.0.{MOBILENET_C4}.{rest.removeprefix('0.')}"
         return f"backbone.features.1.0.{rest}"
 
@@ -181,7 +175,7 @@ def _network(
 ) -> Network:
     channels = [shape[1] for shape in feature_shapes(backbone, *size)]
     head = make_head(channels, generator.num_anchors_per_location(), columns)
-    if not softmax:  # sigmoid scores start near the prior of 0.01; a softmax head stays as torchvision's
+    if not softmax:  # sigmoid scores start near the prior of 0.01; a softmax head keeps torchvision's initialisation
         for layer in head.classification_head.module_list:
             last: Any = layer[-1] if isinstance(layer, nn.Sequential) else layer
             nn.init.normal_(last.weight, std=0.01)
@@ -199,7 +193,7 @@ def _network(
 def _default_boxes(
     generator: DefaultBoxGenerator, height: int, width: int, feature_sizes: Sequence[tuple[int, int]]
 ) -> list[Tensor]:
-    # The generator reads nothing but shapes from images and feature maps.
+    # The generator uses only the shapes of images and feature maps.
     images = ImageList(torch.empty(1, 3, height, width, device="meta"), [(height, width)])
     (boxes,) = generator(images, [torch.empty(1, 1, *size) for size in feature_sizes])
     per_level = zip(feature_sizes, generator.num_anchors_per_location(), strict=True)
@@ -218,6 +212,6 @@ def _vgg_features(trainable_stages: int) -> nn.Sequential:
         nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
         nn.init.zeros_(layer.bias)
         layer.requires_grad_(index >= first_trained)
-    # Pretrained weights expect pixels of 0..255; fresh ones are scaled to inputs of that size.
+    # Inputs are in 0..255, as pretrained weights expect, so new weights are scaled down.
     convolutions[0][1].weight.data.mul_(CAFFE_STD[0] / IMAGENET_STD[0])
     return layers

@@ -301,8 +301,8 @@ def make_detector(config: TrainConfig, class_names: tuple[str, ...]) -> Detector
     the same. A softmax loss has one more output channel, so that its other layers would draw other random numbers.
     """
     detector = _build(config, class_names, config.loss)
-    if detector.uses_softmax:
-        with quiet_weights():  # already logged
+    if detector.uses_softmax:  # the random numbers drawn for its extra column shift the ones of later layers
+        with quiet_weights():  # the report has been logged
             reference = _build(config, class_names, TrainConfig.loss).state_dict()
         own = detector.state_dict()
         shared = {k: v for k, v in reference.items() if k in own and own[k].shape == v.shape}

