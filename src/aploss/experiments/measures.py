@@ -86,7 +86,7 @@ class MultiScaleMeasure(Measure):
 
     def values(self, run: Run) -> Mapping[str, float | None]:
         file, scales = run.folder / "evaluation" / "multi_scale.json", MultiScale()
-        views = {"scales": list(scales.scales), "flip": scales.flip}
+        views = json.loads(json.dumps({"scales": scales.scales, "flip": scales.flip}))
         if file.is_file():
             known = json.loads(file.read_text(encoding="utf-8"))
             if known["views"] == views:
