@@ -177,7 +177,8 @@ def _random_direction(theta: Tensor, features: Tensor, labels: Tensor, random: t
 def _cross_entropy(theta: Tensor, features: Tensor, labels: Tensor, random: torch.Generator) -> Tensor:
     # A learning rate at which gradient descent is stable; the length of the paper's update does not matter.
     rate = 1 / float(features.square().sum(1).max())
-    return torch.mv(features.T, labels - torch.sigmoid(features @ theta)) * rate
+    update: Tensor = rate * (labels - torch.sigmoid(features @ theta)) @ features
+    return update
 
 
 UPDATES: dict[str, Update] = {

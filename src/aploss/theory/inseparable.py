@@ -176,12 +176,14 @@ def step_integral(x: np.ndarray) -> np.ndarray:
 
 def pair_differences(features: np.ndarray) -> np.ndarray:
     """f_j - f_i for every positive i and negative j, [..., P, N, D]."""
-    return np.subtract(features[..., None, POSITIVES:, :], features[..., :POSITIVES, None, :])
+    differences: np.ndarray = features[..., None, POSITIVES:, :] - features[..., :POSITIVES, None, :]
+    return differences
 
 
 def pair_sums(features: np.ndarray, length: float) -> np.ndarray:
     """A_i(u), the sum of Q(x_ij(u)) over the negatives j, [..., P], for u of a length along the first feature."""
-    return np.sum(step_integral(length * pair_differences(features)[..., 0]), axis=-1)
+    sums: np.ndarray = step_integral(length * pair_differences(features)[..., 0]).sum(-1)
+    return sums
 
 
 def spectral_norm(features: np.ndarray) -> float:
