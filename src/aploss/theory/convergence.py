@@ -171,7 +171,8 @@ def _error_driven(theta: Tensor, features: Tensor, labels: Tensor, random: torch
 
 def _random_direction(theta: Tensor, features: Tensor, labels: Tensor, random: torch.Generator) -> Tensor:
     direction = torch.randn(len(theta), dtype=theta.dtype, generator=random)
-    return torch.nn.functional.normalize(direction, dim=0) * _error_driven(theta, features, labels, random).norm()
+    length = torch.linalg.vector_norm(_error_driven(theta, features, labels, random))
+    return torch.nn.functional.normalize(direction, dim=0) * length
 
 
 def _cross_entropy(theta: Tensor, features: Tensor, labels: Tensor, random: torch.Generator) -> Tensor:
