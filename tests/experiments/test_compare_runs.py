@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from aploss.errors import ConfigError, RunError
-from aploss.experiments.compare import cache_folder, compare, comparison_plan
+from aploss.experiments.compare import compare, comparison_plan
 from aploss.experiments.plan import Plan, Searched, Tuning, settings_hash
 from aploss.training import TrainConfig, TrainingInterruptedError
 
@@ -50,11 +50,6 @@ class TestCache:
         ]
         assert {settings_hash(config) for config in same} == {base}
         assert len({base, *map(settings_hash, other)}) == 5
-
-    def test_the_folder_of_a_run_has_a_readable_name(self) -> None:
-        config = TrainConfig(data="a/bccd", loss="focal", seed=3)
-        name = cache_folder(config, Path("runs/cache")).name
-        assert name == f"bccd-retinanet-tiny-focal-seed3-{settings_hash(config)}"
 
     def test_variants_have_folders_of_their_own_and_are_found_again(self, fake_training, tmp_path: Path) -> None:
         first = comparison_plan(["ap", "ap:delta=0.5"], recipe="demo", seeds=[0], vary={"batches.size": [4, 8]})
@@ -137,12 +132,6 @@ class TestLearningRates:
         assert len(fake_training.configs) == 12 + 3
         assert all(trial.score is not None for trial in results.trials)
         assert "AP-loss 0.003, Focal loss 0.009, CE + OHEM 0.001" in (tmp_path / "page/report.html").read_text()
-
-    def test_trials_can_be_shorter(self, fake_training, tmp_path: Path) -> None:
-        compare(plan_of("ap", seeds=1, tuning=Tuning(steps=100)), tmp_path / "page")
-        lengths = [config.schedule.length for config in fake_training.configs]
-        assert lengths == [100, 100, 100, 100, 1200]
-        assert fake_training.configs[0].validation.every == 100
 
     def test_other_settings_are_searched_together_with_the_rate(self, fake_training, tmp_path: Path) -> None:
         over = (Searched("criterion.box_weight", (1.0, 3.0)), Searched("criterion.options.gamma", (1, 2), "focal"))

@@ -38,19 +38,15 @@ def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, An
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sizes = QUICK_SIZES if quick else SIZES
     seconds = SECONDS_PER_CASE / 10 if quick else SECONDS_PER_CASE
-    rows, positives, siblings = [], [], []
+    rows, positives = [], []
     for size in sizes:
         for stage, separation in STAGES.items():
             progress(f"{size:,} scores, {stage}")
             rows.append({"scores": size, "stage": stage, **_compare(size, separation, seconds, device)})
     size = sizes[-1] if quick else 1_000_000
-    counts = [count for count in MANY_POSITIVES if count < size]
-    progress(f"{size:,} scores, {', '.join(map(str, counts))} positives")
-    times = best_in_turns({str(count): _cases(size, 0.0, count, device)["ap_loss"] for count in counts}, seconds)
-    for count in counts:
-        positives.append({"positives": count, "ap_loss": times[str(count)]})
-        progress(f"{size:,} scores, {count} positives, the other losses")
-        siblings.append({"positives": count, **best_in_turns(_siblings(size, count, device), seconds)})
+    for count in (count for count in MANY_POSITIVES if count < size):
+        progress(f"{size:,} scores, {count} positives, all ranking losses")
+        positives.append({"positives": count, **best_in_turns(_ranking_losses(size, count, device), seconds)})
     progress("memory")
     return {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
@@ -61,7 +57,6 @@ def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, An
         "rows": rows,
         "scores_of_positives": size,
         "many_positives": positives,
-        "other_losses": siblings,
     }
 
 
@@ -81,9 +76,9 @@ def table(result: dict[str, Any]) -> str:
         loops = f"{1e3 * loop:>9.1f}" if loop else f"{'-':>9}"
         lines.append(f"{row['scores']:>12,} {row['stage']:<6}{times} {loops}{ratios}")
     lines.append(f"\n{result['scores_of_positives']:,} scores with more positives, milliseconds")
-    for one, others in zip(result["many_positives"], result["other_losses"], strict=True):
-        siblings = ", ".join(f"{name} {1e3 * others[name]:.1f}" for name in ("auc", "rank-sort", "alrp"))
-        lines.append(f"{one['positives']:>12,} positives: ap {1e3 * one['ap_loss']:.1f}, {siblings}")
+    for row in result["many_positives"]:
+        times = ", ".join(f"{name} {1e3 * row[name]:.1f}" for name in ("ap", "auc", "rank-sort", "alrp"))
+        lines.append(f"{row['positives']:>12,} positives: {times}")
     if result["memory_factor"] is not None:
         lines.append(f"extra memory of AP-loss: {result['memory_factor']:.2f} x the score tensor")
     lines.append("copy: one operation that reads two tensors of the scores' size and writes a third")
@@ -224,7 +219,7 @@ def _cases(size: int, separation: float, positives: int, device: torch.device) -
     }
 
 
-def _siblings(size: int, positives: int, device: torch.device) -> dict[str, Case]:
+def _ranking_losses(size: int, positives: int, device: torch.device) -> dict[str, Case]:
     scores, targets = make_scores(size, 0.0, positives, device)
     scores.requires_grad_()
     random = torch.Generator().manual_seed(1)
@@ -232,6 +227,7 @@ def _siblings(size: int, positives: int, device: torch.device) -> dict[str, Case
     soft[targets == 1] = torch.rand(positives, generator=random).clamp(min=0.01).to(device)
     box_losses = torch.rand(positives, generator=random).to(device).requires_grad_()
     return {
+        "ap": lambda: _step(scores, lambda: ap_loss(scores, targets)),
         "auc": lambda: _step(scores, lambda: auc_loss(scores, targets)),
         "rank-sort": lambda: _step(scores, lambda: sum(rank_sort_loss(scores, soft), scores.new_zeros(()))),
         "alrp": lambda: _step(scores, lambda: sum(alrp_loss(scores, targets, box_losses), scores.new_zeros(()))),

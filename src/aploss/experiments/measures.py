@@ -53,7 +53,7 @@ class Measure:
 
     def values(self, run: Run) -> Mapping[str, float | None]:
         """The final numbers by metric, between 0 and 1."""
-        return {name: getattr(run.summary, name) for name in METRICS}
+        return {name: getattr(run.summary, name, None) for name in METRICS}
 
     def curve(self, run: Run) -> TrainingCurve:
         """The numbers during training."""

@@ -139,7 +139,7 @@ def descend(problem: SeparableProblem, update: "Update", random: torch.Generator
     theta, length = torch.zeros_like(problem.direction), float(problem.direction.norm())  # theta^(0) = 0
     is_positive, c, most = problem.labels == 1, problem.growth, problem.spread
     within, converged = True, False
-    for step in range(int(problem.step_bound) + 2):
+    for step in range(int(problem.step_bound) + 1):
         progress = float(theta @ problem.direction) / length
         within &= progress >= c * step - 1e-9 and float(theta @ theta) <= most * step + 1e-9
         scores = problem.features @ theta
@@ -172,7 +172,8 @@ def _error_driven(theta: Tensor, features: Tensor, labels: Tensor, random: torch
 def _random_direction(theta: Tensor, features: Tensor, labels: Tensor, random: torch.Generator) -> Tensor:
     direction = torch.randn(len(theta), dtype=theta.dtype, generator=random)
     length = torch.linalg.vector_norm(_error_driven(theta, features, labels, random))
-    return torch.nn.functional.normalize(direction, dim=0) * length
+    update: Tensor = direction * length / torch.linalg.vector_norm(direction)
+    return update
 
 
 def _cross_entropy(theta: Tensor, features: Tensor, labels: Tensor, random: torch.Generator) -> Tensor:
