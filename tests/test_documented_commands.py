@@ -1,7 +1,7 @@
-"""Every `aploss` command in the documents is taken by the command line: its options, settings and what contradicts.
+"""Every `aploss` command in the documentation is valid: its options, settings and their combination.
 
-The commands run as they stand, in a folder where the files they name exist, up to where the work would begin. One in
-the text may be a part of a command, such as `aploss eval --metric voc07`: what every such command has is added.
+The commands run as written, in a folder where the files they name exist, until the actual work would start. Inline code
+may show part of a command, such as `aploss eval --metric voc07`: the required arguments are then added.
 """
 
 import json
@@ -18,23 +18,23 @@ from tiny_runs import start_process, write_rectangles
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 PLACEHOLDERS = {"NAME": "table2", "PRESET": "light", "SPLIT": "val", "DIR": "new", "RUN": "runs/NAME"}
-# What a command in the text may lack.
+# Required arguments that inline code may leave out.
 REST = {
     "train": "--data PATH", "eval": "--annotations gt.json --detections results.json",
     "predict": "runs/NAME photos/ --out found", "app": "runs/NAME", "export": "runs/NAME --out detector.onnx",
     "data check": "PATH", "data show": "PATH", "data convert": "PATH --to coco --out new",
     "reproduce": "table2",
 }  # fmt: skip
-TAKEN_UP_TO_ITS_WORK = """
+RUN_UNTIL_WORK_STARTS = """
 import contextlib, importlib, io, json, os
 from pathlib import Path
 from aploss.cli.main import main
 
-class WorkBegins(BaseException):
+class WorkStarts(BaseException):
     pass
 
 def work(*arguments, **options):
-    raise WorkBegins
+    raise WorkStarts
 
 for place in (
     "training.run.make_detector", "data.builtin.builtin_folder", "experiments.compare.compare",
@@ -50,22 +50,22 @@ os.chdir(values["folder"])
 refused = {}
 for command, attempts in values["commands"].items():
     for words in attempts:
-        said = io.StringIO()
+        stderr = io.StringIO()
         try:
-            with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
                 code = main(words)
-        except (WorkBegins, SystemExit):
+        except (WorkStarts, SystemExit):
             code = 0
         if code == 0:
             break
     else:
-        refused[command] = said.getvalue()
+        refused[command] = stderr.getvalue()
 Path(log).write_text(json.dumps(refused))
 """
 
 
 def commands_in(text: str) -> Iterator[tuple[str, bool]]:
-    """Command lines of a document, and whether each stands in a block of its own."""
+    """Command lines of a document, and whether each is in a code block."""
     fenced = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
     for language, block in fenced.findall(text):
         if language not in ("python", "yaml", "math"):
@@ -74,18 +74,18 @@ def commands_in(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def words_of(line: str) -> list[str] | None:
-    """What `aploss` is given, of a line that calls it; variables and `torchrun` before it are left out."""
+    """The arguments of `aploss` in a line that calls it; variables and `torchrun` before it are left out."""
     called = re.match(r"(?:[A-Z_]+=\S+ )*(?:(?:torchrun|python) .*-m )?aploss (?=[a-z-])(.*)", line)
     if called is None:
         return None
     words = [PLACEHOLDERS.get(word, word) for word in shlex.split(called[1], comments=True) if word != "..."]
     words = [re.sub(r"^(\w+)(\|\w+)+$", r"\1", word) for word in words]  # voc|coco|yolo
-    return [*words, "--yes"] if "paper" in words and words[0] == "reproduce" else words  # for a GPU; here is none
+    return [*words, "--yes"] if "paper" in words and words[0] == "reproduce" else words  # there is no GPU here
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The data, runs and plugins that the documents name."""
+    """The data, runs and plugins that the documentation names."""
     here = tmp_path_factory.mktemp("documented")
     write_coco(here / "coco")
     data = write_rectangles(here / "PATH")
@@ -105,7 +105,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return here
 
 
-def test_every_command_in_the_documents_is_taken(folder: Path) -> None:
+def test_every_command_in_the_documentation_is_valid(folder: Path) -> None:
     commands: dict[str, list[list[str]]] = {}
     for document in DOCUMENTS:
         for line, is_whole in commands_in(document.read_text(encoding="utf-8")):
@@ -116,8 +116,8 @@ def test_every_command_in_the_documents_is_taken(folder: Path) -> None:
                     commands[f"{document.relative_to(ROOT)}: {line}"] = [words, *rest]
     assert len(commands) > 80
     log = folder / "refused.json"
-    process = start_process(TAKEN_UP_TO_ITS_WORK, log=log, folder=str(folder), commands=commands)
+    process = start_process(RUN_UNTIL_WORK_STARTS, log=log, folder=str(folder), commands=commands)
     process.join()
     assert process.exitcode == 0
     refused = json.loads(log.read_text())
-    assert not refused, "\n".join(f"{command}\n    {said}" for command, said in refused.items())
+    assert not refused, "\n".join(f"{command}\n    {error}" for command, error in refused.items())

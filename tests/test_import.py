@@ -7,7 +7,7 @@ import pytest
 
 import aploss
 
-EXTRAS = ("torchvision", "matplotlib", "sklearn", "PIL", "jsonargparse", "yaml", "onnx", "lightning")
+EXTRAS = ("torchvision", "matplotlib", "sklearn", "PIL", "gradio", "yaml", "onnx", "lightning")
 
 SCRIPT = """
 import sys, time

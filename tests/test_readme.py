@@ -1,7 +1,7 @@
 """Every command and every Python block of the README runs.
 
-Commands that would train for minutes run in tiny settings (``TINY`` adds them), or print their help, plan or settings
-(``--print-config`` and ``DRY``). Those of the set-up are looked up in the Makefile: ``make test`` runs this very test.
+Commands that would train for minutes get tiny settings (``TINY``), or print their help, plan or settings (``DRY``).
+Setup commands are only looked up in the Makefile, since ``make test`` runs this test.
 """
 
 import re
@@ -15,7 +15,7 @@ from aploss.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-TINY = {  # what is added so that seconds are enough
+TINY = {  # added options, so that a command takes seconds
     "train": "--recipe demo --steps 2 --batch-size 2 --batches.workers 0 --validation.every 2 --out {run}",
     "train --epochs": "--print-config",
 }
@@ -38,7 +38,7 @@ def commands_of(program):
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
-    """What the README's placeholders stand for: a few built-in images, a run folder, a folder of photographs."""
+    """Values for the placeholders of the README: a few built-in images, a run folder, a folder of photos."""
     from aploss.data.builtin import builtin_folder
 
     folder = tmp_path_factory.mktemp("readme")

@@ -105,7 +105,7 @@ def clean_environment() -> Iterator[tuple[dict[str, str], Path]]:
 
 def refuse_extras(packages: set[str], environment: dict[str, str], folder: Path) -> None:
     """Without extras nothing of them is installed, and a command says in one line what is missing."""
-    unwanted = packages & {"torchvision", "pillow", "matplotlib", "scipy", "scikit-learn", "jsonargparse", "onnx"}
+    unwanted = packages & {"torchvision", "pillow", "matplotlib", "scipy", "scikit-learn", "gradio", "onnx"}
     assert not unwanted, unwanted
     done = subprocess.run(
         ["aploss", "train", "--data", "builtin"], env=environment, cwd=folder, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""Makes ``python -m aploss`` (and so ``torchrun -m aploss``) the same as the command ``aploss``."""
+"""Entry point of ``python -m aploss`` and ``torchrun -m aploss``."""
 
 import sys
 

@@ -13,7 +13,7 @@ EXTRAS = {
         "markupsafe", "matplotlib", "msgspec", "platformdirs", "rich", "torchvision", "yaml",
     ),
     "export": ("onnx", "onnxruntime", "onnxscript", "openvino"),
-    "app": ("gradio",),
+    "app": ("gradio", "starlette"),
     "research": ("scipy", "tensorboard"),
     "wandb": ("wandb",),
     "mlflow": ("mlflow",),

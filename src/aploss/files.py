@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whatever kills the process."""
+"""Atomic file writes, safe against kills and power cuts, and checks of archives."""
 
 import hashlib
 import json
@@ -14,11 +14,11 @@ from typing import IO, Any
 from aploss.errors import RunError
 
 UNFINISHED = ".unfinished"
-LONGEST_NAME = 200  # bytes; systems allow 255 with what is added
+MAX_NAME_BYTES = 200  # systems allow 255, suffix included
 
 
 def as_file_name(text: str, longest: int = 100) -> str:
-    """A text as (part of) the name of a file or folder; what is too long ends in a hash of all of it.
+    """Converts text to (part of) a file name; text that is too long is cut and ends in its hash.
 
     Example:
         >>> as_file_name("ap:delta=0.5, [64,96]"), as_file_name("a longer one", longest=8)
@@ -31,9 +31,14 @@ def as_file_name(text: str, longest: int = 100) -> str:
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """Writes a file under a temporary name, flushes it to the disk, and renames it over the previous one.
+    """Writes a file under a temporary name, flushes it to disk, and renames it over the previous one.
 
-    ``write`` is called with the open binary file; its folder is made when it is missing. RunError where that fails.
+    Args:
+        path: the file; missing parent folders are created.
+        write: called with the open binary file.
+
+    Raises:
+        RunError: if the file cannot be written.
     """
     unfinished = _unfinished(path)
     try:
@@ -45,7 +50,7 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
         unfinished.replace(path)
         _flush_folder(path.parent)
     except (OSError, RuntimeError) as error:
-        # torch.save closes its archive after an error, which then fails in its own way: the first one is the reason.
+        # torch.save closes its archive after an error, which raises a second one: report the first.
         reason = error if isinstance(error, OSError) else error.__context__
         if not isinstance(reason, OSError):
             raise
@@ -56,7 +61,7 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
 
 
 def _flush_folder(folder: Path) -> None:
-    """Makes a rename survive a power cut; systems that cannot open folders do it by themselves."""
+    """Makes a rename survive a power cut; systems that cannot open folders need no flush."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -67,53 +72,57 @@ def _flush_folder(folder: Path) -> None:
 
 def _unfinished(path: Path) -> Path:
     name = path.name
-    if len(os.fsencode(name)) > LONGEST_NAME:  # so that a name as long as the system allows can be written
+    if len(os.fsencode(name)) > MAX_NAME_BYTES:  # so that the longest allowed name can be written
         name = f"{name[:20]}-{zlib.crc32(os.fsencode(name)):08x}"
     return path.with_name(f".{name}.{os.getpid()}{UNFINISHED}")
 
 
 def _remove(path: Path) -> None:
-    with suppress(OSError):  # a parent is a file or read-only: then it was never written
+    with suppress(OSError):  # the parent is a file or read-only: nothing was written
         path.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a UTF-8 text file whole; what has no code there, such as half a surrogate pair of a file name that is no
-    UTF-8, is written as its escape: one name must not cost the file."""
+    """Writes a UTF-8 text file atomically.
+
+    Characters without an encoding, such as those of file names that are not UTF-8, are written as escapes.
+    """
     write_whole(path, lambda file: file.write(text.encode("utf-8", "backslashreplace")))
 
 
 def write_json(path: Path, value: Any, *, indent: int | None = 2) -> None:
-    """Writes a JSON file whole."""
+    """Writes a JSON file atomically."""
     write_text(path, json.dumps(value, indent=indent) + "\n")
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes what a killed process left half-written below a folder."""
+    """Removes the temporary files of killed processes below a folder."""
     for path in folder.rglob(f".*{UNFINISHED}"):
         path.unlink(missing_ok=True)
 
 
 def keep_as(path: Path, kept: Path) -> None:
-    """Gives a file a second name that outlives its replacement; nothing where links cannot be."""
+    """Hard-links a file to a second name that outlives its replacement; does nothing if links are unsupported."""
     unfinished = _unfinished(kept)
     with suppress(OSError):
         _remove(unfinished)
         os.link(path, unfinished)
         unfinished.replace(kept)
-    _remove(unfinished)  # still there where both were the same file already
+    _remove(unfinished)  # still there if both were the same file already
 
 
 def check_archive(path: Path) -> None:
-    """Compares every part of a zip archive, as torch writes them, with its stored checksum.
+    """Verifies the checksums of a zip archive as torch writes it.
 
-    torch itself does not: a checkpoint with a changed byte loads with a wrong weight. RunError for a file that has
-    changed since it was written, or is no archive.
+    torch itself does not: a checkpoint with a changed byte loads with a wrong weight.
+
+    Raises:
+        RunError: if the file is damaged or not an archive.
     """
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
-    except Exception as error:  # damaged headers end in many kinds of errors
+    except Exception as error:  # damaged headers raise many kinds of errors
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise RunError(f"{path} cannot be read, it is damaged: {reason}") from error
     if damaged is not None:

@@ -1,8 +1,7 @@
-"""Named things that users add to: losses, detectors and data formats, by one mechanism.
+"""Registries of losses, detectors and data formats, which plugins extend.
 
-A plugin is a Python file that the user names on the command line (``--plugin FILE.py``) and that
-registers what it brings when it is imported. It is code, so it is never taken from a run folder, a
-checkpoint or a dataset.
+A plugin is a Python file that the user names on the command line (``--plugin FILE.py``) and that registers its entries
+when it is imported. Since it is code, it is never loaded from a run folder, a checkpoint or a dataset.
 """
 
 import hashlib
@@ -20,10 +19,10 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Things of one kind by name, in the order in which they were registered.
+    """Entries of one kind by name, in order of registration.
 
     Args:
-        kind: what they are called in messages, such as "loss".
+        kind: name of the kind in error messages, such as "loss".
 
     Example:
         >>> shapes: Registry[int] = Registry("shape")
@@ -38,28 +37,28 @@ class Registry(Generic[T]):
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """A decorator that registers what it decorates, and returns it.
+        """Returns a decorator that registers the decorated object and returns it unchanged.
 
         Raises:
-            ConfigError: if the name is taken by something else.
+            ConfigError: another entry has that name.
         """
 
         def add(entry: T) -> T:
             if self._entries.setdefault(name, entry) is not entry:
-                raise ConfigError(f"there is a {self.kind} {name!r} already; choose another name")
+                raise ConfigError(f"the {self.kind} {name!r} is already registered; choose another name")
             return entry
 
         return add
 
     def get(self, name: str) -> T:
-        """What is registered under a name.
+        """Returns the entry of a name.
 
         Raises:
-            ConfigError: if nothing is; the message lists the names.
+            ConfigError: the name is unknown; the message lists the known ones.
         """
         if name not in self._entries:
-            known = f"choose one of: {', '.join(self)}{did_you_mean(name, self)}"
-            raise ConfigError(f"there is no {self.kind} {name!r}; {known}")
+            names = f"{', '.join(self)}{did_you_mean(name, self)}"
+            raise ConfigError(f"unknown {self.kind} {name!r}; choose one of: {names}")
         return self._entries[name]
 
     def names(self) -> tuple[str, ...]:
@@ -67,7 +66,7 @@ class Registry(Generic[T]):
         return tuple(self._entries)
 
     def items(self) -> list[tuple[str, T]]:
-        """All names with what they stand for."""
+        """All names with their entries."""
         return list(self._entries.items())
 
     def __contains__(self, name: object) -> bool:
@@ -81,10 +80,10 @@ class Registry(Generic[T]):
 
 
 def load_plugins(files: Sequence[str | Path]) -> None:
-    """Imports Python files that register losses, detectors or data formats; each file once.
+    """Imports Python files that register losses, detectors or data formats, each file once.
 
     Raises:
-        ConfigError: a file is not there, is not Python, or fails while it is imported.
+        ConfigError: a file does not exist, is not Python, or raises an error on import.
     """
     for file in files:
         path = Path(file).resolve()
@@ -94,9 +93,9 @@ def load_plugins(files: Sequence[str | Path]) -> None:
             continue
         specification = importlib.util.spec_from_file_location(name, path)
         if specification is None or specification.loader is None or not path.is_file():
-            raise ConfigError(f"plugin {file}: no such Python file")
+            raise ConfigError(f"plugin {file}: not a Python file")
         module = importlib.util.module_from_spec(specification)
-        sys.modules[name] = module  # found there by pickle, and by dataclasses while it is imported
+        sys.modules[name] = module  # pickle and dataclasses look it up there
         try:
             specification.loader.exec_module(module)
         except ConfigError:

@@ -53,9 +53,7 @@ def test_detections_of_both_runs_are_drawn_listed_and_downloadable(app: App, pho
     assert json.loads(Path(file).read_text()) == [dict(zip(COLUMNS, row, strict=True)) for row in rows]
 
 
-def test_the_threshold_moves_without_another_prediction(
-    app: App, photo: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_threshold_moves_without_another_prediction(app: App, photo: str, monkeypatch: pytest.MonkeyPatch) -> None:
     results, *_ = app.detect([photo], 0.5)
     monkeypatch.setattr(Detector, "predict", None)
     assert len(app.show(results, 0.0)[2]) == 200  # 100 of each run
@@ -108,7 +106,7 @@ def test_the_page_is_served_to_this_machine_only_and_answers_the_client(
         assert [len(gallery) for gallery in galleries] == [1, 1]
         assert len(table["data"]) == len(json.loads(Path(file).read_text())) == 200
         Path(photo).write_bytes(b"not an image")
-        with pytest.raises(AppError, match="photo.png: "):
+        with pytest.raises(AppError, match=r"photo\.png: "):
             client.predict([handle_file(photo)], 0.5, api_name="/detect")
         large = {"files": ("large.png", bytes(MAX_FILE_MB * 2**20 + 1))}
         assert httpx.post(f"{address}gradio_api/upload", files=large).status_code == 413

@@ -1,4 +1,4 @@
-"""`aploss data`: what check, convert and show print, write and refuse."""
+"""``aploss data``: check, convert and show."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,6 @@ from PIL import Image
 
 from aploss.cli.main import main
 from aploss.data import load_dataset
-from aploss.data.builtin import builtin_folder
 
 
 @pytest.fixture
@@ -28,10 +27,9 @@ def yolo_folder(tmp_path: Path) -> Path:
 
 def test_a_clean_set_is_counted_and_gives_zero(yolo_folder, capsys):
     assert main(["data", "check", str(yolo_folder)]) == 0
-    output, told = capsys.readouterr()
-    assert told.endswith(f"next: aploss train --data {yolo_folder}\n")
+    output, hint = capsys.readouterr()
+    assert hint.endswith(f"next: aploss train --data {yolo_folder}\n")
     assert "yolo dataset, 1 class" in output
-    assert "no problems found" in output
 
 
 def test_a_dropped_box_gives_one_and_its_file(yolo_folder, capsys):
@@ -46,13 +44,6 @@ def test_a_set_that_cannot_be_used_gives_two(yolo_folder, capsys):
     (yolo_folder / "images/train/train.png").unlink()
     assert main(["data", "check", str(yolo_folder)]) == 2
     assert "cannot be used" in capsys.readouterr().out
-
-
-def test_no_set_at_all_gives_two_and_one_line(tmp_path, capsys):
-    assert main(["data", "check", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("aploss data check: ")
-    assert error.count("\n") == 1
 
 
 def test_json_is_one_object_with_the_same_findings(yolo_folder, capsys):
@@ -97,54 +88,27 @@ def coco_folder(tmp_path: Path) -> Path:
     return tmp_path / "coco"
 
 
-def test_it_says_what_was_written_left_out_and_lost(coco_folder, tmp_path, capsys):
-    out = tmp_path / "new"
-    assert main(["data", "convert", str(coco_folder), "--to", "yolo", "--out", str(out)]) == 0
+def test_convert_reports_what_was_written_dropped_and_lost(coco_folder, tmp_path, capsys, refused):
+    words = ["data", "convert", str(coco_folder), "--to", "yolo", "--out", str(tmp_path / "new")]
+    assert main(words) == 0
     printed = capsys.readouterr()
-    assert f"{out}: 1 images, 1 boxes, splits train" in printed.out
-    assert printed.err.endswith(f"next: aploss data check {out}\n")
-    assert "1 degenerate-box (box dropped): train.json" in printed.err
-    assert "yolo cannot hold, and so lost: 1 'crowd' marks" in printed.err
-    assert load_dataset(out, "train").boxes(0).tolist() == [[1, 2, 11, 14]]
+    assert f"{tmp_path / 'new'}: 1 images, 1 boxes, splits train" in printed.out
+    assert "degenerate-box" in printed.err
+    assert "crowd" in printed.err
+    assert load_dataset(tmp_path / "new", "train").annotations.boxes.tolist() == [[1, 2, 11, 14]]
+    assert "not an empty folder" in refused(*words)
+    assert "yolo" in refused(*words[:-1], tmp_path / "other", "--to", "x")  # lists the formats
+    assert not (tmp_path / "other").exists()
 
 
-def test_a_folder_in_use_is_refused_with_one_line(coco_folder, tmp_path, capsys):
-    (tmp_path / "used").mkdir()
-    (tmp_path / "used" / "x").touch()
-    arguments = ["data", "convert", str(coco_folder), "--to", "voc", "--out", str(tmp_path / "used")]
-    assert main(arguments) == 2
-    error = capsys.readouterr().err
-    assert "not an empty folder" in error
-    assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "message"), [(["--to", "labelme"], "labelme"), (["--to", "voc", "--format", "x"], "unknown format 'x'")]
-)
-def test_formats_that_do_not_exist_are_refused_with_one_line(coco_folder, tmp_path, capsys, words, message):
-    out = tmp_path / "new"
-    assert main(["data", "convert", str(coco_folder), "--out", str(out), *words]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert "yolo" in error  # the formats there are
-    assert error.count("\n") == 1
-    assert not out.exists()
-
-
-@pytest.fixture(scope="module")
-def shapes(tmp_path_factory: pytest.TempPathFactory) -> str:
-    cache = tmp_path_factory.mktemp("cache")
-    return str(builtin_folder(cache=cache, image_size=64, counts=(6, 2, 2)))
-
-
-def show(folder: str, out: Path, *options: str) -> np.ndarray:
-    assert main(["data", "show", folder, "--out", str(out), *options]) == 0
+def show(folder: Path, out: Path, *options: str) -> np.ndarray:
+    assert main(["data", "show", str(folder), "--out", str(out), *options]) == 0
     with Image.open(out) as sheet:
         return np.asarray(sheet.convert("RGB"))
 
 
 def test_sheet_shows_the_asked_number_of_images_of_the_split(
-    shapes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sheet = show(shapes, tmp_path / "new" / "sheet.png", "--split", "train", "--count", "4")
     assert sheet.shape[1] == 2 * 308 + 8
@@ -156,7 +120,7 @@ def test_sheet_shows_the_asked_number_of_images_of_the_split(
     assert "2 of 2 images" in capsys.readouterr().out
 
 
-def test_augmented_sheets_differ_from_plain_ones_and_repeat_by_seed(shapes: str, tmp_path: Path) -> None:
+def test_augmented_sheets_differ_from_plain_ones_and_repeat_by_seed(shapes: Path, tmp_path: Path) -> None:
     common = ("--split", "train", "--count", "4")
     plain = show(shapes, tmp_path / "a.png", *common)
     paper = show(shapes, tmp_path / "b.png", *common, "--augment", "paper", "--size", "96")
@@ -170,46 +134,30 @@ def test_augmented_sheets_differ_from_plain_ones_and_repeat_by_seed(shapes: str,
     assert wide.shape[0] < plain.shape[0]  # half as high as wide
 
 
-def test_a_sheet_without_a_name_goes_to_runs_and_says_so(
-    shapes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_sheet_without_a_name_goes_to_runs(
+    shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["data", "show", shapes, "--split", "train[:50%]", "--augment", "light", "--size", "64"]) == 0
+    assert main(["data", "show", str(shapes), "--split", "train[:50%]", "--augment", "light", "--size", "64"]) == 0
     (sheet,) = tmp_path.rglob("*.png")
     assert sheet.parent == tmp_path / "runs"
     assert sheet.name.endswith("-train-50-light.png")
-    printed = capsys.readouterr()
-    assert printed.out.startswith(f"runs/{sheet.name}: ")
-    assert printed.err == f"next: aploss train --data {shapes}\n"
+    assert capsys.readouterr().out.startswith(f"runs/{sheet.name}: ")
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "part"),
     [
         (["--count", "0"], "--count 0"),
-        (["--seed", "-1"], "--seed -1"),
-        (["--size", "64"], "add --augment"),
-        (["--augment", "paper", "--size", "64x"], "--size 64x: write 300"),
-        (["--augment", "paper", "--size", "1x2x3"], "--size 1x2x3: write 300"),
+        (["--size", "64"], "--augment"),
+        (["--augment", "paper", "--size", "64x"], "--size 64x"),
         (["--augment", "paper", "--size", "2"], "at least 8"),
-        (["--split", "nowhere"], "no split 'nowhere'"),
-        (["--out", "sheet.txt"], "sheet.txt: no picture format"),
+        (["--out", "sheet.txt"], "sheet.txt"),
+        (["--out", "file/sheet.png"], "cannot be written"),
     ],
 )
-def test_mistakes_are_one_line_and_leave_no_file(
-    shapes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
-) -> None:
-    out = tmp_path / "sheet.png"
-    assert main(["data", "show", shapes, "--out", str(out), *options]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_folder_that_cannot_be_written_is_said_in_one_line(
-    shapes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("")
-    assert main(["data", "show", shapes, "--out", str(tmp_path / "file" / "sheet.png")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+def test_a_mistake_is_named_and_leaves_no_file(shapes, tmp_path, monkeypatch, refused, options, part):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    assert part in refused("data", "show", shapes, "--out", "sheet.png", *options)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

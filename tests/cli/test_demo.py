@@ -1,4 +1,4 @@
-"""``aploss demo``: where it trains, what with, and what it shows."""
+"""``aploss demo``: its folder, settings and result."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from aploss.training import RunFolder, TrainConfig, load_config
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
-    """The configs that training was asked for, in a folder of its own; nothing is trained."""
+    """The configs passed to training, which does nothing."""
     monkeypatch.chdir(tmp_path)
     configs: list[TrainConfig] = []
 
@@ -31,7 +31,7 @@ def test_the_demo_is_the_demo_recipe_in_runs_demo(asked: list[TrainConfig]) -> N
     assert asked[0].loss == "ap"
 
 
-def test_a_finished_demo_stays_and_an_unfinished_one_goes_on(asked: list[TrainConfig]) -> None:
+def test_a_finished_demo_is_kept_and_an_unfinished_one_is_resumed(asked: list[TrainConfig]) -> None:
     folder = RunFolder("runs/demo")
     folder.create(load_config("demo", {"out": "runs/demo"}))
     main(["demo"])
@@ -48,7 +48,7 @@ def test_a_finished_demo_stays_and_an_unfinished_one_goes_on(asked: list[TrainCo
 def test_the_demo_trains_and_names_its_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The whole way on the built-in data, but for three steps and 60 images only."""
+    """End to end on the built-in data, with three steps and 60 images."""
     monkeypatch.chdir(tmp_path)
     load = load_config
 

@@ -1,11 +1,10 @@
-"""`aploss predict`, from the command line to the files."""
+"""``aploss predict``: images found, files written, errors."""
 
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from pycocotools.coco import COCO
 
@@ -13,26 +12,7 @@ from aploss.cli.main import main
 from aploss.cli.predict import find_images
 from aploss.data.voc import parse_annotation
 from aploss.data.yolo import parse_row
-from aploss.detectors import build_detector, load, save_detector
-from aploss.evaluation.calibration import Calibration
-
-CLASSES = ("red cell", "white cell")
-
-
-@pytest.fixture(scope="module")
-def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a random detector, calibrated so that about half of its detections are drawn."""
-    torch.manual_seed(0)
-    detector = build_detector("retinanet-tiny", class_names=CLASSES, test_size=(64, 128))
-    for layer in (detector.head.classification_head, detector.head.regression_head):
-        for weight in layer.parameters():
-            if weight.ndim > 1:
-                torch.nn.init.normal_(weight, std=0.05)
-    detector.calibration = Calibration(x=[0.0, 0.07, 1.0], y=[0.0, 0.5, 0.9])
-    detector.draw_threshold = 0.5
-    folder = tmp_path_factory.mktemp("run")
-    save_detector(detector, folder / "checkpoints" / "best.pt")
-    return folder
+from aploss.detectors import load
 
 
 @pytest.fixture
@@ -67,7 +47,7 @@ def test_a_folder_gives_pictures_and_coco_results(
     assert [image["file_name"] for image in truth.dataset["images"]] == [
         str(photos / name) for name in ("a.jpg", "b.png", "more/a.jpg")
     ]
-    assert [category["name"] for category in truth.dataset["categories"]] == list(CLASSES)
+    assert [category["name"] for category in truth.dataset["categories"]] == list(load(run_folder).class_names)
     files = [photos / name for name in ("a.jpg", "b.png", "more/a.jpg")]
     expected = load(run_folder).predict(files)
     for number, prediction in enumerate(expected, start=1):
@@ -81,10 +61,9 @@ def test_a_folder_gives_pictures_and_coco_results(
             left, top, width, height = entry["bbox"]
             corners = (left, top, left + width, top + height)
             assert corners == pytest.approx(box.tolist(), abs=1e-2)
-    shown, told = capsys.readouterr()
-    assert "next: aploss eval --annotations ANNOTATIONS.json --detections " in told
-    objects = sum(map(len, expected))
-    assert f"{objects} objects in 3 images with a score of at least 0.50" in shown
+    shown, hint = capsys.readouterr()
+    assert "next: aploss eval --annotations ANNOTATIONS.json --detections " in hint
+    assert f"{sum(map(len, expected))} objects in 3 images with a score of at least 0.50" in shown
 
 
 def test_boxes_are_drawn_with_class_and_score(run_folder: Path, photos: Path, tmp_path: Path) -> None:
@@ -99,25 +78,23 @@ def test_boxes_are_drawn_with_class_and_score(run_folder: Path, photos: Path, tm
     assert np.array_equal(none, original)
 
 
-def test_unreadable_images_are_passed_over_and_listed_at_the_end(
+def test_unreadable_images_are_skipped_and_listed_at_the_end(
     run_folder: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (photos / "aa-broken.jpg").write_bytes((photos / "a.jpg").read_bytes()[:300])
     (photos / "empty.png").write_bytes(b"")
     out = tmp_path / "out"
     assert _run(run_folder, photos, photos / "gone.jpg", "--out", out, "--batch-size", 2) == 1
-    told = capsys.readouterr().err
-    assert "3 could not be used:" in told
-    assert "aa-broken.jpg: damaged image" in told
-    assert "empty.png: the image file is empty" in told
-    assert "gone.jpg: no such image file or folder" in told
+    error = capsys.readouterr().err
+    assert "3 could not be used:" in error
+    assert all(name in error for name in ("aa-broken.jpg", "empty.png", "gone.jpg"))
     assert len(json.loads((out / "images.json").read_text())["images"]) == 3
 
 
-def test_yolo_labels_say_what_was_found(run_folder: Path, photos: Path, tmp_path: Path) -> None:
+def test_yolo_labels_hold_the_detections(run_folder: Path, photos: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert _run(run_folder, photos, "--out", out, "--labels", "yolo") == 0
-    assert (out / "labels" / "classes.txt").read_text().splitlines() == list(CLASSES)
+    assert (out / "labels" / "classes.txt").read_text().splitlines() == list(load(run_folder).class_names)
     (prediction,) = load(run_folder).predict(photos / "more" / "a.jpg")
     rows = (out / "labels" / "more" / "a.txt").read_text().splitlines()
     assert len(rows) == len(prediction) > 0
@@ -127,7 +104,7 @@ def test_yolo_labels_say_what_was_found(run_folder: Path, photos: Path, tmp_path
         assert corners == pytest.approx(box.tolist(), abs=1e-3)
 
 
-def test_voc_labels_say_what_was_found(run_folder: Path, photos: Path, tmp_path: Path) -> None:
+def test_voc_labels_hold_the_detections(run_folder: Path, photos: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert _run(run_folder, photos, "--out", out, "--labels", "voc") == 0
     (prediction,) = load(run_folder).predict(photos / "b.png")
@@ -155,46 +132,37 @@ def test_several_scales_find_other_boxes(run_folder: Path, photos: Path, tmp_pat
     assert many != one
 
 
-def test_results_inside_the_folder_are_not_looked_at_again(run_folder: Path, photos: Path) -> None:
+def test_results_inside_the_folder_are_not_processed_again(run_folder: Path, photos: Path) -> None:
     for _ in range(2):
         assert _run(run_folder, photos, "--out", photos / "found", "--quiet") == 0
     assert len(json.loads((photos / "found" / "images.json").read_text())["images"]) == 3
 
 
-def test_quiet_says_nothing(run_folder: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_prints_nothing(
+    run_folder: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert _run(run_folder, photos, "--out", tmp_path, "--quiet") == 0
     captured = capsys.readouterr()
     assert captured.out == captured.err == ""
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "part"),
     [
-        (["{run}", "{photos}/none*.jpg"], "no image matches"),
-        (["{photos}", "{photos}"], "is it a run folder"),
-        (["nowhere", "{photos}"], "there is no run folder or checkpoint nowhere"),
-        (["nowhere.onnx", "{photos}"], "there is no file nowhere.onnx"),
-        (["{run}", "{photos}", "--batch-size", "0"], "--batch-size 0"),
+        (["{run}", "{photos}/none*.jpg"], "none*.jpg"),
+        (["{photos}", "{photos}"], "run folder"),
+        (["nowhere", "{photos}"], "nowhere"),
+        (["nowhere.onnx", "{photos}"], "nowhere.onnx"),
         (["{run}", "{photos}", "--out", "{photos}/a.jpg"], "cannot be written"),
     ],
 )
-def test_mistakes_end_in_one_line_and_exit_code_2(
-    arguments: list[str], message: str, run_folder: Path, photos: Path, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_mistakes_are_named(arguments: list[str], part: str, run_folder: Path, photos: Path, refused) -> None:
     words = [word.format(run=run_folder, photos=photos) for word in arguments]
-    out = [] if "--out" in words else ["--out", tmp_path / "out"]
-    assert _run(*words, *out) == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert told.count("\n") == 1
+    assert part in refused("predict", "--out", photos / "found", *words)
 
 
 def test_files_folders_and_patterns_are_found_once_with_different_names(photos: Path) -> None:
     images, problems = find_images([f"{photos}/**/*.jpg", str(photos), str(photos / "more"), f"{photos}/*.gif"])
-    assert [(image.path.relative_to(photos).as_posix(), image.name) for image in images] == [
-        ("a.jpg", "a"),
-        ("more/a.jpg", "a-2"),
-        ("b.png", "b"),
-    ]
-    assert problems == [f"{photos}/*.gif: no image matches"]
+    names = {path.relative_to(photos).as_posix(): name for path, name in images.items()}
+    assert list(names.items()) == [("a.jpg", "a"), ("more/a.jpg", "a-2"), ("b.png", "b")]
+    assert len(problems) == 1

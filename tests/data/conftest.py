@@ -50,7 +50,9 @@ def found_boxes() -> Callable:
 
     def collect(dataset) -> dict[str, list]:
         return {
-            dataset.image_path(i).stem: list(zip(dataset.labels(i).tolist(), dataset.boxes(i).tolist(), strict=True))
+            dataset.image_path(i).stem: list(
+                zip(dataset.target(i)["labels"].tolist(), dataset.target(i)["boxes"].tolist(), strict=True)
+            )
             for i in range(len(dataset))
         }
 

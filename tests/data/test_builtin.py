@@ -5,6 +5,7 @@ import multiprocessing
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from aploss.data import builtin
@@ -100,3 +101,24 @@ def test_impossible_settings_are_refused(setting: str, value: object, tmp_path: 
         builtin.builtin_folder(cache=tmp_path, **{**SMALL, setting: value})
     with pytest.raises(ConfigError, match="no split 'valid'"):
         builtin.builtin_dataset("valid", cache=tmp_path)
+
+
+def test_scenes_are_varied_and_boxes_stay_inside() -> None:
+    scenes = [builtin.draw_scene(np.random.default_rng([7, index]), 64) for index in range(60)]
+    boxes = np.concatenate([scene.boxes for scene in scenes])
+    counts = np.bincount(np.concatenate([scene.labels for scene in scenes]), minlength=5)
+    assert counts.min() > 0.1 * counts.sum()
+    assert max(len(scene.labels) for scene in scenes) >= 4
+    longer = (boxes[:, 2:] - boxes[:, :2]).max(axis=1) / 64
+    assert longer.max() < 0.53  # a pixel beyond one half
+    assert np.quantile(longer, 0.05) < 0.24
+    assert np.quantile(longer, 0.95) > 0.42
+    assert boxes.min() >= 0
+    assert boxes.max() <= 64
+
+
+def test_some_pictures_have_no_object_and_most_have_distractors() -> None:
+    figures = [builtin.choose_figures(np.random.default_rng([3, index])) for index in range(1500)]
+    empty = np.mean([all(label is None for label in figure) for figure in figures])
+    assert abs(empty - builtin.EMPTY_SHARE) < 0.02
+    assert np.mean([None in figure for figure in figures]) > 0.5

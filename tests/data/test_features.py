@@ -86,7 +86,7 @@ def test_drawn_views_are_those_of_the_augmentation(dataset: DetectionDataset) ->
         for batch in loader.epoch(epoch):
             (index,), (target,) = batch.indices, batch.targets
             expected = [views.sample((view, index)) for view in range(3)]
-            maps = [network(image.as_subclass(torch.Tensor)[None].float() / 255).maps for image, _ in expected]
+            maps = [network(image[None].float() / 255).maps for image, _ in expected]
             found = batch.images.to("cpu").maps
             (view,) = (v for v in range(3) if torch.allclose(found[0], maps[v][0], rtol=2**-10, atol=1e-6))
             seen.add((index, view))
@@ -141,7 +141,7 @@ def test_a_damaged_file_is_computed_again(dataset: DetectionDataset) -> None:
     first = stored(dataset)
     with first.file.open("r+b") as file:
         file.truncate(100)
-    with pytest.raises(DataError, match="cut short"):
+    with pytest.raises(DataError, match="truncated"):
         first.read(5, 0)
     again = stored(dataset)
     assert again == first
@@ -164,14 +164,14 @@ def test_the_next_image_stands_in_for_one_that_cannot_be_read(dataset: Detection
 
 
 def test_what_cannot_be_stored_is_said_in_one_line(dataset: DetectionDataset) -> None:
-    with pytest.raises(ConfigError, match="go with flip or none, got 'light'"):
+    with pytest.raises(ConfigError, match="for augmentation 'flip', not 'light'"):
         make_training_loader(dataset, batch_size=4, seed=0, preset="light", size=SIZE, features=stored(dataset))
-    with pytest.raises(DataError, match="too large for float16"):
+    with pytest.raises(DataError, match="float16"):
         stored(dataset, lambda images: FeatureMaps((1e6 * images,), SIZE), network_digest="large")
     (dataset.root.parent / "file").touch()
     with pytest.raises(DataError, match="APLOSS_CACHE"):
         stored(dataset, cache=dataset.root.parent / "file" / "below")
     for index in range(IMAGES):
         dataset.image_path(index).unlink()
-    with pytest.raises(DataError, match=r"no image of all can be read: .*no such image"):
+    with pytest.raises(DataError, match=r"no image of split 'all' can be read"):
         stored(dataset)

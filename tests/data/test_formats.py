@@ -15,10 +15,9 @@ from aploss.data import (
     convert_dataset,
     dataset_splits,
     load_dataset,
-    make_training_loader,
     register_format,
 )
-from aploss.data.formats import FORMATS, Written, each_image_once
+from aploss.data.formats import FORMATS, Written
 from aploss.data.load import format_names
 from aploss.errors import ConfigError, DataError
 
@@ -63,7 +62,7 @@ class CsvFormat(DataFormat):
                 for index in range(len(part)):
                     image = f"images/{places[part.image_path(index)]}"
                     rows.writerow([image, "", 0, 0, 0, 0])
-                    for label, box in zip(part.labels(index), part.boxes(index), strict=True):
+                    for label, box in zip(part.target(index)["labels"], part.target(index)["boxes"], strict=True):
                         rows.writerow([image, part.class_names[label], *box.tolist()])
         return Written("images")
 
@@ -108,28 +107,6 @@ def test_the_rules_for_boxes_are_those_of_all_formats(csv_folder):
     assert result.exit_code == 1
 
 
-def test_paths_of_a_registered_format_stay_inside_its_folder(csv_folder):
-    with (csv_folder / "train2017.csv").open("a") as file:
-        file.write("../secret.png,cat,5,5,9,9\n")
-    with pytest.raises(DataError, match="outside the dataset's folder"):
-        load_dataset(csv_folder, "train")
-
-
-@pytest.mark.parametrize("to", ["voc", "coco", "yolo"])
-def test_it_is_converted_like_any_other(csv_folder, tmp_path, to, expected_boxes, found_boxes):
-    result = convert_dataset(csv_folder, tmp_path / "out", to=to)
-    assert (result.images, result.boxes) == (4, 4)
-    for split, expected in expected_boxes.items():
-        assert found_boxes(load_dataset(tmp_path / "out", f"{split}2017")) == expected
-
-
-def test_training_reads_it(csv_folder):
-    dataset = load_dataset(csv_folder, "train", format="test-csv")
-    loader = make_training_loader(dataset, batch_size=3, seed=0, preset="light", size=32)
-    (batch,) = loader.epoch(0)
-    assert batch.images.shape == (3, 3, 32, 32)
-
-
 def test_registered_formats_are_listed_and_a_name_is_given_once():
     assert {"auto", "coco", "voc", "yolo", "test-csv"} <= set(format_names())
     assert FORMATS.get("test-csv").format == "test-csv"
@@ -142,10 +119,3 @@ def test_a_format_that_cannot_be_written_says_so(coco_folder, tmp_path):
     with pytest.raises(DataError, match="'test-read-only' can be read, but not written"):
         convert_dataset(coco_folder, tmp_path / "out", to="test-read-only")
     assert not (tmp_path / "out").exists()
-
-
-def test_each_image_of_splits_that_overlap_comes_once(coco_folder):
-    part = load_dataset(coco_folder, "train")
-    parts = {"a": part.subset([0, 1]), "b": part.subset([1, 2])}
-    pairs = [(one.split, one.relative_path(index)) for one, index in each_image_once(parts)]
-    assert [path for _, path in pairs] == [f"train2017/{name}.png" for name in "abc"]

@@ -30,11 +30,6 @@ def test_rgb_is_read_as_it_is(tmp_path):
     assert torch.equal(image, as_rgb(RGB))
 
 
-def test_grey_becomes_three_equal_channels(tmp_path):
-    image = read_image(saved(tmp_path, Image.fromarray(GREY), "a.png"))
-    assert torch.equal(image, torch.from_numpy(GREY).expand(3, -1, -1))
-
-
 def test_sixteen_bit_grey_is_scaled_to_eight(tmp_path):
     deep = GREY.astype(np.uint16) * 257  # 255 · 257 = 65535
     path = saved(tmp_path, Image.fromarray(deep), "a.png")

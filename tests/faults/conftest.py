@@ -1,4 +1,4 @@
-"""How faults are tried: one fault a case, on the command line in a process of its own or, faster, in this one."""
+"""Runs commands for the fault suite, in a separate process or, faster, in this one. Each case is one fault."""
 
 import os
 import signal
@@ -11,15 +11,15 @@ from typing import NoReturn
 import pytest
 from tiny_runs import config_in, make_config, no_page, rectangles, short_detector, spawn  # noqa: F401
 
-SECONDS = 120  # no command of the suite may take longer, unless its case says so
+SECONDS = 120  # limit for every command, unless its case sets another
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--faults", action="store_true", help="try the slow faults, too")
+    parser.addoption("--faults", action="store_true", help="also run the slow faults")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow_fault: a fault that is only tried with --faults")
+    config.addinivalue_line("markers", "slow_fault: only run with --faults")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -33,16 +33,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @dataclass(frozen=True)
 class Finished:
-    """A command that has ended."""
+    """A finished command."""
 
     code: int
     stdout: str
     stderr: str
 
     def assert_refused(self, *words: object, codes: tuple[int, ...] = (2,)) -> None:
-        """One clear line on stderr that holds all ``words``, no traceback, and one of the exit codes.
+        """One line on stderr that contains all ``words``, no traceback, and one of the exit codes.
 
-        An error that nobody foresaw is a line with exit code 1, too: it never counts as clear.
+        An unexpected error is also one line, with exit code 1; it never counts as refused.
         """
         assert self.code in codes, (self.code, self.stderr)
         lines = self.stderr.splitlines()
@@ -52,16 +52,16 @@ class Finished:
         assert [word for word in words if str(word) not in lines[0]] == [], lines[0]
 
     def assert_no_traceback(self) -> None:
-        """Neither a traceback nor an error that nobody foresaw, whatever the exit code."""
+        """Neither a traceback nor an unexpected error, whatever the exit code."""
         assert "Traceback" not in self.stdout + self.stderr, self.stderr
         assert "unexpected" not in self.stderr, self.stderr
 
 
 @pytest.fixture(scope="session")
 def run_cli() -> Callable[..., Finished]:
-    """Runs ``python -m aploss`` with arguments in a process of its own, which must end in ``timeout`` seconds.
+    """Runs ``python -m aploss`` with arguments in a separate process, within ``timeout`` seconds.
 
-    Keywords of :class:`subprocess.Popen` such as ``cwd`` are passed on; ``env`` is added to the environment.
+    ``env`` is added to the environment; other keywords, such as ``cwd``, go to :func:`subprocess.run`.
     """
 
     def run(*arguments: object, timeout: float = SECONDS, env: dict[str, str] | None = None, **options) -> Finished:
@@ -77,7 +77,7 @@ def run_cli() -> Callable[..., Finished]:
 
 @pytest.fixture
 def call_cli(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Finished]]:
-    """Calls the command line in this process, which saves the seconds that starting torch takes."""
+    """Calls the command line in this process, which saves the import of torch."""
     from aploss.cli.main import main
 
     def hangs(*_: object) -> NoReturn:
@@ -86,7 +86,7 @@ def call_cli(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Finish
     before = signal.signal(signal.SIGALRM, hangs)
 
     def call(*arguments: object) -> Finished:
-        capfd.readouterr()  # what came before is not of this command
+        capfd.readouterr()  # discard earlier output
         signal.alarm(SECONDS)
         try:
             code = main([str(argument) for argument in arguments])

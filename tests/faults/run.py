@@ -1,8 +1,8 @@
-"""Tries every fault, counts per area, and writes the table into docs/reliability.md: ``make faults``.
+"""Runs every fault, counts per area, and writes the table into docs/reliability.md: ``make faults``.
 
-A case is one fault; a case that tries several says how many with ``record_property("faults", n)``, and a search says
-how long it took with ``record_property("seconds", s)``. Exits with 1 on any failure, or where an area has tried less
-than it must. Options are passed on to pytest (``-k images``); the table is then only printed.
+A case is one fault; a case with several records their number with ``record_property("faults", n)``, and a search its
+duration with ``record_property("seconds", s)``. Exits with 1 on any failure, or if an area tried less than its minimum.
+Options go to pytest (``-k images``); the table is then only printed.
 """
 
 import subprocess
@@ -22,9 +22,9 @@ BEGIN, END = "<!-- make faults: begin -->", "<!-- make faults: end -->"
 
 @dataclass
 class Area:
-    """One file of the suite: what it tries, how much it must try at least, and what came of it."""
+    """One file of the suite: its minimum number of faults, and the results."""
 
-    name: str  # of tests/faults/test_NAME.py
+    name: str  # tests/faults/test_NAME.py
     title: str
     least: int
     least_seconds: float = 0  # for a search
@@ -35,23 +35,23 @@ class Area:
 
     @property
     def tried(self) -> int:
-        """Faults that were tried; what is skipped is not."""
+        """Faults that ran, without skipped ones."""
         return self.passed + self.failed
 
     @property
     def complete(self) -> bool:
-        """Whether enough was tried and all of it passed."""
+        """Whether enough faults ran and all passed."""
         return not self.failed and self.tried >= self.least and self.seconds >= self.least_seconds
 
     def row(self) -> str:
-        """Its line of the table."""
+        """The row of the table."""
         least = f"{self.least:,}" + (f" in {self.least_seconds / 60:g} minutes" if self.least_seconds else "")
         skipped = "; ".join(f"{number} ({reason})" for reason, number in self.skipped.items()) or "0"
         return f"| {self.title} | {least} | {self.tried:,} | {self.passed:,} | {skipped} |"
 
 
 def areas() -> list[Area]:
-    """Every area with the least it must try."""
+    """All areas with their minimum number of faults."""
     return [
         Area("images", "images", 48),
         Area("annotations", "annotations", 120),
@@ -69,17 +69,17 @@ def areas() -> list[Area]:
 
 
 def count(report: Path, found: list[Area]) -> None:
-    """Adds the cases of a JUnit file to their areas; a case of no area is an error."""
+    """Adds the cases of a JUnit file to their areas; a case without an area raises KeyError."""
     by_name = {area.name: area for area in found}
     for case in ElementTree.parse(report).iter("testcase"):
         place = case.get("classname", "").split(".")
         name = next((part.removeprefix("test_") for part in place if part.startswith("test_")), "")
-        if name not in by_name:  # a file that cannot be imported is a case, too
+        if name not in by_name:  # a file that fails to import is also a case
             name = case.get("name", "").rpartition(".test_")[2]
         area = by_name[name]
-        told = {entry.get("name"): float(entry.get("value", "")) for entry in case.iter("property")}
-        faults = int(told.get("faults", 1))
-        area.seconds += told.get("seconds", 0)
+        properties = {entry.get("name"): float(entry.get("value", "")) for entry in case.iter("property")}
+        faults = int(properties.get("faults", 1))
+        area.seconds += properties.get("seconds", 0)
         skip = case.find("skipped")
         if skip is not None:
             area.skipped[skip.get("message", "")] += faults
@@ -90,7 +90,7 @@ def count(report: Path, found: list[Area]) -> None:
 
 
 def table(found: list[Area], minutes: float) -> Iterator[str]:
-    """The lines of the table, and of how it was made."""
+    """The lines of the table and the summary below it."""
     yield "| area | at least | tried | passed | skipped |"
     yield "|---|---|---|---|---|"
     yield from (area.row() for area in found)
@@ -100,7 +100,7 @@ def table(found: list[Area], minutes: float) -> Iterator[str]:
 
 
 def write_into(page: Path, lines: list[str]) -> None:
-    """Replaces what is between the two marker lines."""
+    """Replaces the text between the two markers."""
     text = page.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -108,7 +108,7 @@ def write_into(page: Path, lines: list[str]) -> None:
 
 
 def main() -> int:
-    """Runs the suite and writes the table; 0 if all is well."""
+    """Runs the suite and writes the table; returns 0 on success."""
     found, begun = areas(), time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "faults.xml"
@@ -118,7 +118,7 @@ def main() -> int:
         count(report, found)
     lines = list(table(found, (time.monotonic() - begun) / 60))
     print("\n".join(lines))
-    if not sys.argv[1:]:  # a choice of cases is not the whole
+    if not sys.argv[1:]:  # a selection of cases is not the whole suite
         write_into(PAGE, lines)
     short = [area for area in found if not area.complete]
     for area in short:

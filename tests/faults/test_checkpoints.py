@@ -1,4 +1,4 @@
-"""Checkpoints, ONNX files and run folders of strangers: nothing in them runs, is opened, or loads as something else."""
+"""Untrusted checkpoints, ONNX files and run folders: nothing in them is run, opened, or loaded as something else."""
 
 import copy
 import io
@@ -35,7 +35,7 @@ NAN, INF = float("nan"), float("inf")
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint without fault."""
+    """A valid checkpoint."""
     torch.manual_seed(0)
     detector = build_detector(DETECTOR, class_names=CLASSES, test_size=(64, 64))
     return save_detector(detector, tmp_path_factory.mktemp("whole") / "detector.pt")
@@ -48,7 +48,7 @@ def content(whole: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    return tmp_path / "stranger.pt"
+    return tmp_path / "untrusted.pt"
 
 
 def assert_refused(path: Path, *words: str) -> None:
@@ -79,22 +79,14 @@ def saved(value: Any) -> bytes:
 
 
 NOT_TORCH = {
-    "empty": b"", "text": b"hello\n", "one dot": b".", "none and dot": b"N.", "zeros": bytes(300),
-    "gif": b"GIF89a" + bytes(40), "png": b"\x89PNG\r\n\x1a\n" + bytes(20), "jpeg": b"\xff\xd8\xff\xe0" + bytes(20),
-    "xml": b"<annotation/>", "json": b'{"detector": 1}', "yaml": b"detector: {config: 1}\n", "html": b"<!doctype html>",
-    "elf": b"\x7fELF" + bytes(range(256)), "gzip": b"\x1f\x8b\x08" + bytes(30), "pdf": b"%PDF-1.7\n",
-    "tar": b"a.txt" + bytes(600), "noise": random.Random(0).randbytes(500), "UTF-16": "detector".encode("utf-16"),
-    "pickled number": pickle.dumps(5), "pickled dict": pickle.dumps({"detector": {}}),
-    "protocol 0": pickle.dumps([], 0), "protocol 5": pickle.dumps({"a": b"b"}, 5),
-    "marks only": b"\x80\x02" + b"(" * 100_000, "endless memo": b"q" * 1000,
+    "empty": b"", "text": b"hello\n", "one dot": b".", "zeros": bytes(300), "gif": b"GIF89a" + bytes(40),
+    "json": b'{"detector": 1}', "elf": b"\x7fELF" + bytes(range(256)), "noise": random.Random(0).randbytes(500),
+    "pickled dict": pickle.dumps({"detector": {}}), "marks only": b"\x80\x02" + b"(" * 100_000,
     "deep lists": b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b".",
-    "empty zip": zipped(), "zip of text": zipped(a=b"b"), "zip without data": zipped(x__data__pkl=b"."),
-    "zip of a bad pickle": zipped(**{"x/data.pkl": b"hello", "x/version": b"3"}),
+    "empty zip": zipped(), "zip without data": zipped(x__data__pkl=b"."),
     "pickle that stops": zipped(**{"x/data.pkl": pickle.dumps({"a": [1, 2]}, 2)[:-5], "x/version": b"3"}),
-    "numpy": np.ones(3).tobytes(), "saved list": saved([1, 2]), "saved number": saved(7),
-    "saved tensor": saved(torch.ones(2)),
-    "saved nothing": saved(None), "other dict": saved({"model": 1}), "detector is a number": saved({"detector": 5}),
-    "detector is nothing": saved({"detector": None}), "detector is a list": saved({"detector": [{}]}),
+    "saved list": saved([1, 2]), "saved tensor": saved(torch.ones(2)), "other dict": saved({"model": 1}),
+    "detector is a number": saved({"detector": 5}), "detector is nothing": saved({"detector": None}),
 }  # fmt: skip
 
 
@@ -117,35 +109,17 @@ class Runs:
         return self.call
 
 
-class Grows:
-    """Does the same when its state is set."""
-
-    def __setstate__(self, state: Any) -> None:
-        os.system(state)
-
-
 def traps(canary: str) -> dict[str, Any]:
     """Objects that would make a file, each by another way."""
     import builtins
-    import importlib
     import subprocess
 
-    make = f"open({canary!r}, 'w').close()"
     return {
         "os.system": Runs(os.system, f"touch {canary}"),
-        "exec": Runs(builtins.exec, make),
-        "eval": Runs(builtins.eval, make),
-        "open": Runs(builtins.open, canary, "w"),
+        "exec": Runs(builtins.exec, f"open({canary!r}, 'w').close()"),
         "Popen": Runs(subprocess.Popen, ["touch", canary]),
-        "check_output": Runs(subprocess.check_output, ["touch", canary]),
-        "os.mkdir": Runs(os.mkdir, canary),
-        "mknod": Runs(os.mknod, canary),
-        "getattr": Runs(getattr, Runs(importlib.import_module, "os"), "system"),
+        "getattr": Runs(getattr, Runs(__import__, "os"), "system"),
         "torch.save": Runs(torch.save, {}, canary),
-        "torch.hub": Runs(torch.hub.load_state_dict_from_url, f"file://{canary}"),
-        "copyfile": Runs(shutil.copyfile, "/dev/null", canary),
-        "numpy": Runs(np.save, canary, 1),
-        "type": Runs(type, "Made", (Grows,), {}),
         "path": Runs(Path.touch, Path(canary)),
     }
 
@@ -170,14 +144,14 @@ def test_no_pickle_runs_code(file: Path, content: dict[str, Any], trap: str, con
 # --- damage -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share", [k / 30 for k in range(30)])
+@pytest.mark.parametrize("share", [k / 10 for k in range(10)])
 def test_a_truncated_checkpoint_is_refused(file: Path, whole: Path, share: float):
     data = whole.read_bytes()
     file.write_bytes(data[: int(share * len(data))])
     assert_refused(file)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(24))
 def test_changed_bytes_are_refused_or_change_nothing(file: Path, whole: Path, content: dict[str, Any], seed: int):
     """A third in the weights, a third in the record of names at the end, a third in the pickle at the beginning."""
     data, chance = bytearray(whole.read_bytes()), random.Random(seed)
@@ -253,37 +227,20 @@ def test_a_missing_field_is_refused(file: Path, content: dict[str, Any], field: 
 LAYER = "head.classification_head.cls_logits.weight"
 WEIGHT_FAULTS: dict[str, Callable[[torch.Tensor], Any]] = {
     "NaN": lambda weight: weight.index_fill(0, torch.tensor([0]), NAN),
-    "one NaN": lambda weight: torch.where(torch.arange(weight.numel()).view_as(weight) == 5, NAN, weight),
     "infinite": lambda weight: weight.index_fill(0, torch.tensor([0]), INF),
-    "minus infinity": lambda weight: weight.index_fill(0, torch.tensor([0]), -INF),
-    "whole numbers": lambda weight: weight.to(torch.int8),
-    "true and false": lambda weight: weight > 0,
-    "complex": lambda weight: weight.to(torch.complex64),
+    "integers": lambda weight: weight.to(torch.int8),
     "text": lambda weight: "weights",
-    "nothing": lambda weight: None,
-    "list": lambda weight: weight.flatten()[:3].tolist(),
     "sparse": lambda weight: weight.to_sparse(),
     "without memory": lambda weight: weight.to("meta"),
     "fewer rows": lambda weight: weight[:-1],
-    "flat": lambda weight: weight.flatten(),
-    "empty": lambda weight: weight[:0],
-    "scalar": lambda weight: weight.sum(),
 }
 
 
 @pytest.mark.parametrize("fault", WEIGHT_FAULTS)
-def test_weights_that_are_no_finite_numbers_are_refused_by_name(file: Path, content: dict[str, Any], fault: str):
+def test_invalid_weights_are_refused_by_name(file: Path, content: dict[str, Any], fault: str):
     state = content["detector"]["state"]
     torch.save(changed(content, "state", {**state, LAYER: WEIGHT_FAULTS[fault](state[LAYER])}), file)
     assert_refused(file, LAYER)
-
-
-def test_predict_refuses_weights_that_are_nan(call_cli, file: Path, content: dict[str, Any], tmp_path: Path):
-    state = content["detector"]["state"]
-    torch.save(changed(content, "state", {**state, LAYER: state[LAYER] * NAN}), file)
-    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
-    call_cli("predict", file, tmp_path / "a.png", "--out", tmp_path / "out").assert_refused(file, LAYER, "NaN")
-    assert not (tmp_path / "out").exists()
 
 
 def test_predict_refuses_weights_so_large_that_scores_are_nan(call_cli, file: Path, content: dict, tmp_path: Path):
@@ -297,19 +254,15 @@ def test_predict_refuses_weights_so_large_that_scores_are_nan(call_cli, file: Pa
 def test_training_does_not_start_from_damaged_weights(file: Path, content: dict[str, Any], fault: str):
     state = content["detector"]["state"]
     torch.save({**state, LAYER: WEIGHT_FAULTS[fault](state[LAYER])}, file)
-    with pytest.raises(AplossError, match=r"stranger\.pt"):
+    with pytest.raises(AplossError, match=r"untrusted\.pt"):
         load_weights(build_detector(DETECTOR, class_names=CLASSES), file)
 
 
 @pytest.mark.parametrize(
     ("change", "value"),
     [
-        ("config.name", "retinanet-r18"),
         ("config.name", "ssdlite"),
-        ("config.name", "no-such-detector"),
         ("config.class_names", ["cat"]),
-        ("config.class_names", ["cat", "dog", "cow"]),
-        ("config.loss", "no-such-loss"),
         ("config.loss", "ohem"),  # a column more, for the background
         ("config.anchors_per_cell", 9),
     ],
@@ -351,10 +304,7 @@ def watch() -> Watch:
 SOUGHT = {
     "a file": None,  # the path of one that is there
     "ImageNet": "imagenet",
-    "COCO": "coco",
-    "torchvision's": "ResNet18_Weights.IMAGENET1K_V1",
     "a URL": "https://example.com/weights.pt",
-    "a share": "//example.com/share/weights.pt",
 }
 
 
@@ -365,7 +315,7 @@ def test_weights_that_a_file_names_are_neither_opened_nor_fetched(watch, whole, 
     other = tmp_path / "other.pt"
     shutil.copy(whole, other)
     named = changed(content, "config.weights", SOUGHT[kind] or str(other))
-    path = tmp_path / ("stranger.onnx" if container == "ONNX" else "stranger.pt")
+    path = tmp_path / ("untrusted.onnx" if container == "ONNX" else "untrusted.pt")
     if container == "ONNX":
         path.write_bytes(onnx_file(settings=named["detector"]["config"]))
     else:
@@ -417,7 +367,7 @@ def test_the_model_that_is_damaged_below_is_whole(tmp_path: Path):
 @pytest.mark.parametrize("field", ["config", "calibration", "draw_threshold", "aploss_format"])
 @pytest.mark.parametrize("text", [..., "", "{", "5", '"x"', "[1]", '{"a": 1}', "NaN", "[" * 100_000])
 def test_onnx_metadata_of_other_kinds_are_refused(tmp_path: Path, field: str, text: Any):
-    path = tmp_path / "stranger.onnx"
+    path = tmp_path / "untrusted.onnx"
     path.write_bytes(onnx_file(**{field: text}))
     assert_onnx_refused(path)
 
@@ -425,7 +375,7 @@ def test_onnx_metadata_of_other_kinds_are_refused(tmp_path: Path, field: str, te
 @pytest.mark.parametrize("value", STRANGE)
 @pytest.mark.parametrize("field", ["name", "class_names", "test_size", "nms_iou", "loss"])
 def test_onnx_configs_of_other_kinds_are_refused(tmp_path: Path, field: str, value: str):
-    path = tmp_path / "stranger.onnx"
+    path = tmp_path / "untrusted.onnx"
     path.write_bytes(onnx_file(settings={**CONFIG, field: STRANGE[value]}))
     assert_onnx_refused(path)
 
@@ -437,7 +387,7 @@ def test_onnx_tensors_in_other_files_are_not_opened(watch: Watch, tmp_path: Path
     monkeypatch.chdir(tmp_path / "here")
     tensor = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[4], data_location=TensorProto.EXTERNAL)
     tensor.external_data.add(key="location", value=location)
-    path = tmp_path / "stranger.onnx"
+    path = tmp_path / "untrusted.onnx"
     path.write_bytes(onnx_file(tensors=(tensor,)))
     with watch.watching() as seen:
         assert_onnx_refused(path, "another file")
@@ -446,7 +396,7 @@ def test_onnx_tensors_in_other_files_are_not_opened(watch: Watch, tmp_path: Path
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_onnx_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path, value: float):
-    path = tmp_path / "stranger.onnx"
+    path = tmp_path / "untrusted.onnx"
     path.write_bytes(onnx_file(tensors=(helper.make_tensor("layer.weight", TensorProto.FLOAT, [2], [1.0, value]),)))
     assert_onnx_refused(path, "layer.weight")
 
@@ -454,15 +404,15 @@ def test_onnx_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path, va
 @pytest.mark.parametrize("outputs", [("logits", "deltas"), ("logits",), ("other", "names")])
 def test_an_onnx_model_that_gives_something_else_is_refused(call_cli, tmp_path: Path, outputs: tuple[str, ...]):
     """Its outputs are images, fewer, or have other names."""
-    path = tmp_path / "stranger.onnx"
+    path = tmp_path / "untrusted.onnx"
     path.write_bytes(onnx_file(outputs=outputs))
     Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
     call_cli("predict", path, tmp_path / "a.png", "--out", tmp_path / "out").assert_refused(path)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in NOT_TORCH if not kind.startswith("saved")])
-def test_a_file_that_is_no_onnx_is_refused(tmp_path: Path, kind: str):
-    path = tmp_path / "stranger.onnx"
+def test_a_file_other_than_onnx_is_refused(tmp_path: Path, kind: str):
+    path = tmp_path / "untrusted.onnx"
     path.write_bytes(NOT_TORCH[kind])
     assert_onnx_refused(path)
 
@@ -472,7 +422,7 @@ def test_a_file_that_is_no_onnx_is_refused(tmp_path: Path, kind: str):
 
 @pytest.fixture
 def run(tmp_path: Path, whole: Path) -> Path:
-    """The folder of a run, as a stranger may hand it over."""
+    """The folder of a run, from an untrusted source."""
     folder = tmp_path / "run"
     for part in ("checkpoints", "evaluation"):
         (folder / part).mkdir(parents=True)
@@ -523,7 +473,7 @@ def test_the_images_of_the_data_that_the_user_names_are_shown(run: Path):
 RUN_FILES = ["summary.json", "environment.json", "config.yaml", "metrics.jsonl", "evaluation/ground_truth.json",
              "evaluation/detections.json", "evaluation/metrics.json", "evaluation/matches.json",
              "evaluation/calibration.json"]  # fmt: skip
-BAD_CONTENT = {"list": b"[1]", "not UTF-8": b"\xff\xfe{}", "deep": b"[" * 50_000, "numbers": b'{"images": 5}'}
+BAD_CONTENT = {"not UTF-8": b"\xff\xfe{}", "deep": b"[" * 50_000, "numbers": b'{"images": 5}'}
 
 
 @pytest.mark.parametrize("kind", BAD_CONTENT)
@@ -533,7 +483,7 @@ def test_a_page_is_made_whatever_a_file_of_the_run_holds(run: Path, name: str, k
     assert write_run_report(run).is_file()
 
 
-# --- runs to go on with -----------------------------------------------------------------------
+# --- runs to resume ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -553,10 +503,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def going_on(trained: Path, tmp_path: Path, call_cli) -> Callable[..., Any]:
-    """Goes on with a copy of the run after changing its last checkpoint."""
+def resumed(trained: Path, tmp_path: Path, call_cli) -> Callable[..., Any]:
+    """Resumes a copy of the run after changing its last checkpoint."""
 
-    def go_on(change: Callable[[dict[str, Any]], object] = lambda content: None, **files: bytes) -> Any:
+    def resume(change: Callable[[dict[str, Any]], object] = lambda content: None, **files: bytes) -> Any:
         run = tmp_path / "run"
         shutil.copytree(trained, run)
         last = run / "checkpoints/last.pt"
@@ -567,7 +517,7 @@ def going_on(trained: Path, tmp_path: Path, call_cli) -> Callable[..., Any]:
             (run / name.replace("__", ".")).write_bytes(data)
         return call_cli("train", "--resume", "--out", run, "--quiet")
 
-    return go_on
+    return resume
 
 
 TRAINING = ["step", "images", "image_names", "stepper", "random", "threads", "stopped_by", "seconds", "best_step"]
@@ -576,15 +526,15 @@ NEEDED = [name for name in TRAINING if name != "image_names"]  # older ones do n
 
 @pytest.mark.slow_fault
 @pytest.mark.parametrize("name", NEEDED)
-def test_a_run_does_not_go_on_without_a_field(going_on, name: str):
-    going_on(lambda content: content["training"].pop(name)).assert_refused("last.pt", name)
+def test_a_run_is_not_resumed_without_a_field(resumed, name: str):
+    resumed(lambda content: content["training"].pop(name)).assert_refused("last.pt", name)
 
 
 @pytest.mark.slow_fault
 @pytest.mark.parametrize("value", ["number", "text", "list", "dict"])
 @pytest.mark.parametrize("name", ["step", "stepper", "random", "images"])
-def test_a_run_does_not_go_on_with_a_field_of_another_kind(going_on, name: str, value: str):
-    done = going_on(lambda content: content["training"].update({name: STRANGE[value]}))
+def test_a_run_is_not_resumed_with_a_field_of_another_kind(resumed, name: str, value: str):
+    done = resumed(lambda content: content["training"].update({name: STRANGE[value]}))
     done.assert_refused()
 
 
@@ -595,8 +545,7 @@ RESUME_FAULTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "another detector": lambda content: content["detector"].update(
         state=build_detector("ssdlite", class_names=CLASSES, width=0.25).state_dict()
     ),
-    "images elsewhere": lambda content: content["training"]["image_names"].__setitem__(0, "../../private/a.png"),
-    "images anywhere": lambda content: content["training"]["image_names"].__setitem__(0, "/etc/hostname"),
+    "other images": lambda content: content["training"]["image_names"].__setitem__(0, "/etc/hostname"),
     "no detector": lambda content: content.pop("detector"),
     "no training": lambda content: content.pop("training"),
     "another version": lambda content: content.update(format=99),
@@ -605,21 +554,21 @@ RESUME_FAULTS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.slow_fault
 @pytest.mark.parametrize("fault", RESUME_FAULTS)
-def test_a_run_does_not_go_on_from_a_checkpoint_that_does_not_fit(going_on, fault: str):
-    going_on(RESUME_FAULTS[fault]).assert_refused("last.pt")
+def test_a_run_is_not_resumed_from_a_checkpoint_that_does_not_fit(resumed, fault: str):
+    resumed(RESUME_FAULTS[fault]).assert_refused("last.pt")
 
 
 @pytest.mark.slow_fault
 @pytest.mark.parametrize("content", [b"[]", b"\0", b"\xff", b"[" * 5000, b"data: [1]\n", b"dta: 1\n", b"&a [*a]\n"])
-def test_a_run_does_not_go_on_with_a_config_that_is_none(going_on, content: bytes):
-    going_on(config__yaml=content).assert_refused("config.yaml")
+def test_a_run_is_not_resumed_with_an_invalid_config(resumed, content: bytes):
+    resumed(config__yaml=content).assert_refused("config.yaml")
 
 
 @pytest.mark.slow_fault
-def test_a_run_goes_on_without_the_weights_it_was_started_from(going_on, trained: Path, watch: Watch):
+def test_a_run_is_resumed_without_its_initial_weights(resumed, trained: Path, watch: Watch):
     (trained.parent / "start.pt").rename(trained.parent / "gone.pt")
     try:
-        done = going_on(metrics__jsonl=b'{"kind": "train", "step": 1}\n\xff\xfe\n')  # and with a damaged log
+        done = resumed(metrics__jsonl=b'{"kind": "train", "step": 1}\n\xff\xfe\n')  # and with a damaged log
     finally:
         (trained.parent / "gone.pt").rename(trained.parent / "start.pt")
     assert done.code == 0, done.stderr

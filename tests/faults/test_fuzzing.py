@@ -1,8 +1,7 @@
-"""Mutations of whole files: whatever comes in, the project's own errors come out.
+"""Fuzzing of file readers: for any mutation of a valid file, only the project's own errors are raised.
 
-Each case damages a good file again and again, in the way of a fuzzer without coverage: bytes changed, cut, doubled,
-spliced with others, and tokens that break parsers put in. ``make faults`` gives every reader 45 seconds, ``make test``
-a moment.
+Mutations flip, cut, repeat and splice bytes and insert tokens that break parsers, without coverage feedback.
+``make faults`` fuzzes every reader for 45 seconds, ``make test`` for a moment.
 """
 
 import json
@@ -37,7 +36,7 @@ TOKENS = [
 
 
 def mutated(data: bytes, chance: random.Random) -> bytes:
-    """The data with one to four changes."""
+    """The data with one to four mutations."""
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
         start = chance.randrange(len(data) + 1)
         end = min(len(data), start + chance.choice((0, 1, 1, 2, 4, 8, 30, 200)))
@@ -58,7 +57,7 @@ def mutated(data: bytes, chance: random.Random) -> bytes:
         else:
             middle = chance.choice(TOKENS)
             numbers = [place for place in range(start, min(len(data), start + 80)) if data[place : place + 1].isdigit()]
-            if numbers:  # a value in the place of a number
+            if numbers:  # replace a digit by the token
                 start, end = numbers[0], numbers[0] + 1
         data = data[:start] + middle + data[end:]
     return data
@@ -66,12 +65,12 @@ def mutated(data: bytes, chance: random.Random) -> bytes:
 
 @pytest.fixture
 def fuzz(request: pytest.FixtureRequest, record_property) -> Callable[..., None]:
-    """Damages files of a folder and reads them until the time is over."""
+    """Mutates and reads files until the time is up."""
     seconds = SECONDS if request.config.getoption("--faults", default=False) else MOMENT
 
     def run(files: list[Path], read: Callable[[], object], *, damage=mutated) -> None:
         whole, inputs, begun = {file: file.read_bytes() for file in files}, 0, time.monotonic()
-        read()  # the whole one is fine
+        read()  # the unmodified files are valid
         while time.monotonic() - begun < seconds:
             chance = random.Random(inputs)
             file = chance.choice(files)
@@ -118,7 +117,7 @@ def test_detections(fuzz, tmp_path: Path):
 
 
 def test_checkpoints(fuzz, tmp_path: Path):
-    """The pickle inside is damaged and the checksum put right: what an attacker would do."""
+    """Mutates the pickle inside and fixes the checksum, as an attacker would."""
     torch.manual_seed(0)
     path = save_detector(build_detector("retinanet-tiny", class_names=["cat"]), tmp_path / "d.pt")
 
@@ -165,7 +164,7 @@ def test_onnx_metadata(fuzz, tmp_path: Path):
 
 
 def test_run_folders(fuzz, tmp_path: Path):
-    """Everything but the checkpoints, which have their own case."""
+    """All files but the checkpoints, which have their own case."""
     run = tmp_path / "run"
     config = {"data": "builtin", "batches": {"size": 4, "image_size": [64, 64]}, "model": {"options": {"a": 1}}}
     summary = {"loss": "ap", "AP": 0.5, "per_class": {"cat": {"AP": 0.5}}, "steps": 10, "unreadable_images": {}}

@@ -1,7 +1,6 @@
 """Much at once, many, and for long: predictions in threads, a thousand images, a hundred thousand training steps."""
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +12,6 @@ import pytest
 import torch
 from tiny_runs import SETTINGS
 
-from aploss.cli.main import main
 from aploss.data.images import read_image
 from aploss.detectors import load
 from aploss.training.config import TrainConfig, config_to_dict
@@ -77,57 +75,6 @@ def test_eight_predictions_at_once_with_one_detector_are_those_of_one(run: Path,
             for one, other in zip(predictions, expected, strict=False):
                 assert torch.equal(one.boxes, other.boxes)
                 assert torch.equal(one.scores, other.scores)
-
-
-@pytest.mark.slow_fault
-def test_eight_commands_at_once_in_one_process_write_what_one_writes(
-    run: Path, rectangles: Path, tmp_path: Path
-) -> None:
-    words = ["predict", str(run), str(rectangles / "val"), "--quiet", "--threshold", "0", "--out"]
-    assert main([*words, str(tmp_path / "one")]) == 0
-    codes: dict[int, int] = {}
-
-    def work(number: int) -> None:
-        codes[number] = main([*words, str(tmp_path / f"{number}")])
-
-    in_threads(work)
-    assert set(codes.values()) == {0}
-    expected = (tmp_path / "one" / "detections.json").read_text()
-    for number in range(8):
-        assert (tmp_path / f"{number}" / "detections.json").read_text() == expected
-
-
-PREDICT = """
-import json, resource
-from aploss.cli.main import main
-peaks = []
-for images, out in values["calls"]:
-    code = main(["predict", values["run"], images, "--out", out, "--quiet", "--threshold", "0.05"])
-    assert code == 0, code
-    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-print(json.dumps(peaks))
-"""
-
-
-@pytest.mark.slow_fault
-def test_a_thousand_images_take_the_memory_of_a_hundred(
-    spawn: Callable[..., BaseProcess], run: Path, rectangles: Path, tmp_path: Path
-) -> None:
-    files = sorted((rectangles / "val").iterdir())
-    calls = []
-    for count in (100, 1000):
-        folder = tmp_path / f"{count}"
-        folder.mkdir()
-        for number in range(count):
-            os.link(files[number % len(files)], folder / f"{number:04}.png")
-        calls.append((str(folder), str(tmp_path / f"found-{count}")))
-    process = spawn(PREDICT, log=tmp_path / "log", run=str(run), calls=calls)
-    process.join(timeout=600)
-    assert process.exitcode == 0, (tmp_path / "log").read_text()
-    few, many = json.loads((tmp_path / "log").read_text().splitlines()[-1])
-    assert many - few < LEAK
-    about = json.loads((tmp_path / "found-1000" / "images.json").read_text())
-    assert len(about["images"]) == len(list((tmp_path / "found-1000" / "pictures").iterdir())) == 1000
 
 
 STUB = '''

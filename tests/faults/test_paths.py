@@ -37,10 +37,8 @@ def predict(call_cli, checkpoint: Path, photos: Path, out: Path, *options: str):
 
 NAMES = {
     "not UTF-8": b"b\xff\xfe.png", "line break": b"b\nc.png", "control": b"b\x01\x1b[31m.png",
-    "markup": b"<b>&amp;.png", "quotes": b"b'\"`.png", "spaces": b"  b  .png", "a dash": b"-b.png",
-    "an option": b"--out=x.png", "a pattern": b"[b]*?.png", "dots": b"..b...png", "percent": b"%s{0}$HOME.png",
-    "right to left": "\u202eb.png".encode(), "emoji": "🐈.png".encode(),
-    "255 bytes": b"b" * 251 + b".png", "backslash": b"b\\c.png", "reserved": b"con.png",
+    "markup": b"<b>&amp;.png", "an option": b"--out=x.png", "a pattern": b"[b]*?.png", "percent": b"%s{0}$HOME.png",
+    "emoji": "🐈.png".encode(), "255 bytes": b"b" * 251 + b".png", "backslash": b"b\\c.png",
 }  # fmt: skip
 
 
@@ -78,25 +76,18 @@ def special(path: Path, kind: str) -> Path:
         os.mkfifo(path)
     elif kind == "a folder":
         path.mkdir()
-    elif kind == "nothing":
-        pass
     else:
-        path.symlink_to({"a device": "/dev/zero", "a link to itself": path, "a link to nothing": "gone"}[kind])
+        path.symlink_to({"a device": "/dev/zero", "a link to itself": path}[kind])
     return path
 
 
-SPECIAL = ["a pipe", "a folder", "a device", "a link to itself", "a link to nothing", "nothing"]
+SPECIAL = ["a pipe", "a folder", "a device", "a link to itself"]
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_no_special_file_is_waited_for_as_a_checkpoint(call_cli, tmp_path: Path, kind: str):
-    image, path = write_image(tmp_path), special(tmp_path / "x.pt", kind)
-    predict(call_cli, path, image, tmp_path / "out").assert_refused(path)
-
-
-@pytest.mark.parametrize("kind", SPECIAL)
-def test_no_special_file_is_waited_for_as_onnx(call_cli, tmp_path: Path, kind: str):
-    image, path = write_image(tmp_path), special(tmp_path / "x.onnx", kind)
+@pytest.mark.parametrize("name", ["x.pt", "x.onnx"])
+def test_no_special_file_is_waited_for_as_a_detector(call_cli, tmp_path: Path, name: str, kind: str):
+    image, path = write_image(tmp_path), special(tmp_path / name, kind)
     predict(call_cli, path, image, tmp_path / "out").assert_refused(path)
 
 
@@ -136,7 +127,7 @@ def test_no_special_file_is_waited_for_as_a_recipe(call_cli, tmp_path: Path, kin
     call_cli("train", "--recipe", path, "--data", "builtin", "--out", tmp_path / "run").assert_refused("config file")
 
 
-@pytest.mark.parametrize("kind", [kind for kind in SPECIAL if kind not in ("a folder", "nothing")])
+@pytest.mark.parametrize("kind", [kind for kind in SPECIAL if kind != "a folder"])
 @pytest.mark.parametrize("place", ["image", "images", "labels"])
 def test_no_special_file_is_waited_for_inside_of_data(call_cli, tmp_path: Path, place: str, kind: str):
     data = write_yolo(tmp_path / "data")

@@ -205,7 +205,7 @@ def test_a_signal_ends_a_command_in_order_and_the_same_command_goes_on(
     assert gated.process.exitcode == 130, output
     if kind != "Ctrl-C twice":
         assert "Traceback" not in output
-        way = "--resume --out" if command == "train" else "the same command goes on"
+        way = "--resume --out" if command == "train" else "the same command resumes"
         assert way in output.splitlines()[-1], output
     assert main(words) == 0
     assert_equal(whole(command), left_by(command, tmp_path))

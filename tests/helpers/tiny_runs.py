@@ -1,6 +1,6 @@
-"""A data set of a few bright rectangles, runs on it that take a second or two, and what they must leave behind.
+"""A dataset of bright rectangles, runs on it that take a second or two, and their expected outcome.
 
-The fixtures are those of every folder whose ``conftest.py`` imports them.
+The fixtures are available in every folder whose ``conftest.py`` imports them.
 """
 
 import json
@@ -22,6 +22,7 @@ from short_detector import register_short_detector
 from aploss.reports.run_files import read_json_lines
 from aploss.training.config import TrainConfig
 from aploss.training.recipes import load_config, merge
+from aploss.training.run import train
 
 PREAMBLE = """
 import os, sys, torch
@@ -119,6 +120,16 @@ def config_in(rectangles: Path) -> Callable[..., TrainConfig]:
         return load_config(None, merge(merge(SETTINGS, own), changes))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def finished_run(config_in: Callable[..., TrainConfig], tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """The config of one finished run, shared by all tests that only read its folder."""
+    config = config_in(tmp_path_factory.mktemp("finished") / "run", schedule={"length": 3})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("aploss.reports.run_report.write_run_report", lambda folder, **options: None)
+        train(config)
+    return config
 
 
 @pytest.fixture

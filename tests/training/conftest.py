@@ -1,3 +1,3 @@
-"""Short runs on a tiny data set."""
+"""Short runs on a tiny dataset."""
 
-from tiny_runs import config_in, make_config, no_page, rectangles, short_detector, spawn  # noqa: F401
+from tiny_runs import config_in, finished_run, make_config, no_page, rectangles, short_detector, spawn  # noqa: F401

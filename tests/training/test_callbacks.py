@@ -139,29 +139,6 @@ def test_mlflow_gets_curves_settings_and_result(tmp_path: Path, calls: list[tupl
     assert calls[-1][1] == "KILLED"
 
 
-def test_mlflow_itself_stores_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
-    mlflow = pytest.importorskip("mlflow")
-    (tracker,) = make_tracker("mlflow")
-    report(tracker, tmp_path)
-    run = mlflow.MlflowClient().get_run(json.loads((tmp_path / "tracker.json").read_text())["mlflow"])
-    assert run.data.metrics == {**CURVES, "validation/AP": 0.25, "final/AP": 0.5, "final/minutes": 2.0}
-    assert (run.data.params["loss"], run.info.status) == ("ap", "FINISHED")
-
-
-def test_wandb_itself_stores_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an account: in its offline mode it writes what it would send."""
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    (tracker,) = make_tracker("wandb")
-    report(tracker, tmp_path)
-    known = json.loads((tmp_path / "tracker.json").read_text())["wandb"]
-    (kept,) = tmp_path.glob(f"wandb/offline-run-*/run-{known}.wandb")
-    content = kept.read_bytes()
-    assert all(name.encode() in content for name in (*CURVES, "validation/AP", "final/AP", "learning_rate"))
-
-
 def test_a_tracker_that_is_not_installed_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, extra in (("wandb", "wandb"), ("mlflow", "mlflow"), ("tensorboard", "research")):
         monkeypatch.setitem(sys.modules, name, None)

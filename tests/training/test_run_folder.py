@@ -28,8 +28,8 @@ def test_metrics_are_cut_back_to_the_checkpoint_and_continue(tmp_path: Path) -> 
     for step in (1, 2, 3, 4):
         log.add({"kind": "train", "step": step, "loss": step / 10})
     log.add({"kind": "validation", "step": 4, "AP": None})
-    log.add_bad({"step": 2, "what": "loss"})
-    log.add_bad({"step": 4, "what": "loss"})
+    log.add({"step": 2, "what": "loss"}, MetricsLog.BAD)
+    log.add({"step": 4, "what": "loss"}, MetricsLog.BAD)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')  # torn by a kill
     log = MetricsLog(tmp_path, step=2)
@@ -60,13 +60,12 @@ def test_the_loser_of_two_runs_started_together_writes_nothing(make_config: Make
             assert [path.name for path in folder.path.iterdir()] == [".lock"]
 
 
-@pytest.mark.usefixtures("no_page")
-def test_a_finished_run_is_read_from_a_folder_that_is_not_writable(make_config: MakeConfig) -> None:
-    config = make_config(schedule={"length": 2})
-    summary, folder = train(config), RunFolder(str(config.out))
+def test_a_finished_run_is_read_from_a_folder_that_is_not_writable(finished_run: TrainConfig, tmp_path: Path) -> None:
+    config = replace(finished_run, out=str(shutil.copytree(str(finished_run.out), tmp_path / "copy")))
+    folder = RunFolder(str(config.out))
     (folder.path / ".lock").unlink()
     (folder.path / ".lock").mkdir()  # cannot be opened, even by root
-    assert train(config, resume=True) == summary
+    assert train(config, resume=True) == Summary.read(folder.summary_file)
     folder.summary_file.unlink()
     with pytest.raises(RunError, match="not writable"):
         train(config, resume=True)

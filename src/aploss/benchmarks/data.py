@@ -16,8 +16,8 @@ from PIL import Image
 
 from aploss.data.annotations import DetectionDataset
 from aploss.data.augment import PRESETS
-from aploss.data.loader import TrainingBatches, make_training_loader
 from aploss.data.builtin import CLASS_NAMES, draw_scene
+from aploss.data.loader import TrainingBatches, make_training_loader
 from aploss.detectors.build import build_detector
 
 Progress = Callable[[str], None]

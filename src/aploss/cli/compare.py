@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from aploss.cli.command import Command, require_at_least
-from aploss.cli.options import SHORTHANDS, Parser, add_settings, add_shorthands, given_settings, shorthand_changes
+from aploss.cli.options import Parser, add_settings, add_shorthands, given_settings, shorthand_changes
 from aploss.detectors.build import DETECTORS
 from aploss.errors import ConfigError, require_packages
 from aploss.losses.traits import LOSSES
@@ -79,10 +79,10 @@ def _run(options: Namespace) -> int:
 
     _check(options)
     vary, losses = parse_vary(options.vary), ",".join(options.names) or options.losses
+    changed = {"schedule.length": options.steps or options.epochs, "batches.image_size": options.image_size}
     for key in vary:
-        names = [name for name, keys in SHORTHANDS.items() if key in keys] + [key]
-        if given := [name for name in names if getattr(options, name, None) is not None]:
-            raise ConfigError(f"--{given[0].replace('_', '-')} conflicts with --vary {key}")
+        if changed.get(key) or key in vars(options):
+            raise ConfigError(f"--vary {key} conflicts with another option for this setting")
     recipe, changes = _recipe_and_changes(options)
     plan = comparison_plan(
         parse_list(("" if vary else DEFAULT_LOSSES) if losses is None else losses),
@@ -101,7 +101,7 @@ def _check(options: Namespace) -> None:
     require_at_least(1, options, "steps", "epochs", "tune_steps", "validations")
     if (options.tune_steps or options.tune_over) and not options.tune:
         raise ConfigError(f"--tune-{'steps' if options.tune_steps else 'over'} requires --tune")
-    if options.tune and options.lr is not None:
+    if options.tune and "optimizer.learning_rate" in vars(options):
         raise ConfigError("--tune searches the learning rate: leave out --lr")
     if options.names and options.losses is not None:
         raise ConfigError(f"losses are given twice: {' '.join(options.names)} and --losses {options.losses}")

@@ -9,6 +9,7 @@ import shlex
 import sys
 from argparse import Namespace
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from operator import eq
 from pathlib import Path, PurePosixPath
@@ -87,7 +88,7 @@ def _check(options: Namespace) -> None:
 
 def _detect(options: Namespace) -> tuple[Annotations, DetectionTable]:
     """The ground truth of a split and the detections of the run on it."""
-    from aploss.data import load_dataset
+    from aploss.data import find_source
     from aploss.detectors import load
     from aploss.training.distributed import World
     from aploss.training.evaluate import Split, detect_split
@@ -95,8 +96,9 @@ def _detect(options: Namespace) -> tuple[Annotations, DetectionTable]:
 
     device = choose_device(options.device)
     detector = load(options.run, device=device)
-    split = options.split or _default_split(options.data, options.format)
-    dataset = load_dataset(options.data, split, format=options.format, class_names=detector.class_names)
+    source = find_source(options.data, format=options.format)
+    split = options.split or _default_split(options.data, source.splits)
+    dataset = source.load(split, class_names=detector.class_names)
     if dataset.num_boxes == 0:
         names = ", ".join(detector.class_names)
         raise DataError(f"{options.data}: split '{split}' has no objects of the run's classes ({names})")
@@ -114,11 +116,8 @@ def _detect(options: Namespace) -> tuple[Annotations, DetectionTable]:
     return prepared.truth, table
 
 
-def _default_split(data: str, format: str) -> str:
+def _default_split(data: str, splits: Sequence[str]) -> str:
     """The test split of a dataset, else its validation split, else its only split."""
-    from aploss.data import dataset_splits
-
-    splits = dataset_splits(data, format=format)
     usual = [split for name in ("test", "val") for split in splits if split.startswith(name)]  # such as val2017
     if not usual and len(splits) > 1:
         raise ConfigError(f"--split is required: {data} has no test or val split, but {', '.join(splits)}")

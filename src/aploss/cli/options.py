@@ -13,15 +13,6 @@ from aploss.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from aploss.training.config import ConfigField, TrainConfig
 
-# Shorthand → the settings it stands for.
-SHORTHANDS = {
-    "epochs": ("schedule.length", "schedule.unit"),
-    "steps": ("schedule.length", "schedule.unit"),
-    "lr": ("optimizer.learning_rate",),
-    "batch_size": ("batches.size",),
-    "image_size": ("batches.image_size",),
-}
-
 
 class HelpFormatter(RawDescriptionHelpFormatter):
     """Keeps the line breaks of the examples and shows defaults that are informative."""
@@ -131,45 +122,35 @@ def given_settings(options: Namespace, *keys: str) -> dict[str, str]:
 
 def add_shorthands(group: "Parser | _ArgumentGroup", defaults: "TrainConfig | None" = None) -> None:
     """Adds ``--epochs``, ``--steps``, ``--lr``, ``--batch-size`` and ``--image-size``; see :func:`add_settings`."""
+    lengths = group.add_mutually_exclusive_group()
     for unit in ("epochs", "steps"):
         length = _default(defaults, "schedule.length") if defaults and defaults.schedule.unit == unit else ""
-        group.add_argument(f"--{unit}", type=int, metavar="N", help=f"length of the training in {unit}{length}")
-    rate, size, side = (_default(defaults, SHORTHANDS[name][0]) for name in ("lr", "batch_size", "image_size"))
-    group.add_argument("--lr", type=float, metavar="X", help=f"peak learning rate{rate}")
-    group.add_argument("--batch-size", type=int, metavar="N", help=f"images per forward pass{size}")
-    text = f"size of training images: 320, or 240x320 (height x width){side}"
-    group.add_argument("--image-size", metavar="SIZE", help=text)
+        lengths.add_argument(f"--{unit}", type=int, metavar="N", help=f"length of the training in {unit}{length}")
+    for option, metavar, key, text in (
+        ("--lr", "X", "optimizer.learning_rate", "peak learning rate"),
+        ("--batch-size", "N", "batches.size", "images per forward pass"),
+    ):
+        shown = text + _default(defaults, key)
+        group.add_argument(option, dest=key, default=SUPPRESS, metavar=metavar, help=shown)
+    size = f"size of training images: 320, or 240x320 (height x width){_default(defaults, 'batches.image_size')}"
+    group.add_argument("--image-size", metavar="SIZE", help=size)
 
 
 def shorthand_changes(options: Namespace, config: "TrainConfig") -> dict[str, Any]:
-    """The settings that shorthands change in a config, as nested values.
+    """The settings that ``--epochs``, ``--steps`` and ``--image-size`` change in a config, as nested values.
 
     Milestones keep their share of the length, and the test size scales with the training size.
-
-    Raises:
-        ConfigError: a shorthand is given together with the setting it stands for.
     """
-    given = {name: value for name in SHORTHANDS if (value := getattr(options, name)) is not None}
-    if {"epochs", "steps"} <= given.keys():
-        raise ConfigError("--epochs and --steps are mutually exclusive")
-    for name in given:
-        for key in SHORTHANDS[name]:
-            if key in vars(options):
-                short, long = (f"--{one.replace('_', '-')}" for one in (name, key))
-                raise ConfigError(f"{short} and {long} are the same setting: give one of them")
-    changes: dict[str, Any] = {"batches": {}}
-    for unit in given.keys() & {"epochs", "steps"}:
-        schedule, length = config.schedule, given[unit]
-        milestones = [length / schedule.length * one for one in schedule.milestones]
-        if unit == "steps":
-            milestones = [float(round(one)) for one in milestones]
-        changes["schedule"] = {"length": length, "unit": unit, "milestones": milestones}
-    if "lr" in given:
-        changes["optimizer"] = {"learning_rate": given["lr"]}
-    if "batch_size" in given:
-        changes["batches"]["size"] = given["batch_size"]
-    if "image_size" in given:
-        size = changes["batches"]["image_size"] = parse_size(given["image_size"], "--image-size")
+    changes: dict[str, Any] = {}
+    for unit in ("epochs", "steps"):
+        if (length := getattr(options, unit)) is not None:
+            milestones = [length / config.schedule.length * one for one in config.schedule.milestones]
+            if unit == "steps":
+                milestones = [float(round(one)) for one in milestones]
+            changes["schedule"] = {"length": length, "unit": unit, "milestones": milestones}
+    if options.image_size is not None:
+        size = parse_size(options.image_size, "--image-size")
+        changes["batches"] = {"image_size": size}
         if not {"model.options", "model.options.test_size"} & vars(options).keys():
             changes["model"] = {"options": {"test_size": _test_size(size, config)}}
     return changes

@@ -1,7 +1,7 @@
 """Annotation tables, the dataset type, and the rules by which boxes are clipped or dropped.
 
-Metrics are computed on :class:`Annotations`, training reads a :class:`DetectionDataset`. The readers of all formats fill
-an :class:`AnnotationBuilder`, so that the same rules apply to every format.
+Metrics are computed on :class:`Annotations`, training reads a :class:`DetectionDataset`. The readers of all formats
+fill an :class:`AnnotationBuilder`, so that the same rules apply to every format.
 """
 
 import os

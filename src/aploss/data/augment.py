@@ -1,7 +1,7 @@
 """Training augmentation: SSD's (``paper``), a lighter one, flips alone, or none.
 
-Each preset maps a sample of :class:`~aploss.data.annotations.DetectionDataset` to one of a fixed size. Images and boxes are
-plain tensors; only ``paper``, which is made of torchvision's transforms, wraps them for torchvision's dispatch.
+Each preset maps a sample of a dataset to one of a fixed size. Images and boxes are plain tensors; only ``paper``, which
+is made of torchvision's transforms, wraps them for torchvision's dispatch.
 """
 
 from collections.abc import Callable

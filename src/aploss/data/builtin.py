@@ -275,9 +275,8 @@ _OUTLINES: dict[str, Points] = {
     "square": _corners([1.0] * 4, start=-45.0),
     "triangle": _corners([1.0] * 3),
     "star": _corners([1.0, 0.42] * 5),
-    "cross": np.array(
-        [(_A, -_A), (1, -_A), (1, _A), (_A, _A), (_A, 1), (-_A, 1)]
-        + [(-_A, _A), (-1, _A), (-1, -_A), (-_A, -_A), (-_A, -1), (_A, -1)]
+    "cross": np.reshape(
+        [_A, -_A, 1, -_A, 1, _A, _A, _A, _A, 1, -_A, 1, -_A, _A, -1, _A, -1, -_A, -_A, -_A, -_A, -1, _A, -1], (12, 2)
     ),
 }
 

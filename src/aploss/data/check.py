@@ -1,9 +1,9 @@
-"""Counts a dataset and finds what is wrong with it, before training does; and says it in words."""
+"""Checks a dataset before training does: statistics, every problem by file, and a report as text."""
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import combinations, groupby, pairwise
 from pathlib import Path
 
@@ -16,24 +16,21 @@ from aploss.data.load import Progress, find_source, inspect_images
 from aploss.data.problems import KINDS, Effect, Problem, ProblemError
 
 USABLE, SOMETHING_DROPPED, UNUSABLE = 0, 1, 2
-# Side of the square of a box's area, in pixels; 32 and 96 are COCO's small and large.
+# √area of a box in pixels; 32 and 96 separate COCO's small, medium and large objects.
 BOX_SIZE_EDGES = (0, 8, 16, 32, 64, 96, 128, 256, 512)
 _OBJECT_EDGES = (0, 1, 2, 3, 5, 9, 17, 33, 65, 129)
 _BAR_WIDTH = 30
 
 
-# --- counts ---------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class SplitStatistics:
-    """What is usable in a split."""
+    """Counts of the usable images and boxes of a split."""
 
-    images: int  # number of images
-    empty_images: int  # how many of them have no box
-    boxes: int  # number of boxes
-    difficult: int  # how many boxes are marked difficult
-    crowd: int  # how many boxes mark a crowd
+    images: int
+    empty_images: int  # images without a box
+    boxes: int
+    difficult: int  # boxes marked difficult
+    crowd: int  # boxes marked crowd
     boxes_of_class: dict[str, int]  # class name → number of boxes
     box_sizes: dict[str, int]  # range of √area in pixels ("8-16") → number of boxes
     boxes_per_image: dict[str, int]  # range of numbers of boxes ("3-4") → number of images
@@ -41,7 +38,7 @@ class SplitStatistics:
 
 
 def split_statistics(parts: Sequence[DetectionDataset]) -> SplitStatistics:
-    """Counts datasets together.
+    """Counts of several datasets together.
 
     Example:
         >>> dataset = DetectionDataset(
@@ -56,19 +53,18 @@ def split_statistics(parts: Sequence[DetectionDataset]) -> SplitStatistics:
     for part in parts:
         counts = np.bincount(part.annotations.category_ids - 1, minlength=part.num_classes)
         of_class.update(dict(zip(part.class_names, counts.tolist(), strict=True)))
-    boxes = np.concatenate([np.zeros((0, 4)), *(part.annotations.boxes for part in parts)])
-    sides = np.sqrt(np.prod(boxes[:, 2:] - boxes[:, :2], axis=1))
+    sides = np.concatenate([np.zeros((0, 2)), *(part.annotations.xywh[:, 2:] for part in parts)])
     per_image = np.concatenate([np.zeros(0, int), *(part.boxes_per_image() for part in parts)])
     sizes = [part.image_size(i) for part in parts for i in range(len(part))] or [(0, 0)]
     return SplitStatistics(
         images=len(per_image),
         empty_images=int((per_image == 0).sum()),
-        boxes=len(boxes),
+        boxes=len(sides),
         difficult=sum(int(part.annotations.difficult.sum()) for part in parts),
         crowd=sum(int(part.annotations.crowd.sum()) for part in parts),
         boxes_of_class=dict(of_class),
-        box_sizes=_counts_by_range(sides, BOX_SIZE_EDGES, whole=False),
-        boxes_per_image=_counts_by_range(per_image, _OBJECT_EDGES, whole=True),
+        box_sizes=_histogram_counts(np.sqrt(sides.prod(axis=1)), BOX_SIZE_EDGES, integers=False),
+        boxes_per_image=_histogram_counts(per_image, _OBJECT_EDGES, integers=True),
         image_sizes={
             f"{which}_{side}": function(values)
             for which, function in (("smallest", min), ("largest", max))
@@ -77,20 +73,17 @@ def split_statistics(parts: Sequence[DetectionDataset]) -> SplitStatistics:
     )
 
 
-def _counts_by_range(values: np.ndarray, edges: Sequence[int], *, whole: bool) -> dict[str, int]:
-    """How many values are in each range: "8-16", and of whole numbers also "1", "3-4"; at last "512+"."""
+def _histogram_counts(values: np.ndarray, edges: Sequence[int], *, integers: bool) -> dict[str, int]:
+    """The number of values in each range: "8-16", for integers also "1" and "3-4", and "512+"."""
     counts, _ = np.histogram(values, [*edges, np.inf])
-    ranges = ((start, stop - whole) for start, stop in pairwise(edges))
+    ranges = ((start, stop - integers) for start, stop in pairwise(edges))
     names = [str(start) if start == last else f"{start}-{last}" for start, last in ranges]
     return dict(zip([*names, f"{edges[-1]}+"], counts.tolist(), strict=True))
 
 
-# --- the check ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Finding:
-    """A problem and the splits it concerns; none where it concerns the dataset as a whole."""
+    """A problem and the splits it affects; none if it affects the dataset as a whole."""
 
     problem: Problem
     splits: tuple[str, ...]
@@ -98,19 +91,19 @@ class Finding:
 
 @dataclass
 class CheckResult:
-    """What a check found."""
+    """The result of a check."""
 
-    path: str  # the dataset
-    format: str  # its name, such as "coco"
+    path: str
+    format: str  # name of the format, such as "coco"
     class_names: tuple[str, ...]  # the classes of all splits
-    splits: dict[str, SplitStatistics]  # counts of what is usable in each split that can be used
-    total: SplitStatistics  # the same for all splits together, every image once
-    findings: list[Finding] = field(default_factory=list)  # every problem
+    splits: dict[str, SplitStatistics]  # the usable splits
+    total: SplitStatistics  # all splits together, every image counted once
+    findings: list[Finding]
 
     @property
     def exit_code(self) -> int:
-        """0 when nothing would be dropped or clipped, 1 when something would, 2 when the dataset cannot be used, or its
-        training split."""
+        """0 if nothing is dropped or clipped, 1 if something is, 2 if the dataset or its training split is
+        unusable."""
         effects = {finding.problem.effect for finding in self.findings}
         if Effect.REFUSED in effects or not self.total.boxes:
             return UNUSABLE
@@ -126,11 +119,11 @@ class CheckResult:
         return SOMETHING_DROPPED if effects - {Effect.KEPT} else USABLE
 
     def dropped(self, effect: Effect) -> int:
-        """How many images or boxes a kind of effect concerns."""
+        """The number of images or boxes that an effect concerns."""
         return sum(f.problem.count for f in self.findings if f.problem.effect is effect)
 
     def to_dict(self) -> dict[str, object]:
-        """Everything, ready for JSON."""
+        """The whole result, ready for JSON."""
         return {
             "path": self.path,
             "format": self.format,
@@ -161,175 +154,130 @@ def check_dataset(
     Args:
         path: see :func:`aploss.data.load_dataset`.
         format: see :func:`aploss.data.load_dataset`.
-        class_names: the classes there should be; others are reported as unknown.
-        decode: whether to decode every image, or to read the headers alone (fast, but does not find damaged or equal
-            images).
-        progress: called with (images done, images in all).
+        class_names: the expected classes; others are reported as unknown.
+        decode: whether to decode every image, or only read its header, which is fast but finds neither damaged nor
+            duplicate images.
+        progress: called with (images done, total).
 
     Raises:
-        DataError: there is no dataset to check.
+        DataError: no dataset is found.
     """
     source = find_source(path, format=format)
     names = None if class_names is None else check_class_names(class_names)
-    findings = _Findings()
+    splits_of: dict[Problem, list[str]] = {}  # one finding for a problem that several splits share
     parts: Parts = {}
     for split in source.splits:
         try:
             parts[split] = source.read(split, names)
-            findings.add(parts[split].problems, split)
+            problems = parts[split].problems
         except ProblemError as error:
-            findings.add([error.problem], split)
+            problems = [error.problem]
+        for problem in dict.fromkeys(problems):
+            splits_of.setdefault(problem, []).append(split)
     inspections = _inspect(parts, decode=decode, progress=progress)
-    parts = _usable_parts(parts, inspections, findings)
-    findings.add(source.leftovers())
-    findings.add(_across_splits(parts, inspections, source.name))
-    all_names = dict.fromkeys(name for part in parts.values() for name in part.class_names)
-    return CheckResult(
-        path=str(path),
-        format=source.format,
-        class_names=tuple(all_names),
-        splits={split: split_statistics([part]) for split, part in parts.items()},
-        total=split_statistics(_each_image_once(parts)),
-        findings=findings.sorted(),
-    )
-
-
-class _Findings:
-    """Collects problems; one that several splits share is one finding."""
-
-    def __init__(self) -> None:
-        self._splits_of: dict[Problem, list[str]] = {}
-
-    def add(self, problems: Iterable[Problem], split: str | None = None) -> None:
-        for problem in problems:
-            splits = self._splits_of.setdefault(problem, [])
-            if split is not None and split not in splits:
-                splits.append(split)
-
-    def sorted(self) -> list[Finding]:
-        """The worst first, then by kind and file."""
-        order = list(Effect)
-        problems = sorted(self._splits_of, key=lambda p: (order.index(p.effect), p.kind, p.file))
-        return [Finding(problem, tuple(self._splits_of[problem])) for problem in problems]
-
-
-def _usable_parts(parts: Parts, inspections: dict[str, Inspection], findings: _Findings) -> Parts:
-    """The splits without unusable images, without those that become empty by that."""
     usable = {}
     for split, part in parts.items():
         inspected = [inspections[part.relative_path(i)] for i in range(len(part))]
-        findings.add((p for inspection in inspected for p in inspection.problems), split)
         rest = part.subset([i for i, one in enumerate(inspected) if one.usable])
+        found = dict.fromkeys(problem for one in inspected for problem in one.problems)
         if len(rest):
             usable[split] = rest
         else:
-            findings.add([Problem("empty-split", split, "no usable image in this split")], split)
-    return usable
+            found[Problem("empty-split", split, "no usable image in this split")] = None
+        for problem in found:
+            splits_of.setdefault(problem, []).append(split)
+    for problem in [*source.leftovers(), *_problems_across_splits(usable, inspections, source.name)]:
+        splits_of.setdefault(problem, [])
+    order = list(Effect)
+    problems = sorted(splits_of, key=lambda p: (order.index(p.effect), p.kind, p.file))
+    return CheckResult(
+        path=str(path),
+        format=source.format,
+        class_names=tuple(dict.fromkeys(name for part in usable.values() for name in part.class_names)),
+        splits={split: split_statistics([part]) for split, part in usable.items()},
+        total=split_statistics(_each_image_once(usable)),
+        findings=[Finding(problem, tuple(splits_of[problem])) for problem in problems],
+    )
 
 
 def _inspect(parts: Parts, *, decode: bool, progress: Progress | None) -> dict[str, Inspection]:
-    """Inspects every image once, however many splits it is in."""
-    fresh = _each_image_once(parts)
-    total = sum(map(len, fresh))
+    """Inspects every image once, however many splits contain it."""
+    distinct = _each_image_once(parts)
+    total = sum(map(len, distinct))
     inspections: dict[str, Inspection] = {}
-    for part in fresh:
-        before = len(inspections)
-
-        def report(done: int, _: int, before: int = before) -> None:
+    for part in distinct:
+        for index, result in enumerate(inspect_images(part, decode=decode)):
+            inspections[part.relative_path(index)] = result
             if progress is not None:
-                progress(before + done, total)
-
-        results = inspect_images(part, decode=decode, progress=report)
-        inspections |= {part.relative_path(index): result for index, result in enumerate(results)}
+                progress(len(inspections), total)
     return inspections
 
 
 def _each_image_once(parts: Parts) -> list[DetectionDataset]:
-    """The parts without the images that an earlier part has."""
+    """The parts without the images of earlier parts."""
     once = list(each_image_once(parts))
     return [part.subset([index for its, index in once if its is part]) for part in parts.values()]
 
 
-def _across_splits(parts: Parts, inspections: dict[str, Inspection], name: str) -> Iterator[Problem]:
-    """What shows only when all splits are seen together."""
+def _problems_across_splits(parts: Parts, inspections: dict[str, Inspection], name: str) -> Iterator[Problem]:
+    """Problems of all splits together: leaks, duplicate files, class lists."""
     if not parts:
         return
     paths = {split: {p.relative_path(i) for i in range(len(p))} for split, p in parts.items()}
-    yield from _leaks(paths)
-    yield from _same_contents(paths, inspections)
+    for first, second in combinations(paths, 2):
+        small, large = sorted((first, second), key=lambda split: len(paths[split]))
+        both = paths[first] & paths[second]
+        # Some splits, such as trainval, are meant to contain others.
+        if len(both) < len(paths[small]) or common_split_name(large) in ("train", "val", "test"):
+            yield from (Problem("image-in-two-splits", path, f"in {first} and {second}") for path in sorted(both))
+    first_of: dict[str, str] = {}
+    for path in sorted(set().union(*paths.values())):
+        digest = inspections[path].digest
+        if digest and (original := first_of.setdefault(digest, path)) != path:
+            where = "; ".join(", ".join(split for split in paths if one in paths[split]) for one in (path, original))
+            yield Problem("same-content", path, f"the same bytes as {original} (splits: {where})")
     lists = {part.class_names for part in parts.values()}
     if len(lists) > 1:
         shown = " / ".join(sorted(", ".join(names) for names in lists))
         yield Problem("class-lists-differ", name, f"classes of the splits: {shown:.500}")
-    yield from _classes(parts, name)
+    yield from _class_problems(parts, name)
 
 
-def _leaks(paths: dict[str, set[str]]) -> Iterator[Problem]:
-    """Images in two splits, but for the splits that are meant to contain others (trainval)."""
-    for first, second in combinations(paths, 2):
-        small, large = sorted((first, second), key=lambda split: len(paths[split]))
-        both = paths[first] & paths[second]
-        contained = len(both) == len(paths[small])
-        if contained and common_split_name(large) not in ("train", "val", "test"):
-            continue
-        for path in sorted(both):
-            yield Problem("image-in-two-splits", path, f"in {first} and {second}")
-
-
-def _same_contents(paths: dict[str, set[str]], inspections: dict[str, Inspection]) -> Iterator[Problem]:
-    """Different files with the same bytes: the same image under two names."""
-    first_of: dict[str, str] = {}
-    for path in sorted(set().union(*paths.values())):
-        digest = inspections[path].digest
-        if digest and (first := first_of.setdefault(digest, path)) != path:
-            where = "; ".join(", ".join(split for split in paths if one in paths[split]) for one in (path, first))
-            yield Problem("same-content", path, f"the same bytes as {first} (splits: {where})")
-
-
-def _classes(parts: Parts, name: str) -> Iterator[Problem]:
-    """Classes that are never used, or are probably one class spelt in two ways."""
-    example: dict[str, str] = {}
-    images: Counter[str] = Counter()
-    for part in parts.values():
-        for index in range(len(part)):
-            used = [part.class_names[label] for label in set(part.labels(index).tolist())]
-            images.update(used)
-            for class_name in used:
-                example.setdefault(class_name, part.relative_path(index))
-    if not example:
+def _class_problems(parts: Parts, name: str) -> Iterator[Problem]:
+    """Unused classes, and classes that are probably one spelt in two ways."""
+    boxes = split_statistics(list(parts.values())).boxes_of_class
+    if not sum(boxes.values()):
         yield Problem("no-boxes", name, "no usable box in any split")
         return
-    names = list(dict.fromkeys(n for part in parts.values() for n in part.class_names))
     by_plain_name: dict[str, list[str]] = {}
-    for class_name in names:
-        if class_name not in example:
+    for class_name, count in boxes.items():
+        if not count:
             yield Problem("class-without-boxes", name, f"no box of class {class_name!r}")
         plain = re.sub(r"[\W_]+", "", class_name.casefold()) or class_name
         by_plain_name.setdefault(plain, []).append(class_name)
-    for alike in by_plain_name.values():
-        for first, second in combinations(alike, 2):
-            rare = min(first, second, key=lambda class_name: images[class_name])
-            message = f"{first!r} ({images[first]} images) and {second!r} ({images[second]} images)"
-            yield Problem("similar-class-names", example.get(rare, name), message)
+    for similar in by_plain_name.values():
+        for first, second in combinations(similar, 2):
+            message = f"{first!r} ({boxes[first]} boxes) and {second!r} ({boxes[second]} boxes)"
+            yield Problem("similar-class-names", name, message)
 
 
-# --- in words -------------------------------------------------------------------------------------
+# --- the report as text ---------------------------------------------------------------------------
 
 
 def check_report(result: CheckResult, *, limit: int = 20) -> str:
-    """Counts, histograms and problems in words, ``limit`` of each kind; 0 for all."""
+    """Statistics, histograms and problems as text, at most ``limit`` problems of each kind; 0 for all."""
     parts = [f"{result.path}: {result.format} dataset, {_count(len(result.class_names), 'class')}"]
     if result.splits:
         parts += [
-            _count_table(result),
+            _statistics_table(result),
             _histogram("box size (√area in pixels)", result.total.box_sizes),
             _histogram("boxes per image", result.total.boxes_per_image),
         ]
-    return "\n\n".join([*parts, _problems(result.findings, limit), _verdict(result)])
+    return "\n\n".join([*parts, _problem_list(result.findings, limit), _verdict(result)])
 
 
-def _count_table(result: CheckResult) -> str:
-    """A table with one column a split and one row a class."""
+def _statistics_table(result: CheckResult) -> str:
+    """A table with one column per split and one row per class."""
     columns = {**result.splits, "total": result.total} if len(result.splits) > 1 else result.splits
     fields = {"images": "images", "without boxes": "empty_images", "boxes": "boxes"}
     fields |= {f"  {flag}": flag for flag in ("difficult", "crowd") if getattr(result.total, flag)}
@@ -342,9 +290,10 @@ def _count_table(result: CheckResult) -> str:
 
 
 def _size_range(counts: SplitStatistics) -> str:
-    sizes = counts.image_sizes
-    small = f"{sizes['smallest_width']}x{sizes['smallest_height']}"
-    large = f"{sizes['largest_width']}x{sizes['largest_height']}"
+    small, large = (
+        f"{counts.image_sizes[f'{which}_width']}x{counts.image_sizes[f'{which}_height']}"
+        for which in ("smallest", "largest")
+    )
     return small if small == large else f"{small}-{large}"
 
 
@@ -358,32 +307,28 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _histogram(title: str, counts: dict[str, int]) -> str:
-    """Bars from the first range that is not empty to the last one."""
+    """Bars from the first to the last range that is not empty."""
     filled = [i for i, count in enumerate(counts.values()) if count]
     shown = list(counts.items())[filled[0] : filled[-1] + 1] if filled else []
     most = max((count for _, count in shown), default=1)
-    rows = [[f"  {name}", f"{count:,}"] for name, count in shown]
-    lines = _table(rows).split("\n") if rows else []
+    lines = _table([[f"  {name}", f"{count:,}"] for name, count in shown]).split("\n") if shown else []
     bars = ["█" * -(-count * _BAR_WIDTH // most) for _, count in shown]
     return "\n".join([title, *(f"{line}  {bar}".rstrip() for line, bar in zip(lines, bars, strict=True))])
 
 
-def _problems(findings: Sequence[Finding], limit: int) -> str:
-    if not findings:
-        return "no problems found"
+def _problem_list(findings: Sequence[Finding], limit: int) -> str:
     blocks = []
     for kind, group in groupby(findings, key=lambda finding: finding.problem.kind):
         same = list(group)
         effect, description = KINDS[kind]
         lines = [f"{kind} ({effect.value}): {description}: {len(same):,}"]
-        shown = same[:limit] if limit else same
-        for finding in shown:
+        for finding in same[: limit or None]:
             splits = f" [{', '.join(finding.splits)}]" if finding.splits else ""
             lines.append(f"  {finding.problem.file}: {finding.problem.message}{splits}")
-        if len(shown) < len(same):
-            lines.append(f"  and {len(same) - len(shown):,} more (--limit 0 shows all)")
+        if 0 < limit < len(same):
+            lines.append(f"  and {len(same) - limit:,} more (--limit 0 shows all)")
         blocks.append("\n".join(lines))
-    return "\n\n".join(blocks)
+    return "\n\n".join(blocks) or "no problems found"
 
 
 def _verdict(result: CheckResult) -> str:

@@ -105,7 +105,7 @@ def _parse(source: Any, kind: Any) -> Any:
             return msgspec.json.decode(content, type=kind)
         except msgspec.DecodeError:
             # Python's json also reads NaN, Infinity, 1e999 and unpaired surrogates, as written by other tools.
-            return msgspec.convert(json.loads(content), kind)
+            return msgspec.convert(json.loads(content.decode()), kind)
     except RecursionError:
         raise ValueError("too deeply nested") from None
 
@@ -148,14 +148,13 @@ def read_objects(
     """
     integers, numbers = array("q"), array("d")
     for row, entry in enumerate(entries):
-        name = f"{where}[{row}]"
         try:
-            columns = _plain_numbers(entry, scored) or _checked_numbers(entry, name, scored, lenient)
+            columns = _columns(entry, scored, lenient)
         except CocoEntryError as error:
-            report(error.kind, str(error))
+            report(error.kind, f"{where}[{row}]{error}")
             continue
         own_id = entry.id if type(entry.id) is int and abs(entry.id) < 2**62 else row + 1
-        flags = _flags(entry, name, report) if entry.iscrowd or entry.difficult else 0
+        flags = _flags(entry, f"{where}[{row}]", report) if entry.iscrowd or entry.difficult else 0
         integers.extend((*columns[:2], own_id, flags))
         numbers.extend(columns[2:])
     image_ids, category_ids, own_ids, flag_column = np.frombuffer(integers, np.int64).reshape(-1, 4).T
@@ -163,36 +162,21 @@ def read_objects(
     return CocoObjects(image_ids, category_ids, own_ids, flag_column, table[:, :4], table[:, 4])
 
 
-def _plain_numbers(entry: Any, scored: bool) -> tuple[Any, ...] | None:
-    """Image, category, box and score or area of a well-formed entry; None for any other (this path is 5x faster)."""
-    if type(entry) is not CocoObject or type(entry.bbox) is not list or len(entry.bbox) != 4:
-        return None
-    value = entry.score if scored else entry.area
-    columns = (entry.image_id, entry.category_id, *entry.bbox, value)
-    if not all(type(value) is float or type(value) is int for value in columns):
-        return None
-    return columns if type(entry.image_id) is type(entry.category_id) is int and _in_range(columns) else None
-
-
-def _in_range(columns: tuple[Any, ...]) -> bool:
-    return all(-(2.0**62) < value < 2.0**62 for value in columns)
-
-
-def _checked_numbers(entry: Any, where: str, scored: bool, lenient: bool) -> tuple[Any, ...]:
-    """The same columns of an unusual entry (3.0 for an id, no area); CocoEntryError if it is not usable."""
+def _columns(entry: Any, scored: bool, lenient: bool) -> tuple[Any, ...]:
+    """Image, category, box, and score or area of an entry; the error's message follows the name of the entry."""
     if not isinstance(entry, CocoObject):
-        raise CocoEntryError("bad-entry", f"{where} is {shown(entry)}, expected an object with keys")
-    image = id_of(entry, "image_id", where, "unknown-image")
-    category = id_of(entry, "category_id", where, "missing-class")
+        raise CocoEntryError("bad-entry", f" is {shown(entry)}, expected an object with keys")
+    image = id_of(entry, "image_id", "", "unknown-image")
+    category = id_of(entry, "category_id", "", "missing-class")
     if entry.bbox is UNSET or (lenient and entry.bbox is None):
-        raise CocoEntryError("missing-box", f"{where} has no 'bbox'")
-    wrong = f"{where}: 'bbox' is {shown(entry.bbox)}, expected [x, y, width, height]"
+        raise CocoEntryError("missing-box", " has no 'bbox'")
     if not isinstance(entry.bbox, (list, tuple, np.ndarray)) or len(entry.bbox) != 4:
-        raise CocoEntryError("missing-coordinate", wrong)
+        message = f": 'bbox' is {shown(entry.bbox)}, expected [x, y, width, height]"
+        raise CocoEntryError("missing-coordinate", message)
     try:
-        box = [_number(value, text=lenient) for value in entry.bbox]
+        box = [value if type(value) is float else _number(value, text=lenient) for value in entry.bbox]
     except ValueError as error:
-        raise CocoEntryError("non-numeric-coordinate", f"{wrong}: {error}") from None
+        raise CocoEntryError("non-numeric-coordinate", f": 'bbox' is {shown(entry.bbox)}: {error}") from None
     key = "score" if scored else "area"
     value = getattr(entry, key)
     if not scored and (value is UNSET or value is None):
@@ -202,7 +186,7 @@ def _checked_numbers(entry: Any, where: str, scored: bool, lenient: bool) -> tup
     except ValueError:
         measure = math.nan
     if not lenient and not math.isfinite(measure):
-        wrong = f"{where} has no '{key}'" if value is UNSET else f"{where}: '{key}' is {shown(value)}"
+        wrong = f" has no '{key}'" if value is UNSET else f": '{key}' is {shown(value)}"
         raise CocoEntryError("bad-entry", f"{wrong}, expected a finite number")
     return (image, category, *box, measure)
 
@@ -218,10 +202,11 @@ def _number(value: Any, *, text: bool) -> float:
 def id_of(entry: Any, key: str, where: str, kind: str) -> int:
     """The integer id of an entry; CocoEntryError of this kind for anything else."""
     value = getattr(entry, key)
+    if type(value) is int and abs(value) < 2**62:
+        return value
     if value is UNSET:
         raise CocoEntryError(kind, f"{where} has no '{key}'")
-    is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-    if not (is_number and -(2**62) < value < 2**62 and value == round(value)):
+    if not isinstance(value, (float, np.number)) or not abs(float(value)) < 2**62 or value != int(value):
         raise CocoEntryError(kind, f"{where}: '{key}' is {shown(value)}, expected an integer")
     return int(value)
 
@@ -282,10 +267,8 @@ class CocoFormat(DataFormat):
             for name in folder.names(parent)
             if name.lower().endswith(".json") and not name.startswith(".")
         ]
-        recognised = {file for file in candidates if _begins_like_coco(folder, file)}
-        # An unreadable file in the place of annotations must be reported, not ignored.
-        files = [f for f in candidates if f in recognised or _is_named_as_coco(f, certainly=not recognised)]
-        instances = [f for f in files if not posixpath.basename(f).startswith(_OTHER_TASKS)]
+        files = [file for file in candidates if _is_named_as_coco(file) or _begins_like_coco(folder, file)]
+        instances = [file for file in files if not posixpath.basename(file).startswith(_OTHER_TASKS)]
         return cls(folder, instances or files) if files else None
 
     def read(self, split: str, class_names: Sequence[str] | None) -> DetectionDataset:
@@ -351,9 +334,7 @@ class CocoFormat(DataFormat):
                 raise ProblemError("missing-section", file, f"no list {section!r}")
         return document
 
-    def _add_images(
-        self, entries: Sequence[Any], split: str, file: str, builder: AnnotationBuilder
-    ) -> dict[int, int]:
+    def _add_images(self, entries: Sequence[Any], split: str, file: str, builder: AnnotationBuilder) -> dict[int, int]:
         """Adds the existing images; returns id → index, or -1 for an image that is not there."""
         named = [entry for entry in entries if isinstance(entry, CocoImage)]
         base = self._image_folder([entry.file_name for entry in named[:50]], split, file)
@@ -367,7 +348,7 @@ class CocoFormat(DataFormat):
                     message = f"image id {image_id} is used again, for {file_name}"
                     raise CocoEntryError("duplicate-image-id", message)
                 index_of[image_id] = -1
-                path = self.folder.locate(file_name, base=base, named_in=file)
+                path = self.folder.inside(file_name, base=base, named_in=file)
                 if path in seen:
                     raise CocoEntryError("duplicate-image", f"{path} is listed again, with id {image_id}")
             except CocoEntryError as error:
@@ -417,32 +398,18 @@ def _add_boxes(
     label_of_name = {name: label for label, name in enumerate(names)}
     label_of = {category: label_of_name[name] for category, name in categories if name in label_of_name}
     labels = np.array([label_of.get(category, -1) for category in objects.category_ids.tolist()], np.int64)
-    _report_classes(categories, objects.category_ids, labels < 0, report)
+    category_names = dict(categories)
+    ids, counts = np.unique(objects.category_ids[labels < 0], return_counts=True)
+    for category, count in zip(ids.tolist(), counts.tolist(), strict=True):
+        message = f"category_id {category} is not among the categories"
+        if category in category_names:
+            message = f"class {category_names[category]!r} is not in the class list"
+        report("unknown-class", f"{message}: {count} boxes", count=count)
     kept = (images >= 0) & (labels >= 0)
     corners = objects.xywh[kept]
     corners[:, 2:] += corners[:, :2]
     rest: dict[str, Any] = {"numbers": objects.ids[kept], "flags": objects.flags[kept], "areas": objects.values[kept]}
     builder.add_boxes(images[kept], corners, labels[kept], **rest)
-
-
-def _report_classes(
-    categories: Sequence[tuple[int, str]],
-    used: NDArray[np.int64],
-    unknown: NDArray[np.bool_],
-    report: Callable[..., None],
-) -> None:
-    names = dict(categories)
-    ids, counts = np.unique(used[unknown], return_counts=True)
-    for category, count in zip(ids.tolist(), counts.tolist(), strict=True):
-        message = f"category_id {category} is not among the categories"
-        if category in names:
-            message = f"class {names[category]!r} is not in the class list"
-        report("unknown-class", f"{message}: {count} boxes", count=count)
-    seen = set(np.unique(used).tolist())
-    low, high = categories[0][0], categories[-1][0]
-    if (low - 1 in seen and high not in seen) or (high + 1 in seen and low not in seen):
-        message = f"categories have ids {low}..{high}, annotations use {min(seen)}..{max(seen)}"
-        report("class-ids-off-by-one", f"{message}: do they start at different numbers?")
 
 
 def _begins_like_coco(folder: DatasetFolder, file: str) -> bool:
@@ -455,14 +422,11 @@ def _begins_like_coco(folder: DatasetFolder, file: str) -> bool:
     return start.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{") and _SECTION_KEYS.search(start) is not None
 
 
-def _is_named_as_coco(file: str, *, certainly: bool) -> bool:
-    """Whether a file's name and place identify it as COCO annotations."""
+def _is_named_as_coco(file: str) -> bool:
+    """Whether a file must hold COCO annotations by its name: if it is unreadable, it is reported, not ignored."""
     folder, name = posixpath.split(file)
-    stem = name[: -len(".json")]
-    if stem.startswith("instances_") or stem.lower() == "_annotations.coco":
-        return True
-    plain = common_split_name(_unfilled(stem))
-    return plain in SPLITS and (not certainly or posixpath.basename(folder) == "annotations")
+    in_place = posixpath.basename(folder) == "annotations" and common_split_name(_split_name(file)) in SPLITS
+    return in_place or name.startswith("instances_") or name.lower() == "_annotations.coco.json"
 
 
 def _split_name(file: str) -> str:

@@ -1,4 +1,4 @@
-"""A dataset written in another format, all its splits and images."""
+"""Converting a dataset with all its splits and images to another format."""
 
 import posixpath
 import re
@@ -20,14 +20,14 @@ from aploss.errors import DataError
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was written."""
+    """The result of a conversion."""
 
     folder: Path  # the new dataset
     images: int  # number of images, each counted once
     boxes: int  # number of boxes, each counted once
     splits: tuple[str, ...]  # names of the splits
-    problems: tuple[Problem, ...]  # what of the old dataset was left out
-    losses: tuple[str, ...]  # what the new format cannot hold, in words
+    problems: tuple[Problem, ...]  # everything of the old dataset that was left out
+    losses: tuple[str, ...]  # descriptions of everything the new format cannot represent
 
 
 def convert_dataset(
@@ -35,15 +35,15 @@ def convert_dataset(
 ) -> Conversion:
     """Writes all splits of a dataset in another format.
 
-    Boxes, labels, splits and image files stay the same; what cannot be used (see :func:`aploss.data.load_dataset`) is
-    left out. The folder appears when it is complete.
+    Boxes, labels, splits and image files stay the same; unusable images and boxes (see
+    :func:`aploss.data.load_dataset`) are left out. The folder appears when it is complete.
 
     Args:
         path: the dataset.
         out: a folder that does not exist or is empty.
         to: "voc", "coco", "yolo", or a registered format that can be written.
         format: format of the old dataset.
-        progress: called with (images done, images in all).
+        progress: called with (images done, total).
 
     Raises:
         DataError: the target is in use, or the dataset cannot be read.
@@ -59,7 +59,8 @@ def convert_dataset(
         raise DataError(f"{out}: inside the dataset it is made from; name a folder elsewhere")
     class_names = source.load().class_names
     parts = {
-        split: without_unusable_images(source.load(split, class_names=class_names), decode=False) for split in source.splits
+        split: without_unusable_images(source.load(split, class_names=class_names), decode=False)
+        for split in source.splits
     }
     whole = concatenate(list(parts.values()), split="all")
     try:
@@ -79,7 +80,7 @@ def convert_dataset(
 def _write(
     out: Path, parts: Parts, whole: DetectionDataset, format_class: type[DataFormat], progress: Progress | None
 ) -> Written:
-    """Writes into a folder of another name, which gets its own when it is complete."""
+    """Writes into a temporary folder, which is renamed when it is complete."""
     shared = len(whole) < sum(map(len, parts.values()))
     places, rewritten = _plan(parts, flat=format_class.one_image_folder or shared)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +100,7 @@ def _write(
 
 
 def _plan(parts: Parts, *, flat: bool) -> tuple[dict[Path, str], set[Path]]:
-    """Where each image goes (one folder for all, or one a split), and which are written anew."""
+    """The new path of each image (in one folder for all, or one per split), and the images to be re-encoded."""
     groups = {"": list(parts.values())} if flat else {f"{split}/": [part] for split, part in parts.items()}
     places: dict[Path, str] = {}
     rewritten = set()
@@ -116,7 +117,7 @@ def _plan(parts: Parts, *, flat: bool) -> tuple[dict[Path, str], set[Path]]:
 
 
 def unique_names(paths: list[Path], root: Path) -> dict[Path, str]:
-    """File names that differ in more than their extension and case: one folder can hold them all.
+    """Distinct file names, ignoring extension and case, so that one folder can hold all images.
 
     Example:
         >>> names = unique_names([Path("d/a/1.jpg"), Path("d/b/1.png"), Path("d/2.jpg")], Path("d"))
@@ -135,7 +136,7 @@ def unique_names(paths: list[Path], root: Path) -> dict[Path, str]:
 
 
 def _plain(name: str) -> str:
-    """A name that every list format and file system can hold."""
+    """A name that is valid in every list format and file system."""
     stem, extension = posixpath.splitext(name)
     if extension.lower() not in EXTENSIONS:
         stem, extension = name, ""
@@ -147,8 +148,8 @@ def _key(name: str) -> str:
 
 
 def _copy_image(path: Path, target: Path, size: tuple[int, int] | None) -> None:
-    """Copies an image byte by byte; or writes it in the size that was annotated, without the EXIF rotation that the
-    annotation ignores, because not every format could say so."""
+    """Copies an image, or re-encodes it in its annotated ``size``, without the EXIF rotation that the annotation
+    ignores, since not every format states the size."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if size is None:
         shutil.copyfile(path, target)

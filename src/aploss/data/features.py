@@ -281,4 +281,4 @@ def _write_targets(file: Path, targets: list[list[Target]], views: int) -> None:
     counts = [len(target["boxes"]) for of_image in targets for target in of_image or [{"boxes": ()}] * views]
     known = [target for of_image in targets for target in of_image]
     arrays = {name: torch.cat([target[name] for target in known]).numpy() for name in FIELDS}
-    np.savez(file, starts=np.cumsum([0, *counts]), **arrays)
+    np.savez(file, starts=np.cumsum([0, *counts]), **arrays)  # type: ignore[arg-type]  # not allow_pickle

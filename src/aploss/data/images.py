@@ -1,4 +1,4 @@
-"""Image files as upright 8-bit RGB tensors, whatever kind of file they are; and what is wrong with them."""
+"""Reading image files as upright 8-bit RGB tensors, and inspecting them for problems."""
 
 import hashlib
 import os
@@ -15,7 +15,7 @@ from torch import Tensor
 from aploss.data.problems import KINDS, Effect, Problem
 from aploss.errors import DataError
 
-# Only formats whose decoders are part of Pillow: others (EPS) start programs of the system.
+# Only formats that Pillow decodes itself: others (EPS) start external programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "JPEG2000")
 
 EXTENSIONS = {
@@ -29,7 +29,7 @@ EXTENSIONS = {
     ".gif": ("GIF",),
 }
 
-# Pillow warns from here on: about a gigabyte as float RGB, more than any photograph needs.
+# Pillow warns above this: about a gigabyte as float RGB.
 MAX_PIXELS = 89_478_485
 
 _ROTATING_ORIENTATIONS = (5, 6, 7, 8)  # EXIF values that exchange width and height
@@ -40,7 +40,7 @@ _TINY_PIXELS = 16
 class ImageError(DataError):
     """An image file that cannot be used.
 
-    The message alone makes one, so that a data-loader's worker can hand it to its parent.
+    Constructed from the message alone, so that it can be pickled.
 
     Attributes:
         kind: a key of :data:`problems.KINDS`.
@@ -60,7 +60,7 @@ class ImageError(DataError):
 
 
 class ImageHeader(NamedTuple):
-    """What an image file says of itself without being decoded."""
+    """Properties of an image file that are known without decoding it."""
 
     size: tuple[int, int]  # (width, height), upright
     stored_size: tuple[int, int]  # (width, height), before the EXIF rotation
@@ -72,10 +72,10 @@ def read_header(path: str | Path) -> ImageHeader:
     """Size and format of an image, without decoding it.
 
     Raises:
-        ImageError: the file is not there, not an image, or of more than `MAX_PIXELS` pixels.
+        ImageError: the file is missing, not an image, or has more than `MAX_PIXELS` pixels.
     """
     with _opened(path) as image:
-        # Photographs of some telephones hold a second frame for depth: no reason to remark on it.
+        # Photographs of some phones contain a second frame for depth, which is not worth a problem.
         frames = 1 if image.format == "MPO" else int(getattr(image, "n_frames", 1))
         return ImageHeader(_upright_size(image), image.size, str(image.format), frames)
 
@@ -84,18 +84,18 @@ def read_image(path: str | Path, *, size: tuple[int, int] | None = None) -> Tens
     """Reads an image file as RGB.
 
     Grey, palette, CMYK and YCbCr images are converted; 16-bit and float images are scaled to 8 bits; transparent parts
-    become white; of several frames the first is taken; the image is turned upright as its EXIF data says.
+    become white; the first of several frames is used; the image is rotated upright according to its EXIF data.
 
     Args:
         path: the file.
-        size: the (width, height) an annotation gives. Where it fits the image as stored and not the upright one, the
-            annotation was made without the EXIF rotation, and the image is left as stored too.
+        size: the annotated (width, height). If it matches the image as stored but not the upright one, the annotation
+            ignores the EXIF rotation, and so does this function.
 
     Returns:
         uint8 tensor [3, height, width].
 
     Raises:
-        ImageError: the file cannot be read, or has another size than `size`.
+        ImageError: the file cannot be read, or its size is not `size`.
     """
     with _opened(path) as image:
         annotated_as_stored = image.size == size != _upright_size(image)
@@ -114,7 +114,7 @@ def _size_mismatch(path: str | Path, annotated: tuple[int, int], found: tuple[in
 
 @contextmanager
 def _opened(path: str | Path) -> Iterator[Image.Image]:
-    """Opens an image lazily; whatever Pillow raises inside becomes an :class:`ImageError`."""
+    """Opens an image lazily and converts any error of Pillow into an :class:`ImageError`."""
     try:
         if not os.path.isfile(path):  # noqa: PTH113 - called for every sample, Path is slower
             if os.path.exists(path):  # noqa: PTH110
@@ -154,7 +154,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """The image with three channels of eight bits, whatever it came with."""
+    """Converts an image of any mode to three channels of eight bits."""
     if image.mode == "RGB":
         return image
     if image.mode.startswith("I") or image.mode == "F":
@@ -167,8 +167,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _eight_bit(image: Image.Image) -> Image.Image:
-    """Scales by what the type can hold, never by the image's own range: grey levels of different images stay
-    comparable."""
+    """Scales by the range of the type, not of the image, so that grey levels of different images stay comparable."""
     values = np.array(image, dtype=np.float64)
     if not np.isfinite(values).all():
         raise ValueError("NaN or infinite pixels")
@@ -178,10 +177,10 @@ def _eight_bit(image: Image.Image) -> Image.Image:
 
 
 class Inspection(NamedTuple):
-    """What was found about one image."""
+    """The problems of one image."""
 
     problems: tuple[Problem, ...]
-    digest: str  # of the file's content; empty where it was not read
+    digest: str  # of the file's content; empty if it was not read
 
     @property
     def usable(self) -> bool:
@@ -190,8 +189,14 @@ class Inspection(NamedTuple):
 
 
 def inspect_image(path: Path, *, name: str, size: tuple[int, int], decode: bool) -> Inspection:
-    """Looks for everything that can be wrong with an image file, called ``name`` in messages, annotated with (width,
-    height) ``size``; ``decode`` reads the whole file, which finds damage and equal files, not only its header."""
+    """Looks for problems of an image file.
+
+    Args:
+        path: the file.
+        name: its name in messages.
+        size: the annotated (width, height).
+        decode: whether to decode the whole file, which finds damaged and duplicate images, or only its header.
+    """
     digest = ""
     problems = []
     try:
@@ -208,9 +213,9 @@ def inspect_image(path: Path, *, name: str, size: tuple[int, int], decode: bool)
     if header.format not in EXTENSIONS.get(path.suffix.lower(), ()):
         problems.append(Problem("wrong-extension", name, f"contains a {header.format} image"))
     if header.frames > 1:
-        problems.append(Problem("several-frames", name, f"{header.frames} frames, the first counts"))
+        problems.append(Problem("several-frames", name, f"{header.frames} frames, the first is used"))
     if size != header.size:
-        message = f"annotated as stored, {size[0]}x{size[1]}, not as its EXIF rotation shows it"
+        message = f"annotated as stored, {size[0]}x{size[1]}, without its EXIF rotation"
         problems.append(Problem("rotated-image", name, message))
     if min(size) < _TINY_PIXELS:
         problems.append(Problem("tiny-image", name, f"{size[0]}x{size[1]} pixels"))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ PREFETCH = 4  # batches that a worker prepares ahead, which evens out slow image
 MAX_REPLACEMENTS = 1000  # images tried in place of an unreadable one
 
 Key = tuple[int, int]  # epoch, index
+T = TypeVar("T")
 
 
 class Batch(NamedTuple):
@@ -34,13 +35,12 @@ class Batch(NamedTuple):
     In training ``images`` is one tensor [B, 3, H, W], or with stored features their
     :class:`~aploss.data.features.FeatureMaps`; in evaluation it is a list of [3, h, w], each of its own size. A
     target holds ``boxes`` (xyxy in the image's pixels, float32 [n, 4]), ``labels`` (int64 [n]), ``difficult`` and
-    ``crowd`` (bool [n]) and ``image_id``. ``unreadable`` maps indices of images that could not be read to the reason.
+    ``crowd`` (bool [n]) and ``image_id``.
     """
 
     images: Any
     targets: list[Target]
     indices: list[int]
-    unreadable: dict[int, str]
 
 
 class AugmentedSamples(Dataset[Sample]):
@@ -170,13 +170,13 @@ class TrainingBatches:
         batches = self._load(itertools.chain(self._keys(first, start_batch), later))
         return self._record(_one_ahead(batches) if self._workers else batches)
 
-    def _load(self, keys: Iterable[list[Key]]) -> Generator[Batch]:
+    def _load(self, keys: Iterable[list[Key]]) -> Generator[tuple[Batch, dict[int, str]]]:
         read = partial(_read_training_batch, self._samples, skip=self._skip)
         yield from map(_unpack, _data_loader(read, keys, self._workers))
 
-    def _record(self, batches: Generator[Batch]) -> Generator[Batch]:
-        for batch in batches:
-            self.unreadable.update(batch.unreadable)
+    def _record(self, loaded: Generator[tuple[Batch, dict[int, str]]]) -> Generator[Batch]:
+        for batch, unreadable in loaded:
+            self.unreadable.update(unreadable)
             if isinstance(self._samples, FeatureSamples):
                 batch = batch._replace(images=self._samples.features.as_maps(batch.images))
             yield batch
@@ -206,8 +206,8 @@ class EvaluationBatches:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in map(_unpack, self._loader):
-            self.unreadable.update(batch.unreadable)
+        for batch, unreadable in map(_unpack, self._loader):
+            self.unreadable.update(unreadable)
             yield batch
 
 
@@ -281,7 +281,9 @@ def make_evaluation_loader(
     _check_settings(len(dataset), batch_size, workers, rank, world_size)
     indices = range(rank, len(dataset), world_size)
     plan = [list(indices[start : start + batch_size]) for start in range(0, len(indices), batch_size)]
-    return EvaluationBatches(_data_loader(partial(_read_evaluation_batch, dataset, skip=skip_unreadable), plan, workers))
+    return EvaluationBatches(
+        _data_loader(partial(_read_evaluation_batch, dataset, skip=skip_unreadable), plan, workers)
+    )
 
 
 def _check_settings(images: int, batch_size: int, workers: int, rank: int, world_size: int) -> None:
@@ -300,7 +302,7 @@ def _mix(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
 
 
-def _one_ahead(batches: Generator[Batch]) -> Generator[Batch]:
+def _one_ahead(batches: Generator[T]) -> Generator[T]:
     """The same endless batches; a thread fetches the next one while the current one is used."""
     with ThreadPoolExecutor(1, thread_name_prefix="aploss-batches") as thread:
         batch = next(batches)  # in this thread, because it starts the workers
@@ -415,8 +417,12 @@ def _pack(samples: list[Sample], indices: list[int], unreadable: dict[int, str])
     )
 
 
-def _unpack(packed: _Packed | DataError) -> Batch:
-    """Scales images to [0, 1], distributes objects to their images, and raises an error that was returned."""
+def _unpack(packed: _Packed | DataError) -> tuple[Batch, dict[int, str]]:
+    """Scales images to [0, 1] and distributes objects to their images; raises an error that was returned.
+
+    Returns:
+        The batch, and the images that could not be read for it: index → reason.
+    """
     if isinstance(packed, DataError):
         # A new error: raising one from a local variable would keep this frame, and with it the loader's workers,
         # alive until garbage collection.
@@ -428,7 +434,7 @@ def _unpack(packed: _Packed | DataError) -> Batch:
         {**dict(zip(packed.fields, values, strict=True)), "image_id": image_id}
         for image_id, *values in zip(packed.image_ids, *columns, strict=True)
     ]
-    return Batch(images, targets, packed.indices, packed.unreadable)
+    return Batch(images, targets, packed.indices), packed.unreadable
 
 
 def _to_unit(image: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Paths from annotation files, held inside the dataset's folder."""
+"""Paths from annotation files, confined to the dataset's folder."""
 
 import os
 import posixpath
@@ -14,32 +14,32 @@ _PLAIN = re.compile(r"[\w-][\w .-]*(/[\w-][\w .-]*)*")
 
 
 def is_image(path: str) -> bool:
-    """Whether a file's extension is that of an image."""
+    """Whether a path has the extension of an image."""
     return posixpath.splitext(path)[1].lower() in EXTENSIONS
 
 
 def stem_of(path: str) -> str:
-    """The file's name without an image's or annotation's extension (ids may contain dots)."""
+    """The file name without the extension of an image or annotation (ids may contain dots)."""
     stem, extension = posixpath.splitext(posixpath.basename(path.replace("\\", "/")))
     return stem if is_image(path) or extension.lower() == ".xml" else stem + extension
 
 
 class _Listing(NamedTuple):
-    """What a folder holds, by name."""
+    """The names in a folder."""
 
-    names: frozenset[str] = frozenset()
-    links: frozenset[str] = frozenset()
-    folders: frozenset[str] = frozenset()
+    names: frozenset[str]
+    links: frozenset[str]
+    folders: frozenset[str]
 
 
 class DatasetFolder:
-    """A dataset's folder, which answers only for what is really inside it.
+    """A dataset's folder; gives access to nothing outside of it.
 
-    All paths it takes and gives are relative to the folder, with forward slashes. A symbolic link is followed as long
-    as its target is inside the folder too.
+    All paths are relative to the folder, with forward slashes. A symbolic link is followed only if its target is inside
+    the folder, too.
 
     Args:
-        root: the folder; itself it may be a link.
+        root: the folder, which may itself be a link.
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -47,21 +47,21 @@ class DatasetFolder:
         self._listings: dict[str, _Listing] = {}
 
     def inside(self, text: str, *, base: str = "", named_in: str) -> str:
-        """A path as written in an annotation, as path below the folder.
+        """Converts a path from an annotation to a path below the folder.
 
         Args:
-            text: the path as written; backslashes separate too, whatever the system.
+            text: the path as written; backslashes are separators on every system.
             base: folder below the root that `text` is relative to.
             named_in: the file that contains `text`, for the error message.
 
         Raises:
-            ProblemError: the path is absolute or climbs out of the folder.
+            ProblemError: the path is absolute or leads outside the folder.
 
         Example:
             >>> DatasetFolder(".").inside("../images/a.jpg", base="labels", named_in="x.txt")
             'images/a.jpg'
         """
-        if _PLAIN.fullmatch(text) and ".." not in text:  # nearly all; 120,000 of them are many
+        if _PLAIN.fullmatch(text) and ".." not in text:  # the common case, fast for 120,000 images
             return posixpath.join("" if base == "." else base, text)
         slashed = text.replace("\\", "/")
         windows = PureWindowsPath(text)
@@ -71,23 +71,15 @@ class DatasetFolder:
             raise _outside(named_in, f"the path {text!r}")
         return path
 
-    def locate(self, text: str, *, base: str, named_in: str) -> str:
-        """As :meth:`inside`; but a path that is not there, and would lead outside if it were relative to the folder
-        itself, is refused instead of being called missing."""
-        path = self.inside(text, base=base, named_in=named_in)
-        if ".." in text and not self.has(path, named_in=named_in):
-            self.inside(text, named_in=named_in)
-        return path
-
     def has(self, path: str, *, named_in: str | None = None) -> bool:
-        """Whether there is something of this name (a file, a folder, an unbroken link).
+        """Whether a file, folder or unbroken link of this name exists.
 
         Args:
-            path: a path that :meth:`inside` gave.
-            named_in: the file to blame; the path itself where not given.
+            path: a path returned by :meth:`inside`.
+            named_in: the file to blame; defaults to the path itself.
 
         Raises:
-            ProblemError: a symbolic link on the way leads outside the folder.
+            ProblemError: a symbolic link on the path leads outside the folder.
         """
         if path in ("", "."):
             return True
@@ -100,28 +92,28 @@ class DatasetFolder:
         except ProblemError as error:
             if error.problem.kind != "path-outside-dataset":
                 raise
-            raise _outside(named_in or path, f"the symbolic link on the way to {path!r}") from None
+            raise _outside(named_in or path, f"the symbolic link on the path {path!r}") from None
         return name in listing.names
 
     def is_link(self, path: str) -> bool:
-        """Whether there is a symbolic link of this name, even one that leads nowhere."""
+        """Whether a symbolic link of this name exists, even a broken one."""
         folder, name = posixpath.split(path)
         return name in self._listing(folder).links
 
     def is_folder(self, path: str) -> bool:
-        """Whether there is a folder of this name inside."""
+        """Whether a folder of this name exists."""
         return self.has(path) and (self.root / path).is_dir()
 
     def is_file(self, path: str) -> bool:
-        """Whether there is a file of this name inside."""
+        """Whether a file of this name exists."""
         return self.has(path) and (self.root / path).is_file()
 
     def names(self, folder: str) -> list[str]:
-        """Names of what a folder holds, sorted; none where there is no such folder."""
+        """The sorted names in a folder; empty if there is no such folder."""
         return sorted(self._listing(folder).names)
 
     def files(self, folder: str = "") -> Iterator[str]:
-        """Every file below a folder, sorted; hidden and linked folders are not entered."""
+        """Every file below a folder, sorted; hidden and linked folders are skipped."""
         pending = [folder]
         while pending:
             current = pending.pop()
@@ -132,10 +124,10 @@ class DatasetFolder:
             pending += [posixpath.join(current, name) for name in reversed(names) if name in own]
 
     def read_bytes(self, path: str) -> bytes:
-        """The content of a file inside.
+        """The content of a file.
 
         Raises:
-            ProblemError: it is missing, cannot be read, or is no file: a pipe would be waited for.
+            ProblemError: it is missing, unreadable, or not a regular file: reading a pipe would block.
         """
         self.has(path)
         full = self.root / path
@@ -147,7 +139,7 @@ class DatasetFolder:
             raise ProblemError("unreadable-annotations", path, f"cannot be read: {error.strerror}") from None
 
     def read_text(self, path: str) -> str:
-        """The content of a UTF-8 file inside.
+        """The content of a UTF-8 file.
 
         Raises:
             ProblemError: the file is missing or not text.
@@ -164,7 +156,7 @@ class DatasetFolder:
                 if folder:
                     self._check_link(folder)
                 entries = list(os.scandir(self.root / folder))
-            except (FileNotFoundError, NotADirectoryError, UnicodeEncodeError):  # half a surrogate pair is in no name
+            except (FileNotFoundError, NotADirectoryError, UnicodeEncodeError):  # no name has an unpaired surrogate
                 entries = []
             except OSError as error:
                 message = f"the folder cannot be read: {error.strerror}"

@@ -1,4 +1,4 @@
-"""What can be wrong with a dataset, by name, and what loading does about it."""
+"""The kinds of problems a dataset can have, and what loading does about each."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -9,14 +9,14 @@ from aploss.errors import DataError, listed
 
 
 class Effect(StrEnum):
-    """What loading does about a problem, the worst first."""
+    """What loading does about a problem, most severe first."""
 
     REFUSED = "refused"  # nothing of the dataset is loaded
     SPLIT_UNUSABLE = "split unusable"
     IMAGE_DROPPED = "image dropped"
     BOX_DROPPED = "box dropped"
     BOX_CLIPPED = "box clipped"
-    KEPT = "kept"  # worth a look, loaded as it is
+    KEPT = "kept"  # loaded unchanged
 
 
 _DESCRIPTIONS = {
@@ -26,26 +26,26 @@ _DESCRIPTIONS = {
     },
     Effect.SPLIT_UNUSABLE: {
         "unreadable-annotations": "an annotation file for a whole split that cannot be read",
-        "missing-section": "an annotation file without a part it must have",
+        "missing-section": "an annotation file without a required section",
         "bad-categories": "a class list that is not a list of distinct names",
         "missing-folder": "an image folder or list that does not exist",
         "empty-split": "a split without a usable image",
-        "no-classes": "no class names, neither in the data nor given",
+        "no-classes": "no class names, neither in the dataset nor given",
         "no-boxes": "a dataset without a single usable box",
     },
     Effect.IMAGE_DROPPED: {
         "missing-image": "an annotation whose image does not exist",
-        "annotation-without-image": "an annotation file in no split, without its image",
+        "annotation-without-image": "an annotation file outside of every split, without its image",
         "missing-annotation": "a listed image without its annotation file",
         "unreadable-annotation": "an annotation file of one image that cannot be read",
-        "bad-image-entry": "an image entry without a file name, or with an id that is neither whole number nor text",
+        "bad-image-entry": "an image entry without a file name or an integer id",
         "duplicate-image": "an image listed more than once in a split",
         "duplicate-image-id": "an image id used more than once",
         "empty-image": "an image file of 0 bytes",
         "unreadable-image": "a file that is not an image of a known format",
         "truncated-image": "an image whose data is cut off or damaged",
-        "image-too-large": "an image of so many pixels that it is refused as a decompression bomb",
-        "image-not-a-file": "a folder or device in the place of an image",
+        "image-too-large": "an image with so many pixels that it may be a decompression bomb",
+        "image-not-a-file": "a folder or device in place of an image",
         "size-mismatch": "an image whose size differs from its annotation's",
     },
     Effect.BOX_DROPPED: {
@@ -62,45 +62,41 @@ _DESCRIPTIONS = {
         "bad-row": "a YOLO row that is not 'class cx cy w h' or 'class x1 y1 x2 y2 x3 y3 ...'",
         "bad-entry": "an annotation entry that is not an object with fields",
     },
-    Effect.BOX_CLIPPED: {"out-of-bounds-box": "a box that reaches beyond its image"},
+    Effect.BOX_CLIPPED: {"out-of-bounds-box": "a box that exceeds its image"},
     Effect.KEPT: {
-        "class-ids-off-by-one": "class ids that look counted from 1 instead of 0, or the reverse",
-        "numbered-classes": "YOLO labels without class names (called class_0, class_1, ...)",
-        "class-count-mismatch": "a stated number of classes that differs from the class names",
         "class-lists-differ": "splits with different class lists",
         "class-without-boxes": "a class without a box in any split",
         "similar-class-names": "class names that differ only in case, spaces or punctuation",
         "duplicate-box": "the same box of the same class twice in an image",
         "duplicate-annotation-id": "an annotation id used more than once",
         "bad-flag": "a difficult or crowd flag that is neither 0 nor 1 (read as 0)",
-        "missing-size": "an annotation without an image size (taken from the image)",
-        "file-name-mismatch": "an annotation that names another image than the one beside it",
+        "missing-size": "an annotation without an image size (read from the image)",
+        "file-name-mismatch": "an annotation that names another image than the one paired with it",
         "zero-based-box": "coordinates from 0 in VOC, which counts from 1 (clipped to the image)",
-        "unlisted-annotation": "an annotated image in no split",
+        "unlisted-annotation": "an annotated image outside of every split",
         "image-without-annotation": "an image without an annotation",
         "image-in-two-splits": "the same image in two splits",
         "same-content": "two image files with the same content",
-        "ambiguous-image": "two images for one annotation (the first is taken)",
-        "wrong-extension": "an image whose content is not what its extension says",
-        "several-frames": "an image of several frames (the first is taken)",
+        "wrong-extension": "an image whose content does not match its extension",
+        "several-frames": "an image with several frames (the first is used)",
         "rotated-image": "a photograph whose EXIF rotation its annotation ignores (so does loading)",
-        "tiny-image": "an image of less than 16 pixels a side",
+        "tiny-image": "an image with a side of less than 16 pixels",
         "blank-image": "an image of one colour",
     },
 }
-# kind → (effect, description); the one list that readers, checks, tests and documentation share
+# kind → (effect, description), for readers, checks, tests and documentation
 KINDS = {kind: (effect, text) for effect, kinds in _DESCRIPTIONS.items() for kind, text in kinds.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with a dataset.
+    """One problem of a dataset.
 
     Args:
         kind: a key of :data:`KINDS`.
         file: the file to look at, relative to the dataset's folder.
-        message: what is wrong there, in words, with the value that was found.
-        count: how many boxes or images it is about, where one line stands for many.
+        message: a description with the value that was found.
+        count: number of boxes or images concerned, if one line stands for many.
 
     Example:
         >>> problem = Problem("degenerate-box", "Annotations/7.xml", "object 2: xmin 5 = xmax 5")
@@ -119,13 +115,13 @@ class Problem:
         assert self.kind in KINDS, self.kind
         for text in ("file", "message"):
             if not getattr(self, text).isascii():
-                # Half a surrogate pair, from JSON or the name of a file, could not be printed.
+                # An unpaired surrogate, from JSON or a file name, could not be printed.
                 printable = getattr(self, text).encode("utf-8", "backslashreplace").decode()
                 object.__setattr__(self, text, printable)
 
     @property
     def effect(self) -> Effect:
-        """What loading does about it."""
+        """What loading does about this problem."""
         return KINDS[self.kind][0]
 
     def __str__(self) -> str:
@@ -133,14 +129,14 @@ class Problem:
 
 
 class ProblemError(DataError):
-    """A problem that ends the reading of a split; a check lists it and goes on."""
+    """A problem that prevents reading a split; a check lists it and continues."""
 
     def __init__(self, kind: str, file: str, message: str) -> None:
         super().__init__(kind, file, message)
         self.problem = Problem(kind, file, message)
 
     def of_one_image(self) -> Problem:
-        """The problem where the file that cannot be read is one image's, not a split's."""
+        """The problem for an unreadable file that belongs to one image instead of a whole split."""
         whole_split = self.problem.kind == "unreadable-annotations"
         return replace(self.problem, kind="unreadable-annotation") if whole_split else self.problem
 
@@ -148,15 +144,8 @@ class ProblemError(DataError):
         return f"{self.problem.file}: {self.problem.message}"
 
 
-def raise_refused(problems: Iterable[Problem]) -> None:
-    """Stops loading with a DataError at the first problem for which nothing may be read."""
-    for problem in problems:
-        if problem.effect is Effect.REFUSED:
-            raise DataError(f"{problem.file}: {problem.message}; nothing was loaded")
-
-
 def summarise(problems: Iterable[Problem], *, files: int = 3) -> str:
-    """Counts problems by kind in one line, with the names of the first files of each.
+    """Counts problems by kind in one line, with the first files of each.
 
     Example:
         >>> summarise([Problem("degenerate-box", f"{i}.xml", "no width") for i in range(5)])

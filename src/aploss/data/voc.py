@@ -3,6 +3,7 @@
 import posixpath
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -72,10 +73,8 @@ def parse_annotation(path: str, content: bytes) -> VocAnnotation:
     """
     root = _parse_safely(path, content)
     annotation = VocAnnotation(path, file_name=_text(root, "filename"))
-    try:
+    with suppress(ValueError):
         annotation.size = image_size(*(number(_text(root, f"size/{side}")) for side in ("width", "height")))
-    except ValueError:
-        pass
     if annotation.size is None:
         annotation.problems.append(Problem("missing-size", path, "no valid image size; read from the image"))
     for position, element in enumerate(root.iterfind("object"), start=1):
@@ -394,14 +393,12 @@ class VocFormat(DataFormat):
                 builder.report("duplicate-image", str(entry), f"listed twice in split {split}")
                 continue
             seen.add(entry)
-            annotation = entry
-            if isinstance(entry, str):
-                self._used.add(entry)
-                annotation = self._parse(entry)
-            if isinstance(annotation, VocAnnotation):
-                yield annotation
+            self._used.add(str(entry))
+            parsed = self._parse(entry) if isinstance(entry, str) else entry
+            if isinstance(parsed, Problem):
+                builder.problems.append(parsed)
             else:
-                builder.problems.append(annotation)
+                yield parsed
 
     def _image(self, part: VocPart, annotation: VocAnnotation, builder: AnnotationBuilder) -> str:
         """The image of an annotation: the one of the same name, otherwise the one named inside."""

@@ -1,7 +1,7 @@
 """YOLO text labels, described by a data.yaml or by folders called images and labels."""
 
 import posixpath
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from aploss.data.problems import Problem, ProblemError
 _SPLITS = ("train", "val", "valid", "validation", "test")
 _LISTS = ("classes.txt", "train.txt", "val.txt", "test.txt")
 _MAX_BYTES = 4 << 20
-_MAX_CLASSES = 10_000  # without names; a larger class id is a damaged file
 _MAX_FRACTION = 1.01  # larger numbers are pixels, not rounded fractions
 _SNAP_PIXELS = 1e-6  # rounding error of cx ± w/2 at the image border
 
@@ -122,7 +121,7 @@ def yolo_rows(
 class YoloFormat(DataFormat):
     """A dataset of YOLO label files.
 
-    ``description`` is the content of ``file``, a YAML file in the dataset's folder: ``names``, ``nc``, ``path``, and
+    ``description`` is the content of ``file``, a YAML file in the dataset's folder: ``names``, ``path``, and
     ``train``, ``val``, ``test``, each a folder of images, a text file that lists images, or several. As in Ultralytics,
     they are relative to ``path``. ``../train/images``, as exported by Roboflow, stands for ``train/images``.
     """
@@ -132,30 +131,26 @@ class YoloFormat(DataFormat):
     def __init__(self, folder: DatasetFolder, file: str, description: dict[str, Any]) -> None:
         self.file = file
         self._description = description
-        base = description.get("path")
-        # A path of another computer: the dataset is in the folder of its data.yaml.
-        self._base = base if isinstance(base, str) and _is_inside(folder, base) else "."
-        super().__init__(folder, [])
-        self.splits = tuple(str(key) for key, value in description.items() if self._is_split(key, value))
-        self.splits = tuple(sorted(self.splits, key=split_order))
         self._label_files: set[str] = set()
+        super().__init__(folder, [])
+        base = description.get("path")
+        # A path that is not inside was written on another computer: the dataset is in the folder of its data.yaml.
+        self._base = base if isinstance(base, str) and self._exists(base, base=".") else "."
+        splits = [str(key) for key, value in description.items() if self._is_split(key, value)]
+        self.splits = tuple(sorted(splits, key=split_order))
 
     @classmethod
     def find(cls, path: Path) -> "YoloFormat | None":
         """See :meth:`DataFormat.find`."""
         if path.is_file():
-            if not _is_yaml(path.name):
+            if path.suffix.lower() not in (".yaml", ".yml"):
                 return None
             folder = DatasetFolder(path.resolve().parent)
             return cls(folder, path.name, _read_yaml(folder, path.name))
         folder = DatasetFolder(path)
-        files = [name for name in folder.names("") if name in ("data.yaml", "data.yml")]
-        if not files:
-            files = [name for name in folder.names("") if _is_yaml(name) and _describes_dataset(folder, name)]
-        if len(files) > 1:
-            raise ProblemError("unreadable-annotations", files[0], f"several YAML files, name one: {', '.join(files)}")
-        if files:
-            return cls(folder, files[0], _read_yaml(folder, files[0]))
+        for name in folder.names(""):
+            if name in ("data.yaml", "data.yml"):
+                return cls(folder, name, _read_yaml(folder, name))
         file, description = _describe_folders(folder)
         return cls(folder, file, description) if description else None
 
@@ -166,7 +161,9 @@ class YoloFormat(DataFormat):
             if sorted(names, key=str) != sorted(range(len(names)), key=str):
                 raise self._error("bad-categories", "the keys of names must be 0, 1, 2, ...")
             names = [names[key] for key in range(len(names))]
-        if not isinstance(names, (list, tuple)) or any(not isinstance(name, (str, int)) for name in names):
+        if not isinstance(names, (list, tuple)) or any(
+            not isinstance(name, (str, int)) or name == "" for name in names
+        ):
             raise self._error("bad-categories", "names must be a list of names")
         if len(set(map(str, names))) < len(names):
             raise self._error("bad-categories", "a class name appears twice")
@@ -177,26 +174,21 @@ class YoloFormat(DataFormat):
         if split not in self.splits:
             raise self.no_such_split(split)
         builder = AnnotationBuilder(self.folder)
-        own_names = self.class_names() or class_names or self._numbered_classes(builder)
+        own_names = self.class_names() or class_names
+        if not own_names:
+            message = "no class names; list them in data.yaml (names: [...]) or classes.txt, one per line"
+            raise self._error("no-classes", message)
         names = tuple(own_names if class_names is None else class_names)
         label_of = {name: label for label, name in enumerate(names)}
         labels = [label_of.get(name, -1) for name in own_names]
-        stated = self._description.get("nc")
-        if isinstance(stated, int) and stated != len(own_names):
-            message = f"nc is {stated}, but there are {len(own_names)} names"
-            builder.report("class-count-mismatch", self.file, message)
         label_files: list[str] = []
-        used: set[int] = set()
         for path in self._images(split, builder):
             file = self._label_file(path)
             text = self._read_labels(builder, path, file)
             image = builder.add_image(path, None) if text is not None else -1
             if text is not None and image >= 0:
                 label_files.append(file)
-                used |= self._add_rows(builder, image, file, text, labels, own_names)
-        if len(own_names) in used and 0 not in used:
-            message = f"class ids go up to {len(own_names)} and never are 0: YOLO counts from 0"
-            builder.report("class-ids-off-by-one", self.file, message)
+                self._add_rows(builder, image, file, text, labels, own_names)
         return builder.dataset(
             class_names=names,
             name=self.name,
@@ -242,23 +234,6 @@ class YoloFormat(DataFormat):
         losses = [f"{count} '{flag}' marks" for flag, count in flags.items() if count]
         return Written("images", losses=(*losses, *outline_losses(parts)))
 
-    def _numbered_classes(self, builder: AnnotationBuilder) -> tuple[str, ...]:
-        """``class_0``, ``class_1``, ... up to the largest class id in any label file."""
-        if _is_yaml(self.file):
-            raise self._error("no-classes", "no names; add them or give the class names")
-        largest = 0
-        for split in self.splits:
-            for image in filter(is_image, self.folder.files(self._description[split])):
-                try:
-                    rows = filled_lines(self.folder.read_text(self._label_file(image)))
-                except ProblemError:  # reported when its image is read
-                    continue
-                ids = [int(word) for row in rows if (word := row.split()[0]).isdecimal()]
-                largest = max([largest, *(one for one in ids if one < _MAX_CLASSES)])
-        names = tuple(f"class_{label}" for label in range(largest + 1))
-        builder.report("numbered-classes", self.file, f"no classes.txt: {names[0]} to {names[-1]}")
-        return names
-
     def _error(self, kind: str, message: str) -> ProblemError:
         return ProblemError(kind, self.file, message)
 
@@ -266,10 +241,11 @@ class YoloFormat(DataFormat):
         """Whether a key of the YAML file is a split: a usual name, or any name of an existing folder or list."""
         if key in _SPLITS:
             return not (key == "test" and value is None)  # ``test:`` is often left empty
-        if key == "path" or not isinstance(value, str):
-            return False
+        return key != "path" and isinstance(value, str) and self._exists(value, base=self._base)
+
+    def _exists(self, place: str, *, base: str) -> bool:
         try:
-            return self.folder.has(self._find(value, base=self._base, named_in=self.file))
+            return self.folder.has(self._find(place, base=base, named_in=self.file))
         except ProblemError:
             return False
 
@@ -277,10 +253,14 @@ class YoloFormat(DataFormat):
         """The distinct images of a split."""
         value = self._description[split]
         # Accepts text only: nested YAML aliases could expand to any length.
-        places = [place for place in (value if isinstance(value, list) else [value]) if isinstance(place, str) and place]
+        places = [
+            place for place in (value if isinstance(value, list) else [value]) if isinstance(place, str) and place
+        ]
         if not places:
             found = "null" if value is None else type(value).__name__
-            raise self._error("missing-folder", f"'{split}' must be a folder or list of images, or several, got {found}")
+            raise self._error(
+                "missing-folder", f"'{split}' must be a folder or list of images, or several, got {found}"
+            )
         seen = set()
         for place in places:
             for path in self._listed_images(split, place, builder):
@@ -314,12 +294,9 @@ class YoloFormat(DataFormat):
             ProblemError: it leads outside the folder.
         """
         inner = self.folder.inside(base, named_in=named_in)
-        try:
-            return self.folder.inside(place, base=inner, named_in=named_in)
-        except ProblemError:
-            if not place.startswith("../"):
-                raise
-            return self.folder.inside(place.removeprefix("../"), base=inner, named_in=named_in)
+        if place.startswith("../") and inner in ("", "."):
+            place = place.removeprefix("../")
+        return self.folder.inside(place, base=inner, named_in=named_in)
 
     def _label_file(self, image: str) -> str:
         """As in Ultralytics, ``labels`` instead of the last ``images`` on the path; otherwise beside the image."""
@@ -347,9 +324,8 @@ class YoloFormat(DataFormat):
 
     def _add_rows(
         self, builder: AnnotationBuilder, image: int, file: str, text: str, labels: Sequence[int], names: Sequence[str]
-    ) -> set[int]:
-        """Adds the boxes of a label file and returns the class ids it uses."""
-        used: set[int] = set()
+    ) -> None:
+        """Adds the boxes of a label file."""
         for line, row in enumerate(text.splitlines(), start=1):
             if not row.strip():
                 continue
@@ -358,7 +334,6 @@ class YoloFormat(DataFormat):
             except ProblemError as error:
                 builder.problems.append(error.problem)
                 continue
-            used.add(class_id)
             if not 0 <= class_id < len(labels):
                 builder.report("unknown-class", file, f"line {line}: class {class_id} is not in 0..{len(labels) - 1}")
             elif labels[class_id] < 0:
@@ -366,18 +341,6 @@ class YoloFormat(DataFormat):
                 builder.report("unknown-class", file, message)
             else:
                 builder.add_box(image, corners, labels[class_id], number=line)
-        return used
-
-
-def _is_yaml(name: str) -> bool:
-    return name.lower().endswith((".yaml", ".yml"))
-
-
-def _is_inside(folder: DatasetFolder, path: str) -> bool:
-    try:
-        return folder.is_folder(folder.inside(path, named_in=path))
-    except ProblemError:
-        return False
 
 
 def _read_yaml(folder: DatasetFolder, name: str) -> dict[str, Any]:
@@ -393,17 +356,6 @@ def _read_yaml(folder: DatasetFolder, name: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ProblemError("unreadable-annotations", name, f"expected keys, got {type(content).__name__}")
     return content
-
-
-def _describes_dataset(folder: DatasetFolder, name: str) -> bool:
-    """Whether a YAML file describes a dataset and not the settings of some program."""
-    try:
-        content = _read_yaml(folder, name)
-    except ProblemError as error:
-        if error.problem.kind == "path-outside-dataset":
-            raise
-        return False
-    return "names" in content and any(isinstance(content.get(split), (str, list)) for split in _SPLITS)
 
 
 def _describe_folders(folder: DatasetFolder) -> tuple[str, dict[str, Any]]:
@@ -428,7 +380,5 @@ def _describe_folders(folder: DatasetFolder) -> tuple[str, dict[str, Any]]:
 
 
 def _is_labelled(folder: DatasetFolder, images: str, labels: str) -> bool:
-    def has(place: str, is_wanted: Callable[[str], bool]) -> bool:
-        return folder.is_folder(place) and any(map(is_wanted, folder.names(place)))
-
-    return has(images, is_image) and has(labels, lambda name: name.endswith(".txt"))
+    has_labels = any(name.endswith(".txt") for name in folder.names(labels))
+    return has_labels and any(map(is_image, folder.names(images)))

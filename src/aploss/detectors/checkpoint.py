@@ -66,7 +66,7 @@ class Checkpoint:
     """The content of a checkpoint file."""
 
     config: dict[str, Any]  # rebuilds the detector, see Detector.config
-    weights: dict[str, Tensor] | None  # its state dict; None for newly initialised weights
+    weights: Mapping[str, Tensor] | None  # its state dict; None for newly initialised weights
     calibration: dict[str, Any] | None = None
     draw_threshold: float | None = None
     step: int | None = None  # of a run

@@ -18,7 +18,6 @@ import msgspec
 import yaml
 
 from aploss.errors import ConfigError, did_you_mean
-from aploss.evaluation import HEADLINE_METRICS
 
 NOT_GIVEN = object()
 
@@ -72,16 +71,9 @@ def setting(
         default_before: for a setting added after a release, the value equivalent to its absence in older runs.
         fixed_by_comparison: comparisons choose the value themselves, so their rows cannot differ in it.
     """
-    metadata = {
-        "help": help_text,
-        "check": check,
-        "resumable": resumable,
-        "default_before": default_before,
-        "fixed_by_comparison": fixed_by_comparison,
-    }
-    if default is dict:
-        return field(default_factory=dict, metadata=metadata)
-    return field(default=default, metadata=metadata)
+    rules = {"resumable": resumable, "default_before": default_before, "fixed_by_comparison": fixed_by_comparison}
+    given: dict[str, Any] = {"default_factory": dict} if default is dict else {"default": default}
+    return field(**given, metadata={"help": help_text, "check": check, **rules})
 
 
 class _Settings:
@@ -121,9 +113,7 @@ class SplitsConfig(_Settings, group="splits."):
 
     format: str = setting("auto", "dataset format: auto, voc, coco or yolo")
     train: str | None = setting(None, "training split; by default train, else trainval")
-    validation: str | None = setting(
-        None, "split for model selection; by default val, else a held-out part of the training split; 'none' to disable"
-    )
+    validation: str | None = setting(None, "validation split; by default val, else held-out images; 'none' to disable")
     holdout: float = setting(0.15, "share of training images held out if there is no validation split", INSIDE_0_1)
 
 
@@ -137,39 +127,24 @@ class BatchesConfig(_Settings, group="batches."):
         512, "size of training images: side of a square, or [height, width]", between(32, 8192)
     )
     augmentation: Literal["paper", "light", "flip", "none"] = setting("light", "augmentation preset")
-    cache_features: bool = setting(
-        False, "cache the feature maps of a frozen backbone and train from them", default_before=False
-    )
+    cache_features: bool = setting(False, "train from cached features of a frozen backbone", default_before=False)
     cached_views: int | None = setting(
-        None,
-        "augmented views of each image in the feature cache; by default about 2000 in total",
-        at_least(1),
-        default_before=None,
+        None, "cached views of each image; by default about 2000 in total", at_least(1), default_before=None
     )
-    workers: int | None = setting(
-        None, "data loader workers; by default chosen for the hardware", at_least(0), resumable=True
-    )
-    max_unreadable: float = setting(
-        0.1, "stop when more than this share of the images cannot be read", between(0, 1), resumable=True
-    )
+    workers: int | None = setting(None, "data loader workers; by default automatic", at_least(0), resumable=True)
+    max_unreadable: float = setting(0.1, "tolerated share of unreadable images", between(0, 1), resumable=True)
 
 
 @dataclass(frozen=True)
 class ModelConfig(_Settings, group="model."):
     """The detector apart from its name and its loss."""
 
-    weights: str | None = setting(
-        None, "initial weights: 'imagenet' (backbone), 'coco' (detector), a file, or null for random"
-    )
+    weights: str | None = setting(None, "initial weights: imagenet (backbone), coco (detector), a file, or null")
     backbone: str | None = setting(None, "backbone of the detector 'retinanet': any timm model, as convnext_tiny")
     options: dict[str, Any] = setting(dict, "options of the architecture, see build_detector")  # noqa: RUF009
     frozen: tuple[str, ...] = setting((), "parameters to freeze: names or patterns, as backbone.*")
-    frozen_backbone: bool = setting(
-        False, "freeze the pretrained backbone of a RetinaNet and train the layers after it", default_before=False
-    )
-    ema: float | None = setting(
-        None, "decay of the exponential moving average (EMA) of the weights; null to disable", INSIDE_0_1
-    )
+    frozen_backbone: bool = setting(False, "freeze the pretrained backbone of a RetinaNet", default_before=False)
+    ema: float | None = setting(None, "decay of the moving average (EMA) of the weights; null to disable", INSIDE_0_1)
 
     @property
     def architecture(self) -> dict[str, Any]:
@@ -182,13 +157,9 @@ class CriterionConfig(_Settings, group="criterion."):
     """The loss apart from its name."""
 
     options: dict[str, Any] = setting(dict, "options of the classification loss, as delta")  # noqa: RUF009
-    rank_over: Literal["batch", "image", "class"] = setting(
-        "batch", "rank the anchors of all images and classes together, or of each image or class separately"
-    )
+    rank_over: Literal["batch", "image", "class"] = setting("batch", "rank all anchors together, per image or class")
     rank_over_processes: bool = setting(False, "rank and count positives over the images of all ranks")
-    assigner: Literal["iou", "atss"] = setting(
-        "iou", "anchor assignment: by an IoU threshold, or ATSS", default_before="iou"
-    )
+    assigner: Literal["iou", "atss"] = setting("iou", "anchor assignment: IoU threshold or ATSS", default_before="iou")
     box_loss: str | None = setting(None, "smooth-l1 or giou; by default chosen to suit the loss")
     box_weight: float | Literal["balanced"] | None = setting(
         None, "weight of the box loss; by default chosen to suit the loss", at_least(0)
@@ -219,9 +190,7 @@ class ScheduleConfig(_Settings, group="schedule."):
     final_factor: float = setting(0.02, "final share of the learning rate with kind cosine", between(0, 1))
     warmup_steps: int = setting(50, "steps of linear warmup", at_least(0))
     warmup_factor: float = setting(
-        0.02,
-        "share of the learning rate at the start of the warmup",
-        Check(lambda value: 0 < value <= 1, "above 0 and at most 1"),
+        0.02, "initial share of the learning rate", Check(lambda value: 0 < value <= 1, "above 0 and at most 1")
     )
 
     def __post_init__(self) -> None:
@@ -238,15 +207,18 @@ class ValidationConfig(_Settings, group="validation."):
 
     every: float = setting(1.0, "validation interval, in units", above(0), fixed_by_comparison=True)
     unit: Literal["steps", "epochs"] = setting("epochs", "unit of every", fixed_by_comparison=True)
-    metric: str = setting(
-        "AP",
-        "metric that selects the best checkpoint",
-        Check(lambda value: value in HEADLINE_METRICS, f"one of {', '.join(HEADLINE_METRICS)}"),
-    )
+    metric: str = setting("AP", "metric that selects the best checkpoint")
     patience: int | None = setting(
-        None, "stop early after this many validations without improvement", at_least(1), fixed_by_comparison=True
+        None, "early stopping: validations without improvement", at_least(1), fixed_by_comparison=True
     )
     batch_size: int = setting(8, "images per forward pass of validation", at_least(1), resumable=True)
+
+    def __post_init__(self) -> None:
+        from aploss.evaluation import HEADLINE_METRICS  # imports torch, which the help of a command need not wait for
+
+        super().__post_init__()
+        known = self.metric in HEADLINE_METRICS
+        self._require(known, "validation.metric", self.metric, f"one of {', '.join(HEADLINE_METRICS)}")
 
 
 @dataclass(frozen=True)
@@ -255,9 +227,7 @@ class EvaluationConfig(_Settings, group="evaluation."):
 
     split: str | None = setting(None, "split of the final evaluation; by default test, else val; 'none' to disable")
     checkpoint: Literal["best", "last"] = setting("best", "checkpoint to evaluate", fixed_by_comparison=True)
-    voc_year: Literal[2007, 2012] | None = setting(
-        None, "also report Pascal VOC's AP50: 2007 (11 points) or 2012 (area under the curve)"
-    )
+    voc_year: Literal[2007, 2012] | None = setting(None, "also report VOC's AP50: 2007 (11 points) or 2012 (area)")
 
 
 @dataclass(frozen=True)
@@ -274,24 +244,13 @@ class TrainConfig(_Settings):
         Check(lambda value: 0 <= value < 2**63, "at least 0 and below 2^63"),
     )
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps ...", resumable=True)
-    precision: Literal["float32", "bfloat16", "float16"] = setting(
-        "float32", "dtype of the forward pass; weights stay float32"
-    )
-    deterministic: bool | None = setting(
-        None, "bit-identical results in every run; by default only on the CPU, where it costs little"
-    )
-    max_minutes: float | None = setting(
-        None, "stop training after this many minutes in total", at_least(0), resumable=True
-    )
+    precision: Literal["float32", "bfloat16", "float16"] = setting("float32", "dtype of the forward pass")
+    deterministic: bool | None = setting(None, "bit-identical results in every run; by default only on the CPU")
+    max_minutes: float | None = setting(None, "time limit of training in minutes", at_least(0), resumable=True)
     checkpoint_minutes: float | None = setting(10.0, "minutes between checkpoints", at_least(0), resumable=True)
     checkpoint_steps: int | None = setting(None, "steps between checkpoints", at_least(1), resumable=True)
     log_steps: int = setting(10, "steps between rows of the metrics files, which hold means", at_least(1))
-    bad_steps: int = setting(
-        3,
-        "stop after this many consecutive steps with NaN or Inf in scores, losses or gradients",
-        at_least(1),
-        resumable=True,
-    )
+    bad_steps: int = setting(3, "stop after this many consecutive steps with NaN or Inf", at_least(1), resumable=True)
     splits: SplitsConfig = field(default_factory=SplitsConfig)
     batches: BatchesConfig = field(default_factory=BatchesConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -301,7 +260,7 @@ class TrainConfig(_Settings):
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     tracker: Literal["auto", "tensorboard", "wandb", "mlflow", "none"] = setting(
-        "auto", "experiment tracker beside the run folder's files; auto is tensorboard if installed", resumable=True
+        "auto", "experiment tracker; auto is tensorboard if installed", resumable=True
     )
 
 
@@ -384,8 +343,8 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     Keys may reach into mappings, as ``model.options.norm``.
 
     Example:
-        >>> nested({"seed": "1", "out": "7", "batches.size": 4, "criterion.options.delta": "0.5"})
-        {'seed': 1, 'out': '7', 'batches': {'size': 4}, 'criterion': {'options': {'delta': 0.5}}}
+        >>> nested({"seed": "1", "out": "7", "model.frozen": "[head]", "criterion.options.delta": "0.5"})
+        {'seed': 1, 'out': '7', 'model': {'frozen': ['head']}, 'criterion': {'options': {'delta': 0.5}}}
     """
     kinds = {entry.key: entry.type for entry in config_fields()}
     result: dict[str, Any] = {}
@@ -438,9 +397,8 @@ def _from_mapping(config_type: Any, values: Any, prefix: str) -> Any:
             if not prefix and name in ("extends", "losses"):
                 raise ConfigError(f"{name!r} is only valid in a recipe: pass the file with --recipe")
             key, known = f"{prefix}{name}", [prefix + one for one in kinds]
-            raise ConfigError(
-                f"unknown key {key!r}" + (did_you_mean(key, known) or f"; known keys: {', '.join(known)}")
-            )
+            hint = did_you_mean(key, known) or f"; known keys: {', '.join(known)}"
+            raise ConfigError(f"unknown key {key!r}{hint}")
     return config_type(
         **{
             name: _from_mapping(kinds[name], value, f"{name}.") if is_dataclass(kinds[name]) else value

@@ -143,8 +143,8 @@ def start_world(device: torch.device, *, advice: str = RESUME_ADVICE) -> Iterato
 class Heartbeat:
     """Beats in a thread of its own, and ends this process when another rank has stopped beating.
 
-    A collective operation can wait for a dead process for a very long time, above all with nccl; the thread goes on
-    beside it. Use as a context manager around all work with the others.
+    A collective operation can wait for a dead process for a very long time, above all with nccl; the thread
+    continues beside it. Use as a context manager around all work with the others.
 
     Args:
         rank, size: of the world.

@@ -202,7 +202,7 @@ class Loop:
         self.state.bad_steps += 1
         self.progress.warn(f"{bad}; the step is skipped")
         if self._log is not None:
-            self._log.add_bad(bad.as_row())
+            self._log.add(bad.as_row(), MetricsLog.BAD)
         if self.state.bad_in_a_row >= self.config.bad_steps:
             raise DivergedError(
                 f"training stopped after {self.state.bad_in_a_row} consecutive steps with NaN or Inf, the last: {bad}; "
@@ -243,7 +243,8 @@ class Loop:
                 self.state.unreadable[path] = reason
                 self.progress.warn(f"step {self.state.step}: {reason}; {consequence}")
                 if self._log is not None:
-                    self._log.add_unreadable({"step": self.state.step, "image": path, "reason": reason})
+                    row = {"step": self.state.step, "image": path, "reason": reason}
+                    self._log.add(row, MetricsLog.UNREADABLE)
 
     def _validate_and_save(self) -> None:
         state = self.state

@@ -115,8 +115,9 @@ def _finished(config: TrainConfig, folder: RunFolder) -> Summary | None:
     if not (folder.exists and folder.summary_file.is_file()):
         return None
     folder.check_resumable(config)
-    summary = Summary.read(folder.summary_file)
-    return summary if summary.is_final(config.max_minutes) else None
+    summary, limit = Summary.read(folder.summary_file), config.max_minutes
+    more_time = summary.stopped_by == "minutes" and (limit is None or summary.minutes < limit)
+    return None if more_time else summary
 
 
 def _open_folder(config: TrainConfig, folder: RunFolder, resume: bool, stack: ExitStack) -> Checkpoint | None:
@@ -125,7 +126,7 @@ def _open_folder(config: TrainConfig, folder: RunFolder, resume: bool, stack: Ex
         folder.refuse_if_taken()
         return None
     stack.enter_context(folder.locked())
-    folder.go_on(config)
+    folder.prepare_resume(config)
     return folder.checkpoints.load_last() if folder.checkpoints.last.is_file() else None
 
 
@@ -266,10 +267,7 @@ def _summarise(config: TrainConfig, folder: RunFolder, loop: Loop, measured: dic
     speeds = [speed for row in rows if isinstance(speed := row.get("images_per_second"), int | float)]
     return Summary(
         folder=str(folder.path),
-        data=config.data,
-        detector=config.detector,
-        loss=config.loss,
-        seed=config.seed,
+        **{name: getattr(config, name) for name in ("data", "detector", "loss", "seed")},
         **measured,
         steps=state.step,
         epochs=round(loop.epoch, 3),
@@ -280,8 +278,7 @@ def _summarise(config: TrainConfig, folder: RunFolder, loop: Loop, measured: dic
         parameters=_parameters(loop.stepper.detector),
         device=str(loop.stepper.device),
         processes=loop.world.size,
-        command=environment["command"],
-        commit=environment["commit"],
+        **{name: environment[name] for name in ("command", "commit")},
         unreadable_images=state.unreadable,
     )
 

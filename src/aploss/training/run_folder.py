@@ -124,7 +124,7 @@ class RunFolder:
                 "or start a new run with --out"
             )
 
-    def go_on(self, config: TrainConfig) -> None:
+    def prepare_resume(self, config: TrainConfig) -> None:
         """Prepares the folder for resuming, see :meth:`check_resumable`."""
         self.check_resumable(config)
         self.summary_file.unlink(missing_ok=True)
@@ -180,45 +180,30 @@ class Checkpoints:
 
 
 class MetricsLog:
-    """Appends rows to ``metrics.jsonl`` of a run folder, and to the files of skipped steps and unreadable images.
+    """Appends rows to the files of JSON lines in a run folder.
 
     Rows after the step from which the run continues (0 for a new run) are removed, since they will be written again.
     """
 
-    FILES = ("metrics.jsonl", "bad_numbers.jsonl", "unreadable_images.jsonl")
+    METRICS, BAD, UNREADABLE = "metrics.jsonl", "bad_numbers.jsonl", "unreadable_images.jsonl"
 
     def __init__(self, folder: Path, *, step: int) -> None:
-        self._metrics, self._bad, self._unreadable = (folder / name for name in self.FILES)
-        for file in (self._metrics, self._bad, self._unreadable):
-            rows = [row for row in read_json_lines(file) if isinstance(row.get("step"), int) and row["step"] <= step]
-            if rows or file.is_file():
-                write_text(file, "".join(map(_json_line, rows)))
+        self._folder = folder
+        for file in (folder / name for name in (self.METRICS, self.BAD, self.UNREADABLE)):
+            if file.is_file():
+                rows = read_json_lines(file)
+                kept = [row for row in rows if isinstance(row.get("step"), int) and row["step"] <= step]
+                write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
 
-    def add(self, row: dict[str, Any]) -> None:
-        """Appends a row of metrics with ``kind`` and ``step``."""
-        _append(self._metrics, row)
-
-    def add_bad(self, row: dict[str, Any]) -> None:
-        """Appends a skipped step."""
-        _append(self._bad, row)
-
-    def add_unreadable(self, row: dict[str, Any]) -> None:
-        """Appends an image that cannot be read."""
-        _append(self._unreadable, row)
+    def add(self, row: dict[str, Any], file: str = METRICS) -> None:
+        """Appends a row, which has a ``step``."""
+        with (self._folder / file).open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(row) + "\n")
 
     def flush_to_disk(self) -> None:
         """Makes the rows survive a power cut, before a checkpoint that counts on them is written."""
-        with suppress(FileNotFoundError), self._metrics.open("rb+") as file:
+        with suppress(FileNotFoundError), (self._folder / self.METRICS).open("rb+") as file:
             os.fsync(file.fileno())
-
-
-def _append(path: Path, row: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(_json_line(row))
-
-
-def _json_line(row: dict[str, Any]) -> str:
-    return json.dumps(row) + "\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,10 +275,6 @@ class Summary:
             raise RunError(f"{path} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise RunError(f"{path} is not the summary of a run: {error}") from error
-
-    def is_final(self, max_minutes: float | None) -> bool:
-        """Whether the run needs no more training, even with another time limit."""
-        return self.stopped_by != "minutes" or (max_minutes is not None and self.minutes >= max_minutes)
 
     def table(self) -> str:
         """Formats the metrics for printing at the end of a run."""

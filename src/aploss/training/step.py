@@ -1,7 +1,7 @@
 """One training step: forward passes, gradients, optimizer and EMA; steps with NaN or Inf are skipped."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -279,7 +279,7 @@ class Stepper:
             "averaged_steps": None if self.ema is None else int(self.ema.n_averaged),
         }
 
-    def load_state(self, state: TrainingState, evaluated: dict[str, Tensor] | None) -> None:
+    def load_state(self, state: TrainingState, evaluated: Mapping[str, Tensor] | None) -> None:
         """Restores :meth:`state`; ``evaluated`` are the weights of the checkpoint's detector."""
         self.optimizer.load_state_dict(state.optimizer)
         self.scaler.load_state_dict(state.scaler)
