@@ -221,7 +221,7 @@ def describe_plan(name: str, request: Request) -> str:
     """The runs of a reproduction with all their settings, without training any."""
     entry, plan = reproduction(name), plan_for(name, request)
     first = plan.variants[0].config
-    lines = [entry.title, f"shows: {entry.shows}", describe_work(name, request)]
+    lines = [entry.title, describe_work(name, request)]
     lines.append(f"seeds: {', '.join(map(str, plan.seeds))}")
     if plan.tuning is not None:
         factors = ", ".join(f"{factor:.3g}" for factor in plan.tuning.factors)
