@@ -19,7 +19,7 @@ def group():
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("loss", ["ap", "alrp", "grouped"])
+@pytest.mark.parametrize("loss", ["ap", "alrp"])
 def test_traffic_is_what_is_handed_to_the_other_processes(group, monkeypatch, loss):
     sent = []
 
@@ -35,16 +35,14 @@ def test_traffic_is_what_is_handed_to_the_other_processes(group, monkeypatch, lo
     record("all_gather", 1)
     record("all_reduce", 0)
     scores, targets = torch.randn(300, requires_grad=True), (torch.arange(300) < 7).long()
-    options = {"groups": torch.zeros(300, dtype=torch.long)} if loss == "grouped" else {}
     if loss == "alrp":
         values = sum(alrp_loss(scores, targets, torch.rand(7), process_group=group))
     else:
-        values = ap_loss(scores, targets, process_group=group, **options)
+        values = ap_loss(scores, targets, process_group=group)
     values.backward()
     expected = scaling.traffic(1, 7, extras=int(loss != "ap"))
     assert len(sent) == expected["messages"]
-    # With groups, one row more for each that there may be.
-    assert sum(sent) == expected["bytes"] + (2 * 7 * 8 if loss == "grouped" else 0)
+    assert sum(sent) == expected["bytes"]
 
 
 def test_the_model_finds_the_costs_that_times_were_made_of():

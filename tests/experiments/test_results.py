@@ -1,4 +1,4 @@
-"""Rows, differences, verdicts and the page of a comparison, with an invented trainer."""
+"""Rows, differences, verdicts and the page of a comparison, with a fake trainer."""
 
 import json
 import math
@@ -9,6 +9,7 @@ import pytest
 
 from aploss.experiments.compare import compare, comparison_plan
 from aploss.experiments.plan import Plan, Tuning
+from aploss.experiments.results import Results
 
 
 def plan_of(*losses: str, seeds: int = 2, tuning: Tuning | None = None) -> Plan:
@@ -20,11 +21,10 @@ def results_in(folder: Path) -> dict:
 
 
 class TestPage:
-    def test_numbers_of_the_page_are_those_of_the_runs(self, fake_training, tmp_path: Path) -> None:
-        compare(plan_of("ap", "focal", seeds=3), tmp_path / "page", command="aploss compare x")
-        found = results_in(tmp_path / "page")
-        row = found["rows"][0]
-        # Levels of the invented trainer: 0.74, 0.75 + 0.002, 0.76 + 0.004.
+    def test_the_page_has_the_numbers_and_curves_of_the_runs(self, fake_training, tmp_path: Path) -> None:
+        results = compare(plan_of("ap", "focal", seeds=3), tmp_path / "page", command="aploss compare x")
+        row = results_in(tmp_path / "page")["rows"][0]
+        # Levels of the fake trainer: 0.74, 0.75 + 0.002, 0.76 + 0.004.
         values = [0.74, 0.752, 0.764]
         assert row["values"]["AP"] == pytest.approx(values)
         assert row["mean"]["AP"] == pytest.approx(np.mean(values))
@@ -33,35 +33,17 @@ class TestPage:
         assert "| AP-loss | **75.2 ± 1.2** |" in table
         assert "aploss compare x" in table
         assert "0123abc" in table
+        curve, *_ = results.entry(results.plan.variants[0], ["AP"]).curves
+        assert list(curve.steps) == [120 * k for k in range(1, 11)]
+        assert curve.minutes[-1] == pytest.approx(2.0)
 
     def test_differences_are_paired_with_the_first_loss(self, fake_training, tmp_path: Path) -> None:
         results = compare(plan_of("ap", "focal", "auc", seeds=3), tmp_path / "page")
         (to_focal, to_auc) = results.differences("ap")
         assert (to_focal.baseline, to_auc.baseline) == ("focal", "auc")
-        # The invented losses differ by the same in every seed: no spread, a sharp interval.
+        # The fake losses differ by the same amount for every seed: no spread, a sharp interval.
         assert to_focal.values == pytest.approx([0.08] * 3)
-        assert to_focal.low == pytest.approx(0.08)
-        assert to_focal.high == pytest.approx(0.08)
-
-    def test_one_seed_has_no_interval(self, fake_training, tmp_path: Path) -> None:
-        results = compare(plan_of("ap", "focal", seeds=1), tmp_path / "page")
-        assert results.differences("ap") == []
-        assert "One seed shows no spread" in (tmp_path / "page/table.md").read_text()
-
-    def test_curves_are_over_steps_and_time(self, fake_training, tmp_path: Path) -> None:
-        results = compare(plan_of("ap", "focal"), tmp_path / "page")
-        (curve, _) = results.entries(["AP"])[0].curves
-        assert list(curve.steps) == [120 * k for k in range(1, 11)]
-        assert curve.minutes[-1] == pytest.approx(2.0)
-        page = (tmp_path / "page/report.html").read_text()
-        assert "AP on validation against steps" in page
-        assert "AP on validation against time" in page
-
-    def test_every_loss_has_its_own_colour(self, fake_training, tmp_path: Path) -> None:
-        compare(plan_of("ap", "focal"), tmp_path / "page")
-        page = (tmp_path / "page/report.html").read_text()
-        for colour in ("#0072b2", "#d55e00"):
-            assert colour in page
+        assert (to_focal.low, to_focal.high) == pytest.approx((0.08, 0.08))
 
     def test_results_file_has_no_nan(self, fake_training, tmp_path: Path) -> None:
         fake_training.diverges_from = 0.001
@@ -73,24 +55,51 @@ class TestPage:
         json.loads((tmp_path / "page/results.json").read_text(), parse_constant=refuse)
 
 
-@pytest.mark.usefixtures("no_page")
+class FixedResults(Results):
+    """Finished results with given values of each row."""
+
+    def __init__(self, **rows: list[float]) -> None:
+        super().__init__(plan_of(*rows, seeds=len(next(iter(rows.values())))))
+        self.rows = rows
+
+    @property
+    def complete(self) -> bool:
+        return True
+
+    def values(self, name: str, metric: str) -> list[float | None]:
+        return [*self.rows[name]]
+
+
 class TestVerdicts:
-    def test_a_claim_holds_where_the_interval_is_above_zero(self, fake_training, tmp_path: Path) -> None:
-        results = compare(plan_of("ap", "focal", seeds=3), tmp_path / "page")
-        assert results.is_ahead("ap", "focal", by=0.01) is True
-        assert results.is_ahead("ap", "focal", by=0.1) is False
-        assert results.is_ahead("focal", "ap") is False
-        holds, claim = results.verdict("ap", "focal", by=0.01)
+    # The paired differences have a mean of 0.02 and a 95 % interval of 0.02 ± 4.303 * 0.002 / sqrt(3) = ± 0.00497.
+    SHARP = FixedResults(ap=[0.518, 0.520, 0.522], focal=[0.5, 0.5, 0.5])
+    # A mean of 0.02, too, and ± 4.303 * 0.01 / sqrt(3) = ± 0.0248.
+    WIDE = FixedResults(ap=[0.51, 0.52, 0.53], focal=[0.5, 0.5, 0.5])
+
+    def test_a_margin_is_tested_against_the_interval(self) -> None:
+        outcomes = [self.SHARP.is_ahead("ap", "focal", by=by) for by in (0.0, 0.015, 0.019, 0.021, 0.026)]
+        assert outcomes == [True, True, None, None, False]
+        # The mean exceeds 1 point, but the interval includes it.
+        assert self.WIDE.is_ahead("ap", "focal", by=0.01) is None
+        holds, claim = self.SHARP.verdict("ap", "focal", by=0.01)
         assert holds is True
-        assert claim == "AP-loss is above Focal loss by at least 1: +8.0 AP [+8.0, +8.0]"
+        assert claim == "AP-loss is above Focal loss by at least 1: +2.0 AP [+1.5, +2.5]"
 
-    def test_what_seeds_do_not_decide_is_not_decided(self, fake_training, tmp_path: Path) -> None:
-        results = compare(plan_of("ap", "focal", seeds=1), tmp_path / "page")
-        assert results.is_ahead("ap", "focal") is None
-        assert results.verdict("ap", "focal")[1].endswith("one seed")
+    def test_a_negative_mean_within_the_noise_is_not_decided(self) -> None:
+        assert self.WIDE.is_ahead("focal", "ap") is None
+        assert self.SHARP.is_ahead("focal", "ap") is False
 
-    def test_an_unfinished_comparison_decides_nothing(self, fake_training, tmp_path: Path) -> None:
+    def test_a_level_is_tested_against_the_interval(self) -> None:
+        ranges = [(0.51, 0.53), (0.519, 0.53), (0.53, 0.6), (0.4, 0.51)]
+        assert [self.SHARP.is_between("ap", *one) for one in ranges] == [True, None, False, False]
+
+    def test_one_seed_or_missing_runs_decide_nothing(self, fake_training, no_page: None, tmp_path: Path) -> None:
+        single = FixedResults(ap=[0.7], focal=[0.5])
+        assert single.is_ahead("ap", "focal", by=0.5) is None
+        assert single.is_between("ap", 0.0, 0.1) is None
+        assert single.differences("ap") == []
         results = compare(plan_of("ap", "focal", seeds=3), tmp_path / "page")
+        assert results.is_ahead("ap", "focal") is True
         del results.runs["focal", 2]
         assert results.is_ahead("ap", "focal") is None
         assert math.isnan(compare(plan_of("auc"), tmp_path / "page", max_minutes=0).mean("auc"))

@@ -10,7 +10,7 @@ import torch
 from aploss.cli import main as cli
 from aploss.losses import reference
 from aploss.reports.page import SvgFigure, Verdict
-from aploss.theory import STUDIES, convergence, imbalance, inseparable, smoothed_failure, write_study
+from aploss.theory import STUDIES, convergence, imbalance, inseparable, write_study
 from aploss.theory.study import PAPER_UPDATE, Study, checked_verdict
 
 CONTROLS = {"no update", "reversed sign", "random direction", "cross-entropy"}
@@ -39,7 +39,7 @@ def test_a_study_becomes_a_page_and_a_file_of_numbers(study, tmp_path):
     page = write_study(study, tmp_path)
     text = page.read_text()
     assert study.title in text
-    assert text.count('<figure class="svgfigure">') == len(study.figures)
+    assert text.count("data:image/svg+xml") == len(study.figures)
     numbers = json.loads((tmp_path / "numbers.json").read_text())
     assert [v["holds"] for v in numbers["verdicts"]] == [True] * len(study.verdicts)
 
@@ -100,7 +100,7 @@ class TestConvergence:
         problem = convergence.SeparableProblem(features, torch.tensor([0, 1, 0]), direction, margin=1.0)
         run = convergence.descend(problem, convergence.UPDATES[PAPER_UPDATE], torch.Generator().manual_seed(0))
         assert not run.converged
-        assert run.steps > problem.step_bound
+        assert run.steps == int(problem.step_bound)  # not one step more
 
 
 class TestInseparable:
@@ -139,16 +139,6 @@ class TestInseparable:
         assert not inseparable.is_separable(sample)
         sample[inseparable.POSITIVES] = sample[inseparable.POSITIVES + 1]  # no negative between two positives
         assert inseparable.is_separable(sample)
-
-
-def test_the_drawn_field_is_the_smoothed_loss_of_the_library():
-    grid = np.array([-1.0, 0.5, 4.0])
-    field, _ = smoothed_failure.smoothed_field(grid)
-    for row, second in enumerate(grid):
-        for column, first in enumerate(grid):
-            theta = torch.tensor([first, second], dtype=torch.float64)
-            value, _ = smoothed_failure.smoothed_loss(theta)
-            assert field[row, column] == pytest.approx(value, abs=1e-12)
 
 
 def test_figure_1_has_the_accuracy_and_the_ap_of_the_paper():

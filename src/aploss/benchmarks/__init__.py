@@ -1,6 +1,6 @@
-"""What ``aploss bench`` measures, a file per benchmark; and the peak memory of a process, as Linux's /proc tells it.
+"""The benchmarks of ``aploss bench``, one per file, and the peak memory of a process, from Linux's /proc.
 
-Not that of ``resource.getrusage``: a child starts with the peak of its parent there.
+``resource.getrusage`` would not do: a child starts with the peak of its parent.
 """
 
 from pathlib import Path
@@ -9,18 +9,18 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 
 def can_measure_peak() -> bool:
-    """Whether this system tells."""
+    """Whether this system reports the peak memory of a process."""
     return _CLEAR.exists()
 
 
 def restart_peak() -> int:
-    """Lets the peak start again from what is held now, in bytes."""
+    """Resets the peak to the current memory, which is returned in bytes."""
     _CLEAR.write_text("5")
     return _status("VmRSS")
 
 
 def peak_bytes() -> int:
-    """The most that was held since :func:`restart_peak`."""
+    """The peak memory since :func:`restart_peak`."""
     return _status("VmHWM")
 
 

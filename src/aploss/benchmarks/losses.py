@@ -1,8 +1,8 @@
-"""The ranking losses against focal loss, binary cross-entropy and the memory itself.
+"""The ranking losses against focal loss, binary cross-entropy and a plain copy.
 
-All are measured forward and backward in one process, in turns, and the best of many repeats counts: times differ from
-machine to machine and from hour to hour, ratios within a run do not. Memory that is freed is kept by the process, as
-in a training that allocates the same tensors at every step; otherwise large tensors measure page faults.
+All are measured forward and backward in one process, in turns, and the best of many repeats counts: times vary between
+machines and hours, ratios within a run do not. The process keeps freed memory, as in a training that allocates the same
+tensors at every step; otherwise large tensors measure page faults.
 """
 
 import ctypes
@@ -12,7 +12,6 @@ import platform
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -27,34 +26,27 @@ SIZES = (100, 1_000, 10_000, 100_000, 1_000_000, 5_000_000, 20_000_000)
 QUICK_SIZES = (1_000, 10_000)
 POSITIVES = 500  # or a tenth of the scores, where they are few
 MANY_POSITIVES = (10, 500, 2000, 5000)
-GROUP = 1_000  # scores of a group; positives are ten times as many there, five in a group
 STAGES = {"early": 0.0, "late": 4.0}  # how far positives lie above negatives
-LARGEST_LOOP = 1_000_000  # scores from which on the plain loop of Algorithm 1 takes too long
+MAX_LOOP_SCORES = 1_000_000  # beyond it the plain loop of Algorithm 1 takes too long
 SECONDS_PER_CASE = 1.0
 Case = Callable[[], Any]
 
 
 def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, Any]:
-    """Measures every size, stage of training and number of positives; see :func:`table` for what comes out."""
+    """Measures every size, stage of training and number of positives; :func:`table` shows the result."""
     keep_memory()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sizes = QUICK_SIZES if quick else SIZES
     seconds = SECONDS_PER_CASE / 10 if quick else SECONDS_PER_CASE
-    rows, positives, siblings = [], [], []
+    rows, positives = [], []
     for size in sizes:
         for stage, separation in STAGES.items():
             progress(f"{size:,} scores, {stage}")
             rows.append({"scores": size, "stage": stage, **_compare(size, separation, seconds, device)})
     size = sizes[-1] if quick else 1_000_000
-    counts = [count for count in MANY_POSITIVES if count < size]
-    progress(f"{size:,} scores, {', '.join(map(str, counts))} positives")
-    times = best_in_turns({str(count): _cases(size, 0.0, count, device)["ap_loss"] for count in counts}, seconds)
-    for count in counts:
-        positives.append({"positives": count, "ap_loss": times[str(count)]})
-        progress(f"{size:,} scores, {count} positives, the other losses")
-        siblings.append({"positives": count, **best_in_turns(_siblings(size, count, device), seconds)})
-    progress(f"{size // GROUP} groups")
-    groups = best_in_turns(_groups(size, device), seconds)
+    for count in (count for count in MANY_POSITIVES if count < size):
+        progress(f"{size:,} scores, {count} positives, all ranking losses")
+        positives.append({"positives": count, **best_in_turns(_ranking_losses(size, count, device), seconds)})
     progress("memory")
     return {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
@@ -65,14 +57,11 @@ def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, An
         "rows": rows,
         "scores_of_positives": size,
         "many_positives": positives,
-        "other_losses": siblings,
-        "groups": groups,
-        "gpu": _gpu_counts(device),
     }
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as text: milliseconds, and how ours compares."""
+    """The result as text: milliseconds, and ratios to the others."""
     lines = [
         f"{result['device']}, {result['threads']} threads; milliseconds, forward + backward, best of many, memory kept",
         f"{'scores':>12} {'stage':<6} {'AP-loss':>9} {'torch ops':>9} {'focal':>9} {'BCE':>9} {'copy':>9} {'loop':>9} "
@@ -87,18 +76,11 @@ def table(result: dict[str, Any]) -> str:
         loops = f"{1e3 * loop:>9.1f}" if loop else f"{'-':>9}"
         lines.append(f"{row['scores']:>12,} {row['stage']:<6}{times} {loops}{ratios}")
     lines.append(f"\n{result['scores_of_positives']:,} scores with more positives, milliseconds")
-    for one, others in zip(result["many_positives"], result["other_losses"], strict=True):
-        siblings = ", ".join(f"{name} {1e3 * others[name]:.1f}" for name in ("auc", "rank-sort", "alrp"))
-        lines.append(f"{one['positives']:>12,} positives: ap {1e3 * one['ap_loss']:.1f}, {siblings}")
-    flat, grouped = result["groups"]["flat"], result["groups"]["groups"]
-    count = result["scores_of_positives"] // GROUP
-    lines.append(
-        f"{count:>12,} groups of {GROUP:,}: {1e3 * grouped:.1f}, {grouped / flat:.2f} x one ranking ({1e3 * flat:.1f})"
-    )
+    for row in result["many_positives"]:
+        times = ", ".join(f"{name} {1e3 * row[name]:.1f}" for name in ("ap", "auc", "rank-sort", "alrp"))
+        lines.append(f"{row['positives']:>12,} positives: {times}")
     if result["memory_factor"] is not None:
         lines.append(f"extra memory of AP-loss: {result['memory_factor']:.2f} x the score tensor")
-    for name, counts in (result["gpu"] or {}).items():
-        lines.append(f"{name}: {counts['host_reads']} host reads, {counts['launches']} launches, forward + backward")
     lines.append("copy: one operation that reads two tensors of the scores' size and writes a third")
     return "\n".join(lines)
 
@@ -125,7 +107,7 @@ def plot(result: dict[str, Any]) -> str:
 
 
 def keep_memory() -> None:
-    """Lets this process keep what it frees, where its C library can be told so (glibc)."""
+    """Makes this process keep freed memory, if its C library is glibc."""
     mmap_max, trim_threshold, top_pad = -4, -1, -2
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -136,9 +118,9 @@ def keep_memory() -> None:
 
 
 def make_scores(size: int, separation: float, positives: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Scores and targets; positives are drawn that far above the negatives.
+    """Scores and targets, with the positives ``separation`` above the negatives on average.
 
-    The targets are floats, because torchvision's focal loss takes no others.
+    The targets are floats, because torchvision's focal loss requires it.
     """
     random = torch.Generator().manual_seed(0)
     scores, targets = torch.randn(size, generator=random), torch.zeros(size)
@@ -147,13 +129,13 @@ def make_scores(size: int, separation: float, positives: int, device: torch.devi
 
 
 def by_torch(scores: Tensor, targets: Tensor) -> Tensor:
-    """AP-loss as on a device without compiled kernels."""
+    """AP-loss by torch operations, as on a device without compiled kernels."""
     with use_backend("torch"):
         return ap_loss(scores, targets)
 
 
 def best_in_turns(cases: dict[str, Case], seconds: float) -> dict[str, float]:
-    """The best time of each case. They take turns, so that all see the same machine."""
+    """The best time of each case. They take turns, so that all have the same conditions."""
     best = dict.fromkeys(cases, float("inf"))
     for case in cases.values():
         case()
@@ -189,10 +171,7 @@ def loop(scores: Tensor, targets: Tensor, delta: float = 1.0) -> Tensor:
 
 
 def memory_factor(size: int) -> float | None:
-    """Peak memory of one forward and backward pass beyond its inputs, in units of the scores.
-
-    None where the system does not tell the peak of a process (it needs Linux's /proc).
-    """
+    """Peak memory of one forward and backward pass beyond its inputs, in units of the scores; None without /proc."""
     if not can_measure_peak():
         return None
     script = f"from aploss.benchmarks.losses import peak_of_one_step; print(peak_of_one_step({size}))"
@@ -202,8 +181,8 @@ def memory_factor(size: int) -> float | None:
 
 
 def peak_of_one_step(size: int) -> float:
-    """The peak of one step on the CPU in this process, in units of the scores; run it in a process of its own."""
-    # What is compiled, imported and allocated once does not count: warm up on a small batch.
+    """The peak of one step on the CPU, in units of the scores; call it in a fresh process."""
+    # Compilation, imports and one-time allocations do not count: warm up on a small batch.
     for count in (10_000, size):
         scores, targets = make_scores(count, 0.0, POSITIVES, "cpu")
         scores.requires_grad_()
@@ -216,7 +195,7 @@ def _compare(size: int, separation: float, seconds: float, device: torch.device)
     cases = _cases(size, separation, min(POSITIVES, size // 10), device)
     times: dict[str, float | None] = dict(best_in_turns(cases, seconds))
     times["loop"] = None
-    if size <= LARGEST_LOOP:
+    if size <= MAX_LOOP_SCORES:
         scores, targets = make_scores(size, separation, min(POSITIVES, size // 10), device)
         start = time.perf_counter()
         loop(scores, targets)
@@ -228,7 +207,7 @@ def _cases(size: int, separation: float, positives: int, device: torch.device) -
     from torchvision.ops import sigmoid_focal_loss
 
     scores, targets = make_scores(size, separation, positives, device)
-    other, result = scores.clone(), scores.clone()  # not what memory held: denormal numbers take many times as long
+    other, result = scores.clone(), scores.clone()  # uninitialised memory may hold denormal numbers, which are slow
     scores.requires_grad_()
     plain = scores.detach()
     return {
@@ -240,7 +219,7 @@ def _cases(size: int, separation: float, positives: int, device: torch.device) -
     }
 
 
-def _siblings(size: int, positives: int, device: torch.device) -> dict[str, Case]:
+def _ranking_losses(size: int, positives: int, device: torch.device) -> dict[str, Case]:
     scores, targets = make_scores(size, 0.0, positives, device)
     scores.requires_grad_()
     random = torch.Generator().manual_seed(1)
@@ -248,43 +227,13 @@ def _siblings(size: int, positives: int, device: torch.device) -> dict[str, Case
     soft[targets == 1] = torch.rand(positives, generator=random).clamp(min=0.01).to(device)
     box_losses = torch.rand(positives, generator=random).to(device).requires_grad_()
     return {
+        "ap": lambda: _step(scores, lambda: ap_loss(scores, targets)),
         "auc": lambda: _step(scores, lambda: auc_loss(scores, targets)),
         "rank-sort": lambda: _step(scores, lambda: sum(rank_sort_loss(scores, soft), scores.new_zeros(()))),
         "alrp": lambda: _step(scores, lambda: sum(alrp_loss(scores, targets, box_losses), scores.new_zeros(()))),
     }
 
 
-def _groups(size: int, device: torch.device) -> dict[str, Case]:
-    """The same scores in one ranking, and in groups of their own."""
-    scores, targets = make_scores(size, 0.0, min(10 * POSITIVES, size // 10), device)
-    rows, row_targets = scores.view(-1, GROUP).clone().requires_grad_(), targets.view(-1, GROUP)
-    scores.requires_grad_()
-    return {
-        "flat": lambda: _step(scores, lambda: ap_loss(scores, targets)),
-        "groups": lambda: _step(rows, lambda: ap_loss(rows, row_targets, groups=0)),
-    }
-
-
 def _step(scores: Tensor, loss: Callable[[], Tensor]) -> None:
     scores.grad = None
     loss().backward()  # type: ignore[no-untyped-call]
-
-
-def _gpu_counts(device: torch.device) -> dict[str, dict[str, int]] | None:
-    """Host reads and kernel launches of a step on a GPU, as torch itself reports them."""
-    if device.type != "cuda":
-        return None
-    counts = {}
-    for name, case in {**_cases(1_000_000, 0.0, POSITIVES, device), **_siblings(1_000_000, POSITIVES, device)}.items():
-        case()
-        torch.cuda.set_sync_debug_mode("warn")
-        with warnings.catch_warnings(record=True) as reads:
-            warnings.simplefilter("always")
-            case()
-        torch.cuda.set_sync_debug_mode("default")
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            case()
-            torch.cuda.synchronize()
-        launches = sum(event.count for event in profile.key_averages() if event.device_type.name == "CUDA")
-        counts[name] = {"host_reads": len(reads), "launches": launches}
-    return counts

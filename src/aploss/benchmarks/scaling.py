@@ -1,8 +1,8 @@
 """Ranking across processes: bytes and messages of a step, its time with 1 to 4 processes, and a model for more.
 
-Gloo processes on one machine share its cores and its memory. What counts is therefore the processor time of a process,
-its threads for messages included: waiting for the others, or for a free core, is not in it. It tells the shape of the
-cost (what grows with what), not what a network of many machines takes; the time on the clock is measured beside it.
+Gloo processes on one machine share its cores and memory. The processor time of a process, including its communication
+threads, is therefore measured besides the wall-clock time: it excludes waiting for other processes or a free core. It
+shows how the cost grows, not the latency of a network of many machines.
 """
 
 import json
@@ -27,19 +27,20 @@ QUICK_SCORES, QUICK_POSITIVES = 2_000, (20, 100)
 PREDICTED = (1, 4, 16, 64, 256, 1024)
 REPEATS = 15
 STATUS_NUMBERS = 6
-NUMBER = 8  # bytes of every number that travels
+NUMBER = 8  # bytes of every number that is sent
 
 
 def traffic(processes: int, positives: int, *, extras: int = 0) -> dict[str, int]:
-    """What one process hands to the others in a forward pass; nothing travels in a backward pass.
+    """The communication of one process in a forward pass; a backward pass has none.
 
     Args:
-        positives: of each process.
-        extras: numbers per positive beside its score: 1 for Rank & Sort, aLRP and with ``groups``, 2 for both.
+        processes: number of processes.
+        positives: positives of each process.
+        extras: numbers per positive besides its score: 1 for Rank & Sort and aLRP.
 
     Returns:
-        messages: collective operations; steps: one after the other, for rings; bytes: handed in by one process;
-        received: by one process, if gathered and added up in rings.
+        messages: collective operations; steps: sequential steps of rings; bytes: sent by one process; received: by one
+        process, if gathered and reduced in rings.
     """
     status, columns = STATUS_NUMBERS * NUMBER, (2 + extras) * positives * NUMBER
     tallies = 2 * (2 * processes * positives + 1) * NUMBER
@@ -53,7 +54,7 @@ def traffic(processes: int, positives: int, *, extras: int = 0) -> dict[str, int
 
 
 def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, Any]:
-    """Measures 1 to 4 processes; see :func:`table` for what comes out."""
+    """Measures 1 to 4 processes; :func:`table` shows the result."""
     scores, positives = (QUICK_SCORES, QUICK_POSITIVES) if quick else (SCORES, POSITIVES)
     progress(f"1 to {PROCESSES} processes")
     with tempfile.TemporaryDirectory() as folder:
@@ -116,12 +117,12 @@ _COSTS = ("a pass", "a positive", "a step", "a kilobyte")
 
 
 def _costs(processes: int, positives: int) -> tuple[float, ...]:
-    travels = traffic(processes, positives)
-    return 1.0, processes * positives, travels["steps"], travels["received"] / 1000
+    sent = traffic(processes, positives)
+    return 1.0, processes * positives, sent["steps"], sent["received"] / 1000
 
 
 def _start_method() -> str:
-    """Where there is one, a server that has made the imports once for all processes starts them."""
+    """A fork server, which imports once for all processes, if the system has one."""
     if "forkserver" not in mp.get_all_start_methods():
         return "spawn"
     mp.get_context("forkserver").set_forkserver_preload([__name__])
@@ -129,7 +130,7 @@ def _start_method() -> str:
 
 
 def _measure(rank: int, folder: str, scores: int, positives: tuple[int, ...], repeats: int) -> None:
-    """One of the processes; the first writes the times down."""
+    """One of the processes; rank 0 writes the times."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", PROCESSES)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES, timeout=timedelta(minutes=10))

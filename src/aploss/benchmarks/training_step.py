@@ -1,23 +1,21 @@
 """A training step of RetinaNet with AP-loss against the same step with torchvision's focal loss.
 
-The network is torchvision's RetinaNet with ResNet-50; forward, loss, backward and an SGD step are timed. The
-competitors take turns and the best of several rounds counts: times differ from machine to machine and from hour to
-hour, ratios within a run do not.
+The network is torchvision's RetinaNet with ResNet-50; forward, loss, backward and an SGD step are timed. The steps take
+turns and the best of several rounds counts: times vary between machines and hours, ratios within a run do not.
 """
 
 import os
 import platform
-import statistics
-import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-FULL: dict[str, Any] = {"depth": 50, "size": 512, "images": 2, "classes": 80, "rounds": 8}
-QUICK: dict[str, Any] = {"depth": 18, "size": 96, "images": 1, "classes": 3, "rounds": 1}
+from aploss.benchmarks.losses import best_in_turns
+
+FULL: dict[str, Any] = {"depth": 50, "size": 512, "images": 2, "classes": 80, "seconds": 20.0}
+QUICK: dict[str, Any] = {"depth": 18, "size": 96, "images": 1, "classes": 3, "seconds": 0.0}
 OBJECTS_PER_IMAGE = 8
 ANCHORS_PER_CELL = 9
 BASELINE = "torchvision, focal loss"
@@ -27,7 +25,7 @@ Step = Callable[[], None]
 
 
 def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, Any]:
-    """Measures whole steps, and the losses alone; see :func:`table` for what comes out."""
+    """Measures whole steps, and the losses alone; :func:`table` shows the result."""
     settings = QUICK if quick else FULL
     torch.manual_seed(0)
     images = torch.rand(settings["images"], 3, settings["size"], settings["size"])
@@ -35,9 +33,11 @@ def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, An
     progress("building the networks")
     models = _models(settings)
     steps = {name: _training_step(model, images, targets) for name, model in models.items()}
-    step_times = _in_turns(steps, settings["rounds"], progress, "whole step")
+    progress("whole steps")
+    step_times = best_in_turns(steps, settings["seconds"])
     losses = {name: _loss_step(models[name], images, targets) for name in (BASELINE, SWAPPED)}
-    loss_times = _in_turns(losses, 3 * settings["rounds"], progress, "loss alone")
+    progress("losses alone")
+    loss_times = best_in_turns(losses, settings["seconds"])
     return {
         **settings,
         "threads": torch.get_num_threads(),
@@ -51,18 +51,17 @@ def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, An
 def table(result: dict[str, Any]) -> str:
     """The result as text: seconds, and the ratio to torchvision's focal loss."""
     network = "RetinaNet, ResNet-{depth}, {size} px, batch {images}, {classes} classes, {threads} threads"
-    line = "{what:<12} {name:<26} {best:>8.3f} {median:>8.3f} {ratio_of_best:>8.3f} {median_ratio:>8.3f}"
     return "\n".join(
         [
-            f"{network.format(**result)}; seconds, best of {result['rounds']} rounds in turns",
-            f"{'what':<12} {'with':<26} {'best':>8} {'median':>8} {'/ focal':>8} {'median':>8}",
-            *(line.format(**row) for row in result["rows"]),
+            f"{network.format(**result)}; seconds, best of several in turns",
+            f"{'what':<12} {'with':<26} {'best':>8} {'/ focal':>8}",
+            *("{what:<12} {name:<26} {best:>8.3f} {ratio:>8.3f}".format(**row) for row in result["rows"]),
         ]
     )
 
 
 def _models(settings: dict[str, Any]) -> dict[str, nn.Module]:
-    """The same network three times: torchvision's, with the loss swapped, and ours."""
+    """The same network three times: torchvision's, the same with AP-loss, and ours."""
     from torchvision.models import resnet
     from torchvision.models.detection import RetinaNet
     from torchvision.models.detection.backbone_utils import BackboneWithFPN
@@ -110,7 +109,7 @@ def _training_step(model: nn.Module, images: Tensor, targets: list[dict[str, Ten
 
 
 def _loss_step(model: Any, images: Tensor, targets: list[dict[str, Tensor]]) -> Step:
-    """Labels, losses and their gradients, on what the heads gave once."""
+    """Labels, losses and their gradients, for fixed outputs of the heads."""
     from torchvision.models.detection.image_list import ImageList
 
     with torch.no_grad():
@@ -126,38 +125,8 @@ def _loss_step(model: Any, images: Tensor, targets: list[dict[str, Tensor]]) -> 
     return step
 
 
-def _in_turns(
-    steps: dict[str, Step], rounds: int, progress: Callable[[str], None], what: str
-) -> dict[str, list[float]]:
-    """Seconds of every step in every round; the order turns round, so that none is always first."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    order = deque(steps)
-    for name in order:
-        progress(f"{what}: warming up, {name}")
-        steps[name]()
-    for index in range(rounds):
-        progress(f"{what}: round {index + 1} of {rounds}")
-        for name in order:
-            start = time.perf_counter()
-            steps[name]()
-            times[name].append(time.perf_counter() - start)
-        order.rotate(-1)
-    return times
-
-
-def _rows(what: str, times: dict[str, list[float]]) -> list[dict[str, Any]]:
-    baseline = times[BASELINE]
-    return [
-        {
-            "what": what,
-            "name": name,
-            "best": min(seconds),
-            "median": statistics.median(seconds),
-            "ratio_of_best": min(seconds) / min(baseline),
-            "median_ratio": statistics.median(one / other for one, other in zip(seconds, baseline, strict=True)),
-        }
-        for name, seconds in times.items()
-    ]
+def _rows(what: str, times: dict[str, float]) -> list[dict[str, Any]]:
+    return [{"what": what, "name": name, "best": best, "ratio": best / times[BASELINE]} for name, best in times.items()]
 
 
 def _target(size: int, classes: int) -> dict[str, Tensor]:

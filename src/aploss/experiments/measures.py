@@ -53,7 +53,7 @@ class Measure:
 
     def values(self, run: Run) -> Mapping[str, float | None]:
         """The final numbers by metric, between 0 and 1."""
-        return {name: getattr(run.summary, name) for name in METRICS}
+        return {name: getattr(run.summary, name, None) for name in METRICS}
 
     def curve(self, run: Run) -> TrainingCurve:
         """The numbers during training."""
@@ -86,7 +86,7 @@ class MultiScaleMeasure(Measure):
 
     def values(self, run: Run) -> Mapping[str, float | None]:
         file, scales = run.folder / "evaluation" / "multi_scale.json", MultiScale()
-        views = {"scales": list(scales.scales), "flip": scales.flip}
+        views = json.loads(json.dumps({"scales": scales.scales, "flip": scales.flip}))
         if file.is_file():
             known = json.loads(file.read_text(encoding="utf-8"))
             if known["views"] == views:

@@ -6,7 +6,7 @@ from typing import Any
 
 from aploss.data.load import find_source
 from aploss.errors import ConfigError
-from aploss.evaluation import HEADLINE_METRICS, METRICS
+from aploss.evaluation import HEADLINE_METRICS
 from aploss.experiments.measures import DETECTION, RANKING_AP, APLossMeasure, Measure, MultiScaleMeasure
 from aploss.experiments.results import Outcome, Results
 from aploss.reports.comparison import paired_difference
@@ -41,7 +41,6 @@ class Reproduction:
     """A table or figure of the paper."""
 
     title: str  # of its page
-    shows: str  # its content, in a line
     summary: str  # the setup in words
     small_summary: str = ""  # added at small scale
     paper_summary: str = ""  # added at the paper's scale
@@ -98,21 +97,17 @@ def _option_row(name: str, *percent: float, **options: Any) -> Row:
 # Section 3.1.1 ranks the scores of all classes together: "the score distribution should be unified for all classes
 # while ranking each class separately cannot achieve this goal".
 EACH_CLASS = "8 images, each class alone"
-EACH_CLASS_SUMMARY = (
-    " The last row ranks each class by itself, which Section 3.1.1 argues against: scores of different classes are "
-    "then never compared. The paper has no numbers for it."
-)
 EACH_CLASS_ROW = Row(
     name=EACH_CLASS, small={"batches": {"size": 8, "accumulate": 1}, "criterion": {"rank_over": "class"}}
 )
 
 TABLE_1A = Reproduction(
     title="Table 1a: how many images are ranked together",
-    shows="ranking over more images is better",
     summary="AP-loss over more images cannot be misled by scores that shift from image to image (Section 3.4).",
     small_summary="Each step has 8 images whose anchors are ranked in groups of 1, 2, 4 or 8 images (gradients are "
     "summed over the groups), so that the number of steps, images and updates is the same in all rows. The paper "
-    f"varies the batch itself.{EACH_CLASS_SUMMARY}\n\n{NOT_TUNED}",
+    "varies the batch itself. The last row ranks each class by itself, which Section 3.1.1 argues against: scores of "
+    f"different classes are then never compared. The paper has no numbers for it.\n\n{NOT_TUNED}",
     paper_summary=f"The batch of each of two GPUs is varied; each GPU ranks its own images.\n\n{NOT_TUNED}",
     rows=(
         _images_row(1, 52.4, 80.2, 56.7),
@@ -129,7 +124,6 @@ TABLE_1A = Reproduction(
 
 TABLE_1B = Reproduction(
     title="Table 1b: the width delta of the step function",
-    shows="delta 0.25, 0.5, 1 and 2",
     summary="Smaller deltas make the step sharper and the beginning unstable, larger ones leave AP behind (Section "
     f"4.2.1). The paper takes 1.\n\n{NOT_TUNED}",
     rows=(
@@ -146,7 +140,6 @@ TABLE_1B = Reproduction(
 
 TABLE_1C = Reproduction(
     title="Table 1c: interpolated precision or not",
-    shows="interpolated or not",
     summary="Lines 8-11 of Algorithm 1 make the precision monotone in the score, as the benchmarks "
     f"do when they measure. The paper finds a marginal benefit.\n\n{NOT_TUNED}",
     rows=(
@@ -182,7 +175,6 @@ RETINANET: dict[str, Any] = {"steps": 800, "trial_steps": 300, "benchmarks": ("v
 
 TABLE_2 = Reproduction(
     title="Table 2: RetinaNet with four losses",
-    shows="CE + OHEM, focal, AUC and AP on RetinaNet",
     summary=ONLY_THE_LOSS.format("RetinaNet"),
     rows=RETINANET_ROWS,
     reference="ap",
@@ -209,9 +201,7 @@ SSD: dict[str, Any] = {
     "curves_on_test": True,
 }
 
-TABLE_4 = Reproduction(
-    title="Table 4: SSD with four losses", shows="the four losses on SSD (Appendix 5)", claims=LOSS_CLAIMS, **SSD
-)
+TABLE_4 = Reproduction(title="Table 4: SSD with four losses (Appendix 5)", claims=LOSS_CLAIMS, **SSD)
 
 
 Snapshots = Mapping[str, Sequence[Sequence[float | None]]]  # row → step → AP of each seed
@@ -256,7 +246,6 @@ CURVES: dict[str, Any] = {
 
 FIGURE_5A = Reproduction(
     title="Figure 5a: AP against training steps",
-    shows="AP against training iterations for the losses",
     summary=ONLY_THE_LOSS.format("RetinaNet"),
     rows=RETINANET_ROWS,
     reference="ap",
@@ -266,8 +255,7 @@ FIGURE_5A = Reproduction(
 )
 
 FIGURE_7 = Reproduction(
-    title="Figure 7: AP against training steps on SSD",
-    shows="AP against training iterations on SSD (Appendix 5)",
+    title="Figure 7: AP against training steps on SSD (Appendix 5)",
     **{**SSD, **CURVES, "small_summary": f"{SSD['small_summary']} {CURVES['small_summary']}"},
 )
 
@@ -290,7 +278,6 @@ def _pictures(results: Results) -> list[Section]:
 
 FIGURE_6 = Reproduction(
     title="Figure 6: focal loss and AP-loss on the same images",
-    shows="the same images detected by both models",
     summary="The models of Table 2 with the first seed, on the same images.",
     rows=RETINANET_ROWS[1::2],  # focal and AP-loss
     first_seed_alone=True,
@@ -332,7 +319,6 @@ def _optimisation_verdicts(results: Results) -> list[Outcome]:
 
 FIGURE_5B = Reproduction(
     title="Figure 5b: three ways to minimise the AP-loss",
-    shows="AP-loss on the training set under three optimisations, box regression off",
     summary="Three ways to minimise the AP-loss, with box regression turned off: AP-loss, by the error-driven update; "
     "Smooth-AP, by the gradient of log(AP + eps) with a sigmoid instead of the step; Hinge-AP, by the structured hinge "
     "loss, an upper bound. The same schedule, initial weights and data order for each seed. The curves show the plain "
@@ -363,7 +349,7 @@ FIGURE_5B = Reproduction(
 # Table 3: RetinaNet500 + AP-loss with ResNet-101; both rows are the same weights.
 
 ONE_SCALE, SEVERAL_SCALES = "one scale", "several scales"
-COCO_METRICS = tuple(name for name in METRICS if name != "voc_AP50")
+COCO_METRICS = (*HEADLINE_METRICS, "APs", "APm", "APl")  # the columns of the paper
 
 
 def _table_3_row(name: str, voc: float, *coco: float, measure: Measure = DETECTION) -> Row:
@@ -373,7 +359,6 @@ def _table_3_row(name: str, voc: float, *coco: float, measure: Measure = DETECTI
 
 TABLE_3 = Reproduction(
     title="Table 3: the final detector, at one scale and at several",
-    shows="the final detector, single- and multi-scale",
     summary="The final detector with AP-loss. Both rows are the same weights; only the test differs.",
     rows=(
         _table_3_row(ONE_SCALE, 83.9, 37.4, 58.6, 40.5, 17.3, 40.8, 51.9),

@@ -1,6 +1,5 @@
 """The runs of a comparison and the statistics over them: rows, differences, verdicts, the page."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from aploss.evaluation import HEADLINE_METRICS
 from aploss.experiments.measures import Run
 from aploss.experiments.plan import Plan, Variant, as_typed, data_name
 from aploss.files import write_json
-from aploss.plotting.style import line_style, loss_label
+from aploss.plotting.style import loss_label
 from aploss.reports.comparison import (
     Comparison,
     Difference,
@@ -20,7 +19,7 @@ from aploss.reports.comparison import (
     spread,
     write_comparison_report,
 )
-from aploss.reports.page import DASH, Cell, Section, Table, Text
+from aploss.reports.page import Cell, Section, Table, Text
 from aploss.training.config import TrainConfig
 from aploss.training.machine import describe_environment
 
@@ -260,30 +259,18 @@ def _listed(values: Iterable[Any]) -> str:
 
 
 def _trials_section(results: Results) -> Section:
-    """The scores of all trials: a line for each row and combination of other settings, a column for each rate."""
-    rates = sorted({trial.learning_rate for trial in results.trials})
+    """All trials in order; the chosen ones are bold."""
     rows = []
-    for place, variant in enumerate(results.plan.variants):
-        lines: dict[str, dict[float, str]] = {}
-        for trial in results.trials:
-            if trial.row == variant.name:
-                score = "diverged" if trial.score is None else f"{100 * trial.score:.1f}"
-                lines.setdefault(_words(trial.settings), {})[trial.learning_rate] = score
-        for words, scores in lines.items():
-            chosen = variant.config.optimizer.learning_rate if words == _words(variant.tuned) else None
-            first = Cell(f"{loss_label(variant.name)} {words}".strip(), colour=line_style(variant.name, place).colour)
-            rows.append([first, *(Cell(scores.get(rate, DASH), strong=rate == chosen) for rate in rates)])
+    for trial in results.trials:
+        variant = next(one for one in results.plan.variants if one.name == trial.row)
+        chosen = (variant.config.optimizer.learning_rate, variant.tuned) == (trial.learning_rate, trial.settings)
+        others = " ".join(f"{key.rpartition('.')[2]}={as_typed(value)}" for key, value in trial.settings.items())
+        score = "diverged" if trial.score is None else f"{100 * trial.score:.1f}"
+        rows.append([loss_label(trial.row), f"{trial.learning_rate:.3g}", others, Cell(score, strong=chosen)])
     text = (
-        "Every row was tried with the same number of learning rates on the first seed and took the one with the best "
-        "score (bold), in percent: AP on the validation split, or, if the optimisation itself is measured, the AP of "
-        "the ranking of training images."
+        "Every row was tried with the same learning rates on the first seed and took the one with the best score "
+        "(bold), in percent: AP on the validation split, or, if the optimisation itself is measured, the AP of the "
+        "ranking of training images."
     )
-    counts = Counter(trial.row for trial in results.trials)
-    if len({*counts.values()}) > 1:
-        text += " Rows had different numbers of trials: " + ", ".join(f"{row} {n}" for row, n in counts.items()) + "."
-    table = Table(columns=["row", *(f"{rate:.3g}" for rate in rates)], rows=rows)
+    table = Table(columns=["row", "learning rate", "other settings", "score"], rows=rows)
     return Section("Search for learning rates", [Text(text), table])
-
-
-def _words(settings: Mapping[str, Any]) -> str:
-    return " ".join(f"{key.rpartition('.')[2]}={as_typed(value)}" for key, value in settings.items())

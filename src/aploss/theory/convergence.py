@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from aploss.losses import ap_loss
-from aploss.plotting.plots import Series, line_plot, scatter_plot
+from aploss.plotting.plots import Series, scatter_plot
 from aploss.reports.page import SvgFigure, Table
 from aploss.theory.study import PAPER_UPDATE, Study, checked_verdict
 
@@ -46,15 +46,11 @@ class SeparableProblem:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Where an update led from theta = 0."""
+    """The result of an update that starts at theta = 0."""
 
-    progress: list[float]  # <theta, theta*> / ||theta*|| before each step
+    steps: int
     converged: bool  # all samples are ranked perfectly at the end
-    within: bool  # c t <= progress and ||theta||² <= C t before every step t
-
-    @property
-    def steps(self) -> int:
-        return len(self.progress) - 1
+    within: bool  # c t <= <theta, theta*> / ||theta*|| and ||theta||² <= C t before every step t
 
 
 def convergence(seed: int = 0) -> Study:
@@ -66,11 +62,6 @@ def convergence(seed: int = 0) -> Study:
     within = {name: sum(run.within for run in found) for name, found in runs.items()}
     bounds = [problem.step_bound for problem in problems]
     points = [Series(name=name, x=bounds, y=[max(run.steps, 1) for run in found]) for name, found in runs.items()]
-    shown = [
-        Series(name=name, x=range(len(found[0].progress[:50])), y=found[0].progress[:50])
-        for name, found in runs.items()
-    ]
-    least = [problems[0].growth * step for step in range(50)]
     rows = [[name, converged[name], within[name], max(run.steps for run in found)] for name, found in runs.items()]
     return Study(
         name="convergence",
@@ -82,15 +73,7 @@ def convergence(seed: int = 0) -> Study:
                 scatter_plot(points, x_label="bound C / c²", y_label="steps", log_x=True, log_y=True, diagonal=True),
                 "Steps until every sample is ranked perfectly, against the bound computed from the data. A run that "
                 "reaches the diagonal was stopped there: it violates the bound.",
-            ),
-            SvgFigure(
-                line_plot(
-                    [*shown, Series(name="lower bound c t", x=range(50), y=least)],
-                    x_label="step",
-                    y_label="progress along theta*",
-                ),
-                "The inequality behind the proof, on the first problem: no step may gain less than c.",
-            ),
+            )
         ],
         tables=[
             Table(
@@ -155,10 +138,10 @@ def descend(problem: SeparableProblem, update: "Update", random: torch.Generator
     """Updates theta until every sample is ranked perfectly, for at most C / c² steps."""
     theta, length = torch.zeros_like(problem.direction), float(problem.direction.norm())  # theta^(0) = 0
     is_positive, c, most = problem.labels == 1, problem.growth, problem.spread
-    progress, within, converged = [], True, False
-    for step in range(int(problem.step_bound) + 2):
-        progress.append(float(theta @ problem.direction) / length)
-        within &= progress[-1] >= c * step - 1e-9 and float(theta @ theta) <= most * step + 1e-9
+    within, converged = True, False
+    for step in range(int(problem.step_bound) + 1):
+        progress = float(theta @ problem.direction) / length
+        within &= progress >= c * step - 1e-9 and float(theta @ theta) <= most * step + 1e-9
         scores = problem.features @ theta
         # A tie is an error: H(0) = 1.
         errors = scores[:, ~is_positive].amax(1) >= scores[:, is_positive].amin(1)
@@ -167,7 +150,7 @@ def descend(problem: SeparableProblem, update: "Update", random: torch.Generator
         wrong = errors.nonzero().flatten()
         chosen = int(wrong[torch.randint(len(wrong), (), generator=random)])
         theta = theta + update(theta, problem.features[chosen], problem.labels, random)
-    return Trajectory(progress, converged, within)
+    return Trajectory(step, converged, within)
 
 
 def linear_ap_loss(theta: Tensor, features: Tensor, labels: Tensor) -> tuple[float, Tensor]:
@@ -188,13 +171,16 @@ def _error_driven(theta: Tensor, features: Tensor, labels: Tensor, random: torch
 
 def _random_direction(theta: Tensor, features: Tensor, labels: Tensor, random: torch.Generator) -> Tensor:
     direction = torch.randn(len(theta), dtype=theta.dtype, generator=random)
-    return direction / direction.norm() * _error_driven(theta, features, labels, random).norm()
+    length = torch.linalg.vector_norm(_error_driven(theta, features, labels, random))
+    update: Tensor = direction * length / torch.linalg.vector_norm(direction)
+    return update
 
 
 def _cross_entropy(theta: Tensor, features: Tensor, labels: Tensor, random: torch.Generator) -> Tensor:
     # A learning rate at which gradient descent is stable; the length of the paper's update does not matter.
     rate = 1 / float(features.square().sum(1).max())
-    return rate * (labels - torch.sigmoid(features @ theta)) @ features
+    update: Tensor = rate * (labels - torch.sigmoid(features @ theta)) @ features
+    return update
 
 
 UPDATES: dict[str, Update] = {

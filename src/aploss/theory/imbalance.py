@@ -61,11 +61,6 @@ def imbalance(seed: int = 0) -> Study:
                 "Easy negatives take over the gradient of cross-entropy, and a part of that of focal loss; the ranking "
                 "losses do not move them at all.",
             ),
-            SvgFigure(
-                _plot(strength, "gradient on hard boxes", log_y=True),
-                "The gradient that remains on the boxes in the wrong order. AUC-loss divides by the number of "
-                "negatives and fades; AP-loss does not change.",
-            ),
         ],
         tables=[
             Table(
@@ -108,9 +103,8 @@ A batch with {POSITIVES} positives and {HARD} hard negatives whose scores overla
 ranking, and below them more and more easy negatives far from every positive, as a detector has by the tens of
 thousands. The detections do not change.
 
-For every loss the gradient on the scores is computed. First: which share of it, in absolute value, is on the easy
-negatives? Second: how large is the rest, on the positives and hard negatives, relative to a batch without easy
-negatives?
+For every loss the gradient on the scores is computed: the share of it, in absolute value, on the easy negatives, and
+the rest, on the positives and hard negatives, relative to a batch without easy negatives.
 """
 
 

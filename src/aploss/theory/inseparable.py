@@ -123,7 +123,7 @@ def run_updates(features: np.ndarray, order: np.ndarray, random: np.random.Gener
     """Runs the paper's update and each control over the samples in the given order [T]."""
     directions = random.normal(size=(len(order), features.shape[-1]))
     directions /= np.linalg.norm(directions, axis=1, keepdims=True)
-    sums = pair_sums(features, _comparator(features.shape[-1], 1.0))
+    sums = pair_sums(features, 1.0)
     rate = DELTA / spectral_norm(features) ** 2
     return {name: Run(*descend(features, order, rate, sums, name, directions)) for name in UPDATES}
 
@@ -171,17 +171,19 @@ def surrogate_step(theta, features, sums):  # type: ignore[no-untyped-def]
 
 def step_integral(x: np.ndarray) -> np.ndarray:
     """Q(x), the integral of the piecewise step function up to x."""
-    return np.where(x > DELTA, x, np.clip(x + DELTA, 0, None) ** 2 / (4 * DELTA))
+    return np.asarray(np.where(x > DELTA, x, np.clip(x + DELTA, 0, None) ** 2 / (4 * DELTA)))
 
 
 def pair_differences(features: np.ndarray) -> np.ndarray:
     """f_j - f_i for every positive i and negative j, [..., P, N, D]."""
-    return features[..., None, POSITIVES:, :] - features[..., :POSITIVES, None, :]
+    differences: np.ndarray = features[..., None, POSITIVES:, :] - features[..., :POSITIVES, None, :]
+    return differences
 
 
-def pair_sums(features: np.ndarray, u: np.ndarray) -> np.ndarray:
-    """A_i(u), the sum of Q(x_ij(u)) over the negatives j, [..., P]."""
-    return step_integral(pair_differences(features) @ u).sum(-1)
+def pair_sums(features: np.ndarray, length: float) -> np.ndarray:
+    """A_i(u), the sum of Q(x_ij(u)) over the negatives j, [..., P], for u of a length along the first feature."""
+    sums: np.ndarray = step_integral(length * pair_differences(features)[..., 0]).sum(-1)
+    return sums
 
 
 def spectral_norm(features: np.ndarray) -> float:
@@ -201,32 +203,25 @@ def offline_bounds(features: np.ndarray, steps: int) -> tuple[np.ndarray, np.nda
     """The two bounds of A3.3 on the mean AP-loss after T = 1 ... ``steps`` steps, for the best length of u."""
     bounds = []
     for length in np.linspace(0.5, 1.2, 15):
-        u = _comparator(features.shape[-1], length)
-        scaled = 8 / DELTA * float(pair_sums(features, u).max())  # 8/delta Z(u)
+        scaled = 8 / DELTA * float(pair_sums(features, length).max())  # 8/delta Z(u)
         levels = np.array([(math.log(POSITIVES) + 1) / POSITIVES * scaled, scaled / (1 + scaled)])
-        bounds.append(levels[:, None] + _transient(features, u) / np.arange(1, steps + 1))
+        bounds.append(levels[:, None] + _transient(features, length) / np.arange(1, steps + 1))
     first, second = np.min(bounds, axis=0)
     return first, second
 
 
 def online_bound(run: Run, features: np.ndarray) -> np.ndarray:
     """The bound of A3.2, divided by T, after T = 1, 2, ... steps."""
-    transient = _transient(features, _comparator(features.shape[-1], 1.0))
-    return 8 / DELTA * _running_mean(run.comparator) + transient / np.arange(1, len(run.losses) + 1)
+    return 8 / DELTA * _running_mean(run.comparator) + _transient(features, 1.0) / np.arange(1, len(run.losses) + 1)
 
 
-def _transient(features: np.ndarray, u: np.ndarray) -> float:
-    """4 R² ||u - theta^(1)||² / delta²."""
-    return 4 * spectral_norm(features) ** 2 * float(u @ u) / DELTA**2
-
-
-def _comparator(dimensions: int, length: float) -> np.ndarray:
-    """Weights u along the feature that separates."""
-    return length * np.eye(dimensions)[0]
+def _transient(features: np.ndarray, length: float) -> float:
+    """4 R² ||u - theta^(1)||² / delta², for u of this length."""
+    return 4 * spectral_norm(features) ** 2 * length**2 / DELTA**2
 
 
 def _running_mean(values: np.ndarray) -> np.ndarray:
-    return values.cumsum() / np.arange(1, len(values) + 1)
+    return np.cumsum(values) / np.arange(1, len(values) + 1)
 
 
 def _plot(runs: dict[str, Run], bounds: dict[str, np.ndarray]) -> str:

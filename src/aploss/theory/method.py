@@ -5,7 +5,7 @@ import torch
 from aploss.losses import ap_loss, reference
 from aploss.plotting.plots import Series, line_plot, new_plot
 from aploss.plotting.style import INK, PALETTE
-from aploss.reports.page import SvgFigure, Table, Verdict
+from aploss.reports.page import SvgFigure, Verdict
 from aploss.theory.study import Study
 
 SCORES = torch.tensor([0.6, -0.4, 0.9, 0.1, -1.0], dtype=torch.float64)
@@ -15,7 +15,7 @@ DELTAS = (0.25, 0.5, 1.0, 2.0)  # of Table 1b
 
 def method(seed: int = 0) -> Study:
     """Works an example through the transformations of Section 3; nothing is random, so the seed is not used."""
-    differences, terms = pairwise_terms()
+    terms = pairwise_terms()
     gradient = terms.sum(0) - terms.sum(1)  # Eq. (12): g_i = sum_j L_ji y_ji - sum_j L_ij y_ij
     scores = SCORES.clone().requires_grad_()
     loss = ap_loss(scores, TARGETS, delta=0, interpolated=False)
@@ -39,20 +39,6 @@ def method(seed: int = 0) -> Study:
                 "Figure 4, drawn again: the Heaviside step and the piecewise step functions of Table 1b.",
             ),
         ],
-        tables=[
-            Table(
-                columns=["i", "target", "score", "x_i3", "x_i4", "x_i5", "L_i3 y_i3", "L_i4 y_i4", "L_i5 y_i5", "g_i"],
-                rows=[
-                    [i + 1, *row]
-                    for i, row in enumerate(
-                        torch.cat(
-                            [TARGETS[:, None], SCORES[:, None], differences[:, 2:], terms[:, 2:], gradient[:, None]], 1
-                        ).tolist()
-                    )
-                ],
-                caption="Boxes 1 and 2 are positives. The loss is the sum of all L_ij y_ij, divided by |P|.",
-            )
-        ],
         verdicts=[
             Verdict(abs(loss.item() - float(terms.sum()) / positives) < 1e-12, "The AP-loss is <L, y> / |P| (1e-12)"),
             Verdict(
@@ -74,13 +60,13 @@ inside L_ij has no useful derivative. The update is therefore driven by the erro
 """
 
 
-def pairwise_terms() -> tuple[torch.Tensor, torch.Tensor]:
-    """x_ij and L_ij y_ij of the example, both [5, 5], by Eqs. (1) to (3) word for word."""
+def pairwise_terms() -> torch.Tensor:
+    """L_ij y_ij of the example, [5, 5], by Eqs. (1) to (3) literally."""
     differences = SCORES[None, :] - SCORES[:, None]
     steps = (differences >= 0).double()
     labels = ((TARGETS[:, None] == 1) & (TARGETS[None, :] == 0)).double()
     # 1 + sum over k != i: a box is not above itself, but H(0) = 1 stands for the 1.
-    return differences, steps / steps.sum(1, keepdim=True) * labels
+    return steps / steps.sum(1, keepdim=True) * labels
 
 
 def _overview(loss: float) -> str:

@@ -30,9 +30,9 @@ class Study:
     title: str
     place: str
     text: str
-    figures: Sequence[SvgFigure]
     verdicts: Sequence[Verdict]
     numbers: dict[str, Any]
+    figures: Sequence[SvgFigure] = ()
     tables: Sequence[Table] = ()
 
     @property
