@@ -61,7 +61,7 @@ def test_the_file_predicts_what_the_run_predicts(
     [
         (["{run}", "--out", "model.pt"], "must end in .onnx"),
         (["{run}", "--out", "model.onnx", "--size", "3"], "--size 3: must be at least 32"),
-        (["nowhere", "--out", "model.onnx"], "there is no run folder or checkpoint nowhere"),
+        (["nowhere", "--out", "model.onnx"], "nowhere: no such run folder or checkpoint"),
     ],
 )
 def test_mistakes_end_in_one_line_and_exit_code_2(
