@@ -99,7 +99,8 @@ def find_positives(targets, scores, soft, negative):
         The flat index and the score of each positive, the number of negatives, and how many targets
         and scores are invalid.
     """
-    index, values = np.empty(BLOCK, np.int64), np.empty(BLOCK)
+    room = BLOCK + len(targets) // 8  # grows where it has to
+    index, values = np.empty(room, np.int64), np.empty(room)
     found, negatives, bad_targets, bad_scores = 0, len(targets), 0, 0
     size, step, candidates = np.uint64(len(targets)), np.uint64(BLOCK), np.empty(BLOCK, np.uint64)
     for block in range(np.uint64(0), size, step):
@@ -170,26 +171,26 @@ def _build_tables(first_row, edges, size):
 
 
 @_inside
-def _tally_negatives(scores, start, stop, negative, groups, first_row, edges, width, unit, rows):
+def _tally_negatives(scores, start, stop, negative, groups, first_row, edges, width, unit, integers, rows):
     """Counts the negatives of each row and adds up their distances to the edge [R, 2].
 
     Args:
         negative: which scores are negatives [N].
         groups: the number of each score's group, or -1 for none [N]; empty for a single group.
         width: 2 delta.
-        unit: distances are integers in this fraction of 2 delta.
+        unit: distances are integers in this fraction of 2 delta, of the dtype of ``integers``.
         rows: gets the row of each negative, R for other scores [N].
     """
     table, begin, axes = _build_tables(first_row, edges, stop - start)
-    tallies = np.zeros((len(edges) - 1, 2), np.int64)
+    tallies = np.zeros((len(edges), 2), np.int64)  # the last row for everything that is not a negative
     outside, single = np.uint32(len(edges) - 1), len(groups) == 0
     zero, one = unit - unit, unit / unit
     inverse = one / width if width > 0 else zero
     low, scale, last = axes[0, 0], axes[1, 0], axes[2, 0]
-    cells, distances, step = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.int64), np.uint64(BLOCK)
+    cells, distances, step = np.empty(BLOCK, np.uint32), np.empty(BLOCK, integers.dtype), np.uint64(BLOCK)
     for block in range(np.uint64(start), np.uint64(stop), step):
-        # One loop for each thing to do: the first and third are vectorised, and a processor stalls
-        # where it cannot tell whether a load follows a store to the same place.
+        # Three loops: the first is vectorised, and processors stall where they cannot tell whether a
+        # load follows a store to the same place.
         size = min(step, np.uint64(stop) - block)
         if single:
             for n in range(size):
@@ -210,19 +211,16 @@ def _tally_negatives(scores, start, stop, negative, groups, first_row, edges, wi
                     row = middle
                 else:
                     highest = middle - np.uint64(1)
-            rows[block + n] = row
-        for n in range(size):
-            share = (scores[block + n] - edges[np.uint64(rows[block + n])]) * inverse  # -inf or NaN below all edges
+            share = (score - edges[row]) * inverse  # -inf or NaN below all edges
             share = share if share > zero else zero
-            distances[n] = np.int64((share if share < one else one) * unit)
+            distances[n] = (share if share < one else one) * unit
+            counts = negative[block + n] and (single or groups[block + n] >= 0)
+            rows[block + n] = row if counts else outside
         for n in range(size):
-            if not negative[block + n] or (not single and groups[block + n] < 0):
-                rows[block + n] = outside
-                continue
             row = np.uint64(rows[block + n])
             tallies[row, 0] += 1
             tallies[row, 1] += distances[n]
-    return tallies
+    return tallies[:-1]
 
 
 @_inside
@@ -321,28 +319,35 @@ def _cut_axis(positives, first_positive, delta, infinity):
 
 
 @_inside
-def _sums_above(axis, delta, counts, sums):
-    """Sums of f(s_j - s_i) over the scores j that were tallied in the rows, for each i [P].
+def _sums_above(axis, delta, tallies):
+    """Sums of f(s_j - s_i) over the scores j that were tallied in the rows, for each i [K, P].
 
     With C(u) the number of scores above u, the sum is the mean of C over the ramp of i. The integral
     of C is accumulated from the top, where ranks are small.
+
+    Args:
+        tallies: for K kinds of scores, their number and the sum of their distances [R, K, 2].
     """
     first_row, _, geometry, bounds = axis
-    lengths, gaps, ramps = geometry[0], geometry[1], geometry[2]
-    integral = np.zeros(len(lengths))
+    kinds = tallies.shape[1]
+    integral, above = np.zeros((len(tallies), kinds)), np.zeros((kinds, 2))
     for g in range(len(first_row) - 1):
-        count_above, total = 0.0, 0.0
+        above[:] = 0.0  # of each kind, the number of scores and the integral
         for row in range(first_row[g + 1] - 1, first_row[g], -1):
-            if delta == 0:
-                total += counts[row]
-            elif ramps[row] > 0:
-                total += count_above * lengths[row] + sums[row] + counts[row] * gaps[row]
-            integral[row] = total
-            count_above += counts[row]
-    out = np.empty(bounds.shape[1])
-    for i in range(len(out)):
-        out[i] = integral[bounds[0, i]] - (integral[bounds[1, i]] if delta > 0 else 0.0)
-    return out
+            length, gap, on_ramp = geometry[0, row], geometry[1, row], geometry[2, row] > 0
+            for k in range(kinds):
+                count = tallies[row, k, 0]
+                if delta == 0:
+                    above[k, 1] += count
+                elif on_ramp:
+                    above[k, 1] += above[k, 0] * length + tallies[row, k, 1] + count * gap
+                above[k, 0] += count
+                integral[row, k] = above[k, 1]
+    sums = np.empty((kinds, bounds.shape[1]))
+    for i in range(bounds.shape[1]):
+        for k in range(kinds):
+            sums[k, i] = integral[bounds[0, i], k] - (integral[bounds[1, i], k] if delta > 0 else 0.0)
+    return sums
 
 
 @_inside
@@ -362,32 +367,35 @@ def _positive_rows(axis, positives, first_positive, delta):
 
 
 @_inside
-def _rank_positives(axis, positives, first_positive, delta, tallies, weights, box_losses):
+def _rank_positives(axis, positives, first_positive, delta, tallies, unit, weights, box_losses):
     """The arguments of a rule, and the weight of each positive in the mean [5, P]; see :class:`.Ranks`.
 
-    ``weights`` and ``box_losses`` may be empty.
+    Args:
+        tallies: numbers of negatives, and sums of their distances in 1 / unit [R, 2].
+        weights, box_losses: of the positives; may be empty.
     """
     first_row, f0 = axis[0], 0.5 if delta > 0 else 1.0
-    ranks = np.zeros((5, len(positives)))
     rows, shares = _positive_rows(axis, positives, first_positive, delta)
-    counts, sums = np.zeros(tallies.shape[1]), np.zeros(tallies.shape[1])
+    both = np.zeros((len(tallies), 2 if len(box_losses) == 0 else 3, 2))  # positives, negatives, box losses
+    for row in range(len(both)):
+        both[row, 1, 0], both[row, 1, 1] = tallies[row, 0], tallies[row, 1] / unit
     for i in range(len(rows)):
-        counts[rows[i]] += 1
-        sums[rows[i]] += shares[i]
-    ranks[0] = _sums_above(axis, delta, counts, sums) - f0  # without i itself
-    ranks[1] = _sums_above(axis, delta, tallies[0], tallies[1])
+        both[rows[i], 0, 0] += 1.0
+        both[rows[i], 0, 1] += shares[i]
+        if len(box_losses) > 0:
+            both[rows[i], 2, 0] += box_losses[i]
+            both[rows[i], 2, 1] += box_losses[i] * shares[i]
+    sums = _sums_above(axis, delta, both)
+    ranks = np.zeros((5, len(positives)))
+    ranks[0], ranks[1] = sums[0] - f0, sums[1]  # without i itself
     if len(box_losses) > 0:
-        counts[:], sums[:] = 0, 0
-        for i in range(len(rows)):
-            counts[rows[i]] += box_losses[i]
-            sums[rows[i]] += box_losses[i] * shares[i]
-        ranks[3] = _sums_above(axis, delta, counts, sums) - f0 * box_losses
+        ranks[3] = sums[2] - f0 * box_losses
     ranks[4] = 1.0
     if len(weights) > 0:
         ranks[4] = weights
     for g in range(len(first_row) - 1):
         start, stop = first_positive[g], first_positive[g + 1]
-        ranks[2, start:stop] = tallies[0, first_row[g] : first_row[g + 1]].sum()
+        ranks[2, start:stop] = both[first_row[g] : first_row[g + 1], 1, 0].sum()
         total = ranks[4, start:stop].sum()
         ranks[4, start:stop] /= (total if total > 0 else 1.0) * (len(first_row) - 1)
     return ranks
@@ -397,18 +405,6 @@ cut_axis = Kernel(_cut_axis.py_func)
 tally_negatives = Kernel(_tally_negatives.py_func)
 rank_positives = Kernel(_rank_positives.py_func)
 write_gradient = Kernel(_write_gradient.py_func)
-
-
-@_inside
-def _in_shares(tallies, unit):
-    """Tallies [R, 2] as float64 counts and sums of distances in shares of 2 delta [2, R]."""
-    shares = np.empty((2, len(tallies)))
-    for row in range(len(tallies)):
-        shares[0, row], shares[1, row] = tallies[row, 0], tallies[row, 1] / np.float64(unit)
-    return shares
-
-
-in_shares = Kernel(_in_shares.py_func)
 
 
 @_inside
@@ -426,13 +422,16 @@ def _apply_ratio(ranks, ratio, monotone):
 
 
 @Kernel
-def loss_and_gradient(scores, negative, positives, index, delta, infinity, width, unit, ratio, monotone, rows, out):
+def loss_and_gradient(
+    scores, negative, positives, index, delta, infinity, width, unit, integers, ratio, monotone, rows, out
+):
     """A loss of one value for one thread, in one call; ``out`` gets the gradient unless it is empty."""
     first_positive, nothing = np.array([0, len(positives)]), np.empty(0)
     axis = _cut_axis(positives, first_positive, delta, infinity)
     no_groups = np.empty(0, np.int32)
-    tallies = _tally_negatives(scores, 0, len(scores), negative, no_groups, axis[0], axis[1], width, unit, rows)
-    ranks = _rank_positives(axis, positives, first_positive, delta, _in_shares(tallies, unit), nothing, nothing)
+    all_scores = (scores, 0, len(scores), negative, no_groups)
+    tallies = _tally_negatives(*all_scores, axis[0], axis[1], width, unit, integers, rows)
+    ranks = _rank_positives(axis, positives, first_positive, delta, tallies, np.float64(unit), nothing, nothing)
     own, loss = _apply_ratio(ranks, ratio, monotone)
     if len(out) > 0:
         _write_gradient(scores, 0, len(scores), rows, axis, delta, own, ranks[1], index, out)
@@ -572,7 +571,7 @@ def rank_directly(
     positives, index, delta, rows = positives[order], index[order], float(delta), np.empty(size, np.uint32)
     gradient = torch.empty_like(scores) if needs_gradient else None
     out = flat[:0] if gradient is None else gradient.view(-1).numpy()
-    numbers = (kind(np.inf), kind(2 * delta), kind(2.0 ** (62 - size.bit_length())))
+    numbers = (kind(np.inf), kind(2 * delta), *_fixed_point(kind, size))
     if _num_parts(size) == 1:
         rest = (*numbers, tuple(rule.error), rule.monotone, rows, out)
         loss = loss_and_gradient(flat, negative, positives, index, delta, *rest)
@@ -581,8 +580,8 @@ def rank_directly(
     axis = cut_axis(positives, first_positive, delta, numbers[0])
     of_rows = (negative, _NO_GROUPS, *axis[:2], *numbers[1:], rows)
     tallies = sum(_in_parts(size, lambda start, stop: tally_negatives(flat, start, stop, *of_rows)))
-    shares = in_shares(tallies, numbers[2])
-    ranks = rank_positives(axis, positives, first_positive, delta, shares, _NOTHING, _NOTHING)
+    unit = float(numbers[2])
+    ranks = rank_positives(axis, positives, first_positive, delta, tallies, unit, _NOTHING, _NOTHING)
     own, loss = apply_ratio(ranks, tuple(rule.error), rule.monotone)
     if gradient is not None:
         of_rows = (rows, axis, delta, own, ranks[1], index, out)
@@ -591,6 +590,16 @@ def rank_directly(
 
 
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
+
+
+def _fixed_point(kind: Any, size: int) -> tuple[Any, Any]:
+    """The unit of distances, 1 for the whole ramp, and an empty array of the integers that hold one."""
+    if kind is np.float32:
+        return kind(2.0**30), _INT32
+    return kind(2.0 ** (62 - size.bit_length())), _INT64  # sums of as many must not overflow
+
+
+_INT32, _INT64 = np.empty(0, np.int32), np.empty(0, np.int64)
 
 
 class NumbaBackend:
@@ -633,14 +642,14 @@ class NumbaBackend:
         given = (_NOTHING if weights is None else weights, _NOTHING if boxes is None else boxes)
         axis = (positives.scores, found.first_positive, delta)
         kind = scores.dtype.type
-        numbers = (kind(2 * delta), kind(2.0 ** (62 - size.bit_length())))
+        numbers = (kind(2 * delta), *_fixed_point(kind, size))
         found.axis = cut_axis(*axis, kind(np.inf))
         rest = (found.negative, groups, *found.axis[:2], *numbers, found.rows)
         parts = _in_parts(size, lambda start, stop: tally_negatives(scores, start, stop, *rest))
-        tallies = in_shares(sum(parts), numbers[1])
+        tallies = sum(parts) / [1.0, float(numbers[1])]
         if reduce is not None:
             reduce(torch.from_numpy(tallies))
-        return Ranks(*rank_positives(found.axis, *axis, tallies, *given))
+        return Ranks(*rank_positives(found.axis, *axis, tallies, 1.0, *given))
 
     def running_minimum(self, found: Found, values: Any) -> Any:
         return running_minimum(values, found.first_positive)
