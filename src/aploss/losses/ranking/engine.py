@@ -146,8 +146,10 @@ def _rank_directly(
     rule, delta, groups, weights, _, non_finite = options
     if not (groups is weights is box_losses and non_finite == "raise") or type(targets) is not Tensor:
         return None
-    if not _scores_inspected or type(scores) not in (Tensor, Parameter) or scores.is_neg() or targets.is_neg():
+    if type(scores) not in (Tensor, Parameter) or scores.is_neg() or targets.is_neg():
         return None
+    if not _scores_inspected and delta > 0:
+        _warn_about_probabilities(scores.detach())
     if (_chosen or _chosen_by_environment()) not in (None, "cpu") or _numba_module() is None:
         return None
     result = _numba_module().rank_directly(scores, targets, rule, delta, needs_gradient)

@@ -37,7 +37,9 @@ COMPILED_TARGETS = (torch.float32, torch.int64, torch.float64)  # others are con
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 _log = logging.getLogger("aploss.losses")
-_inside = numba.njit(**OPTIONS)  # functions that only kernels call
+# Functions that only kernels call need no entry point from Python, which takes a tenth of compiling them. Kernels are
+# written in plain loops: each expression of whole arrays takes numba some tenths of a second to compile.
+_inside = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)
 
 
 class Kernel:
@@ -121,7 +123,10 @@ def find_positives(targets, scores, soft, negative):
                 bad_scores += targets[i] == 0 and not abs(scores[i]) < np.inf
         negatives -= np.int64(count)
         if found + BLOCK > len(index):
-            index, values = np.append(index, np.empty(found, np.int64)), np.append(values, np.empty(found))
+            more_index, more_values = np.empty(2 * found + BLOCK, np.int64), np.empty(2 * found + BLOCK)
+            for k in range(found):
+                more_index[k], more_values[k] = index[k], values[k]
+            index, values = more_index, more_values
         for k in range(count):
             target, score = targets[candidates[k]], scores[candidates[k]]
             if target == 1 or (soft and target > 0 and target < 1):
@@ -232,7 +237,10 @@ def _write_gradient(scores, start, stop, rows, axis, delta, own, n, index, out):
         index: of the positives, -1 for those of other processes [P].
     """
     edges = axis[1]
-    height64, slope64 = _line(axis, own / (n + (n == 0)), delta)
+    weights = np.empty(len(own))
+    for k in range(len(own)):
+        weights[k] = own[k] / n[k] if n[k] != 0 else 0.0
+    height64, slope64 = _line(axis, weights, delta)
     height, slope = np.zeros(len(edges), edges.dtype), np.zeros(len(edges), edges.dtype)
     for row in range(len(height64)):  # the last row, for scores that are not negatives, stays 0
         height[row] = height64[row]
@@ -280,7 +288,9 @@ def _cut_axis(positives, first_positive, delta, infinity):
         ramps it lies on [3, R]; the rows in which the ramp of each positive starts and ends [2, P].
     """
     groups, count = len(first_positive) - 1, len(positives)
-    first_row = first_positive * (2 if delta > 0 else 1) + np.arange(groups + 1)
+    first_row = np.empty(groups + 1, np.int64)
+    for g in range(groups + 1):
+        first_row[g] = first_positive[g] * (2 if delta > 0 else 1) + g
     rows = first_row[groups]
     edges, geometry = np.full(rows + 1, infinity), np.zeros((3, rows))
     lengths, gaps, ramps = geometry[0], geometry[1], geometry[2]
@@ -330,9 +340,9 @@ def _sums_above(axis, delta, tallies):
     """
     first_row, _, geometry, bounds = axis
     kinds = tallies.shape[1]
-    integral, above = np.zeros((len(tallies), kinds)), np.zeros((kinds, 2))
+    integral = np.zeros((len(tallies), kinds))
     for g in range(len(first_row) - 1):
-        above[:] = 0.0  # of each kind, the number of scores and the integral
+        above = np.zeros((kinds, 2))  # of each kind, the number of scores and the integral
         for row in range(first_row[g + 1] - 1, first_row[g], -1):
             length, gap, on_ramp = geometry[0, row], geometry[1, row], geometry[2, row] > 0
             for k in range(kinds):
@@ -386,18 +396,19 @@ def _rank_positives(axis, positives, first_positive, delta, tallies, unit, weigh
             both[rows[i], 2, 0] += box_losses[i]
             both[rows[i], 2, 1] += box_losses[i] * shares[i]
     sums = _sums_above(axis, delta, both)
-    ranks = np.zeros((5, len(positives)))
-    ranks[0], ranks[1] = sums[0] - f0, sums[1]  # without i itself
-    if len(box_losses) > 0:
-        ranks[3] = sums[2] - f0 * box_losses
-    ranks[4] = 1.0
-    if len(weights) > 0:
-        ranks[4] = weights
-    for g in range(len(first_row) - 1):
-        start, stop = first_positive[g], first_positive[g + 1]
-        ranks[2, start:stop] = both[first_row[g] : first_row[g + 1], 1, 0].sum()
-        total = ranks[4, start:stop].sum()
-        ranks[4, start:stop] /= (total if total > 0 else 1.0) * (len(first_row) - 1)
+    ranks, groups = np.zeros((5, len(positives))), len(first_row) - 1
+    for g in range(groups):
+        negatives, total = 0.0, 0.0
+        for row in range(first_row[g], first_row[g + 1]):
+            negatives += both[row, 1, 0]
+        for i in range(first_positive[g], first_positive[g + 1]):
+            total += weights[i] if len(weights) > 0 else 1.0
+        for i in range(first_positive[g], first_positive[g + 1]):
+            ranks[0, i], ranks[1, i], ranks[2, i] = sums[0, i] - f0, sums[1, i], negatives  # p without i itself
+            if len(box_losses) > 0:
+                ranks[3, i] = sums[2, i] - f0 * box_losses[i]
+            weight = weights[i] if len(weights) > 0 else 1.0
+            ranks[4, i] = weight / (total if total > 0 else 1.0) / groups
     return ranks
 
 
@@ -426,7 +437,9 @@ def loss_and_gradient(
     scores, negative, positives, index, delta, infinity, width, unit, integers, ratio, monotone, rows, out
 ):
     """A loss of one value for one thread, in one call; ``out`` gets the gradient unless it is empty."""
-    first_positive, nothing = np.array([0, len(positives)]), np.empty(0)
+    first_positive = np.empty(2, np.int64)
+    first_positive[0], first_positive[1] = 0, len(positives)
+    nothing = np.empty(0)
     axis = _cut_axis(positives, first_positive, delta, infinity)
     no_groups = np.empty(0, np.int32)
     all_scores = (scores, 0, len(scores), negative, no_groups)
@@ -470,7 +483,10 @@ def line_at_positives(axis, positives, first_positive, weights, delta):
     """sum_i weights_i f(s_k - s_i) for each positive k [P]."""
     height, slope = _line(axis, weights, delta)
     rows, shares = _positive_rows(axis, positives, first_positive, delta)
-    return height[rows] + slope[rows] * shares
+    values = np.empty(len(rows))
+    for k in range(len(rows)):
+        values[k] = height[rows[k]] + slope[rows[k]] * shares[k]
+    return values
 
 
 @Kernel
@@ -504,8 +520,9 @@ def sort_pairs(positives, first_positive, qualities, weights, delta):
     The current error is the mean of 1 - y over the positives above i; the target is the mean over
     those among them that belong there, y >= y_i. Those with y < y_i share the blame.
     """
-    gradient, total = np.zeros(len(positives)), 0.0
-    deficits = 1 - qualities
+    gradient, deficits, total = np.zeros(len(positives)), np.empty(len(positives)), 0.0
+    for i in range(len(positives)):
+        deficits[i] = 1 - qualities[i]
     rate = 0.5 / delta if delta > 0 else 0.0
     for g in range(len(first_positive) - 1):
         first, last = first_positive[g], first_positive[g + 1]
