@@ -82,8 +82,8 @@ class Operator:
         ctx.save_for_backward(*output[self.num_values :])
         ctx.dtypes = [value.dtype if isinstance(value, Tensor) else None for value in inputs]
 
-    def _backward(self, ctx: Any, *upstream: Tensor) -> list[Tensor | None]:
-        return self.multiply(ctx.saved_tensors, ctx.dtypes, upstream)
+    def _backward(self, ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(self.multiply(ctx.saved_tensors, ctx.dtypes, upstream))
 
     def multiply(
         self, gradients: Sequence[Tensor], dtypes: Sequence[torch.dtype | None], upstream: Sequence[Tensor]
