@@ -194,7 +194,7 @@ def _apply_rule(
         # Box loss k counts 1 / rank(k), and f(x_ik) / rank(i) for every other i.
         on_boxes = backend.line_at_positives(problem, found, positives, over_rank) + (1 - f0) * over_rank
         gradients += (_scatter(backend, problem, positives, on_boxes, problem.box_losses),)
-    return values, gradients
+    return values, gradients if needs_gradient else ()
 
 
 def _scatter(backend: Backend, problem: Problem, positives: Positives, values: Any, like: Tensor | None) -> Tensor:

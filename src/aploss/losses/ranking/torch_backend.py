@@ -86,6 +86,8 @@ class TorchBackend:
             tallies[1].index_add_(0, found.row, found.share.to(torch.int64))
         totals = tallies.view(2, LANES, segments.rows).sum(1, dtype=torch.float64)
         totals[1].div_(found.unit)
+        if segments.groups is None:  # scores that are not negatives lie at -inf, in row 0
+            totals[0, 0] -= len(found.row) - found.status.negatives
         return totals
 
     def rank(self, problem: Problem, found: Found, positives: Positives, reduce: Reduce | None) -> Ranks:
