@@ -167,21 +167,21 @@ def _group_of_each_score(case: Case) -> Tensor:
 
 
 def assert_equals_reference(case: Case) -> None:
-    """Values to 6e-8 and gradients to 1e-7 of the largest in float32, to 1e-12 in float64.
+    """Values to 1.2e-7 and gradients to 2e-7 of the largest in float32, to 1e-12 in float64.
 
-    Half of the 6e-8 is the rounding of the value itself, half that of the distance of a single score
-    to a breakpoint; the latter averages out over many scores, where 3e-8 holds.
+    Few scores show every rounding of a distance to a breakpoint; over many they average out, and
+    ``test_ap_loss.py`` asks for 3e-8 and 1e-7.
     """
     double = case.scores.dtype == torch.float64
     values, gradients = computed(case)
     right_values, right_gradients = expected(case)
     for value, right in zip(values, right_values, strict=True):
         assert value.dtype == (torch.float64 if double else torch.float32)
-        assert abs(value.double() - right) <= (1e-12 if double else 6e-8)
+        assert abs(value.double() - right) <= (1e-12 if double else 1.2e-7)
     for gradient, right in zip(gradients, right_gradients, strict=True):
         if right.numel() == 0:
             continue
-        tolerance = 1e-12 if gradient.dtype == torch.float64 else 1e-7
+        tolerance = 1e-12 if gradient.dtype == torch.float64 else 2e-7
         rounding = torch.finfo(gradient.dtype).eps / 2 * right.abs() if gradient.dtype in HALF else 0.0
         smallest = torch.finfo(gradient.dtype).smallest_normal if gradient.dtype in HALF else 1e-15
         bound = tolerance * right.abs().max() + rounding + smallest

@@ -95,7 +95,7 @@ def test_mistakes_are_refused():
     scores = torch.zeros(3)
     with pytest.raises(ValueError, match="same shape"):
         smooth_ap_loss(scores, torch.zeros(2))
-    with pytest.raises(ValueError, match=r"got 3\.0? at flat index 1"):
+    with pytest.raises(ValueError, match=r"got 3 at flat index 1"):
         smooth_ap_loss(scores, torch.tensor([0, 3, 1]))
     with pytest.raises(ValueError, match="got nan at flat index 2"):
         smooth_ap_loss(torch.tensor([0, 0, torch.nan]), torch.tensor([0, 1, 1]))
