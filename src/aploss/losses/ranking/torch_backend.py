@@ -151,7 +151,8 @@ class TorchBackend:
         return height + slope * shares
 
     def tensor(self, values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.as_tensor(values, dtype=dtype, device=device)
+        result: Tensor = values.to(device=device, dtype=dtype)
+        return result
 
     def gradient(
         self, problem: Problem, found: Found, positives: Positives, ranks: Ranks, correction: Tensor
