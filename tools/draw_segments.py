@@ -33,7 +33,7 @@ def draw(file: str) -> None:
     for place in POSITIVES:
         steps.plot(places, ((places - place) / 2 + 0.5).clamp(0, 1), color=BLUE, alpha=0.6)
         steps.plot([place], [0.5], "o", color=BLUE, markersize=7)
-    steps.set_ylabel("step f(s − sᵢ)\nof each positive")
+    steps.set_ylabel("step f(s - sᵢ)\nof each positive")
     line.plot(places, [gradient_at(float(place)) for place in places], color=RED)
     line.plot(NEGATIVES, [gradient_at(place) for place in NEGATIVES], "o", color=RED, markersize=6)
     line.set_ylabel("gradient of a\nnegative at s")
@@ -45,7 +45,9 @@ def draw(file: str) -> None:
             axes.axvline(edge, color=GREY, linewidth=0.8, linestyle=":")
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlim(-3.2, 4.4)
-    steps.set_title("Three positives (blue) cut the score axis at sᵢ ± δ; within a segment everything is linear", fontsize=10)
+    steps.set_title(
+        "Three positives (blue) cut the score axis at sᵢ ± δ; within a segment everything is linear", fontsize=10
+    )
     figure.tight_layout()
     figure.savefig(file, dpi=110, metadata={"Date": None} if file.endswith("svg") else None)
 

@@ -11,6 +11,7 @@ from aploss.losses import use_backend
 
 MakeBoxes = Callable[..., tuple[Tensor, Tensor]]
 
+
 @pytest.fixture(params=["cpu", "torch"])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every backend that runs here, one after the other."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from aploss.losses import APLoss, ap_loss, reference
 
+
 def loss_and_gradient(scores: Tensor, targets: Tensor, **options: object) -> tuple[Tensor, Tensor]:
     scores = scores.clone().requires_grad_()
     loss = ap_loss(scores, targets, **options)

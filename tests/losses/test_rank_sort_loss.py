@@ -8,6 +8,7 @@ from processes import run_group
 from aploss.losses import reference
 from aploss.losses.rank_sort_loss import RankSortLoss, rank_sort_loss
 
+
 def random_boxes(dtype=torch.float64, count=300, positives=30, seed=0):
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)

@@ -1,6 +1,5 @@
 """Around a ranking: groups, invalid input, backends, forks, and numba's cache."""
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -60,11 +59,6 @@ def test_backends_are_chosen_for_a_block_or_for_good():
     with use_backend("torch"):
         inside = ap_loss(scores, targets)
     assert inside.item() == pytest.approx(ap_loss(scores, targets).item(), abs=1e-12)
-
-
-def _rank_in_child(queue, scores, targets):
-    torch.set_num_threads(2)
-    queue.put(float(ap_loss(scores, targets)))
 
 
 def test_the_first_call_may_be_in_a_forked_process(tmp_path):
@@ -152,17 +146,6 @@ def test_a_cache_that_has_no_folder_is_done_without(tmp_path):
     assert result.stderr.count("cache of compiled functions cannot be used") <= 1  # numba may know another folder
 
 
-def test_multiprocessing_children_rank_like_their_parent():
-    scores, targets, _ = anchors("ap", 200_000, torch.float32)
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    child = context.Process(target=_rank_in_child, args=(queue, scores, targets))
-    expected = float(ap_loss(scores, targets))
-    child.start()
-    assert queue.get(timeout=100) == expected
-    child.join(timeout=60)
-
-
 @pytest.mark.parametrize(
     ("target", "hint"), [(255, "-1"), (-100, "-1"), (3, "one_hot"), (0.5, "soft targets"), (float("nan"), "got nan")]
 )
@@ -223,7 +206,7 @@ def test_a_score_that_is_not_finite_gives_nan_on_request(backend, loss, bad, opt
     value.backward()
     assert value.isnan()
     assert scores.grad.isnan().all()
-    with pytest.raises(ValueError, match="got -?(nan|inf) at flat index 40"):
+    with pytest.raises(ValueError, match=r"got -?(nan|inf) at flat index 40"):
         loss(scores, targets, **options)
 
 

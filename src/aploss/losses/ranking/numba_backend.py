@@ -609,8 +609,7 @@ class NumbaBackend:
         status = Status(len(index), *counts, *(0 if given is None else _count_bad(given) for given in others))
         return _Found(status, index, values, scores, negative)
 
-    def positives(self, problem: Problem, found: Found, **given: Tensor) -> Positives:
-        assert isinstance(found, _Found)
+    def positives(self, problem: Problem, found: Any, **given: Tensor) -> Positives:
         if not given:
             return Positives(found.positive_scores, found.index)
         columns = {name: value.numpy() for name, value in given.items()}
@@ -624,8 +623,7 @@ class NumbaBackend:
             return positives.select(positives.scores.argsort())
         return positives.select(np.lexsort((positives.scores, positives.groups)))
 
-    def rank(self, problem: Problem, found: Found, positives: Positives, reduce: Reduce | None) -> Ranks:
-        assert isinstance(found, _Found)
+    def rank(self, problem: Problem, found: Any, positives: Positives, reduce: Reduce | None) -> Ranks:
         scores, size, delta = found.scores, len(found.scores), problem.delta
         found.first_positive, groups = _number_groups(problem, positives)
         found.rows = np.empty(size, np.uint32)
@@ -642,13 +640,13 @@ class NumbaBackend:
             reduce(torch.from_numpy(tallies))
         return Ranks(*rank_positives(found.axis, *axis, tallies, *given))
 
-    def running_minimum(self, found: Found, values: Any) -> Any:
+    def running_minimum(self, found: Any, values: Any) -> Any:
         return running_minimum(values, found.first_positive)
 
-    def sort_pairs(self, problem: Problem, found: Found, positives: Positives, weights: Any) -> tuple[Any, Any]:
+    def sort_pairs(self, problem: Problem, found: Any, positives: Positives, weights: Any) -> tuple[Any, Any]:
         return sort_pairs(positives.scores, found.first_positive, positives.qualities, weights, problem.delta)
 
-    def line_at_positives(self, problem: Problem, found: Found, positives: Positives, weights: Any) -> Any:
+    def line_at_positives(self, problem: Problem, found: Any, positives: Positives, weights: Any) -> Any:
         return line_at_positives(found.axis, positives.scores, found.first_positive, weights, problem.delta)
 
     def tensor(self, values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -656,8 +654,7 @@ class NumbaBackend:
             return torch.scalar_tensor(values, dtype=dtype)
         return torch.as_tensor(values, dtype=dtype)
 
-    def gradient(self, problem: Problem, found: Found, positives: Positives, ranks: Ranks, correction: Any) -> Tensor:
-        assert isinstance(found, _Found)
+    def gradient(self, problem: Problem, found: Any, positives: Positives, ranks: Ranks, correction: Any) -> Tensor:
         gradient = torch.empty(len(found.scores), dtype=problem.dtype)
         own = correction * ranks.weights * problem.num_processes
         rest = (found.rows, found.axis, problem.delta, own, ranks.n, positives.index, gradient.numpy())
