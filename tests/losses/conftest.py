@@ -4,29 +4,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from ranking_cases import DISTRIBUTIONS
 from torch import Tensor
 
 from aploss.losses import use_backend
 
 MakeBoxes = Callable[..., tuple[Tensor, Tensor]]
-
-DISTRIBUTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "random": lambda noise, positive: noise,
-    "separated": lambda noise, positive: noise + 4.0 * positive,
-    "tied": lambda noise, positive: (noise * 3).round(),
-    "all equal": lambda noise, positive: torch.full_like(noise, 0.3),
-    "tiny spread": lambda noise, positive: noise * 1e-3,
-    "huge spread": lambda noise, positive: noise * 1e3,
-    "offset": lambda noise, positive: noise + 1e4,
-    "one outlier": lambda noise, positive: noise + 1e6 * (torch.arange(len(noise)) == 0),
-    "offset 1e6": lambda noise, positive: noise + 1e6,
-    "all below": lambda noise, positive: noise.clamp(-3, 3) - 100.0 * ~positive,
-    "all above": lambda noise, positive: noise + 100.0 * ~positive,
-    "as initialised": lambda noise, positive: noise * 0.3 - 4.6,
-    "wide": lambda noise, positive: noise * 20,
-    "in bfloat16": lambda noise, positive: (noise + 2.0 * positive).bfloat16().double(),
-    "astronomic": lambda noise, positive: (noise * 3).round() * 1e17,
-}
 
 
 @pytest.fixture(params=["cpu", "torch"])
@@ -34,21 +17,6 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every backend that runs here, one after the other."""
     with use_backend(request.param):
         yield request.param
-
-
-UNUSUAL: dict[str, Callable[[Tensor], Tensor]] = {
-    "tied": lambda scores: scores.round(),
-    "equal": lambda scores: 0 * scores,
-    "tiny": lambda scores: 1e-3 * scores,
-    "huge": lambda scores: 1e3 * scores,
-    "offset": lambda scores: scores + 1e4,
-}
-
-
-@pytest.fixture(params=UNUSUAL)
-def make_unusual(request: pytest.FixtureRequest) -> Callable[[Tensor], Tensor]:
-    """What makes unusual scores of usual ones."""
-    return UNUSUAL[request.param]
 
 
 @pytest.fixture(scope="session")

@@ -1,25 +1,10 @@
-"""AUC-loss against the literal formula, scikit-learn, and numbers worked out by hand."""
+"""AUC-loss against scikit-learn and numbers worked out by hand."""
 
 import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
-from aploss.losses import AUCLoss, auc_loss, reference
-
-
-@pytest.mark.parametrize("distribution", ["random", "separated", "tied", "offset", "huge spread"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("delta", [0.0, 1.0, 20.0])
-def test_loss_and_gradient_equal_the_literal_formula(make_boxes, distribution, dtype, delta):
-    scores, targets = make_boxes(distribution, dtype=dtype)
-    scores.requires_grad_()
-    loss = auc_loss(scores, targets, delta=delta)
-    loss.backward()
-    expected, expected_gradient = reference.auc_loss(scores.detach(), targets, delta)
-    tolerance = 1e-12 if dtype == torch.float64 else 1e-6
-    assert abs(loss.detach().double() - expected) <= tolerance
-    error = (scores.grad.double() - expected_gradient).abs().max()
-    assert error <= tolerance * expected_gradient.abs().max()
+from aploss.losses import AUCLoss, auc_loss
 
 
 def test_heaviside_is_one_minus_roc_auc(make_boxes):
@@ -35,15 +20,6 @@ def test_an_example_worked_by_hand():
     loss.backward()
     assert loss.item() == pytest.approx(2.5 / 4)
     assert scores.grad.tolist() == pytest.approx([-1.75 / 4, -0.75 / 4, 0.75 / 4, 1.75 / 4])
-
-
-@pytest.mark.parametrize("value", [0, 1, -1])
-def test_nothing_to_rank_is_a_zero_connected_to_the_graph(value):
-    scores = torch.randn(4, requires_grad=True)
-    loss = auc_loss(scores, torch.full((4,), value))
-    loss.backward()
-    assert loss.item() == 0
-    assert (scores.grad == 0).all()
 
 
 def test_module_has_the_options_of_the_function(make_boxes):

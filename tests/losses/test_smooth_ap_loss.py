@@ -60,23 +60,6 @@ def test_log_space_and_eps_by_hand():
     assert loss.item() == pytest.approx(0, abs=1e-15)
 
 
-@pytest.mark.parametrize("log_space", [False, True])
-@pytest.mark.parametrize("targets", [[0, 0], [1, 1], [-1, -1], []])
-def test_no_positives_or_no_negatives_gives_a_connected_zero(targets, log_space):
-    scores = torch.ones(len(targets), requires_grad=True)
-    loss = smooth_ap_loss(scores, torch.tensor(targets), log_space=log_space)
-    loss.backward()
-    assert loss.item() == 0
-    assert (scores.grad == 0).all()
-
-
-def test_ignored_scores_may_be_anything():
-    scores, targets = random_boxes()
-    expected = smooth_ap_loss(scores, targets)
-    scores[targets == -1] = torch.nan
-    assert smooth_ap_loss(scores, targets) == expected
-
-
 def test_module_has_the_options_of_the_function():
     scores, targets = random_boxes()
     module = SmoothAPLoss(temperature=0.5, log_space=True, eps=0.1)
@@ -85,34 +68,11 @@ def test_module_has_the_options_of_the_function():
     assert "temperature=0.5, log_space=True, eps=0.1" in repr(module)
 
 
-def test_it_compiles_as_one_graph():
-    scores, targets = random_boxes(torch.float32)
-    scores.requires_grad_()
-    compiled = torch.compile(lambda s, t: smooth_ap_loss(s * 2, t), fullgraph=True, backend="aot_eager")
-    (gradient,) = torch.autograd.grad(compiled(scores, targets), scores)
-    (expected,) = torch.autograd.grad(smooth_ap_loss(scores * 2, targets), scores)
-    assert torch.equal(gradient, expected)
-
-
-def test_second_derivative_is_refused():
-    scores, targets = random_boxes()
-    scores.requires_grad_()
-    (gradient,) = torch.autograd.grad(smooth_ap_loss(scores, targets), scores, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        gradient.sum().backward()
-
-
-def test_autocast_changes_nothing():
-    scores, targets = random_boxes(torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        check(scores, targets, 2e-6)
-
-
 def test_mistakes_are_refused():
     scores = torch.zeros(3)
     with pytest.raises(ValueError, match="same shape"):
         smooth_ap_loss(scores, torch.zeros(2))
-    with pytest.raises(ValueError, match="got 3 at flat index 1"):
+    with pytest.raises(ValueError, match=r"got 3 at flat index 1"):
         smooth_ap_loss(scores, torch.tensor([0, 3, 1]))
     with pytest.raises(ValueError, match="got nan at flat index 2"):
         smooth_ap_loss(torch.tensor([0, 0, torch.nan]), torch.tensor([0, 1, 1]))

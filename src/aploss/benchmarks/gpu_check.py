@@ -9,6 +9,7 @@ It fails if a kernel
 """
 
 import argparse
+import itertools
 import os
 import re
 import subprocess
@@ -25,8 +26,10 @@ from typing import Any
 
 import torch
 
-from aploss.losses.ranking.problem import Problem
-from aploss.losses.ranking.triton import SCORES, TARGETS, TritonBackend, kernels
+from aploss.losses.ranking.problem import Problem, Status
+from aploss.losses.ranking.rules import AP, RANK_SORT, Rule
+from aploss.losses.ranking.segments import cut_into_segments
+from aploss.losses.ranking.triton import SCORE_DTYPES, TARGET_DTYPES, TritonBackend, kernels
 
 __all__ = ["ARCHITECTURES", "Build", "Built", "build", "launches", "main"]
 
@@ -37,8 +40,7 @@ _TRITON_TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
     torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
-_POSITIVES = 300
-_RULES = ("ap", "auc", "rank-sort", "alrp")
+_SIZE, _POSITIVES = 10**6, 300
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,9 @@ class _Recorder(TritonBackend):
         )
         self.builds.add(build)
 
+    def read_status(self, counts: torch.Tensor) -> Status:
+        return Status(_POSITIVES, _SIZE - _POSITIVES)
+
 
 def _type_of(value: Any) -> str:
     if isinstance(value, torch.Tensor):
@@ -120,34 +125,23 @@ def _type_of(value: Any) -> str:
 
 
 def launches() -> list[Build]:
-    """Everything that the backend launches, for every loss, step function and dtype."""
+    """Everything that the backend launches, for every step function, kind of target and dtype."""
     found: set[Build] = set()
-    for scores in SCORES:
-        for rule in _RULES:
-            for delta in (0.0, 1.0):
-                found |= _launches(scores, torch.float32, rule, delta)
-    for scores in SCORES:
-        for targets in TARGETS:
-            for rule in ("ap", "rank-sort"):
-                found |= _launches(scores, targets, rule, 1.0)
+    for scores, targets in itertools.product(SCORE_DTYPES, TARGET_DTYPES):
+        for rule, delta in itertools.product((AP, RANK_SORT), (0.0, 1.0)):
+            found |= _launches(scores, targets, rule, delta)
     return sorted(found, key=str)
 
 
-def _launches(score_dtype: torch.dtype, target_dtype: torch.dtype, rule: str, delta: float) -> set[Build]:
-    size, positives = 10**6, _POSITIVES
-    scores = torch.empty(size, dtype=score_dtype, device="meta")
-    targets = torch.empty(size, dtype=target_dtype, device="meta")
-    boxes = torch.empty(positives, device="meta") if rule == "alrp" else None
+def _launches(score_dtype: torch.dtype, target_dtype: torch.dtype, rule: Rule, delta: float) -> set[Build]:
+    """The launches of the three passes over all scores, which do not depend on what is in the tensors."""
+    scores = torch.empty(_SIZE, dtype=score_dtype, device="meta")
+    problem = Problem(scores, torch.empty(_SIZE, dtype=target_dtype, device="meta"), rule, delta)
     backend = _Recorder()
-    for interpolated in (True, False) if rule == "ap" else (True,):
-        problem = Problem(scores, targets, rule, delta, interpolated, box_losses=boxes)
-        found = backend.find(problem)
-        sorted_positives = backend.positives(problem, found, positives)
-        tallies = backend.tally(problem, found, sorted_positives)
-        ranked = backend.finish(problem, found, sorted_positives, tallies)
-        upstream = (torch.empty((), device="meta"),) * len(ranked.values)
-        for dtype in {score_dtype, torch.float32}:  # as autograd and compiled graphs ask
-            backend.gradient(ranked, upstream, dtype)
+    found: Any = backend.find(problem)
+    found.segments = cut_into_segments(torch.empty(_POSITIVES, device="meta"), delta)
+    backend.tally_negatives(problem, found, found.segments)
+    backend.evaluate(problem, found, torch.empty(2, len(found.segments.edges), dtype=torch.float64, device="meta"))
     return backend.builds
 
 

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .checks import check_delta, check_non_finite, check_process_group, check_transforms
 from .ranking.engine import Options, rank_scores, resolve_group
@@ -82,8 +81,8 @@ class Operator:
         ctx.save_for_backward(*output[self.num_values :])
         ctx.dtypes = [value.dtype if isinstance(value, Tensor) else None for value in inputs]
 
-    def _backward(self, ctx: Any, *upstream: Tensor) -> list[Tensor | None]:
-        return self.multiply(ctx.saved_tensors, ctx.dtypes, upstream)
+    def _backward(self, ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(self.multiply(ctx.saved_tensors, ctx.dtypes, upstream))
 
     def multiply(
         self, gradients: Sequence[Tensor], dtypes: Sequence[torch.dtype | None], upstream: Sequence[Tensor]
@@ -112,15 +111,23 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        # With create_graph=True, a second derivative must be an error, not silently 0.
-        return (_backward_once if torch.is_grad_enabled() else _backward)(ctx, *upstream)
+        with torch.no_grad():
+            gradients = ctx.operator.multiply(ctx.gradients, ctx.dtypes, upstream)
+        if torch.is_grad_enabled():  # create_graph=True: a second derivative must be an error, not silently 0
+            gradients = [g if g is None else _NoSecondDerivative.apply(g.requires_grad_()) for g in gradients]
+        return None, *gradients
 
 
-def _backward(ctx: Any, *upstream: Tensor) -> Any:
-    return None, *ctx.operator.multiply(ctx.gradients, ctx.dtypes, upstream)
+class _NoSecondDerivative(torch.autograd.Function):
+    """The identity; raises when it is differentiated."""
 
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
 
-_backward_once = once_differentiable(_backward)
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        raise RuntimeError("the losses of aploss have no second derivative: their gradient cannot be differentiated")
 
 
 class RankingOperator(Operator):

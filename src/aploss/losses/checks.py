@@ -161,7 +161,7 @@ def broadcast_groups(groups: Tensor | int, scores: Tensor) -> Tensor:
                 f"groups must match the leading dimensions of scores, {tuple(scores.shape)}, or be 1 there, "
                 f"got {tuple(groups.shape)}; groups=-1 makes one group per class"
             )
-        numbers = plain(groups.detach()).to(torch.int64).view(groups.shape + (1,) * (scores.ndim - groups.ndim))
+        numbers = plain(groups.detach()).to(torch.int64).reshape(groups.shape + (1,) * (scores.ndim - groups.ndim))
         return numbers.expand(scores.shape).reshape(-1).contiguous()
     if isinstance(groups, bool) or not isinstance(groups, int):
         raise ValueError(f"groups must be an integer tensor or a dimension, got {type(groups).__name__}")
@@ -170,7 +170,7 @@ def broadcast_groups(groups: Tensor | int, scores: Tensor) -> Tensor:
     shape = [1] * scores.ndim
     shape[groups] = -1
     numbers = torch.arange(scores.shape[groups], device=scores.device)
-    return numbers.view(shape).expand(scores.shape).reshape(-1)
+    return numbers.view(shape).expand(scores.shape).reshape(-1).contiguous()
 
 
 def comparable_targets(targets: Tensor) -> Tensor:

@@ -60,7 +60,8 @@ def focal_loss(
     # (1 - p_t)^gamma as an exponential, whose derivative has no 0^(gamma - 1) in it.
     damping = torch.exp(gamma * F.logsigmoid(wrong))
     losses = damping * F.softplus(wrong, threshold=40.0)  # -log(p_t); equal to z in float64 beyond 40
-    total = (losses * torch.where(positive, alpha, 1 - alpha)).sum()
+    # Of two Python numbers, torch.where would make float32, also for float64 scores.
+    total = (losses * torch.where(positive, alpha, exact.new_full((), 1 - alpha))).sum()
     return total / (positive.sum().clamp(min=1) if num_positives is None else num_positives)
 
 

@@ -3,7 +3,8 @@
 These functions are the oracle of the tests and the place to read what a loss *is*; the fast
 versions in the neighbouring files say why they are equal. Every function takes scores of any
 shape with targets 1 (positive), 0 (negative) or -1 (ignored) of the same shape, and returns
-float64 values and float64 gradients of the shape of the scores.
+float64 values and float64 gradients of the shape of the scores. ``weights``, the importance of each
+positive, are broadcast to the scores; the losses are means over the positives, weighted if given.
 
 ``x_ij = s_j - s_i`` throughout, as in Section 3.1 of the AP-loss paper. One positive is handled
 at a time, so no |P| x |N| matrix is ever held.
@@ -31,7 +32,9 @@ def piecewise_step(x: Tensor, delta: float) -> Tensor:
     return (x / (2 * delta) + 0.5).clamp(0, 1)
 
 
-def ap_loss(scores: Tensor, targets: Tensor, delta: float = 1.0, interpolated: bool = True) -> tuple[Tensor, Tensor]:
+def ap_loss(
+    scores: Tensor, targets: Tensor, delta: float = 1.0, interpolated: bool = True, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Algorithm 1, line by line.
 
     Returns:
@@ -46,9 +49,7 @@ def ap_loss(scores: Tensor, targets: Tensor, delta: float = 1.0, interpolated: b
     gradient = torch.zeros_like(s)  # line 1
     highest_precision = s.new_zeros(())  # line 2
     positives, negatives = _indices(t == 1), _indices(t == 0)  # line 3
-    if len(positives) == 0:
-        return s.new_zeros(()), gradient.reshape(scores.shape)
-    loss = s.new_zeros(())
+    shares, loss = _shares(positives, scores, weights), s.new_zeros(())
     for i in _ascending(positives, s):  # lines 4, 5
         negative_steps = piecewise_step(s[negatives] - s[i], delta)  # line 6, f(x_ij), j in N
         others = positives[positives != i]
@@ -59,14 +60,16 @@ def ap_loss(scores: Tensor, targets: Tensor, delta: float = 1.0, interpolated: b
             highest_precision = precision  # line 9
         elif interpolated:  # line 10
             terms = terms * (1 - highest_precision) / (1 - precision)  # line 11
+        terms = terms * shares[i]  # line 16
         gradient[i] = -terms.sum()  # line 13
         gradient[negatives] += terms  # line 14
         loss += terms.sum()
-    gradient /= len(positives)  # line 16
-    return loss / len(positives), gradient.reshape(scores.shape)
+    return loss, gradient.reshape(scores.shape)
 
 
-def auc_loss(scores: Tensor, targets: Tensor, delta: float = 1.0) -> tuple[Tensor, Tensor]:
+def auc_loss(
+    scores: Tensor, targets: Tensor, delta: float = 1.0, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The AUC activation of Section 3.1, L'_ij = f(x_ij) / |N|, with the same update.
 
     Returns:
@@ -75,17 +78,18 @@ def auc_loss(scores: Tensor, targets: Tensor, delta: float = 1.0) -> tuple[Tenso
     s, t = _flat_float64(scores), targets.flatten()
     gradient, loss = torch.zeros_like(s), s.new_zeros(())
     positives, negatives = _indices(t == 1), _indices(t == 0)
-    if len(positives) and len(negatives):
-        for i in positives:
-            terms = piecewise_step(s[negatives] - s[i], delta) / len(negatives)
-            gradient[i] = -terms.sum()
-            gradient[negatives] += terms
-            loss += terms.sum()
-        gradient, loss = gradient / len(positives), loss / len(positives)
+    shares = _shares(positives, scores, weights)
+    for i in positives:
+        terms = shares[i] * piecewise_step(s[negatives] - s[i], delta) / max(1, len(negatives))
+        gradient[i] = -terms.sum()
+        gradient[negatives] += terms
+        loss += terms.sum()
     return loss, gradient.reshape(scores.shape)
 
 
-def rank_sort_loss(scores: Tensor, targets: Tensor, delta: float = 0.5) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def rank_sort_loss(
+    scores: Tensor, targets: Tensor, delta: float = 0.5, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rank & Sort (Oksuz et al., ICCV 2021), Eq. (6)-(10); positives have targets in (0, 1].
 
     As in that paper, rank(i) and rank+(i) are sums of the step over *all* j, i itself included,
@@ -98,11 +102,12 @@ def rank_sort_loss(scores: Tensor, targets: Tensor, delta: float = 0.5) -> tuple
     ranking, sorting = s.new_zeros(()), s.new_zeros(())
     ranking_gradient, sorting_gradient = torch.zeros_like(s), torch.zeros_like(s)
     positives, negatives = _indices(y > 0), _indices(y == 0)
+    shares = _shares(positives, scores, weights)
     for i in positives:
         positive_steps = piecewise_step(s[positives] - s[i], delta)  # j in P, j = i included
         negative_steps = piecewise_step(s[negatives] - s[i], delta)
         false_positives = negative_steps.sum()  # N_FP(i)
-        ranking_error = false_positives / (positive_steps.sum() + false_positives)  # target 0
+        ranking_error = shares[i] * false_positives / (positive_steps.sum() + false_positives)  # target 0
         if false_positives > 0:
             ranking_gradient[i] -= ranking_error
             ranking_gradient[negatives] += ranking_error * negative_steps / false_positives
@@ -112,21 +117,16 @@ def rank_sort_loss(scores: Tensor, targets: Tensor, delta: float = 0.5) -> tuple
         in_order = positive_steps * (y[positives] >= y[i])  # what may stay above i
         target_error = (in_order * (1 - y[positives])).sum() / in_order.sum()
         violating = positive_steps * (y[positives] < y[i])
+        correction = shares[i] * (sorting_error - target_error)
         if violating.sum() > 0:
-            sorting_gradient[i] -= sorting_error - target_error
-            sorting_gradient[positives] += (sorting_error - target_error) * violating / violating.sum()
-        sorting += sorting_error - target_error
-    count = max(1, len(positives))
-    return (
-        ranking / count,
-        sorting / count,
-        (ranking_gradient / count).reshape(scores.shape),
-        (sorting_gradient / count).reshape(scores.shape),
-    )
+            sorting_gradient[i] -= correction
+            sorting_gradient[positives] += correction * violating / violating.sum()
+        sorting += correction
+    return ranking, sorting, ranking_gradient.reshape(scores.shape), sorting_gradient.reshape(scores.shape)
 
 
 def alrp_loss(
-    scores: Tensor, targets: Tensor, box_losses: Tensor, delta: float = 1.0
+    scores: Tensor, targets: Tensor, box_losses: Tensor, delta: float = 1.0, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Average LRP (Oksuz et al., NeurIPS 2020), Eq. (8)-(12).
 
@@ -143,12 +143,13 @@ def alrp_loss(
     classification, localisation = s.new_zeros(()), s.new_zeros(())
     gradient, box_gradient = torch.zeros_like(s), torch.zeros_like(e)
     positives, negatives = _indices(t == 1), _indices(t == 0)
+    shares = _shares(positives, scores, weights)
     for position, i in enumerate(positives):
         positive_steps = piecewise_step(s[positives] - s[i], delta)
         positive_steps[position] = 0  # k != i
         negative_steps = piecewise_step(s[negatives] - s[i], delta)
         false_positives = negative_steps.sum()
-        rank = 1 + positive_steps.sum() + false_positives
+        rank = (1 + positive_steps.sum() + false_positives) / shares[i]  # infinite for a weight of 0
         error = (false_positives + e[position] + (positive_steps * e).sum()) / rank
         desired = e[position] / rank
         if false_positives > 1e-5:
@@ -158,13 +159,7 @@ def alrp_loss(
         localisation += (e[position] + (positive_steps * e).sum()) / rank
         box_gradient += positive_steps / rank
         box_gradient[position] += 1 / rank
-    count = max(1, len(positives))
-    return (
-        classification / count,
-        localisation / count,
-        (gradient / count).reshape(scores.shape),
-        (box_gradient / count).reshape(box_losses.shape),
-    )
+    return classification, localisation, gradient.reshape(scores.shape), box_gradient.reshape(box_losses.shape)
 
 
 def focal_loss(scores: Tensor, targets: Tensor, alpha: float = 0.25, gamma: float = 2.0) -> tuple[Tensor, Tensor]:
@@ -255,6 +250,14 @@ def _flat_float64(values: Tensor) -> Tensor:
 
 def _indices(mask: Tensor) -> Tensor:
     return mask.nonzero().flatten()
+
+
+def _shares(positives: Tensor, scores: Tensor, weights: Tensor | None) -> Tensor:
+    """What each score counts in the mean over the positives, if it is one: 1 / |P|, or its weight over their sum."""
+    flat = torch.ones(()) if weights is None else weights
+    flat = _flat_float64(flat.expand(scores.shape))
+    total = flat[positives].sum()
+    return flat / (total if total > 0 else 1)
 
 
 def _ascending(indices: Tensor, scores: Tensor) -> Tensor:

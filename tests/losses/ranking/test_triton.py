@@ -11,6 +11,7 @@ import torch
 from aploss.benchmarks import gpu_check
 from aploss.losses import ap_loss, reference, use_backend
 from aploss.losses.ranking.problem import Problem
+from aploss.losses.ranking.rules import AP
 from aploss.losses.ranking.triton import supports
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -30,10 +31,9 @@ def test_the_kernels_pass_their_tests_in_the_interpreter():
 
 
 def test_every_kernel_is_known_to_the_check():
-    from aploss.losses.ranking import triton_kernels, triton_rules
+    from aploss.losses.ranking.triton import kernels
 
-    built = {build.kernel for build in gpu_check.launches()}
-    assert built == {*triton_kernels.__all__, *triton_rules.__all__}
+    assert {build.kernel for build in gpu_check.launches()} == set(kernels.__all__)
 
 
 def links_for_amd():
@@ -48,7 +48,7 @@ def links_for_amd():
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "gfx942"])
-@pytest.mark.parametrize("kernel", ["find_positives", "tally_negatives", "evaluate_gradient"])
+@pytest.mark.parametrize("kernel", ["check_and_pack", "tally_negatives", "evaluate_gradient"])
 def test_kernels_over_all_scores_are_built_without_a_gpu(kernel, architecture):
     if architecture.startswith("gfx") and not links_for_amd():
         pytest.skip("this Triton needs the linker of ROCm, which is not installed")
@@ -57,16 +57,8 @@ def test_kernels_over_all_scores_are_built_without_a_gpu(kernel, architecture):
     assert gpu_check.build(build, architecture).problems == []
 
 
-def test_the_check_finds_float64_over_all_scores():
-    build = next(build for build in gpu_check.launches() if build.kernel == "pair_rows")
-    assert not build.over_all_scores
-    built = gpu_check.build(build, "sm_80")
-    assert built.float64
-    assert built.problems == []
-
-
 def test_without_a_gpu_or_the_interpreter_the_kernels_support_nothing():
-    assert not supports(Problem(torch.zeros(2), torch.zeros(2), "ap", 1.0))
+    assert not supports(Problem(torch.zeros(2), torch.zeros(2), AP, 1.0))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -86,21 +78,3 @@ def test_on_a_gpu_loss_and_gradient_equal_algorithm_1(make_boxes, distribution, 
         assert loss == pytest.approx(expected.item(), rel=0, abs=3e-8)
         assert (gradient - expected_gradient).abs().max() <= 1e-7 * expected_gradient.abs().max()
         assert torch.equal(gradient, results[0][1])
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_a_step_is_captured_in_a_graph(make_boxes):
-    scores, targets = (tensor.to("cuda") for tensor in make_boxes(dtype=torch.float32))
-    scores.requires_grad_()
-
-    def step() -> tuple[torch.Tensor, torch.Tensor]:
-        loss = ap_loss(scores, targets, max_positives=64)
-        return loss, torch.autograd.grad(loss, scores)[0]
-
-    expected, expected_gradient = step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss, gradient = step()
-    graph.replay()
-    assert loss.item() == expected.item()
-    assert torch.equal(gradient, expected_gradient)

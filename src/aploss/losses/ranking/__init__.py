@@ -9,7 +9,6 @@ and a sum of relu(s_j - c) over j is the sum of the scores above c minus c times
 the scores once, take cumulative sums, and look up c. That gives the ranks p and n of every positive;
 a rule turns them into errors (1 - precision for AP, see :mod:`.rules`); the gradient of a negative j
 is again a sum of step functions, over the positives and with weights, and so again two lookups.
-
 :func:`explained_ap_loss` is all of it in torch operations, tested against ``reference.py``. The
 backends compute the same with less work per score, because only the P positives need sorting:
 

@@ -47,7 +47,7 @@ BACKENDS = ("cpu", "torch", "triton")
 BACKEND_VARIABLE = "APLOSS_BACKEND"
 MIN_SCORES_FOR_WARNING = 1000  # to tell probabilities from logits
 _chosen: str | None = None
-_scores_inspected = False  # whether this process has checked once that its scores are logits
+_inspections_left = 10  # calls of this process in which it looks for enough scores to check that they are logits
 
 
 class use_backend:  # noqa: N801 - reads as a function, and as a context
@@ -146,9 +146,11 @@ def _rank_directly(
     rule, delta, groups, weights, _, non_finite = options
     if not (groups is weights is box_losses and non_finite == "raise") or type(targets) is not Tensor:
         return None
-    if type(scores) not in (Tensor, Parameter) or scores.is_neg() or targets.is_neg():
+    if type(scores) not in (Tensor, Parameter) or scores.is_nested or not scores.is_cpu:
         return None
-    if not _scores_inspected and delta > 0:
+    if scores.is_neg() or targets.is_neg() or torch._is_zerotensor(scores) or torch._is_zerotensor(targets):
+        return None
+    if _inspections_left and delta > 0:
         _warn_about_probabilities(scores.detach())
     if (_chosen or _chosen_by_environment()) not in (None, "cpu") or _numba_module() is None:
         return None
@@ -229,7 +231,7 @@ def _make_problem(scores: Tensor, targets: Tensor, options: Options, box_losses:
     check_delta(options.delta)
     check_non_finite(options.non_finite)
     scores, targets = plain(scores.detach()), plain(targets.detach())
-    if not _scores_inspected and options.delta > 0:
+    if _inspections_left and options.delta > 0:
         _warn_about_probabilities(scores)
     groups = weights = None
     if options.groups is not None:
@@ -269,10 +271,13 @@ def _on_cpu(problem: Problem) -> Problem:
 
 def _warn_about_probabilities(scores: Tensor) -> None:
     """Warns once per process if its first scores, on the CPU and enough of them, look like probabilities."""
-    global _scores_inspected
-    if scores.numel() < MIN_SCORES_FOR_WARNING or scores.device.type != "cpu":
+    global _inspections_left
+    if scores.device.type != "cpu":
         return
-    _scores_inspected = True
+    is_enough = scores.numel() >= MIN_SCORES_FOR_WARNING
+    _inspections_left = 0 if is_enough else _inspections_left - 1
+    if not is_enough:
+        return
     # So few that torch uses one thread: a forked process has lost the others.
     first = scores.reshape(-1)[:MIN_SCORES_FOR_WARNING]
     lowest, highest = (value.item() for value in torch.aminmax(first))

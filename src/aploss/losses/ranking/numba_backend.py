@@ -176,23 +176,22 @@ def _build_tables(first_row, edges, size):
 
 
 @_inside
-def _tally_negatives(scores, start, stop, negative, groups, first_row, edges, width, unit, integers, rows):
+def _tally_negatives(scores, start, stop, negative, groups, first_row, edges, width, unit, rows):
     """Counts the negatives of each row and adds up their distances to the edge [R, 2].
 
     Args:
         negative: which scores are negatives [N].
         groups: the number of each score's group, or -1 for none [N]; empty for a single group.
         width: 2 delta.
-        unit: distances are integers in this fraction of 2 delta, of the dtype of ``integers``.
+        unit: distances are integers in this fraction of 2 delta.
         rows: gets the row of each negative, R for other scores [N].
     """
     table, begin, axes = _build_tables(first_row, edges, stop - start)
     tallies = np.zeros((len(edges), 2), np.int64)  # the last row for everything that is not a negative
     outside, single = np.uint32(len(edges) - 1), len(groups) == 0
-    zero, one = unit - unit, unit / unit
-    inverse = one / width if width > 0 else zero
+    one, inverse = edges.dtype.type(1), 1.0 / width if width > 0 else 0.0
     low, scale, last = axes[0, 0], axes[1, 0], axes[2, 0]
-    cells, distances, step = np.empty(BLOCK, np.uint32), np.empty(BLOCK, integers.dtype), np.uint64(BLOCK)
+    cells, distances, step = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.int64), np.uint64(BLOCK)
     for block in range(np.uint64(start), np.uint64(stop), step):
         # Three loops: the first is vectorised, and processors stall where they cannot tell whether a
         # load follows a store to the same place.
@@ -216,9 +215,9 @@ def _tally_negatives(scores, start, stop, negative, groups, first_row, edges, wi
                     row = middle
                 else:
                     highest = middle - np.uint64(1)
-            share = (score - edges[row]) * inverse  # -inf or NaN below all edges
-            share = share if share > zero else zero
-            distances[n] = (share if share < one else one) * unit
+            share = np.float64(score - edges[row]) * inverse  # -inf or NaN below all edges
+            share = share if share > 0.0 else 0.0
+            distances[n] = np.int64((share if share < 1.0 else 1.0) * unit)
             counts = negative[block + n] and (single or groups[block + n] >= 0)
             rows[block + n] = row if counts else outside
         for n in range(size):
@@ -240,11 +239,11 @@ def _write_gradient(scores, start, stop, rows, axis, delta, own, n, index, out):
     weights = np.empty(len(own))
     for k in range(len(own)):
         weights[k] = own[k] / n[k] if n[k] != 0 else 0.0
-    height64, slope64 = _line(axis, weights, delta)
-    height, slope = np.zeros(len(edges), edges.dtype), np.zeros(len(edges), edges.dtype)
-    for row in range(len(height64)):  # the last row, for scores that are not negatives, stays 0
-        height[row] = height64[row]
-        slope[row] = slope64[row] / (2 * delta) if delta > 0 else 0.0
+    exact_height, exact_slope = _line(axis, weights, delta)
+    height, slope = np.empty(len(edges), edges.dtype), np.empty(len(edges), edges.dtype)
+    for row in range(len(edges)):
+        height[row] = exact_height[row]
+        slope[row] = exact_slope[row] / (2 * delta) if delta > 0 else 0.0
     width = edges.dtype.type(2 * delta)
     for i in range(np.uint64(start), np.uint64(stop)):
         row = np.uint64(rows[i])
@@ -433,9 +432,7 @@ def _apply_ratio(ranks, ratio, monotone):
 
 
 @Kernel
-def loss_and_gradient(
-    scores, negative, positives, index, delta, infinity, width, unit, integers, ratio, monotone, rows, out
-):
+def loss_and_gradient(scores, negative, positives, index, delta, infinity, width, unit, ratio, monotone, rows, out):
     """A loss of one value for one thread, in one call; ``out`` gets the gradient unless it is empty."""
     first_positive = np.empty(2, np.int64)
     first_positive[0], first_positive[1] = 0, len(positives)
@@ -443,8 +440,8 @@ def loss_and_gradient(
     axis = _cut_axis(positives, first_positive, delta, infinity)
     no_groups = np.empty(0, np.int32)
     all_scores = (scores, 0, len(scores), negative, no_groups)
-    tallies = _tally_negatives(*all_scores, axis[0], axis[1], width, unit, integers, rows)
-    ranks = _rank_positives(axis, positives, first_positive, delta, tallies, np.float64(unit), nothing, nothing)
+    tallies = _tally_negatives(*all_scores, axis[0], axis[1], width, unit, rows)
+    ranks = _rank_positives(axis, positives, first_positive, delta, tallies, unit, nothing, nothing)
     own, loss = _apply_ratio(ranks, ratio, monotone)
     if len(out) > 0:
         _write_gradient(scores, 0, len(scores), rows, axis, delta, own, ranks[1], index, out)
@@ -456,10 +453,13 @@ apply_ratio = Kernel(_apply_ratio.py_func)
 
 @_inside
 def _line(axis, weights, delta):
-    """g(s) = sum_i weights_i f(s - s_i) in each row: its value at the edge and its slope [R]."""
+    """g(s) = sum_i weights_i f(s - s_i) in each row: its value at the edge and its slope [R + 1].
+
+    The last entry, for scores that are not negatives, is 0.
+    """
     first_row, _, geometry, bounds = axis
     lengths, gaps, ramps = geometry[0], geometry[1], geometry[2]
-    height, slope = np.zeros(len(lengths)), np.zeros(len(lengths))
+    height, slope = np.zeros(len(lengths) + 1), np.zeros(len(lengths) + 1)
     for i in range(len(weights)):
         slope[bounds[0, i]] += weights[i]
         if delta > 0:
@@ -588,7 +588,7 @@ def rank_directly(
     positives, index, delta, rows = positives[order], index[order], float(delta), np.empty(size, np.uint32)
     gradient = torch.empty_like(scores) if needs_gradient else None
     out = flat[:0] if gradient is None else gradient.view(-1).numpy()
-    numbers = (kind(np.inf), kind(2 * delta), *_fixed_point(kind, size))
+    numbers = (kind(np.inf), 2 * delta, _fixed_point_unit(size))
     if _num_parts(size) == 1:
         rest = (*numbers, tuple(rule.error), rule.monotone, rows, out)
         loss = loss_and_gradient(flat, negative, positives, index, delta, *rest)
@@ -597,8 +597,7 @@ def rank_directly(
     axis = cut_axis(positives, first_positive, delta, numbers[0])
     of_rows = (negative, _NO_GROUPS, *axis[:2], *numbers[1:], rows)
     tallies = sum(_in_parts(size, lambda start, stop: tally_negatives(flat, start, stop, *of_rows)))
-    unit = float(numbers[2])
-    ranks = rank_positives(axis, positives, first_positive, delta, tallies, unit, _NOTHING, _NOTHING)
+    ranks = rank_positives(axis, positives, first_positive, delta, tallies, numbers[2], _NOTHING, _NOTHING)
     own, loss = apply_ratio(ranks, tuple(rule.error), rule.monotone)
     if gradient is not None:
         of_rows = (rows, axis, delta, own, ranks[1], index, out)
@@ -609,14 +608,9 @@ def rank_directly(
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 
 
-def _fixed_point(kind: Any, size: int) -> tuple[Any, Any]:
-    """The unit of distances, 1 for the whole ramp, and an empty array of the integers that hold one."""
-    if kind is np.float32:
-        return kind(2.0**30), _INT32
-    return kind(2.0 ** (62 - size.bit_length())), _INT64  # sums of as many must not overflow
-
-
-_INT32, _INT64 = np.empty(0, np.int32), np.empty(0, np.int64)
+def _fixed_point_unit(size: int) -> float:
+    """The integer that stands for a distance of 2 delta; sums of as many must not overflow."""
+    return 2.0 ** (62 - size.bit_length())
 
 
 class NumbaBackend:
@@ -635,8 +629,7 @@ class NumbaBackend:
         status = Status(len(index), *counts, *(0 if given is None else _count_bad(given) for given in others))
         return _Found(status, index, values, scores, negative)
 
-    def positives(self, problem: Problem, found: Found, **given: Tensor) -> Positives:
-        assert isinstance(found, _Found)
+    def positives(self, problem: Problem, found: Any, **given: Tensor) -> Positives:
         if not given:
             return Positives(found.positive_scores, found.index)
         columns = {name: value.numpy() for name, value in given.items()}
@@ -650,8 +643,7 @@ class NumbaBackend:
             return positives.select(positives.scores.argsort())
         return positives.select(np.lexsort((positives.scores, positives.groups)))
 
-    def rank(self, problem: Problem, found: Found, positives: Positives, reduce: Reduce | None) -> Ranks:
-        assert isinstance(found, _Found)
+    def rank(self, problem: Problem, found: Any, positives: Positives, reduce: Reduce | None) -> Ranks:
         scores, size, delta = found.scores, len(found.scores), problem.delta
         found.first_positive, groups = _number_groups(problem, positives)
         found.rows = np.empty(size, np.uint32)
@@ -659,22 +651,22 @@ class NumbaBackend:
         given = (_NOTHING if weights is None else weights, _NOTHING if boxes is None else boxes)
         axis = (positives.scores, found.first_positive, delta)
         kind = scores.dtype.type
-        numbers = (kind(2 * delta), *_fixed_point(kind, size))
+        numbers = (2 * delta, _fixed_point_unit(size))
         found.axis = cut_axis(*axis, kind(np.inf))
         rest = (found.negative, groups, *found.axis[:2], *numbers, found.rows)
         parts = _in_parts(size, lambda start, stop: tally_negatives(scores, start, stop, *rest))
-        tallies = sum(parts) / [1.0, float(numbers[1])]
+        tallies = sum(parts) / [1.0, numbers[1]]
         if reduce is not None:
             reduce(torch.from_numpy(tallies))
         return Ranks(*rank_positives(found.axis, *axis, tallies, 1.0, *given))
 
-    def running_minimum(self, found: Found, values: Any) -> Any:
+    def running_minimum(self, found: Any, values: Any) -> Any:
         return running_minimum(values, found.first_positive)
 
-    def sort_pairs(self, problem: Problem, found: Found, positives: Positives, weights: Any) -> tuple[Any, Any]:
+    def sort_pairs(self, problem: Problem, found: Any, positives: Positives, weights: Any) -> tuple[Any, Any]:
         return sort_pairs(positives.scores, found.first_positive, positives.qualities, weights, problem.delta)
 
-    def line_at_positives(self, problem: Problem, found: Found, positives: Positives, weights: Any) -> Any:
+    def line_at_positives(self, problem: Problem, found: Any, positives: Positives, weights: Any) -> Any:
         return line_at_positives(found.axis, positives.scores, found.first_positive, weights, problem.delta)
 
     def tensor(self, values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -682,8 +674,7 @@ class NumbaBackend:
             return torch.scalar_tensor(values, dtype=dtype)
         return torch.as_tensor(values, dtype=dtype)
 
-    def gradient(self, problem: Problem, found: Found, positives: Positives, ranks: Ranks, correction: Any) -> Tensor:
-        assert isinstance(found, _Found)
+    def gradient(self, problem: Problem, found: Any, positives: Positives, ranks: Ranks, correction: Any) -> Tensor:
         gradient = torch.empty(len(found.scores), dtype=problem.dtype)
         own = correction * ranks.weights * problem.num_processes
         rest = (found.rows, found.axis, problem.delta, own, ranks.n, positives.index, gradient.numpy())

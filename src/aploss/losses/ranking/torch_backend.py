@@ -64,7 +64,7 @@ class TorchBackend:
         targets = problem.targets
         return (targets > 0) & (targets <= 1) if problem.rule.second == "sorting" else targets == 1
 
-    def positives(self, problem: Problem, found: Found, **given: Tensor) -> Positives:
+    def positives(self, problem: Problem, found: Any, **given: Tensor) -> Positives:
         return Positives(problem.scores[found.index].double(), found.index, **given)
 
     def from_tensors(self, columns: dict[str, Tensor]) -> Positives:
@@ -86,9 +86,11 @@ class TorchBackend:
             tallies[1].index_add_(0, found.row, found.share.to(torch.int64))
         totals = tallies.view(2, LANES, segments.rows).sum(1, dtype=torch.float64)
         totals[1].div_(found.unit)
+        if segments.groups is None:  # scores that are not negatives lie at -inf, in row 0
+            totals[0, 0] -= len(found.row) - found.status.negatives
         return totals
 
-    def rank(self, problem: Problem, found: Found, positives: Positives, reduce: Reduce | None) -> Ranks:
+    def rank(self, problem: Problem, found: Any, positives: Positives, reduce: Reduce | None) -> Ranks:
         segments = cut_into_segments(positives.scores.to(problem.dtype), problem.delta, positives.groups)
         found.segments = segments
         with _any_order_of_adding():
@@ -114,12 +116,10 @@ class TorchBackend:
             weights / (total + (total == 0)),
         )
 
-    def running_minimum(self, found: Found, values: Tensor) -> Tensor:
+    def running_minimum(self, found: Any, values: Tensor) -> Tensor:
         return running_minimum(values, found.segments.groups)
 
-    def sort_pairs(
-        self, problem: Problem, found: Found, positives: Positives, weights: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def sort_pairs(self, problem: Problem, found: Any, positives: Positives, weights: Tensor) -> tuple[Tensor, Tensor]:
         """The current error is the mean of 1 - y over the positives above i; the target is the mean
         over those among them that belong there, y >= y_i. Those with y < y_i share the blame.
         """
@@ -142,18 +142,17 @@ class TorchBackend:
         errors = torch.cat(values)
         return errors.sum(), blame - errors
 
-    def line_at_positives(self, problem: Problem, found: Found, positives: Positives, weights: Tensor) -> Tensor:
+    def line_at_positives(self, problem: Problem, found: Any, positives: Positives, weights: Tensor) -> Tensor:
         segments: Segments = found.segments
         rows, shares = _positive_segments(segments, problem, positives)
         height, slope = line_through_segments(segments, weights)[:, rows]
         return height + slope * shares
 
     def tensor(self, values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.as_tensor(values, dtype=dtype, device=device)
+        result: Tensor = values.to(device=device, dtype=dtype)
+        return result
 
-    def gradient(
-        self, problem: Problem, found: Found, positives: Positives, ranks: Ranks, correction: Tensor
-    ) -> Tensor:
+    def gradient(self, problem: Problem, found: Any, positives: Positives, ranks: Ranks, correction: Tensor) -> Tensor:
         own = correction * ranks.weights * -problem.num_processes
         pair_weights = -own / (ranks.n + (ranks.n == 0))
         with _any_order_of_adding():
