@@ -50,4 +50,4 @@ def test_launches_and_bytes_stay_within_their_budget(name):
     assert small[0].launches <= 200  # the gradient included
     assert small[1].launches <= 4
     moved = sum(counts.bytes for counts in large) - sum(counts.bytes for counts in small)
-    assert moved / (SIZES[1] - SIZES[0]) <= 172
+    assert moved / (SIZES[1] - SIZES[0]) <= 210  # Rank & Sort has a second gradient of all scores

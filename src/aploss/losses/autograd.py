@@ -92,10 +92,9 @@ class Operator:
         for gradient, (argument, value) in zip(gradients, self.pairs, strict=True):
             product, before = gradient * upstream[value], result[argument]
             result[argument] = product if before is None else before + product
-        for argument, _ in self.pairs:
-            product = result[argument]
-            if product is not None and product.dtype != dtypes[argument]:
-                result[argument] = product.to(dtypes[argument])
+        for argument, total in enumerate(result):
+            if total is not None and total.dtype != dtypes[argument]:
+                result[argument] = total.to(dtypes[argument])
         return result
 
 

@@ -51,8 +51,8 @@ def explained_ap_loss(
 
     def weighted_relus(c: Tensor) -> Tensor:  # the sum of weights_i relu(c - s_i) over i, from below
         sums = torch.stack([weights, weights * high]).flip(1).cumsum(1)
-        total, moment = torch.nn.functional.pad(sums, (1, 0))[:, torch.searchsorted(high.flip(0), c)]
-        return c * total - moment
+        padded: Tensor = torch.nn.functional.pad(sums, (1, 0))[:, torch.searchsorted(high.flip(0), c)]
+        return c * padded[0] - padded[1]
 
     gradient = torch.zeros(scores.shape, dtype=torch.float64)
     gradient[order[positive]] = -error / len(high)

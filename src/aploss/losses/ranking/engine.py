@@ -128,7 +128,7 @@ def rank_scores(
         if status.positives == 0 or status.bad_scores:
             values, gradients = _constant(problem, torch.nan if status.bad_scores else 0.0)
         else:
-            reduce = partial(dist.all_reduce, group=options.process_group)
+            reduce: Any = partial(dist.all_reduce, group=options.process_group)
             values, gradients = _apply_rule(backend, problem, found, backend.sort(positives), reduce, needs_gradient)
     if not gradients or (scores.ndim == 1 and scores.numel() and scores.device == problem.scores.device):
         return values, gradients
@@ -182,7 +182,7 @@ def _apply_rule(
     error = rule.error(*arguments)
     if rule.monotone:
         error = backend.running_minimum(found, error)
-    values = (backend.tensor((error * ranks.weights).sum(), dtype, device),)
+    values: Tensors = (backend.tensor((error * ranks.weights).sum(), dtype, device),)
     gradients: Tensors = ()
     if needs_gradient:
         correction = error if rule.correction is None else rule.correction(*arguments)

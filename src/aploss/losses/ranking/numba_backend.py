@@ -10,7 +10,7 @@ every step function is 0. Sums over scores are sums of integers (fixed point), s
 same bits for any number of threads. NumPy arrays throughout; tensors only at the boundary.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, no-any-return"
 
 import itertools
 import logging
@@ -39,7 +39,7 @@ OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 _log = logging.getLogger("aploss.losses")
 # Functions that only kernels call need no entry point from Python, which takes a tenth of compiling them. Kernels are
 # written in plain loops: each expression of whole arrays takes numba some tenths of a second to compile.
-_inside = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)
+_inside: Any = numba.njit(**{**OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True})
 
 
 class Kernel:
@@ -215,8 +215,9 @@ def _tally_negatives(scores, start, stop, negative, groups, first_row, edges, wi
                     row = middle
                 else:
                     highest = middle - np.uint64(1)
-            share = np.float64(score - edges[row]) * inverse  # -inf or NaN below all edges
-            share = share if share > 0.0 else 0.0
+            distance = score - edges[row]  # -inf or NaN below all edges
+            distance = distance if distance > 0 else one - one
+            share = np.float64(distance) * inverse
             distances[n] = np.int64((share if share < 1.0 else 1.0) * unit)
             counts = negative[block + n] and (single or groups[block + n] >= 0)
             rows[block + n] = row if counts else outside

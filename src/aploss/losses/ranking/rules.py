@@ -15,7 +15,7 @@ The arguments of a rule, each one value per positive i:
 - ``above``: the sum of f(s_k - s_i) E_k over the other positives k with box losses E_k; 0 without.
 """
 
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, arg-type"
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -145,8 +145,8 @@ class TorchBackend:
     def line_at_positives(self, problem: Problem, found: Any, positives: Positives, weights: Tensor) -> Tensor:
         segments: Segments = found.segments
         rows, shares = _positive_segments(segments, problem, positives)
-        height, slope = line_through_segments(segments, weights)[:, rows]
-        return height + slope * shares
+        lines = line_through_segments(segments, weights)[:, rows]
+        return lines[0] + lines[1] * shares
 
     def tensor(self, values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         result: Tensor = values.to(device=device, dtype=dtype)
@@ -167,7 +167,7 @@ class TorchBackend:
         """The value of its segment's line for each negative, 0 for other scores [N]."""
         nothing = lines.new_zeros(1)
         height, slope = (found.segments.for_rows(line, nothing).to(problem.dtype).repeat(LANES) for line in lines)
-        gradient = height.index_select(0, found.row)
+        gradient: Tensor = height.index_select(0, found.row)
         if found.share is not None:
             gradient.addcmul_(slope.index_select(0, found.row), found.share, value=1 / found.unit)
         return gradient
