@@ -26,7 +26,7 @@ PROCESSES, SCORES, POSITIVES = 4, 200_000, (100, 500, 2000)  # scores and positi
 QUICK_SCORES, QUICK_POSITIVES = 2_000, (20, 100)
 PREDICTED = (1, 4, 16, 64, 256, 1024)
 REPEATS = 15
-STATUS_NUMBERS = 6
+STATUS_NUMBERS = 7
 NUMBER = 8  # bytes of every number that is sent
 
 
@@ -42,7 +42,7 @@ def traffic(processes: int, positives: int, *, extras: int = 0) -> dict[str, int
         messages: collective operations; steps: sequential steps of rings; bytes: sent by one process; received: by one
         process, if gathered and reduced in rings.
     """
-    status, columns = STATUS_NUMBERS * NUMBER, (2 + extras) * positives * NUMBER
+    status, columns = STATUS_NUMBERS * NUMBER, (1 + extras) * positives * NUMBER
     tallies = 2 * (2 * processes * positives + 1) * NUMBER
     others = processes - 1
     return {
