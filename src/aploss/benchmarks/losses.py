@@ -131,11 +131,14 @@ def memory_factor(size: int) -> float | None:
 
 def memory_of_one_step(size: int) -> float | None:
     """:func:`memory_factor` of this process, which must be a fresh one."""
-    measured = None
-    for count in (10_000, size):  # compilation, imports and one-time allocations do not count
-        scores, targets = make_scores(count, 0.0, POSITIVES, "cpu")
-        measured = measure_memory(_step(scores, lambda scores=scores, targets=targets: ap_loss(scores, targets)))
-    return None if measured is None else (measured[1] - measured[0]) / (scores.numel() * scores.element_size())
+    _make_step(10_000)()  # compilation, imports and one-time allocations do not count
+    measured = measure_memory(_make_step(size))
+    return None if measured is None else (measured[1] - measured[0]) / (4 * size)  # float32
+
+
+def _make_step(size: int) -> Callable[[], None]:
+    scores, targets = make_scores(size, 0.0, POSITIVES, "cpu")
+    return _step(scores, lambda: ap_loss(scores, targets))
 
 
 def _cases(size: int, separation: float, positives: int, device: torch.device) -> Cases:
