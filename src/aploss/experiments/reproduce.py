@@ -32,7 +32,7 @@ SMALL_SCALE = (
     "the order and the differences can."
 )
 WHICH_AP50 = (
-    "AP50 is COCO's, the precision averaged over 101 recalls; voc_AP50, on VOC, is that of VOC 2007, averaged over 11 "
+    "AP50 is COCO's, the precision averaged over 101 recalls; voc_AP50, on VOC, is VOC 2007's, averaged over 11 "
     "recalls. The paper does not say which of them its AP50 is; the authors' code has the one of VOC 2007."
 )
 MAX_PIXELS = 512 * 512  # of a measured training step
