@@ -37,18 +37,11 @@ def traffic(processes: int, positives: int, *, extras: int = 0) -> dict[str, int
         extras: numbers per positive besides its score: 1 for Rank & Sort and aLRP.
 
     Returns:
-        messages: collective operations; steps: sequential steps of rings; bytes: sent by one process; received: by one
-        process, if gathered and reduced in rings.
+        messages: collective operations; bytes: handed in by one process.
     """
     status, columns = STATUS_NUMBERS * NUMBER, (1 + extras) * positives * NUMBER
     tallies = 2 * (2 * processes * positives + 1) * NUMBER
-    others = processes - 1
-    return {
-        "messages": 3,
-        "steps": 4 * others,
-        "bytes": status + columns + tallies,
-        "received": (status + columns) * others + 2 * tallies * others // processes,
-    }
+    return {"messages": 3, "bytes": status + columns + tallies}
 
 
 def run(progress: Progress, *, quick: bool = False) -> dict[str, Any]:
