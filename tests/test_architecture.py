@@ -1,30 +1,128 @@
-"""The way of a batch, as docs/architecture.md tells it, leads through files that exist."""
+"""docs/architecture.md: the packages, the files that a batch passes, and three of its typical changes, made."""
 
+import os
 import re
+import runpy
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+DOCUMENT = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 
 
-def files_on_the_way():
-    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    table = text.split("## The way of a training batch")[1].split("##")[0]
-    for row in re.findall(r"^\| *\d+ *\| (.*?) \|", table, flags=re.MULTILINE):
-        first, *others = re.findall(r"`([\w/]+\.py)`", row)
-        yield first, [str(Path(first).with_name(name)) for name in others]
-
-
-def test_a_batch_takes_at_most_fifteen_files_and_each_exists():
-    way = list(files_on_the_way())
-    assert 10 <= len(way) <= 15
-    for first, alternatives in way:
-        for file in [first, *alternatives]:
-            assert (ROOT / "src/aploss" / file).is_file(), file
+def table_rows(title):
+    section = DOCUMENT.split(f"## {title}\n")[1].split("\n## ")[0]
+    return re.findall(r"^\| (?!---)(.*) \|$", section, flags=re.MULTILINE)[1:]
 
 
 def test_every_package_is_in_the_picture():
-    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    picture = text.split("```")[1]
+    picture = DOCUMENT.split("```")[1]
     packages = [path.name for path in (ROOT / "src/aploss").iterdir() if (path / "__init__.py").is_file()]
     for package in set(packages) - {"recipes"}:
         assert re.search(rf"\b{package}\b", picture), package
+
+
+def test_a_batch_passes_exactly_the_files_of_the_table():
+    documented = [re.findall(r"`(.*?)`", row)[0] for row in table_rows("What happens to a training batch")]
+    traced = runpy.run_path(str(ROOT / "tools/trace_batch.py"))["trace_batch"]()
+    assert documented == list(traced)
+
+
+def test_the_files_of_typical_changes_exist():
+    rows = table_rows("Twelve typical changes")
+    assert len(rows) == 12
+    for row in rows:
+        for file in re.findall(r"`([\w/]+\.py)`", row):
+            assert (ROOT / "src/aploss" / file).is_file(), file
+
+
+# file → (text that is there, text inserted before it)
+CHANGES = {
+    "evaluation/metrics.py": [
+        ('    "APs": Average(', '    "AP90": Average("IoU 0.90", iou=0.9),\n'),
+        ("    APs: float = nan", "    AP90: float = nan\n"),
+    ],
+    "training/run_folder.py": [("    APs: float | None", "    AP90: float | None\n")],
+    "training/config.py": [
+        ("    log_steps: int", '    added: int = setting(9, "an added option", at_least(1), default_before=9)\n')
+    ],
+    "losses/ranking/rules.py": [
+        ('AUC = Rule("auc"', 'FIRST = Rule("first", lambda p, n, negatives, f0, above: n / (1 + n))\n')
+    ],
+}
+LOSS = '''
+"""1 - reciprocal rank among the negatives."""
+from aploss.losses.autograd import RankingLoss, RankingOperator
+from aploss.losses.ranking.rules import FIRST
+from aploss.losses.traits import LossTraits, register_loss
+
+OPERATOR = RankingOperator(FIRST)
+
+@register_loss("first")
+class FirstLoss(RankingLoss):
+    traits = LossTraits(label="First loss", colour="#117733")
+
+    def forward(self, scores, targets):
+        return OPERATOR.rank(scores, targets, **self.options(None, None))[0]
+'''
+PROGRAM = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+import pytest, torch, yaml
+from aploss.cli.main import make_parser
+from aploss.data.builtin import builtin_folder
+from aploss.errors import AplossError
+from aploss.losses import first_loss, use_backend
+from aploss.training import Summary, load_config, train
+
+folder = Path(sys.argv[1])
+scores, targets = torch.tensor([3.0, 2.0, 0.0, 2.5]), torch.tensor([0, 1, 0, 1])
+values = []
+for backend in ("cpu", "torch"):
+    with use_backend(backend):
+        leaf = scores.clone().requires_grad_()
+        loss = first_loss.FirstLoss(delta=0)(leaf, targets)
+        loss.backward()
+        values.append((loss.item(), leaf.grad.tolist()))
+assert values[0] == values[1] == (0.5, [0.5, -0.25, 0.0, -0.25]), values
+
+config = load_config("demo", {
+    "data": str(builtin_folder(cache=folder / "data", image_size=64, counts=(8, 4, 4))), "out": str(folder / "run"),
+    "loss": "first", "device": "cpu", "batches": {"size": 4, "image_size": 64, "workers": 0},
+    "model": {"options": {"test_size": [64, 64]}}, "schedule": {"length": 2, "warmup_steps": 1},
+})
+train(config)
+assert Summary.read(folder / "run/summary.json").AP90 is not None
+assert "AP90" in (folder / "run/report.html").read_text()
+assert "IoU 0.90" in (folder / "run/report.html").read_text()
+assert "First loss" in (folder / "run/report.html").read_text()
+
+assert "an added option" in make_parser(("train",)).format_help()
+stored = folder / "run/config.yaml"
+values = yaml.safe_load(stored.read_text())
+assert values.pop("added") == 9
+stored.write_text(yaml.safe_dump(values))
+train(config, resume=True)  # a run from before the option existed
+with pytest.raises(AplossError) as caught:
+    train(replace(config, added=3), resume=True)
+assert "added" in str(caught.value)
+"""
+
+
+def test_a_metric_a_run_option_and_a_ranking_loss_are_added_in_the_documented_files(tmp_path):
+    package = tmp_path / "src/aploss"
+    shutil.copytree(ROOT / "src/aploss", package, ignore=shutil.ignore_patterns("__pycache__"))
+    for file, insertions in CHANGES.items():
+        text = (package / file).read_text(encoding="utf-8")
+        for place, inserted in insertions:
+            assert text.count(place) == 1, (file, place)
+            text = text.replace(place, inserted + place)
+        (package / file).write_text(text, encoding="utf-8")
+    (package / "losses/first_loss.py").write_text(LOSS, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src"), "NUMBA_CACHE_DIR": str(tmp_path / "numba")}
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The benchmark of several processes runs; its traffic is what travels, its model fits what it is given."""
+"""The benchmark of several processes runs, and the traffic it computes is handed to torch.distributed."""
 
 import tempfile
 
@@ -20,7 +20,7 @@ def group():
 
 
 @pytest.mark.parametrize("loss", ["ap", "alrp"])
-def test_traffic_is_what_is_handed_to_the_other_processes(group, monkeypatch, loss):
+def test_computed_traffic_equals_recorded_traffic(group, monkeypatch, loss):
     sent = []
 
     def record(name, tensor_at):
@@ -45,21 +45,10 @@ def test_traffic_is_what_is_handed_to_the_other_processes(group, monkeypatch, lo
     assert sum(sent) == expected["bytes"]
 
 
-def test_the_model_finds_the_costs_that_times_were_made_of():
-    made = {"a pass": 2e-3, "a positive": 1e-6, "a step": 3e-5, "a kilobyte": 1e-6}
-    rows = [
-        {"processes": count, "positives": each, "seconds": scaling.predict(made, count, each)}
-        for count in (1, 2, 3, 4)
-        for each in (100, 500, 2000)
-    ]
-    assert scaling.fit(rows) == pytest.approx(made, rel=1e-6)
-    assert scaling.predict(scaling.fit(rows), 1024, 500) == pytest.approx(scaling.predict(made, 1024, 500), rel=1e-6)
-
-
 def test_a_quick_run_measures_one_to_four_processes(tmp_path):
     start_process("", log=tmp_path / "log").join()  # the server of all tests, with the imports of all
     result = scaling.run(lambda step: None, quick=True)
-    assert sorted({row["processes"] for row in result["rows"]}) == [1, 2, 3, 4]
-    assert all(row["seconds"] > 0 for row in result["rows"])
-    assert result["predicted"][-1]["processes"] == 1024
-    assert "model:" in scaling.table(result)
+    measured = [row for row in result["rows"] if "seconds" in row]
+    assert sorted({row["processes"] for row in measured}) == [1, 2, 3, 4]
+    assert all(row["seconds"] > 0 for row in measured)
+    assert f"1024 {100:>14,}" in scaling.table(result)

@@ -1,4 +1,4 @@
-"""The benchmark of training steps runs, and its competitors do what they say."""
+"""The benchmark of training steps runs, and its competitors differ in nothing but the loss."""
 
 import torch
 
@@ -6,8 +6,8 @@ from aploss.benchmarks import training_step
 
 
 def test_quick_run_times_all_competitors_and_fills_the_table() -> None:
-    told: list[str] = []
-    result = training_step.run(told.append, quick=True)
+    steps: list[str] = []
+    result = training_step.run(steps.append, quick=True)
     names = [(row["what"], row["name"]) for row in result["rows"]]
     assert names == [
         ("whole step", training_step.BASELINE),
@@ -18,7 +18,7 @@ def test_quick_run_times_all_competitors_and_fills_the_table() -> None:
     ]
     assert all(row["best"] > 0 for row in result["rows"])
     assert result["rows"][0]["ratio"] == 1.0
-    assert told[0] == "building the networks"
+    assert steps[0] == "building the networks"
     assert "ResNet-18, 96 px, batch 1, 3 classes" in training_step.table(result)
 
 

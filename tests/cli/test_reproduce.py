@@ -17,13 +17,13 @@ def carried_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[P
     """What would be trained: (plan, folder, options) of each reproduction that was asked for."""
     found: list[tuple[Plan, Path, Any]] = []
 
-    def run_plan(plan: Plan, out: Path, page_of: Any, **options: Any) -> Any:
+    def compare(plan: Plan, out: Path, page_of: Any, **options: Any) -> Any:
         found.append((plan, out, options))
         out.mkdir(parents=True)
         (out / "table.md").write_text("# A table\n")
         return SimpleNamespace(complete=True)
 
-    monkeypatch.setattr("aploss.experiments.reproduce.run_plan", run_plan)
+    monkeypatch.setattr("aploss.experiments.reproduce.compare", compare)
     monkeypatch.setattr("aploss.experiments.reproduce.seconds_per_image", lambda config: 5.0)
     monkeypatch.chdir(tmp_path)
     return found

@@ -1,4 +1,4 @@
-"""Plans of comparisons: their rows, and a comparison in two processes."""
+"""Comparisons: their rows, and runs that are trained once, resume after an interruption and get learning rates."""
 
 import json
 from collections.abc import Callable
@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from tiny_runs import start_two
 
-from aploss.errors import ConfigError
-from aploss.experiments.compare import comparison_plan, default_out
+from aploss.errors import ConfigError, RunError
+from aploss.experiments.compare import compare, comparison_plan, default_out
+from aploss.experiments.plan import Plan, Searched, Tuning, settings_hash
+from aploss.training import TrainConfig, TrainingInterruptedError
 from aploss.training.config import differing_keys
 
 PROGRAM = """
@@ -62,18 +64,14 @@ def test_varied_settings_are_crossed_with_losses() -> None:
     ("losses", "vary", "part"),
     [
         ([], {}, ""),
-        (["ap", "ap"], {}, ""),
         (["ap", "fokal"], {}, "focal"),
         (["ap:detla=1"], {}, "delta"),
-        (["ap:delta"], {}, "focal:gamma=1:alpha=0.25"),
         (["focal:gamma=1", "alpha=0.5"], {}, "focal:gamma=1:alpha=0.25"),
         (["ap:delta=-1"], {}, "delta"),
         (["ap", "ap:delta=1"], {}, "ap:delta=1"),
         (["ap"], {"learning_rate": [1]}, "optimizer.learning_rate"),
         (["ap"], {"batches.size": [4, 0]}, "batches.size"),
-        (["ap"], {"batches.size": [4, 4]}, ""),
         (["ap"], {"detector": ["retinanet-tiny", "retinanet-tini"]}, "retinanet-tiny"),
-        (["ap"], {"criterion.box_loss": ["giou", "gio"]}, "giou"),
         (["ap"], {"model.options.normm": ["x"]}, "normm"),
         (["ap"], {"loss": ["focal"]}, "--losses"),
         (["ap"], {"data": ["a", "b"]}, "data"),
@@ -106,3 +104,159 @@ def test_a_comparison_in_two_processes_finishes(
     found = json.loads((tmp_path / "page" / "results.json").read_text())
     assert found["complete"]
     assert [row["values"]["AP"][0] is not None for row in found["rows"]] == [True, True]
+
+
+def plan_of(*losses: str, seeds: int = 2, tuning: Tuning | None = None) -> Plan:
+    return comparison_plan(losses, recipe="demo", seeds=range(seeds), tuning=tuning)
+
+
+def results_in(folder: Path) -> dict:
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.usefixtures("no_page")
+class TestCache:
+    def test_a_run_is_trained_once(self, fake_training, tmp_path: Path) -> None:
+        for _ in range(2):
+            results = compare(plan_of("ap", "focal"), tmp_path / "page")
+        assert len(fake_training.configs) == 4
+        assert results.complete
+        assert results.values("ap", "AP") == pytest.approx([0.74, 0.752])
+
+    def test_another_loss_or_seed_costs_only_itself(self, fake_training, tmp_path: Path) -> None:
+        compare(plan_of("ap", "focal", seeds=2), tmp_path / "one")
+        compare(plan_of("ap", "focal", "auc", seeds=2), tmp_path / "two")
+        assert [c.loss for c in fake_training.configs[4:]] == ["auc", "auc"]
+        compare(plan_of("ap", "focal", seeds=3), tmp_path / "three")
+        assert [(c.loss, c.seed) for c in fake_training.configs[6:]] == [("ap", 2), ("focal", 2)]
+
+    def test_only_what_changes_a_run_changes_its_hash(self) -> None:
+        base = settings_hash(TrainConfig(data="data"))
+        same = [
+            TrainConfig(data="./data"),
+            TrainConfig(data=str(Path("data").resolve()), out="runs/x", max_minutes=3.0),
+            TrainConfig(data="data", checkpoint_minutes=1.0, checkpoint_steps=5),
+        ]
+        other = [
+            TrainConfig(data="data2"),
+            TrainConfig(data="data", seed=1),
+            TrainConfig(data="data", device="cuda"),
+            TrainConfig(data="data", loss="focal"),
+        ]
+        assert {settings_hash(config) for config in same} == {base}
+        assert len({base, *map(settings_hash, other)}) == 5
+
+    def test_variants_have_folders_of_their_own_and_are_found_again(self, fake_training, tmp_path: Path) -> None:
+        first = comparison_plan(["ap", "ap:delta=0.5"], recipe="demo", seeds=[0], vary={"batches.size": [4, 8]})
+        compare(first, tmp_path / "one")
+        folders = [Path(config.out).name for config in fake_training.configs]
+        expected = ["size4", "size8", "delta0.5-size4", "delta0.5-size8"]
+        assert [name.rpartition("-")[0] for name in folders] == [
+            f"builtin-retinanet-tiny-ap-{words}-seed0" for words in expected
+        ]
+        # Another comparison, which calls the same runs something else.
+        compare(comparison_plan(["ap:delta=0.5"], recipe="demo", seeds=[0]), tmp_path / "two")
+        rows = [results_in(tmp_path / name)["rows"] for name in ("one", "two")]
+        assert len(fake_training.configs) == 4  # a batch of 8 images is the recipe's
+        assert rows[0][3]["runs"][0]["folder"] == rows[1][0]["runs"][0]["folder"]
+        assert rows[0][3]["settings"] == {"criterion.options.delta": 0.5, "batches.size": 8}
+
+    def test_the_cache_is_beside_the_page_or_where_it_is_asked(self, fake_training, tmp_path: Path) -> None:
+        compare(plan_of("ap", seeds=1), tmp_path / "a" / "page")
+        compare(plan_of("ap", seeds=1), tmp_path / "page", cache=tmp_path / "mine")
+        folders = [Path(config.out).parent for config in fake_training.configs]
+        assert folders == [tmp_path / "a" / "cache", tmp_path / "mine"]
+
+    def test_a_cache_that_cannot_be_written_is_an_error_of_one_line(self, fake_training, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(RunError) as caught:
+            compare(plan_of("ap"), tmp_path / "page", cache=tmp_path / "file")
+        assert "\n" not in str(caught.value)
+
+
+class TestResuming:
+    def test_an_interrupted_comparison_resumes(self, fake_training, tmp_path: Path) -> None:
+        fake_training.interrupt_at = 3
+        with pytest.raises(TrainingInterruptedError):
+            compare(plan_of("ap", "focal"), tmp_path / "page")
+        found = results_in(tmp_path / "page")
+        assert not found["complete"]
+        assert [row["values"]["AP"][1] for row in found["rows"]] == [None, None]
+        assert "2 of 4 runs are done" in (tmp_path / "page/report.html").read_text()
+        results = compare(plan_of("ap", "focal"), tmp_path / "page")
+        assert results.complete
+        # Seeds are the outer loop: the first pair was whole when it was interrupted.
+        order = [(config.loss, config.seed) for config in fake_training.configs]
+        assert order == [("ap", 0), ("focal", 0), ("ap", 1), ("ap", 1), ("focal", 1)]
+
+    def test_a_time_limit_stops_in_the_middle_of_a_run(self, fake_training, tmp_path: Path) -> None:
+        # A run takes 2 minutes of invented time; the limit is a minute of real time.
+        results = compare(plan_of("ap", "focal"), tmp_path / "page", max_minutes=1.0)
+        assert not results.complete
+        assert results.runs == {}
+        assert (tmp_path / "page/report.html").is_file()
+        (limit,) = {config.max_minutes for config in fake_training.configs}
+        assert limit == pytest.approx(1.0, abs=0.2)
+        results = compare(plan_of("ap", "focal"), tmp_path / "page")
+        assert results.complete
+        assert {config.max_minutes for config in fake_training.configs[1:]} == {None}
+
+    def test_time_limits_add_up_and_none_left_starts_nothing(self, fake_training, tmp_path: Path) -> None:
+        compare(plan_of("ap", seeds=1), tmp_path / "page", max_minutes=0.0)
+        assert fake_training.configs == []
+        for _ in range(2):
+            compare(plan_of("ap", seeds=1), tmp_path / "page", max_minutes=0.5)
+        assert fake_training.configs[1].max_minutes == pytest.approx(1.0, abs=0.2)
+
+    def test_a_diverged_run_is_shown_and_the_others_are_trained(self, fake_training, tmp_path: Path) -> None:
+        fake_training.diverges_from = 0.001
+        results = compare(plan_of("ap", "focal"), tmp_path / "page")
+        assert results.complete
+        assert results.values("ap", "AP") == [None, None]
+        assert "diverged: seed 0, 1" in (tmp_path / "page/table.md").read_text()
+        assert "not finite" in results_in(tmp_path / "page")["rows"][0]["runs"][0]["failure"]
+
+
+class TestLearningRates:
+    def test_each_loss_gets_its_best_on_validation(self, fake_training, tmp_path: Path) -> None:
+        plan = plan_of("ap", "focal", "ce-ohem", tuning=Tuning())
+        results = compare(plan, tmp_path / "page")
+        rates = {v.name: v.config.optimizer.learning_rate for v in results.plan.variants}
+        assert rates == {"ap": 0.003, "focal": 0.009, "ce-ohem": 0.001}
+        # 3 x 4 trials; the best of each is the real run of seed 0; then seed 1 of each.
+        assert len(fake_training.configs) == 12 + 3
+        assert all(trial.score is not None for trial in results.trials)
+        assert "AP-loss 0.003, Focal loss 0.009, CE + OHEM 0.001" in (tmp_path / "page/report.html").read_text()
+
+    def test_other_settings_are_searched_together_with_the_rate(self, fake_training, tmp_path: Path) -> None:
+        over = (Searched("criterion.box_weight", (1.0, 3.0)), Searched("criterion.options.gamma", (1, 2), "focal"))
+        results = compare(plan_of("ap", "focal", seeds=1, tuning=Tuning(over=over)), tmp_path / "page")
+        assert len(fake_training.configs) == 4 * 2 + 4 * 2 * 2
+        ap, focal = results.plan.variants
+        assert (ap.config.optimizer.learning_rate, ap.config.criterion.box_weight) == (0.009, 3.0)
+        assert ap.tuned == {"criterion.box_weight": 3.0}
+        assert focal.config.criterion.options["gamma"] == 1
+        assert focal.tuned == {"criterion.box_weight": 3.0, "criterion.options.gamma": 1}
+        document = results_in(tmp_path / "page")
+        assert document["rows"][0]["tuned"] == {"criterion.box_weight": 3.0}
+        assert {trial["settings"]["criterion.box_weight"] for trial in document["learning_rates_tried"]} == {1.0, 3.0}
+        assert "box_weight=3.0 gamma=1" in (tmp_path / "page/report.html").read_text()
+
+    def test_given_rates_take_the_place_of_factors(self, fake_training, tmp_path: Path) -> None:
+        tuning = Tuning(over=(Searched("optimizer.learning_rate", (0.002, 0.003)),))
+        results = compare(plan_of("ap", seeds=1, tuning=tuning), tmp_path / "page")
+        assert [trial.learning_rate for trial in results.trials] == [0.002, 0.003]
+        assert results.plan.variants[0].config.optimizer.learning_rate == 0.003
+
+    def test_a_rate_that_diverges_is_not_chosen(self, fake_training, tmp_path: Path) -> None:
+        fake_training.diverges_from = 0.005
+        results = compare(plan_of("focal", seeds=1, tuning=Tuning()), tmp_path / "page")
+        assert results.plan.variants[0].config.optimizer.learning_rate in (0.000333, 0.001, 0.003)
+        assert results.trials[3].score is None
+
+    def test_without_validation_there_is_nothing_to_choose_by(
+        self, fake_training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("aploss.experiments.measures.read_json_lines", lambda path: [])
+        with pytest.raises(ConfigError):
+            compare(plan_of("ap", tuning=Tuning()), tmp_path / "page")

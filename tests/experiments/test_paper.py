@@ -60,80 +60,50 @@ def test_settings_of_section_4_1(name: str) -> None:
             assert config.criterion.rank_over == "batch"
 
 
-@pytest.mark.parametrize("name", [name for name in REPRODUCTIONS if name != "figure5b"])
-def test_training_splits_are_those_of_the_paper(name: str) -> None:
-    for config in paper_configs(name).values():
-        assert config.splits.train == "2007_trainval+2012_trainval"
+LOSS_OPTIONS = {
+    "ce-ohem": {"negative_ratio": 3.0},
+    "focal": {"alpha": 0.25, "gamma": 2.0},
+    "auc": {"delta": 1.0},
+    "ap": DELTA_1,
+}
+SSD_OPTIONS = {**LOSS_OPTIONS, "focal": {"alpha": 0.25, "gamma": 1.0}}  # Appendix 5.1
+OPTIONS = {
+    "table1a": dict.fromkeys(["1 image", "2 images", "4 images", "8 images"], DELTA_1),
+    "table1b": {f"delta {delta:g}": {**DELTA_1, "delta": delta} for delta in (0.25, 0.5, 1.0, 2.0)},
+    "table1c": {"not interpolated": {**DELTA_1, "interpolated": False}, "interpolated": DELTA_1},
+    "table2": LOSS_OPTIONS,
+    "figure5a": LOSS_OPTIONS,
+    "figure5b": {"ap": DELTA_1, "smooth-ap": {"log_space": True}, "hinge-ap": {}},
+    "figure6": {name: LOSS_OPTIONS[name] for name in ("focal", "ap")},
+    "table3": {"one scale": DELTA_1, "several scales": DELTA_1},
+    "table4": SSD_OPTIONS,
+    "figure7": SSD_OPTIONS,
+}
+TEST_SIZES = {"retinanet-r50": [600, 1000], "retinanet-r101": [500, 833], "ssd512": [512, 512]}
 
 
-@pytest.mark.parametrize("name", ["table1a", "table1b", "table1c", "table2", "figure5a", "figure6"])
-def test_ablations_are_on_resnet_50_at_600_pixels(name: str) -> None:
-    for config in paper_configs(name).values():
-        assert config.detector == "retinanet-r50"
-        assert config.model.options["test_size"] == [600, 1000]
-        assert config.model.options["norm"] == "frozen-bn"
-        assert config.model.options["anchors_per_cell"] == 2 * 3
+@pytest.mark.parametrize("name", REPRODUCTIONS)
+def test_detectors_and_losses_are_those_of_the_paper(name: str) -> None:
+    for benchmark in reproduction(name).benchmarks:
+        found = paper_configs(name, benchmark=benchmark)
+        assert {row: config.criterion.options for row, config in found.items()} == OPTIONS[name]
+        detector = {"table3": "retinanet-r101", "table4": "ssd512", "figure7": "ssd512"}.get(name, "retinanet-r50")
+        for config in found.values():
+            assert (config.detector, config.model.options["test_size"]) == (detector, TEST_SIZES[detector])
+            # Section 4.2.3: box regression is turned off, on VOC 2007
+            assert (config.criterion.box_weight == 0) == (name == "figure5b")
+            if benchmark == "voc":
+                splits = "2007_trainval" if name == "figure5b" else "2007_trainval+2012_trainval"
+                assert config.splits.train == splits
+            if detector == "retinanet-r50":
+                assert (config.model.options["norm"], config.model.options["anchors_per_cell"]) == ("frozen-bn", 2 * 3)
 
 
 def test_table_1a_varies_the_batch_of_a_gpu() -> None:
-    found = paper_configs("table1a")
-    batches = [(one.batches.size, one.batches.accumulate) for one in found.values()]
-    assert batches == [(1, 2), (2, 2), (4, 2), (8, 2)]
-    two = paper_configs("table1a", processes=2)
-    batches = [(one.batches.size, one.batches.accumulate) for one in two.values()]
-    assert batches == [(2, 1), (4, 1), (8, 1), (16, 1)]
-    assert all(one.criterion.options == DELTA_1 for one in found.values())
-    assert not any(one.criterion.rank_over_processes for one in two.values())
-
-
-def test_table_1b_varies_delta() -> None:
-    options = [one.criterion.options for one in paper_configs("table1b").values()]
-    assert [one["delta"] for one in options] == [0.25, 0.5, 1.0, 2.0]
-    assert all(one["interpolated"] for one in options)
-
-
-def test_table_1c_varies_the_interpolation() -> None:
-    options = [one.criterion.options for one in paper_configs("table1c").values()]
-    assert options == [{"delta": 1.0, "interpolated": False}, DELTA_1]
-
-
-def test_table_2_has_the_losses_with_their_own_settings() -> None:
-    for benchmark in ("voc", "coco"):
-        found = {name: one.criterion.options for name, one in paper_configs("table2", benchmark=benchmark).items()}
-        assert found == {
-            "ce-ohem": {"negative_ratio": 3.0},
-            "focal": {"alpha": 0.25, "gamma": 2.0},
-            "auc": {"delta": 1.0},
-            "ap": DELTA_1,
-        }
-
-
-def test_figure_5b_has_no_box_regression_and_trains_on_voc_2007() -> None:
-    found = paper_configs("figure5b")
-    assert list(found) == ["ap", "smooth-ap", "hinge-ap"]
-    assert found["smooth-ap"].criterion.options == {"log_space": True}
-    for config in found.values():
-        assert config.criterion.box_weight == 0
-        assert config.splits.train == "2007_trainval"
-
-
-@pytest.mark.parametrize("benchmark", ["voc", "coco"])
-def test_table_3_is_resnet_101_at_500_pixels(benchmark: str) -> None:
-    for config in paper_configs("table3", benchmark=benchmark).values():
-        assert config.detector == "retinanet-r101"
-        assert config.model.options["test_size"] == [500, 833]
-        assert config.criterion.options == DELTA_1
-
-
-@pytest.mark.parametrize("name", ["table4", "figure7"])
-def test_appendix_5_is_ssd512_with_focal_gamma_1(name: str) -> None:
-    found = paper_configs(name)
-    for config in found.values():
-        assert config.detector == "ssd512"
-        assert config.model.options["test_size"] == [512, 512]
-    small = {variant.name: variant.config for variant in plan_for(name, Request()).variants}
-    for configs in (found, small):
-        assert configs["focal"].criterion.options == {"alpha": 0.25, "gamma": 1.0}
+    for processes, expected in ((1, [(1, 2), (2, 2), (4, 2), (8, 2)]), (2, [(2, 1), (4, 1), (8, 1), (16, 1)])):
+        found = paper_configs("table1a", processes=processes).values()
+        assert [(one.batches.size, one.batches.accumulate) for one in found] == expected
+        assert not any(one.criterion.rank_over_processes for one in found)
 
 
 def test_no_learning_rate_is_searched_at_the_papers_scale() -> None:
@@ -274,10 +244,3 @@ def test_tables_on_voc_have_both_kinds_of_ap50_and_say_so() -> None:
 def test_names_and_titles_carry_the_papers_numbers() -> None:
     for name, entry in REPRODUCTIONS.items():
         assert entry.title.lower().replace(" ", "").startswith(f"{name}:")
-    # Figures: 4 step functions, 5a AP over steps, 5b optimisation methods, 6 detections, 7 AP over steps on SSD.
-    assert [name for name in REPRODUCTIONS if name.startswith("figure")] == [
-        "figure5a",
-        "figure5b",
-        "figure6",
-        "figure7",
-    ]

@@ -81,23 +81,19 @@ class TestConvergence:
     def test_the_step_bound_is_that_of_appendix_1(self):
         # One sample, M = 2 boxes at 2 and -1 on a line, theta* = 1: margin 3, distance 3.
         # c = 3 / (2 * 1), C = 2² * 3²: C / c² = 36 / 2.25 = 16.
-        features, direction = torch.tensor([[[2.0], [-1.0]]]), torch.tensor([1.0])
-        problem = convergence.SeparableProblem(features, torch.tensor([1, 0]), direction, margin=3.0)
+        problem = convergence.SeparableProblem(torch.tensor([[[2.0], [-1.0]]]), torch.tensor([1, 0]))
         assert (problem.growth, problem.spread) == (1.5, 36)
         assert problem.step_bound == pytest.approx(16)
 
-    def test_the_bound_is_within_reach_and_the_margin_is_true(self):
+    def test_the_bound_is_within_reach_and_the_margin_is_1(self):
         random = torch.Generator().manual_seed(3)
         for problem in (convergence.make_separable(random) for _ in range(20)):
             assert problem.step_bound < 10_000
-            scores = problem.features @ problem.direction
-            gap = scores[:, problem.labels == 1].amin(1) - scores[:, problem.labels == 0].amax(1)
-            assert gap.min() >= problem.margin - 1e-12
+            assert problem.growth == pytest.approx(1 / len(problem.labels))
 
     def test_an_inseparable_problem_does_not_converge(self):
         features = torch.tensor([[[1.0], [2.0], [3.0]]], dtype=torch.float64)
-        direction = torch.ones(1, dtype=torch.float64)
-        problem = convergence.SeparableProblem(features, torch.tensor([0, 1, 0]), direction, margin=1.0)
+        problem = convergence.SeparableProblem(features, torch.tensor([0, 1, 0]))
         run = convergence.descend(problem, convergence.UPDATES[PAPER_UPDATE], torch.Generator().manual_seed(0))
         assert not run.converged
         assert run.steps == int(problem.step_bound)  # not one step more

@@ -1,29 +1,64 @@
-"""The benchmarks of ``aploss bench``, one per file, and the peak memory of a process, from Linux's /proc.
+"""The benchmarks of ``aploss bench``, one per file, and the helpers they share.
 
-``resource.getrusage`` would not do: a child starts with the peak of its parent.
+A benchmark has ``run(progress, quick=False)``, which returns numbers for JSON, and ``table(result)``, which shows them;
+``progress`` is called with a description of each measurement.
 """
 
+import os
+import platform
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-_CLEAR = Path("/proc/self/clear_refs")
+import torch
 
-
-def can_measure_peak() -> bool:
-    """Whether this system reports the peak memory of a process."""
-    return _CLEAR.exists()
+Progress = Callable[[str], None]
 
 
-def restart_peak() -> int:
-    """Resets the peak to the current memory, which is returned in bytes."""
-    _CLEAR.write_text("5")
-    return _status("VmRSS")
+def best_in_turns(cases: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
+    """The best time of each case; they take turns for ``seconds`` per case, so that all have the same conditions."""
+    best = dict.fromkeys(cases, float("inf"))
+    for case in cases.values():
+        case()
+    stop, rounds = time.perf_counter() + seconds * len(cases), 0
+    while rounds < 3 or time.perf_counter() < stop:
+        for name, case in cases.items():
+            start = time.perf_counter()
+            case()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            best[name] = min(best[name], time.perf_counter() - start)
+        rounds += 1
+    return best
 
 
-def peak_bytes() -> int:
-    """The peak memory since :func:`restart_peak`."""
-    return _status("VmHWM")
+def describe_machine(device: torch.device | str = "cpu") -> dict[str, Any]:
+    """The hardware and the version of torch that times belong to."""
+    processor = platform.processor() or platform.machine()
+    return {
+        "device": processor if torch.device(device).type == "cpu" else torch.cuda.get_device_name(device),
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+    }
 
 
-def _status(field: str) -> int:
+def measure_memory(call: Callable[[], Any]) -> tuple[int, int] | None:
+    """Bytes of this process before a call and at its peak; None, after the call, on systems without Linux's /proc.
+
+    ``resource.getrusage`` would not do: a child process starts with the peak of its parent.
+    """
+    reset = Path("/proc/self/clear_refs")
+    if not reset.exists():
+        call()
+        return None
+    reset.write_text("5")
+    before = _memory("VmRSS")
+    call()
+    return before, _memory("VmHWM")
+
+
+def _memory(field: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024

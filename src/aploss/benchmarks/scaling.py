@@ -1,4 +1,4 @@
-"""Ranking across processes: bytes and messages of a step, its time with 1 to 4 processes, and a model for more.
+"""Ranking across processes: bytes and messages of a step, and its time with 1 to 4 processes.
 
 Gloo processes on one machine share its cores and memory. The processor time of a process, including its communication
 threads, is therefore measured besides the wall-clock time: it excludes waiting for other processes or a free core. It
@@ -6,27 +6,25 @@ shows how the cost grows, not the latency of a network of many machines.
 """
 
 import json
-import os
 import tempfile
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from aploss.benchmarks import Progress, describe_machine
 from aploss.benchmarks.losses import make_scores
 from aploss.losses import ap_loss
 
 PROCESSES, SCORES, POSITIVES = 4, 200_000, (100, 500, 2000)  # scores and positives of each process
 QUICK_SCORES, QUICK_POSITIVES = 2_000, (20, 100)
-PREDICTED = (1, 4, 16, 64, 256, 1024)
+LARGE = (16, 64, 256, 1024)  # numbers of processes for which only the traffic is computed
 REPEATS = 15
-STATUS_NUMBERS = 6
+STATUS_NUMBERS = 7
 NUMBER = 8  # bytes of every number that is sent
 
 
@@ -39,21 +37,14 @@ def traffic(processes: int, positives: int, *, extras: int = 0) -> dict[str, int
         extras: numbers per positive besides its score: 1 for Rank & Sort and aLRP.
 
     Returns:
-        messages: collective operations; steps: sequential steps of rings; bytes: sent by one process; received: by one
-        process, if gathered and reduced in rings.
+        messages: collective operations; bytes: handed in by one process.
     """
-    status, columns = STATUS_NUMBERS * NUMBER, (2 + extras) * positives * NUMBER
+    status, columns = STATUS_NUMBERS * NUMBER, (1 + extras) * positives * NUMBER
     tallies = 2 * (2 * processes * positives + 1) * NUMBER
-    others = processes - 1
-    return {
-        "messages": 3,
-        "steps": 4 * others,
-        "bytes": status + columns + tallies,
-        "received": (status + columns) * others + 2 * tallies * others // processes,
-    }
+    return {"messages": 3, "bytes": status + columns + tallies}
 
 
-def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, Any]:
+def run(progress: Progress, *, quick: bool = False) -> dict[str, Any]:
     """Measures 1 to 4 processes; :func:`table` shows the result."""
     scores, positives = (QUICK_SCORES, QUICK_POSITIVES) if quick else (SCORES, POSITIVES)
     progress(f"1 to {PROCESSES} processes")
@@ -63,62 +54,22 @@ def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, An
             _measure, arguments, nprocs=PROCESSES, start_method=_start_method()
         )
         rows = json.loads((Path(folder) / "rows.json").read_text())
-    model = fit(rows)
-    predicted = [
-        {"processes": count, "positives": each, "seconds": predict(model, count, each), **traffic(count, each)}
-        for each in positives
-        for count in PREDICTED
-    ]
-    return {"scores": scores, "cores": os.cpu_count(), "rows": rows, "model": model, "predicted": predicted}
+    rows += [{"processes": count, "positives": each} for count in LARGE for each in positives]
+    rows = [{**row, **traffic(row["processes"], row["positives"])} for row in rows]
+    return {"scores": scores, **describe_machine(), "rows": rows}
 
 
 def table(result: dict[str, Any]) -> str:
     """The result as text."""
     lines = [
         f"AP-loss across gloo processes, {result['scores']:,} scores each, {result['cores']} cores, forward + backward",
-        f"{'processes':>9} {'positives each':>14} {'bytes a process':>15} {'clock, ms':>9} {'CPU, ms':>9} {'model':>9}",
+        f"{'processes':>9} {'positives each':>14} {'bytes a process':>15} {'clock, ms':>9} {'CPU, ms':>9}",
     ]
     for row in result["rows"]:
-        case = row["processes"], row["positives"]
-        expected = predict(result["model"], *case)
-        lines.append(
-            f"{case[0]:>9} {case[1]:>14,} {traffic(*case)['bytes']:>15,} "
-            f"{1e3 * row['clock']:>9.2f} {1e3 * row['seconds']:>9.2f} {1e3 * expected:>9.2f}"
-        )
-    lines.append("model: " + ", ".join(f"{1e6 * value:.3g} us {name}" for name, value in result["model"].items()))
-    for row in result["predicted"]:
-        written = f"{row['processes']:>9} {row['positives']:>14,} {row['bytes']:>15,}"
-        lines.append(f"{written} {'-':>9} {'-':>9} {1e3 * row['seconds']:>9.2f}")
+        times = (f"{1e3 * row[name]:.2f}" if name in row else "-" for name in ("clock", "seconds"))
+        written = "".join(f" {text:>9}" for text in times)
+        lines.append(f"{row['processes']:>9} {row['positives']:>14,} {row['bytes']:>15,}{written}")
     return "\n".join(lines)
-
-
-def fit(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Seconds of a pass, per positive of all processes, per step of a ring and per kilobyte received, none below 0."""
-    columns = np.array([_costs(row["processes"], row["positives"]) for row in rows])
-    seconds = np.array([row["seconds"] for row in rows])
-    used = list(range(columns.shape[1]))
-    while True:
-        # Relative errors count: the cheap cases would not matter otherwise.
-        solution = np.linalg.lstsq(columns[:, used] / seconds[:, None], np.ones(len(rows)), rcond=None)[0]
-        if (solution >= 0).all():
-            break
-        used.pop(int(solution.argmin()))
-    found = dict(zip(used, solution.tolist(), strict=True))
-    return {name: found.get(place, 0.0) for place, name in enumerate(_COSTS)}
-
-
-def predict(model: dict[str, float], processes: int, positives: int) -> float:
-    """Processor seconds of a step in one process, by the model."""
-    costs = _costs(processes, positives)
-    return sum(model[name] * cost for name, cost in zip(_COSTS, costs, strict=True))
-
-
-_COSTS = ("a pass", "a positive", "a step", "a kilobyte")
-
-
-def _costs(processes: int, positives: int) -> tuple[float, ...]:
-    sent = traffic(processes, positives)
-    return 1.0, processes * positives, sent["steps"], sent["received"] / 1000
 
 
 def _start_method() -> str:
@@ -148,7 +99,7 @@ def _measure(rank: int, folder: str, scores: int, positives: tuple[int, ...], re
 
 def _best(group: Any, rank: int, size: int, positives: int, repeats: int) -> dict[str, float]:
     scores, targets = make_scores(size, 0.0, positives, "cpu")
-    scores = scores.roll(rank).requires_grad_()
+    scores = scores.detach().roll(rank).requires_grad_()
     best = {"seconds": float("inf"), "clock": float("inf")}
     for _ in range(repeats):
         scores.grad = None

@@ -4,15 +4,13 @@ The network is torchvision's RetinaNet with ResNet-50; forward, loss, backward a
 turns and the best of several rounds counts: times vary between machines and hours, ratios within a run do not.
 """
 
-import os
-import platform
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from aploss.benchmarks.losses import best_in_turns
+from aploss.benchmarks import Progress, best_in_turns, describe_machine
 
 FULL: dict[str, Any] = {"depth": 50, "size": 512, "images": 2, "classes": 80, "seconds": 20.0}
 QUICK: dict[str, Any] = {"depth": 18, "size": 96, "images": 1, "classes": 3, "seconds": 0.0}
@@ -24,7 +22,7 @@ OURS = "retinanet-r{depth}, AP-loss"
 Step = Callable[[], None]
 
 
-def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, Any]:
+def run(progress: Progress, *, quick: bool = False) -> dict[str, Any]:
     """Measures whole steps, and the losses alone; :func:`table` shows the result."""
     settings = QUICK if quick else FULL
     torch.manual_seed(0)
@@ -38,14 +36,7 @@ def run(progress: Callable[[str], None], *, quick: bool = False) -> dict[str, An
     losses = {name: _loss_step(models[name], images, targets) for name in (BASELINE, SWAPPED)}
     progress("losses alone")
     loss_times = best_in_turns(losses, settings["seconds"])
-    return {
-        **settings,
-        "threads": torch.get_num_threads(),
-        "machine": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "rows": _rows("whole step", step_times) + _rows("loss alone", loss_times),
-    }
+    return {**settings, **describe_machine(), "rows": _rows("whole step", step_times) + _rows("loss alone", loss_times)}
 
 
 def table(result: dict[str, Any]) -> str:

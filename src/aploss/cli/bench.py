@@ -11,7 +11,7 @@ from aploss.files import write_text
 
 EXAMPLES = """
   aploss bench                          everything (about 10 minutes on 2 cores)
-  aploss bench losses                   AP-loss against focal loss and a plain loop
+  aploss bench losses                   AP-loss against focal loss and BCE
   aploss bench training-step --quick
 """
 
@@ -21,7 +21,7 @@ BENCHMARKS = {"losses": "losses", "scaling": "scaling", "data": "data", "trainin
 def _add_arguments(parser: Parser) -> None:
     parser.add_argument("what", nargs="?", choices=["all", *BENCHMARKS], default="all", help="which benchmark")
     parser.add_argument("--quick", action="store_true", help="a short run with small sizes")
-    parser.add_argument("--out", type=Path, metavar="DIR", default=Path("runs/bench"), help="folder for JSON and plots")
+    parser.add_argument("--out", type=Path, metavar="DIR", default=Path("runs/bench"), help="folder for the JSON files")
 
 
 def _run(options: Namespace) -> int:
@@ -31,8 +31,6 @@ def _run(options: Namespace) -> int:
             result = benchmark.run(lambda step: show(text=step), quick=options.quick)
         print(f"\n{name}\n{benchmark.table(result)}", flush=True)
         write_text(options.out / f"{name}.json", json.dumps(result, indent=2) + "\n")
-        if hasattr(benchmark, "plot"):
-            write_text(options.out / f"{name}.svg", benchmark.plot(result))
     if not options.quiet:
         print(f"\nresults: {options.out}", flush=True)
     return 0

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +43,16 @@ from aploss.training.machine import choose_device, describe_environment
 from aploss.training.run_folder import Summary, default_folder
 from aploss.training.step import DivergedError
 
-__all__ = ["Runner", "cache_folder", "compare", "comparison_plan", "default_out", "execute", "run_plan"]
+__all__ = ["Runner", "cache_folder", "compare", "comparison_plan", "default_out"]
 
 MAX_LISTED = 90  # characters of a title that lists the rows
 PAGE_INTERVAL_S = 20.0  # cached runs are read faster than a page is drawn
 
 
-def compare(plan: Plan, out: str | Path, **options: Any) -> Results:
-    """Runs the plan of a comparison and writes its page; see :func:`run_plan` for the options."""
-    return run_plan(plan, out, comparison_page, **options)
-
-
-def run_plan(
+def compare(
     plan: Plan,
     out: str | Path,
-    page_of: Callable[[Results], Comparison],
+    page_of: Callable[[Results], Comparison] | None = None,
     *,
     cache: str | Path | None = None,
     max_minutes: float | None = None,
@@ -68,7 +64,7 @@ def run_plan(
     Args:
         plan: rows, seeds and search, as from :func:`~aploss.experiments.plan.comparison_plan`.
         out: folder of the three files.
-        page_of: makes the page of (possibly unfinished) results; see :meth:`Results.comparison`.
+        page_of: makes the page of (possibly unfinished) results; by default the page of a plain comparison.
         cache: folder of the runs; by default ``cache`` beside ``out``.
         max_minutes: time limit; the same call resumes later.
         quiet: print nothing.
@@ -87,17 +83,18 @@ def run_plan(
     with start_world(choose_device(plan.variants[0].config.device)) as world:
         written_at = time.monotonic()
 
-        def write(after: float = 0.0) -> None:
+        def write() -> None:
             nonlocal written_at
-            if time.monotonic() - written_at >= after:
-                if world.is_main:
-                    write_results(out, results, replace(page_of(results), command=command))
-                written_at = time.monotonic()
+            if world.is_main:
+                write_results(out, results, replace((page_of or comparison_page)(results), command=command))
+            written_at = time.monotonic()
 
         cache = out.parent / "cache" if cache is None else Path(cache)
         runner = Runner(cache, world, max_minutes=max_minutes, quiet=quiet)
         try:
-            execute(results, runner, on_run=lambda: write(after=PAGE_INTERVAL_S))
+            for _ in runner.execute(results):
+                if time.monotonic() - written_at >= PAGE_INTERVAL_S:
+                    write()
         except training.TrainingInterruptedError:
             write()
             raise
@@ -168,6 +165,53 @@ class Runner:
         if self.world.is_main and not self.quiet:
             print(line, flush=True)
 
+    def execute(self, results: Results) -> Iterator[Run]:
+        """Trains all runs of a plan into ``results``, one at a time.
+
+        Learning rates come first, then every row with the first seed, the second, ...: an unfinished comparison has
+        whole pairs. The results are not ``complete`` if the time limit was reached.
+
+        Raises:
+            TrainingInterruptedError: Ctrl-C or SIGTERM; everything is saved.
+        """
+        try:
+            if results.plan.tuning is not None:
+                self._tune(results, results.plan.tuning)
+            pairs = product(results.plan.seeds, results.plan.variants)
+            for number, (seed, variant) in enumerate(pairs, start=1):
+                self.say(f"run {number} of {results.total}: {loss_label(variant.name)}, seed {seed}")
+                run = self.run(replace(variant.config, seed=seed), variant)
+                results.runs[variant.name, seed] = run
+                yield run
+        except OutOfTimeError:
+            self.say("time limit reached; resume with the same command")
+
+    def _tune(self, results: Results, tuning: Tuning) -> None:
+        """Replaces the plan by one whose rows have the settings with the best score on the validation split."""
+        plan, chosen = results.plan, []
+        total = sum(len(combinations(variant, tuning)) for variant in plan.variants)
+        for variant in plan.variants:
+            trials = []
+            configs = trials_of(variant, tuning, plan.seeds[0])
+            for settings, config in zip(combinations(variant, tuning), configs, strict=True):
+                rate = settings.pop(RATE)
+                words = [f"learning rate {rate:.3g}", *(f"{key} {value}" for key, value in settings.items())]
+                number = len(results.trials) + 1
+                self.say(f"trial {number} of {total}: {loss_label(variant.name)}, {', '.join(words)}")
+                run = self.run(config, replace(variant, settings={**variant.settings, **settings}))
+                score = variant.measure.score(run) if run.summary else None
+                if score is None and run.summary:
+                    raise ConfigError("--tune needs a validation split: set --splits.validation, or leave out --tune")
+                trials.append(Trial(row=variant.name, learning_rate=rate, score=score, settings=settings))
+                results.trials.append(trials[-1])
+            scored = [trial for trial in trials if trial.score is not None]
+            if scored:
+                best = max(scored, key=attrgetter("score"))  # the first of equal ones
+                config = changed(variant.config, nested({RATE: best.learning_rate, **best.settings}))
+                variant = replace(variant, config=config, tuned=best.settings)
+            chosen.append(variant)
+        results.plan = replace(plan, variants=chosen)
+
     def run(self, config: TrainConfig, variant: Variant) -> Run:
         """Returns a finished run of a row, which is trained if necessary; a diverged run has no summary.
 
@@ -218,48 +262,3 @@ class Runner:
             raise RunError(f"cannot write runs to {folder.parent}: {error.strerror}") from error
         with held:
             yield
-
-
-def execute(results: Results, runner: Runner, *, on_run: Callable[[], Any]) -> None:
-    """Trains all runs of a plan into ``results`` and calls ``on_run`` after each.
-
-    Learning rates come first, then every row with the first seed, the second, ...: an unfinished comparison has whole
-    pairs. The results are not ``complete`` if the time limit was reached.
-
-    Raises:
-        TrainingInterruptedError: Ctrl-C or SIGTERM; everything is saved.
-    """
-    try:
-        if results.plan.tuning is not None:
-            _tune(results, runner, results.plan.tuning)
-        pairs = product(results.plan.seeds, results.plan.variants)
-        for number, (seed, variant) in enumerate(pairs, start=1):
-            runner.say(f"run {number} of {results.total}: {loss_label(variant.name)}, seed {seed}")
-            results.runs[variant.name, seed] = runner.run(replace(variant.config, seed=seed), variant)
-            on_run()
-    except OutOfTimeError:
-        runner.say("time limit reached; resume with the same command")
-
-
-def _tune(results: Results, runner: Runner, tuning: Tuning) -> None:
-    """Replaces the plan by one whose rows have the settings with the best score on the validation split."""
-    plan, chosen = results.plan, []
-    total = sum(len(combinations(variant, tuning)) for variant in plan.variants)
-    for variant in plan.variants:
-        best = Trial(row=variant.name, learning_rate=variant.config.optimizer.learning_rate, score=None)
-        trials = zip(combinations(variant, tuning), trials_of(variant, tuning, plan.seeds[0]), strict=True)
-        for settings, config in trials:
-            rate = settings.pop(RATE)
-            words = [f"learning rate {rate:.3g}", *(f"{key} {value}" for key, value in settings.items())]
-            runner.say(f"trial {len(results.trials) + 1} of {total}: {loss_label(variant.name)}, {', '.join(words)}")
-            run = runner.run(config, replace(variant, settings={**variant.settings, **settings}))
-            score = variant.measure.score(run) if run.summary else None
-            if score is None and run.summary:
-                raise ConfigError("--tune needs a validation split: set --splits.validation, or leave out --tune")
-            trial = Trial(row=variant.name, learning_rate=rate, score=score, settings=settings)
-            results.trials.append(trial)
-            if score is not None and (best.score is None or score > best.score):
-                best = trial
-        config = changed(variant.config, nested({RATE: best.learning_rate, **best.settings}))
-        chosen.append(replace(variant, config=config, tuned=best.settings))
-    results.plan = replace(plan, variants=chosen)

@@ -122,13 +122,13 @@ class APLossMeasure(Measure):
     def __init__(self, images: int) -> None:
         self.images = images
 
-    def observer(self, config: TrainConfig, folder: Path) -> Callable[[dict[str, Any]], None]:
-        """Measures every new checkpoint, and the initial weights."""
+    def observer(self, config: TrainConfig, folder: Path) -> Callable[[dict[str, Any]], Any]:
+        """Measures the initial weights and every new checkpoint."""
         watch = _APLossWatch(config, folder, self.images)
         if not watch.points:
             with torch.random.fork_rng():
                 watch.add(0, make_detector(config, watch.class_names))
-        return lambda row: watch.look()
+        return lambda row: watch.update()
 
     def values(self, run: Run) -> Mapping[str, float | None]:
         return {RANKING_AP: self.score(run)}
@@ -143,15 +143,13 @@ class APLossMeasure(Measure):
     def _points(self, run: Run) -> dict[int, float]:
         points = _read_points(run.folder)
         assert run.summary is not None
-        if max(points, default=-1) < run.summary.steps:
-            watch = _APLossWatch(run.config, run.folder, self.images)
-            watch.look()
-            points = watch.points
-        return points
+        if max(points, default=-1) >= run.summary.steps:
+            return points
+        return _APLossWatch(run.config, run.folder, self.images).update()
 
 
 class _APLossWatch:
-    """The measured points of one run (step → AP-loss), kept in its folder."""
+    """The measured points of one run (step → AP-loss), stored in its folder."""
 
     def __init__(self, config: TrainConfig, folder: Path, images: int) -> None:
         self.folder, self.points = folder, _read_points(folder)
@@ -162,18 +160,17 @@ class _APLossWatch:
         )
         self._batches = list(islice(loader.epoch(0), math.ceil(images / RANKED_IMAGES)))
         self._device = choose_device(config.device)
-        self._seen = 0
+        self._modified = 0  # time of the last checkpoint that was read
 
-    def look(self) -> None:
-        """Measures the last checkpoint if it is new."""
-        checkpoint = self.folder / "checkpoints" / "last.pt"
-        if not checkpoint.is_file() or (changed := checkpoint.stat().st_mtime_ns) == self._seen:
-            return
-        self._seen = changed
-        last = Checkpoint.read(checkpoint)
-        if last.step is not None and last.step not in self.points:
-            self.add(last.step, last.detector())
-            write_json(self.folder / POINTS_FILE, {"steps": [*self.points], "values": [*self.points.values()]})
+    def update(self) -> dict[int, float]:
+        """Measures the last checkpoint if it is new; returns all points."""
+        file = self.folder / "checkpoints" / "last.pt"
+        if file.is_file() and (modified := file.stat().st_mtime_ns) != self._modified:
+            self._modified, checkpoint = modified, Checkpoint.read(file)
+            if checkpoint.step is not None and checkpoint.step not in self.points:
+                self.add(checkpoint.step, checkpoint.detector())
+                write_json(self.folder / POINTS_FILE, {"steps": [*self.points], "values": [*self.points.values()]})
+        return self.points
 
     def add(self, step: int, detector: Detector) -> None:
         """Measures a detector."""

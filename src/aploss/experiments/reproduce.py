@@ -13,7 +13,7 @@ import yaml
 
 from aploss.errors import ConfigError
 from aploss.evaluation import HEADLINE_METRICS
-from aploss.experiments.compare import run_plan
+from aploss.experiments.compare import compare
 from aploss.experiments.paper import TEST_SPLIT, Reproduction, Row, reproduction
 from aploss.experiments.plan import Plan, Searched, Tuning, Variant, as_typed, changed, comparison_config, data_name
 from aploss.experiments.results import Results
@@ -32,7 +32,7 @@ SMALL_SCALE = (
     "the order and the differences can."
 )
 WHICH_AP50 = (
-    "AP50 is COCO's, the precision averaged over 101 recalls; voc_AP50, on VOC, is that of VOC 2007, averaged over 11 "
+    "AP50 is COCO's, the precision averaged over 101 recalls; voc_AP50, on VOC, is VOC 2007's, averaged over 11 "
     "recalls. The paper does not say which of them its AP50 is; the authors' code has the one of VOC 2007."
 )
 MAX_PIXELS = 512 * 512  # of a measured training step
@@ -175,13 +175,13 @@ def reproduce(name: str, request: Request, out: str | Path | None = None, **opti
         name: one of :data:`~aploss.experiments.paper.REPRODUCTIONS`.
         request: scale, data, seeds.
         out: folder of the page; :func:`default_out` by default.
-        options: see :func:`~aploss.experiments.compare.run_plan`.
+        options: see :func:`~aploss.experiments.compare.compare`.
 
     Returns:
         The runs and the statistics over them.
     """
     plan, folder = plan_for(name, request), default_out(name, request) if out is None else out
-    return run_plan(plan, folder, lambda results: page_for(name, request, results), **options)
+    return compare(plan, folder, lambda results: page_for(name, request, results), **options)
 
 
 def default_out(name: str, request: Request) -> Path:

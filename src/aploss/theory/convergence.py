@@ -1,7 +1,7 @@
 """Appendix 1: on linearly separable data the error-driven update stops after finitely many steps."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,22 +16,18 @@ COMMON = 8.0  # the part that the features of all boxes share: no ranking sees i
 NOISE = 0.5  # of the features that do not separate
 
 
-@dataclass(frozen=True)
-class SeparableProblem:
-    """Training samples ("images") with features [samples, M, D] and the labels [M] of their boxes.
+class SeparableProblem(NamedTuple):
+    """Training samples ("images") that theta* = (1, 0, ..., 0) ranks perfectly."""
 
-    ``direction`` (theta*) scores every positive above every negative of its sample by at least ``margin``.
-    """
-
-    features: Tensor
-    labels: Tensor
-    direction: Tensor
-    margin: float
+    features: Tensor  # [samples, M, D]
+    labels: Tensor  # [M], of the boxes of every sample
 
     @property
     def growth(self) -> float:
-        """c of Appendix 1: each step adds at least as much to <theta, theta*> / ||theta*||."""
-        return self.margin / (len(self.labels) * float(self.direction.norm()))
+        """c of Appendix 1, margin / M: each step adds at least as much to <theta, theta*>."""
+        first, is_positive = self.features[..., 0], self.labels == 1
+        margin = (first[:, is_positive].amin(1) - first[:, ~is_positive].amax(1)).min()
+        return float(margin) / len(self.labels)
 
     @property
     def spread(self) -> float:
@@ -44,13 +40,12 @@ class SeparableProblem:
         return self.spread / self.growth**2
 
 
-@dataclass(frozen=True)
-class Trajectory:
+class Trajectory(NamedTuple):
     """The result of an update that starts at theta = 0."""
 
     steps: int
     converged: bool  # all samples are ranked perfectly at the end
-    within: bool  # c t <= <theta, theta*> / ||theta*|| and ||theta||² <= C t before every step t
+    within: bool  # c t <= <theta, theta*> and ||theta||² <= C t before every step t
 
 
 def convergence(seed: int = 0) -> Study:
@@ -88,7 +83,7 @@ def convergence(seed: int = 0) -> Study:
                 {name: count == PROBLEMS for name, count in converged.items()},
             ),
             checked_verdict(
-                "Before every step t the weights satisfy c t <= <theta, theta*> / ||theta*|| and ||theta||² <= C t",
+                "Before every step t the weights satisfy c t <= <theta, theta*> and ||theta||² <= C t (||theta*|| = 1)",
                 {name: count == PROBLEMS for name, count in within.items()},
             ),
         ],
@@ -130,19 +125,16 @@ def make_separable(random: torch.Generator) -> SeparableProblem:
     negatives = noise.roll(1, 0)[:, torch.arange(boxes - positives) % positives]
     features = torch.cat([noise, negatives], dim=1)
     features[..., 0] = COMMON + labels
-    direction = torch.zeros(dimensions, dtype=torch.float64)
-    direction[0] = 1
-    return SeparableProblem(features, labels, direction, margin=1.0)
+    return SeparableProblem(features, labels)
 
 
 def descend(problem: SeparableProblem, update: "Update", random: torch.Generator) -> Trajectory:
     """Updates theta until every sample is ranked perfectly, for at most C / c² steps."""
-    theta, length = torch.zeros_like(problem.direction), float(problem.direction.norm())  # theta^(0) = 0
-    is_positive, c, most = problem.labels == 1, problem.growth, problem.spread
+    theta = problem.features.new_zeros(problem.features.shape[-1])  # theta^(0) = 0
+    is_positive, least, most = problem.labels == 1, problem.growth, problem.spread
     within, converged = True, False
     for step in range(int(problem.step_bound) + 1):
-        progress = float(theta @ problem.direction) / length
-        within &= progress >= c * step - 1e-9 and float(theta @ theta) <= most * step + 1e-9
+        within &= float(theta[0]) >= least * step - 1e-9 and float(theta @ theta) <= most * step + 1e-9
         scores = problem.features @ theta
         # A tie is an error: H(0) = 1.
         errors = scores[:, ~is_positive].amax(1) >= scores[:, is_positive].amin(1)

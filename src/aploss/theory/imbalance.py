@@ -58,7 +58,7 @@ def imbalance(seed: int = 0) -> Study:
             ),
             SvgFigure(
                 _plot(share, "share of easy negatives"),
-                "Easy negatives take over the gradient of cross-entropy, and a part of that of focal loss; the ranking "
+                "Easy negatives take over the gradient of cross-entropy, and part of focal loss's; the ranking "
                 "losses do not move them at all.",
             ),
         ],

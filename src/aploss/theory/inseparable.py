@@ -1,7 +1,6 @@
 """Appendix 3: on inseparable data the mean AP-loss stays below bounds set by the best linear model."""
 
 import math
-from dataclasses import dataclass
 
 import numba
 import numpy as np
@@ -18,19 +17,7 @@ NOISE = 0.5  # of the features that do not separate
 OFFLINE_STEPS = 100_000
 ONLINE_STEPS, ONLINE_SAMPLES = 50_000, 8
 UPDATES = (PAPER_UPDATE, "no update", "reversed sign", "random direction", "cross-entropy")
-
-
-@dataclass(frozen=True)
-class Run:
-    """A trajectory of theta from 0, step by step."""
-
-    losses: np.ndarray  # [T] AP-loss of the sample before each step
-    comparator: np.ndarray  # [T] l^(t)(u), the surrogate loss of the fixed weights u in the same step
-
-    @property
-    def mean_losses(self) -> np.ndarray:
-        """Mean AP-loss of the first T steps, for every T."""
-        return _running_mean(self.losses)
+Runs = dict[str, tuple[np.ndarray, np.ndarray]]  # update → its mean AP-loss and mean l^(t)(u) of the first T steps, [T]
 
 
 def inseparable(seed: int = 0) -> Study:
@@ -40,16 +27,9 @@ def inseparable(seed: int = 0) -> Study:
     offline = run_updates(one, np.zeros(OFFLINE_STEPS, np.int64), random)
     online = run_updates(several, random.integers(ONLINE_SAMPLES, size=ONLINE_STEPS), random)
     first, second = offline_bounds(one, OFFLINE_STEPS)
-    accumulated = {name: online_bound(run, several) for name, run in online.items()}
+    accumulated = {name: online_bound(surrogate, several) for name, (_, surrogate) in online.items()}
     rows = [
-        [
-            name,
-            offline[name].mean_losses[-1],
-            first[-1],
-            second[-1],
-            online[name].mean_losses[-1],
-            accumulated[name][-1],
-        ]
+        [name, offline[name][0][-1], first[-1], second[-1], online[name][0][-1], accumulated[name][-1]]
         for name in UPDATES
     ]
     columns = ["update", "mean loss, one sample", "bound 1", "bound 2", "mean loss, changing samples", "bound of A3.2"]
@@ -73,13 +53,13 @@ def inseparable(seed: int = 0) -> Study:
             *(
                 checked_verdict(
                     f"The mean AP-loss on one sample stays below bound {number} of A3.3 for every T",
-                    {name: bool((run.mean_losses <= bound).all()) for name, run in offline.items()},
+                    {name: bool((losses <= bound).all()) for name, (losses, _) in offline.items()},
                 )
                 for number, bound in ((1, first), (2, second))
             ),
             checked_verdict(
                 "The accumulated AP-loss over changing samples stays below the bound of A3.2 for every T",
-                {name: bool((run.mean_losses <= accumulated[name]).all()) for name, run in online.items()},
+                {name: bool((losses <= accumulated[name]).all()) for name, (losses, _) in online.items()},
             ),
             Verdict(not any(map(is_separable, [*one, *several])), "No linear model ranks any of the samples perfectly"),
         ],
@@ -120,18 +100,19 @@ def make_inseparable(random: np.random.Generator, samples: int) -> np.ndarray:
     return features
 
 
-def run_updates(features: np.ndarray, order: np.ndarray, random: np.random.Generator) -> dict[str, Run]:
+def run_updates(features: np.ndarray, order: np.ndarray, random: np.random.Generator) -> Runs:
     """Runs the paper's update and each control over the samples in the given order [T]."""
     directions = random.normal(size=(len(order), features.shape[-1]))
     directions /= np.linalg.norm(directions, axis=1, keepdims=True)
     sums = pair_sums(features, 1.0)
     rate = DELTA / spectral_norm(features) ** 2
-    return {name: Run(*descend(features, order, rate, sums, name, directions)) for name in UPDATES}
+    runs = {name: descend(features, order, rate, sums, name, directions) for name in UPDATES}
+    return {name: (_running_mean(losses), _running_mean(surrogate)) for name, (losses, surrogate) in runs.items()}
 
 
 @numba.njit(cache=True)
 def descend(features, order, rate, sums, update, directions):  # type: ignore[no-untyped-def]
-    """AP-losses [T] and comparator losses [T] of an update; see :class:`Run`.
+    """The AP-loss [T] before each step of an update from theta = 0, and the surrogate loss l^(t)(u) [T] of the fixed u.
 
     Compiled, because an interpreted step takes a hundred times as long as its few thousand pairs.
     """
@@ -211,9 +192,9 @@ def offline_bounds(features: np.ndarray, steps: int) -> tuple[np.ndarray, np.nda
     return first, second
 
 
-def online_bound(run: Run, features: np.ndarray) -> np.ndarray:
-    """The bound of A3.2, divided by T, after T = 1, 2, ... steps."""
-    return 8 / DELTA * _running_mean(run.comparator) + _transient(features, 1.0) / np.arange(1, len(run.losses) + 1)
+def online_bound(surrogate: np.ndarray, features: np.ndarray) -> np.ndarray:
+    """The bound of A3.2, divided by T, after T = 1, 2, ... steps with this mean of l^(t)(u)."""
+    return 8 / DELTA * surrogate + _transient(features, 1.0) / np.arange(1, len(surrogate) + 1)
 
 
 def _transient(features: np.ndarray, length: float) -> float:
@@ -225,8 +206,8 @@ def _running_mean(values: np.ndarray) -> np.ndarray:
     return np.cumsum(values) / np.arange(1, len(values) + 1)
 
 
-def _plot(runs: dict[str, Run], bounds: dict[str, np.ndarray]) -> str:
-    curves = {**{name: run.mean_losses for name, run in runs.items()}, **bounds}
+def _plot(runs: Runs, bounds: dict[str, np.ndarray]) -> str:
+    curves = {**{name: losses for name, (losses, _) in runs.items()}, **bounds}
     shown = np.unique(np.geomspace(1, len(curves[PAPER_UPDATE]), 200).astype(int)) - 1
     series = [Series(name=name, x=shown + 1, y=values[shown]) for name, values in curves.items()]
     return line_plot(series, x_label="steps T", y_label="mean AP-loss", log_x=True, y_range=(0, 1.5))
