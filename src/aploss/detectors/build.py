@@ -10,7 +10,7 @@ from torchvision.models.detection._utils import BoxCoder
 
 import aploss.detectors.retinanet
 import aploss.detectors.ssd  # noqa: F401  # each registers its detectors
-from aploss.detectors.criterion import Criterion, make_loss
+from aploss.detectors.criterion import BoxLoss, Criterion, make_loss
 from aploss.detectors.detector import DETECTORS as DETECTORS  # complete once this module is imported
 from aploss.detectors.detector import SETTINGS, Detector, DetectorConfig
 from aploss.detectors.labels import Assigner
@@ -34,7 +34,7 @@ def build_detector(
     loss: str | nn.Module = "ap",
     loss_options: dict[str, Any] | None = None,
     rank_over: Literal["batch", "image", "class"] = "batch",
-    box_loss: Literal["smooth-l1", "giou"] | None = None,
+    box_loss: BoxLoss | None = None,
     box_weight: float | Literal["balanced"] | None = None,
     assigner: Assigner = "iou",
     weights: str | Path | None = None,

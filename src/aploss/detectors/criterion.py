@@ -4,7 +4,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ MIN_IOU = 1e-6  # the target of a positive must be above 0, or it would count as
 REMOVED_OPTIONS = ("max_positives",)  # files of earlier versions have them; they did not change the loss
 CUSTOM = "custom"  # the name of a loss object that is not registered
 PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
+BoxLoss = Literal["smooth-l1", "paper-smooth-l1", "giou"]
 LOSS_NAMES: tuple[str, ...]  # plugins may add names later, so __getattr__ looks them up
 
 
@@ -156,10 +157,11 @@ class Criterion(nn.Module):
         rank_over: ``"batch"`` ranks the scores of all images and classes together (Section 3.4, against score shift);
             ``"image"`` and ``"class"`` rank each image or class separately and average over those that have positives
             (Section 3.1.1 argues against ``"class"``).
-        box_loss: ``"smooth-l1"`` or ``"giou"``.
+        box_loss: ``"smooth-l1"`` adds up the four coordinates of a box, ``"paper-smooth-l1"`` is their mean with beta
+            1, as in the code that the paper's authors released, and ``"giou"`` compares decoded boxes.
         box_weight: a factor, or ``"balanced"``: in each step, the factor by which the box loss reaches the value of the
             classification loss; for a loss with its own box loss (aLRP), the value of both together.
-        smooth_l1_beta: where smooth-L1 turns from quadratic to linear.
+        smooth_l1_beta: where ``"smooth-l1"`` turns from quadratic to linear.
         positive_iou: minimum overlap of a positive anchor.
         negative_iou: minimum overlap of an ignored anchor.
         assigner: ``"iou"`` uses these two, ``"atss"`` finds the positives by
@@ -173,7 +175,7 @@ class Criterion(nn.Module):
         num_classes: int,
         box_coder: BoxCoder,
         rank_over: Literal["batch", "image", "class"] = "batch",
-        box_loss: Literal["smooth-l1", "giou"] | None = None,
+        box_loss: BoxLoss | None = None,
         box_weight: float | Literal["balanced"] | None = None,
         smooth_l1_beta: float = 1 / 9,
         positive_iou: float = 0.5,
@@ -310,6 +312,8 @@ class Criterion(nn.Module):
             return box_losses
         predicted = deltas[labels.images, labels.anchors].float()
         wanted = self.box_coder.encode_single(labels.boxes, anchors[labels.anchors])
+        if self.box_loss == "paper-smooth-l1":
+            return F.smooth_l1_loss(predicted, wanted, reduction="none").mean(dim=1)
         return F.smooth_l1_loss(predicted, wanted, beta=self.smooth_l1_beta, reduction="none").sum(dim=1)
 
     def _decode(self, deltas: Tensor, anchors: Tensor, labels: AnchorLabels) -> Tensor:
@@ -370,7 +374,7 @@ class Criterion(nn.Module):
     def _check_options(self) -> None:
         choices = {
             "rank_over": ("batch", "image", "class"),
-            "box_loss": ("smooth-l1", "giou"),
+            "box_loss": get_args(BoxLoss),
             "assigner": ("iou", "atss"),
         }
         for option, allowed in choices.items():
