@@ -372,11 +372,7 @@ class Criterion(nn.Module):
                 raise DataError(f"labels of image {index} must be in 0..{self.num_classes - 1}, got {found}")
 
     def _check_options(self) -> None:
-        choices = {
-            "rank_over": ("batch", "image", "class"),
-            "box_loss": get_args(BoxLoss),
-            "assigner": ("iou", "atss"),
-        }
+        choices = {"rank_over": ("batch", "image", "class"), "box_loss": get_args(BoxLoss), "assigner": ("iou", "atss")}
         for option, allowed in choices.items():
             if (value := getattr(self, option)) not in allowed:
                 raise ConfigError(f"{option} must be one of {', '.join(allowed)}, got {value!r}")
