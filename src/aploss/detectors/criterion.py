@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
@@ -67,14 +67,19 @@ def make_loss(name: str, **options: Any) -> nn.Module:
     loss_class = _CustomLossPlaceholder if name == CUSTOM else LOSSES.get(name)
     allowed = _option_names(loss_class)
     options = {key: value for key, value in options.items() if key in allowed or key not in REMOVED_OPTIONS}
-    for option in options:
-        if option not in allowed:
-            known = f"it has: {', '.join(allowed) or 'none'}{did_you_mean(option, allowed)}"
-            raise ConfigError(f"loss {name!r} has no option {option!r}; {known}")
+    check_options(f"loss {name!r}", options, allowed)
     try:
         return loss_class(**options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"loss {name!r}: {error}") from error
+
+
+def check_options(owner: str, options: Iterable[str], allowed: Sequence[str]) -> None:
+    """Raises ConfigError for the first option that its owner does not have."""
+    for option in options:
+        if option not in allowed:
+            known = f"it has: {', '.join(allowed) or 'none'}{did_you_mean(option, allowed)}"
+            raise ConfigError(f"{owner} has no option {option!r}; {known}")
 
 
 def describe_loss(loss: nn.Module) -> tuple[str, dict[str, Any]]:
@@ -245,11 +250,8 @@ class Criterion(nn.Module):
             DataError: if there is not one target per image, or a label is outside 0..K-1.
         """
 
-        def label() -> AnchorLabels:
-            self._check_targets(logits, targets)
-            return self.label(anchors, targets)
-
-        labels = self._raise_on_all_ranks(logits.device, label)
+        self._raise_on_all_ranks(logits.device, partial(self._check_targets, len(logits), targets))
+        labels = self.label(anchors, targets)
         all_anchors = anchors if isinstance(anchors, Tensor) else torch.cat(list(anchors))
         box_losses = self._box_losses(deltas, all_anchors, labels)
         classify = partial(self._classify, logits, deltas, all_anchors, labels, box_losses)
@@ -362,9 +364,9 @@ class Criterion(nn.Module):
                 raise OtherProcessError(cause)
         return result  # type: ignore[return-value]  # nothing was raised here
 
-    def _check_targets(self, logits: Tensor, targets: Sequence[Mapping[str, Tensor]]) -> None:
-        if len(targets) != len(logits):
-            raise DataError(f"a batch of {len(logits)} images has {len(targets)} targets")
+    def _check_targets(self, batch_size: int, targets: Sequence[Mapping[str, Tensor]]) -> None:
+        if len(targets) != batch_size:
+            raise DataError(f"a batch of {batch_size} images has {len(targets)} targets")
         for index, target in enumerate(targets):
             labels = target["labels"]
             if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.num_classes:

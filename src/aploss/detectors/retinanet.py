@@ -40,7 +40,6 @@ from aploss.errors import ConfigError, RunError, did_you_mean, require_packages
 PRIOR_LOG_ODDS = math.log(0.01 / 0.99)  # initial log-odds of every score
 RATIOS = (0.5, 1.0, 2.0)
 OCTAVE_SCALES = {6: (1.0, 2 ** (1 / 2)), 9: (1.0, 2 ** (1 / 3), 2 ** (2 / 3))}  # by anchors per cell
-MATCHING = {"positive_iou": 0.5, "negative_iou": 0.4}
 NORMS: dict[str, Callable[..., nn.Module]] = {
     "frozen-bn": FrozenBatchNorm2d,
     "group": partial(nn.GroupNorm, 32),
@@ -87,8 +86,7 @@ def retinanet_network(
         body: returns a dict or list of feature maps for images [B, 3, H, W], each of half the size of the previous one;
             for example torchvision's ``IntermediateLayerGetter``, or a model of timm with ``features_only=True``.
             Channels and strides are found from the maps.
-        columns: number of logits per anchor, see :meth:`DetectorConfig.network`.
-        softmax: see :meth:`DetectorConfig.network`.
+        columns, softmax: see :meth:`DetectorConfig.network`.
         channels: channels of the pyramid and the heads.
         extra_levels: number of pyramid levels above the last map.
         head_convolutions: layers of each head before the last one, at most 4.
@@ -98,8 +96,7 @@ def retinanet_network(
         anchor_grid: ``"exact"`` places anchors at multiples of the strides. ``"torchvision"`` divides the size of the
             padded image by that of the feature map; for sizes that are not multiples of the largest stride the grid is
             slightly narrower, which torchvision's weights expect.
-        image_mean: mean of images in [0, 1] for normalisation.
-        image_std: standard deviation for normalisation.
+        image_mean, image_std: mean and standard deviation of images in [0, 1] for normalisation.
 
     Raises:
         ConfigError: if the sizes of the feature maps do not halve, or an option is invalid.
@@ -132,8 +129,13 @@ def retinanet_network(
         size_divisor=strides[-1],
         image_mean=image_mean,
         image_std=image_std,
-        matching=MATCHING,
     )
+
+
+# P3-P6 of 64 channels and two layers per head with GroupNorm, for CPUs.
+small_retinanet_network = partial(
+    retinanet_network, channels=64, extra_levels=1, head_convolutions=2, head_norm=partial(nn.GroupNorm, 8)
+)
 
 
 def _anchor_generator(strides: Sequence[int], per_cell: int, size: float) -> AnchorGenerator:
@@ -199,8 +201,7 @@ class ResNetRetinaNet(DetectorConfig):
     Attributes:
         norm: ``"frozen-bn"`` for pretrained backbones as in the paper, ``"group"`` or ``"batch"`` from scratch. With
             ``"group"`` the heads have GroupNorm, too.
-        anchors_per_cell: see :func:`retinanet_network`.
-        anchor_grid: see :func:`retinanet_network`.
+        anchors_per_cell, anchor_grid: see :func:`retinanet_network`.
         trainable_stages: number of trainable stages of the ResNet's five, counted from the last.
     """
 
@@ -244,14 +245,10 @@ class TinyRetinaNet(DetectorConfig):
     anchors_per_cell: Literal[6, 9] = 6  # 6 (2 octave scales x 3 ratios) or 9
 
     def network(self, *, columns: int, softmax: bool) -> Network:
-        return retinanet_network(
+        return small_retinanet_network(
             _last_three_stages(TinyResNet()),
             columns=columns,
             softmax=softmax,
-            channels=64,
-            extra_levels=1,
-            head_convolutions=2,
-            head_norm=partial(nn.GroupNorm, TinyResNet.groups),
             anchors_per_cell=self.anchors_per_cell,
             anchor_size=2.0,
         )
@@ -371,14 +368,10 @@ class RetinaNetLite0(DetectorConfig):
     anchors_per_cell: Literal[6, 9] = 6  # 6 (2 octave scales x 3 ratios) or 9
 
     def network(self, *, columns: int, softmax: bool) -> Network:
-        return retinanet_network(
+        return small_retinanet_network(
             EfficientNetLite0(),
             columns=columns,
             softmax=softmax,
-            channels=64,
-            extra_levels=1,
-            head_convolutions=2,
-            head_norm=partial(nn.GroupNorm, 8),
             anchors_per_cell=self.anchors_per_cell,
             anchor_size=3.0,
             image_mean=LITE0_MEAN,
