@@ -193,7 +193,8 @@ def test_a_config_of_earlier_versions_builds_the_same_detector() -> None:
     loss_options = detector.config["loss_options"]
     assert (loss_options["delta"], loss_options["interpolated"]) == (0.5, True)
     assert {**detector.config, "test_size": [600, 1000]} == {
-        **config, "norm": "group", "anchor_grid": "exact", "trainable_stages": 5, "assigner": "iou",
+        **config, "norm": "group", "anchor_grid": "exact", "p6_from": "p5",
+        "initialisation": "torchvision", "trainable_stages": 5, "assigner": "iou",
         "loss_options": loss_options,
     }  # fmt: skip
 
