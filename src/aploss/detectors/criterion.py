@@ -82,6 +82,12 @@ def check_options(owner: str, options: Iterable[str], allowed: Sequence[str]) ->
             raise ConfigError(f"{owner} has no option {option!r}; {known}")
 
 
+def check_choice(option: str, value: object, allowed: Iterable[object]) -> None:
+    """Raises ConfigError for a value that is not one of those allowed."""
+    if value not in allowed:
+        raise ConfigError(f"{option} must be one of {', '.join(map(str, allowed))}, got {value!r}")
+
+
 def describe_loss(loss: nn.Module) -> tuple[str, dict[str, Any]]:
     """The name and options from which :func:`make_loss` creates an equal loss.
 
@@ -374,10 +380,9 @@ class Criterion(nn.Module):
                 raise DataError(f"labels of image {index} must be in 0..{self.num_classes - 1}, got {found}")
 
     def _check_options(self) -> None:
-        choices = {"rank_over": ("batch", "image", "class"), "box_loss": get_args(BoxLoss), "assigner": ("iou", "atss")}
-        for option, allowed in choices.items():
-            if (value := getattr(self, option)) not in allowed:
-                raise ConfigError(f"{option} must be one of {', '.join(allowed)}, got {value!r}")
+        check_choice("rank_over", self.rank_over, ("batch", *GROUP_DIMENSION))
+        check_choice("box_loss", self.box_loss, get_args(BoxLoss))
+        check_choice("assigner", self.assigner, get_args(Assigner))
         traits = traits_of(self.loss)
         label = traits.label or type(self.loss).__name__
         if self.rank_over == "class" and not traits.groups:

@@ -27,6 +27,7 @@ from torchvision.models.resnet import BasicBlock
 from torchvision.ops import FeaturePyramidNetwork, FrozenBatchNorm2d
 from torchvision.ops.feature_pyramid_network import ExtraFPNBlock, LastLevelP6P7
 
+from aploss.detectors.criterion import check_choice
 from aploss.detectors.detector import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -118,9 +119,9 @@ def retinanet_network(
             f"strides {', '.join(map(str, strides))}"
         )
     levels = [*strides, *(strides[-1] * 2**level for level in range(1, extra_levels + 1))]
-    _check_choice("anchor_grid", anchor_grid, get_args(AnchorGrid))
-    _check_choice("p6_from", p6_from, ("p5", "c5"))
-    _check_choice("initialisation", initialisation, get_args(Initialisation))
+    check_choice("anchor_grid", anchor_grid, get_args(AnchorGrid))
+    check_choice("p6_from", p6_from, ("p5", "c5"))
+    check_choice("initialisation", initialisation, get_args(Initialisation))
     generator = _anchor_generator(levels, anchors_per_cell, anchor_size, is_rounded=anchor_grid != "centred")
     backbone = _PyramidBackbone(body, [shape[1] for shape in shapes], channels, extra_levels, p6_from)
     head = RetinaNetHead(channels, anchors_per_cell, columns, norm_layer=head_norm)
@@ -153,11 +154,6 @@ small_retinanet_network = partial(
 )
 
 
-def _check_choice(option: str, value: Any, allowed: Iterable[Any]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{option} must be one of {', '.join(map(str, allowed))}, got {value!r}")
-
-
 class _UnroundedAnchors(AnchorGenerator):  # type: ignore[misc]
     def generate_anchors(self, scales: list[float], aspect_ratios: list[float], *_: Any, **__: Any) -> Tensor:
         """The anchors of a cell around 0, [ratios x scales, 4], in the order of torchvision, which rounds them."""
@@ -167,7 +163,7 @@ class _UnroundedAnchors(AnchorGenerator):  # type: ignore[misc]
 
 
 def _anchor_generator(strides: Sequence[int], per_cell: int, size: float, *, is_rounded: bool) -> AnchorGenerator:
-    _check_choice("anchors_per_cell", per_cell, OCTAVE_SCALES)
+    check_choice("anchors_per_cell", per_cell, OCTAVE_SCALES)
     # torchvision truncates the sizes of its nine anchors to integers, and its weights expect that.
     number = int if per_cell == 9 else float
     sizes = tuple(tuple(number(size * stride * scale) for scale in OCTAVE_SCALES[per_cell]) for stride in strides)
@@ -254,7 +250,7 @@ class ResNetRetinaNet(DetectorConfig):
         cls.named_weights = {"imagenet": f"ResNet{cls.depth}_Weights.IMAGENET1K_V1", **cls.named_weights}
 
     def network(self, *, columns: int, softmax: bool) -> Network:
-        _check_choice("norm", self.norm, NORMS)
+        check_choice("norm", self.norm, NORMS)
         body = getattr(resnet, f"resnet{self.depth}")(weights=None, norm_layer=NORMS[self.norm])
         _freeze(body, self.trainable_stages)
         return retinanet_network(
