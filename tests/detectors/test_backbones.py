@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from aploss.detectors import build_detector, load, register_detector, save_detector
-from aploss.detectors.retinanet import TimmRetinaNet
+from aploss.detectors import build_detector, load, save_detector
 from aploss.errors import ConfigError, RunError
 
 KINDS = ["resnet10t", "convnext_atto", "pvt_v2_b0", "swin_tiny_patch4_window7_224"]
@@ -20,21 +19,6 @@ def timm():
 
     timm.models.register_model(convnext_of_one_block_a_stage)
     return timm
-
-
-@pytest.fixture(scope="module")
-def short_heads():
-    """The name of a detector like ``retinanet``; of the four equal convolutions in each of its heads it has one."""
-
-    @register_detector("retinanet-with-short-heads")
-    class ShortHeads(TimmRetinaNet):
-        def network(self, **options):
-            network = super().network(**options)
-            for part in (network.head.classification_head, network.head.regression_head):
-                part.conv = part.conv[:1]
-            return network
-
-    return "retinanet-with-short-heads"
 
 
 def make(backbone, name="retinanet", **options):
@@ -58,19 +42,6 @@ def test_a_backbone_trains_a_step_and_comes_back_from_a_file(backbone, tmp_path)
         for mine, theirs in zip(detector.eval()(images), again.eval()(images), strict=True):
             assert torch.equal(mine["scores"], theirs["scores"])
             assert torch.equal(mine["boxes"], theirs["boxes"])
-
-
-def test_an_exported_backbone_detects_the_same(short_heads, tmp_path):
-    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
-    from aploss.detectors.export import OnnxDetector, export_onnx
-
-    detector = make("convnext_of_one_block_a_stage", short_heads).eval()
-    export_onnx(detector, tmp_path / "model.onnx")
-    image = torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        (mine,) = detector([image])
-    (theirs,) = OnnxDetector(tmp_path / "model.onnx").detect([image])
-    assert torch.allclose(mine["scores"][:10], torch.as_tensor(theirs["scores"][:10]), atol=1e-4)
 
 
 def test_weights_of_the_classifier_go_into_the_backbone(timm, tmp_path):

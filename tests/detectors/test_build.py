@@ -75,10 +75,17 @@ def test_loss_object_is_used_as_it_is() -> None:
         build_detector("retinanet-tiny", class_names=["a"], loss=loss, loss_options={"delta": 1.0})
 
 
-def test_detector_with_a_loss_of_the_users_own_is_rebuilt_for_inference() -> None:
-    detector = build_detector("retinanet-tiny", class_names=["a"], loss=torch.nn.SoftMarginLoss())
+class _Softmax(nn.Module):
+    traits = LossTraits(softmax=True)
+
+
+@pytest.mark.parametrize("loss", [nn.SoftMarginLoss(), _Softmax()])
+def test_detector_with_a_loss_of_the_users_own_is_rebuilt_for_inference(loss: nn.Module) -> None:
+    detector = build_detector("retinanet-tiny", class_names=["a"], loss=loss)
+    assert detector.config["loss"] == "custom"
     again = build_detector(**detector.config).eval()
     again.load_state_dict(detector.state_dict())
+    assert again.uses_softmax == isinstance(loss, _Softmax)
     with torch.inference_mode():
         assert len(again(torch.rand(1, 3, 64, 64))) == 1
 
@@ -186,7 +193,8 @@ def test_a_config_of_earlier_versions_builds_the_same_detector() -> None:
     loss_options = detector.config["loss_options"]
     assert (loss_options["delta"], loss_options["interpolated"]) == (0.5, True)
     assert {**detector.config, "test_size": [600, 1000]} == {
-        **config, "norm": "group", "anchor_grid": "exact", "trainable_stages": 5, "assigner": "iou",
+        **config, "norm": "group", "anchor_grid": "exact", "p6_from": "p5",
+        "initialisation": "torchvision", "trainable_stages": 5, "assigner": "iou",
         "loss_options": loss_options,
     }  # fmt: skip
 
@@ -213,17 +221,6 @@ def test_a_registered_loss_is_built_described_and_listed() -> None:
     assert detector.config["loss_options"] == {"scale": 3.0}
     with pytest.raises(ConfigError):
         make_loss("mean-of-positives", process_group=None)
-
-
-def test_a_softmax_loss_of_the_users_own_is_rebuilt_with_its_background_column() -> None:
-    class MySoftmax(nn.Module):
-        traits = LossTraits(softmax=True)
-
-    detector = build_detector("retinanet-tiny", class_names=["a"], loss=MySoftmax())
-    assert detector.config["loss"] == "custom"
-    again = build_detector(**detector.config)
-    again.load_state_dict(detector.state_dict())
-    assert again.uses_softmax
 
 
 def test_the_initial_weights_do_not_depend_on_the_loss() -> None:

@@ -48,6 +48,34 @@ def test_smooth_l1_box_loss_worked_by_hand() -> None:
     assert losses["box"].item() == pytest.approx(by_hand, rel=1e-6)
 
 
+def test_paper_smooth_l1_is_the_formula_of_the_authors_code() -> None:
+    anchors, targets, logits, deltas = random_batch(seed=3)
+    deltas = (3 * deltas).requires_grad_()  # on both sides of beta
+    criterion = make_criterion(box_loss="paper-smooth-l1", smooth_l1_beta=1 / 9)
+    box = criterion(logits, deltas, anchors, targets)["box"]
+    (gradient,) = torch.autograd.grad(box, deltas)
+
+    labels = label_anchors(anchors, targets)
+    count, value, wanted = len(labels.boxes), 0.0, torch.zeros_like(deltas)
+    rows = zip(labels.images.tolist(), labels.anchors.tolist(), labels.boxes.tolist(), strict=True)
+    for image, index, (x1, y1, x2, y2) in rows:
+        left, top, right, bottom = anchors[index].tolist()
+        width, height = right - left, bottom - top
+        offsets = (
+            ((x1 + x2) / 2 - (left + right) / 2) / width / 0.1,
+            ((y1 + y2) / 2 - (top + bottom) / 2) / height / 0.1,
+            math.log((x2 - x1) / width) / 0.2,
+            math.log((y2 - y1) / height) / 0.2,
+        )
+        for coordinate, offset in enumerate(offsets):
+            difference = deltas[image, index, coordinate].item() - offset
+            quadratic = abs(difference) <= 1
+            value += (0.5 * difference**2 if quadratic else abs(difference) - 0.5) / (4 * count)
+            wanted[image, index, coordinate] = (difference if quadratic else math.copysign(1, difference)) / (4 * count)
+    assert box.item() == pytest.approx(value, rel=1e-6)
+    torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-6)
+
+
 def test_box_loss_is_the_mean_over_the_positives_of_the_batch() -> None:
     first, second = one_object([0.0, 0.0, 10.0, 11.0], 0), one_object([50.0, 51.0, 60.0, 60.0], 1)
     criterion = make_criterion()
@@ -204,10 +232,8 @@ def test_wrong_options_are_refused() -> None:
         make_loss("apx")
     with pytest.raises(ConfigError):
         make_criterion("focal", rank_over="class")  # it has no groups
-    grouped = make_loss("ap")
-    grouped.groups = 0
     with pytest.raises(ConfigError):
-        make_criterion(grouped, rank_over="image")
+        make_criterion(make_loss("ap", groups=0), rank_over="image")
     for wrong in ({"rank_over": "epoch"}, {"box_weight": -1.0}, {"positive_iou": 0.3}, {"assigner": "best"}):
         with pytest.raises(ConfigError):
             make_criterion(**wrong)

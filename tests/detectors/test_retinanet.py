@@ -74,6 +74,29 @@ def test_exact_grid_keeps_the_stride_where_torchvisions_shrinks_it() -> None:
     assert [step[0].item() for step in steps] == [128, 80]
 
 
+def test_the_paper_options_are_those_of_the_authors_code() -> None:
+    torch.manual_seed(0)
+    options = {"anchor_grid": "centred", "p6_from": "c5", "initialisation": "paper"}
+    detector = build_detector("retinanet-r18", class_names=CLASSES, **options)
+    for level, stride in zip(detector.anchors_for(256, 256), (8, 16, 32, 64, 128), strict=True):
+        by_hand, cells = [], 256 // stride
+        for row in range(cells):
+            for column in range(cells):
+                x, y = (column + 0.5) * stride, (row + 0.5) * stride
+                for ratio in (0.5, 1, 2):
+                    for scale in (1, 2**0.5):
+                        width, height = 4 * stride * scale / ratio**0.5, 4 * stride * scale * ratio**0.5
+                        by_hand.append([x - width / 2, y - height / 2, x + width / 2, y + height / 2])
+        torch.testing.assert_close(level, torch.tensor(by_hand))
+    fpn = detector.backbone.fpn
+    assert fpn.extra_blocks.p6.in_channels == 512  # C5 of a ResNet-18
+    features = {str(index): torch.rand(1, 64 * 2**index, 8, 8) for index in (1, 2, 3)}
+    torch.testing.assert_close(fpn(features)["p6"], fpn.extra_blocks.p6(features["3"]))
+    assert fpn.extra_blocks.p7.weight.std().item() == pytest.approx(0.01, rel=0.02)
+    assert fpn.layer_blocks[0][0].weight.std().item() == pytest.approx(0.01, rel=0.02)
+    assert detector.head.regression_head.bbox_reg.weight.std().item() == pytest.approx(0.001, rel=0.05)
+
+
 def test_scores_start_at_the_prior_of_one_percent() -> None:
     for name in ("retinanet-tiny", "retinanet-r18"):
         torch.manual_seed(0)
@@ -169,6 +192,7 @@ def test_mistakes_are_refused(tiny: Detector) -> None:
     for wrong in ([], [torch.zeros(3, 128, 128, dtype=torch.uint8)]):
         with pytest.raises(DataError):
             tiny(wrong)
-    for option in ({"norm": "layer"}, {"anchors_per_cell": 3}, {"anchor_grid": "other"}, {"trainable_stages": 6}):
-        with pytest.raises(ConfigError, match=next(iter(option))):
-            build_detector("retinanet-r18", class_names=CLASSES, **option)
+    wrong = {"norm": "layer", "anchors_per_cell": 3, "anchor_grid": "other", "p6_from": "c4", "trainable_stages": 6}
+    for option, value in wrong.items():
+        with pytest.raises(ConfigError, match=option):
+            build_detector("retinanet-r18", class_names=CLASSES, **{option: value})

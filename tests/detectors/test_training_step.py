@@ -71,13 +71,3 @@ def test_step_under_autocast_and_compile_runs(make_target: Callable[..., Any]) -
     torch.testing.assert_close(detector(images, targets), plain)
     names = {name.split(".")[0] for name in detector.state_dict()}
     assert names == {"backbone", "head"}  # weights keep their names
-
-
-def test_crowd_and_difficult_objects_take_no_part_in_the_loss(make_target: Callable[..., Any]) -> None:
-    detector = build_detector("retinanet-tiny", class_names=CLASSES)
-    target = make_target(4, size=64)
-    flags = torch.tensor([True, True, False, False])
-    target = {**target, "crowd": flags, "difficult": ~flags}
-    losses = detector(torch.rand(1, 3, 64, 64), [target])
-    assert losses["box"].item() == 0.0
-    assert losses["classification"].item() == 0.0

@@ -13,10 +13,11 @@ from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.fcos import FCOSHead
 from torchvision.models.detection.ssdlite import ssdlite320_mobilenet_v3_large
 
+from aploss.data.annotations import DetectionDataset
 from aploss.data.builtin import builtin_dataset
 from aploss.detectors import build_detector
 from aploss.errors import ConfigError, DataError
-from aploss.evaluation import coco_metrics
+from aploss.evaluation import DetectionTable, coco_metrics
 from aploss.integrations import ScoreThresholdWarning, calibrate, calibration_of, use_loss
 from aploss.integrations.shared import fit_precision
 from aploss.losses import APLoss
@@ -118,32 +119,31 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[FCOS, Any, Any]:
     torch.manual_seed(0)
     cache, size = tmp_path_factory.mktemp("builtin"), 64
     train, held_out, others = (
-        _samples(builtin_dataset(split, cache=cache, image_size=size, counts=(160, 60, 60)))
-        for split in ("train", "val", "test")
+        builtin_dataset(split, cache=cache, image_size=size, counts=(160, 60, 60)) for split in ("train", "val", "test")
     )
     backbone = build_detector("retinanet-tiny", class_names=["a"]).backbone
     anchors = AnchorGenerator(((8,), (16,), (32,), (64,)), ((1.0,),) * 4)
     head = FCOSHead(backbone.out_channels, 1, CLASSES, num_convs=1)
     model = FCOS(backbone, CLASSES, anchor_generator=anchors, head=head, min_size=size, max_size=size)
     use_loss(model, APLoss())
-    _train(model, *train)
-    return model, held_out, others
+    _train(model, *_samples(train))
+    return model, _samples(held_out), others
 
 
 def test_calibration_keeps_the_ap_that_a_threshold_costs(trained: tuple[FCOS, Any, Any]) -> None:
     """Precision below 0.2 is worth something to AP, so that 0.2 costs AP before and after: the threshold is lowered."""
     model, held_out, others = trained
-    at_own_threshold = _ap(model, *others)
+    at_own_threshold = _ap(model, others)
     model.score_thresh = 0.0
-    without = _ap(model, *others)
+    without = _ap(model, others)
     model.score_thresh = 0.2
-    at_precision = _ap(calibrate(model, *held_out, score_thresh=0.2), *others)
+    at_precision = _ap(calibrate(model, *held_out, score_thresh=0.2), others)
     with pytest.warns(ScoreThresholdWarning, match=r"lowered to 0\.0"):
         calibrate(model, *held_out)
     assert without > 0.2
     assert at_own_threshold < without - 0.02
     assert at_precision < without - 0.02
-    assert _ap(model, *others) > without - 0.01
+    assert _ap(model, others) > without - 0.01
     # neither does it keep everything: most detections are of no use to AP
     assert 0.001 < calibration_of(model)([model.score_thresh]) < 0.2
     assert calibrate(model, None).score_thresh == 0.2
@@ -161,30 +161,15 @@ def _train(model: FCOS, images: list[Tensor], targets: list[dict[str, Tensor]], 
         schedule.step()
 
 
-def _samples(dataset: Any) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+def _samples(dataset: DetectionDataset) -> tuple[list[Tensor], list[dict[str, Any]]]:
     samples = [dataset[index] for index in range(len(dataset))]
     images = [image.as_subclass(Tensor).float() / 255 for image, _ in samples]
-    targets = [{"boxes": target["boxes"].as_subclass(Tensor), "labels": target["labels"]} for _, target in samples]
-    return images, targets
+    return images, [{**target, "boxes": target["boxes"].as_subclass(Tensor)} for _, target in samples]
 
 
-def _ap(model: Any, images: list[Tensor], targets: list[dict[str, Tensor]]) -> float:
+def _ap(model: Any, dataset: DetectionDataset) -> float:
+    images, targets = _samples(dataset)
     with torch.inference_mode():
         detections = model.eval()(images)
-    results, objects = [], []
-    for image, (found, target) in enumerate(zip(detections, targets, strict=True)):
-        for box, score, label in zip(*(found[key].tolist() for key in found), strict=True):
-            results.append({"image_id": image, "category_id": label, "score": score, "bbox": _xywh(box)})
-        for box, label in zip(target["boxes"].tolist(), target["labels"].tolist(), strict=True):
-            objects.append({"image_id": image, "category_id": label, "bbox": _xywh(box)})
-    truth = {
-        "images": [{"id": image} for image in range(len(targets))],
-        "categories": [{"id": k, "name": str(k)} for k in range(CLASSES)],
-        "annotations": objects,
-    }
-    return coco_metrics(truth, results).AP
-
-
-def _xywh(box: list[float]) -> list[float]:
-    left, top, right, bottom = box
-    return [left, top, right - left, bottom - top]
+    found = DetectionTable.from_predictions([target["image_id"] for target in targets], detections)
+    return coco_metrics(dataset.to_coco(), found).AP

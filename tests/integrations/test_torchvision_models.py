@@ -4,7 +4,6 @@ import copy
 import pickle
 import warnings
 from collections import OrderedDict
-from inspect import signature
 from typing import Any
 
 import pytest
@@ -148,7 +147,6 @@ def test_ap_loss_ranks_the_whole_batch_of_torchvisions_matches() -> None:
     torch.testing.assert_close(found, ap_loss(seen["scores"], seen["targets"], delta=0.7))
 
 
-@pytest.mark.skipif("groups" not in signature(APLoss).parameters, reason="groups are not a constructor option yet")
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_of_dimension_0_rank_each_image_separately(kind: str) -> None:
     images, targets = make_batch(kind)

@@ -5,24 +5,22 @@ One family with sigmoid scores and one with a softmax get every loss, the others
 
 import copy
 import pickle
-import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as processes
 import torch.nn.functional as F
+from processes import run_group
 from torch import Tensor, nn
-from torchvision.ops import box_convert, box_iou, generalized_box_iou
+from torchvision.ops import box_convert, generalized_box_iou
 
 from aploss.detectors import make_loss
 from aploss.errors import ConfigError, DataError, RunError
 from aploss.evaluation import Calibration
-from aploss.integrations import ScoreThresholdWarning, calibrate, calibration_of, set_calibration, use_loss
+from aploss.integrations import calibrate, calibration_of, set_calibration, use_loss
 from aploss.losses import ALRPLoss, APLoss, FocalLoss, OHEMCrossEntropy, RankSortLoss, ap_loss
 from aploss.losses.traits import LOSSES, LossTraits, traits_of
 
@@ -264,27 +262,6 @@ def _is_class(name: str) -> bool:
 # Other losses get what they need
 
 
-@pytest.mark.parametrize("family", BOTH)
-def test_rank_and_sort_gets_the_iou_of_the_matched_boxes(family: str) -> None:
-    model = make_model(family)
-    images, labels = make_batch()
-    seen = _seen_by_loss_function(model)
-    loss = RankSortLoss()
-    use_loss(model, loss)
-    found = step(model, images, labels)
-
-    def by_hand(logits: Tensor, positives: Any, boxes: Tensor, objects: Any) -> float:
-        scores = _log_odds(logits) if family in SOFTMAX else logits.double()
-        targets = torch.zeros(scores.shape, dtype=torch.float64)
-        for place, wanted in zip(positives, objects, strict=True):
-            pair = box_convert(torch.stack([boxes[place[0], place[1]], wanted]), "cxcywh", "xyxy")
-            targets[place] = max(1e-6, box_iou(pair[:1], pair[1:]).item())
-        return float(sum(loss(scores.detach(), targets)))
-
-    for name, value in _expected_terms(family, model, seen, labels, by_hand).items():
-        assert found.loss_dict[name].item() == pytest.approx(value, abs=1e-5), name
-
-
 def test_alrp_gets_the_giou_losses_of_the_matched_boxes_and_replaces_that_term() -> None:
     family = "rt-detr-v2"
     model = make_model(family)
@@ -360,17 +337,6 @@ def test_every_loss_trains_all_that_the_models_own_loss_trains(family: str, name
     assert any(gradient.any() for n, gradient in gradients.items() if "class" in n)
 
 
-def test_a_loss_of_torch_gets_float_targets_and_the_shape_of_the_logits() -> None:
-    loss = nn.BCEWithLogitsLoss()
-    given: dict[str, Any] = {}
-    loss.register_forward_pre_hook(lambda _, arguments: given.update(all=arguments))
-    output = step(use_loss(make_model("yolos"), loss), *make_batch())
-    scores, targets = given["all"]
-    assert scores.shape == targets.shape == (3, 12, 3)
-    assert targets.dtype == scores.dtype
-    torch.testing.assert_close(output.loss_dict["loss_ce"], F.binary_cross_entropy_with_logits(scores, targets))
-
-
 class IoUWeighted(nn.Module):
     """A user's loss that says by its traits alone what it wants."""
 
@@ -428,26 +394,6 @@ def test_only_the_loss_of_this_model_changes_and_none_restores_it(family: str) -
     assert torch.equal(step(other, images, labels).loss, expected.loss)
     assert use_loss(model, None).loss_function is own
     assert torch.equal(step(model, images, labels).loss, expected.loss)
-
-
-def test_a_loss_function_of_the_users_is_kept_and_given_back() -> None:
-    model = make_model("detr")
-    images, labels = make_batch()
-    own = model.loss_function
-    once = step(use_loss(model, APLoss()), images, labels).loss
-    use_loss(model, None).loss_function = _TwiceTheLoss(own)
-    twice = step(use_loss(model, APLoss()), images, labels).loss
-    torch.testing.assert_close(twice, 2 * once)
-    assert isinstance(use_loss(model, None).loss_function, _TwiceTheLoss)
-
-
-class _TwiceTheLoss:
-    def __init__(self, own: Any) -> None:
-        self.own = own
-
-    def __call__(self, logits: Tensor, labels: Labels, device: Any, pred_boxes: Tensor, config: Any, *rest: Any) -> Any:
-        total, terms, auxiliary = self.own(logits, labels, device, pred_boxes, config, *rest)
-        return 2 * total, terms, auxiliary
 
 
 def test_copies_and_pickles_have_the_loss_and_files_do_not(tmp_path: Path) -> None:
@@ -518,17 +464,6 @@ def test_wrong_weights_are_refused() -> None:
     use_loss(model, APLoss(), weights={"fgl": 0.3})
 
 
-@pytest.mark.filterwarnings("default")
-def test_a_warning_says_that_thresholds_are_arbitrary_for_uncalibrated_scores() -> None:
-    with pytest.warns(ScoreThresholdWarning) as caught:
-        use_loss(make_model("rt-detr"), APLoss())
-    assert caught[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        use_loss(make_model("rt-detr"), FocalLoss())
-        use_loss(make_model("rt-detr"), None)
-
-
 def test_autocast_and_gradient_checkpointing_train() -> None:
     model = use_loss(make_model("deformable-detr"), RankSortLoss())
     model.gradient_checkpointing_enable()
@@ -548,10 +483,7 @@ def test_a_compiled_model_trains_with_the_loss() -> None:
     torch._dynamo.reset()
 
 
-def _class_term_of_one_process(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=120))
+def _class_term_of_one_process(rank: int) -> tuple[Tensor, dict[str, Tensor | None]]:
     images, labels = make_batch()
     mine = slice(0, 2) if rank == 0 else slice(2, 3)
     model = use_loss(make_model("yolos"), APLoss(process_group=dist.group.WORLD))
@@ -560,18 +492,14 @@ def _class_term_of_one_process(rank: int, folder: str) -> None:
     output = step(parallel, images[mine], labels[mine])
     output.loss.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if n.startswith("class_labels")}
-    torch.save((output.loss_dict["loss_ce"].detach(), gradients), f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return output.loss_dict["loss_ce"].detach(), gradients
 
 
-def test_processes_rank_together_where_the_loss_has_a_group(tmp_path: Path) -> None:
-    processes.start_processes(_class_term_of_one_process, (str(tmp_path),), nprocs=2, start_method="fork")
-    images, labels = make_batch()
+def test_processes_rank_together_where_the_loss_has_a_group() -> None:
     model = use_loss(make_model("yolos"), APLoss())
-    whole = step(model, images, labels)
+    whole = step(model, *make_batch())
     whole.loss.backward()
-    for rank in range(2):
-        value, gradients = torch.load(tmp_path / f"{rank}.pt")
+    for value, gradients in run_group(2, _class_term_of_one_process):
         assert value.item() == pytest.approx(whole.loss_dict["loss_ce"].item(), abs=1e-6)
         for name, gradient in gradients.items():  # the head's, which box terms do not reach
             expected = dict(model.named_parameters())[name].grad
@@ -638,15 +566,8 @@ def test_calibration_without_objects_or_with_too_few_targets_is_refused() -> Non
         calibrate(model, images, labels, score_thresh=0.5)
     with pytest.raises(ConfigError):
         use_loss(model, APLoss(), score_thresh=0.5)
-
-
-def test_another_loss_takes_the_calibration_away() -> None:
-    model = make_model("rt-detr")
     set_calibration(model, STEEP)
-    use_loss(model, APLoss())
-    assert calibration_of(model) is None
-    set_calibration(model, STEEP)
-    use_loss(model, None)
+    use_loss(model, APLoss())  # a calibration belongs to its loss
     assert calibration_of(model) is None
 
 

@@ -10,11 +10,11 @@ from torchvision.models.detection._utils import BoxCoder
 
 import aploss.detectors.retinanet
 import aploss.detectors.ssd  # noqa: F401  # each registers its detectors
-from aploss.detectors.criterion import Criterion, make_loss
+from aploss.detectors.criterion import BoxLoss, Criterion, check_options, make_loss
 from aploss.detectors.detector import DETECTORS as DETECTORS  # complete once this module is imported
 from aploss.detectors.detector import SETTINGS, Detector, DetectorConfig
 from aploss.detectors.labels import Assigner
-from aploss.errors import ConfigError, did_you_mean
+from aploss.errors import ConfigError
 from aploss.losses.traits import traits_of
 
 BOX_CODER_WEIGHTS = (10.0, 10.0, 5.0, 5.0)  # regression targets are divided by .1, .1, .2, .2
@@ -34,7 +34,7 @@ def build_detector(
     loss: str | nn.Module = "ap",
     loss_options: dict[str, Any] | None = None,
     rank_over: Literal["batch", "image", "class"] = "batch",
-    box_loss: Literal["smooth-l1", "giou"] | None = None,
+    box_loss: BoxLoss | None = None,
     box_weight: float | Literal["balanced"] | None = None,
     assigner: Assigner = "iou",
     weights: str | Path | None = None,
@@ -47,10 +47,7 @@ def build_detector(
         class_names: names of the K classes; label k is the k-th.
         loss: one of ``LOSS_NAMES``, or a loss object.
         loss_options: keyword arguments of a loss given by name.
-        rank_over: rank the scores of the whole batch together, or of each image or class separately.
-        box_loss: see :class:`~aploss.detectors.criterion.Criterion`.
-        box_weight: see :class:`~aploss.detectors.criterion.Criterion`.
-        assigner: how anchors become positive, ``"iou"`` or ``"atss"``; see :func:`~aploss.detectors.label_anchors`.
+        rank_over, box_loss, box_weight, assigner: see :class:`~aploss.detectors.criterion.Criterion`.
         weights: initial weights, see :func:`~aploss.detectors.weights.load_weights`. They change the defaults of
             ``options`` to the architecture that the weights were trained with; ResNets get frozen batch norm and two
             frozen stages as in the paper.
@@ -69,15 +66,14 @@ def build_detector(
         1.6
     """
     config_class = DETECTORS.get(name)
-    if not class_names:
-        raise ConfigError("class_names is empty; a detector needs at least one class")
     listed = isinstance(class_names, Sequence) and not isinstance(class_names, str)
-    if not listed or not all(isinstance(one, str) for one in class_names):
-        raise ConfigError(f"class_names must be a list of names, got {class_names!r}")
+    if not listed or not class_names or not all(isinstance(one, str) for one in class_names):
+        raise ConfigError(f"class_names must be a list of at least one name, got {class_names!r}")
     weights = None if weights == "none" else weights
     if weights is not None:
         options = {**_options_for_weights(config_class, str(weights)), **options}
-    config = _make_config(name, config_class, options)
+    check_options(name, options, config_class.option_names())
+    config = config_class(**options)
     if isinstance(loss, str):
         with torch.random.fork_rng(devices=[]):  # the initial weights must not depend on the loss
             loss = make_loss(loss, **(loss_options or {}))
@@ -106,15 +102,6 @@ def build_detector(
 def detector_options(name: str) -> tuple[str, ...]:
     """The names of a detector's options, besides classes, loss and weights."""
     return DETECTORS.get(name).option_names()
-
-
-def _make_config(name: str, config_class: type[DetectorConfig], options: dict[str, Any]) -> DetectorConfig:
-    allowed = config_class.option_names()
-    for option in options:
-        if option not in allowed:
-            known = f"it has: {', '.join(allowed)}{did_you_mean(option, allowed)}"
-            raise ConfigError(f"{name} has no option {option!r}; {known}")
-    return config_class(**options)
 
 
 def _options_for_weights(config_class: type[DetectorConfig], weights: str) -> dict[str, Any]:

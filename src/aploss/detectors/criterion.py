@@ -2,9 +2,9 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ MIN_IOU = 1e-6  # the target of a positive must be above 0, or it would count as
 REMOVED_OPTIONS = ("max_positives",)  # files of earlier versions have them; they did not change the loss
 CUSTOM = "custom"  # the name of a loss object that is not registered
 PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
+BoxLoss = Literal["smooth-l1", "paper-smooth-l1", "giou"]
 LOSS_NAMES: tuple[str, ...]  # plugins may add names later, so __getattr__ looks them up
 
 
@@ -66,14 +67,25 @@ def make_loss(name: str, **options: Any) -> nn.Module:
     loss_class = _CustomLossPlaceholder if name == CUSTOM else LOSSES.get(name)
     allowed = _option_names(loss_class)
     options = {key: value for key, value in options.items() if key in allowed or key not in REMOVED_OPTIONS}
-    for option in options:
-        if option not in allowed:
-            known = f"it has: {', '.join(allowed) or 'none'}{did_you_mean(option, allowed)}"
-            raise ConfigError(f"loss {name!r} has no option {option!r}; {known}")
+    check_options(f"loss {name!r}", options, allowed)
     try:
         return loss_class(**options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"loss {name!r}: {error}") from error
+
+
+def check_options(owner: str, options: Iterable[str], allowed: Sequence[str]) -> None:
+    """Raises ConfigError for the first option that its owner does not have."""
+    for option in options:
+        if option not in allowed:
+            known = f"it has: {', '.join(allowed) or 'none'}{did_you_mean(option, allowed)}"
+            raise ConfigError(f"{owner} has no option {option!r}; {known}")
+
+
+def check_choice(option: str, value: object, allowed: Iterable[object]) -> None:
+    """Raises ConfigError for a value that is not one of those allowed."""
+    if value not in allowed:
+        raise ConfigError(f"{option} must be one of {', '.join(map(str, allowed))}, got {value!r}")
 
 
 def describe_loss(loss: nn.Module) -> tuple[str, dict[str, Any]]:
@@ -156,10 +168,11 @@ class Criterion(nn.Module):
         rank_over: ``"batch"`` ranks the scores of all images and classes together (Section 3.4, against score shift);
             ``"image"`` and ``"class"`` rank each image or class separately and average over those that have positives
             (Section 3.1.1 argues against ``"class"``).
-        box_loss: ``"smooth-l1"`` or ``"giou"``.
+        box_loss: ``"smooth-l1"`` adds up the four coordinates of a box, ``"paper-smooth-l1"`` is their mean with beta
+            1, as in the code that the paper's authors released, and ``"giou"`` compares decoded boxes.
         box_weight: a factor, or ``"balanced"``: in each step, the factor by which the box loss reaches the value of the
             classification loss; for a loss with its own box loss (aLRP), the value of both together.
-        smooth_l1_beta: where smooth-L1 turns from quadratic to linear.
+        smooth_l1_beta: where ``"smooth-l1"`` turns from quadratic to linear.
         positive_iou: minimum overlap of a positive anchor.
         negative_iou: minimum overlap of an ignored anchor.
         assigner: ``"iou"`` uses these two, ``"atss"`` finds the positives by
@@ -173,7 +186,7 @@ class Criterion(nn.Module):
         num_classes: int,
         box_coder: BoxCoder,
         rank_over: Literal["batch", "image", "class"] = "batch",
-        box_loss: Literal["smooth-l1", "giou"] | None = None,
+        box_loss: BoxLoss | None = None,
         box_weight: float | Literal["balanced"] | None = None,
         smooth_l1_beta: float = 1 / 9,
         positive_iou: float = 0.5,
@@ -243,11 +256,8 @@ class Criterion(nn.Module):
             DataError: if there is not one target per image, or a label is outside 0..K-1.
         """
 
-        def label() -> AnchorLabels:
-            self._check_targets(logits, targets)
-            return self.label(anchors, targets)
-
-        labels = self._raise_on_all_ranks(logits.device, label)
+        self._raise_on_all_ranks(logits.device, partial(self._check_targets, len(logits), targets))
+        labels = self.label(anchors, targets)
         all_anchors = anchors if isinstance(anchors, Tensor) else torch.cat(list(anchors))
         box_losses = self._box_losses(deltas, all_anchors, labels)
         classify = partial(self._classify, logits, deltas, all_anchors, labels, box_losses)
@@ -310,6 +320,8 @@ class Criterion(nn.Module):
             return box_losses
         predicted = deltas[labels.images, labels.anchors].float()
         wanted = self.box_coder.encode_single(labels.boxes, anchors[labels.anchors])
+        if self.box_loss == "paper-smooth-l1":
+            return F.smooth_l1_loss(predicted, wanted, reduction="none").mean(dim=1)
         return F.smooth_l1_loss(predicted, wanted, beta=self.smooth_l1_beta, reduction="none").sum(dim=1)
 
     def _decode(self, deltas: Tensor, anchors: Tensor, labels: AnchorLabels) -> Tensor:
@@ -358,9 +370,9 @@ class Criterion(nn.Module):
                 raise OtherProcessError(cause)
         return result  # type: ignore[return-value]  # nothing was raised here
 
-    def _check_targets(self, logits: Tensor, targets: Sequence[Mapping[str, Tensor]]) -> None:
-        if len(targets) != len(logits):
-            raise DataError(f"a batch of {len(logits)} images has {len(targets)} targets")
+    def _check_targets(self, batch_size: int, targets: Sequence[Mapping[str, Tensor]]) -> None:
+        if len(targets) != batch_size:
+            raise DataError(f"a batch of {batch_size} images has {len(targets)} targets")
         for index, target in enumerate(targets):
             labels = target["labels"]
             if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.num_classes:
@@ -368,14 +380,9 @@ class Criterion(nn.Module):
                 raise DataError(f"labels of image {index} must be in 0..{self.num_classes - 1}, got {found}")
 
     def _check_options(self) -> None:
-        choices = {
-            "rank_over": ("batch", "image", "class"),
-            "box_loss": ("smooth-l1", "giou"),
-            "assigner": ("iou", "atss"),
-        }
-        for option, allowed in choices.items():
-            if (value := getattr(self, option)) not in allowed:
-                raise ConfigError(f"{option} must be one of {', '.join(allowed)}, got {value!r}")
+        check_choice("rank_over", self.rank_over, ("batch", *GROUP_DIMENSION))
+        check_choice("box_loss", self.box_loss, get_args(BoxLoss))
+        check_choice("assigner", self.assigner, get_args(Assigner))
         traits = traits_of(self.loss)
         label = traits.label or type(self.loss).__name__
         if self.rank_over == "class" and not traits.groups:

@@ -40,8 +40,7 @@ class Network:
         anchors: returns the anchors of each level [A_l, 4] for the height and width of a batch and of its feature maps.
         size_divisor: images are padded at the right and bottom to a multiple of this.
         keeps_aspect_ratio: whether images keep their aspect ratio at inference or are stretched.
-        image_mean: mean of images in [0, 1] for normalisation.
-        image_std: standard deviation for normalisation.
+        image_mean, image_std: mean and standard deviation of images in [0, 1] for normalisation.
         matching: ``positive_iou``, ``negative_iou`` and ``smooth_l1_beta`` of the criterion.
     """
 

@@ -126,9 +126,6 @@ class OnnxDetector(ObjectDetector):
         return logits, deltas
 
 
-load_exported = OnnxDetector  # its name in earlier versions
-
-
 class _OnnxSession:
     """Runs a model in onnxruntime: images to logits and deltas."""
 
@@ -141,9 +138,8 @@ class _OnnxSession:
         options.log_severity_level = 4  # fatal; other errors are raised
         with _as_run_error(f"onnxruntime cannot load {name}"):
             _check_onnx(content)
-            self.session = onnxruntime.InferenceSession(
-                content, options, providers=list(providers or ["CPUExecutionProvider"])
-            )
+            chosen = list(providers or ["CPUExecutionProvider"])
+            self.session = onnxruntime.InferenceSession(content, options, providers=chosen)
             self.metadata: dict[str, str] = self.session.get_modelmeta().custom_metadata_map
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:

@@ -119,17 +119,12 @@ class MultiScale:
             size = (max(1, round(shorter * scale)), max(1, round(longest * scale)))
             views.append(detector.detect(images, size=size))
             if self.flip:
-                views.append(_detect_mirrored(detector, images, size))
+                views.append(detector.detect([image.flip(-1) for image in images], size=size))
+                for image, found in zip(images, views[-1], strict=True):
+                    found["boxes"] = mirrored(found["boxes"], image.shape[-1])
         nms_iou, limit = detector.nms_iou, detector.detections_per_image
         by_image = zip(*views, strict=True)
         return [merge_detections(one, nms_iou=nms_iou, detections_per_image=limit) for one in by_image]
-
-
-def _detect_mirrored(detector: ObjectDetector, images: list[Tensor], size: tuple[int, int]) -> list[Detections]:
-    detections = detector.detect([image.flip(-1) for image in images], size=size)
-    for image, found in zip(images, detections, strict=True):
-        found["boxes"] = mirrored(found["boxes"], image.shape[-1])
-    return detections
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from torchvision.models.resnet import BasicBlock
 from torchvision.ops import FeaturePyramidNetwork, FrozenBatchNorm2d
 from torchvision.ops.feature_pyramid_network import ExtraFPNBlock, LastLevelP6P7
 
+from aploss.detectors.criterion import check_choice
 from aploss.detectors.detector import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -40,7 +41,6 @@ from aploss.errors import ConfigError, RunError, did_you_mean, require_packages
 PRIOR_LOG_ODDS = math.log(0.01 / 0.99)  # initial log-odds of every score
 RATIOS = (0.5, 1.0, 2.0)
 OCTAVE_SCALES = {6: (1.0, 2 ** (1 / 2)), 9: (1.0, 2 ** (1 / 3), 2 ** (2 / 3))}  # by anchors per cell
-MATCHING = {"positive_iou": 0.5, "negative_iou": 0.4}
 NORMS: dict[str, Callable[..., nn.Module]] = {
     "frozen-bn": FrozenBatchNorm2d,
     "group": partial(nn.GroupNorm, 32),
@@ -63,7 +63,9 @@ LITE0_STAGES = (
 LITE0_MEAN = (127 / 255,) * 3
 LITE0_STD = (128 / 255,) * 3
 LITE0_NORM_EPSILON = 1e-3
-AnchorGrid = Literal["exact", "torchvision"]
+AnchorGrid = Literal["exact", "torchvision", "centred"]
+Initialisation = Literal["torchvision", "paper"]
+PAPER_FPN_STD, PAPER_BOX_STD = 0.01, 0.001
 
 
 def retinanet_network(
@@ -78,6 +80,8 @@ def retinanet_network(
     anchors_per_cell: Literal[6, 9] = 6,
     anchor_size: float = 4.0,
     anchor_grid: AnchorGrid = "exact",
+    p6_from: Literal["p5", "c5"] = "p5",
+    initialisation: Initialisation = "torchvision",
     image_mean: Sequence[float] = IMAGENET_MEAN,
     image_std: Sequence[float] = IMAGENET_STD,
 ) -> Network:
@@ -87,8 +91,7 @@ def retinanet_network(
         body: returns a dict or list of feature maps for images [B, 3, H, W], each of half the size of the previous one;
             for example torchvision's ``IntermediateLayerGetter``, or a model of timm with ``features_only=True``.
             Channels and strides are found from the maps.
-        columns: number of logits per anchor, see :meth:`DetectorConfig.network`.
-        softmax: see :meth:`DetectorConfig.network`.
+        columns, softmax: see :meth:`DetectorConfig.network`.
         channels: channels of the pyramid and the heads.
         extra_levels: number of pyramid levels above the last map.
         head_convolutions: layers of each head before the last one, at most 4.
@@ -97,9 +100,13 @@ def retinanet_network(
         anchor_size: side of the smallest anchor of a level, in strides.
         anchor_grid: ``"exact"`` places anchors at multiples of the strides. ``"torchvision"`` divides the size of the
             padded image by that of the feature map; for sizes that are not multiples of the largest stride the grid is
-            slightly narrower, which torchvision's weights expect.
-        image_mean: mean of images in [0, 1] for normalisation.
-        image_std: standard deviation for normalisation.
+            slightly narrower, which torchvision's weights expect. ``"centred"`` places them at (i + 0.5) x stride
+            without rounding their sides, as in the code of the paper's authors.
+        p6_from: with two extra levels, whether P6 is computed from P5 as in torchvision, or from the last map of the
+            body as in RetinaNet's paper.
+        initialisation: ``"paper"`` is the one of the authors' code: standard deviation 0.01 in the pyramid, 0.001 in
+            the layer of the boxes.
+        image_mean, image_std: mean and standard deviation of images in [0, 1] for normalisation.
 
     Raises:
         ConfigError: if the sizes of the feature maps do not halve, or an option is invalid.
@@ -112,10 +119,11 @@ def retinanet_network(
             f"strides {', '.join(map(str, strides))}"
         )
     levels = [*strides, *(strides[-1] * 2**level for level in range(1, extra_levels + 1))]
-    if anchor_grid not in ("exact", "torchvision"):
-        raise ConfigError(f"anchor_grid must be exact or torchvision, got {anchor_grid!r}")
-    generator = _anchor_generator(levels, anchors_per_cell, anchor_size)
-    backbone = _PyramidBackbone(body, [shape[1] for shape in shapes], channels, extra_levels)
+    check_choice("anchor_grid", anchor_grid, get_args(AnchorGrid))
+    check_choice("p6_from", p6_from, ("p5", "c5"))
+    check_choice("initialisation", initialisation, get_args(Initialisation))
+    generator = _anchor_generator(levels, anchors_per_cell, anchor_size, is_rounded=anchor_grid != "centred")
+    backbone = _PyramidBackbone(body, [shape[1] for shape in shapes], channels, extra_levels, p6_from)
     head = RetinaNetHead(channels, anchors_per_cell, columns, norm_layer=head_norm)
     for part in (head.classification_head, head.regression_head):
         part.conv = part.conv[:head_convolutions]
@@ -123,50 +131,76 @@ def retinanet_network(
             for layer in part.conv.modules():
                 if isinstance(layer, nn.Conv2d):
                     nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+    if initialisation == "paper":
+        for layer in backbone.fpn.modules():
+            if isinstance(layer, nn.Conv2d):
+                nn.init.normal_(layer.weight, std=PAPER_FPN_STD)
+        nn.init.normal_(head.regression_head.bbox_reg.weight, std=PAPER_BOX_STD)
     last_bias = head.classification_head.cls_logits.bias
     nn.init.constant_(last_bias, 0.0 if softmax else PRIOR_LOG_ODDS)
     return Network(
         backbone=backbone,
         head=head,
-        anchors=partial(_pyramid_anchors, generator, levels if anchor_grid == "exact" else None),
+        anchors=partial(_pyramid_anchors, generator, levels, anchor_grid),
         size_divisor=strides[-1],
         image_mean=image_mean,
         image_std=image_std,
-        matching=MATCHING,
     )
 
 
-def _anchor_generator(strides: Sequence[int], per_cell: int, size: float) -> AnchorGenerator:
-    if per_cell not in OCTAVE_SCALES:
-        raise ConfigError(f"anchors_per_cell must be 6 or 9, got {per_cell!r}")
+# P3-P6 of 64 channels and two layers per head with GroupNorm, for CPUs.
+small_retinanet_network = partial(
+    retinanet_network, channels=64, extra_levels=1, head_convolutions=2, head_norm=partial(nn.GroupNorm, 8)
+)
+
+
+class _UnroundedAnchors(AnchorGenerator):  # type: ignore[misc]
+    def generate_anchors(self, scales: list[float], aspect_ratios: list[float], *_: Any, **__: Any) -> Tensor:
+        """The anchors of a cell around 0, [ratios x scales, 4], in the order of torchvision, which rounds them."""
+        heights = torch.tensor(aspect_ratios).sqrt()[:, None] * torch.tensor(scales)
+        widths = torch.tensor(scales) / torch.tensor(aspect_ratios).sqrt()[:, None]
+        return torch.stack([-widths, -heights, widths, heights], dim=-1).view(-1, 4) / 2
+
+
+def _anchor_generator(strides: Sequence[int], per_cell: int, size: float, *, is_rounded: bool) -> AnchorGenerator:
+    check_choice("anchors_per_cell", per_cell, OCTAVE_SCALES)
     # torchvision truncates the sizes of its nine anchors to integers, and its weights expect that.
     number = int if per_cell == 9 else float
     sizes = tuple(tuple(number(size * stride * scale) for scale in OCTAVE_SCALES[per_cell]) for stride in strides)
-    return AnchorGenerator(sizes, (RATIOS,) * len(sizes))
+    return (AnchorGenerator if is_rounded else _UnroundedAnchors)(sizes, (RATIOS,) * len(sizes))
 
 
 def _pyramid_anchors(
     generator: AnchorGenerator,
-    strides: Sequence[int] | None,  # None divides the size of the image by the one of each map
+    strides: Sequence[int],
+    grid: AnchorGrid,
     height: int,
     width: int,
     feature_sizes: Sequence[tuple[int, int]],
 ) -> list[Tensor]:
-    steps = [(height // rows, width // columns) for rows, columns in feature_sizes]
-    if strides is not None:
-        steps = [(stride, stride) for stride in strides]
+    steps = [(stride, stride) for stride in strides]
+    if grid == "torchvision":
+        steps = [(height // rows, width // columns) for rows, columns in feature_sizes]
     anchors: list[Tensor] = generator.grid_anchors(
         [list(size) for size in feature_sizes], [[torch.tensor(step) for step in pair] for pair in steps]
     )
+    if grid == "centred":
+        anchors = [level + stride / 2 for level, stride in zip(anchors, strides, strict=True)]
     return anchors
 
 
 class _PyramidBackbone(nn.Module):
     """A body and a feature pyramid, with the parameter names of torchvision's BackboneWithFPN."""
 
-    def __init__(self, body: nn.Module, in_channels: Sequence[int], channels: int, extra_levels: int) -> None:
+    def __init__(
+        self, body: nn.Module, in_channels: Sequence[int], channels: int, extra_levels: int, p6_from: str
+    ) -> None:
         super().__init__()
-        extra = LastLevelP6P7(channels, channels) if extra_levels == 2 else _LastLevelP6(channels)
+        if extra_levels == 2:
+            extra = LastLevelP6P7(in_channels[-1] if p6_from == "c5" else channels, channels)
+            extra.use_P5 = p6_from == "p5"
+        else:
+            extra = _LastLevelP6(channels)
         self.body = body
         self.fpn = FeaturePyramidNetwork(list(in_channels), channels, extra_blocks=extra)
         self.out_channels = channels
@@ -199,14 +233,15 @@ class ResNetRetinaNet(DetectorConfig):
     Attributes:
         norm: ``"frozen-bn"`` for pretrained backbones as in the paper, ``"group"`` or ``"batch"`` from scratch. With
             ``"group"`` the heads have GroupNorm, too.
-        anchors_per_cell: see :func:`retinanet_network`.
-        anchor_grid: see :func:`retinanet_network`.
+        anchors_per_cell, anchor_grid, p6_from, initialisation: see :func:`retinanet_network`.
         trainable_stages: number of trainable stages of the ResNet's five, counted from the last.
     """
 
     norm: Literal["frozen-bn", "group", "batch"] = "group"
     anchors_per_cell: Literal[6, 9] = 6
     anchor_grid: AnchorGrid = "exact"
+    p6_from: Literal["p5", "c5"] = "p5"
+    initialisation: Initialisation = "torchvision"
     trainable_stages: int = 5
 
     depth: ClassVar[int]
@@ -215,8 +250,7 @@ class ResNetRetinaNet(DetectorConfig):
         cls.named_weights = {"imagenet": f"ResNet{cls.depth}_Weights.IMAGENET1K_V1", **cls.named_weights}
 
     def network(self, *, columns: int, softmax: bool) -> Network:
-        if self.norm not in NORMS:
-            raise ConfigError(f"norm must be one of {', '.join(NORMS)}, got {self.norm!r}")
+        check_choice("norm", self.norm, NORMS)
         body = getattr(resnet, f"resnet{self.depth}")(weights=None, norm_layer=NORMS[self.norm])
         _freeze(body, self.trainable_stages)
         return retinanet_network(
@@ -226,6 +260,8 @@ class ResNetRetinaNet(DetectorConfig):
             head_norm=NORMS["group"] if self.norm == "group" else None,
             anchors_per_cell=self.anchors_per_cell,
             anchor_grid=self.anchor_grid,
+            p6_from=self.p6_from,
+            initialisation=self.initialisation,
         )
 
     @classmethod
@@ -244,14 +280,10 @@ class TinyRetinaNet(DetectorConfig):
     anchors_per_cell: Literal[6, 9] = 6  # 6 (2 octave scales x 3 ratios) or 9
 
     def network(self, *, columns: int, softmax: bool) -> Network:
-        return retinanet_network(
+        return small_retinanet_network(
             _last_three_stages(TinyResNet()),
             columns=columns,
             softmax=softmax,
-            channels=64,
-            extra_levels=1,
-            head_convolutions=2,
-            head_norm=partial(nn.GroupNorm, TinyResNet.groups),
             anchors_per_cell=self.anchors_per_cell,
             anchor_size=2.0,
         )
@@ -371,14 +403,10 @@ class RetinaNetLite0(DetectorConfig):
     anchors_per_cell: Literal[6, 9] = 6  # 6 (2 octave scales x 3 ratios) or 9
 
     def network(self, *, columns: int, softmax: bool) -> Network:
-        return retinanet_network(
+        return small_retinanet_network(
             EfficientNetLite0(),
             columns=columns,
             softmax=softmax,
-            channels=64,
-            extra_levels=1,
-            head_convolutions=2,
-            head_norm=partial(nn.GroupNorm, 8),
             anchors_per_cell=self.anchors_per_cell,
             anchor_size=3.0,
             image_mean=LITE0_MEAN,

@@ -16,6 +16,7 @@ from torchvision.models.detection.ssdlite import SSDLiteFeatureExtractorMobileNe
 from torchvision.models.vgg import cfgs, make_layers
 from torchvision.ops import FrozenBatchNorm2d
 
+from aploss.detectors.criterion import check_choice
 from aploss.detectors.detector import IMAGENET_STD, DetectorConfig, Network, feature_shapes, register_detector
 from aploss.detectors.retinanet import PRIOR_LOG_ODDS
 from aploss.errors import ConfigError
@@ -130,8 +131,7 @@ class SSDlite(DetectorConfig):
     }
 
     def network(self, *, columns: int, softmax: bool) -> Network:
-        if self.norm not in MOBILENET_NORMS:
-            raise ConfigError(f"norm must be one of {', '.join(MOBILENET_NORMS)}, got {self.norm!r}")
+        check_choice("norm", self.norm, MOBILENET_NORMS)
         norm = MOBILENET_NORMS[self.norm]
         layers = mobilenet_v3_large(
             weights=None, norm_layer=norm, reduced_tail=self.reduced_tail, width_mult=self.width
