@@ -224,7 +224,7 @@ class TestRun:
         capsys.readouterr()
         words = ["--annotations", str(annotations_of(shapes))]
         assert main(["eval", "--detections", str(tmp_path / "detections.json"), *words]) == 2
-        assert "elsewhere/other.png" in capsys.readouterr().err
+        assert "none of the images" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         "words",
@@ -261,7 +261,7 @@ class TestRun:
 def test_images_without_a_detection_are_said_loudly(tmp_path, capsys):
     files = write(tmp_path, TRUTH, RESULTS[:1])
     assert evaluate(*files) == 0
-    assert "warning: 1 of 2 annotated images" in capsys.readouterr().err
+    assert "warning: 1 of 2 evaluated images" in capsys.readouterr().err
 
 
 def test_files_of_the_same_name_in_two_folders_are_told_apart(tmp_path, capsys):
@@ -269,15 +269,19 @@ def test_files_of_the_same_name_in_two_folders_are_told_apart(tmp_path, capsys):
     truth = {**TRUTH, "images": [{**one, "width": 200, "height": 200} for one in images]}
     truth["annotations"] = [{"id": 1, "image_id": 6, "category_id": 2, "bbox": [0, 80, 20, 20], "iscrowd": 0}]
     # Of predict: image 1 is night/a.png, and class 1 is what the annotations call 2.
-    results = [{"image_id": 1, "category_id": 1, "bbox": [0, 80, 20, 20], "score": 0.9}]
-    files = write(tmp_path, truth, results)
+    box = {"image_id": 1, "bbox": [0, 80, 20, 20], "score": 0.9}
+    results = [{**box, "category_id": 1}, {**box, "category_id": 2}]
+    (tmp_path / "gt.json").write_text(json.dumps(truth))
+    (tmp_path / "detections.json").write_text(json.dumps(results))
     looked_at = {
         "images": [{"id": 1, "file_name": "/data/night/a.png"}],
         "categories": [{"id": 1, "name": "dust"}, {"id": 2, "name": "lint"}],
+        "annotations": [],
     }
     (tmp_path / "images.json").write_text(json.dumps(looked_at))
+    files = [f"--annotations={tmp_path / 'gt.json'}", f"--detections={tmp_path / 'detections.json'}"]
     assert evaluate(*files, "--json") == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["AP"] == 1.0
-    assert "lint" in printed.err
+    assert "1 detections left out" in printed.err
     assert "1 of 2 annotated images" in printed.err

@@ -16,7 +16,6 @@ IMPOSSIBLE = {
     "train --data builtin --model.options.test_size []": "test_size",
     "train --data builtin --model.options.test_size [0,0]": "test_size",
     "compare --seeds 999999999999": "seeds",
-    "eval --annotations notes.txt --detections notes.txt --max-detections 1000000000000": "--max-detections",
     "train --data builtin --device meta": "meta",
 }
 WRONG = """
@@ -105,7 +104,7 @@ data check builtin --format pascal
 data check builtin --limit many
 data show builtin --out x.xyz
 data show builtin --out x.png --count 0
-data show builtin --out x.png --seed -1
+data show builtin --out x.png --augment light --seed -1
 data show builtin --out x.png --augment wild
 data show builtin --out x.png --augment none --size 30x
 data show builtin --out x.png --split monday

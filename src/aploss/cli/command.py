@@ -1,18 +1,15 @@
-"""What all commands share: their definition, progress on stderr, and the hint on what to run next."""
+"""What all commands share: their definition, the type of counts, and progress on stderr."""
 
 import sys
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aploss.errors import ConfigError
-
 if TYPE_CHECKING:
-    from aploss.cli.options import Parser
     from aploss.training.run_folder import RunFolder
 
 EXIT_PROBLEMS = 1  # the command finished, but some input was unusable or a claim does not hold
@@ -27,15 +24,22 @@ class Command:
         examples: lines for the end of its help.
         add_arguments: declares its options.
         run: executes it and returns the exit code.
-        plugins: whether it takes ``--plugin``.
-        computes: whether it computes with torch and so takes ``--threads``.
     """
 
     examples: str
-    add_arguments: "Callable[[Parser], None]"
+    add_arguments: Callable[[ArgumentParser], None]
     run: Callable[[Namespace], int]
-    plugins: bool = True
-    computes: bool = True
+
+
+def positive_int(text: str) -> int:
+    """The argparse type of counts and sizes."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ArgumentTypeError(f"expected a positive integer, got {text!r}")
+    return number
 
 
 def run_folder_of(path: str) -> "RunFolder | None":
@@ -44,21 +48,6 @@ def run_folder_of(path: str) -> "RunFolder | None":
 
     candidates = (RunFolder(path), RunFolder(Path(path).parent.parent))
     return next((folder for folder in candidates if folder.exists), None)
-
-
-def say_next(options: Namespace, *commands: str) -> None:
-    """Suggests the next commands; on stderr, since they are not part of the result."""
-    if not (options.quiet or getattr(options, "json", False)):
-        sys.stdout.flush()
-        print("next:", "\n      ".join(commands), file=sys.stderr)
-
-
-def require_at_least(least: float, options: Namespace, *names: str) -> None:
-    """Raises ConfigError for options that are given and too small."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least:g}")
 
 
 @contextmanager
