@@ -1,7 +1,6 @@
-"""What all commands share: their definition, the type of counts, and progress on stderr."""
+"""What all commands share: their definition, the type of counts, and a progress bar."""
 
 import sys
-import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,7 +12,6 @@ if TYPE_CHECKING:
     from aploss.training.run_folder import RunFolder
 
 EXIT_PROBLEMS = 1  # the command finished, but some input was unusable or a claim does not hold
-PROGRESS_INTERVAL_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +50,7 @@ def run_folder_of(path: str) -> "RunFolder | None":
 
 @contextmanager
 def progress(unit: str, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
-    """Shows progress on stderr: a live bar on a terminal, otherwise a line every few seconds.
+    """Shows a progress bar on stderr if that is a terminal.
 
     Yields:
         A function of the number done, the total, and optionally a ``text`` that describes the current step.
@@ -60,16 +58,12 @@ def progress(unit: str, *, quiet: bool = False) -> Iterator[Callable[..., None]]
     from rich.console import Console
     from rich.progress import Progress
 
-    live, last_line = sys.stderr.isatty() and not quiet, time.monotonic()
     bar = Progress(console=Console(stderr=True), transient=True)
-    with bar if live else nullcontext():  # older versions of rich print an empty line for a disabled bar
+    is_live = sys.stderr.isatty() and not quiet
+    with bar if is_live else nullcontext():  # older versions of rich print an empty line for a disabled bar
         task = bar.add_task(unit, total=None)
 
         def show(done: int | None = None, total: int | None = None, *, text: str = "") -> None:
-            nonlocal last_line
             bar.update(task, completed=done, total=total, description=f"{unit}: {text}" if text else unit)
-            if not (live or quiet or done is None) and time.monotonic() - last_line >= PROGRESS_INTERVAL_S:
-                last_line = time.monotonic()
-                print(f"{done:,} of {total:,} {unit}", file=sys.stderr, flush=True)
 
         yield show

@@ -67,13 +67,9 @@ def _run(options: Namespace) -> int:
     if options.print_config:
         print(yaml.safe_dump(config_to_dict(config), sort_keys=False), end="")
         return 0
-    if not config.data:
-        raise ConfigError("no data: give --data a VOC, COCO or YOLO dataset, or try aploss train --data builtin")
     if suggested is not None and not options.quiet and is_main_process():
-        size = config.batches.image_size
-        shape = f"{size}x{size}" if isinstance(size, int) else f"{size[1]}x{size[0]}"
-        print(f"recipe    {suggested} (chosen for this machine): {config.detector} on {shape} pixels")
-    return run_training(config, options, resume=options.resume, print_result=not options.quiet, source=source)
+        print(f"recipe    {suggested} (chosen for this machine): {config.detector}")
+    return run_training(config, options, resume=options.resume, source=source)
 
 
 def _resolve_config(options: Namespace) -> "tuple[TrainConfig, str | None, DataFormat | None]":
@@ -123,14 +119,7 @@ def _suggest_recipe(device: str, detector: str | None) -> str:
     return suggest_recipe(choose_device(device), detector)
 
 
-def run_training(
-    config: TrainConfig,
-    options: Namespace,
-    *,
-    resume: bool,
-    print_result: bool = True,
-    source: "DataFormat | None" = None,
-) -> int:
+def run_training(config: TrainConfig, options: Namespace, *, resume: bool, source: "DataFormat | None" = None) -> int:
     """Trains with progress, then prints the table of AP and the path of the report."""
     from aploss import training
     from aploss.training.distributed import LostProcessError, is_main_process
@@ -145,7 +134,7 @@ def run_training(
         if is_main_process() or isinstance(error, LostProcessError):
             raise
         return error.exit_code  # the main process reports it
-    if is_main_process() and print_result:
+    if is_main_process():
         print(f"{summary.table()}\nreport: {summary.folder}/report.html", flush=True)
     return 0
 
