@@ -51,20 +51,3 @@ def test_the_file_predicts_what_the_run_predicts(
     for one, other in zip(found["run"], found["file"], strict=True):
         assert other["score"] == pytest.approx(one["score"], abs=1e-4)
         assert other["score"] >= 0.5
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["{run}", "--out", "model.pt"], "must end in .onnx"),
-        (["{run}", "--out", "model.onnx", "--size", "3"], "--size 3: must be at least 32"),
-        (["nowhere", "--out", "model.onnx"], "nowhere: no such run folder or checkpoint"),
-    ],
-)
-def test_mistakes_end_in_one_line_and_exit_code_2(
-    arguments: list[str], message: str, run_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["export", *(word.format(run=run_folder) for word in arguments)]) == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert told.count("\n") == 1

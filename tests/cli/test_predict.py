@@ -144,21 +144,6 @@ def test_quiet_prints_nothing(
     assert captured.out == captured.err == ""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        (["{run}", "{photos}/none*.jpg"], "none*.jpg"),
-        (["{photos}", "{photos}"], "run folder"),
-        (["nowhere", "{photos}"], "nowhere"),
-        (["nowhere.onnx", "{photos}"], "nowhere.onnx"),
-        (["{run}", "{photos}", "--out", "{photos}/a.jpg"], "cannot be written"),
-    ],
-)
-def test_mistakes_are_named(arguments: list[str], part: str, run_folder: Path, photos: Path, refused) -> None:
-    words = [word.format(run=run_folder, photos=photos) for word in arguments]
-    assert part in refused("predict", "--out", photos / "found", *words)
-
-
 def test_files_folders_and_patterns_are_found_once_with_different_names(photos: Path) -> None:
     images = find_images([f"{photos}/**/*.jpg", str(photos), str(photos / "more")], exclude=photos / "pictures")
     names = {path.relative_to(photos).as_posix(): name for path, name in images.items()}
