@@ -56,7 +56,7 @@ def _run(options: Namespace) -> int:
         raise ConfigError("give either RUN and --data, or --annotations and --detections")
     if options.max_detections is not None and options.metric != "coco":
         raise ConfigError("--max-detections requires --metric coco: VOC evaluates all detections")
-    truth, table = _detect(options) if options.run else _read(*files)
+    truth, table = _detect(options) if options.run is not None else _read(*files)
     iou = 0.5 if options.iou is None else options.iou
     if options.metric == "coco":
         metrics = coco_metrics(truth, table, iou=options.iou, max_detections=options.max_detections or 100)
