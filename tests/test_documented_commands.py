@@ -102,6 +102,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, block in zip(("my_loss", "my_detector", "my_format"), blocks, strict=False):
         (here / f"{name}.py").write_text(block)
     (here / "mine.yaml").write_text("extends: demo\n")
+    (here / "more").mkdir()
+    (here / "more/a.jpg").touch()
+    (here / "examples").mkdir()
+    shutil.copy(ROOT / "examples/labelme_plugin.py", here / "examples")
     return here
 
 

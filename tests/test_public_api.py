@@ -1,6 +1,6 @@
 """The public interface is frozen in ``public_api.txt``: a change must be made there on purpose.
 
-``python tests/test_public_api.py`` writes the file anew; the changelog then says why.
+``python tests/test_public_api.py`` rewrites the file; the changelog then says why.
 """
 
 import inspect

@@ -68,10 +68,9 @@ def test_unusable_uploads_are_one_line_with_the_name_of_the_file(app: App, photo
     for name in ("notes.png", "cut.png", "bomb.png"):
         assert message(app.detect, [photo, str(tmp_path / name)], 0.5).startswith(f"{name}: ")
     assert str(MAX_IMAGES) in message(app.detect, [photo] * (MAX_IMAGES + 1), 0.5)
-    assert message(app.show, [(photo, None)], 0.5).startswith("unexpected TypeError")
 
 
-def test_the_model_card_has_loss_ap_and_date_of_the_run_folder(
+def test_the_model_card_has_loss_and_ap_of_the_run_folder(
     random_detector: Callable[[int], Detector], tmp_path: Path
 ) -> None:
     detector = random_detector(0)
@@ -83,8 +82,7 @@ def test_the_model_card_has_loss_ap_and_date_of_the_run_folder(
     numbers = {"AP": 0.5, "split": "<i>test</i>", "loss": "focal", "per_class": {}, "unreadable_images": {}}
     Summary(**(values | numbers)).write(folder.summary_file)
     card = model_card(str(folder.path / "checkpoints" / "best.pt"), detector)
-    started = json.loads((folder.path / "environment.json").read_text())["started"]
-    for text in ("focal", "50.0 on &lt;i&gt;test", started[:10], *detector.class_names):
+    for text in ("focal", "50.0 on &lt;i&gt;test", *detector.class_names):
         assert text in card
 
 

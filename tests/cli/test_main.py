@@ -21,13 +21,6 @@ def test_the_overview_lists_every_command_without_importing_torch() -> None:
     assert all(" ".join(command) in done.stdout for command in cli.COMMANDS)
 
 
-def test_a_group_without_its_command_lists_the_group(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["data"]) == 2
-    shown = capsys.readouterr().out
-    assert "data check" in shown
-    assert "train" not in shown
-
-
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("aploss ")
@@ -38,6 +31,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("trian", "'train'"),
         ("data chekc", "'data check'"),
+        ("data", "'data show'"),
         ("evaluate runs/demo", "'eval'"),
         ("train --los ap", "'--loss'"),
         ("train --batches.sise=3", "'--batches.size'"),
@@ -103,7 +97,7 @@ def test_threads_are_set_for_torch_and_for_libraries_that_are_not_loaded_yet(mon
         torch.set_num_threads(before)
     assert (os.environ["OMP_WAIT_POLICY"], os.environ["OMP_NUM_THREADS"]) == ("PASSIVE", "3")
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    cli.prepare_threads([])
+    cli.set_threads(None)
     assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"  # the user's choice
 
 

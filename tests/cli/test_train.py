@@ -32,9 +32,8 @@ def test_a_run_needs_nothing_but_data(
     monkeypatch.setenv("APLOSS_CACHE", str(tmp_path / "cache"))  # of the features
     assert main(["train", "--data", str(shapes), "--schedule.length", "2", "--out", "here"]) == 0
     captured = capsys.readouterr()
-    assert "any-cpu (chosen for this machine): retinanet-lite0 on 128x128 pixels" in captured.out
+    assert "any-cpu (chosen for this machine): retinanet-lite0" in captured.out
     assert "report: here/report.html" in captured.out
-    assert "next: aploss predict here PHOTOS --out found" in captured.err
     assert Path("here/report.html").stat().st_size > 10_000
     assert len(Path("here/metrics.jsonl").read_text().splitlines()) == 2  # one row of training, one of AP
     assert "--resume" in refused("train", "--data", shapes, "--out", "here", "--quiet")
@@ -97,7 +96,6 @@ def test_an_interruption_prints_how_to_resume_and_exits_with_130(
     assert main(["train", str(shapes), "--image-size", "64x96", "--device", "cpu"]) == 130
     captured = capsys.readouterr()
     assert captured.err == "stopped; resume with: aploss train --resume\n"
-    assert "retinanet-lite0 on 96x64 pixels" in captured.out
     assert (configs[0].data, configs[0].batches.image_size) == (str(shapes), (64, 96))
 
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from aploss.evaluation import coco_metrics, curves_as_dict, match_detections, match_voc, precision_recall_curves
+from aploss.evaluation import coco_metrics, curves_as_dict, match_detections, precision_recall_curves
 
 CASES = {
     "plain": {},
@@ -121,18 +121,6 @@ def test_without_detections_precision_is_zero_and_a_class_without_objects_has_no
     curves = precision_recall_curves(TRUTH, [])
     assert list(curves) == ["cell"]
     assert curves["cell"].precision.tolist() == [0.0] * 101
-
-
-def test_curves_of_voc_matching_can_be_had():
-    # the second detection overlaps the taken object by 9/11 and the free one by 8/12
-    truth = {**TRUTH, "annotations": [
-        {"image_id": 1, "category_id": 1, "bbox": [left, 0, 10, 10]} for left in (0, 3)
-    ]}  # fmt: skip
-    results = [{**RESULTS[0], "bbox": [left, 0, 10, 10]} for left in (0, 1)]
-    coco = precision_recall_curves(truth, results)["cell"]
-    voc = precision_recall_curves(truth, results, matches=match_voc(truth, results))["cell"]
-    assert coco.average_precision == 1
-    assert voc.average_precision == pytest.approx(51 / 101)  # recall 0.5 is reached, no more
 
 
 def test_curves_are_plain_json():

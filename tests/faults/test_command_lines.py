@@ -1,5 +1,6 @@
 """Wrong command lines: one line that names the mistake, exit code 2, nothing written."""
 
+import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,6 @@ IMPOSSIBLE = {
     "train --data builtin --model.options.test_size []": "test_size",
     "train --data builtin --model.options.test_size [0,0]": "test_size",
     "compare --seeds 999999999999": "seeds",
-    "eval --annotations notes.txt --detections notes.txt --max-detections 1000000000000": "--max-detections",
     "train --data builtin --device meta": "meta",
 }
 WRONG = """
@@ -83,6 +83,12 @@ eval --data builtin
 eval runs/demo --data builtin --annotations notes.txt
 eval --annotations notes.txt --detections notes.txt --metric voc
 eval --annotations notes.txt --detections notes.txt --iou much
+eval --annotations gt.json --detections dets.json --iou 2
+eval --annotations gt.json --detections dets.json --metric voc07 --iou 0
+eval --annotations gt.json --detections dets.json --max-detections 0
+eval --annotations gt.json --detections dets.json --metric voc12 --max-detections 5
+eval --annotations gt.json --detections dets.json --data builtin
+eval --annotations gt.json
 eval nowhere --data builtin --batch-size 0
 predict
 predict nowhere photos --out x
@@ -90,6 +96,7 @@ predict nowhere nowhere.jpg --out x
 predict nowhere.onnx picture.png --out x
 predict photos picture.png --out x
 predict nowhere picture.png --out x --batch-size 0
+predict nowhere none*.jpg --out x
 predict nowhere picture.png --out x --labels pascal
 predict nowhere picture.png --out x --threshold high
 predict nowhere picture.png --out x --device nothing
@@ -97,6 +104,7 @@ export
 export nowhere --out x.onnx
 export notes.txt --out x.onnx
 export nowhere --out x.onnx --size 3
+export nowhere --out model.pt
 export nowhere --out x.onnx --size big
 data check nowhere
 data check photos
@@ -105,7 +113,7 @@ data check builtin --format pascal
 data check builtin --limit many
 data show builtin --out x.xyz
 data show builtin --out x.png --count 0
-data show builtin --out x.png --seed -1
+data show builtin --out x.png --augment light --seed -1
 data show builtin --out x.png --augment wild
 data show builtin --out x.png --augment none --size 30x
 data show builtin --out x.png --split monday
@@ -143,6 +151,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "notes.txt").write_text("just a few words: [\n")
     Image.new("RGB", (8, 8)).save("picture.png")
+    truth = {"images": [{"id": 1}], "categories": [{"id": 1, "name": "cell"}], "annotations": []}
+    (tmp_path / "gt.json").write_text(json.dumps(truth))
+    found = [{"image_id": 1, "category_id": 1, "bbox": [0, 0, 2, 2], "score": 0.5}]
+    (tmp_path / "dets.json").write_text(json.dumps(found))
 
     def never(*arguments: Any, **options: Any) -> None:
         raise AssertionError("training has started")

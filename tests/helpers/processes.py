@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 
 # What a training imports, with its page, and what the files of tests do. The server takes the first list it is given.
 PRELOADED = [
-    "aploss.cli.train", "aploss.training.run", "aploss.losses.ranking.cpu", "aploss.reports.run_report",
+    "aploss.cli.train", "aploss.training.run", "aploss.losses.ranking.numba_backend", "aploss.reports.run_report",
     "matplotlib.backends.backend_svg", "matplotlib.figure", "torch.utils.tensorboard", "scipy.special", "pytest",
     "ready_numba",
 ]  # fmt: skip

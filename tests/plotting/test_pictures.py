@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from PIL import Image, ImageColor
 
-import aploss.data
 from aploss.plotting.pictures import as_picture, contact_sheet, crop_around, data_uri, draw_boxes, outline_boxes
 from aploss.plotting.style import class_colour
 
@@ -61,11 +60,6 @@ def test_a_caption_stays_inside_the_picture() -> None:
         marks = changed(picture, outlined(picture, box, "Ωж 0.5"))
         plain = changed(picture, outlined(picture, box))
         assert (marks & ~plain).sum() > 100
-
-
-def test_captions_must_be_as_many_as_boxes() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        outline_boxes(grey(), np.ones((2, 4)), captions=["one"], colours=["#0072b2"] * 2, dashed=[False] * 2)
 
 
 def test_a_crop_shows_the_surroundings_and_stays_inside() -> None:
@@ -173,8 +167,3 @@ def test_long_captions_are_cut_off_at_their_picture() -> None:
         contact_sheet(images, ["one"])
     with pytest.raises(ValueError, match="0 images"):
         contact_sheet([])
-
-
-def test_the_drawing_is_public_in_the_data_package() -> None:
-    assert aploss.data.draw_boxes is draw_boxes
-    assert aploss.data.contact_sheet is contact_sheet

@@ -8,19 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from aploss.plotting.plots import (
-    Series,
-    field_plot,
-    line_plot,
-    numbers,
-    precision_recall_plot,
-    scatter_plot,
-    shorten,
-    thin_out,
-)
+from aploss.plotting.plots import Series, line_plot, numbers, precision_recall_plot, scatter_plot, shorten, thin_out
 from aploss.plotting.style import line_style
-
-GRID = np.linspace(-1, 1, 15)
 
 
 class Curve(NamedTuple):
@@ -37,10 +26,6 @@ PLOTS = {
         [Series(name="a", x=[1, 10, 1e6], y=[1e-6, 1, 3])], log_x=True, log_y=True
     ),
     "scatter": lambda: scatter_plot([Series(name="a", x=[1, 2], y=[3, 4])], diagonal=True),
-    "field": lambda: field_plot(
-        GRID, GRID, np.outer(GRID, GRID), arrows=(np.outer(GRID, GRID), np.outer(GRID, GRID)),
-        paths=[Series(name="p", x=[-1, 0, 1], y=[0, 0.5, 1])],
-    ),
     "precision": lambda: precision_recall_plot(CURVES),
 }  # fmt: skip
 

@@ -96,12 +96,6 @@ def test_more_rows_than_colours_differ_in_dashes() -> None:
     assert len({(one.colour, str(one.dashes)) for one in styles}) == 30
 
 
-def test_rows_are_labelled_with_their_settings() -> None:
-    assert loss_label("ap:delta=0.5") == "AP-loss (delta 0.5)"
-    assert loss_label("focal optimizer.learning_rate=0.001") == "Focal loss (learning rate 0.001)"
-    assert loss_label("model.options.norm=frozen batches.size=4") == "norm frozen, batches.size 4"
-
-
 def test_a_registered_loss_without_a_colour_has_always_the_same_style() -> None:
     class Plain(torch.nn.Module):
         traits = LossTraits(label="Plain loss")

@@ -4,10 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from aploss.plotting.plots import Series, field_plot
+from aploss.plotting.plots import Series, line_plot
 from aploss.reports.comparison import Comparison, write_comparison_report
 from aploss.reports.page import Figures, Section, SvgFigure, Table, Text, Verdict, write_page
 from aploss.reports.run_report import write_run_report
@@ -58,11 +57,10 @@ def page(make_run: Callable[..., Path], comparison: Comparison, tmp_path: Path) 
 
 def theory_sections() -> list[Section]:
     """The widest things one can think of."""
-    grid = np.linspace(-2, 2, 20)
-    field = field_plot(grid, grid, np.hypot(grid[:, None], grid), paths=[Series(name="p" * 60, x=[0, 1], y=[0, 1])])
+    plot = line_plot([Series(name=letter * 60, x=[0, 1], y=[0, 1]) for letter in "pq"])
     table = Table(columns=[f"column {k}" for k in range(30)], rows=[["x" * 80, *range(29)]])
     text = "word" * 60
-    return [Section(text, [Verdict(True, text), Text(text), table, Figures([SvgFigure(field, text)])])]
+    return [Section(text, [Verdict(True, text), Text(text), table, Figures([SvgFigure(plot, text)])])]
 
 
 @pytest.mark.parametrize("kind", ["run", "unfinished run", "comparison", "theory"])

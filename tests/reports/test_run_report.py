@@ -58,12 +58,6 @@ def test_the_page_shows_what_is_in_the_files_and_is_of_moderate_size(make_run: M
     assert "could not be" not in text
 
 
-def test_the_same_run_gives_the_same_page(make_run: MakeRun) -> None:
-    run = make_run(images=2, steps=0)
-    first = write_run_report(run).read_bytes()
-    assert write_run_report(run).read_bytes() == first
-
-
 @pytest.mark.parametrize("file", FILES)
 def test_a_missing_file_is_named_and_the_rest_is_shown(make_run: MakeRun, file: str) -> None:
     run = make_run(images=3, steps=0)
@@ -139,14 +133,6 @@ def test_a_metric_added_to_the_list_is_on_the_page(make_run: MakeRun, monkeypatc
     text = words(write_run_report(run))
     assert f"AR10 {metrics['AR10']:.3f} recall of ten detections" in text
     assert "class AP AP50 AP75 APm AR10 AR objects detections" in text
-
-
-def test_unreadable_images_are_counted_and_named(make_run: MakeRun) -> None:
-    run = make_run(images=1, steps=0)
-    edit(run / "summary.json", lambda summary: summary.update(unreadable_images={"a/broken.jpg": "truncated"}))
-    text = words(write_run_report(run))
-    assert "1 image(s)" in text
-    assert "broken.jpg" in text
 
 
 BINS = [

@@ -8,16 +8,14 @@ import json
 import os
 import tempfile
 import threading
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import wraps
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aploss.cli.command import Command, run_folder_of
-from aploss.cli.options import Parser
 from aploss.errors import AplossError, ConfigError, require_packages
 
 if TYPE_CHECKING:
@@ -38,7 +36,7 @@ COLUMNS = ("run", "image", "class", "score", "x1", "y1", "x2", "y2")
 Results = list[tuple[str, "list[Prediction]"]]  # path of each image, and all its detections by each run
 
 
-def _add_arguments(parser: Parser) -> None:
+def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", help="run folder, checkpoint or exported file")
     parser.add_argument("other", nargs="?", help="a second one to compare with")
     parser.add_argument("--port", type=int, metavar="N", default=7860, help=f"port on {HOST}; 0 picks a free one")
@@ -58,22 +56,15 @@ def _run(options: Namespace) -> int:
     return 0
 
 
-def _one_line_errors(callback: Callable[..., Any]) -> Callable[..., Any]:
-    """Shows every error of a callback as one line on the page, without a traceback on the terminal."""
+@contextmanager
+def _shown_on_page() -> Iterator[None]:
+    """Shows an error of a callback as one line on the page, without a traceback on the terminal."""
+    from gradio import Error
 
-    @wraps(callback)
-    def wrapped(*values: Any) -> Any:
-        from gradio import Error
-
-        try:
-            return callback(*values)
-        except AplossError as error:
-            line = " ".join(str(error).split())
-        except Exception as error:
-            line = f"unexpected {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise Error(line, print_exception=False)
-
-    return wrapped
+    try:
+        yield
+    except AplossError as error:
+        raise Error(" ".join(str(error).split()), print_exception=False) from None
 
 
 class App:
@@ -88,7 +79,7 @@ class App:
         thresholds = [detector.draw_threshold for detector in detectors.values()]
         self.threshold = next((one for one in thresholds if one is not None), 0.5)
 
-    @_one_line_errors
+    @_shown_on_page()
     def detect(self, files: Sequence[str] | None, threshold: float) -> list[Any]:
         """Passes uploaded images through the detectors; returns the results, then the values of :meth:`show`."""
         from aploss.data.images import ImageError, read_image
@@ -105,7 +96,7 @@ class App:
             results.append((path, [one.predict(image, threshold=0.0)[0] for one in self.detectors.values()]))
         return [results, *self.show(results, threshold)]
 
-    @_one_line_errors
+    @_shown_on_page()
     def show(self, results: Results, threshold: float) -> list[Any]:
         """The pictures of each run, the rows of the table and the path of the JSON file, at a threshold."""
         from aploss.data import draw_boxes
@@ -178,20 +169,17 @@ class App:
 
 
 def model_card(run: str, detector: "ObjectDetector") -> str:
-    """The model card of a run as HTML: classes, threshold and, if its folder has them, loss, AP and date."""
+    """The model card of a run as HTML: classes, threshold and, if its folder has a summary, detector, loss and AP."""
     from aploss.training.run_folder import Summary
 
     rows = {"classes": ", ".join(detector.class_names)}
     if detector.draw_threshold is not None:
         rows["threshold"] = f"{detector.draw_threshold:.2f} (best F1 on validation)"
     folder = run_folder_of(run)
-    with suppress(AplossError, OSError, ValueError, AttributeError):  # an unfinished run has no summary
-        if folder is not None:
-            summary = Summary.read(folder.summary_file)
-            ap = "not measured" if summary.AP is None else f"{100 * summary.AP:.1f} on {summary.split}"
-            rows |= {"detector": summary.detector, "loss": summary.loss, "AP": ap}
-            environment = json.loads((folder.path / "environment.json").read_text(encoding="utf-8"))
-            rows["trained"] = str(environment.get("started"))[:10]
+    if folder is not None and folder.summary_file.is_file():
+        summary = Summary.read(folder.summary_file)
+        ap = "not measured" if summary.AP is None else f"{100 * summary.AP:.1f} on {summary.split}"
+        rows |= {"detector": summary.detector, "loss": summary.loss, "AP": ap}
     cells = "".join(f"<tr><th>{name}</th><td>{escape(str(text))}</td></tr>" for name, text in rows.items())
     return f"<h2>{escape(run)}</h2><table>{cells}</table>"
 

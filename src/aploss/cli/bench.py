@@ -1,12 +1,11 @@
 """``aploss bench``: benchmark the losses, alone and across processes, the data loading and the training step."""
 
 import json
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from importlib import import_module
 from pathlib import Path
 
 from aploss.cli.command import Command, progress
-from aploss.cli.options import Parser
 from aploss.files import write_text
 
 EXAMPLES = """
@@ -18,7 +17,7 @@ EXAMPLES = """
 BENCHMARKS = {"losses": "losses", "scaling": "scaling", "data": "data", "training-step": "training_step"}
 
 
-def _add_arguments(parser: Parser) -> None:
+def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("what", nargs="?", choices=["all", *BENCHMARKS], default="all", help="which benchmark")
     parser.add_argument("--quick", action="store_true", help="a short run with small sizes")
     parser.add_argument("--out", type=Path, metavar="DIR", default=Path("runs/bench"), help="folder for the JSON files")

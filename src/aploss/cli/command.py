@@ -1,22 +1,17 @@
-"""What all commands share: their definition, progress on stderr, and the hint on what to run next."""
+"""What all commands share: their definition, the type of counts, and a progress bar."""
 
 import sys
-import time
-from argparse import Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aploss.errors import ConfigError
-
 if TYPE_CHECKING:
-    from aploss.cli.options import Parser
     from aploss.training.run_folder import RunFolder
 
 EXIT_PROBLEMS = 1  # the command finished, but some input was unusable or a claim does not hold
-PROGRESS_INTERVAL_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,15 +22,22 @@ class Command:
         examples: lines for the end of its help.
         add_arguments: declares its options.
         run: executes it and returns the exit code.
-        plugins: whether it takes ``--plugin``.
-        computes: whether it computes with torch and so takes ``--threads``.
     """
 
     examples: str
-    add_arguments: "Callable[[Parser], None]"
+    add_arguments: Callable[[ArgumentParser], None]
     run: Callable[[Namespace], int]
-    plugins: bool = True
-    computes: bool = True
+
+
+def positive_int(text: str) -> int:
+    """The argparse type of counts and sizes."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ArgumentTypeError(f"expected a positive integer, got {text!r}")
+    return number
 
 
 def run_folder_of(path: str) -> "RunFolder | None":
@@ -46,24 +48,9 @@ def run_folder_of(path: str) -> "RunFolder | None":
     return next((folder for folder in candidates if folder.exists), None)
 
 
-def say_next(options: Namespace, *commands: str) -> None:
-    """Suggests the next commands; on stderr, since they are not part of the result."""
-    if not (options.quiet or getattr(options, "json", False)):
-        sys.stdout.flush()
-        print("next:", "\n      ".join(commands), file=sys.stderr)
-
-
-def require_at_least(least: float, options: Namespace, *names: str) -> None:
-    """Raises ConfigError for options that are given and too small."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least:g}")
-
-
 @contextmanager
 def progress(unit: str, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
-    """Shows progress on stderr: a live bar on a terminal, otherwise a line every few seconds.
+    """Shows a progress bar on stderr if that is a terminal.
 
     Yields:
         A function of the number done, the total, and optionally a ``text`` that describes the current step.
@@ -71,16 +58,12 @@ def progress(unit: str, *, quiet: bool = False) -> Iterator[Callable[..., None]]
     from rich.console import Console
     from rich.progress import Progress
 
-    live, last_line = sys.stderr.isatty() and not quiet, time.monotonic()
     bar = Progress(console=Console(stderr=True), transient=True)
-    with bar if live else nullcontext():  # older versions of rich print an empty line for a disabled bar
+    is_live = sys.stderr.isatty() and not quiet
+    with bar if is_live else nullcontext():  # older versions of rich print an empty line for a disabled bar
         task = bar.add_task(unit, total=None)
 
         def show(done: int | None = None, total: int | None = None, *, text: str = "") -> None:
-            nonlocal last_line
             bar.update(task, completed=done, total=total, description=f"{unit}: {text}" if text else unit)
-            if not (live or quiet or done is None) and time.monotonic() - last_line >= PROGRESS_INTERVAL_S:
-                last_line = time.monotonic()
-                print(f"{done:,} of {total:,} {unit}", file=sys.stderr, flush=True)
 
         yield show

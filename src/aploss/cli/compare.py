@@ -5,14 +5,14 @@ trains only that, and the same command resumes an interrupted comparison.
 """
 
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from aploss.cli.command import Command, require_at_least
-from aploss.cli.options import Parser, add_settings, add_shorthands, given_settings, shorthand_changes
+from aploss.cli.command import Command, positive_int
+from aploss.cli.options import add_settings, add_shorthands, given_settings, shorthand_changes
 from aploss.detectors.build import DETECTORS
 from aploss.errors import ConfigError, require_packages
 from aploss.losses.traits import LOSSES
@@ -31,7 +31,7 @@ DEFAULT_LOSSES = "ap,focal,ce-ohem,auc"
 SEPARATE = ("criterion.options", "schedule.length")
 
 
-def _add_arguments(parser: Parser) -> None:
+def _add_arguments(parser: ArgumentParser) -> None:
     """The options of the command, and the settings that all rows share."""
     parser.add_argument("names", nargs="*", metavar="LOSS", help="losses to compare, same as --losses")
     parser.add_argument(
@@ -47,18 +47,20 @@ def _add_arguments(parser: Parser) -> None:
     parser.add_argument("--recipe", help=f"settings to start from: {recipes}, or a .yaml file; chosen by default")
     parser.add_argument("--seeds", default="3", help="number of seeds, or a list: 0,1,2")
     add_shorthands(parser)
-    parser.add_argument("--validations", type=int, metavar="N", default=10, help="points on the AP curve")
+    parser.add_argument("--validations", type=positive_int, metavar="N", default=10, help="points on the AP curve")
     parser.add_argument("--tune", action="store_true", help="search the learning rate of each loss on validation")
     add_comparison_options(parser, out="runs/compare-...")
 
 
-def add_comparison_options(parser: Parser, *, out: str) -> None:
+def add_comparison_options(parser: ArgumentParser, *, out: str) -> None:
     """Options of ``compare`` and ``reproduce``: search, output and the settings that rows share."""
     searched = (
         "setting to search together with the learning rate, such as criterion.box_weight=1,3, or an option of one "
         "loss, such as focal:gamma=1,2; may be repeated for all combinations"
     )
-    parser.add_argument("--tune-steps", type=int, metavar="N", help="steps per search trial; full length by default")
+    parser.add_argument(
+        "--tune-steps", type=positive_int, metavar="N", help="steps per search trial; full length by default"
+    )
     parser.add_argument("--tune-over", action="append", default=[], metavar="[LOSS:]KEY=A,B", help=searched)
     parser.add_argument("--max-minutes", type=float, metavar="X", help="time limit; the same command resumes")
     parser.add_argument("--out", help=f"folder of the report and tables; by default {out}")
@@ -98,7 +100,6 @@ def _run(options: Namespace) -> int:
 
 def _check(options: Namespace) -> None:
     """Raises ConfigError for options that exclude each other."""
-    require_at_least(1, options, "steps", "epochs", "tune_steps", "validations")
     if (options.tune_steps or options.tune_over) and not options.tune:
         raise ConfigError(f"--tune-{'steps' if options.tune_steps else 'over'} requires --tune")
     if options.tune and "optimizer.learning_rate" in vars(options):

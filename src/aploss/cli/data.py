@@ -2,21 +2,17 @@
 
 import json
 import random
-import shlex
 import sys
 import warnings
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from aploss.cli.command import Command, progress, require_at_least, say_next
-from aploss.cli.options import Parser, parse_size
+from aploss.cli.command import Command, positive_int, progress
+from aploss.cli.options import parse_size
 from aploss.errors import ConfigError, DataError
 from aploss.files import as_file_name, write_whole
-
-if TYPE_CHECKING:
-    from aploss.data.annotations import DetectionDataset, Sample
 
 CHECK_EXAMPLES = """
   aploss data check VOCdevkit
@@ -33,14 +29,14 @@ CONVERT_EXAMPLES = """
 TILE = 300  # pixels of an image on a contact sheet
 
 
-def _add_source(parser: Parser) -> None:
+def _add_source(parser: ArgumentParser) -> None:
     from aploss.data.load import format_names
 
     parser.add_argument("path", help="folder, COCO JSON file, YOLO data.yaml, or 'builtin'")
     parser.add_argument("--format", default="auto", help=f"format of the dataset: {', '.join(format_names())}")
 
 
-def _add_check_arguments(parser: Parser) -> None:
+def _add_check_arguments(parser: ArgumentParser) -> None:
     _add_source(parser)
     parser.add_argument("--classes", help="comma-separated class names; other classes are reported as unknown")
     fast = "read only the headers of images: does not find damaged or duplicate images"
@@ -53,7 +49,7 @@ def _check(options: Namespace) -> int:
     """Checks the dataset and prints the findings; see :attr:`~aploss.data.check.CheckResult.exit_code`."""
     from PIL import Image
 
-    from aploss.data.check import UNUSABLE, check_dataset, check_report
+    from aploss.data.check import check_dataset, check_report
 
     names = options.classes and [name.strip() for name in options.classes.split(",")]
     with warnings.catch_warnings(), progress("images checked", quiet=options.quiet) as show:
@@ -63,19 +59,18 @@ def _check(options: Namespace) -> int:
             options.path, format=options.format, class_names=names, decode=not options.fast, progress=show
         )
     print(json.dumps(result.to_dict(), indent=2) if options.json else check_report(result, limit=max(options.limit, 0)))
-    if result.exit_code != UNUSABLE:
-        say_next(options, f"aploss train --data {shlex.quote(options.path)}")
     return result.exit_code
 
 
-def _add_show_arguments(parser: Parser) -> None:
+def _add_show_arguments(parser: ArgumentParser) -> None:
     _add_source(parser)
     parser.add_argument("--split", help="split of the dataset; all by default")
     augment = "show images as this augmentation preset produces them for training"
     parser.add_argument("--augment", choices=["paper", "light", "none"], help=augment)
     parser.add_argument("--size", help="size of augmented images: 300, or 240x320 (height x width); 300 by default")
-    parser.add_argument("--count", type=int, metavar="N", default=16, help="number of images")
-    parser.add_argument("--seed", type=int, metavar="N", default=0, help="seed of the choice and the augmentation")
+    parser.add_argument("--count", type=positive_int, metavar="N", default=16, help="number of images")
+    seed = "seed of the choice and the augmentation"
+    parser.add_argument("--seed", type=int, metavar="N", default=0, help=seed)
     parser.add_argument("--out", type=Path, metavar="FILE", help="picture; by default runs/show-DATA-SPLIT.png")
 
 
@@ -84,9 +79,8 @@ def _show(options: Namespace) -> int:
     from PIL import Image
 
     from aploss.data import contact_sheet, draw_boxes, load_dataset
+    from aploss.data.loader import AugmentedSamples
 
-    require_at_least(1, options, "count")
-    require_at_least(0, options, "seed")
     if options.size and not options.augment:
         raise ConfigError("--size requires --augment")
     suffix = ".png" if options.out is None else options.out.suffix.lower()
@@ -97,14 +91,17 @@ def _show(options: Namespace) -> int:
     if len(dataset) == 0:
         raise DataError(f"{options.path}: the dataset has no images")
     indices = sorted(random.Random(options.seed).sample(range(len(dataset)), min(options.count, len(dataset))))
-    samples = _samples(dataset, indices, options)
+    samples, augmented = [dataset[index] for index in indices], ""
+    if options.augment:
+        size: Any = parse_size(options.size or str(TILE), "--size")
+        augmenter = AugmentedSamples(dataset, seed=options.seed, preset=options.augment, size=size)
+        samples, augmented = [augmenter[0, index] for index in indices], f", augmentation '{options.augment}'"
     tiles = []
     for image, target in samples:
         boxes, labels = target["boxes"].numpy(), target["labels"].numpy()
         dashed = (target["difficult"] | target["crowd"]).numpy()
         draw = partial(draw_boxes, dashed=dashed, smallest=TILE, largest=TILE)
         tiles.append(draw(image.numpy(), boxes, labels, dataset.class_names))
-    augmented = f", augmentation '{options.augment}'" if options.augment else ""
     title = f"{dataset.name} · {dataset.split}: {len(tiles)} of {len(dataset)} images{augmented}"
     sheet = contact_sheet(tiles, [dataset.relative_path(index) for index in indices], tile=TILE, title=title)
     words = "-".join(filter(None, ["show", dataset.name, dataset.split, options.augment]))
@@ -115,17 +112,7 @@ def _show(options: Namespace) -> int:
     return 0
 
 
-def _samples(dataset: "DetectionDataset", indices: list[int], options: Namespace) -> "list[Sample]":
-    if not options.augment:
-        return [dataset[index] for index in indices]
-    from aploss.data.loader import AugmentedSamples
-
-    size: Any = parse_size(options.size or str(TILE), "--size")
-    samples = AugmentedSamples(dataset, seed=options.seed, preset=options.augment, size=size)
-    return [samples[0, index] for index in indices]
-
-
-def _add_convert_arguments(parser: Parser) -> None:
+def _add_convert_arguments(parser: ArgumentParser) -> None:
     from aploss.data.formats import writable_formats
 
     _add_source(parser)
@@ -149,6 +136,6 @@ def _convert(options: Namespace) -> int:
     return 0
 
 
-CHECK = Command(examples=CHECK_EXAMPLES, add_arguments=_add_check_arguments, run=_check, computes=False)
-SHOW = Command(examples=SHOW_EXAMPLES, add_arguments=_add_show_arguments, run=_show, computes=False)
-CONVERT = Command(examples=CONVERT_EXAMPLES, add_arguments=_add_convert_arguments, run=_convert, computes=False)
+CHECK = Command(examples=CHECK_EXAMPLES, add_arguments=_add_check_arguments, run=_check)
+SHOW = Command(examples=SHOW_EXAMPLES, add_arguments=_add_show_arguments, run=_show)
+CONVERT = Command(examples=CONVERT_EXAMPLES, add_arguments=_add_convert_arguments, run=_convert)

@@ -1,11 +1,10 @@
 """``aploss demo``: train on built-in data in a few minutes, and show the result."""
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from itertools import count
 from pathlib import Path
 
 from aploss.cli.command import Command
-from aploss.cli.options import Parser
 from aploss.cli.train import run_training
 from aploss.losses.traits import LOSSES
 from aploss.training.recipes import load_config
@@ -17,7 +16,7 @@ EXAMPLES = """
 """
 
 
-def _add_arguments(parser: Parser) -> None:
+def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--loss", default="ap", help=f"classification loss: {', '.join(LOSSES.names())}")
     parser.add_argument("--seed", type=int, metavar="N", default=0, help="seed of initial weights and data order")
     parser.add_argument("--out", help="run folder; by default runs/demo, or the next free number")

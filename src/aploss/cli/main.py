@@ -8,17 +8,15 @@ import os
 import sys
 import tempfile
 import traceback
+from argparse import SUPPRESS
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import version
-from typing import TYPE_CHECKING
 
-from aploss.cli.command import EXIT_PROBLEMS, Command, require_at_least
+from aploss.cli.command import EXIT_PROBLEMS, Command
+from aploss.cli.options import Parser, add_general_options
 from aploss.errors import AplossError, ConfigError, did_you_mean, missing_package
-
-if TYPE_CHECKING:
-    from aploss.cli.options import Parser
 
 # Words of the command → (module of aploss.cli, line for the overview). The last word names the command.
 COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
@@ -66,22 +64,14 @@ def _without_command(words: list[str]) -> int:
     """Prints the overview or the version, or raises ConfigError for an unknown command."""
     if words in (["--version"], ["-V"]):
         print(f"aploss {version('aploss')}")
-        return 0
-    prefix = tuple(words[:1]) if any(command[:1] == tuple(words[:1]) for command in COMMANDS) else ()
-    rest = words[len(prefix) :]
-    if not rest or rest[0] in ("-h", "--help"):
-        print(_overview(prefix))
-        return AplossError.exit_code if prefix and not rest else 0
-    asked = " ".join([*prefix, rest[0]])[:MAX_TEXT]
-    suggestion = did_you_mean(asked, [" ".join(command) for command in COMMANDS])
-    raise ConfigError(f"unknown command '{asked}'{suggestion} (see aploss --help)")
-
-
-def _overview(prefix: tuple[str, ...]) -> str:
-    rows = {" ".join(words): line for words, (_, line) in COMMANDS.items() if words[: len(prefix)] == prefix}
-    width = max(map(len, rows))
-    lines = [f"  {name:<{width}}  {line}" for name, line in rows.items()]
-    return "\n".join(["usage: aploss COMMAND [options]", "", *lines, "", "Run aploss COMMAND --help for its options."])
+    elif not words or words[0] in ("-h", "--help"):
+        rows = [f"  {' '.join(command):<13} {line}" for command, (_, line) in COMMANDS.items()]
+        print("usage: aploss COMMAND [options]\n", *rows, "\nRun aploss COMMAND --help for its options.", sep="\n")
+    else:
+        asked = " ".join(words[: 2 if words[0] == "data" else 1])[:MAX_TEXT]
+        suggestion = did_you_mean(asked, [" ".join(command) for command in COMMANDS])
+        raise ConfigError(f"unknown command '{asked}'{suggestion} (see aploss --help)")
+    return 0
 
 
 def _describe(error: Exception) -> tuple[str, int]:
@@ -103,41 +93,38 @@ def _describe(error: Exception) -> tuple[str, int]:
 
 
 def _run(words: tuple[str, ...], arguments: list[str]) -> int:
-    prepare_threads(arguments)
-    command = _command(words)
-    if command.plugins:  # before the parser is built: plugins add names that its help lists
-        from aploss.cli.options import option_values
+    # First only the general options: threads are set before torch is imported, and plugins register names that the
+    # help of the command lists.
+    first = Parser(prog=f"aploss {' '.join(words)}", add_help=False)
+    add_general_options(first)
+    general = first.parse_known_args(arguments)[0]
+    set_threads(general.threads)
+    if general.plugin:
         from aploss.registry import load_plugins
 
-        load_plugins(option_values("--plugin", arguments))
-    options = make_parser(words, arguments).parse()
-    if command.computes and options.threads is not None:
-        require_at_least(1, options, "threads")
-        import torch
-
-        torch.set_num_threads(options.threads)  # if torch was imported before the environment was set
+        load_plugins(general.plugin)
+    options = make_parser(words).parse(arguments)
     logger = logging.getLogger("aploss.losses")
     level = logger.level
     try:
         if options.quiet:
             logger.setLevel(logging.ERROR)
-        return command.run(options)
+        return _command(words).run(options)
     finally:
         logger.setLevel(level)
 
 
-def prepare_threads(arguments: Sequence[str]) -> None:
-    """Configures the OpenMP threads of torch; call it before torch is imported.
+def set_threads(threads: int | None) -> None:
+    """Configures the OpenMP threads of torch; OpenMP reads the environment when it is loaded.
 
-    OpenMP reads the environment once, when it is loaded. By default, idle threads spin and slow down everything else on
-    their core, including the thread they are waiting for.
+    By default, idle threads spin and slow down everything else on their core, including the thread they wait for.
     """
-    from aploss.cli.options import option_values
-
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    for threads in option_values("--threads", arguments):
-        if threads.isdecimal() and int(threads) > 0:
-            os.environ |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    if threads is not None:
+        os.environ |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        import torch
+
+        torch.set_num_threads(threads)  # if torch was imported before
 
 
 def _command(words: tuple[str, ...]) -> Command:
@@ -145,32 +132,15 @@ def _command(words: tuple[str, ...]) -> Command:
     return command
 
 
-def make_parser(words: tuple[str, ...], arguments: Sequence[str] = ()) -> "Parser":
-    """Builds the parser of a command.
-
-    Args:
-        words: the words of the command, such as ``("data", "check")``.
-        arguments: the arguments to parse; the help of ``train`` shows the defaults that follow from them.
-    """
-    from aploss.cli.options import Parser
-
+def make_parser(words: tuple[str, ...]) -> Parser:
+    """Builds the parser of the command with these words, such as ``("data", "check")``."""
     command, line = _command(words), COMMANDS[words][1]
-    parser = Parser(
-        prog=f"aploss {' '.join(words)}",
-        description=line[0].upper() + line[1:] + ".",
-        epilog="examples:\n" + command.examples.strip("\n"),
-        arguments=arguments,
-    )
+    description, examples = f"{line[0].upper()}{line[1:]}.", command.examples.strip("\n")
+    parser = Parser(prog=f"aploss {' '.join(words)}", description=description, epilog=f"examples:\n{examples}")
     command.add_arguments(parser)
-    general = parser.add_argument_group("general")
-    if command.computes:
-        general.add_argument("--threads", type=int, metavar="N", help="number of CPU threads; all cores by default")
-    general.add_argument("--quiet", action="store_true", help="print only results, warnings and errors")
-    if command.plugins:
-        general.add_argument(
-            "--plugin", action="append", default=[], metavar="FILE.py",
-            help="Python file that registers losses, detectors or data formats; may be repeated",
-        )  # fmt: skip
-    general.add_argument("--debug", action="store_true", help="print the traceback of errors")
-    general.add_argument("-h", "--help", action="help", help="show this help and exit")
+    add_general_options(parser)
+    for action in parser._actions:
+        is_informative = action.option_strings and action.default not in (None, False, SUPPRESS, [])
+        if is_informative and "default" not in str(action.help):
+            action.help = f"{action.help} (default: %(default)s)"
     return parser

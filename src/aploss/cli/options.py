@@ -1,89 +1,61 @@
-"""The argument parser of every command, the options for the settings of a run, and shorthands for common ones."""
+"""The argument parser, the settings of a run as options, and shorthands for the most common ones."""
 
 import json
-import textwrap
-from argparse import SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter, _ArgumentGroup
+from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter, _ArgumentGroup
 from collections.abc import Sequence
 from operator import attrgetter
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_origin
 
+from aploss.cli.command import positive_int
 from aploss.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from aploss.training.config import ConfigField, TrainConfig
 
-
-class HelpFormatter(RawDescriptionHelpFormatter):
-    """Keeps the line breaks of the examples and shows defaults that are informative."""
-
-    def _get_help_string(self, action: Action) -> str:
-        text, default = action.help or "", action.default
-        silent = default is None or default is False or default in (SUPPRESS, []) or not action.option_strings
-        return text if silent or "default" in text else f"{text} (default: %(default)s)"
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)  # keeps voc-retinanet-r50 whole
+Group = ArgumentParser | _ArgumentGroup
 
 
 class Parser(ArgumentParser):
-    """Accepts underscores for dashes in option names, and raises ConfigError instead of exiting.
+    """Accepts underscores for dashes in option names, and raises ConfigError instead of exiting."""
 
-    Args:
-        arguments: the arguments to parse.
-    """
-
-    def __init__(self, *, arguments: Sequence[str] = (), **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         # Without abbreviations, a misspelt option never becomes another one.
-        super().__init__(formatter_class=HelpFormatter, allow_abbrev=False, add_help=False, **options)
-        self.arguments = arguments
+        super().__init__(formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False, **options)
 
-    def parse(self) -> Namespace:
-        """Parses the arguments; ConfigError for an unknown option, with the closest one."""
-        words = list(self.arguments)
-        end = words.index("--") if "--" in words else len(words)
-        return self.parse_args([*map(self._known_option, words[:end]), *words[end:]])
+    def parse(self, arguments: Sequence[str]) -> Namespace:
+        """Parses the arguments of a command; an unknown option raises ConfigError with the closest one."""
+        end = list(arguments).index("--") if "--" in arguments else len(arguments)
+        words = [self._known_option(word) if word.startswith("--") else word for word in arguments[:end]]
+        return self.parse_args([*words, *arguments[end:]])
 
     def _known_option(self, word: str) -> str:
-        """The word, an option with dashes for underscores."""
         name, equals, value = word.partition("=")
-        dashed = name.replace("_", "-")
-        if not name.startswith("--"):
-            return word
-        if dashed not in self._option_string_actions:
-            mappings = [one for one in self._option_string_actions if one.endswith(".options")]
-            if not any(dashed.startswith(f"{one}.") for one in mappings):
-                known = [one.removeprefix("--") for one in self._option_string_actions]
-                suggestion = did_you_mean(dashed.removeprefix("--"), known, prefix="--")
-                raise ConfigError(f"unknown option {name[:200]}{suggestion} (see {self.prog} --help)")
-            # An entry of a mapping, such as --model.options.anchors_per_cell: a Python name, which keeps underscores.
-            self.add_argument(dashed, dest=name.removeprefix("--"), default=SUPPRESS, help=SUPPRESS)
-        return dashed + equals + value
+        option, known = name.replace("_", "-"), self._option_string_actions
+        mapping = option.rpartition(".")[0]
+        if option not in known and mapping in known and mapping.endswith(".options"):  # an entry of a mapping
+            self.add_argument(option, dest=name.removeprefix("--").replace("-", "_"), default=SUPPRESS)
+        elif option not in known:
+            suggestion = did_you_mean(option.removeprefix("--"), [one.removeprefix("--") for one in known], prefix="--")
+            raise ConfigError(f"unknown option {name[:200]}{suggestion} (see {self.prog} --help)")
+        return option + equals + value
 
     def error(self, message: str) -> NoReturn:
         """Raises the message of argparse as ConfigError."""
         raise ConfigError(f"{' '.join(message.split())} (see {self.prog} --help)")
 
 
-def option_values(option: str, arguments: Sequence[str]) -> list[str]:
-    """The values of an option, before a parser exists.
-
-    Example:
-        >>> option_values("--plugin", ["train", "--plugin", "a.py", "--plugin=b.py"])
-        ['a.py', 'b.py']
-    """
-    values: list[str] = []
-    for place, word in enumerate(arguments):
-        if word == option:
-            values += arguments[place + 1 : place + 2]
-        elif word.startswith(f"{option}="):
-            values.append(word.partition("=")[2])
-    return values
+def add_general_options(parser: Parser) -> None:
+    """Adds the options of all commands."""
+    group = parser.add_argument_group("general")
+    group.add_argument("--threads", type=positive_int, metavar="N", help="number of CPU threads; all cores by default")
+    group.add_argument("--quiet", action="store_true", help="print only results, warnings and errors")
+    plugin = "Python file that registers losses, detectors or data formats; may be repeated"
+    group.add_argument("--plugin", action="append", default=[], metavar="FILE.py", help=plugin)
+    group.add_argument("--debug", action="store_true", help="print the traceback of errors")
 
 
-def add_settings(
-    group: "Parser | _ArgumentGroup", fields: "Sequence[ConfigField]", defaults: "TrainConfig | None" = None
-) -> None:
+def add_settings(group: Group, fields: "Sequence[ConfigField]", defaults: "TrainConfig | None" = None) -> None:
     """Adds an option for each setting; only given ones reach the namespace, under their dotted keys.
 
     Args:
@@ -120,18 +92,17 @@ def given_settings(options: Namespace, *keys: str) -> dict[str, str]:
     return {key: value for key, value in vars(options).items() if "." in key or key in keys}
 
 
-def add_shorthands(group: "Parser | _ArgumentGroup", defaults: "TrainConfig | None" = None) -> None:
+def add_shorthands(group: Group, defaults: "TrainConfig | None" = None) -> None:
     """Adds ``--epochs``, ``--steps``, ``--lr``, ``--batch-size`` and ``--image-size``; see :func:`add_settings`."""
     lengths = group.add_mutually_exclusive_group()
     for unit in ("epochs", "steps"):
-        length = _default(defaults, "schedule.length") if defaults and defaults.schedule.unit == unit else ""
-        lengths.add_argument(f"--{unit}", type=int, metavar="N", help=f"length of the training in {unit}{length}")
-    for option, metavar, key, text in (
-        ("--lr", "X", "optimizer.learning_rate", "peak learning rate"),
-        ("--batch-size", "N", "batches.size", "images per forward pass"),
-    ):
-        shown = text + _default(defaults, key)
-        group.add_argument(option, dest=key, default=SUPPRESS, metavar=metavar, help=shown)
+        shown = _default(defaults, "schedule.length") if defaults and defaults.schedule.unit == unit else ""
+        text = f"length of the training in {unit}{shown}"
+        lengths.add_argument(f"--{unit}", type=positive_int, metavar="N", help=text)
+    rate = "peak learning rate" + _default(defaults, "optimizer.learning_rate")
+    group.add_argument("--lr", dest="optimizer.learning_rate", default=SUPPRESS, metavar="X", help=rate)
+    batch = "images per forward pass" + _default(defaults, "batches.size")
+    group.add_argument("--batch-size", dest="batches.size", default=SUPPRESS, metavar="N", help=batch)
     size = f"size of training images: 320, or 240x320 (height x width){_default(defaults, 'batches.image_size')}"
     group.add_argument("--image-size", metavar="SIZE", help=size)
 

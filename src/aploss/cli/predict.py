@@ -5,16 +5,15 @@ and the images and classes that they refer to, to ``images.json``.
 """
 
 import json
-import shlex
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from glob import glob
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aploss.cli.command import EXIT_PROBLEMS, Command, progress, require_at_least, say_next
-from aploss.cli.options import Parser
+from aploss.cli.command import EXIT_PROBLEMS, Command, positive_int, progress
 from aploss.data.images import EXTENSIONS
 from aploss.errors import DataError
 from aploss.files import write_text, write_whole
@@ -34,7 +33,7 @@ PICTURES = "pictures"
 LOSSY = (".jpg", ".jpeg")  # drawn pictures of other formats are PNG
 
 
-def _add_arguments(parser: Parser) -> None:
+def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", help="run folder, checkpoint or exported file")
     parser.add_argument("images", nargs="+", help="image files, folders or glob patterns")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the results")
@@ -45,40 +44,44 @@ def _add_arguments(parser: Parser) -> None:
     scales = "merge the detections of several image sizes, each also flipped; slower"
     parser.add_argument("--multi-scale", action="store_true", help=scales)
     parser.add_argument("--device", default="auto", help="cpu, cuda, mps or auto")
-    parser.add_argument("--batch-size", type=int, metavar="N", default=8, help="images per forward pass")
+    batch = "images per forward pass"
+    parser.add_argument("--batch-size", type=positive_int, metavar="N", default=8, help=batch)
 
 
 def _run(options: Namespace) -> int:
     """Predicts batch by batch and writes the results; exit code 1 if some images could not be used."""
+    from aploss.data.images import read_image
     from aploss.detectors.predict import MultiScale
 
-    require_at_least(1, options, "batch_size")
-    images, failures = find_images(options.images, exclude=options.out / PICTURES)
-    if not images:
-        raise DataError(f"no images: {'; '.join(failures)}")
+    images = find_images(options.images, exclude=options.out / PICTURES)
     detector = load_detector(options.run, options.device)
-    results = _Results(options.out, detector.class_names, options.labels)
+    scales = MultiScale() if options.multi_scale else None
+    files, predictions, failures = list(images), {}, []
     with progress("images", quiet=options.quiet) as show:
-        files = list(images)
         for start in range(0, len(files), options.batch_size):
-            chunk = list(_read(files[start : start + options.batch_size], failures))
-            predictions = detector.predict(
-                [tensor for _, tensor in chunk],
-                threshold=options.threshold,
-                batch_size=options.batch_size,
-                multi_scale=MultiScale() if options.multi_scale else None,
+            batch = {}
+            for path in files[start : start + options.batch_size]:
+                try:
+                    batch[path] = read_image(path)
+                except DataError as error:
+                    failures.append(str(error))
+            found = detector.predict(
+                [*batch.values()], threshold=options.threshold, batch_size=options.batch_size, multi_scale=scales
             )
-            for (path, tensor), prediction in zip(chunk, predictions, strict=True):
-                results.add(path, images[path], tensor, prediction)
-            show(start + len(chunk), len(files))
-    results.write()
+            for (path, image), prediction in zip(batch.items(), found, strict=True):
+                predictions[path] = prediction
+                name, class_names = images[path], detector.class_names
+                _write_picture(options.out / PICTURES / name, path.suffix, image, prediction, class_names)
+                if options.labels is not None:
+                    _write_labels(options.out / "labels" / name, path.name, prediction, options.labels)
+            show(start + len(batch), len(files))
+    _write_json(options.out, predictions, detector.class_names)
+    if options.labels == "yolo":
+        names = "".join(f"{' '.join(name.split())}\n" for name in detector.class_names)
+        write_text(options.out / "labels/classes.txt", names)
     if not options.quiet:
-        minimum = detector.draw_threshold if options.threshold is None else options.threshold
-        above = f" with a score of at least {minimum:.2f}" if minimum else ""
-        objects = sum(map(len, results.predictions))
-        print(f"{objects} objects in {len(results.images)} images{above}: {options.out}", flush=True)
-        found = shlex.quote(str(options.out / "detections.json"))
-        say_next(options, f"aploss eval --annotations ANNOTATIONS.json --detections {found}")
+        objects = sum(map(len, predictions.values()))
+        print(f"{objects} objects in {len(predictions)} images: {options.out}", flush=True)
     if failures:
         print(f"{len(failures)} could not be used:", *failures, sep="\n  ", file=sys.stderr)
     return EXIT_PROBLEMS if failures else 0
@@ -96,98 +99,74 @@ def load_detector(path: str, device: str) -> "ObjectDetector":
     return load(path, device=choose_device(device))
 
 
-def _read(paths: Sequence[Path], failures: list[str]) -> "Iterator[tuple[Path, Tensor]]":
-    from aploss.data.images import read_image
+def _write_picture(file: Path, suffix: str, image: "Tensor", found: "Prediction", class_names: Sequence[str]) -> None:
+    """Draws the detections, as JPEG if the image is one."""
+    from aploss.data import draw_boxes
 
-    for path in paths:
-        try:
-            yield path, read_image(path)
-        except DataError as error:
-            failures.append(str(error))
-
-
-class _Results:
-    """The output folder; pictures and labels are written at once, the JSON files at the end."""
-
-    def __init__(self, folder: Path, class_names: tuple[str, ...], labels: str | None) -> None:
-        self.folder, self.class_names, self.labels = folder, class_names, labels
-        self.images: list[dict[str, object]] = []
-        self.predictions: list[Prediction] = []
-
-    def add(self, path: Path, name: str, tensor: "Tensor", prediction: "Prediction") -> None:
-        """Writes the picture and labels of an image as ``name``."""
-        from aploss.data import draw_boxes
-        from aploss.data.voc import voc_annotation
-        from aploss.data.yolo import yolo_rows
-
-        size = width, height = prediction.image_size
-        self.images.append({"id": len(self.images) + 1, "file_name": str(path), "width": width, "height": height})
-        self.predictions.append(prediction)
-        boxes, labels, scores = (one.numpy() for one in (prediction.boxes, prediction.labels, prediction.scores))
-        picture = draw_boxes(tensor.numpy(), boxes, labels, self.class_names, scores)
-        suffix, kind = (path.suffix, "JPEG") if path.suffix.lower() in LOSSY else (".png", "PNG")
-        file = self.folder / PICTURES / f"{name}{suffix.lower()}"
-        write_whole(file, lambda stream: picture.save(stream, format=kind, quality=92))
-        rows = boxes.tolist()
-        if self.labels == "voc":
-            names = prediction.class_names
-            text = voc_annotation(path.name, size, names, rows, scores=scores.tolist(), digits=2)
-            write_text(self.folder / f"labels/{name}.xml", text)
-        elif self.labels == "yolo":
-            write_text(self.folder / f"labels/{name}.txt", yolo_rows(labels.tolist(), rows, size, digits=6))
-
-    def write(self) -> None:
-        """Writes the two JSON files, and the class names of YOLO labels."""
-        from aploss.evaluation.tables import DetectionTable
-
-        found = [{"boxes": one.boxes, "scores": one.scores, "labels": one.labels} for one in self.predictions]
-        table = DetectionTable.from_predictions(list(range(1, len(found) + 1)), found)
-        categories = [{"id": i, "name": name} for i, name in enumerate(self.class_names, start=1)]
-        about = {"images": self.images, "categories": categories, "annotations": []}
-        write_text(self.folder / "detections.json", json.dumps(table.to_results()))
-        write_text(self.folder / "images.json", json.dumps(about, indent=1))
-        if self.labels == "yolo":
-            lines = "".join(f"{' '.join(name.split())}\n" for name in self.class_names)
-            write_text(self.folder / "labels/classes.txt", lines)
+    picture = draw_boxes(image.numpy(), found.boxes.numpy(), found.labels.numpy(), class_names, found.scores.numpy())
+    suffix, kind = (suffix.lower(), "JPEG") if suffix.lower() in LOSSY else (".png", "PNG")
+    write_whole(Path(f"{file}{suffix}"), lambda stream: picture.save(stream, format=kind, quality=92))
 
 
-def find_images(arguments: Sequence[str], *, exclude: Path | None = None) -> tuple[dict[Path, str], list[str]]:
-    """Finds the images that files, folders (recursively) and glob patterns name.
+def _write_labels(file: Path, image_name: str, found: "Prediction", labels: str) -> None:
+    """Writes the detections as an annotation file of VOC or YOLO."""
+    from aploss.data.voc import voc_annotation
+    from aploss.data.yolo import yolo_rows
 
-    Args:
-        arguments: as given on the command line.
-        exclude: folder to skip.
+    boxes, scores, size = found.boxes.tolist(), found.scores.tolist(), found.image_size
+    if labels == "voc":
+        text = voc_annotation(image_name, size, found.class_names, boxes, scores=scores, digits=2)
+        write_text(Path(f"{file}.xml"), text)
+    else:
+        write_text(Path(f"{file}.txt"), yolo_rows(found.labels.tolist(), boxes, size, digits=6))
+
+
+def _write_json(folder: Path, predictions: "dict[Path, Prediction]", class_names: Sequence[str]) -> None:
+    """Writes ``detections.json``, and ``images.json`` with the images and classes that its ids stand for."""
+    from aploss.evaluation.tables import DetectionTable
+
+    found = [{"boxes": one.boxes, "scores": one.scores, "labels": one.labels} for one in predictions.values()]
+    table = DetectionTable.from_predictions(list(range(1, len(found) + 1)), found)
+    images = [
+        {"id": number, "file_name": str(path), "width": one.image_size[0], "height": one.image_size[1]}
+        for number, (path, one) in enumerate(predictions.items(), start=1)
+    ]
+    categories = [{"id": number, "name": name} for number, name in enumerate(class_names, start=1)]
+    about = {"images": images, "categories": categories, "annotations": []}
+    write_text(folder / "detections.json", json.dumps(table.to_results()))
+    write_text(folder / "images.json", json.dumps(about, indent=1))
+
+
+def find_images(arguments: Sequence[str], *, exclude: Path) -> dict[Path, str]:
+    """Finds the images that files, folders (recursively) and glob patterns name, except those in a folder.
 
     Returns:
-        The images in order with a unique name for the results of each, and a line for each argument without images.
+        The images in order with a unique name for the results of each: its path in the folder, without suffix.
+
+    Raises:
+        DataError: an argument names no image.
     """
     found: dict[Path, str] = {}
-    problems: list[str] = []
-    taken: set[str] = set()
+    taken: set[str] = set()  # in lower case, since some file systems ignore case
     for argument in arguments:
-        matches = [argument] if Path(argument).exists() else sorted(glob(argument, recursive=True))  # noqa: PTH207
-        candidates = [one for match in matches for one in _candidates(Path(match))]
+        candidates = list(_candidates(argument))
         if not candidates:
-            problems.append(f"{argument}: no images found")
-        for path, wanted in candidates:
-            if path in found or (exclude is not None and path.resolve().is_relative_to(exclude.resolve())):
-                continue
-            name, number = wanted, 1
-            while name.casefold() in taken:  # some file systems ignore case
-                number += 1
-                name = f"{wanted}-{number}"
-            taken.add(name.casefold())
-            found[path] = name
-    return found, problems
+            raise DataError(f"{argument}: no images found")
+        for path, name in candidates:
+            if path not in found and not path.resolve().is_relative_to(exclude.resolve()):
+                names = chain([name], (f"{name}-{number}" for number in count(2)))
+                found[path] = next(one for one in names if one.casefold() not in taken)
+                taken.add(found[path].casefold())
+    return found
 
 
-def _candidates(path: Path) -> Iterator[tuple[Path, str]]:
-    """A file, or the images of a folder, each with the name of its results: the path in the folder without suffix."""
-    if path.is_file():
-        yield path, path.stem
-    for file in sorted(path.rglob("*")) if path.is_dir() else ():
-        if file.suffix.lower() in EXTENSIONS and file.is_file():
-            yield file, file.relative_to(path).with_suffix("").as_posix()
+def _candidates(argument: str) -> Iterator[tuple[Path, str]]:
+    for match in [argument] if Path(argument).exists() else sorted(glob(argument, recursive=True)):  # noqa: PTH207
+        if Path(match).is_file():
+            yield Path(match), Path(match).stem
+        for path in sorted(Path(match).rglob("*")):
+            if path.suffix.lower() in EXTENSIONS and path.is_file():
+                yield path, path.relative_to(match).with_suffix("").as_posix()
 
 
 PREDICT = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)

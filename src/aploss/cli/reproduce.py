@@ -5,12 +5,12 @@ the paper and is for GPUs. Runs are cached and shared by all tables.
 """
 
 import os
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from functools import partial
 
-from aploss.cli.command import Command, require_at_least
+from aploss.cli.command import Command, positive_int
 from aploss.cli.compare import add_comparison_options, run_comparison
-from aploss.cli.options import Parser, given_settings
+from aploss.cli.options import given_settings
 from aploss.experiments.paper import REPRODUCTIONS
 
 EXAMPLES = """
@@ -21,7 +21,7 @@ EXAMPLES = """
 """
 
 
-def _add_arguments(parser: Parser) -> None:
+def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("name", choices=list(REPRODUCTIONS), help="table or figure")
     parser.add_argument("--scale", choices=["small", "paper"], default="small", help="minutes on a CPU, or the paper's")
     parser.add_argument("--benchmark", choices=["voc", "coco"], default="voc", help="dataset of the paper")
@@ -29,7 +29,7 @@ def _add_arguments(parser: Parser) -> None:
     parser.add_argument("--detector", help="detector at small scale; the recipe's by default")
     parser.add_argument("--recipe", help="settings at small scale; by default demo for built-in data, else bccd-cpu")
     parser.add_argument("--seeds", help="number of seeds, or a list: 0,1,2; by default 3 at small scale, else 1")
-    parser.add_argument("--steps", type=int, metavar="N", help="length of each training at small scale")
+    parser.add_argument("--steps", type=positive_int, metavar="N", help="length of each training at small scale")
     parser.add_argument("--no-tune", action="store_true", help="do not search learning rates, use the recipe's")
     parser.add_argument("--plan", action="store_true", help="print the planned runs and exit")
     parser.add_argument("--yes", action="store_true", help="start the paper's scale even on a CPU")
@@ -41,7 +41,6 @@ def _run(options: Namespace) -> int:
     from aploss.experiments.plan import parse_searched, parse_seeds
     from aploss.experiments.reproduce import Request, check_time, default_out, describe_plan, reproduce
 
-    require_at_least(1, options, "steps", "tune_steps")
     names = ("scale", "benchmark", "data", "recipe", "steps", "tune_steps", "device")
     detector = {} if options.detector is None else {"detector": options.detector}
     request = Request(

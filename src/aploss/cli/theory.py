@@ -1,11 +1,10 @@
 """``aploss theory``: verify the paper's theorems in experiments."""
 
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from aploss.cli.command import EXIT_PROBLEMS, Command, progress
-from aploss.cli.options import Parser
 
 EXAMPLES = """
   aploss theory                     every study, with an index page
@@ -14,7 +13,7 @@ EXAMPLES = """
 NAMES = ("convergence", "smoothed-failure", "inseparable", "consistency", "imbalance", "method")
 
 
-def _add_arguments(parser: Parser) -> None:
+def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", choices=["all", *NAMES], default="all", help="which study")
     parser.add_argument("--seed", type=int, metavar="N", default=0, help="seed of the random problems")
     parser.add_argument("--out", type=Path, metavar="DIR", default=Path("runs/theory"), help="folder for the pages")
@@ -39,4 +38,4 @@ def _run(options: Namespace) -> int:
     return 0 if all(study.holds for study in studies) else EXIT_PROBLEMS
 
 
-THEORY = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run, plugins=False)
+THEORY = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)

@@ -5,15 +5,14 @@ Settings come from a recipe, then a config file, then the command line; later on
 
 import shlex
 import sys
-from argparse import Namespace
-from contextlib import suppress
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from aploss.cli.command import Command, say_next
-from aploss.cli.options import Parser, add_settings, add_shorthands, given_settings, option_values, shorthand_changes
+from aploss.cli.command import Command
+from aploss.cli.options import add_settings, add_shorthands, given_settings, shorthand_changes
 from aploss.errors import AplossError, ConfigError
 from aploss.losses.traits import LOSSES
 from aploss.training.config import TrainConfig, config_fields, config_from_dict, config_to_dict, nested
@@ -33,20 +32,16 @@ EXAMPLES = """
 COMMON = ("data", "out", "loss", "detector")
 
 
-def _add_arguments(parser: Parser) -> None:
+def _add_arguments(parser: ArgumentParser) -> None:
     """Common options first, then one option for each setting of a run, in groups."""
     from aploss.detectors.build import DETECTORS
 
-    recipe = next(iter(option_values("--recipe", parser.arguments)), None) or _suggest_recipe("auto", None)
-    defaults = None
-    with suppress(AplossError):  # a recipe that cannot be read is reported when it is used
-        defaults = load_config(recipe)
-        parser.epilog = f"Defaults are from the recipe {recipe}.\n\n{parser.epilog}"
-    names = {"loss": LOSSES.names(), "detector": DETECTORS.names()}
-    fields = {
-        field.key: field._replace(help=f"{field.help}: {', '.join(names[field.key])}") if field.key in names else field
-        for field in config_fields()
-    }
+    recipe = _suggest_recipe("auto", None)
+    defaults = load_config(recipe)
+    parser.epilog = f"Defaults are from the recipe {recipe}; see also --print-config.\n\n{parser.epilog}"
+    fields = {field.key: field for field in config_fields()}
+    for key, names in (("loss", LOSSES.names()), ("detector", DETECTORS.names())):
+        fields[key] = fields[key]._replace(help=f"{fields[key].help}: {', '.join(names)}")
     parser.usage = "aploss train --data PATH [--recipe NAME] [--SETTING VALUE ...]"
     common = parser.add_argument_group("common options")
     common.add_argument("path", nargs="?", metavar="PATH", help="the dataset, same as --data")
@@ -72,13 +67,9 @@ def _run(options: Namespace) -> int:
     if options.print_config:
         print(yaml.safe_dump(config_to_dict(config), sort_keys=False), end="")
         return 0
-    if not config.data:
-        raise ConfigError("no data: give --data a VOC, COCO or YOLO dataset, or try aploss train --data builtin")
     if suggested is not None and not options.quiet and is_main_process():
-        size = config.batches.image_size
-        shape = f"{size}x{size}" if isinstance(size, int) else f"{size[1]}x{size[0]}"
-        print(f"recipe    {suggested} (chosen for this machine): {config.detector} on {shape} pixels")
-    return run_training(config, options, resume=options.resume, print_result=not options.quiet, source=source)
+        print(f"recipe    {suggested} (chosen for this machine): {config.detector}")
+    return run_training(config, options, resume=options.resume, source=source)
 
 
 def _resolve_config(options: Namespace) -> "tuple[TrainConfig, str | None, DataFormat | None]":
@@ -128,15 +119,8 @@ def _suggest_recipe(device: str, detector: str | None) -> str:
     return suggest_recipe(choose_device(device), detector)
 
 
-def run_training(
-    config: TrainConfig,
-    options: Namespace,
-    *,
-    resume: bool,
-    print_result: bool = True,
-    source: "DataFormat | None" = None,
-) -> int:
-    """Trains with progress, then prints the table of AP, the path of the report, and the next commands."""
+def run_training(config: TrainConfig, options: Namespace, *, resume: bool, source: "DataFormat | None" = None) -> int:
+    """Trains with progress, then prints the table of AP and the path of the report."""
     from aploss import training
     from aploss.training.distributed import LostProcessError, is_main_process
 
@@ -150,10 +134,8 @@ def run_training(
         if is_main_process() or isinstance(error, LostProcessError):
             raise
         return error.exit_code  # the main process reports it
-    if is_main_process() and print_result:
+    if is_main_process():
         print(f"{summary.table()}\nreport: {summary.folder}/report.html", flush=True)
-        run, data = shlex.quote(summary.folder), shlex.quote(config.data)
-        say_next(options, f"aploss predict {run} PHOTOS --out found", f"aploss eval {run} --data {data}")
     return 0
 
 

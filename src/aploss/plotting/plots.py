@@ -139,59 +139,6 @@ def scatter_plot(groups: Sequence[Series], *, diagonal: bool = False, **frame: A
     return plot.svg
 
 
-def field_plot(
-    x: Sequence[float] | np.ndarray,
-    y: Sequence[float] | np.ndarray,
-    values: np.ndarray,
-    *,
-    arrows: tuple[np.ndarray, np.ndarray] | None = None,
-    paths: Sequence[Series] = (),
-    value_label: str = "",
-    **frame: Any,
-) -> str:
-    """Draws a function of two variables as shaded levels, with arrows and paths over it.
-
-    Args:
-        x, y: coordinates of the grid, [n] and [m].
-        values: the function on the grid, [m, n].
-        arrows: components (along x, along y), [m, n] each; about 14 per row are drawn, with the same length.
-        paths: lines over the field, with a circle at the start and a cross at the end.
-        value_label: meaning of the shades.
-
-    Example:
-        >>> grid = np.linspace(-1, 1, 9)
-        >>> field_plot(grid, grid, grid[:, None] * grid).count("<svg")
-        1
-    """
-    from matplotlib import patheffects
-
-    xs, ys = np.asarray(x, float), np.asarray(y, float)
-    with new_plot(**{"height": 3.6, **frame}) as plot:
-        axes = plot.axes
-        axes.grid(visible=False)
-        shades = axes.contourf(xs, ys, values, levels=16, cmap="cividis")
-        plot.figure.colorbar(shades, ax=axes, label=value_label, pad=0.02).outline.set_visible(False)
-        if arrows is not None:
-            rows, columns = (
-                slice(step // 2, None, step) for step in (max(1, round(len(one) / 14)) for one in (ys, xs))
-            )
-            u, v = (np.asarray(part, float)[rows, columns] for part in arrows)
-            length = np.hypot(u, v)
-            length[length == 0] = np.nan  # without a direction there is no arrow
-            look: Any = {"color": "#f4f6f8", "alpha": 0.75, "scale": 26, "width": 0.004, "pivot": "mid"}
-            axes.quiver(xs[columns], ys[rows], u / length, v / length, **look)
-        for index, path in enumerate(paths):
-            px, py, (colour, dashes, _) = numbers(path.x), numbers(path.y), _style_of(path, index)
-            halo = [patheffects.withStroke(linewidth=4.2, foreground="#ffffff")]
-            axes.plot(px, py, color=colour, linestyle=dashes, linewidth=2.2, path_effects=halo)
-            ends: Any = {"markeredgecolor": "#ffffff", "markersize": 8, "color": colour, "clip_on": False}
-            axes.plot(px[:1], py[:1], marker="o", **ends)
-            axes.plot(px[-1:], py[-1:], marker="X", **ends)
-        axes.set(xlim=(xs.min(), xs.max()), ylim=(ys.min(), ys.max()))
-        add_legend(plot, _legend_entries(paths), always=True)
-    return plot.svg
-
-
 def precision_recall_plot(curves: Mapping[str, Any], iou: float = 0.5) -> str:
     """Draws precision over recall of every class, with its average precision in the legend, and the mean.
 
