@@ -141,7 +141,7 @@ def test_what_cannot_be_used_is_left_out_and_told(coco_folder, tmp_path):
     file.write_text(json.dumps(coco))
     (coco_folder / "train2017/b.png").write_bytes(b"")
     result = convert_dataset(coco_folder, tmp_path / "new", to="voc")
-    assert {problem.kind for problem in result.problems} == {"degenerate-box", "empty-image"}
+    assert {problem.kind for problem in result.problems} == {"degenerate-box", "unreadable-image"}
     assert (result.images, result.boxes) == (3, 2)
     assert check_dataset(tmp_path / "new").findings == []
 

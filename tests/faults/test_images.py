@@ -72,11 +72,11 @@ def truncated(path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {  # how it is made, what it is called
-    "truncated": (truncated, "truncated-image"),
-    "0 byte": (lambda path: path.write_bytes(b""), "empty-image"),
+    "truncated": (truncated, "unreadable-image"),
+    "0 byte": (lambda path: path.write_bytes(b""), "unreadable-image"),
     "not an image": (lambda path: path.write_text("a picture of a cat"), "unreadable-image"),
     "missing": (lambda path: path.unlink(missing_ok=True), "missing-image"),
-    "over the bomb limit": (bomb, "image-too-large"),
+    "over the bomb limit": (bomb, "unreadable-image"),
 }
 READ: dict[
     str, tuple[Callable[[Path], object], tuple[int, int], tuple, tuple]

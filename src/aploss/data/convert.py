@@ -12,7 +12,7 @@ from PIL import Image
 
 from aploss.data.annotations import DetectionDataset, concatenate
 from aploss.data.formats import FORMATS, DataFormat, Parts, Written, each_image_once, writable_formats
-from aploss.data.images import EXTENSIONS, read_header, read_image
+from aploss.data.images import EXTENSIONS, read_image, read_sizes
 from aploss.data.load import Progress, find_source, without_unusable_images
 from aploss.data.problems import Problem
 from aploss.errors import DataError
@@ -110,7 +110,7 @@ def _plan(parts: Parts, *, flat: bool) -> tuple[dict[Path, str], set[Path]]:
         places |= {path: prefix + name for path, name in names.items()}
     for part, index in each_image_once(parts):
         path = part.image_path(index)
-        if read_header(path).size != part.image_size(index):
+        if read_sizes(path)[0] != part.image_size(index):
             rewritten.add(path)
             places[path] = f"{posixpath.splitext(places[path])[0]}.png"
     return places, rewritten

@@ -25,7 +25,7 @@ import numpy as np
 
 from aploss.data.annotations import DetectionDataset, concatenate
 from aploss.data.paths import DatasetFolder
-from aploss.data.problems import Effect, Problem, ProblemError, summarise
+from aploss.data.problems import Effect, summarise
 from aploss.errors import DataError
 from aploss.registry import Registry
 
@@ -80,16 +80,12 @@ class DataFormat(ABC):
         """Reads one split; unusable images and boxes are listed in the dataset's ``problems``.
 
         Args:
-            split: one of :attr:`splits`, or a file that lists images.
+            split: one of :attr:`splits`.
             class_names: the classes to read; None reads the dataset's own.
 
         Raises:
             ProblemError: the split cannot be read at all.
         """
-
-    def leftovers(self) -> list[Problem]:
-        """Annotations and images outside of every split; called after all splits were read."""
-        return []
 
     @classmethod
     def write(cls, folder: Path, parts: Parts, places: dict[Path, str]) -> Written:
@@ -119,10 +115,6 @@ class DataFormat(ABC):
                 raise DataError(f"{problem.file}: {problem.message}; nothing was loaded")
         return require_images(dataset)
 
-    def no_such_split(self, split: str) -> ProblemError:
-        """The error for a split that does not exist."""
-        return ProblemError("missing-folder", split, f"no such split; available: {', '.join(self.splits)}")
-
     def _load_expression(self, expression: str, class_names: tuple[str, ...] | None) -> DetectionDataset:
         """Loads splits joined by ``+``."""
         terms = [expression] if expression in self.splits else [term.strip() for term in expression.split("+")]
@@ -148,7 +140,7 @@ class DataFormat(ABC):
 
         # Shuffled by a hash of the name: the same order on every machine.
         def hash_key(index: int) -> bytes:
-            name = whole.relative_path(index).encode(errors="surrogateescape")
+            name = whole.image_paths[index].encode(errors="surrogateescape")
             return hashlib.blake2b(name, digest_size=8).digest()
 
         order = sorted(range(len(whole)), key=hash_key)
@@ -162,7 +154,7 @@ class DataFormat(ABC):
 
     def _resolve(self, name: str) -> str:
         """A split by its own name or, if unambiguous, by a common one: "train" for "train2017"."""
-        if name in self.splits or name.endswith(".txt"):
+        if name in self.splits:
             return name
         usual = _SYNONYMS.get(name.lower(), name.lower())
         matches = [split for split in self.splits if common_split_name(split) == usual]
