@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from aploss.data.annotations import DetectionDataset, Sample, Target
-from aploss.data.augment import draw_flip, training_transforms
+from aploss.data.augment import training_transforms
 from aploss.data.features import StoredFeatures
 from aploss.errors import ConfigError, DataError
 
@@ -83,25 +83,19 @@ class AugmentedSamples(Dataset[Sample]):
 
 
 class FeatureSamples(AugmentedSamples):
-    """Samples with stored feature maps instead of images; of the dataset only the image ids are used.
-
-    ``preset`` is the one that the features were stored for, or ``none`` with features of ``flip``.
-    """
+    """Samples with stored feature maps instead of images; of the dataset only the image ids are used."""
 
     def __init__(self, dataset: DetectionDataset, features: StoredFeatures, *, preset: str, **options: Any) -> None:
-        if preset != features.preset and (preset, features.preset) != ("none", "flip"):
+        if preset != features.preset:
             raise ConfigError(f"the stored features are for augmentation {features.preset!r}, not {preset!r}")
-        super().__init__(dataset, preset="none", **options)
-        self.features, self._preset = features, preset
+        super().__init__(dataset, preset=preset, **options)
+        self.features = features
 
     def __getitem__(self, key: Key) -> Sample:
         """The sample of ``key = (epoch, index)``; the image is the float16 row of its maps."""
-        index, view = key[1], 0
+        index = key[1]
         with self._random_state(key):
-            if self._preset == "flip":
-                view = int(draw_flip())
-            elif self._preset != "none":
-                view = int(torch.randint(self.features.views, ()))
+            view = int(torch.randint(self.features.views, ()))
         maps = self.features.read(index, view)  # first, because it raises if the image could not be read
         return maps, {**self.features.target(index, view), "image_id": self.dataset.image_id(index)}
 
