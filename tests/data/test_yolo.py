@@ -63,10 +63,10 @@ def test_a_split_may_be_a_text_file_of_images(yolo_folder, expected_boxes, found
 
 
 def test_labels_may_lie_beside_the_images(yolo_folder, expected_boxes, found_boxes):
-    for split in ("train", "val"):
-        for labels in (yolo_folder / "labels" / split).iterdir():
-            shutil.move(labels, yolo_folder / "images" / split)
-    shutil.rmtree(yolo_folder / "labels")
+    for labels in (yolo_folder / "labels/train").iterdir():
+        shutil.move(labels, yolo_folder / "images/train")
+    (yolo_folder / "images/train").rename(yolo_folder / "photos")
+    describe(yolo_folder, "train: photos\nnames: [cat, dog]\n")
     assert found_boxes(load_dataset(yolo_folder, "train")) == expected_boxes["train"]
 
 

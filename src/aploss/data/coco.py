@@ -21,16 +21,7 @@ from msgspec import UNSET, Struct
 from numpy.typing import NDArray
 
 from aploss.data.annotations import AnnotationBuilder, DetectionDataset
-from aploss.data.formats import (
-    SPLITS,
-    DataFormat,
-    Parts,
-    Written,
-    common_split_name,
-    image_size,
-    number,
-    register_format,
-)
+from aploss.data.formats import SPLITS, DataFormat, Parts, common_split_name, image_size, register_format
 from aploss.data.paths import DatasetFolder
 from aploss.data.problems import ProblemError
 
@@ -136,9 +127,7 @@ class CocoObjects(NamedTuple):
     values: NDArray[np.float64]  # [m] score, or area (NaN if missing)
 
 
-def read_objects(
-    entries: Sequence[Any], where: str, report: Report, *, scored: bool = False, lenient: bool = False
-) -> CocoObjects:
+def read_objects(entries: Sequence[Any], where: str, report: Report, *, scored: bool = False) -> CocoObjects:
     """Reads the usable entries of a list.
 
     Args:
@@ -146,12 +135,11 @@ def read_objects(
         where: name of the list in messages.
         report: called for each entry that is dropped or wrong.
         scored: whether the entries are detections, which need a score.
-        lenient: whether to accept coordinates written as text, and to ignore invalid areas.
     """
     integers, numbers = array("q"), array("d")
     for row, entry in enumerate(entries):
         try:
-            columns = _columns(entry, scored, lenient)
+            columns = _columns(entry, scored)
         except CocoEntryError as error:
             report(error.kind, f"{where}[{row}]{error}")
             continue
@@ -163,7 +151,7 @@ def read_objects(
     return CocoObjects(image_ids, category_ids, own_ids, flag_column, table[:, :4], table[:, 4])
 
 
-def _columns(entry: Any, scored: bool, lenient: bool) -> tuple[Any, ...]:
+def _columns(entry: Any, scored: bool) -> tuple[Any, ...]:
     """Image, category, box, and score or area of an entry; the error's message follows the name of the entry."""
     if not isinstance(entry, CocoObject):
         raise CocoEntryError("bad-entry", f" is {shown(entry)}, expected an object with keys")
@@ -173,30 +161,20 @@ def _columns(entry: Any, scored: bool, lenient: bool) -> tuple[Any, ...]:
         raise CocoEntryError("bad-box", " has no 'bbox'")
     if not isinstance(entry.bbox, (list, tuple, np.ndarray)) or len(entry.bbox) != 4:
         raise CocoEntryError("bad-box", f": 'bbox' is {shown(entry.bbox)}, expected [x, y, width, height]")
-    try:
-        box = [_number(value, text=lenient) for value in entry.bbox]
-    except ValueError as error:
-        raise CocoEntryError("bad-box", f": 'bbox' is {shown(entry.bbox)}: {error}") from None
+    if not all(map(_is_number, entry.bbox)):
+        raise CocoEntryError("bad-box", f": 'bbox' is {shown(entry.bbox)}, expected four numbers")
     key = "score" if scored else "area"
     value = getattr(entry, key)
     if not scored and (value is UNSET or value is None):
-        return (image, category, *box, math.nan)
-    try:
-        measure = _number(value, text=False)
-    except ValueError:
-        measure = math.nan
-    if not lenient and not math.isfinite(measure):
+        value = math.nan
+    elif not _is_number(value) or not math.isfinite(value):
         wrong = f" has no '{key}'" if value is UNSET else f": '{key}' is {shown(value)}"
         raise CocoEntryError("bad-entry", f"{wrong}, expected a finite number")
-    return (image, category, *box, measure)
+    return (image, category, *entry.bbox, value)
 
 
-def _number(value: Any, *, text: bool) -> float:
-    if type(value) is float or (type(value) is int and -(2**62) < value < 2**62) or isinstance(value, np.number):
-        return float(value)
-    if isinstance(value, str) and not text:
-        raise ValueError(f"{value!r} is text")
-    return number(value)
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < 2**62) or isinstance(value, np.number)
 
 
 def id_of(entry: Any, key: str, where: str, kind: str) -> int:
@@ -266,7 +244,7 @@ class CocoFormat(DataFormat):
         document = self._document(file)
         categories = _categories(document.categories, file)
         report = partial(_report, builder, file)
-        objects = read_objects(document.annotations, "annotations", report, lenient=True)
+        objects = read_objects(document.annotations, "annotations", report)
         document.annotations = UNSET  # frees most of the memory
         index_of = self._add_images(document.images, split, file, builder)
         names = list(categories.values()) if class_names is None else class_names
@@ -282,16 +260,16 @@ class CocoFormat(DataFormat):
         )
 
     @classmethod
-    def write(cls, folder: Path, parts: Parts, places: dict[Path, str]) -> Written:
+    def write(cls, folder: Path, parts: Parts, names: dict[Path, str]) -> list[str]:
         """Writes ``annotations/instances_SPLIT.json``; see :meth:`DataFormat.write`."""
-        (folder / "annotations").mkdir(parents=True)
+        (folder / "annotations").mkdir()
         for split, part in parts.items():
             content = part.to_coco()
             for index, image in enumerate(content["images"]):
-                image["file_name"] = posixpath.basename(places[part.image_path(index)])
+                image["file_name"] = names[part.image_path(index)]
             file = folder / "annotations" / f"instances_{split}.json"
             file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-        return Written("images")
+        return []
 
     def _document(self, file: str) -> Any:
         content = self.folder.read_bytes(file)

@@ -19,7 +19,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -37,14 +37,6 @@ _SYNONYMS = {"training": "train", "validation": "val", "valid": "val", "dev": "v
 _SLICE = re.compile(r"(?P<name>.*)\[(?P<start>[\d.]+%)?:(?P<stop>[\d.]+%)?\]$")
 
 
-class Written(NamedTuple):
-    """Result of :meth:`DataFormat.write`."""
-
-    image_folder: str  # where the images belong, relative to the new dataset
-    lost_boxes: int = 0
-    losses: tuple[str, ...] = ()  # descriptions of everything the format cannot represent
-
-
 class DataFormat(ABC):
     """A dataset on disk whose splits can be loaded; see :func:`~aploss.data.load.find_source`.
 
@@ -55,14 +47,14 @@ class DataFormat(ABC):
     Attributes:
         format: the registered name.
         looked_for: description of the files, for the error message if no dataset is found.
-        one_image_folder: whether :meth:`write` expects all images in one folder instead of one per split.
+        image_folder: where :meth:`write` expects the images, relative to the new dataset.
         name: display name of the dataset.
         splits: names of the splits, training first.
     """
 
     format: ClassVar[str] = ""
     looked_for: ClassVar[str] = ""
-    one_image_folder: ClassVar[bool] = False
+    image_folder: ClassVar[str] = "images"
 
     def __init__(self, folder: DatasetFolder, splits: Sequence[str]) -> None:
         self.folder = folder
@@ -88,13 +80,16 @@ class DataFormat(ABC):
         """
 
     @classmethod
-    def write(cls, folder: Path, parts: Parts, places: dict[Path, str]) -> Written:
+    def write(cls, folder: Path, parts: Parts, names: dict[Path, str]) -> list[str]:
         """Writes the annotations of a new dataset for ``aploss data convert``; optional.
 
         Args:
-            folder: the new dataset; it does not exist yet.
+            folder: the new dataset; its :attr:`image_folder` exists.
             parts: split name → images.
-            places: image file → its new path below the returned image folder.
+            names: image file → its file name in :attr:`image_folder`.
+
+        Returns:
+            Descriptions of everything the format cannot represent.
         """
         raise DataError(f"the format '{cls.format}' can be read, but not written")
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree.ElementTree import Element, ParseError, SubElement, indent, tostring
 
-import numpy as np
 from defusedxml.common import DefusedXmlException
 from defusedxml.ElementTree import fromstring
 
@@ -18,7 +17,6 @@ from aploss.data.formats import (
     SPLITS,
     DataFormat,
     Parts,
-    Written,
     common_split_name,
     each_image_once,
     filled_lines,
@@ -251,7 +249,7 @@ class VocFormat(DataFormat):
     """
 
     looked_for = "VOC (VOCdevkit/VOC2007, or *.xml beside the images or in a parallel folder)"
-    one_image_folder = True
+    image_folder = "JPEGImages"
 
     def __init__(self, folder: DatasetFolder, parts: Sequence[VocPart]) -> None:
         self.parts = tuple(parts)
@@ -312,33 +310,32 @@ class VocFormat(DataFormat):
         return tuple(sorted(found))
 
     @classmethod
-    def write(cls, folder: Path, parts: Parts, places: dict[Path, str]) -> Written:
+    def write(cls, folder: Path, parts: Parts, names: dict[Path, str]) -> list[str]:
         """Writes ``Annotations/NAME.xml``, ``ImageSets/Main/SPLIT.txt`` and ``labels.txt``; see
         :meth:`DataFormat.write`."""
         for name in ("Annotations", "ImageSets/Main"):
             (folder / name).mkdir(parents=True)
         for split, part in parts.items():
-            listed = [stem_of(places[part.image_path(i)]) + "\n" for i in range(len(part))]
+            listed = [stem_of(names[part.image_path(i)]) + "\n" for i in range(len(part))]
             (folder / "ImageSets" / "Main" / f"{split}.txt").write_text("".join(listed), "utf-8")
-        lost = 0
+        thin = 0
         for part, index in each_image_once(parts):
-            name, target = places[part.image_path(index)], part.target(index)
-            boxes = target["boxes"].numpy()
-            kept = (boxes[:, 2:] - boxes[:, :2]).min(axis=1, initial=np.inf) > 1
-            lost += int((~kept).sum())
+            name, target = names[part.image_path(index)], part.target(index)
+            boxes = target["boxes"]
+            thin += int((boxes[:, 2:] - boxes[:, :2] <= 1).any(dim=1).sum())
             text = voc_annotation(
                 name,
                 part.image_size(index),
-                [part.class_names[label] for label in target["labels"].numpy()[kept]],
-                boxes[kept].tolist(),
-                difficult=target["difficult"].numpy()[kept].tolist(),
-                crowd=target["crowd"].numpy()[kept].tolist(),
+                [part.class_names[label] for label in target["labels"].tolist()],
+                boxes.tolist(),
+                difficult=target["difficult"].tolist(),
+                crowd=target["crowd"].tolist(),
             )
             (folder / "Annotations" / f"{stem_of(name)}.xml").write_text(text, "utf-8")
         class_names = next(iter(parts.values())).class_names
         (folder / "labels.txt").write_text("".join(f"{name}\n" for name in class_names), "utf-8")
-        losses = [f"{lost} boxes with a width or height of at most one pixel"] if lost else []
-        return Written("JPEGImages", lost, (*losses, *outline_losses(parts)))
+        losses = [f"{thin} boxes of at most one pixel's width or height, which are dropped on reading"] if thin else []
+        return [*losses, *outline_losses(parts)]
 
     def _annotations(self, part: VocPart, split: str, builder: AnnotationBuilder) -> Iterator[VocAnnotation]:
         """The distinct, readable annotations of a split."""

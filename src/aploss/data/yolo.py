@@ -12,7 +12,6 @@ from aploss.data.annotations import AnnotationBuilder, DetectionDataset
 from aploss.data.formats import (
     DataFormat,
     Parts,
-    Written,
     each_image_once,
     filled_lines,
     number,
@@ -173,7 +172,7 @@ class YoloFormat(DataFormat):
         labels = [label_of.get(name, -1) for name in own_names]
         label_files: list[str] = []
         for path in self._images(split, builder):
-            file = self._label_file(path)
+            file = _label_file(path)
             text = self._read_labels(builder, path, file)
             image = builder.add_image(path, None) if text is not None else -1
             if text is not None and image >= 0:
@@ -187,33 +186,24 @@ class YoloFormat(DataFormat):
         )
 
     @classmethod
-    def write(cls, folder: Path, parts: Parts, places: dict[Path, str]) -> Written:
-        """Writes ``data.yaml`` and one label file per image; see :meth:`DataFormat.write`.
-
-        Images belong into ``images/SPLIT``, or into ``images`` with a list for each split if splits share images.
-        """
-        folder.mkdir(parents=True)
-        everything = list(each_image_once(parts))
-        shared = len(everything) < sum(map(len, parts.values()))
+    def write(cls, folder: Path, parts: Parts, names: dict[Path, str]) -> list[str]:
+        """Writes ``data.yaml``, a list of images for each split and one label file per image; see
+        :meth:`DataFormat.write`."""
+        (folder / "labels").mkdir()
         flags = {"difficult": 0, "crowd": 0}
-        for part, index in everything:
-            stem, target = posixpath.splitext(places[part.image_path(index)])[0], part.target(index)
-            label_file = folder / "labels" / f"{stem}.txt"
-            label_file.parent.mkdir(parents=True, exist_ok=True)
+        for part, index in each_image_once(parts):
+            stem, target = posixpath.splitext(names[part.image_path(index)])[0], part.target(index)
             rows = yolo_rows(target["labels"].tolist(), target["boxes"].tolist(), part.image_size(index))
-            label_file.write_text(rows, "utf-8")
+            (folder / "labels" / f"{stem}.txt").write_text(rows, "utf-8")
             flags = {flag: count + int(target[flag].sum()) for flag, count in flags.items()}
-        description: dict[str, object] = {}
         for split, part in parts.items():
-            description[split] = f"{split}.txt" if shared else f"images/{split}"
-            if shared:
-                lines = [f"./images/{places[part.image_path(i)]}\n" for i in range(len(part))]
-                (folder / f"{split}.txt").write_text("".join(lines), "utf-8")
+            lines = [f"./images/{names[part.image_path(i)]}\n" for i in range(len(part))]
+            (folder / f"{split}.txt").write_text("".join(lines), "utf-8")
+        description: dict[str, object] = {split: f"{split}.txt" for split in parts}
         description["names"] = dict(enumerate(next(iter(parts.values())).class_names))
         text = yaml.safe_dump(description, sort_keys=False, allow_unicode=True)
         (folder / "data.yaml").write_text(text, "utf-8")
-        losses = [f"{count} '{flag}' marks" for flag, count in flags.items() if count]
-        return Written("images", losses=(*losses, *outline_losses(parts)))
+        return [*(f"{count} '{flag}' marks" for flag, count in flags.items() if count), *outline_losses(parts)]
 
     def _error(self, kind: str, message: str) -> ProblemError:
         return ProblemError(kind, self.file, message)
@@ -279,14 +269,6 @@ class YoloFormat(DataFormat):
             place = place.removeprefix("../")
         return self.folder.inside(place, base=inner, named_in=named_in)
 
-    def _label_file(self, image: str) -> str:
-        """As in Ultralytics, ``labels`` instead of the last ``images`` on the path; otherwise beside the image."""
-        stem = posixpath.splitext(image)[0]
-        before, images, after = f"/{stem}".rpartition("/images/")
-        labels = f"{before}/labels/{after}".lstrip("/")
-        exists = images and (self.folder.has(folder := posixpath.dirname(labels)) or self.folder.is_link(folder))
-        return f"{labels if exists else stem}.txt"
-
     def _read_labels(self, builder: AnnotationBuilder, image: str, file: str) -> str | None:
         """The text of an image's label file, or None if it is unreadable: the image may have objects, so it must not
         be trained on as one without."""
@@ -321,6 +303,12 @@ class YoloFormat(DataFormat):
                 builder.report("unknown-class", file, message)
             else:
                 builder.add_box(image, corners, labels[class_id], number=line)
+
+
+def _label_file(image: str) -> str:
+    """As in Ultralytics, ``labels`` instead of the last ``images`` on the path; otherwise beside the image."""
+    before, images, after = f"/{posixpath.splitext(image)[0]}.txt".rpartition("/images/")
+    return (f"{before}/labels/{after}" if images else after).lstrip("/")
 
 
 def _read_yaml(folder: DatasetFolder, name: str) -> dict[str, Any]:
