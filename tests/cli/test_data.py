@@ -29,7 +29,7 @@ def test_a_clean_set_is_counted_and_gives_zero(yolo_folder, capsys):
     assert main(["data", "check", str(yolo_folder)]) == 0
     output, hint = capsys.readouterr()
     assert hint.endswith(f"next: aploss train --data {yolo_folder}\n")
-    assert "yolo dataset, 1 class" in output
+    assert "yolo dataset, classes: 1" in output
 
 
 def test_a_dropped_box_gives_one_and_its_file(yolo_folder, capsys):

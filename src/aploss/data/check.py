@@ -17,7 +17,7 @@ from aploss.data.problems import KINDS, Effect, Problem, ProblemError
 USABLE, SOMETHING_DROPPED, UNUSABLE = 0, 1, 2
 # √area of a box in pixels; 32 and 96 separate COCO's small, medium and large objects.
 BOX_SIZE_EDGES = (0, 8, 16, 32, 64, 96, 128, 256, 512)
-_OBJECT_EDGES = (0, 1, 2, 3, 5, 9, 17, 33, 65, 129)
+_SIZE_LIMITS = ("smallest_width", "smallest_height", "largest_width", "largest_height")
 _BAR_WIDTH = 30
 
 
@@ -32,7 +32,6 @@ class SplitStatistics:
     crowd: int  # boxes marked crowd
     boxes_of_class: dict[str, int]  # class name → number of boxes
     box_sizes: dict[str, int]  # range of √area in pixels ("8-16") → number of boxes
-    boxes_per_image: dict[str, int]  # range of numbers of boxes ("3-4") → number of images
     image_sizes: dict[str, int]  # smallest and largest width and height
 
 
@@ -53,33 +52,20 @@ def split_statistics(parts: Sequence[DetectionDataset]) -> SplitStatistics:
         counts = np.bincount(part.labels, minlength=part.num_classes)
         of_class.update(dict(zip(part.class_names, counts.tolist(), strict=True)))
     sides = np.concatenate([np.zeros((0, 2)), *(part.annotations.xywh[:, 2:] for part in parts)])
-    per_image = np.concatenate([np.zeros(0, int), *(part.boxes_per_image for part in parts)])
     sizes = np.concatenate([part.image_sizes for part in parts if len(part)] or [np.zeros((1, 2), int)])
-    (min_width, min_height), (max_width, max_height) = sizes.min(axis=0).tolist(), sizes.max(axis=0).tolist()
+    limits = [*sizes.min(axis=0).tolist(), *sizes.max(axis=0).tolist()]
+    counts, _ = np.histogram(np.sqrt(sides.prod(axis=1)), [*BOX_SIZE_EDGES, np.inf])
+    ranges = [*(f"{start}-{stop}" for start, stop in pairwise(BOX_SIZE_EDGES)), f"{BOX_SIZE_EDGES[-1]}+"]
     return SplitStatistics(
-        images=len(per_image),
-        empty_images=int((per_image == 0).sum()),
+        images=sum(map(len, parts)),
+        empty_images=sum(int((part.boxes_per_image == 0).sum()) for part in parts),
         boxes=len(sides),
         difficult=sum(int(part.difficult.sum()) for part in parts),
         crowd=sum(int(part.crowd.sum()) for part in parts),
         boxes_of_class=dict(of_class),
-        box_sizes=_histogram_counts(np.sqrt(sides.prod(axis=1)), BOX_SIZE_EDGES, integers=False),
-        boxes_per_image=_histogram_counts(per_image, _OBJECT_EDGES, integers=True),
-        image_sizes={
-            "smallest_width": min_width,
-            "smallest_height": min_height,
-            "largest_width": max_width,
-            "largest_height": max_height,
-        },
+        box_sizes=dict(zip(ranges, counts.tolist(), strict=True)),
+        image_sizes=dict(zip(_SIZE_LIMITS, limits, strict=True)),
     )
-
-
-def _histogram_counts(values: np.ndarray, edges: Sequence[int], *, integers: bool) -> dict[str, int]:
-    """The number of values in each range: "8-16", for integers also "1" and "3-4", and "512+"."""
-    counts, _ = np.histogram(values, [*edges, np.inf])
-    ranges = ((start, stop - integers) for start, stop in pairwise(edges))
-    names = [str(start) if start == last else f"{start}-{last}" for start, last in ranges]
-    return dict(zip([*names, f"{edges[-1]}+"], counts.tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -245,13 +231,9 @@ def _problems_across_splits(parts: Parts, inspections: dict[str, Inspection], na
 
 def check_report(result: CheckResult, *, limit: int = 20) -> str:
     """Statistics, histograms and problems as text, at most ``limit`` problems of each kind; 0 for all."""
-    parts = [f"{result.path}: {result.format} dataset, {_count(len(result.class_names), 'class')}"]
+    parts = [f"{result.path}: {result.format} dataset, classes: {len(result.class_names)}"]
     if result.splits:
-        parts += [
-            _statistics_table(result),
-            _histogram("box size (√area in pixels)", result.total.box_sizes),
-            _histogram("boxes per image", result.total.boxes_per_image),
-        ]
+        parts += [_statistics_table(result), _histogram("box size (√area in pixels)", result.total.box_sizes)]
     return "\n\n".join([*parts, _problem_list(result.findings, limit), _verdict(result)])
 
 
@@ -259,7 +241,7 @@ def _statistics_table(result: CheckResult) -> str:
     """A table with one column per split and one row per class."""
     columns = {**result.splits, "total": result.total} if len(result.splits) > 1 else result.splits
     fields = {"images": "images", "without boxes": "empty_images", "boxes": "boxes"}
-    fields |= {f"  {flag}": flag for flag in ("difficult", "crowd") if getattr(result.total, flag)}
+    fields |= {"  difficult": "difficult", "  crowd": "crowd"}
     rows = [["", *columns]]
     rows += [[name, *(f"{getattr(c, field):,}" for c in columns.values())] for name, field in fields.items()]
     rows += [
@@ -304,13 +286,8 @@ def _verdict(result: CheckResult) -> str:
         return "This dataset cannot be used as it is."
     if result.exit_code == USABLE:
         return "Everything in this dataset can be used."
-    images, boxes = _count(result.total.images, "image"), _count(result.total.boxes, "box")
-    dropped_images = _count(result.affected(Effect.IMAGE_DROPPED), "image")
-    dropped_boxes = _count(result.affected(Effect.BOX_DROPPED), "box")
-    clipped = _count(result.affected(Effect.BOX_CLIPPED), "box")
-    return f"Usable: {images} and {boxes}. Loading drops {dropped_images} and {dropped_boxes}, and clips {clipped}."
-
-
-def _count(number: int, noun: str) -> str:
-    plural = f"{noun}es" if noun.endswith(("x", "s")) else f"{noun}s"
-    return f"{number:,} {noun if number == 1 else plural}"
+    dropped = f"{result.affected(Effect.IMAGE_DROPPED):,} images and {result.affected(Effect.BOX_DROPPED):,} boxes"
+    clipped = f"{result.affected(Effect.BOX_CLIPPED):,} boxes"
+    return (
+        f"Usable: {result.total.images:,} images, {result.total.boxes:,} boxes. Dropped: {dropped}. Clipped: {clipped}."
+    )
