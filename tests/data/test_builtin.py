@@ -80,13 +80,6 @@ def test_every_split_loads_as_coco_without_problems(cache: Path) -> None:
         assert len(target["boxes"]) == len(target["labels"])
 
 
-def test_cache_folder_is_the_one_named_in_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("APLOSS_CACHE", str(tmp_path / "here"))
-    assert builtin.cache_folder() == tmp_path / "here"
-    monkeypatch.delenv("APLOSS_CACHE")
-    assert builtin.cache_folder().is_absolute()
-
-
 def test_cache_that_cannot_be_written_is_said_in_one_line(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
@@ -115,10 +108,3 @@ def test_scenes_are_varied_and_boxes_stay_inside() -> None:
     assert np.quantile(longer, 0.95) > 0.42
     assert boxes.min() >= 0
     assert boxes.max() <= 64
-
-
-def test_some_pictures_have_no_object_and_most_have_distractors() -> None:
-    figures = [builtin.choose_figures(np.random.default_rng([3, index])) for index in range(1500)]
-    empty = np.mean([all(label is None for label in figure) for figure in figures])
-    assert abs(empty - builtin.EMPTY_SHARE) < 0.02
-    assert np.mean([None in figure for figure in figures]) > 0.5

@@ -370,9 +370,7 @@ class AnnotationBuilder:
         image_of_box, corners = integers[:, 0], numbers[:, :4]
         sizes = np.array(self.sizes, np.int64).reshape(-1, 2)
         boxes, kept, faults = _clip_boxes(corners, sizes[image_of_box], origin=self.origin)
-        repeated = kept.copy()
-        repeated[kept] = _repeated_rows(np.column_stack([integers[:, :2], boxes])[kept])
-        for (kind, message), mask in {**faults, ("duplicate-box", "appears twice"): repeated}.items():
+        for (kind, message), mask in faults.items():
             for row in np.flatnonzero(mask).tolist():
                 image = int(image_of_box[row])
                 file, where = describe(image, int(integers[row, 2]))
@@ -422,11 +420,3 @@ def _clip_boxes(
         ("out-of-bounds-box", "exceeds the image and is clipped"): exceeding,
     }
     return boxes, usable, faults
-
-
-def _repeated_rows(table: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Which rows [m, c] equal an earlier one."""
-    order = np.lexsort(table.T)  # stable: the first of equal rows comes first
-    repeated = np.zeros(len(table), bool)
-    repeated[order[1:]] = (table[order[1:]] == table[order[:-1]]).all(axis=1)
-    return repeated

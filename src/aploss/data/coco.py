@@ -11,7 +11,6 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -243,12 +242,11 @@ class CocoFormat(DataFormat):
         builder = AnnotationBuilder(self.folder)
         document = self._document(file)
         categories = _categories(document.categories, file)
-        report = partial(_report, builder, file)
-        objects = read_objects(document.annotations, "annotations", report)
+        objects = read_objects(document.annotations, "annotations", lambda kind, text: builder.report(kind, file, text))
         document.annotations = UNSET  # frees most of the memory
         index_of = self._add_images(document.images, split, file, builder)
         names = list(categories.values()) if class_names is None else class_names
-        _add_boxes(builder, objects, categories, names, index_of, report)
+        _add_boxes(builder, objects, categories, names, index_of, file)
         if builder.image_ids and min(builder.image_ids) < 1:
             shift = 1 - min(builder.image_ids)
             builder.image_ids = [image_id + shift for image_id in builder.image_ids]
@@ -327,17 +325,13 @@ class CocoFormat(DataFormat):
         return max(places, key=lambda base: sum(exists(name, base) for name in texts))
 
 
-def _report(builder: AnnotationBuilder, file: str, kind: str, message: str, count: int = 1) -> None:
-    builder.report(kind, file, message, count=count)
-
-
 def _add_boxes(
     builder: AnnotationBuilder,
     objects: CocoObjects,
     categories: dict[int, str],
     names: Sequence[str],
     index_of: dict[int, int],
-    report: Callable[..., None],
+    file: str,
 ) -> None:
     """Adds the boxes of known images and classes; reports the others, each unknown class once."""
     label_of_name = {name: label for label, name in enumerate(names)}
@@ -348,7 +342,7 @@ def _add_boxes(
         for image_id, category, own_id, flags, (x, y, width, height), area in zip(*rows, strict=True):
             image, label = index_of.get(image_id), label_of.get(category)
             if image is None:
-                report("bad-entry", f"annotation {own_id}: no image has id {image_id}")
+                builder.report("bad-entry", file, f"annotation {own_id}: no image has id {image_id}")
             if label is None:
                 unknown[category] += 1
             if image is not None and image >= 0 and label is not None:
@@ -357,7 +351,7 @@ def _add_boxes(
                 builder.add_box(image, corners, label, number=own_id, area=area, **marks)
     for category, count in unknown.items():
         name = f"class {categories[category]!r}" if category in categories else f"category_id {category}"
-        report("unknown-class", f"{name} is not in the class list: {count} boxes", count=count)
+        builder.report("unknown-class", file, f"{name} is not in the class list: {count} boxes", count=count)
 
 
 def _begins_like_coco(folder: DatasetFolder, file: str) -> bool:

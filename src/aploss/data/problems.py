@@ -40,7 +40,6 @@ KINDS = {
     "bad-entry": (Effect.BOX_DROPPED, "an annotation that is not an object with fields, or of an unlisted image"),
     "out-of-bounds-box": (Effect.BOX_CLIPPED, "a box that exceeds its image"),
     "class-lists-differ": (Effect.KEPT, "splits with different class lists"),
-    "duplicate-box": (Effect.KEPT, "the same box of the same class twice in an image"),
     "image-without-annotation": (Effect.KEPT, "an image without a label file, used as an image without objects"),
     "image-in-two-splits": (Effect.KEPT, "the same image, or a copy of it, in two splits"),
 }
