@@ -2,6 +2,7 @@
 
 import hashlib
 import multiprocessing
+import shutil
 import sys
 from pathlib import Path
 
@@ -51,9 +52,9 @@ def test_second_use_reads_the_cache(cache: Path, monkeypatch: pytest.MonkeyPatch
     assert builtin.builtin_folder(cache=cache, **SMALL) == made_in(cache)[0]
 
 
-def test_folder_with_a_file_missing_is_drawn_again(cache: Path, tmp_path: Path) -> None:
+def test_folder_with_a_split_missing_is_drawn_again(cache: Path, tmp_path: Path) -> None:
     folder = builtin.builtin_folder(cache=tmp_path, **SMALL)
-    (folder / "train" / "000003.png").unlink()
+    shutil.rmtree(folder / "train")
     assert builtin.builtin_folder(cache=tmp_path, **SMALL) == folder
     assert fingerprint(folder) == fingerprint(made_in(cache)[0])
     assert made_in(tmp_path) == [folder]

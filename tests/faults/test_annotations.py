@@ -1,7 +1,7 @@
 """Unreadable annotation files in the three formats: reported by file, never ignored or fatal.
 
 Every dataset has three training images with three boxes, and an intact validation split. The loaded boxes are compared
-with the clean ones, so that nothing is invented. Wrong values are planted in tests/data/test_check_annotations.py.
+with the clean ones, so that nothing is invented. Wrong values are planted in tests/data/test_check_faults.py.
 """
 
 import os

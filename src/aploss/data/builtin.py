@@ -101,7 +101,7 @@ def builtin_folder(
     folder = home / f"shapes-v{VERSION}-seed{seed}-{image_size}px-{sizes}"
 
     def find(folder: Path) -> Path | None:
-        return folder if _is_complete(folder, counts) else None
+        return folder if all((folder / split).is_dir() for split in (*SPLITS, "annotations")) else None
 
     def make(fresh: Path) -> None:
         _log.info("drawing the built-in dataset into %s (once, takes some seconds)", folder)
@@ -149,16 +149,6 @@ def cache_folder() -> Path:
     if named := os.environ.get("APLOSS_CACHE"):
         return Path(named).expanduser()
     return user_cache_path("aploss", appauthor=False)
-
-
-def _is_complete(folder: Path, counts: tuple[int, int, int]) -> bool:
-    """Whether all files exist; systems that clean caches may have removed some."""
-    return all(
-        (folder / "annotations" / f"instances_{split}.json").is_file()
-        and (folder / split).is_dir()
-        and sum(entry.name.endswith(".png") for entry in os.scandir(folder / split)) == count
-        for split, count in zip(SPLITS, counts, strict=True)
-    )
 
 
 def _draw_split(folder: Path, seeds: list[int], image_size: int, count: int) -> dict[str, Any]:

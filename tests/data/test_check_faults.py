@@ -1,16 +1,18 @@
-"""Each kind of annotation fault is planted in a clean set, found, and its file named."""
+"""Each kind of fault is planted in a clean set, found, and its file named."""
 
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from aploss.data import check_dataset
 
 XML = "Annotations/a.xml"
 JSON = "annotations/instances_train2017.json"
 TXT = "labels/train/a.txt"
+IMAGE = "train2017/a.png"
 CAT_BOX = "<xmin>5</xmin><ymin>6</ymin><xmax>20</xmax><ymax>25</ymax>"
 
 
@@ -58,6 +60,16 @@ def yaml(text: str):
 
 def copy(old: str, new: str):
     return lambda folder: shutil.copy(folder / old, folder / new)
+
+
+def image(make):
+    """Something else in the place of an image."""
+
+    def plant(folder: Path) -> None:
+        (folder / IMAGE).rename(folder.parent / "moved.png")
+        make(folder / IMAGE, (folder.parent / "moved.png").read_bytes())
+
+    return plant
 
 
 # (what, kind, file to be named, format, how to plant it)
@@ -132,6 +144,18 @@ FAULTS = [
      lambda folder: append(folder, "data.yaml", "test: images/absent\n")),
     ("an image without label file", "image-without-annotation", "images/train/a.png", "yolo",
      lambda folder: (folder / TXT).unlink()),
+    # images
+    ("no image", "missing-image", IMAGE, "coco", image(lambda path, data: None)),
+    ("a link to nothing", "missing-image", IMAGE, "coco", image(lambda path, data: path.symlink_to("nothing"))),
+    ("an empty image", "unreadable-image", IMAGE, "coco", image(lambda path, data: path.touch())),
+    ("an image cut in two", "unreadable-image", IMAGE, "coco",
+     image(lambda path, data: path.write_bytes(data[: len(data) // 2]))),
+    ("a folder for an image", "unreadable-image", IMAGE, "coco", image(lambda path, data: path.mkdir())),
+    ("another size", "size-mismatch", IMAGE, "coco",
+     image(lambda path, data: Image.effect_noise((48, 64), 60).save(path))),
+    ("a link that leads outside", "path-outside-dataset", IMAGE, "coco",
+     image(lambda path, data: path.symlink_to("../../moved.png"))),
+    ("a copy in another split", "image-in-two-splits", "val2017/d.png", "coco", copy(IMAGE, "val2017/d.png")),
 ]  # fmt: skip
 
 
@@ -148,6 +172,7 @@ def test_a_planted_fault_is_found_and_its_file_named(clean_folders, kind, file, 
     assert (kind, file) in found
     severe = {f.problem.effect.value for f in result.findings} - {"kept"}
     assert result.exit_code == 0 if not severe else result.exit_code in (1, 2)
+    assert (result.exit_code == 2) >= ("refused" in severe)
     for counts in result.splits.values():
         assert counts.boxes <= 4  # nothing is invented
 
@@ -157,3 +182,11 @@ def test_a_clean_set_gives_no_finding_at_all(clean_folders, format):
     result = check_dataset(clean_folders[format])
     assert result.findings == []
     assert result.exit_code == 0
+
+
+def test_a_fast_check_reads_headers_alone(coco_folder):
+    (coco_folder / IMAGE).write_bytes((coco_folder / IMAGE).read_bytes()[:-400])
+    assert check_dataset(coco_folder).exit_code == 1
+    assert check_dataset(coco_folder, decode=False).exit_code == 0
+    (coco_folder / IMAGE).write_bytes(b"")
+    assert check_dataset(coco_folder, decode=False).exit_code == 1
