@@ -325,7 +325,7 @@ class AnnotationBuilder:
     def find_image(self, path: str, *, named_in: str) -> bool:
         """Whether the image file exists inside the folder; reports a problem otherwise."""
         try:
-            if self.folder.has(path):
+            if self.folder.has(path) and (self.folder.root / path).exists():
                 return True
             self.report("missing-image", path, f"no such image; {named_in} needs it")
         except ProblemError as error:

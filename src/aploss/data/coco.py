@@ -26,6 +26,7 @@ from aploss.data.problems import ProblemError
 
 _FILLERS = re.compile(r"(^|[_.-])(annotations?|instances|coco|labels|gt)(?=[_.-]|$)", re.IGNORECASE)
 _OTHER_TASKS = ("captions_", "person_keypoints_", "panoptic_", "stuff_", "image_info_")
+_SURROGATE = re.compile("[\ud800-\udfff]")  # unpaired: it could not be printed
 _SECTIONS = ("images", "annotations", "categories")
 _ROWS_AT_ONCE = 10_000  # annotations that become Python objects at once
 _SECTION_KEYS = re.compile(rb'"(images|annotations|categories|licenses|info)"\s*:')
@@ -376,11 +377,8 @@ def _split_name(file: str) -> str:
     stem = posixpath.basename(file)[: -len(".json")]
     if stem.startswith("instances_"):
         return stem.removeprefix("instances_")
-    return _unfilled(stem) or _unfilled(posixpath.basename(posixpath.dirname(file))) or "all"
-
-
-def _unfilled(name: str) -> str:
-    return _FILLERS.sub("", name).strip("_.-")
+    names = (stem, posixpath.basename(posixpath.dirname(file)))
+    return next(filter(None, (_FILLERS.sub("", name).strip("_.-") for name in names)), "all")
 
 
 def _image(entry: Any, where: str) -> tuple[int, str]:
@@ -399,12 +397,9 @@ def _categories(entries: Sequence[Any], file: str) -> dict[int, str]:
     for row, entry in enumerate(entries):
         name = entry.name if isinstance(entry, CocoCategory) else None
         try:
-            if not isinstance(name, (str, int)) or name == "":
-                raise CocoEntryError("bad-categories", f"categories[{row}] has no name: {shown(entry)}")
-            str(name).encode()  # UnicodeEncodeError for an unpaired surrogate
+            if not isinstance(name, (str, int)) or name == "" or _SURROGATE.search(str(name)):
+                raise CocoEntryError("bad-categories", f"categories[{row}] has no valid name: {shown(entry)}")
             categories.append((id_of(entry, "id", f"categories[{row}]", "bad-categories"), str(name)))
-        except UnicodeEncodeError:
-            raise ProblemError("bad-categories", file, f"categories[{row}] has an invalid name: {name!r}") from None
         except CocoEntryError as error:
             raise ProblemError(error.kind, file, str(error)) from None
     if not categories:

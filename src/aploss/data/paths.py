@@ -60,7 +60,7 @@ class DatasetFolder:
         return path
 
     def has(self, path: str) -> bool:
-        """Whether a file, folder or unbroken link of this name exists; `path` is one returned by :meth:`inside`.
+        """Whether a file, folder or link of this name exists; `path` is one returned by :meth:`inside`.
 
         Raises:
             ProblemError: a symbolic link on the path leads outside the folder.
@@ -71,13 +71,7 @@ class DatasetFolder:
         is_link = self._listing(folder).get(name)
         if is_link:
             self._check_link(path)
-            return (self.root / path).exists()
         return is_link is not None
-
-    def is_link(self, path: str) -> bool:
-        """Whether a symbolic link of this name exists, even a broken one."""
-        folder, name = posixpath.split(path)
-        return self._listing(folder).get(name, False)
 
     def is_folder(self, path: str) -> bool:
         """Whether a folder of this name exists."""

@@ -273,7 +273,7 @@ class YoloFormat(DataFormat):
         """The text of an image's label file, or None if it is unreadable: the image may have objects, so it must not
         be trained on as one without."""
         try:
-            if self.folder.has(file) or self.folder.is_link(file):
+            if self.folder.has(file):
                 return self.folder.read_text(file)
             labels = posixpath.dirname(file)
             if not self.folder.is_folder(labels):
