@@ -80,7 +80,7 @@ class LabelMeFormat(DataFormat):
         try:
             corners = enclosing_box(shape.get("shape_type") or "polygon", shape["points"])
         except (KeyError, TypeError, ValueError) as error:
-            builder.report("missing-box", file, f"shape {number} has no box: {error}")
+            builder.report("bad-box", file, f"shape {number} has no box: {error}")
             return
         builder.add_box(image, corners, names.index(label), number=number)
 

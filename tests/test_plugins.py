@@ -175,8 +175,8 @@ def test_data_of_the_format_is_checked_shown_and_converted(folder: Path) -> None
         ["data", "check", "as-coco"],
     )
     assert done.returncode == 0, done.stderr
-    assert "csv dataset, 1 class" in done.stdout
-    assert "coco dataset, 1 class" in done.stdout
+    assert "csv dataset, classes: 1" in done.stdout
+    assert "coco dataset, classes: 1" in done.stdout
     assert (folder / "sheet.png").is_file()
 
 

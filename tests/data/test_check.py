@@ -22,7 +22,6 @@ def test_counts_are_those_of_the_files(clean_folders, format):
     assert result.total.boxes_of_class == {"cat": 2, "dog": 2}
     # √area: 16·20 → 17.9, 30.5·30.25 → 30.4, 64·48 → 55.4, 20·20 → 20
     assert {k: v for k, v in result.total.box_sizes.items() if v} == {"16-32": 3, "32-64": 1}
-    assert {k: v for k, v in result.total.boxes_per_image.items() if v} == {"0": 1, "1": 2, "2": 1}
     assert result.total.image_sizes == {
         "smallest_width": 64, "smallest_height": 48, "largest_width": 64, "largest_height": 48,
     }  # fmt: skip
@@ -66,8 +65,6 @@ def test_a_dataset_without_any_usable_box_cannot_be_used(coco_folder):
 
 
 def test_given_class_names_make_other_classes_unknown(yolo_folder):
-    result = check_dataset(yolo_folder, class_names=["cat", "dog", "fox"])
-    assert {f.problem.kind for f in result.findings} == {"class-without-boxes"}
     result = check_dataset(yolo_folder, class_names=["cat"])
     assert {f.problem.kind for f in result.findings} == {"unknown-class"}
     assert result.exit_code == 1
@@ -114,7 +111,7 @@ def test_the_text_shows_counts_bars_problems_and_a_verdict(voc_folder):
     text = check_report(result, limit=1)
     assert "Annotations/a.xml" in text
     assert "and 2 more (--limit 0 shows all)" in text
-    assert "Loading drops 0 images and 3 boxes" in text
+    assert "Dropped: 0 images and 3 boxes" in text
     assert "Annotations/b.xml" in check_report(result, limit=0)
 
 

@@ -126,7 +126,7 @@ def test_images_of_the_same_name_get_different_ones(coco_folder, tmp_path):
 
 def test_new_names_suit_every_file_system_and_list(tmp_path):
     old = ["a/1.jpg", "b/1.JPG", "c/1.png", "c/one two.png", "d/new\nline.png", "d/ .png", "x/1.bmp"]
-    names = list(unique_names([tmp_path / name for name in old], tmp_path).values())
+    names = list(unique_names([tmp_path / name for name in old], set()).values())
     stems = [name.rsplit(".", 1)[0].casefold() for name in names]
     assert len(set(stems)) == len(old)
     assert names[0] == "1.jpg"
@@ -141,7 +141,7 @@ def test_what_cannot_be_used_is_left_out_and_told(coco_folder, tmp_path):
     file.write_text(json.dumps(coco))
     (coco_folder / "train2017/b.png").write_bytes(b"")
     result = convert_dataset(coco_folder, tmp_path / "new", to="voc")
-    assert {problem.kind for problem in result.problems} == {"degenerate-box", "empty-image"}
+    assert {problem.kind for problem in result.problems} == {"degenerate-box", "unreadable-image"}
     assert (result.images, result.boxes) == (3, 2)
     assert check_dataset(tmp_path / "new").findings == []
 
@@ -152,8 +152,8 @@ def test_boxes_as_thin_as_a_pixel_cannot_be_written_to_voc(coco_folder, tmp_path
     coco["annotations"][0] |= {"bbox": [10, 10, 0.5, 20], "area": 10}
     file.write_text(json.dumps(coco))
     result = convert_dataset(coco_folder, tmp_path / "new", to="voc")
-    assert result.boxes == 3
-    assert result.losses == ("1 boxes with a width or height of at most one pixel",)
+    assert len(result.losses) == 1
+    assert load_dataset(tmp_path / "new", "train").num_boxes == 2
     assert convert_dataset(coco_folder, tmp_path / "yolo", to="yolo").losses == ()
     thin = load_dataset(tmp_path / "yolo", "train").target(0)["boxes"].tolist()[0]
     assert thin == [10, 10, 10.5, 30]

@@ -39,7 +39,7 @@ def test_shapes_give_the_boxes_that_enclose_them(folder, tmp_path):
     assert checked.returncode == 1, checked.stderr
     result = json.loads(checked.stdout)
     assert (result["format"], result["class_names"], result["total"]["images"]) == ("labelme", ["cat", "dog"], 2)
-    assert [(p["kind"], p["file"]) for p in result["problems"]] == [("missing-box", "train/a.json")]
+    assert [(p["kind"], p["file"]) for p in result["problems"]] == [("bad-box", "train/a.json")]
     converted = aploss("data", "convert", folder, "--to", "coco", "--out", tmp_path / "coco")
     assert converted.returncode == 0, converted.stderr
     content = json.loads((tmp_path / "coco" / "annotations" / "instances_train.json").read_text())

@@ -125,7 +125,7 @@ def test_boxes_are_dropped_or_clipped_with_a_record(coco_folder):
     dataset = load_dataset(coco_folder, "val")
     assert dataset.target(0)["boxes"].tolist() == [[10, 10, 30, 30], [0, 5, 10, 25]]
     assert {problem.kind for problem in dataset.problems} == {
-        "degenerate-box", "out-of-bounds-box", "outside-box", "non-finite-coordinate",
+        "degenerate-box", "out-of-bounds-box", "bad-box",
     }  # fmt: skip
     assert all("instances_val2017.json" in problem.file for problem in dataset.problems)
     assert any("annotation 50" in problem.message for problem in dataset.problems)

@@ -65,7 +65,7 @@ def expected(dataset: DetectionDataset) -> list[list[Batch]]:
 
 
 def test_batch_has_the_promised_form(expected: list[list[Batch]]) -> None:
-    for images, targets, indices in expected[0]:
+    for images, targets, indices, _ in expected[0]:
         assert images.shape == (4, 3, 32, 32)
         assert images.dtype == torch.float32
         assert 0.4 < images.max() <= 1
@@ -130,6 +130,7 @@ def test_processes_share_the_batch_of_one(
             torch.cat([part.images for part in step]),
             [target for part in step for target in part.targets],
             [index for part in step for index in part.indices],
+            {},
         )
         for step in zip(*parts, strict=True)
     ]
@@ -173,7 +174,7 @@ def test_evaluation_gives_every_image_once_as_it_is(dataset: DetectionDataset, w
     for rank in range(2):
         batches = make_evaluation_loader(dataset, batch_size=4, workers=workers, rank=rank, world_size=2)
         assert len(batches) == len(list(batches)) == 2
-        for images, targets, indices in batches:
+        for images, targets, indices, _ in batches:
             for image, target, index in zip(images, targets, indices, strict=True):
                 original, truth = dataset[index]
                 torch.testing.assert_close(image, original.float() / 255)

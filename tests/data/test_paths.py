@@ -56,8 +56,8 @@ def test_a_voc_annotation_is_never_paired_with_an_image_outside(voc_folder, secr
     xml.write_text(xml.read_text().replace("b.png", "../../secret.png"))
     (voc_folder / "ImageSets/Main/train.txt").write_text("a\n../../secret.png\nb\n")
     dataset = load_dataset(voc_folder, "train")
-    assert [dataset.relative_path(i) for i in range(len(dataset))] == ["JPEGImages/a.png"]
-    assert {problem.kind for problem in dataset.problems} == {"missing-annotation", "missing-image"}
+    assert dataset.image_paths == ["JPEGImages/a.png"]
+    assert {problem.kind for problem in dataset.problems} == {"unreadable-annotation", "missing-image"}
 
 
 def test_a_yolo_list_cannot_leave_the_folder(yolo_folder, secret):

@@ -63,10 +63,10 @@ def test_a_split_may_be_a_text_file_of_images(yolo_folder, expected_boxes, found
 
 
 def test_labels_may_lie_beside_the_images(yolo_folder, expected_boxes, found_boxes):
-    for split in ("train", "val"):
-        for labels in (yolo_folder / "labels" / split).iterdir():
-            shutil.move(labels, yolo_folder / "images" / split)
-    shutil.rmtree(yolo_folder / "labels")
+    for labels in (yolo_folder / "labels/train").iterdir():
+        shutil.move(labels, yolo_folder / "images/train")
+    (yolo_folder / "images/train").rename(yolo_folder / "photos")
+    describe(yolo_folder, "train: photos\nnames: [cat, dog]\n")
     assert found_boxes(load_dataset(yolo_folder, "train")) == expected_boxes["train"]
 
 
@@ -138,39 +138,11 @@ def test_rows_are_written_as_they_are_read():
     assert [corners for _, corners in read] == [pytest.approx(box) for box in boxes]
 
 
-@pytest.mark.parametrize("layout", ["images/train", "train/images"])
-@pytest.mark.parametrize("names", ["classes.txt", "labels", None])
-def test_folders_without_a_description_are_recognised(yolo_folder, expected_boxes, found_boxes, layout, names):
+def test_folders_with_a_class_list_need_no_description(yolo_folder, expected_boxes, found_boxes):
     (yolo_folder / "data.yaml").unlink()
-    if layout == "train/images":
-        for kind in ("images", "labels"):
-            for split in ("train", "val"):
-                (yolo_folder / split).mkdir(exist_ok=True)
-                (yolo_folder / kind / split).rename(yolo_folder / split / kind)
-            (yolo_folder / kind).rmdir()
-    if names:
-        labels = "train/labels" if layout == "train/images" else "labels/train"
-        place = yolo_folder / (names if names == "classes.txt" else f"{labels}/classes.txt")
-        place.write_text("cat\ndog\n")
+    assert YoloFormat.find(yolo_folder) is None
+    (yolo_folder / "classes.txt").write_text("cat\ndog\n")
     assert dataset_splits(yolo_folder) == ("train", "val")
     for split, expected in expected_boxes.items():
-        dataset = load_dataset(yolo_folder, split, class_names=None if names else ("cat", "dog"))
-        assert found_boxes(dataset) == expected
-        assert dataset.class_names == ("cat", "dog")
-
-
-def test_one_folder_of_images_and_labels_is_one_split(tmp_path, picture):
-    picture(tmp_path / "images" / "a.png")
-    (tmp_path / "labels").mkdir()
-    (tmp_path / "labels" / "a.txt").write_text("0 0.5 0.5 0.5 0.5\n")
-    (tmp_path / "classes.txt").write_text("cat\n")
-    assert dataset_splits(tmp_path) == ("all",)
-    assert load_dataset(tmp_path).target(0)["boxes"].tolist() == [[16, 12, 48, 36]]
-
-
-def test_folders_beside_annotations_of_another_format_stay_that_format(coco_folder, picture):
-    picture(coco_folder / "images" / "train" / "x.png")
-    (coco_folder / "labels" / "train").mkdir(parents=True)
-    (coco_folder / "labels" / "train" / "x.txt").write_text("0 0.5 0.5 0.5 0.5\n")
-    assert dataset_splits(coco_folder) == ("train2017", "val2017")
-    assert YoloFormat.find(coco_folder) is None
+        dataset = load_dataset(yolo_folder, split)
+        assert (found_boxes(dataset), dataset.class_names) == (expected, ("cat", "dog"))

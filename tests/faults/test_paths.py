@@ -59,14 +59,6 @@ def test_the_name_of_one_image_costs_no_detections(call_cli, checkpoint, tmp_pat
         assert len(parse_annotation(file.name, file.read_bytes()).objects) == 3
 
 
-@pytest.mark.parametrize("name", ["data set", "<b>data</b>", "däta", "-data", "da\nta", "%s", "da'ta", "🐈"])
-def test_a_data_set_may_be_called_anything(call_cli, tmp_path: Path, name: str):
-    data = write_coco(tmp_path / name)
-    done = call_cli("data", "check", data)
-    assert done.code == 0
-    done.assert_no_traceback()
-
-
 # --- files that are none ----------------------------------------------------------------------
 
 
@@ -119,12 +111,6 @@ def test_no_special_file_is_waited_for_as_data(call_cli, tmp_path: Path, command
     words = ["data", "check", path] if command == "data check" else ["train", "--data", path, "--out", tmp_path / "run"]
     call_cli(*words).assert_refused(path)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("kind", SPECIAL)
-def test_no_special_file_is_waited_for_as_a_recipe(call_cli, tmp_path: Path, kind: str):
-    path = special(tmp_path / "recipe.yaml", kind)
-    call_cli("train", "--recipe", path, "--data", "builtin", "--out", tmp_path / "run").assert_refused("config file")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SPECIAL if kind != "a folder"])

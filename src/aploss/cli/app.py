@@ -92,7 +92,7 @@ class App:
             try:
                 image = read_image(path)  # rejects images with too many pixels before decoding them
             except ImageError as error:
-                raise ConfigError(f"{Path(path).name}: {error.detail}") from None  # without the temporary folder
+                raise ConfigError(f"{Path(path).name}: {error.problem.message}") from None  # without the folder
             results.append((path, [one.predict(image, threshold=0.0)[0] for one in self.detectors.values()]))
         return [results, *self.show(results, threshold)]
 

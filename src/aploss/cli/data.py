@@ -103,7 +103,7 @@ def _show(options: Namespace) -> int:
         draw = partial(draw_boxes, dashed=dashed, smallest=TILE, largest=TILE)
         tiles.append(draw(image.numpy(), boxes, labels, dataset.class_names))
     title = f"{dataset.name} · {dataset.split}: {len(tiles)} of {len(dataset)} images{augmented}"
-    sheet = contact_sheet(tiles, [dataset.relative_path(index) for index in indices], tile=TILE, title=title)
+    sheet = contact_sheet(tiles, [dataset.image_paths[index] for index in indices], tile=TILE, title=title)
     words = "-".join(filter(None, ["show", dataset.name, dataset.split, options.augment]))
     out = options.out or Path("runs") / f"{as_file_name(words)}.png"
     write_whole(out, lambda file: sheet.save(file, format=kind))

@@ -4,6 +4,7 @@ Metrics are computed on :class:`Annotations`, training reads a :class:`Detection
 fill an :class:`AnnotationBuilder`, so that the same rules apply to every format.
 """
 
+import math
 import os
 from array import array
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from aploss.data.images import ImageError, read_header, read_image
+from aploss.data.images import ImageError, read_image, read_sizes
 from aploss.data.paths import DatasetFolder
 from aploss.data.problems import Problem, ProblemError
 from aploss.errors import DataError
@@ -200,10 +201,6 @@ class DetectionDataset(Dataset[Sample]):
         """The path of the image file."""
         return self.root / self.image_paths[index]
 
-    def relative_path(self, index: int) -> str:
-        """The path of the image file relative to :attr:`root`."""
-        return self.image_paths[index]
-
     def image_size(self, index: int) -> tuple[int, int]:
         """(width, height) as annotated, or read from the file if the annotation has none."""
         width, height = self.image_sizes[index].tolist()
@@ -317,9 +314,9 @@ class AnnotationBuilder:
     def add_image(self, path: str, size: tuple[int, int] | None, image_id: int | None = None) -> int:
         """Adds an image and returns its index, or -1 if its size has to be read and cannot be."""
         try:
-            self.sizes.append(size or read_header(self.folder.root / path).size)
+            self.sizes.append(size or read_sizes(self.folder.root / path)[0])
         except ImageError as error:
-            self.report(error.kind, path, error.detail)
+            self.report(error.problem.kind, path, error.problem.message)
             return -1
         self.paths.append(path)
         self.image_ids.append(len(self.paths) if image_id is None else image_id)
@@ -328,7 +325,7 @@ class AnnotationBuilder:
     def find_image(self, path: str, *, named_in: str) -> bool:
         """Whether the image file exists inside the folder; reports a problem otherwise."""
         try:
-            if self.folder.has(path, named_in=named_in):
+            if self.folder.has(path) and (self.folder.root / path).exists():
                 return True
             self.report("missing-image", path, f"no such image; {named_in} needs it")
         except ProblemError as error:
@@ -344,6 +341,7 @@ class AnnotationBuilder:
         number: int,
         difficult: bool = False,
         crowd: bool = False,
+        area: float = math.nan,
     ) -> None:
         """Adds a box.
 
@@ -354,25 +352,10 @@ class AnnotationBuilder:
             number: number of the object, line or annotation in its file, for messages.
             difficult: see :class:`DetectionDataset`.
             crowd: see :class:`DetectionDataset`.
+            area: as COCO defines it; NaN for the area of the box.
         """
         self._integers.extend((image, label, number, difficult + 2 * crowd))
-        self._numbers.extend((*corners, float("nan")))
-
-    def add_boxes(
-        self,
-        images: NDArray[np.int64],
-        corners: NDArray[np.float64],
-        labels: NDArray[np.int64],
-        *,
-        numbers: NDArray[np.int64],
-        flags: NDArray[np.int64],
-        areas: NDArray[np.float64],
-    ) -> None:
-        """Adds many boxes at once, with their areas (NaN: the box's own); flags are 1 for difficult plus 2 for
-        crowd."""
-        integers = np.column_stack([images, labels, numbers, flags])
-        self._integers.frombytes(integers.astype(np.int64).tobytes())
-        self._numbers.frombytes(np.column_stack([corners, areas]).astype(np.float64).tobytes())
+        self._numbers.extend((*corners, area))
 
     def dataset(
         self, *, class_names: Sequence[str], name: str, split: str, describe: Callable[[int, int], tuple[str, str]]
@@ -387,14 +370,13 @@ class AnnotationBuilder:
         image_of_box, corners = integers[:, 0], numbers[:, :4]
         sizes = np.array(self.sizes, np.int64).reshape(-1, 2)
         boxes, kept, faults = _clip_boxes(corners, sizes[image_of_box], origin=self.origin)
-        repeated = kept.copy()
-        repeated[kept] = _repeated_rows(np.column_stack([integers[:, :2], boxes])[kept])
-        for kind, mask in {**faults, "duplicate-box": repeated}.items():
+        for (kind, message), mask in faults.items():
             for row in np.flatnonzero(mask).tolist():
                 image = int(image_of_box[row])
                 file, where = describe(image, int(integers[row, 2]))
-                shown = corners[row] + [self.origin, self.origin, 0, 0]
-                self.report(kind, file, _box_message(kind, where, shown, self.sizes[image]))
+                shown = ", ".join(f"{value:.10g}" for value in corners[row] + [self.origin, self.origin, 0, 0])
+                width, height = self.sizes[image]
+                self.report(kind, file, f"{where}: box ({shown}) {message} (image size {width}x{height})")
         rows = np.flatnonzero(kept)
         rows = rows[np.argsort(image_of_box[rows], kind="stable")]
         flags, areas = integers[rows, 3], numbers[rows, 4]
@@ -419,47 +401,22 @@ class AnnotationBuilder:
 
 def _clip_boxes(
     corners: NDArray[np.float64], sizes: NDArray[np.int64], *, origin: int
-) -> tuple[NDArray[np.float32], NDArray[np.bool_], dict[str, NDArray[np.bool_]]]:
+) -> tuple[NDArray[np.float32], NDArray[np.bool_], dict[tuple[str, str], NDArray[np.bool_]]]:
     """Clips boxes [m, 4] to the sizes [m, 2] of their images.
 
     Returns:
-        The clipped boxes, which of them are usable, and kind of problem → affected boxes.
+        The clipped boxes, which of them are usable, and kind and description of a problem → affected boxes.
     """
     finite = np.asarray(np.isfinite(corners).all(axis=1))
     corners = np.where(finite[:, None], corners, 0.0)
-    degenerate = finite & (corners[:, 2:] - corners[:, :2] <= origin).any(axis=1)
     clipped = np.clip(corners, 0.0, np.tile(sizes, 2).astype(np.float64))
-    boxes = clipped.astype(np.float32)
-    empty = (boxes[:, 2:] <= boxes[:, :2]).any(axis=1)
-    beyond = np.abs(clipped - corners).max(axis=1, initial=0.0) > ROUNDING_PIXELS
-    usable = finite & ~degenerate & ~empty
-    # A box thinner than the resolution of float32 counts as one without width.
-    degenerate |= finite & empty & ~beyond
+    boxes = clipped.astype(np.float32)  # a box thinner than the resolution of float32 has no width
+    degenerate = (corners[:, 2:] - corners[:, :2] <= origin).any(axis=1) | (boxes[:, 2:] <= boxes[:, :2]).any(axis=1)
+    usable = finite & ~degenerate
+    exceeding = usable & (np.abs(clipped - corners).max(axis=1, initial=0.0) > ROUNDING_PIXELS)
     faults = {
-        "non-finite-coordinate": ~finite,
-        "degenerate-box": degenerate,
-        "outside-box": finite & ~degenerate & empty,
-        "out-of-bounds-box": usable & beyond,
+        ("bad-box", "has a NaN or infinite coordinate"): ~finite,
+        ("degenerate-box", "has no width or no height inside the image"): finite & degenerate,
+        ("out-of-bounds-box", "exceeds the image and is clipped"): exceeding,
     }
     return boxes, usable, faults
-
-
-def _repeated_rows(table: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Which rows [m, c] equal an earlier one."""
-    order = np.lexsort(table.T)  # stable: the first of equal rows comes first
-    repeated = np.zeros(len(table), bool)
-    repeated[order[1:]] = (table[order[1:]] == table[order[:-1]]).all(axis=1)
-    return repeated
-
-
-def _box_message(kind: str, where: str, corners: NDArray[np.float64], size: tuple[int, int]) -> str:
-    box = ", ".join(f"{value:.10g}" for value in corners.tolist())
-    image = f"the {size[0]}x{size[1]} image"
-    ending = {
-        "non-finite-coordinate": "has a NaN or infinite coordinate",
-        "degenerate-box": "has no width or no height",
-        "outside-box": f"lies outside {image}",
-        "out-of-bounds-box": f"exceeds {image} and is clipped",
-        "duplicate-box": "appears twice",
-    }[kind]
-    return f"{where}: box ({box}) {ending}"

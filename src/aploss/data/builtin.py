@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from filelock import FileLock
@@ -48,6 +48,7 @@ TEXTURE_CONTRAST = 0.3  # between the two colours of a texture; 1 hides the shap
 Floats = NDArray[np.floating[Any]]
 Points = NDArray[np.float64]
 Mask = NDArray[np.bool_]
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -88,10 +89,7 @@ def builtin_folder(
     image_size: int = IMAGE_SIZE,
     counts: tuple[int, int, int] = COUNTS,
 ) -> Path:
-    """The folder of the built-in dataset as COCO JSON and PNG; arguments and errors as in :func:`builtin_dataset`.
-
-    Safe to call from several processes: one draws, the others wait.
-    """
+    """The folder of the built-in dataset as COCO JSON and PNG; arguments and errors as in :func:`builtin_dataset`."""
     if seed < 0:
         raise ConfigError(f"the seed is {seed}: give 0 or more")
     if image_size < 32:
@@ -101,20 +99,49 @@ def builtin_folder(
     home = cache_folder() if cache is None else Path(cache)
     sizes = "-".join(map(str, counts))
     folder = home / f"shapes-v{VERSION}-seed{seed}-{image_size}px-{sizes}"
-    if _is_complete(folder, counts):
-        return folder
+
+    def find(folder: Path) -> Path | None:
+        return folder if all((folder / split).is_dir() for split in (*SPLITS, "annotations")) else None
+
+    def make(fresh: Path) -> None:
+        _log.info("drawing the built-in dataset into %s (once, takes some seconds)", folder)
+        (fresh / "annotations").mkdir()
+        for number, split in enumerate(SPLITS):
+            content = _draw_split(fresh / split, [VERSION, seed, number], image_size, counts[number])
+            (fresh / "annotations" / f"instances_{split}.json").write_text(json.dumps(content), encoding="utf-8")
+
+    return make_once(folder, find=find, make=make)
+
+
+def make_once(folder: Path, *, find: Callable[[Path], T | None], make: Callable[[Path], None]) -> T:
+    """What ``find`` finds in a folder of a cache, which ``make`` fills if it is missing or incomplete.
+
+    Safe to call from several processes: one fills a temporary folder, renamed when it is complete, the others wait.
+
+    Raises:
+        DataError: the cache is not writable.
+    """
+    home = folder.parent
     try:
-        home.mkdir(parents=True, exist_ok=True)
-        with FileLock(home / f".{folder.name}.lock"):
-            if not _is_complete(folder, counts):  # another process may have drawn it meanwhile
-                _log.info("drawing the built-in dataset into %s (once, takes some seconds)", folder)
-                _draw(folder, seed, image_size, counts)
+        if (found := find(folder)) is None:
+            home.mkdir(parents=True, exist_ok=True)
+            with FileLock(home / f".{folder.name}.lock"):
+                if (found := find(folder)) is None:  # another process may have made it meanwhile
+                    with tempfile.TemporaryDirectory(prefix=".making-", dir=home) as scratch:
+                        fresh = Path(scratch) / "fresh"
+                        fresh.mkdir()
+                        make(fresh)
+                        if folder.exists():
+                            shutil.move(folder, Path(scratch) / "damaged")
+                        fresh.rename(folder)
+                    found = find(folder)
     except OSError as error:
         raise DataError(
-            f"cannot write the built-in dataset to {home} ({error.strerror or error}): "
-            "name a writable folder in the environment variable APLOSS_CACHE"
+            f"cannot write to the cache {home} ({error.strerror or error}): name a writable folder with enough space "
+            "in the environment variable APLOSS_CACHE"
         ) from error
-    return folder
+    assert found is not None, folder
+    return found
 
 
 def cache_folder() -> Path:
@@ -122,29 +149,6 @@ def cache_folder() -> Path:
     if named := os.environ.get("APLOSS_CACHE"):
         return Path(named).expanduser()
     return user_cache_path("aploss", appauthor=False)
-
-
-def _is_complete(folder: Path, counts: tuple[int, int, int]) -> bool:
-    """Whether all files exist; systems that clean caches may have removed some."""
-    return all(
-        (folder / "annotations" / f"instances_{split}.json").is_file()
-        and (folder / split).is_dir()
-        and sum(entry.name.endswith(".png") for entry in os.scandir(folder / split)) == count
-        for split, count in zip(SPLITS, counts, strict=True)
-    )
-
-
-def _draw(folder: Path, seed: int, image_size: int, counts: tuple[int, int, int]) -> None:
-    """Draws into a temporary folder, which is renamed when it is complete."""
-    with tempfile.TemporaryDirectory(prefix=".drawing-", dir=folder.parent) as scratch:
-        fresh = Path(scratch) / "fresh"
-        (fresh / "annotations").mkdir(parents=True)
-        for number, split in enumerate(SPLITS):
-            content = _draw_split(fresh / split, [VERSION, seed, number], image_size, counts[number])
-            (fresh / "annotations" / f"instances_{split}.json").write_text(json.dumps(content), encoding="utf-8")
-        if folder.exists():
-            shutil.move(folder, Path(scratch) / "damaged")
-        fresh.rename(folder)
 
 
 def _draw_split(folder: Path, seeds: list[int], image_size: int, count: int) -> dict[str, Any]:

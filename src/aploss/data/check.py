@@ -1,6 +1,5 @@
 """Checks a dataset before training does: statistics, every problem by file, and a report as text."""
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from aploss.data.problems import KINDS, Effect, Problem, ProblemError
 USABLE, SOMETHING_DROPPED, UNUSABLE = 0, 1, 2
 # √area of a box in pixels; 32 and 96 separate COCO's small, medium and large objects.
 BOX_SIZE_EDGES = (0, 8, 16, 32, 64, 96, 128, 256, 512)
-_OBJECT_EDGES = (0, 1, 2, 3, 5, 9, 17, 33, 65, 129)
+_SIZE_LIMITS = ("smallest_width", "smallest_height", "largest_width", "largest_height")
 _BAR_WIDTH = 30
 
 
@@ -33,7 +32,6 @@ class SplitStatistics:
     crowd: int  # boxes marked crowd
     boxes_of_class: dict[str, int]  # class name → number of boxes
     box_sizes: dict[str, int]  # range of √area in pixels ("8-16") → number of boxes
-    boxes_per_image: dict[str, int]  # range of numbers of boxes ("3-4") → number of images
     image_sizes: dict[str, int]  # smallest and largest width and height
 
 
@@ -51,34 +49,23 @@ def split_statistics(parts: Sequence[DetectionDataset]) -> SplitStatistics:
     """
     of_class: Counter[str] = Counter()
     for part in parts:
-        counts = np.bincount(part.annotations.category_ids - 1, minlength=part.num_classes)
+        counts = np.bincount(part.labels, minlength=part.num_classes)
         of_class.update(dict(zip(part.class_names, counts.tolist(), strict=True)))
     sides = np.concatenate([np.zeros((0, 2)), *(part.annotations.xywh[:, 2:] for part in parts)])
-    per_image = np.concatenate([np.zeros(0, int), *(part.boxes_per_image for part in parts)])
-    sizes = [part.image_size(i) for part in parts for i in range(len(part))] or [(0, 0)]
+    sizes = np.concatenate([part.image_sizes for part in parts if len(part)] or [np.zeros((1, 2), int)])
+    limits = [*sizes.min(axis=0).tolist(), *sizes.max(axis=0).tolist()]
+    counts, _ = np.histogram(np.sqrt(sides.prod(axis=1)), [*BOX_SIZE_EDGES, np.inf])
+    ranges = [*(f"{start}-{stop}" for start, stop in pairwise(BOX_SIZE_EDGES)), f"{BOX_SIZE_EDGES[-1]}+"]
     return SplitStatistics(
-        images=len(per_image),
-        empty_images=int((per_image == 0).sum()),
+        images=sum(map(len, parts)),
+        empty_images=sum(int((part.boxes_per_image == 0).sum()) for part in parts),
         boxes=len(sides),
-        difficult=sum(int(part.annotations.difficult.sum()) for part in parts),
-        crowd=sum(int(part.annotations.crowd.sum()) for part in parts),
+        difficult=sum(int(part.difficult.sum()) for part in parts),
+        crowd=sum(int(part.crowd.sum()) for part in parts),
         boxes_of_class=dict(of_class),
-        box_sizes=_histogram_counts(np.sqrt(sides.prod(axis=1)), BOX_SIZE_EDGES, integers=False),
-        boxes_per_image=_histogram_counts(per_image, _OBJECT_EDGES, integers=True),
-        image_sizes={
-            f"{which}_{side}": function(values)
-            for which, function in (("smallest", min), ("largest", max))
-            for side, values in zip(("width", "height"), zip(*sizes, strict=True), strict=True)
-        },
+        box_sizes=dict(zip(ranges, counts.tolist(), strict=True)),
+        image_sizes=dict(zip(_SIZE_LIMITS, limits, strict=True)),
     )
-
-
-def _histogram_counts(values: np.ndarray, edges: Sequence[int], *, integers: bool) -> dict[str, int]:
-    """The number of values in each range: "8-16", for integers also "1" and "3-4", and "512+"."""
-    counts, _ = np.histogram(values, [*edges, np.inf])
-    ranges = ((start, stop - integers) for start, stop in pairwise(edges))
-    names = [str(start) if start == last else f"{start}-{last}" for start, last in ranges]
-    return dict(zip([*names, f"{edges[-1]}+"], counts.tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -118,27 +105,26 @@ class CheckResult:
             return UNUSABLE
         return SOMETHING_DROPPED if effects - {Effect.KEPT} else USABLE
 
-    def dropped(self, effect: Effect) -> int:
+    def affected(self, effect: Effect) -> int:
         """The number of images or boxes that an effect concerns."""
         return sum(f.problem.count for f in self.findings if f.problem.effect is effect)
 
     def to_dict(self) -> dict[str, object]:
         """The whole result, ready for JSON."""
-        return {
-            "path": self.path,
-            "format": self.format,
+        problems = [
+            {**asdict(finding.problem), "effect": finding.problem.effect.value, "splits": list(finding.splits)}
+            for finding in self.findings
+        ]
+        content = {
+            **asdict(self),
             "exit_code": self.exit_code,
-            "class_names": list(self.class_names),
-            "splits": {name: asdict(counts) for name, counts in self.splits.items()},
-            "total": asdict(self.total),
-            "images_dropped": self.dropped(Effect.IMAGE_DROPPED),
-            "boxes_dropped": self.dropped(Effect.BOX_DROPPED),
-            "boxes_clipped": self.dropped(Effect.BOX_CLIPPED),
-            "problems": [
-                {**asdict(finding.problem), "effect": finding.problem.effect.value, "splits": list(finding.splits)}
-                for finding in self.findings
-            ],
+            "images_dropped": self.affected(Effect.IMAGE_DROPPED),
+            "boxes_dropped": self.affected(Effect.BOX_DROPPED),
+            "boxes_clipped": self.affected(Effect.BOX_CLIPPED),
+            "problems": problems,
         }
+        del content["findings"]
+        return content
 
 
 def check_dataset(
@@ -155,8 +141,8 @@ def check_dataset(
         path: see :func:`aploss.data.load_dataset`.
         format: see :func:`aploss.data.load_dataset`.
         class_names: the expected classes; others are reported as unknown.
-        decode: whether to decode every image, or only read its header, which is fast but finds neither damaged nor
-            duplicate images.
+        decode: whether to decode every image, or only read its header, which is fast but finds neither damaged images
+            nor copies.
         progress: called with (images done, total).
 
     Raises:
@@ -164,7 +150,7 @@ def check_dataset(
     """
     source = find_source(path, format=format)
     names = None if class_names is None else check_class_names(class_names)
-    splits_of: dict[Problem, list[str]] = {}  # one finding for a problem that several splits share
+    splits_of: dict[Problem, dict[str, None]] = {}  # one finding for a problem that several splits share
     parts: Parts = {}
     for split in source.splits:
         try:
@@ -172,93 +158,72 @@ def check_dataset(
             problems = parts[split].problems
         except ProblemError as error:
             problems = [error.problem]
-        for problem in dict.fromkeys(problems):
-            splits_of.setdefault(problem, []).append(split)
+        for problem in problems:
+            splits_of.setdefault(problem, {})[split] = None
     inspections = _inspect(parts, decode=decode, progress=progress)
     usable = {}
     for split, part in parts.items():
-        inspected = [inspections[part.relative_path(i)] for i in range(len(part))]
-        rest = part.subset([i for i, one in enumerate(inspected) if one.usable])
-        found = dict.fromkeys(problem for one in inspected for problem in one.problems)
+        found = [inspections[path].problem for path in part.image_paths]
+        rest = part.subset([index for index, problem in enumerate(found) if problem is None])
         if len(rest):
             usable[split] = rest
         else:
-            found[Problem("empty-split", split, "no usable image in this split")] = None
-        for problem in found:
-            splits_of.setdefault(problem, []).append(split)
-    for problem in [*source.leftovers(), *_problems_across_splits(usable, inspections, source.name)]:
-        splits_of.setdefault(problem, [])
-    order = list(Effect)
-    problems = sorted(splits_of, key=lambda p: (order.index(p.effect), p.kind, p.file))
+            found.append(Problem("empty-split", split, "no usable image in this split"))
+        for problem in filter(None, found):
+            splits_of.setdefault(problem, {})[split] = None
+    for problem in _problems_across_splits(usable, inspections, source.name):
+        splits_of.setdefault(problem, {})
+    kinds = list(KINDS)  # most severe first
     return CheckResult(
         path=str(path),
         format=source.format,
         class_names=tuple(dict.fromkeys(name for part in usable.values() for name in part.class_names)),
         splits={split: split_statistics([part]) for split, part in usable.items()},
-        total=split_statistics(_each_image_once(usable)),
-        findings=[Finding(problem, tuple(splits_of[problem])) for problem in problems],
+        total=split_statistics(_distinct(usable)),
+        findings=[
+            Finding(problem, tuple(splits_of[problem]))
+            for problem in sorted(splits_of, key=lambda problem: (kinds.index(problem.kind), problem.file))
+        ],
     )
 
 
-def _inspect(parts: Parts, *, decode: bool, progress: Progress | None) -> dict[str, Inspection]:
-    """Inspects every image once, however many splits contain it."""
-    distinct = _each_image_once(parts)
-    total = sum(map(len, distinct))
-    inspections: dict[str, Inspection] = {}
-    for part in distinct:
-        for index, result in enumerate(inspect_images(part, decode=decode)):
-            inspections[part.relative_path(index)] = result
-            if progress is not None:
-                progress(len(inspections), total)
-    return inspections
-
-
-def _each_image_once(parts: Parts) -> list[DetectionDataset]:
+def _distinct(parts: Parts) -> list[DetectionDataset]:
     """The parts without the images of earlier parts."""
     once = list(each_image_once(parts))
     return [part.subset([index for its, index in once if its is part]) for part in parts.values()]
 
 
+def _inspect(parts: Parts, *, decode: bool, progress: Progress | None) -> dict[str, Inspection]:
+    """Image path → inspection; every image is inspected once, however many splits contain it."""
+    distinct = _distinct(parts)
+    total = sum(map(len, distinct))
+    inspections: dict[str, Inspection] = {}
+    for part in distinct:
+        for path, inspection in zip(part.image_paths, inspect_images(part, decode=decode), strict=True):
+            inspections[path] = inspection
+            if progress is not None:
+                progress(len(inspections), total)
+    return inspections
+
+
 def _problems_across_splits(parts: Parts, inspections: dict[str, Inspection], name: str) -> Iterator[Problem]:
-    """Problems of all splits together: leaks, duplicate files, class lists."""
-    if not parts:
-        return
-    paths = {split: {p.relative_path(i) for i in range(len(p))} for split, p in parts.items()}
+    """Images in several splits, different class lists, no boxes at all."""
+    # Copies of an image have the same digest; without decoding, only the same file is found.
+    paths = {split: {inspections[p].digest or p: p for p in part.image_paths} for split, part in parts.items()}
     for first, second in combinations(paths, 2):
         small, large = sorted((first, second), key=lambda split: len(paths[split]))
-        both = paths[first] & paths[second]
+        both = paths[first].keys() & paths[second].keys()
         # Some splits, such as trainval, are meant to contain others.
         if len(both) < len(paths[small]) or common_split_name(large) in ("train", "val", "test"):
-            yield from (Problem("image-in-two-splits", path, f"in {first} and {second}") for path in sorted(both))
-    first_of: dict[str, str] = {}
-    for path in sorted(set().union(*paths.values())):
-        digest = inspections[path].digest
-        if digest and (original := first_of.setdefault(digest, path)) != path:
-            where = "; ".join(", ".join(split for split in paths if one in paths[split]) for one in (path, original))
-            yield Problem("same-content", path, f"the same bytes as {original} (splits: {where})")
+            for key in both:
+                message = f"in {second}, and in {first} as {paths[first][key]}"
+                yield Problem("image-in-two-splits", paths[second][key], message)
     lists = {part.class_names for part in parts.values()}
     if len(lists) > 1:
         shown = " / ".join(sorted(", ".join(names) for names in lists))
         yield Problem("class-lists-differ", name, f"classes of the splits: {shown:.500}")
-    yield from _class_problems(parts, name)
-
-
-def _class_problems(parts: Parts, name: str) -> Iterator[Problem]:
-    """Unused classes, and classes that are probably one spelt in two ways."""
-    boxes = split_statistics(list(parts.values())).boxes_of_class
-    if not sum(boxes.values()):
+    if parts and not any(part.num_boxes for part in parts.values()):
         yield Problem("no-boxes", name, "no usable box in any split")
-        return
-    by_plain_name: dict[str, list[str]] = {}
-    for class_name, count in boxes.items():
-        if not count:
-            yield Problem("class-without-boxes", name, f"no box of class {class_name!r}")
-        plain = re.sub(r"[\W_]+", "", class_name.casefold()) or class_name
-        by_plain_name.setdefault(plain, []).append(class_name)
-    for similar in by_plain_name.values():
-        for first, second in combinations(similar, 2):
-            message = f"{first!r} ({boxes[first]} boxes) and {second!r} ({boxes[second]} boxes)"
-            yield Problem("similar-class-names", name, message)
 
 
 # --- the report as text ---------------------------------------------------------------------------
@@ -266,13 +231,9 @@ def _class_problems(parts: Parts, name: str) -> Iterator[Problem]:
 
 def check_report(result: CheckResult, *, limit: int = 20) -> str:
     """Statistics, histograms and problems as text, at most ``limit`` problems of each kind; 0 for all."""
-    parts = [f"{result.path}: {result.format} dataset, {_count(len(result.class_names), 'class')}"]
+    parts = [f"{result.path}: {result.format} dataset, classes: {len(result.class_names)}"]
     if result.splits:
-        parts += [
-            _statistics_table(result),
-            _histogram("box size (√area in pixels)", result.total.box_sizes),
-            _histogram("boxes per image", result.total.boxes_per_image),
-        ]
+        parts += [_statistics_table(result), _histogram("box size (√area in pixels)", result.total.box_sizes)]
     return "\n\n".join([*parts, _problem_list(result.findings, limit), _verdict(result)])
 
 
@@ -280,40 +241,29 @@ def _statistics_table(result: CheckResult) -> str:
     """A table with one column per split and one row per class."""
     columns = {**result.splits, "total": result.total} if len(result.splits) > 1 else result.splits
     fields = {"images": "images", "without boxes": "empty_images", "boxes": "boxes"}
-    fields |= {f"  {flag}": flag for flag in ("difficult", "crowd") if getattr(result.total, flag)}
+    fields |= {"  difficult": "difficult", "  crowd": "crowd"}
     rows = [["", *columns]]
     rows += [[name, *(f"{getattr(c, field):,}" for c in columns.values())] for name, field in fields.items()]
     rows += [
         [f"  {name}", *(f"{c.boxes_of_class.get(name, 0):,}" for c in columns.values())] for name in result.class_names
     ]
-    return _table([*rows, ["image size", *map(_size_range, columns.values())]])
+    size_range = "{smallest_width}x{smallest_height}-{largest_width}x{largest_height}"
+    rows.append(["image size", *(size_range.format(**c.image_sizes) for c in columns.values())])
+    return "\n".join(_aligned(rows))
 
 
-def _size_range(counts: SplitStatistics) -> str:
-    small, large = (
-        f"{counts.image_sizes[f'{which}_width']}x{counts.image_sizes[f'{which}_height']}"
-        for which in ("smallest", "largest")
-    )
-    return small if small == large else f"{small}-{large}"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table, the first column flush left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *rest in rows:
-        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
-    return "\n".join(lines)
+    return ["  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]).rstrip() for first, *rest in rows]
 
 
 def _histogram(title: str, counts: dict[str, int]) -> str:
-    """Bars from the first to the last range that is not empty."""
-    filled = [i for i, count in enumerate(counts.values()) if count]
-    shown = list(counts.items())[filled[0] : filled[-1] + 1] if filled else []
-    most = max((count for _, count in shown), default=1)
-    lines = _table([[f"  {name}", f"{count:,}"] for name, count in shown]).split("\n") if shown else []
-    bars = ["█" * -(-count * _BAR_WIDTH // most) for _, count in shown]
-    return "\n".join([title, *(f"{line}  {bar}".rstrip() for line, bar in zip(lines, bars, strict=True))])
+    """Bars of the ranges that are not empty."""
+    shown = {name: count for name, count in counts.items() if count}
+    lines = _aligned([[f"  {name}", f"{count:,}"] for name, count in shown.items()]) if shown else []
+    bars = ["█" * -(-count * _BAR_WIDTH // max(shown.values())) for count in shown.values()]
+    return "\n".join([title, *(f"{line}  {bar}" for line, bar in zip(lines, bars, strict=True))])
 
 
 def _problem_list(findings: Sequence[Finding], limit: int) -> str:
@@ -336,13 +286,8 @@ def _verdict(result: CheckResult) -> str:
         return "This dataset cannot be used as it is."
     if result.exit_code == USABLE:
         return "Everything in this dataset can be used."
-    images, boxes = _count(result.total.images, "image"), _count(result.total.boxes, "box")
-    dropped_images = _count(result.dropped(Effect.IMAGE_DROPPED), "image")
-    dropped_boxes = _count(result.dropped(Effect.BOX_DROPPED), "box")
-    clipped = _count(result.dropped(Effect.BOX_CLIPPED), "box")
-    return f"Usable: {images} and {boxes}. Loading drops {dropped_images} and {dropped_boxes}, and clips {clipped}."
-
-
-def _count(number: int, noun: str) -> str:
-    plural = f"{noun}es" if noun.endswith(("x", "s")) else f"{noun}s"
-    return f"{number:,} {noun if number == 1 else plural}"
+    dropped = f"{result.affected(Effect.IMAGE_DROPPED):,} images and {result.affected(Effect.BOX_DROPPED):,} boxes"
+    clipped = f"{result.affected(Effect.BOX_CLIPPED):,} boxes"
+    return (
+        f"Usable: {result.total.images:,} images, {result.total.boxes:,} boxes. Dropped: {dropped}. Clipped: {clipped}."
+    )

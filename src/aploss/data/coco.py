@@ -20,22 +20,15 @@ from msgspec import UNSET, Struct
 from numpy.typing import NDArray
 
 from aploss.data.annotations import AnnotationBuilder, DetectionDataset
-from aploss.data.formats import (
-    SPLITS,
-    DataFormat,
-    Parts,
-    Written,
-    common_split_name,
-    image_size,
-    number,
-    register_format,
-)
-from aploss.data.paths import DatasetFolder, is_image
-from aploss.data.problems import Problem, ProblemError
+from aploss.data.formats import SPLITS, DataFormat, Parts, common_split_name, image_size, register_format
+from aploss.data.paths import DatasetFolder
+from aploss.data.problems import ProblemError
 
 _FILLERS = re.compile(r"(^|[_.-])(annotations?|instances|coco|labels|gt)(?=[_.-]|$)", re.IGNORECASE)
 _OTHER_TASKS = ("captions_", "person_keypoints_", "panoptic_", "stuff_", "image_info_")
+_SURROGATE = re.compile("[\ud800-\udfff]")  # unpaired: it could not be printed
 _SECTIONS = ("images", "annotations", "categories")
+_ROWS_AT_ONCE = 10_000  # annotations that become Python objects at once
 _SECTION_KEYS = re.compile(rb'"(images|annotations|categories|licenses|info)"\s*:')
 
 
@@ -134,9 +127,7 @@ class CocoObjects(NamedTuple):
     values: NDArray[np.float64]  # [m] score, or area (NaN if missing)
 
 
-def read_objects(
-    entries: Sequence[Any], where: str, report: Report, *, scored: bool = False, lenient: bool = False
-) -> CocoObjects:
+def read_objects(entries: Sequence[Any], where: str, report: Report, *, scored: bool = False) -> CocoObjects:
     """Reads the usable entries of a list.
 
     Args:
@@ -144,59 +135,46 @@ def read_objects(
         where: name of the list in messages.
         report: called for each entry that is dropped or wrong.
         scored: whether the entries are detections, which need a score.
-        lenient: whether to accept coordinates written as text, and to ignore invalid areas.
     """
     integers, numbers = array("q"), array("d")
     for row, entry in enumerate(entries):
         try:
-            columns = _columns(entry, scored, lenient)
+            columns = _columns(entry, scored)
         except CocoEntryError as error:
             report(error.kind, f"{where}[{row}]{error}")
             continue
         own_id = entry.id if type(entry.id) is int and abs(entry.id) < 2**62 else row + 1
-        flags = _flags(entry, f"{where}[{row}]", report) if entry.iscrowd or entry.difficult else 0
-        integers.extend((*columns[:2], own_id, flags))
+        integers.extend((*columns[:2], own_id, (entry.difficult == 1) + 2 * (entry.iscrowd == 1)))
         numbers.extend(columns[2:])
     image_ids, category_ids, own_ids, flag_column = np.frombuffer(integers, np.int64).reshape(-1, 4).T
     table = np.frombuffer(numbers, np.float64).reshape(-1, 5)
     return CocoObjects(image_ids, category_ids, own_ids, flag_column, table[:, :4], table[:, 4])
 
 
-def _columns(entry: Any, scored: bool, lenient: bool) -> tuple[Any, ...]:
+def _columns(entry: Any, scored: bool) -> tuple[Any, ...]:
     """Image, category, box, and score or area of an entry; the error's message follows the name of the entry."""
     if not isinstance(entry, CocoObject):
         raise CocoEntryError("bad-entry", f" is {shown(entry)}, expected an object with keys")
-    image = id_of(entry, "image_id", "", "unknown-image")
-    category = id_of(entry, "category_id", "", "missing-class")
-    if entry.bbox is UNSET or (lenient and entry.bbox is None):
-        raise CocoEntryError("missing-box", " has no 'bbox'")
+    image = id_of(entry, "image_id", "", "bad-entry")
+    category = id_of(entry, "category_id", "", "unknown-class")
+    if entry.bbox is UNSET:
+        raise CocoEntryError("bad-box", " has no 'bbox'")
     if not isinstance(entry.bbox, (list, tuple, np.ndarray)) or len(entry.bbox) != 4:
-        message = f": 'bbox' is {shown(entry.bbox)}, expected [x, y, width, height]"
-        raise CocoEntryError("missing-coordinate", message)
-    try:
-        box = [_number(value, text=lenient) for value in entry.bbox]
-    except ValueError as error:
-        raise CocoEntryError("non-numeric-coordinate", f": 'bbox' is {shown(entry.bbox)}: {error}") from None
+        raise CocoEntryError("bad-box", f": 'bbox' is {shown(entry.bbox)}, expected [x, y, width, height]")
+    if not all(map(_is_number, entry.bbox)):
+        raise CocoEntryError("bad-box", f": 'bbox' is {shown(entry.bbox)}, expected four numbers")
     key = "score" if scored else "area"
     value = getattr(entry, key)
     if not scored and (value is UNSET or value is None):
-        return (image, category, *box, math.nan)
-    try:
-        measure = _number(value, text=False)
-    except ValueError:
-        measure = math.nan
-    if not lenient and not math.isfinite(measure):
+        value = math.nan
+    elif not _is_number(value) or not math.isfinite(value):
         wrong = f" has no '{key}'" if value is UNSET else f": '{key}' is {shown(value)}"
         raise CocoEntryError("bad-entry", f"{wrong}, expected a finite number")
-    return (image, category, *box, measure)
+    return (image, category, *entry.bbox, value)
 
 
-def _number(value: Any, *, text: bool) -> float:
-    if type(value) is float or (type(value) is int and -(2**62) < value < 2**62) or isinstance(value, np.number):
-        return float(value)
-    if isinstance(value, str) and not text:
-        raise ValueError(f"{value!r} is text")
-    return number(value)
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < 2**62) or isinstance(value, np.number)
 
 
 def id_of(entry: Any, key: str, where: str, kind: str) -> int:
@@ -209,16 +187,6 @@ def id_of(entry: Any, key: str, where: str, kind: str) -> int:
     if not isinstance(value, (float, np.number)) or not abs(float(value)) < 2**62 or value != int(value):
         raise CocoEntryError(kind, f"{where}: '{key}' is {shown(value)}, expected an integer")
     return int(value)
-
-
-def _flags(entry: CocoObject, where: str, report: Report) -> int:
-    flags = 0
-    for key, flag in (("difficult", 1), ("iscrowd", 2)):
-        value = getattr(entry, key) or 0
-        if value not in (0, 1):
-            report("bad-flag", f"{where}: '{key}' is {shown(value)}, expected 0 or 1")
-        flags += flag * int(value == 1)
-    return flags
 
 
 def shown(value: Any) -> str:
@@ -247,8 +215,6 @@ class CocoFormat(DataFormat):
             for name, file in zip(names, files, strict=True)
         }
         super().__init__(folder, list(self._files))
-        self._listed: set[str] = set()
-        self._image_folders: set[str] = set()
 
     @classmethod
     def find(cls, path: Path) -> "CocoFormat | None":
@@ -273,21 +239,15 @@ class CocoFormat(DataFormat):
 
     def read(self, split: str, class_names: Sequence[str] | None) -> DetectionDataset:
         """See :meth:`DataFormat.read`."""
-        if split not in self._files:
-            raise self.no_such_split(split)
         file = self._files[split]
         builder = AnnotationBuilder(self.folder)
-
-        def report(kind: str, message: str, count: int = 1) -> None:
-            builder.report(kind, file, message, count=count)
-
         document = self._document(file)
         categories = _categories(document.categories, file)
-        objects = read_objects(document.annotations, "annotations", report, lenient=True)
+        objects = read_objects(document.annotations, "annotations", lambda kind, text: builder.report(kind, file, text))
         document.annotations = UNSET  # frees most of the memory
         index_of = self._add_images(document.images, split, file, builder)
-        names = [name for _, name in categories] if class_names is None else class_names
-        _add_boxes(builder, objects, categories, names, index_of, report)
+        names = list(categories.values()) if class_names is None else class_names
+        _add_boxes(builder, objects, categories, names, index_of, file)
         if builder.image_ids and min(builder.image_ids) < 1:
             shift = 1 - min(builder.image_ids)
             builder.image_ids = [image_id + shift for image_id in builder.image_ids]
@@ -298,27 +258,17 @@ class CocoFormat(DataFormat):
             describe=lambda image, number: (file, f"annotation {number} of {builder.paths[image]}"),
         )
 
-    def leftovers(self) -> list[Problem]:
-        """See :meth:`DataFormat.leftovers`."""
-        unlisted = {
-            path: None
-            for folder in sorted(self._image_folders)
-            for path in self.folder.files(folder)
-            if is_image(path) and path not in self._listed
-        }
-        return [Problem("image-without-annotation", path, "not in any annotation file") for path in unlisted]
-
     @classmethod
-    def write(cls, folder: Path, parts: Parts, places: dict[Path, str]) -> Written:
+    def write(cls, folder: Path, parts: Parts, names: dict[Path, str]) -> list[str]:
         """Writes ``annotations/instances_SPLIT.json``; see :meth:`DataFormat.write`."""
-        (folder / "annotations").mkdir(parents=True)
+        (folder / "annotations").mkdir()
         for split, part in parts.items():
             content = part.to_coco()
             for index, image in enumerate(content["images"]):
-                image["file_name"] = posixpath.basename(places[part.image_path(index)])
+                image["file_name"] = names[part.image_path(index)]
             file = folder / "annotations" / f"instances_{split}.json"
             file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-        return Written("images")
+        return []
 
     def _document(self, file: str) -> Any:
         content = self.folder.read_bytes(file)
@@ -331,22 +281,21 @@ class CocoFormat(DataFormat):
             raise ProblemError("unreadable-annotations", file, f"not valid JSON: {error}") from None
         for section in _SECTIONS:
             if not isinstance(getattr(document, section), list):
-                raise ProblemError("missing-section", file, f"no list {section!r}")
+                raise ProblemError("unreadable-annotations", file, f"no list {section!r}")
         return document
 
     def _add_images(self, entries: Sequence[Any], split: str, file: str, builder: AnnotationBuilder) -> dict[int, int]:
         """Adds the existing images; returns id → index, or -1 for an image that is not there."""
-        named = [entry for entry in entries if isinstance(entry, CocoImage)]
-        base = self._image_folder([entry.file_name for entry in named[:50]], split, file)
-        self._image_folders.add(base)
+        base = self._image_folder(
+            [entry.file_name for entry in entries[:50] if isinstance(entry, CocoImage)], split, file
+        )
         index_of: dict[int, int] = {}
         seen = set()
         for row, entry in enumerate(entries):
             try:
                 image_id, file_name = _image(entry, f"images[{row}]")
                 if image_id in index_of:
-                    message = f"image id {image_id} is used again, for {file_name}"
-                    raise CocoEntryError("duplicate-image-id", message)
+                    raise CocoEntryError("duplicate-image", f"image id {image_id} is used again, for {file_name}")
                 index_of[image_id] = -1
                 path = self.folder.inside(file_name, base=base, named_in=file)
                 if path in seen:
@@ -359,11 +308,7 @@ class CocoFormat(DataFormat):
                 continue
             seen.add(path)
             if builder.find_image(path, named_in=file):
-                size = image_size(entry.width, entry.height)
-                if size is None:
-                    builder.report("missing-size", file, f"{path} has no width and height; read from the image")
-                index_of[image_id] = builder.add_image(path, size, image_id)
-        self._listed |= seen
+                index_of[image_id] = builder.add_image(path, image_size(entry.width, entry.height), image_id)
         return index_of
 
     def _image_folder(self, names: Sequence[Any], split: str, file: str) -> str:
@@ -384,32 +329,30 @@ class CocoFormat(DataFormat):
 def _add_boxes(
     builder: AnnotationBuilder,
     objects: CocoObjects,
-    categories: Sequence[tuple[int, str]],
+    categories: dict[int, str],
     names: Sequence[str],
     index_of: dict[int, int],
-    report: Callable[..., None],
+    file: str,
 ) -> None:
-    ids, counts = np.unique(objects.ids, return_counts=True)
-    for annotation_id in ids[counts > 1].tolist():
-        report("duplicate-annotation-id", f"annotation id {annotation_id} is used again")
-    images = np.array([index_of.get(image_id, -2) for image_id in objects.image_ids.tolist()], np.int64)
-    for row in np.flatnonzero(images == -2).tolist():
-        report("unknown-image", f"annotation {objects.ids[row]}: no image has id {objects.image_ids[row]}")
+    """Adds the boxes of known images and classes; reports the others, each unknown class once."""
     label_of_name = {name: label for label, name in enumerate(names)}
-    label_of = {category: label_of_name[name] for category, name in categories if name in label_of_name}
-    labels = np.array([label_of.get(category, -1) for category in objects.category_ids.tolist()], np.int64)
-    category_names = dict(categories)
-    ids, counts = np.unique(objects.category_ids[labels < 0], return_counts=True)
-    for category, count in zip(ids.tolist(), counts.tolist(), strict=True):
-        message = f"category_id {category} is not among the categories"
-        if category in category_names:
-            message = f"class {category_names[category]!r} is not in the class list"
-        report("unknown-class", f"{message}: {count} boxes", count=count)
-    kept = (images >= 0) & (labels >= 0)
-    corners = objects.xywh[kept]
-    corners[:, 2:] += corners[:, :2]
-    rest: dict[str, Any] = {"numbers": objects.ids[kept], "flags": objects.flags[kept], "areas": objects.values[kept]}
-    builder.add_boxes(images[kept], corners, labels[kept], **rest)
+    label_of = {category: label_of_name[name] for category, name in categories.items() if name in label_of_name}
+    unknown: Counter[int] = Counter()
+    for start in range(0, len(objects.ids), _ROWS_AT_ONCE):
+        rows = (column[start : start + _ROWS_AT_ONCE].tolist() for column in objects)
+        for image_id, category, own_id, flags, (x, y, width, height), area in zip(*rows, strict=True):
+            image, label = index_of.get(image_id), label_of.get(category)
+            if image is None:
+                builder.report("bad-entry", file, f"annotation {own_id}: no image has id {image_id}")
+            if label is None:
+                unknown[category] += 1
+            if image is not None and image >= 0 and label is not None:
+                corners = (x, y, x + width, y + height)
+                marks = {"difficult": flags % 2 == 1, "crowd": flags >= 2}
+                builder.add_box(image, corners, label, number=own_id, area=area, **marks)
+    for category, count in unknown.items():
+        name = f"class {categories[category]!r}" if category in categories else f"category_id {category}"
+        builder.report("unknown-class", file, f"{name} is not in the class list: {count} boxes", count=count)
 
 
 def _begins_like_coco(folder: DatasetFolder, file: str) -> bool:
@@ -434,11 +377,8 @@ def _split_name(file: str) -> str:
     stem = posixpath.basename(file)[: -len(".json")]
     if stem.startswith("instances_"):
         return stem.removeprefix("instances_")
-    return _unfilled(stem) or _unfilled(posixpath.basename(posixpath.dirname(file))) or "all"
-
-
-def _unfilled(name: str) -> str:
-    return _FILLERS.sub("", name).strip("_.-")
+    names = (stem, posixpath.basename(posixpath.dirname(file)))
+    return next(filter(None, (_FILLERS.sub("", name).strip("_.-") for name in names)), "all")
 
 
 def _image(entry: Any, where: str) -> tuple[int, str]:
@@ -451,24 +391,21 @@ def _image(entry: Any, where: str) -> tuple[int, str]:
     return image_id, entry.file_name
 
 
-def _categories(entries: Sequence[Any], file: str) -> list[tuple[int, str]]:
-    """Ids and names, ascending by id."""
+def _categories(entries: Sequence[Any], file: str) -> dict[int, str]:
+    """Id → name, ascending by id."""
     categories = []
     for row, entry in enumerate(entries):
         name = entry.name if isinstance(entry, CocoCategory) else None
         try:
-            if not isinstance(name, (str, int)) or name == "":
-                raise CocoEntryError("bad-categories", f"categories[{row}] has no name: {shown(entry)}")
-            str(name).encode()  # UnicodeEncodeError for an unpaired surrogate
+            if not isinstance(name, (str, int)) or name == "" or _SURROGATE.search(str(name)):
+                raise CocoEntryError("bad-categories", f"categories[{row}] has no valid name: {shown(entry)}")
             categories.append((id_of(entry, "id", f"categories[{row}]", "bad-categories"), str(name)))
-        except UnicodeEncodeError:
-            raise ProblemError("bad-categories", file, f"categories[{row}] has an invalid name: {name!r}") from None
         except CocoEntryError as error:
             raise ProblemError(error.kind, file, str(error)) from None
     if not categories:
-        raise ProblemError("no-classes", file, "the list of categories is empty")
+        raise ProblemError("bad-categories", file, "the list of categories is empty")
     for column in zip(*categories, strict=True):
         value, uses = Counter(column).most_common(1)[0]
         if uses > 1:
             raise ProblemError("bad-categories", file, f"two categories share {value!r}")
-    return sorted(categories)
+    return dict(sorted(categories))

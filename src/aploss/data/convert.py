@@ -1,21 +1,21 @@
 """Converting a dataset with all its splits and images to another format."""
 
-import posixpath
 import re
 import shutil
 import tempfile
 from dataclasses import dataclass
-from itertools import chain, count
 from pathlib import Path
 
 from PIL import Image
 
 from aploss.data.annotations import DetectionDataset, concatenate
-from aploss.data.formats import FORMATS, DataFormat, Parts, Written, each_image_once, writable_formats
-from aploss.data.images import EXTENSIONS, read_header, read_image
+from aploss.data.formats import FORMATS, DataFormat, Parts, writable_formats
+from aploss.data.images import read_image, read_sizes
 from aploss.data.load import Progress, find_source, without_unusable_images
 from aploss.data.problems import Problem
 from aploss.errors import DataError
+
+_UNUSUAL = re.compile(r"[^\w .()+-]")
 
 
 @dataclass(frozen=True)
@@ -64,95 +64,55 @@ def convert_dataset(
     }
     whole = concatenate(list(parts.values()), split="all")
     try:
-        written = _write(out, parts, whole, FORMATS.get(to), progress)
+        losses = _write(out, parts, whole, FORMATS.get(to), progress)
     except OSError as error:
         raise DataError(f"{out}: cannot be written: {error.strerror or error}") from error
-    return Conversion(
-        folder=out,
-        images=len(whole),
-        boxes=whole.num_boxes - written.lost_boxes,
-        splits=tuple(parts),
-        problems=tuple(whole.problems),
-        losses=written.losses,
-    )
+    return Conversion(out, len(whole), whole.num_boxes, tuple(parts), tuple(whole.problems), tuple(losses))
 
 
 def _write(
     out: Path, parts: Parts, whole: DetectionDataset, format_class: type[DataFormat], progress: Progress | None
-) -> Written:
+) -> list[str]:
     """Writes into a temporary folder, which is renamed when it is complete."""
-    shared = len(whole) < sum(map(len, parts.values()))
-    places, rewritten = _plan(parts, flat=format_class.one_image_folder or shared)
+    paths = [whole.image_path(index) for index in range(len(whole))]
+    # Not every format states the size: without its EXIF rotation, an image is encoded again in its annotated size.
+    encoded = {path for index, path in enumerate(paths) if read_sizes(path)[0] != whole.image_size(index)}
+    names = unique_names(paths, encoded)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
         fresh = Path(scratch) / "dataset"
-        written = format_class.write(fresh, parts, places)
-        for index in range(len(whole)):
-            image = whole.image_path(index)
-            target = fresh / written.image_folder / places[image]
-            _copy_image(image, target, whole.image_size(index) if image in rewritten else None)
+        (fresh / format_class.image_folder).mkdir(parents=True)
+        losses = format_class.write(fresh, parts, names)
+        for index, path in enumerate(paths):
+            target = fresh / format_class.image_folder / names[path]
+            if path in encoded:
+                pixels = read_image(path, size=whole.image_size(index))
+                Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()).save(target)
+            else:
+                shutil.copyfile(path, target)
             if progress is not None:
                 progress(index + 1, len(whole))
         if out.exists():
             out.rmdir()
         fresh.replace(out)
-    return written
+    return losses
 
 
-def _plan(parts: Parts, *, flat: bool) -> tuple[dict[Path, str], set[Path]]:
-    """The new path of each image (in one folder for all, or one per split), and the images to be re-encoded."""
-    groups = {"": list(parts.values())} if flat else {f"{split}/": [part] for split, part in parts.items()}
-    places: dict[Path, str] = {}
-    rewritten = set()
-    for prefix, datasets in groups.items():
-        images = [part.image_path(i) for part in datasets for i in range(len(part))]
-        names = unique_names(list(dict.fromkeys(images)), datasets[0].root)
-        places |= {path: prefix + name for path, name in names.items()}
-    for part, index in each_image_once(parts):
-        path = part.image_path(index)
-        if read_header(path).size != part.image_size(index):
-            rewritten.add(path)
-            places[path] = f"{posixpath.splitext(places[path])[0]}.png"
-    return places, rewritten
+def unique_names(paths: list[Path], encoded: set[Path]) -> dict[Path, str]:
+    """File names that are distinct ignoring extension and case, and valid in every list and file system.
 
-
-def unique_names(paths: list[Path], root: Path) -> dict[Path, str]:
-    """Distinct file names, ignoring extension and case, so that one folder can hold all images.
+    Images to be ``encoded`` again become PNG files.
 
     Example:
-        >>> names = unique_names([Path("d/a/1.jpg"), Path("d/b/1.png"), Path("d/2.jpg")], Path("d"))
-        >>> list(names.values())
+        >>> list(unique_names([Path("a/1.jpg"), Path("b/1.png"), Path("2.jpg")], set()).values())
         ['1.jpg', 'b_1.png', '2.jpg']
     """
     names: dict[Path, str] = {}
     taken: set[str] = set()
     for path in paths:
-        short, long = (_plain(name) for name in (path.name, path.relative_to(root).as_posix().replace("/", "_")))
-        stem, extension = posixpath.splitext(long)
-        numbered = (f"{stem}_{number}{extension}" for number in count(3))
-        names[path] = next(name for name in chain([short, long], numbered) if _key(name) not in taken)
-        taken.add(_key(names[path]))
+        stem, parent = (_UNUSUAL.sub("_", name).strip(" .") or "image" for name in (path.stem, path.parent.name))
+        while stem.casefold() in taken:
+            stem = f"{parent}_{stem}"
+        taken.add(stem.casefold())
+        names[path] = stem + (".png" if path in encoded else path.suffix)
     return names
-
-
-def _plain(name: str) -> str:
-    """A name that is valid in every list format and file system."""
-    stem, extension = posixpath.splitext(name)
-    if extension.lower() not in EXTENSIONS:
-        stem, extension = name, ""
-    return (re.sub(r"[^\w .()+-]", "_", stem).strip(" .") or "image") + extension
-
-
-def _key(name: str) -> str:
-    return posixpath.splitext(name)[0].casefold()
-
-
-def _copy_image(path: Path, target: Path, size: tuple[int, int] | None) -> None:
-    """Copies an image, or re-encodes it in its annotated ``size``, without the EXIF rotation that the annotation
-    ignores, since not every format states the size."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if size is None:
-        shutil.copyfile(path, target)
-    else:
-        pixels = read_image(path, size=size)
-        Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()).save(target)

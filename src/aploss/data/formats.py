@@ -19,13 +19,13 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from aploss.data.annotations import DetectionDataset, concatenate
 from aploss.data.paths import DatasetFolder
-from aploss.data.problems import Effect, Problem, ProblemError, summarise
+from aploss.data.problems import Effect, summarise
 from aploss.errors import DataError
 from aploss.registry import Registry
 
@@ -35,14 +35,6 @@ SPLITS = ("train", "trainval", "val", "test")  # common names, in their usual or
 _ALL = "all"
 _SYNONYMS = {"training": "train", "validation": "val", "valid": "val", "dev": "val", "testing": "test"}
 _SLICE = re.compile(r"(?P<name>.*)\[(?P<start>[\d.]+%)?:(?P<stop>[\d.]+%)?\]$")
-
-
-class Written(NamedTuple):
-    """Result of :meth:`DataFormat.write`."""
-
-    image_folder: str  # where the images belong, relative to the new dataset
-    lost_boxes: int = 0
-    losses: tuple[str, ...] = ()  # descriptions of everything the format cannot represent
 
 
 class DataFormat(ABC):
@@ -55,14 +47,14 @@ class DataFormat(ABC):
     Attributes:
         format: the registered name.
         looked_for: description of the files, for the error message if no dataset is found.
-        one_image_folder: whether :meth:`write` expects all images in one folder instead of one per split.
+        image_folder: where :meth:`write` expects the images, relative to the new dataset.
         name: display name of the dataset.
         splits: names of the splits, training first.
     """
 
     format: ClassVar[str] = ""
     looked_for: ClassVar[str] = ""
-    one_image_folder: ClassVar[bool] = False
+    image_folder: ClassVar[str] = "images"
 
     def __init__(self, folder: DatasetFolder, splits: Sequence[str]) -> None:
         self.folder = folder
@@ -80,25 +72,24 @@ class DataFormat(ABC):
         """Reads one split; unusable images and boxes are listed in the dataset's ``problems``.
 
         Args:
-            split: one of :attr:`splits`, or a file that lists images.
+            split: one of :attr:`splits`.
             class_names: the classes to read; None reads the dataset's own.
 
         Raises:
             ProblemError: the split cannot be read at all.
         """
 
-    def leftovers(self) -> list[Problem]:
-        """Annotations and images outside of every split; called after all splits were read."""
-        return []
-
     @classmethod
-    def write(cls, folder: Path, parts: Parts, places: dict[Path, str]) -> Written:
+    def write(cls, folder: Path, parts: Parts, names: dict[Path, str]) -> list[str]:
         """Writes the annotations of a new dataset for ``aploss data convert``; optional.
 
         Args:
-            folder: the new dataset; it does not exist yet.
+            folder: the new dataset; its :attr:`image_folder` exists.
             parts: split name → images.
-            places: image file → its new path below the returned image folder.
+            names: image file → its file name in :attr:`image_folder`.
+
+        Returns:
+            Descriptions of everything the format cannot represent.
         """
         raise DataError(f"the format '{cls.format}' can be read, but not written")
 
@@ -118,10 +109,6 @@ class DataFormat(ABC):
             if problem.effect is Effect.REFUSED:
                 raise DataError(f"{problem.file}: {problem.message}; nothing was loaded")
         return require_images(dataset)
-
-    def no_such_split(self, split: str) -> ProblemError:
-        """The error for a split that does not exist."""
-        return ProblemError("missing-folder", split, f"no such split; available: {', '.join(self.splits)}")
 
     def _load_expression(self, expression: str, class_names: tuple[str, ...] | None) -> DetectionDataset:
         """Loads splits joined by ``+``."""
@@ -148,7 +135,7 @@ class DataFormat(ABC):
 
         # Shuffled by a hash of the name: the same order on every machine.
         def hash_key(index: int) -> bytes:
-            name = whole.relative_path(index).encode(errors="surrogateescape")
+            name = whole.image_paths[index].encode(errors="surrogateescape")
             return hashlib.blake2b(name, digest_size=8).digest()
 
         order = sorted(range(len(whole)), key=hash_key)
@@ -162,7 +149,7 @@ class DataFormat(ABC):
 
     def _resolve(self, name: str) -> str:
         """A split by its own name or, if unambiguous, by a common one: "train" for "train2017"."""
-        if name in self.splits or name.endswith(".txt"):
+        if name in self.splits:
             return name
         usual = _SYNONYMS.get(name.lower(), name.lower())
         matches = [split for split in self.splits if common_split_name(split) == usual]

@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,72 +13,35 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from aploss.data.problems import KINDS, Effect, Problem
-from aploss.errors import DataError
+from aploss.data.problems import Problem, ProblemError
 
 # Only formats that Pillow decodes itself: others (EPS) start external programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "JPEG2000")
 
-EXTENSIONS = {
-    **dict.fromkeys((".jpg", ".jpeg", ".jpe", ".jfif", ".mpo"), ("JPEG", "MPO")),
-    **dict.fromkeys((".png", ".apng"), ("PNG",)),
-    **dict.fromkeys((".bmp", ".dib"), ("BMP",)),
-    **dict.fromkeys((".tif", ".tiff"), ("TIFF",)),
-    **dict.fromkeys((".ppm", ".pgm", ".pbm", ".pnm"), ("PPM",)),
-    **dict.fromkeys((".jp2", ".j2k"), ("JPEG2000",)),
-    ".webp": ("WEBP",),
-    ".gif": ("GIF",),
-}
+EXTENSIONS = (
+    ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".bmp", ".dib", ".tif", ".tiff", ".ppm", ".pgm", ".pbm",
+    ".pnm", ".jp2", ".j2k", ".webp", ".gif",
+)  # fmt: skip
 
 # Pillow warns above this: about a gigabyte as float RGB.
 MAX_PIXELS = 89_478_485
 
 _ROTATING_ORIENTATIONS = (5, 6, 7, 8)  # EXIF values that exchange width and height
 _EXIF_ORIENTATION = 0x0112
-_TINY_PIXELS = 16
 
 
-class ImageError(DataError):
-    """An image file that cannot be used.
-
-    Constructed from the message alone, so that it can be pickled.
-
-    Attributes:
-        kind: a key of :data:`problems.KINDS`.
-        detail: the message without the path.
-    """
-
-    kind = "unreadable-image"
-    detail = ""
-
-    @classmethod
-    def of(cls, kind: str, path: str | Path, detail: str) -> "ImageError":
-        """The error for a file."""
-        assert kind in KINDS, kind
-        error = cls(f"{path}: {detail}")
-        error.kind, error.detail = kind, detail
-        return error
+class ImageError(ProblemError):
+    """An image file that cannot be used; ``problem`` has its kind, path and reason."""
 
 
-class ImageHeader(NamedTuple):
-    """Properties of an image file that are known without decoding it."""
-
-    size: tuple[int, int]  # (width, height), upright
-    stored_size: tuple[int, int]  # (width, height), before the EXIF rotation
-    format: str
-    frames: int
-
-
-def read_header(path: str | Path) -> ImageHeader:
-    """Size and format of an image, without decoding it.
+def read_sizes(path: str | Path) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(width, height) of an image, upright and as stored, without decoding it.
 
     Raises:
         ImageError: the file is missing, not an image, or has more than `MAX_PIXELS` pixels.
     """
     with _opened(path) as image:
-        # Photographs of some phones contain a second frame for depth, which is not worth a problem.
-        frames = 1 if image.format == "MPO" else int(getattr(image, "n_frames", 1))
-        return ImageHeader(_upright_size(image), image.size, str(image.format), frames)
+        return _upright_size(image), image.size
 
 
 def read_image(path: str | Path, *, size: tuple[int, int] | None = None) -> Tensor:
@@ -109,36 +73,35 @@ def read_image(path: str | Path, *, size: tuple[int, int] | None = None) -> Tens
 
 def _size_mismatch(path: str | Path, annotated: tuple[int, int], found: tuple[int, int]) -> ImageError:
     sizes = f"the annotation says {annotated[0]}x{annotated[1]} pixels, the file has {found[0]}x{found[1]}"
-    return ImageError.of("size-mismatch", path, f"{sizes}; correct the annotation or the image")
+    return ImageError("size-mismatch", str(path), f"{sizes}; correct the annotation or the image")
 
 
 @contextmanager
 def _opened(path: str | Path) -> Iterator[Image.Image]:
     """Opens an image lazily and converts any error of Pillow into an :class:`ImageError`."""
+
+    def unreadable(reason: str) -> ImageError:
+        return ImageError("unreadable-image", str(path), reason)
+
+    bomb = f"refused as a decompression bomb: at most {MAX_PIXELS:,} pixels are read, it has"
     try:
         if not os.path.isfile(path):  # noqa: PTH113 - called for every sample, Path is slower
             if os.path.exists(path):  # noqa: PTH110
-                raise ImageError.of("image-not-a-file", path, "not a file but a folder or device")
-            raise ImageError.of("missing-image", path, "no such image file")
+                raise unreadable("not a file but a folder or device")
+            raise ImageError("missing-image", str(path), "no such image file")
         with Image.open(path, formats=_FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
-                raise _too_large(path, f"{image.width}x{image.height} pixels")
+                raise unreadable(f"{bomb} {image.width}x{image.height}")
             yield image
     except ImageError:
         raise
-    except Image.DecompressionBombError as error:
-        raise _too_large(path, str(error)) from None
+    except Image.DecompressionBombError:
+        raise unreadable(f"{bomb} far more") from None
     except UnidentifiedImageError:
-        if os.path.getsize(path) == 0:  # noqa: PTH202
-            raise ImageError.of("empty-image", path, "the image file is empty") from None
-        raise ImageError.of("unreadable-image", path, f"not an image ({', '.join(_FORMATS)})") from None
+        content = "an empty file" if os.path.getsize(path) == 0 else "not an image"  # noqa: PTH202
+        raise unreadable(f"{content} (expected {', '.join(_FORMATS)})") from None
     except (OSError, SyntaxError, ValueError, EOFError, MemoryError, IndexError, KeyError) as error:
-        raise ImageError.of("truncated-image", path, f"damaged image: {error}") from None
-
-
-def _too_large(path: str | Path, found: str) -> ImageError:
-    detail = f"refused as a decompression bomb: {found}, at most {MAX_PIXELS:,} pixels are read"
-    return ImageError.of("image-too-large", path, detail)
+        raise unreadable(f"damaged image: {error}") from None
 
 
 def _upright_size(image: Image.Image) -> tuple[int, int]:
@@ -177,19 +140,14 @@ def _eight_bit(image: Image.Image) -> Image.Image:
 
 
 class Inspection(NamedTuple):
-    """The problems of one image."""
+    """The problem of an image, if any, and a digest of its file, which is empty if it was not read."""
 
-    problems: tuple[Problem, ...]
-    digest: str  # of the file's content; empty if it was not read
-
-    @property
-    def usable(self) -> bool:
-        """Whether training can read the image."""
-        return all(problem.effect is Effect.KEPT for problem in self.problems)
+    problem: Problem | None
+    digest: str
 
 
 def inspect_image(path: Path, *, name: str, size: tuple[int, int], decode: bool) -> Inspection:
-    """Looks for problems of an image file.
+    """Looks for a problem of an image file.
 
     Args:
         path: the file.
@@ -197,26 +155,13 @@ def inspect_image(path: Path, *, name: str, size: tuple[int, int], decode: bool)
         size: the annotated (width, height).
         decode: whether to decode the whole file, which finds damaged and duplicate images, or only its header.
     """
-    digest = ""
-    problems = []
     try:
-        header = read_header(path)
-        if size not in (header.size, header.stored_size):
-            raise _size_mismatch(path, size, header.size)
-        if decode:
-            pixels = read_image(path, size=size)
-            digest = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
-            if bool((pixels == pixels[:, :1, :1]).all()):
-                problems.append(Problem("blank-image", name, "every pixel has the same colour"))
+        sizes = read_sizes(path)
+        if size not in sizes:
+            raise _size_mismatch(path, size, sizes[0])
+        if not decode:
+            return Inspection(None, "")
+        read_image(path, size=size)
+        return Inspection(None, hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest())
     except ImageError as error:
-        return Inspection((Problem(error.kind, name, error.detail),), digest)
-    if header.format not in EXTENSIONS.get(path.suffix.lower(), ()):
-        problems.append(Problem("wrong-extension", name, f"contains a {header.format} image"))
-    if header.frames > 1:
-        problems.append(Problem("several-frames", name, f"{header.frames} frames, the first is used"))
-    if size != header.size:
-        message = f"annotated as stored, {size[0]}x{size[1]}, without its EXIF rotation"
-        problems.append(Problem("rotated-image", name, message))
-    if min(size) < _TINY_PIXELS:
-        problems.append(Problem("tiny-image", name, f"{size[0]}x{size[1]} pixels"))
-    return Inspection(tuple(problems), digest)
+        return Inspection(replace(error.problem, file=name), "")

@@ -12,7 +12,6 @@ from aploss.data.annotations import DetectionDataset
 from aploss.data.builtin import builtin_folder
 from aploss.data.formats import FORMATS, DataFormat, require_images
 from aploss.data.images import Inspection, inspect_image
-from aploss.data.problems import Effect
 from aploss.errors import DataError, did_you_mean
 
 Progress = Callable[[int, int], None]  # (images done, total)
@@ -33,9 +32,8 @@ def load_dataset(
 
     Args:
         path: a folder, a COCO JSON file, a YOLO ``data.yaml``, or ``"builtin"``.
-        split: a split's name (``train``, ``2007_trainval``), a text file that lists images (VOC), or several joined by
-            ``+``. ``train[:80%]`` and ``train[80%:]`` are disjoint parts of a split in a fixed shuffled order. None
-            loads all images.
+        split: a split's name (``train``, ``2007_trainval``), or several joined by ``+``. ``train[:80%]`` and
+            ``train[80%:]`` are disjoint parts of a split in a fixed shuffled order. None loads all images.
         format: "voc", "coco", "yolo", or "auto" to recognise it.
         class_names: the classes to read, in the order of their labels; objects of other classes are left out. Defaults
             to the dataset's own. Pass the training split's ``class_names`` when loading its validation split.
@@ -104,27 +102,18 @@ def find_source(path: str | Path, *, format: str = "auto") -> DataFormat:
 
 def without_unusable_images(dataset: DetectionDataset, *, decode: bool = True) -> DetectionDataset:
     """Drops unreadable images and images of another size than annotated, and adds them to ``problems``."""
-    inspections = list(inspect_images(dataset, decode=decode))
-    kept = [i for i, inspection in enumerate(inspections) if inspection.usable]
-    if len(kept) == len(dataset):
-        return dataset
-    verified = dataset.subset(kept)
-    found = (problem for inspection in inspections for problem in inspection.problems)
-    verified.problems += [problem for problem in found if problem.effect is not Effect.KEPT]
-    return verified
+    problems = [inspection.problem for inspection in inspect_images(dataset, decode=decode)]
+    kept = dataset.subset([index for index, problem in enumerate(problems) if problem is None])
+    kept.problems += filter(None, problems)
+    return kept
 
 
-def inspect_images(
-    dataset: DetectionDataset, *, decode: bool = True, progress: Progress | None = None
-) -> Iterator[Inspection]:
+def inspect_images(dataset: DetectionDataset, *, decode: bool = True) -> Iterator[Inspection]:
     """Inspects the images of a dataset in order, in several threads; see :func:`inspect_image`."""
 
     def inspect(index: int) -> Inspection:
-        name, size = dataset.relative_path(index), dataset.image_size(index)
+        name, size = dataset.image_paths[index], dataset.image_size(index)
         return inspect_image(dataset.image_path(index), name=name, size=size, decode=decode)
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for done, result in enumerate(pool.map(inspect, range(len(dataset))), start=1):
-            if progress is not None:
-                progress(done, len(dataset))
-            yield result
+        yield from pool.map(inspect, range(len(dataset)))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from aploss.data.annotations import DetectionDataset, Sample, Target
-from aploss.data.augment import OBJECT_FIELDS, draw_flip, training_transforms
+from aploss.data.augment import training_transforms
 from aploss.data.features import StoredFeatures
 from aploss.errors import ConfigError, DataError
 
@@ -35,12 +35,13 @@ class Batch(NamedTuple):
     In training ``images`` is one tensor [B, 3, H, W], or with stored features their
     :class:`~aploss.data.features.FeatureMaps`; in evaluation it is a list of [3, h, w], each of its own size. A
     target holds ``boxes`` (xyxy in the image's pixels, float32 [n, 4]), ``labels`` (int64 [n]), ``difficult`` and
-    ``crowd`` (bool [n]) and ``image_id``.
+    ``crowd`` (bool [n]) and ``image_id``. ``unreadable`` are the images that could not be read for it: index → reason.
     """
 
     images: Any
     targets: list[Target]
     indices: list[int]
+    unreadable: dict[int, str]
 
 
 class AugmentedSamples(Dataset[Sample]):
@@ -82,25 +83,19 @@ class AugmentedSamples(Dataset[Sample]):
 
 
 class FeatureSamples(AugmentedSamples):
-    """Samples with stored feature maps instead of images; of the dataset only the image ids are used.
-
-    ``preset`` is the one that the features were stored for, or ``none`` with features of ``flip``.
-    """
+    """Samples with stored feature maps instead of images; of the dataset only the image ids are used."""
 
     def __init__(self, dataset: DetectionDataset, features: StoredFeatures, *, preset: str, **options: Any) -> None:
-        if preset != features.preset and (preset, features.preset) != ("none", "flip"):
+        if preset != features.preset:
             raise ConfigError(f"the stored features are for augmentation {features.preset!r}, not {preset!r}")
-        super().__init__(dataset, preset="none", **options)
-        self.features, self._preset = features, preset
+        super().__init__(dataset, preset=preset, **options)
+        self.features = features
 
     def __getitem__(self, key: Key) -> Sample:
         """The sample of ``key = (epoch, index)``; the image is the float16 row of its maps."""
-        index, view = key[1], 0
+        index = key[1]
         with self._random_state(key):
-            if self._preset == "flip":
-                view = int(draw_flip())
-            elif self._preset != "none":
-                view = int(torch.randint(self.features.views, ()))
+            view = int(torch.randint(self.features.views, ()))
         maps = self.features.read(index, view)  # first, because it raises if the image could not be read
         return maps, {**self.features.target(index, view), "image_id": self.dataset.image_id(index)}
 
@@ -170,13 +165,13 @@ class TrainingBatches:
         batches = self._load(itertools.chain(self._keys(first, start_batch), later))
         return self._record(_one_ahead(batches) if self._workers else batches)
 
-    def _load(self, keys: Iterable[list[Key]]) -> Generator[tuple[Batch, dict[int, str]]]:
+    def _load(self, keys: Iterable[list[Key]]) -> Generator[Batch]:
         read = partial(_read_training_batch, self._samples, skip=self._skip)
-        yield from map(_unpack, _data_loader(read, keys, self._workers))
+        yield from map(_receive, _data_loader(read, keys, self._workers))
 
-    def _record(self, loaded: Generator[tuple[Batch, dict[int, str]]]) -> Generator[Batch]:
-        for batch, unreadable in loaded:
-            self.unreadable.update(unreadable)
+    def _record(self, batches: Generator[Batch]) -> Generator[Batch]:
+        for batch in batches:
+            self.unreadable.update(batch.unreadable)
             if isinstance(self._samples, FeatureSamples):
                 batch = batch._replace(images=self._samples.features.as_maps(batch.images))
             yield batch
@@ -206,8 +201,8 @@ class EvaluationBatches:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch, unreadable in map(_unpack, self._loader):
-            self.unreadable.update(unreadable)
+        for batch in map(_receive, self._loader):
+            self.unreadable.update(batch.unreadable)
             yield batch
 
 
@@ -315,38 +310,42 @@ def _one_ahead(batches: Generator[T]) -> Generator[T]:
 # --- from a worker to the training process --------------------------------------------------------
 
 
-class _Packed(NamedTuple):
-    """A batch in transit: images as bytes, the objects of all images in one tensor per field.
+class _Batches(Dataset[Batch | str]):
+    """Reads a whole batch by its keys.
 
-    Every tensor needs a file handle of its own in transit, so there are few.
+    An error raised in a worker reaches the user as a page of that worker's traceback. Its message is returned instead,
+    and raised in the training process.
     """
 
-    images: Tensor | list[Tensor]
-    fields: dict[str, Tensor]  # boxes [objects of all images, 4], others [objects of all images]
-    counts: list[int]  # objects of each image
-    image_ids: list[int]
-    indices: list[int]
-    unreadable: dict[int, str]
-
-
-class _Batches(Dataset[_Packed | DataError]):
-    """Calls ``read`` with the keys of a whole batch.
-
-    An error raised in a worker reaches the user as a page of that worker's traceback. It is returned as a value
-    instead, and raised in the training process.
-    """
-
-    def __init__(self, read: Callable[[Any], _Packed]) -> None:
+    def __init__(self, read: Callable[[Any], Batch]) -> None:
         self.read = read
 
-    def __getitem__(self, keys: Any) -> _Packed | DataError:
+    def __getitem__(self, keys: Any) -> Batch | str:
         try:
-            return self.read(keys)
+            batch = self.read(keys)
         except DataError as error:
-            return DataError(str(error))  # a subclass may not survive pickling
+            return str(error)
+        # Every tensor needs a file handle of its own in transit, arrays do not.
+        arrays = [
+            {key: value.numpy() if isinstance(value, Tensor) else value for key, value in target.items()}
+            for target in batch.targets
+        ]
+        return batch._replace(targets=arrays)
 
 
-def _data_loader(read: Callable[[Any], _Packed], plan: Iterable[Any], workers: int) -> "DataLoader[Any]":
+def _receive(batch: Batch | str) -> Batch:
+    """Scales images to [0, 1] and makes targets tensors again; raises an error that was returned."""
+    if isinstance(batch, str):
+        raise DataError(batch)
+    images = list(map(_to_unit, batch.images)) if isinstance(batch.images, list) else _to_unit(batch.images)
+    targets = [
+        {key: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for key, value in target.items()}
+        for target in batch.targets
+    ]
+    return batch._replace(images=images, targets=targets)
+
+
+def _data_loader(read: Callable[[Any], Batch], plan: Iterable[Any], workers: int) -> "DataLoader[Any]":
     return DataLoader(
         _Batches(read),
         sampler=plan,
@@ -369,7 +368,7 @@ def _ignore_signals(worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _read_training_batch(samples: AugmentedSamples, keys: list[Key], *, skip: bool) -> _Packed:
+def _read_training_batch(samples: AugmentedSamples, keys: list[Key], *, skip: bool) -> Batch:
     """Reads the samples at (epoch, position); with ``skip``, the following ones replace unreadable ones."""
     read, indices, unreadable = [], [], dict[int, str]()
     for epoch, place in keys:
@@ -386,11 +385,10 @@ def _read_training_batch(samples: AugmentedSamples, keys: list[Key], *, skip: bo
                 unreadable[index] = str(error)
         else:
             raise DataError(f"{unreadable[order[place]]} (and {step} images after it)")
-    packed = _pack(read, indices, unreadable)
-    return packed._replace(images=torch.stack(packed.images))  # type: ignore[arg-type]
+    return Batch(torch.stack([image for image, _ in read]), [target for _, target in read], indices, unreadable)
 
 
-def _read_evaluation_batch(dataset: DetectionDataset, indices: list[int], *, skip: bool) -> _Packed:
+def _read_evaluation_batch(dataset: DetectionDataset, indices: list[int], *, skip: bool) -> Batch:
     """Reads the images; with ``skip``, without the unreadable ones."""
     read, found, unreadable = [], [], dict[int, str]()
     for index in indices:
@@ -401,40 +399,7 @@ def _read_evaluation_batch(dataset: DetectionDataset, indices: list[int], *, ski
             if not skip:
                 raise
             unreadable[index] = str(error)
-    return _pack(read, found, unreadable)
-
-
-def _pack(samples: list[Sample], indices: list[int], unreadable: dict[int, str]) -> _Packed:
-    images, targets = [image for image, _ in samples], [target for _, target in samples]
-    fields = ("boxes", *OBJECT_FIELDS) if targets else ()
-    return _Packed(
-        images,
-        {field: torch.cat([target[field] for target in targets]) for field in fields},
-        [len(target["labels"]) for target in targets],
-        [target["image_id"] for target in targets],
-        indices,
-        unreadable,
-    )
-
-
-def _unpack(packed: _Packed | DataError) -> tuple[Batch, dict[int, str]]:
-    """Scales images to [0, 1] and distributes objects to their images; raises an error that was returned.
-
-    Returns:
-        The batch, and the images that could not be read for it: index → reason.
-    """
-    if isinstance(packed, DataError):
-        # A new error: raising one from a local variable would keep this frame, and with it the loader's workers,
-        # alive until garbage collection.
-        raise DataError(str(packed))
-    images: Any = packed.images
-    images = _to_unit(images) if isinstance(images, Tensor) else list(map(_to_unit, images))
-    columns = [torch.split(column, packed.counts) for column in packed.fields.values()]
-    targets = [
-        {**dict(zip(packed.fields, values, strict=True)), "image_id": image_id}
-        for image_id, *values in zip(packed.image_ids, *columns, strict=True)
-    ]
-    return Batch(images, targets, packed.indices), packed.unreadable
+    return Batch([image for image, _ in read], [target for _, target in read], found, unreadable)
 
 
 def _to_unit(image: Tensor) -> Tensor:

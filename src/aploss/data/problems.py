@@ -19,73 +19,30 @@ class Effect(StrEnum):
     KEPT = "kept"  # loaded unchanged
 
 
-_DESCRIPTIONS = {
-    Effect.REFUSED: {
-        "path-outside-dataset": "a path that leads outside the dataset's folder",
-        "xml-entities": "an XML file with a document type or entities, which are never expanded",
-    },
-    Effect.SPLIT_UNUSABLE: {
-        "unreadable-annotations": "an annotation file for a whole split that cannot be read",
-        "missing-section": "an annotation file without a required section",
-        "bad-categories": "a class list that is not a list of distinct names",
-        "missing-folder": "an image folder or list that does not exist",
-        "empty-split": "a split without a usable image",
-        "no-classes": "no class names, neither in the dataset nor given",
-        "no-boxes": "a dataset without a single usable box",
-    },
-    Effect.IMAGE_DROPPED: {
-        "missing-image": "an annotation whose image does not exist",
-        "annotation-without-image": "an annotation file outside of every split, without its image",
-        "missing-annotation": "a listed image without its annotation file",
-        "unreadable-annotation": "an annotation file of one image that cannot be read",
-        "bad-image-entry": "an image entry without a file name or an integer id",
-        "duplicate-image": "an image listed more than once in a split",
-        "duplicate-image-id": "an image id used more than once",
-        "empty-image": "an image file of 0 bytes",
-        "unreadable-image": "a file that is not an image of a known format",
-        "truncated-image": "an image whose data is cut off or damaged",
-        "image-too-large": "an image with so many pixels that it may be a decompression bomb",
-        "image-not-a-file": "a folder or device in place of an image",
-        "size-mismatch": "an image whose size differs from its annotation's",
-    },
-    Effect.BOX_DROPPED: {
-        "degenerate-box": "a box without width or height, or with its corners swapped",
-        "outside-box": "a box that lies wholly outside its image",
-        "non-numeric-coordinate": "a coordinate that is not a number",
-        "non-finite-coordinate": "a NaN or infinite coordinate",
-        "missing-coordinate": "a box with too few or too many coordinates",
-        "missing-box": "an object without a box",
-        "missing-class": "an object without a class",
-        "unknown-class": "an object of a class that is not in the class list",
-        "unknown-image": "a box of an image that is not listed",
-        "not-normalised": "YOLO coordinates that are not fractions of the image size",
-        "bad-row": "a YOLO row that is not 'class cx cy w h' or 'class x1 y1 x2 y2 x3 y3 ...'",
-        "bad-entry": "an annotation entry that is not an object with fields",
-    },
-    Effect.BOX_CLIPPED: {"out-of-bounds-box": "a box that exceeds its image"},
-    Effect.KEPT: {
-        "class-lists-differ": "splits with different class lists",
-        "class-without-boxes": "a class without a box in any split",
-        "similar-class-names": "class names that differ only in case, spaces or punctuation",
-        "duplicate-box": "the same box of the same class twice in an image",
-        "duplicate-annotation-id": "an annotation id used more than once",
-        "bad-flag": "a difficult or crowd flag that is neither 0 nor 1 (read as 0)",
-        "missing-size": "an annotation without an image size (read from the image)",
-        "file-name-mismatch": "an annotation that names another image than the one paired with it",
-        "zero-based-box": "coordinates from 0 in VOC, which counts from 1 (clipped to the image)",
-        "unlisted-annotation": "an annotated image outside of every split",
-        "image-without-annotation": "an image without an annotation",
-        "image-in-two-splits": "the same image in two splits",
-        "same-content": "two image files with the same content",
-        "wrong-extension": "an image whose content does not match its extension",
-        "several-frames": "an image with several frames (the first is used)",
-        "rotated-image": "a photograph whose EXIF rotation its annotation ignores (so does loading)",
-        "tiny-image": "an image with a side of less than 16 pixels",
-        "blank-image": "an image of one colour",
-    },
-}
 # kind → (effect, description), for readers, checks, tests and documentation
-KINDS = {kind: (effect, text) for effect, kinds in _DESCRIPTIONS.items() for kind, text in kinds.items()}
+KINDS = {
+    "path-outside-dataset": (Effect.REFUSED, "a path that leads outside the dataset's folder"),
+    "xml-entities": (Effect.REFUSED, "an XML file with a document type or entities, which are never expanded"),
+    "unreadable-annotations": (Effect.SPLIT_UNUSABLE, "an annotation file for a whole split that cannot be read"),
+    "bad-categories": (Effect.SPLIT_UNUSABLE, "a class list that is missing or not a list of distinct names"),
+    "missing-folder": (Effect.SPLIT_UNUSABLE, "an image folder or list that does not exist"),
+    "empty-split": (Effect.SPLIT_UNUSABLE, "a split without a usable image"),
+    "no-boxes": (Effect.SPLIT_UNUSABLE, "a dataset without a single usable box"),
+    "missing-image": (Effect.IMAGE_DROPPED, "an annotation whose image does not exist"),
+    "unreadable-annotation": (Effect.IMAGE_DROPPED, "an annotation file of one image that is missing or unreadable"),
+    "bad-image-entry": (Effect.IMAGE_DROPPED, "an image entry without a file name or an integer id"),
+    "duplicate-image": (Effect.IMAGE_DROPPED, "an image or image id listed more than once in a split"),
+    "unreadable-image": (Effect.IMAGE_DROPPED, "a file that is damaged, too large, or not an image of a known format"),
+    "size-mismatch": (Effect.IMAGE_DROPPED, "an image whose size differs from its annotation's"),
+    "degenerate-box": (Effect.BOX_DROPPED, "a box without width or height inside its image"),
+    "bad-box": (Effect.BOX_DROPPED, "an object without a box of finite numbers, in YOLO of fractions"),
+    "unknown-class": (Effect.BOX_DROPPED, "an object without a class, or of a class that is not in the class list"),
+    "bad-entry": (Effect.BOX_DROPPED, "an annotation that is not an object with fields, or of an unlisted image"),
+    "out-of-bounds-box": (Effect.BOX_CLIPPED, "a box that exceeds its image"),
+    "class-lists-differ": (Effect.KEPT, "splits with different class lists"),
+    "image-without-annotation": (Effect.KEPT, "an image without a label file, used as an image without objects"),
+    "image-in-two-splits": (Effect.KEPT, "the same image, or a copy of it, in two splits"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +71,9 @@ class Problem:
     def __post_init__(self) -> None:
         assert self.kind in KINDS, self.kind
         for text in ("file", "message"):
-            if not getattr(self, text).isascii():
-                # An unpaired surrogate, from JSON or a file name, could not be printed.
-                printable = getattr(self, text).encode("utf-8", "backslashreplace").decode()
-                object.__setattr__(self, text, printable)
+            # An unpaired surrogate, from JSON or a file name, could not be printed.
+            printable = getattr(self, text).encode("utf-8", "backslashreplace").decode()
+            object.__setattr__(self, text, printable)
 
     @property
     def effect(self) -> Effect:
@@ -144,19 +100,16 @@ class ProblemError(DataError):
         return f"{self.problem.file}: {self.problem.message}"
 
 
-def summarise(problems: Iterable[Problem], *, files: int = 3) -> str:
+def summarise(problems: Iterable[Problem]) -> str:
     """Counts problems by kind in one line, with the first files of each.
 
     Example:
         >>> summarise([Problem("degenerate-box", f"{i}.xml", "no width") for i in range(5)])
         '5 degenerate-box (box dropped): 0.xml, 1.xml, 2.xml and 2 more'
-        >>> summarise([])
-        'no problems'
     """
     by_kind: dict[str, Counter[str]] = {}
     for problem in problems:
         by_kind.setdefault(problem.kind, Counter())[problem.file] += problem.count
-    parts = []
-    for kind, counts in by_kind.items():
-        parts.append(f"{counts.total()} {kind} ({KINDS[kind][0].value}): {listed(list(counts), files)}")
-    return "; ".join(parts) or "no problems"
+    return "; ".join(
+        f"{counts.total()} {kind} ({KINDS[kind][0].value}): {listed(list(counts))}" for kind, counts in by_kind.items()
+    )

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree.ElementTree import Element, ParseError, SubElement, indent, tostring
 
-import numpy as np
 from defusedxml.common import DefusedXmlException
 from defusedxml.ElementTree import fromstring
 
@@ -18,7 +17,6 @@ from aploss.data.formats import (
     SPLITS,
     DataFormat,
     Parts,
-    Written,
     common_split_name,
     each_image_once,
     filled_lines,
@@ -59,7 +57,6 @@ class VocAnnotation:
     size: tuple[int, int] | None = None
     objects: list[VocObject] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    zero_based: bool = False
 
 
 def parse_annotation(path: str, content: bytes) -> VocAnnotation:
@@ -75,11 +72,9 @@ def parse_annotation(path: str, content: bytes) -> VocAnnotation:
     annotation = VocAnnotation(path, file_name=_text(root, "filename"))
     with suppress(ValueError):
         annotation.size = image_size(*(number(_text(root, f"size/{side}")) for side in ("width", "height")))
-    if annotation.size is None:
-        annotation.problems.append(Problem("missing-size", path, "no valid image size; read from the image"))
     for position, element in enumerate(root.iterfind("object"), start=1):
         try:
-            annotation.objects.append(_read_object(annotation, element, position))
+            annotation.objects.append(_read_object(path, element, position))
         except ProblemError as error:
             annotation.problems.append(error.problem)
     return annotation
@@ -100,33 +95,19 @@ def _parse_safely(path: str, content: bytes) -> Element:
     return root
 
 
-def _read_object(annotation: VocAnnotation, element: Element, position: int) -> VocObject:
+def _read_object(path: str, element: Element, position: int) -> VocObject:
     name = _text(element, "name")
-    where = f"object {position} ({name})" if name else f"object {position}"
-
-    def fault(kind: str, message: str) -> ProblemError:
-        return ProblemError(kind, annotation.path, f"{where}: {message}")
-
     if not name:
-        raise fault("missing-class", "no class name")
-    box = element.find("bndbox")
-    if box is None:
-        raise fault("missing-box", "no <bndbox>")
-    texts = {corner: _text(box, corner) for corner in _CORNERS}
-    if absent := [corner for corner, text in texts.items() if not text]:
-        raise fault("missing-coordinate", f"no {', '.join(absent)}")
+        raise ProblemError("unknown-class", path, f"object {position}: no class name")
     try:
-        xmin, ymin, xmax, ymax = map(number, texts.values())
+        xmin, ymin, xmax, ymax = (number(_text(element, f"bndbox/{corner}")) for corner in _CORNERS)
     except ValueError as error:
-        raise fault("non-numeric-coordinate", str(error)) from None
-    annotation.zero_based |= 0 <= xmin < 1 or 0 <= ymin < 1
-    flags = {tag: _text(element, tag) or "0" for tag in ("difficult", "crowd")}
-    for tag, flag in flags.items():
-        if flag not in ("0", "1"):
-            annotation.problems.append(fault("bad-flag", f"{tag} is {flag!r}, expected 0 or 1").problem)
+        message = f"object {position} ({name}): <bndbox> needs {', '.join(_CORNERS)}: {error}"
+        raise ProblemError("bad-box", path, message) from None
     # In a file that counts from 0, the first pixel must not end up outside the image.
     left, top = (0.0 if 0 <= first < 1 else first - 1 for first in (xmin, ymin))
-    return VocObject(name, position, (left, top, xmax, ymax), flags["difficult"] == "1", flags["crowd"] == "1")
+    difficult, crowd = (_text(element, flag) == "1" for flag in ("difficult", "crowd"))
+    return VocObject(name, position, (left, top, xmax, ymax), difficult, crowd)
 
 
 def _text(element: Element, path: str) -> str:
@@ -212,7 +193,7 @@ class VocPart:
         return self.folder.files(standard if self.folder.is_folder(standard) else self.base)
 
     def _find_lists(self) -> dict[str, str]:
-        """The lists of ImageSets/Main, without the lists of single classes: ``dog_train.txt`` with ±1."""
+        """Split → list file in ``ImageSets/Main``, without the lists of single classes: ``dog_train.txt`` with ±1."""
         main = posixpath.join(self.base, "ImageSets", "Main")
         stems = [name.removesuffix(".txt") for name in self.folder.names(main) if name.endswith(".txt")]
         lists = {stem: posixpath.join(main, f"{stem}.txt") for stem in stems}
@@ -247,29 +228,15 @@ class VocPart:
         return nearest if nearest and differing(nearest) <= 1 else ""
 
     def entries(self, split: str) -> Iterator[str | Problem]:
-        """The annotations of a split or list file, or a problem for a listed image without annotation."""
-        if split in self.folders and not self.lists:
-            yield from self.folders[split]
-        elif split == "all" and "all" not in self.lists:
-            yield from self.annotations
-        else:
-            annotation_of = {stem_of(path): path for path in self.annotations}
-            file, text = self._read_list(split)
-            for line in filled_lines(text):
-                names = [stem_of(line), stem_of(line.split()[0])]
-                found = [annotation_of[name] for name in names if name in annotation_of]
-                missing = Problem("missing-annotation", file, f"{line}: no annotation {names[0]}.xml")
-                yield found[0] if found else missing
-
-    def _read_list(self, split: str) -> tuple[str, str]:
-        if split in self.lists:
-            return self.lists[split], self.folder.read_text(self.lists[split])
-        if Path(split).is_file():  # a list named by the user may lie anywhere
-            return split, Path(split).read_text(encoding="utf-8-sig", errors="replace")
-        if self.folder.is_file(self.folder.inside(split, named_in=split)):
-            return split, self.folder.read_text(split)
-        available = ", ".join(f"{self.prefix}{name}" for name in self.splits)
-        raise ProblemError("missing-folder", split, f"no such split or list; available: {available}")
+        """The annotations of a split, or a problem for a listed image without annotation."""
+        if split not in self.lists:
+            yield from self.folders.get(split, self.annotations)
+            return
+        annotation_of = {stem_of(path): path for path in self.annotations}
+        for line in filled_lines(self.folder.read_text(self.lists[split])):
+            names = [stem_of(line), stem_of(line.split()[0])]
+            missing = Problem("unreadable-annotation", self.lists[split], f"{line}: no annotation {names[0]}.xml")
+            yield next((annotation_of[name] for name in names if name in annotation_of), missing)
 
 
 @register_format("voc")
@@ -282,7 +249,7 @@ class VocFormat(DataFormat):
     """
 
     looked_for = "VOC (VOCdevkit/VOC2007, or *.xml beside the images or in a parallel folder)"
-    one_image_folder = True
+    image_folder = "JPEGImages"
 
     def __init__(self, folder: DatasetFolder, parts: Sequence[VocPart]) -> None:
         self.parts = tuple(parts)
@@ -291,7 +258,6 @@ class VocFormat(DataFormat):
         places = sorted(self._places.items(), key=lambda item: (item[1][0].prefix, *split_order(item[1][1])))
         self.splits = tuple(name for name, _ in places)
         self._parsed: dict[str, VocAnnotation | Problem] = {}
-        self._used: set[str] = set()  # annotations and images of the splits that were read
 
     @classmethod
     def find(cls, path: Path) -> "VocFormat | None":
@@ -313,19 +279,18 @@ class VocFormat(DataFormat):
         labels = {name: label for label, name in enumerate(names)}
         builder = AnnotationBuilder(self.folder, origin=1)
         annotations: list[VocAnnotation] = []
-        if split not in self._places and len(self.parts) > 1:
-            raise self.no_such_split(split)
-        part, listed = self._places.get(split, (self.parts[0], split))
-        for annotation in self._annotations(part, listed, builder):
-            path = self._image(part, annotation, builder)
-            self._used.add(path)
-            image = builder.add_image(path, annotation.size) if path else -1
-            if image >= 0:
-                annotations.append(annotation)
-                _add_objects(builder, annotation, image, labels)
-        if zero_based := [annotation.path for annotation in annotations if annotation.zero_based]:
-            message = f"a corner at 0 in this and {len(zero_based) - 1} other files, VOC counts from 1"
-            builder.report("zero-based-box", zero_based[0], message)
+        part, own_name = self._places[split]
+        for annotation in self._annotations(part, own_name, builder):
+            path = part.image_of(annotation.path) or part.image_of(annotation.path, annotation.file_name)
+            if not path:
+                wanted = annotation.file_name or stem_of(annotation.path)
+                message = f"no image {wanted} beside the annotation or in a parallel folder"
+                builder.report("missing-image", annotation.path, message)
+            elif builder.find_image(path, named_in=annotation.path):
+                image = builder.add_image(path, annotation.size)
+                if image >= 0:
+                    annotations.append(annotation)
+                    _add_objects(builder, annotation, image, labels)
         return builder.dataset(
             class_names=names,
             name=self.name,
@@ -341,49 +306,36 @@ class VocFormat(DataFormat):
         parsed = (self._parse(path) for part in self.parts for path in part.annotations)
         found = {item.name for one in parsed if isinstance(one, VocAnnotation) for item in one.objects}
         if not found:
-            raise ProblemError("no-classes", self.name, "no object with a class name; give the class names")
+            raise ProblemError("bad-categories", self.name, "no object with a class name; give the class names")
         return tuple(sorted(found))
 
-    def leftovers(self) -> list[Problem]:
-        """See :meth:`DataFormat.leftovers`."""
-        problems = []
-        for part in self.parts:
-            paired = {path: part.image_of(path) for path in part.annotations}
-            for path in (path for path in part.annotations if path not in self._used):
-                kind = "unlisted-annotation" if paired[path] else "annotation-without-image"
-                problems.append(Problem(kind, path, "not in any split"))
-            unpaired = set(part.images) - self._used - set(paired.values())
-            problems += [Problem("image-without-annotation", path, "no XML file") for path in sorted(unpaired)]
-        return problems
-
     @classmethod
-    def write(cls, folder: Path, parts: Parts, places: dict[Path, str]) -> Written:
+    def write(cls, folder: Path, parts: Parts, names: dict[Path, str]) -> list[str]:
         """Writes ``Annotations/NAME.xml``, ``ImageSets/Main/SPLIT.txt`` and ``labels.txt``; see
         :meth:`DataFormat.write`."""
         for name in ("Annotations", "ImageSets/Main"):
             (folder / name).mkdir(parents=True)
         for split, part in parts.items():
-            listed = [stem_of(places[part.image_path(i)]) + "\n" for i in range(len(part))]
+            listed = [stem_of(names[part.image_path(i)]) + "\n" for i in range(len(part))]
             (folder / "ImageSets" / "Main" / f"{split}.txt").write_text("".join(listed), "utf-8")
-        lost = 0
+        thin = 0
         for part, index in each_image_once(parts):
-            name, target = places[part.image_path(index)], part.target(index)
-            boxes = target["boxes"].numpy()
-            kept = (boxes[:, 2:] - boxes[:, :2]).min(axis=1, initial=np.inf) > 1
-            lost += int((~kept).sum())
+            name, target = names[part.image_path(index)], part.target(index)
+            boxes = target["boxes"]
+            thin += int((boxes[:, 2:] - boxes[:, :2] <= 1).any(dim=1).sum())
             text = voc_annotation(
                 name,
                 part.image_size(index),
-                [part.class_names[label] for label in target["labels"].numpy()[kept]],
-                boxes[kept].tolist(),
-                difficult=target["difficult"].numpy()[kept].tolist(),
-                crowd=target["crowd"].numpy()[kept].tolist(),
+                [part.class_names[label] for label in target["labels"].tolist()],
+                boxes.tolist(),
+                difficult=target["difficult"].tolist(),
+                crowd=target["crowd"].tolist(),
             )
             (folder / "Annotations" / f"{stem_of(name)}.xml").write_text(text, "utf-8")
         class_names = next(iter(parts.values())).class_names
         (folder / "labels.txt").write_text("".join(f"{name}\n" for name in class_names), "utf-8")
-        losses = [f"{lost} boxes with a width or height of at most one pixel"] if lost else []
-        return Written("JPEGImages", lost, (*losses, *outline_losses(parts)))
+        losses = [f"{thin} boxes of at most one pixel's width or height, which are dropped on reading"] if thin else []
+        return [*losses, *outline_losses(parts)]
 
     def _annotations(self, part: VocPart, split: str, builder: AnnotationBuilder) -> Iterator[VocAnnotation]:
         """The distinct, readable annotations of a split."""
@@ -393,27 +345,11 @@ class VocFormat(DataFormat):
                 builder.report("duplicate-image", str(entry), f"listed twice in split {split}")
                 continue
             seen.add(entry)
-            self._used.add(str(entry))
             parsed = self._parse(entry) if isinstance(entry, str) else entry
             if isinstance(parsed, Problem):
                 builder.problems.append(parsed)
             else:
                 yield parsed
-
-    def _image(self, part: VocPart, annotation: VocAnnotation, builder: AnnotationBuilder) -> str:
-        """The image of an annotation: the one of the same name, otherwise the one named inside."""
-        image = part.image_of(annotation.path) or part.image_of(annotation.path, annotation.file_name)
-        if not image:
-            wanted = annotation.file_name or stem_of(annotation.path)
-            message = f"no image {wanted} beside the annotation or in a parallel folder"
-            builder.report("missing-image", annotation.path, message)
-            return ""
-        if not builder.find_image(image, named_in=annotation.path):
-            return ""
-        if annotation.file_name and stem_of(annotation.file_name) != stem_of(image):
-            message = f"names the image {annotation.file_name!r}; using {image}"
-            builder.report("file-name-mismatch", annotation.path, message)
-        return image
 
     def _parse(self, path: str) -> VocAnnotation | Problem:
         if path not in self._parsed:

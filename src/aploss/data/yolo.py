@@ -1,4 +1,4 @@
-"""YOLO text labels, described by a data.yaml or by folders called images and labels."""
+"""YOLO text labels, described by a data.yaml, or by classes.txt and folders called images and labels."""
 
 import posixpath
 from collections.abc import Iterator, Sequence
@@ -12,8 +12,6 @@ from aploss.data.annotations import AnnotationBuilder, DetectionDataset
 from aploss.data.formats import (
     DataFormat,
     Parts,
-    Written,
-    common_split_name,
     each_image_once,
     filled_lines,
     number,
@@ -22,10 +20,9 @@ from aploss.data.formats import (
     split_order,
 )
 from aploss.data.paths import DatasetFolder, is_image
-from aploss.data.problems import Problem, ProblemError
+from aploss.data.problems import ProblemError
 
 _SPLITS = ("train", "val", "valid", "validation", "test")
-_LISTS = ("classes.txt", "train.txt", "val.txt", "test.txt")
 _MAX_BYTES = 4 << 20
 _MAX_FRACTION = 1.01  # larger numbers are pixels, not rounded fractions
 _SNAP_PIXELS = 1e-6  # rounding error of cx ± w/2 at the image border
@@ -54,25 +51,17 @@ def parse_row(
     def fault(kind: str, message: str) -> ProblemError:
         return ProblemError(kind, file, f"line {line}: {message}")
 
-    first, *rest = row.split()
-    if len(rest) != 4 and (len(rest) < 6 or len(rest) % 2):
-        raise fault("bad-row", f"expected a class and 4 numbers (or 3 or more points), got {row:.80}")
     try:
-        values = [number(text) for text in rest]
+        class_id, *values = map(number, row.split())
     except ValueError as error:
-        raise fault("non-numeric-coordinate", str(error)) from None
-    if not all(map(isfinite, values)):
-        raise fault("non-finite-coordinate", f"a NaN or infinite coordinate: {row:.80}")
-    try:
-        value = number(first)
-        class_id = int(value)
-    except (ValueError, OverflowError):
-        value, class_id = 0.0, -1
-    if value != class_id:
-        raise fault("bad-row", f"the class must be a whole number, got {first!r:.80}")
-    if max(values) > _MAX_FRACTION:
-        raise fault("not-normalised", f"coordinates must be fractions of the image size: {row:.80}")
-    return class_id, _corners(values, size)
+        raise fault("bad-box", str(error)) from None
+    if len(values) != 4 and (len(values) < 6 or len(values) % 2):
+        raise fault("bad-box", f"expected a class and 4 numbers (or 3 or more points), got {row:.80}")
+    if not all(map(isfinite, values)) or max(values) > _MAX_FRACTION:
+        raise fault("bad-box", f"coordinates must be fractions of the image size: {row:.80}")
+    if not class_id.is_integer():
+        raise fault("unknown-class", f"the class must be a whole number: {row:.80}")
+    return int(class_id), _corners(values, size)
 
 
 def _corners(values: list[float], size: tuple[int, int]) -> tuple[float, float, float, float]:
@@ -123,15 +112,15 @@ class YoloFormat(DataFormat):
 
     ``description`` is the content of ``file``, a YAML file in the dataset's folder: ``names``, ``path``, and
     ``train``, ``val``, ``test``, each a folder of images, a text file that lists images, or several. As in Ultralytics,
-    they are relative to ``path``. ``../train/images``, as exported by Roboflow, stands for ``train/images``.
+    they are relative to ``path``. ``../train/images``, as exported by Roboflow, stands for ``train/images``. Without a
+    YAML file, ``classes.txt`` lists the names and ``images/train`` with ``labels/train`` is the split ``train``.
     """
 
-    looked_for = "YOLO (data.yaml with names and train, val or test; or images/ and labels/*.txt)"
+    looked_for = "YOLO (data.yaml with names and train, val or test; or classes.txt, images/train and labels/train)"
 
     def __init__(self, folder: DatasetFolder, file: str, description: dict[str, Any]) -> None:
         self.file = file
         self._description = description
-        self._label_files: set[str] = set()
         super().__init__(folder, [])
         base = description.get("path")
         # A path that is not inside was written on another computer: the dataset is in the folder of its data.yaml.
@@ -151,8 +140,10 @@ class YoloFormat(DataFormat):
         for name in folder.names(""):
             if name in ("data.yaml", "data.yml"):
                 return cls(folder, name, _read_yaml(folder, name))
-        file, description = _describe_folders(folder)
-        return cls(folder, file, description) if description else None
+        splits = {split: f"images/{split}" for split in folder.names("images") if folder.is_folder(f"labels/{split}")}
+        if not splits or not folder.is_file("classes.txt"):
+            return None
+        return cls(folder, "classes.txt", {**splits, "names": filled_lines(folder.read_text("classes.txt"))})
 
     def class_names(self) -> tuple[str, ...]:
         """The names in the YAML file or ``classes.txt``; empty if there are none."""
@@ -171,19 +162,17 @@ class YoloFormat(DataFormat):
 
     def read(self, split: str, class_names: Sequence[str] | None) -> DetectionDataset:
         """See :meth:`DataFormat.read`."""
-        if split not in self.splits:
-            raise self.no_such_split(split)
         builder = AnnotationBuilder(self.folder)
         own_names = self.class_names() or class_names
         if not own_names:
             message = "no class names; list them in data.yaml (names: [...]) or classes.txt, one per line"
-            raise self._error("no-classes", message)
+            raise self._error("bad-categories", message)
         names = tuple(own_names if class_names is None else class_names)
         label_of = {name: label for label, name in enumerate(names)}
         labels = [label_of.get(name, -1) for name in own_names]
         label_files: list[str] = []
         for path in self._images(split, builder):
-            file = self._label_file(path)
+            file = _label_file(path)
             text = self._read_labels(builder, path, file)
             image = builder.add_image(path, None) if text is not None else -1
             if text is not None and image >= 0:
@@ -196,43 +185,25 @@ class YoloFormat(DataFormat):
             describe=lambda image, number: (label_files[image], f"line {number}"),
         )
 
-    def leftovers(self) -> list[Problem]:
-        """See :meth:`DataFormat.leftovers`."""
-        return [
-            Problem("annotation-without-image", path, "no image of this name in any split")
-            for folder in sorted(set(map(posixpath.dirname, self._label_files)))
-            for path in self.folder.files(folder)
-            if path.endswith(".txt") and path not in self._label_files and posixpath.basename(path) not in _LISTS
-        ]
-
     @classmethod
-    def write(cls, folder: Path, parts: Parts, places: dict[Path, str]) -> Written:
-        """Writes ``data.yaml`` and one label file per image; see :meth:`DataFormat.write`.
-
-        Images belong into ``images/SPLIT``, or into ``images`` with a list for each split if splits share images.
-        """
-        folder.mkdir(parents=True)
-        everything = list(each_image_once(parts))
-        shared = len(everything) < sum(map(len, parts.values()))
+    def write(cls, folder: Path, parts: Parts, names: dict[Path, str]) -> list[str]:
+        """Writes ``data.yaml``, a list of images for each split and one label file per image; see
+        :meth:`DataFormat.write`."""
+        (folder / "labels").mkdir()
         flags = {"difficult": 0, "crowd": 0}
-        for part, index in everything:
-            stem, target = posixpath.splitext(places[part.image_path(index)])[0], part.target(index)
-            label_file = folder / "labels" / f"{stem}.txt"
-            label_file.parent.mkdir(parents=True, exist_ok=True)
+        for part, index in each_image_once(parts):
+            stem, target = posixpath.splitext(names[part.image_path(index)])[0], part.target(index)
             rows = yolo_rows(target["labels"].tolist(), target["boxes"].tolist(), part.image_size(index))
-            label_file.write_text(rows, "utf-8")
+            (folder / "labels" / f"{stem}.txt").write_text(rows, "utf-8")
             flags = {flag: count + int(target[flag].sum()) for flag, count in flags.items()}
-        description: dict[str, object] = {}
         for split, part in parts.items():
-            description[split] = f"{split}.txt" if shared else f"images/{split}"
-            if shared:
-                lines = [f"./images/{places[part.image_path(i)]}\n" for i in range(len(part))]
-                (folder / f"{split}.txt").write_text("".join(lines), "utf-8")
+            lines = [f"./images/{names[part.image_path(i)]}\n" for i in range(len(part))]
+            (folder / f"{split}.txt").write_text("".join(lines), "utf-8")
+        description: dict[str, object] = {split: f"{split}.txt" for split in parts}
         description["names"] = dict(enumerate(next(iter(parts.values())).class_names))
         text = yaml.safe_dump(description, sort_keys=False, allow_unicode=True)
         (folder / "data.yaml").write_text(text, "utf-8")
-        losses = [f"{count} '{flag}' marks" for flag, count in flags.items() if count]
-        return Written("images", losses=(*losses, *outline_losses(parts)))
+        return [*(f"{count} '{flag}' marks" for flag, count in flags.items() if count), *outline_losses(parts)]
 
     def _error(self, kind: str, message: str) -> ProblemError:
         return ProblemError(kind, self.file, message)
@@ -273,7 +244,7 @@ class YoloFormat(DataFormat):
 
     def _listed_images(self, split: str, place: str, builder: AnnotationBuilder) -> Iterator[str]:
         found = self._find(place, base=self._base, named_in=self.file)
-        if not self.folder.has(found, named_in=self.file):
+        if not self.folder.has(found):
             message = f"'{split}' is {place!r}, which does not exist; write a path inside the folder of {self.file}"
             raise self._error("missing-folder", message)
         if self.folder.is_folder(found):
@@ -298,20 +269,11 @@ class YoloFormat(DataFormat):
             place = place.removeprefix("../")
         return self.folder.inside(place, base=inner, named_in=named_in)
 
-    def _label_file(self, image: str) -> str:
-        """As in Ultralytics, ``labels`` instead of the last ``images`` on the path; otherwise beside the image."""
-        stem = posixpath.splitext(image)[0]
-        before, images, after = f"/{stem}".rpartition("/images/")
-        labels = f"{before}/labels/{after}".lstrip("/")
-        exists = images and (self.folder.has(folder := posixpath.dirname(labels)) or self.folder.is_link(folder))
-        return f"{labels if exists else stem}.txt"
-
     def _read_labels(self, builder: AnnotationBuilder, image: str, file: str) -> str | None:
         """The text of an image's label file, or None if it is unreadable: the image may have objects, so it must not
         be trained on as one without."""
-        self._label_files.add(file)
         try:
-            if self.folder.has(file) or self.folder.is_link(file):
+            if self.folder.has(file):
                 return self.folder.read_text(file)
             labels = posixpath.dirname(file)
             if not self.folder.is_folder(labels):
@@ -343,6 +305,12 @@ class YoloFormat(DataFormat):
                 builder.add_box(image, corners, labels[class_id], number=line)
 
 
+def _label_file(image: str) -> str:
+    """As in Ultralytics, ``labels`` instead of the last ``images`` on the path; otherwise beside the image."""
+    before, images, after = f"/{posixpath.splitext(image)[0]}.txt".rpartition("/images/")
+    return (f"{before}/labels/{after}" if images else after).lstrip("/")
+
+
 def _read_yaml(folder: DatasetFolder, name: str) -> dict[str, Any]:
     """The content of a YAML file; ProblemError if it is not a mapping."""
     text = folder.read_text(name)
@@ -356,29 +324,3 @@ def _read_yaml(folder: DatasetFolder, name: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ProblemError("unreadable-annotations", name, f"expected keys, got {type(content).__name__}")
     return content
-
-
-def _describe_folders(folder: DatasetFolder) -> tuple[str, dict[str, Any]]:
-    """The equivalent of a data.yaml for a folder without one, and the file with the class names.
-
-    Recognises ``images/train`` with ``labels/train``, ``train/images`` with ``train/labels``, and ``images`` with
-    ``labels``, unless annotations of another format lie beside them.
-    """
-    top = folder.names("")
-    if any(name.lower() == "annotations" or name.endswith((".json", ".xml")) for name in top):
-        return "", {}
-    places = {split: (f"images/{split}", f"labels/{split}") for split in folder.names("images")}
-    places |= {split: (f"{split}/images", f"{split}/labels") for split in top}
-    places = {split: place for split, place in places.items() if common_split_name(split) in _SPLITS}
-    places |= {"all": ("images", "labels")}
-    found = {split: pair for split, pair in places.items() if _is_labelled(folder, *pair)}
-    description: dict[str, Any] = {split: images for split, (images, _) in found.items()}
-    for file in ("classes.txt", *(f"{labels}/classes.txt" for _, labels in found.values())):
-        if found and folder.is_file(file):
-            return file, {**description, "names": filled_lines(folder.read_text(file))}
-    return "labels", description
-
-
-def _is_labelled(folder: DatasetFolder, images: str, labels: str) -> bool:
-    has_labels = any(name.endswith(".txt") for name in folder.names(labels))
-    return has_labels and any(map(is_image, folder.names(images)))

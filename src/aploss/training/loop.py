@@ -348,4 +348,4 @@ class Loop:
             )
 
     def _image_names(self) -> list[str]:
-        return [self.images.relative_path(index) for index in range(len(self.images))]
+        return list(self.images.image_paths)

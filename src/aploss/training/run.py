@@ -151,11 +151,8 @@ def _make_loop(
     settings, features = config.batches, None
     if config.model.frozen_backbone and config.model.weights is None:
         raise ConfigError("model.frozen_backbone would keep random weights: add --model.weights imagenet, or a file")
-    if settings.cached_views and (not settings.cache_features or settings.augmentation in ("flip", "none")):
-        raise ConfigError(
-            "batches.cached_views needs cached features of augmented images: add --batches.cache_features true and "
-            "--batches.augmentation light or paper"
-        )
+    if settings.cached_views and not settings.cache_features:
+        raise ConfigError("batches.cached_views needs cached features: add --batches.cache_features true")
     if checkpoint is None:
         with quiet_weights(not world.is_main):
             detector = make_detector(config, data.train.class_names).to(device)
@@ -196,21 +193,19 @@ def _stored_features(config: TrainConfig, detector: Detector, data: RunData, pro
     """Returns the cached feature maps of the frozen backbone for all training images, computed if needed."""
     if not config.model.frozen_backbone:
         raise ConfigError("batches.cache_features needs a frozen backbone: add --model.frozen_backbone true")
-    settings, drawn = config.batches, None
-    if settings.augmentation not in ("flip", "none"):
-        # Not the run's seed: the runs of a comparison share the cache.
-        samples = AugmentedSamples(data.train, seed=0, preset=settings.augmentation, size=settings.image_size)
-        suitable = min(max(TOTAL_CACHED_VIEWS // len(data.train), MIN_CACHED_VIEWS), MAX_CACHED_VIEWS)
-        count = settings.cached_views or suitable
-        drawn = Views(settings.augmentation, count, samples.__getitem__)
+    settings = config.batches
+    # Not the run's seed: the runs of a comparison share the cache.
+    samples = AugmentedSamples(data.train, seed=0, preset=settings.augmentation, size=settings.image_size)
+    suitable = min(max(TOTAL_CACHED_VIEWS // len(data.train), MIN_CACHED_VIEWS), MAX_CACHED_VIEWS)
+    count = settings.cached_views or (1 if settings.augmentation == "none" else suitable)
     body = detector.body().eval()
     with progress.images("computing features") as show:
         stored = store_features(
             data.train,
             detector.features,
+            Views(settings.augmentation, count, samples.__getitem__),
             network_digest=_digest(body, detector.image_mean, detector.image_std),
             size=settings.image_size,
-            drawn=drawn,
             on_progress=show,
         )
     size, views = f"{stored.bytes / 1e6:.0f} MB", f"{stored.views} views per image"
