@@ -288,15 +288,8 @@ def killed_once(self, number, batches):
 Stepper.step = killed_once
 """
 TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-ACCELERATE = [
-    "accelerate.commands.launch",
-    "--cpu",
-    "--num_processes",
-    "2",
-    "--num_machines",
-    "1",
-    "--main_process_port",
-]
+# Without --multi_gpu it would start processes on CPUs by mpirun alone; the device is the config's.
+ACCELERATE = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
 
 
 def run_launcher(launcher: list[str], config: TrainConfig, folder: Path, **environment: str) -> str:
@@ -307,7 +300,7 @@ def run_launcher(launcher: list[str], config: TrainConfig, folder: Path, **envir
     helpers = str(Path(__file__).parents[1] / "helpers")
     path = os.pathsep.join([helpers, *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, "-m", *launcher, *words], cwd=folder, capture_output=True, text=True, timeout=300, check=False,
+        [sys.executable, "-m", *launcher, *words], cwd=folder, capture_output=True, text=True, timeout=120, check=False,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

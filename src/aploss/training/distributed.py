@@ -19,6 +19,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, broadcast_object_list
+from torch.distributed.rendezvous import rendezvous
 
 from aploss.errors import AplossError, ConfigError, RunError
 
@@ -26,6 +27,7 @@ T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=60)  # other ranks wait while rank 0 evaluates COCO
 RESUME_ADVICE = "resume from the last checkpoint with --resume"
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 DEVICE_VARIABLE = "ACCELERATE_TORCH_DEVICE"  # the only way to give Accelerate a device by name
 MIXED_PRECISION = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 # Set by "accelerate launch" for engines that shard the weights, which our checkpoints hold in one piece.
@@ -54,7 +56,7 @@ def is_main_process() -> bool:
 
 def was_restarted() -> bool:
     """Whether ``torchrun --max-restarts`` or ``sbatch --requeue`` has started this process again."""
-    return any(int(os.environ.get(name) or 0) > 0 for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return any(int(os.environ.get(name) or 0) > 0 for name in (RESTARTS, "SLURM_RESTART_COUNT"))
 
 
 @contextmanager
@@ -80,6 +82,8 @@ def start_accelerator(
         if os.environ.get(variable, "").lower() in ("1", "true"):
             raise ConfigError(f"{engine} is not supported: run accelerate config again without it, or use torchrun")
     started = not dist.is_initialized()
+    if started and int(os.environ.get(RESTARTS, 0)) > 0:
+        _join_restarted(device)
     AcceleratorState._reset_state(reset_partial_state=True)  # an earlier run of this process may differ in precision
     before = os.environ.get(DEVICE_VARIABLE)
     os.environ[DEVICE_VARIABLE] = str(device)
@@ -106,6 +110,17 @@ def start_accelerator(
     finally:
         if started and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _join_restarted(device: torch.device) -> None:
+    """Starts the process group of a restarted worker under new keys.
+
+    torchrun keeps its store over restarts, with the addresses of dead processes, for which gloo would wait.
+    """
+    store, rank, size = next(rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
+    store = dist.PrefixStore(f"restart-{os.environ[RESTARTS]}", store)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
 
 
 def sum_over_processes(accelerator: Accelerator, values: Sequence[float]) -> list[float]:
