@@ -118,7 +118,7 @@ def _join_restarted(device: torch.device) -> None:
     torchrun keeps its store over restarts, with the addresses of dead processes, for which gloo would wait.
     """
     store, rank, size = next(rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
-    store = dist.PrefixStore(f"restart-{os.environ[RESTARTS]}", store)
+    store = dist.PrefixStore(f"restart-{os.environ[RESTARTS]}", store)  # type: ignore[attr-defined]
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
 
