@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from tiny_runs import assert_equal, outcome, start_two
 
 from aploss.detectors.detector import Detector
@@ -268,6 +269,15 @@ def test_engines_that_shard_the_weights_are_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
     with pytest.raises(ConfigError, match=f"(?i){engine} is not supported"), start_accelerator(torch.device("cpu")):
         pass
+
+
+def test_other_users_of_accelerate_are_left_alone() -> None:
+    with start_accelerator(torch.device("cpu")) as outer:
+        with start_accelerator(torch.device("cpu"), precision="bfloat16") as inner:
+            assert inner.mixed_precision == "bf16"
+        assert outer.is_main_process
+    assert Accelerator(cpu=True, mixed_precision="bf16").mixed_precision == "bf16"
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 # --- started by a launcher ---

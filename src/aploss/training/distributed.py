@@ -84,7 +84,9 @@ def start_accelerator(
     started = not dist.is_initialized()
     if started and int(os.environ.get(RESTARTS, 0)) > 0:
         _join_restarted(device)
-    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier run of this process may differ in precision
+    # Accelerate's state is global, and other runs and programs of this process may differ in precision.
+    is_nested = bool(AcceleratorState._shared_state)
+    AcceleratorState._reset_state(reset_partial_state=True)
     before = os.environ.get(DEVICE_VARIABLE)
     os.environ[DEVICE_VARIABLE] = str(device)
     try:
@@ -110,6 +112,8 @@ def start_accelerator(
     finally:
         if started and dist.is_initialized():
             dist.destroy_process_group()
+        if not is_nested:
+            AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def _join_restarted(device: torch.device) -> None:
