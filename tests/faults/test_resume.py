@@ -41,6 +41,9 @@ slow = pytest.mark.slow_fault
         pytest.param({}, [crash_at(4), crash_at(8)], id="after two interruptions", marks=slow),
         pytest.param({"precision": "bfloat16"}, [crash_at(4)], id="with bfloat16", marks=slow),
         pytest.param(
+            {"precision": "float16", "model": {"ema": 0.9}}, [crash_at(4)], id="with float16 and its loss scale"
+        ),
+        pytest.param(
             {"batches": {"accumulate": 2, "size": 2}, "model": {"ema": 0.9}},
             [crash_at(4)],
             id="accumulated",

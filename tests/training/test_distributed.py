@@ -1,23 +1,29 @@
-"""Two gloo processes: the same loss curve as one, no hang, and an end when one is killed."""
+"""Two gloo processes: the same loss curve as one, an end when one is killed, a restart by torchrun."""
 
 import json
+import os
 import shutil
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
-from tiny_runs import start_two
+import yaml
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from tiny_runs import assert_equal, outcome, start_two
 
 from aploss.detectors.detector import Detector
 from aploss.errors import ConfigError
 from aploss.reports.run_files import read_json_lines
 from aploss.training.config import TrainConfig, config_to_dict
-from aploss.training.distributed import Heartbeat, World
+from aploss.training.distributed import start_accelerator
 from aploss.training.recipes import merge
 from aploss.training.run import make_detector, train
 from aploss.training.schedule import Schedule
@@ -26,16 +32,12 @@ from aploss.training.step import Stepper
 # Every process trains the configs one after another, in one process group.
 PROGRAM = """
 os.environ |= values["environment"]
-import functools
 import torch.distributed as dist
-import aploss.training.distributed as distributed
 import aploss.training.run as run
 from aploss.detectors.detector import Detector
 from aploss.errors import AplossError
 from aploss.training.config import config_from_dict
 
-# Nobody has to wait for the long time that is given to busy machines.
-distributed.Heartbeat = functools.partial(distributed.Heartbeat, interval=0.2, answer=values["answer"])
 build, heads, calls = run.make_detector, Detector.heads, []
 
 def make_double(*arguments):
@@ -87,9 +89,9 @@ Launch = Callable[..., list[BaseProcess]]
 def launch(spawn: Callable[..., BaseProcess], tmp_path_factory: pytest.TempPathFactory) -> Launch:
     """Starts two processes that train (mode, config) after (mode, config) together."""
 
-    def start(runs: list[tuple[str, TrainConfig]], logs: Path, *, answer: float = 15.0) -> list[BaseProcess]:
+    def start(runs: list[tuple[str, TrainConfig]], logs: Path) -> list[BaseProcess]:
         plain = [(mode, config_to_dict(config)) for mode, config in runs]
-        return start_two(spawn, PROGRAM, logs, runs=plain, answer=answer)
+        return start_two(spawn, PROGRAM, logs, runs=plain)
 
     return start
 
@@ -224,8 +226,7 @@ def test_a_killed_process_ends_the_run_with_a_message(
     launch: Launch, config_in: Callable[..., TrainConfig], tmp_path: Path
 ) -> None:
     endless = {"schedule": {"length": 100_000}, "checkpoint_steps": 2, "validation": {"every": 9e9}}
-    # Rank 1 is dead, so that nothing can come too late for the short time to answer.
-    processes = launch([("", config_in(tmp_path / "killed", **merge(SETTINGS, endless)))], tmp_path, answer=1.0)
+    processes = launch([("", config_in(tmp_path / "killed", **merge(SETTINGS, endless)))], tmp_path)
     last = tmp_path / "killed" / "checkpoints" / "last.pt"
     while not last.is_file():
         assert all(process.is_alive() for process in processes), (tmp_path / "0.log").read_text()
@@ -255,59 +256,87 @@ def test_a_process_with_an_error_of_its_own_reports_it_and_the_other_that_it_has
     assert "another process of this run has died" in (tmp_path / "0.log").read_text()
 
 
-class Beating:
-    """Another rank, which beats until it is stopped."""
-
-    def __init__(self, store: Any) -> None:
-        self.store, self.over = store, threading.Event()
-        self.thread = threading.Thread(target=self._beat, daemon=True)
-        self.thread.start()
-
-    def _beat(self) -> None:
-        beats = 0
-        while not self.over.wait(0.02):
-            beats += 1
-            self.store.set("aploss/heartbeat/1", str(beats))
-
-    def stop(self) -> None:
-        self.over.set()
-        self.thread.join()
-
-
-def test_silence_of_another_process_is_noticed() -> None:
-    """With nccl a collective may hang for ever: the heartbeat ends the process."""
-    store, said = torch.distributed.HashStore(), []
-    other = Beating(store)
-    with Heartbeat(0, 2, store=store, interval=0.02, silence=0.5, answer=2.0, give_up=said.append) as own:
-        time.sleep(1.0)
-        assert own.peers_answer()
-        assert said == []
-        other.stop()
-        assert not own.peers_answer()
-        time.sleep(1.0)
-    assert len(said) == 1
-    assert said[0].startswith("rank 1 of 2 sent no heartbeat")
-    assert "--resume" in said[0]
-
-
-def test_a_process_that_left_with_an_error_is_known_to_have_left() -> None:
-    store = torch.distributed.HashStore()
-
-    def leave(own: Heartbeat) -> None:
-        with Heartbeat(1, 2, store=store, interval=0.02, silence=60.0):
-            assert own.peers_answer()
-            raise KeyError
-
-    with Heartbeat(0, 2, store=store, interval=0.02, silence=60.0, answer=60.0) as own:
-        with pytest.raises(KeyError):
-            leave(own)
-        started = time.monotonic()
-        assert not own.peers_answer()
-        assert time.monotonic() - started < 30  # not by silence
-
-
 def test_losses_that_cannot_rank_over_processes_refuse_it(make_config: Callable[..., TrainConfig]) -> None:
     config = make_config(loss="smooth-ap", criterion={"rank_over_processes": True})
     detector = make_detector(config, ("red", "green"))
+    two = SimpleNamespace(num_processes=2, prepare_optimizer=lambda optimizer: optimizer)
     with pytest.raises(ConfigError, match="smooth-ap cannot rank over processes"):
-        Stepper(config, detector, Schedule(config.schedule, 4), World(size=2), str)
+        Stepper(config, detector, Schedule(config.schedule, 4), cast(Accelerator, two), str)
+
+
+@pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED"])
+def test_engines_that_shard_the_weights_are_refused(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
+    with pytest.raises(ConfigError, match=f"(?i){engine} is not supported"), start_accelerator(torch.device("cpu")):
+        pass
+
+
+def test_other_users_of_accelerate_are_left_alone() -> None:
+    with start_accelerator(torch.device("cpu")) as outer:
+        with start_accelerator(torch.device("cpu"), precision="bfloat16") as inner:
+            assert inner.mixed_precision == "bf16"
+        assert outer.is_main_process
+    assert Accelerator(cpu=True, mixed_precision="bf16").mixed_precision == "bf16"
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+# --- started by a launcher ---
+
+PLUGIN = """
+import os, signal
+from short_detector import register_short_detector
+from aploss.training.step import Stepper
+register_short_detector()
+step = Stepper.step
+
+def killed_once(self, number, batches):
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if "KILL" in os.environ and first and os.environ["RANK"] == "1" and number == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, number, batches)
+
+Stepper.step = killed_once
+"""
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+# Without --multi_gpu it would start processes on CPUs by mpirun alone; the device is the config's.
+ACCELERATE = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
+
+
+def run_launcher(launcher: list[str], config: TrainConfig, folder: Path, **environment: str) -> str:
+    """Runs ``aploss train`` in two processes; returns what they print."""
+    (folder / "plugin.py").write_text(PLUGIN)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config_to_dict(config)))
+    words = ["-m", "aploss", "train", "--quiet", "--plugin", "plugin.py", "--recipe", "config.yaml"]
+    helpers = str(Path(__file__).parents[1] / "helpers")
+    path = os.pathsep.join([helpers, *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher, *words], cwd=folder, capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def launched(config_in: Callable[..., TrainConfig], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two processes that torchrun started and nothing disturbed."""
+    folder = tmp_path_factory.mktemp("launched")
+    run_launcher(TORCHRUN, config_in(folder / "run", **SETTINGS, checkpoint_steps=2), folder)
+    return folder / "run"
+
+
+def test_accelerate_launch_trains_to_the_same_bits_as_torchrun(
+    launched: Path, config_in: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    config = config_in(tmp_path / "run", **SETTINGS, checkpoint_steps=2)
+    run_launcher(ACCELERATE, config, tmp_path)
+    assert_equal(outcome(launched), outcome(tmp_path / "run"))
+
+
+def test_a_killed_worker_is_restarted_and_the_run_ends_as_if_undisturbed(
+    launched: Path, config_in: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    config = config_in(tmp_path / "run", **SETTINGS, checkpoint_steps=2)
+    shown = run_launcher(TORCHRUN, config, tmp_path, KILL="1")
+    assert shown.count("continues from step 4") == 1, shown
+    assert_equal(outcome(launched), outcome(tmp_path / "run"))

@@ -17,7 +17,7 @@ from aploss.losses import OtherProcessError
 from aploss.reports.run_files import read_json_lines
 from aploss.training import run
 from aploss.training.config import OptimizerConfig, TrainConfig
-from aploss.training.distributed import World
+from aploss.training.distributed import start_accelerator
 from aploss.training.run import make_detector, train
 from aploss.training.schedule import Schedule
 from aploss.training.step import DivergedError, Stepper, freeze, make_optimizer
@@ -214,9 +214,10 @@ def one_step(make_config: MakeConfig, loss: nn.Module) -> Any:
     dataset = load_dataset(config.data, "train")
     detector = make_detector(config, dataset.class_names)
     detector.criterion.loss = loss
-    stepper = Stepper(config, detector, Schedule(config.schedule, 4), World(), str)
     batches = make_training_loader(dataset, batch_size=4, seed=0, preset="none", size=64)
-    return stepper.step(0, list(batches.epoch(0))[:1])
+    with start_accelerator(torch.device("cpu")) as accelerator:
+        stepper = Stepper(config, detector, Schedule(config.schedule, 4), accelerator, str)
+        return stepper.step(0, list(batches.epoch(0))[:1])
 
 
 def test_a_bad_score_of_another_rank_is_a_bad_step(make_config: MakeConfig) -> None:

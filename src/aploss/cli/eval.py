@@ -76,7 +76,7 @@ def _detect(options: Namespace) -> tuple[Annotations, DetectionTable]:
     """The ground truth of a split and the detections of the run on it."""
     from aploss.data import find_source
     from aploss.detectors import load
-    from aploss.training.distributed import World
+    from aploss.training.distributed import start_accelerator
     from aploss.training.evaluate import detect_split
     from aploss.training.machine import choose_device, choose_workers
     from aploss.training.splits import Split
@@ -93,8 +93,8 @@ def _detect(options: Namespace) -> tuple[Annotations, DetectionTable]:
     # The batch size of the run's own validation: the last bits of a convolution depend on it.
     folder = run_folder_of(options.run)
     size = options.batch_size or (folder.read_config().validation.batch_size if folder is not None else 8)
-    with progress("images", quiet=options.quiet or options.json) as show:
-        table = detect_split(detector, prepared, World(), batch_size=size, workers=workers, on_images=show)
+    with start_accelerator(device) as accelerator, progress("images", quiet=options.quiet or options.json) as show:
+        table = detect_split(detector, prepared, accelerator, batch_size=size, workers=workers, on_images=show)
     assert table is not None  # there is only one process
     options.max_detections = options.max_detections or detector.detections_per_image
     if not (options.json or options.quiet):

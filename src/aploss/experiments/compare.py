@@ -13,6 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
 from filelock import FileLock
 
 from aploss import training
@@ -38,7 +39,7 @@ from aploss.plotting.style import loss_label
 from aploss.reports.comparison import Comparison
 from aploss.reports.run_files import read_json_lines
 from aploss.training.config import TrainConfig, nested
-from aploss.training.distributed import World, start_world
+from aploss.training.distributed import on_main, start_accelerator
 from aploss.training.machine import choose_device, describe_environment
 from aploss.training.run_folder import Summary, default_folder
 from aploss.training.step import DivergedError
@@ -80,17 +81,17 @@ def compare(
     # As a user would type it.
     command = command or re.sub(r"^(__main__|aploss)\S*", "aploss", describe_environment()["command"])
     # One process group for all runs: torchrun's rendezvous works only once.
-    with start_world(choose_device(plan.variants[0].config.device)) as world:
+    with start_accelerator(choose_device(plan.variants[0].config.device)) as accelerator:
         written_at = time.monotonic()
 
         def write() -> None:
             nonlocal written_at
-            if world.is_main:
+            if accelerator.is_main_process:
                 write_results(out, results, replace((page_of or comparison_page)(results), command=command))
             written_at = time.monotonic()
 
         cache = out.parent / "cache" if cache is None else Path(cache)
-        runner = Runner(cache, world, max_minutes=max_minutes, quiet=quiet)
+        runner = Runner(cache, accelerator, max_minutes=max_minutes, quiet=quiet)
         try:
             for _ in runner.execute(results):
                 if time.monotonic() - written_at >= PAGE_INTERVAL_S:
@@ -151,18 +152,18 @@ class Runner:
 
     Args:
         cache: folder of the runs, shared by all comparisons.
-        world: the processes that train.
+        accelerator: the processes that train.
         max_minutes: time limit for all runs together.
         quiet: print nothing.
     """
 
-    def __init__(self, cache: Path, world: World, *, max_minutes: float | None, quiet: bool) -> None:
-        self.cache, self.world, self.quiet = cache, world, quiet
+    def __init__(self, cache: Path, accelerator: Accelerator, *, max_minutes: float | None, quiet: bool) -> None:
+        self.cache, self.accelerator, self.quiet = cache, accelerator, quiet
         self._end = None if max_minutes is None else time.monotonic() + 60 * max_minutes
 
     def say(self, line: str) -> None:
         """Prints a line in the main process, unless quiet."""
-        if self.world.is_main and not self.quiet:
+        if self.accelerator.is_main_process and not self.quiet:
             print(line, flush=True)
 
     def execute(self, results: Results) -> Iterator[Run]:
@@ -220,11 +221,11 @@ class Runner:
             TrainingInterruptedError: Ctrl-C or SIGTERM; everything is saved.
             RunError: the run cannot be trained.
         """
-        folder = self.world.on_main(lambda: cache_folder(config, self.cache, variant.settings))
+        folder = on_main(self.accelerator, lambda: cache_folder(config, self.cache, variant.settings))
         file = folder / "summary.json"
         with self._locked(folder):
             # Several processes must agree, though perhaps only one sees the files: train() takes care of that.
-            if self.world.size == 1 and file.is_file():
+            if self.accelerator.num_processes == 1 and file.is_file():
                 summary = Summary.read(file)
                 if summary.stopped_by != "minutes":  # stopped by an earlier time limit: not finished
                     return Run(config=config, folder=folder, summary=summary)
@@ -243,7 +244,7 @@ class Runner:
         if self._end is None:
             return None
         left = (self._end - time.monotonic()) / 60
-        if left <= 0 and self.world.size == 1:
+        if left <= 0 and self.accelerator.num_processes == 1:
             raise OutOfTimeError
         rows = read_json_lines(folder / "metrics.jsonl")
         spent = rows[-1]["seconds"] / 60 if rows else 0.0
@@ -252,7 +253,7 @@ class Runner:
     @contextmanager
     def _locked(self, folder: Path) -> Iterator[None]:
         """Waits while another comparison trains the same run."""
-        if not self.world.is_main:
+        if not self.accelerator.is_main_process:
             yield
             return
         try:

@@ -7,10 +7,8 @@
             print(row["step"], row["AP"])
 """
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from importlib import import_module
+import os
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
@@ -18,8 +16,7 @@ from typing import Any
 
 from aploss.errors import ConfigError, require_packages
 from aploss.evaluation import METRICS
-from aploss.files import write_json
-from aploss.training.config import TrainConfig, config_fields, config_to_dict
+from aploss.training.config import TrainConfig, config_fields
 
 Row = dict[str, Any]
 SKIPPED = ("kind", "step", "epoch", "seconds", "images")  # not plotted
@@ -82,72 +79,41 @@ class RowCallback(Callback):
 # --- trackers ---
 
 
-class TensorBoardTracker(Callback):
-    """Writes ``tensorboard/`` in the run folder."""
+class Tracker(Callback):
+    """Logs to a tracker of Accelerate, which reads its own environment variables (``WANDB_MODE`` ...)."""
+
+    def __init__(self, name: str) -> None:
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        self._name, self._class = name, LOGGER_TYPE_TO_CLASS[name]
 
     def on_start(self, config: TrainConfig, folder: Path, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
-
-    def on_log(self, row: Row) -> None:
-        for name, value in curves(row).items():
-            self._board.add_scalar(name, value, row["step"])
-
-    on_validation = on_log
-
-    def on_end(self, result: Row | None) -> None:
-        self._board.close()
-
-
-class WandbTracker(Callback):
-    """Logs to Weights & Biases, as its own environment variables say (``WANDB_PROJECT``, ``WANDB_MODE`` ...)."""
-
-    def on_start(self, config: TrainConfig, folder: Path, step: int) -> None:
-        known = _known_run(folder, "wandb") if step > 0 else None
-        resume = {} if known is None else {"id": known, "resume": "allow"}
-        with _starting("wandb"):
-            wandb = import_module("wandb")
-            self._run = wandb.init(name=folder.name, config=config_to_dict(config), dir=str(folder), **resume)
-        _remember_run(folder, "wandb", self._run.id)
+        place = [str(folder)] if self._class.requires_logging_directory else []
+        # TensorBoard has a subfolder of the run; others know runs by the name of the folder where they can.
+        project = "tensorboard" if self._name == "tensorboard" else os.environ.get("WANDB_PROJECT", "aploss")
+        options: dict[str, dict[str, Any]] = {
+            "tensorboard": {"purge_step": step + 1},
+            "wandb": {"name": folder.name, "dir": str(folder)},
+            "mlflow": {"run_name": folder.name, "nested_run": True},
+        }
+        try:
+            self._tracker = self._class(project, *place, **options.get(self._name, {}))
+            self._tracker.start()
+            if self._name != "tensorboard":  # config.yaml is next to it
+                values = {entry.key: attrgetter(entry.key)(config) for entry in config_fields()}
+                self._tracker.store_init_configuration({key: _plain(value) for key, value in values.items()})
+        except Exception as error:  # no account, no server
+            raise ConfigError(f"--tracker {self._name} cannot start: {type(error).__name__}: {error}") from error
 
     def on_log(self, row: Row) -> None:
-        self._run.log(curves(row), step=row["step"])
-
-    on_validation = on_log
-
-    def on_end(self, result: Row | None) -> None:
-        if result is not None:
-            self._run.summary.update(final(result))
-        self._run.finish(exit_code=0 if result is not None else 1)
-
-
-class MlflowTracker(Callback):
-    """Logs to MLflow, as its own environment variables say (``MLFLOW_TRACKING_URI``, ``MLFLOW_EXPERIMENT_NAME``)."""
-
-    def on_start(self, config: TrainConfig, folder: Path, step: int) -> None:
-        known = _known_run(folder, "mlflow") if step > 0 else None
-        with _starting("mlflow"):
-            self._mlflow = import_module("mlflow")
-            self._run = self._mlflow.start_run(run_id=known, run_name=folder.name, nested=True)
-        _remember_run(folder, "mlflow", self._run.info.run_id)
-        if known is None:
-            self._mlflow.log_params({entry.key: attrgetter(entry.key)(config) for entry in config_fields()})
-
-    def on_log(self, row: Row) -> None:
-        self._mlflow.log_metrics(curves(row), step=row["step"], run_id=self._run.info.run_id)
+        self._tracker.log(curves(row), step=row["step"])
 
     on_validation = on_log
 
     def on_end(self, result: Row | None) -> None:
         if result is not None:
-            self._mlflow.log_metrics(final(result), run_id=self._run.info.run_id)
-        self._mlflow.end_run("FINISHED" if result is not None else "KILLED")
-
-
-TRACKERS: dict[str, type[Callback]] = {
-    "tensorboard": TensorBoardTracker, "wandb": WandbTracker, "mlflow": MlflowTracker
-}  # fmt: skip
+            self._tracker.log(final(result), step=result["steps"])
+        self._tracker.finish()
 
 
 def make_tracker(name: str) -> list[Callback]:
@@ -161,7 +127,12 @@ def make_tracker(name: str) -> list[Callback]:
     if name == "none":
         return []
     require_packages(name)
-    return [TRACKERS[name]()]
+    return [Tracker(name)]
+
+
+def _plain(value: Any) -> Any:
+    """Trackers store text, numbers and switches."""
+    return value if isinstance(value, str | int | float) else str(value)
 
 
 def curves(row: Row) -> dict[str, float]:
@@ -179,22 +150,3 @@ def final(result: Row) -> dict[str, float]:
     """Returns the metrics of a summary, as ``final/AP``."""
     names = (*METRICS, "calibration_error", "minutes")
     return {f"final/{name}": result[name] for name in names if result.get(name) is not None}
-
-
-@contextmanager
-def _starting(tracker: str) -> Iterator[None]:
-    """Converts a failure to start a tracker (no account, no server) into a ConfigError before training."""
-    try:
-        yield
-    except Exception as error:
-        raise ConfigError(f"--tracker {tracker} cannot start: {type(error).__name__}: {error}") from error
-
-
-def _known_run(folder: Path, tracker: str) -> str | None:
-    """Returns the id under which a tracker knows the run of a folder."""
-    file = folder / "tracker.json"
-    return json.loads(file.read_text(encoding="utf-8")).get(tracker) if file.is_file() else None
-
-
-def _remember_run(folder: Path, tracker: str, name: str) -> None:
-    write_json(folder / "tracker.json", {tracker: name})

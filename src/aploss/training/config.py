@@ -259,9 +259,9 @@ class TrainConfig(_Settings):
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    tracker: Literal["auto", "tensorboard", "wandb", "mlflow", "none"] = setting(
-        "auto", "experiment tracker; auto is tensorboard if installed", resumable=True
-    )
+    tracker: Literal[
+        "auto", "none", "tensorboard", "wandb", "mlflow", "aim", "clearml", "comet_ml", "dvclive", "swanlab", "trackio"
+    ] = setting("auto", "experiment tracker; auto is tensorboard if installed", resumable=True)
 
 
 @cache

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from aploss.data.loader import make_evaluation_loader
 from aploss.detectors.detector import Detector
@@ -20,7 +21,7 @@ from aploss.evaluation.tables import DetectionTable
 from aploss.files import write_json
 from aploss.reports.run_files import matches_document
 from aploss.training.config import TrainConfig
-from aploss.training.distributed import World
+from aploss.training.distributed import on_main
 from aploss.training.progress import Progress
 from aploss.training.run_folder import RunFolder
 from aploss.training.splits import RunData, Split
@@ -29,7 +30,7 @@ from aploss.training.splits import RunData, Split
 def detect_split(
     detector: Detector,
     split: Split,
-    world: World,
+    accelerator: Accelerator,
     *,
     batch_size: int,
     workers: int = 0,
@@ -40,7 +41,7 @@ def detect_split(
     Args:
         detector: the detector.
         split: the split; images that cannot be read are dropped from it.
-        world: the processes of the run.
+        accelerator: the processes of the run.
         batch_size: images per forward pass.
         workers: data loader workers.
         on_images: called with the number of images done (estimated for other ranks) and their total.
@@ -50,27 +51,23 @@ def detect_split(
     """
     found: dict[int, dict[str, np.ndarray]] = {}
     unreadable: dict[int, str] = {}
-    if world.rank < len(split.dataset):  # otherwise there are fewer images than ranks
+    rank, processes = accelerator.process_index, accelerator.num_processes
+    if rank < len(split.dataset):  # otherwise there are fewer images than ranks
         loader = make_evaluation_loader(
-            split.dataset,
-            batch_size=batch_size,
-            workers=workers,
-            rank=world.rank,
-            world_size=world.size,
-            skip_unreadable=True,
+            split.dataset, batch_size=batch_size, workers=workers, rank=rank, world_size=processes, skip_unreadable=True
         )
         with evaluation_mode(detector):
             for batch in loader:
                 for target, result in zip(batch.targets, detect_by_size(detector, batch.images), strict=True):
                     found[target["image_id"]] = {key: value.cpu().numpy() for key, value in result.items()}
                 if on_images is not None:
-                    on_images(min(len(found) * world.size, len(split.dataset)), len(split.dataset))
+                    on_images(min(len(found) * processes, len(split.dataset)), len(split.dataset))
         unreadable = loader.unreadable
-    shares = world.gather((found, unreadable))
-    unreadable = world.from_main({index: why for _, share in shares for index, why in share.items()})
+    shares = gather_object([(found, unreadable)])
+    unreadable = {index: why for _, share in shares for index, why in share.items()}
     if unreadable:
         split.leave_out(unreadable)
-    if not world.is_main:
+    if not accelerator.is_main_process:
         return None
     by_image = {image: result for share, _ in shares for image, result in share.items()}
     order = [split.dataset.image_id(index) for index in range(len(split.dataset))]
@@ -89,7 +86,7 @@ class _Detected(NamedTuple):
 
 
 def evaluate_run(
-    config: TrainConfig, folder: RunFolder, world: World, data: RunData, *, device: torch.device, workers: int,
+    config: TrainConfig, folder: RunFolder, accelerator: Accelerator, data: RunData, *, workers: int,
     progress: Progress,
 ) -> dict[str, Any]:  # fmt: skip
     """Calibrates and evaluates the final detector of a run and writes ``evaluation/``.
@@ -100,15 +97,15 @@ def evaluate_run(
     Returns:
         The fields of :class:`~aploss.training.run_folder.Summary` that are measured.
     """
-    chosen = world.on_main(lambda: folder.checkpoints.load_final(config.evaluation.checkpoint))
-    detector = chosen.detector().to(device)
+    chosen = on_main(accelerator, lambda: folder.checkpoints.load_final(config.evaluation.checkpoint))
+    detector = chosen.detector().to(accelerator.device)
     size, tables = config.validation.batch_size, []
     for split in data.splits:
         if split.validated is not None and split.validated[0] == chosen.step:  # with the same weights
             tables.append(split.validated[1])
             continue
         with progress.images(f"evaluating on {split.name}") as show:
-            tables.append(detect_split(detector, split, world, batch_size=size, workers=workers, on_images=show))
+            tables.append(detect_split(detector, split, accelerator, batch_size=size, workers=workers, on_images=show))
 
     def measure() -> dict[str, Any]:
         detected = {
@@ -134,7 +131,7 @@ def evaluate_run(
             "best_step": chosen.step,
         }
 
-    return world.on_main(measure)
+    return on_main(accelerator, measure)
 
 
 def _calibrate(detector: Detector, validation: _Detected, held_out: _Detected) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import torch
+from accelerate.utils import gather_object
 
 from aploss.data.loader import TrainingBatches
 from aploss.detectors.checkpoint import Checkpoint, TrainingState, wrap_untrusted
@@ -15,9 +16,9 @@ from aploss.errors import DataError, RunError
 from aploss.evaluation import METRICS
 from aploss.training.callbacks import Callback
 from aploss.training.config import TrainConfig
-from aploss.training.distributed import StopSignals, TrainingInterruptedError
+from aploss.training.distributed import StopSignals, TrainingInterruptedError, on_main, sum_over_processes
 from aploss.training.evaluate import detect_split
-from aploss.training.machine import capture_random_state, choose_workers, restore_random_state
+from aploss.training.machine import capture_random_state, restore_random_state
 from aploss.training.progress import Progress
 from aploss.training.run_folder import MetricsLog, RunFolder
 from aploss.training.splits import RunData
@@ -91,11 +92,12 @@ class Loop:
         folder: RunFolder,
         progress: Progress,
         callbacks: Callback,
+        workers: int,
     ) -> None:
         self.config, self.stepper, self.batches = config, stepper, batches
         self.data, self.images, self.validation = data, data.train, data.validation
-        self.folder, self.progress, self.callbacks, self.world = folder, progress, callbacks, stepper.world
-        self.workers = choose_workers(config.batches.workers, stepper.device, self.world.size)
+        self.folder, self.progress, self.callbacks, self.accelerator = folder, progress, callbacks, stepper.accelerator
+        self.workers = workers
         self.state = LoopState()
         self.total_steps = stepper.schedule.total_steps
         self._validate_every = stepper.schedule.steps(config.validation.every, config.validation.unit)
@@ -110,7 +112,7 @@ class Loop:
             TrainingInterruptedError: after Ctrl-C or SIGTERM; the run is saved.
             DivergedError: after too many steps with NaN or Inf; the last good checkpoint is kept.
         """
-        if self.world.is_main:
+        if self.accelerator.is_main_process:
             self._log = MetricsLog(self.folder.path, step=self.state.step)
             self.callbacks.on_start(self.config, self.folder.path, self.state.step)
         self._resumed_at, self._seconds_before = time.monotonic(), self.state.seconds
@@ -132,7 +134,9 @@ class Loop:
                 late = limit is not None and state.seconds >= 60 * limit
                 news = len(self.batches.unreadable) > len(self._known_unreadable)
                 # All ranks act on a signal, time limit or unreadable image of any rank.
-                interrupted, out_of_time, unreadable = self.world.sum([signals.requested, late, news])
+                interrupted, out_of_time, unreadable = sum_over_processes(
+                    self.accelerator, [signals.requested, late, news]
+                )
                 if unreadable:
                     self._exchange_unreadable()
                 if state.step >= self.total_steps:
@@ -222,7 +226,7 @@ class Loop:
             if index not in self._known_unreadable
         }
         self._known_unreadable = set(self.batches.unreadable)
-        shares = self.world.from_main(self.world.gather(new))
+        shares = gather_object([new])
         all_new = {path: reason for share in shares for path, reason in share.items()}
         self.note_unreadable(all_new, "replaced by the next image of the epoch")
         self._unreadable_now |= all_new.keys()
@@ -263,11 +267,11 @@ class Loop:
         state, settings, split, detector = self.state, self.config.validation, self.validation, self.stepper.evaluated
         with self.progress.images("validating") as show:
             found = detect_split(
-                detector, split, self.world, batch_size=settings.batch_size, workers=self.workers, on_images=show
+                detector, split, self.accelerator, batch_size=settings.batch_size, workers=self.workers, on_images=show
             )
         split.validated = (state.step, found)
         self.note_unreadable(split.unreadable, f"left out of {split.name}")
-        metrics = self.world.on_main(lambda: split.measure(found, detector).as_dict())
+        metrics = on_main(self.accelerator, lambda: split.measure(found, detector).as_dict())
         state.add_validation(metrics, settings.metric)
         row = {"kind": "validation", "step": state.step, "epoch": self.epoch, "seconds": round(self._seconds, 3)}
         self._add_row({**row, **{name: metrics[name] for name in METRICS if name in metrics}})
@@ -307,7 +311,7 @@ class Loop:
 
     def _save_best(self) -> None:
         """Writes ``best.pt`` with the current weights, if it will be evaluated."""
-        if self.world.is_main and self.config.evaluation.checkpoint == "best":
+        if self.accelerator.is_main_process and self.config.evaluation.checkpoint == "best":
             state = self.state
             self.folder.checkpoints.write(
                 Checkpoint.of(self.stepper.evaluated, step=state.best_step, metrics=state.best_metrics)
@@ -330,7 +334,7 @@ class Loop:
             self.progress.note(
                 f"the run was started with {training.threads} threads, now {now}: results may differ in the last digits"
             )
-        if self.world.is_main and self.state.best_step == self.state.step > 0:
+        if self.accelerator.is_main_process and self.state.best_step == self.state.step > 0:
             saved = Checkpoint.read(checkpoints.best).step if checkpoints.best.is_file() else None
             if saved != self.state.step:
                 self._save_best()  # killed after last.pt was written, before best.pt was

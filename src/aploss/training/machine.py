@@ -24,7 +24,7 @@ PACKAGES = ("aploss", "torch", "torchvision", "numpy", "numba", "faster-coco-eva
 def choose_device(name: str) -> torch.device:
     """Returns the device of a name; ``"auto"`` is the first available of cuda, mps and cpu.
 
-    Under ``torchrun`` each rank takes its own GPU.
+    Under ``torchrun`` each rank takes its own GPU; with ``accelerate launch --cpu``, ``"auto"`` is the CPU.
 
     Raises:
         ConfigError: if the device does not exist or cannot compute.
@@ -33,7 +33,9 @@ def choose_device(name: str) -> torch.device:
         >>> choose_device("cpu")
         device(type='cpu')
     """
-    if name == "auto":
+    if name == "auto" and os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true"):
+        name = "cpu"
+    elif name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 
 from aploss.data.features import StoredFeatures, Views, store_features
 from aploss.data.formats import DataFormat
@@ -19,7 +20,15 @@ from aploss.errors import ConfigError, RunError
 from aploss.reports.run_files import read_json_lines
 from aploss.training.callbacks import Callback, Callbacks, RowCallback, make_tracker
 from aploss.training.config import TrainConfig
-from aploss.training.distributed import StopSignals, TrainingInterruptedError, World, start_world
+from aploss.training.distributed import (
+    StopSignals,
+    TrainingInterruptedError,
+    main_first,
+    on_main,
+    start_accelerator,
+    sum_over_processes,
+    was_restarted,
+)
 from aploss.training.evaluate import evaluate_run
 from aploss.training.loop import Loop
 from aploss.training.machine import choose_device, choose_workers, describe_environment, seeded
@@ -50,6 +59,7 @@ def train(
     Args:
         config: the settings; ``config.out`` is the run folder.
         resume: continue the run in the folder. A finished run is only read; if there is no run, one is started.
+            Implied for a process restarted by ``torchrun --max-restarts`` or ``sbatch --requeue``.
         quiet: show only warnings; otherwise a progress bar on a terminal, lines elsewhere.
         on_progress: called on rank 0 with every row of metrics.
         callbacks: called on rank 0 at the start, for rows of metrics, validations, and at the end; see
@@ -71,25 +81,35 @@ def train(
     deterministic = device.type == "cpu" if config.deterministic is None else config.deterministic
     folder = RunFolder(config.out or default_folder(config))
     with ExitStack() as stack:
-        world = stack.enter_context(start_world(device, advice=f"resume with: {folder.resume_command}"))
+        accelerator = stack.enter_context(
+            start_accelerator(
+                device,
+                precision=config.precision,
+                accumulate=config.batches.accumulate,
+                advice=f"resume with: {folder.resume_command}",
+            )
+        )
         stack.enter_context(seeded(config.seed, deterministic=deterministic))
         signals = stack.enter_context(StopSignals("stopped before the first step"))
-        progress = make_progress(quiet=quiet, is_main=world.is_main)
-        finished = world.on_main(lambda: _finished(config, folder)) if resume else None
+        progress = make_progress(quiet=quiet, is_main=accelerator.is_main_process)
+        resume = resume or was_restarted()
+        finished = on_main(accelerator, lambda: _finished(config, folder)) if resume else None
         if finished is not None:
             progress.note(f"{folder.path} is already finished")
             return finished
 
         observers = [] if on_progress is None else [RowCallback(on_progress)]
         wanted = [*make_tracker(config.tracker), *observers, *callbacks]  # on all ranks, which must fail together
-        listeners = Callbacks(wanted if world.is_main else [])
-        checkpoint = world.on_main(lambda: _open_folder(config, folder, resume, stack))
-        data = world.main_first(lambda: load_run_data(config, source))  # rank 0 generates the built-in data
-        loop = _make_loop(config, data, device, world, folder, progress, listeners, checkpoint)
+        listeners = Callbacks(wanted if accelerator.is_main_process else [])
+        checkpoint = on_main(accelerator, lambda: _open_folder(config, folder, resume, stack))
+        data = main_first(accelerator, lambda: load_run_data(config, source))  # rank 0 generates the built-in data
+        loop = _make_loop(config, data, accelerator, folder, progress, listeners, checkpoint)
         if checkpoint is not None:
             loop.restore(checkpoint)
+            if was_restarted():
+                progress.warn(f"restarted after a failure: {folder.path} continues from step {loop.state.step}")
         else:
-            world.on_main(lambda: _start_folder(config, folder, resume, stack))
+            on_main(accelerator, lambda: _start_folder(config, folder, resume, stack))
 
         stack.callback(listeners.on_end, None)  # has no effect after the on_end below
         _print_overview(config, folder, data, loop)
@@ -97,15 +117,15 @@ def train(
         progress.note(_why_stopped(config, folder, loop))
 
         signals.message = f"stopped; training is finished, evaluate with: {folder.resume_command}"
-        if any(world.sum([signals.requested])):  # during the last step
+        if any(sum_over_processes(accelerator, [signals.requested])):  # during the last step
             raise TrainingInterruptedError(signals.message)
         progress.note("evaluating")
-        measured = evaluate_run(config, folder, world, data, device=device, workers=loop.workers, progress=progress)
+        measured = evaluate_run(config, folder, accelerator, data, workers=loop.workers, progress=progress)
         for split in data.splits:
             loop.note_unreadable(split.unreadable, f"left out of {split.name}")
         summary = _summarise(config, folder, loop, measured)
         progress.note("writing the report")
-        world.on_main(lambda: _write_report(folder, summary, data))
+        on_main(accelerator, lambda: _write_report(folder, summary, data))
         listeners.on_end(summary.as_dict())
     return summary
 
@@ -140,8 +160,7 @@ def _start_folder(config: TrainConfig, folder: RunFolder, resume: bool, stack: E
 def _make_loop(
     config: TrainConfig,
     data: RunData,
-    device: torch.device,
-    world: World,
+    accelerator: Accelerator,
     folder: RunFolder,
     progress: Progress,
     callbacks: Callbacks,
@@ -154,12 +173,13 @@ def _make_loop(
     if settings.cached_views and not settings.cache_features:
         raise ConfigError("batches.cached_views needs cached features: add --batches.cache_features true")
     if checkpoint is None:
-        with quiet_weights(not world.is_main):
-            detector = make_detector(config, data.train.class_names).to(device)
+        with quiet_weights(not accelerator.is_main_process):
+            detector = make_detector(config, data.train.class_names).to(accelerator.device)
     else:
-        detector = _saved_detector(config, checkpoint).to(device)
+        detector = _saved_detector(config, checkpoint).to(accelerator.device)
     if settings.cache_features:
-        features = world.main_first(lambda: _stored_features(config, detector, data, progress))
+        features = main_first(accelerator, lambda: _stored_features(config, detector, data, progress))
+    workers = choose_workers(settings.workers, accelerator.device, accelerator.num_processes)
     batches = make_training_loader(
         data.train,
         batch_size=settings.size,
@@ -167,15 +187,17 @@ def _make_loop(
         preset=settings.augmentation,
         size=settings.image_size,
         # Rows of a file need no process that prepares them.
-        workers=choose_workers(settings.workers, device, world.size) if features is None else 0,
-        rank=world.rank,
-        world_size=world.size,
+        workers=choose_workers(settings.workers, accelerator.device, accelerator.num_processes)
+        if features is None
+        else 0,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
         skip_unreadable=True,
         features=features,
     )
     schedule = Schedule(config.schedule, batches.batches_per_epoch / config.batches.accumulate)
-    stepper = Stepper(config, detector, schedule, world, lambda index: data.train.image_path(index).name)
-    return Loop(config, stepper, batches, data, folder, progress, callbacks)
+    stepper = Stepper(config, detector, schedule, accelerator, lambda index: data.train.image_path(index).name)
+    return Loop(config, stepper, batches, data, folder, progress, callbacks, workers)
 
 
 def _saved_detector(config: TrainConfig, checkpoint: Checkpoint) -> Detector:
@@ -223,7 +245,7 @@ def _digest(body: torch.nn.Module, *others: torch.Tensor) -> str:
 
 def _print_overview(config: TrainConfig, folder: RunFolder, data: RunData, loop: Loop) -> None:
     """Prints the data, detector and schedule of the run."""
-    note, world, detector = loop.progress.note, loop.world, loop.stepper.detector
+    note, processes, detector = loop.progress.note, loop.accelerator.num_processes, loop.stepper.detector
     sizes = [f"{len(data.train)} images to train on"]
     others = {"validation": data.validation, "evaluation": data.evaluation}
     sizes += [f"{len(split.dataset)} for {word} ({split.name})" for word, split in others.items() if split is not None]
@@ -232,14 +254,14 @@ def _print_overview(config: TrainConfig, folder: RunFolder, data: RunData, loop:
         note(f"          {len(data.train.problems)} problems found: aploss data check lists them")
     for remark in data.remarks:
         note(f"          {remark}")
-    device, gpus = loop.stepper.device, torch.cuda.device_count()
-    where = f"{device}" + (f", {world.size} processes" if world.size > 1 else "")
+    device, gpus = loop.accelerator.device, torch.cuda.device_count()
+    where = f"{device}" + (f", {processes} processes" if processes > 1 else "")
     note(f"detector  {detector.name}, {_parameters(detector) / 1e6:.1f} M parameters, loss {config.loss}")
     warmup, wanted = loop.stepper.schedule.warmup_steps, config.schedule.warmup_steps
     if warmup < wanted:
         note(f"          the warmup of {wanted} steps is longer than the training: shortened to {warmup}")
     note(f"training  {loop.total_steps} steps of {loop.batches.batch_size} images on {where}")
-    if device.type == "cuda" and gpus > world.size == 1:
+    if device.type == "cuda" and gpus > processes == 1:
         note(f"          {gpus} GPUs available: use all with torchrun --nproc-per-node {gpus} -m aploss")
     resumed = f", resumed at step {loop.state.step}" if loop.state.step > 0 else ""
     note(f"run       {folder.path}{resumed}")
@@ -271,8 +293,8 @@ def _summarise(config: TrainConfig, folder: RunFolder, loop: Loop, measured: dic
         minutes=round(state.seconds / 60, 3),
         images_per_second=round(median(speeds), 2) if speeds else 0.0,
         parameters=_parameters(loop.stepper.detector),
-        device=str(loop.stepper.device),
-        processes=loop.world.size,
+        device=str(loop.accelerator.device),
+        processes=loop.accelerator.num_processes,
         **{name: environment[name] for name in ("command", "commit")},
         unreadable_images=state.unreadable,
     )

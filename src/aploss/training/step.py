@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 from typing import Any, cast
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn, optim
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from aploss.data.loader import Batch
@@ -19,13 +19,12 @@ from aploss.detectors.detector import Detector
 from aploss.errors import ConfigError, RunError, listed
 from aploss.losses import NonFiniteScoresError, OtherProcessError, traits_of
 from aploss.training.config import OptimizerConfig, TrainConfig
-from aploss.training.distributed import World
+from aploss.training.distributed import sum_over_processes
 from aploss.training.schedule import Schedule
 
 PARTS = ("classification", "box")
 NORMS = (nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._NormBase)
 SHOWN_IMAGES = 8
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class DivergedError(RunError):
@@ -153,21 +152,24 @@ class Stepper:
         config: settings of the run.
         detector: on its device, with its initial weights.
         schedule: the learning-rate schedule.
-        world: the processes of the run.
+        accelerator: the device, precision and processes of the run.
         name_of: returns the name of a training image by index.
     """
 
     def __init__(
-        self, config: TrainConfig, detector: Detector, schedule: Schedule, world: World, name_of: Callable[[int], str]
+        self,
+        config: TrainConfig,
+        detector: Detector,
+        schedule: Schedule,
+        accelerator: Accelerator,
+        name_of: Callable[[int], str],
     ) -> None:
-        self.config, self.detector, self.schedule, self.world = config, detector, schedule, world
-        self.device = next(detector.parameters()).device
+        self.config, self.detector, self.schedule, self.accelerator = config, detector, schedule, accelerator
         freeze(detector, config.model.frozen)
         if config.model.frozen_backbone:
             detector.body().requires_grad_(False)
-        self.optimizer = make_optimizer(detector, config.optimizer)
         self.ema = _make_ema(detector, config.model.ema)
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "float16")
+        self.optimizer = accelerator.prepare_optimizer(make_optimizer(detector, config.optimizer))
         self._name_of = name_of
         self._model = self._parallel(detector)
         self._trained = [p for p in detector.parameters() if p.requires_grad]
@@ -187,37 +189,35 @@ class Stepper:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self._train_mode()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         sums = dict.fromkeys(PARTS, 0.0)
         for index, batch in enumerate(batches):
             losses, problem = self._forward(batch)
             own = (losses[part].item() if part in losses else 0.0 for part in PARTS)
-            found, *values = self.world.sum([problem is not None, *own])
+            found, *values = sum_over_processes(self.accelerator, [problem is not None, *own])
             if found:
                 return StepResult(sums, math.nan, rate, self._skip(number, problem, batch.indices), counts=False)
             for part, value in zip(PARTS, values, strict=True):
-                sums[part] += value / self.world.size / len(batches)
-            self._backward(losses, len(batches), is_last=index == len(batches) - 1)
-        self.scaler.unscale_(self.optimizer)
-        norm = float(clip_grad_norm_(self._trained, self.config.optimizer.clip_norm or math.inf))
-        overflow = not math.isfinite(norm)
+                sums[part] += value / self.accelerator.num_processes / len(batches)
+            is_last = index == len(batches) - 1
+            with nullcontext() if is_last else self.accelerator.no_sync(self._model):
+                self.accelerator.backward(sum(losses.values(), torch.zeros((), device=self.accelerator.device)))
+        norm = float(self.accelerator.clip_grad_norm_(self._trained, self.config.optimizer.clip_norm or math.inf))
+        bad, overflow, scaler = None, not math.isfinite(norm), self.accelerator.scaler
         # An overflow at a loss scale above 1 only means that float16 needs a lower scale.
-        if overflow and not (self.scaler.is_enabled() and self.scaler.get_scale() > 1):
+        if overflow and (scaler is None or scaler.get_scale() <= 1):
             problem = BadNumbers("gradient", _non_finite_gradient(self.detector))
             bad = self._skip(number, problem, [index for batch in batches for index in batch.indices])
-            self.scaler.update()
-            return StepResult(sums, norm, rate, bad, counts=False)
-        self.scaler.step(self.optimizer)  # does nothing after an overflow
-        self.scaler.update()
+        if scaler is not None or not overflow:
+            self.optimizer.step()  # after an overflow the loss scaler skips it and lowers its scale
         if self.ema is not None and not overflow:
             self.ema.update_parameters(self.detector)
-        return StepResult(sums, norm, rate, counts=not overflow)
+        return StepResult(sums, norm, rate, bad, counts=not overflow)
 
     def _forward(self, batch: Batch) -> tuple[dict[str, Tensor], BadNumbers | None]:
-        images = batch.images.to(self.device, non_blocking=True)
-        dtype = DTYPES.get(self.config.precision)
+        images = batch.images.to(self.accelerator.device, non_blocking=True)
         try:
-            with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
+            with self.accelerator.autocast():
                 losses = self._model(images, batch.targets)
         except NonFiniteScoresError as error:
             return {}, BadNumbers("score", str(error))
@@ -230,17 +230,11 @@ class Stepper:
                 return losses, BadNumbers("loss", f"{part} = {value.item()}")
         return losses, None
 
-    def _backward(self, losses: dict[str, Tensor], passes: int, *, is_last: bool) -> None:
-        total = sum(losses.values(), torch.zeros((), device=self.device)) / passes
-        waits = isinstance(self._model, DistributedDataParallel) and not is_last
-        with self._model.no_sync() if waits else nullcontext():  # type: ignore[operator]
-            torch.autograd.backward(self.scaler.scale(total))
-
     def _skip(self, number: int, problem: BadNumbers | None, indices: Sequence[int]) -> BadNumbers:
         """Discards the gradients; returns the reason, agreed on by all ranks."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         own = problem and replace(problem, step=number + 1, images=tuple(map(self._name_of, indices)))
-        reports: list[BadNumbers] = self.world.from_main([found for found in self.world.gather(own) if found])
+        reports: list[BadNumbers] = gather_object([] if own is None else [own])
         # Ranks that were only notified have nothing to add.
         finders = [report for report in reports if report.is_own] or reports
         return replace(finders[0], images=tuple(name for report in finders for name in report.images))
@@ -256,9 +250,7 @@ class Stepper:
             self.detector.body().eval()
 
     def _parallel(self, detector: Detector) -> nn.Module:
-        if self.world.size == 1:
-            return detector
-        if self.config.criterion.rank_over_processes:
+        if self.accelerator.num_processes > 1 and self.config.criterion.rank_over_processes:
             criterion, traits = detector.criterion, traits_of(detector.criterion.loss)
             can_be_global = traits.ranks_across_processes or traits.divides_by_positives
             if not can_be_global and criterion.rank_over == "batch":
@@ -267,13 +259,17 @@ class Stepper:
                 )
             assert torch.distributed.group.WORLD is not None
             criterion.set_process_group(torch.distributed.group.WORLD)
-        return DistributedDataParallel(detector, device_ids=[self.device] if self.device.type == "cuda" else None)
+        model: nn.Module = self.accelerator.prepare_model(detector)
+        if self.accelerator.native_amp:
+            # Only training uses mixed precision: without Accelerate's wrapper, validation runs in float32.
+            self.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        return model
 
     def state(self) -> dict[str, Any]:
         """Returns the fields of :class:`~aploss.detectors.checkpoint.TrainingState` that a step changes."""
         return {
             "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
+            "scaler": {} if self.accelerator.scaler is None else self.accelerator.scaler.state_dict(),
             # Without an EMA these weights are already in the checkpoint.
             "weights": None if self.ema is None else self.detector.state_dict(),
             "averaged_steps": None if self.ema is None else int(self.ema.n_averaged),
@@ -282,7 +278,8 @@ class Stepper:
     def load_state(self, state: TrainingState, evaluated: Mapping[str, Tensor] | None) -> None:
         """Restores :meth:`state`; ``evaluated`` are the weights of the checkpoint's detector."""
         self.optimizer.load_state_dict(state.optimizer)
-        self.scaler.load_state_dict(state.scaler)
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(state.scaler)
         if self.ema is None:
             self.detector.load_state_dict(evaluated or {})
         else:
