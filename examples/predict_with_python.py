@@ -21,7 +21,7 @@ def train_for_a_moment(steps: int = 20) -> tuple[Path, list[Path]]:
     detector = build_detector("retinanet-tiny", class_names=train.class_names, test_size=(128, 128))
     optimizer = torch.optim.AdamW(detector.parameters(), lr=3e-3)
     batches = make_training_loader(train, batch_size=8, seed=0, preset="light", size=128)
-    for _, (images, targets, _) in zip(range(steps), batches.epoch(0), strict=False):
+    for _, (images, targets, *_) in zip(range(steps), batches.epoch(0), strict=False):
         losses = detector(images, targets)
         optimizer.zero_grad()
         (losses["classification"] + losses["box"]).backward()

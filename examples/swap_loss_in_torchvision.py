@@ -21,7 +21,7 @@ use_loss(model, APLoss(), score_thresh=0)  # the one line; the scores have an or
 
 batches = make_training_loader(dataset, batch_size=4, seed=0, preset="light", size=160)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-for step, (images, targets, _) in enumerate(batches.epoch(0)):
+for step, (images, targets, *_) in enumerate(batches.epoch(0)):
     for target in targets:
         target["labels"] = target["labels"] + 1
     losses = model(list(images), targets)

@@ -37,7 +37,7 @@ precision = torch.float16 if device.type == "cuda" else torch.bfloat16
 
 dataset = builtin_dataset("train", counts=(16, 4, 4))
 batches = make_training_loader(dataset, batch_size=4, seed=rank, preset="light", size=160)
-for number, (images, targets, _) in enumerate(batches.epoch(0), start=1):
+for number, (images, targets, *_) in enumerate(batches.epoch(0), start=1):
     inputs = [image.to(device) for image in images]
     labels = [{key: t[key].to(device) for key in ("boxes", "labels")} for t in targets]
     for label in labels:

@@ -190,7 +190,7 @@ def test_an_invalid_detection_is_named_by_its_index(case):
 
 
 def test_numbers_of_unusual_kinds_are_read():
-    table = DetectionTable.from_results([row(image_id=3.0), row(score=2**70, bbox=[0, 0, 2**70, 1])])
+    table = DetectionTable.from_results([row(image_id=3.0), row(score=2.0**70, bbox=[0, 0, 2.0**70, 1])])
     assert table.image_ids.tolist() == [3, 1]
     assert table.scores.tolist() == [0.5, 2.0**70]
     assert table.xywh[1].tolist() == [0, 0, 2.0**70, 1]

@@ -163,6 +163,8 @@ def _columns(entry: Any, scored: bool) -> tuple[Any, ...]:
         raise CocoEntryError("bad-box", f": 'bbox' is {shown(entry.bbox)}, expected [x, y, width, height]")
     if not all(map(_is_number, entry.bbox)):
         raise CocoEntryError("bad-box", f": 'bbox' is {shown(entry.bbox)}, expected four numbers")
+    if entry.iscrowd not in (0, 1):
+        raise CocoEntryError("bad-entry", f": 'iscrowd' is {shown(entry.iscrowd)}, expected 0 or 1")
     key = "score" if scored else "area"
     value = getattr(entry, key)
     if not scored and (value is UNSET or value is None):
