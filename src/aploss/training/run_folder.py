@@ -130,11 +130,6 @@ class RunFolder:
         self.summary_file.unlink(missing_ok=True)
         remove_unfinished(self.path)
 
-    def read_summary(self) -> dict[str, Any] | None:
-        """Reads the summary of a finished run as plain values, or None."""
-        file = self.summary_file
-        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
-
 
 class Checkpoints:
     """The ``checkpoints/`` folder of a run.
