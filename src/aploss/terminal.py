@@ -44,7 +44,7 @@ def printable_output() -> Iterator[None]:
     for stream in streams:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    sys.stdout, sys.stderr = map(PrintableStream, streams)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = map(PrintableStream, streams)
     try:
         yield
     finally:
