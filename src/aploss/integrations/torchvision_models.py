@@ -223,11 +223,11 @@ class _BoxHeadLoss(_RCNNLoss):
         own_loss = type(self.holder).forward.__globals__[BOX_HEAD_LOSS]
         box_loss = own_loss(class_logits, box_regression, labels, regression_targets)[1]
         # images may have different numbers of proposals
-        logits = pad_sequence(class_logits.split([len(one) for one in labels]), batch_first=True)
+        logits = pad_sequence([*torch.split(class_logits, [len(one) for one in labels])], batch_first=True)
         classes = pad_sequence([one - 1 for one in labels], batch_first=True, padding_value=IGNORED)
         all_labels = torch.cat(labels)
         positive = (all_labels > 0).nonzero().squeeze(1)
-        deltas = box_regression.unflatten(1, (-1, 4))[positive, all_labels[positive]]
+        deltas = box_regression.reshape(len(box_regression), -1, 4)[positive, all_labels[positive]]
         needs_softmax = traits_of(self.holder.classification_loss).softmax
         scores = logits if needs_softmax else shared.softmax_log_odds(logits)
         parts = self.parts(scores, classes, deltas, torch.cat(regression_targets)[positive])
