@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from aploss.terminal import printable, terminal
+
 if TYPE_CHECKING:
     from aploss.training.run_folder import RunFolder
 
@@ -58,12 +60,12 @@ def progress(unit: str, *, quiet: bool = False) -> Iterator[Callable[..., None]]
     from rich.console import Console
     from rich.progress import Progress
 
-    bar = Progress(console=Console(stderr=True), transient=True)
+    bar = Progress(console=Console(file=terminal(sys.stderr)), transient=True)
     is_live = sys.stderr.isatty() and not quiet
     with bar if is_live else nullcontext():  # older versions of rich print an empty line for a disabled bar
         task = bar.add_task(unit, total=None)
 
         def show(done: int | None = None, total: int | None = None, *, text: str = "") -> None:
-            bar.update(task, completed=done, total=total, description=f"{unit}: {text}" if text else unit)
+            bar.update(task, completed=done, total=total, description=f"{unit}: {printable(text)}" if text else unit)
 
         yield show
