@@ -139,7 +139,7 @@ def test_validation_objects_of_unknown_classes_are_refused_or_remarked(
     data = without()
     file = Path(data) / "annotations/instances_val.json"
     file.write_text(file.read_text().replace('"red"', '"Red"'))
-    with pytest.raises(DataError, match="red, green.* Red, green"):
+    with pytest.raises(DataError, match=r"red, green.* Red, green"):
         load_run_data(make_config(data=data))
     loaded = load_run_data(make_config(data=data, splits={"ignore_unknown_classes": True}))
     assert loaded.validation is not None
