@@ -5,6 +5,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,12 @@ def run_folder_of(path: str) -> "RunFolder | None":
 
     candidates = (RunFolder(path), RunFolder(Path(path).parent.parent))
     return next((folder for folder in candidates if folder.exists), None)
+
+
+def free_folder(name: str, is_free: Callable[[Path], bool]) -> Path:
+    """The first free one of ``runs/NAME``, ``runs/NAME-2``, ..."""
+    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    return next(folder for one in names if is_free(folder := Path("runs") / one))
 
 
 @contextmanager
