@@ -183,9 +183,9 @@ def test_the_table_has_aligned_rows_for_classes_and_mean(simulate):
     lines = metrics.table().splitlines()
     assert len(lines) == 2 + 4 + 2  # header, ruler, classes, ruler, mean
     assert len({len(line) for line in lines}) == 1
-    assert lines[0].split() == ["class", "objects", "detections", *SUMMARY[:6], "AR"]
+    assert lines[0].split() == ["class", "objects", "detections", *SUMMARY[:6], "oLRP", "AR"]
     assert lines[-1].split()[3] == f"{metrics.AP:.3f}"
-    assert lines[5].split()[4:] == ["-"] * 7  # the class without objects
+    assert lines[5].split()[4:] == ["-"] * 8  # the class without objects
 
 
 def test_the_table_omits_undefined_columns(simulate):
