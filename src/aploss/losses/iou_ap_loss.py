@@ -1,7 +1,6 @@
 """IoU-AP: AP-loss averaged over IoU thresholds, the loss for COCO's own metric."""
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 from torch import Tensor
@@ -86,8 +85,8 @@ _INTERPOLATED, _PLAIN = RankingOperator(IOU_AP), RankingOperator(PLAIN_IOU_AP)
 
 def _checked(thresholds: int | Sequence[float]) -> int | list[float]:
     """Raises ValueError unless it is a number of thresholds, at least 1, or thresholds in [0, 1]."""
-    if isinstance(thresholds, Integral) and not isinstance(thresholds, bool) and thresholds >= 1:
-        return int(thresholds)
+    if isinstance(thresholds, int) and not isinstance(thresholds, bool) and thresholds >= 1:
+        return thresholds
     if isinstance(thresholds, Sequence) and len(thresholds) and not isinstance(thresholds, str):
         values = [float(value) for value in thresholds]
         if all(0 <= value <= 1 for value in values):

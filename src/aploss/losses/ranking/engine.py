@@ -147,7 +147,11 @@ def _rank_directly(
 ) -> tuple[Tensors, Tensors] | None:
     """Value and gradient of the plain case on the CPU, see :func:`.numba_backend.rank_directly`, else None."""
     rule, delta, groups, weights, _, non_finite, thresholds = options
-    if not (groups is weights is box_losses is thresholds and non_finite == "raise") or type(targets) is not Tensor:
+    if (
+        thresholds is not None
+        or not (groups is weights is box_losses and non_finite == "raise")
+        or type(targets) is not Tensor
+    ):
         return None
     if type(scores) not in (Tensor, Parameter) or scores.is_nested or not scores.is_cpu:
         return None
