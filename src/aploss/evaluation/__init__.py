@@ -17,14 +17,7 @@ from aploss.evaluation.calibration import (
     reliability,
 )
 from aploss.evaluation.lrp import OptimalLRP, optimal_lrp
-from aploss.evaluation.matching import (
-    Curve,
-    Matches,
-    curves_as_dict,
-    match_detections,
-    match_voc,
-    precision_recall_curves,
-)
+from aploss.evaluation.matching import Curve, Matches, match_detections, match_voc, precision_recall_curves
 from aploss.evaluation.metrics import (
     COCO_IOUS,
     HEADLINE_METRICS,
@@ -35,20 +28,12 @@ from aploss.evaluation.metrics import (
     voc_average_precision,
     voc_metrics,
 )
-from aploss.evaluation.tables import (
-    DetectionTable,
-    GroundTruth,
-    as_detections,
-    as_ground_truth,
-    read_detections,
-    read_ground_truth,
-)
+from aploss.evaluation.tables import DetectionTable, GroundTruth, read_detections, read_ground_truth
 
 __all__ = [
     "COCO_IOUS", "HEADLINE_METRICS", "LOWER_IS_BETTER", "METRICS", "Calibration", "Curve", "DetectionTable",
-    "DrawThreshold", "GroundTruth", "Matches", "Metrics", "OptimalLRP", "ReliabilityBin", "as_detections",
-    "as_ground_truth", "best_f1_threshold", "calibrate_detections", "calibration_report", "coco_metrics",
-    "curves_as_dict", "expected_calibration_error", "fit_calibration", "match_detections", "match_voc", "optimal_lrp",
-    "precision_recall_curves", "read_detections", "read_ground_truth", "reliability", "voc_average_precision",
-    "voc_metrics",
+    "DrawThreshold", "GroundTruth", "Matches", "Metrics", "OptimalLRP", "ReliabilityBin", "best_f1_threshold",
+    "calibrate_detections", "calibration_report", "coco_metrics", "expected_calibration_error", "fit_calibration",
+    "match_detections", "match_voc", "optimal_lrp", "precision_recall_curves", "read_detections", "read_ground_truth",
+    "reliability", "voc_average_precision", "voc_metrics",
 ]  # fmt: skip

@@ -196,6 +196,16 @@ def calibration_report(
         ``drawn`` detections, their ``precision``, ``recall`` and ``f1``; and, ``before`` and ``after`` calibration, the
         ``expected_calibration_error`` of the drawn detections, their reliability ``bins``, and under ``all`` the error
         over all detections.
+
+    Example:
+        >>> truth = {
+        ...     "images": [{"id": 1}], "categories": [{"id": 1, "name": "cell"}],
+        ...     "annotations": [{"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 10]}],
+        ... }
+        >>> found = [{"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 8], "score": 0.6}]
+        >>> report = calibration_report(truth, found, Calibration(x=[0, 1], y=[0, 1]), 0.5)
+        >>> report["drawn"], report["f1"], report["after"]["expected_calibration_error"]
+        (1, 1.0, 0.4)
     """
     truth, table = as_tables(ground_truth, detections)
     matches = match_detections(truth, table, iou) if matches is None else matches
@@ -227,7 +237,12 @@ def _errors(values: np.ndarray, correct: np.ndarray, drawn: np.ndarray) -> dict[
 
 @dataclass(frozen=True, kw_only=True)
 class ReliabilityBin:
-    """Detections with a probability in [lower, upper): mean probability (confidence) and true precision."""
+    """Detections with a probability in [lower, upper): mean probability (confidence) and true precision.
+
+    Example:
+        >>> ReliabilityBin(lower=0.7, upper=0.8, count=2, confidence=0.75, precision=0.5).count
+        2
+    """
 
     lower: float
     upper: float
@@ -238,7 +253,12 @@ class ReliabilityBin:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawThreshold:
-    """The score from which detections are drawn, with F1, precision and recall at this threshold."""
+    """The score from which detections are drawn, with F1, precision and recall at this threshold.
+
+    Example:
+        >>> best_f1_threshold([0.9, 0.1], [True, False], objects=1).threshold
+        0.5
+    """
 
     threshold: float
     f1: float
@@ -280,6 +300,13 @@ def expected_calibration_error(probabilities: Values, correct: Flags, bins: int 
 
     The error depends on the selection: a detector's 100 best per image are mostly background, which is easy to be right
     about. To judge the detections that people see, pass those above the threshold.
+
+    Args:
+        probabilities, correct, bins: see :func:`reliability`.
+
+    Example:
+        >>> expected_calibration_error([0.72, 0.78], [True, False])  # predicted 0.75, true 0.5
+        0.25
     """
     rows = reliability(probabilities, correct, bins)
     total = sum(row.count for row in rows)

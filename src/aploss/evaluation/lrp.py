@@ -22,6 +22,10 @@ class OptimalLRP(NamedTuple):
 
     All are NaN if no object of the class counts. If no detection is correct, oLRP is 1 and localisation, false
     positives and threshold are NaN.
+
+    Example:
+        >>> OptimalLRP(oLRP=0.2, oLRP_loc=0.1, oLRP_fp=0.0, oLRP_fn=0.0, lrp_threshold=0.3).oLRP
+        0.2
     """
 
     oLRP: float  # noqa: N815
