@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from aploss.evaluation import HEADLINE_METRICS, METRICS
-from aploss.experiments.measures import CLASS_AP, DETECTION, Run
+from aploss.experiments.measures import CLASS_AP, Run
 from aploss.experiments.plan import Plan, Variant, as_typed, data_name
 from aploss.files import write_json, write_text
 from aploss.plotting.style import loss_label
@@ -112,8 +112,10 @@ class Results:
     @property
     def class_metrics(self) -> list[str]:
         """The metrics of single classes."""
-        finished = [run for run in self.runs.values() if run.summary]
-        return [name for name in DETECTION.values(finished[0]) if name.startswith(CLASS_AP)] if finished else []
+        for variant in self.plan.variants:
+            for run in self.finished_runs(variant.name):
+                return [name for name in variant.measure.values(run) if name.startswith(CLASS_AP)]
+        return []
 
     def is_ahead(self, first: str, second: str, *, by: float = 0.0, metric: str = "AP") -> bool | None:
         """Whether a row is ahead of another by at least ``by``.
