@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from aploss.data.load import dataset_splits, find_source, load_dataset
+from aploss.data.annotations import DetectionDataset
+from aploss.data.convert import convert_dataset
+from aploss.data.load import SAMPLED_FILES, dataset_splits, find_source, fingerprint, load_dataset
 from aploss.errors import DataError
 
 
@@ -151,3 +153,57 @@ def test_a_source_parses_each_split_once(coco_folder):
     assert names(parts[0]) | names(parts[1]) == names(train)
     with pytest.raises(DataError, match=r"instances_train2017\.json"):
         source.load("train", class_names=["dog"])
+
+
+def test_a_fingerprint_is_the_same_in_another_place_and_format(clean_folders, tmp_path):
+    for format, folder in clean_folders.items():
+        before = fingerprint(load_dataset(folder, "train"))
+        assert (before["class_names"], before["images"], before["boxes"]) == (["cat", "dog"], 3, 3)
+        moved = folder.rename(tmp_path / f"moved-{format}")
+        assert fingerprint(load_dataset(moved, "train")) == before
+        converted = tmp_path / f"converted-{format}"
+        convert_dataset(moved, converted, to="coco" if format == "yolo" else "yolo")
+        assert fingerprint(load_dataset(converted, "train")) == before
+
+
+def test_a_fingerprint_names_what_changed(coco_folder, picture):
+    file = coco_folder / "annotations/instances_train2017.json"
+    original = json.loads(file.read_text())
+    before = fingerprint(load_dataset(coco_folder, "train"))
+
+    def changed(edit, **load) -> set[str]:
+        content = json.loads(json.dumps(original))
+        edit(content)
+        file.write_text(json.dumps(content))
+        after = fingerprint(load_dataset(coco_folder, "train", **load))
+        return {key for key in before if after[key] != before[key]}
+
+    def exchange_ids(content: dict) -> None:
+        first, second = content["categories"]
+        first["id"], second["id"] = second["id"], first["id"]
+        for one in content["annotations"]:
+            one["category_id"] = 10 - one["category_id"]
+
+    assert changed(lambda content: None) == set()
+    assert changed(lambda content: content["annotations"][0].update(bbox=[4, 5, 16, 21])) == {"annotations"}
+    assert changed(lambda content: content["annotations"][0].update(iscrowd=1)) == {"annotations"}
+    assert changed(lambda content: content["categories"][0].update(name="wolf")) == {"class_names"}
+    assert changed(exchange_ids) == {"class_names", "annotations"}
+    assert changed(exchange_ids, class_names=["cat", "dog"]) == set()  # mapped by name
+    assert changed(lambda content: content["images"].pop()) == {"images", "annotations", "files"}
+    picture(coco_folder / "train2017" / "c.png", (64, 48)).write_bytes(
+        (coco_folder / "train2017" / "c.png").read_bytes()[:-1] + b"?"
+    )
+    assert changed(lambda content: None) == {"files"}
+
+
+def test_a_fingerprint_of_many_images_sees_every_file_size(tmp_path):
+    count = 2 * SAMPLED_FILES
+    paths = [f"{number}.png" for number in range(count)]
+    for path in paths:
+        (tmp_path / path).write_bytes(b"of its size")
+    sizes = {"image_sizes": [(8, 8)] * count, "boxes_per_image": [0] * count, "boxes": [], "labels": []}
+    dataset = DetectionDataset(root=tmp_path, class_names=["cat"], image_paths=paths, **sizes)
+    before = fingerprint(dataset)
+    dataset.image_path(1).write_bytes(b"one byte more")
+    assert fingerprint(dataset)["files"] != before["files"]

@@ -1,9 +1,13 @@
-"""Recognising the format of a dataset and loading its splits."""
+"""Recognising the format of a dataset, loading its splits, and fingerprinting them."""
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 import aploss.data.coco
 import aploss.data.voc
@@ -15,6 +19,9 @@ from aploss.data.images import Inspection, inspect_image
 from aploss.errors import DataError, did_you_mean
 
 Progress = Callable[[int, int], None]  # (images done, total)
+
+SAMPLED_FILES = 2000  # image files whose bytes enter a fingerprint; of the others only the size does
+SAMPLED_BYTES = 1 << 14  # at the beginning, in the middle and at the end of a file
 
 
 def load_dataset(
@@ -117,3 +124,57 @@ def inspect_images(dataset: DetectionDataset, *, decode: bool = True) -> Iterato
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         yield from pool.map(inspect, range(len(dataset)))
+
+
+def fingerprint(dataset: DetectionDataset) -> dict[str, Any]:
+    """Identifies the content of a split, cheaply enough for COCO (118,000 images in seconds).
+
+    Equal for equal content in equal order, wherever the dataset is and whatever its format; file names and image ids
+    do not matter. Of the images, the size of every file and a sample of the bytes of up to :data:`SAMPLED_FILES`
+    files are used, so that an exchanged image is found without reading all of them.
+
+    Returns:
+        ``class_names`` (list of str, in the order of the labels), ``images`` and ``boxes`` (their numbers),
+        ``annotations`` (digest of image sizes, boxes, labels, flags and areas) and ``files`` (digest of the image
+        files). Ready for JSON; compare the entries to tell what changed.
+
+    Example:
+        >>> dataset = DetectionDataset(
+        ...     root=".", class_names=("disc",), image_paths=(), image_sizes=[], boxes_per_image=[], boxes=[],
+        ...     labels=[])
+        >>> found = fingerprint(dataset)
+        >>> found["class_names"], found["images"], len(found["annotations"])
+        (['disc'], 0, 32)
+    """
+    annotations, files = (hashlib.blake2b(digest_size=16) for _ in range(2))
+    for column in ("image_sizes", "boxes_per_image", "boxes", "labels", "difficult", "crowd", "areas"):
+        annotations.update(getattr(dataset, column).tobytes())
+    paths = [dataset.image_path(index) for index in range(len(dataset))]
+    sampled = set(np.linspace(0, len(paths) - 1, min(len(paths), SAMPLED_FILES)).astype(int).tolist())
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        reads = (index in sampled for index in range(len(paths)))
+        for content in pool.map(_sample_file, paths, reads, chunksize=64):
+            files.update(content)
+    return {
+        "class_names": list(dataset.class_names),
+        "images": len(dataset),
+        "boxes": dataset.num_boxes,
+        "annotations": annotations.hexdigest(),
+        "files": files.hexdigest(),
+    }
+
+
+def _sample_file(path: Path, read: bool) -> bytes:
+    """The size of a file and, with ``read``, a digest of a sample of its bytes."""
+    try:
+        size = path.stat().st_size
+        if not read:
+            return b"%d\n" % size
+        with path.open("rb") as file:
+            digest = hashlib.blake2b(digest_size=16)
+            for start in sorted({0, max(0, size // 2), max(0, size - SAMPLED_BYTES)}):
+                file.seek(start)
+                digest.update(file.read(SAMPLED_BYTES))
+        return b"%d " % size + digest.digest()
+    except OSError:
+        return b"unreadable\n"
