@@ -243,11 +243,7 @@ class _Driver:
 def _train_on_ray(job: Job, deadline: float | None, driver: _Driver) -> Run | AplossError | None:
     """The task of Ray. Errors are returned: Ray would wrap a raised one in its traceback."""
     try:
-        try:
-            os.chdir(driver.folder)
-        except OSError as error:
-            where = f"{driver.folder} cannot be opened on node {os.uname().nodename}"
-            return RunError(f"{where} ({error.strerror}): start the comparison from storage that all nodes share")
+        os.chdir(driver.folder)
         sys.argv[:] = driver.command
         load_plugins(driver.plugins)
         torch.set_num_threads(driver.threads)
@@ -259,6 +255,8 @@ def _train_on_ray(job: Job, deadline: float | None, driver: _Driver) -> Run | Ap
         return None
     except AplossError as error:
         return error
+    except OSError as error:
+        return RunError(f"{error} on node {os.uname().nodename}: all nodes must share the storage of the comparison")
 
 
 def _cancel(references: list[Any]) -> None:
@@ -267,7 +265,8 @@ def _cancel(references: list[Any]) -> None:
 
     for reference in references:
         ray.cancel(reference)
-    ray.wait(references, num_returns=len(references), timeout=STOP_TIMEOUT_S)
+    if references:
+        ray.wait(references, num_returns=len(references), timeout=STOP_TIMEOUT_S)
 
 
 def _resources(workers: Workers, device: str) -> dict[str, float]:
@@ -301,9 +300,7 @@ def open_pool(workers: Workers, cache: Path, device: str, *, deadline: float | N
             torch.set_num_threads(before)
         return
     if ":" in device:
-        raise ConfigError(
-            f"--device {device}: Ray chooses the GPU of each run, use --device {device.partition(':')[0]}"
-        )
+        raise ConfigError(f"--device {device}: Ray chooses the GPU of each run, use {device.partition(':')[0]}")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     if workers.ray is None:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # of any system: Ray then listens on 127.0.0.1 only
@@ -317,8 +314,8 @@ def open_pool(workers: Workers, cache: Path, device: str, *, deadline: float | N
     logging.getLogger("ray").setLevel(logging.ERROR)
     try:
         ray.init(**options, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"--ray {workers.ray}: no cluster answers ({str(error).splitlines()[0]})") from error
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        raise ConfigError(f"--ray {workers.ray}: no cluster answers ({str(error).splitlines()[0][:200]})") from error
     try:
         yield RayPool(workers, cache, device, deadline, quiet)
     finally:
