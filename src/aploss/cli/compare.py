@@ -126,7 +126,7 @@ def _run(options: Namespace) -> int:
         print(describe_plan(plan, workers=options.workers))
         return 0
     if len(seeds) < 3:
-        print(f"{len(seeds)} seeds decide little: add --seeds 3 or more", file=sys.stderr)
+        print("fewer than three seeds decide little: add --seeds 3 or more", file=sys.stderr)
     return run_comparison(options, default_out(plan), partial(compare, plan))
 
 
@@ -177,7 +177,7 @@ def run_comparison(options: Namespace, default_out: Path, work: Callable[..., An
         results = work(out, cache=options.cache, workers=workers, max_minutes=options.max_minutes, quiet=options.quiet)
     except TrainingInterruptedError as interruption:
         if is_main_process():
-            print("interrupted; finished runs are saved, the same command resumes", file=sys.stderr)
+            print("interrupted; all runs are saved, the same command resumes", file=sys.stderr)
         return interruption.exit_code
     if is_main_process():
         _show(out)

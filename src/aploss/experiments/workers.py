@@ -302,6 +302,8 @@ def open_pool(workers: Workers, cache: Path, device: str, *, deadline: float | N
     if ":" in device:
         raise ConfigError(f"--device {device}: Ray chooses the GPU of each run, use {device.partition(':')[0]}")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    for name in ("time", "timeout"):  # a node behind a cut link is lost after half a minute, not after seven
+        os.environ.setdefault(f"RAY_grpc_client_keepalive_{name}_ms", "15000")
     if workers.ray is None:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # of any system: Ray then listens on 127.0.0.1 only
     import ray
