@@ -24,7 +24,7 @@ from pathlib import Path
 NODES = {"a": "10.77.0.1", "b": "10.77.0.2"}
 PREFIX, DEVICE = "aploss-node-", "net0"
 PORTS = {"training": 29400, "ranking": 29401, "ray": 6399}
-PATIENCE_S = 300.0
+PATIENCE_S = 900.0
 RANKING = """
 import datetime, sys, time, torch, torch.distributed as dist
 from aploss.losses import ap_loss
@@ -139,7 +139,10 @@ def torchrun(cluster: Cluster, kind: str, node: str, *words: str) -> "subprocess
     """Starts one of two nodes of torchrun."""
     options = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"]
     options += ["--rdzv-endpoint", f"{NODES['a']}:{PORTS[kind]}", "--rdzv-id", kind, "--local-addr", NODES[node]]
-    options += ["--rdzv-conf", f"is_host={int(node == 'a')}"]  # both namespaces have the host name of the machine
+    options += [
+        "--rdzv-conf",
+        f"is_host={int(node == 'a')},join_timeout=60",
+    ]  # both namespaces have the host name of the machine
     return cluster.start(node, f"{kind}-{node}", sys.executable, "-m", "torch.distributed.run", *options, *words)
 
 
@@ -150,7 +153,7 @@ def small_run(data: Path) -> list[str]:
 
 
 def try_training(cluster: Cluster, data: Path) -> None:
-    """Kills node b in the middle of a training, and starts it again."""
+    """Kills node b in the middle of a training, and starts both nodes again."""
     words = ["-m", "aploss", "train", *small_run(data), "--criterion.rank_over_processes", "true"]
     words += ["--checkpoint_steps", "5", "--out", "run"]
     say("training: torchrun --nnodes 2 -m aploss train on both nodes")
@@ -160,9 +163,12 @@ def try_training(cluster: Cluster, data: Path) -> None:
     say("training: the first checkpoint is written; killing node b")
     cluster.kill("b")
     wait("rank 0 notices", lambda: "has died" in cluster.log("training-a"))
-    say("training: rank 0 has noticed; its torchrun waits for another node, which is started 30 s later")
-    time.sleep(30)  # until the rendezvous has forgotten the dead node
-    nodes["b"] = torchrun(cluster, "training", "b", *words)
+    say("training: rank 0 has noticed; waiting for its torchrun, which cannot continue with one node")
+    wait("torchrun gives up", lambda: nodes["a"].poll() is not None)
+    say(f"training: it gave up, exit code {nodes['a'].returncode}; starting both nodes as sbatch --requeue does")
+    os.environ["SLURM_RESTART_COUNT"] = "1"
+    nodes = {node: torchrun(cluster, "training", node, *words) for node in NODES}
+    del os.environ["SLURM_RESTART_COUNT"]
     wait("the run finishes", lambda: nodes["a"].poll() is not None)
     show(cluster, "training-a", "has died|restarted after|finished:|^ *test: ")
     is_written = (cluster.folder / "run" / "summary.json").exists()
