@@ -113,7 +113,7 @@ def _without_recipe(values: dict[str, Any], *, sized: bool) -> "tuple[TrainConfi
 
 
 def _suggest_recipe(device: str, detector: str | None) -> str:
-    from aploss.training.machine import choose_device
+    from aploss.training.distributed import choose_device
     from aploss.training.splits import suggest_recipe
 
     return suggest_recipe(choose_device(device), detector)
@@ -122,7 +122,7 @@ def _suggest_recipe(device: str, detector: str | None) -> str:
 def run_training(config: TrainConfig, options: Namespace, *, resume: bool, source: "DataFormat | None" = None) -> int:
     """Trains with progress, then prints the table of AP and the path of the report."""
     from aploss import training
-    from aploss.training.distributed import LostProcessError, is_main_process
+    from aploss.training.distributed import FailedRankError, is_main_process
 
     try:
         summary = training.train(config, resume=resume, quiet=options.quiet, source=source)
@@ -131,7 +131,7 @@ def run_training(config: TrainConfig, options: Namespace, *, resume: bool, sourc
             print(interruption, *(f"--plugin {shlex.quote(file)}" for file in options.plugin), file=sys.stderr)
         return interruption.exit_code
     except AplossError as error:
-        if is_main_process() or isinstance(error, LostProcessError):
+        if is_main_process() or isinstance(error, FailedRankError):
             raise
         return error.exit_code  # the main process reports it
     if is_main_process():
