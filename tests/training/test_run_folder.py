@@ -125,7 +125,9 @@ def test_the_format_of_the_previous_version_is_written_and_read(copied: TrainCon
     assert best.keys() == {"format", "detector", "step", "metrics"}
     assert best["detector"].keys() == {"config", "state", "calibration", "draw_threshold"}
     assert last["training"]["stepper"].keys() == {"optimizer", "scaler", "weights", "averaged_steps"}
-    assert {"step", "random", "images", "threads", "data", "processes", "stopped_by", "window"} <= last["training"].keys()
+    assert {"step", "random", "images", "threads", "data", "processes", "stopped_by", "window"} <= last[
+        "training"
+    ].keys()
     for content in (last, best):
         torch.save(content, tmp_path / "again.pt")
         Checkpoint.read(tmp_path / "again.pt").write(tmp_path / "written.pt")

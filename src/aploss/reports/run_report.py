@@ -108,6 +108,8 @@ def _story(summary: Mapping[str, Any]) -> str:
     if unreadable := summary.get("unreadable_images"):
         names = listed([Path(str(path)).name for path in unreadable], SHOWN_NAMES)
         parts.append(f"{len(unreadable)} image(s) could not be read and were skipped: {names}.")
+    if changes := summary.get("resume_changes"):
+        parts.append(f"When the run was resumed, something had changed: {'; '.join(map(str, changes))}.")
     return " ".join(parts)
 
 
