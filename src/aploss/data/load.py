@@ -140,7 +140,8 @@ def fingerprint(dataset: DetectionDataset) -> dict[str, Any]:
 
     Example:
         >>> dataset = DetectionDataset(
-        ...     root=".", class_names=("disc",), image_paths=(), image_sizes=[], boxes_per_image=[], boxes=[], labels=[])
+        ...     root=".", class_names=("disc",), image_paths=(), image_sizes=[], boxes_per_image=[], boxes=[],
+        ...     labels=[])
         >>> found = fingerprint(dataset)
         >>> found["class_names"], found["images"], len(found["annotations"])
         (['disc'], 0, 32)

@@ -24,6 +24,7 @@ from rich.progress import Progress as RichProgress
 
 from aploss.errors import ConfigError, require_packages
 from aploss.evaluation import HEADLINE_METRICS, METRICS
+from aploss.terminal import printable, terminal
 from aploss.training.config import TrainConfig, config_fields
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ class Progress:
     def __init__(self, *, quiet: bool, is_main: bool = True) -> None:
         self._shows, self._warns = is_main and not quiet, is_main
         self._is_live = self._shows and sys.stdout.isatty()
-        self._console = Console(soft_wrap=True)
+        self._console = Console(file=terminal(sys.stdout), soft_wrap=True)
         columns = "{task.description}", BarColumn(bar_width=None), MofNCompleteColumn(), "{task.fields[text]}"
         self._bar = RichProgress(
             *(TextColumn(one) if isinstance(one, str) else one for one in columns),
@@ -245,7 +246,7 @@ class Progress:
         """Shows a line of information."""
         if self._shows:
             self._last_line = time.monotonic()
-            self._console.print(text, highlight=False, markup=False)
+            self._console.print(printable(text), highlight=False, markup=False)
 
     def _note_rarely(self, text: str) -> None:
         if not self._is_live and time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
@@ -254,7 +255,7 @@ class Progress:
     def warn(self, text: str) -> None:
         """Shows a warning, also if quiet."""
         if self._is_live:
-            self._console.print(text, style="yellow", highlight=False, markup=False)
+            self._console.print(printable(text), style="yellow", highlight=False, markup=False)
         elif self._warns:
             print(text, file=sys.stderr, flush=True)
 

@@ -118,6 +118,9 @@ class SplitsConfig(_Settings, group="splits."):
     accept_changed: bool = setting(
         False, "resume although the data have changed; the report says so", resumable=True, default_before=False
     )
+    ignore_unknown_classes: bool = setting(
+        False, "evaluate without the objects of classes that the training split lacks", resumable=True
+    )
 
 
 @dataclass(frozen=True)
