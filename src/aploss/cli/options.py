@@ -54,7 +54,9 @@ def add_general_options(parser: Parser) -> None:
     """Adds the options of all commands."""
     group = parser.add_argument_group("general")
     group.add_argument("--threads", type=positive_int, metavar="N", help="number of CPU threads; all cores by default")
-    group.add_argument("--quiet", action="store_true", help="print only results, warnings and errors")
+    group.add_argument(
+        "--quiet", action="store_true", help="print only results, warnings and errors; in training no results"
+    )
     plugin = "Python file that registers losses, detectors or data formats; may be repeated"
     group.add_argument("--plugin", action="append", default=[], metavar="FILE.py", help=plugin)
     group.add_argument("--debug", action="store_true", help="print the traceback of errors")
