@@ -32,8 +32,7 @@ from aploss.plotting.style import loss_label
 from aploss.reports.comparison import Comparison
 from aploss.training.config import RESUMABLE_KEYS, differing_keys
 from aploss.training.distributed import TrainingInterruptedError
-from aploss.training.machine import describe_environment
-from aploss.training.run_folder import RunFolder, Summary
+from aploss.training.run_folder import RunFolder, Summary, describe_environment
 
 __all__ = ["Workers", "compare", "compare_runs", "comparison_plan", "default_out"]
 

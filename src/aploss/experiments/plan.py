@@ -33,7 +33,7 @@ from aploss.training.config import (
     nested,
     parse_value,
 )
-from aploss.training.machine import choose_device, seeded
+from aploss.training.distributed import choose_device, seeded
 from aploss.training.recipes import load_config, merge
 from aploss.training.run import make_detector
 from aploss.training.run_folder import default_folder

@@ -25,7 +25,7 @@ from aploss.experiments.plan import (
 from aploss.experiments.results import Results
 from aploss.reports.comparison import Comparison
 from aploss.training.config import TrainConfig, nested
-from aploss.training.machine import choose_device
+from aploss.training.distributed import choose_device
 from aploss.training.recipes import merge
 
 SEEDS = {"small": (0, 1, 2), "paper": (0,)}  # the paper names none

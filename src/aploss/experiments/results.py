@@ -16,7 +16,7 @@ from aploss.plotting.style import loss_label
 from aploss.reports.comparison import Comparison, Difference, Entry, paired_difference, spread, write_comparison_report
 from aploss.reports.page import Cell, Section, Table, Text, Verdict
 from aploss.training.config import TrainConfig
-from aploss.training.machine import describe_environment
+from aploss.training.run_folder import describe_environment
 
 MIN_SEEDS = 3  # fewer are reported as too few
 TIE = "tie"

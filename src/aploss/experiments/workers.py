@@ -24,10 +24,10 @@ from aploss.experiments.measures import Run
 from aploss.experiments.plan import RATE, Variant, cache_folder
 from aploss.registry import load_plugins
 from aploss.reports.run_files import read_json_lines
+from aploss.terminal import terminal
+from aploss.training.callbacks import describe_seconds
 from aploss.training.config import TrainConfig
-from aploss.training.distributed import StopSignals, TrainingInterruptedError, on_main, start_accelerator
-from aploss.training.machine import choose_device
-from aploss.training.progress import describe_seconds
+from aploss.training.distributed import StopSignals, TrainingInterruptedError, choose_device, on_main, start_accelerator
 from aploss.training.run_folder import Summary
 from aploss.training.step import DivergedError
 
@@ -339,7 +339,9 @@ class Display:
         from rich.console import Console
 
         self._jobs, self._next_line = list(jobs), time.monotonic() + LINE_INTERVAL_S
-        self._status = Console().status("starting") if sys.stdout.isatty() and not self.quiet else None
+        self._status = (
+            Console(file=terminal(sys.stdout)).status("starting") if sys.stdout.isatty() and not self.quiet else None
+        )
         with self._status or nullcontext():
             yield self
 
