@@ -387,7 +387,7 @@ def settings_hash(config: TrainConfig) -> str:
     """
     values = config_to_dict(config)
     unchanged = (key for key, value in DEFAULTS_BEFORE_ADDED.items() if attrgetter(key)(config) == value)
-    for key in (*RESUMABLE_KEYS, *unchanged):
+    for key in {*RESUMABLE_KEYS, *unchanged}:
         group, _, name = key.rpartition(".")
         del (values[group] if group else values)[name]
     values["device"] = config.device  # minutes on two devices must not be compared
