@@ -82,7 +82,7 @@ class FocalLoss(SigmoidLoss):
         label="Focal loss", colour="#d55e00", dashes="--", marker="s", divides_by_positives=True, calibrated=True
     )
 
-    function = staticmethod(focal_loss)
+    _function = staticmethod(focal_loss)
 
     def __init__(self, alpha: float = 0.25, gamma: float = 2.0) -> None:
         super().__init__(alpha=alpha, gamma=gamma)

@@ -80,7 +80,7 @@ class IoUAwareBCELoss(SigmoidLoss):
 
     traits = IoUTraits(label="IA-BCE", colour="#b59b3a", dashes=(0, (3, 1, 1, 1)), marker="X")
 
-    function = staticmethod(iou_aware_bce_loss)
+    _function = staticmethod(iou_aware_bce_loss)
 
     def __init__(self, alpha: float = 0.25, gamma: float = 2.0) -> None:
         super().__init__(alpha=alpha, gamma=gamma)

@@ -77,7 +77,7 @@ class MatchabilityAwareLoss(SigmoidLoss):
 
     traits = IoUTraits(label="MAL", colour="#332288", dashes=(0, (5, 1)), marker="P")
 
-    function = staticmethod(matchability_aware_loss)
+    _function = staticmethod(matchability_aware_loss)
 
     def __init__(self, gamma: float = 1.5, alpha: float = 1.0) -> None:
         super().__init__(gamma=gamma, alpha=alpha)

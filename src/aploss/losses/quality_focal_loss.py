@@ -66,7 +66,7 @@ class QualityFocalLoss(SigmoidLoss):
 
     traits = IoUTraits(label="Quality focal loss", colour="#44aa99", dashes=":", marker="D")
 
-    function = staticmethod(quality_focal_loss)
+    _function = staticmethod(quality_focal_loss)
 
     def __init__(self, beta: float = 2.0) -> None:
         super().__init__(beta=beta)

@@ -49,9 +49,9 @@ def mean_over_positives(
 
 
 class SigmoidLoss(nn.Module):
-    """Base class of these losses as modules: calls ``function`` with the options that the constructor was given."""
+    """Base class of these losses as modules: calls ``_function`` with the options that the constructor was given."""
 
-    function: ClassVar[Callable[..., Tensor]]
+    _function: ClassVar[Callable[..., Tensor]]
 
     def __init__(self, **options: float) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class SigmoidLoss(nn.Module):
             targets: same shape; positive, 0 negative, -1 ignored.
             num_positives: the divisor; by default the number of positives, at least 1.
         """
-        return type(self).function(scores, targets, num_positives=num_positives, **self._values())
+        return type(self)._function(scores, targets, num_positives=num_positives, **self._values())
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self._values().items())

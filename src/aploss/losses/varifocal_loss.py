@@ -75,7 +75,7 @@ class VarifocalLoss(SigmoidLoss):
 
     traits = IoUTraits(label="Varifocal loss", colour="#882255", dashes="--", marker="^")
 
-    function = staticmethod(varifocal_loss)
+    _function = staticmethod(varifocal_loss)
 
     def __init__(self, alpha: float = 0.75, gamma: float = 2.0) -> None:
         super().__init__(alpha=alpha, gamma=gamma)
