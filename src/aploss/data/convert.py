@@ -59,7 +59,7 @@ def convert_dataset(
         raise DataError(f"{out}: inside the dataset it is made from; name a folder elsewhere")
     class_names = source.load().class_names
     parts = {
-        split: without_unusable_images(source.load(split, class_names=class_names), decode=False)
+        split: without_unusable_images(source.load(split, class_names=class_names), pixels=False)
         for split in source.splits
     }
     whole = concatenate(list(parts.values()), split="all")
