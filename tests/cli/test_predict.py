@@ -1,18 +1,22 @@
 """``aploss predict``: images found, files written, errors."""
 
 import json
+import shutil
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
 
 from aploss.cli.main import main
 from aploss.cli.predict import find_images
 from aploss.data.voc import parse_annotation
 from aploss.data.yolo import parse_row
-from aploss.detectors import load
+from aploss.detectors import Detector, load
 
 
 @pytest.fixture
@@ -148,3 +152,171 @@ def test_files_folders_and_patterns_are_found_once_with_different_names(photos: 
     images = find_images([f"{photos}/**/*.jpg", str(photos), str(photos / "more")], exclude=photos / "pictures")
     names = {path.relative_to(photos).as_posix(): name for path, name in images.items()}
     assert list(names.items()) == [("a.jpg", "a"), ("more/a.jpg", "a-2"), ("b.png", "b")]
+
+
+def test_a_stopped_command_resumes_and_gives_the_same_files(
+    run_folder: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused
+) -> None:
+    words = (run_folder, photos, "--batch-size", 1, "--quiet", "--out")
+    assert _run(*words, tmp_path / "whole") == 0
+    predict, seen = Detector.predict, []
+
+    def stop_at_the_last(detector, images, **options):
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        seen.append(images)
+        return predict(detector, images, **options)
+
+    monkeypatch.setattr(Detector, "predict", stop_at_the_last)
+    out = tmp_path / "out"
+    assert _run(*words, out) == 130
+    assert "another command" in refused("predict", *words, out, "--threshold", "0.9", "--device", "cpu")
+    with (out / "unfinished.jsonl").open("ab") as parts:
+        parts.write(b'{"path": "cut by a ki')
+    monkeypatch.setattr(Detector, "predict", lambda detector, images, **options: predict(detector, images, **options))
+    (photos / "a.jpg").touch()  # changed since: predicted again
+    assert _run(*words, out) == 0
+    names = sorted(path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file())
+    assert names == [
+        "detections.json",
+        "images.json",
+        *(f"pictures/{name}" for name in ("a.jpg", "b.png", "more/a.jpg")),
+    ]
+    by_id = [
+        sorted(json.loads((folder / "detections.json").read_text()), key=lambda one: one["image_id"])
+        for folder in (out, tmp_path / "whole")
+    ]
+    assert by_id[0] == by_id[1]
+
+
+def test_results_have_a_folder_of_their_own_by_default(
+    run_folder: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number in ("", "-2"):
+        assert _run(run_folder / "checkpoints" / "best.pt", photos, "--quiet") == 0
+        assert (tmp_path / "runs" / f"predict-best{number}" / "detections.json").is_file()
+
+
+@pytest.fixture
+def coco_run(run_folder: Path, shapes: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A run, and the COCO dataset it was trained on, whose ids have gaps as COCO's own."""
+    data, run = shutil.copytree(shapes, tmp_path / "data"), shutil.copytree(run_folder, tmp_path / "run")
+    for split in ("test", "train", "val"):
+        for path in (data / split).iterdir():
+            path.rename(path.with_name(f"{split}-{path.name}"))
+    for shift, file in enumerate(sorted((data / "annotations").iterdir()), start=1):
+        content = json.loads(file.read_text())
+        for entry in content["images"] + content["categories"]:
+            entry["id"] = 7 * entry["id"] + 1000 * shift * ("file_name" in entry)
+        for entry in content["images"]:
+            entry["file_name"] = f"{file.stem.removeprefix('instances_')}-{entry['file_name']}"
+        for entry in content["annotations"]:
+            entry |= {"image_id": 7 * entry["image_id"] + 1000 * shift, "category_id": 7 * entry["category_id"]}
+        content["categories"].reverse()
+        file.write_text(json.dumps(content))
+    (run / "config.yaml").write_text(json.dumps({"data": str(data)}))
+    return run, data
+
+
+def test_a_coco_submission_has_the_ids_of_the_annotations(
+    coco_run: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], refused
+) -> None:
+    run, data = coco_run
+    file, images = data / "annotations/instances_test.json", data / "test"
+    assert _run(run, images, "--submission", "coco", "--out", tmp_path / "out", "--quiet") == 0
+    assert not (tmp_path / "out" / "pictures").exists()
+    capsys.readouterr()
+    assert main(["eval", str(run), "--data", str(data), "--split", "test", "--iou", "0.1", "--json"]) == 0
+    expected = json.loads(capsys.readouterr().out)["AP"]
+    truth = COCO(str(file))
+    evaluation = COCOeval(truth, truth.loadRes(str(tmp_path / "out/detections.json")), "bbox")
+    evaluation.params.iouThrs = np.array([0.1])
+    evaluation.evaluate()
+    evaluation.accumulate()
+    precision = evaluation.eval["precision"][0, :, :, 0, -1]
+    assert 0 < precision[precision >= 0].mean() == pytest.approx(expected, abs=1e-6)
+    # The server's own file, which lists images but has no annotations, and images that it does not list.
+    info = {key: value for key, value in json.loads(file.read_text()).items() if key != "annotations"}
+    (tmp_path / "info.json").write_text(json.dumps(info))
+    words = ("--submission", "coco", "--annotations", tmp_path / "info.json", "--out", tmp_path / "again", "--quiet")
+    assert _run(run, images, *words) == 0
+    results = [(tmp_path / out / "detections.json").read_text() for out in ("out", "again")]
+    assert results[0] == results[1]
+    assert "--annotations" in refused("predict", run, data / "train", *words)
+    assert not (tmp_path / "again" / "unfinished.jsonl").exists()
+    (tmp_path / "run" / "config.yaml").unlink()
+    assert "--annotations" in refused("predict", run, images, "--submission", "coco")
+
+
+def test_plain_detections_are_not_evaluated_by_the_ids_of_other_images(
+    coco_run: tuple[Path, Path], tmp_path: Path, refused
+) -> None:
+    run, data = coco_run
+    assert _run(run, data / "test", "--out", tmp_path / "out", "--quiet") == 0
+    files = (
+        "--annotations",
+        data / "annotations/instances_test.json",
+        "--detections",
+        tmp_path / "out/detections.json",
+    )
+    assert "--submission coco" in refused("eval", *files)
+
+
+def devkit_ap(results: Path, annotations: Path, name: str, iou: float) -> float:
+    """VOCevaldet.m of the VOC2007 devkit, line by line; boxes are inclusive and count from 1."""
+    objects = defaultdict(list)
+    for file in annotations.iterdir():
+        for one in ElementTree.parse(file).getroot().iter("object"):
+            if one.findtext("name") == name:
+                box = [float(one.findtext(f"bndbox/{side}")) for side in ("xmin", "ymin", "xmax", "ymax")]
+                objects[file.stem].append({"box": box, "difficult": one.findtext("difficult") == "1", "found": False})
+    rows = [line.split(" ") for line in (results / f"comp4_det_test_{name}.txt").read_text().splitlines()]
+    hits = []
+    for image, _, *corners in sorted(rows, key=lambda row: -float(row[1])):
+        best, overlap = None, -np.inf
+        for one in objects[image]:
+            x1, y1, x2, y2 = map(float, corners)
+            a1, b1, a2, b2 = one["box"]
+            width, height = min(x2, a2) - max(x1, a1) + 1, min(y2, b2) - max(y1, b1) + 1
+            if width > 0 and height > 0:
+                union = (x2 - x1 + 1) * (y2 - y1 + 1) + (a2 - a1 + 1) * (b2 - b1 + 1) - width * height
+                if width * height / union > overlap:
+                    best, overlap = one, width * height / union
+        if overlap >= iou and best["difficult"]:
+            continue  # neither right nor wrong
+        hits.append(overlap >= iou and not best["found"])
+        if hits[-1]:
+            best["found"] = True
+    true, false = np.cumsum(hits), np.cumsum(np.logical_not(hits))
+    recall, precision = (
+        true / sum(not one["difficult"] for own in objects.values() for one in own),
+        true / np.maximum(true + false, 1),
+    )
+    return sum(precision[recall >= tenths / 10].max(initial=0) / 11 for tenths in range(11))
+
+
+def test_a_voc_submission_scores_in_the_devkit_as_the_run_in_eval(
+    run_folder: Path, shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused
+) -> None:
+    data, out = tmp_path / "voc", tmp_path / "out"
+    assert main(["data", "convert", str(shapes), "--to", "voc", "--out", str(data)]) == 0
+    stems = (data / "ImageSets/Main/test.txt").read_text().split()
+    images = [next((data / "JPEGImages").glob(f"{stem}.*")) for stem in stems]
+    assert _run(run_folder, *images, "--submission", "voc", "--out", out, "--quiet") == 0
+    capsys.readouterr()
+    words = ["eval", str(run_folder), "--data", str(data), "--split", "test", "--metric", "voc07", "--iou", "0.1"]
+    assert main([*words, "--json"]) == 0
+    per_class = json.loads(capsys.readouterr().out)["per_class"]
+    expected = {name: row["AP"] for name, row in per_class.items() if row["objects"]}
+    assert any(expected.values())
+    for file in (data / "Annotations").iterdir():
+        if file.stem not in stems:
+            file.unlink()
+    found = {name: devkit_ap(out, data / "Annotations", name, 0.1) for name in expected}
+    assert found == pytest.approx(expected, abs=1e-6)
+    assert len(list(out.glob("comp4_det_test_*.txt"))) == len(load(run_folder).class_names)
+    (tmp_path / "more").mkdir()
+    shutil.copy(images[0], tmp_path / "more")
+    line = refused("predict", run_folder, images[0], tmp_path / "more", "--submission", "voc", "--out", out)
+    assert images[0].stem in line

@@ -1,7 +1,10 @@
 """Wrong command lines: one line that names the mistake, exit code 2, nothing written."""
 
 import json
+import os
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,5 +189,39 @@ def test_an_impossible_value_is_named(capsys: pytest.CaptureFixture[str], line: 
     assert IMPOSSIBLE[line] in refused(line, capsys.readouterr)
 
 
-def test_there_are_enough_of_them() -> None:
-    assert len(set(WRONG)) == len(WRONG) >= 100
+ESCAPE = "\x1b]0;taken\x07\x9b31m\u202e"
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """A COCO dataset whose class and image have terminal escapes in their names, and a damaged image."""
+    from PIL import Image
+
+    names = [f"a{ESCAPE}.png", f"b{ESCAPE}.png"]
+    Image.effect_noise((40, 30), 50).save(tmp_path / "photos" / names[0])
+    (tmp_path / "photos" / names[1]).write_bytes(b"not an image")
+    images = [{"id": k, "file_name": name, "width": 40, "height": 30} for k, name in enumerate(names, start=1)]
+    box = {"id": 1, "image_id": 1, "category_id": 1, "bbox": [1, 2, 10, 12]}
+    truth = {"images": images, "annotations": [box], "categories": [{"id": 1, "name": f"cell{ESCAPE}"}]}
+    (tmp_path / "photos" / "train.json").write_text(json.dumps(truth))
+    return tmp_path / "photos"
+
+
+@pytest.mark.parametrize("line", ["data check photos", "data show photos --out x.png", f"data check 'photos{ESCAPE}'"])
+def test_no_control_sequence_of_a_dataset_reaches_the_terminal(
+    capsys: pytest.CaptureFixture[str], hostile: Path, line: str
+) -> None:
+    main(shlex.split(line))
+    captured = capsys.readouterr()
+    text = captured.out + captured.err
+    assert not set(text) & set("\x1b\x07\x9b\u202e"), text
+    assert r"\x1b" in text or line.startswith("data show")
+
+
+def test_output_in_another_encoding_has_escapes_in_place_of_missing_characters(hostile: Path) -> None:
+    (hostile / "train.json").write_text((hostile / "train.json").read_text().replace("cell", "\u221a\u7d30\u80de"))
+    environment = {**os.environ, "PYTHONIOENCODING": "cp1252", "PYTHONUTF8": "0"}
+    words = [sys.executable, "-m", "aploss", "data", "check", str(hostile)]
+    done = subprocess.run(words, env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (1, b"")
+    assert rb"\u7d30" in done.stdout

@@ -2,6 +2,7 @@
 
 import re
 import stat
+import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from aploss.reports.page import (
     write_page,
 )
 
-EVIL = "<script>alert('x')</script>\"' onload=alert(1) {{ 7 * 7 }} </style> `code` &amp;"
+EVIL = "<script>alert('x')</script>\"' onload=alert(1) {{ 7 * 7 }} </style> `code` &amp; \x1b[31m\u202e"
 PIXEL = "data:image/png;base64,iVBORw0KGgo="
 
 
@@ -76,6 +77,10 @@ def test_text_never_becomes_markup(read) -> None:
     assert "{{ 7 * 7 }}" in reader.text
     assert not re.search(r"\b49\b", reader.text)
     assert page.count("</style>") == 1
+    svg = every_block("\x1b\u202e")[-2].figures[0].svg
+    for text in (page, svg):
+        assert not set(text) & {"\x1b", "\u202e"}
+    assert ElementTree.fromstring(svg) is not None  # XML has no control characters
 
 
 def test_a_page_loads_nothing_and_its_ids_are_unique(read) -> None:

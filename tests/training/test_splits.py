@@ -131,3 +131,18 @@ def test_annotations_are_parsed_once(
     suggest_image_sizes("any-cpu", source)
     load_run_data(config, source)
     assert sorted(read) == ["test", "train"]
+
+
+def test_validation_objects_of_unknown_classes_are_refused_or_remarked(
+    make_config: MakeConfig, without: Callable[..., str]
+) -> None:
+    data = without()
+    file = Path(data) / "annotations/instances_val.json"
+    file.write_text(file.read_text().replace('"red"', '"Red"'))
+    with pytest.raises(DataError, match=r"red, green.* Red, green"):
+        load_run_data(make_config(data=data))
+    loaded = load_run_data(make_config(data=data, splits={"ignore_unknown_classes": True}))
+    assert loaded.validation is not None
+    count = sum(one["category_id"] == 1 for one in json.loads(file.read_text())["annotations"])
+    assert loaded.validation.ignored_objects == count > 0
+    assert [str(count) in remark for remark in loaded.remarks] == [True]

@@ -5,8 +5,11 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from aploss.terminal import printable, terminal
 
 if TYPE_CHECKING:
     from aploss.training.run_folder import RunFolder
@@ -48,6 +51,12 @@ def run_folder_of(path: str) -> "RunFolder | None":
     return next((folder for folder in candidates if folder.exists), None)
 
 
+def free_folder(name: str, is_free: Callable[[Path], bool]) -> Path:
+    """The first free one of ``runs/NAME``, ``runs/NAME-2``, ..."""
+    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    return next(folder for one in names if is_free(folder := Path("runs") / one))
+
+
 @contextmanager
 def progress(unit: str, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
     """Shows a progress bar on stderr if that is a terminal.
@@ -58,12 +67,12 @@ def progress(unit: str, *, quiet: bool = False) -> Iterator[Callable[..., None]]
     from rich.console import Console
     from rich.progress import Progress
 
-    bar = Progress(console=Console(stderr=True), transient=True)
+    bar = Progress(console=Console(file=terminal(sys.stderr)), transient=True)
     is_live = sys.stderr.isatty() and not quiet
     with bar if is_live else nullcontext():  # older versions of rich print an empty line for a disabled bar
         task = bar.add_task(unit, total=None)
 
         def show(done: int | None = None, total: int | None = None, *, text: str = "") -> None:
-            bar.update(task, completed=done, total=total, description=f"{unit}: {text}" if text else unit)
+            bar.update(task, completed=done, total=total, description=f"{unit}: {printable(text)}" if text else unit)
 
         yield show

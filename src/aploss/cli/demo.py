@@ -1,10 +1,9 @@
 """``aploss demo``: train on built-in data in a few minutes, and show the result."""
 
 from argparse import ArgumentParser, Namespace
-from itertools import count
 from pathlib import Path
 
-from aploss.cli.command import Command
+from aploss.cli.command import Command, free_folder
 from aploss.cli.train import run_training
 from aploss.losses.traits import LOSSES
 from aploss.training.recipes import load_config
@@ -26,22 +25,18 @@ def _run(options: Namespace) -> int:
     """Trains the demo recipe, or resumes an unfinished demo."""
     LOSSES.get(options.loss)
     settings = {"data": "builtin", "loss": options.loss, "seed": options.seed}
-    folder = Path(options.out) if options.out else _free_or_unfinished(settings)
+    folder = options.out or free_folder("demo", lambda path: _is_free_or_unfinished(path, settings))
     config = load_config("demo", {**settings, "out": str(folder)})
     return run_training(config, options, resume=True)
 
 
-def _free_or_unfinished(settings: dict[str, object]) -> Path:
-    """The first of runs/demo, runs/demo-2, ... that is free or holds the same demo unfinished."""
-    for number in count(1):
-        folder = RunFolder(f"runs/demo-{number}" if number > 1 else "runs/demo")
-        if not folder.exists:
-            break
-        config = folder.read_config()
-        same = all(getattr(config, key) == value for key, value in settings.items())
-        if same and not folder.summary_file.is_file():
-            break
-    return folder.path
+def _is_free_or_unfinished(path: Path, settings: dict[str, object]) -> bool:
+    """Whether a folder holds no run, or the same demo unfinished."""
+    folder = RunFolder(path)
+    if not folder.exists or folder.summary_file.is_file():
+        return not folder.exists
+    config = folder.read_config()
+    return all(getattr(config, key) == value for key, value in settings.items())
 
 
 DEMO = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)

@@ -17,6 +17,7 @@ from importlib.metadata import version
 from aploss.cli.command import EXIT_PROBLEMS, Command
 from aploss.cli.options import Parser, add_general_options
 from aploss.errors import AplossError, ConfigError, did_you_mean, missing_package
+from aploss.terminal import printable_output
 
 # Words of the command → (module of aploss.cli, line for the overview). The last word names the command.
 COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
@@ -43,20 +44,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
     command = next((found for length in (2, 1) if (found := tuple(words[:length])) in COMMANDS), ())
-    try:
-        code = _run(command, words[len(command) :]) if command else _without_command(words)
-        sys.stdout.flush()  # raises here, not at interpreter exit, if the pipe is closed or the disk full
-    except BrokenPipeError:  # as in `aploss ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # 128 + SIGPIPE, as shells report it
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130  # 128 + SIGINT
-    except Exception as error:
-        if "--debug" in words:
-            traceback.print_exc()
-        line, code = _describe(error)
-        print(f"{' '.join(['aploss', *command])}: {line}", file=sys.stderr)
+    with printable_output():
+        try:
+            code = _run(command, words[len(command) :]) if command else _without_command(words)
+            sys.stdout.flush()  # raises here, not at interpreter exit, if the pipe is closed or the disk full
+        except BrokenPipeError:  # as in `aploss ... | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141  # 128 + SIGPIPE, as shells report it
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130  # 128 + SIGINT
+        except Exception as error:
+            if "--debug" in words:
+                traceback.print_exc()
+            line, code = _describe(error)
+            print(f"{' '.join(['aploss', *command])}: {line}", file=sys.stderr)
     return code
 
 

@@ -1,22 +1,24 @@
 """``aploss predict``: detect objects in images with a trained run.
 
 Pictures with boxes go to ``pictures/`` in the output folder, detections in COCO's result format to ``detections.json``,
-and the images and classes that they refer to, to ``images.json``.
+and the images and classes that they refer to, to ``images.json``. The detections of each image are first appended to
+``unfinished.jsonl``, so that the same command resumes where it was stopped.
 """
 
-import json
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from glob import glob
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from aploss.cli.command import EXIT_PROBLEMS, Command, positive_int, progress
+from aploss.cli.command import EXIT_PROBLEMS, Command, free_folder, positive_int, progress, run_folder_of
+from aploss.cli.results import Parts, annotated_ids, check_voc_names, file_version, write_results, write_voc_submission
 from aploss.data.images import EXTENSIONS
-from aploss.errors import DataError
-from aploss.files import write_text, write_whole
+from aploss.errors import ConfigError, DataError
+from aploss.files import as_file_name, write_text, write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,23 +26,30 @@ if TYPE_CHECKING:
     from aploss.detectors.predict import ObjectDetector, Prediction
 
 EXAMPLES = """
-  aploss predict runs/demo photos/ --out found/
+  aploss predict runs/demo photos/
   aploss predict runs/demo a.jpg b.png "holiday/**/*.jpg" --out found/ --threshold 0.5 --labels yolo
   aploss predict model.onnx photos/ --out found/
+  aploss predict runs/coco test2017/ --submission coco --annotations image_info_test-dev2017.json
+  aploss predict runs/voc VOC2012/JPEGImages/ --submission voc
 """
 
-PICTURES = "pictures"
+PICTURES, UNFINISHED = "pictures", "unfinished.jsonl"
 LOSSY = (".jpg", ".jpeg")  # drawn pictures of other formats are PNG
+DECIDING = ("images", "threshold", "labels", "multi_scale", "submission", "annotations")  # options that change results
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", help="run folder, checkpoint or exported file")
     parser.add_argument("images", nargs="+", help="image files, folders or glob patterns")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the results")
-    threshold = "minimum score, 0 to report everything; by default the best F1 on validation"
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results; by default runs/predict-RUN")
+    threshold = "minimum score, 0 to report everything; by default the best F1 on validation, or 0 for a submission"
     parser.add_argument("--threshold", type=float, metavar="X", help=threshold)
     labels = "also write annotation files, to correct by hand and train on"
     parser.add_argument("--labels", choices=["voc", "yolo"], help=labels)
+    submission = "write the result files of an evaluation server, and no pictures"
+    parser.add_argument("--submission", choices=["coco", "voc"], help=submission)
+    annotations = "COCO file with the image and category ids of a submission; by default the run's own dataset"
+    parser.add_argument("--annotations", metavar="FILE", help=annotations)
     scales = "merge the detections of several image sizes, each also flipped; slower"
     parser.add_argument("--multi-scale", action="store_true", help=scales)
     parser.add_argument("--device", default="auto", help="cpu, cuda, mps or auto")
@@ -51,40 +60,64 @@ def _add_arguments(parser: ArgumentParser) -> None:
 def _run(options: Namespace) -> int:
     """Predicts batch by batch and writes the results; exit code 1 if some images could not be used."""
     from aploss.data.images import read_image
+    from aploss.detectors.checkpoint import checkpoint_file
     from aploss.detectors.predict import MultiScale
 
-    images = find_images(options.images, exclude=options.out / PICTURES)
+    if options.annotations is not None and options.submission != "coco":
+        raise ConfigError("--annotations requires --submission coco")
+    model = checkpoint_file(Path(options.run))
+    command = {"run": str(model), "version": file_version(model), **{key: getattr(options, key) for key in DECIDING}}
+    out = options.out or _default_folder(options.run, command)
+    images = find_images(options.images, exclude=out / PICTURES)
     detector = load_detector(options.run, options.device)
-    scales = MultiScale() if options.multi_scale else None
-    files, predictions, failures = list(images), {}, []
-    with progress("images", quiet=options.quiet) as show:
-        for start in range(0, len(files), options.batch_size):
+    image_ids, category_ids = list(range(1, len(images) + 1)), list(range(1, len(detector.class_names) + 1))
+    if options.submission == "coco":
+        image_ids, category_ids = annotated_ids(options, list(images), detector.class_names)
+    if options.submission == "voc":
+        check_voc_names(list(images), detector.class_names)
+    threshold = 0.0 if options.submission and options.threshold is None else options.threshold
+    scales, failures = MultiScale() if options.multi_scale else None, []
+    parts = Parts(out / UNFINISHED, command)
+    todo = [path for path in images if path not in parts]
+    with progress("images", quiet=options.quiet) as show, _resume_hint():
+        for start in range(0, len(todo), options.batch_size):
             batch = {}
-            for path in files[start : start + options.batch_size]:
+            for path in todo[start : start + options.batch_size]:
                 try:
                     batch[path] = read_image(path)
                 except DataError as error:
                     failures.append(str(error))
             found = detector.predict(
-                [*batch.values()], threshold=options.threshold, batch_size=options.batch_size, multi_scale=scales
+                [*batch.values()], threshold=threshold, batch_size=options.batch_size, multi_scale=scales
             )
             for (path, image), prediction in zip(batch.items(), found, strict=True):
-                predictions[path] = prediction
-                name, class_names = images[path], detector.class_names
-                _write_picture(options.out / PICTURES / name, path.suffix, image, prediction, class_names)
+                if not options.submission:
+                    _write_picture(out / PICTURES / images[path], path.suffix, image, prediction, detector.class_names)
                 if options.labels is not None:
-                    _write_labels(options.out / "labels" / name, path.name, prediction, options.labels)
-            show(start + len(batch), len(files))
-    _write_json(options.out, predictions, detector.class_names)
+                    _write_labels(out / "labels" / images[path], path.name, prediction, options.labels)
+                parts.add(path, prediction)
+            show(len(images) - len(todo) + start + len(batch), len(images))
     if options.labels == "yolo":
         names = "".join(f"{' '.join(name.split())}\n" for name in detector.class_names)
-        write_text(options.out / "labels/classes.txt", names)
+        write_text(out / "labels/classes.txt", names)
+    objects = write_results(out, parts, dict(zip(images, image_ids, strict=True)), category_ids, detector.class_names)
+    if options.submission == "voc":
+        write_voc_submission(out, parts, detector.class_names)
+    parts.file.unlink()
     if not options.quiet:
-        objects = sum(map(len, predictions.values()))
-        print(f"{objects} objects in {len(predictions)} images: {options.out}", flush=True)
+        print(f"{objects} objects in {len(images) - len(failures)} images: {out}", flush=True)
     if failures:
         print(f"{len(failures)} could not be used:", *failures, sep="\n  ", file=sys.stderr)
     return EXIT_PROBLEMS if failures else 0
+
+
+@contextmanager
+def _resume_hint() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("the same command resumes", file=sys.stderr)
+        raise
 
 
 def load_detector(path: str, device: str) -> "ObjectDetector":
@@ -97,6 +130,17 @@ def load_detector(path: str, device: str) -> "ObjectDetector":
     from aploss.training.machine import choose_device
 
     return load(path, device=choose_device(device))
+
+
+def _default_folder(run: str, command: dict[str, Any]) -> Path:
+    """The first of runs/predict-RUN, runs/predict-RUN-2, ... that is free or holds this command unfinished."""
+    folder = run_folder_of(run)
+    name = Path(run).stem if folder is None else folder.path.resolve().name
+
+    header = Parts.header(command)
+    return free_folder(
+        as_file_name(f"predict-{name}"), lambda out: not out.exists() or Parts.first_line(out / UNFINISHED) == header
+    )
 
 
 def _write_picture(file: Path, suffix: str, image: "Tensor", found: "Prediction", class_names: Sequence[str]) -> None:
@@ -121,24 +165,8 @@ def _write_labels(file: Path, image_name: str, found: "Prediction", labels: str)
         write_text(Path(f"{file}.txt"), yolo_rows(found.labels.tolist(), boxes, size, digits=6))
 
 
-def _write_json(folder: Path, predictions: "dict[Path, Prediction]", class_names: Sequence[str]) -> None:
-    """Writes ``detections.json``, and ``images.json`` with the images and classes that its ids stand for."""
-    from aploss.evaluation.tables import DetectionTable
-
-    found = [{"boxes": one.boxes, "scores": one.scores, "labels": one.labels} for one in predictions.values()]
-    table = DetectionTable.from_predictions(list(range(1, len(found) + 1)), found)
-    images = [
-        {"id": number, "file_name": str(path), "width": one.image_size[0], "height": one.image_size[1]}
-        for number, (path, one) in enumerate(predictions.items(), start=1)
-    ]
-    categories = [{"id": number, "name": name} for number, name in enumerate(class_names, start=1)]
-    about = {"images": images, "categories": categories, "annotations": []}
-    write_text(folder / "detections.json", json.dumps(table.to_results()))
-    write_text(folder / "images.json", json.dumps(about, indent=1))
-
-
 def find_images(arguments: Sequence[str], *, exclude: Path) -> dict[Path, str]:
-    """Finds the images that files, folders (recursively) and glob patterns name, except those in a folder.
+    """Finds the images that files, folders (recursively) and glob patterns name, except images in a folder.
 
     Returns:
         The images in order with a unique name for the results of each: its path in the folder, without suffix.

@@ -258,6 +258,11 @@ class CocoFormat(DataFormat):
         }
         super().__init__(folder, list(self._files))
 
+    @property
+    def annotation_files(self) -> list[Path]:
+        """The annotation files of all splits."""
+        return [self.folder.root / file for file in self._files.values()]
+
     @classmethod
     def find(cls, path: Path) -> "CocoFormat | None":
         """See :meth:`DataFormat.find`."""

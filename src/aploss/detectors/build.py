@@ -1,5 +1,6 @@
 """Detectors by name."""
 
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -105,12 +106,13 @@ def detector_options(name: str) -> tuple[str, ...]:
 
 
 def _options_for_weights(config_class: type[DetectorConfig], weights: str) -> dict[str, Any]:
-    """Default options for weights: the ones they were trained with, or the architecture's for named weights."""
+    """Default options for weights: the options of a checkpoint of aploss, otherwise the architecture's."""
     if Path(weights).exists():
         from aploss.detectors.checkpoint import Checkpoint, checkpoint_file, read_torch_file, wrap_untrusted
 
         file = checkpoint_file(Path(weights))
-        checkpoint = Checkpoint.from_content(read_torch_file(file), file)
+        # Checkpoints are ZIP files; load_weights reads the other kinds of files, or explains what is wrong with them.
+        checkpoint = Checkpoint.from_content(read_torch_file(file), file) if zipfile.is_zipfile(file) else None
         if checkpoint is not None:
             with wrap_untrusted(file):
                 own = set(config_class.option_names()) - set(SETTINGS)

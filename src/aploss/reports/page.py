@@ -18,6 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from aploss.files import write_text
+from aploss.terminal import printable
 
 DASH = "\u2013"
 
@@ -179,7 +180,8 @@ def write_page(path: str | Path, title: str, sections: Sequence[Section], *, sub
         'page.html'
     """
     page = _environment().get_template("page.html.j2")
-    write_text(Path(path), page.render(title=title, subtitle=subtitle, sections=sections, version=version("aploss")))
+    text = page.render(title=title, subtitle=subtitle, sections=sections, version=version("aploss"))
+    write_text(Path(path), printable(text))
     return Path(path)
 
 

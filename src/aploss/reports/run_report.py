@@ -90,16 +90,18 @@ def _result(run: RunFiles) -> list[page.Block]:
     facts += [
         (name, page.show(values[key], digits), note) for key, (name, digits, note) in more.items() if values.get(key)
     ]
-    return [*blocks, page.Facts(facts), page.Text(_story(summary))]
+    return [*blocks, page.Facts(facts), page.Text(_story(run))]
 
 
-def _story(summary: Mapping[str, Any]) -> str:
+def _story(run: RunFiles) -> str:
     """The evaluated split, the selected weights, and why the training stopped, in words."""
-    parts = []
+    summary, parts = run.summary, []
     if summary.get("split"):
         parts.append(f"Measured on the {summary['split']} split.")
     if summary.get("best_step") is not None and summary["best_step"] != summary.get("steps"):
         parts.append(f"The weights are from step {summary['best_step']}, the best on validation.")
+    if ignored := run.metrics.get("ignored_objects"):
+        parts.append(f"{ignored} object(s) of classes that the detector does not know were ignored.")
     reasons = {"patience": "AP stopped improving", "minutes": "the time limit was reached"}
     if summary.get("stopped_by") in reasons:
         parts.append(f"Training stopped early because {reasons[summary['stopped_by']]}.")

@@ -115,6 +115,9 @@ class SplitsConfig(_Settings, group="splits."):
     train: str | None = setting(None, "training split; by default train, else trainval")
     validation: str | None = setting(None, "validation split; by default val, else held-out images; 'none' to disable")
     holdout: float = setting(0.15, "share of training images held out if there is no validation split", INSIDE_0_1)
+    ignore_unknown_classes: bool = setting(
+        False, "evaluate without the objects of classes that the training split lacks", resumable=True
+    )
 
 
 @dataclass(frozen=True)

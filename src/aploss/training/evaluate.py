@@ -166,7 +166,10 @@ def _measure(
         write_json(folder.evaluation / "calibration.json", {**report, "calibrated_scores": scores})
     write_json(folder.evaluation / "ground_truth.json", coco, indent=None)
     write_json(folder.evaluation / "detections.json", table.to_results(), indent=None)
-    write_json(folder.evaluation / "metrics.json", {**metrics, "precision_recall": curves})
+    write_json(
+        folder.evaluation / "metrics.json",
+        {**metrics, "ignored_objects": split.ignored_objects, "precision_recall": curves},
+    )
     write_json(folder.evaluation / "matches.json", pairs, indent=None)
     year = config.evaluation.voc_year
     return {**metrics, "voc_AP50": None if year is None else voc_metrics(split.truth, table, year=year).AP50}

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from aploss.evaluation import HEADLINE_METRICS
+from aploss.terminal import printable, terminal
 
 Row = dict[str, Any]
 ShowImages = Callable[[int, int], None]  # called with the number of images done and their total
@@ -90,7 +91,7 @@ class RichProgress(Progress):
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichBar
 
-        self._console = Console()
+        self._console = Console(file=terminal(sys.stdout))
         columns = "{task.description}", BarColumn(bar_width=None), MofNCompleteColumn(), "{task.fields[text]}"
         self._bar = RichBar(
             *(TextColumn(one) if isinstance(one, str) else one for one in columns),
@@ -128,10 +129,10 @@ class RichProgress(Progress):
                 self._bar.stop()
 
     def note(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False)
+        self._console.print(printable(text), highlight=False, markup=False)
 
     def warn(self, text: str) -> None:
-        self._console.print(text, style="yellow", highlight=False, markup=False)
+        self._console.print(printable(text), style="yellow", highlight=False, markup=False)
 
     def end(self) -> None:
         self._bar.update(self._task, visible=False)

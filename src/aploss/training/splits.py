@@ -1,6 +1,9 @@
 """Which images a run trains on, is validated on and is evaluated on, and settings that suit them."""
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,11 +13,12 @@ from aploss.data.annotations import Annotations, DetectionDataset
 from aploss.data.formats import DataFormat, common_split_name
 from aploss.data.load import find_source
 from aploss.detectors.detector import Detector
-from aploss.errors import ConfigError, DataError
+from aploss.errors import ConfigError, DataError, listed
 from aploss.evaluation import DetectionTable, Metrics, coco_metrics
 from aploss.training.config import TrainConfig
 
 NO_SPLIT = "none"
+UNKNOWN = "unknown-class"
 MAX_CPU_SIDE = 320  # of a square with as many pixels as a CPU trains on in reasonable time
 MIN_SIDE = 128
 STRIDE = 32  # images are padded to multiples of it anyway
@@ -38,6 +42,11 @@ class Split:
     def truth(self) -> Annotations:
         """The objects of the readable images."""
         return self.dataset.annotations
+
+    @property
+    def ignored_objects(self) -> int:
+        """The number of objects that are not evaluated since the detector does not know their classes."""
+        return unknown_objects(self.dataset)
 
     def leave_out(self, unreadable: dict[int, str]) -> None:
         """Drops unreadable images (index → reason); DataError if no image is left."""
@@ -83,34 +92,71 @@ def load_run_data(config: TrainConfig, source: DataFormat | None = None) -> RunD
     train = source.load(train_name)
     if train.num_boxes == 0:
         raise DataError(f"the split {train_name} of {config.data} has no objects to learn from")
+    option = None if config.splits.ignore_unknown_classes else "--splits.ignore-unknown-classes true"
+    load = partial(load_split, source, class_names=train.class_names, ignore_unknown=option)
     remarks: list[str] = []
     validation: Split | None = None
     validation_name = config.splits.validation or _validation_split(known, train_name)
     if validation_name is None:
         train_name, validation_name = _hold_out(train_name, config.splits.holdout)
         train = source.load(train_name, class_names=train.class_names)
-        validation = _load(source, validation_name, train)
+        validation = load(validation_name)
         remarks.append(f"no validation split: {len(validation.dataset)} training images are held out")
     elif validation_name != NO_SPLIT:
-        validation = _load(source, validation_name, train)
+        validation = load(validation_name)
     test_name = None if "test" in train_name else known.get("test")
     wanted = config.evaluation.split or test_name
     evaluation = None if wanted == NO_SPLIT else validation
     if wanted not in (None, NO_SPLIT, validation_name):
-        evaluation = _load(source, wanted, train)
+        evaluation = load(wanted)
         if config.evaluation.split is None and evaluation.dataset.num_boxes == 0:
             remarks.append(f"the split {wanted} has no annotations: evaluating on validation instead")
             evaluation = validation
     held_out = evaluation
     if evaluation is not None and evaluation is validation and test_name is not None:
-        held_out = _load(source, test_name, train)
+        held_out = load(test_name)
         held_out = held_out if held_out.dataset.num_boxes else validation
     remarks += _overlaps(train, [split.dataset for split in (validation, evaluation) if split is not None])
+    remarks += [
+        f"{split.ignored_objects} objects of {split.name} are ignored: their classes are not in the training split"
+        for split in dict.fromkeys((validation, evaluation, held_out))
+        if split is not None and split.ignored_objects
+    ]
     return RunData(train, validation, evaluation, held_out, tuple(remarks))
 
 
-def _load(source: DataFormat, split: str, train: DetectionDataset) -> Split:
-    return Split(source.load(split, class_names=train.class_names))
+def load_split(source: DataFormat, split: str, class_names: Sequence[str], *, ignore_unknown: str | None) -> Split:
+    """Loads a split for the evaluation of a detector with these classes.
+
+    Objects of other classes cannot be evaluated. Left out silently, a class that is only spelt differently would
+    vanish from the metrics.
+
+    Args:
+        source: the dataset.
+        split: see :meth:`DataFormat.load`.
+        class_names: the classes of the detector.
+        ignore_unknown: the option that accepts such objects, for the error message; None if it was given.
+
+    Raises:
+        DataError: the split has objects of other classes, and ``ignore_unknown`` was not given.
+    """
+    dataset = source.load(split, class_names=class_names)
+    if ignore_unknown is not None and (count := unknown_objects(dataset)):
+        first = next(problem for problem in dataset.problems if problem.kind == UNKNOWN)
+        names = {"detector": class_names}
+        with suppress(DataError):  # a dataset without class names
+            names["dataset"] = source.load(split).class_names
+        lists = "; ".join(f"classes of the {whose}: {listed(list(own), 20)}" for whose, own in names.items())
+        raise DataError(
+            f"{dataset.name}, split {split}: {count} objects of unknown classes, such as {first.file}: "
+            f"{first.message}; {lists}; rename the classes, or evaluate without these objects: {ignore_unknown}"
+        )
+    return Split(dataset)
+
+
+def unknown_objects(dataset: DetectionDataset) -> int:
+    """The number of objects that were dropped because their class is not one of the dataset's."""
+    return sum(problem.count for problem in dataset.problems if problem.kind == UNKNOWN)
 
 
 def _training_split(known: dict[str, str], data: str) -> str:
