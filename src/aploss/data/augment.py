@@ -124,7 +124,7 @@ def shrink_large(image: Tensor, target: Target, limit: int) -> Sample:
     return image, {**target, "boxes": boxes}
 
 
-class IoUCrop(v2.RandomIoUCrop):
+class IoUCrop(v2.RandomIoUCrop):  # type: ignore[misc]
     """torchvision's crop of SSD, which searches for long without objects and divides by zero below four pixels."""
 
     def forward(self, image: tv_tensors.Image, target: Target) -> Sample:

@@ -257,7 +257,7 @@ def _compute(
     targets = [
         samples[index][view][1] if index in samples else nothing for index in indices for view in range(views.count)
     ]
-    columns = {name: torch.cat([target[name] for target in targets]).numpy() for name in FIELDS}
+    columns: dict[str, Any] = {name: torch.cat([target[name] for target in targets]).numpy() for name in FIELDS}
     others = io.BytesIO()
     counts = [len(target["boxes"]) for target in targets]
     np.savez(others, shapes=shapes, image_size=image_size, counts=counts, **columns)
