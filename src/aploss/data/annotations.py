@@ -384,8 +384,8 @@ class AnnotationBuilder:
                 shown = ", ".join(f"{value:.10g}" for value in corners[row] + [self.origin, self.origin, 0, 0])
                 width, height = self.sizes[image]
                 text = f"{where}: box ({shown}) {message} (image size {width}x{height})"
-                place = {"image": self.paths[image], "box": tuple(corners[row].tolist())}
-                self.problems.append(Problem(kind, file, text, **place))
+                box = tuple(corners[row].tolist())
+                self.problems.append(Problem(kind, file, text, image=self.paths[image], box=box))
             if len(found) > MAX_LISTED:
                 rest = len(found) - MAX_LISTED
                 self.report(kind, name, f"{rest:,} more boxes like this", count=rest)
