@@ -14,7 +14,7 @@ import aploss.data.voc
 import aploss.data.yolo  # noqa: F401 - each module registers its format
 from aploss.data.annotations import DetectionDataset
 from aploss.data.builtin import builtin_folder
-from aploss.data.formats import FORMATS, DataFormat, require_images
+from aploss.data.formats import FORMATS, DataFormat
 from aploss.data.images import inspect_image
 from aploss.data.problems import Problem
 from aploss.errors import DataError, did_you_mean
@@ -28,17 +28,13 @@ SAMPLED_BYTES = 1 << 14  # at the beginning, in the middle and at the end of a f
 
 
 def load_dataset(
-    path: str | Path,
-    split: str | None = None,
-    *,
-    format: str = "auto",
-    class_names: Sequence[str] | None = None,
-    verify_images: bool = False,
+    path: str | Path, split: str | None = None, *, format: str = "auto", class_names: Sequence[str] | None = None
 ) -> DetectionDataset:
     """Loads a dataset of any registered format.
 
     Unusable annotations and images (a box of zero width, a missing image) are left out and listed in the dataset's
-    ``problems`` with their file. To load several splits, call :func:`find_source` once and load them from it.
+    ``problems`` with their file; images are not opened before they are read. To load several splits, call
+    :func:`find_source` once and load them from it.
 
     Args:
         path: a folder, a COCO JSON file, a YOLO ``data.yaml``, or ``"builtin"``.
@@ -47,8 +43,6 @@ def load_dataset(
         format: "voc", "coco", "yolo", or "auto" to recognise it.
         class_names: the classes to read, in the order of their labels; objects of other classes are left out. Defaults
             to the dataset's own. Pass the training split's ``class_names`` when loading its validation split.
-        verify_images: whether to decode every image once and leave out damaged images and images of another size than
-            annotated. Otherwise reading such an image raises a DataError.
 
     Raises:
         DataError: the dataset or split does not exist, has no usable image, or refers to a file outside its folder.
@@ -58,8 +52,7 @@ def load_dataset(
         Traceback (most recent call last):
         aploss.errors.DataError: no-such-folder: no such file or folder
     """
-    dataset = find_source(path, format=format).load(split, class_names=class_names)
-    return require_images(without_unusable_images(dataset)) if verify_images else dataset
+    return find_source(path, format=format).load(split, class_names=class_names)
 
 
 def dataset_splits(path: str | Path, *, format: str = "auto") -> tuple[str, ...]:
@@ -108,14 +101,6 @@ def find_source(path: str | Path, *, format: str = "auto") -> DataFormat:
     if builtin:
         source.name = "builtin"
     return source
-
-
-def without_unusable_images(dataset: DetectionDataset, *, pixels: bool = True) -> DetectionDataset:
-    """Drops unreadable images and images of another size than annotated, and adds them to ``problems``."""
-    problems = list(inspect_images(dataset, pixels=pixels))
-    kept = dataset.subset([index for index, problem in enumerate(problems) if problem is None])
-    kept.problems += filter(None, problems)
-    return kept
 
 
 def inspect_images(dataset: DetectionDataset, *, pixels: bool) -> Iterator[Problem | None]:
