@@ -8,8 +8,7 @@ import pytest
 from aploss.cli.main import main
 from aploss.data import load_dataset
 from aploss.data.paths import DatasetFolder
-from aploss.errors import ConfigError, DataError
-from aploss.training.recipes import read_yaml
+from aploss.errors import DataError
 
 TRAIN_JSON = "annotations/instances_train2017.json"
 
@@ -126,29 +125,6 @@ def test_xml_entities_are_not_expanded(voc_folder, declaration):
     assert "Annotations/b.xml" in message
     assert "not expanded" in message
     assert "root:" not in message
-
-
-LISTS = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 2)}]" for i in range(1, 40)]
-MERGES = [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}" for i in range(1, 9)]
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["names: !!python/object/apply:os.mkdir [made]", "a0: &a0 [x]", "a0: &a0 {x: 1, y: 2}", "names: &a [*a]"],
-    ids=["objects", "nested aliases", "merge keys", "an alias in itself"],
-)
-def test_yaml_makes_no_objects_and_aliases_are_not_multiplied(yolo_folder, tmp_path, monkeypatch, text):
-    monkeypatch.chdir(tmp_path)
-    levels = {"a0: &a0 [x]": LISTS, "a0: &a0 {x: 1, y: 2}": MERGES}.get(text, [])
-    bomb = "\n".join([text, *levels, "train: images/train"])
-    assert len(bomb) < 1000
-    (yolo_folder / "data.yaml").write_text(bomb)
-    with pytest.raises(DataError, match=r"data\.yaml: not valid YAML"):
-        load_dataset(yolo_folder, "train")
-    (tmp_path / "config.yaml").write_text(bomb)
-    with pytest.raises(ConfigError, match=r"config\.yaml is not valid YAML"):
-        read_yaml(tmp_path / "config.yaml")
-    assert not (tmp_path / "made").exists()
 
 
 def test_a_few_aliases_are_read(yolo_folder):
