@@ -116,7 +116,7 @@ def test_the_text_shows_counts_bars_problems_and_a_verdict(voc_folder):
 
 
 def test_bccd_has_two_degenerate_boxes_and_nothing_else(bccd):
-    result = check_dataset(bccd, decode=False)
+    result = check_dataset(bccd)
     assert result.exit_code == 1
     assert [(f.problem.kind, f.problem.file) for f in result.findings] == [
         ("degenerate-box", "Annotations/BloodImage_00338.xml"),

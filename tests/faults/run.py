@@ -59,6 +59,7 @@ def areas() -> list[Area]:
         Area("checkpoints", "checkpoints and run folders", 200),
         Area("signals", "kill -9, SIGTERM, Ctrl-C", 70),
         Area("resume", "resume, bit-identical", 7),
+        Area("feature_cache", "damaged feature cache", 40),
         Area("disk", "full disk, read-only, no permission", 24),
         Area("losses", "losses", 300),
         Area("processes", "two processes", 14),

@@ -9,7 +9,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torchvision import tv_tensors
-from torchvision.ops import box_iou
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
@@ -81,7 +80,7 @@ class ResizeAndFlip(nn.Module):
 
 
 class PaperAugmentation(nn.Module):
-    """SSD's augmentation as torchvision's transforms, with a faster crop; output is (height, width)."""
+    """SSD's augmentation as torchvision's transforms; output is (height, width)."""
 
     def __init__(self, size: tuple[int, int]) -> None:
         super().__init__()
@@ -125,50 +124,15 @@ def shrink_large(image: Tensor, target: Target, limit: int) -> Sample:
     return image, {**target, "boxes": boxes}
 
 
-class IoUCrop(nn.Module):
-    """SSD's crop: it contains the centre of some object and overlaps it by a minimal IoU.
-
-    Has the same distribution as torchvision's ``RandomIoUCrop`` with its defaults. This one evaluates all trials of an
-    overlap at once, which makes the preset four times faster on small images, and leaves images whole on which the
-    other one loops for long (no objects) or divides by zero (a side of less than four pixels).
-    """
-
-    overlaps = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # 1: leave the image as it is
-    smallest = 0.3  # share of each side
-    aspect_ratios = (0.5, 2.0)
-    trials = 40  # for one overlap, before another one is drawn
+class IoUCrop(v2.RandomIoUCrop):  # type: ignore[misc]
+    """torchvision's crop of SSD, which searches for long without objects and divides by zero below four pixels."""
 
     def forward(self, image: tv_tensors.Image, target: Target) -> Sample:
-        """Crops one sample and removes objects whose centre is outside."""
-        height, width = image.shape[-2:]
-        boxes = target["boxes"].as_subclass(Tensor)
-        if not len(boxes) or min(height, width) * self.smallest < 1:
+        """Crops one sample; the boxes of objects whose centre is outside become empty, to be removed later."""
+        if not len(target["boxes"]) or min(image.shape[-2:]) * self.min_scale < 1:
             return image, target
-        while (overlap := self.overlaps[int(torch.randint(len(self.overlaps), ()))]) < 1:
-            crops = self._propose(height, width)  # [at most trials, 4]
-            near = (box_iou(crops, boxes) >= overlap) & _centres_inside(crops, boxes)
-            fitting = crops[near.any(dim=1)]
-            if len(fitting):
-                return self._crop(image, target, fitting[0])
-        return image, target
-
-    def _propose(self, height: int, width: int) -> Tensor:
-        """Random crops of whole pixels with an allowed aspect ratio: [at most trials, 4] xyxy."""
-        sides = torch.tensor([width, height])
-        shares = self.smallest + (1 - self.smallest) * torch.rand(self.trials, 2)
-        extent = (sides * shares).floor()
-        corner = ((sides - extent) * torch.rand(self.trials, 2)).floor()
-        ratio = extent[:, 0] / extent[:, 1]
-        lowest, highest = self.aspect_ratios
-        return torch.cat([corner, corner + extent], 1)[(ratio >= lowest) & (ratio <= highest)]
-
-    def _crop(self, image: tv_tensors.Image, target: Target, crop: Tensor) -> Sample:
-        left, top, right, bottom = crop.int().tolist()
-        boxes = F.crop(target["boxes"], top, left, bottom - top, right - left)
-        keep = _centres_inside(crop[None], target["boxes"].as_subclass(Tensor))[0]
-        cropped = _keep(target, boxes, keep)
-        cropped["boxes"] = tv_tensors.wrap(cropped["boxes"], like=boxes)
-        return F.crop(image, top, left, bottom - top, right - left), cropped
+        cropped: Sample = super().forward(image, target)
+        return cropped
 
 
 class LightAugmentation(nn.Module):

@@ -15,9 +15,9 @@ from operator import attrgetter
 from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import msgspec
-import yaml
 
 from aploss.errors import ConfigError, did_you_mean
+from aploss.files import load_yaml
 
 NOT_GIVEN = object()
 
@@ -331,8 +331,8 @@ def parse_value(text: str) -> Any:
         ([240, 320], 0.001, None, 'giou')
     """
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = load_yaml(text)
+    except ValueError:
         raise ConfigError(f"{text!r} is not a valid value") from None
     if isinstance(value, str):
         with suppress(ValueError):  # YAML 1.1 reads 1e-3 as text
