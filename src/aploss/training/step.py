@@ -23,6 +23,7 @@ from aploss.training.distributed import sum_over_processes
 from aploss.training.schedule import Schedule
 
 PARTS = ("classification", "box")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NORMS = (nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._NormBase)
 SHOWN_IMAGES = 8
 
@@ -169,7 +170,9 @@ class Stepper:
         if config.model.frozen_backbone:
             detector.body().requires_grad_(False)
         self.ema = _make_ema(detector, config.model.ema)
-        self.optimizer = accelerator.prepare_optimizer(make_optimizer(detector, config.optimizer))
+        self.optimizer = make_optimizer(detector, config.optimizer)
+        # Not Accelerate's mixed precision: it is one for all runs of a process, and for validation, too.
+        self.scaler = torch.amp.GradScaler(accelerator.device.type, enabled=config.precision == "float16")
         self._name_of = name_of
         self._model = self._parallel(detector)
         self._trained = [p for p in detector.parameters() if p.requires_grad]
@@ -201,15 +204,18 @@ class Stepper:
                 sums[part] += value / self.accelerator.num_processes / len(batches)
             is_last = index == len(batches) - 1
             with nullcontext() if is_last else self.accelerator.no_sync(self._model):
-                self.accelerator.backward(sum(losses.values(), torch.zeros((), device=self.accelerator.device)))
-        norm = float(self.accelerator.clip_grad_norm_(self._trained, self.config.optimizer.clip_norm or math.inf))
-        bad, overflow, scaler = None, not math.isfinite(norm), self.accelerator.scaler
-        # An overflow at a loss scale above 1 only means that float16 needs a lower scale.
-        if overflow and (scaler is None or scaler.get_scale() <= 1):
+                loss = sum(losses.values(), torch.zeros((), device=self.accelerator.device))
+                self.scaler.scale(loss / len(batches)).backward()  # type: ignore[no-untyped-call]
+        self.scaler.unscale_(self.optimizer)
+        norm = float(nn.utils.clip_grad_norm_(self._trained, self.config.optimizer.clip_norm or math.inf))
+        bad, overflow = None, not math.isfinite(norm)
+        # An overflow at a loss scale above 1 only means that float16 needs a lower scale; get_scale() is 1 without one.
+        if overflow and self.scaler.get_scale() <= 1:
             problem = BadNumbers("gradient", _non_finite_gradient(self.detector))
             bad = self._skip(number, problem, [index for batch in batches for index in batch.indices])
-        if scaler is not None or not overflow:
-            self.optimizer.step()  # after an overflow the loss scaler skips it and lowers its scale
+        if self.scaler.is_enabled() or not overflow:
+            self.scaler.step(self.optimizer)  # skipped after an overflow
+            self.scaler.update()
         if self.ema is not None and not overflow:
             self.ema.update_parameters(self.detector)
         return StepResult(sums, norm, rate, bad, counts=not overflow)
@@ -217,7 +223,8 @@ class Stepper:
     def _forward(self, batch: Batch) -> tuple[dict[str, Tensor], BadNumbers | None]:
         images = batch.images.to(self.accelerator.device, non_blocking=True)
         try:
-            with self.accelerator.autocast():
+            dtype = DTYPES[self.config.precision]
+            with torch.autocast(self.accelerator.device.type, dtype, enabled=dtype != torch.float32):
                 losses = self._model(images, batch.targets)
         except NonFiniteScoresError as error:
             return {}, BadNumbers("score", str(error))
@@ -260,16 +267,13 @@ class Stepper:
             assert torch.distributed.group.WORLD is not None
             criterion.set_process_group(torch.distributed.group.WORLD)
         model: nn.Module = self.accelerator.prepare_model(detector)
-        if self.accelerator.native_amp:
-            # Only training uses mixed precision: without Accelerate's wrapper, validation runs in float32.
-            self.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
         return model
 
     def state(self) -> dict[str, Any]:
         """Returns the fields of :class:`~aploss.detectors.checkpoint.TrainingState` that a step changes."""
         return {
             "optimizer": self.optimizer.state_dict(),
-            "scaler": {} if self.accelerator.scaler is None else self.accelerator.scaler.state_dict(),
+            "scaler": self.scaler.state_dict(),
             # Without an EMA these weights are already in the checkpoint.
             "weights": None if self.ema is None else self.detector.state_dict(),
             "averaged_steps": None if self.ema is None else int(self.ema.n_averaged),
@@ -278,8 +282,8 @@ class Stepper:
     def load_state(self, state: TrainingState, evaluated: Mapping[str, Tensor] | None) -> None:
         """Restores :meth:`state`; ``evaluated`` are the weights of the checkpoint's detector."""
         self.optimizer.load_state_dict(state.optimizer)
-        if self.accelerator.scaler is not None:
-            self.accelerator.scaler.load_state_dict(state.scaler)
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(state.scaler)
         if self.ema is None:
             self.detector.load_state_dict(evaluated or {})
         else:
