@@ -16,7 +16,7 @@ from aploss.data.features import StoredFeatures, Views, store_features
 from aploss.data.formats import DataFormat
 from aploss.data.loader import AugmentedSamples, make_training_loader
 from aploss.detectors.build import build_detector
-from aploss.detectors.checkpoint import Checkpoint
+from aploss.detectors.checkpoint import Checkpoint, wrap_untrusted
 from aploss.detectors.detector import Detector
 from aploss.errors import ConfigError, RunError
 from aploss.reports.run_files import read_json_lines
@@ -147,7 +147,8 @@ def _open_run(
             folder.create(loop.config)
 
     config, checkpoint, is_longer = on_main(accelerator, lock_and_read)
-    names = None if checkpoint is None else tuple(map(str, checkpoint.config["class_names"]))
+    with wrap_untrusted(folder.checkpoints.last):
+        names = None if checkpoint is None else tuple(map(str, checkpoint.config["class_names"]))
     # Rank 0 first, because it generates the built-in data.
     data = main_first(accelerator, lambda: load_run_data(config, source, class_names=names))
     loop = _make_loop(config, data, accelerator, folder, progress, listeners, checkpoint)
