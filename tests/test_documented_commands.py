@@ -38,6 +38,7 @@ def work(*arguments, **options):
 
 for place in (
     "training.run.make_detector", "data.builtin.builtin_folder", "experiments.compare.compare",
+    "experiments.compare.compare_runs",
     "experiments.reproduce.reproduce", "cli.eval.read_ground_truth", "cli.eval.read_detections", "detectors.load",
     "detectors.checkpoint.checkpoint_file", "detectors.checkpoint.load", "data.check.check_dataset",
     "data.contact_sheet", "data.convert_dataset", "cli.small.progress",

@@ -384,7 +384,7 @@ class AnnotationBuilder:
                 shown = ", ".join(f"{value:.10g}" for value in corners[row] + [self.origin, self.origin, 0, 0])
                 width, height = self.sizes[image]
                 text = f"{where}: box ({shown}) {message} (image size {width}x{height})"
-                box = tuple(corners[row].tolist())
+                box = tuple(corners[row].tolist()) if np.isfinite(corners[row]).all() else None  # NaN is not JSON
                 self.problems.append(Problem(kind, file, text, image=self.paths[image], box=box))
             if len(found) > MAX_LISTED:
                 rest = len(found) - MAX_LISTED
