@@ -40,9 +40,8 @@ for place in (
     "training.run.make_detector", "data.builtin.builtin_folder", "experiments.compare.compare",
     "experiments.compare.compare_runs",
     "experiments.reproduce.reproduce", "cli.eval.read_ground_truth", "cli.eval.read_detections", "detectors.load",
-    "cli.predict.load_detector", "detectors.checkpoint.load",
-    "detectors.checkpoint.checkpoint_file", "data.check.check_dataset", "data.contact_sheet",
-    "data.convert_dataset", "cli.bench.progress", "cli.theory.progress",
+    "detectors.checkpoint.checkpoint_file", "detectors.checkpoint.load", "data.check.check_dataset",
+    "data.contact_sheet", "data.convert_dataset", "cli.small.progress",
 ):
     module, _, name = place.rpartition(".")
     module = importlib.import_module(f"aploss.{module}")
