@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from html import unescape
@@ -86,18 +85,6 @@ def test_a_section_with_strange_content_says_so(make_run: MakeRun, caplog: pytes
     assert "could not be made (TypeError" in text
     assert (run / "plots" / "loss.svg").is_file()
     assert "Classes" in caplog.text
-
-
-def test_a_run_that_was_killed_in_the_middle_has_a_page(make_run: MakeRun) -> None:
-    run = make_run(images=2, steps=90)
-    shutil.rmtree(run / "evaluation")
-    (run / "summary.json").unlink()
-    with (run / "metrics.jsonl").open("a") as log:
-        log.write('{"kind": "train", "step": 10')
-    text = words(write_run_report(run))
-    assert "This run has no summary yet" in text
-    assert (run / "plots" / "loss.svg").is_file()
-    assert len(read_run(run).training) == 9
 
 
 def test_images_that_are_gone_are_counted(make_run: MakeRun) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -235,6 +236,9 @@ def _stored_features(config: TrainConfig, detector: Detector, data: RunData, pro
     samples = AugmentedSamples(data.train, seed=0, preset=settings.augmentation, size=settings.image_size)
     suitable = min(max(TOTAL_CACHED_VIEWS // len(data.train), MIN_CACHED_VIEWS), MAX_CACHED_VIEWS)
     count = settings.cached_views or (1 if settings.augmentation == "none" else suitable)
+    length = config.schedule.length  # of training, which draws one view of an image per epoch
+    drawn = length * settings.size * settings.accumulate / len(data.train)
+    count = min(count, math.ceil(drawn) if config.schedule.unit == "steps" else length)
     body = detector.body().eval()
     with progress.images("computing features") as show:
         stored = store_features(
@@ -244,9 +248,10 @@ def _stored_features(config: TrainConfig, detector: Detector, data: RunData, pro
             network_digest=_digest(body, detector.image_mean, detector.image_std),
             size=settings.image_size,
             on_progress=show,
+            note=progress.note,
         )
     size, views = f"{stored.bytes / 1e6:.0f} MB", f"{stored.views} views per image"
-    progress.note(f"features  of the frozen backbone from {stored.file.parent} ({size}, {views})")
+    progress.note(f"features  of the frozen backbone from {stored.folder} ({size}, {views})")
     return stored
 
 
