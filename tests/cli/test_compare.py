@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fake_training import FakeTraining, fake_training  # noqa: F401
+from fake_training import FakeTraining
 
 from aploss.cli import main as cli
 from aploss.errors import RunError
