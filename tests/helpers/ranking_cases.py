@@ -1,16 +1,17 @@
 """Anything that a ranking loss may be given, its result, and the result of the literal reference."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from aploss.losses import alrp_loss, ap_loss, auc_loss, rank_sort_loss, reference
+from aploss.losses import alrp_loss, ap_loss, auc_loss, iou_ap_loss, rank_sort_loss, reference
 
-LOSSES = ("ap", "plain ap", "auc", "rank-sort", "alrp")
+LOSSES = ("ap", "plain ap", "auc", "rank-sort", "alrp", "iou-ap", "plain iou-ap")
+THRESHOLDS = (0.0, 0.5, 0.7, 0.99)
 HALF = (torch.float16, torch.bfloat16)
 DELTAS = (0.0, 1e-6, 0.25, 1.0, 50.0)
 
@@ -53,6 +54,17 @@ WEIGHTS: dict[str, Callable[[Sequence[int]], Tensor | None]] = {
 }
 
 
+def random_boxes(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Scores and IoU targets [3, 100]."""
+    count, positives, generator = 300, 30, torch.Generator().manual_seed(0)
+    scores = torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
+    targets = torch.zeros(count)
+    targets[:positives] = torch.rand(positives, generator=generator).clamp(min=0.01)
+    targets[-20:] = -1
+    order = torch.randperm(count, generator=generator)
+    return scores[order].reshape(3, -1), targets[order].reshape(3, -1)
+
+
 @dataclass(frozen=True, eq=False)
 class Case:
     """The arguments of a ranking loss, for scores [B, A, K]."""
@@ -86,7 +98,7 @@ def cases(
     scores = DISTRIBUTIONS[distribution](noise, targets == 1).to(dtype).view(shape)
     qualities = torch.rand(size, generator=random).mul(8).ceil().div(8)  # some are equal
     boxes = qualities[targets == 1]
-    if loss == "rank-sort":
+    if loss in ("rank-sort", "iou-ap", "plain iou-ap"):
         targets = torch.where(targets == 1, qualities, targets)
     return Case(
         loss,
@@ -109,6 +121,9 @@ def computed(case: Case, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
         values, leaves = rank_sort_loss(scores, case.targets, **options), [scores, scores]
     elif case.loss == "auc":
         values, leaves = (auc_loss(scores, case.targets, **options),), [scores]
+    elif "iou" in case.loss:
+        options = {"thresholds": THRESHOLDS, "interpolated": case.loss == "iou-ap", **options}
+        values, leaves = (iou_ap_loss(scores, case.targets, **options),), [scores]
     else:
         values = (ap_loss(scores, case.targets, interpolated=case.loss == "ap", **options),)
         leaves = [scores]
@@ -120,6 +135,8 @@ def computed(case: Case, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
 
 def expected(case: Case) -> tuple[list[Tensor], list[Tensor]]:
     """The same of the reference, which is called for each group alone."""
+    if "iou" in case.loss:
+        return _mean_over_thresholds(case)
     scores, targets = case.scores.flatten(), case.targets.flatten()
     weights = None if case.weights is None else case.weights.expand(case.scores.shape).flatten()
     numbers = _group_of_each_score(case)
@@ -141,6 +158,15 @@ def expected(case: Case) -> tuple[list[Tensor], list[Tensor]]:
     shapes = [case.scores.shape, case.boxes.shape if case.loss == "alrp" else case.scores.shape]
     return [torch.tensor(total, dtype=torch.float64) for total in totals[:count]], [
         gradient.view(shape) for gradient, shape in zip(gradients[:count], shapes, strict=False)
+    ]
+
+
+def _mean_over_thresholds(case: Case) -> tuple[list[Tensor], list[Tensor]]:
+    name = "ap" if case.loss == "iou-ap" else "plain ap"
+    levels = [reference.targets_at_threshold(case.targets, threshold) for threshold in THRESHOLDS]
+    results = [expected(replace(case, loss=name, targets=level, boxes=level[level == 1])) for level in levels]
+    return [torch.stack([values[0] for values, _ in results]).mean()], [
+        torch.stack([gradients[0] for _, gradients in results]).mean(0)
     ]
 
 

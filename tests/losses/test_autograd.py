@@ -40,7 +40,7 @@ def test_operator_passes_the_checks_of_torch(loss, make_boxes):
     scores, targets = make_boxes(positives=3, negatives=20, dtype=torch.float32)
     scores.requires_grad_()
     operator = {ap_loss: torch.ops.aploss.ap_loss, auc_loss: torch.ops.aploss.auc_loss}[loss]
-    arguments = (scores, targets, None, 1.0, None, None, None, "", "raise")
+    arguments = (scores, targets, None, 1.0, None, None, None, "", "raise", None, None)
     # Its gradient is no derivative, so all of opcheck but the comparison with one.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     results = torch.library.opcheck(operator, arguments, test_utils=checks)

@@ -4,19 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import run_group
+from ranking_cases import random_boxes
 
 from aploss.losses import reference
 from aploss.losses.rank_sort_loss import RankSortLoss, rank_sort_loss
-
-
-def random_boxes(dtype=torch.float64, count=300, positives=30, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
-    targets = torch.zeros(count)
-    targets[:positives] = torch.rand(positives, generator=generator).clamp(min=0.01)
-    targets[-20:] = -1
-    order = torch.randperm(count, generator=generator)
-    return scores[order].reshape(3, -1), targets[order].reshape(3, -1)
 
 
 def test_each_part_has_its_own_weight():

@@ -30,16 +30,20 @@ def use_loss(
 
     In ``transformers`` models (the DETR family, see ``docs/hugging-face.md``) the loss replaces the classification term
     of the last layer, auxiliary layers, encoder output and denoising queries; matched queries are the positives.
-    Models whose classes share a softmax with the background (SSD, DETR) are ranked by the log-odds of each class
+    In R-CNNs it replaces the objectness loss of the RPN, where it ranks all anchors without sampling, and the
+    classification loss of the box head, where it ranks the sampled proposals. (``torch.jit.script`` needs an R-CNN with
+    its own loss: ``use_loss(model, None)``.)
+    Models whose classes share a softmax with the background (SSD, R-CNN, DETR) are ranked by the log-odds of each class
     against everything else, which sort like the scores at inference. ``OHEMCrossEntropy`` needs such a model. The
     localisation part of ``ALRPLoss`` replaces the model's box loss (``transformers``: its GIoU loss).
 
     Args:
-        model: a RetinaNet, FCOS or SSD of torchvision, or a detector of ``transformers``; also of a subclass.
+        model: a RetinaNet, FCOS, SSD, Faster, Mask or Keypoint R-CNN of torchvision, or a detector of ``transformers``;
+            also of a subclass.
         loss: a loss object of this package, or any module called as ``loss(scores, targets)`` with float targets 1, 0
             and -1 (ignored). None restores the model's own loss, scores and score threshold.
-        score_thresh: new score threshold of a torchvision model; 0 keeps every detection. Ranking losses determine the
-            order of scores, not their scale.
+        score_thresh: new score threshold of a torchvision model; 0 keeps every detection. In an R-CNN, the RPN's
+            threshold for proposals is lowered to it, too. Ranking losses determine the order of scores, not a scale.
         weights: weights of the loss terms of a ``transformers`` model by name: ``class``, ``bbox``, ``giou``, and
             others that its configuration has (``fgl``, ``ddf``). Terms not named keep the model's weights.
 
@@ -101,6 +105,15 @@ def calibrate(
     Raises:
         ConfigError: if the model or an option is not supported.
         DataError: if the images have no objects, or not one target each.
+
+    Example:
+        >>> import torch
+        >>> from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_320_fpn
+        >>> model = fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None, num_classes=3)
+        >>> target = {"boxes": torch.tensor([[4.0, 4.0, 40.0, 40.0]]), "labels": torch.tensor([1])}
+        >>> model = calibrate(model, [torch.rand(3, 64, 64)], [target], score_thresh=0.0)
+        >>> calibration_of(model)([0.0, 1.0]).round(1).tolist()
+        [0.0, 0.0]
     """
     if _is_transformers(model, "calibrate", score_thresh=score_thresh, keep_ap_at=keep_ap_at):
         transformers_models.calibrate(model, images, targets, iou=iou, keep_ap_at=keep_ap_at)
@@ -117,7 +130,7 @@ def _is_transformers(model: Any, caller: str, *, score_thresh: float | None, **o
         return True
     if not isinstance(model, torchvision_models.SUPPORTED):
         raise ConfigError(
-            f"{caller} supports torchvision's RetinaNet, FCOS and SSD and these detectors of transformers: "
+            f"{caller} supports torchvision's RetinaNet, FCOS, SSD and R-CNNs, and these detectors of transformers: "
             f"{', '.join(transformers_models.FAMILIES.values())}; got {type(model).__name__}"
         )
     for name, value in options.items():

@@ -1,55 +1,78 @@
-"""``use_loss`` and ``calibrate`` for torchvision's RetinaNet, FCOS and SSD.
+"""``use_loss`` and ``calibrate`` for torchvision's RetinaNet, FCOS, SSD, and Faster, Mask and Keypoint R-CNN.
 
-These models call ``compute_loss`` of their head (RetinaNet, FCOS) or of themselves (SSD) with the matches they made.
-An attribute of that one object shadows the method of its class. Removing the attribute restores the model.
+RetinaNet and FCOS compute their losses in ``compute_loss`` of their head, SSD in its own, R-CNNs in ``compute_loss`` of
+their RPN and ``forward`` of their RoI heads. An attribute of that one object shadows the method of its class. Removing
+the attribute restores the model.
 """
 
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torchvision.models.detection.faster_rcnn import FasterRCNN
 from torchvision.models.detection.fcos import FCOS
 from torchvision.models.detection.retinanet import RetinaNet
 from torchvision.models.detection.ssd import SSD
 
-from aploss.detectors.criterion import classification_loss
+from aploss.detectors.criterion import LossParts, classification_loss
+from aploss.detectors.labels import IGNORED, AnchorLabels
 from aploss.detectors.predict import evaluation_mode
+from aploss.errors import ConfigError
 from aploss.integrations import shared
 from aploss.losses.traits import traits_of
 
 Targets = Sequence[Mapping[str, Tensor]]
-SUPPORTED = (RetinaNet, FCOS, SSD)
-METHOD, LOSS, JIT_IGNORED = "compute_loss", "classification_loss", "__jit_ignored_attributes__"
+SUPPORTED = (RetinaNet, FCOS, SSD, FasterRCNN)  # Mask and Keypoint R-CNN are subclasses of Faster R-CNN
+LOSS, JIT_IGNORED = "classification_loss", "__jit_ignored_attributes__"
+BOX_HEAD_LOSS = "fastrcnn_loss"  # the function that ``RoIHeads.forward`` calls
+
+
+class _Place(NamedTuple):
+    """A method that computes losses, and the module whose ``score_thresh`` applies to the scores that it trains."""
+
+    thresholded: Any
+    holder: Any
+    method: str
+    replacement: "type[_SwappedLoss]"
+
+
+def _places(model: Any) -> list[_Place]:
+    """The methods to shadow. The last one trains the scores of the detections."""
+    if isinstance(model, FasterRCNN):
+        rpn, heads = model.rpn, model.roi_heads
+        return [_Place(rpn, rpn, "compute_loss", _ObjectnessLoss), _Place(heads, heads, "forward", _BoxHeadLoss)]
+    replacement = next(one for kind, one in DENSE.items() if isinstance(model, kind))
+    return [_Place(model, model if isinstance(model, SSD) else model.head, "compute_loss", replacement)]
 
 
 def swap_loss(model: Any, loss: nn.Module | None, score_thresh: float | None) -> None:
     """See :func:`aploss.integrations.use_loss`."""
+    places = _places(model)
     if loss is not None:
-        shared.check_loss(loss, model, has_background=isinstance(model, SSD))
+        shared.check_loss(loss, model, has_background=isinstance(model, SSD | FasterRCNN))
+        if isinstance(model, FasterRCNN) and BOX_HEAD_LOSS not in type(model.roi_heads).forward.__code__.co_names:
+            heads = type(model.roi_heads).__name__
+            raise ConfigError(f"use_loss replaces {BOX_HEAD_LOSS}, but {heads}.forward does not call it")
     calibrate(model, None)  # a calibration belongs to the previous loss
-    holder = model if isinstance(model, SSD) else model.head
-    original_threshold = model.score_thresh
-    if isinstance(swapped := vars(holder).get(METHOD), _SwappedLoss):
-        original_threshold = swapped.score_thresh
-        for name in (METHOD, LOSS, JIT_IGNORED):
-            delattr(holder, name)
+    for place in places:
+        _swap(place, loss)
     if loss is None:
-        model.score_thresh = original_threshold
         return
-    ignored = [*getattr(holder, JIT_IGNORED, ()), METHOD, LOSS]  # torch.jit.script compiles torchvision's own method
-    kind = next(kind for kind in SUPPORTED if isinstance(model, kind))
-    setattr(holder, METHOD, _SwappedLoss(kind, holder, original_threshold))
-    setattr(holder, LOSS, loss)  # a submodule: moved with the model, and saved if it has parameters
-    setattr(holder, JIT_IGNORED, ignored)
     if score_thresh is not None:
-        model.score_thresh = score_thresh
-    if model.score_thresh > 0 and not traits_of(loss).calibrated:
+        for place in places[:-1]:  # proposals that this threshold drops cannot become detections
+            place.thresholded.score_thresh = min(place.thresholded.score_thresh, score_thresh)
+        places[-1].thresholded.score_thresh = score_thresh
+    highest = max(place.thresholded.score_thresh for place in places)
+    if highest > 0 and not traits_of(loss).calibrated:
         warnings.warn(
-            f"{type(model).__name__} drops detections with a score below {model.score_thresh:g}, but "
+            f"{type(model).__name__} drops detections with a score below {highest:g}, but "
             f"{traits_of(loss).label or type(loss).__name__} determines the order of scores, not their scale: keep all "
             "with use_loss(..., score_thresh=0), and fit a scale after training with calibrate(model, images, targets)",
             shared.ScoreThresholdWarning,
@@ -57,49 +80,158 @@ def swap_loss(model: Any, loss: nn.Module | None, score_thresh: float | None) ->
         )
 
 
+def _swap(place: _Place, loss: nn.Module | None) -> None:
+    thresholded, holder, method, replacement = place
+    original_threshold = thresholded.score_thresh
+    if isinstance(swapped := vars(holder).get(method), _SwappedLoss):
+        original_threshold = swapped.score_thresh
+        for name in (method, LOSS, JIT_IGNORED):
+            delattr(holder, name)
+    if loss is None:
+        thresholded.score_thresh = original_threshold
+        return
+    ignored = [*getattr(holder, JIT_IGNORED, ()), method, LOSS]  # torch.jit.script compiles torchvision's own method
+    setattr(holder, method, replacement(holder, original_threshold))
+    setattr(holder, LOSS, loss)  # a submodule: moved with the model, and saved if it has parameters
+    setattr(holder, JIT_IGNORED, ignored)
+
+
 @dataclass(eq=False)
 class _SwappedLoss:
-    """Computes torchvision's dict of losses with another classification loss."""
+    """Computes what torchvision's method computes, with another classification loss."""
 
-    kind: type  # one of SUPPORTED
-    holder: Any  # the head or model whose ``compute_loss`` this replaces
-    score_thresh: float  # the model's original threshold
+    holder: Any  # the module whose method this replaces
+    score_thresh: float  # its original threshold
+
+
+class _DenseLoss(_SwappedLoss):
+    """The dict of losses of RetinaNet, FCOS and SSD."""
+
+    first_class = 0  # label of the first class column
 
     def __call__(
         self, targets: Targets, head_outputs: dict[str, Tensor], anchors: list[Tensor], matched_idxs: list[Tensor]
     ) -> dict[str, Tensor]:
-        first_class = 1 if self.kind is SSD else 0  # label of the first class column
-        classes, boxes = [one["labels"] - first_class for one in targets], [one["boxes"] for one in targets]
+        classes, boxes = [one["labels"] - self.first_class for one in targets], [one["boxes"] for one in targets]
         labels = shared.labels_from_matches(torch.stack(matched_idxs), classes, boxes)
         positives = (labels.images, labels.anchors)
         matched = torch.stack(anchors)[positives]
         loss, logits = self.holder.classification_loss, head_outputs["cls_logits"]
         parts = classification_loss(
             loss,
-            shared.softmax_log_odds(logits) if self.kind is SSD and not traits_of(loss).softmax else logits,
+            shared.softmax_log_odds(logits) if self.first_class and not traits_of(loss).softmax else logits,
             labels,
-            boxes=lambda: self._decode(head_outputs["bbox_regression"][positives].float(), matched),
+            boxes=lambda: self.decode(head_outputs["bbox_regression"][positives].float(), matched),
         )
-        if self.kind is RetinaNet:  # a mean over images of means over positives
-            box_loss = self.holder.regression_head.compute_loss(targets, head_outputs, anchors, matched_idxs)
-            losses = {"bbox_regression": box_loss}
-        else:
-            # Other losses are means over the positives of the batch. They are passed as one image without negatives,
-            # so that torchvision's classification loss, which is discarded, costs almost nothing.
-            gathered = {"boxes": labels.boxes, "labels": labels.positive_classes + first_class}
-            outputs = {key: value[positives][None] for key, value in head_outputs.items()}
-            matches = torch.arange(len(labels.boxes), device=labels.boxes.device)
-            losses = type(self.holder).compute_loss(self.holder, [gathered], outputs, [matched], [matches])
+        losses = self.other_losses(targets, head_outputs, anchors, matched_idxs, labels=labels)
         if parts.localisation is not None:
             losses["bbox_regression"] = parts.localisation
         return {**losses, "classification": parts.classification}
 
-    def _decode(self, deltas: Tensor, anchors: Tensor) -> Any:
+    def other_losses(
+        self, _: Targets, outputs: dict[str, Tensor], anchors: Any, __: Any, *, labels: AnchorLabels
+    ) -> Any:
+        """Torchvision's losses, which are means over the positives of the batch.
+
+        They are passed as one image without negatives, so that torchvision's classification loss, which is discarded,
+        costs almost nothing.
+        """
+        positives = (labels.images, labels.anchors)
+        gathered = {"boxes": labels.boxes, "labels": labels.positive_classes + self.first_class}
+        outputs = {key: value[positives][None] for key, value in outputs.items()}
+        matched, matches = torch.stack(anchors)[positives], torch.arange(len(labels.boxes), device=labels.boxes.device)
+        return type(self.holder).compute_loss(self.holder, [gathered], outputs, [matched], [matches])
+
+    def decode(self, deltas: Tensor, anchors: Tensor) -> Any:
         """Boxes [P, 4] from box regressions [P, 4]."""
-        if self.kind is FCOS:
-            return self.holder.box_coder.decode(deltas, anchors)
-        coder = self.holder.regression_head.box_coder if self.kind is RetinaNet else self.holder.box_coder
-        return coder.decode_single(deltas, anchors)
+        return self.holder.box_coder.decode_single(deltas, anchors)
+
+
+class _SSDLoss(_DenseLoss):
+    first_class = 1  # after the background
+
+
+class _FCOSLoss(_DenseLoss):
+    def decode(self, deltas: Tensor, anchors: Tensor) -> Any:
+        return self.holder.box_coder.decode(deltas, anchors)
+
+
+class _RetinaNetLoss(_DenseLoss):
+    def other_losses(self, *arguments: Any, labels: AnchorLabels) -> Any:  # a mean over images of their means
+        return {"bbox_regression": self.holder.regression_head.compute_loss(*arguments)}
+
+    def decode(self, deltas: Tensor, anchors: Tensor) -> Any:
+        return self.holder.regression_head.box_coder.decode_single(deltas, anchors)
+
+
+DENSE: dict[type, type[_DenseLoss]] = {RetinaNet: _RetinaNetLoss, FCOS: _FCOSLoss, SSD: _SSDLoss}
+
+
+class _RCNNLoss(_SwappedLoss):
+    """A loss of an R-CNN, whose regression targets are encoded relative to anchors that it does not get."""
+
+    def parts(self, scores: Tensor, classes: Tensor, deltas: Tensor, encoded: Tensor) -> LossParts:
+        """The losses of scores [B, A, K] or [B, A, K + 1], given the regressions of the positives [P, 4].
+
+        ``classes`` [B, A] are those of :class:`AnchorLabels`, ``encoded`` [P, 4] the boxes of the positives' objects.
+        """
+        # IoU and GIoU of two boxes do not change if both are moved and their axes scaled: any anchor will do
+        decode, anchors = self.holder.box_coder.decode_single, deltas.new_tensor([[0.0, 0.0, 1.0, 1.0]])
+        images, anchor_indices = (classes >= 0).nonzero(as_tuple=True)
+        boxes = decode(encoded.float(), anchors.float().expand(len(encoded), 4))
+        labels = AnchorLabels(classes=classes, images=images, anchors=anchor_indices, boxes=boxes)
+        return classification_loss(
+            self.holder.classification_loss,
+            scores,
+            labels,
+            boxes=lambda: decode(deltas.float(), anchors.float().expand(len(deltas), 4)),
+        )
+
+
+class _ObjectnessLoss(_RCNNLoss):
+    """Replaces ``RegionProposalNetwork.compute_loss``: ranks all anchors, of which torchvision samples 256."""
+
+    def __call__(
+        self, objectness: Tensor, pred_bbox_deltas: Tensor, labels: list[Tensor], regression_targets: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        box_loss = type(self.holder).compute_loss(
+            self.holder, objectness, pred_bbox_deltas, labels, regression_targets
+        )[1]
+        scores = objectness.reshape(len(labels), -1, 1)
+        if traits_of(self.holder.classification_loss).softmax:
+            scores = F.pad(scores, (1, 0))  # with a background logit of 0, softmax is the sigmoid
+        classes = torch.stack(labels).long() - 1  # from 1, 0 and -1 (ignored)
+        positive = (classes >= 0).flatten()
+        parts = self.parts(scores, classes, pred_bbox_deltas[positive], torch.cat(regression_targets)[positive])
+        return parts.classification, box_loss if parts.localisation is None else parts.localisation
+
+
+class _BoxHeadLoss(_RCNNLoss):
+    """Replaces ``RoIHeads.forward``: the same code with another loss function."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled code is cached without its globals
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        forward = type(self.holder).forward
+        names = {**forward.__globals__, BOX_HEAD_LOSS: self.losses}
+        own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+        return own(self.holder, *arguments, **options)
+
+    def losses(
+        self, class_logits: Tensor, box_regression: Tensor, labels: list[Tensor], regression_targets: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Replaces ``fastrcnn_loss``: ranks the proposals that torchvision samples for training."""
+        own_loss = type(self.holder).forward.__globals__[BOX_HEAD_LOSS]
+        box_loss = own_loss(class_logits, box_regression, labels, regression_targets)[1]
+        # images may have different numbers of proposals
+        logits = pad_sequence([*torch.split(class_logits, [len(one) for one in labels])], batch_first=True)
+        classes = pad_sequence([one - 1 for one in labels], batch_first=True, padding_value=IGNORED)
+        all_labels = torch.cat(labels)
+        positive = (all_labels > 0).nonzero().squeeze(1)
+        deltas = box_regression.reshape(len(box_regression), -1, 4)[positive, all_labels[positive]]
+        needs_softmax = traits_of(self.holder.classification_loss).softmax
+        scores = logits if needs_softmax else shared.softmax_log_odds(logits)
+        parts = self.parts(scores, classes, deltas, torch.cat(regression_targets)[positive])
+        return parts.classification, box_loss if parts.localisation is None else parts.localisation
 
 
 @dataclass(eq=False)
@@ -122,16 +254,17 @@ def calibrate(
     batch_size: int = 8,
 ) -> None:
     """See :func:`aploss.integrations.calibrate`."""
+    holder = _places(model)[-1].thresholded
     if (earlier := shared.find_hook(model, remove=True)) is not None:
-        model.score_thresh = earlier.original_threshold
+        holder.score_thresh = earlier.original_threshold
     if images is None:
         return
-    precision = model.score_thresh if score_thresh is None else score_thresh
+    precision = holder.score_thresh if score_thresh is None else score_thresh
     calibration, least_score = shared.fit_precision(_detect_all(model, images, batch_size), targets, iou=iou)
-    model.register_forward_hook(_CalibratedScores(calibration, model.score_thresh))
-    model.score_thresh = float(np.interp(precision, calibration.y, calibration.x))
-    if score_thresh is None and least_score < model.score_thresh:
-        model.score_thresh = least_score
+    model.register_forward_hook(_CalibratedScores(calibration, holder.score_thresh))
+    holder.score_thresh = float(np.interp(precision, calibration.y, calibration.x))
+    if score_thresh is None and least_score < holder.score_thresh:
+        holder.score_thresh = least_score
         warnings.warn(
             f"{type(model).__name__} would drop detections with a precision below {precision:g} that AP needs: its "
             f"threshold was lowered to {float(calibration([least_score])[0]):.2g}; calibrate(..., "
@@ -142,12 +275,13 @@ def calibrate(
 
 
 def _detect_all(model: Any, images: Sequence[Tensor], batch_size: int) -> list[dict[str, Tensor]]:
-    """Detections without a score threshold."""
-    threshold, device = model.score_thresh, next(model.parameters()).device
-    model.score_thresh = 0.0
+    """Detections without a score threshold, without masks and keypoints."""
+    holder, device = _places(model)[-1].thresholded, next(model.parameters()).device
+    threshold, holder.score_thresh = holder.score_thresh, 0.0
     try:
         with evaluation_mode(model):
             batches = (images[start : start + batch_size] for start in range(0, len(images), batch_size))
-            return [found for batch in batches for found in model([image.to(device) for image in batch])]
+            found = (one for batch in batches for one in model([image.to(device) for image in batch]))
+            return [{key: one[key] for key in ("boxes", "labels", "scores")} for one in found]
     finally:
-        model.score_thresh = threshold
+        holder.score_thresh = threshold

@@ -218,13 +218,35 @@ def calibrate(
 
 
 def calibration_of(model: nn.Module) -> Calibration | None:
-    """The calibration of a ``transformers`` model, to save beside the model's files; None if it has none."""
+    """The calibration that :func:`calibrate` fitted, to save beside the files of a ``transformers`` model.
+
+    Args:
+        model: any model that :func:`calibrate` supports.
+
+    Returns:
+        The calibration, a map from scores [n] to precision [n], or None if the model has none.
+
+    Example:
+        >>> calibration_of(nn.Linear(2, 2)) is None
+        True
+    """
     hook = shared.find_hook(model)
     return None if hook is None else hook.calibration
 
 
 def set_calibration(model: nn.Module, calibration: Calibration | None) -> None:
-    """Sets the calibration of a ``transformers`` model with the same weights, or removes it if None."""
+    """Sets the calibration of a ``transformers`` model that was calibrated with the same weights.
+
+    Args:
+        model: the model, such as one loaded from its files; changed in place.
+        calibration: a map from scores to precision, such as ``Calibration.from_dict(...)``; None removes it.
+
+    Example:
+        >>> model = nn.Linear(2, 2)  # in place of a detector
+        >>> set_calibration(model, Calibration(x=[0, 0.2, 1], y=[0, 0.9, 1]))
+        >>> calibration_of(model)([0.2]).tolist()
+        [0.9]
+    """
     shared.find_hook(model, remove=True)
     if calibration is not None:
         model.register_forward_hook(_CalibratedLogits(calibration))

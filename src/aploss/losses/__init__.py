@@ -7,11 +7,16 @@ from .autograd import error_driven
 from .checks import InvalidTargetError, NonFiniteScoresError, OtherProcessError
 from .focal_loss import FocalLoss, focal_loss
 from .hinge_ap_loss import HingeAPLoss, hinge_ap_loss
+from .iou_ap_loss import IoUAPLoss, iou_ap_loss
+from .iou_aware_bce_loss import IoUAwareBCELoss, iou_aware_bce_loss
+from .matchability_aware_loss import MatchabilityAwareLoss, matchability_aware_loss
 from .ohem_cross_entropy import OHEMCrossEntropy, ohem_cross_entropy
+from .quality_focal_loss import QualityFocalLoss, quality_focal_loss
 from .rank_sort_loss import RankSort, RankSortLoss, rank_sort_loss
 from .ranking.engine import use_backend
 from .smooth_ap_loss import SmoothAPLoss, smooth_ap_loss
 from .traits import LossTraits, register_loss, traits_of
+from .varifocal_loss import VarifocalLoss, varifocal_loss
 
 __all__ = [
     "ALRP",
@@ -21,23 +26,33 @@ __all__ = [
     "FocalLoss",
     "HingeAPLoss",
     "InvalidTargetError",
+    "IoUAPLoss",
+    "IoUAwareBCELoss",
     "LossTraits",
+    "MatchabilityAwareLoss",
     "NonFiniteScoresError",
     "OHEMCrossEntropy",
     "OtherProcessError",
+    "QualityFocalLoss",
     "RankSort",
     "RankSortLoss",
     "SmoothAPLoss",
+    "VarifocalLoss",
     "alrp_loss",
     "ap_loss",
     "auc_loss",
     "error_driven",
     "focal_loss",
     "hinge_ap_loss",
+    "iou_ap_loss",
+    "iou_aware_bce_loss",
+    "matchability_aware_loss",
     "ohem_cross_entropy",
+    "quality_focal_loss",
     "rank_sort_loss",
     "register_loss",
     "smooth_ap_loss",
     "traits_of",
     "use_backend",
+    "varifocal_loss",
 ]

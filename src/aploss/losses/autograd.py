@@ -145,7 +145,7 @@ class RankingOperator(Operator):
 
     _ARGUMENTS = (
         "Tensor scores, Tensor targets, Tensor? box_losses, float delta, Tensor? groups, int? dimension, "
-        "Tensor? weights, str process_group, str non_finite"
+        "Tensor? weights, str process_group, str non_finite, float[]? thresholds, int? quantiles"
     )
 
     def __init__(self, rule: Rule) -> None:
@@ -164,25 +164,28 @@ class RankingOperator(Operator):
         weights: Tensor | None = None,
         process_group: Any = None,
         non_finite: NonFinite = "raise",
+        thresholds: Sequence[float] | int | None = None,
     ) -> Values:
         """The values of the loss; see :func:`aploss.losses.ap_loss` for the arguments."""
         if process_group is not None:
             check_process_group(process_group)
         if not torch.compiler.is_compiling():
             check_transforms(scores, targets)
-            options = Options(self.rule, delta, groups, weights, process_group, non_finite)
+            options = Options(self.rule, delta, groups, weights, process_group, non_finite, thresholds)
             values: Values = _Eager.apply(self, scores, targets, box_losses, options)
             return values
         of_scores, dimension = (None, groups) if isinstance(groups, int) else (groups, None)
         name = "" if process_group is None else process_group.group_name
-        return self(scores, targets, box_losses, float(delta), of_scores, dimension, weights, name, non_finite)
+        levels, quantiles = (None, thresholds) if isinstance(thresholds, int) else (thresholds, None)
+        rest = (dimension, weights, name, non_finite, levels, quantiles)
+        return self(scores, targets, box_losses, float(delta), of_scores, *rest)
 
     def _rank(self, scores: Tensor, targets: Tensor, box_losses: Tensor | None, *rest: Any) -> tuple[Values, Values]:
         options = rest[0]
         if not isinstance(options, Options):  # in a compiled graph, as the schema has them
-            delta, groups, dimension, weights, name, non_finite, _ = rest
-            groups = dimension if groups is None else groups
-            options = Options(self.rule, delta, groups, weights, resolve_group(name), non_finite)
+            delta, groups, dimension, weights, name, non_finite, levels, quantiles, _ = rest
+            groups, thresholds = dimension if groups is None else groups, quantiles if levels is None else levels
+            options = Options(self.rule, delta, groups, weights, resolve_group(name), non_finite, thresholds)
         return rank_scores(scores, targets, options, box_losses, needs_gradient=rest[-1])
 
 

@@ -216,8 +216,8 @@ def raise_invalid_box_loss(box_losses: Tensor) -> NoReturn:
     raise ValueError(f"box_losses must be finite and not negative, got {box_losses[index].item()} at {index}")
 
 
-def check_values(scores: Tensor, targets: Tensor) -> None:
-    """Raises ValueError unless every target is 1, 0 or -1 and every score that counts is finite.
+def check_values(scores: Tensor, targets: Tensor, *, soft: bool = False) -> None:
+    """Raises ValueError unless every target is 1 (in (0, 1] if soft), 0 or -1 and every score that counts is finite.
 
     For the losses that do not use the ranking engine. Reads the device once.
     """
@@ -225,12 +225,12 @@ def check_values(scores: Tensor, targets: Tensor) -> None:
         return
     flat = comparable_targets(targets)
     ignored = flat == -1
-    allowed = ((flat == 0) | (flat == 1) | ignored).sum()
+    allowed = (((flat >= 0) & (flat <= 1) if soft else (flat == 0) | (flat == 1)) | ignored).sum()
     lowest, highest = torch.aminmax(scores.detach().masked_fill(ignored, 0.0))
     finite = (lowest > -torch.inf) & (highest < torch.inf)
     bad_targets, bad_scores = torch.stack([targets.numel() - allowed, (~finite).long()]).tolist()
     if bad_targets:
-        raise_invalid_target(targets, scores, soft=False)
+        raise_invalid_target(targets, scores, soft=soft)
     if bad_scores:
         raise_non_finite_score(scores, targets)
 

@@ -12,6 +12,7 @@ at a time, so no |P| x |N| matrix is ever held.
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -65,6 +66,33 @@ def ap_loss(
         gradient[negatives] += terms  # line 14
         loss += terms.sum()
     return loss, gradient.reshape(scores.shape)
+
+
+def iou_ap_loss(
+    scores: Tensor,
+    qualities: Tensor,
+    thresholds: Sequence[float],
+    delta: float = 1.0,
+    interpolated: bool = False,
+    weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The mean of the AP-losses at IoU thresholds, at each of which positives below it are ignored.
+
+    Returns:
+        The loss, and the mean of the error-driven gradients.
+    """
+    results = [
+        ap_loss(scores, targets_at_threshold(qualities, threshold), delta, interpolated, weights)
+        for threshold in thresholds
+    ]
+    losses, gradients = zip(*results, strict=True)
+    return torch.stack(losses).mean(), torch.stack(gradients).mean(0)
+
+
+def targets_at_threshold(qualities: Tensor, threshold: float) -> Tensor:
+    """1 for positives of at least this IoU, -1 for other positives, and 0 and -1 as they are."""
+    targets = torch.where(qualities >= threshold, 1, -1)
+    return torch.where(qualities > 0, targets, qualities.long())
 
 
 def auc_loss(

@@ -12,6 +12,7 @@ all of them raise, and none is left waiting.
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -39,6 +40,7 @@ from ..checks import (
     raise_invalid_target,
     raise_non_finite_score,
 )
+from .levels import add_levels
 from .problem import Backend, Found, Positives, Problem, Reduce, Status, loss_dtype
 from .rules import Rule
 from .torch_backend import TorchBackend
@@ -99,6 +101,7 @@ class Options(NamedTuple):
     weights: Tensor | None = None
     process_group: Any = None
     non_finite: Literal["raise", "nan"] = "raise"
+    thresholds: Sequence[float] | int | None = None
 
 
 Tensors = tuple[Tensor, ...]
@@ -143,8 +146,12 @@ def _rank_directly(
     scores: Tensor, targets: Tensor, options: Options, box_losses: Tensor | None, needs_gradient: bool
 ) -> tuple[Tensors, Tensors] | None:
     """Value and gradient of the plain case on the CPU, see :func:`.numba_backend.rank_directly`, else None."""
-    rule, delta, groups, weights, _, non_finite = options
-    if not (groups is weights is box_losses and non_finite == "raise") or type(targets) is not Tensor:
+    rule, delta, groups, weights, _, non_finite, thresholds = options
+    if (
+        thresholds is not None
+        or not (groups is weights is box_losses and non_finite == "raise")
+        or type(targets) is not Tensor
+    ):
         return None
     if type(scores) not in (Tensor, Parameter) or scores.is_nested or not scores.is_cpu:
         return None
@@ -177,16 +184,21 @@ def _apply_rule(
     """The values of the loss and their flat gradients, from the sorted positives."""
     rule, f0 = problem.rule, 0.5 if problem.delta else 1.0
     dtype, device = problem.dtype, problem.scores.device
-    ranks = backend.rank(problem, found, positives, reduce)
-    arguments = (ranks.p, ranks.n, ranks.negatives, f0, ranks.above)
+    if problem.thresholds is not None:
+        positives = add_levels(backend, problem, positives)
+    ranks, members = backend.rank(problem, found, positives, reduce), positives.members
+    arguments = (ranks.p if members is None else ranks.above, ranks.n, ranks.negatives, f0, ranks.above)
     error = rule.error(*arguments)
+    if members is not None:
+        error = members * error + (1 - members)  # the largest error, which lowers no running minimum
     if rule.monotone:
         error = backend.running_minimum(found, error)
-    values: Tensors = (backend.tensor((error * ranks.weights).sum(), dtype, device),)
+    own = error * ranks.weights if members is None else (error * positives.shares).sum(0)
+    values: Tensors = (backend.tensor(own.sum(), dtype, device),)
     gradients: Tensors = ()
     if needs_gradient:
-        correction = error if rule.correction is None else rule.correction(*arguments)
-        gradients = (backend.gradient(problem, found, positives, ranks, correction),)
+        own = own if rule.correction is None else rule.correction(*arguments) * ranks.weights
+        gradients = (backend.gradient(problem, found, positives, ranks, own),)
     if rule.second == "sorting":
         sorting, on_positives = backend.sort_pairs(problem, found, positives, ranks.weights)
         values += (backend.tensor(sorting, dtype, device),)
@@ -257,6 +269,7 @@ def _make_problem(scores: Tensor, targets: Tensor, options: Options, box_losses:
         groups,
         weights,
         box_losses,
+        options.thresholds,
         shape,
     )
     return _on_cpu(problem) if scores.device.type == "mps" else problem
@@ -301,7 +314,7 @@ def _caller_stacklevel() -> int:
 def _raise_invalid(problem: Problem, status: Status, non_finite: str) -> None:
     """Raises the error for this process's input, after finding out where it is."""
     if status.bad_targets:
-        raise_invalid_target(problem.targets, problem.scores, soft=problem.rule.second == "sorting")
+        raise_invalid_target(problem.targets, problem.scores, soft=problem.rule.soft_targets)
     if status.bad_scores and non_finite == "raise":
         raise_non_finite_score(problem.scores, problem.targets)
     boxes = problem.box_losses
@@ -315,8 +328,8 @@ def _raise_invalid(problem: Problem, status: Status, non_finite: str) -> None:
 
 def _local_positives(backend: Backend, problem: Problem, found: Found) -> Positives:
     """The positives of this process with all of their properties."""
-    second, groups, weights = problem.rule.second, problem.groups, problem.weights
-    if found.status.positives == 0 or not (second or groups is not None or weights is not None):
+    groups, weights = problem.groups, problem.weights
+    if found.status.positives == 0:
         return backend.positives(problem, found)
     given: dict[str, Tensor] = {}
     index = torch.as_tensor(found.index)
@@ -324,8 +337,10 @@ def _local_positives(backend: Backend, problem: Problem, found: Found) -> Positi
         given["groups"] = groups[index]
     if weights is not None:
         given["weights"] = weights.expand(problem.shape)[torch.unravel_index(index, problem.shape)].double()
-    if second == "sorting":
+    if problem.rule.soft_targets:
         given["qualities"] = problem.targets[index].double()
+    if isinstance(problem.thresholds, int):
+        given["classes"] = (index % problem.shape[-1] if len(problem.shape) > 1 else index * 0).double()
     if problem.box_losses is not None:
         given["box_losses"] = problem.box_losses.double()
     return backend.positives(problem, found, **given)
@@ -391,7 +406,8 @@ def _gather_positives(
     device = _device_of(group)
     names = ["scores"]  # the same in every process, also in one without positives
     names += ["groups"] * (problem.groups is not None) + ["weights"] * (problem.weights is not None)
-    names += ["qualities"] * (problem.rule.second == "sorting") + ["box_losses"] * (problem.box_losses is not None)
+    names += ["qualities"] * problem.rule.soft_targets + ["classes"] * isinstance(problem.thresholds, int)
+    names += ["box_losses"] * (problem.box_losses is not None)
     most = max(status.positives for status in statuses)
     message = torch.zeros(len(names), most, dtype=torch.int64, device=device)
     for row, name in zip(message, names, strict=True):

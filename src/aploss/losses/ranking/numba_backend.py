@@ -377,26 +377,27 @@ def _positive_rows(axis, positives, first_positive, delta):
 
 
 @_inside
-def _rank_positives(axis, positives, first_positive, delta, tallies, unit, weights, box_losses):
-    """The arguments of a rule, and the weight of each positive in the mean [5, P]; see :class:`.Ranks`.
+def _rank_positives(axis, positives, first_positive, delta, tallies, unit, weights, columns):
+    """p, n, the number of negatives, and the weight of each positive in the mean [4, P]; see :class:`.Ranks`.
 
     Args:
         tallies: numbers of negatives, and sums of their distances in 1 / unit [R, 2].
-        weights, box_losses: of the positives; may be empty.
+        weights: of the positives [P]; may be empty.
+        columns: replaced by the sums over the other positives k of f(s_k - s_i) column_k [K, P].
     """
     first_row, f0 = axis[0], 0.5 if delta > 0 else 1.0
     rows, shares = _positive_rows(axis, positives, first_positive, delta)
-    both = np.zeros((len(tallies), 2 if len(box_losses) == 0 else 3, 2))  # positives, negatives, box losses
+    both = np.zeros((len(tallies), 2 + len(columns), 2))  # positives, negatives, columns
     for row in range(len(both)):
         both[row, 1, 0], both[row, 1, 1] = tallies[row, 0], tallies[row, 1] / unit
     for i in range(len(rows)):
         both[rows[i], 0, 0] += 1.0
         both[rows[i], 0, 1] += shares[i]
-        if len(box_losses) > 0:
-            both[rows[i], 2, 0] += box_losses[i]
-            both[rows[i], 2, 1] += box_losses[i] * shares[i]
+        for k in range(len(columns)):
+            both[rows[i], 2 + k, 0] += columns[k, i]
+            both[rows[i], 2 + k, 1] += columns[k, i] * shares[i]
     sums = _sums_above(axis, delta, both)
-    ranks, groups = np.zeros((5, len(positives))), len(first_row) - 1
+    ranks, groups = np.empty((4, len(positives))), len(first_row) - 1
     for g in range(groups):
         negatives, total = 0.0, 0.0
         for row in range(first_row[g], first_row[g + 1]):
@@ -405,10 +406,10 @@ def _rank_positives(axis, positives, first_positive, delta, tallies, unit, weigh
             total += weights[i] if len(weights) > 0 else 1.0
         for i in range(first_positive[g], first_positive[g + 1]):
             ranks[0, i], ranks[1, i], ranks[2, i] = sums[0, i] - f0, sums[1, i], negatives  # p without i itself
-            if len(box_losses) > 0:
-                ranks[3, i] = sums[2, i] - f0 * box_losses[i]
+            for k in range(len(columns)):
+                columns[k, i] = sums[2 + k, i] - f0 * columns[k, i]
             weight = weights[i] if len(weights) > 0 else 1.0
-            ranks[4, i] = weight / (total if total > 0 else 1.0) / groups
+            ranks[3, i] = weight / (total if total > 0 else 1.0) / groups
     return ranks
 
 
@@ -427,7 +428,7 @@ def _apply_ratio(ranks, ratio, monotone):
         denominator = ratio[0] + ratio[1] * p + ratio[2] * n + ratio[3] * ranks[2, i]
         error = n / denominator if denominator > 0 else 0.0
         smallest = min(smallest, error) if monotone else error
-        own[i] = smallest * ranks[4, i]
+        own[i] = smallest * ranks[3, i]
         total += own[i]
     return own, total
 
@@ -437,12 +438,12 @@ def loss_and_gradient(scores, negative, positives, index, delta, infinity, width
     """A loss of one value for one thread, in one call; ``out`` gets the gradient unless it is empty."""
     first_positive = np.empty(2, np.int64)
     first_positive[0], first_positive[1] = 0, len(positives)
-    nothing = np.empty(0)
+    nothing, no_columns = np.empty(0), np.empty((0, 0))
     axis = _cut_axis(positives, first_positive, delta, infinity)
     no_groups = np.empty(0, np.int32)
     all_scores = (scores, 0, len(scores), negative, no_groups)
     tallies = _tally_negatives(*all_scores, axis[0], axis[1], width, unit, rows)
-    ranks = _rank_positives(axis, positives, first_positive, delta, tallies, unit, nothing, nothing)
+    ranks = _rank_positives(axis, positives, first_positive, delta, tallies, unit, nothing, no_columns)
     own, loss = _apply_ratio(ranks, ratio, monotone)
     if len(out) > 0:
         _write_gradient(scores, 0, len(scores), rows, axis, delta, own, ranks[1], index, out)
@@ -598,7 +599,7 @@ def rank_directly(
     axis = cut_axis(positives, first_positive, delta, numbers[0])
     of_rows = (negative, _NO_GROUPS, *axis[:2], *numbers[1:], rows)
     tallies = sum(_in_parts(size, lambda start, stop: tally_negatives(flat, start, stop, *of_rows)))
-    ranks = rank_positives(axis, positives, first_positive, delta, tallies, numbers[2], _NOTHING, _NOTHING)
+    ranks = rank_positives(axis, positives, first_positive, delta, tallies, numbers[2], _NOTHING, _NO_COLUMNS)
     own, loss = apply_ratio(ranks, tuple(rule.error), rule.monotone)
     if gradient is not None:
         of_rows = (rows, axis, delta, own, ranks[1], index, out)
@@ -624,15 +625,12 @@ class NumbaBackend:
         if targets.dtype not in COMPILED_TARGETS:
             targets = targets.to(torch.float32)
         negative = np.empty(len(scores), np.bool_)
-        soft = problem.rule.second == "sorting"
-        index, values, *counts = find_positives(targets.numpy(), scores, soft, negative)
+        index, values, *counts = find_positives(targets.numpy(), scores, problem.rule.soft_targets, negative)
         others = problem.box_losses, problem.weights
         status = Status(len(index), *counts, *(0 if given is None else _count_bad(given) for given in others))
         return _Found(status, index, values, scores, negative)
 
     def positives(self, problem: Problem, found: Any, **given: Tensor) -> Positives:
-        if not given:
-            return Positives(found.positive_scores, found.index)
         columns = {name: value.numpy() for name, value in given.items()}
         return Positives(found.positive_scores, found.index, **columns)
 
@@ -648,8 +646,9 @@ class NumbaBackend:
         scores, size, delta = found.scores, len(found.scores), problem.delta
         found.first_positive, groups = _number_groups(problem, positives)
         found.rows = np.empty(size, np.uint32)
-        weights, boxes = positives.weights, positives.box_losses
-        given = (_NOTHING if weights is None else weights, _NOTHING if boxes is None else boxes)
+        weights, boxes, members = positives.weights, positives.box_losses, positives.members
+        above = _NO_COLUMNS if boxes is None else boxes[None].copy()
+        above = above if members is None else members.copy()
         axis = (positives.scores, found.first_positive, delta)
         kind = scores.dtype.type
         numbers = (2 * delta, _fixed_point_unit(size))
@@ -659,10 +658,13 @@ class NumbaBackend:
         tallies = sum(parts) / [1.0, numbers[1]]
         if reduce is not None:
             reduce(torch.from_numpy(tallies))
-        return Ranks(*rank_positives(found.axis, *axis, tallies, 1.0, *given))
+        given = (_NOTHING if weights is None else weights, above)
+        p, n, negatives, shares = rank_positives(found.axis, *axis, tallies, 1.0, *given)
+        return Ranks(p, n, negatives, above if boxes is None else above[0], shares)
 
     def running_minimum(self, found: Any, values: Any) -> Any:
-        return running_minimum(values, found.first_positive)
+        rows = [running_minimum(row, found.first_positive) for row in values.reshape(-1, values.shape[-1])]
+        return np.stack(rows).reshape(values.shape)
 
     def sort_pairs(self, problem: Problem, found: Any, positives: Positives, weights: Any) -> tuple[Any, Any]:
         return sort_pairs(positives.scores, found.first_positive, positives.qualities, weights, problem.delta)
@@ -675,15 +677,15 @@ class NumbaBackend:
             return torch.scalar_tensor(values, dtype=dtype)
         return torch.as_tensor(values, dtype=dtype)
 
-    def gradient(self, problem: Problem, found: Any, positives: Positives, ranks: Ranks, correction: Any) -> Tensor:
+    def gradient(self, problem: Problem, found: Any, positives: Positives, ranks: Ranks, own: Any) -> Tensor:
         gradient = torch.empty(len(found.scores), dtype=problem.dtype)
-        own = correction * ranks.weights * problem.num_processes
+        own = own * problem.num_processes
         rest = (found.rows, found.axis, problem.delta, own, ranks.n, positives.index, gradient.numpy())
         _in_parts(len(found.scores), lambda start, stop: write_gradient(found.scores, start, stop, *rest))
         return gradient
 
 
-_NOTHING, _NO_GROUPS = np.empty(0), np.empty(0, np.int32)
+_NOTHING, _NO_COLUMNS, _NO_GROUPS = np.empty(0), np.empty((0, 0)), np.empty(0, np.int32)
 
 
 def _count_bad(given: Tensor) -> int:

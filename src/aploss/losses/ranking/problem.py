@@ -28,12 +28,14 @@ class Problem:
     Attributes:
         scores: flat, contiguous, detached, any floating dtype [N], N >= 1.
         targets: flat, contiguous [N]; signed integers, float32 or float64: 1, 0 and -1, or values
-            in (0, 1] for positives if the rule sorts.
+            in (0, 1] for positives if the rule has soft targets.
         rule: see :mod:`.rules`.
         delta: half the width of the step function; 0 is the Heaviside step.
         groups: int64 [N]: scores are ranked among scores of the same number only.
         weights: importance of the positives, broadcast to ``shape``.
         box_losses: one per positive, in the order of their flat index, for aLRP.
+        thresholds: average the loss over these IoU thresholds, or over so many quantiles of the IoU;
+            see :mod:`.levels`.
         shape: of the scores as the user passed them.
         num_processes: how many processes rank together; the gradient is multiplied by it.
         dtype: of the passes over all scores, of the loss and of its gradient.
@@ -46,6 +48,7 @@ class Problem:
     groups: Tensor | None = None
     weights: Tensor | None = None
     box_losses: Tensor | None = None
+    thresholds: Sequence[float] | int | None = None
     shape: Sequence[int] = ()
     num_processes: int = 1
     dtype: torch.dtype = field(init=False)
@@ -90,6 +93,9 @@ class Positives:
         weights: importance, float64.
         qualities: soft targets, float64.
         box_losses: float64.
+        classes: the last dimension of the index, for quantiles within each class.
+        members: which positives count at each of T thresholds, 1 or 0, float64 [T, P].
+        shares: the factor of each positive's error at each threshold, float64 [T, P].
     """
 
     scores: Any
@@ -98,6 +104,9 @@ class Positives:
     weights: Any = None
     qualities: Any = None
     box_losses: Any = None
+    classes: Any = None
+    members: Any = None
+    shares: Any = None
 
     def columns(self) -> dict[str, Any]:
         """The properties that there are, by name."""
@@ -107,14 +116,16 @@ class Positives:
 
     def select(self, order: Any) -> "Positives":
         """The positives at the given places, in that order."""
-        if self.groups is self.weights is self.qualities is self.box_losses:  # None
-            return Positives(self.scores[order], self.index[order])
         return Positives(**{name: values[order] for name, values in self.columns().items()})
 
 
 @dataclass(eq=False)
 class Ranks:
-    """The arguments of a rule, see :mod:`.rules`, and the weight of each positive in the mean [P]."""
+    """The arguments of a rule, see :mod:`.rules`, and the weight of each positive in the mean [P].
+
+    ``above`` are the sums of f(s_k - s_i) over the other positives k that count at each threshold [T, P], if there are
+    thresholds.
+    """
 
     p: Any
     n: Any
@@ -156,7 +167,7 @@ class Backend(Protocol):
         """
 
     def running_minimum(self, found: Found, values: Any) -> Any:
-        """The smallest value up to each positive within its group [P]."""
+        """The smallest value up to each positive within its group [..., P]."""
 
     def sort_pairs(self, problem: Problem, found: Found, positives: Positives, weights: Any) -> tuple[Any, Any]:
         """Rank & Sort's sorting error, and its gradient on the positives [P]."""
@@ -167,9 +178,8 @@ class Backend(Protocol):
     def tensor(self, values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         """An array or number of this backend as a tensor."""
 
-    def gradient(self, problem: Problem, found: Found, positives: Positives, ranks: Ranks, correction: Any) -> Tensor:
+    def gradient(self, problem: Problem, found: Found, positives: Positives, ranks: Ranks, own: Any) -> Tensor:
         """The flat gradient of this process's scores [N], in the dtype of the loss.
 
-        Positive i gets -w_i c_i and each negative j gets w_i c_i f(s_j - s_i) / n_i, where c_i is the
-        correction and w_i the weight of i.
+        Positive i gets -own_i, its weighted error, and each negative j gets own_i f(s_j - s_i) / n_i.
         """

@@ -53,8 +53,8 @@ class Rule:
         correction: the part of the error that the update corrects; the whole error by default.
         monotone: replace each error by the smallest one at this score or below (interpolated AP).
         second: what the second value of the loss is, if it has one. ``"sorting"``: Rank & Sort's
-            sorting error, for targets that are qualities in (0, 1]; ``"localisation"``: aLRP's
-            average of the box losses.
+            sorting error; ``"localisation"``: aLRP's average of the box losses.
+        soft_targets: the targets of positives are qualities in (0, 1].
     """
 
     name: str
@@ -62,6 +62,7 @@ class Rule:
     correction: Callable[..., Any] | None = None
     monotone: bool = False
     second: Literal["", "sorting", "localisation"] = ""
+    soft_targets: bool = False
 
 
 # 1 - precision at i: the sum of L_ij over the negatives j, Eq. (3) and (5).
@@ -82,6 +83,8 @@ def _lrp_correction(p, n, negatives, f0, above):
 
 AP = Rule("ap", PRECISION_ERROR, monotone=True)
 PLAIN_AP = Rule("plain_ap", PRECISION_ERROR)
+IOU_AP = Rule("iou_ap", PRECISION_ERROR, monotone=True, soft_targets=True)
+PLAIN_IOU_AP = Rule("plain_iou_ap", PRECISION_ERROR, soft_targets=True)
 AUC = Rule("auc", ROC_ERROR)
-RANK_SORT = Rule("rank_sort", _ranking_error, second="sorting")
+RANK_SORT = Rule("rank_sort", _ranking_error, second="sorting", soft_targets=True)
 ALRP = Rule("alrp", PRECISION_ERROR, _lrp_correction, second="localisation")

@@ -219,11 +219,11 @@ def line_through_segments(segments: Segments, weights: Tensor) -> Tensor:
 
 
 def running_minimum(values: Tensor, groups: Groups | None) -> Tensor:
-    """The least of the values [C] up to each place (within its group)."""
+    """The least of the values [..., C] up to each place (within its group)."""
     if groups is None:
-        return values.cummin(0).values
+        return values.cummin(-1).values
     # Every group in a range of its own below those of the groups before it.
-    return values[(values - 2.0 * groups.of_positives).cummin(0).indices]
+    return values.gather(-1, (values - 2.0 * groups.of_positives).cummin(-1).indices)
 
 
 def _cumulative_sum(values: Tensor) -> Tensor:

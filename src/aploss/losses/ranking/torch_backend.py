@@ -62,7 +62,7 @@ class TorchBackend:
     def positive_mask(self, problem: Problem) -> Tensor:
         """Which scores belong to positives [N]."""
         targets = problem.targets
-        return (targets > 0) & (targets <= 1) if problem.rule.second == "sorting" else targets == 1
+        return (targets > 0) & (targets <= 1) if problem.rule.soft_targets else targets == 1
 
     def positives(self, problem: Problem, found: Any, **given: Tensor) -> Positives:
         return Positives(problem.scores[found.index].double(), found.index, **given)
@@ -100,8 +100,10 @@ class TorchBackend:
         groups, f0 = segments.groups, 0.5 if problem.delta else 1.0
         rows, shares = _positive_segments(segments, problem, positives)
         ones = torch.ones_like(shares)
-        columns = [ones] if positives.box_losses is None else [ones, positives.box_losses]
-        p, *above, n = _sums_with_positives(segments, rows, shares, columns, tallies)
+        columns = [] if positives.box_losses is None else [positives.box_losses]
+        columns = columns if positives.members is None else list(positives.members)
+        p, *above, n = _sums_with_positives(segments, rows, shares, [ones, *columns], tallies)
+        above = [total - f0 * column for total, column in zip(above, columns, strict=True)]  # without i itself
         weights = ones if positives.weights is None else positives.weights
         if groups is None:
             total, negatives = weights.sum(), tallies[0].sum()
@@ -112,7 +114,7 @@ class TorchBackend:
             p - f0,  # without i itself
             n,
             negatives,
-            above[0] - f0 * positives.box_losses if above else 0.0,
+            0.0 if not above else above[0] if positives.members is None else torch.stack(above),
             weights / (total + (total == 0)),
         )
 
@@ -152,8 +154,8 @@ class TorchBackend:
         result: Tensor = values.to(device=device, dtype=dtype)
         return result
 
-    def gradient(self, problem: Problem, found: Any, positives: Positives, ranks: Ranks, correction: Tensor) -> Tensor:
-        own = correction * ranks.weights * -problem.num_processes
+    def gradient(self, problem: Problem, found: Any, positives: Positives, ranks: Ranks, own: Tensor) -> Tensor:
+        own = own * -problem.num_processes
         pair_weights = -own / (ranks.n + (ranks.n == 0))
         with _any_order_of_adding():
             gradient = self.evaluate(problem, found, line_through_segments(found.segments, pair_weights))

@@ -100,7 +100,7 @@ class TritonBackend(TorchBackend):
         self.launch(
             kernels.check_and_pack, _blocks(size, self._block),
             problem.targets, scores, bits, counts,
-            size, SOFT=problem.rule.second == "sorting", BLOCK=self._block, num_warps=8,
+            size, SOFT=problem.rule.soft_targets, BLOCK=self._block, num_warps=8,
         )  # fmt: skip
         others = torch.stack([count.to(torch.int64) for count in self.count_bad_others(problem)])
         status = self.read_status(torch.cat([counts, others]))
