@@ -136,7 +136,7 @@ def test_score_shift_between_images_is_seen_by_the_batch_and_not_by_each_image()
     assert unshifted["classification"].item() == 0.0
 
 
-@pytest.mark.parametrize("name", LOSS_NAMES)
+@pytest.mark.parametrize("name", sorted({*LOSS_NAMES} - {"iou-ap"}))  # its thresholds are quantiles over all images
 def test_ranking_each_image_is_the_mean_of_the_images_alone(name: str) -> None:
     anchors, targets, logits, deltas = random_batch(seed=5, columns=K + (name == "ce-ohem"))
     criterion = make_criterion(name, rank_over="image", box_weight=1.0)

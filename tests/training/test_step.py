@@ -13,7 +13,8 @@ from accelerate import Accelerator
 from simulated_device import SimulatedGPU, move
 from torch import Tensor, nn
 
-from aploss.data.loader import Batch
+from aploss.data.load import load_dataset
+from aploss.data.loader import Batch, make_training_loader
 from aploss.detectors.build import build_detector
 from aploss.detectors.criterion import Criterion
 from aploss.detectors.detector import Detector
@@ -286,6 +287,19 @@ def test_the_device_skips_a_step_with_nan_before_the_host_knows(make_config: Mak
         assert torch.equal(value, weights[1][key]), key
 
 
+def test_batches_for_a_gpu_are_pinned_and_stay_in_uint8(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)  # needs a GPU
+    dataset = load_dataset(make_config().data, "train")
+    options: dict[str, Any] = {"batch_size": 4, "seed": 0, "preset": "none", "size": 64}
+    plain, pinned = (
+        next(make_training_loader(dataset, **options, pinned=pinned).endless()).images for pinned in (False, True)
+    )
+    assert pinned.dtype == torch.uint8
+    assert torch.equal(pinned.float() / 255, plain)  # what a step makes of it
+
+
 class Refusing(nn.Module):
     """A loss on a rank whose peer has refused its own input."""
 
@@ -298,9 +312,6 @@ class Refusing(nn.Module):
 
 
 def one_step(make_config: MakeConfig, loss: nn.Module) -> Any:
-    from aploss.data.load import load_dataset
-    from aploss.data.loader import make_training_loader
-
     config = make_config()
     dataset = load_dataset(config.data, "train")
     detector = make_detector(config, dataset.class_names)

@@ -194,6 +194,7 @@ def _make_loop(
         world_size=accelerator.num_processes,
         skip_unreadable=True,
         features=features,
+        pinned=accelerator.device.type == "cuda",
     )
     schedule = Schedule(config.schedule, batches.batches_per_epoch / config.batches.accumulate)
     stepper = Stepper(config, detector, schedule, accelerator, lambda index: data.train.image_path(index).name)
