@@ -15,7 +15,7 @@ from torchvision.models.detection.retinanet import RetinaNetHead
 from torchvision.ops import box_iou, generalized_box_iou_loss
 
 from aploss.detectors.criterion import LOSS_NAMES, Criterion, describe_loss, iou_of_pairs, make_loss
-from aploss.detectors.labels import label_anchors
+from aploss.detectors.labels import IGNORED, NEGATIVE, label_anchors
 from aploss.errors import ConfigError, DataError, RunError
 
 ANCHORS = torch.tensor(
@@ -372,3 +372,11 @@ def random_batch(seed: int, columns: int = K) -> tuple[Tensor, list[dict[str, Te
     logits = torch.randn(2, len(anchors), columns, generator=generator)
     deltas = torch.randn(2, len(anchors), 4, generator=generator) * 0.5
     return anchors, targets, logits, deltas
+
+
+@pytest.mark.parametrize("flag", ["crowd", "difficult"])
+def test_dropped_hard_boxes_make_their_anchors_background(flag: str) -> None:
+    target = {"boxes": ANCHORS[:1].clone(), "labels": torch.tensor([0]), flag: torch.tensor([True])}
+    ignoring, dropping = (make_criterion(hard_boxes=hard).label(ANCHORS, [target]) for hard in ("ignore", "drop"))
+    assert ignoring.classes[0, 0] == IGNORED
+    assert (dropping.classes == NEGATIVE).all()

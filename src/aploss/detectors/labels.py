@@ -140,7 +140,7 @@ def _padded(parts: list[Tensor], device: torch.device) -> Tensor:
 def _in_groups(match: Match, boxes: Tensor, anchors: Tensor) -> Tensor:
     """Matches boxes [B, n, 4] a few images at a time, which bounds the memory."""
     images = max(1, MAX_PAIRS // max(1, boxes.shape[1] * len(anchors)))
-    return torch.cat([match(group) for group in boxes.split(images)])
+    return torch.cat([match(boxes[start : start + images]) for start in range(0, len(boxes), images)])
 
 
 def match_anchors(boxes: Tensor, anchors: Tensor, *, positive_iou: float, negative_iou: float) -> Tensor:

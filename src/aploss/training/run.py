@@ -339,6 +339,7 @@ def _build(config: TrainConfig, class_names: tuple[str, ...], loss: str) -> Dete
             loss_options=criterion.options if is_own else None,
             rank_over=criterion.rank_over,
             assigner=criterion.assigner,
+            hard_boxes=criterion.hard_boxes,
             box_loss=criterion.box_loss,  # type: ignore[arg-type]
             box_weight=criterion.box_weight if is_own else None,
             weights=config.model.weights,

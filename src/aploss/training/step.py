@@ -4,7 +4,7 @@ On a GPU the host only launches work: losses and gradient norms stay on the devi
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -228,7 +228,7 @@ class Stepper:
         """Reads the results of the steps since the last call from the device, all at once."""
         pending, self._pending = self._pending, []
         values = [one.values for one in pending if one.values is not None]
-        rows = iter([])
+        rows: Iterator[list[float]] = iter([])
         if values:
             stacked = torch.stack(values)
             if self.accelerator.num_processes > 1:
