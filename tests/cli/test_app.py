@@ -1,15 +1,19 @@
 """``aploss app``: the callbacks behind the page, its limits, and the served page itself."""
 
 import json
+import threading
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from aploss.cli.app import COLUMNS, MAX_FILE_MB, MAX_IMAGES, App, model_card
+from aploss.cli.app import COLUMNS, MAX_FILE_MB, MAX_IMAGES, MAX_WAITING, App, model_card, sample_images
 from aploss.detectors import Detector
+from aploss.errors import ConfigError
+from aploss.files import write_json
 from aploss.training import Summary, load_config
 from aploss.training.run_folder import RunFolder
 
@@ -42,8 +46,7 @@ def message(callback: Callable[..., object], *values: object) -> str:
 
 
 def test_detections_of_both_runs_are_drawn_listed_and_downloadable(app: App, photo: str) -> None:
-    assert app.threshold == 0.5
-    _, *galleries, rows, file = app.detect([photo, photo], 0.5)
+    _, *galleries, rows, file = app.detect([photo, photo], 0.5, 0.5)
     for (run, detector), gallery in zip(app.detectors.items(), galleries, strict=True):
         (expected,) = detector.predict(photo)
         assert [caption for _, caption in gallery] == [f"photo.png: {len(expected)} detections"] * 2
@@ -54,20 +57,25 @@ def test_detections_of_both_runs_are_drawn_listed_and_downloadable(app: App, pho
 
 
 def test_the_threshold_moves_without_another_prediction(app: App, photo: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    results, *_ = app.detect([photo], 0.5)
+    results, *_ = app.detect([photo], 0.5, 0.5)
     monkeypatch.setattr(Detector, "predict", None)
-    assert len(app.show(results, 0.0)[2]) == 200  # 100 of each run
-    assert app.show(results, 1.0)[2] == []
-    assert app.detect(None, 0.5)[0] == []  # all images are removed
+    assert len(app.show(results, 0.0, 0.0)[2]) == 200  # 100 of each run
+    assert {row[0] for row in app.show(results, 1.0, 0.0)[2]} == {RUNS[1]}
+    assert app.detect(None, 0.5, 0.5)[0] == []  # all images are removed
 
 
-def test_unusable_uploads_are_one_line_with_the_name_of_the_file(app: App, photo: str, tmp_path: Path) -> None:
+def test_unusable_uploads_are_one_line_with_the_name_of_the_file(
+    app: App, photo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "notes.png").write_text("not an image")
     (tmp_path / "cut.png").write_bytes(Path(photo).read_bytes()[:500])
-    Image.new("1", (20000, 20000)).save(tmp_path / "bomb.png")  # rejected by its header
-    for name in ("notes.png", "cut.png", "bomb.png"):
-        assert message(app.detect, [photo, str(tmp_path / name)], 0.5).startswith(f"{name}: ")
-    assert str(MAX_IMAGES) in message(app.detect, [photo] * (MAX_IMAGES + 1), 0.5)
+    for name, side in (("large.png", 5001), ("bomb.png", 20000)):
+        Image.new("1", (side, side)).save(tmp_path / name)
+    for name in ("notes.png", "cut.png", "large.png", "bomb.png"):
+        if name == "large.png":
+            monkeypatch.setattr(Image.Image, "load", None)  # the header is enough to reject it
+        assert message(app.detect, [str(tmp_path / name)], 0.5, 0.5).startswith(f"{name}: ")
+    assert str(MAX_IMAGES) in message(app.detect, [photo] * (MAX_IMAGES + 1), 0.5, 0.5)
 
 
 def test_the_model_card_has_loss_and_ap_of_the_run_folder(
@@ -82,8 +90,45 @@ def test_the_model_card_has_loss_and_ap_of_the_run_folder(
     numbers = {"AP": 0.5, "split": "<i>test</i>", "loss": "focal", "per_class": {}, "unreadable_images": {}}
     Summary(**(values | numbers)).write(folder.summary_file)
     card = model_card(str(folder.path / "checkpoints" / "best.pt"), detector)
-    for text in ("focal", "50.0 on &lt;i&gt;test", *detector.class_names):
+    for text in ("focal", "50.0 on &lt;i&gt;test", str(datetime.now().astimezone().year), *detector.class_names):
         assert text in card
+
+
+def test_samples_are_images_of_the_evaluation_split(photo: str, tmp_path: Path) -> None:
+    assert sample_images([str(tmp_path)]) == []
+    folder = RunFolder(tmp_path / "run")
+    folder.create(load_config("demo"))
+    (tmp_path / "secret.txt").write_text("not an image")
+    images = [{"id": k, "path": path} for k, path in enumerate([photo, str(tmp_path / "secret.txt")])]
+    write_json(folder.evaluation / "ground_truth.json", {"images": images})
+    assert [Path(path).read_bytes() for path in sample_images([RUNS[0], str(folder.path)])] == [
+        Path(photo).read_bytes()
+    ]
+
+
+def test_one_request_runs_at_a_time_and_a_limited_number_waits(
+    app: App, photo: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import httpx
+
+    running, most, finish = 0, 0, threading.Event()
+
+    def slow(*arguments: object, **options: object) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        finish.wait(60)
+        running -= 1
+        raise ConfigError("stopped")
+
+    monkeypatch.setattr(Detector, "predict", slow)
+    with app.serve(0) as address, httpx.Client(base_url=f"{address}gradio_api", timeout=60) as client:
+        (path,) = client.post("/upload", files={"files": ("photo.png", Path(photo).read_bytes())}).json()
+        data = [[{"path": path, "meta": {"_type": "gradio.FileData"}}], 0.5, 0.5]
+        codes = [client.post("/call/detect", json={"data": data}).status_code for _ in range(MAX_WAITING + 10)]
+        finish.set()
+    assert most == 1
+    assert 0 < codes.count(503) < 11, codes
 
 
 def test_the_page_is_served_to_this_machine_only_and_answers_the_client(
@@ -100,12 +145,12 @@ def test_the_page_is_served_to_this_machine_only_and_answers_the_client(
             assert host not in page
         assert httpx.get(address, headers={"Host": "evil.example"}).status_code == 400
         client = Client(address, verbose=False, download_files=str(tmp_path))
-        *galleries, table, file = client.predict([handle_file(photo)], 0.0, api_name="/detect")
+        *galleries, table, file = client.predict([handle_file(photo)], 0.0, 0.0, api_name="/detect")
         assert [len(gallery) for gallery in galleries] == [1, 1]
         assert len(table["data"]) == len(json.loads(Path(file).read_text())) == 200
         Path(photo).write_bytes(b"not an image")
         with pytest.raises(AppError, match=r"photo\.png: "):
-            client.predict([handle_file(photo)], 0.5, api_name="/detect")
+            client.predict([handle_file(photo)], 0.5, 0.5, api_name="/detect")
         large = {"files": ("large.png", bytes(MAX_FILE_MB * 2**20 + 1))}
         assert httpx.post(f"{address}gradio_api/upload", files=large).status_code == 413
         port = address.rstrip("/").rpartition(":")[2]

@@ -98,6 +98,12 @@ def write_evaluation(run: Path, truth: dict[str, Any], detections: list[dict[str
     return metrics
 
 
+@pytest.fixture
+def write_results() -> Callable[..., dict[str, Any]]:
+    """See :func:`write_evaluation`."""
+    return write_evaluation
+
+
 def make_log(generator: np.random.Generator, steps: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for step in range(10, steps + 1, 10):

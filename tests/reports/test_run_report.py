@@ -47,7 +47,7 @@ def test_the_page_shows_what_is_in_the_files_and_is_of_moderate_size(make_run: M
     summary = json.loads((run / "summary.json").read_text())
     for key in ("AP", "AP50", "AP75"):
         assert f"{summary[key]:.3f}" in text
-    assert "retinanet-tiny trained with AP-loss on builtin, seed 0" in text
+    assert "retinanet-tiny trained with AP-loss on builtin, seed 0; evaluated on val (14 images, " in text
     assert summary["command"] in text
     assert "delta: 1.0" in text
     assert "hardware.processor a processor with a rather long name" in text
@@ -83,7 +83,7 @@ def test_a_section_with_strange_content_says_so(make_run: MakeRun, caplog: pytes
     run = make_run(images=2, steps=90)
     edit(run / "evaluation/metrics.json", lambda one: one.update(per_class={"cat": 3}))
     text = words(write_run_report(run))
-    assert "could not be made (AttributeError" in text
+    assert "could not be made (TypeError" in text
     assert (run / "plots" / "loss.svg").is_file()
     assert "Classes" in caplog.text
 
@@ -132,7 +132,40 @@ def test_a_metric_added_to_the_list_is_on_the_page(make_run: MakeRun, monkeypatc
     monkeypatch.setitem(METRICS, "AR10", "recall of ten detections")
     text = words(write_run_report(run))
     assert f"AR10 {metrics['AR10']:.3f} recall of ten detections" in text
-    assert "class AP AP50 AP75 APm AR10 AR objects detections" in text
+    assert "class AP AP50 AP75 APm AR10 precision recall F1 objects" in text
+
+
+def test_confusions_precision_and_recall_are_counted_at_the_threshold(
+    make_run: MakeRun, write_results: Callable[..., object]
+) -> None:
+    """Four objects: a disk found, a disk detected as a square, a star missed and one found below the threshold."""
+    run = make_run(images=1, steps=0)
+    boxes = [[0, 0, 30, 30], [50, 0, 30, 30], [100, 0, 30, 30], [150, 0, 30, 30]]
+    classes, image = (1, 1, 4, 4), {"image_id": 1}
+    objects = [
+        {**image, "id": k, "category_id": c, "bbox": box} for k, (c, box) in enumerate(zip(classes, boxes, strict=True))
+    ]
+    objects.append({**image, "id": 9, "category_id": 2, "bbox": [0, 100, 30, 30], "difficult": 1})
+    # Two more: a square on the background, and one on the difficult object, which counts as nothing.
+    found = [(1, boxes[0], 0.9), (2, boxes[1], 0.8), (4, boxes[3], 0.3), (2, [60, 90, 20, 20], 0.7)]
+    found.append((2, [0, 100, 30, 30], 0.95))
+    detections = [{**image, "category_id": c, "bbox": box, "score": score} for c, box, score in found]
+    truth = json.loads((run / "evaluation/ground_truth.json").read_text())
+    write_results(run, {**truth, "annotations": objects}, detections)
+    edit(run / "evaluation/calibration.json", lambda one: one.update(draw_threshold=0.5, calibrated_scores=None))
+    text = words(write_run_report(run))
+    assert "Precision 0.333 score at least 0.50 Recall 0.250 score at least 0.50 F1 0.286" in text
+    expected = np.zeros((6, 6), int)
+    expected[[0, 0, 3, 5], [0, 1, 5, 1]] = [1, 1, 2, 1]  # 5: not detected, background
+    np.testing.assert_array_equal(read_run(run).confusion_matrix, expected)
+    assert "not detected disk 1 1 0 0 0 0 square 0 " in text
+
+
+def test_many_classes_have_a_list_of_errors_in_place_of_a_matrix(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aploss.reports.run_report.MAX_MATRIX", 3)
+    assert "annotated detected as count" in words(write_run_report(make_run(images=3, steps=0)))
 
 
 BINS = [

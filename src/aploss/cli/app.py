@@ -1,22 +1,27 @@
 """``aploss app``: detections of one or two runs in the browser, as a Gradio app that works offline.
 
-Each image passes through the detectors once; moving the threshold only redraws. Uploads are kept in a temporary folder
+Each image passes through the detectors once; moving a threshold only redraws. Uploads are kept in a temporary folder
 that is removed when the app stops.
 """
 
 import json
+import math
 import os
+import shutil
 import tempfile
 import threading
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aploss.cli.command import Command, run_folder_of
+from aploss.data.images import EXTENSIONS
 from aploss.errors import AplossError, ConfigError, require_packages
+from aploss.terminal import printable
 
 if TYPE_CHECKING:
     from gradio import Blocks
@@ -31,8 +36,17 @@ EXAMPLES = """
 HOST = "127.0.0.1"
 MAX_FILE_MB = 32
 MAX_IMAGES = 50  # per upload
+MAX_MEGAPIXELS = 25  # of an image: about a gigabyte while it is processed
+MAX_WAITING = 20  # requests that wait for the detectors; more are refused
 MAX_SIDE = 1600  # pixels of the pictures sent to the browser
+SAMPLES = 6
+UPLOADS_KEPT = (600, 3600)  # seconds between clean-ups, and of age
 COLUMNS = ("run", "image", "class", "score", "x1", "y1", "x2", "y2")
+STYLE = """
+h2 { overflow-wrap: anywhere }
+.card, .card * { border: 0 !important; padding: 2px 16px 2px 0 !important; text-align: left; vertical-align: top }
+.grid-wrap { min-height: 0 !important; max-height: none !important }
+"""
 Results = list[tuple[str, "list[Prediction]"]]  # path of each image, and all its detections by each run
 
 
@@ -64,7 +78,7 @@ def _shown_on_page() -> Iterator[None]:
     try:
         yield
     except AplossError as error:
-        raise Error(" ".join(str(error).split()), print_exception=False) from None
+        raise Error(printable(" ".join(str(error).split())), print_exception=False) from None
 
 
 class App:
@@ -76,13 +90,11 @@ class App:
 
     def __init__(self, detectors: "dict[str, ObjectDetector]") -> None:
         self.detectors = detectors
-        thresholds = [detector.draw_threshold for detector in detectors.values()]
-        self.threshold = next((one for one in thresholds if one is not None), 0.5)
 
     @_shown_on_page()
-    def detect(self, files: Sequence[str] | None, threshold: float) -> list[Any]:
-        """Passes uploaded images through the detectors; returns the results, then the values of :meth:`show`."""
-        from aploss.data.images import ImageError, read_image
+    def detect(self, files: Sequence[str] | None, *thresholds: float) -> list[Any]:
+        """Passes images through the detectors; returns the results, then the values of :meth:`show`."""
+        from aploss.data.images import ImageError, read_image, read_sizes
 
         files = files or []
         if len(files) > MAX_IMAGES:
@@ -90,23 +102,26 @@ class App:
         results: Results = []
         for path in files:
             try:
-                image = read_image(path)  # rejects images with too many pixels before decoding them
+                (width, height), _ = read_sizes(path)
+                if width * height > MAX_MEGAPIXELS * 10**6:  # before anything is decoded
+                    raise ConfigError(f"{Path(path).name}: {width} x {height} pixels: at most {MAX_MEGAPIXELS} million")
+                image = read_image(path)
             except ImageError as error:
                 raise ConfigError(f"{Path(path).name}: {error.problem.message}") from None  # without the folder
             results.append((path, [one.predict(image, threshold=0.0)[0] for one in self.detectors.values()]))
-        return [results, *self.show(results, threshold)]
+        return [results, *self.show(results, *thresholds)]
 
     @_shown_on_page()
-    def show(self, results: Results, threshold: float) -> list[Any]:
-        """The pictures of each run, the rows of the table and the path of the JSON file, at a threshold."""
+    def show(self, results: Results, *thresholds: float) -> list[Any]:
+        """The pictures of each run at its threshold, the rows of the table and the path of the JSON file."""
         from aploss.data import draw_boxes
         from aploss.data.images import read_image
 
         galleries: dict[str, list[Any]] = {run: [] for run in self.detectors}
         rows: list[list[Any]] = []
         for path, predictions in results:
-            image, name = read_image(path).numpy(), Path(path).name
-            for (run, detector), found in zip(self.detectors.items(), predictions, strict=True):
+            image, name = read_image(path).numpy(), printable(Path(path).name)
+            for (run, detector), found, threshold in zip(self.detectors.items(), predictions, thresholds, strict=True):
                 count = int((found.scores >= threshold).sum())  # scores are in descending order
                 boxes, labels, scores = (one[:count].numpy() for one in (found.boxes, found.labels, found.scores))
                 picture = draw_boxes(image, boxes, labels, detector.class_names, scores, largest=MAX_SIDE)
@@ -121,25 +136,33 @@ class App:
         """Builds the page."""
         import gradio as gr
 
-        with gr.Blocks(title="aploss", analytics_enabled=False) as page:
+        with gr.Blocks(title="aploss", analytics_enabled=False, delete_cache=UPLOADS_KEPT) as page:
             gr.HTML("<h1>aploss: object detection</h1>")
+            sliders = []
             with gr.Row():
                 for run, detector in self.detectors.items():
                     with gr.Column(min_width=320):
                         gr.HTML(model_card(run, detector))
-            label = f"Images (up to {MAX_FILE_MB} MB each)"
+                        value = math.floor(100 * (detector.draw_threshold or 0.5)) / 100
+                        sliders.append(gr.Slider(0, 1, value=value, step=0.01, label="Score threshold"))
+            label = f"Images: up to {MAX_IMAGES}, of up to {MAX_FILE_MB} MB and {MAX_MEGAPIXELS} megapixels each"
             files = gr.File(label=label, file_count="multiple", file_types=["image"], height=140)
-            threshold = gr.Slider(0, 1, value=self.threshold, step=0.01, label="Score threshold")
+            if samples := sample_images(self.detectors):
+                gr.HTML("Or choose an image of the evaluation split:")
+                chosen = gr.Gallery(samples, show_label=False, columns=SAMPLES, allow_preview=False)
+                chosen.select(_path_of_sample(samples), None, files, api_visibility="private")
             with gr.Row():
-                galleries = [gr.Gallery(label=run, columns=1, object_fit="contain") for run in self.detectors]
-            table = gr.Dataframe(headers=list(COLUMNS), label="Detections", interactive=False)
+                columns = 3 - len(self.detectors)
+                galleries = [gr.Gallery(label=run, columns=columns, object_fit="contain") for run in self.detectors]
+            table = gr.Dataframe(headers=list(COLUMNS), label="Detections", interactive=False, max_height=400)
             shown = [*galleries, table, gr.DownloadButton("Download detections as JSON")]
             results = gr.State([])
             # One prediction at a time, since all sessions share the detectors and cores.
             one_at_a_time: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "detectors"}
-            files.change(self.detect, [files, threshold], [results, *shown], api_name="detect", **one_at_a_time)
-            threshold.release(self.show, [results, threshold], shown, api_visibility="private", **one_at_a_time)
-        return page  # type: ignore[no-any-return]
+            files.change(self.detect, [files, *sliders], [results, *shown], api_name="detect", **one_at_a_time)
+            for slider in sliders:
+                slider.release(self.show, [results, *sliders], shown, api_visibility="private", **one_at_a_time)
+        return page.queue(max_size=MAX_WAITING)  # type: ignore[no-any-return]
 
     @contextmanager
     def serve(self, port: int) -> Iterator[str]:
@@ -158,7 +181,7 @@ class App:
                     server_name=HOST, server_port=port or None, share=False, quiet=True, prevent_thread_lock=True,
                     max_file_size=MAX_FILE_MB * 2**20, footer_links=[], run_history=False, ssr_mode=False,
                     mcp_server=False, enable_monitoring=False, app_kwargs={"middleware": middleware},
-                    theme=gr.themes.Base(font="system-ui", font_mono="monospace"), css="h2 { overflow-wrap: anywhere }",
+                    theme=gr.themes.Base(font="system-ui", font_mono="monospace"), css=STYLE,
                 )  # fmt: skip
             except (OSError, OverflowError):
                 raise ConfigError(f"--port {port} cannot be used; --port 0 picks a free one") from None
@@ -166,6 +189,29 @@ class App:
                 yield address
             finally:
                 page.close(verbose=False)
+
+
+def _path_of_sample(samples: Sequence[str]) -> Any:
+    """The callback of the gallery of samples."""
+    from gradio import SelectData
+
+    def select(event: SelectData) -> list[str]:
+        return [samples[event.index]]
+
+    return select
+
+
+def sample_images(runs: Iterable[str]) -> list[str]:
+    """Copies some images of the evaluation split of the first run that has any to the folder of uploads."""
+    from aploss.reports.run_files import read_run
+
+    for folder in filter(None, map(run_folder_of, runs)):
+        with suppress(OSError, TypeError, KeyError):  # a folder of images that is gone or a damaged file
+            paths = [Path(image["path"]) for image in read_run(folder.path).ground_truth.get("images", [])]
+            paths = [path for path in paths[:: max(1, len(paths) // SAMPLES)] if path.suffix.lower() in EXTENSIONS]
+            copies = tempfile.mkdtemp(dir=os.environ.get("GRADIO_TEMP_DIR"))
+            return [shutil.copy(path, copies) for path in paths[:SAMPLES]]
+    return []
 
 
 def model_card(run: str, detector: "ObjectDetector") -> str:
@@ -179,9 +225,11 @@ def model_card(run: str, detector: "ObjectDetector") -> str:
     if folder is not None and folder.summary_file.is_file():
         summary = Summary.read(folder.summary_file)
         ap = "not measured" if summary.AP is None else f"{100 * summary.AP:.1f} on {summary.split}"
-        rows |= {"detector": summary.detector, "loss": summary.loss, "AP": ap}
-    cells = "".join(f"<tr><th>{name}</th><td>{escape(str(text))}</td></tr>" for name, text in rows.items())
-    return f"<h2>{escape(run)}</h2><table>{cells}</table>"
+        date = datetime.fromtimestamp(folder.summary_file.stat().st_mtime).astimezone()
+        rows = {"AP": ap, "loss": summary.loss, "detector": summary.detector, "data": summary.data} | rows
+        rows["trained"] = f"{date:%d %B %Y}"
+    cells = "".join(f"<tr><th>{name}</th><td>{escape(printable(str(text)))}</td></tr>" for name, text in rows.items())
+    return f"<h2>{escape(printable(run))}</h2><table class='card'>{cells}</table>"
 
 
 APP = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)

@@ -57,6 +57,7 @@ class Facts:
     """Headline numbers side by side: (name, value, note) of each."""
 
     facts: Sequence[tuple[str, str, str]]
+    lead: bool = False  # whether the first one is the most important
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows under named columns; scrolls horizontally on narrow screens.
+    """Rows under named columns. On narrow screens each row becomes a block, or the table scrolls horizontally.
 
     Example:
         >>> table = Table(columns=["loss", "AP"], rows=[["AP-loss", 0.7354], ["a|b", None]])
@@ -85,6 +86,7 @@ class Table:
     rows: Sequence[Sequence[Any]]  # a value or :class:`Cell` for each column
     caption: str = ""
     digits: int = 3  # decimals of floats
+    stack: bool = True  # whether rows become blocks on narrow screens
 
     @property
     def cells(self) -> list[list[Cell]]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from aploss.errors import RunError
+from aploss.evaluation.matching import match_detections
 
 
 @dataclass
@@ -59,6 +60,50 @@ class RunFiles:
         if flags is None or len(flags) != len(self.detections):
             return None
         return np.array([-1 if flag is None else int(flag) for flag in flags], dtype=np.int64)
+
+    @property
+    def class_names(self) -> list[str]:
+        """The names of the K classes."""
+        return [str(category["name"]) for category in self.ground_truth.get("categories", [])]
+
+    @cached_property
+    def confusion_matrix(self) -> np.ndarray | None:
+        """Objects by annotated class (rows) and detected class (columns), int64 [K + 1, K + 1]; None if unknown.
+
+        The background is last in both. Detections above the threshold are matched with objects of their class, as for
+        AP50; the remaining ones are then matched with the remaining objects of any class.
+        """
+        if self.outcomes is None or not self.ground_truth:
+            return None
+        try:
+            return self._confusion_matrix(self.outcomes)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            self.problems.append(f"detections and objects cannot be matched ({type(error).__name__}: {error})")
+            return None
+
+    def _confusion_matrix(self, outcomes: np.ndarray) -> np.ndarray:
+        label_of = {category["id"]: label for label, category in enumerate(self.ground_truth["categories"])}
+        background = len(label_of)
+        matrix = np.zeros((background + 1, background + 1), np.int64)
+        drawn = self.scores >= self.threshold
+        objects = []  # that no detection of their class found
+        for entry in self.ground_truth["annotations"]:
+            if entry.get("iscrowd") or entry.get("difficult"):
+                continue
+            row, label = self.matches["ground_truth"].get(str(entry["id"])), label_of[entry["category_id"]]
+            if row is not None and drawn[row]:
+                matrix[label, label] += 1
+            else:
+                objects.append(entry)
+        wrong = [{**self.detections[row], "score": self.scores[row]} for row in np.flatnonzero(drawn & (outcomes == 0))]
+        one_class = {"categories": [{"id": 0}], "annotations": [{**entry, "category_id": 0} for entry in objects]}
+        pairs = match_detections({**self.ground_truth, **one_class}, [{**entry, "category_id": 0} for entry in wrong])
+        for entry, place in zip(wrong, pairs.objects, strict=True):
+            annotated = background if place < 0 else label_of[objects[place]["category_id"]]
+            matrix[annotated, label_of[entry["category_id"]]] += 1
+        for place in np.flatnonzero(~pairs.found):
+            matrix[label_of[objects[place]["category_id"]], background] += 1
+        return matrix
 
 
 def read_run(folder: str | Path, *, images: str | Path | None = None) -> RunFiles:

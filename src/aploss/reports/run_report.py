@@ -20,6 +20,8 @@ from aploss.reports.run_pictures import PictureSource, false_positives, gallery,
 logger = logging.getLogger(__name__)
 
 SHOWN_NAMES = 8  # of unreadable images
+MAX_MATRIX = 12  # classes of a confusion matrix; of more, the most frequent errors are listed
+RATES = ("precision", "recall", "F1")  # at the threshold
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -48,6 +50,9 @@ def write_run_report(run_folder: str | Path, *, images: str | Path | None = None
         subtitle = f"{summary.get('detector', 'a detector')} trained with {loss_label(str(summary.get('loss', '?')))}"
         subtitle += f" on {summary['data']}" if summary.get("data") is not None else ""
         subtitle += f", seed {summary['seed']}" if summary.get("seed") is not None else ""
+        if summary.get("split") is not None:
+            size = ", ".join(f"{run.metrics[key]} {key}" for key in ("images", "objects") if key in run.metrics)
+            subtitle += f"; evaluated on {summary['split']}" + (f" ({size})" if size else "")
     return page.write_page(run.folder / "report.html", run.folder.resolve().name, sections, subtitle=subtitle)
 
 
@@ -69,35 +74,57 @@ def _absent(file: str, consequence: str) -> page.Text:
 
 
 def _result(run: RunFiles) -> list[page.Block]:
-    summary = run.summary
+    summary, matrix = run.summary, run.confusion_matrix
     values = {**run.metrics, **{key: value for key, value in summary.items() if value is not None}}
     blocks: list[page.Block] = [_missing(problem) for problem in run.problems]
     if not summary and not run.metrics:
         return [*blocks, _absent("summary.json", "The run has not ended, or was not evaluated.")]
-    facts = [
-        (name.replace("voc_", "VOC "), page.show(values.get(name)), meaning)
-        for name, meaning in METRICS.items()
-        if name in HEADLINE_METRICS or values.get(name) is not None
+    metrics = {name: values.get(name) for name in METRICS if name in HEADLINE_METRICS or values.get(name) is not None}
+    facts = [(name.replace("voc_", "VOC "), page.show(value), METRICS[name]) for name, value in metrics.items()]
+    rates = {} if matrix is None else _rates(matrix)
+    facts[len(HEADLINE_METRICS) : len(HEADLINE_METRICS)] = [
+        (name.capitalize(), page.show(value), f"score at least {run.threshold:.2f}") for name, value in rates.items()
     ]
-    drawn = values.get("calibration_error_drawn")
-    more = {
-        "minutes": ("Minutes", 1, "of training"),
-        "steps": ("Steps", 0, f"{values['epochs']:.1f} epochs" if values.get("epochs") else ""),
-        "images_per_second": ("Images/s", 1, "in training"),
-        "calibration_error": ("Calibration error", 3, "expected" if drawn is None else f"{drawn:.3f} when drawn"),
-        "draw_threshold": ("Drawing threshold", 2, "best F1 on validation"),
+    return [*blocks, page.Facts(facts, lead=True), page.Text(_story(run))]
+
+
+def _rates(matrix: np.ndarray, label: int | None = None) -> dict[str, float | None]:
+    """Precision, recall and F1 of a class, or of all, from a confusion matrix; None where they are undefined."""
+    chosen = slice(None, -1) if label is None else slice(label, label + 1)
+    correct = int(matrix.diagonal()[chosen].sum())
+    detected, objects = int(matrix[:, chosen].sum()), int(matrix[chosen].sum())
+    return {
+        "precision": correct / detected if detected else None,
+        "recall": correct / objects if objects else None,
+        "F1": 2 * correct / (detected + objects) if detected + objects else None,
     }
-    facts += [
-        (name, page.show(values[key], digits), note) for key, (name, digits, note) in more.items() if values.get(key)
+
+
+def _confusions(run: RunFiles) -> list[page.Block]:
+    names, matrix = run.class_names, run.confusion_matrix
+    if matrix is None:
+        return [_missing("The outcomes of the detections are unknown.")]
+    if len(names) > MAX_MATRIX:
+        places = [(int(matrix[row, column]), row, column) for row, column in np.ndindex(matrix.shape) if row != column]
+        most = [entry for entry in sorted(places, reverse=True)[:20] if entry[0]]
+        labels = [*names, "background"]
+        rows = [[labels[row], labels[column] if column < len(names) else "not detected", n] for n, row, column in most]
+        return [
+            page.Table(columns=["annotated", "detected as", "count"], rows=rows, caption="The most frequent errors.")
+        ]
+    rows = [
+        [name, *(page.Cell(int(n), strong=column == row) for column, n in enumerate(matrix[row]))]
+        for row, name in enumerate([*names, "background"])
     ]
-    return [*blocks, page.Facts(facts), page.Text(_story(run))]
+    rows[-1][-1] = None
+    text = f"Rows: annotated objects. Columns: detections with a score of at least {run.threshold:.2f}, at IoU 0.5."
+    table = page.Table(columns=["annotated", *names, "not detected"], rows=rows, stack=False)
+    return [page.Text(text), table]
 
 
 def _story(run: RunFiles) -> str:
-    """The evaluated split, the selected weights, and why the training stopped, in words."""
+    """The selected weights, why the training stopped, and what was left out, in words."""
     summary, parts = run.summary, []
-    if summary.get("split"):
-        parts.append(f"Measured on the {summary['split']} split.")
     if summary.get("best_step") is not None and summary["best_step"] != summary.get("steps"):
         parts.append(f"The weights are from step {summary['best_step']}, the best on validation.")
     if ignored := run.metrics.get("ignored_objects"):
@@ -114,7 +141,10 @@ def _story(run: RunFiles) -> str:
 
 
 def _training(run: RunFiles) -> list[page.Block]:
-    figures = []
+    figures, values = [], run.summary
+    texts = {"steps": "{} steps", "epochs": "{:.1f} epochs", "minutes": "{:.1f} minutes"}
+    texts["images_per_second"] = "{:.1f} images per second"
+    effort = ", ".join(text.format(values[key]) for key, text in texts.items() if values.get(key) is not None)
     plotted = {
         "Training loss": {"loss": "total", "classification": "classification", "box": "box"},
         "Learning rate": {"lr": "learning rate"},
@@ -129,12 +159,13 @@ def _training(run: RunFiles) -> list[page.Block]:
         best = max(run.validation, key=lambda row: row.get("AP") or 0.0)
         note = f"Best AP {page.show(best.get('AP'))} at step {best.get('step', page.DASH)}."
         keys = {name: name for name in HEADLINE_METRICS}
-        svg = curve_plot(run.validation, keys, title="AP on the validation split", y_label="AP", y_range=(0, 1))
-        figures.append(page.SvgFigure(svg, note, "AP on the validation split", name="AP"))
+        svg = curve_plot(run.validation, keys, title="AP on validation", y_label="AP", y_range=(0, 1))
+        figures.append(page.SvgFigure(svg, note, "AP on validation", name="AP"))
     if not figures:
         return [_absent("metrics.jsonl", "There are no curves.")]
     kinds = {"No training step was logged.": run.training, "There was no validation.": run.validation}
-    return [page.Figures(figures), *(_missing(text) for text, rows in kinds.items() if not rows)]
+    missing = [_missing(text) for text, rows in kinds.items() if not rows]
+    return [page.Text(effort and f"{effort}."), page.Figures(figures), *missing]
 
 
 def _classes(run: RunFiles) -> list[page.Block]:
@@ -149,14 +180,14 @@ def _classes(run: RunFiles) -> list[page.Block]:
         blocks.append(
             page.Figures([page.SvgFigure(svg, "The legend shows AP50.", "Precision over recall", "precision-recall")])
         )
-    keys = [
-        key
-        for key in (*METRICS, "AR", "objects", "detections")
-        if any(row.get(key) is not None for row in per_class.values())
-    ]
+    rates: dict[str, dict[str, float | None]] = {}
+    if (matrix := run.confusion_matrix) is not None:
+        rates = {name: _rates(matrix, label) for label, name in enumerate(run.class_names)}
+    table = {name: {**row, **rates.get(name, {})} for name, row in per_class.items()}
+    keys = [key for key in (*METRICS, *RATES, "objects") if any(row.get(key) is not None for row in table.values())]
     rows = [
         [page.Cell(name, colour=class_colour(place)), *map(row.get, keys)]
-        for place, (name, row) in enumerate(per_class.items())
+        for place, (name, row) in enumerate(table.items())
     ]
     return [*blocks, page.Table(columns=["class", *keys], rows=rows)]
 
@@ -172,8 +203,8 @@ def _scores(run: RunFiles) -> list[page.Block]:
     fitted, measured = run.calibration.get("fitted_on"), run.calibration.get("measured_on")
     note = "Larger markers stand for more detections."
     if fitted and measured:
-        note = f"Fitted on the {fitted} split, measured on the {measured} split. {note}"
-        note += " The measured error is optimistic, since both are the same split." if fitted == measured else ""
+        note += f" The calibration was fitted on {fitted} and measured on {measured}"
+        note += ", which is optimistic." if fitted == measured else "."
     return [
         text,
         page.Figures([page.SvgFigure(reliability_plot(before, after), note, "Precision over score", "reliability")]),
@@ -254,8 +285,9 @@ SECTIONS: Mapping[str, Callable[[RunFiles], list[page.Block]]] = {
     "Result": _result,
     "Training": _training,
     "Classes": _classes,
+    "Confusion matrix": _confusions,
     "Scores": _scores,
-    "Sample of the split": _sample,
+    "Sample": _sample,
     "Missed objects": _missed,
     "False positives": _false_positives,
     "Settings": _settings,
