@@ -2,26 +2,41 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+DEMO := $(VENV)/.demo
+DEV := $(VENV)/.installed
+# Bytecode is compiled when a module is first imported: compiling all of torch takes longer than the demo's imports.
+unexport PYTHONDONTWRITEBYTECODE
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(TORCH_INDEX)
+# On Linux without an NVIDIA GPU, torch without the CUDA libraries: 0.2 GB instead of 3 GB. `make TORCH_INDEX=` for PyPI's.
+CPU_WHEELS := https://download.pytorch.org/whl/cpu
+TORCH_INDEX = $(shell test "$$(uname -s)" = Linux && ! command -v nvidia-smi >/dev/null \
+	&& $(PYTHON) -c "import urllib.request; urllib.request.urlopen('$(CPU_WHEELS)/torch/', timeout=5)" 2>/dev/null \
+	&& echo --extra-index-url $(CPU_WHEELS))
 
 .PHONY: setup test test-lowest check faults gpu-check docs dist bench demo clean
 
-setup: $(STAMP)
+setup: $(DEV)
 
-$(STAMP): pyproject.toml
+$(VENV)/pyvenv.cfg:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "aploss needs Python 3.11 or newer; name one with: make PYTHON=python3.11"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(PYTHON) -m venv $(VENV)
+
+# The demo trains and reports: the extra `detect`. Everything else that tests need is in `dev`, which includes it.
+$(DEMO): pyproject.toml | $(VENV)/pyvenv.cfg
+	test $(DEV) -nt pyproject.toml || $(PIP_INSTALL) --editable '.[detect]'
 	@touch $@
 
-test: $(STAMP)
+$(DEV): pyproject.toml | $(VENV)/pyvenv.cfg
+	$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
+
+test: $(DEV)
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 # The oldest versions that pyproject.toml allows, in an environment of their own: the losses, and what is fast of the rest.
 LOWEST := build/lowest
-test-lowest: $(STAMP)
+test-lowest: $(DEV)
 	mkdir -p build
 	$(BIN)/uv pip compile --quiet --resolution lowest-direct --no-header --no-annotate \
 		--extra detect --extra export --extra research pyproject.toml --output-file $(LOWEST).txt
@@ -32,33 +47,33 @@ test-lowest: $(STAMP)
 	$(LOWEST)/bin/python -m pytest -n auto --dist loadfile tests/losses tests/evaluation tests/data tests/test_import.py \
 		tests/detectors/test_build.py tests/detectors/test_criterion.py tests/detectors/test_export.py tests/training/test_run.py
 
-check: $(STAMP)
+check: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 # Tries every fault, not only the fast ones of `make test`, and writes the table of docs/reliability.md; under half an hour.
-faults: $(STAMP)
+faults: $(DEV)
 	$(BIN)/python tests/faults/run.py
 
 # Builds the GPU kernels for every kind of GPU, without one; takes some minutes.
-gpu-check: $(STAMP)
+gpu-check: $(DEV)
 	$(BIN)/python -m aploss.benchmarks.gpu_check
 
 # The documents as a site in build/site; stops at a broken link or a public name without documents.
-docs: $(STAMP)
+docs: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "site: build/site/index.html"
 
 # Wheel and sdist in dist/, each tried in clean environments: the loss alone, and every extra.
-dist: $(STAMP)
+dist: $(DEV)
 	$(BIN)/python tools/prove_dist.py
 
-bench: $(STAMP)
+bench: $(DEV)
 	$(BIN)/aploss bench
 
-demo: $(STAMP)
+demo: $(DEMO)
 	$(BIN)/aploss demo
 
 clean:

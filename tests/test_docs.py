@@ -41,10 +41,20 @@ def test_the_site_holds_the_commands_the_api_and_the_formulas(site):
         assert "<math" in (site / "losses" / f"{page.stem}.html").read_text(encoding="utf-8"), page
 
 
-def test_nothing_is_loaded_from_elsewhere(site):
+def test_nothing_is_loaded_from_elsewhere_and_the_search_works_from_disk(site):
     for file in [*site.rglob("*.html"), *site.rglob("*.css")]:
         text = file.read_text(encoding="utf-8")
         assert not re.search(r'(?:src="|url\(|@import )["\']?https?:', text), file.name
+    # Browsers forbid pages from disk to fetch the index: a script holds it, and an iframe takes the place of a worker.
+    assert "AP-loss" in (site / "search/search_index.js").read_text(encoding="utf-8")
+    assert '<script src="iframe-worker-shim.js">' in (site / "index.html").read_text(encoding="utf-8")
+    assert (site / "iframe-worker-shim.js").is_file()
+
+
+def test_the_documentation_stays_short():
+    pages = {path: len(path.read_text(encoding="utf-8").split()) for path in (ROOT / "docs").rglob("*.md")}
+    assert pages[ROOT / "docs/results.md"] <= 2000
+    assert sum(pages.values()) <= 31_000, sorted(pages.values())
 
 
 @pytest.mark.parametrize("package", PACKAGES)

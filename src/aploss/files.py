@@ -101,16 +101,6 @@ def remove_unfinished(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def keep_as(path: Path, kept: Path) -> None:
-    """Hard-links a file to a second name that outlives its replacement; does nothing if links are unsupported."""
-    unfinished = _unfinished(kept)
-    with suppress(OSError):
-        _remove(unfinished)
-        os.link(path, unfinished)
-        unfinished.replace(kept)
-    _remove(unfinished)  # still there if both were the same file already
-
-
 def check_archive(path: Path) -> None:
     """Verifies the checksums of a zip archive as torch writes it.
 

@@ -58,7 +58,7 @@ def test_the_demo_trains_and_names_its_report(
         return load(recipe, {**overrides, **short, "splits": {"train": "test[:20%]", "validation": "val[:20%]"}})
 
     monkeypatch.setattr("aploss.cli.demo.load_config", shortened)
-    assert main(["demo", "--quiet"]) == 0
+    assert main(["demo"]) == 0
     output = capsys.readouterr().out
     assert "AP50" in output
     assert "report: runs/demo/report.html" in output

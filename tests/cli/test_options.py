@@ -28,13 +28,20 @@ def test_every_command_has_readable_help_with_examples(
     assert "--threads" in shown
 
 
-def test_the_help_of_train_shows_the_defaults_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("words", [["--help"], ["-h", "--recipe", "voc-ssd512"], ["--recipe", "demo", "--help"]])
+def test_the_help_of_train_shows_the_values_of_the_recipe(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["train", "--help"])
+        cli.main(["train", *words, "--optimizer.momentum", "0.75"])
     shown = " ".join(capsys.readouterr().out.split())  # lines are broken anywhere
     assert shown.index("--batch-size") < shown.index("--seed") < shown.index("--optimizer.momentum")
-    recipe = re.search(r"Defaults are from the recipe ([\w-]+);", shown)[1]
-    assert f"peak learning rate (default: {load_config(recipe).optimizer.learning_rate})" in shown
+    recipe = re.search(r"those of the recipe ([\w-]+),", shown)[1]
+    assert recipe in words or len(words) == 1
+    config = load_config(recipe)
+    for text, value in (
+        ("peak learning rate", config.optimizer.learning_rate), ("images per forward pass", config.batches.size),
+        ("momentum of sgd", 0.75), (f"length of the training in {config.schedule.unit}", config.schedule.length),
+    ):  # fmt: skip
+        assert f"{text} [{value}]" in shown
 
 
 def test_entries_of_mappings_are_options_and_keep_their_underscores(capsys: pytest.CaptureFixture[str]) -> None:

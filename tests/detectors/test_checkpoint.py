@@ -94,7 +94,7 @@ def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
 def test_a_checkpoint_keeps_all_its_fields(tmp_path: Path) -> None:
     training = TrainingState(
         loop={"step": 3, "seconds": 1.5}, optimizer={"state": {}}, scaler={}, weights=None, averaged_steps=None,
-        random={"torch": torch.zeros(2)}, images=2, image_names=["a.png", "b.png"], threads=1,
+        random={"torch": torch.zeros(2)}, images=2, threads=1,
     )  # fmt: skip
     for others in ({}, {"step": 2, "metrics": {"AP": 0.5}}, {"step": 3, "training": training}):
         written = Checkpoint.of(_detector(), **others)

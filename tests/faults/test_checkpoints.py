@@ -548,12 +548,11 @@ def resumed(trained: Path, tmp_path: Path, call_cli) -> Callable[..., Any]:
     return resume
 
 
-TRAINING = ["step", "images", "image_names", "stepper", "random", "threads", "stopped_by", "seconds", "best_step"]
-NEEDED = [name for name in TRAINING if name != "image_names"]  # older ones do not have it
+TRAINING = ["step", "images", "stepper", "random", "threads", "stopped_by", "seconds", "best_step"]
 
 
 @pytest.mark.slow_fault
-@pytest.mark.parametrize("name", NEEDED)
+@pytest.mark.parametrize("name", TRAINING)
 def test_a_run_is_not_resumed_without_a_field(resumed, name: str):
     resumed(lambda content: content["training"].pop(name)).assert_refused("last.pt", name)
 
@@ -573,7 +572,7 @@ RESUME_FAULTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "another detector": lambda content: content["detector"].update(
         state=build_detector("ssdlite", class_names=CLASSES, width=0.25).state_dict()
     ),
-    "other images": lambda content: content["training"]["image_names"].__setitem__(0, "/etc/hostname"),
+    "other images": lambda content: content["training"]["data"]["train"].update(files="0"),
     "no detector": lambda content: content.pop("detector"),
     "no training": lambda content: content.pop("training"),
     "another version": lambda content: content.update(format=99),

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from processes import start_process
+from ranking_cases import by_quantiles
 from torch import Tensor, nn
 
 import aploss.losses
@@ -64,6 +65,30 @@ def of_ious(scores: Tensor, targets: Tensor) -> Pair:
     return ranking + sorting, sum(gradients)
 
 
+def of_quantiles(scores: Tensor, targets: Tensor) -> Pair:
+    return by_quantiles(*with_ious(scores, targets))
+
+
+# The weight and the target of binary cross-entropy for a sigmoid p and an IoU q, 0 for negatives.
+SIGMOIDS: dict[str, Callable[[Tensor, Tensor], Pair]] = {
+    "vfl": lambda p, q: (torch.where(q > 0, q, 0.75 * p.detach() ** 2), q),
+    "qfl": lambda p, q: ((q - p) ** 2, q),
+    "mal": lambda p, q: (torch.where(q > 0, 1, p.detach() ** 1.5), q**1.5),
+    "ia-bce": lambda p, q: (
+        torch.where(q > 0, 1, p**2), torch.where(q > 0, (p.detach() ** 0.25 * q**0.75).clamp(min=0.01), 0)
+    ),
+}  # fmt: skip
+
+
+def of_sigmoids(name: str, scores: Tensor, targets: Tensor) -> Pair:
+    s, q = scores.double().requires_grad_(), with_ious(scores, targets)[1].double()
+    counted = q >= 0
+    weights, soft = SIGMOIDS[name](s[counted].sigmoid(), q[counted])
+    losses = weights * nn.functional.binary_cross_entropy_with_logits(s[counted], soft, reduction="none")
+    value = (losses / max(1, int((q > 0).sum()))).sum()
+    return value.detach(), torch.autograd.grad(value, s)[0]
+
+
 def with_box_losses(scores: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
     boxes = qualities(targets).to(scores.device)[targets == 1] if targets.shape == scores.shape else torch.ones(1)
     return scores, targets, boxes
@@ -81,10 +106,16 @@ LOSSES = {
     "alrp": Loss(aploss.losses.ALRPLoss, of_box_losses, with_box_losses),
     "focal": Loss(aploss.losses.FocalLoss, reference.focal_loss),
     "ce-ohem": Loss(aploss.losses.OHEMCrossEntropy, of_columns, two_columns),
+    "vfl": Loss(aploss.losses.VarifocalLoss, functools.partial(of_sigmoids, "vfl"), with_ious),
+    "qfl": Loss(aploss.losses.QualityFocalLoss, functools.partial(of_sigmoids, "qfl"), with_ious),
+    "mal": Loss(aploss.losses.MatchabilityAwareLoss, functools.partial(of_sigmoids, "mal"), with_ious),
+    "ia-bce": Loss(aploss.losses.IoUAwareBCELoss, functools.partial(of_sigmoids, "ia-bce"), with_ious),
+    "iou-ap": Loss(aploss.losses.IoUAPLoss, of_quantiles, with_ious),
     "smooth-ap": Loss(aploss.losses.SmoothAPLoss, reference.smooth_ap_loss),
     "hinge-ap": Loss(aploss.losses.HingeAPLoss, reference.hinge_ap_loss),
 }
-RANKING = ("ap", "auc", "rank-sort", "alrp")
+RANKING = ("ap", "auc", "rank-sort", "alrp", "iou-ap")
+OF_TORCH = ("focal", "ce-ohem", *SIGMOIDS)  # made of torch's own operations
 every_loss = pytest.mark.parametrize("name", LOSSES)
 
 
@@ -330,6 +361,20 @@ WRONG: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
     "another shape": (lambda: (torch.zeros(3), torch.tensor([1, 0])), "shape|same"),
     "another rank of the same size": (lambda: (torch.zeros(2, 1), torch.tensor([1, 0])), "shape|same"),
     "another device": (lambda: (torch.zeros(2), torch.zeros(2, dtype=torch.int64, device="meta")), "meta device"),
+    "sparse scores": (lambda: (torch.zeros(2).to_sparse(), torch.tensor([1, 0])), "dense tensor, got layout"),
+    "scores in CSR": (lambda: (torch.eye(2).to_sparse_csr(), torch.eye(2)), "dense tensor, got layout"),
+    "sparse targets": (lambda: (torch.zeros(2), torch.tensor([1, 0]).to_sparse()), "dense tensor, got layout"),
+    "scores of oneDNN": (lambda: (torch.zeros(2).to_mkldnn(), torch.tensor([1, 0])), "dense tensor, got layout"),
+    "nested scores": (lambda: (torch.nested.nested_tensor([torch.ones(2)]), torch.tensor([1, 0])), "got layout nested"),
+    "nested targets": (lambda: (torch.ones(2), torch.nested.nested_tensor([torch.ones(2)])), "got layout nested"),
+    "scores on meta": (lambda: (torch.zeros(2, device="meta"), torch.tensor([1, 0])), "meta device"),
+    "quantized scores": (
+        lambda: (torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8), torch.tensor([1, 0])), "dequantize"
+    ),
+    "quantized targets": (
+        lambda: (torch.zeros(2), torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8)), "dequantize"
+    ),
+    "float8 scores": (lambda: (torch.zeros(2).to(torch.float8_e5m2), torch.tensor([1, 0])), "must be floating point"),
     "a target of 2": (lambda: (torch.zeros(2), torch.tensor([1, 2])), "targets must be .*got 2"),
     "a target of -2": (lambda: (torch.zeros(2), torch.tensor([1, -2])), "targets must be .*got -2"),
     "a target of 255 in uint8": (
@@ -346,17 +391,14 @@ def test_a_mistake_is_an_error_that_says_what_was_given(name: str, mistake: str)
     make, message = WRONG[mistake]
     scores, targets = make()
     loss = LOSSES[name]
-    if isinstance(scores, list) or isinstance(targets, list):
-        extra = (torch.ones(1),) if name == "alrp" else ()
-        call = functools.partial(loss.module(), scores, targets, *extra)
-    elif name == "rank-sort" and (targets.is_complex() or targets.device.type == "meta"):
-        call = functools.partial(loss.module(), scores, targets)
-    elif name == "alrp" and targets.device.type == "meta":
-        call = functools.partial(loss.module(), scores, targets, torch.ones(1))
+    arguments: tuple[Any, ...]
+    columns = name == "ce-ohem" and mistake in ("integer scores", "bool scores", "float8 scores", "complex targets")
+    if columns or mistake.startswith("a target of"):
+        arguments = loss.arguments(scores, targets)
     else:
-        call = functools.partial(loss, scores, targets)
+        arguments = (scores, targets, torch.ones(1)) if name == "alrp" else (scores, targets)
     with pytest.raises(ValueError, match=message):
-        call()
+        loss.module()(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -506,7 +548,7 @@ def test_a_compiled_loss_gives_the_same_and_lets_no_nan_through(name: str, dynam
         assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(found, expected, strict=True))
     scores[1] = math.nan
     bad = loss.arguments(scores.requires_grad_(), targets)
-    if name in ("ce-ohem", "focal"):  # as documented: where compiled, NaN shows in the loss
+    if name in OF_TORCH:  # as documented: where compiled, NaN shows in the loss
         assert total(compiled(*bad)).isnan()
         return
     with pytest.raises(NonFiniteScoresError, match="must be finite"):
@@ -516,7 +558,7 @@ def test_a_compiled_loss_gives_the_same_and_lets_no_nan_through(name: str, dynam
 @every_loss
 def test_transforms_of_torch_func_are_refused_with_the_way_to_do_it(name: str) -> None:
     scores, targets = a_batch()
-    if name in ("ce-ohem", "focal"):
+    if name in OF_TORCH:
         pytest.skip("is made of torch's own operations")
     with pytest.raises(RuntimeError, match=r"torch\.func"):
         torch.func.grad(lambda s: LOSSES[name](s, targets))(scores)
@@ -527,7 +569,9 @@ def test_a_second_derivative_is_right_or_refused(name: str) -> None:
     scores, targets = a_batch()
     scores = scores.double().requires_grad_()
     (gradient,) = torch.autograd.grad(LOSSES[name](scores, targets), scores, create_graph=True)
-    if name in ("focal", "ce-ohem"):
+    if name in ("vfl", "mal", "ia-bce"):
+        pytest.skip("has weights that are constants in its gradient")
+    if name in OF_TORCH:
         (second,) = torch.autograd.grad(gradient.sum(), scores)
         shifted = LOSSES[name].reference(scores.detach() + 1e-5, targets)[1].sum()
         before = LOSSES[name].reference(scores.detach() - 1e-5, targets)[1].sum()

@@ -65,6 +65,23 @@ def random_boxes(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     return scores[order].reshape(3, -1), targets[order].reshape(3, -1)
 
 
+def by_quantiles(scores: Tensor, qualities: Tensor, count: int = 9) -> tuple[Tensor, Tensor]:
+    """IoU-AP, not interpolated, with quantiles within each class, the last dimension if there are several."""
+    hard = reference.targets_at_threshold(qualities, 0)
+    losses = [reference.ap_loss(scores, hard, interpolated=False)] * count
+    of_classes = qualities.view(-1, qualities.shape[-1] if qualities.ndim > 1 else 1)
+    for k in range(1, count + 1):
+        thresholds = torch.zeros_like(of_classes[0])
+        for number, column in enumerate(of_classes.unbind(1)):
+            values = column[column > 0].sort().values
+            if len(values):
+                thresholds[number] = values[k * len(values) // (count + 1)]
+        targets = torch.where((of_classes > 0) & (of_classes < thresholds), -1, hard.view(of_classes.shape))
+        losses.append(reference.ap_loss(scores, targets.view(scores.shape), interpolated=False))
+    value, gradient = (torch.stack(results).mean(0) for results in zip(*losses, strict=True))
+    return value, gradient
+
+
 @dataclass(frozen=True, eq=False)
 class Case:
     """The arguments of a ranking loss, for scores [B, A, K]."""

@@ -20,7 +20,7 @@ from processes import start_process
 from short_detector import register_short_detector
 
 from aploss.reports.run_files import read_json_lines
-from aploss.training.config import TrainConfig
+from aploss.training.config import TrainConfig, config_from_dict, config_to_dict
 from aploss.training.recipes import load_config, merge
 from aploss.training.run import train
 
@@ -120,6 +120,11 @@ def config_in(rectangles: Path) -> Callable[..., TrainConfig]:
         return load_config(None, merge(merge(SETTINGS, own), changes))
 
     return make
+
+
+def config_values(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
+    """The config with nested values replaced."""
+    return config_from_dict(merge(config_to_dict(config), changes))
 
 
 @pytest.fixture(scope="session")

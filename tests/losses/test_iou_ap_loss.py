@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import run_group
-from ranking_cases import random_boxes
+from ranking_cases import by_quantiles, random_boxes
 
 from aploss.losses import IoUAPLoss, ap_loss, iou_ap_loss, reference
 
@@ -25,21 +25,6 @@ def test_a_threshold_of_zero_is_ap_loss(backend):
     for interpolated in (True, False):
         loss = iou_ap_loss(scores, qualities, thresholds=[0], interpolated=interpolated)
         assert loss.item() == pytest.approx(ap_loss(scores, hard, interpolated=interpolated).item(), abs=1e-12)
-
-
-def by_quantiles(scores, qualities, count):
-    """The loss with quantiles within each class of [B, A, K], from their definition."""
-    losses = [reference.ap_loss(scores, reference.targets_at_threshold(qualities, 0), interpolated=False)] * count
-    for k in range(1, count + 1):
-        targets = torch.where(qualities > 0, -1, qualities.long())
-        for number in range(scores.shape[-1]):
-            own = qualities[..., number]
-            values = own[own > 0].sort().values
-            if len(values):
-                threshold = values[k * len(values) // (count + 1)]
-                targets[..., number] = reference.targets_at_threshold(own, threshold)
-        losses.append(reference.ap_loss(scores, targets, interpolated=False))
-    return [torch.stack(values).mean(0) for values in zip(*losses, strict=True)]
 
 
 @pytest.mark.parametrize("count", [1, 3, 9])

@@ -82,6 +82,17 @@ def test_tensorboard_events_hold_the_numbers(tmp_path: Path) -> None:
     assert events.Scalars("validation/AP")[0].value == 0.25
 
 
+@pytest.mark.usefixtures("no_page")
+def test_tensorboard_gets_pictures_of_detections_at_every_validation(make_config: MakeConfig) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    summary = train(make_config(schedule={"length": 2}, validation={"every": 1}))
+    events = EventAccumulator(str(Path(summary.folder) / "tensorboard")).Reload()
+    pictures = events.Images("validation/detections")
+    assert [picture.step for picture in pictures] == [1, 2]
+    assert all((picture.width, picture.height) == (536, 536) for picture in pictures)  # four tiles of 256 pixels
+
+
 class Known(GeneralTracker):
     """A tracker of Accelerate that records its calls; it stands for all that need an account."""
 

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from aploss.errors import ConfigError
-from aploss.training.machine import capture_random_state, choose_device, choose_workers, restore_random_state, seeded
+from aploss.training.distributed import (
+    capture_random_state,
+    choose_device,
+    choose_workers,
+    restore_random_state,
+    seeded,
+)
 
 
 def draws() -> tuple[float, float, float]:

@@ -4,35 +4,43 @@ import io
 
 import pytest
 
-from aploss.training import progress as module
-from aploss.training.progress import PlainProgress, Progress, RichProgress, describe_row, make_progress
+from aploss.training import callbacks as module
+from aploss.training.callbacks import Progress, describe_row
 
 TRAIN = {"kind": "train", "step": 5, "loss": 1.5, "images_per_second": 80.0}
 VALIDATION = {"kind": "validation", "step": 5, "AP": 0.5, "AP50": 0.75, "AP75": None}
 
 
-def test_lines_are_printed_at_validations_and_from_time_to_time(
+def test_a_pipe_gets_lines_at_validations_and_from_time_to_time(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
-    shown = PlainProgress()
+    shown = Progress(quiet=False)
     shown.begin(total=10, done=0)
     shown.row(TRAIN)  # too soon
     clock[0] = 20.0
     shown.row(TRAIN)
     shown.row(TRAIN)  # too soon again
     shown.row(VALIDATION)
+    with shown.images("validating") as show:
+        show(10, 50)  # too soon
+        clock[0] = 40.0
+        show(20, 50)
+        show(30, 50)
     shown.end()
     assert capsys.readouterr().out.splitlines() == [
         "step 5/10  loss 1.500  80 images/s  20 s left",
         "step 5/10  validation  AP 0.500  AP50 0.750",
+        "validating  20/50 images",
     ]
 
 
-def test_quiet_shows_warnings_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    quiet = make_progress(quiet=True)
-    assert type(quiet) is Progress
+@pytest.mark.parametrize(("is_main", "warned"), [(True, "trouble\n"), (False, "")])
+def test_quiet_shows_warnings_alone_and_other_ranks_show_nothing(
+    capsys: pytest.CaptureFixture[str], is_main: bool, warned: str
+) -> None:
+    quiet = Progress(quiet=is_main, is_main=is_main)
     quiet.begin(total=10, done=0)
     quiet.note("hello")
     quiet.row(TRAIN)
@@ -42,29 +50,16 @@ def test_quiet_shows_warnings_alone(capsys: pytest.CaptureFixture[str]) -> None:
     quiet.warn("trouble")
     quiet.end()
     captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", "trouble\n")
+    assert (captured.out, captured.err) == ("", warned)
 
 
-def test_long_validations_print_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
-    with PlainProgress().images("validating") as show:
-        show(10, 50)  # too soon
-        clock[0] = 20.0
-        show(20, 50)
-        show(30, 50)
-    assert capsys.readouterr().out.splitlines() == ["validating  20/50 images"]
-
-
-def test_a_terminal_gets_a_live_bar_and_a_pipe_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert type(make_progress(quiet=False)) is PlainProgress
+def test_a_terminal_gets_a_live_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stdout", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
-    bar = make_progress(quiet=False)
-    assert type(bar) is RichProgress
+    bar = Progress(quiet=False)
     bar.begin(total=10, done=0)
     bar.row(TRAIN)
     bar.row(VALIDATION)

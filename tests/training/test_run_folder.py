@@ -2,7 +2,6 @@
 
 import random
 import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -46,7 +45,9 @@ def test_the_config_of_a_run_from_before_a_setting_was_added_is_read(tmp_path: P
         group, _, name = key.partition(".")
         del values[group][name]
     folder.config_file.write_text(yaml.safe_dump(values))
-    assert folder.read_config() == config
+    found = folder.read_config()
+    assert found.schedule.exact_warmup  # as it was then
+    assert replace(found, schedule=config.schedule) == config
 
 
 @pytest.mark.usefixtures("no_page")
@@ -93,7 +94,6 @@ def copied(stopped: TrainConfig, tmp_path: Path) -> TrainConfig:
 def test_changed_bytes_of_a_checkpoint_never_load(copied: TrainConfig) -> None:
     """One bit at 50 places: it is noticed, or it changes nothing that is loaded."""
     checkpoints = RunFolder(str(copied.out)).checkpoints
-    checkpoints.previous.unlink()  # or every error reads that one, too
     intact = checkpoints.last.read_bytes()
     expected, places, noticed = asdict(checkpoints.load_last()), random.Random(0), 0
     for _ in range(50):
@@ -107,18 +107,6 @@ def test_changed_bytes_of_a_checkpoint_never_load(copied: TrainConfig) -> None:
         else:
             assert_equal(asdict(found), expected)
     assert noticed > 40
-
-
-@pytest.mark.usefixtures("no_page")
-def test_the_previous_checkpoint_is_offered_for_a_damaged_one(copied: TrainConfig) -> None:
-    checkpoints = RunFolder(str(copied.out)).checkpoints
-    content = bytearray(checkpoints.last.read_bytes())
-    content[len(content) // 2] ^= 8
-    checkpoints.last.write_bytes(content)
-    with pytest.raises(RunError, match=r"damaged.*of step 3, is intact.*cp .*previous\.pt") as error:
-        train(copied, resume=True)
-    subprocess.run(str(error.value).split("first ")[1].split(), check=True)
-    assert train(copied, resume=True).steps == 6
 
 
 def test_another_detector_than_the_configs_is_not_trained(copied: TrainConfig) -> None:
@@ -137,7 +125,9 @@ def test_the_format_of_the_previous_version_is_written_and_read(copied: TrainCon
     assert best.keys() == {"format", "detector", "step", "metrics"}
     assert best["detector"].keys() == {"config", "state", "calibration", "draw_threshold"}
     assert last["training"]["stepper"].keys() == {"optimizer", "scaler", "weights", "averaged_steps"}
-    assert {"step", "random", "images", "image_names", "threads", "stopped_by", "window"} <= last["training"].keys()
+    assert {"step", "random", "images", "threads", "data", "processes", "stopped_by", "window"} <= last[
+        "training"
+    ].keys()
     for content in (last, best):
         torch.save(content, tmp_path / "again.pt")
         Checkpoint.read(tmp_path / "again.pt").write(tmp_path / "written.pt")

@@ -30,7 +30,7 @@ def rates_of(scheduler_type: type, steps: int, **options: object) -> list[float]
             {"milestones": [55, 70], "gamma": 0.1},
         ),
         (
-            ScheduleConfig(length=80, kind="milestones", warmup_steps=50, warmup_factor=1 / 3),
+            ScheduleConfig(length=80, kind="milestones", warmup_steps=50, exact_warmup=True, warmup_factor=1 / 3),
             LinearLR,
             {"start_factor": 1 / 3, "total_iters": 50},
         ),
@@ -54,9 +54,15 @@ def test_part_of_an_epoch_is_at_least_one_step() -> None:
     assert schedule.steps(3, "steps") == 3
 
 
-def test_a_warmup_longer_than_the_training_is_shortened() -> None:
-    config = ScheduleConfig(length=100, kind="milestones", warmup_steps=500, warmup_factor=0.5)
+@pytest.mark.parametrize(
+    ("warmup", "exact", "expected"),
+    [(500, False, 10), (500, True, 10), (60, False, 10), (60, True, 60), (10, False, 10), (3, False, 3), (0, True, 0)],
+)
+def test_a_warmup_is_at_most_a_tenth_of_the_training_unless_the_user_sets_it(
+    warmup: int, exact: bool, expected: int
+) -> None:
+    config = ScheduleConfig(length=100, kind="milestones", warmup_steps=warmup, exact_warmup=exact, warmup_factor=0.5)
     schedule = Schedule(config, steps_per_epoch=10)
-    assert schedule.warmup_steps == 10
-    assert [schedule.factor(step) for step in (0, 5, 10, 99)] == [0.5, 0.75, 1.0, 1.0]
-    assert Schedule(ScheduleConfig(length=100, warmup_steps=100), 10).warmup_steps == 100
+    assert schedule.warmup_steps == expected
+    assert schedule.factor(expected) == schedule.factor(99) == 1.0
+    assert schedule.factor(expected // 2) < 1.0 or expected == 0

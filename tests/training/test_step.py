@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -204,21 +203,10 @@ def test_a_float16_overflow_only_lowers_the_loss_scale(
 class SimulatedAccelerator:
     """An accelerator for one simulated GPU."""
 
-    device, num_processes, scaler, native_amp = torch.device("cuda", 0), 1, None, False
+    device, num_processes = torch.device("cuda", 0), 1
 
     def prepare_model(self, model: Any) -> Any:
         return model
-
-    prepare_optimizer = prepare_model
-
-    def autocast(self) -> Any:
-        return nullcontext()
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-    def unscale_gradients(self) -> None:
-        pass
 
 
 def random_batch(images: int, objects: int) -> Batch:

@@ -17,13 +17,19 @@ Progress = Callable[[str], None]
 
 
 def best_in_turns(cases: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
-    """The best time of each case; they take turns for ``seconds`` per case, so that all have the same conditions."""
+    """The best time of each case; they take turns for ``seconds`` per case, so that all have the same conditions.
+
+    Each timed call follows one of the same case, so that no case pays for the caches that another one has filled.
+    """
     best = dict.fromkeys(cases, float("inf"))
     for case in cases.values():
         case()
     stop, rounds = time.perf_counter() + seconds * len(cases), 0
     while rounds < 3 or time.perf_counter() < stop:
         for name, case in cases.items():
+            case()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             start = time.perf_counter()
             case()
             if torch.cuda.is_available():

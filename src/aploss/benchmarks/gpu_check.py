@@ -50,7 +50,7 @@ class Build:
     module: str  # that it is in
     kernel: str  # its name there
     signature: tuple[tuple[str, str], ...]  # (argument, type) of every argument; ``constexpr`` for constants
-    aligned: tuple[str, ...]  # pointers of which the compiler is told that they are multiples of 16
+    aligned: tuple[str, ...]  # pointers that the compiler may assume to be multiples of 16
     constants: tuple[tuple[str, Any], ...]  # (argument, value)
     warps: int  # of a program
     over_all_scores: bool  # whether it has so many programs that it must be

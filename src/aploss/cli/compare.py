@@ -111,7 +111,7 @@ def _check(options: Namespace) -> None:
 def _recipe_and_changes(options: Namespace) -> tuple[str, dict[str, Any]]:
     """The recipe, given or chosen for data and machine, and the settings that override it."""
     from aploss.data import find_source
-    from aploss.training.machine import choose_device
+    from aploss.training.distributed import choose_device
     from aploss.training.splits import suggest_image_sizes, suggest_recipe
 
     changes = nested(given_settings(options, "precision"))

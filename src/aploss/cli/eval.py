@@ -79,9 +79,8 @@ def _detect(options: Namespace) -> tuple[Annotations, DetectionTable, int]:
     """The ground truth of a split, the detections of the run on it, and the number of ignored objects."""
     from aploss.data import find_source
     from aploss.detectors import load
-    from aploss.training.distributed import start_accelerator
+    from aploss.training.distributed import choose_device, choose_workers, start_accelerator
     from aploss.training.evaluate import detect_split
-    from aploss.training.machine import choose_device, choose_workers
     from aploss.training.splits import load_split
 
     device = choose_device(options.device)

@@ -2,7 +2,8 @@
 
 import json
 from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter, _ArgumentGroup
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
 from operator import attrgetter
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_origin
@@ -22,11 +23,15 @@ class Parser(ArgumentParser):
     def __init__(self, **options: Any) -> None:
         # Without abbreviations, a misspelt option never becomes another one.
         super().__init__(formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False, **options)
+        self.before_help: Callable[[Namespace], None] | None = None  # completes the help for the other options given
 
     def parse(self, arguments: Sequence[str]) -> Namespace:
         """Parses the arguments of a command; an unknown option raises ConfigError with the closest one."""
         end = list(arguments).index("--") if "--" in arguments else len(arguments)
         words = [self._known_option(word) if word.startswith("--") else word for word in arguments[:end]]
+        others = [word for word in words if word not in ("-h", "--help")]
+        if len(others) < len(words) and self.before_help is not None:
+            self.before_help(self.parse_args(others))
         return self.parse_args([*words, *arguments[end:]])
 
     def _known_option(self, word: str) -> str:
@@ -49,33 +54,34 @@ def add_general_options(parser: Parser) -> None:
     """Adds the options of all commands."""
     group = parser.add_argument_group("general")
     group.add_argument("--threads", type=positive_int, metavar="N", help="number of CPU threads; all cores by default")
-    group.add_argument("--quiet", action="store_true", help="print only results, warnings and errors")
+    group.add_argument(
+        "--quiet", action="store_true", help="print only results, warnings and errors; in training no results"
+    )
     plugin = "Python file that registers losses, detectors or data formats; may be repeated"
     group.add_argument("--plugin", action="append", default=[], metavar="FILE.py", help=plugin)
     group.add_argument("--debug", action="store_true", help="print the traceback of errors")
 
 
-def add_settings(group: Group, fields: "Sequence[ConfigField]", defaults: "TrainConfig | None" = None) -> None:
-    """Adds an option for each setting; only given ones reach the namespace, under their dotted keys.
-
-    Args:
-        group: parser or argument group.
-        fields: the settings.
-        defaults: config whose values the help shows as defaults.
-    """
+def add_settings(group: Group, fields: "Sequence[ConfigField]") -> None:
+    """Adds an option for each setting; only given ones reach the namespace, under their dotted keys."""
     for field in fields:
-        shown = "" if "default" in field.help else _default(defaults, field.key)
         group.add_argument(
             f"--{field.key.replace('_', '-')}", dest=field.key, default=SUPPRESS, metavar=_metavar(field),
-            help=(field.help + shown).replace("%", "%%"),
+            help=field.help.replace("%", "%%"),
         )  # fmt: skip
 
 
-def _default(config: "TrainConfig | None", key: str) -> str:
-    """The end of a help line: the default of a setting as it is typed, unless it is empty."""
-    value = None if config is None else attrgetter(key)(config)
-    text = value if isinstance(value, str) else json.dumps(value)
-    return "" if value in (None, "", {}, ()) else f" (default: {text})"
+def show_values(parser: ArgumentParser, config: "TrainConfig") -> None:
+    """Adds the value in a config to the help of each option of a setting, as it is typed, unless it is empty."""
+    shorthands = {config.schedule.unit: "schedule.length", "image_size": "batches.image_size"}
+    for action in parser._actions:
+        try:
+            value = attrgetter(shorthands.get(action.dest, action.dest))(config)
+        except AttributeError:  # not a setting
+            continue
+        if value not in (None, "", {}, ()) and not is_dataclass(value):
+            text = value if isinstance(value, str) else json.dumps(value)
+            action.help = f"{action.help} [{text.replace('%', '%%')}]"
 
 
 def _metavar(field: "ConfigField") -> str:
@@ -92,19 +98,16 @@ def given_settings(options: Namespace, *keys: str) -> dict[str, str]:
     return {key: value for key, value in vars(options).items() if "." in key or key in keys}
 
 
-def add_shorthands(group: Group, defaults: "TrainConfig | None" = None) -> None:
-    """Adds ``--epochs``, ``--steps``, ``--lr``, ``--batch-size`` and ``--image-size``; see :func:`add_settings`."""
+def add_shorthands(group: Group) -> None:
+    """Adds ``--epochs``, ``--steps``, ``--lr``, ``--batch-size`` and ``--image-size``."""
     lengths = group.add_mutually_exclusive_group()
     for unit in ("epochs", "steps"):
-        shown = _default(defaults, "schedule.length") if defaults and defaults.schedule.unit == unit else ""
-        text = f"length of the training in {unit}{shown}"
-        lengths.add_argument(f"--{unit}", type=positive_int, metavar="N", help=text)
-    rate = "peak learning rate" + _default(defaults, "optimizer.learning_rate")
-    group.add_argument("--lr", dest="optimizer.learning_rate", default=SUPPRESS, metavar="X", help=rate)
-    batch = "images per forward pass" + _default(defaults, "batches.size")
-    group.add_argument("--batch-size", dest="batches.size", default=SUPPRESS, metavar="N", help=batch)
-    size = f"size of training images: 320, or 240x320 (height x width){_default(defaults, 'batches.image_size')}"
-    group.add_argument("--image-size", metavar="SIZE", help=size)
+        lengths.add_argument(f"--{unit}", type=positive_int, metavar="N", help=f"length of the training in {unit}")
+    group.add_argument("--lr", dest="optimizer.learning_rate", default=SUPPRESS, metavar="X", help="peak learning rate")
+    group.add_argument(
+        "--batch-size", dest="batches.size", default=SUPPRESS, metavar="N", help="images per forward pass"
+    )
+    group.add_argument("--image-size", metavar="SIZE", help="size of training images: 320, or 240x320 (height x width)")
 
 
 def shorthand_changes(options: Namespace, config: "TrainConfig") -> dict[str, Any]:

@@ -127,7 +127,7 @@ def load_detector(path: str, device: str) -> "ObjectDetector":
 
         return OnnxDetector(path)
     from aploss.detectors.checkpoint import load
-    from aploss.training.machine import choose_device
+    from aploss.training.distributed import choose_device
 
     return load(path, device=choose_device(device))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from aploss.cli.command import Command
-from aploss.cli.options import add_settings, add_shorthands, given_settings, shorthand_changes
+from aploss.cli.options import Parser, add_settings, add_shorthands, given_settings, shorthand_changes, show_values
 from aploss.errors import AplossError, ConfigError
 from aploss.losses.traits import LOSSES
 from aploss.training.config import TrainConfig, config_fields, config_from_dict, config_to_dict, nested
@@ -33,28 +33,36 @@ COMMON = ("data", "out", "loss", "detector")
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    """Common options first, then one option for each setting of a run, in groups."""
+    """Ten common options first, then one option for each setting of a run, in groups."""
     from aploss.detectors.build import DETECTORS
 
-    recipe = _suggest_recipe("auto", None)
-    defaults = load_config(recipe)
-    parser.epilog = f"Defaults are from the recipe {recipe}; see also --print-config.\n\n{parser.epilog}"
+    assert isinstance(parser, Parser)
+
+    def show_recipe(options: Namespace) -> None:
+        recipe = options.recipe or _suggest_recipe("auto", None)
+        given = given_settings(options, *(field.key for field in config_fields()))
+        config = load_config(recipe, nested(given))
+        changes = shorthand_changes(options, config)
+        show_values(parser, config_from_dict(merge(config_to_dict(config), changes)))
+        parser.epilog = f"Values in brackets are those of the recipe {recipe}, with your options.\n\n{parser.epilog}"
+
+    parser.before_help = show_recipe
     fields = {field.key: field for field in config_fields()}
     for key, names in (("loss", LOSSES.names()), ("detector", DETECTORS.names())):
         fields[key] = fields[key]._replace(help=f"{fields[key].help}: {', '.join(names)}")
     parser.usage = "aploss train --data PATH [--recipe NAME] [--SETTING VALUE ...]"
     common = parser.add_argument_group("common options")
     common.add_argument("path", nargs="?", metavar="PATH", help="the dataset, same as --data")
-    add_settings(common, [fields.pop(key) for key in COMMON], defaults)
+    add_settings(common, [fields.pop(key) for key in COMMON])
     common.add_argument("--recipe", help=f"settings to start from: {', '.join(recipe_names())}, or a .yaml file")
-    add_shorthands(common, defaults)
+    add_shorthands(common)
     run = parser.add_argument_group("run")
-    run.add_argument("--resume", action="store_true", help="resume the run in --out")
+    run.add_argument("--resume", action="store_true", help="resume the run in --out; a larger --steps extends it")
     run.add_argument("--config", metavar="FILE", help="YAML file of settings that override the recipe")
     run.add_argument("--print-config", action="store_true", help="print all settings and exit")
     for name in dict.fromkeys(field.group for field in fields.values()):
         group = parser.add_argument_group(name, type(getattr(TrainConfig(), name)).__doc__) if name else run
-        add_settings(group, [field for field in fields.values() if field.group == name], defaults)
+        add_settings(group, [field for field in fields.values() if field.group == name])
 
 
 def _run(options: Namespace) -> int:
@@ -113,7 +121,7 @@ def _without_recipe(values: dict[str, Any], *, sized: bool) -> "tuple[TrainConfi
 
 
 def _suggest_recipe(device: str, detector: str | None) -> str:
-    from aploss.training.machine import choose_device
+    from aploss.training.distributed import choose_device
     from aploss.training.splits import suggest_recipe
 
     return suggest_recipe(choose_device(device), detector)
@@ -122,7 +130,7 @@ def _suggest_recipe(device: str, detector: str | None) -> str:
 def run_training(config: TrainConfig, options: Namespace, *, resume: bool, source: "DataFormat | None" = None) -> int:
     """Trains with progress, then prints the table of AP and the path of the report."""
     from aploss import training
-    from aploss.training.distributed import LostProcessError, is_main_process
+    from aploss.training.distributed import FailedRankError, is_main_process
 
     try:
         summary = training.train(config, resume=resume, quiet=options.quiet, source=source)
@@ -131,10 +139,10 @@ def run_training(config: TrainConfig, options: Namespace, *, resume: bool, sourc
             print(interruption, *(f"--plugin {shlex.quote(file)}" for file in options.plugin), file=sys.stderr)
         return interruption.exit_code
     except AplossError as error:
-        if is_main_process() or isinstance(error, LostProcessError):
+        if is_main_process() or isinstance(error, FailedRankError):
             raise
         return error.exit_code  # the main process reports it
-    if is_main_process():
+    if is_main_process() and not options.quiet:
         print(f"{summary.table()}\nreport: {summary.folder}/report.html", flush=True)
     return 0
 

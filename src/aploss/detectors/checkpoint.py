@@ -38,7 +38,6 @@ class TrainingState:
     averaged_steps: int | None  # of the EMA
     random: dict[str, Any]  # states of the random generators
     images: int  # training images
-    image_names: list[str] | None  # in order; None in files of older versions
     threads: int
 
     @classmethod
@@ -47,18 +46,15 @@ class TrainingState:
         loop = dict(content)
         stepper = loop.pop("stepper")
         others = {key: loop.pop(key) for key in ("random", "images", "threads")}
-        names = loop.pop("image_names", None)
+        loop.pop("image_names", None)  # in files of older versions
         return cls(
-            loop=loop,
-            **{key: stepper[key] for key in ("optimizer", "scaler", "weights", "averaged_steps")},
-            image_names=names if isinstance(names, list) else None,
-            **others,
+            loop=loop, **{key: stepper[key] for key in ("optimizer", "scaler", "weights", "averaged_steps")}, **others
         )
 
     def to_content(self) -> dict[str, Any]:
         """The inverse of :meth:`from_content`."""
         stepper = {key: getattr(self, key) for key in ("optimizer", "scaler", "weights", "averaged_steps")}
-        others = {key: getattr(self, key) for key in ("random", "images", "image_names", "threads")}
+        others = {key: getattr(self, key) for key in ("random", "images", "threads")}
         return {**self.loop, "stepper": stepper, **others}
 
 

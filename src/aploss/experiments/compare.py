@@ -39,9 +39,8 @@ from aploss.plotting.style import loss_label
 from aploss.reports.comparison import Comparison
 from aploss.reports.run_files import read_json_lines
 from aploss.training.config import TrainConfig, nested
-from aploss.training.distributed import on_main, start_accelerator
-from aploss.training.machine import choose_device, describe_environment
-from aploss.training.run_folder import Summary, default_folder
+from aploss.training.distributed import choose_device, on_main, start_accelerator
+from aploss.training.run_folder import Summary, default_folder, describe_environment
 from aploss.training.step import DivergedError
 
 __all__ = ["Runner", "cache_folder", "compare", "comparison_plan", "default_out"]

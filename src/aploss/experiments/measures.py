@@ -21,7 +21,7 @@ from aploss.losses import ap_loss
 from aploss.reports.comparison import TrainingCurve
 from aploss.reports.run_files import read_json_lines
 from aploss.training.config import TrainConfig
-from aploss.training.machine import choose_device, choose_workers
+from aploss.training.distributed import choose_device, choose_workers
 from aploss.training.run import make_detector
 from aploss.training.run_folder import Summary
 from aploss.training.splits import load_run_data

@@ -19,7 +19,7 @@ from aploss.experiments.plan import Plan, Searched, Tuning, Variant, as_typed, c
 from aploss.experiments.results import Results
 from aploss.reports.comparison import Comparison
 from aploss.training.config import TrainConfig, config_to_dict, differing_keys, nested
-from aploss.training.machine import choose_device, seeded
+from aploss.training.distributed import choose_device, seeded
 from aploss.training.recipes import merge
 from aploss.training.run import make_detector
 

@@ -21,7 +21,7 @@ from aploss.reports.comparison import (
 )
 from aploss.reports.page import Cell, Section, Table, Text
 from aploss.training.config import TrainConfig
-from aploss.training.machine import describe_environment
+from aploss.training.run_folder import describe_environment
 
 Outcome = tuple[bool | None, str]  # (whether the claim holds, None if not decided; the claim with its numbers)
 

@@ -10,7 +10,13 @@ from .traits import LossTraits, register_loss
 
 
 class ALRP(NamedTuple):
-    """The two parts of the aLRP loss; their sum is the loss of the paper."""
+    """The two parts of the aLRP loss, scalars; their sum is the loss of the paper.
+
+    Example:
+        >>> import torch
+        >>> sum(ALRP(classification=torch.tensor(0.5), localisation=torch.tensor(0.25)))
+        tensor(0.7500)
+    """
 
     classification: Tensor
     localisation: Tensor
@@ -34,11 +40,10 @@ def alrp_loss(
 
         (false positives above i + its box loss + box losses of positives above i) / rank(i),
 
-    its first term the classification part, the others the localisation part. The scores get the
-    error-driven gradient, in which box losses count: a negative above i is also blamed for the
-    badly placed positives there. The box losses get their true derivative; the ranks are
-    constants. The step function is the piecewise one everywhere, so that the error never exceeds
-    1 where no box loss does. The self-balancing of the two parts is left to the training loop.
+    its first term the classification part, the others the localisation part. The scores get the error-driven gradient,
+    in which box losses count: a negative above i is also blamed for the badly placed positives there. The box losses
+    get their true derivative; the ranks are constants. The step function is the piecewise one everywhere, so that the
+    error never exceeds 1 where no box loss does. The self-balancing of the two parts is left to the training loop.
     Takes O(N + P log P) for P positives among N scores.
 
     Args:
@@ -54,8 +59,7 @@ def alrp_loss(
         scores). 0 where there are no positives.
 
     Raises:
-        ValueError: as :func:`ap_loss`; there is not one box loss per positive, or one is negative
-            or not finite.
+        ValueError: as :func:`ap_loss`; there is not one box loss per positive, or one is negative or not finite.
 
     Example:
         >>> import torch
@@ -95,6 +99,15 @@ class ALRPLoss(RankingLoss):
         groups: rank scores within their group only: a dimension, or an integer tensor.
         weights: importance of each positive, broadcast to the scores.
         non_finite: ``"raise"`` an error for NaN and infinite scores, or return ``"nan"``.
+
+    Shape:
+        - scores: logits of any shape; targets: the same, with 1, 0 and -1 (ignored); box_losses: [P].
+        - Output: the pair :class:`ALRP` of scalars.
+
+    Example:
+        >>> import torch
+        >>> ALRPLoss(delta=0)(torch.tensor([2.0, 1.0, 0.0]), torch.tensor([0, 1, 0]), torch.tensor([0.5]))
+        ALRP(classification=tensor(0.5000), localisation=tensor(0.2500))
     """
 
     traits = LossTraits(

@@ -23,16 +23,14 @@ def ap_loss(
 ) -> Tensor:
     """1 - average precision of the ranking of all anchors by their scores.
 
-    From "Towards Accurate One-Stage Object Detection with AP-Loss" (Chen et al., CVPR 2019):
-    Eq. (5)-(7) with the piecewise step function of Section 3.4 and, by default, the interpolated
-    precision of Algorithm 1::
+    From "Towards Accurate One-Stage Object Detection with AP-Loss" (Chen et al., CVPR 2019): Eq. (5)-(7) with the
+    piecewise step function of Section 3.4 and, by default, the interpolated precision of Algorithm 1::
 
         loss = sum_i w_i e_i / sum_i w_i,    e_i = n_i / (1 + p_i + n_i)
 
-    over the positives i, where n_i and p_i are the sums of f(s_j - s_i) over the negatives and the
-    other positives, and w_i are the weights, 1 by default. The gradient is the paper's error-driven
-    g_i, exactly; it is not the derivative of the value. Takes O(N + P log P) for P positives among
-    N scores.
+    over the positives i, where n_i and p_i are the sums of f(s_j - s_i) over the negatives and the other positives, and
+    w_i are the weights, 1 by default. The gradient is the paper's error-driven g_i, exactly; it is not the derivative
+    of the value. Takes O(N + P log P) for P positives among N scores.
 
     Args:
         scores: logits (not probabilities), any shape, any floating dtype.
@@ -40,27 +38,23 @@ def ap_loss(
         delta: half the width of the step function, at least 1e-6; or 0 for the Heaviside step, with
             which, and without interpolation, the loss is 1 - average precision.
         interpolated: make the precision monotone in the score, as benchmarks do.
-        process_group: rank the scores of all its processes together, as if on one device. The
-            gradient is then that of the whole batch times the number of processes, which the
-            averaging of DistributedDataParallel undoes.
-        groups: rank scores within their group only, and average the losses of the groups that have
-            positives. A dimension of the scores (0 for one ranking per image of [B, A, K] logits,
-            -1 for one per class), or an integer tensor that matches the leading dimensions of the
-            scores or is 1 there: [B], [B, 1, K], ...; equal numbers are one group, also in
-            different processes.
+        process_group: rank the scores of all its processes together, as if on one device. The gradient is then that of
+            the whole batch times the number of processes, which the averaging of DistributedDataParallel undoes.
+        groups: rank scores within their group only, and average the losses of the groups that have positives. A
+            dimension of the scores (0 for one ranking per image of [B, A, K] logits, -1 for one per class), or an
+            integer tensor that matches the leading dimensions of the scores or is 1 there: [B], [B, 1, K], ...; equal
+            numbers are one group, also in different processes.
         weights: importance of each positive, not negative; broadcast to the scores, so that [K] are
             class weights of [B, A, K] logits. The ranks themselves count every positive once.
         non_finite: ``"raise"`` an error for a score that is NaN or infinite, or return ``"nan"`` as
             loss and gradient, so that ``torch.amp.GradScaler`` skips the step.
 
     Returns:
-        scalar in [0, 1], float32 (float64 for float64 scores). 0 if there are no positives or no
-        negatives.
+        scalar in [0, 1], float32 (float64 for float64 scores). 0 if there are no positives or no negatives.
 
     Raises:
-        ValueError: if shapes differ, an option is out of range, a target is invalid
-            (:class:`InvalidTargetError`) or a score is NaN or infinite
-            (:class:`NonFiniteScoresError`).
+        ValueError: if shapes differ, an option is out of range, a target is invalid (:class:`InvalidTargetError`) or a
+            score is NaN or infinite (:class:`NonFiniteScoresError`).
 
     Example:
         >>> import torch

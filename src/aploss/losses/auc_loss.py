@@ -57,6 +57,14 @@ class AUCLoss(RankingLoss):
         groups: rank scores within their group only: a dimension, or an integer tensor.
         weights: importance of each positive, broadcast to the scores.
         non_finite: ``"raise"`` an error for NaN and infinite scores, or return ``"nan"``.
+
+    Shape:
+        - scores: logits of any shape; targets: the same, with 1, 0 and -1 (ignored). Output: scalar.
+
+    Example:
+        >>> import torch
+        >>> AUCLoss(delta=0)(torch.tensor([2.0, 1.0, 0.0]), torch.tensor([0, 1, 0]))
+        tensor(0.5000)
     """
 
     traits = LossTraits(

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .checks import check_delta, check_non_finite, check_process_group, check_transforms
+from .checks import REAL_DTYPES, check_delta, check_non_finite, check_process_group, check_tensors, check_transforms
 from .ranking.engine import Options, rank_scores, resolve_group
 from .ranking.problem import loss_dtype
 from .ranking.rules import Rule
@@ -79,22 +79,23 @@ class Operator:
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Values) -> None:
         ctx.save_for_backward(*output[self.num_values :])
-        ctx.dtypes = [value.dtype if isinstance(value, Tensor) else None for value in inputs]
+        ctx.num_inputs, ctx.dtypes = len(inputs), [inputs[argument].dtype for argument, _ in self.pairs]
 
     def _backward(self, ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return tuple(self.multiply(ctx.saved_tensors, ctx.dtypes, upstream))
+        return tuple(self.multiply(ctx.saved_tensors, ctx.dtypes, upstream, ctx.num_inputs))
 
     def multiply(
-        self, gradients: Sequence[Tensor], dtypes: Sequence[torch.dtype | None], upstream: Sequence[Tensor]
+        self, gradients: Sequence[Tensor], dtypes: Sequence[torch.dtype], upstream: Sequence[Tensor], num_inputs: int
     ) -> list[Tensor | None]:
-        """The gradient of each argument, in its dtype, from those of the pairs."""
-        result: list[Tensor | None] = [None] * len(dtypes)
-        for gradient, (argument, value) in zip(gradients, self.pairs, strict=True):
-            product, before = gradient * upstream[value], result[argument]
+        """The gradient of each argument from those of the pairs, whose arguments have these dtypes."""
+        result: list[Tensor | None] = [None] * num_inputs
+        for k, (argument, value) in enumerate(self.pairs):
+            product, before = gradients[k] * upstream[value], result[argument]
             result[argument] = product if before is None else before + product
-        for argument, total in enumerate(result):
-            if total is not None and total.dtype != dtypes[argument]:
-                result[argument] = total.to(dtypes[argument])
+        for (argument, _), dtype in zip(self.pairs, dtypes, strict=True):
+            total = result[argument]
+            if total is not None and total.dtype != dtype:
+                result[argument] = total.to(dtype)
         return result
 
 
@@ -104,14 +105,14 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operator: Operator, *arguments: Any) -> Values:
         values, gradients = operator.compute(*arguments, any(ctx.needs_input_grad))
-        ctx.operator, ctx.gradients = operator, gradients
-        ctx.dtypes = [value.dtype if isinstance(value, Tensor) else None for value in arguments]
+        ctx.operator, ctx.gradients, ctx.num_inputs = operator, gradients, len(arguments)
+        ctx.dtypes = [arguments[argument].dtype for argument, _ in operator.pairs]
         return values
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         with torch.no_grad():
-            gradients = ctx.operator.multiply(ctx.gradients, ctx.dtypes, upstream)
+            gradients = ctx.operator.multiply(ctx.gradients, ctx.dtypes, upstream, ctx.num_inputs)
         if torch.is_grad_enabled():  # create_graph=True: a second derivative must be an error, not silently 0
             gradients = [g if g is None else _NoSecondDerivative.apply(g.requires_grad_()) for g in gradients]
         return None, *gradients
@@ -236,11 +237,10 @@ class RankingLoss(nn.Module):
 def error_driven(inputs: Tensor, outputs: Tensor, desired: Tensor) -> Tensor:
     """Makes ``outputs - desired`` the gradient of ``inputs``, whatever produced the outputs.
 
-    The update of "Towards Accurate One-Stage Object Detection with AP-Loss" (Chen et al., CVPR
-    2019), Eq. (8): the inputs x of an activation function L are moved by the error of its outputs,
-    L* - L, so the gradient that ordinary backpropagation starts from is L - L*. The activation
-    function is never differentiated, so it may be a step. Softmax gives the gradient of
-    cross-entropy, the loss-augmented step that of the hinge loss (Appendix 4), and the L_ij of
+    The update of "Towards Accurate One-Stage Object Detection with AP-Loss" (Chen et al., CVPR 2019), Eq. (8): the
+    inputs x of an activation function L are moved by the error of its outputs, L* - L, so the gradient that ordinary
+    backpropagation starts from is L - L*. The activation function is never differentiated, so it may be a step. Softmax
+    gives the gradient of cross-entropy, the loss-augmented step that of the hinge loss (Appendix 4), and the L_ij of
     Eq. (3) that of the AP-loss. An output that does not matter has itself as desired output.
 
     Args:
@@ -266,9 +266,10 @@ def error_driven(inputs: Tensor, outputs: Tensor, desired: Tensor) -> Tensor:
         True
     """
     for name, value in (("outputs", outputs), ("desired", desired)):
+        check_tensors(inputs=inputs, **{name: value})
         if value.shape != inputs.shape:
             raise ValueError(f"{name} must have the shape of inputs, {tuple(inputs.shape)}, got {tuple(value.shape)}")
-    if not inputs.is_floating_point():
+    if inputs.dtype not in REAL_DTYPES:
         raise ValueError(f"inputs must be floating point, got {inputs.dtype}")
     return _error_driven(inputs, outputs.detach(), desired.detach())[0]
 

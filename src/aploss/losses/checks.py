@@ -16,6 +16,14 @@ class NonFiniteScoresError(ValueError):
     Attributes:
         value: the score; None for the logits of a softmax loss.
         index: its place in the flattened scores; None for the logits of a softmax loss.
+
+    Example:
+        >>> from aploss import ap_loss
+        >>> try:
+        ...     ap_loss(torch.tensor([0.0, torch.nan]), torch.tensor([1, 0]))
+        ... except NonFiniteScoresError as error:
+        ...     print(error.value, error.index)
+        nan 1
     """
 
     def __init__(self, message: str, *, value: float | None = None, index: int | None = None) -> None:
@@ -30,6 +38,14 @@ class InvalidTargetError(ValueError):
     Attributes:
         value: the target.
         index: its place in the flattened targets.
+
+    Example:
+        >>> from aploss import ap_loss
+        >>> try:
+        ...     ap_loss(torch.zeros(2), torch.tensor([1, 255]))
+        ... except InvalidTargetError as error:
+        ...     print(error.value, error.index)
+        255 1
     """
 
     def __init__(self, message: str, *, value: float, index: int) -> None:
@@ -43,6 +59,10 @@ class OtherProcessError(ValueError):
 
     Attributes:
         cause: what was invalid: ``"score"`` (NaN or infinite), ``"target"`` or ``"arguments"``.
+
+    Example:
+        >>> OtherProcessError("score").cause
+        'score'
     """
 
     def __init__(self, cause: Literal["score", "target", "arguments"]) -> None:
@@ -53,12 +73,21 @@ class OtherProcessError(ValueError):
 _CAUSES = {"score": "a score that is NaN or infinite", "target": "an invalid target", "arguments": "invalid arguments"}
 
 
+REAL_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+TARGET_DTYPES = (
+    *REAL_DTYPES, torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16,
+    torch.uint32, torch.uint64,
+)  # fmt: skip
+
+
 def check_tensors(**values: Tensor) -> None:
-    """Raises ValueError unless both are dense tensors with data, on one device."""
+    """Raises ValueError unless both are dense tensors of numbers, with data, on one device."""
     devices = []
     for name, value in values.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+        if value.is_quantized:
+            raise ValueError(f"{name} must be a dense tensor, got {value.dtype}; convert it first, with dequantize()")
         if value.layout is not torch.strided or value.is_nested:
             kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
             raise ValueError(f"{name} must be a dense tensor, got layout {kind}; convert it first, as with to_dense()")
@@ -79,10 +108,11 @@ def check_scores_and_targets(scores: Tensor, targets: Tensor) -> None:
         raise ValueError(
             f"scores and targets must have the same shape, got {tuple(scores.shape)} and {tuple(targets.shape)}{hint}"
         )
-    if not scores.is_floating_point():
+    if scores.dtype not in REAL_DTYPES:
         hint = "; are the arguments swapped? scores come first" if targets.is_floating_point() else ""
+        hint = "; convert them first, with float()" if scores.is_floating_point() else hint
         raise ValueError(f"scores must be floating point, got {scores.dtype}{hint}")
-    if targets.is_complex():
+    if targets.dtype not in TARGET_DTYPES:
         raise ValueError(f"targets must be integer, bool or floating point, got {targets.dtype}")
 
 

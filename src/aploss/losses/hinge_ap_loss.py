@@ -18,11 +18,10 @@ def hinge_ap_loss(scores: Tensor, targets: Tensor) -> Tensor:
         max over rankings R of  1 - AP(R) + F(R) - F(R*),
         F(R) = 1 / (|P| |N|) * sum over i in P, j in N of R_ij (s_i - s_j),
 
-    where R_ij is 1 if R puts i above j and -1 if not, and R* is a perfect ranking. The maximum is
-    found exactly. Within it both the positives and the negatives are sorted by score, each
-    negative finds its place among the positives on its own, and a lower-scored negative never
-    passes more positives than a higher-scored one (Yue et al., Section 4): so the places are
-    found by halving, in O(N log N + P log N) for P positives among N scores, most of it sorting.
+    where R_ij is 1 if R puts i above j and -1 if not, and R* is a perfect ranking. The maximum is found exactly. Within
+    it both the positives and the negatives are sorted by score, each negative finds its place among the positives on
+    its own, and a lower-scored negative never passes more positives than a higher-scored one (Yue et al., Section 4):
+    so the places are found by halving, in O(N log N + P log N) for P positives among N scores, most of it sorting.
 
     Args:
         scores: logits, any shape, any floating dtype.
@@ -47,11 +46,21 @@ def hinge_ap_loss(scores: Tensor, targets: Tensor) -> Tensor:
 
 @register_loss("hinge-ap")
 class HingeAPLoss(nn.Module):
-    """See :func:`hinge_ap_loss`."""
+    """The structured hinge upper bound of 1 - AP as a module; see :func:`hinge_ap_loss`.
+
+    Shape:
+        - scores: logits of any shape; targets: the same, with 1, 0 and -1 (ignored). Output: scalar.
+
+    Example:
+        >>> import torch
+        >>> HingeAPLoss()(torch.tensor([1.0, 0.0]), torch.tensor([0, 1]))
+        tensor(2.5000)
+    """
 
     traits = LossTraits(label="Hinge-AP", colour="#444c56", dashes=(0, (1, 2)), marker="p")
 
     def forward(self, scores: Tensor, targets: Tensor) -> Tensor:
+        """See :func:`hinge_ap_loss`."""
         return hinge_ap_loss(scores, targets)
 
 

@@ -24,11 +24,10 @@ def iou_ap_loss(
 ) -> Tensor:
     """AP-loss averaged over IoU thresholds, so that well placed boxes are ranked first.
 
-    COCO's AP is the mean over IoU thresholds t of the average precision AP_t. This loss is the same
-    mean of :func:`ap_loss`: at threshold t the positives P_t whose predicted box overlaps its object
-    by at least t are positives, the other positives are ignored. The negatives above a positive are
-    the same at every threshold, so that all thresholds share one pass over the scores and the loss
-    costs what AP-loss does::
+    COCO's AP is the mean over IoU thresholds t of the average precision AP_t. This loss is the same mean of
+    :func:`ap_loss`: at threshold t the positives P_t whose predicted box overlaps its object by at least t are
+    positives, the other positives are ignored. The negatives above a positive are the same at every threshold, so that
+    all thresholds share one pass over the scores and the loss costs what AP-loss does::
 
         loss = mean over t of sum_i w_i e_ti / sum_i w_i,    e_ti = n_i / (1 + p_ti + n_i)
 
@@ -36,22 +35,19 @@ def iou_ap_loss(
     other positives in P_t. The gradient is the mean of the error-driven gradients.
 
     Args:
-        scores: logits, any shape, any floating dtype. With two dimensions or more, the last one are
-            the classes.
+        scores: logits, any shape, any floating dtype. With two dimensions or more, the last one are the classes.
         qualities: targets of the same shape; in (0, 1] for positives (the IoU of their predicted
             box), 0 negative, -1 ignored.
-        thresholds: IoU thresholds in [0, 1]; 0 counts every positive. Or their number T: the
-            thresholds are the T quantiles of the IoU within each class (9: the deciles), and have half
-            of the weight in the mean; the other half has threshold 0. So no class is without
-            positives at any threshold, however poor its boxes are.
+        thresholds: IoU thresholds in [0, 1]; 0 counts every positive. Or their number T: the thresholds are the T
+            quantiles of the IoU within each class (9: the deciles), and have half of the weight in the mean; the other
+            half has threshold 0. So no class is without positives at any threshold, however poor its boxes are.
         interpolated: make the precision monotone in the score at each threshold.
         delta: half the width of the step function, at least 1e-6; or 0 for the Heaviside step.
         process_group, groups, weights, non_finite: see :func:`ap_loss`, which gets them at each
             threshold; quantiles are of all processes and groups.
 
     Returns:
-        scalar in [0, 1], float32 (float64 for float64 scores). A threshold that no positive reaches
-        contributes 0.
+        scalar in [0, 1], float32 (float64 for float64 scores). A threshold that no positive reaches contributes 0.
 
     Raises:
         ValueError: as :func:`ap_loss`, and for invalid thresholds.

@@ -2,9 +2,9 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from .iou_targets import IoUTraits, check_range, mean_over_positives
+from .sigmoid_loss import IoUTraits, SigmoidLoss, check_range, mean_over_positives
 from .traits import register_loss
 
 MIN_TARGET = 0.01  # of a positive, as in the code that the authors released
@@ -26,8 +26,7 @@ def iou_aware_bce_loss(
 
     Args:
         scores: logits, any shape, any floating dtype.
-        qualities: same shape; in (0, 1] for positives (the IoU of their predicted box), 0 negative,
-            -1 ignored.
+        qualities: same shape; in (0, 1] for positives (the IoU of their predicted box), 0 negative, -1 ignored.
         alpha: share of the score in the target of positives, in [0, 1].
         gamma: how strongly negatives with a low score are down-weighted, >= 0.
         num_positives: the divisor, such as the number of positives of all processes; by default the
@@ -47,7 +46,8 @@ def iou_aware_bce_loss(
         >>> loss.item()  # (1 + 0.5 ** 2) * log(2)
         0.8664...
     """
-    _check_options(alpha, gamma)
+    check_range("alpha", alpha, 0, 1)
+    check_range("gamma", gamma, 0)
 
     def anchor_losses(logits: Tensor, targets: Tensor) -> Tensor:
         positive = targets > 0
@@ -60,7 +60,7 @@ def iou_aware_bce_loss(
 
 
 @register_loss("ia-bce")
-class IoUAwareBCELoss(nn.Module):
+class IoUAwareBCELoss(SigmoidLoss):
     """IoU-aware binary cross-entropy as a module; see :func:`iou_aware_bce_loss`.
 
     Args:
@@ -80,19 +80,7 @@ class IoUAwareBCELoss(nn.Module):
 
     traits = IoUTraits(label="IA-BCE", colour="#b59b3a", dashes=(0, (3, 1, 1, 1)), marker="X")
 
+    _function = staticmethod(iou_aware_bce_loss)
+
     def __init__(self, alpha: float = 0.25, gamma: float = 2.0) -> None:
-        super().__init__()
-        _check_options(alpha, gamma)
-        self.alpha, self.gamma = alpha, gamma
-
-    def forward(self, scores: Tensor, qualities: Tensor, num_positives: float | Tensor | None = None) -> Tensor:
-        """See :func:`iou_aware_bce_loss`."""
-        return iou_aware_bce_loss(scores, qualities, alpha=self.alpha, gamma=self.gamma, num_positives=num_positives)
-
-    def extra_repr(self) -> str:
-        return f"alpha={self.alpha}, gamma={self.gamma}"
-
-
-def _check_options(alpha: float = 0.25, gamma: float = 2.0) -> None:
-    check_range("alpha", alpha, 0, 1)
-    check_range("gamma", gamma, 0)
+        super().__init__(alpha=alpha, gamma=gamma)

@@ -2,9 +2,9 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from .iou_targets import IoUTraits, check_range, mean_over_positives
+from .sigmoid_loss import IoUTraits, SigmoidLoss, check_range, mean_over_positives
 from .traits import register_loss
 
 
@@ -18,15 +18,13 @@ def matchability_aware_loss(
 ) -> Tensor:
     """Binary cross-entropy with a power of the IoU as target, and focal weights on negatives.
 
-    From "DEIM: DETR with Improved Matching for Fast Convergence" (Huang et al., CVPR 2025), Eq. (3),
-    with the weights constant in the gradient. With p the sigmoid of the score and q the IoU, an anchor
-    costs BCE(p, q^gamma) if it is positive, however poor its box, and alpha p^gamma BCE(p, 0) if it is
-    negative.
+    From "DEIM: DETR with Improved Matching for Fast Convergence" (Huang et al., CVPR 2025), Eq. (3), with the weights
+    constant in the gradient. With p the sigmoid of the score and q the IoU, an anchor costs BCE(p, q^gamma) if it is
+    positive, however poor its box, and alpha p^gamma BCE(p, 0) if it is negative.
 
     Args:
         scores: logits, any shape, any floating dtype.
-        qualities: same shape; in (0, 1] for positives (the IoU of their predicted box), 0 negative,
-            -1 ignored.
+        qualities: same shape; in (0, 1] for positives (the IoU of their predicted box), 0 negative, -1 ignored.
         gamma: exponent of the IoU in the target, and of the score in the weight of negatives, >= 0.
         alpha: weight of the negatives, >= 0.
         num_positives: the divisor, such as the number of positives of all processes; by default the
@@ -46,7 +44,8 @@ def matchability_aware_loss(
         >>> loss.item()  # (1 + 0.5 ** 1.5) * log(2)
         0.9382...
     """
-    _check_options(gamma, alpha)
+    check_range("gamma", gamma, 0)
+    check_range("alpha", alpha, 0)
 
     def anchor_losses(logits: Tensor, targets: Tensor) -> Tensor:
         positive = targets > 0
@@ -58,7 +57,7 @@ def matchability_aware_loss(
 
 
 @register_loss("mal")
-class MatchabilityAwareLoss(nn.Module):
+class MatchabilityAwareLoss(SigmoidLoss):
     """Matchability-aware loss as a module; see :func:`matchability_aware_loss`.
 
     Args:
@@ -78,21 +77,7 @@ class MatchabilityAwareLoss(nn.Module):
 
     traits = IoUTraits(label="MAL", colour="#332288", dashes=(0, (5, 1)), marker="P")
 
+    _function = staticmethod(matchability_aware_loss)
+
     def __init__(self, gamma: float = 1.5, alpha: float = 1.0) -> None:
-        super().__init__()
-        _check_options(gamma, alpha)
-        self.gamma, self.alpha = gamma, alpha
-
-    def forward(self, scores: Tensor, qualities: Tensor, num_positives: float | Tensor | None = None) -> Tensor:
-        """See :func:`matchability_aware_loss`."""
-        return matchability_aware_loss(
-            scores, qualities, gamma=self.gamma, alpha=self.alpha, num_positives=num_positives
-        )
-
-    def extra_repr(self) -> str:
-        return f"gamma={self.gamma}, alpha={self.alpha}"
-
-
-def _check_options(gamma: float = 1.5, alpha: float = 1.0) -> None:
-    check_range("gamma", gamma, 0)
-    check_range("alpha", alpha, 0)
+        super().__init__(gamma=gamma, alpha=alpha)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .checks import NonFiniteScoresError, check_tensors
+from .checks import REAL_DTYPES, TARGET_DTYPES, NonFiniteScoresError, check_tensors
 from .ranking.problem import loss_dtype
 from .traits import LossTraits, register_loss
 
@@ -21,8 +21,7 @@ def ohem_cross_entropy(
     Args:
         logits: [A, K + 1] for one image, or [B, ..., K + 1] for B of them, mined one by one;
             column 0 is the background. Any floating dtype.
-        targets: logits' shape without the last axis, integer; 0 background, 1..K the class,
-            -1 ignored.
+        targets: logits' shape without the last axis, integer; 0 background, 1..K the class, -1 ignored.
         negative_ratio: negatives per positive, >= 0.
         num_positives: what the sum is divided by, such as the positives of all processes; by
             default the number of positive targets, at least 1.
@@ -61,7 +60,20 @@ def ohem_cross_entropy(
 
 @register_loss("ce-ohem")
 class OHEMCrossEntropy(nn.Module):
-    """See :func:`ohem_cross_entropy`."""
+    """Softmax cross-entropy with hard negatives as a module; see :func:`ohem_cross_entropy`.
+
+    Args:
+        negative_ratio: negatives per positive, >= 0.
+
+    Shape:
+        - logits: [A, K + 1], or [B, ..., K + 1], with the background in column 0; targets: integers of that shape
+          without the last axis, 0 background, 1..K the class, -1 ignored. Output: scalar.
+
+    Example:
+        >>> import torch
+        >>> OHEMCrossEntropy()(torch.zeros(5, 3), torch.tensor([2, 0, 0, 0, 0]))  # 4 log(3)
+        tensor(4.3944)
+    """
 
     traits = LossTraits(
         label="CE + OHEM",
@@ -79,6 +91,7 @@ class OHEMCrossEntropy(nn.Module):
         self.negative_ratio = negative_ratio
 
     def forward(self, logits: Tensor, targets: Tensor, num_positives: float | Tensor | None = None) -> Tensor:
+        """See :func:`ohem_cross_entropy`."""
         return ohem_cross_entropy(logits, targets, negative_ratio=self.negative_ratio, num_positives=num_positives)
 
     def extra_repr(self) -> str:
@@ -102,9 +115,9 @@ def _check_shapes(logits: Tensor, targets: Tensor) -> None:
             "logits must be [..., K + 1] with at least 2 columns and 2 axes, and targets the same "
             f"without the last axis, got {tuple(logits.shape)} and {tuple(targets.shape)}"
         )
-    if not logits.is_floating_point():
+    if logits.dtype not in REAL_DTYPES:
         raise ValueError(f"logits must be floating point, got {logits.dtype}")
-    if targets.is_floating_point() or targets.is_complex():
+    if targets.dtype in REAL_DTYPES or targets.dtype not in TARGET_DTYPES:
         raise ValueError(f"targets must be integer class numbers, got {targets.dtype}")
 
 

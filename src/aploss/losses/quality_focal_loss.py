@@ -1,9 +1,9 @@
 """Quality focal loss, the classification loss of GFL."""
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from .iou_targets import IoUTraits, check_range, mean_over_positives
+from .sigmoid_loss import IoUTraits, SigmoidLoss, check_range, mean_over_positives
 from .traits import register_loss
 
 
@@ -17,8 +17,7 @@ def quality_focal_loss(
 
     Args:
         scores: logits, any shape, any floating dtype.
-        qualities: same shape; in (0, 1] for positives (the IoU of their predicted box), 0 negative,
-            -1 ignored.
+        qualities: same shape; in (0, 1] for positives (the IoU of their predicted box), 0 negative, -1 ignored.
         beta: how strongly anchors whose score is already near their IoU are down-weighted; 0, or >= 1.
         num_positives: the divisor, such as the number of positives of all processes; by default the
             number of positives, at least 1.
@@ -37,7 +36,8 @@ def quality_focal_loss(
         >>> loss.item()  # (0.3 ** 2 + 0.5 ** 2) * log(2)
         0.2356...
     """
-    _check_beta(beta)
+    if beta != 0:  # between 0 and 1 the gradient would be infinite where score and IoU are equal
+        check_range("beta", beta, 1)
 
     def anchor_losses(logits: Tensor, targets: Tensor) -> Tensor:
         damping = (targets - logits.sigmoid()).abs() ** beta
@@ -47,7 +47,7 @@ def quality_focal_loss(
 
 
 @register_loss("qfl")
-class QualityFocalLoss(nn.Module):
+class QualityFocalLoss(SigmoidLoss):
     """Quality focal loss as a module; see :func:`quality_focal_loss`.
 
     Args:
@@ -66,19 +66,7 @@ class QualityFocalLoss(nn.Module):
 
     traits = IoUTraits(label="Quality focal loss", colour="#44aa99", dashes=":", marker="D")
 
+    _function = staticmethod(quality_focal_loss)
+
     def __init__(self, beta: float = 2.0) -> None:
-        super().__init__()
-        _check_beta(beta)
-        self.beta = beta
-
-    def forward(self, scores: Tensor, qualities: Tensor, num_positives: float | Tensor | None = None) -> Tensor:
-        """See :func:`quality_focal_loss`."""
-        return quality_focal_loss(scores, qualities, beta=self.beta, num_positives=num_positives)
-
-    def extra_repr(self) -> str:
-        return f"beta={self.beta}"
-
-
-def _check_beta(beta: float) -> None:
-    if beta != 0:  # between 0 and 1 the gradient would be infinite where score and IoU are equal
-        check_range("beta", beta, 1)
+        super().__init__(beta=beta)

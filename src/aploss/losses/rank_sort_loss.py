@@ -11,7 +11,13 @@ from .traits import LossTraits, register_loss
 
 
 class RankSort(NamedTuple):
-    """The two parts of the Rank & Sort loss; their sum is the loss of the paper."""
+    """The two parts of the Rank & Sort loss, scalars; their sum is the loss of the paper.
+
+    Example:
+        >>> import torch
+        >>> sum(RankSort(ranking=torch.tensor(0.5), sorting=torch.tensor(0.25)))
+        tensor(0.7500)
+    """
 
     ranking: Tensor
     sorting: Tensor
@@ -29,16 +35,14 @@ def rank_sort_loss(
 ) -> RankSort:
     """How far positives are ranked below negatives, and below positives of a lower IoU.
 
-    From "Rank & Sort Loss for Object Detection and Instance Segmentation" (Oksuz et al., ICCV
-    2021), with the error-driven "identity update" as gradient. As in that paper rank(i) sums the
-    step over all anchors including i itself, which therefore counts f(0): 1/2, or 1 for the
-    Heaviside step. Takes O(N + P^2) time and O(P) memory for P positives
-    among N scores.
+    From "Rank & Sort Loss for Object Detection and Instance Segmentation" (Oksuz et al., ICCV 2021), with the
+    error-driven "identity update" as gradient. As in that paper rank(i) sums the step over all anchors including i
+    itself, which therefore counts f(0): 1/2, or 1 for the Heaviside step. Takes O(N + P^2) time and O(P) memory for P
+    positives among N scores.
 
     Args:
         scores: logits, any shape, any floating dtype.
-        targets: same shape; in (0, 1] for positives (the IoU of their predicted box), 0 negative,
-            -1 ignored.
+        targets: same shape; in (0, 1] for positives (the IoU of their predicted box), 0 negative, -1 ignored.
         delta: half the width of the step function; 0 is the Heaviside step.
         process_group, groups, weights, non_finite: see :func:`ap_loss`.
 
@@ -78,6 +82,15 @@ class RankSortLoss(RankingLoss):
         groups: rank scores within their group only: a dimension, or an integer tensor.
         weights: importance of each positive, broadcast to the scores.
         non_finite: ``"raise"`` an error for NaN and infinite scores, or return ``"nan"``.
+
+    Shape:
+        - scores: logits of any shape; targets: the same, in (0, 1] for positives, 0 and -1 (ignored).
+        - Output: the pair :class:`RankSort` of scalars.
+
+    Example:
+        >>> import torch
+        >>> RankSortLoss(delta=0)(torch.tensor([2.0, 1.0, 0.0]), torch.tensor([0.5, 1.0, 0.0]))
+        RankSort(ranking=tensor(0.), sorting=tensor(0.1250))
     """
 
     traits = LossTraits(

@@ -249,9 +249,8 @@ def smooth_ap_loss(
 def hinge_ap_loss(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The structured hinge bound of Yue et al. (SIGIR 2007), by trying *all* rankings R.
 
-    max_R [1 - AP(R) + F(R) - F(R*)] with F(R) = 1 / (|P| |N|) sum_ij R_ij (s_i - s_j),
-    where R_ij is 1 if i in P is ranked above j in N and -1 if not, and R* is a perfect ranking.
-    Factorial time: for a handful of scores.
+    max_R [1 - AP(R) + F(R) - F(R*)] with F(R) = 1 / (|P| |N|) sum_ij R_ij (s_i - s_j), where R_ij is 1 if i in P is
+    ranked above j in N and -1 if not, and R* is a perfect ranking. Factorial time: for a handful of scores.
 
     Returns:
         The loss, and the gradient of F(R) - F(R*) at the maximising R.

@@ -17,10 +17,9 @@ def smooth_ap_loss(
 ) -> Tensor:
     """1 - AP with sigmoid(x / temperature) in place of the step function, and its derivative.
 
-    The approximate-gradient baseline of "Towards Accurate One-Stage Object Detection with
-    AP-Loss" (Chen et al., CVPR 2019), Section 4.2.3, the function F of Appendix 2. Unlike the
-    other ranking losses it pairs every positive with every negative: O(P N) time for P positives
-    among N scores, in blocks of bounded memory.
+    The approximate-gradient baseline of "Towards Accurate One-Stage Object Detection with AP-Loss" (Chen et al., CVPR
+    2019), Section 4.2.3, the function F of Appendix 2. Unlike the other ranking losses it pairs every positive with
+    every negative: O(P N) time for P positives among N scores, in blocks of bounded memory.
 
     Args:
         scores: logits, any shape, any floating dtype.
@@ -30,8 +29,7 @@ def smooth_ap_loss(
         eps: see ``log_space``; > 0.
 
     Returns:
-        scalar, float32 (float64 for float64 scores). 0 where there are no positives or no
-        negatives.
+        scalar, float32 (float64 for float64 scores). 0 where there are no positives or no negatives.
 
     Raises:
         ValueError: shapes differ, a target is not allowed, a score is NaN or infinite, temperature
@@ -51,7 +49,21 @@ def smooth_ap_loss(
 
 @register_loss("smooth-ap")
 class SmoothAPLoss(nn.Module):
-    """See :func:`smooth_ap_loss`."""
+    """Smoothed AP as a module; see :func:`smooth_ap_loss`.
+
+    Args:
+        temperature: width of the sigmoid, > 0.
+        log_space: return -log(AP + eps) instead of 1 - AP.
+        eps: see ``log_space``; > 0.
+
+    Shape:
+        - scores: logits of any shape; targets: the same, with 1, 0 and -1 (ignored). Output: scalar.
+
+    Example:
+        >>> import torch
+        >>> SmoothAPLoss()(torch.tensor([0.0, 0.0]), torch.tensor([1, 0]))  # 0.5 / (1 + 0.5)
+        tensor(0.3333)
+    """
 
     traits = LossTraits(label="Smooth-AP", colour="#5a3a00", dashes=(0, (5, 1)), marker="X")
 
@@ -63,6 +75,7 @@ class SmoothAPLoss(nn.Module):
         self.eps = eps
 
     def forward(self, scores: Tensor, targets: Tensor) -> Tensor:
+        """See :func:`smooth_ap_loss`."""
         return smooth_ap_loss(scores, targets, temperature=self.temperature, log_space=self.log_space, eps=self.eps)
 
     def extra_repr(self) -> str:

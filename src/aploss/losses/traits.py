@@ -49,6 +49,10 @@ class LossTraits:
             that of the classification loss, anew in each step.
         weight_boxes_by_score: positives count in the box loss by their confidence.
         calibrated: its scores are probabilities, so that a score threshold means something.
+
+    Example:
+        >>> LossTraits(label="My loss", positive_targets="iou").box_loss
+        'smooth-l1'
     """
 
     label: str = ""
@@ -71,8 +75,19 @@ def register_loss(name: str) -> Callable[[LossClass], LossClass]:
 
     Its constructor's arguments become the loss options, each kept as an attribute of that name.
 
+    Args:
+        name: such as "my-loss", for ``--loss my-loss``.
+
+    Returns:
+        a decorator for the class, which it returns unchanged.
+
     Raises:
         ConfigError: if the name is taken.
+
+    Example:
+        >>> from aploss import FocalLoss
+        >>> register_loss("focal")(FocalLoss) is FocalLoss  # a class may be registered again under its own name
+        True
     """
 
     def add(loss_class: LossClass) -> LossClass:
@@ -84,6 +99,12 @@ def register_loss(name: str) -> Callable[[LossClass], LossClass]:
 
 def traits_of(loss: object) -> LossTraits:
     """The traits of a loss object or class, or of the loss registered under a name.
+
+    Args:
+        loss: anything; what declares no traits has those of an ordinary loss of ``(scores, targets)``.
+
+    Returns:
+        its :class:`LossTraits`.
 
     Example:
         >>> import aploss

@@ -2,9 +2,9 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from .iou_targets import IoUTraits, check_range, mean_over_positives
+from .sigmoid_loss import IoUTraits, SigmoidLoss, check_range, mean_over_positives
 from .traits import register_loss
 
 
@@ -18,15 +18,13 @@ def varifocal_loss(
 ) -> Tensor:
     """Binary cross-entropy with the IoU as target and weight of positives, and focal weights on negatives.
 
-    From "VarifocalNet: An IoU-aware Dense Object Detector" (Zhang et al., CVPR 2021), Eq. (2), with
-    the weights constant in the gradient, as RT-DETR and D-FINE have it. With p the sigmoid of the
-    score and q the IoU, an anchor costs q BCE(p, q) if it is positive and alpha p^gamma BCE(p, 0) if
-    it is negative.
+    From "VarifocalNet: An IoU-aware Dense Object Detector" (Zhang et al., CVPR 2021), Eq. (2), with the weights
+    constant in the gradient, as RT-DETR and D-FINE have it. With p the sigmoid of the score and q the IoU, an anchor
+    costs q BCE(p, q) if it is positive and alpha p^gamma BCE(p, 0) if it is negative.
 
     Args:
         scores: logits, any shape, any floating dtype.
-        qualities: same shape; in (0, 1] for positives (the IoU of their predicted box), 0 negative,
-            -1 ignored.
+        qualities: same shape; in (0, 1] for positives (the IoU of their predicted box), 0 negative, -1 ignored.
         alpha: weight of the negatives, >= 0.
         gamma: how strongly negatives with a low score are down-weighted, >= 0.
         num_positives: the divisor, such as the number of positives of all processes; by default the
@@ -46,7 +44,8 @@ def varifocal_loss(
         >>> loss.item()  # (0.8 + 0.75 * 0.5 ** 2) * log(2)
         0.6844...
     """
-    _check_options(alpha, gamma)
+    check_range("alpha", alpha, 0)
+    check_range("gamma", gamma, 0)
 
     def anchor_losses(logits: Tensor, targets: Tensor) -> Tensor:
         weights = torch.where(targets > 0, targets, alpha * logits.detach().sigmoid() ** gamma)
@@ -56,7 +55,7 @@ def varifocal_loss(
 
 
 @register_loss("vfl")
-class VarifocalLoss(nn.Module):
+class VarifocalLoss(SigmoidLoss):
     """Varifocal loss as a module; see :func:`varifocal_loss`.
 
     Args:
@@ -76,19 +75,7 @@ class VarifocalLoss(nn.Module):
 
     traits = IoUTraits(label="Varifocal loss", colour="#882255", dashes="--", marker="^")
 
+    _function = staticmethod(varifocal_loss)
+
     def __init__(self, alpha: float = 0.75, gamma: float = 2.0) -> None:
-        super().__init__()
-        _check_options(alpha, gamma)
-        self.alpha, self.gamma = alpha, gamma
-
-    def forward(self, scores: Tensor, qualities: Tensor, num_positives: float | Tensor | None = None) -> Tensor:
-        """See :func:`varifocal_loss`."""
-        return varifocal_loss(scores, qualities, alpha=self.alpha, gamma=self.gamma, num_positives=num_positives)
-
-    def extra_repr(self) -> str:
-        return f"alpha={self.alpha}, gamma={self.gamma}"
-
-
-def _check_options(alpha: float, gamma: float) -> None:
-    check_range("alpha", alpha, 0)
-    check_range("gamma", gamma, 0)
+        super().__init__(alpha=alpha, gamma=gamma)

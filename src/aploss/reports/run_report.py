@@ -137,6 +137,8 @@ def _story(run: RunFiles) -> str:
     if unreadable := summary.get("unreadable_images"):
         names = listed([Path(str(path)).name for path in unreadable], SHOWN_NAMES)
         parts.append(f"{len(unreadable)} image(s) could not be read and were skipped: {names}.")
+    if changes := summary.get("resume_changes"):
+        parts.append(f"When the run was resumed, something had changed: {'; '.join(map(str, changes))}.")
     return " ".join(parts)
 
 

@@ -115,6 +115,9 @@ class SplitsConfig(_Settings, group="splits."):
     train: str | None = setting(None, "training split; by default train, else trainval")
     validation: str | None = setting(None, "validation split; by default val, else held-out images; 'none' to disable")
     holdout: float = setting(0.15, "share of training images held out if there is no validation split", INSIDE_0_1)
+    accept_changed: bool = setting(
+        False, "resume although the data have changed; the report says so", resumable=True, default_before=False
+    )
     ignore_unknown_classes: bool = setting(
         False, "evaluate without the objects of classes that the training split lacks", resumable=True
     )
@@ -194,7 +197,10 @@ class ScheduleConfig(_Settings, group="schedule."):
     milestones: tuple[float, ...] = setting((), "when the learning rate is multiplied by gamma")
     gamma: float = setting(0.1, "learning-rate factor at a milestone", above(0))
     final_factor: float = setting(0.02, "final share of the learning rate with kind cosine", between(0, 1))
-    warmup_steps: int = setting(50, "steps of linear warmup", at_least(0))
+    warmup_steps: int = setting(50, "steps of linear warmup; at most a tenth of the training if not given", at_least(0))
+    exact_warmup: bool = setting(
+        False, "keep warmup_steps in a short training; true if warmup_steps is given", default_before=True
+    )
     warmup_factor: float = setting(
         0.02, "initial share of the learning rate", Check(lambda value: 0 < value <= 1, "above 0 and at most 1")
     )

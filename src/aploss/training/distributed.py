@@ -1,35 +1,38 @@
-"""The processes of a run, on Accelerate, and how they end together: errors of rank 0, lost ranks, stop signals.
+"""The device, random generators and processes of a run, and how processes end together: errors and stop signals.
 
 ``aploss train`` is one process; ``torchrun -m aploss train`` and ``accelerate launch -m aploss train`` start many, on
-one machine or several. Gradients, mixed precision and collectives are Accelerate's.
+one machine or several. DistributedDataParallel and collectives are Accelerate's.
 """
 
+import atexit
 import os
+import random
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cache
+from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, broadcast_object_list
 from torch.distributed.rendezvous import rendezvous
 
 from aploss.errors import AplossError, ConfigError, RunError
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 T = TypeVar("T")
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=60)  # other ranks wait while rank 0 evaluates COCO
-RESUME_ADVICE = "resume from the last checkpoint with --resume"
+STEP_TIMEOUT = timedelta(minutes=10)  # of collectives in a step: a rank that hangs longer ends the run
+MAIN_TIMEOUT = timedelta(hours=2)  # of other ranks while rank 0 works alone: COCO's metrics, cached features
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-DEVICE_VARIABLE = "ACCELERATE_TORCH_DEVICE"  # the only way to give Accelerate a device by name
-MIXED_PRECISION = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 # Set by "accelerate launch" for engines that shard the weights, which our checkpoints hold in one piece.
 REFUSED_ENGINES = {
     "ACCELERATE_USE_FSDP": "FSDP",
@@ -45,8 +48,115 @@ class TrainingInterruptedError(RunError):
     exit_code = 128 + signal.SIGINT
 
 
-class LostProcessError(RunError):
-    """Another rank has died; the run can be resumed from its last checkpoint."""
+class FailedRankError(RunError):
+    """One of several ranks cannot continue, mostly because another one has died; the last checkpoint is kept."""
+
+
+# --- device ---
+
+
+def choose_device(name: str) -> torch.device:
+    """Returns the device of a name; ``"auto"`` is the first available of cuda, mps and cpu.
+
+    Under ``torchrun`` each rank takes its own GPU; with ``accelerate launch --cpu``, ``"auto"`` is the CPU.
+
+    Raises:
+        ConfigError: if the device does not exist or cannot compute.
+
+    Example:
+        >>> choose_device("cpu")
+        device(type='cpu')
+    """
+    if name == "auto" and os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true"):
+        name = "cpu"
+    elif name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        if device.type == "cuda":
+            if device.index is None:
+                device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+            torch.cuda.set_device(device)
+        torch.ones(1, device=device).item()  # torch accepts devices that this machine does not have
+    except (RuntimeError, NotImplementedError, AssertionError, ImportError) as error:
+        raise ConfigError(f"device: this machine cannot compute on {name!r}; try cpu, cuda or mps") from error
+    return device
+
+
+def choose_workers(wanted: int | None, device: torch.device, processes: int) -> int:
+    """Returns the number of data loader workers: at most one on a CPU, whose cores train, several for a GPU."""
+    if wanted is not None:
+        return wanted
+    cores = max(1, (os.cpu_count() or 1) // processes)
+    return min(1, cores - 1) if device.type == "cpu" else min(8, cores)
+
+
+def emulates_bfloat16(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the device is a CPU without bfloat16 instructions; False where the system does not tell."""
+    with suppress(OSError):
+        flags = {*cpuinfo.read_text(encoding="utf-8").split()}
+        return device.type == "cpu" and not flags & {"avx512_bf16", "amx_bf16", "bf16"}  # the last is ARM's
+    return False
+
+
+# --- random generators ---
+
+
+@contextmanager
+def seeded(seed: int, *, deterministic: bool) -> Iterator[None]:
+    """Seeds all random generators for a block and restores them, and the switches of torch, afterwards.
+
+    With ``deterministic``, torch chooses algorithms that give the same bits in every run.
+    """
+    before = capture_random_state()
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    was_warning = torch.is_deterministic_algorithms_warn_only_enabled()
+    was_filling = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    was_benchmarking = torch.backends.cudnn.benchmark
+    try:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002 - third-party code draws from it
+        torch.manual_seed(seed)
+        if deterministic:
+            # Only a warning if a device lacks such an algorithm: training matters more.
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark = not deterministic
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_deterministic, warn_only=was_warning)
+        torch.utils.deterministic.fill_uninitialized_memory = was_filling  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark = was_benchmarking
+        restore_random_state(before)
+
+
+def capture_random_state() -> dict[str, Any]:
+    """Returns the state of all random generators as tensors and plain values, for a checkpoint."""
+    legacy: Any = np.random.get_state()  # noqa: NPY002
+    kind, keys, *gauss = legacy
+    version_, internal, next_gauss = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), *gauss],
+        "python": [version_, list(internal), next_gauss],
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Restores all random generators to a captured state."""
+    torch.set_rng_state(state["torch"])
+    kind, keys, *gauss = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *gauss))  # noqa: NPY002
+    version_, internal, next_gauss = state["python"]
+    random.setstate((version_, tuple(internal), next_gauss))
+    if "cuda" in state and torch.cuda.device_count() == len(state["cuda"]):
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+# --- processes ---
 
 
 def is_main_process() -> bool:
@@ -60,60 +170,50 @@ def was_restarted() -> bool:
 
 
 @contextmanager
-def start_accelerator(
-    device: torch.device, *, precision: str = "float32", accumulate: int = 1, advice: str = RESUME_ADVICE
-) -> Iterator[Accelerator]:
+def start_accelerator(device: torch.device, *, advice: str = "resume with --resume") -> "Iterator[Accelerator]":
     """Joins the processes that a launcher started; a single process without one.
 
-    A process group that exists already is used and left as it is. The precision and accumulation of a user's
-    ``accelerate config`` are overridden.
+    A process group that exists already is used. The precision and accumulation of a user's ``accelerate config`` have
+    no effect: the run's config decides, see :class:`~aploss.training.step.Stepper`.
 
     Args:
         device: the device of this process.
-        precision: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-        accumulate: forward passes per step.
-        advice: the end of the message of a LostProcessError.
+        advice: the end of the message of a FailedRankError.
 
     Raises:
         ConfigError: for FSDP and other engines that shard the weights.
-        LostProcessError: if another process has died.
+        FailedRankError: for an unexpected error of one of several processes; gloo reports lost peers by plain
+            RuntimeErrors.
     """
+    from accelerate import Accelerator  # takes longer to import than a help text should
+    from accelerate.state import is_initialized
+    from accelerate.utils import InitProcessGroupKwargs
+
     for variable, engine in REFUSED_ENGINES.items():
         if os.environ.get(variable, "").lower() in ("1", "true"):
             raise ConfigError(f"{engine} is not supported: run accelerate config again without it, or use torchrun")
-    started = not dist.is_initialized()
-    if started and int(os.environ.get(RESTARTS, 0)) > 0:
-        _join_restarted(device)
-    # Accelerate's state is global, and other runs and programs of this process may differ in precision.
-    is_nested = bool(AcceleratorState._shared_state)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    before = os.environ.get(DEVICE_VARIABLE)
-    os.environ[DEVICE_VARIABLE] = str(device)
-    try:
-        accelerator = Accelerator(
-            cpu=device.type == "cpu",
-            mixed_precision=MIXED_PRECISION[precision],
-            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulate),
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT)],
-        )
-    finally:
-        os.environ.pop(DEVICE_VARIABLE)
-        if before is not None:
-            os.environ[DEVICE_VARIABLE] = before
-    if precision == "float16" and device.type == "cpu":  # which Accelerate would train in float32
-        accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
+    if not dist.is_initialized():
+        if int(os.environ.get(RESTARTS, 0)) > 0:
+            _join_restarted(device)
+        atexit.register(_leave_processes)
+    # Accelerate's state is global: the first accelerator of a process decides, also for the user's own.
+    first = {} if is_initialized() else {"cpu": device.type == "cpu", "mixed_precision": "no"}
+    accelerator = Accelerator(**first, kwargs_handlers=[InitProcessGroupKwargs(timeout=STEP_TIMEOUT)])
+    accelerator.state.device, accelerator.native_amp = device, False
     try:
         yield accelerator
     except RuntimeError as error:
-        is_lost = isinstance(error, dist.DistError) or "gloo" in str(error)  # gloo raises plain RuntimeErrors
-        if isinstance(error, AplossError) or accelerator.num_processes == 1 or not is_lost:
+        if isinstance(error, AplossError) or accelerator.num_processes == 1:
             raise
-        raise LostProcessError(f"another process of this run has died; {advice}") from error
-    finally:
-        if started and dist.is_initialized():
-            dist.destroy_process_group()
-        if not is_nested:
-            AcceleratorState._reset_state(reset_partial_state=True)
+        reason = " ".join(str(error).split())[:200]
+        raise FailedRankError(
+            f"rank {accelerator.process_index} cannot continue: {reason}; if another process has died, {advice}"
+        ) from error
+
+
+def _leave_processes() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _join_restarted(device: torch.device) -> None:
@@ -121,13 +221,13 @@ def _join_restarted(device: torch.device) -> None:
 
     torchrun keeps its store over restarts, with the addresses of dead processes, for which gloo would wait.
     """
-    store, rank, size = next(rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
+    store, rank, size = next(rendezvous("env://", timeout=STEP_TIMEOUT))
     store = dist.PrefixStore(f"restart-{os.environ[RESTARTS]}", store)  # type: ignore[attr-defined]
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=STEP_TIMEOUT)
 
 
-def sum_over_processes(accelerator: Accelerator, values: Sequence[float]) -> list[float]:
+def sum_over_processes(accelerator: "Accelerator", values: Sequence[float]) -> list[float]:
     """Returns the sum of each value over all processes, on every process."""
     if accelerator.num_processes == 1:
         return list(values)
@@ -135,32 +235,42 @@ def sum_over_processes(accelerator: Accelerator, values: Sequence[float]) -> lis
     return accelerator.reduce(total, "sum").tolist()  # type: ignore[no-any-return]
 
 
-def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
+def on_main(accelerator: "Accelerator", function: Callable[[], T]) -> T:
     """Calls a function on rank 0 alone; its result, or its error, comes to every rank."""
     if accelerator.num_processes == 1:
         return function()
-    outcome: Any = None
+    outcome: list[Any] = [None]
     if accelerator.is_main_process:
         try:
-            outcome = (function(), None)
+            outcome = [(function(), None)]
         except BaseException as error:  # Ctrl-C, too: nobody is left waiting
-            broadcast_object_list([(None, RunError(f"rank 0 stopped: {error}"))])
+            dist.broadcast_object_list([(None, RunError(f"rank 0 stopped: {error}"))], group=_patient_group())
             raise
-    result, problem = broadcast_object_list([outcome])[0]
+    dist.broadcast_object_list(outcome, group=_patient_group())
+    result, problem = outcome[0]
     if problem is not None:
         raise problem
     return result  # type: ignore[no-any-return]
 
 
-def main_first(accelerator: Accelerator, function: Callable[[], T]) -> T:
+@cache
+def _patient_group() -> Any:
+    """A process group with a longer timeout than the steps have."""
+    return dist.new_group(backend="gloo", timeout=MAIN_TIMEOUT)
+
+
+def main_first(accelerator: "Accelerator", function: Callable[[], T]) -> T:
     """Calls a function on every rank, on rank 0 before the others; its error there is raised on all."""
     result: list[T] = []
     on_main(accelerator, lambda: result.append(function()))
     return result[0] if result else function()
 
 
+# --- signals ---
+
+
 class _Stop(KeyboardInterrupt):
-    """A signal on its way out: like Ctrl-C nothing that catches an Exception takes it for an error of its own."""
+    """A signal as an exception; like Ctrl-C it is not caught by ``except Exception``."""
 
 
 class StopSignals:
@@ -171,8 +281,7 @@ class StopSignals:
     ``message``. Outside the main thread, where Python allows no handlers, nothing happens.
     """
 
-    # On Ctrl-C the terminal and torchrun both send the signal: that is one wish, not two.
-    ECHO_SECONDS = 1.0
+    ECHO_SECONDS = 1.0  # on Ctrl-C the terminal and torchrun both send the signal: that counts once
 
     def __init__(self, message: str = "stopped") -> None:
         self.requested, self.message = False, message
@@ -194,7 +303,7 @@ class StopSignals:
 
     @contextmanager
     def deferred(self) -> Iterator["StopSignals"]:
-        """A block that looks at ``requested`` itself."""
+        """A block that checks ``requested`` itself."""
         self._is_deferred = True
         try:
             yield self
@@ -203,7 +312,7 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
-            return  # a forked data loader worker: it ends when the main process lets it
+            return  # a forked data loader worker, which the main process ends
         now = time.monotonic()
         if not self.requested:
             self.requested, self._first_at = True, now

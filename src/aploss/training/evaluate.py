@@ -3,12 +3,13 @@
 Each set of weights is run on a split once, with the images shared among the ranks, and its detections are matched once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from PIL import Image
 
 from aploss.data.loader import make_evaluation_loader
 from aploss.detectors.detector import Detector
@@ -19,10 +20,11 @@ from aploss.evaluation.matching import Matches, curves_as_dict, match_detections
 from aploss.evaluation.metrics import voc_metrics
 from aploss.evaluation.tables import DetectionTable
 from aploss.files import write_json
+from aploss.plotting.pictures import contact_sheet, draw_boxes
 from aploss.reports.run_files import matches_document
+from aploss.training.callbacks import Progress
 from aploss.training.config import TrainConfig
 from aploss.training.distributed import on_main
-from aploss.training.progress import Progress
 from aploss.training.run_folder import RunFolder
 from aploss.training.splits import RunData, Split
 
@@ -72,6 +74,22 @@ def detect_split(
     by_image = {image: result for share, _ in shares for image, result in share.items()}
     order = [split.dataset.image_id(index) for index in range(len(split.dataset))]
     return DetectionTable.from_predictions(order, [by_image[image] for image in order])
+
+
+def draw_detections(
+    split: Split, detections: DetectionTable, class_names: Sequence[str], *, count: int = 4
+) -> Image.Image:
+    """Draws detections on images evenly spaced through a split: as many of the best of each as it has objects."""
+    pictures, dataset = [], split.dataset
+    for index in np.linspace(0, len(dataset) - 1, min(count, len(dataset))).astype(int).tolist():
+        image, target = dataset[index]
+        rows = np.flatnonzero(detections.image_ids == dataset.image_id(index))
+        rows = rows[np.argsort(-detections.scores[rows], kind="stable")][: max(1, len(target["labels"]))]
+        boxes = detections.xywh[rows]
+        boxes[:, 2:] += boxes[:, :2]
+        labels, scores = detections.category_ids[rows] - 1, detections.scores[rows]
+        pictures.append(draw_boxes(image, boxes, labels, class_names, scores))
+    return contact_sheet(pictures)
 
 
 # --- the end of a run ---

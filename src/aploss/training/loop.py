@@ -1,8 +1,11 @@
 """The training loop: steps, metrics, validation, checkpoints, and stopping rules."""
 
 import itertools
+import signal
+import threading
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -10,18 +13,23 @@ import msgspec
 import torch
 from accelerate.utils import gather_object
 
-from aploss.data.loader import TrainingBatches
+from aploss.data.loader import Batch, TrainingBatches
 from aploss.detectors.checkpoint import Checkpoint, TrainingState, wrap_untrusted
-from aploss.errors import DataError, RunError
+from aploss.errors import AplossError, DataError, RunError
 from aploss.evaluation import METRICS
-from aploss.training.callbacks import Callback
+from aploss.training.callbacks import Callbacks, Progress
 from aploss.training.config import TrainConfig
-from aploss.training.distributed import StopSignals, TrainingInterruptedError, on_main, sum_over_processes
-from aploss.training.evaluate import detect_split
-from aploss.training.machine import capture_random_state, restore_random_state
-from aploss.training.progress import Progress
+from aploss.training.distributed import (
+    StopSignals,
+    TrainingInterruptedError,
+    capture_random_state,
+    on_main,
+    restore_random_state,
+    sum_over_processes,
+)
+from aploss.training.evaluate import detect_split, draw_detections
 from aploss.training.run_folder import MetricsLog, RunFolder
-from aploss.training.splits import RunData
+from aploss.training.splits import RunData, fingerprint_changes
 from aploss.training.step import BadNumbers, DivergedError, Stepper, non_finite_weight
 
 
@@ -42,11 +50,15 @@ class LoopState:
     window: dict[str, float] = field(default_factory=dict)  # sums of the losses since the last row of metrics
     window_steps: int = 0  # in these sums
     unreadable: dict[str, str] = field(default_factory=dict)  # images that cannot be read: path → reason
+    processes: int | None = None  # None in older checkpoints
+    data: dict[str, dict[str, Any]] | None = None  # fingerprint of each split; None in older checkpoints
+    changes: list[str] = field(default_factory=list)  # of data and processes, accepted on resume
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "LoopState":
         """Validates the counters of an untrusted checkpoint; KeyError or ValueError for missing or invalid ones."""
-        values = {"unreadable": {}, **values}  # not in older checkpoints
+        older: dict[str, Any] = {"unreadable": {}, "processes": None, "data": None, "changes": []}
+        values = {**older, **values}
         state = msgspec.convert({entry.name: values[entry.name] for entry in fields(cls)}, cls)
         if min(state.step, state.seconds, state.best_step, state.validated_step) < 0:
             raise ValueError(f"negative step or time: {state.step}, {state.seconds}")
@@ -74,10 +86,11 @@ class LoopState:
         else:
             self.validations_since_best += 1
 
-    def is_over(self, max_minutes: float | None) -> bool:
-        """Whether training has ended, and not only because of a time limit that has since been raised."""
+    def continue_if(self, *, more_steps: bool, max_minutes: float | None) -> None:
+        """Makes training go on if it was stopped by a length or time limit that has been raised."""
         more_time = max_minutes is None or self.seconds < 60 * max_minutes
-        return self.stopped_by is not None and not (self.stopped_by == "minutes" and more_time)
+        if (self.stopped_by == "length" and more_steps) or (self.stopped_by == "minutes" and more_time):
+            self.stopped_by = None
 
 
 class Loop:
@@ -91,7 +104,7 @@ class Loop:
         data: RunData,
         folder: RunFolder,
         progress: Progress,
-        callbacks: Callback,
+        callbacks: Callbacks,
         workers: int,
     ) -> None:
         self.config, self.stepper, self.batches = config, stepper, batches
@@ -129,7 +142,7 @@ class Loop:
         self._validate_and_save()  # the run may have been interrupted before a validation
         with closing(self.batches.endless(state.step * accumulate)) as batches:
             while state.stopped_by is None:
-                self.stepper.step(state.step, list(itertools.islice(batches, accumulate)))
+                self.stepper.step(state.step, self._fetch(batches))
                 self._after_step()
                 late = limit is not None and state.seconds >= 60 * limit
                 news = len(self.batches.unreadable) > len(self._known_unreadable)
@@ -153,6 +166,31 @@ class Loop:
                         f"resume with: {self.folder.resume_command}"
                     )
                 self._validate_and_save()
+
+    def _fetch(self, batches: Iterator[Batch]) -> list[Batch]:
+        """Returns the batches of a step."""
+        with self.saved_on_failure():
+            fetched = list(itertools.islice(batches, self.config.batches.accumulate))
+        if threading.current_thread() is threading.main_thread():
+            # torch's handler raises for a dead worker wherever the program is, such as in the middle of a step; the
+            # loader itself notices when the next batch is fetched.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        return fetched
+
+    @contextmanager
+    def saved_on_failure(self) -> Iterator[None]:
+        """A block between two steps, which saves the run if it fails: a killed data loader worker, lack of memory."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, AplossError):
+                raise
+            self.save()
+            reason = " ".join(str(error).split())[:300]
+            raise RunError(
+                f"stopped at step {self.state.step}: {reason}; everything is saved; "
+                f"resume with: {self.folder.resume_command}"
+            ) from error
 
     @property
     def epoch(self) -> float:
@@ -243,7 +281,7 @@ class Loop:
                 f"training stopped at step {self.state.step}: {found} of {len(self.images)} training images cannot be "
                 f"read, more than batches.max_unreadable ({share:g}); the first: "
                 f"{next(iter(self.state.unreadable.values()))}; everything is saved: repair the data, "
-                f"then resume with: {self.folder.resume_command}"
+                f"then resume with: {self.folder.resume_command} --splits.accept-changed true"
             )
 
     def note_unreadable(self, images: dict[str, str], consequence: str) -> None:
@@ -255,6 +293,27 @@ class Loop:
                 if self._log is not None:
                     row = {"step": self.state.step, "image": path, "reason": reason}
                     self._log.add(row, MetricsLog.UNREADABLE)
+
+    def _check_changes(self, training: TrainingState, data: dict[str, dict[str, Any]], processes: int) -> None:
+        """Compares the data and processes with those of the checkpoint; RunError unless differences are accepted."""
+        state = self.state
+        changes = fingerprint_changes(state.data, data) if state.data is not None else []
+        if training.images != len(self.images) and not changes:
+            changes = [f"{training.images} training images, now {len(self.images)}"]
+        if changes and not self.config.splits.accept_changed:
+            raise RunError(
+                f"the data have changed since {self.folder.path} was started: {'; '.join(changes)}; restore them, "
+                f"accept that with --splits.accept-changed true, or start a new run from these weights with "
+                f"--model.weights {self.folder.checkpoints.last} --out NEW"
+            )
+        if state.data is None:
+            self.progress.note("the run is from an older version, which did not record whether its data change")
+        if state.processes not in (None, processes):
+            changes.append(f"{state.processes} processes, now {processes}")
+        for change in changes:
+            self.progress.warn(f"step {state.step}: resumed with a change: {change}")
+        state.changes += [f"step {state.step}: {change}" for change in changes]
+        state.data, state.processes = data, processes
 
     def _validate_and_save(self) -> None:
         state = self.state
@@ -272,7 +331,7 @@ class Loop:
         assert self.validation is not None
         self._record_results()
         state, settings, split, detector = self.state, self.config.validation, self.validation, self.stepper.evaluated
-        with self.progress.images("validating") as show:
+        with self.saved_on_failure(), self.progress.images("validating") as show:
             found = detect_split(
                 detector, split, self.accelerator, batch_size=settings.batch_size, workers=self.workers, on_images=show
             )
@@ -282,6 +341,8 @@ class Loop:
         state.add_validation(metrics, settings.metric)
         row = {"kind": "validation", "step": state.step, "epoch": self.epoch, "seconds": round(self._seconds, 3)}
         self._add_row({**row, **{name: metrics[name] for name in METRICS if name in metrics}})
+        if found is not None and self.callbacks.want_pictures:
+            self.callbacks.on_picture(draw_detections(split, found, detector.class_names), state.step)
         self._row_at = time.monotonic()  # validation does not count for the speed of the next row
         if settings.patience is not None and state.validations_since_best >= settings.patience:
             state.stopped_by = state.stopped_by or "patience"
@@ -312,7 +373,6 @@ class Loop:
             **self.stepper.state(),
             random=capture_random_state(),
             images=len(self.images),
-            image_names=self._image_names(),
             threads=torch.get_num_threads(),
         )
         self.folder.checkpoints.write(Checkpoint.of(detector, training=training))
@@ -329,15 +389,17 @@ class Loop:
         """Restores the state in which ``last.pt`` was written.
 
         Raises:
-            RunError: if the training images have changed, or the checkpoint does not fit the config.
+            RunError: if the data have changed, unless ``splits.accept_changed`` is set, or the checkpoint does not fit
+                the config.
         """
         training, checkpoints = checkpoint.training, self.folder.checkpoints
         assert training is not None
-        self._check_images(training)
+        fingerprints, processes = self.state.data or {}, self.accelerator.num_processes
         with wrap_untrusted(checkpoints.last):
             self.state = LoopState.from_dict(training.loop)
             self.stepper.load_state(training, checkpoint.weights)
             restore_random_state(training.random)
+        self._check_changes(training, fingerprints, processes)
         if training.threads != (now := torch.get_num_threads()):
             self.progress.note(
                 f"the run was started with {training.threads} threads, now {now}: results may differ in the last digits"
@@ -346,18 +408,4 @@ class Loop:
             saved = Checkpoint.read(checkpoints.best).step if checkpoints.best.is_file() else None
             if saved != self.state.step:
                 self._save_best()  # killed after last.pt was written, before best.pt was
-        if not self.state.is_over(self.config.max_minutes):
-            self.state.stopped_by = None
-
-    def _check_images(self, training: TrainingState) -> None:
-        """The order of the samples follows from the list of training images."""
-        same = training.images == len(self.images) and training.image_names in (None, self._image_names())
-        if not same:
-            raise RunError(
-                f"the training images have changed since {self.folder.path} was started (then {training.images}, now "
-                f"{len(self.images)}); restore the data, or start a new run from these weights with "
-                f"--model.weights {self.folder.checkpoints.last} --out NEW"
-            )
-
-    def _image_names(self) -> list[str]:
-        return list(self.images.image_paths)
+        self.state.continue_if(more_steps=self.state.step < self.total_steps, max_minutes=self.config.max_minutes)

@@ -50,6 +50,8 @@ def load_config(recipe: str | None = None, overrides: dict[str, Any] | None = No
         {'alpha': 0.25, 'gamma': 1.0}
     """
     overrides = overrides or {}
+    if "warmup_steps" in (overrides.get("schedule") or {}):  # the user's own is not shortened
+        overrides = merge({"schedule": {"exact_warmup": True}}, overrides)
     if recipe is None:
         return config_from_dict(overrides)
     values = read_recipe(recipe)

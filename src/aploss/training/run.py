@@ -4,6 +4,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -18,22 +19,24 @@ from aploss.detectors.checkpoint import Checkpoint
 from aploss.detectors.detector import Detector
 from aploss.errors import ConfigError, RunError
 from aploss.reports.run_files import read_json_lines
-from aploss.training.callbacks import Callback, Callbacks, RowCallback, make_tracker
+from aploss.training.callbacks import Callback, Callbacks, Progress, RowCallback, make_tracker
 from aploss.training.config import TrainConfig
 from aploss.training.distributed import (
     StopSignals,
     TrainingInterruptedError,
+    choose_device,
+    choose_workers,
+    emulates_bfloat16,
     main_first,
     on_main,
+    seeded,
     start_accelerator,
     sum_over_processes,
     was_restarted,
 )
 from aploss.training.evaluate import evaluate_run
 from aploss.training.loop import Loop
-from aploss.training.machine import choose_device, choose_workers, describe_environment, seeded
-from aploss.training.progress import Progress, make_progress
-from aploss.training.run_folder import RunFolder, Summary, default_folder
+from aploss.training.run_folder import RunFolder, Summary, default_folder, describe_environment
 from aploss.training.schedule import Schedule
 from aploss.training.splits import RunData, load_run_data
 from aploss.training.step import Stepper
@@ -58,8 +61,9 @@ def train(
 
     Args:
         config: the settings; ``config.out`` is the run folder.
-        resume: continue the run in the folder. A finished run is only read; if there is no run, one is started.
-            Implied for a process restarted by ``torchrun --max-restarts`` or ``sbatch --requeue``.
+        resume: continue the run in the folder. A finished run is only read, unless ``config`` is longer; if there is
+            no run, one is started. Implied for a process restarted by ``torchrun --max-restarts`` or
+            ``sbatch --requeue``.
         quiet: show only warnings; otherwise a progress bar on a terminal, lines elsewhere.
         on_progress: called on rank 0 with every row of metrics.
         callbacks: called on rank 0 at the start, for rows of metrics, validations, and at the end; see
@@ -72,60 +76,33 @@ def train(
     Raises:
         ConfigError: for an invalid setting.
         DataError: for data that cannot be used.
-        RunError: if the folder is taken or not writable, or a checkpoint is invalid.
+        RunError: if the folder is taken or not writable, a checkpoint is invalid, or data have changed.
         DivergedError: after too many consecutive steps with NaN or Inf.
-        LostProcessError: if another rank has died.
+        FailedRankError: if another rank has died.
         TrainingInterruptedError: after Ctrl-C or SIGTERM; everything is saved.
     """
     device = choose_device(config.device)
     deterministic = device.type == "cpu" if config.deterministic is None else config.deterministic
     folder = RunFolder(config.out or default_folder(config))
+    resume = resume or was_restarted()
+    observers = [] if on_progress is None else [RowCallback(on_progress)]
     with ExitStack() as stack:
-        accelerator = stack.enter_context(
-            start_accelerator(
-                device,
-                precision=config.precision,
-                accumulate=config.batches.accumulate,
-                advice=f"resume with: {folder.resume_command}",
-            )
-        )
+        accelerator = stack.enter_context(start_accelerator(device, advice=f"resume with: {folder.resume_command}"))
         stack.enter_context(seeded(config.seed, deterministic=deterministic))
         signals = stack.enter_context(StopSignals("stopped before the first step"))
-        progress = make_progress(quiet=quiet, is_main=accelerator.is_main_process)
-        resume = resume or was_restarted()
+        progress = Progress(quiet=quiet, is_main=accelerator.is_main_process)
         finished = on_main(accelerator, lambda: _finished(config, folder)) if resume else None
         if finished is not None:
             progress.note(f"{folder.path} is already finished")
             return finished
-
-        observers = [] if on_progress is None else [RowCallback(on_progress)]
         wanted = [*make_tracker(config.tracker), *observers, *callbacks]  # on all ranks, which must fail together
         listeners = Callbacks(wanted if accelerator.is_main_process else [])
-        checkpoint = on_main(accelerator, lambda: _open_folder(config, folder, resume, stack))
-        data = main_first(accelerator, lambda: load_run_data(config, source))  # rank 0 generates the built-in data
-        loop = _make_loop(config, data, accelerator, folder, progress, listeners, checkpoint)
-        if checkpoint is not None:
-            loop.restore(checkpoint)
-            if was_restarted():
-                progress.warn(f"restarted after a failure: {folder.path} continues from step {loop.state.step}")
-        else:
-            on_main(accelerator, lambda: _start_folder(config, folder, resume, stack))
-
+        loop = _open_run(config, folder, accelerator, progress, listeners, resume=resume, source=source, stack=stack)
         stack.callback(listeners.on_end, None)  # has no effect after the on_end below
-        _print_overview(config, folder, data, loop)
+        _print_overview(loop)
         loop.run(signals)
-        progress.note(_why_stopped(config, folder, loop))
-
-        signals.message = f"stopped; training is finished, evaluate with: {folder.resume_command}"
-        if any(sum_over_processes(accelerator, [signals.requested])):  # during the last step
-            raise TrainingInterruptedError(signals.message)
-        progress.note("evaluating")
-        measured = evaluate_run(config, folder, accelerator, data, workers=loop.workers, progress=progress)
-        for split in data.splits:
-            loop.note_unreadable(split.unreadable, f"left out of {split.name}")
-        summary = _summarise(config, folder, loop, measured)
-        progress.note("writing the report")
-        on_main(accelerator, lambda: _write_report(folder, summary, data))
+        progress.note(_why_stopped(loop))
+        summary = _evaluate(loop, signals)
         listeners.on_end(summary.as_dict())
     return summary
 
@@ -134,27 +111,59 @@ def _finished(config: TrainConfig, folder: RunFolder) -> Summary | None:
     """Returns the summary of a run that needs no more training."""
     if not (folder.exists and folder.summary_file.is_file()):
         return None
-    folder.check_resumable(config)
+    longer = folder.is_extended_by(folder.resumed_config(config))
     summary, limit = Summary.read(folder.summary_file), config.max_minutes
     more_time = summary.stopped_by == "minutes" and (limit is None or summary.minutes < limit)
-    return None if more_time else summary
+    return None if more_time or longer else summary
 
 
-def _open_folder(config: TrainConfig, folder: RunFolder, resume: bool, stack: ExitStack) -> Checkpoint | None:
-    """Checks that a new run can use the folder, or locks it and returns the checkpoint to resume from, if any."""
-    if not (resume and folder.exists):
-        folder.refuse_if_taken()
-        return None
-    stack.enter_context(folder.locked())
-    folder.prepare_resume(config)
-    return folder.checkpoints.load_last() if folder.checkpoints.last.is_file() else None
+def _open_run(
+    config: TrainConfig,
+    folder: RunFolder,
+    accelerator: Accelerator,
+    progress: Progress,
+    listeners: Callbacks,
+    *,
+    resume: bool,
+    source: DataFormat | None,
+    stack: ExitStack,
+) -> Loop:
+    """Starts or resumes the run in a folder, which stays locked by ``stack``."""
 
+    def lock_and_read() -> tuple[TrainConfig, Checkpoint | None, bool]:
+        if not (resume and folder.exists):
+            folder.refuse_if_taken()
+            return config, None, False
+        stack.enter_context(folder.locked())
+        resumed = folder.resumed_config(config)
+        checkpoint = folder.checkpoints.load_last() if folder.checkpoints.last.is_file() else None
+        return resumed, checkpoint, folder.is_extended_by(resumed)
 
-def _start_folder(config: TrainConfig, folder: RunFolder, resume: bool, stack: ExitStack) -> None:
-    """Locks and creates the folder of a new run: only now, so that a run that cannot start leaves nothing behind."""
-    stack.enter_context(folder.locked())
-    if not (resume and folder.exists):
-        folder.create(config)
+    def create() -> None:
+        # Only now, so that a run that cannot start leaves nothing behind.
+        stack.enter_context(folder.locked())
+        if not (resume and folder.exists):
+            folder.create(loop.config)
+
+    config, checkpoint, is_longer = on_main(accelerator, lock_and_read)
+    names = None if checkpoint is None else tuple(map(str, checkpoint.config["class_names"]))
+    # Rank 0 first, because it generates the built-in data.
+    data = main_first(accelerator, lambda: load_run_data(config, source, class_names=names))
+    loop = _make_loop(config, data, accelerator, folder, progress, listeners, checkpoint)
+    loop.state.data, loop.state.processes = on_main(accelerator, data.fingerprints), accelerator.num_processes
+    if checkpoint is None:
+        on_main(accelerator, create)
+        return loop
+    loop.restore(checkpoint)
+    step = loop.state.step
+    if is_longer:
+        if loop.total_steps <= step:
+            raise ConfigError(f"{folder.path} has been trained for {step} steps already: give more with --steps")
+        loop.state.changes.append(f"step {step}: extended to {loop.total_steps} steps")
+    if was_restarted():
+        progress.warn(f"restarted after a failure: {folder.path} continues from step {step}")
+    on_main(accelerator, lambda: folder.reopen(config))
+    return loop
 
 
 def _make_loop(
@@ -186,10 +195,7 @@ def _make_loop(
         seed=config.seed,
         preset=settings.augmentation,
         size=settings.image_size,
-        # Rows of a file need no process that prepares them.
-        workers=choose_workers(settings.workers, accelerator.device, accelerator.num_processes)
-        if features is None
-        else 0,
+        workers=workers if features is None else 0,  # rows of a file need no process that prepares them
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
         skip_unreadable=True,
@@ -197,6 +203,14 @@ def _make_loop(
         pinned=accelerator.device.type == "cuda",
     )
     schedule = Schedule(config.schedule, batches.batches_per_epoch / config.batches.accumulate)
+    if schedule.warmup_steps < config.schedule.warmup_steps:
+        progress.note(
+            f"warmup    {schedule.warmup_steps} steps, a tenth of the training, instead of "
+            f"{config.schedule.warmup_steps} (--schedule.warmup-steps sets it)"
+        )
+    # The config states what runs, also in config.yaml.
+    exact = replace(config.schedule, warmup_steps=schedule.warmup_steps, exact_warmup=True)
+    config, schedule = replace(config, schedule=exact), replace(schedule, config=exact)
     stepper = Stepper(config, detector, schedule, accelerator, lambda index: data.train.image_path(index).name)
     return Loop(config, stepper, batches, data, folder, progress, callbacks, workers)
 
@@ -244,9 +258,9 @@ def _digest(body: torch.nn.Module, *others: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
-def _print_overview(config: TrainConfig, folder: RunFolder, data: RunData, loop: Loop) -> None:
+def _print_overview(loop: Loop) -> None:
     """Prints the data, detector and schedule of the run."""
-    note, processes, detector = loop.progress.note, loop.accelerator.num_processes, loop.stepper.detector
+    config, data, note, detector = loop.config, loop.data, loop.progress.note, loop.stepper.detector
     sizes = [f"{len(data.train)} images to train on"]
     others = {"validation": data.validation, "evaluation": data.evaluation}
     sizes += [f"{len(split.dataset)} for {word} ({split.name})" for word, split in others.items() if split is not None]
@@ -255,36 +269,55 @@ def _print_overview(config: TrainConfig, folder: RunFolder, data: RunData, loop:
         note(f"          {len(data.train.problems)} problems found: aploss data check lists them")
     for remark in data.remarks:
         note(f"          {remark}")
-    device, gpus = loop.accelerator.device, torch.cuda.device_count()
+    device, gpus, processes = loop.accelerator.device, torch.cuda.device_count(), loop.accelerator.num_processes
     where = f"{device}" + (f", {processes} processes" if processes > 1 else "")
     note(f"detector  {detector.name}, {_parameters(detector) / 1e6:.1f} M parameters, loss {config.loss}")
-    warmup, wanted = loop.stepper.schedule.warmup_steps, config.schedule.warmup_steps
-    if warmup < wanted:
-        note(f"          the warmup of {wanted} steps is longer than the training: shortened to {warmup}")
     note(f"training  {loop.total_steps} steps of {loop.batches.batch_size} images on {where}")
+    if config.precision == "bfloat16" and emulates_bfloat16(device):
+        loop.progress.warn(
+            "          this CPU has no bfloat16 instructions, and emulates them about ten times slower than float32: "
+            "use --precision float32"
+        )
     if device.type == "cuda" and gpus > processes == 1:
         note(f"          {gpus} GPUs available: use all with torchrun --nproc-per-node {gpus} -m aploss")
     resumed = f", resumed at step {loop.state.step}" if loop.state.step > 0 else ""
-    note(f"run       {folder.path}{resumed}")
+    note(f"run       {loop.folder.path}{resumed}")
 
 
-def _why_stopped(config: TrainConfig, folder: RunFolder, loop: Loop) -> str:
-    state, validation, at = loop.state, config.validation, f"stopped at step {loop.state.step} of {loop.total_steps}"
+def _why_stopped(loop: Loop) -> str:
+    state, at = loop.state, f"stopped at step {loop.state.step} of {loop.total_steps}"
     if state.stopped_by == "patience":
-        waited = f"no better {validation.metric} in {state.validations_since_best} validations"
+        waited = f"no better {loop.config.validation.metric} in {state.validations_since_best} validations"
         return f"{at}: {waited} since step {state.best_step} (validation.patience)"
     if state.stopped_by == "minutes":
-        limit = f"the time limit of {config.max_minutes:g} minutes is reached"
-        return f"{at}: {limit}; continue with: {folder.resume_command} --max-minutes N"
+        limit = f"the time limit of {loop.config.max_minutes:g} minutes is reached"
+        return f"{at}: {limit}; continue with: {loop.folder.resume_command} --max-minutes N"
     return f"finished: {state.step} steps"
 
 
-def _summarise(config: TrainConfig, folder: RunFolder, loop: Loop, measured: dict[str, Any]) -> Summary:
-    state, environment = loop.state, describe_environment()
-    rows = [row for row in read_json_lines(folder.metrics_file) if row.get("kind") == "train"]
+def _evaluate(loop: Loop, signals: StopSignals) -> Summary:
+    """Evaluates a trained run and writes its summary and report."""
+    folder, progress, data = loop.folder, loop.progress, loop.data
+    signals.message = f"stopped; training is finished, evaluate with: {folder.resume_command}"
+    if any(sum_over_processes(loop.accelerator, [signals.requested])):  # during the last step
+        raise TrainingInterruptedError(signals.message)
+    progress.note("evaluating")
+    with loop.saved_on_failure():
+        measured = evaluate_run(loop.config, folder, loop.accelerator, data, workers=loop.workers, progress=progress)
+    for split in data.splits:
+        loop.note_unreadable(split.unreadable, f"left out of {split.name}")
+    summary = _summarise(loop, measured)
+    progress.note("writing the report")
+    on_main(loop.accelerator, lambda: _write_report(folder, summary, data))
+    return summary
+
+
+def _summarise(loop: Loop, measured: dict[str, Any]) -> Summary:
+    state, config, environment = loop.state, loop.config, describe_environment()
+    rows = [row for row in read_json_lines(loop.folder.metrics_file) if row.get("kind") == "train"]
     speeds = [speed for row in rows if isinstance(speed := row.get("images_per_second"), int | float)]
     return Summary(
-        folder=str(folder.path),
+        folder=str(loop.folder.path),
         **{name: getattr(config, name) for name in ("data", "detector", "loss", "seed")},
         **measured,
         steps=state.step,
@@ -298,6 +331,7 @@ def _summarise(config: TrainConfig, folder: RunFolder, loop: Loop, measured: dic
         processes=loop.accelerator.num_processes,
         **{name: environment[name] for name in ("command", "commit")},
         unreadable_images=state.unreadable,
+        resume_changes=state.changes,
     )
 
 

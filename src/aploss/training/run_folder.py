@@ -2,19 +2,26 @@
 
 import json
 import os
+import platform
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from filelock import FileLock, Timeout
 
 from aploss.detectors.checkpoint import Checkpoint
 from aploss.errors import ConfigError, RunError
 from aploss.evaluation import HEADLINE_METRICS, METRICS
-from aploss.files import keep_as, remove_unfinished, write_json, write_text
+from aploss.files import remove_unfinished, write_json, write_text
 from aploss.reports.run_files import read_json_lines
 from aploss.training.config import (
     DEFAULTS_BEFORE_ADDED,
@@ -25,10 +32,11 @@ from aploss.training.config import (
     differing_keys,
     nested,
 )
-from aploss.training.machine import describe_environment
 from aploss.training.recipes import merge, read_yaml
 
 LOCK_FILE = ".lock"
+LENGTH_KEYS = ("schedule.length", "schedule.unit", "schedule.milestones")  # of a finished run
+PACKAGES = ("aploss", "torch", "torchvision", "numpy", "numba", "faster-coco-eval", "scikit-learn")
 
 
 def default_folder(config: TrainConfig) -> Path:
@@ -61,8 +69,9 @@ class RunFolder:
         return self.config_file.is_file()
 
     def refuse_if_taken(self) -> None:
-        """Raises RunError if a run has saved a checkpoint here, or something else is in the folder."""
-        if self.checkpoints.last.is_file():
+        """Raises RunError if a run has saved something here, or something else is in the folder."""
+        saved = self.checkpoints.last, self.checkpoints.best, self.evaluation
+        if self.exists and any(path.exists() for path in saved):
             raise RunError(
                 f"{self.path} already holds a run; add --resume to continue it, or choose another folder with --out"
             )
@@ -76,7 +85,9 @@ class RunFolder:
         """Starts a run in the folder by writing its environment and config; RunError if the folder is taken."""
         self.refuse_if_taken()
         write_json(self.path / "environment.json", describe_environment())
-        # The config comes last: it makes the folder a run.
+        self._write_config(config)  # last: it makes the folder a run
+
+    def _write_config(self, config: TrainConfig) -> None:
         write_text(self.config_file, yaml.safe_dump(config_to_dict(config), sort_keys=False))
 
     @contextmanager
@@ -115,63 +126,64 @@ class RunFolder:
         values = merge(nested(DEFAULTS_BEFORE_ADDED), read_yaml(self.config_file))
         return config_from_dict(values, source=str(self.config_file))
 
-    def check_resumable(self, config: TrainConfig) -> None:
-        """Raises ConfigError if the run was started with other settings that affect what is learned."""
-        changed = [key for key in differing_keys(self.read_config(), config) if key not in RESUMABLE_KEYS]
+    def resumed_config(self, config: TrainConfig) -> TrainConfig:
+        """Returns the config to resume the run with: ``config``, with the warmup that the run was started with.
+
+        Raises:
+            ConfigError: if the run was started with other settings that affect what is learned. A run that has
+                finished its schedule may get a longer one.
+        """
+        saved = self.read_config()
+        if not config.schedule.exact_warmup:
+            steps, exact = saved.schedule.warmup_steps, saved.schedule.exact_warmup
+            config = replace(config, schedule=replace(config.schedule, warmup_steps=steps, exact_warmup=exact))
+        allowed = RESUMABLE_KEYS
+        if self.summary_file.is_file() and Summary.read(self.summary_file).stopped_by == "length":
+            allowed += LENGTH_KEYS
+        changed = [key for key in differing_keys(saved, config) if key not in allowed]
         if changed:
             raise ConfigError(
                 f"{self.path} was started with another {', '.join(changed)}; resume it unchanged, "
                 "or start a new run with --out"
             )
+        return config
 
-    def prepare_resume(self, config: TrainConfig) -> None:
-        """Prepares the folder for resuming, see :meth:`check_resumable`."""
-        self.check_resumable(config)
-        self.summary_file.unlink(missing_ok=True)
+    def is_extended_by(self, config: TrainConfig) -> bool:
+        """Whether the config of a resumed run has another length than the run so far."""
+        return not {*LENGTH_KEYS}.isdisjoint(differing_keys(self.read_config(), config))
+
+    def reopen(self, config: TrainConfig) -> None:
+        """Prepares the folder for more training."""
+        self.summary_file.unlink(missing_ok=True)  # first: with it, the run counts as finished
         remove_unfinished(self.path)
+        if self.is_extended_by(config):
+            self._write_config(config)
 
 
 class Checkpoints:
     """The ``checkpoints/`` folder of a run.
 
-    ``last.pt`` holds everything needed to resume the run exactly, ``previous.pt`` is the one before it, ``best.pt`` has
-    the detector with the best validation. Invalid files raise RunError.
+    ``last.pt`` holds everything needed to resume the run exactly, ``best.pt`` the detector with the best validation.
+    Each replaces the one before only when it is completely on the disk. Invalid files raise RunError.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.last, self.previous, self.best = (folder / f"{name}.pt" for name in ("last", "previous", "best"))
+        self.last, self.best = folder / "last.pt", folder / "best.pt"
 
     def write(self, checkpoint: Checkpoint) -> None:
         """Writes ``last.pt`` if the checkpoint has a training state, else ``best.pt``."""
-        if checkpoint.training is not None and self.last.is_file():
-            keep_as(self.last, self.previous)
         checkpoint.write(self.best if checkpoint.training is None else self.last)
 
     def load_last(self) -> Checkpoint:
-        """Reads ``last.pt``; if that fails, the error says whether ``previous.pt`` can replace it."""
-        try:
-            return self._load_last(self.last)
-        except RunError as error:
-            step = None
-            with suppress(RunError):
-                step = self._load_last(self.previous).step
-            if step is None:
-                raise
-            raise RunError(
-                f"{error}; the previous checkpoint, of step {step}, is intact: to resume from it, first "
-                f"cp {self.previous} {self.last}"
-            ) from error
+        """Reads ``last.pt``."""
+        checkpoint = Checkpoint.read(self.last)
+        if checkpoint.training is None:
+            raise RunError(f"{self.last} cannot be resumed from: it has no entry 'training'")
+        return checkpoint
 
     def load_final(self, which: str) -> Checkpoint:
         """Reads the checkpoint to evaluate: ``"best"`` if there has been a validation, or ``"last"``."""
         return Checkpoint.read(self.best) if which == "best" and self.best.is_file() else self.load_last()
-
-    @staticmethod
-    def _load_last(file: Path) -> Checkpoint:
-        checkpoint = Checkpoint.read(file)
-        if checkpoint.training is None:
-            raise RunError(f"{file} cannot be resumed from: it has no entry 'training'")
-        return checkpoint
 
 
 class MetricsLog:
@@ -216,6 +228,7 @@ class Summary:
         bad_steps: steps skipped because of NaN or Inf.
         unreadable_images: images that could not be read, with the reason: replaced by others in training, left out of
             other splits.
+        resume_changes: other data or numbers of processes than before, accepted when the run was resumed.
     """
 
     folder: str
@@ -250,6 +263,7 @@ class Summary:
     command: str
     commit: str | None
     unreadable_images: dict[str, str] = field(default_factory=dict)
+    resume_changes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """Converts to plain values for JSON."""
@@ -264,7 +278,8 @@ class Summary:
         """Reads ``summary.json``; ``folder`` becomes its present folder. RunError if it is missing or invalid."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            values = {"unreadable_images": {}, **dict.fromkeys(METRICS), **values}  # may be missing in older files
+            older: dict[str, Any] = {"unreadable_images": {}, "resume_changes": [], **dict.fromkeys(METRICS)}
+            values = {**older, **values}
             return cls(**{entry.name: values[entry.name] for entry in fields(cls)} | {"folder": str(path.parent)})
         except OSError as error:
             raise RunError(f"{path} cannot be read: {error.strerror}") from error
@@ -283,3 +298,52 @@ class Summary:
                 row = " ".join(f"{'-':>6}" if cell is None else f"{cell:6.3f}" for cell in cells)
                 lines.append(f"  {name:<{width}}  {row}")
         return "\n".join(lines)
+
+
+# --- environment ---
+
+
+def describe_environment() -> dict[str, Any]:
+    """Describes versions, commit, hardware and command of this process."""
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Returns the commit of the source tree, with a '+' if it has changes; None for an installed package."""
+    source = Path(__file__).resolve().parents[3]
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(source), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    with suppress(OSError, subprocess.CalledProcessError):
+        if (source / ".git").exists():
+            return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    return None
+
+
+def _cpu_name() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

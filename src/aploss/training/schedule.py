@@ -24,9 +24,9 @@ class Schedule:
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of the warmup; a warmup longer than the training is shortened to a tenth of it."""
-        wanted, total = self.config.warmup_steps, self.total_steps
-        return wanted if wanted <= total else max(1, total // 10)
+        """Steps of the warmup: unless set by the user, at most a tenth of the training; never longer than all of it."""
+        wanted, tenth = self.config.warmup_steps, max(1, self.total_steps // 10)
+        return wanted if wanted <= (self.total_steps if self.config.exact_warmup else tenth) else tenth
 
     def factor(self, step: int) -> float:
         """Returns the factor on the learning rate at a step, counted from 0.

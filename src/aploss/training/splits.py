@@ -11,9 +11,9 @@ import torch
 
 from aploss.data.annotations import Annotations, DetectionDataset
 from aploss.data.formats import DataFormat, common_split_name
-from aploss.data.load import find_source
+from aploss.data.load import find_source, fingerprint
 from aploss.detectors.detector import Detector
-from aploss.errors import ConfigError, DataError, listed
+from aploss.errors import ConfigError, DataError, RunError, listed
 from aploss.evaluation import DetectionTable, Metrics, coco_metrics
 from aploss.training.config import TrainConfig
 
@@ -78,11 +78,43 @@ class RunData:
         found = (self.validation, self.evaluation, self.held_out)
         return list(dict.fromkeys(split for split in found if split is not None))
 
+    def fingerprints(self) -> dict[str, dict[str, Any]]:
+        """Identifies the content of every split, by name; see :func:`~aploss.data.load.fingerprint`."""
+        datasets = (self.train, *(split.dataset for split in self.splits))
+        return {dataset.split: fingerprint(dataset) for dataset in datasets}
 
-def load_run_data(config: TrainConfig, source: DataFormat | None = None) -> RunData:
-    """Loads the splits that the config names, or that the dataset has; DataError if there is nothing to train on.
 
-    ``source`` is the dataset of ``config.data`` if it has been found already, so that nothing is parsed twice.
+def fingerprint_changes(before: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> list[str]:
+    """Describes the differences between two results of :meth:`RunData.fingerprints`.
+
+    Example:
+        >>> fingerprint_changes({"train": {"images": 3, "files": "a"}}, {"train": {"images": 2, "files": "b"}})
+        ['split train: 3 images, now 2; other image files']
+    """
+    changes = [f"split {name} is {'new' if name in now else 'gone'}" for name in sorted({*before} ^ {*now})]
+    for name in (name for name in before if name in now):
+        old, new = before[name], now[name]
+        parts = [f"{old.get(key)} {key}, now {new[key]}" for key in ("images", "boxes") if old.get(key) != new.get(key)]
+        others = {"class_names": "class names", "annotations": "annotations", "files": "image files"}
+        parts += [f"other {others[key]}" for key in others if old.get(key) != new.get(key)]
+        if parts:
+            changes.append(f"split {name}: {'; '.join(parts)}")
+    return changes
+
+
+def load_run_data(
+    config: TrainConfig, source: DataFormat | None = None, *, class_names: Sequence[str] | None = None
+) -> RunData:
+    """Loads the splits that the config names, or that the dataset has.
+
+    Args:
+        config: the settings of the run.
+        source: the dataset of ``config.data`` if it has been found already, so that nothing is parsed twice.
+        class_names: the classes of a resumed run; if the dataset has them in another order, labels follow this one.
+
+    Raises:
+        DataError: if there is nothing to train on.
+        RunError: if the dataset has other classes than ``class_names``.
     """
     if not config.data:
         raise ConfigError("no data: give --data a folder, or --data builtin")
@@ -92,9 +124,17 @@ def load_run_data(config: TrainConfig, source: DataFormat | None = None) -> RunD
     train = source.load(train_name)
     if train.num_boxes == 0:
         raise DataError(f"the split {train_name} of {config.data} has no objects to learn from")
+    remarks: list[str] = []
+    if class_names is not None and train.class_names != (*class_names,):
+        if sorted(train.class_names) != sorted(class_names):
+            raise RunError(
+                f"the run was started with the classes {', '.join(class_names)}, but {config.data} has "
+                f"{', '.join(train.class_names)}; restore the names, or start a new run with --out"
+            )
+        remarks.append("classes are in another order than when the run was started: mapped by name")
+        train = source.load(train_name, class_names=class_names)
     option = None if config.splits.ignore_unknown_classes else "--splits.ignore-unknown-classes true"
     load = partial(load_split, source, class_names=train.class_names, ignore_unknown=option)
-    remarks: list[str] = []
     validation: Split | None = None
     validation_name = config.splits.validation or _validation_split(known, train_name)
     if validation_name is None:

@@ -26,6 +26,7 @@ from aploss.training.distributed import sum_over_processes
 from aploss.training.schedule import Schedule
 
 PARTS = ("classification", "box")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NORMS = (nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._NormBase)
 SHOWN_IMAGES = 8
 
@@ -178,8 +179,9 @@ class Stepper:
         if config.model.frozen_backbone:
             detector.body().requires_grad_(False)
         self.ema = _make_ema(detector, config.model.ema)
-        self._plain_optimizer = make_optimizer(detector, config.optimizer)
-        self.optimizer = accelerator.prepare_optimizer(self._plain_optimizer)
+        self.optimizer = make_optimizer(detector, config.optimizer)
+        # Not Accelerate's mixed precision: it is one for all runs of a process, and for validation, too.
+        self.scaler = torch.amp.GradScaler(accelerator.device.type, enabled=config.precision == "float16")
         self._name_of = name_of
         self._model = self._parallel(detector)
         self._trained = [p for p in detector.parameters() if p.requires_grad]
@@ -216,10 +218,9 @@ class Stepper:
             factor = torch.where(total.detach().isfinite(), 1.0, math.nan)
             is_last = index == len(batches) - 1
             with nullcontext() if is_last else self.accelerator.no_sync(self._model):
-                self.accelerator.backward(total * factor)
+                self.scaler.scale(total * factor / len(batches)).backward()  # type: ignore[no-untyped-call]
         norm, first_bad = self._clip()
-        scaler = self.accelerator.scaler
-        lowers_scale = scaler is not None and scaler.get_scale() > 1
+        lowers_scale = self.scaler.is_enabled() and self.scaler.get_scale() > 1
         self._update(norm)
         values = torch.cat([sums, torch.stack([norm, first_bad.to(norm)])])
         self._pending.append(_Pending(number, indices, values, lowers_scale=lowers_scale))
@@ -262,7 +263,8 @@ class Stepper:
         if isinstance(images, Tensor) and images.dtype == torch.uint8:
             images = images.float() / 255
         try:
-            with self.accelerator.autocast():
+            dtype = DTYPES[self.config.precision]
+            with torch.autocast(self.accelerator.device.type, dtype, enabled=dtype != torch.float32):
                 return self._model(images, batch.targets), None
         except NonFiniteScoresError as error:
             return {}, BadNumbers("score", str(error))
@@ -273,7 +275,7 @@ class Stepper:
 
     def _clip(self) -> tuple[Tensor, Tensor]:
         """Clips the gradients; returns their norm before, and which is the first that is not finite, or -1."""
-        self.accelerator.unscale_gradients()
+        self.scaler.unscale_(self.optimizer)
         gradients = [one.grad for one in self._trained if one.grad is not None]
         norms = torch.stack(torch._foreach_norm(gradients))
         norm = torch.linalg.vector_norm(norms)
@@ -284,13 +286,14 @@ class Stepper:
 
     def _update(self, norm: Tensor) -> None:
         """Changes the weights and their average, unless the norm of the gradients is not finite."""
-        if self.accelerator.scaler is not None:
-            self.optimizer.step()  # after an overflow the loss scaler skips it and lowers its scale
-            if self.optimizer.step_was_skipped:
+        if self.scaler.is_enabled():
+            self.scaler.step(self.optimizer)  # after an overflow it skips the step and lowers its scale
+            self.scaler.update()
+            if not bool(norm.isfinite()):
                 return
-        elif self._plain_optimizer.defaults["fused"]:
+        elif self.optimizer.defaults["fused"]:
             # A fused optimizer skips the step if this is 1, without the host having to know.
-            self._plain_optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+            self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
             self.optimizer.step()
         elif bool(norm.isfinite()):
             self.optimizer.step()
@@ -326,16 +329,13 @@ class Stepper:
             assert torch.distributed.group.WORLD is not None
             criterion.set_process_group(torch.distributed.group.WORLD)
         model: nn.Module = self.accelerator.prepare_model(detector)
-        if self.accelerator.native_amp:
-            # Only training uses mixed precision: without Accelerate's wrapper, validation runs in float32.
-            self.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
         return model
 
     def state(self) -> dict[str, Any]:
         """Returns the fields of :class:`~aploss.detectors.checkpoint.TrainingState` that a step changes."""
         return {
             "optimizer": self.optimizer.state_dict(),
-            "scaler": {} if self.accelerator.scaler is None else self.accelerator.scaler.state_dict(),
+            "scaler": self.scaler.state_dict(),
             # Without an EMA these weights are already in the checkpoint.
             "weights": None if self.ema is None else self.detector.state_dict(),
             "averaged_steps": None if self.ema is None else int(self.ema.n_averaged),
@@ -344,8 +344,8 @@ class Stepper:
     def load_state(self, state: TrainingState, evaluated: Mapping[str, Tensor] | None) -> None:
         """Restores :meth:`state`; ``evaluated`` are the weights of the checkpoint's detector."""
         self.optimizer.load_state_dict(state.optimizer)
-        if self.accelerator.scaler is not None:
-            self.accelerator.scaler.load_state_dict(state.scaler)
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(state.scaler)
         if self.ema is None:
             self.detector.load_state_dict(evaluated or {})
         else:

@@ -5,12 +5,11 @@ scores j. With f piecewise linear (Section 3.4 of the AP-loss paper) no pair has
 
     f(x) = (relu(x + delta) - relu(x - delta)) / (2 delta)
 
-and a sum of relu(s_j - c) over j is the sum of the scores above c minus c times their number: sort
-the scores once, take cumulative sums, and look up c. That gives the ranks p and n of every positive;
-a rule turns them into errors (1 - precision for AP, see :mod:`.rules`); the gradient of a negative j
-is again a sum of step functions, over the positives and with weights, and so again two lookups.
-:func:`explained_ap_loss` is all of it in torch operations, tested against ``reference.py``. The
-backends compute the same with less work per score, because only the P positives need sorting:
+and a sum of relu(s_j - c) over j is the sum of the scores above c minus c times their number: sort the scores once,
+take cumulative sums, and look up c. That gives the ranks p and n of every positive; a rule turns them into errors (1 -
+precision for AP, see :mod:`.rules`); the gradient of a negative j is again a sum of step functions, over the positives
+and with weights, and so again two lookups. :func:`explained_ap_loss` is all of it in torch operations, tested against
+``reference.py``. The backends compute the same with less work per score, because only the P positives need sorting:
 
 - :mod:`.torch_backend`, every device: the breakpoints s_i - delta and s_i + delta cut the score axis
   into segments (:mod:`.segments`); each negative is counted in its segment, in integers, so that

@@ -1,12 +1,11 @@
 """Backend dispatch, input validation and cross-process ranking.
 
-A ranking goes through the stages of :class:`.problem.Backend`; the engine raises what is wrong with
+A ranking goes through the stages of :class:`.torch_backend.TorchBackend`; the engine raises what is wrong with
 the input after the first stage and applies the rule of the loss after the last.
 
-Data-parallel processes rank their scores together as one process would. The positives travel, and
-one count and one sum per segment: O(P) numbers in three messages; the N scores never do. Every
-process takes part in every exchange, also one without positives and one with invalid input: then
-all of them raise, and none is left waiting.
+Data-parallel processes rank their scores together as one process would. The positives travel, and one count and one sum
+per segment: O(P) numbers in three messages; the N scores never do. Every process takes part in every exchange, also one
+without positives and one with invalid input: then all of them raise, and none is left waiting.
 """
 
 import os
@@ -41,7 +40,7 @@ from ..checks import (
     raise_non_finite_score,
 )
 from .levels import add_levels
-from .problem import Backend, Found, Positives, Problem, Reduce, Status, loss_dtype
+from .problem import COMPILED_SCORES, COMPILED_TARGETS, Found, Positives, Problem, Reduce, Status, loss_dtype
 from .rules import Rule
 from .torch_backend import TorchBackend
 
@@ -147,15 +146,13 @@ def _rank_directly(
 ) -> tuple[Tensors, Tensors] | None:
     """Value and gradient of the plain case on the CPU, see :func:`.numba_backend.rank_directly`, else None."""
     rule, delta, groups, weights, _, non_finite, thresholds = options
-    if (
-        thresholds is not None
-        or not (groups is weights is box_losses and non_finite == "raise")
-        or type(targets) is not Tensor
+    if thresholds is not None or not (groups is weights is box_losses and non_finite == "raise"):
+        return None
+    if type(targets) is not Tensor or type(scores) not in (Tensor, Parameter):
+        return None
+    if not (
+        _is_plain(scores, COMPILED_SCORES) and _is_plain(targets, COMPILED_TARGETS) and scores.shape == targets.shape
     ):
-        return None
-    if type(scores) not in (Tensor, Parameter) or scores.is_nested or not scores.is_cpu:
-        return None
-    if scores.is_neg() or targets.is_neg() or torch._is_zerotensor(scores) or torch._is_zerotensor(targets):
         return None
     if _inspections_left and delta > 0:
         _warn_about_probabilities(scores.detach())
@@ -165,8 +162,18 @@ def _rank_directly(
     return None if result is None else ((result[0],), () if result[1] is None else (result[1],))
 
 
+def _is_plain(tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> bool:
+    """Whether a tensor is on the CPU, of one of these dtypes, dense, and its values are as they are in memory."""
+    return (
+        tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.dtype in dtypes
+        and not (tensor.is_nested or tensor.is_neg() or torch._is_zerotensor(tensor))
+    )
+
+
 def rank_problem(
-    backend: Backend, problem: Problem, non_finite: str = "raise", needs_gradient: bool = True
+    backend: TorchBackend, problem: Problem, non_finite: str = "raise", needs_gradient: bool = True
 ) -> tuple[Tensors, Tensors]:
     """Ranks the scores of this process alone: the values of the loss and their flat gradients."""
     found = backend.find(problem)
@@ -179,7 +186,12 @@ def rank_problem(
 
 
 def _apply_rule(
-    backend: Backend, problem: Problem, found: Found, positives: Positives, reduce: Reduce | None, needs_gradient: bool
+    backend: TorchBackend,
+    problem: Problem,
+    found: Found,
+    positives: Positives,
+    reduce: Reduce | None,
+    needs_gradient: bool,
 ) -> tuple[Tensors, Tensors]:
     """The values of the loss and their flat gradients, from the sorted positives."""
     rule, f0 = problem.rule, 0.5 if problem.delta else 1.0
@@ -213,7 +225,7 @@ def _apply_rule(
     return values, gradients if needs_gradient else ()
 
 
-def _scatter(backend: Backend, problem: Problem, positives: Positives, values: Any, like: Tensor | None) -> Tensor:
+def _scatter(backend: TorchBackend, problem: Problem, positives: Positives, values: Any, like: Tensor | None) -> Tensor:
     """A gradient on this process's positives, at their scores or in the order of their box losses."""
     assert like is not None
     device, dtype = problem.scores.device, loss_dtype(like.dtype)
@@ -326,7 +338,7 @@ def _raise_invalid(problem: Problem, status: Status, non_finite: str) -> None:
         raise ValueError("weights must be finite and not negative")
 
 
-def _local_positives(backend: Backend, problem: Problem, found: Found) -> Positives:
+def _local_positives(backend: TorchBackend, problem: Problem, found: Found) -> Positives:
     """The positives of this process with all of their properties."""
     groups, weights = problem.groups, problem.weights
     if found.status.positives == 0:
@@ -351,7 +363,7 @@ def _local_positives(backend: Backend, problem: Problem, found: Found) -> Positi
 
 def _find_together(
     scores: Tensor, targets: Tensor, options: Options, box_losses: Tensor | None
-) -> tuple[Backend, Problem, Found, Status, Positives]:
+) -> tuple[TorchBackend, Problem, Found, Status, Positives]:
     """Finds the positives of all processes; every process raises if one has invalid input."""
     group, mistake = options.process_group, None
     try:
@@ -400,7 +412,7 @@ def _device_of(group: Any) -> torch.device:
 
 
 def _gather_positives(
-    backend: Backend, problem: Problem, own: Positives, statuses: list[Status], group: Any
+    backend: TorchBackend, problem: Problem, own: Positives, statuses: list[Status], group: Any
 ) -> Positives:
     """The positives of all processes, rank by rank."""
     device = _device_of(group)
@@ -444,7 +456,7 @@ def resolve_group(name: str) -> Any:
 # ---- Backends ------------------------------------------------------------------------------------
 
 
-def _select_backend(problem: Problem) -> Backend:
+def _select_backend(problem: Problem) -> TorchBackend:
     """The backend chosen by hand, or the best one for the device of the scores."""
     kind, chosen = problem.scores.device.type, _chosen or _chosen_by_environment()
     if kind == "cpu" and chosen in (None, "cpu"):

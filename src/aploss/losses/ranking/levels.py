@@ -9,10 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .problem import Backend, Positives, Problem
+from .problem import Positives, Problem
+from .torch_backend import TorchBackend
 
 
-def add_levels(backend: Backend, problem: Problem, positives: Positives) -> Positives:
+def add_levels(backend: TorchBackend, problem: Problem, positives: Positives) -> Positives:
     """Adds ``members`` and ``shares`` [T, P] to the sorted positives of all processes."""
     device = problem.scores.device
     columns = {

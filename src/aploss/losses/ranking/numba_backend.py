@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from ..checks import MIN_DELTA
-from .problem import Found, Positives, Problem, Ranks, Reduce, Status
+from .problem import COMPILED_TARGETS, Found, Positives, Problem, Ranks, Reduce, Status
 from .rules import Ratio, Rule
+from .torch_backend import TorchBackend
 
 BLOCK = 256
 MIN_SCORES_PER_THREAD = 1 << 16
 MAX_CELLS_PER_ROW = 16  # of the lookup table: most cells then hold no edge, or one
-COMPILED_TARGETS = (torch.float32, torch.int64, torch.float64)  # others are converted
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 _log = logging.getLogger("aploss.losses")
@@ -242,9 +242,10 @@ def _write_gradient(scores, start, stop, rows, axis, delta, own, n, index, out):
         weights[k] = own[k] / n[k] if n[k] != 0 else 0.0
     exact_height, exact_slope = _line(axis, weights, delta)
     height, slope = np.empty(len(edges), edges.dtype), np.empty(len(edges), edges.dtype)
+    inverse = 0.5 / delta if delta > 0 else 0.0
     for row in range(len(edges)):
         height[row] = exact_height[row]
-        slope[row] = exact_slope[row] / (2 * delta) if delta > 0 else 0.0
+        slope[row] = exact_slope[row] * inverse
     width = edges.dtype.type(2 * delta)
     for i in range(np.uint64(start), np.uint64(stop)):
         row = np.uint64(rows[i])
@@ -303,7 +304,7 @@ def _cut_axis(positives, first_positive, delta, infinity):
     for g in range(groups):
         start = end = first_positive[g]
         stop, row = first_positive[g + 1], first_row[g]
-        previous_high, previous_low, width = 0.0, 0.0, 2 * delta
+        previous_high, previous_low, inverse = 0.0, 0.0, 0.5 / delta if delta > 0 else 0.0
         while end < stop:
             row += 1
             if delta == 0:
@@ -321,9 +322,9 @@ def _cut_axis(positives, first_positive, delta, infinity):
             edges[row] = edge
             ramps[row] = start - end
             if ramps[row - 1] > 0:  # a length below 0 makes up for two edges that rounding swapped
-                lengths[row - 1] = ((exact - previous_high) + (lost - previous_low)) / width
+                lengths[row - 1] = ((exact - previous_high) + (lost - previous_low)) * inverse
             if edge < infinity:
-                gaps[row] = (edge - exact - lost) / width
+                gaps[row] = (edge - exact - lost) * inverse
             previous_high, previous_low = exact, lost
     return first_row, edges, geometry, bounds
 
@@ -365,6 +366,7 @@ def _positive_rows(axis, positives, first_positive, delta):
     """The row of each positive, and its distance to the row's edge as a share of 2 delta [P]."""
     first_row, edges = axis[0], axis[1]
     rows, shares = np.empty(len(positives), np.int64), np.zeros(len(positives))
+    inverse = 0.5 / delta if delta > 0 else 0.0
     for g in range(len(first_row) - 1):
         row = first_row[g]
         for i in range(first_positive[g], first_positive[g + 1]):
@@ -372,7 +374,7 @@ def _positive_rows(axis, positives, first_positive, delta):
                 row += 1
             rows[i] = row
             if delta > 0:
-                shares[i] = (positives[i] - edges[row]) / (2 * delta)
+                shares[i] = (positives[i] - edges[row]) * inverse
     return rows, shares
 
 
@@ -388,8 +390,9 @@ def _rank_positives(axis, positives, first_positive, delta, tallies, unit, weigh
     first_row, f0 = axis[0], 0.5 if delta > 0 else 1.0
     rows, shares = _positive_rows(axis, positives, first_positive, delta)
     both = np.zeros((len(tallies), 2 + len(columns), 2))  # positives, negatives, columns
+    inverse = 1.0 / unit  # a power of two: exact, and much faster than to divide
     for row in range(len(both)):
-        both[row, 1, 0], both[row, 1, 1] = tallies[row, 0], tallies[row, 1] / unit
+        both[row, 1, 0], both[row, 1, 1] = tallies[row, 0], tallies[row, 1] * inverse
     for i in range(len(rows)):
         both[rows[i], 0, 0] += 1.0
         both[rows[i], 0, 1] += shares[i]
@@ -419,38 +422,34 @@ rank_positives = Kernel(_rank_positives.py_func)
 write_gradient = Kernel(_write_gradient.py_func)
 
 
-@_inside
-def _apply_ratio(ranks, ratio, monotone):
-    """The errors of a rule that is a :class:`.Ratio`, times the weights, and their sum."""
-    own, total, smallest = np.empty(ranks.shape[1]), 0.0, np.inf
-    for i in range(len(own)):
-        p, n = ranks[0, i], ranks[1, i]
-        denominator = ratio[0] + ratio[1] * p + ratio[2] * n + ratio[3] * ranks[2, i]
-        error = n / denominator if denominator > 0 else 0.0
-        smallest = min(smallest, error) if monotone else error
-        own[i] = smallest * ranks[3, i]
-        total += own[i]
-    return own, total
-
-
 @Kernel
-def loss_and_gradient(scores, negative, positives, index, delta, infinity, width, unit, ratio, monotone, rows, out):
-    """A loss of one value for one thread, in one call; ``out`` gets the gradient unless it is empty."""
+def loss_and_gradient(
+    scores, negative, positives, index, delta, infinity, unit, of_own, of_positives, of_negatives, of_total, monotone,
+    rows, out,
+):  # fmt: skip
+    """A loss of one value for one thread, in one call; ``out`` gets the gradient unless it is empty.
+
+    The rule is a :class:`.Ratio`, given as its four numbers: of few and simple arguments numba finds the types fastest.
+    """
     first_positive = np.empty(2, np.int64)
     first_positive[0], first_positive[1] = 0, len(positives)
     nothing, no_columns = np.empty(0), np.empty((0, 0))
     axis = _cut_axis(positives, first_positive, delta, infinity)
     no_groups = np.empty(0, np.int32)
     all_scores = (scores, 0, len(scores), negative, no_groups)
-    tallies = _tally_negatives(*all_scores, axis[0], axis[1], width, unit, rows)
+    tallies = _tally_negatives(*all_scores, axis[0], axis[1], 2 * delta, unit, rows)
     ranks = _rank_positives(axis, positives, first_positive, delta, tallies, unit, nothing, no_columns)
-    own, loss = _apply_ratio(ranks, ratio, monotone)
+    own, loss, smallest = np.empty(len(positives)), 0.0, np.inf
+    for i in range(len(own)):
+        n = ranks[1, i]
+        denominator = of_own + of_positives * ranks[0, i] + of_negatives * n + of_total * ranks[2, i]
+        error = n / denominator if denominator > 0 else 0.0
+        smallest = min(smallest, error) if monotone else error
+        own[i] = smallest * ranks[3, i]
+        loss += own[i]
     if len(out) > 0:
         _write_gradient(scores, 0, len(scores), rows, axis, delta, own, ranks[1], index, out)
     return loss
-
-
-apply_ratio = Kernel(_apply_ratio.py_func)
 
 
 @_inside
@@ -565,49 +564,34 @@ def rank_directly(
 ) -> tuple[Tensor, Tensor | None] | None:
     """Loss and gradient of the plain case, with as little Python as possible around the kernels.
 
-    The plain case has one process, one value, no groups, weights or box losses. None for any other,
-    and for invalid input, on which the stages of :class:`NumbaBackend` raise.
+    The plain case has one process and thread, one value, no groups, weights or box losses. None for
+    any other, and for invalid input, on which the stages of :class:`NumbaBackend` raise.
     """
     size = scores.numel()
     if (
-        scores.dtype not in _NUMPY
-        or targets.dtype not in COMPILED_TARGETS
-        or type(rule.error) is not Ratio
+        type(rule.error) is not Ratio
         or rule.second
-        or scores.shape != targets.shape
-        or not (size and scores.is_cpu and targets.is_cpu and scores.is_contiguous() and targets.is_contiguous())
         or not (delta == 0 or MIN_DELTA <= delta < np.inf)
+        or not (size and scores.is_contiguous() and targets.is_contiguous())
+        or _num_parts(size) > 1  # the stages are split over threads
     ):
         return None
-    flat, kind = scores.detach().view(-1).numpy(), _NUMPY[scores.dtype]
+    flat, flat_targets = scores.detach().numpy().reshape(-1), targets.detach().numpy().reshape(-1)
     negative = np.empty(size, np.bool_)
-    index, positives, _, bad_targets, bad_scores = find_positives(
-        targets.detach().view(-1).numpy(), flat, False, negative
-    )
+    index, positives, _, bad_targets, bad_scores = find_positives(flat_targets, flat, 0, negative)
     if len(index) == 0 or bad_targets or bad_scores:
         return None
     order = positives.argsort()
-    positives, index, delta, rows = positives[order], index[order], float(delta), np.empty(size, np.uint32)
-    gradient = torch.empty_like(scores) if needs_gradient else None
-    out = flat[:0] if gradient is None else gradient.view(-1).numpy()
-    numbers = (kind(np.inf), 2 * delta, _fixed_point_unit(size))
-    if _num_parts(size) == 1:
-        rest = (*numbers, tuple(rule.error), rule.monotone, rows, out)
-        loss = loss_and_gradient(flat, negative, positives, index, delta, *rest)
-        return torch.scalar_tensor(loss, dtype=scores.dtype), gradient
-    first_positive = np.array([0, len(positives)])
-    axis = cut_axis(positives, first_positive, delta, numbers[0])
-    of_rows = (negative, _NO_GROUPS, *axis[:2], *numbers[1:], rows)
-    tallies = sum(_in_parts(size, lambda start, stop: tally_negatives(flat, start, stop, *of_rows)))
-    ranks = rank_positives(axis, positives, first_positive, delta, tallies, numbers[2], _NOTHING, _NO_COLUMNS)
-    own, loss = apply_ratio(ranks, tuple(rule.error), rule.monotone)
-    if gradient is not None:
-        of_rows = (rows, axis, delta, own, ranks[1], index, out)
-        _in_parts(size, lambda start, stop: write_gradient(flat, start, stop, *of_rows))
+    out = np.empty(size if needs_gradient else 0, flat.dtype)
+    loss = loss_and_gradient(
+        flat, negative, positives[order], index[order], float(delta), _INFINITY[flat.dtype], _fixed_point_unit(size),
+        *rule.error, rule.monotone + 0, np.empty(size, np.uint32), out,
+    )  # fmt: skip
+    gradient = torch.from_numpy(out.reshape(scores.shape)) if needs_gradient else None
     return torch.scalar_tensor(loss, dtype=scores.dtype), gradient
 
 
-_NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
+_INFINITY = {np.dtype(kind): kind(np.inf) for kind in (np.float32, np.float64)}
 
 
 def _fixed_point_unit(size: int) -> float:
@@ -615,8 +599,8 @@ def _fixed_point_unit(size: int) -> float:
     return 2.0 ** (62 - size.bit_length())
 
 
-class NumbaBackend:
-    """See :class:`aploss.losses.ranking.problem.Backend`."""
+class NumbaBackend(TorchBackend):
+    """The stages of :class:`.torch_backend.TorchBackend` on NumPy arrays."""
 
     name = "cpu"
 
@@ -625,7 +609,7 @@ class NumbaBackend:
         if targets.dtype not in COMPILED_TARGETS:
             targets = targets.to(torch.float32)
         negative = np.empty(len(scores), np.bool_)
-        index, values, *counts = find_positives(targets.numpy(), scores, problem.rule.soft_targets, negative)
+        index, values, *counts = find_positives(targets.numpy(), scores, problem.rule.soft_targets + 0, negative)
         others = problem.box_losses, problem.weights
         status = Status(len(index), *counts, *(0 if given is None else _count_bad(given) for given in others))
         return _Found(status, index, values, scores, negative)

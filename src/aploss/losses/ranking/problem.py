@@ -1,19 +1,21 @@
 """What is ranked, and what the stages of a ranking pass to each other.
 
-A backend runs the stages on its own arrays (NumPy for the CPU, tensors elsewhere): it finds the
-positives, sorts them, tallies the negatives between the breakpoints of the step function, computes
-the ranks, and evaluates the gradient. The engine applies the rule of the loss in between. Only
-``find``, ``rank`` and ``gradient`` read the N scores.
+A backend runs the stages on its own arrays (NumPy for the CPU, tensors elsewhere): it finds the positives, sorts them,
+tallies the negatives between the breakpoints of the step function, computes the ranks, and evaluates the gradient. The
+engine applies the rule of the loss in between. Only ``find``, ``rank`` and ``gradient`` read the N scores.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .rules import Rule
+
+COMPILED_SCORES = (torch.float32, torch.float64)  # the numba backend converts others
+COMPILED_TARGETS = (torch.float32, torch.int64, torch.float64)
 
 
 def loss_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -135,51 +137,3 @@ class Ranks:
 
 
 Reduce = Callable[[Tensor], None]
-
-
-class Backend(Protocol):
-    """The stages of a ranking on some kind of device.
-
-    Attributes:
-        name: as :func:`aploss.losses.use_backend` takes it.
-    """
-
-    name: str
-
-    def find(self, problem: Problem) -> Found:
-        """Finds the positives of this process and checks every target and score."""
-
-    def positives(self, problem: Problem, found: Found, **given: Tensor) -> Positives:
-        """The positives as arrays of this backend, with further properties as given."""
-
-    def from_tensors(self, columns: dict[str, Tensor]) -> Positives:
-        """Positives that were gathered from all processes."""
-
-    def sort(self, positives: Positives) -> Positives:
-        """Sorts the positives by group and score, stably."""
-
-    def rank(self, problem: Problem, found: Found, positives: Positives, reduce: Reduce | None) -> Ranks:
-        """The ranks of the sorted positives.
-
-        Args:
-            reduce: adds up the tallies of this process's negatives, float64 [2, R], over all
-                processes, in place; None if this process ranks alone.
-        """
-
-    def running_minimum(self, found: Found, values: Any) -> Any:
-        """The smallest value up to each positive within its group [..., P]."""
-
-    def sort_pairs(self, problem: Problem, found: Found, positives: Positives, weights: Any) -> tuple[Any, Any]:
-        """Rank & Sort's sorting error, and its gradient on the positives [P]."""
-
-    def line_at_positives(self, problem: Problem, found: Found, positives: Positives, weights: Any) -> Any:
-        """sum_i weights_i f(s_k - s_i) for each positive k [P]."""
-
-    def tensor(self, values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An array or number of this backend as a tensor."""
-
-    def gradient(self, problem: Problem, found: Found, positives: Positives, ranks: Ranks, own: Any) -> Tensor:
-        """The flat gradient of this process's scores [N], in the dtype of the loss.
-
-        Positive i gets -own_i, its weighted error, and each negative j gets own_i f(s_j - s_i) / n_i.
-        """

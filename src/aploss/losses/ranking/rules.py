@@ -1,10 +1,9 @@
 """The rules of the ranking losses: from the ranks of a positive to its error.
 
-A rule is plain arithmetic on arrays, so NumPy and torch evaluate the same function, and every
-backend gets a new rule without knowing its name; ``RankingOperator(rule)`` of
-:mod:`aploss.losses.autograd` makes a loss of it. The error of positive i is shared among the
-negatives above it in proportion to f(x_ij), so that a rule needs no gradient of its own: the
-update of the pair (i, j) is error_i * f(x_ij) / n_i, Eq. (7) of the AP-loss paper.
+A rule is plain arithmetic on arrays, so NumPy and torch evaluate the same function, and every backend gets a new rule
+without knowing its name; ``RankingOperator(rule)`` of :mod:`aploss.losses.autograd` makes a loss of it. The error of
+positive i is shared among the negatives above it in proportion to f(x_ij), so that a rule needs no gradient of its own:
+the update of the pair (i, j) is error_i * f(x_ij) / n_i, Eq. (7) of the AP-loss paper.
 
 The arguments of a rule, each one value per positive i:
 
@@ -66,9 +65,9 @@ class Rule:
 
 
 # 1 - precision at i: the sum of L_ij over the negatives j, Eq. (3) and (5).
-PRECISION_ERROR = Ratio(own=1, positives=1, negatives=1, total=0)
+PRECISION_ERROR = Ratio(own=1.0, positives=1.0, negatives=1.0, total=0.0)
 # The share of the negatives above i, Section 3.1.
-ROC_ERROR = Ratio(own=0, positives=0, negatives=0, total=1)
+ROC_ERROR = Ratio(own=0.0, positives=0.0, negatives=0.0, total=1.0)
 
 
 def _ranking_error(p, n, negatives, f0, above):

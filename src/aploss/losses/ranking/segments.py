@@ -1,7 +1,6 @@
 """The mathematics between the two passes over the scores, in torch operations: O(P log P), in float64.
 
-The step function of the paper (Section 3.4) is piecewise linear in the score s_j of the other
-anchor::
+The step function of the paper (Section 3.4) is piecewise linear in the score s_j of the other anchor::
 
     f(s_j - s_i) = 0  below s_i - delta,   1 above s_i + delta,   a straight line in between.
 

@@ -1,10 +1,9 @@
 """The ranking in torch operations, for every device.
 
-It adds to the page in :mod:`aploss.losses.ranking` that only the positives are sorted: a negative
-finds its segment of the score axis by bisection (see :mod:`.segments`). Sums over the scores are
-sums of integers (fixed point), which do not depend on the order of adding: results are the same in
-every run, without the slow paths of deterministic algorithms. The host reads one small tensor, the
-status.
+It adds to the page in :mod:`aploss.losses.ranking` that only the positives are sorted: a negative finds its segment of
+the score axis by bisection (see :mod:`.segments`). Sums over the scores are sums of integers (fixed point), which do
+not depend on the order of adding: results are the same in every run, without the slow paths of deterministic
+algorithms. The host reads one small tensor, the status.
 """
 
 from collections.abc import Iterator
@@ -35,11 +34,12 @@ class _Found(Found):
 
 
 class TorchBackend:
-    """See :class:`aploss.losses.ranking.problem.Backend`."""
+    """The stages of a ranking, in the order in which the engine calls them."""
 
     name = "torch"
 
     def find(self, problem: Problem) -> Found:
+        """Finds the positives of this process and checks every target and score."""
         targets = problem.targets
         positive, negative, ignored = self.positive_mask(problem), targets == 0, targets == -1
         scores = problem.scores.to(problem.dtype)
@@ -65,12 +65,15 @@ class TorchBackend:
         return (targets > 0) & (targets <= 1) if problem.rule.soft_targets else targets == 1
 
     def positives(self, problem: Problem, found: Any, **given: Tensor) -> Positives:
+        """The positives as arrays of this backend, with further properties as given."""
         return Positives(problem.scores[found.index].double(), found.index, **given)
 
     def from_tensors(self, columns: dict[str, Tensor]) -> Positives:
+        """Positives that were gathered from all processes."""
         return Positives(**columns)
 
     def sort(self, positives: Positives) -> Positives:
+        """Sorts the positives by group and score, stably."""
         order = positives.scores.argsort(stable=True)
         if positives.groups is not None:
             order = order[positives.groups[order].argsort(stable=True)]
@@ -91,6 +94,7 @@ class TorchBackend:
         return totals
 
     def rank(self, problem: Problem, found: Any, positives: Positives, reduce: Reduce | None) -> Ranks:
+        """The ranks of the sorted positives; ``reduce`` adds up the tallies [2, R] of all processes, in place."""
         segments = cut_into_segments(positives.scores.to(problem.dtype), problem.delta, positives.groups)
         found.segments = segments
         with _any_order_of_adding():
@@ -119,10 +123,13 @@ class TorchBackend:
         )
 
     def running_minimum(self, found: Any, values: Tensor) -> Tensor:
+        """The smallest value up to each positive within its group [..., P]."""
         return running_minimum(values, found.segments.groups)
 
     def sort_pairs(self, problem: Problem, found: Any, positives: Positives, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """The current error is the mean of 1 - y over the positives above i; the target is the mean
+        """Rank & Sort's sorting error, and its gradient on the positives [P].
+
+        The current error is the mean of 1 - y over the positives above i; the target is the mean
         over those among them that belong there, y >= y_i. Those with y < y_i share the blame.
         """
         scores, qualities, delta = positives.scores, positives.qualities, problem.delta
@@ -145,16 +152,22 @@ class TorchBackend:
         return errors.sum(), blame - errors
 
     def line_at_positives(self, problem: Problem, found: Any, positives: Positives, weights: Tensor) -> Tensor:
+        """sum_i weights_i f(s_k - s_i) for each positive k [P]."""
         segments: Segments = found.segments
         rows, shares = _positive_segments(segments, problem, positives)
         lines = line_through_segments(segments, weights)[:, rows]
         return lines[0] + lines[1] * shares
 
     def tensor(self, values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An array or number of this backend as a tensor."""
         result: Tensor = values.to(device=device, dtype=dtype)
         return result
 
     def gradient(self, problem: Problem, found: Any, positives: Positives, ranks: Ranks, own: Tensor) -> Tensor:
+        """The flat gradient of this process's scores [N], in the dtype of the loss.
+
+        Positive i gets -own_i, its weighted error, and each negative j gets own_i f(s_j - s_i) / n_i.
+        """
         own = own * -problem.num_processes
         pair_weights = -own / (ranks.n + (ranks.n == 0))
         with _any_order_of_adding():
@@ -229,8 +242,7 @@ def _sums_with_positives(
 def _any_order_of_adding() -> Iterator[None]:
     """Lets scatter-adds run in any order: those here add integers, or to distinct places.
 
-    With ``torch.use_deterministic_algorithms(True)`` torch would refuse some of them and sort all
-    scores for others.
+    With ``torch.use_deterministic_algorithms(True)`` torch would refuse some of them and sort all scores for others.
     """
     if not torch.are_deterministic_algorithms_enabled():
         yield

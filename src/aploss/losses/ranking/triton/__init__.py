@@ -1,8 +1,7 @@
 """The ranking on GPUs, with Triton kernels for the passes over all scores.
 
-It adds to the torch backend that each pass reads the scores once: one kernel checks the input and
-packs the negatives into bits, one tallies the negatives, one evaluates the gradient. Everything on
-the positives is the torch backend's.
+It adds to the torch backend that each pass reads the scores once: one kernel checks the input and packs the negatives
+into bits, one tallies the negatives, one evaluates the gradient. Everything on the positives is the torch backend's.
 
 The kernels are verified on first use: see :func:`verified_backend`.
 """
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import Backend, Found, Problem, Status
+from ..problem import Found, Problem, Status
 from ..segments import Segments
 from ..torch_backend import TorchBackend
 
@@ -73,7 +72,7 @@ class _Found(Found):
 
 
 class TritonBackend(TorchBackend):
-    """See :class:`aploss.losses.ranking.problem.Backend`.
+    """See :class:`.torch_backend.TorchBackend`.
 
     Args:
         block: scores of a program, a power of two from 32 to 4096; changes no result.
@@ -189,7 +188,7 @@ MAX_DIFFERENCE = 1e-5  # of the loss, and of the gradient as a share of the larg
 _verdicts: dict[Any, bool] = {}
 
 
-def verified_backend(problem: Problem, candidate: Backend | None = None) -> Backend:
+def verified_backend(problem: Problem, candidate: TorchBackend | None = None) -> TorchBackend:
     """The Triton backend where it agrees with the torch backend on this device, else the torch backend.
 
     The kernels are developed without access to every GPU. On the first use on a device, for a rule
@@ -222,7 +221,7 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else str(device)
 
 
-def _verify(candidate: Backend, problem: Problem) -> str | None:
+def _verify(candidate: TorchBackend, problem: Problem) -> str | None:
     """What is wrong with a backend on the device and dtypes of a problem; None if nothing is."""
     random = torch.Generator().manual_seed(0)
     targets = torch.zeros(CHECK_SCORES)
@@ -241,7 +240,7 @@ def _verify(candidate: Backend, problem: Problem) -> str | None:
     return None if difference <= MAX_DIFFERENCE else f"results differ by {difference:.3g}"
 
 
-def _loss_and_gradient(backend: Backend, problem: Problem) -> tuple[Tensor, Tensor]:
+def _loss_and_gradient(backend: TorchBackend, problem: Problem) -> tuple[Tensor, Tensor]:
     from ..engine import rank_problem
 
     values, gradients = rank_problem(backend, problem)

@@ -1,8 +1,7 @@
 """The Triton kernels over all scores; the backend beside this file launches them.
 
-They compute in float32 and integers, read each input once, and give the same bits for every block
-size: sums to which many programs add are sums of integers. Row r is the segment r - 1 of
-:mod:`..segments`; row 0 lies below all edges.
+They compute in float32 and integers, read each input once, and give the same bits for every block size: sums to which
+many programs add are sums of integers. Row r is the segment r - 1 of :mod:`..segments`; row 0 lies below all edges.
 """
 
 # ruff: noqa: N803
