@@ -38,8 +38,10 @@ def work(*arguments, **options):
 
 for place in (
     "training.run.make_detector", "data.builtin.builtin_folder", "experiments.compare.compare",
+    "experiments.compare.compare_runs",
     "experiments.reproduce.reproduce", "cli.eval.read_ground_truth", "cli.eval.read_detections", "detectors.load",
-    "cli.predict.load_detector", "detectors.checkpoint.load", "data.check.check_dataset", "data.contact_sheet",
+    "cli.predict.load_detector", "detectors.checkpoint.load",
+    "detectors.checkpoint.checkpoint_file", "data.check.check_dataset", "data.contact_sheet",
     "data.convert_dataset", "cli.bench.progress", "cli.theory.progress",
 ):
     module, _, name = place.rpartition(".")

@@ -15,6 +15,7 @@ EXTRAS = {
     "export": ("onnx", "onnxruntime", "onnxscript"),
     "app": ("gradio", "starlette"),
     "research": ("scipy", "tensorboard"),
+    "cluster": ("ray",),
     "wandb": ("wandb",),
     "mlflow": ("mlflow",),
     "hf": ("timm", "transformers"),

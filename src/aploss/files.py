@@ -1,4 +1,4 @@
-"""Atomic file writes, safe against kills and power cuts, and checks of archives."""
+"""Atomic file writes, safe against kills and power cuts, and guarded readers of YAML and archives."""
 
 import hashlib
 import json
@@ -11,10 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+import yaml
+
 from aploss.errors import RunError
 
 UNFINISHED = ".unfinished"
 MAX_NAME_BYTES = 200  # systems allow 255, suffix included
+MAX_YAML_CHARACTERS = 4 << 20
+MAX_YAML_ALIASES = 10  # nested, they repeat their content at most 3^(10/3) = 39 times; one more level, and it explodes
 
 
 def as_file_name(text: str, longest: int = 100) -> str:
@@ -93,6 +97,43 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any, *, indent: int | None = 2) -> None:
     """Writes a JSON file atomically."""
     write_text(path, json.dumps(value, indent=indent) + "\n")
+
+
+class _BoundedLoader(yaml.SafeLoader):
+    """Refuses the aliases (``*name``) of which a short text can be made that expands to any length."""
+
+    aliases = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        is_alias = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        if is_alias:
+            self.aliases += 1
+            if self.aliases > MAX_YAML_ALIASES:
+                raise ValueError(f"more than {MAX_YAML_ALIASES} aliases (*name); write their content in full")
+            if node is not None and node.end_mark is None:
+                raise ValueError("an alias (*name) inside the content that it stands for")
+        return node
+
+
+def load_yaml(text: str) -> Any:
+    """Parses YAML from a file of unknown origin; every file is read by this function.
+
+    Raises:
+        ValueError: it is not valid YAML, too long, nested too deeply, or has more aliases than a person writes.
+
+    Example:
+        >>> load_yaml("names: [cat, dog]")
+        {'names': ['cat', 'dog']}
+    """
+    if len(text) > MAX_YAML_CHARACTERS:
+        raise ValueError(f"over {MAX_YAML_CHARACTERS >> 20} MB")
+    try:
+        return yaml.load(text, _BoundedLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -54,11 +54,12 @@ def trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trainer:
 
 
 def test_compare_prints_the_table_and_where_the_page_is(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["compare", "--losses", "ap,focal", "--seeds", "2", "--steps", "5"]) == 0
-    shown = capsys.readouterr().out
-    assert "run 4 of 4: Focal loss, seed 1" in shown
-    assert "| AP-loss | **74.5 ± 0.7** |" in shown
-    assert "| AP-loss \N{MINUS SIGN} Focal loss | AP | +3.0 | [+3.0, +3.0] | 2 |" in shown
+    assert cli.main(["compare", "--losses", "ap,focal", "--seeds", "2", "--steps", "5", "--no-tune"]) == 0
+    shown, warning = capsys.readouterr()
+    assert "finished  Focal loss, seed 1: AP 72.0" in shown
+    assert shown.index("- ahead: AP-loss against Focal loss: +3.0 AP") < shown.index("| AP-loss | **74.5 ± 0.7** |")
+    assert "| AP-loss \N{MINUS SIGN} Focal loss | AP | +3.0 | **[+3.0, +3.0]** | 2 |" in shown
+    assert "--seeds 3" in warning
     page = Path("runs/compare-builtin-retinanet-tiny-ap-focal/report.html")
     assert f"report: {page}" in shown
     assert page.is_file()
@@ -67,7 +68,7 @@ def test_compare_prints_the_table_and_where_the_page_is(trainer: Trainer, capsys
 
 
 def test_settings_of_a_run_apply_to_all_losses(trainer: Trainer) -> None:
-    words = ["--losses", "ap,auc", "--seeds", "4,", "--detector", "ssdlite", "--quiet"]
+    words = ["--losses", "ap,auc", "--seeds", "4,", "--detector", "ssdlite", "--quiet", "--no-tune"]
     words += ["--batches.size", "2", "--optimizer.weight_decay", "0.5", "--validations", "3"]
     assert cli.main(["compare", *words]) == 0
     for config in trainer.configs:
@@ -80,11 +81,11 @@ def test_settings_of_a_run_apply_to_all_losses(trainer: Trainer) -> None:
 def test_variants_are_rows_and_each_has_its_learning_rate_searched(
     trainer: Trainer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--losses", "ap,ap:delta=0.5,focal:gamma=1:alpha=0.5", "--seeds", "1", "--tune", "--tune-steps", "3"]
+    words = ["--losses", "ap,ap:delta=0.5,focal:gamma=1:alpha=0.5", "--seeds", "1", "--tune-steps", "3"]
     assert cli.main(["compare", *words]) == 0
-    assert "trial 8 of 12: AP-loss (delta 0.5), learning rate 0.009" in capsys.readouterr().out
+    assert "finished  AP-loss (delta 0.5), trial of learning rate 0.009" in capsys.readouterr().out
     lengths = [config.schedule.length for config in trainer.configs]
-    assert lengths == [3] * 12 + [load_config("demo").schedule.length] * 3
+    assert lengths == [3] * 9 + [load_config("demo").schedule.length] * 3  # equal scores: the middle is taken
     page = Path("runs/compare-builtin-retinanet-tiny-ap-ap-delta0.5-focal-gamma1-alpha0.5")
     assert "Focal loss (gamma 1, alpha 0.5)" in (page / "report.html").read_text()
     rows = json.loads((page / "results.json").read_text())["rows"]
@@ -114,7 +115,7 @@ def test_other_data_takes_a_recipe_for_the_hardware(trainer: Trainer, tmp_path: 
     from aploss.data.builtin import builtin_folder
 
     data = str(builtin_folder(cache=tmp_path / "data", image_size=160, counts=(2, 1, 1)))
-    words = ["compare", "--losses", "ap", "--data", data, "--device", "cpu", "--seeds", "1"]
+    words = ["compare", "--losses", "ap", "--data", data, "--device", "cpu", "--seeds", "1", "--no-tune"]
     assert cli.main([*words, "--quiet"]) == 0
     (config,) = trainer.configs
     assert config.schedule.length == load_config("any-cpu").schedule.length
@@ -146,7 +147,11 @@ def test_an_interruption_or_the_time_limit_prints_how_to_resume(
         ("--vary schedule.length=1,2 --steps 2", "--vary schedule.length"),
         ("ap --losses focal", "--losses"),
         ("--tune --lr 1", "--lr"),
-        ("--tune-over criterion.box_weight=1,3", "--tune"),
+        ("--no-tune --tune-over criterion.box_weight=1,3", "--tune-over"),
+        ("--gpus-per-run 1", "--workers"),
+        ("--workers 2 --ray auto", "--ray"),
+        ("--seeds 3 --seeds-until-decided 3", "--seeds-until-decided"),
+        ("--runs nowhere", "nowhere"),
         ("--tune --tune-over criterion.box_wieght=1", "criterion.box_weight"),
         ("--tune --tune-over criterion.box_weight=-1", "criterion.box_weight"),
         ("--tune --tune-over criterion.box_weight=", "--tune-over"),
@@ -159,6 +164,14 @@ def test_options_that_do_not_fit_are_named(
     trainer: Trainer, refused: Callable[..., str], words: str, part: str
 ) -> None:
     assert part in refused("compare", *words.split())
+    assert trainer.configs == []
+
+
+def test_the_plan_is_printed_without_training(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compare", "ap", "focal", "--steps", "5", "--seeds-until-decided", "5", "--plan"]) == 0
+    shown = capsys.readouterr().out
+    assert "14 trainings of retinanet-tiny" in shown  # 2 x (5 seeds + 3 rates - 1)
+    assert "until decided after 3, 5 of them" in shown
     assert trainer.configs == []
 
 

@@ -54,7 +54,7 @@ def test_json_is_one_object_with_the_same_findings(yolo_folder, capsys):
     assert [(p["kind"], p["file"]) for p in content["problems"]] == [("unknown-class", "labels/val/val.txt")]
 
 
-def test_classes_limit_and_fast_reach_the_check(yolo_folder, capsys):
+def test_classes_limit_and_pixels_reach_the_check(yolo_folder, capsys):
     (yolo_folder / "labels/train/train.txt").write_text("0 0.5 0.5 0.2 0.5\n7 1 1 1 1\n8 1 1 1 1\n")
     assert main(["data", "check", str(yolo_folder), "--limit", "1"]) == 1
     assert "and 1 more" in capsys.readouterr().out
@@ -62,9 +62,9 @@ def test_classes_limit_and_fast_reach_the_check(yolo_folder, capsys):
     assert "nucleus" in capsys.readouterr().out
     image = yolo_folder / "images/val/val.png"
     image.write_bytes(image.read_bytes()[:-400])
-    assert main(["data", "check", str(yolo_folder), "--json"]) == 1
+    assert main(["data", "check", str(yolo_folder), "--json", "--pixels"]) == 1
     assert "unreadable-image" in capsys.readouterr().out
-    main(["data", "check", str(yolo_folder), "--json", "--fast"])
+    main(["data", "check", str(yolo_folder), "--json"])
     assert "unreadable-image" not in capsys.readouterr().out
 
 

@@ -24,7 +24,7 @@ def carried_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[P
         return SimpleNamespace(complete=True)
 
     monkeypatch.setattr("aploss.experiments.reproduce.compare", compare)
-    monkeypatch.setattr("aploss.experiments.reproduce.seconds_per_image", lambda config: 5.0)
+    monkeypatch.setattr("aploss.experiments.plan.measure_step", lambda config, batch: (5.0, 1.0))
     monkeypatch.chdir(tmp_path)
     return found
 
@@ -40,13 +40,13 @@ def test_a_name_alone_is_enough(name: str, carried_out: list[Any], capsys: pytes
 
 def test_options_reach_the_plan(carried_out: list[Any]) -> None:
     words = ["--data", "data/bccd", "--seeds", "2", "--steps", "70", "--no-tune", "--device", "cpu"]
-    words += ["--max-minutes", "9", "--cache", "kept", "--out", "page", "--quiet"]
+    words += ["--max-minutes", "9", "--cache", "kept", "--out", "page", "--quiet", "--seeds-until-decided", "4"]
     assert cli.main(["reproduce", "table2", *words]) == 0
     ((plan, out, options),) = carried_out
     config = plan.variants[0].config
     assert (config.data, config.device, config.schedule.length) == ("data/bccd", "cpu", 70)
     assert config.batches.image_size == (240, 320)  # of bccd-cpu
-    assert (plan.seeds, plan.tuning, out) == ((0, 1), None, Path("page"))
+    assert (plan.seeds, plan.looks, plan.tuning, out) == ((0, 1, 2, 3), (2, 3, 4), None, Path("page"))
     assert (options["max_minutes"], options["cache"], options["quiet"]) == (9.0, "kept", True)
 
 

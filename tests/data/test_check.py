@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from small_datasets import write_coco
 
 from aploss.data import check_dataset
 from aploss.data.check import check_report
@@ -82,6 +83,44 @@ def test_progress_counts_every_image_once(voc_folder):
     assert calls == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
+def test_findings_name_image_and_box(coco_folder):
+    file = coco_folder / "annotations/instances_val2017.json"
+    content = json.loads(file.read_text())
+    boxes = [[5, 5, 0, 9], [4, 5, float("nan"), 9], [20, 5, 9, 1], [10, 10, 20, 20]]
+    content["annotations"] += [
+        {"id": k + 2, "image_id": 10, "category_id": 3, "bbox": box} for k, box in enumerate(boxes)
+    ]
+    file.write_text(json.dumps(content))
+    shutil.copy(coco_folder / "val2017/d.png", coco_folder / "train2017/a.png")
+    result = check_dataset(coco_folder)
+    found = {(f.problem.kind, f.problem.image, f.problem.box) for f in result.findings}
+    assert found == {
+        ("degenerate-box", "val2017/d.png", (5, 5, 5, 14)),
+        ("bad-box", "val2017/d.png", None),
+        ("tiny-box", "val2017/d.png", (20, 5, 29, 6)),
+        ("repeated-box", "val2017/d.png", (10, 10, 30, 30)),
+        ("image-in-two-splits", "val2017/d.png", None),
+    }
+    assert result.copies == [("train2017/a.png", "val2017/d.png")]
+    assert all((Path(result.root) / f.problem.image).is_file() for f in result.findings)
+    json.dumps(result.to_dict(), allow_nan=False)
+
+
+def test_the_text_fits_on_a_screen_however_many_classes_and_problems(tmp_path):
+    write_coco(tmp_path / "coco")
+    for file in (tmp_path / "coco/annotations").iterdir():
+        content = json.loads(file.read_text())
+        content["categories"] += [{"id": 100 + k, "name": f"class {k}"} for k in range(200)]
+        wrong = [[5, 5, 0, 9], [0.1, 0.2, 0.3, 0.4], [60, 5, 30, 9], [5, 5, 9, 1], [1, 2, 3], None]
+        content["annotations"] += [
+            {"id": 50 + k, "image_id": 10, "category_id": 100 + k, "bbox": wrong[k % 6]} for k in range(120)
+        ]
+        file.write_text(json.dumps(content))
+    result = check_dataset(tmp_path / "coco")
+    assert len(check_report(result).splitlines()) <= 48
+    assert len(check_report(result, limit=0).splitlines()) > 200
+
+
 def test_the_dictionary_is_plain_json(coco_folder):
     (coco_folder / "train2017/a.png").unlink()
     result = check_dataset(coco_folder)
@@ -116,7 +155,7 @@ def test_the_text_shows_counts_bars_problems_and_a_verdict(voc_folder):
 
 
 def test_bccd_has_two_degenerate_boxes_and_nothing_else(bccd):
-    result = check_dataset(bccd, decode=False)
+    result = check_dataset(bccd)
     assert result.exit_code == 1
     assert [(f.problem.kind, f.problem.file) for f in result.findings] == [
         ("degenerate-box", "Annotations/BloodImage_00338.xml"),

@@ -128,6 +128,12 @@ FAULTS = [
     ("another class list in a split", "class-lists-differ", "coco", "coco",
      edit_json(lambda content: content["categories"].append({"id": 9, "name": "fox"}))),
     # YOLO
+    ("fractions in COCO", "fraction-box", JSON, "coco", annotation(bbox=[0.1, 0.2, 0.25, 0.4])),
+    ("corners as fractions", "fraction-box", JSON, "coco", annotation(bbox=[0.6, 0.7, 0.9, 0.95])),
+    ("fractions in VOC", "fraction-box", XML, "voc",
+     xml(CAT_BOX, "<xmin>0.1</xmin><ymin>0.2</ymin><xmax>0.4</xmax><ymax>0.5</ymax>")),
+    ("a box twice", "repeated-box", "images/train/a.png", "yolo",
+     row("1 0.70703125 0.5234375 0.4765625 0.630208333333")),
     ("four columns", "bad-box", TXT, "yolo", row("0 0.5 0.5 0.1")),
     ("a class that is no number", "bad-box", TXT, "yolo", row("cat 0.5 0.5 0.1 0.1")),
     ("a class id too high", "unknown-class", TXT, "yolo", row("2 0.5 0.5 0.1 0.1")),
@@ -167,7 +173,7 @@ FAULTS = [
 def test_a_planted_fault_is_found_and_its_file_named(clean_folders, kind, file, format, plant):
     folder = clean_folders[format]
     plant(folder)
-    result = check_dataset(folder)
+    result = check_dataset(folder, pixels=True)
     found = {(finding.problem.kind, finding.problem.file) for finding in result.findings}
     assert (kind, file) in found
     severe = {f.problem.effect.value for f in result.findings} - {"kept"}
@@ -184,9 +190,9 @@ def test_a_clean_set_gives_no_finding_at_all(clean_folders, format):
     assert result.exit_code == 0
 
 
-def test_a_fast_check_reads_headers_alone(coco_folder):
+def test_images_are_decoded_on_demand(coco_folder):
     (coco_folder / IMAGE).write_bytes((coco_folder / IMAGE).read_bytes()[:-400])
-    assert check_dataset(coco_folder).exit_code == 1
-    assert check_dataset(coco_folder, decode=False).exit_code == 0
+    assert check_dataset(coco_folder, pixels=True).exit_code == 1
+    assert check_dataset(coco_folder).exit_code == 0
     (coco_folder / IMAGE).write_bytes(b"")
-    assert check_dataset(coco_folder, decode=False).exit_code == 1
+    assert check_dataset(coco_folder).exit_code == 1

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -146,6 +147,28 @@ def test_entries_of_any_kind_are_read_or_reported(entries, mark, ascii_only):
     assert objects.xywh.tolist()[-1] == box["bbox"]
     assert len(problems) == len(entries)
     assert all(message.startswith("annotations[") for message in problems)
+
+
+sides = st.integers(-(2**63), 2**63) | st.floats(allow_nan=False, allow_infinity=False)
+objects_of_any_value = st.fixed_dictionaries(
+    {"image_id": st.integers(-(2**62), 2**62), "category_id": st.integers(0, 9), "bbox": st.lists(sides, max_size=5)},
+    optional={"id": st.integers(0, 2**63), "area": sides | st.none(), "iscrowd": st.sampled_from([0, 1, True, 2])},
+)
+
+
+@given(st.lists(objects_of_any_value, max_size=3))
+def test_entries_read_together_equal_those_read_one_by_one(entries):
+    """A list without an unusual entry is read in columns, one with an unusual entry is not."""
+
+    def read(entries: list) -> tuple:
+        problems = []
+        document = coco_document(json.dumps({"annotations": entries}).encode())
+        return read_objects(document.annotations, "x", lambda *problem: problems.append(problem)), problems
+
+    (together, reported), (one_by_one, also_reported) = read(entries), read([*entries, "not an object"])
+    assert reported == also_reported[:-1]
+    for first, second in zip(together, one_by_one, strict=True):
+        np.testing.assert_array_equal(first, second)
 
 
 def test_polygons_are_skipped_and_missing_sections_are_unset():

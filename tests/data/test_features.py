@@ -8,22 +8,13 @@ from typing import NoReturn
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from PIL import Image
+from small_features import IMAGES, SIZE, drawn, network, noisy_dataset, stored
 
 from aploss.data.annotations import DetectionDataset
-from aploss.data.features import FeatureMaps, StoredFeatures, Views, store_features
-from aploss.data.loader import AugmentedSamples, make_training_loader
+from aploss.data.features import FeatureMaps
+from aploss.data.loader import make_training_loader
 from aploss.errors import ConfigError, DataError
-
-SIZE = (32, 48)
-IMAGES = 9
-
-
-def network(images: torch.Tensor) -> FeatureMaps:
-    """Two maps that know left from right."""
-    weighted = images * torch.linspace(1, 2, images.shape[-1])
-    return FeatureMaps((F.avg_pool2d(weighted, 8), F.avg_pool2d(weighted[:, :1], 16)), SIZE)
 
 
 def never(images: torch.Tensor) -> NoReturn:
@@ -32,32 +23,7 @@ def never(images: torch.Tensor) -> NoReturn:
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> DetectionDataset:
-    """Nine noisy images of different size, with two boxes each."""
-    random = np.random.default_rng(0)
-    (tmp_path / "images").mkdir()
-    sizes = [(60 + 3 * k, 40 + k) for k in range(IMAGES)]
-    for k, (width, height) in enumerate(sizes):
-        pixels = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(tmp_path / "images" / f"{k}.png")
-    corners = random.uniform(0, 20, (2 * IMAGES, 2))
-    return DetectionDataset(
-        root=tmp_path / "images",
-        class_names=("a", "b"),
-        image_paths=[f"{k}.png" for k in range(IMAGES)],
-        image_sizes=sizes,
-        boxes_per_image=[2] * IMAGES,
-        boxes=np.concatenate([corners, corners + 15], axis=1),
-        labels=np.arange(2 * IMAGES) % 2,
-    )
-
-
-def drawn(dataset: DetectionDataset, count: int = 3, preset: str = "light") -> Views:
-    return Views(preset, count, AugmentedSamples(dataset, seed=0, preset=preset, size=SIZE).__getitem__)
-
-
-def stored(dataset: DetectionDataset, compute=network, views: Views | None = None, **changes) -> StoredFeatures:
-    options = {"network_digest": "one", "size": SIZE, "cache": dataset.root.parent / "cache", **changes}
-    return store_features(dataset, compute, views or drawn(dataset), **options)
+    return noisy_dataset(tmp_path)
 
 
 def test_batches_are_the_features_of_the_batches_of_images(dataset: DetectionDataset) -> None:
@@ -96,14 +62,12 @@ def test_drawn_views_are_those_of_the_augmentation(dataset: DetectionDataset) ->
     assert torch.equal(next(again.endless()).images.maps[0], next(loader.endless()).images.maps[0])
 
 
-def test_features_are_computed_once_and_anew_for_other_images_sizes_and_networks(dataset: DetectionDataset) -> None:
+def test_features_are_computed_once_and_again_for_other_images_sizes_and_networks(dataset: DetectionDataset) -> None:
     first = stored(dataset)
-    assert first.file.stat().st_size == first.bytes
+    assert first.bytes == sum(file.stat().st_size for file in first.files)
     assert stored(dataset, never) == first
-    assert stored(dataset.subset(range(5))).file != first.file
-    assert stored(dataset, size=(32, 40)).file != first.file
-    assert stored(dataset, network_digest="other").file != first.file
-    assert stored(dataset, views=drawn(dataset, 4)).file != first.file
+    for changes in ({"size": (32, 40)}, {"network_digest": "other"}, {"views": drawn(dataset, 4)}):
+        assert not set(stored(dataset, **changes).files) & set(first.files)
     counts, none = np.zeros(IMAGES, int), np.zeros(0, int)
     columns = {"boxes": np.zeros((0, 4)), **dict.fromkeys(("labels", "difficult", "crowd", "areas"), none)}
     empty = replace(dataset, boxes_per_image=counts, **columns)
@@ -113,32 +77,8 @@ def test_features_are_computed_once_and_anew_for_other_images_sizes_and_networks
     dataset.root = copied
     assert stored(dataset, never) == first
     Image.open(copied / "3.png").rotate(180).save(copied / "3.png")
-    assert stored(dataset).file != first.file
-
-
-def test_a_damaged_file_is_computed_again(dataset: DetectionDataset) -> None:
-    first = stored(dataset)
-    with first.file.open("r+b") as file:
-        file.truncate(100)
-    with pytest.raises(DataError, match="truncated"):
-        first.read(5, 0)
-    first.file.with_name("features.pt").write_bytes(b"no archive")
-    again = stored(dataset)
-    assert again == first
-    assert again.read(5, 0).isfinite().all()
-
-
-def test_the_next_image_stands_in_for_one_that_cannot_be_read(dataset: DetectionDataset) -> None:
-    (dataset.root / "2.png").write_bytes(b"no image")
-    features = stored(dataset)
-    assert list(features.unreadable) == [2]
-    torch.testing.assert_close(features.target(3, 1)["boxes"], drawn(dataset).sample((1, 3))[1]["boxes"])
-    options = {"batch_size": IMAGES, "seed": 0, "preset": "light", "size": SIZE, "features": features}
-    batches = make_training_loader(dataset, skip_unreadable=True, **options)
-    indices = next(batches.endless()).indices
-    assert 2 not in indices
-    assert len(indices) == IMAGES
-    assert batches.unreadable == features.unreadable
+    other = stored(dataset)
+    assert [new == old for new, old in zip(other.files, first.files, strict=True)] == [True, False, True]
 
 
 def test_what_cannot_be_stored_is_said_in_one_line(dataset: DetectionDataset) -> None:

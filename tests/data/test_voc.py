@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from small_datasets import write_picture
 
 from aploss.data.check import check_dataset
 from aploss.data.load import dataset_splits, load_dataset
@@ -32,6 +33,24 @@ def test_a_devkit_has_the_splits_of_each_year(tmp_path, voc_folder, parent, foun
     joined = load_dataset(root, "2007_train+2012_val")
     assert len(joined) == 4
     assert joined.image_paths[3].endswith("VOC2012/JPEGImages/d.png")
+
+
+def test_the_test_images_of_a_benchmark_are_read_without_annotations(tmp_path, voc_folder):
+    """07++12: trained on 2007 trainval and test and 2012 trainval, for the test images of 2012."""
+    for year, lists in {"2007": {"trainval": "ab", "test": "d"}, "2012": {"trainval": "c", "test": "ef"}}.items():
+        root = tmp_path / "VOCdevkit" / f"VOC{year}"
+        shutil.copytree(voc_folder / "Annotations", root / "Annotations")
+        (root / "ImageSets" / "Main").mkdir(parents=True)
+        for split, names in lists.items():
+            (root / "ImageSets" / "Main" / f"{split}.txt").write_text("".join(f"{name}\n" for name in names))
+            for name in names:
+                write_picture(root / "JPEGImages" / f"{name}.png")
+    train = load_dataset(tmp_path / "VOCdevkit", "2007_trainval+2007_test+2012_trainval")
+    assert sorted(train.image_path(i).stem for i in range(len(train))) == ["a", "b", "c", "d"]
+    test = load_dataset(tmp_path / "VOCdevkit", "2012_test", class_names=train.class_names)
+    assert [test.image_path(i).stem for i in range(len(test))] == ["e", "f"]
+    assert test.num_boxes == 0
+    assert [(problem.kind, problem.count) for problem in test.problems] == [("image-without-annotation", 2)]
 
 
 PLACES = {

@@ -258,3 +258,8 @@ def test_training_builds_the_network_once_and_every_loss_starts_from_the_same_we
     for name, value in states["ap"].items():
         assert torch.equal(states["focal"][name], value)
         assert torch.equal(states["ce-ohem"][name], value) or "cls_logits" in name
+
+
+def test_a_lite_detector_has_the_options_that_its_checkpoints_store():
+    config = build_detector("retinanet-lite0", class_names=["cell"], anchors_per_cell=9).config
+    assert (config["anchors_per_cell"], tuple(config["test_size"])) == (9, (320, 533))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import short_detector, spawn  # noqa: F401
+from tiny_runs import config_in, rectangles, short_detector, spawn  # noqa: F401
 
 from aploss.data.builtin import builtin_folder
 from aploss.training import Summary, TrainConfig, TrainingInterruptedError

@@ -6,13 +6,16 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+import yaml
 from tiny_runs import start_two
 
 from aploss.errors import ConfigError, RunError
-from aploss.experiments.compare import compare, comparison_plan, default_out
+from aploss.experiments.compare import compare, compare_runs, comparison_plan, default_out
+from aploss.experiments.measures import Measure
 from aploss.experiments.plan import Plan, Searched, Tuning, settings_hash
 from aploss.training import TrainConfig, TrainingInterruptedError
-from aploss.training.config import differing_keys
+from aploss.training.config import config_to_dict, differing_keys
+from aploss.training.run_folder import RunFolder
 
 PROGRAM = """
 os.environ |= values["environment"]
@@ -218,45 +221,96 @@ class TestResuming:
 
 
 class TestLearningRates:
-    def test_each_loss_gets_its_best_on_validation(self, fake_training, tmp_path: Path) -> None:
+    def test_each_loss_gets_its_best_on_validation_inside_its_grid(self, fake_training, tmp_path: Path) -> None:
         plan = plan_of("ap", "focal", "ce-ohem", tuning=Tuning())
         results = compare(plan, tmp_path / "page")
         rates = {v.name: v.config.optimizer.learning_rate for v in results.plan.variants}
         assert rates == {"ap": 0.003, "focal": 0.009, "ce-ohem": 0.001}
-        # 3 x 4 trials; the best of each is the real run of seed 0; then seed 1 of each.
-        assert len(fake_training.configs) == 12 + 3
-        assert all(trial.score is not None for trial in results.trials)
+        tried = {name: {one.learning_rate for one in results.trials if one.row == name} for name in rates}
+        # Three rates, and one more where the best was at an end.
+        assert tried["ap"] == {0.001, 0.003, 0.009}
+        assert tried["focal"] == {0.001, 0.003, 0.009, 0.027}
+        assert tried["ce-ohem"] == {0.000333, 0.001, 0.003, 0.009}
+        assert len(fake_training.configs) == 11 + 3  # the best of each is the real run of seed 0; then seed 1 of each
+        assert results.at_end == []
         assert "AP-loss 0.003, Focal loss 0.009, CE + OHEM 0.001" in (tmp_path / "page/report.html").read_text()
 
     def test_other_settings_are_searched_together_with_the_rate(self, fake_training, tmp_path: Path) -> None:
         over = (Searched("criterion.box_weight", (1.0, 3.0)), Searched("criterion.options.gamma", (1, 2), "focal"))
         results = compare(plan_of("ap", "focal", seeds=1, tuning=Tuning(over=over)), tmp_path / "page")
-        assert len(fake_training.configs) == 4 * 2 + 4 * 2 * 2
         ap, focal = results.plan.variants
         assert (ap.config.optimizer.learning_rate, ap.config.criterion.box_weight) == (0.009, 3.0)
+        # A grid of 3 x 2, and the neighbours of the best: a rate of 0.027, a weight of 9.
+        assert sum(trial.row == "ap" for trial in results.trials) == 6 + 2
         assert ap.tuned == {"criterion.box_weight": 3.0}
-        assert focal.config.criterion.options["gamma"] == 1
-        assert focal.tuned == {"criterion.box_weight": 3.0, "criterion.options.gamma": 1}
+        assert set(focal.tuned) == {"criterion.box_weight", "criterion.options.gamma"}
         document = results_in(tmp_path / "page")
         assert document["rows"][0]["tuned"] == {"criterion.box_weight": 3.0}
-        assert {trial["settings"]["criterion.box_weight"] for trial in document["learning_rates_tried"]} == {1.0, 3.0}
-        assert "box_weight=3.0 gamma=1" in (tmp_path / "page/report.html").read_text()
+        assert "box_weight=3.0" in (tmp_path / "page/report.html").read_text()
 
     def test_given_rates_take_the_place_of_factors(self, fake_training, tmp_path: Path) -> None:
         tuning = Tuning(over=(Searched("optimizer.learning_rate", (0.002, 0.003)),))
         results = compare(plan_of("ap", seeds=1, tuning=tuning), tmp_path / "page")
-        assert [trial.learning_rate for trial in results.trials] == [0.002, 0.003]
+        assert [trial.learning_rate for trial in results.trials] == [0.002, 0.003, 0.0045]
         assert results.plan.variants[0].config.optimizer.learning_rate == 0.003
 
-    def test_a_rate_that_diverges_is_not_chosen(self, fake_training, tmp_path: Path) -> None:
-        fake_training.diverges_from = 0.005
+    def test_rates_that_diverge_are_not_chosen_and_lower_ones_are_tried(self, fake_training, tmp_path: Path) -> None:
+        fake_training.diverges_from = 0.0005
         results = compare(plan_of("focal", seeds=1, tuning=Tuning()), tmp_path / "page")
-        assert results.plan.variants[0].config.optimizer.learning_rate in (0.000333, 0.001, 0.003)
-        assert results.trials[3].score is None
+        assert [trial.score is None for trial in results.trials] == [True, True, True, False, False]
+        assert results.plan.variants[0].config.optimizer.learning_rate in (0.000333, 0.000111)
+
+    def test_a_search_without_end_stops_and_says_so(
+        self, fake_training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Measure, "score", lambda self, run: run.config.optimizer.learning_rate / 10)
+        results = compare(plan_of("ap", seeds=1, tuning=Tuning()), tmp_path / "page")
+        assert len(results.trials) == 3 + 4
+        assert results.at_end == ["ap"]
 
     def test_without_validation_there_is_nothing_to_choose_by(
         self, fake_training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("aploss.experiments.measures.read_json_lines", lambda path: [])
+        monkeypatch.setattr(Measure, "score", lambda self, run: None)
         with pytest.raises(ConfigError):
             compare(plan_of("ap", tuning=Tuning()), tmp_path / "page")
+
+
+class TestSeedsUntilDecided:
+    def test_seeds_are_added_until_every_verdict_is_decided(self, fake_training, tmp_path: Path) -> None:
+        plan = comparison_plan(["ap", "focal"], recipe="demo", seeds=range(9), first=2)
+        assert plan.looks == (2, 3, 5, 8, 9)
+        assert plan.confidence == pytest.approx(1 - 0.05 / 5)
+        results = compare(plan, tmp_path / "page")
+        assert len(results.seeds) == 2  # equal differences have an interval of width zero
+        assert results_in(tmp_path / "page")["confidence"] == pytest.approx(0.99)
+
+    def test_undecided_verdicts_take_all_seeds(
+        self, fake_training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        values = {"ap": [0.5, 0.9], "focal": [0.9, 0.5]}  # no difference, wide
+        monkeypatch.setattr(Measure, "values", lambda self, run: {"AP": values[run.config.loss][run.config.seed % 2]})
+        plan = comparison_plan(["ap", "focal"], recipe="demo", seeds=range(4), first=2)
+        results = compare(plan, tmp_path / "page")
+        assert results.complete
+        assert len(results.seeds) == 4
+        assert results.pair_verdict("ap", "focal").word == "too few seeds"
+
+
+def test_finished_runs_are_compared_without_training(fake_training, tmp_path: Path) -> None:
+    first = compare(plan_of("ap", "focal"), tmp_path / "page")
+    folders = [run.folder for run in first.runs.values()]
+    for run in first.runs.values():
+        RunFolder(run.folder).config_file.write_text(yaml.safe_dump(config_to_dict(run.config)))
+    trained = len(fake_training.configs)
+    results = compare_runs(folders, tmp_path / "other")
+    assert len(fake_training.configs) == trained
+    assert [variant.name for variant in results.plan.variants] == ["ap", "focal"]
+    assert results.values("ap", "AP") == first.values("ap", "AP")
+    assert results.pair_verdict("ap", "focal").word == "ahead"
+    lines = (tmp_path / "other/results.csv").read_text().splitlines()
+    assert lines[0].startswith("row,loss,seed,learning_rate,AP,AP50,AP75")
+    assert len(lines) == 5
+    assert r"\midrule" in (tmp_path / "other/table.tex").read_text()
+    with pytest.raises(ConfigError):
+        compare_runs([*folders, folders[0]], tmp_path / "twice")

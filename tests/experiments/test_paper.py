@@ -219,14 +219,14 @@ def test_every_claim_holds_on_the_papers_own_numbers(name: str, benchmark: str) 
     if name != "figure6":  # it shows pictures and claims nothing
         asked, results = results_of(name, numbers, benchmark=benchmark)
         verdicts = page_for(name, asked, results).verdicts
-        assert [holds for holds, _ in verdicts] == [True] * PAPER_CLAIMS[name], verdicts
+        assert [one.holds for one in verdicts] == [True] * PAPER_CLAIMS[name], verdicts
 
 
 def test_figure_5b_reports_which_statements_are_reproduced() -> None:
     # The order of the paper, but the approximate gradient converges and the hinge loss ends far from 0.8.
     numbers = {"ap": {RANKING_AP: 0.9}, "smooth-ap": {RANKING_AP: 0.45}, "hinge-ap": {RANKING_AP: 0.5}}
     asked, results = results_of("figure5b", numbers)
-    assert [holds for holds, _ in page_for("figure5b", asked, results).verdicts] == [True, True, False, False]
+    assert [one.holds for one in page_for("figure5b", asked, results).verdicts] == [True, True, False, False]
 
 
 def test_tables_on_voc_have_both_kinds_of_ap50_and_say_so() -> None:

@@ -9,11 +9,13 @@ from aploss.experiments.plan import (
     check_varied,
     comparison_config,
     comparison_plan,
+    measure_step,
     parse_seeds,
-    trials_of,
+    trial_config,
     with_length,
 )
 from aploss.training.config import FIXED_BY_COMPARISON, RESUMABLE_KEYS
+from aploss.training.run import make_detector
 
 
 def test_the_end_of_the_schedule_is_measured_on_the_test_split() -> None:
@@ -27,6 +29,8 @@ def test_the_end_of_the_schedule_is_measured_on_the_test_split() -> None:
 def test_validations_are_evenly_spaced() -> None:
     every = [comparison_config("demo", {}, steps=steps).validation.every for steps in (None, 50, 5)]
     assert every == [120, 5, 1]  # 1200 / 10, 50 / 10, at least one step
+    (short,) = comparison_plan(["ap"], recipe="demo", seeds=[0]).variants
+    assert short.config.validation.every == 240  # five times by default
     epochs = comparison_config("voc-retinanet-r50", {}).validation
     assert (epochs.every, epochs.unit) == (16, "epochs")
 
@@ -48,9 +52,9 @@ def test_rows_cannot_differ_in_settings_that_are_declared_as_fixed() -> None:
 
 def test_shared_runs_are_counted_once() -> None:
     assert comparison_plan(["ap", "focal"], recipe="demo", seeds=[0, 1, 2]).trainings == 6
-    # 2 rows x 4 rates, of which one each is the real run of the first seed
-    assert comparison_plan(["ap", "focal"], recipe="demo", seeds=[0, 1, 2], tuning=Tuning()).trainings == 12
-    assert comparison_plan(["ap"], recipe="demo", seeds=[0, 1], tuning=Tuning(steps=10)).trainings == 6
+    # 2 rows x 3 rates, of which one each is the real run of the first seed
+    assert comparison_plan(["ap", "focal"], recipe="demo", seeds=[0, 1, 2], tuning=Tuning()).trainings == 10
+    assert comparison_plan(["ap"], recipe="demo", seeds=[0, 1], tuning=Tuning(steps=10)).trainings == 5
 
 
 def test_seeds_are_a_number_or_a_list() -> None:
@@ -67,16 +71,22 @@ def test_seeds_are_a_number_or_a_list() -> None:
 def test_the_warm_up_takes_the_same_share_of_a_trial() -> None:
     # demo: 50 of 1200 steps, here of 800; a trial of 300 warms up for 50 * 300 / 800 = 18.75 steps
     row = Variant(name="ap", config=comparison_config("demo", {}, steps=800))
-    trials = trials_of(row, Tuning(steps=300), seed=3)
-    assert [one.schedule.warmup_steps for one in trials] == [19] * 4
-    assert [one.optimizer.learning_rate for one in trials] == [0.000333, 0.001, 0.003, 0.009]
-    assert {(one.schedule.length, one.seed) for one in trials} == {(300, 3)}
-    assert {one.evaluation.split for one in trials} == {"none"}  # the test split is not measured before the choice
-    (same,) = trials_of(row, Tuning(factors=(1.0,)), seed=0)  # a trial of the length of the run is the run
-    assert same == row.config
+    trial = trial_config(row, {"optimizer.learning_rate": 0.009}, Tuning(steps=300), seed=3)
+    assert (trial.schedule.warmup_steps, trial.schedule.length, trial.seed) == (19, 300, 3)
+    assert trial.optimizer.learning_rate == 0.009
+    assert trial.evaluation.split == "none"  # the test split is not measured before the choice
+    assert trial_config(row, {}, Tuning(), seed=0) == row.config  # a trial of the length of the run is the run
     # Never longer than that of the run, nor than a tenth of the trial if the run has epochs of data not yet read.
     epochs = Variant(name="ap", config=comparison_config("voc-retinanet-r50", {}))
     warmup = epochs.config.schedule.warmup_steps
     for variant, steps, expected in ((epochs, 300, 30), (epochs, 100_000, warmup), (epochs, 5, 0), (row, 1600, 50)):
-        (trial,) = trials_of(variant, Tuning(factors=(1.0,), steps=steps), seed=0)
-        assert trial.schedule.warmup_steps == expected
+        assert trial_config(variant, {}, Tuning(steps=steps), seed=0).schedule.warmup_steps == expected
+
+
+def test_memory_of_a_step_grows_with_the_batch_and_counts_the_optimizer() -> None:
+    config = comparison_config("demo", {"batches": {"image_size": 64}})
+    (_, one), (_, four) = measure_step(config, 1), measure_step(config, 4)
+    detector = make_detector(config, tuple(f"class {k}" for k in range(20)))
+    fixed = 4 * 4 * sum(one.numel() for one in detector.parameters()) / 1e9  # AdamW: four copies in float32
+    assert four - fixed == pytest.approx(4 * (one - fixed), rel=0.1)
+    assert one > fixed

@@ -10,7 +10,7 @@ import pytest
 from aploss.cli.main import make_parser
 from aploss.errors import ConfigError
 from aploss.experiments.paper import REPRODUCTIONS, reproduction, snapshots
-from aploss.experiments.reproduce import Request, check_time, default_out, describe_plan, plan_for, reproduce
+from aploss.experiments.reproduce import Request, check_time, default_out, describe_reproduction, plan_for, reproduce
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "reproduction.md"
@@ -58,7 +58,7 @@ def test_snapshots_have_every_seed(fake_training, tmp_path: Path) -> None:
     assert verdict["holds"] is True
     assert "first at 10 of 10" in verdict["claim"]
     del results.runs["focal", 1]  # an unfinished comparison decides nothing
-    assert reproduction("figure5a").verdicts(results)[0][0] is None
+    assert reproduction("figure5a").verdicts(results)[0].holds is None
 
 
 def test_a_page_is_there_before_the_first_run(fake_training, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_settings_of_the_paper_cannot_be_changed() -> None:
 class TestTime:
     @pytest.fixture(autouse=True)
     def fast_clock(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("aploss.experiments.reproduce.seconds_per_image", lambda config: 5.0)
+        monkeypatch.setattr("aploss.experiments.plan.measure_step", lambda config, batch: (5.0, 0.5 * batch))
 
     def test_a_cpu_needs_consent_and_data(self) -> None:
         said: list[str] = []
@@ -93,6 +93,7 @@ class TestTime:
             check_time("table2", request, said.append, start_anyway=False)
         # 4 losses x 160 epochs x 16551 images x 5 s = 52,963,200 s = 613 days
         assert "4 trainings of retinanet-r50, about 613 days on this cpu" in str(caught.value)
+        assert "4.0 GB" in str(caught.value)  # 8 images
         with pytest.raises(ConfigError):
             check_time("table2", Request(scale="paper", device="cpu"), said.append, start_anyway=True)
         assert said == []
@@ -101,14 +102,15 @@ class TestTime:
         check_time("table2", Request(device="cpu"), print, start_anyway=False)  # the small scale needs neither
 
     def test_runs_that_rows_share_are_counted_once(self) -> None:
-        text = describe_plan("table3", Request(scale="paper", device="cpu"))
+        text = describe_reproduction("table3", Request(scale="paper", device="cpu"))
         assert "1 trainings of retinanet-r101" in text
 
     def test_the_plan_shows_settings_and_differences(self) -> None:
-        text = describe_plan("table1b", Request(scale="paper", device="cpu"))
+        text = describe_reproduction("table1b", Request(scale="paper", device="cpu"))
         assert "delta 2: criterion.options = {'delta': 2.0, 'interpolated': True}" in text
         assert "learning_rate: 0.001" in text
-        assert "seeds: 0\n" in text
+        assert "seeds: 0, all of them\n" in text
+        assert "torchrun --nproc-per-node 2 -m aploss reproduce table1b --scale paper" in text
 
 
 def test_every_command_of_the_document_is_understood() -> None:

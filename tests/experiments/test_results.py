@@ -9,7 +9,7 @@ import pytest
 
 from aploss.experiments.compare import compare, comparison_plan
 from aploss.experiments.plan import Plan
-from aploss.experiments.results import Results
+from aploss.experiments.results import Results, is_decided, mean_ranks
 
 
 def plan_of(*losses: str, seeds: int = 2) -> Plan:
@@ -32,7 +32,7 @@ class TestPage:
         curve, *_ = results.entry(results.plan.variants[0], ["AP"]).curves
         assert list(curve.steps) == [120 * k for k in range(1, 11)]
         assert curve.minutes[-1] == pytest.approx(2.0)
-        (to_focal,) = results.differences("ap")
+        (to_focal, _) = results.differences("ap", ["AP", "AP50"])
         assert to_focal.values == pytest.approx([0.08] * 3)  # the same distance for every seed
 
     def test_results_file_has_no_nan(self, fake_training, tmp_path: Path) -> None:
@@ -71,9 +71,23 @@ class TestVerdicts:
         assert outcomes == [True, True, None, None, False]
         # The mean exceeds 1 point, but the interval includes it.
         assert self.WIDE.is_ahead("ap", "focal", by=0.01) is None
-        holds, claim = self.SHARP.verdict("ap", "focal", by=0.01)
-        assert holds is True
-        assert claim == "AP-loss is above Focal loss by at least 1: +2.0 AP [+1.5, +2.5]"
+        verdict = self.SHARP.verdict("ap", "focal", by=0.01)
+        assert verdict.holds is True
+        assert verdict.claim == "AP-loss is above Focal loss by at least 1: +2.0 AP [+1.5, +2.5], 3 seeds"
+
+    def test_a_pair_is_ahead_behind_tied_or_has_too_few_seeds(self) -> None:
+        # 0.001 ± 4.303 * 0.001 / sqrt(3) = ± 0.0025: includes zero, certainly closer than a point
+        tie = FixedResults(ap=[0.5, 0.501, 0.502], focal=[0.5, 0.5, 0.5])
+        cases = [
+            (self.SHARP, "ap", "focal"),
+            (self.SHARP, "focal", "ap"),
+            (tie, "ap", "focal"),
+            (self.WIDE, "ap", "focal"),
+        ]
+        assert [results.pair_verdict(*pair).word for results, *pair in cases] == [
+            "ahead", "behind", "tie", "too few seeds",
+        ]  # fmt: skip
+        assert [is_decided(results.pair_verdict(*pair)) for results, *pair in cases] == [True, True, True, False]
 
     def test_a_negative_mean_within_the_noise_is_not_decided(self) -> None:
         assert self.WIDE.is_ahead("focal", "ap") is None
@@ -93,3 +107,12 @@ class TestVerdicts:
         del results.runs["focal", 2]
         assert results.is_ahead("ap", "focal") is None
         assert math.isnan(compare(plan_of("auc"), tmp_path / "page", max_minutes=0).mean("auc"))
+
+
+def test_mean_ranks_and_their_critical_difference() -> None:
+    # Demsar 2006, Table 5b: q = 2.569 for 4 classifiers; over 14 data sets CD = 2.569 sqrt(4 * 5 / (6 * 14)) = 1.25
+    rows = ["a", "b", "c", "d"]
+    tables = [dict(zip(rows, values, strict=True)) for values in [(0.4, 0.3, 0.2, 0.1), (0.4, 0.3, 0.1, 0.1)] * 7]
+    ranks, critical = mean_ranks(tables)
+    assert ranks == {"a": 1.0, "b": 2.0, "c": 3.25, "d": 3.75}
+    assert critical == pytest.approx(1.25, abs=0.005)

@@ -60,6 +60,7 @@ def areas() -> list[Area]:
         Area("signals", "kill -9, SIGTERM, Ctrl-C", 70),
         Area("resume", "resume: identical, mapped or refused", 30),
         Area("runs", "run folders, workers, records of what ran", 17),
+        Area("feature_cache", "damaged feature cache", 40),
         Area("disk", "full disk, read-only, no permission", 24),
         Area("losses", "losses", 300),
         Area("processes", "two processes", 14),

@@ -4,15 +4,20 @@ Every dataset has three training images with three boxes, and an intact validati
 with the clean ones, so that nothing is invented. Wrong values are planted in tests/data/test_check_faults.py.
 """
 
+import io
+import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from small_datasets import HEIGHT, SPLITS, WIDTH, write_coco, write_voc, write_yolo
 
-from aploss.data import dataset_splits, load_dataset
+from aploss.data import check_dataset, dataset_splits, load_dataset
+from aploss.data.problems import KINDS
 from aploss.errors import AplossError
 
 WRITERS = {"voc": write_voc, "coco": write_coco, "yolo": write_yolo}
@@ -128,6 +133,69 @@ def test_nothing_is_trained_on_instead_of_an_unreadable_split(call_cli, folder, 
     name = Path(FILES["coco"]).name
     call_cli("train", "--data", data, "--steps", 1, "--out", tmp_path / "run").assert_refused(name)
     assert not (tmp_path / "run").exists()
+
+
+LISTS = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 2)}]" for i in range(1, 40)]
+MERGES = [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}" for i in range(1, 9)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["names: !!python/object/apply:os.mkdir [made]", "a0: &a0 [x]", "a0: &a0 {x: 1, y: 2}", "names: &a [*a]"],
+    ids=["objects", "nested aliases", "merge keys", "an alias in itself"],
+)
+def test_yaml_makes_no_objects_and_aliases_are_not_multiplied(call_cli, folder, tmp_path: Path, monkeypatch, text: str):
+    monkeypatch.chdir(tmp_path)
+    levels = {"a0: &a0 [x]": LISTS, "a0: &a0 {x: 1, y: 2}": MERGES}.get(text, [])
+    bomb = "\n".join([text, *levels, "train: images/train"])
+    assert len(bomb) < 1000
+    data = folder("yolo", lambda file: None)
+    (data / "data.yaml").write_text(bomb)
+    call_cli("data", "check", data).assert_refused("data.yaml: not valid YAML")
+    (tmp_path / "config.yaml").write_text(bomb)
+    call_cli("train", "--recipe", tmp_path / "config.yaml").assert_refused("config.yaml is not valid YAML")
+    assert not (tmp_path / "made").exists()
+
+
+def test_boxes_as_fractions_of_the_image_are_a_problem(call_cli, folder):
+    def as_fractions(file: Path) -> None:
+        content = json.loads(file.read_text())
+        for one in content["annotations"]:
+            one["bbox"] = [value / side for value, side in zip(one["bbox"], [WIDTH, HEIGHT] * 2, strict=True)]
+        file.write_text(json.dumps(content))
+
+    data = folder("coco", as_fractions)
+    done = call_cli("data", "check", data)
+    assert done.code == 1
+    assert f"fraction-box (box dropped): {KINDS['fraction-box'][1]}: {len(BOXES)}" in done.stdout
+    assert load_dataset(data, "train").num_boxes == 0
+
+
+@pytest.mark.slow_fault
+def test_a_tenth_of_coco_is_checked_in_six_seconds(tmp_path: Path):
+    """Without decoding pixels; all files have the same size, which is the worst case for finding copies."""
+    images, boxes = 11_800, 86_000
+    png = io.BytesIO()
+    Image.new("1", (640, 480)).save(png, "PNG")
+    (tmp_path / "annotations").mkdir()
+    (tmp_path / "train2017").mkdir()
+    for number in range(images):
+        (tmp_path / "train2017" / f"{number}.png").write_bytes(png.getvalue() + b"%08d" % number)
+    size = {"width": 640, "height": 480}
+    content = {
+        "images": [{"id": k + 1, "file_name": f"{k}.png", **size} for k in range(images)],
+        "annotations": [
+            {"id": k + 1, "image_id": k % images + 1, "category_id": 1 + k % 80, "bbox": [k % 500, k % 400, 30, 40.5]}
+            for k in range(boxes)
+        ],
+        "categories": [{"id": k, "name": f"class {k}"} for k in range(1, 81)],
+    }
+    (tmp_path / "annotations" / "instances_train2017.json").write_text(json.dumps(content))
+    begun = time.process_time()
+    result = check_dataset(tmp_path)
+    assert time.process_time() - begun < 6
+    assert (result.total.images, result.total.boxes, result.exit_code) == (images, boxes, 0)
+    assert result.copies == []
 
 
 def test_the_clean_sets_have_no_problems(call_cli, folder, tmp_path: Path):

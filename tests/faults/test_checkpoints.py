@@ -572,7 +572,7 @@ RESUME_FAULTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "another detector": lambda content: content["detector"].update(
         state=build_detector("ssdlite", class_names=CLASSES, width=0.25).state_dict()
     ),
-    "other images": lambda content: content["training"]["data"]["train"].update(files="0"),
+    "other images": lambda content: next(iter(content["training"]["data"].values())).update(files="0"),
     "no detector": lambda content: content.pop("detector"),
     "no training": lambda content: content.pop("training"),
     "another version": lambda content: content.update(format=99),

@@ -96,7 +96,7 @@ def test_readers_of_annotations(fuzz, tmp_path: Path, format: str):
     write = {"voc": write_voc, "coco": write_coco, "yolo": write_yolo}[format]
     folder = write(tmp_path / "data")
     files = [file for file in sorted(folder.rglob("*")) if file.suffix in (".xml", ".json", ".txt", ".yaml")]
-    fuzz(files, lambda: check_dataset(folder, format=format, decode=False).to_dict())
+    fuzz(files, lambda: check_dataset(folder, format=format).to_dict())
 
 
 def test_detections(fuzz, tmp_path: Path):

@@ -22,6 +22,7 @@ from aploss.evaluation import (
 )
 from aploss.files import write_json
 from aploss.reports.comparison import Comparison, Entry, TrainingCurve, paired_difference
+from aploss.reports.page import Verdict
 from aploss.reports.run_files import matches_document
 
 CLASSES = ("disk", "square", "triangle", "star", "cross")
@@ -198,8 +199,8 @@ def comparison() -> Comparison:
         entries=entries,
         summary="The same detector, data order and initial weights; only the loss differs.",
         differences=differences,
-        verdicts=[(True, "AP-loss is first, by at least 1 AP over focal loss"),
-                  (False, "AUC-loss is last"), (None, "the order of the others")],
+        verdicts=[Verdict(True, "AP-loss is first, by at least 1 AP over focal loss"),
+                  Verdict(False, "AUC-loss is last"), Verdict(None, "the order of the others")],
         facts={"Seeds": 3, "Minutes": 14.6, "Detector": "retinanet-tiny", "Data": "builtin"},
         command="aploss reproduce table2 --scale small --seeds 3",
         paper="PASCAL VOC 2007 test, RetinaNet-50, 512 pixels",

@@ -43,9 +43,17 @@ def test_the_table_has_means_deviations_and_the_paper_beside_them() -> None:
     assert table.markdown().splitlines() == [
         "| loss | AP | AP, paper | seeds | minutes |",
         "|:---|---:|---:|---:|---:|",
-        "| AP-loss | **72.0 ± 2.0** | 58.6 | 3 | 2.0 |",
+        "| AP-loss | 72.0 ± 2.0 | 58.6 | 3 | 2.0 |",
         "| Focal loss | 50.0 | \u2013 | 1 | \u2013 |",
     ]
+
+
+def test_only_a_row_that_the_intervals_put_first_is_bold() -> None:
+    sharp, wide = [0.50, 0.51, 0.52], [0.30, 0.51, 0.70]
+    for first, bold in ((sharp, [True, False]), (wide, [False, False])):
+        entries = [Entry(name="ap", values={"AP": first}), Entry(name="focal", values={"AP": [0.40, 0.41, 0.42]})]
+        table = comparison_table(Comparison(title="T", entries=entries, metrics=("AP",)))
+        assert [row[1].strong for row in table.rows] == bold
 
 
 def test_values_in_percent_are_refused() -> None:
@@ -64,7 +72,7 @@ def test_a_row_without_numbers_is_shown_as_dashes() -> None:
 
 def test_page_and_table_are_written(comparison: Comparison, tmp_path: Path) -> None:
     page = write_comparison_report(comparison, tmp_path / "table2")
-    assert sorted(path.name for path in page.parent.iterdir()) == ["report.html", "table.md"]
+    assert sorted(path.name for path in page.parent.iterdir()) == ["report.html", "table.md", "table.tex"]
     text = page.read_text(encoding="utf-8")
     table = (page.parent / "table.md").read_text()
     for expected in (comparison.command, "AP-loss \N{MINUS SIGN} Focal loss", "does not hold", "PASCAL VOC 2007 test"):

@@ -16,7 +16,7 @@ from aploss.files import as_file_name, write_whole
 
 CHECK_EXAMPLES = """
   aploss data check VOCdevkit
-  aploss data check mine/data.yaml --fast --classes RBC,WBC,Platelets --json
+  aploss data check mine/data.yaml --pixels --classes RBC,WBC,Platelets --json
 """
 SHOW_EXAMPLES = """
   aploss data show VOCdevkit --split 2007_trainval --count 25 --out voc.png
@@ -39,9 +39,10 @@ def _add_source(parser: ArgumentParser) -> None:
 def _add_check_arguments(parser: ArgumentParser) -> None:
     _add_source(parser)
     parser.add_argument("--classes", help="comma-separated class names; other classes are reported as unknown")
-    fast = "read only the headers of images: does not find damaged or duplicate images"
-    parser.add_argument("--fast", action="store_true", help=fast)
-    parser.add_argument("--limit", type=int, metavar="N", default=20, help="problems listed per kind, 0 for all")
+    pixels = "decode every image, which finds damaged ones; by default only headers are read"
+    parser.add_argument("--pixels", action="store_true", help=pixels)
+    limit = "problems listed per kind, 0 for all; by default as many as fit on a screen"
+    parser.add_argument("--limit", type=int, metavar="N", help=limit)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -56,9 +57,9 @@ def _check(options: Namespace) -> int:
         # Pillow warns about images that the check itself reports as too large.
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         result = check_dataset(
-            options.path, format=options.format, class_names=names, decode=not options.fast, progress=show
+            options.path, format=options.format, class_names=names, pixels=options.pixels, progress=show
         )
-    print(json.dumps(result.to_dict(), indent=2) if options.json else check_report(result, limit=max(options.limit, 0)))
+    print(json.dumps(result.to_dict(), indent=2) if options.json else check_report(result, limit=options.limit))
     return result.exit_code
 
 

@@ -17,6 +17,7 @@ EXAMPLES = """
   aploss reproduce table2
   aploss reproduce table2 --data path/to/bccd --steps 1000 --seeds 5 --max-minutes 30
   aploss reproduce table3 --scale paper --benchmark coco --data coco/ --plan
+  aploss reproduce table2 --seeds-until-decided 10 --workers 2
   torchrun --nproc-per-node 2 -m aploss reproduce table2 --scale paper --data VOCdevkit
 """
 
@@ -31,7 +32,6 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--seeds", help="number of seeds, or a list: 0,1,2; by default 3 at small scale, else 1")
     parser.add_argument("--steps", type=positive_int, metavar="N", help="length of each training at small scale")
     parser.add_argument("--no-tune", action="store_true", help="do not search learning rates, use the recipe's")
-    parser.add_argument("--plan", action="store_true", help="print the planned runs and exit")
     parser.add_argument("--yes", action="store_true", help="start the paper's scale even on a CPU")
     add_comparison_options(parser, out="runs/NAME-SCALE-DATA")
 
@@ -39,20 +39,21 @@ def _add_arguments(parser: ArgumentParser) -> None:
 def _run(options: Namespace) -> int:
     """Trains missing runs, and prints the table and the path of the report."""
     from aploss.experiments.plan import parse_searched, parse_seeds
-    from aploss.experiments.reproduce import Request, check_time, default_out, describe_plan, reproduce
+    from aploss.experiments.reproduce import Request, check_time, default_out, describe_reproduction, reproduce
 
     names = ("scale", "benchmark", "data", "recipe", "steps", "tune_steps", "device")
     detector = {} if options.detector is None else {"detector": options.detector}
     request = Request(
         **{name: getattr(options, name) for name in names},
         seeds=None if options.seeds is None else parse_seeds(options.seeds),
+        max_seeds=options.seeds_until_decided,
         tune=not options.no_tune,
         tune_over=parse_searched(options.tune_over),
         changes=detector | given_settings(options, "precision"),
         processes=int(os.environ.get("WORLD_SIZE", "1")),
     )
     if options.plan:
-        print(describe_plan(options.name, request))
+        print(describe_reproduction(options.name, request, workers=options.workers))
         return 0
     say = (lambda line: None) if options.quiet else print
     check_time(options.name, request, say, start_anyway=options.yes)

@@ -136,12 +136,16 @@ def make_once(folder: Path, *, find: Callable[[Path], T | None], make: Callable[
                         fresh.rename(folder)
                     found = find(folder)
     except OSError as error:
-        raise DataError(
-            f"cannot write to the cache {home} ({error.strerror or error}): name a writable folder with enough space "
-            "in the environment variable APLOSS_CACHE"
-        ) from error
+        raise cache_error(home, error) from error
     assert found is not None, folder
     return found
+
+
+def cache_error(folder: Path, error: Exception) -> DataError:
+    """The error for a cache that cannot be written."""
+    reason = getattr(error, "strerror", None) or error
+    remedy = "name a writable folder with enough space in the environment variable APLOSS_CACHE"
+    return DataError(f"cannot write to the cache {folder} ({reason}): {remedy}")
 
 
 def cache_folder() -> Path:

@@ -1,24 +1,27 @@
 """Checks a dataset before training does: statistics, every problem by file, and a report as text."""
 
+import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations, groupby, pairwise
 from pathlib import Path
 
 import numpy as np
 
-from aploss.data.annotations import DetectionDataset
+from aploss.data.annotations import MAX_LISTED, DetectionDataset
 from aploss.data.formats import Parts, check_class_names, common_split_name, each_image_once
-from aploss.data.images import Inspection
-from aploss.data.load import Progress, find_source, inspect_images
+from aploss.data.load import Progress, find_source, inspect_images, map_in_threads, sample_file
 from aploss.data.problems import KINDS, Effect, Problem, ProblemError
 
 USABLE, SOMETHING_DROPPED, UNUSABLE = 0, 1, 2
 # √area of a box in pixels; 32 and 96 separate COCO's small, medium and large objects.
 BOX_SIZE_EDGES = (0, 8, 16, 32, 64, 96, 128, 256, 512)
+TINY_PIXELS = 2  # a side below this is reported
 _SIZE_LIMITS = ("smallest_width", "smallest_height", "largest_width", "largest_height")
 _BAR_WIDTH = 30
+_MAX_CLASSES = 10  # rows of classes in the text, so that it fits on a screen
+_EXAMPLES = 12  # problems in the text, of all kinds together
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def split_statistics(parts: Sequence[DetectionDataset]) -> SplitStatistics:
 class Finding:
     """A problem and the splits it affects; none if it affects the dataset as a whole."""
 
-    problem: Problem
+    problem: Problem  # with the image and the box concerned, if it is about one
     splits: tuple[str, ...]
 
 
@@ -80,12 +83,15 @@ class Finding:
 class CheckResult:
     """The result of a check."""
 
-    path: str
+    path: str  # as given by the user
+    root: str  # the folder that image paths are relative to
     format: str  # name of the format, such as "coco"
     class_names: tuple[str, ...]  # the classes of all splits
     splits: dict[str, SplitStatistics]  # the usable splits
     total: SplitStatistics  # all splits together, every image counted once
-    findings: list[Finding]
+    findings: list[Finding]  # most severe first, then by file
+    copies: list[tuple[str, ...]]  # groups of image files with the same content
+    pixels: bool  # whether images were decoded
 
     @property
     def exit_code(self) -> int:
@@ -132,17 +138,16 @@ def check_dataset(
     *,
     format: str = "auto",
     class_names: Sequence[str] | None = None,
-    decode: bool = True,
+    pixels: bool = False,
     progress: Progress | None = None,
 ) -> CheckResult:
-    """Reads all splits of a dataset and all its images.
+    """Reads all splits of a dataset, the headers of all its images, and looks for suspicious boxes and copies.
 
     Args:
         path: see :func:`aploss.data.load_dataset`.
         format: see :func:`aploss.data.load_dataset`.
         class_names: the expected classes; others are reported as unknown.
-        decode: whether to decode every image, or only read its header, which is fast but finds neither damaged images
-            nor copies.
+        pixels: whether to decode every image, too, which finds damaged images.
         progress: called with (images done, total).
 
     Raises:
@@ -151,31 +156,34 @@ def check_dataset(
     source = find_source(path, format=format)
     names = None if class_names is None else check_class_names(class_names)
     splits_of: dict[Problem, dict[str, None]] = {}  # one finding for a problem that several splits share
+
+    def report(problems: Iterable[Problem], split: str | None = None) -> None:
+        for problem in problems:
+            splits_of.setdefault(problem, {}).update({} if split is None else {split: None})
+
     parts: Parts = {}
     for split in source.splits:
         try:
             parts[split] = source.read(split, names)
-            problems = parts[split].problems
+            report(parts[split].problems, split)
         except ProblemError as error:
-            problems = [error.problem]
-        for problem in problems:
-            splits_of.setdefault(problem, {})[split] = None
-    inspections = _inspect(parts, decode=decode, progress=progress)
+            report([error.problem], split)
+    bad_images = _inspect(parts, pixels=pixels, progress=progress)
     usable = {}
     for split, part in parts.items():
-        found = [inspections[path].problem for path in part.image_paths]
-        rest = part.subset([index for index, problem in enumerate(found) if problem is None])
+        report((bad_images[name] for name in part.image_paths if name in bad_images), split)
+        rest = part.subset([index for index, name in enumerate(part.image_paths) if name not in bad_images])
+        report(_suspicious_boxes(rest), split)
         if len(rest):
             usable[split] = rest
         else:
-            found.append(Problem("empty-split", split, "no usable image in this split"))
-        for problem in filter(None, found):
-            splits_of.setdefault(problem, {})[split] = None
-    for problem in _problems_across_splits(usable, inspections, source.name):
-        splits_of.setdefault(problem, {})
+            report([Problem("empty-split", split, "no usable image in this split")], split)
+    copies = _find_copies(usable)
+    report(_problems_across_splits(usable, copies, source.name))
     kinds = list(KINDS)  # most severe first
     return CheckResult(
         path=str(path),
+        root=str(source.folder.root),
         format=source.format,
         class_names=tuple(dict.fromkeys(name for part in usable.values() for name in part.class_names)),
         splits={split: split_statistics([part]) for split, part in usable.items()},
@@ -184,32 +192,82 @@ def check_dataset(
             Finding(problem, tuple(splits_of[problem]))
             for problem in sorted(splits_of, key=lambda problem: (kinds.index(problem.kind), problem.file))
         ],
+        copies=copies,
+        pixels=pixels,
     )
 
 
 def _distinct(parts: Parts) -> list[DetectionDataset]:
     """The parts without the images of earlier parts."""
-    once = list(each_image_once(parts))
-    return [part.subset([index for its, index in once if its is part]) for part in parts.values()]
+    indices: dict[int, list[int]] = {id(part): [] for part in parts.values()}
+    for part, index in each_image_once(parts):
+        indices[id(part)].append(index)
+    return [part.subset(indices[id(part)]) for part in parts.values()]
 
 
-def _inspect(parts: Parts, *, decode: bool, progress: Progress | None) -> dict[str, Inspection]:
-    """Image path → inspection; every image is inspected once, however many splits contain it."""
+def _inspect(parts: Parts, *, pixels: bool, progress: Progress | None) -> dict[str, Problem]:
+    """Path → problem of the unusable images; an image is inspected once, however many splits contain it."""
     distinct = _distinct(parts)
-    total = sum(map(len, distinct))
-    inspections: dict[str, Inspection] = {}
+    done, total = 0, sum(map(len, distinct))
+    found: dict[str, Problem] = {}
     for part in distinct:
-        for path, inspection in zip(part.image_paths, inspect_images(part, decode=decode), strict=True):
-            inspections[path] = inspection
+        for path, problem in zip(part.image_paths, inspect_images(part, pixels=pixels), strict=True):
+            if problem is not None:
+                found[path] = problem
+            done += 1
             if progress is not None:
-                progress(len(inspections), total)
-    return inspections
+                progress(done, total)
+    return found
 
 
-def _problems_across_splits(parts: Parts, inspections: dict[str, Inspection], name: str) -> Iterator[Problem]:
-    """Images in several splits, different class lists, no boxes at all."""
-    # Copies of an image have the same digest; without decoding, only the same file is found.
-    paths = {split: {inspections[p].digest or p: p for p in part.image_paths} for split, part in parts.items()}
+def _suspicious_boxes(part: DetectionDataset) -> Iterator[Problem]:
+    """Boxes that can be used but are probably wrong: very small ones, and the same box twice in an image."""
+    images = np.repeat(np.arange(len(part)), part.boxes_per_image)
+    rows = np.column_stack([images, part.boxes])
+    order = np.lexsort(rows.T)
+    repeated = np.zeros(len(rows), bool)
+    repeated[order[1:]] = (rows[order[1:]] == rows[order[:-1]]).all(axis=1)
+    tiny = (part.boxes[:, 2:] - part.boxes[:, :2] < TINY_PIXELS).any(axis=1)
+    for kind, mask in (("repeated-box", repeated), ("tiny-box", tiny)):
+        found = np.flatnonzero(mask).tolist()
+        for row in found[:MAX_LISTED]:
+            path, box = part.image_paths[images[row]], tuple(part.boxes[row].tolist())
+            shown = ", ".join(f"{value:.6g}" for value in box)
+            yield Problem(kind, path, f"{part.class_names[part.labels[row]]} ({shown})", image=path, box=box)
+        if len(found) > MAX_LISTED:
+            rest = len(found) - MAX_LISTED
+            yield Problem(kind, part.split, f"{rest:,} more boxes like this", count=rest)
+
+
+def _find_copies(parts: Parts) -> list[tuple[str, ...]]:
+    """Groups of image files with the same content. Only files of equal size are read, and a sample of them first."""
+    groups = [[f"{part.root}/{name}" for part in _distinct(parts) for name in part.image_paths]]
+
+    def content(path: str) -> bytes:
+        try:
+            return hashlib.blake2b(Path(path).read_bytes()).digest()
+        except OSError:
+            return path.encode(errors="surrogateescape")
+
+    for key in (lambda path: sample_file(path, False), lambda path: sample_file(path, True), content):
+        alike: dict[tuple[int, bytes], list[str]] = {}
+        paths = [(number, path) for number, group in enumerate(groups) for path in group]
+        keys = map_in_threads(key, [path for _, path in paths])
+        for (number, path), found in zip(paths, keys, strict=True):
+            alike.setdefault((number, found), []).append(path)
+        groups = [group for group in alike.values() if len(group) > 1]
+    root = len(str(next(iter(parts.values())).root)) + 1 if parts else 0
+    return [tuple(path[root:] for path in group) for group in groups]
+
+
+def _problems_across_splits(parts: Parts, copies: Sequence[tuple[str, ...]], name: str) -> Iterator[Problem]:
+    """Copies of images, images in several splits, different class lists, no boxes at all."""
+    original = {path: group[0] for group in copies for path in group}
+    paths = {split: {original.get(p, p): p for p in reversed(part.image_paths)} for split, part in parts.items()}
+    for split, part in parts.items():
+        for path in part.image_paths:
+            if (first := paths[split][original.get(path, path)]) != path:
+                yield Problem("copied-image", path, f"the same file as {first}", image=path)
     for first, second in combinations(paths, 2):
         small, large = sorted((first, second), key=lambda split: len(paths[split]))
         both = paths[first].keys() & paths[second].keys()
@@ -217,7 +275,7 @@ def _problems_across_splits(parts: Parts, inspections: dict[str, Inspection], na
         if len(both) < len(paths[small]) or common_split_name(large) in ("train", "val", "test"):
             for key in both:
                 message = f"in {second}, and in {first} as {paths[first][key]}"
-                yield Problem("image-in-two-splits", paths[second][key], message)
+                yield Problem("image-in-two-splits", paths[second][key], message, image=paths[second][key])
     lists = {part.class_names for part in parts.values()}
     if len(lists) > 1:
         shown = " / ".join(sorted(", ".join(names) for names in lists))
@@ -229,8 +287,13 @@ def _problems_across_splits(parts: Parts, inspections: dict[str, Inspection], na
 # --- the report as text ---------------------------------------------------------------------------
 
 
-def check_report(result: CheckResult, *, limit: int = 20) -> str:
-    """Statistics, histograms and problems as text, at most ``limit`` problems of each kind; 0 for all."""
+def check_report(result: CheckResult, *, limit: int | None = None) -> str:
+    """Statistics, histograms and problems as text.
+
+    Args:
+        result: of :func:`check_dataset`.
+        limit: number of problems of each kind, 0 for all. By default as many as fit on one screen.
+    """
     parts = [f"{result.path}: {result.format} dataset, classes: {len(result.class_names)}"]
     if result.splits:
         parts += [_statistics_table(result), _histogram("box size (√area in pixels)", result.total.box_sizes)]
@@ -238,18 +301,26 @@ def check_report(result: CheckResult, *, limit: int = 20) -> str:
 
 
 def _statistics_table(result: CheckResult) -> str:
-    """A table with one column per split and one row per class."""
+    """A table with one column per split and rows for the most frequent classes."""
     columns = {**result.splits, "total": result.total} if len(result.splits) > 1 else result.splits
     fields = {"images": "images", "without boxes": "empty_images", "boxes": "boxes"}
-    fields |= {"  difficult": "difficult", "  crowd": "crowd"}
+    fields |= {f"  {flag}": flag for flag in ("difficult", "crowd") if getattr(result.total, flag)}
     rows = [["", *columns]]
     rows += [[name, *(f"{getattr(c, field):,}" for c in columns.values())] for name, field in fields.items()]
+    of_class = result.total.boxes_of_class
+    classes = sorted(result.class_names, key=lambda name: -of_class[name])
+    few = len(classes) <= _MAX_CLASSES
     rows += [
-        [f"  {name}", *(f"{c.boxes_of_class.get(name, 0):,}" for c in columns.values())] for name in result.class_names
+        [f"  {name}", *(f"{c.boxes_of_class.get(name, 0):,}" for c in columns.values())]
+        for name in (result.class_names if few else classes[: _MAX_CLASSES - 2])
     ]
     size_range = "{smallest_width}x{smallest_height}-{largest_width}x{largest_height}"
     rows.append(["image size", *(size_range.format(**c.image_sizes) for c in columns.values())])
-    return "\n".join(_aligned(rows))
+    lines = _aligned(rows)
+    if not few:
+        rest = f"  and {len(classes) - _MAX_CLASSES + 2} more classes; fewest boxes: {classes[-1]}"
+        lines.insert(-1, f"{rest} ({of_class[classes[-1]]:,})")
+    return "\n".join(lines)
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -266,19 +337,20 @@ def _histogram(title: str, counts: dict[str, int]) -> str:
     return "\n".join([title, *(f"{line}  {bar}" for line, bar in zip(lines, bars, strict=True))])
 
 
-def _problem_list(findings: Sequence[Finding], limit: int) -> str:
-    blocks = []
-    for kind, group in groupby(findings, key=lambda finding: finding.problem.kind):
-        same = list(group)
+def _problem_list(findings: Sequence[Finding], limit: int | None) -> str:
+    kinds = [(kind, list(group)) for kind, group in groupby(findings, key=lambda finding: finding.problem.kind)]
+    examples = _EXAMPLES // max(1, len(kinds)) if limit is None else limit or len(findings)
+    lines = []
+    for kind, group in kinds:
         effect, description = KINDS[kind]
-        lines = [f"{kind} ({effect.value}): {description}: {len(same):,}"]
-        for finding in same[: limit or None]:
+        count = sum(finding.problem.count for finding in group)
+        lines.append(f"{kind} ({effect.value}): {description}: {count:,}")
+        for finding in group[:examples]:
             splits = f" [{', '.join(finding.splits)}]" if finding.splits else ""
             lines.append(f"  {finding.problem.file}: {finding.problem.message}{splits}")
-        if 0 < limit < len(same):
-            lines.append(f"  and {len(same) - limit:,} more (--limit 0 shows all)")
-        blocks.append("\n".join(lines))
-    return "\n\n".join(blocks) or "no problems found"
+        if 0 < examples < len(group):
+            lines.append(f"  and {len(group) - examples:,} more (--limit 0 shows all)")
+    return "\n".join(lines) or "no problems found"
 
 
 def _verdict(result: CheckResult) -> str:

@@ -11,6 +11,7 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ _FILLERS = re.compile(r"(^|[_.-])(annotations?|instances|coco|labels|gt)(?=[_.-]
 _OTHER_TASKS = ("captions_", "person_keypoints_", "panoptic_", "stuff_", "image_info_")
 _SURROGATE = re.compile("[\ud800-\udfff]")  # unpaired: it could not be printed
 _SECTIONS = ("images", "annotations", "categories")
-_ROWS_AT_ONCE = 10_000  # annotations that become Python objects at once
+_ROWS_AT_ONCE = 10_000  # annotations read together
 _SECTION_KEYS = re.compile(rb'"(images|annotations|categories|licenses|info)"\s*:')
 
 
@@ -136,8 +137,49 @@ def read_objects(entries: Sequence[Any], where: str, report: Report, *, scored: 
         report: called for each entry that is dropped or wrong.
         scored: whether the entries are detections, which need a score.
     """
+    integers, numbers = [np.zeros((0, 4), np.int64)], [np.zeros((0, 5))]
+    for start in range(0, len(entries), _ROWS_AT_ONCE):
+        chunk = entries[start : start + _ROWS_AT_ONCE]
+        columns = _clean_columns(chunk, start, scored) or _checked_columns(chunk, start, where, report, scored)
+        integers.append(columns[0])
+        numbers.append(columns[1])
+    image_ids, category_ids, own_ids, flag_column = np.concatenate(integers).T
+    table = np.concatenate(numbers)
+    return CocoObjects(image_ids, category_ids, own_ids, flag_column, table[:, :4], table[:, 4])
+
+
+_Columns = tuple[NDArray[np.int64], NDArray[np.float64]]  # image, category, id, flags [m, 4]; box and value [m, 5]
+
+
+def _clean_columns(entries: Sequence[Any], start: int, scored: bool) -> _Columns | None:
+    """The columns of entries without anything unusual, ten times faster than one by one; None otherwise."""
+    if set(map(type, entries)) != {CocoObject}:
+        return None
+    own_ids = [row if one.id is UNSET else one.id for row, one in enumerate(entries, start + 1)]
+    ids = [*(one.image_id for one in entries), *(one.category_id for one in entries), *own_ids]
+    boxes = [one.bbox for one in entries]
+    values = [one.score for one in entries] if scored else [0 if one.area is UNSET else one.area for one in entries]
+    if set(map(type, ids)) != {int} or set(map(type, boxes)) != {list} or set(map(len, boxes)) != {4}:
+        return None
+    if not set(map(type, chain(values, *boxes))) <= {int, float}:
+        return None
+    try:
+        numbers = np.column_stack([np.array(boxes, float), np.array(values, float)])
+        flags = np.array([(one.difficult, one.iscrowd) for one in entries])
+    except (OverflowError, ValueError):  # integers beyond float64, flags of different types
+        return None
+    usual_flags = flags.dtype.kind in "bi" and bool(((flags == 0) | (flags == 1)).all())
+    if not usual_flags or max(map(abs, ids)) >= 2**62 or not (np.abs(numbers) < 2**62).all():
+        return None
+    if not scored:
+        numbers[[one.area is UNSET for one in entries], 4] = math.nan
+    return np.column_stack([np.array(ids).reshape(3, -1).T, flags @ [1, 2]]), numbers
+
+
+def _checked_columns(entries: Sequence[Any], start: int, where: str, report: Report, scored: bool) -> _Columns:
+    """The columns of the usable entries; the others are reported."""
     integers, numbers = array("q"), array("d")
-    for row, entry in enumerate(entries):
+    for row, entry in enumerate(entries, start):
         try:
             columns = _columns(entry, scored)
         except CocoEntryError as error:
@@ -146,9 +188,7 @@ def read_objects(entries: Sequence[Any], where: str, report: Report, *, scored: 
         own_id = entry.id if type(entry.id) is int and abs(entry.id) < 2**62 else row + 1
         integers.extend((*columns[:2], own_id, (entry.difficult == 1) + 2 * (entry.iscrowd == 1)))
         numbers.extend(columns[2:])
-    image_ids, category_ids, own_ids, flag_column = np.frombuffer(integers, np.int64).reshape(-1, 4).T
-    table = np.frombuffer(numbers, np.float64).reshape(-1, 5)
-    return CocoObjects(image_ids, category_ids, own_ids, flag_column, table[:, :4], table[:, 4])
+    return np.frombuffer(integers, np.int64).reshape(-1, 4), np.frombuffer(numbers, np.float64).reshape(-1, 5)
 
 
 def _columns(entry: Any, scored: bool) -> tuple[Any, ...]:
@@ -344,19 +384,16 @@ def _add_boxes(
     """Adds the boxes of known images and classes; reports the others, each unknown class once."""
     label_of_name = {name: label for label, name in enumerate(names)}
     label_of = {category: label_of_name[name] for category, name in categories.items() if name in label_of_name}
-    unknown: Counter[int] = Counter()
-    for start in range(0, len(objects.ids), _ROWS_AT_ONCE):
-        rows = (column[start : start + _ROWS_AT_ONCE].tolist() for column in objects)
-        for image_id, category, own_id, flags, (x, y, width, height), area in zip(*rows, strict=True):
-            image, label = index_of.get(image_id), label_of.get(category)
-            if image is None:
-                builder.report("bad-entry", file, f"annotation {own_id}: no image has id {image_id}")
-            if label is None:
-                unknown[category] += 1
-            if image is not None and image >= 0 and label is not None:
-                corners = (x, y, x + width, y + height)
-                marks = {"difficult": flags % 2 == 1, "crowd": flags >= 2}
-                builder.add_box(image, corners, label, number=own_id, area=area, **marks)
+    images = np.array([index_of.get(image_id, -2) for image_id in objects.image_ids.tolist()], np.int64)
+    labels = np.array([label_of.get(category, -1) for category in objects.category_ids.tolist()], np.int64)
+    for row in np.flatnonzero(images == -2).tolist():
+        message = f"annotation {objects.ids[row]}: no image has id {objects.image_ids[row]}"
+        builder.report("bad-entry", file, message)
+    kept = (images >= 0) & (labels >= 0)
+    corners = np.concatenate([objects.xywh[:, :2], objects.xywh[:, :2] + objects.xywh[:, 2:]], axis=1)
+    integers = np.column_stack([images, labels, objects.ids, objects.flags])
+    builder.add_boxes(integers[kept], np.column_stack([corners, objects.values])[kept])
+    unknown = Counter(objects.category_ids[labels < 0].tolist())
     for category, count in unknown.items():
         name = f"class {categories[category]!r}" if category in categories else f"category_id {category}"
         builder.report("unknown-class", file, f"{name} is not in the class list: {count} boxes", count=count)

@@ -11,7 +11,7 @@ from PIL import Image
 from aploss.data.annotations import DetectionDataset, concatenate
 from aploss.data.formats import FORMATS, DataFormat, Parts, writable_formats
 from aploss.data.images import read_image, read_sizes
-from aploss.data.load import Progress, find_source, without_unusable_images
+from aploss.data.load import Progress, find_source, inspect_images
 from aploss.data.problems import Problem
 from aploss.errors import DataError
 
@@ -58,16 +58,21 @@ def convert_dataset(
     if out.resolve().is_relative_to(source.folder.root):
         raise DataError(f"{out}: inside the dataset it is made from; name a folder elsewhere")
     class_names = source.load().class_names
-    parts = {
-        split: without_unusable_images(source.load(split, class_names=class_names), decode=False)
-        for split in source.splits
-    }
+    parts = {split: _with_good_headers(source.load(split, class_names=class_names)) for split in source.splits}
     whole = concatenate(list(parts.values()), split="all")
     try:
         losses = _write(out, parts, whole, FORMATS.get(to), progress)
     except OSError as error:
         raise DataError(f"{out}: cannot be written: {error.strerror or error}") from error
     return Conversion(out, len(whole), whole.num_boxes, tuple(parts), tuple(whole.problems), tuple(losses))
+
+
+def _with_good_headers(dataset: DetectionDataset) -> DetectionDataset:
+    """Drops unreadable images and images of another size than annotated, and adds them to ``problems``."""
+    problems = list(inspect_images(dataset, pixels=False))
+    kept = dataset.subset([index for index, problem in enumerate(problems) if problem is None])
+    kept.problems += filter(None, problems)
+    return kept
 
 
 def _write(

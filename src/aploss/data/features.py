@@ -1,34 +1,39 @@
 """Feature maps of a frozen backbone, computed once for some views of each image and cached on disk.
 
-Training that leaves the backbone unchanged needs only its feature maps. They are read from one file of float16, whose
-cache key covers the images, objects, image size, views and weights. The views of an image are a number of augmented
-versions that are drawn once.
+Training that leaves the backbone unchanged needs only its feature maps. The views of an image are a number of augmented
+versions that are drawn once. The cache consists of small files of float16 maps and objects, for one or a few images
+each. A file's name holds a digest of everything that its content depends on and a checksum of the content itself, which
+is verified when the cache is opened. So a damaged or outdated file is computed again, never trained on, and an
+interrupted computation resumes where it stopped.
 """
 
 import hashlib
+import io
 import shutil
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from math import prod
+from math import ceil, prod
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from aploss.data.annotations import DetectionDataset, Sample, Target
 from aploss.data.augment import OBJECT_FIELDS
-from aploss.data.builtin import cache_folder, make_once
-from aploss.errors import DataError
+from aploss.data.builtin import cache_error, cache_folder
+from aploss.errors import DataError, RunError
+from aploss.files import remove_unfinished, write_whole
 
-VERSION = 3  # part of the cache key: increase it with every change of the stored files
+VERSION = 4  # part of the cache key: increase it with every change of the stored files
 VIEWS_AT_ONCE = 8  # per forward pass
 DTYPE = np.dtype(np.float16)
+LENGTH_BYTES = 8  # at the beginning of a file: the number of bytes of its maps
 FIELDS = ("boxes", *OBJECT_FIELDS)
-MAPS_FILE, CONTENT_FILE = "features.bin", "features.pt"
+PARTIAL = "partial"  # in the name of a file without its unreadable images, which are tried again next time
 
 
 class FeatureMaps(NamedTuple):
@@ -51,29 +56,26 @@ class Views:
     count: int  # per image
     sample: Callable[[tuple[int, int]], Sample]  # of (view, index), deterministic
 
+    @property
+    def images_per_file(self) -> int:
+        """Number of images computed in one forward pass and stored in one file."""
+        return ceil(VIEWS_AT_ONCE / self.count)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFeatures:
     """The maps of all views of a dataset's images; made by :func:`store_features`."""
 
-    file: Path  # float16 [images, views, values of all maps of an image]
-    shapes: tuple[tuple[int, int, int], ...]  # channels, height and width of each map
+    folder: Path
+    files: tuple[Path, ...]  # each of the next few images
+    images_per_file: int
+    shapes: tuple[tuple[int, ...], ...]  # channels, height and width of each map
     image_size: tuple[int, int]  # height and width of the images, including padding
-    images: int  # number of images
     views: int  # per image
     preset: str  # of the views
+    bytes: int  # size of all files
     unreadable: dict[int, str]  # images without maps: index → reason
     targets: dict[str, Tensor] = field(compare=False, repr=False)  # objects of all views, and where each view starts
-
-    @property
-    def values(self) -> int:
-        """Number of values in all maps of one image."""
-        return sum(map(prod, self.shapes))
-
-    @property
-    def bytes(self) -> int:
-        """Size of the file."""
-        return self.views * self.images * self.values * DTYPE.itemsize
 
     def read(self, index: int, view: int) -> Tensor:
         """The concatenated maps of one view of an image: float16 [values].
@@ -83,14 +85,16 @@ class StoredFeatures:
         """
         if index in self.unreadable:
             raise DataError(self.unreadable[index])
-        row = self.values * DTYPE.itemsize
+        number, place = divmod(index, self.images_per_file)
+        file, values = self.files[number], sum(map(prod, self.shapes))
+        offset = LENGTH_BYTES + (place * self.views + view) * values * DTYPE.itemsize
         try:
-            read = np.fromfile(self.file, DTYPE, self.values, offset=(self.views * index + view) * row)
+            row = np.fromfile(file, DTYPE, values, offset=offset)
         except OSError as error:
-            raise DataError(f"the stored features {self.file} cannot be read: {error.strerror}") from error
-        if len(read) < self.values:
-            raise DataError(f"the stored features {self.file} are truncated: remove {self.file.parent}")
-        return torch.from_numpy(read)
+            raise DataError(f"the stored features {file} cannot be read: {error.strerror}") from error
+        if len(row) < values:
+            raise DataError(f"the stored features {file} are truncated; the next start computes them again")
+        return torch.from_numpy(row)
 
     def target(self, index: int, view: int) -> dict[str, Tensor]:
         """Boxes, labels and flags of the objects in a view."""
@@ -104,6 +108,17 @@ class StoredFeatures:
         return FeatureMaps(maps, self.image_size)
 
 
+class _Block(NamedTuple):
+    """The content of one file except for its maps."""
+
+    path: Path
+    bytes: int
+    shapes: tuple[tuple[int, ...], ...]
+    image_size: tuple[int, ...]
+    targets: dict[str, np.ndarray]  # "counts" of the objects of each view, and FIELDS of all of them
+    unreadable: dict[int, str]
+
+
 def store_features(
     dataset: DetectionDataset,
     network: Callable[[Tensor], FeatureMaps],
@@ -112,11 +127,13 @@ def store_features(
     network_digest: str,
     size: int | tuple[int, int],
     on_progress: Callable[[int, int], Any] | None = None,
+    note: Callable[[str], Any] | None = None,
     cache: Path | None = None,
 ) -> StoredFeatures:
     """The feature maps of a dataset's images, computed unless they are in the cache.
 
-    Safe to call from several processes: one computes, the others wait.
+    Safe to call from several processes: one computes, the others wait. Files are written one by one, so that a process
+    that is stopped at any moment loses the latest one only.
 
     Args:
         dataset: the images.
@@ -125,21 +142,49 @@ def store_features(
         network_digest: identifies the network and its weights.
         size: size of the views: side of a square, or (height, width).
         on_progress: called with (images done, total).
+        note: called with a line about what is computed and how long it takes, and one about damaged files.
         cache: folder to keep them in; defaults to ``features`` in :func:`~aploss.data.builtin.cache_folder`.
 
     Raises:
         DataError: the cache is not writable, or no image can be read.
     """
+    settings = repr((VERSION, network_digest, size, views.preset, views.count))
     home = cache_folder() / "features" if cache is None else cache
-    folder = home / _cache_key(dataset, network_digest, size, views)
-    compute = partial(_compute, dataset=dataset, network=network, views=views, on_progress=on_progress)
-    return make_once(folder, find=_open, make=compute)
+    folder = home / hashlib.sha256(settings.encode()).hexdigest()[:20]
+    step = views.images_per_file
+    indices = [range(start, min(start + step, len(dataset))) for start in range(0, len(dataset), step)]
+    names = [f"{number:06d}-{_digest_inputs(dataset, own)}" for number, own in enumerate(indices)]
+    say = note or (lambda line: None)
+    try:
+        blocks = _open(folder, names, lambda line: None)
+        if len(blocks) < len(names):
+            folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(home / f".{folder.name}.lock"):
+                remove_unfinished(folder)
+                blocks = _open(folder, names, say)  # another process may have computed them meanwhile
+                missing = [number for number, name in enumerate(names) if name not in blocks]
+                started = time.monotonic()
+                for done, number in enumerate(missing, start=1):
+                    name = names[number]
+                    blocks[name] = _write(folder / name, _compute(indices[number], dataset, network, views))
+                    if done == 1:
+                        needed = blocks[name].bytes * len(missing)
+                        _check_space(folder, needed)
+                        seconds = (time.monotonic() - started) * len(missing)
+                        left = sum(len(indices[one]) for one in missing)
+                        size_and_time = f"{needed / 1e6:.0f} MB, about {max(1, round(seconds / 60))} min"
+                        say(f"features  to compute: {left} of {len(dataset)} images ({size_and_time}) into {folder}")
+                    if on_progress is not None:
+                        on_progress(indices[number][-1] + 1, len(dataset))
+    except (OSError, RunError) as error:
+        raise cache_error(home, error) from error
+    return _assemble(folder, [blocks[name] for name in names], dataset, views)
 
 
-def _cache_key(dataset: DetectionDataset, network_digest: str, size: int | tuple[int, int], views: Views) -> str:
-    """A digest of everything that the stored maps and targets depend on."""
-    digest = hashlib.sha256(repr((VERSION, network_digest, size, views.preset, views.count)).encode())
-    for index in range(len(dataset)):
+def _digest_inputs(dataset: DetectionDataset, indices: range) -> str:
+    """A digest of the images and objects that a file depends on."""
+    digest = hashlib.sha256(repr(indices).encode())  # the random numbers of a view depend on the index
+    for index in indices:
         try:
             with dataset.image_path(index).open("rb") as file:
                 content = hashlib.file_digest(file, "sha256").hexdigest()
@@ -149,75 +194,113 @@ def _cache_key(dataset: DetectionDataset, network_digest: str, size: int | tuple
         target = dataset.target(index)
         for name in FIELDS:
             digest.update(target[name].numpy().tobytes())
-    return digest.hexdigest()[:20]
+    return digest.hexdigest()[:16]
 
 
-def _open(folder: Path) -> StoredFeatures | None:
-    """The features stored in a folder; None if they are missing or incomplete."""
-    try:
-        content = torch.load(folder / CONTENT_FILE, weights_only=True)
-        stored = StoredFeatures(file=folder / MAPS_FILE, **content)
-        return stored if stored.file.stat().st_size == stored.bytes else None
-    except (OSError, ValueError, TypeError, EOFError, RuntimeError, UnpicklingError):
-        return None
+def _open(folder: Path, names: list[str], note: Callable[[str], Any]) -> dict[str, _Block]:
+    """The undamaged files in a folder: name → content without maps."""
+    found = {path.stem.rpartition("-")[0]: path for path in sorted(folder.glob("*.features"))}
+    blocks = {}
+    damaged = 0
+    for name in names:
+        path = found.get(name)
+        if path is None:
+            continue
+        content = path.read_bytes()
+        if _checksum(content) == path.stem.rpartition("-")[2]:
+            blocks[name] = _parse(path, content)
+        else:
+            damaged += 1
+    if damaged:
+        note(f"features  {damaged} damaged files in {folder} are computed again")
+    return blocks
+
+
+def _checksum(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _parse(path: Path, content: bytes, unreadable: dict[int, str] | None = None) -> _Block:
+    length = int.from_bytes(content[:LENGTH_BYTES], "little")
+    with np.load(io.BytesIO(content[LENGTH_BYTES + length :])) as stored:
+        shapes = tuple(map(tuple, stored["shapes"].tolist()))
+        targets = {name: stored[name] for name in ("counts", *FIELDS)}
+        return _Block(path, len(content), shapes, tuple(stored["image_size"].tolist()), targets, unreadable or {})
 
 
 def _compute(
-    folder: Path,
-    dataset: DetectionDataset,
-    network: Callable[[Tensor], FeatureMaps],
-    views: Views,
-    on_progress: Callable[[int, int], Any] | None,
-) -> None:
-    """Computes the maps and targets of all views into a folder."""
+    indices: range, dataset: DetectionDataset, network: Callable[[Tensor], FeatureMaps], views: Views
+) -> tuple[bytes, dict[int, str]]:
+    """The content of one file, and the images that cannot be read: index → reason.
+
+    The content is the number of bytes of all maps, the maps of view after view, and the other arrays as ``.npz``.
+    """
     unreadable: dict[int, str] = {}
-    targets: dict[int, list[Target]] = {}
-    content: dict[str, Any] = {}
-    row_bytes = 0
-    with (folder / MAPS_FILE).open("wb") as file:
-        for indices, images in _image_batches(len(dataset), views, targets, unreadable):
-            maps, image_size = network(images)
-            rows = torch.cat([one.flatten(1).cpu() for one in maps], dim=1).half()
-            if not content:
-                content = {"shapes": tuple(tuple(one.shape[1:]) for one in maps), "image_size": tuple(image_size)}
-                row_bytes = views.count * rows.shape[1] * DTYPE.itemsize
-                needed, free = row_bytes * len(dataset), shutil.disk_usage(folder).free
-                if free < needed:
-                    raise OSError(f"{needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free")
-                file.truncate(needed)
-            if not bool(rows.isfinite().all()):
-                raise DataError("the backbone's features overflow float16: leave batches.cache_features false")
-            for index, of_image in zip(indices, torch.split(rows, views.count), strict=True):
-                file.seek(index * row_bytes)
-                file.write(of_image.numpy().tobytes())
-            if on_progress is not None:
-                on_progress(indices[-1] + 1, len(dataset))
-    if not content:
-        reason = next(iter(unreadable.values()), "it is empty")
-        raise DataError(f"no image of split '{dataset.split}' can be read: {reason}")
-    content |= {"images": len(dataset), "views": views.count, "preset": views.preset, "unreadable": unreadable}
-    counts = [len(one["boxes"]) for i in range(len(dataset)) for one in targets.get(i, [{"boxes": ()}] * views.count)]
-    columns = {name: torch.cat([one[name] for many in targets.values() for one in many]) for name in FIELDS}
-    content["targets"] = {"starts": torch.tensor([0, *counts]).cumsum(0), **columns}
-    torch.save(content, folder / CONTENT_FILE)
-
-
-def _image_batches(
-    images: int, views: Views, targets: dict[int, list[Target]], unreadable: dict[int, str]
-) -> Iterator[tuple[list[int], Tensor]]:
-    """Indices of some images and all their views [B * views, 3, H, W] in [0, 1]; fills ``targets`` and
-    ``unreadable``."""
-    indices: list[int] = []
-    pixels: list[Tensor] = []
-    for index in range(images):
+    samples: dict[int, list[Sample]] = {}
+    for index in indices:
         try:
-            samples = [views.sample((view, index)) for view in range(views.count)]
+            samples[index] = [views.sample((view, index)) for view in range(views.count)]
         except DataError as error:
             unreadable[index] = str(error)
-        else:
-            indices.append(index)
-            pixels += [image for image, _ in samples]
-            targets[index] = [target for _, target in samples]
-        if indices and (len(pixels) >= VIEWS_AT_ONCE or index == images - 1):
-            yield indices, torch.stack(pixels).float() / 255
-            indices, pixels = [], []
+    shapes, image_size, maps = np.zeros((0, 3), int), (0, 0), b""
+    if samples:
+        images = torch.stack([image for many in samples.values() for image, _ in many]).float() / 255
+        levels, image_size = network(images)
+        shapes = np.array([one.shape[1:] for one in levels])
+        rows = torch.cat([one.flatten(1).cpu() for one in levels], dim=1).half()
+        if not bool(rows.isfinite().all()):
+            raise DataError("the backbone's features overflow float16: leave batches.cache_features false")
+        every = rows.new_zeros(len(indices), views.count, rows.shape[1])  # zeros for the unreadable ones
+        every[[index - indices[0] for index in samples]] = rows.view(-1, views.count, rows.shape[1])
+        maps = every.numpy().tobytes()
+    nothing: Target = {name: dataset.target(indices[0])[name][:0] for name in FIELDS}
+    targets = [
+        samples[index][view][1] if index in samples else nothing for index in indices for view in range(views.count)
+    ]
+    columns: dict[str, Any] = {name: torch.cat([target[name] for target in targets]).numpy() for name in FIELDS}
+    others = io.BytesIO()
+    counts = [len(target["boxes"]) for target in targets]
+    np.savez(others, shapes=shapes, image_size=image_size, counts=counts, **columns)
+    return len(maps).to_bytes(LENGTH_BYTES, "little") + maps + others.getvalue(), unreadable
+
+
+def _write(name: Path, computed: tuple[bytes, dict[int, str]]) -> _Block:
+    """Writes a file under its name and checksum in place of damaged ones."""
+    content, unreadable = computed
+    path = name.with_name(f"{name.name}-{PARTIAL if unreadable else _checksum(content)}.features")
+    for old in name.parent.glob(f"{name.name}-*.features"):
+        old.unlink()
+    write_whole(path, lambda file: file.write(content))
+    return _parse(path, content, unreadable)
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(f"{needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free")
+
+
+def _assemble(folder: Path, blocks: list[_Block], dataset: DetectionDataset, views: Views) -> StoredFeatures:
+    unreadable = {index: reason for block in blocks for index, reason in block.unreadable.items()}
+    filled = next((block for block in blocks if block.shapes), None)
+    if filled is None:
+        reason = next(iter(unreadable.values()), "it is empty")
+        raise DataError(f"no image of split '{dataset.split}' can be read: {reason}")
+    columns = {
+        name: torch.from_numpy(np.concatenate([block.targets[name] for block in blocks]))
+        for name in ("counts", *FIELDS)
+    }
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), columns.pop("counts").cumsum(0)])
+    height, width = filled.image_size
+    return StoredFeatures(
+        folder=folder,
+        files=tuple(block.path for block in blocks),
+        images_per_file=views.images_per_file,
+        shapes=filled.shapes,
+        image_size=(height, width),
+        views=views.count,
+        preset=views.preset,
+        bytes=sum(block.bytes for block in blocks),
+        unreadable=unreadable,
+        targets={"starts": starts, **columns},
+    )

@@ -1,12 +1,10 @@
 """Reading image files as upright 8-bit RGB tensors, and inspecting them for problems."""
 
-import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -139,29 +137,21 @@ def _eight_bit(image: Image.Image) -> Image.Image:
     return Image.fromarray(np.clip(np.round(values), 0, 255).astype(np.uint8))
 
 
-class Inspection(NamedTuple):
-    """The problem of an image, if any, and a digest of its file, which is empty if it was not read."""
-
-    problem: Problem | None
-    digest: str
-
-
-def inspect_image(path: Path, *, name: str, size: tuple[int, int], decode: bool) -> Inspection:
-    """Looks for a problem of an image file.
+def inspect_image(path: str, *, name: str, size: tuple[int, int], pixels: bool) -> Problem | None:
+    """The problem of an image file, if any.
 
     Args:
         path: the file.
         name: its name in messages.
         size: the annotated (width, height).
-        decode: whether to decode the whole file, which finds damaged and duplicate images, or only its header.
+        pixels: whether to decode the whole file, which finds damaged images, or only its header.
     """
     try:
         sizes = read_sizes(path)
         if size not in sizes:
             raise _size_mismatch(path, size, sizes[0])
-        if not decode:
-            return Inspection(None, "")
-        read_image(path, size=size)
-        return Inspection(None, hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest())
+        if pixels:
+            read_image(path, size=size)
+        return None
     except ImageError as error:
-        return Inspection(replace(error.problem, file=name), "")
+        return replace(error.problem, file=name, image=name)

@@ -36,12 +36,16 @@ KINDS = {
     "size-mismatch": (Effect.IMAGE_DROPPED, "an image whose size differs from its annotation's"),
     "degenerate-box": (Effect.BOX_DROPPED, "a box without width or height inside its image"),
     "bad-box": (Effect.BOX_DROPPED, "an object without a box of finite numbers, in YOLO of fractions"),
+    "fraction-box": (Effect.BOX_DROPPED, "a box inside the first pixel: fractions of the image instead of pixels"),
     "unknown-class": (Effect.BOX_DROPPED, "an object without a class, or of a class that is not in the class list"),
     "bad-entry": (Effect.BOX_DROPPED, "an annotation that is not an object with fields, or of an unlisted image"),
     "out-of-bounds-box": (Effect.BOX_CLIPPED, "a box that exceeds its image"),
     "class-lists-differ": (Effect.KEPT, "splits with different class lists"),
     "image-without-annotation": (Effect.KEPT, "an image without a label file, used as an image without objects"),
     "image-in-two-splits": (Effect.KEPT, "the same image, or a copy of it, in two splits"),
+    "copied-image": (Effect.KEPT, "two files of a split with the same content"),
+    "repeated-box": (Effect.KEPT, "two objects of an image with the same box"),
+    "tiny-box": (Effect.KEPT, "a box with a side below 2 pixels"),
 }
 
 
@@ -54,6 +58,8 @@ class Problem:
         file: the file to look at, relative to the dataset's folder.
         message: a description with the value that was found.
         count: number of boxes or images concerned, if one line stands for many.
+        image: the image concerned, relative to the dataset's folder.
+        box: the box concerned, x1, y1, x2, y2 in the image's pixels.
 
     Example:
         >>> problem = Problem("degenerate-box", "Annotations/7.xml", "object 2: xmin 5 = xmax 5")
@@ -67,6 +73,8 @@ class Problem:
     file: str
     message: str
     count: int = 1
+    image: str = ""
+    box: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         assert self.kind in KINDS, self.kind

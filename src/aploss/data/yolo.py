@@ -21,9 +21,9 @@ from aploss.data.formats import (
 )
 from aploss.data.paths import DatasetFolder, is_image
 from aploss.data.problems import ProblemError
+from aploss.files import load_yaml
 
 _SPLITS = ("train", "val", "valid", "validation", "test")
-_MAX_BYTES = 4 << 20
 _MAX_FRACTION = 1.01  # larger numbers are pixels, not rounded fractions
 _SNAP_PIXELS = 1e-6  # rounding error of cx ± w/2 at the image border
 
@@ -313,14 +313,10 @@ def _label_file(image: str) -> str:
 
 def _read_yaml(folder: DatasetFolder, name: str) -> dict[str, Any]:
     """The content of a YAML file; ProblemError if it is not a mapping."""
-    text = folder.read_text(name)
     try:
-        if len(text) > _MAX_BYTES:
-            raise ValueError(f"over {_MAX_BYTES >> 20} MB")
-        content = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        message = f"not valid YAML: {str(error).splitlines()[0]}"
-        raise ProblemError("unreadable-annotations", name, message) from None
+        content = load_yaml(folder.read_text(name))
+    except ValueError as error:
+        raise ProblemError("unreadable-annotations", name, f"not valid YAML: {error}") from None
     if not isinstance(content, dict):
         raise ProblemError("unreadable-annotations", name, f"expected keys, got {type(content).__name__}")
     return content

@@ -145,7 +145,7 @@ def register_detector(name: str) -> Callable[[ConfigClass], ConfigClass]:
     """Registers an architecture by name, for ``build_detector`` and the command line.
 
     Decorates a subclass of :class:`DetectorConfig`, and turns it into a frozen dataclass unless it is one.
-    :func:`~aploss.detectors.retinanet_network` builds a RetinaNet on any backbone (example: ``docs/detectors.md``).
+    :func:`~aploss.detectors.retinanet_network` builds a RetinaNet on any backbone (example: ``docs/plugins.md``).
 
     Raises:
         ConfigError: if the name is taken, or the class is not a subclass of :class:`DetectorConfig`.

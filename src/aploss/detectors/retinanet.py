@@ -413,6 +413,7 @@ def _lite_stages(version: int) -> Iterator[tuple[int, int, int, int, int]]:
         yield blocks, kernel, stride, expansion, _make_divisible(outputs * width, 8)
 
 
+@dataclass(frozen=True, kw_only=True)
 class LiteRetinaNet(DetectorConfig):
     """RetinaNet on an EfficientNet-Lite for CPUs: P3-P6 of 64 channels."""
 

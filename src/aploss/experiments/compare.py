@@ -5,47 +5,40 @@ The cache finds a run by a hash of its settings, so that comparisons share their
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import combinations
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
-from accelerate import Accelerator
-from filelock import FileLock
-
-from aploss import training
-from aploss.errors import ConfigError, RunError
+from aploss.errors import ConfigError
 from aploss.experiments.measures import Run
 from aploss.experiments.plan import (
     LOSS_OPTIONS,
     RATE,
     Plan,
-    Tuning,
+    Search,
     Variant,
     as_typed,
-    changed,
-    combinations,
+    check_trained,
     comparison_plan,
     data_name,
-    settings_hash,
-    trials_of,
+    trial_config,
 )
-from aploss.experiments.results import Results, Trial, write_results
+from aploss.experiments.results import MIN_SEEDS, Results, Trial, is_decided, write_results
+from aploss.experiments.workers import Job, Pool, Workers, open_pool
 from aploss.files import as_file_name
 from aploss.plotting.style import loss_label
 from aploss.reports.comparison import Comparison
-from aploss.reports.run_files import read_json_lines
-from aploss.training.config import TrainConfig, nested
-from aploss.training.distributed import choose_device, on_main, start_accelerator
-from aploss.training.run_folder import Summary, default_folder, describe_environment
-from aploss.training.step import DivergedError
+from aploss.training.config import RESUMABLE_KEYS, differing_keys
+from aploss.training.distributed import TrainingInterruptedError
+from aploss.training.run_folder import RunFolder, Summary, describe_environment
 
-__all__ = ["Runner", "cache_folder", "compare", "comparison_plan", "default_out"]
+__all__ = ["Workers", "compare", "compare_runs", "comparison_plan", "default_out"]
 
 MAX_LISTED = 90  # characters of a title that lists the rows
+MAX_PAIRED_ROWS = 4  # with more rows only the first is compared with the others
+MAX_WIDENINGS = 4  # of the grid of a search
 PAGE_INTERVAL_S = 20.0  # cached runs are read faster than a page is drawn
 
 
@@ -55,51 +48,116 @@ def compare(
     page_of: Callable[[Results], Comparison] | None = None,
     *,
     cache: str | Path | None = None,
+    workers: Workers | None = None,
     max_minutes: float | None = None,
     quiet: bool = True,
     command: str | None = None,
 ) -> Results:
-    """Trains the missing runs of a plan and writes ``report.html``, ``table.md`` and ``results.json`` as they finish.
+    """Trains the missing runs of a plan, and writes the page, the tables and all numbers as they finish.
 
     Args:
         plan: rows, seeds and search, as from :func:`~aploss.experiments.plan.comparison_plan`.
-        out: folder of the three files.
+        out: folder of ``report.html``, ``table.md``, ``table.tex``, ``results.csv`` and ``results.json``.
         page_of: makes the page of (possibly unfinished) results; by default the page of a plain comparison.
         cache: folder of the runs; by default ``cache`` beside ``out``.
+        workers: runs at a time and their resources; by default one at a time in this process.
         max_minutes: time limit; the same call resumes later.
         quiet: print nothing.
         command: shown on the page; by default the command of this process.
 
     Returns:
-        The runs and the statistics over them.
+        The runs and the statistics over them; not ``complete`` if the time limit was reached.
 
     Raises:
         TrainingInterruptedError: Ctrl-C or SIGTERM; the same call resumes later.
     """
     out, results = Path(out), Results(plan)
-    # As a user would type it.
-    command = command or re.sub(r"^(__main__|aploss)\S*", "aploss", describe_environment()["command"])
-    # One process group for all runs: torchrun's rendezvous works only once.
-    with start_accelerator(choose_device(plan.variants[0].config.device)) as accelerator:
+    page_of, command = page_of or comparison_page, command or typed_command()
+    cache = out.parent / "cache" if cache is None else Path(cache)
+    deadline = None if max_minutes is None else time.time() + 60 * max_minutes
+    device = plan.variants[0].config.device
+    with open_pool(workers or Workers(), cache, device, deadline=deadline, quiet=quiet) as pool:
         written_at = time.monotonic()
-
-        def write() -> None:
-            nonlocal written_at
-            if accelerator.is_main_process:
-                write_results(out, results, replace((page_of or comparison_page)(results), command=command))
-            written_at = time.monotonic()
-
-        cache = out.parent / "cache" if cache is None else Path(cache)
-        runner = Runner(cache, accelerator, max_minutes=max_minutes, quiet=quiet)
         try:
-            for _ in runner.execute(results):
-                if time.monotonic() - written_at >= PAGE_INTERVAL_S:
-                    write()
-        except training.TrainingInterruptedError:
-            write()
+            for _ in _train(results, pool, lambda: page_of(results)):
+                if pool.is_main and time.monotonic() - written_at >= PAGE_INTERVAL_S:
+                    write_results(out, results, replace(page_of(results), command=command))
+                    written_at = time.monotonic()
+        except TrainingInterruptedError:
+            if pool.is_main:
+                write_results(out, results, replace(page_of(results), command=command))
             raise
-        write()
+        if pool.is_main:
+            write_results(out, results, replace(page_of(results), command=command))
     return results
+
+
+def typed_command() -> str:
+    """The command of this process as a user would type it."""
+    return re.sub(r"^(__main__|aploss)\S*", "aploss", str(describe_environment()["command"]))
+
+
+def _train(results: Results, pool: Pool, page: Callable[[], Comparison]) -> Iterator[Run]:
+    """Trains a plan into ``results`` and yields each run as it finishes.
+
+    Learning rates come first, then every row with the first seed, the second, ...: an unfinished comparison has whole
+    pairs. With several looks, more seeds follow until every verdict is decided.
+    """
+    if results.plan.tuning is not None:
+        searches = {one.name: Search(one, results.plan.tuning) for one in results.plan.variants}
+        yield from _tune(results, searches, pool)
+        if not results.is_tuned:
+            return
+        results.plan = replace(results.plan, variants=[search.chosen for search in searches.values()])
+    for look in results.plan.looks:
+        results.seeds = results.plan.seeds[:look]
+        jobs = [
+            Job(variant=one, config=replace(one.config, seed=seed), label=f"{loss_label(one.name)}, seed {seed}")
+            for seed in results.seeds
+            for one in results.plan.variants
+            if (one.name, seed) not in results.runs
+        ]
+        for job, run in pool.run(jobs):
+            results.runs[job.variant.name, job.config.seed] = run
+            yield run
+        if not results.complete or all(map(is_decided, page().verdicts)):
+            return
+
+
+def _tune(results: Results, searches: Mapping[str, Search], pool: Pool) -> Iterator[Run]:
+    """Tries all rows at the same time, and widens the grids whose best value is at an end."""
+    for _ in range(1 + MAX_WIDENINGS):
+        jobs = [job for search in searches.values() for job in _trial_jobs(search, results.plan.seeds[0])]
+        before = len(results.trials)
+        for job, run in pool.run(jobs):
+            score = job.variant.measure.score(run) if run.summary else None
+            if score is None and run.summary:
+                raise ConfigError("the search needs a validation split: set --splits.validation, or add --no-tune")
+            searches[job.variant.name].add(job.settings, score)
+            rate, others = job.settings[RATE], {key: one for key, one in job.settings.items() if key != RATE}
+            results.trials.append(Trial(row=job.variant.name, learning_rate=rate, score=score, settings=others))
+            yield run
+        if len(results.trials) - before < len(jobs):
+            return
+        if not jobs:
+            break
+    results.is_tuned = True
+    results.at_end = [name for name, search in searches.items() if search.next_trials()]
+
+
+def _trial_jobs(search: Search, seed: int) -> list[Job]:
+    """The next trials of a row; settings with which it cannot be trained end its grid."""
+    jobs = []
+    for settings in search.next_trials():
+        try:
+            config = check_trained(trial_config(search.variant, settings, search.tuning, seed))
+        except ConfigError:
+            search.add(settings, None)
+            continue
+        words = [f"{key.rpartition('.')[2].replace('_', ' ')} {as_typed(one)}" for key, one in settings.items()]
+        label = f"{loss_label(search.variant.name)}, trial of {', '.join(words)}"
+        jobs.append(Job(variant=search.variant, config=config, label=label, settings=settings))
+    return jobs
 
 
 def comparison_page(results: Results) -> Comparison:
@@ -109,15 +167,21 @@ def comparison_page(results: Results) -> Comparison:
     listed = ", ".join(labels[:-1]) + f" and {labels[-1]}" if len(labels) > 1 else labels[0]
     rows = listed if len(listed) <= MAX_LISTED else f"{len(labels)} rows"
     varied = any(not key.startswith(LOSS_OPTIONS) for variant in variants for key in variant.settings)
+    names = [variant.name for variant in variants]
+    pairs = [*combinations(names, 2)] if len(names) <= MAX_PAIRED_ROWS else [(names[0], one) for one in names[1:]]
+    notes = ["Intervals are Student's t over paired seeds, for each difference by itself."]
+    if results.plan.tuning is None:
+        notes.append("Learning rates were not searched: every row has its own from the recipe or the command.")
+    if len(results.seeds) < MIN_SEEDS:
+        notes.append(f"Fewer than {MIN_SEEDS} seeds decide little: a difference may be chance.")
     return results.comparison(
         title=f"{rows} on {data_name(variants[0].config.data)}",
         summary="The same detector, schedule, initial weights and data order for each seed; only "
         f"{'the settings in the row names differ' if varied else 'the loss differs'} (a softmax loss has one more "
         "output per anchor). Measured with the weights at the end of the schedule.",
-        reference=variants[0].name if len(variants) > 1 else None,
-        notes="The interval of a paired difference is Student's t over seeds, for each difference by itself."
-        if len(results.plan.seeds) > 1
-        else "One seed shows no spread: a difference may be chance.",
+        verdicts=[results.pair_verdict(*pair) for pair in pairs],
+        reference=names[0] if len(variants) > 1 else None,
+        notes="\n\n".join(notes),
         row_name="row" if varied else "loss",
     )
 
@@ -129,136 +193,39 @@ def default_out(plan: Plan) -> Path:
     return Path("runs") / f"compare-{Path(data_name(config.data)).stem}-{config.detector}-{rows}"
 
 
-class OutOfTimeError(Exception):
-    """The time limit of a comparison is reached; all runs are saved."""
-
-
-def cache_folder(config: TrainConfig, cache: Path, settings: Mapping[str, Any] | None = None) -> Path:
-    """The folder of a run: a readable name with the settings of its row, and the hash of all settings.
-
-    Only the hash identifies a run: an existing one keeps the name that another comparison gave it.
-    """
-    hashed = settings_hash(config)
-    found = sorted(cache.glob(f"*-{hashed}"))
-    name, _, seed = default_folder(config).name.rpartition("-seed")
-    about = "-".join(key.rpartition(".")[2] + as_typed(value) for key, value in (settings or {}).items())
-    words = filter(None, [name, as_file_name(about), f"seed{seed}", hashed])
-    return found[0] if found else cache / "-".join(words)
-
-
-class Runner:
-    """Trains missing runs, resumes unfinished ones and reads finished ones.
+def compare_runs(folders: Sequence[str | Path], out: str | Path, *, command: str | None = None) -> Results:
+    """Puts finished runs on a page without training; runs that differ in the seed alone are a row.
 
     Args:
-        cache: folder of the runs, shared by all comparisons.
-        accelerator: the processes that train.
-        max_minutes: time limit for all runs together.
-        quiet: print nothing.
+        folders: run folders with the same data.
+        out: folder of the page, as for :func:`compare`.
+        command: shown on the page; by default the command of this process.
+
+    Raises:
+        RunError: a folder is not a finished run.
+        ConfigError: the runs were measured on different data, or two have the same settings and seed.
     """
-
-    def __init__(self, cache: Path, accelerator: Accelerator, *, max_minutes: float | None, quiet: bool) -> None:
-        self.cache, self.accelerator, self.quiet = cache, accelerator, quiet
-        self._end = None if max_minutes is None else time.monotonic() + 60 * max_minutes
-
-    def say(self, line: str) -> None:
-        """Prints a line in the main process, unless quiet."""
-        if self.accelerator.is_main_process and not self.quiet:
-            print(line, flush=True)
-
-    def execute(self, results: Results) -> Iterator[Run]:
-        """Trains all runs of a plan into ``results``, one at a time.
-
-        Learning rates come first, then every row with the first seed, the second, ...: an unfinished comparison has
-        whole pairs. The results are not ``complete`` if the time limit was reached.
-
-        Raises:
-            TrainingInterruptedError: Ctrl-C or SIGTERM; everything is saved.
-        """
-        try:
-            if results.plan.tuning is not None:
-                self._tune(results, results.plan.tuning)
-            pairs = product(results.plan.seeds, results.plan.variants)
-            for number, (seed, variant) in enumerate(pairs, start=1):
-                self.say(f"run {number} of {results.total}: {loss_label(variant.name)}, seed {seed}")
-                run = self.run(replace(variant.config, seed=seed), variant)
-                results.runs[variant.name, seed] = run
-                yield run
-        except OutOfTimeError:
-            self.say("time limit reached; resume with the same command")
-
-    def _tune(self, results: Results, tuning: Tuning) -> None:
-        """Replaces the plan by one whose rows have the settings with the best score on the validation split."""
-        plan, chosen = results.plan, []
-        total = sum(len(combinations(variant, tuning)) for variant in plan.variants)
-        for variant in plan.variants:
-            trials = []
-            configs = trials_of(variant, tuning, plan.seeds[0])
-            for settings, config in zip(combinations(variant, tuning), configs, strict=True):
-                rate = settings.pop(RATE)
-                words = [f"learning rate {rate:.3g}", *(f"{key} {value}" for key, value in settings.items())]
-                number = len(results.trials) + 1
-                self.say(f"trial {number} of {total}: {loss_label(variant.name)}, {', '.join(words)}")
-                run = self.run(config, replace(variant, settings={**variant.settings, **settings}))
-                score = variant.measure.score(run) if run.summary else None
-                if score is None and run.summary:
-                    raise ConfigError("--tune needs a validation split: set --splits.validation, or leave out --tune")
-                trials.append(Trial(row=variant.name, learning_rate=rate, score=score, settings=settings))
-                results.trials.append(trials[-1])
-            scored = [trial for trial in trials if trial.score is not None]
-            if scored:
-                best = max(scored, key=attrgetter("score"))  # the first of equal ones
-                config = changed(variant.config, nested({RATE: best.learning_rate, **best.settings}))
-                variant = replace(variant, config=config, tuned=best.settings)
-            chosen.append(variant)
-        results.plan = replace(plan, variants=chosen)
-
-    def run(self, config: TrainConfig, variant: Variant) -> Run:
-        """Returns a finished run of a row, which is trained if necessary; a diverged run has no summary.
-
-        Raises:
-            OutOfTimeError: the time limit is reached.
-            TrainingInterruptedError: Ctrl-C or SIGTERM; everything is saved.
-            RunError: the run cannot be trained.
-        """
-        folder = on_main(self.accelerator, lambda: cache_folder(config, self.cache, variant.settings))
-        file = folder / "summary.json"
-        with self._locked(folder):
-            # Several processes must agree, though perhaps only one sees the files: train() takes care of that.
-            if self.accelerator.num_processes == 1 and file.is_file():
-                summary = Summary.read(file)
-                if summary.stopped_by != "minutes":  # stopped by an earlier time limit: not finished
-                    return Run(config=config, folder=folder, summary=summary)
-            limited = replace(config, out=str(folder), max_minutes=self._limit(folder))
-            observer = variant.measure.observer(config, folder)
-            try:
-                summary = training.train(limited, resume=True, quiet=self.quiet, on_progress=observer)
-            except DivergedError as error:
-                return Run(config=config, folder=folder, summary=None, failure=str(error))
-        if summary.stopped_by == "minutes":
-            raise OutOfTimeError
-        return Run(config=config, folder=folder, summary=summary)
-
-    def _limit(self, folder: Path) -> float | None:
-        """The time limit of a run in minutes, which counts earlier sessions, too."""
-        if self._end is None:
-            return None
-        left = (self._end - time.monotonic()) / 60
-        if left <= 0 and self.accelerator.num_processes == 1:
-            raise OutOfTimeError
-        rows = read_json_lines(folder / "metrics.jsonl")
-        spent = rows[-1]["seconds"] / 60 if rows else 0.0
-        return spent + max(left, 0.0)
-
-    @contextmanager
-    def _locked(self, folder: Path) -> Iterator[None]:
-        """Waits while another comparison trains the same run."""
-        if not self.accelerator.is_main_process:
-            yield
-            return
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            held = FileLock(folder.with_name(f".{folder.name}.lock")).acquire()
-        except OSError as error:
-            raise RunError(f"cannot write runs to {folder.parent}: {error.strerror}") from error
-        with held:
-            yield
+    runs = []
+    for path in map(Path, folders):
+        config = RunFolder(path).read_config()
+        runs.append(Run(config=config, folder=path, summary=Summary.read(path / "summary.json")))
+    measured = {(str(Path(run.config.data).resolve()), run.summary.split) for run in runs if run.summary}
+    if len(measured) != 1:
+        raise ConfigError(f"--runs: compare runs on the same data and split, got {sorted(map(str, measured))}")
+    keys = {key for run in runs for key in differing_keys(runs[0].config, run.config)}
+    keys -= {"seed", "loss", *RESUMABLE_KEYS}
+    results = Results(Plan(variants=[Variant(name="?", config=runs[0].config)], seeds=(0,)))
+    rows: dict[str, Variant] = {}
+    for run in runs:
+        settings = {key: attrgetter(key)(run.config) for key in sorted(keys)}
+        name = " ".join([run.config.loss, *(f"{key}={as_typed(value)}" for key, value in settings.items())])
+        rows.setdefault(name, Variant(name=name, config=run.config, settings=settings))
+        if (name, run.config.seed) in results.runs:
+            other = results.runs[name, run.config.seed].folder
+            raise ConfigError(f"--runs: {other} and {run.folder} have the same settings and seed: leave one out")
+        results.runs[name, run.config.seed] = run
+    results.plan = Plan(variants=[*rows.values()], seeds=sorted({run.config.seed for run in runs}))
+    results.seeds, results.given = results.plan.seeds, len(runs)
+    page = replace(comparison_page(results), summary="Finished runs, each measured with its own choice of checkpoint.")
+    write_results(Path(out), results, replace(page, command=command or typed_command()))
+    return results

@@ -27,6 +27,7 @@ from aploss.training.run_folder import Summary
 from aploss.training.splits import load_run_data
 
 RANKING_AP = "AP of the ranking"
+CLASS_AP = "AP of "  # followed by the name of a class
 RANKED_IMAGES = 8  # ranked together, as in training
 POINTS_FILE = "ap_loss.json"
 
@@ -52,8 +53,10 @@ class Measure:
         return None
 
     def values(self, run: Run) -> Mapping[str, float | None]:
-        """The final numbers by metric, between 0 and 1."""
-        return {name: getattr(run.summary, name, None) for name in METRICS}
+        """The final numbers by metric, between 0 and 1; those of a class are called ``AP of NAME``."""
+        assert run.summary is not None
+        classes = {f"{CLASS_AP}{name}": found.get("AP") for name, found in run.summary.per_class.items()}
+        return {name: getattr(run.summary, name) for name in METRICS} | classes
 
     def curve(self, run: Run) -> TrainingCurve:
         """The numbers during training."""

@@ -8,9 +8,9 @@ from aploss.data.load import find_source
 from aploss.errors import ConfigError
 from aploss.evaluation import HEADLINE_METRICS
 from aploss.experiments.measures import DETECTION, RANKING_AP, APLossMeasure, Measure, MultiScaleMeasure
-from aploss.experiments.results import Outcome, Results
+from aploss.experiments.results import Results
 from aploss.reports.comparison import paired_difference
-from aploss.reports.page import Block, Section, Text
+from aploss.reports.page import Block, Section, Text, Verdict
 from aploss.reports.run_files import read_run
 from aploss.reports.run_pictures import side_by_side
 
@@ -66,7 +66,7 @@ class Reproduction:
     claims: Sequence[
         tuple[str, str, float]
     ] = ()  # the paper's: (row, row it is above in the first column, by at least)
-    verdicts: Callable[[Results], Sequence[Outcome]] = lambda results: ()  # other claims of the paper
+    verdicts: Callable[[Results], Sequence[Verdict]] = lambda results: ()  # other claims of the paper
     sections: Callable[[Results], Sequence[Section]] = lambda results: ()  # additional sections of the page
     notes: str = ""  # below the table
     row_name: str = "loss"  # header of the first column
@@ -211,31 +211,34 @@ def snapshots(results: Results) -> tuple[list[float], Snapshots]:
     """The steps at which all runs were measured, and for each row the AP of every seed at each of them."""
     plan, curves = results.plan, {}
     for variant in plan.variants:
-        for seed in plan.seeds:
+        for seed in results.seeds:
             if (run := results.runs.get((variant.name, seed))) and run.summary:
                 curve = variant.measure.curve(run)
                 curves[variant.name, seed] = dict(zip(curve.steps, curve.values, strict=True))
     steps = sorted(set.intersection(*map(set, curves.values()))) if curves else []
     return steps, {
-        variant.name: [[curves.get((variant.name, seed), {}).get(step) for seed in plan.seeds] for step in steps]
+        variant.name: [[curves.get((variant.name, seed), {}).get(step) for seed in results.seeds] for step in steps]
         for variant in plan.variants
     }
 
 
-def _first_at_snapshots(results: Results) -> list[Outcome]:
+def _first_at_snapshots(results: Results) -> list[Verdict]:
     """Holds if every interval is above zero in the second half, does not hold if one is below."""
     steps, found = snapshots(results)
     others = [name for name in found if name != "ap"]
-    gaps = [[paired_difference(found["ap"][k], found[other][k]) for other in others] for k in range(len(steps))]
+    gaps = [
+        [paired_difference(found["ap"][k], found[other][k], confidence=results.plan.confidence) for other in others]
+        for k in range(len(steps))
+    ]
     first = sum(all(gap.mean > 0 for gap in at_step) for at_step in gaps)
     claim = "AP-loss is above every other loss at all snapshots of the second half of the training"
     claim += f"; by the mean it is first at {first} of {len(steps)} snapshots" if steps else ""
     later = [gap for at_step in gaps[len(steps) // 2 :] for gap in at_step]
     if not results.complete or not later or any(len(gap.values) < 2 for gap in later):
-        return [(None, claim)]
+        return [Verdict(None, claim)]
     if all(gap.low > 0 for gap in later):
-        return [(True, claim)]
-    return [(False if any(gap.high <= 0 for gap in later) else None, claim)]
+        return [Verdict(True, claim)]
+    return [Verdict(False if any(gap.high <= 0 for gap in later) else None, claim)]
 
 
 CURVES: dict[str, Any] = {
@@ -294,11 +297,11 @@ NEAR = (0.75, 0.85)  # "near 0.8"
 OTHER_WAYS = {"smooth-ap": "the approximate gradient", "hinge-ap": "the structured hinge loss"}
 
 
-def _optimisation_verdicts(results: Results) -> list[Outcome]:
+def _optimisation_verdicts(results: Results) -> list[Verdict]:
     """The three statements of Section 4.2.3, each by itself: the order may be reproduced without the levels."""
     ends = {name: 1 - results.mean(name, RANKING_AP) for name in ("ap", *OTHER_WAYS)}
-    verdicts: list[Outcome] = [
-        (
+    verdicts: list[Verdict] = [
+        Verdict(
             results.is_ahead("ap", other, by=CLEARLY, metric=RANKING_AP),
             f"The error-driven update ends below {description} by at least {CLEARLY}: AP-loss {ends['ap']:.3f} against "
             f"{ends[other]:.3f}",
@@ -309,10 +312,9 @@ def _optimisation_verdicts(results: Results) -> list[Outcome]:
     near = results.is_between("hinge-ap", 1 - NEAR[1], 1 - NEAR[0], RANKING_AP)
     return [
         *verdicts,
-        (stuck, f"The approximate gradient does not converge (ends above {STUCK}): AP-loss {ends['smooth-ap']:.3f}"),
-        (
-            near,
-            f"The structured hinge loss stabilizes near 0.8 ({NEAR[0]} to {NEAR[1]}): AP-loss {ends['hinge-ap']:.3f}",
+        Verdict(stuck, f"The approximate gradient does not converge (ends above {STUCK}): {ends['smooth-ap']:.3f}"),
+        Verdict(
+            near, f"The structured hinge loss stabilizes near 0.8 ({NEAR[0]} to {NEAR[1]}): {ends['hinge-ap']:.3f}"
         ),
     ]
 

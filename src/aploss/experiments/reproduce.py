@@ -1,27 +1,32 @@
 """``reproduce``: the runs and the page of a table or figure of the paper."""
 
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import reduce
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
-
-import torch
-import yaml
 
 from aploss.errors import ConfigError
 from aploss.evaluation import HEADLINE_METRICS
 from aploss.experiments.compare import compare
 from aploss.experiments.paper import TEST_SPLIT, Reproduction, Row, reproduction
-from aploss.experiments.plan import Plan, Searched, Tuning, Variant, as_typed, changed, comparison_config, data_name
+from aploss.experiments.plan import (
+    Plan,
+    Searched,
+    Tuning,
+    Variant,
+    changed,
+    comparison_config,
+    data_name,
+    describe_plan,
+    describe_work,
+    more_seeds,
+)
 from aploss.experiments.results import Results
 from aploss.reports.comparison import Comparison
-from aploss.training.config import TrainConfig, config_to_dict, differing_keys, nested
-from aploss.training.distributed import choose_device, seeded
+from aploss.training.config import TrainConfig, nested
+from aploss.training.distributed import choose_device
 from aploss.training.recipes import merge
-from aploss.training.run import make_detector
 
 SEEDS = {"small": (0, 1, 2), "paper": (0,)}  # the paper names none
 PAPER_BATCH = 8  # Section 4.1: 2 GPUs with 8 images each, and each ranks its own
@@ -35,8 +40,6 @@ WHICH_AP50 = (
     "AP50 is COCO's, the precision averaged over 101 recalls; voc_AP50, on VOC, is VOC 2007's, averaged over 11 "
     "recalls. The paper does not say which of them its AP50 is; the authors' code has the one of VOC 2007."
 )
-MAX_PIXELS = 512 * 512  # of a measured training step
-MEASURED_STEPS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,7 @@ class Request:
     data: str | None = None  # folder of the data; built-in data by default at small scale
     recipe: str | None = None  # settings of the small scale; demo for built-in data, else bccd-cpu
     seeds: tuple[int, ...] | None = None  # by default three at small scale, one at the paper's
+    max_seeds: int | None = None  # more of them until every claim is decided
     steps: int | None = None  # length of the runs at small scale
     tune: bool = True  # search for learning rates at small scale, if losses are compared
     tune_steps: int | None = None  # length of a trial of that search
@@ -87,14 +91,18 @@ def plan_for(name: str, request: Request) -> Plan:
         )
         for row in [*entry.rows, *(entry.small_rows if request.is_small else ())]
     ]
-    seeds = request.seeds or SEEDS[request.scale]
+    seeds = first = request.seeds or SEEDS[request.scale]
+    if request.max_seeds is not None:
+        seeds = more_seeds(first, request.max_seeds)
     tuning = None
     if request.is_small and request.tune and entry.trial_steps is not None:
         trial_steps = min(entry.trial_steps, request.steps or entry.trial_steps)
         tuning = Tuning(steps=request.tune_steps or trial_steps, over=request.tune_over)
     elif request.tune_over:
         raise ConfigError(f"--tune-over: {name} has no search" + " with --no-tune" * (not request.tune))
-    return Plan(variants=variants, seeds=seeds[:1] if entry.first_seed_alone else seeds, tuning=tuning)
+    if entry.first_seed_alone:
+        seeds = first = first[:1]
+    return Plan(variants=variants, seeds=seeds, tuning=tuning, first=len(first))
 
 
 def _config(entry: Reproduction, row: Row, request: Request) -> TrainConfig:
@@ -194,81 +202,33 @@ def check_time(name: str, request: Request, say: Callable[[str], Any], *, start_
     """Reports how long the paper's scale takes here; ConfigError without data, or on a CPU unless ``start_anyway``."""
     if request.is_small:
         return
-    work = describe_work(name, request)
+    work = describe_work(plan_for(name, request), images=_run_images(name, request), processes=request.processes)
     if choose_device(request.device).type == "cpu" and not start_anyway:
-        raise ConfigError(f"{work}; use a GPU, --scale small, or --yes to start anyway")
+        raise ConfigError(f"{name} at the paper's scale: {work}; use a GPU, --scale small, or --yes to start anyway")
     if not request.data:
         where = {"voc": "VOCdevkit (VOC2007 and VOC2012)", "coco": "COCO"}[request.benchmark]
         raise ConfigError(f"the paper's scale needs --data with the folder of {where}")
     say(work)
 
 
-def describe_work(name: str, request: Request) -> str:
-    """The number of trainings of a reproduction, and an estimate of their time on this machine.
-
-    Validation and data loading are not counted; all rows have the first one's detector, image size and schedule.
-    """
-    plan = plan_for(name, request)
-    config, runs = plan.variants[0].config, plan.trainings
-    images = config.schedule.length * _unit_images(reproduction(name), config, request)
-    days = runs * images * seconds_per_image(config) / request.processes / 86_400
-    scale = "small scale" if request.is_small else "the paper's scale"
-    device = choose_device(request.device).type
-    return f"{name} at {scale}: {runs} trainings of {config.detector}, about {describe_days(days)} on this {device}"
+def _run_images(name: str, request: Request) -> int:
+    """The images of a run; all rows have the schedule of the first."""
+    entry, config = reproduction(name), plan_for(name, request).variants[0].config
+    return config.schedule.length * _unit_images(entry, config, request)
 
 
-def describe_plan(name: str, request: Request) -> str:
-    """The runs of a reproduction with all their settings, without training any."""
-    entry, plan = reproduction(name), plan_for(name, request)
-    first = plan.variants[0].config
-    lines = [entry.title, describe_work(name, request)]
-    lines.append(f"seeds: {', '.join(map(str, plan.seeds))}")
-    if plan.tuning is not None:
-        factors = ", ".join(f"{factor:.3g}" for factor in plan.tuning.factors)
-        lines.append(f"learning rates tried for each row: {factors} times the row's own")
-        for one in plan.tuning.over:
-            rows = f"rows of {one.loss}" if one.loss else "each row"
-            lines.append(f"  with {one.key} of {', '.join(map(as_typed, one.values))} for {rows}")
-    lines.append("rows, and how they differ from the settings of the first:")
-    for variant in plan.variants:
-        keys = differing_keys(first, variant.config)
-        differing = [f"{key} = {attrgetter(key)(variant.config)}" for key in keys]
-        lines.append(f"  {variant.name}: {'; '.join(differing) or 'the settings below'}")
-    return "\n".join([*lines, "", yaml.safe_dump(config_to_dict(first), sort_keys=False).rstrip()])
-
-
-def seconds_per_image(config: TrainConfig) -> float:
-    """Seconds of forward and backward pass for one image, measured on random pixels in batches of limited size."""
-    device, size = choose_device(config.device), config.batches.image_size
-    height, width = (size, size) if isinstance(size, int) else size
-    count = max(1, min(config.batches.size, MAX_PIXELS // (height * width)))
-    fresh = replace(config, model=replace(config.model, weights=None))  # without a download
-    with seeded(config.seed, deterministic=False):
-        detector = make_detector(fresh, tuple(f"class {k}" for k in range(20))).to(device)
-        images: Any = torch.rand(count, 3, height, width, device=device)
-        if config.batches.cache_features:
-            images = detector.features(images)
-        box = torch.tensor([[1.0, 1.0, 3.0, 3.0]], device=device) * min(height, width) / 4
-        targets = [{"boxes": box, "labels": torch.tensor([0], device=device)}] * count
-        times = []
-        for _ in range(MEASURED_STEPS):
-            start = time.perf_counter()
-            torch.stack(list(detector(images, targets).values())).sum().backward()  # type: ignore[no-untyped-call]
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - start)
-    return min(times[1:]) / count  # the first one also compiles and allocates
-
-
-def describe_days(days: float) -> str:
-    """A duration in minutes, hours or days.
-
-    Example:
-        >>> describe_days(0.01), describe_days(0.5), describe_days(400.0)
-        ('14 minutes', '12 hours', '400 days')
-    """
-    if days * 24 < 1:
-        return f"{max(1, round(days * 1440))} minutes"
-    if days < 2:
-        return f"{round(days * 24)} hours"
-    return f"{round(days)} days"
+def describe_reproduction(name: str, request: Request, *, workers: int = 1) -> str:
+    """The runs of a reproduction with their time, memory, commands and settings, without training any."""
+    images, processes = _run_images(name, request), request.processes
+    text = describe_plan(plan_for(name, request), images=images, processes=processes, workers=workers)
+    commands = []
+    if not request.is_small:
+        data = request.data or {"voc": "VOCdevkit", "coco": "coco"}[request.benchmark]
+        command = f"aploss reproduce {name} --scale paper --benchmark {request.benchmark} --data {data}"
+        commands = [
+            "commands:",
+            f"  1 GPU: {command}",
+            f"  2 GPUs, as the paper: torchrun --nproc-per-node 2 -m {command}",
+            f"  8 GPUs, a run on each: {command} --workers 8 --gpus-per-run 1 --seeds 3",
+        ]
+    return "\n".join([reproduction(name).title, *commands, text])

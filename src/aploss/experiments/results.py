@@ -1,29 +1,31 @@
 """The runs of a comparison and the statistics over them: rows, differences, verdicts, the page."""
 
+import csv
+import io
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aploss.evaluation import HEADLINE_METRICS
-from aploss.experiments.measures import Run
+from aploss.evaluation import HEADLINE_METRICS, METRICS
+from aploss.experiments.measures import CLASS_AP, Run
 from aploss.experiments.plan import Plan, Variant, as_typed, data_name
-from aploss.files import write_json
+from aploss.files import write_json, write_text
 from aploss.plotting.style import loss_label
-from aploss.reports.comparison import (
-    Comparison,
-    Difference,
-    Entry,
-    known_values,
-    paired_difference,
-    spread,
-    write_comparison_report,
-)
-from aploss.reports.page import Cell, Section, Table, Text
+from aploss.reports.comparison import Comparison, Difference, Entry, paired_difference, spread, write_comparison_report
+from aploss.reports.page import Cell, Section, Table, Text, Verdict
 from aploss.training.config import TrainConfig
 from aploss.training.run_folder import describe_environment
 
-Outcome = tuple[bool | None, str]  # (whether the claim holds, None if not decided; the claim with its numbers)
+MIN_SEEDS = 3  # fewer are reported as too few
+TIE = "tie"
+TIE_MARGIN = 0.01  # a difference that is certainly smaller is a tie
+
+
+def is_decided(verdict: Verdict) -> bool:
+    """Whether more seeds would not change a verdict."""
+    return verdict.holds is not None or verdict.label == TIE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +45,22 @@ class Results:
     plan: Plan  # with the chosen learning rates
     runs: dict[tuple[str, int], Run] = field(default_factory=dict)  # by the name of the row and the seed
     trials: list[Trial] = field(default_factory=list)  # of the search for learning rates
+    is_tuned: bool = False  # whether the search is finished
+    at_end: Sequence[str] = ()  # rows whose best value is at an end of the grid, though it was widened
+    given: int | None = None  # number of runs if they were not planned
+    seeds: Sequence[int] = ()  # of the present look
+
+    def __post_init__(self) -> None:
+        self.seeds = self.seeds or self.plan.seeds[: self.plan.looks[0]]
 
     @property
     def total(self) -> int:
-        """The number of runs in the plan, without trials."""
-        return len(self.plan.variants) * len(self.plan.seeds)
+        """The number of runs up to the present look, without trials."""
+        return self.given or len(self.plan.variants) * len(self.seeds)
 
     @property
     def complete(self) -> bool:
-        """Whether all runs are finished."""
+        """Whether all of these runs are finished."""
         return len(self.runs) == self.total
 
     @property
@@ -60,9 +69,9 @@ class Results:
         return sum({run.folder: run.summary.minutes for run in self.runs.values() if run.summary}.values())
 
     def values(self, name: str, metric: str) -> list[float | None]:
-        """A metric of a row for each seed of the plan; None if unknown (yet)."""
+        """A metric of a row for each seed; None if unknown (yet)."""
         measure = next(one.measure for one in self.plan.variants if one.name == name)
-        runs = [self.runs.get((name, seed)) for seed in self.plan.seeds]
+        runs = [self.runs.get((name, seed)) for seed in self.seeds]
         return [measure.values(run).get(metric) if run and run.summary else None for run in runs]
 
     def mean(self, name: str, metric: str = "AP") -> float:
@@ -71,17 +80,17 @@ class Results:
 
     def finished_runs(self, name: str) -> list[Run]:
         """The runs of a row that did not diverge, in the order of the seeds."""
-        runs = [self.runs.get((name, seed)) for seed in self.plan.seeds]
+        runs = [self.runs.get((name, seed)) for seed in self.seeds]
         return [run for run in runs if run and run.summary]
 
     def entry(self, variant: Variant, metrics: Sequence[str]) -> Entry:
         """A row as the page shows it."""
         name, runs = variant.name, self.finished_runs(variant.name)
         curves = [variant.measure.curve(run) for run in runs]
-        diverged = [str(k) for k in self.plan.seeds if (run := self.runs.get((name, k))) and not run.summary]
+        diverged = [str(k) for k in self.seeds if (run := self.runs.get((name, k))) and not run.summary]
         return Entry(
             name=name,
-            values={metric: known_values(self.values(name, metric)) for metric in metrics},
+            values={metric: self.values(name, metric) for metric in metrics},
             minutes=[run.summary.minutes for run in runs if run.summary],
             paper=variant.paper,
             curves=[curve for curve in curves if len(curve.steps)],
@@ -91,13 +100,22 @@ class Results:
     def difference(self, first: str, second: str, metric: str = "AP") -> Difference:
         """``first - second`` over the seeds that both have."""
         ours, theirs = self.values(first, metric), self.values(second, metric)
-        return paired_difference(ours, theirs, name=first, baseline=second, metric=metric)
+        names = {"name": first, "baseline": second, "metric": metric}
+        return paired_difference(ours, theirs, confidence=self.plan.confidence, **names)
 
-    def differences(self, reference: str | None, metric: str = "AP") -> list[Difference]:
-        """The reference minus every other row, where at least two seeds give an interval."""
+    def differences(self, reference: str | None, metrics: Sequence[str] = ("AP",)) -> list[Difference]:
+        """The reference minus every other row in each metric, where at least two seeds give an interval."""
         others = [variant.name for variant in self.plan.variants if reference not in (None, variant.name)]
-        found = [self.difference(str(reference), other, metric) for other in others]
+        found = [self.difference(str(reference), other, metric) for other in others for metric in metrics]
         return [one for one in found if len(one.values) > 1]
+
+    @property
+    def class_metrics(self) -> list[str]:
+        """The metrics of single classes."""
+        for variant in self.plan.variants:
+            for run in self.finished_runs(variant.name):
+                return [name for name in variant.measure.values(run) if name.startswith(CLASS_AP)]
+        return []
 
     def is_ahead(self, first: str, second: str, *, by: float = 0.0, metric: str = "AP") -> bool | None:
         """Whether a row is ahead of another by at least ``by``.
@@ -115,22 +133,27 @@ class Results:
     def is_between(self, name: str, low: float, high: float, metric: str = "AP") -> bool | None:
         """Whether the mean of a row lies in a range, by its confidence interval, as :meth:`is_ahead`."""
         values = self.values(name, metric)
-        mean = paired_difference(values, [0.0] * len(values))
+        mean = paired_difference(values, [0.0] * len(values), confidence=self.plan.confidence)
         if not self.complete or len(mean.values) < 2:
             return None
         if low <= mean.low and mean.high <= high:
             return True
         return False if mean.high < low or high < mean.low else None
 
-    def verdict(self, first: str, second: str, *, by: float = 0.0, metric: str = "AP") -> Outcome:
+    def verdict(self, first: str, second: str, *, by: float = 0.0, metric: str = "AP") -> Verdict:
         """The claim that a row is ahead of another, with its numbers; see :meth:`is_ahead`."""
         one = self.difference(first, second, metric)
         least = f" by at least {100 * by:g}" if by else ""
         claim = f"{loss_label(first)} is above {loss_label(second)}{least}"
-        if one.values:
-            claim += f": {100 * one.mean:+.1f} {metric}"
-            claim += f" [{100 * one.low:+.1f}, {100 * one.high:+.1f}]" if len(one.values) > 1 else ", one seed"
-        return self.is_ahead(first, second, by=by, metric=metric), claim
+        return Verdict(self.is_ahead(first, second, by=by, metric=metric), claim + (f": {one}" if one.values else ""))
+
+    def pair_verdict(self, first: str, second: str, metric: str = "AP") -> Verdict:
+        """How a row compares with another: ahead, behind, tie (closer than 1 point), or too few seeds to say."""
+        one, holds = self.difference(first, second, metric), self.is_ahead(first, second, metric=metric)
+        is_tie = holds is None and self.complete and max(-one.low, one.high) < TIE_MARGIN
+        label = TIE if is_tie else {True: "ahead", False: "behind", None: "too few seeds"}[holds]
+        claim = f"{loss_label(first)} against {loss_label(second)}"
+        return Verdict(holds, claim + (f": {one}" if one.values else ""), label)
 
     def comparison(
         self,
@@ -146,7 +169,7 @@ class Results:
 
         Args:
             summary: the setup in words.
-            metrics: columns; the first is plotted and used for differences.
+            metrics: columns, and metrics of the differences; the first is plotted.
             reference: the row that the others are subtracted from; None for no differences.
             sections: additional sections.
             curve_label: the metric of the curves.
@@ -158,36 +181,41 @@ class Results:
             entries=[self.entry(variant, metrics) for variant in self.plan.variants],
             metrics=metrics,
             summary=summary,
-            differences=self.differences(reference, metrics[0]),
+            differences=self.differences(reference, metrics),
+            class_differences=self.differences(reference, self.class_metrics),
             facts={
                 "Detector": _of_rows(self.plan, lambda config: config.detector),
                 "Data": data_name(self.plan.variants[0].config.data),
                 "Length": _of_rows(self.plan, lambda config: f"{config.schedule.length} {config.schedule.unit}"),
-                "Seeds": len(self.plan.seeds),
+                "Seeds": len(self.seeds),
                 "Minutes of training": self.minutes,
             },
             provenance=_provenance(self),
             sections=[*sections, *([_trials_section(self)] if self.trials else [])],
             curve_label=curve_label,
+            confidence=self.plan.confidence,
             **texts,
         )
 
 
 def write_results(out: Path, results: Results, comparison: Comparison) -> None:
-    """Writes ``report.html``, ``table.md`` and ``results.json`` into a folder."""
+    """Writes the page, the tables in Markdown and LaTeX, and all numbers as JSON and CSV into a folder."""
     write_comparison_report(comparison, out)
+    write_text(out / "results.csv", _csv(results))
     names = {"name": "first", "baseline": "second"}
     document = {
         "title": comparison.title,
         "command": comparison.command,
         "complete": results.complete,
-        "seeds": list(results.plan.seeds),
+        "seeds": list(results.seeds),
+        "confidence": results.plan.confidence,
         "rows": [_row(results, *pair) for pair in zip(results.plan.variants, comparison.entries, strict=True)],
         "differences": [
-            {names.get(key, key): value for key, value in asdict(one).items()} for one in comparison.differences
+            {names.get(key, key): value for key, value in asdict(one).items()}
+            for one in (*comparison.differences, *comparison.class_differences)
         ],
         "learning_rates_tried": [asdict(trial) for trial in results.trials],
-        "verdicts": [{"holds": holds, "claim": claim} for holds, claim in comparison.verdicts],
+        "verdicts": [{"holds": one.holds, "verdict": one.word, "claim": one.claim} for one in comparison.verdicts],
         "environment": describe_environment(),
     }
     write_json(out / "results.json", document)
@@ -196,7 +224,7 @@ def write_results(out: Path, results: Results, comparison: Comparison) -> None:
 def _row(results: Results, variant: Variant, entry: Entry) -> dict[str, Any]:
     values = {metric: results.values(variant.name, metric) for metric in entry.values}
     spreads = {metric: spread(found) for metric, found in values.items()}
-    runs = {seed: results.runs.get((variant.name, seed)) for seed in results.plan.seeds}
+    runs = {seed: results.runs.get((variant.name, seed)) for seed in results.seeds}
     return {
         "name": variant.name,
         "loss": variant.config.loss,
@@ -222,6 +250,20 @@ def _row(results: Results, variant: Variant, entry: Entry) -> dict[str, Any]:
     }
 
 
+def _csv(results: Results) -> str:
+    """One line for each finished run."""
+    text = io.StringIO()
+    metrics = list(METRICS)
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(["row", "loss", "seed", "learning_rate", *metrics, "minutes", "steps", "folder"])
+    for (row, seed), run in sorted(results.runs.items()):
+        if run.summary is not None:
+            values = [getattr(run.summary, metric) for metric in metrics]
+            about = [row, run.config.loss, seed, run.config.optimizer.learning_rate]
+            lines.writerow([*about, *values, run.summary.minutes, run.summary.steps, run.folder])
+    return text.getvalue()
+
+
 def _number(value: float) -> float | None:
     """JSON does not have NaN."""
     return None if value != value else value
@@ -236,7 +278,7 @@ def _provenance(results: Results) -> dict[str, Any]:
     schedules = _of_rows(plan, lambda one: f"{one.schedule.kind}, {one.schedule.warmup_steps} steps of warm-up")
     return {
         "commit": _listed(one.commit or "unknown" for one in summaries) or environment["commit"] or "unknown",
-        "seeds": ", ".join(map(str, plan.seeds)),
+        "seeds": _stated_seeds(results),
         "minutes": f"{results.minutes:.1f} of training and validation, trials not counted",
         "batch": _of_rows(plan, lambda one: f"{one.batches.size} images x {one.batches.accumulate}"),
         "image size": _of_rows(plan, lambda one: one.batches.image_size),
@@ -247,6 +289,16 @@ def _provenance(results: Results) -> dict[str, Any]:
         "software": ", ".join(f"{name} {environment['packages'][name]}" for name in ("aploss", "torch", "numba")),
         "runs": _listed(run.folder.parent for run in results.runs.values()),
     }
+
+
+def _stated_seeds(results: Results) -> str:
+    used, looks = ", ".join(map(str, results.seeds)), results.plan.looks
+    if results.given:
+        return used
+    if len(looks) == 1:
+        return f"{used}; their number was fixed in advance"
+    counts = ", ".join(map(str, looks))
+    return f"{used}; looked at after {counts} seeds until decided, with {results.plan.confidence:.1%} intervals"
 
 
 def _of_rows(plan: Plan, value: Callable[[TrainConfig], Any]) -> str:
@@ -268,9 +320,32 @@ def _trials_section(results: Results) -> Section:
         score = "diverged" if trial.score is None else f"{100 * trial.score:.1f}"
         rows.append([loss_label(trial.row), f"{trial.learning_rate:.3g}", others, Cell(score, strong=chosen)])
     text = (
-        "Every row was tried with the same learning rates on the first seed and took the one with the best score "
-        "(bold), in percent: AP on the validation split, or, if the optimisation itself is measured, the AP of the "
-        "ranking of training images."
+        "Every row was tried on the first seed with a grid that was widened while the best value was at one of its "
+        "ends, and took the settings with the best score (bold), in percent: AP on the validation split, or, if the "
+        "optimisation itself is measured, the AP of the ranking of training images."
     )
+    if results.at_end:
+        text += f" The best value is still at an end of the grid for {', '.join(map(loss_label, results.at_end))}."
     table = Table(columns=["row", "learning rate", "other settings", "score"], rows=rows)
     return Section("Search for learning rates", [Text(text), table])
+
+
+def mean_ranks(tables: Sequence[Mapping[str, float]], *, level: float = 0.05) -> tuple[dict[str, float], float]:
+    """The mean rank of each row over several comparisons, and the critical difference of two mean ranks.
+
+    Args:
+        tables: for each comparison, the value of each row; larger is better, ties share their ranks.
+        level: significance level of the Nemenyi test (Demsar, JMLR 7, 2006).
+
+    Example:
+        >>> ranks, critical = mean_ranks([{"ap": 0.7, "focal": 0.6}, {"ap": 0.5, "focal": 0.4}])
+        >>> ranks, round(critical, 3)  # 1.960 * sqrt(2 * 3 / (6 * 2))
+        ({'ap': 1.0, 'focal': 2.0}, 1.386)
+    """
+    from scipy.stats import rankdata, studentized_range
+
+    rows, count = list(tables[0]), len(tables)
+    ranks = rankdata([[-table[row] for row in rows] for table in tables], axis=1).mean(axis=0)
+    quantile = studentized_range.ppf(1 - level, len(rows), math.inf) / math.sqrt(2)
+    critical = float(quantile) * math.sqrt(len(rows) * (len(rows) + 1) / (6 * count))
+    return dict(zip(rows, map(float, ranks), strict=True)), critical

@@ -1,6 +1,7 @@
 """The page and Markdown table of a comparison, with means, standard deviations and paired differences over seeds."""
 
 import math
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -99,6 +100,15 @@ class Difference:
         """Both names as they are displayed."""
         return f"{loss_label(self.name)} \N{MINUS SIGN} {loss_label(self.baseline)}"
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether the interval excludes zero."""
+        return self.low > 0 or self.high < 0
+
+    def __str__(self) -> str:
+        interval = f" {_interval(self)}, {len(self.values)} seeds" if len(self.values) > 1 else ", one seed"
+        return f"{100 * self.mean:+.1f} {self.metric}{interval}"
+
 
 def paired_difference(
     first: Sequence[float | None],
@@ -142,7 +152,8 @@ class Comparison:
     metrics: Sequence[str] = HEADLINE_METRICS  # the columns; the first one is plotted
     summary: str = ""  # the setup and the result, in words
     differences: Sequence[Difference] = ()
-    verdicts: Sequence[tuple[bool | None, str]] = ()  # (whether the claim holds, claim)
+    class_differences: Sequence[Difference] = ()  # in the AP of single classes
+    verdicts: Sequence[page.Verdict] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)  # name → headline value, such as seeds and minutes
     command: str = ""  # the command that reproduces the page
     paper: str = ""  # the setup of the paper's numbers
@@ -151,14 +162,16 @@ class Comparison:
     sections: Sequence[page.Section] = ()  # additional sections
     row_name: str = "loss"  # header of the first column
     curve_label: str = "AP"  # the metric of the curves
+    confidence: float = 0.95  # of the intervals
 
 
 def write_comparison_report(comparison: Comparison, out: str | Path) -> Path:
-    """Writes ``report.html`` and ``table.md`` into the folder ``out``; returns the path of the page."""
+    """Writes ``report.html``, ``table.md`` and ``table.tex`` into the folder ``out``; returns the path of the page."""
     write_text(Path(out) / "table.md", comparison_markdown(comparison))
+    write_text(Path(out) / "table.tex", latex(comparison_table(comparison)))
     facts = [(name, page.show(value, 1), "") for name, value in comparison.facts.items()]
     result: list[page.Block] = [
-        *(page.Verdict(holds, claim) for holds, claim in comparison.verdicts),
+        *comparison.verdicts,
         page.Text(comparison.summary),
         *([page.Facts(facts)] if facts else []),
         comparison_table(comparison),
@@ -166,7 +179,10 @@ def write_comparison_report(comparison: Comparison, out: str | Path) -> Path:
     ]
     sections = [page.Section("Result", result)]
     if comparison.differences:
-        sections.append(page.Section("Differences", [_difference_table(comparison.differences)]))
+        blocks: list[page.Block] = [_difference_table(comparison.differences)]
+        if comparison.class_differences:
+            blocks.append(page.Section("By class", [_difference_table(comparison.class_differences)]))
+        sections.append(page.Section("Differences", blocks))
     note = "Mean over seeds; the band is ± one standard deviation."
     curves = []
     for against, what in (("steps", "steps"), ("minutes", "time")):
@@ -185,7 +201,10 @@ def write_comparison_report(comparison: Comparison, out: str | Path) -> Path:
 
 
 def comparison_table(comparison: Comparison) -> page.Table:
-    """Mean ± sample standard deviation of every metric in percent, next to the paper's numbers; the best is bold."""
+    """Mean ± sample standard deviation of every metric in percent, next to the paper's numbers.
+
+    The best row is bold if the intervals of its differences from all others exclude zero.
+    """
     entries = comparison.entries
     columns: dict[str, list[Any]] = {
         comparison.row_name: [
@@ -195,33 +214,56 @@ def comparison_table(comparison: Comparison) -> page.Table:
     }
     for metric in comparison.metrics:
         spreads = [entry.spread(metric) for entry in entries]
-        best = max((one.mean for one in spreads if one.count), default=None)
-        columns[metric] = [page.Cell(_spread_text(one), strong=one.mean == best) for one in spreads]
+        columns[metric] = [
+            page.Cell(_spread_text(one), strong=_is_best(entry, entries, metric, comparison.confidence))
+            for entry, one in zip(entries, spreads, strict=True)
+        ]
         if any(metric in entry.paper for entry in entries):
             columns[f"{metric}, paper"] = [_percent(entry.paper.get(metric, math.nan)) for entry in entries]
     optional: dict[str, list[Any]] = {
-        "seeds": [len(next(iter(entry.values.values()), ())) for entry in entries],
+        "seeds": [entry.spread(comparison.metrics[0]).count for entry in entries],
         "minutes": [spread(entry.minutes).mean if entry.minutes else None for entry in entries],
         "note": [entry.note for entry in entries],
     }
     columns.update({name: values for name, values in optional.items() if any(values)})
-    caption = "In percent: mean ± standard deviation over seeds."
+    caption = "In percent: mean ± standard deviation over seeds; bold where the intervals decide which row is best."
     caption += f" Paper: {comparison.paper}." if comparison.paper else ""
     rows = list(zip(*columns.values(), strict=True))
     return page.Table(columns=list(columns), rows=rows, caption=caption, digits=1)
 
 
+def _is_best(entry: Entry, entries: Sequence[Entry], metric: str, confidence: float) -> bool:
+    """Whether a row is ahead of every other one by the paired interval."""
+    others = [one.values.get(metric, ()) for one in entries if one is not entry]
+    values = entry.values.get(metric, ())
+    pairs = [paired_difference(values, one, confidence=confidence) for one in others if len(one) == len(values)]
+    return bool(others) and len(pairs) == len(others) and all(one.low > 0 for one in pairs)
+
+
+def latex(table: page.Table) -> str:
+    """The table as LaTeX, for the package booktabs."""
+    rows = [[rf"\textbf{{{_tex(one.value)}}}" if one.strong else _tex(one.value) for one in row] for row in table.cells]
+    lines = [" & ".join(row) + r" \\" for row in [list(map(_tex, table.columns)), *rows]]
+    columns = "".join("r" if right else "l" for right in table.numeric)
+    middle = [lines[0], r"\midrule", *lines[1:]]
+    return "\n".join([rf"\begin{{tabular}}{{{columns}}}", r"\toprule", *middle, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def _tex(text: str) -> str:
+    text = re.sub(r"([&%$#_{}])", r"\\\1", text.replace("\\", "/"))
+    return text.replace("±", r"$\pm$").replace(page.DASH, "--").replace("~", " ").replace("^", " ")
+
+
 def comparison_markdown(comparison: Comparison) -> str:
     """The table, the differences, the command and the provenance as a Markdown document."""
     table, differences = comparison_table(comparison), comparison.differences
-    verdicts = [page.Verdict(holds, claim) for holds, claim in comparison.verdicts]
     parts = [
         f"# {comparison.title}",
+        "\n".join(f"- {verdict.word}: {verdict.claim}" for verdict in comparison.verdicts),
         comparison.summary,
         table.markdown(),
         table.caption,
         _difference_table(differences).markdown() if differences else "",
-        "\n".join(f"- {verdict.word}: {verdict.claim}" for verdict in verdicts),
         comparison.notes,
         f"```\n{comparison.command}\n```" if comparison.command else "",
         "\n".join(f"- {name}: {page.show(value)}" for name, value in comparison.provenance.items()),
@@ -272,13 +314,18 @@ def _difference_table(differences: Sequence[Difference]) -> page.Table:
             one.label,
             one.metric,
             page.DASH if math.isnan(one.mean) else f"{100 * one.mean:+.1f}",
-            page.DASH if math.isnan(one.low) else f"[{100 * one.low:+.1f}, {100 * one.high:+.1f}]",
+            page.Cell(_interval(one), strong=one.is_decided),
             len(one.values),
         ]
         for one in differences
     ]
-    columns = ["difference", "metric", "mean", f"{differences[0].confidence:.0%} interval", "seeds"]
-    return page.Table(columns=columns, rows=rows, caption="In percentage points, paired over seeds.")
+    columns = ["difference", "metric", "mean", f"{100 * differences[0].confidence:.3g} % interval", "seeds"]
+    caption = "In percentage points, paired over seeds; intervals without zero are bold."
+    return page.Table(columns=columns, rows=rows, caption=caption)
+
+
+def _interval(one: Difference) -> str:
+    return page.DASH if math.isnan(one.low) else f"[{100 * one.low:+.1f}, {100 * one.high:+.1f}]"
 
 
 def _percent(value: float) -> str:

@@ -45,11 +45,12 @@ class Verdict:
 
     holds: bool | None
     claim: str
+    label: str = ""  # in place of "holds", "does not hold" or "not decided"
 
     @property
     def word(self) -> str:
         """The verdict in words."""
-        return {True: "holds", False: "does not hold", None: "not decided"}[self.holds]
+        return self.label or {True: "holds", False: "does not hold", None: "not decided"}[self.holds]
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from operator import attrgetter
 from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import msgspec
-import yaml
 
 from aploss.errors import ConfigError, did_you_mean
+from aploss.files import load_yaml
 
 NOT_GIVEN = object()
 
@@ -115,9 +115,7 @@ class SplitsConfig(_Settings, group="splits."):
     train: str | None = setting(None, "training split; by default train, else trainval")
     validation: str | None = setting(None, "validation split; by default val, else held-out images; 'none' to disable")
     holdout: float = setting(0.15, "share of training images held out if there is no validation split", INSIDE_0_1)
-    accept_changed: bool = setting(
-        False, "resume although the data have changed; the report says so", resumable=True, default_before=False
-    )
+    accept_changed: bool = setting(False, "resume although the data have changed; the report says so", resumable=True)
     ignore_unknown_classes: bool = setting(
         False, "evaluate without the objects of classes that the training split lacks", resumable=True
     )
@@ -340,8 +338,8 @@ def parse_value(text: str) -> Any:
         ([240, 320], 0.001, None, 'giou')
     """
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = load_yaml(text)
+    except ValueError:
         raise ConfigError(f"{text!r} is not a valid value") from None
     if isinstance(value, str):
         with suppress(ValueError):  # YAML 1.1 reads 1e-3 as text

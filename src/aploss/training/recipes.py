@@ -18,9 +18,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from aploss.errors import ConfigError
+from aploss.files import load_yaml
 from aploss.training.config import TrainConfig, config_from_dict
 
 
@@ -106,16 +105,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         if path.exists() and not path.is_file():  # reading a pipe or device may never end
             raise ConfigError(f"config file {path} is a folder, pipe or device, not a file")
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = load_yaml(path.read_text(encoding="utf-8"))
     except ConfigError:
         raise
     except OSError as error:
         raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
-    except RecursionError:
-        raise ConfigError(f"config file {path} is nested too deeply") from None
-    except (yaml.YAMLError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"config file {path} is not valid YAML: {reason}") from error
+    except ValueError as error:
+        raise ConfigError(f"config file {path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"config file {path} must be a mapping of keys to values, got {values!r}")
     return values

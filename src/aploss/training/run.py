@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -15,7 +16,7 @@ from aploss.data.features import StoredFeatures, Views, store_features
 from aploss.data.formats import DataFormat
 from aploss.data.loader import AugmentedSamples, make_training_loader
 from aploss.detectors.build import build_detector
-from aploss.detectors.checkpoint import Checkpoint
+from aploss.detectors.checkpoint import Checkpoint, wrap_untrusted
 from aploss.detectors.detector import Detector
 from aploss.errors import ConfigError, RunError
 from aploss.reports.run_files import read_json_lines
@@ -146,7 +147,8 @@ def _open_run(
             folder.create(loop.config)
 
     config, checkpoint, is_longer = on_main(accelerator, lock_and_read)
-    names = None if checkpoint is None else tuple(map(str, checkpoint.config["class_names"]))
+    with wrap_untrusted(folder.checkpoints.last):
+        names = None if checkpoint is None else tuple(map(str, checkpoint.config["class_names"]))
     # Rank 0 first, because it generates the built-in data.
     data = main_first(accelerator, lambda: load_run_data(config, source, class_names=names))
     loop = _make_loop(config, data, accelerator, folder, progress, listeners, checkpoint)
@@ -235,6 +237,9 @@ def _stored_features(config: TrainConfig, detector: Detector, data: RunData, pro
     samples = AugmentedSamples(data.train, seed=0, preset=settings.augmentation, size=settings.image_size)
     suitable = min(max(TOTAL_CACHED_VIEWS // len(data.train), MIN_CACHED_VIEWS), MAX_CACHED_VIEWS)
     count = settings.cached_views or (1 if settings.augmentation == "none" else suitable)
+    length = config.schedule.length  # of training, which draws one view of an image per epoch
+    drawn = length * settings.size * settings.accumulate / len(data.train)
+    count = min(count, math.ceil(drawn) if config.schedule.unit == "steps" else length)
     body = detector.body().eval()
     with progress.images("computing features") as show:
         stored = store_features(
@@ -244,9 +249,10 @@ def _stored_features(config: TrainConfig, detector: Detector, data: RunData, pro
             network_digest=_digest(body, detector.image_mean, detector.image_std),
             size=settings.image_size,
             on_progress=show,
+            note=progress.note,
         )
     size, views = f"{stored.bytes / 1e6:.0f} MB", f"{stored.views} views per image"
-    progress.note(f"features  of the frozen backbone from {stored.file.parent} ({size}, {views})")
+    progress.note(f"features  of the frozen backbone from {stored.folder} ({size}, {views})")
     return stored
 
 

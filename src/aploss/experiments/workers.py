@@ -1,0 +1,375 @@
+"""Where the runs of a comparison are trained: one after another in this process, or several at a time on Ray.
+
+Both ways call :func:`train_run`. Ray schedules the runs and starts those of a killed worker or a lost node again; they
+resume from their own checkpoints, so the folder of the runs must be on storage that all nodes share.
+"""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from filelock import FileLock
+
+from aploss import training
+from aploss.errors import AplossError, ConfigError, RunError, require_packages
+from aploss.experiments.measures import Run
+from aploss.experiments.plan import RATE, Variant, cache_folder
+from aploss.registry import load_plugins
+from aploss.reports.run_files import read_json_lines
+from aploss.terminal import terminal
+from aploss.training.callbacks import describe_seconds
+from aploss.training.config import TrainConfig
+from aploss.training.distributed import StopSignals, TrainingInterruptedError, choose_device, on_main, start_accelerator
+from aploss.training.run_folder import Summary
+from aploss.training.step import DivergedError
+
+MAX_RETRIES = 5  # of a run whose worker or node died
+POLL_S = 1.0
+STOP_TIMEOUT_S = 60.0  # for runs to save a checkpoint after Ctrl-C
+LINE_INTERVAL_S = 15.0
+OBJECT_STORE_BYTES = 100 * 2**20  # results are small
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """How many runs are trained at a time, and with what.
+
+    Attributes:
+        count: runs at a time on this machine; more than one need Ray.
+        ray: address of a Ray cluster that trains as many runs at a time as it has resources for, or ``"auto"`` for the
+            cluster of this machine.
+        cpus: CPUs, and threads, of a run; by default an equal share of this machine, or of a cluster 1 CPU or the CPUs
+            that it has for each GPU.
+        gpus: GPUs of a run; by default 1 if there are any and the runs may use them.
+        plugins: Python files that workers load first.
+    """
+
+    count: int = 1
+    ray: str | None = None
+    cpus: int | None = None
+    gpus: float | None = None
+    plugins: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.ray is not None and self.count > 1:
+            raise ConfigError("--workers is for this machine and --ray for a cluster, which decides by its resources")
+        if not self.uses_ray and self.gpus is not None:
+            raise ConfigError("--gpus-per-run needs --workers or --ray")
+        if self.uses_ray:
+            require_packages("ray")
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise ConfigError("--workers and --ray start the runs themselves: leave out torchrun")
+
+    @property
+    def uses_ray(self) -> bool:
+        """Whether runs are trained by other processes."""
+        return self.ray is not None or self.count > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run to be trained."""
+
+    variant: Variant
+    config: TrainConfig  # with its seed
+    label: str  # for the progress display
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of a trial, by dotted key
+    folder: Path = Path()
+
+    @property
+    def progress(self) -> tuple[float, float]:
+        """The share of the training that is done, and the seconds it took."""
+        rows = read_json_lines(self.folder / "metrics.jsonl")
+        done = rows[-1]["epoch" if self.config.schedule.unit == "epochs" else "step"] if rows else 0.0
+        return min(1.0, done / self.config.schedule.length), rows[-1]["seconds"] if rows else 0.0
+
+
+def train_run(
+    job: Job,
+    *,
+    deadline: float | None = None,
+    processes: int = 1,
+    is_main: bool = True,
+    on_row: Callable[[Any], Any] | None = None,
+) -> Run | None:
+    """Returns a finished run, which is trained or resumed if necessary; None if the deadline (``time.time()``) passes.
+
+    A diverged run has no summary.
+
+    Raises:
+        TrainingInterruptedError: Ctrl-C or SIGTERM; everything is saved.
+        RunError: the run cannot be trained.
+    """
+    config, folder, file = job.config, job.folder, job.folder / "summary.json"
+    with _locked(folder) if is_main else nullcontext():
+        # Several processes must agree, though perhaps only one sees the files: train() takes care of that.
+        if processes == 1 and file.is_file():
+            summary = Summary.read(file)
+            if summary.stopped_by != "minutes":  # stopped by an earlier time limit: not finished
+                return Run(config=config, folder=folder, summary=summary)
+        limit = None
+        if deadline is not None:
+            left = (deadline - time.time()) / 60
+            if left <= 0 and processes == 1:
+                return None
+            limit = job.progress[1] / 60 + max(left, 0.0)  # counts earlier sessions, too
+        observers = [one for one in (job.variant.measure.observer(config, folder), on_row) if one is not None]
+        try:
+            summary = training.train(
+                replace(config, out=str(folder), max_minutes=limit),
+                resume=True,
+                on_progress=lambda row: [observer(row) for observer in observers],
+            )
+        except DivergedError as error:
+            return Run(config=config, folder=folder, summary=None, failure=str(error))
+    return None if summary.stopped_by == "minutes" else Run(config=config, folder=folder, summary=summary)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Waits while another comparison trains the same run."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        held = FileLock(folder.with_name(f".{folder.name}.lock")).acquire()
+    except OSError as error:
+        raise RunError(f"cannot write runs to {folder.parent}: {error.strerror}") from error
+    with held:
+        yield
+
+
+class Pool:
+    """Trains the runs of a comparison in this process, one after another; under ``torchrun`` in all its processes.
+
+    Args:
+        accelerator: the processes.
+        cache: folder of the runs.
+        deadline: time limit for all runs together, as ``time.time()``.
+        quiet: print nothing.
+    """
+
+    def __init__(self, accelerator: Accelerator | None, cache: Path, deadline: float | None, quiet: bool) -> None:
+        self.accelerator, self.cache, self.deadline = accelerator, cache, deadline
+        self.is_main = accelerator is None or accelerator.is_main_process
+        self.display = Display(quiet=quiet or not self.is_main)
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Run]]:
+        """Trains jobs and yields each with its run as it finishes; not all of them after the time limit."""
+        assert self.accelerator is not None
+        processes = self.accelerator.num_processes
+        folders = on_main(self.accelerator, lambda: [self._folder(job) for job in jobs])
+        jobs = [replace(job, folder=folder) for job, folder in zip(jobs, folders, strict=True)]
+        with self.display.showing(jobs) as display:
+            for job in jobs:
+                display.say(f"started   {job.label}")
+                run = train_run(
+                    job, deadline=self.deadline, processes=processes, is_main=self.is_main, on_row=display.refresh
+                )
+                if run is None:
+                    break
+                display.end(job, run)
+                yield job, run
+
+    def _folder(self, job: Job) -> Path:
+        searched = {key: value for key, value in job.settings.items() if key != RATE}
+        return cache_folder(job.config, self.cache, {**job.variant.settings, **searched})
+
+
+class RayPool(Pool):
+    """Trains the runs of a comparison as tasks of Ray, each with its own CPUs and GPUs."""
+
+    def __init__(self, workers: Workers, cache: Path, device: str, deadline: float | None, quiet: bool) -> None:
+        import ray
+
+        super().__init__(None, cache.resolve(), deadline, quiet)
+        self._resources = _resources(workers, device)
+        # Not retried after an exception: train_run raises none that another attempt would cure.
+        options: Any = {"num_cpus": self._resources["CPU"], "num_gpus": self._resources["GPU"]}
+        self._task = ray.remote(**options, max_retries=MAX_RETRIES, retry_exceptions=False)(_train_on_ray)
+        self._driver = _Driver(str(Path.cwd()), tuple(sys.argv), tuple(workers.plugins), int(self._resources["CPU"]))
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Run]]:
+        import ray
+
+        jobs = [replace(job, folder=self._folder(job)) for job in jobs]
+        saved = "interrupted; every run has saved a checkpoint"
+        with self.display.showing(jobs) as display, StopSignals(saved) as signals, signals.deferred():
+            pending: dict[Any, Job] = {self._task.remote(job, self.deadline, self._driver): job for job in jobs}
+            while pending:
+                done, _ = ray.wait(list(pending), timeout=POLL_S)
+                if signals.requested:
+                    _cancel(list(pending))
+                    raise TrainingInterruptedError(saved)
+                for reference in done:
+                    job = pending.pop(reference)
+                    try:
+                        run = ray.get(reference)
+                    except ray.exceptions.RayError as error:  # its worker died too often
+                        display.end(job, None, type(error).__name__)
+                        continue
+                    if isinstance(run, AplossError):
+                        _cancel(list(pending))
+                        raise run
+                    if run is not None:
+                        display.end(job, run)
+                        yield job, run
+                display.refresh(at_a_time=self._at_a_time())
+
+    def _at_a_time(self) -> int:
+        """Runs that the present nodes of the cluster have resources for."""
+        import ray
+
+        present = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        return max(1, min(int(present.get(kind, 0) // one) for kind, one in self._resources.items() if one))
+
+
+@dataclass(frozen=True)
+class _Driver:
+    """What a worker takes over from the process that started it."""
+
+    folder: str
+    command: tuple[str, ...]
+    plugins: tuple[str, ...]
+    threads: int
+
+
+def _train_on_ray(job: Job, deadline: float | None, driver: _Driver) -> Run | AplossError | None:
+    """The task of Ray. Errors are returned: Ray would wrap a raised one in its traceback."""
+    try:
+        os.chdir(driver.folder)
+        sys.argv[:] = driver.command
+        load_plugins(driver.plugins)
+        torch.set_num_threads(driver.threads)
+        if job.config.batches.workers is None and choose_device(job.config.device).type == "cpu":
+            batches = replace(job.config.batches, workers=min(1, driver.threads - 1))
+            job = replace(job, config=replace(job.config, batches=batches))
+        return train_run(job, deadline=deadline)
+    except TrainingInterruptedError:  # cancelled by the driver
+        return None
+    except AplossError as error:
+        return error
+    except OSError as error:
+        return RunError(f"{error} on node {os.uname().nodename}: all nodes must share the storage of the comparison")
+
+
+def _cancel(references: list[Any]) -> None:
+    """Interrupts tasks as Ctrl-C would, and waits until their runs are saved."""
+    import ray
+
+    for reference in references:
+        ray.cancel(reference)
+    if references:
+        ray.wait(references, num_returns=len(references), timeout=STOP_TIMEOUT_S)
+
+
+def _resources(workers: Workers, device: str) -> dict[str, float]:
+    """CPUs and GPUs of a run."""
+    import ray
+
+    present = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    cpus, gpus = present.get("CPU", 1.0), present.get("GPU", 0.0)
+    uses_gpus = not device.startswith(("cpu", "mps"))
+    gpus_per_run = min(1.0, gpus) * uses_gpus if workers.gpus is None else workers.gpus
+    share = cpus / workers.count if workers.ray is None else cpus / gpus * gpus_per_run if gpus_per_run else 1
+    found = {"CPU": float(workers.cpus or max(1, int(share))), "GPU": gpus_per_run}
+    for kind, wanted in found.items():
+        if wanted > present.get(kind, 0.0):
+            have = present.get(kind, 0.0)
+            raise ConfigError(f"a run needs {wanted:g} {kind}s (--{kind.lower()}s-per-run), but Ray has {have:g}")
+    return found
+
+
+@contextmanager
+def open_pool(workers: Workers, cache: Path, device: str, *, deadline: float | None, quiet: bool) -> Iterator[Pool]:
+    """Opens the pool that trains the runs; a local Ray cluster is started on 127.0.0.1 and ended with it."""
+    if not workers.uses_ray:
+        before = torch.get_num_threads()
+        try:
+            torch.set_num_threads(workers.cpus or before)
+            # One process group for all runs: torchrun's rendezvous works only once.
+            with start_accelerator(choose_device(device)) as accelerator:
+                yield Pool(accelerator, cache, deadline, quiet)
+        finally:
+            torch.set_num_threads(before)
+        return
+    if ":" in device:
+        raise ConfigError(f"--device {device}: Ray chooses the GPU of each run, use {device.partition(':')[0]}")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    for name in ("time", "timeout"):  # a node behind a cut link is lost after half a minute, not after seven
+        os.environ.setdefault(f"RAY_grpc_client_keepalive_{name}_ms", "15000")
+    if workers.ray is None:
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # of any system: Ray then listens on 127.0.0.1 only
+    import ray
+
+    options: dict[str, Any] = {"address": workers.ray}
+    if workers.ray is None:
+        cpus = workers.count * (workers.cpus or max(1, (os.cpu_count() or 1) // workers.count))
+        options = {"address": "local", "num_cpus": cpus, "object_store_memory": OBJECT_STORE_BYTES}
+        options["include_dashboard"] = False
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    try:
+        ray.init(**options, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        raise ConfigError(f"--ray {workers.ray}: no cluster answers ({str(error).splitlines()[0][:200]})") from error
+    try:
+        yield RayPool(workers, cache, device, deadline, quiet)
+    finally:
+        ray.shutdown()
+
+
+class Display:
+    """One progress display for all runs: a live line on a terminal, lines from time to time elsewhere."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self.quiet = quiet
+        self._jobs: list[Job] = []
+        self._counts = {"finished": 0, "failed": 0}
+        self._status: Any = None
+
+    @contextmanager
+    def showing(self, jobs: Sequence[Job]) -> Iterator["Display"]:
+        """Shows the progress of jobs."""
+        from rich.console import Console
+
+        self._jobs, self._next_line = list(jobs), time.monotonic() + LINE_INTERVAL_S
+        self._status = (
+            Console(file=terminal(sys.stdout)).status("starting") if sys.stdout.isatty() and not self.quiet else None
+        )
+        with self._status or nullcontext():
+            yield self
+
+    def say(self, line: str) -> None:
+        """Prints a line."""
+        if not self.quiet:
+            print(line, flush=True)  # rich puts it above the live line
+
+    def end(self, job: Job, run: Run | None, failure: str = "") -> None:
+        """A job is done; without a run, or with a diverged one, it has failed."""
+        self._jobs.remove(job)
+        if run is None or run.summary is None:
+            self._counts["failed"] += 1
+            self.say(f"failed    {job.label}: {run.failure if run else failure}")
+            return
+        self._counts["finished"] += 1
+        score = "" if run.summary.AP is None else f"AP {100 * run.summary.AP:.1f}, "
+        self.say(f"finished  {job.label}: {score}{describe_seconds(60 * run.summary.minutes)}")
+
+    def refresh(self, row: Any = None, *, at_a_time: int = 1) -> None:
+        """Shows how many runs are running, finished and failed, and the time left."""
+        if self.quiet or not self._jobs or (self._status is None and time.monotonic() < self._next_line):
+            return
+        self._next_line = time.monotonic() + LINE_INTERVAL_S
+        shares, seconds = zip(*(job.progress for job in self._jobs), strict=True)
+        running = min(len(shares), at_a_time)
+        text = ", ".join([f"{running} running", *(f"{count} {word}" for word, count in self._counts.items())])
+        if sum(shares) > 0:
+            left = sum(seconds) / sum(shares) * (len(shares) - sum(shares)) / running
+            text += f", {describe_seconds(left)} left"
+        self._status.update(text) if self._status else self.say(text)

@@ -1,0 +1,156 @@
+"""The feature cache with damaged files, killed processes and passing read errors: never trained on, always repaired."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from small_features import IMAGES, SIZE, contents, drawn, network, noisy_dataset, stored
+
+from aploss.data.annotations import DetectionDataset, Sample
+from aploss.data.features import FeatureMaps
+from aploss.data.loader import make_training_loader
+from aploss.errors import DataError
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> DetectionDataset:
+    return noisy_dataset(tmp_path)
+
+
+def never(images: torch.Tensor) -> FeatureMaps:
+    raise AssertionError("computed a second time")
+
+
+def damage(path: Path, kind: str) -> None:
+    content = bytearray(path.read_bytes())
+    if kind == "byte":
+        content[len(content) // 3] ^= 1
+    damaged = {"zeros": bytes(len(content)), "truncated": content[:100], "empty": b"", "byte": content}
+    path.write_bytes(damaged[kind])
+
+
+@pytest.mark.parametrize("kind", ["byte", "zeros", "truncated", "empty", "exchanged", "other boxes"])
+@pytest.mark.parametrize("number", range(3))
+def test_a_damaged_file_is_computed_again_with_one_line(dataset: DetectionDataset, kind: str, number: int) -> None:
+    first = stored(dataset)
+    expected = contents(first)
+    if kind == "exchanged":
+        first.files[number].write_bytes(first.files[number - 1].read_bytes())
+    elif kind == "other boxes":
+        boxes = first.target(3 * number, 0)["boxes"].numpy().tobytes()
+        first.files[number].write_bytes(first.files[number].read_bytes().replace(boxes, bytes(len(boxes))))
+    else:
+        damage(first.files[number], kind)
+    lines: list[str] = []
+    again = stored(dataset, note=lines.append)
+    assert sum("1 damaged files" in line for line in lines) == 1
+    assert again == first
+    for found, value in zip(contents(again), expected, strict=True):
+        assert torch.equal(found, value)
+    assert stored(dataset, never) == first
+
+
+def test_a_stopped_computation_resumes_with_the_files_that_are_done(dataset: DetectionDataset) -> None:
+    calls: list[int] = []
+
+    def stop_at_the_third(images: torch.Tensor) -> FeatureMaps:
+        calls.append(len(images))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return network(images)
+
+    lines: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        stored(dataset, stop_at_the_third, note=lines.append)
+    assert "9 of 9 images" in lines[0]
+    assert "MB" in lines[0]
+    progress: list[tuple[int, int]] = []
+    again = stored(dataset, stop_at_the_third, on_progress=lambda *done: progress.append(done))
+    assert calls == [9, 9, 9, 9]  # three images with three views each; the first two are not computed again
+    assert progress == [(9, 9)]
+    assert all(row.isfinite().all() for row in contents(again))
+
+
+def test_the_next_image_stands_in_for_one_that_cannot_be_read_until_it_can(dataset: DetectionDataset) -> None:
+    content = (dataset.root / "2.png").read_bytes()
+    failing = {2}
+    plain = drawn(dataset)
+
+    def sample(key: tuple[int, int]) -> Sample:
+        if key[1] in failing:
+            raise DataError("the network drive is away")  # while the file itself is unchanged
+        return plain.sample(key)
+
+    views = replace(plain, sample=sample)
+    features = stored(dataset, views=views)
+    assert list(features.unreadable) == [2]
+    torch.testing.assert_close(features.target(3, 1)["boxes"], plain.sample((1, 3))[1]["boxes"])
+    options = {"batch_size": IMAGES, "seed": 0, "preset": "light", "size": SIZE, "features": features}
+    batches = make_training_loader(dataset, skip_unreadable=True, **options)
+    indices = next(batches.endless()).indices
+    assert 2 not in indices
+    assert len(indices) == IMAGES
+    assert batches.unreadable == features.unreadable
+    failing.clear()
+    again = stored(dataset, views=views)
+    assert again.unreadable == {}
+    assert torch.equal(again.target(2, 0)["boxes"], plain.sample((0, 2))[1]["boxes"])
+    assert stored(dataset, never) == again
+    (dataset.root / "2.png").write_bytes(b"not an image")
+    assert list(stored(dataset).unreadable) == [2]
+    (dataset.root / "2.png").write_bytes(content)
+    assert stored(dataset, never) == again
+
+
+KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+import numpy as np
+sys.path[:0] = sys.argv[1:3]
+from small_features import drawn, network, noisy_dataset, stored
+from test_feature_cache import damage
+folder, random, done = Path(sys.argv[3]), np.random.default_rng(0), set()
+dataset = noisy_dataset(folder)
+
+def start(cache):
+    child = os.fork()  # one import for all
+    if child == 0:
+        stored(dataset, lambda images: (time.sleep(0.02), network(images))[1], views=drawn(dataset, 8), cache=cache)
+        os._exit(0)
+    return child
+
+begun = time.monotonic()
+os.waitpid(start(folder / "whole"), 0)
+longest = time.monotonic() - begun
+for _ in range(20):
+    child = start(folder / "cache")
+    time.sleep(random.uniform(0, longest))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    files = sorted((folder / "cache").rglob("*.features"))
+    done.add(len(files))
+    for file in random.permutation(files)[:2]:
+        damage(file, random.choice(["byte", "zeros", "truncated"]))
+print(sorted(done))
+"""
+
+
+def test_a_computation_killed_20_times_leaves_no_wrong_file(
+    tmp_path: Path, dataset: DetectionDataset, record_property: Callable[[str, object], None]
+) -> None:
+    record_property("faults", 20)
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", KILLED, str(here), str(here.parent / "helpers"), str(tmp_path)]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert killed.returncode == 0, killed.stderr
+    assert len(json.loads(killed.stdout)) > 1  # stopped at different moments
+    features = stored(dataset, views=drawn(dataset, 8))
+    expected = stored(dataset, views=drawn(dataset, 8), cache=tmp_path / "undisturbed")
+    for found, value in zip(contents(features), contents(expected), strict=True):
+        assert torch.equal(found, value)
+    assert not list((tmp_path / "cache").rglob("*unfinished"))
