@@ -17,7 +17,7 @@ from tiny_runs import start_process, write_rectangles
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
-PLACEHOLDERS = {"NAME": "table2", "PRESET": "light", "SPLIT": "val", "DIR": "new", "RUN": "runs/NAME"}
+PLACEHOLDERS = {"NAME": "table2", "PRESET": "light", "SPLIT": "val", "DIR": "new", "RUN": "runs/NAME", "N": "3"}
 # Required arguments that inline code may leave out.
 REST = {
     "train": "--data PATH", "eval": "--annotations gt.json --detections results.json",
@@ -40,9 +40,8 @@ for place in (
     "training.run.make_detector", "data.builtin.builtin_folder", "experiments.compare.compare",
     "experiments.compare.compare_runs",
     "experiments.reproduce.reproduce", "cli.eval.read_ground_truth", "cli.eval.read_detections", "detectors.load",
-    "cli.predict.load_detector", "detectors.checkpoint.load",
-    "detectors.checkpoint.checkpoint_file", "data.check.check_dataset", "data.contact_sheet",
-    "data.convert_dataset", "cli.bench.progress", "cli.theory.progress",
+    "detectors.checkpoint.checkpoint_file", "detectors.checkpoint.load", "data.check.check_dataset",
+    "data.contact_sheet", "data.convert_dataset", "cli.small.progress",
 ):
     module, _, name = place.rpartition(".")
     module = importlib.import_module(f"aploss.{module}")

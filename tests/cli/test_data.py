@@ -11,6 +11,12 @@ from aploss.cli.main import main
 from aploss.data import load_dataset
 
 
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages and pictures without a name go to ``runs/`` of this folder."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def yolo_folder(tmp_path: Path) -> Path:
     """A clean YOLO set of two images."""
@@ -25,9 +31,13 @@ def yolo_folder(tmp_path: Path) -> Path:
     return tmp_path / "set"
 
 
-def test_a_clean_set_is_counted_and_gives_zero(yolo_folder, capsys):
+def test_a_clean_set_is_counted_on_one_screen_and_on_a_page(yolo_folder, capsys):
     assert main(["data", "check", str(yolo_folder)]) == 0
-    assert "yolo dataset, classes: 1" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "yolo dataset, classes: 1" in output
+    assert output.count("\n") < 25
+    assert output.endswith("page: runs/check-set.html\n")
+    assert "cell" in Path("runs/check-set.html").read_text()
 
 
 def test_a_dropped_box_gives_one_and_its_file(yolo_folder, capsys):
@@ -52,6 +62,7 @@ def test_json_is_one_object_with_the_same_findings(yolo_folder, capsys):
     assert content["exit_code"] == 1
     assert content["splits"]["train"]["boxes_of_class"] == {"cell": 1}
     assert [(p["kind"], p["file"]) for p in content["problems"]] == [("unknown-class", "labels/val/val.txt")]
+    assert not Path("runs").exists()
 
 
 def test_classes_limit_and_pixels_reach_the_check(yolo_folder, capsys):
@@ -132,10 +143,7 @@ def test_augmented_sheets_differ_from_plain_ones_and_repeat_by_seed(shapes: Path
     assert wide.shape[0] < plain.shape[0]  # half as high as wide
 
 
-def test_a_sheet_without_a_name_goes_to_runs(
-    shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_sheet_without_a_name_goes_to_runs(shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "show", str(shapes), "--split", "train[:50%]", "--augment", "light", "--size", "64"]) == 0
     (sheet,) = tmp_path.rglob("*.png")
     assert sheet.parent == tmp_path / "runs"
@@ -154,8 +162,7 @@ def test_a_sheet_without_a_name_goes_to_runs(
         (["--out", "file/sheet.png"], "cannot be written"),
     ],
 )
-def test_a_mistake_is_named_and_leaves_no_file(shapes, tmp_path, monkeypatch, refused, options, part):
-    monkeypatch.chdir(tmp_path)
+def test_a_mistake_is_named_and_leaves_no_file(shapes, tmp_path, refused, options, part):
     Path("file").touch()
     assert part in refused("data", "show", shapes, "--out", "sheet.png", *options)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

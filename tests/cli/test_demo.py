@@ -20,7 +20,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
         configs.append(config)
         return 0
 
-    monkeypatch.setattr("aploss.cli.demo.run_training", remember)
+    monkeypatch.setattr("aploss.cli.train.run_training", remember)
     return configs
 
 
@@ -57,7 +57,7 @@ def test_the_demo_trains_and_names_its_report(
         # Trained on a part of the test split, which would be measured as a whole otherwise.
         return load(recipe, {**overrides, **short, "splits": {"train": "test[:20%]", "validation": "val[:20%]"}})
 
-    monkeypatch.setattr("aploss.cli.demo.load_config", shortened)
+    monkeypatch.setattr("aploss.training.recipes.load_config", shortened)
     assert main(["demo"]) == 0
     output = capsys.readouterr().out
     assert "AP50" in output

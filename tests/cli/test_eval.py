@@ -113,12 +113,6 @@ def test_an_invalid_file_is_named_in_one_line(case, files, tmp_path, capfd):
     assert printed.err.count("\n") == 1
 
 
-def test_a_folder_that_cannot_be_written_is_named(files, tmp_path, capfd):
-    (tmp_path / "scores").write_text("a file is here")
-    assert evaluate(*files, f"--out={tmp_path / 'scores'}") == 2
-    assert "cannot be written" in capfd.readouterr().err
-
-
 class TestRun:
     """A run is evaluated on data, at an IoU at which even a random detector finds something."""
 

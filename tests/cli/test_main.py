@@ -73,10 +73,6 @@ def test_an_unexpected_error_is_one_line_and_its_traceback_is_saved(
     saved.unlink()
 
 
-def test_an_error_of_the_system_names_the_file(refused: Refused) -> None:
-    assert "x" * 100 in refused("data", "check", "x" * 300)
-
-
 def test_a_closed_pipe_ends_the_command_quietly() -> None:
     read, write = os.pipe()
     os.close(read)

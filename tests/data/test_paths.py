@@ -23,7 +23,7 @@ def refused(folder: Path, split: str | None = "train") -> str:
     """Asserts that loading and checking both refuse the dataset, and returns the message."""
     with pytest.raises(DataError) as caught:
         load_dataset(folder, split)
-    assert main(["data", "check", str(folder)]) == 2
+    assert main(["data", "check", str(folder), "--json"]) == 2
     return str(caught.value)
 
 

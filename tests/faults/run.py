@@ -64,7 +64,7 @@ def areas() -> list[Area]:
         Area("disk", "full disk, read-only, no permission", 24),
         Area("losses", "losses", 300),
         Area("processes", "two processes", 14),
-        Area("command_lines", "wrong command lines", 100),
+        Area("command_lines", "wrong command lines, hostile names", 60),
         Area("fuzzing", "fuzzing", 7, least_seconds=300),
         Area("load", "load", 3),
     ]

@@ -105,7 +105,7 @@ def test_a_file_that_cannot_be_read_is_a_problem_never_absent(call_cli, folder, 
     if (format, fault) == ("voc", "UTF-16"):
         pytest.skip("XML may be UTF-16, and is read")
     data = folder(format, FILE_FAULTS[fault])
-    done = call_cli("data", "check", data)
+    done = call_cli("data", "check", data, "--out", data.parent / "check.html")
     done.assert_no_traceback()
     assert done.code in (1, 2)
     assert Path(FILES[format]).name in done.stdout + done.stderr
@@ -119,7 +119,7 @@ def test_a_file_that_cannot_be_read_is_a_problem_never_absent(call_cli, folder, 
 @pytest.mark.parametrize("format", WRITERS)
 def test_a_file_that_is_only_unusual_is_read(call_cli, folder, format: str, fault: str):
     data = folder(format, HARMLESS_FILES[fault])
-    assert call_cli("data", "check", data).code == 0
+    assert call_cli("data", "check", data, "--out", data.parent / "check.html").code == 0
     assert assert_nothing_invented(data) == len(BOXES)
 
 
@@ -202,7 +202,7 @@ def test_the_clean_sets_have_no_problems(call_cli, folder, tmp_path: Path):
     """Otherwise the cases above would show nothing."""
     for format in WRITERS:
         data = folder(format, lambda file: None)
-        assert call_cli("data", "check", data, "--format", format).code == 0
+        assert call_cli("data", "check", data, "--format", format, "--json").code == 0
         assert assert_nothing_invented(data) == len(BOXES)
         assert load_dataset(data, "train").image_size(0) == (WIDTH, HEIGHT)
         shutil.rmtree(data)

@@ -25,118 +25,72 @@ IMPOSSIBLE = {
 WRONG = """
 train --data
 train --data nowhere
-train --data ''
 train --data notes.txt
-train --data photos
-train --data builtin --loss
 train --data builtin --loss nothing
 train --data builtin --detector nothing
 train --data builtin --seed x
-train --data builtin --seed -1
 train --data builtin --device nothing
-train --data builtin --device cuda:99
 train --data builtin --precision half
 train --data builtin --max-minutes soon
-train --data builtin --max-minutes nan
 train --data builtin --log_steps 0
 train --data builtin --schedule.length 0
-train --data builtin --schedule.length many
-train --data builtin --schedule.length 1e999
 train --data builtin --schedule.kind straight
-train --data builtin --schedule.milestones 5
-train --data builtin --schedule.warmup_factor 7
 train --data builtin --optimizer.name adam
 train --data builtin --optimizer.learning_rate -1
-train --data builtin --optimizer.learning_rate nan
 train --data builtin --optimizer.momentum 2
 train --data builtin --batches.size 0
-train --data builtin --batches.size 1.5
 train --data builtin --batches.image_size [1,2,3]
-train --data builtin --batches.augmentation wild
-train --data builtin --batches.max_unreadable 2
-train --data builtin --model.ema 2
 train --data builtin --model.frozen nothing
 train --data builtin --model.weights nowhere.pt
 train --data builtin --model.options.nothing 3
-train --data builtin --criterion.box_loss square
 train --data builtin --criterion.options.delta -1
-train --data builtin --criterion.options.nothing 1
-train --data builtin --validation.metric mAP
-train --data builtin --evaluation.voc_year 1999
 train --data builtin --splits.train monday
-train --data builtin --splits.format nothing
 train --data builtin --batches
 train --data builtin --batches.sise 3
 train --data builtin --nothing
 train --data builtin --=3
 train --config nowhere.yaml
 train --config notes.txt
-train --config photos
 train --recipe nowhere
 train --resume --out nowhere
 train --plugin nowhere.py --data builtin
-train --plugin
 demo --seed x
-demo --seed -3
 eval nowhere --data builtin
-eval photos --data builtin
 eval --annotations nowhere.json --detections nowhere.json
-eval --annotations notes.txt --detections notes.txt
-eval --data builtin
 eval runs/demo --data builtin --annotations notes.txt
 eval --annotations notes.txt --detections notes.txt --metric voc
-eval --annotations notes.txt --detections notes.txt --iou much
 eval --annotations gt.json --detections dets.json --iou 2
-eval --annotations gt.json --detections dets.json --metric voc07 --iou 0
-eval --annotations gt.json --detections dets.json --max-detections 0
 eval --annotations gt.json --detections dets.json --metric voc12 --max-detections 5
 eval --annotations gt.json --detections dets.json --data builtin
-eval --annotations gt.json
-eval nowhere --data builtin --batch-size 0
 predict
 predict nowhere photos --out x
-predict nowhere nowhere.jpg --out x
 predict nowhere.onnx picture.png --out x
 predict photos picture.png --out x
-predict nowhere picture.png --out x --batch-size 0
 predict nowhere none*.jpg --out x
-predict nowhere picture.png --out x --labels pascal
 predict nowhere picture.png --out x --threshold high
-predict nowhere picture.png --out x --device nothing
 export
 export nowhere --out x.onnx
-export notes.txt --out x.onnx
 export nowhere --out x.onnx --size 3
 export nowhere --out model.pt
-export nowhere --out x.onnx --size big
 data check nowhere
-data check photos
 data check notes.txt
 data check builtin --format pascal
-data check builtin --limit many
 data show builtin --out x.xyz
-data show builtin --out x.png --count 0
 data show builtin --out x.png --augment light --seed -1
-data show builtin --out x.png --augment wild
 data show builtin --out x.png --augment none --size 30x
-data show builtin --out x.png --split monday
 data convert nowhere --to coco --out x
 data convert builtin --to pascal --out x
 data convert builtin --to coco --out notes.txt
 data nothing
 compare --losses nothing
 compare --losses ap,ap
-compare --losses ,
 compare --seeds 0
-compare --seeds -1
 compare --steps 0
-compare --validations 0
 compare --recipe nowhere
 compare --data nowhere
 compare --device nothing
 reproduce table9
 reproduce table2 --scale huge
-reproduce table2 --steps 0
 reproduce table1a --scale paper --benchmark imagenet
 theory theorem9
 theory convergence --seed x

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from aploss.data.check import check_dataset
 from aploss.plotting.plots import Series, line_plot
 from aploss.reports.comparison import Comparison, write_comparison_report
+from aploss.reports.data_page import write_data_page
 from aploss.reports.page import Figures, Section, SvgFigure, Table, Text, Verdict, write_page
 from aploss.reports.run_report import write_run_report
 
@@ -48,6 +50,11 @@ def page(make_run: Callable[..., Path], comparison: Comparison, tmp_path: Path) 
             for path in (run / "evaluation").iterdir():
                 path.unlink()
             return write_run_report(run)
+        if kind == "data":
+            scenes = make_run(images=5, steps=0) / "evaluation/ground_truth.json"
+            for image in scenes.parent.with_name("scenes").iterdir():
+                image.rename(scenes.parent / image.name)
+            return write_data_page(check_dataset(scenes), tmp_path / "data.html")
         if kind == "comparison":
             return write_comparison_report(comparison, tmp_path)
         return write_page(tmp_path / "theory.html", "W" * 120, theory_sections(), subtitle="w" * 200)
@@ -63,7 +70,7 @@ def theory_sections() -> list[Section]:
     return [Section(text, [Verdict(True, text), Text(text), table, Figures([SvgFigure(plot, text)])])]
 
 
-@pytest.mark.parametrize("kind", ["run", "unfinished run", "comparison", "theory"])
+@pytest.mark.parametrize("kind", ["run", "unfinished run", "data", "comparison", "theory"])
 def test_pages_fit_phone_and_desktop_and_load_nothing(browser: Any, page: Page, kind: str, tmp_path: Path) -> None:
     path = page(kind)
     for name, (width, height) in SIZES.items():

@@ -5,11 +5,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-import pytest
-from PIL import Image
-
-from aploss.data import read_image
 from aploss.reports.run_files import matches_document, read_run
 from aploss.reports.run_pictures import PictureSource, false_positives, gallery, misses, side_by_side
 
@@ -57,38 +52,6 @@ def test_misses_and_false_positives_are_those_of_the_matching(make_run: MakeRun)
         "disk 0.10: scene_001.png",
     ]
     assert [picture.caption for picture in gallery(source)] == ["scene_001.png: 3 objects, 3 detections, 1 wrong"]
-
-
-def test_an_object_found_below_the_threshold_is_a_miss_with_its_score(make_run: MakeRun) -> None:
-    run = make_run(images=1, steps=100)
-    edit(run / "evaluation/calibration.json", lambda one: one.update(draw_threshold=1.1))
-    source = PictureSource(read_run(run))
-    found = {key: row for key, row in source.run.matches["ground_truth"].items() if row is not None}
-    captions = [picture.caption for picture in misses(source)]
-    assert len(captions) == min(2, len(source.objects))  # at most two per image
-    if len(found) == len(source.objects):
-        assert f"score {min(float(source.run.scores[row]) for row in found.values()):.3f}" in captions[0]
-
-
-@pytest.mark.parametrize("mode", ["I;16", "L", "CMYK"])
-def test_images_of_any_depth_are_shown(make_run: MakeRun, tmp_path: Path, mode: str) -> None:
-    run = make_run(images=1, steps=100)
-    ramp = np.linspace(0, 1, 192 * 144).reshape(144, 192)
-    if mode == "I;16":
-        picture = Image.fromarray((ramp * 65535).astype(np.uint16))
-    else:
-        picture = Image.fromarray((ramp * 255).astype(np.uint8)).convert(mode)
-    path = tmp_path / ("picture.jpg" if mode == "CMYK" else "picture.tif")
-    picture.save(path)
-    edit(run / "evaluation/ground_truth.json", lambda one: one["images"][0].update(path=str(path)))
-    opened = PictureSource(read_run(run, images=tmp_path)).open(1)
-    assert opened is not None
-    assert opened.mode == "RGB"
-    values = np.asarray(opened).mean(axis=2)
-    assert values[:20].mean() < 60
-    assert values[-20:].mean() > 195
-    as_trained = read_image(path).permute(1, 2, 0).numpy()
-    np.testing.assert_array_equal(np.asarray(opened), as_trained)
 
 
 def test_two_runs_are_shown_side_by_side(make_run: MakeRun, tmp_path: Path) -> None:

@@ -43,7 +43,8 @@ def _add_check_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--pixels", action="store_true", help=pixels)
     limit = "problems listed per kind, 0 for all; by default as many as fit on a screen"
     parser.add_argument("--limit", type=int, metavar="N", help=limit)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, and write no page")
+    parser.add_argument("--out", type=Path, metavar="FILE.html", help="page; by default runs/check-DATA.html")
 
 
 def _check(options: Namespace) -> int:
@@ -51,6 +52,7 @@ def _check(options: Namespace) -> int:
     from PIL import Image
 
     from aploss.data.check import check_dataset, check_report
+    from aploss.reports.data_page import write_data_page
 
     names = options.classes and [name.strip() for name in options.classes.split(",")]
     with warnings.catch_warnings(), progress("images checked", quiet=options.quiet) as show:
@@ -60,6 +62,11 @@ def _check(options: Namespace) -> int:
             options.path, format=options.format, class_names=names, pixels=options.pixels, progress=show
         )
     print(json.dumps(result.to_dict(), indent=2) if options.json else check_report(result, limit=options.limit))
+    if options.out is not None or not options.json:
+        name = as_file_name(f"check-{Path(options.path).resolve().stem}")
+        page = write_data_page(result, options.out or Path("runs") / f"{name}.html")
+        if not options.json:
+            print(f"\npage: {page}", flush=True)
     return result.exit_code
 
 

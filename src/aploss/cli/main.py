@@ -21,19 +21,19 @@ from aploss.terminal import printable_output
 
 # Words of the command → (module of aploss.cli, line for the overview). The last word names the command.
 COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
-    ("demo",): ("demo", "train on built-in data in a few minutes, and show the result"),
+    ("demo",): ("small", "train on built-in data in a few minutes, and show the result"),
     ("train",): ("train", "train a detector on VOC, COCO, YOLO or built-in data"),
     ("eval",): ("eval", "evaluate a run on data, or a detections file against annotations"),
     ("predict",): ("predict", "detect objects in images with a trained run"),
     ("app",): ("app", "show the detections of one or two runs in the browser"),
-    ("export",): ("export", "export a trained run to ONNX"),
+    ("export",): ("small", "export a trained run to ONNX"),
     ("data", "check"): ("data", "count the images and boxes of a dataset and list every problem"),
     ("data", "show"): ("data", "draw a contact sheet with the boxes"),
     ("data", "convert"): ("data", "convert a dataset to another format"),
     ("compare",): ("compare", "train with several losses over several seeds, and compare"),
     ("reproduce",): ("reproduce", "reproduce a table or figure of the paper"),
-    ("theory",): ("theory", "verify the paper's theorems in experiments, with a page for each"),
-    ("bench",): ("bench", "benchmark the losses, the data loading and the training step"),
+    ("theory",): ("small", "verify the paper's theorems in experiments, with a page for each"),
+    ("bench",): ("small", "benchmark the losses, the data loading and the training step"),
 }
 MAX_TEXT = 200  # characters of a user's word or of an unexpected error that are repeated in a message
 

@@ -44,7 +44,7 @@ def iou_ap_loss(
         interpolated: make the precision monotone in the score at each threshold.
         delta: half the width of the step function, at least 1e-6; or 0 for the Heaviside step.
         process_group, groups, weights, non_finite: see :func:`ap_loss`, which gets them at each
-            threshold; quantiles are of all processes and groups.
+            threshold; quantiles are of all processes, within each group.
 
     Returns:
         scalar in [0, 1], float32 (float64 for float64 scores). A threshold that no positive reaches contributes 0.

@@ -22,7 +22,7 @@ def add_levels(backend: TorchBackend, problem: Problem, positives: Positives) ->
     }
     qualities, thresholds = columns["qualities"], problem.thresholds
     if isinstance(thresholds, int):  # half of the measure at threshold 0, where every positive counts
-        members = _above_quantiles(qualities, columns["classes"], thresholds)
+        members = _above_quantiles(qualities, columns["classes"], columns.get("groups"), thresholds)
         members = torch.cat([torch.ones_like(members[:1]), members])
         measure = qualities.new_full((thresholds + 1, 1), 0.5 / thresholds)
         measure[0] = 0.5
@@ -38,17 +38,21 @@ def add_levels(backend: TorchBackend, problem: Problem, positives: Positives) ->
     return replace(positives, members=added.members, shares=added.shares)
 
 
-def _above_quantiles(qualities: Tensor, classes: Tensor, count: int) -> Tensor:
-    """Which positives reach the k-th of ``count`` quantiles of the qualities within their class, bool [count, P].
+def _above_quantiles(qualities: Tensor, classes: Tensor, groups: Tensor | None, count: int) -> Tensor:
+    """Which positives reach the k-th of ``count`` quantiles within their class and group, bool [count, P].
 
     The k-th quantile leaves at least the fraction 1 - k / (count + 1) of the positives of each class.
     """
     order = qualities.argsort(stable=True)
     order = order[classes[order].argsort(stable=True)]
+    if groups is not None:
+        order = order[groups[order].argsort(stable=True)]
     sorted_qualities, sorted_classes = qualities[order], classes[order]
     places = torch.arange(len(order), device=order.device)
     is_new = torch.ones_like(sorted_classes, dtype=torch.bool)
     is_new[1:] = sorted_classes[1:] != sorted_classes[:-1]
+    if groups is not None:
+        is_new[1:] |= groups[order][1:] != groups[order][:-1]
     first = torch.where(is_new, places, 0).cummax(0).values  # of the class of each
     is_last = is_new.roll(-1)
     last = torch.where(is_last, places, len(order)).flip(0).cummin(0).values.flip(0)

@@ -1,0 +1,148 @@
+"""The short commands: ``aploss demo``, ``export``, ``theory`` and ``bench``."""
+
+import json
+import time
+from argparse import ArgumentParser, Namespace
+from importlib import import_module
+from pathlib import Path
+
+from aploss.cli.command import EXIT_PROBLEMS, Command, free_folder, positive_int, progress
+from aploss.errors import ConfigError
+from aploss.files import write_text
+
+BENCHMARKS = {"losses": "losses", "scaling": "scaling", "data": "data", "training-step": "training_step"}
+STUDIES = ("convergence", "smoothed-failure", "inseparable", "consistency", "imbalance", "method")
+MIN_EXPORT_SIZE = 32
+
+# --- train on built-in data
+
+
+def _add_demo_arguments(parser: ArgumentParser) -> None:
+    from aploss.losses.traits import LOSSES
+
+    parser.add_argument("--loss", default="ap", help=f"classification loss: {', '.join(LOSSES.names())}")
+    parser.add_argument("--seed", type=int, metavar="N", default=0, help="seed of initial weights and data order")
+    parser.add_argument("--out", help="run folder; by default runs/demo, or the next free number")
+
+
+def _demo(options: Namespace) -> int:
+    """Trains the demo recipe, or resumes an unfinished demo."""
+    from aploss.cli.train import run_training
+    from aploss.losses.traits import LOSSES
+    from aploss.training.recipes import load_config
+    from aploss.training.run_folder import RunFolder
+
+    LOSSES.get(options.loss)
+    settings = {"data": "builtin", "loss": options.loss, "seed": options.seed}
+
+    def is_free_or_unfinished(path: Path) -> bool:
+        folder = RunFolder(path)
+        if not folder.exists or folder.summary_file.is_file():
+            return not folder.exists
+        config = folder.read_config()
+        return all(getattr(config, key) == value for key, value in settings.items())
+
+    folder = options.out or free_folder("demo", is_free_or_unfinished)
+    return run_training(load_config("demo", {**settings, "out": str(folder)}), options, resume=True)
+
+
+# --- export a run to ONNX
+
+
+def _add_export_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run", help="run folder or checkpoint of a detector")
+    parser.add_argument("--out", type=Path, required=True, metavar="model.onnx", help="ONNX file to write")
+    size = "shorter side of images in pixels; by default the detector's test_size"
+    parser.add_argument("--size", type=positive_int, metavar="N", help=size)
+
+
+def _export(options: Namespace) -> int:
+    """Exports, and prints what the file contains."""
+    from aploss.detectors.checkpoint import load
+    from aploss.detectors.export import export_onnx
+
+    if options.out.suffix.lower() != ".onnx":
+        raise ConfigError(f"--out {options.out}: the name must end in .onnx")
+    if options.size is not None and options.size < MIN_EXPORT_SIZE:
+        raise ConfigError(f"--size {options.size}: must be at least {MIN_EXPORT_SIZE}")
+    detector = load(options.run)
+    path = export_onnx(detector, options.out, size=options.size)
+    if not options.quiet:
+        scores = "calibrated" if detector.calibration is not None else "not calibrated"
+        print(f"{path}: {detector.name}, {path.stat().st_size / 1e6:.1f} MB, verified against the detector")
+        print(f"  classes: {', '.join(detector.class_names)}; scores: {scores}", flush=True)
+    return 0
+
+
+# --- verify the paper's theorems
+
+
+def _add_theory_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", choices=["all", *STUDIES], default="all", help="which study")
+    parser.add_argument("--seed", type=int, metavar="N", default=0, help="seed of the random problems")
+    parser.add_argument("--out", type=Path, metavar="DIR", default=Path("runs/theory"), help="folder for the pages")
+
+
+def _theory(options: Namespace) -> int:
+    """Runs the studies, writes their pages and prints their verdicts."""
+    from aploss import theory
+
+    studies = []
+    for name in theory.STUDIES if options.name == "all" else [options.name]:
+        start = time.perf_counter()
+        with progress(name, quiet=options.quiet):
+            study = theory.STUDIES[name](options.seed)
+            page = theory.write_study(study, options.out / name)
+        studies.append(study)
+        print(f"{study.title} ({study.place}), {time.perf_counter() - start:.0f} s")
+        for verdict in study.verdicts:
+            print(f"  {verdict.word}: {verdict.claim}")
+        print(f"  {page}", flush=True)
+    if options.name == "all":
+        print(f"index: {theory.write_index(studies, options.out)}", flush=True)
+    return 0 if all(study.holds for study in studies) else EXIT_PROBLEMS
+
+
+# --- benchmark
+
+
+def _add_bench_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("what", nargs="?", choices=["all", *BENCHMARKS], default="all", help="which benchmark")
+    parser.add_argument("--quick", action="store_true", help="a short run with small sizes")
+    parser.add_argument("--out", type=Path, metavar="DIR", default=Path("runs/bench"), help="folder for the JSON files")
+
+
+def _bench(options: Namespace) -> int:
+    """Runs the benchmarks, prints their tables and writes their results as JSON."""
+    for name in BENCHMARKS if options.what == "all" else [options.what]:
+        benchmark = import_module(f"aploss.benchmarks.{BENCHMARKS[name]}")
+        with progress(name, quiet=options.quiet) as show:
+            result = benchmark.run(lambda step: show(text=step), quick=options.quick)
+        print(f"\n{name}\n{benchmark.table(result)}", flush=True)
+        write_text(options.out / f"{name}.json", json.dumps(result, indent=2) + "\n")
+    if not options.quiet:
+        print(f"\nresults: {options.out}", flush=True)
+    return 0
+
+
+DEMO_EXAMPLES = """
+  aploss demo
+  aploss demo --loss focal --seed 1 --out runs/second-demo
+"""
+EXPORT_EXAMPLES = """
+  aploss export runs/demo --out detector.onnx
+  aploss export runs/demo/checkpoints/last.pt --out detector.onnx --size 320
+"""
+THEORY_EXAMPLES = """
+  aploss theory                     every study, with an index page
+  aploss theory smoothed-failure
+"""
+BENCH_EXAMPLES = """
+  aploss bench                          everything (about 10 minutes on 2 cores)
+  aploss bench losses                   AP-loss against focal loss and BCE
+  aploss bench training-step --quick
+"""
+DEMO = Command(examples=DEMO_EXAMPLES, add_arguments=_add_demo_arguments, run=_demo)
+EXPORT = Command(examples=EXPORT_EXAMPLES, add_arguments=_add_export_arguments, run=_export)
+THEORY = Command(examples=THEORY_EXAMPLES, add_arguments=_add_theory_arguments, run=_theory)
+BENCH = Command(examples=BENCH_EXAMPLES, add_arguments=_add_bench_arguments, run=_bench)
