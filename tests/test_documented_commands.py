@@ -17,7 +17,7 @@ from tiny_runs import start_process, write_rectangles
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
-PLACEHOLDERS = {"NAME": "table2", "PRESET": "light", "SPLIT": "val", "DIR": "new", "RUN": "runs/NAME", "N": "3"}
+PLACEHOLDERS = {"NAME": "table2", "PRESET": "light", "SPLIT": "val", "DIR": "new", "RUN": "runs/NAME"}
 # Required arguments that inline code may leave out.
 REST = {
     "train": "--data PATH", "eval": "--annotations gt.json --detections results.json",
