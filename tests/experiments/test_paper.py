@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from aploss.experiments.measures import RANKING_AP, Measure, Run
-from aploss.experiments.paper import EACH_CLASS, REPRODUCTIONS, reproduction
+from aploss.experiments.paper import EACH_CLASS, REPRODUCTIONS
 from aploss.experiments.plan import Plan
 from aploss.experiments.reproduce import Request, page_for, plan_for
 from aploss.experiments.results import Results
@@ -32,7 +32,7 @@ def paper_configs(name: str, **request: object) -> dict[str, TrainConfig]:
 def test_settings_of_section_4_1(name: str) -> None:
     plan = plan_for(name, PAPER)
     assert (plan.tuning, plan.seeds) == (None, (0,))
-    for benchmark in reproduction(name).benchmarks:
+    for benchmark in REPRODUCTIONS[name].benchmarks:
         for row, config in paper_configs(name, benchmark=benchmark).items():
             voc = benchmark == "voc"
             # "minibatch training on 2 GPUs with 8 images per GPU", here on one
@@ -85,7 +85,7 @@ TEST_SIZES = {"retinanet-r50": [600, 1000], "retinanet-r101": [500, 833], "ssd51
 
 @pytest.mark.parametrize("name", REPRODUCTIONS)
 def test_detectors_and_losses_are_those_of_the_paper(name: str) -> None:
-    for benchmark in reproduction(name).benchmarks:
+    for benchmark in REPRODUCTIONS[name].benchmarks:
         found = paper_configs(name, benchmark=benchmark)
         assert {row: config.criterion.options for row, config in found.items()} == OPTIONS[name]
         detector = {"table3": "retinanet-r101", "table4": "ssd512", "figure7": "ssd512"}.get(name, "retinanet-r50")
@@ -201,7 +201,7 @@ PAPER_CLAIMS = {"table1a": 1, "table1b": 3, "table1c": 1, "table2": 3, "figure5a
     ("name", "benchmark"), [(name, one) for name, entry in REPRODUCTIONS.items() for one in entry.benchmarks]
 )
 def test_every_claim_holds_on_the_papers_own_numbers(name: str, benchmark: str) -> None:
-    numbers: Any = {row.name: row.paper.get(benchmark, {}) for row in reproduction(name).rows}
+    numbers: Any = {row.name: row.paper.get(benchmark, {}) for row in REPRODUCTIONS[name].rows}
     if name == "figure5b":
         numbers = FIGURE_5B
     if name != "figure6":  # it shows pictures and claims nothing
@@ -219,6 +219,6 @@ def test_figure_5b_reports_which_statements_are_reproduced() -> None:
 
 def test_tables_on_voc_have_both_kinds_of_ap50() -> None:
     for name in ("table1a", "table1b", "table1c", "table2", "table4"):
-        numbers = {row.name: row.paper["voc"] for row in reproduction(name).rows}
+        numbers = {row.name: row.paper["voc"] for row in REPRODUCTIONS[name].rows}
         asked, results = results_of(name, numbers)
         assert page_for(name, asked, results).metrics == ("AP", "AP50", "voc_AP50", "AP75")
