@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from aploss.cli import main as cli
-from aploss.errors import RunError
 from aploss.training import Summary, TrainConfig, TrainingInterruptedError, load_config
 
 NUMBERS = {"ap": 0.74, "focal": 0.71, "ce-ohem": 0.72, "auc": 0.55}
@@ -173,8 +172,3 @@ def test_the_plan_is_printed_without_training(trainer: Trainer, capsys: pytest.C
     assert "14 trainings of retinanet-tiny" in shown  # 2 x (5 seeds + 3 rates - 1)
     assert "until decided after 3, 5 of them" in shown
     assert trainer.configs == []
-
-
-def test_an_error_of_the_training_is_one_line(trainer: Trainer, refused: Callable[..., str]) -> None:
-    trainer.error = RunError("the disk is full")
-    assert refused("compare", "--quiet") == "aploss compare: the disk is full\n"
