@@ -195,6 +195,7 @@ def test_a_config_of_earlier_versions_builds_the_same_detector() -> None:
     assert {**detector.config, "test_size": [600, 1000]} == {
         **config, "norm": "group", "anchor_grid": "exact", "p6_from": "p5",
         "initialisation": "torchvision", "trainable_stages": 5, "assigner": "iou",
+        "hard_boxes": "ignore",
         "loss_options": loss_options,
     }  # fmt: skip
 

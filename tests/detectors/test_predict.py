@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from aploss.detectors import Detector, MultiScale
-from aploss.detectors.predict import image_tensor
+from aploss.detectors import Detector, MultiScale, build_detector
+from aploss.detectors.predict import evaluation_mode, image_tensor
 from aploss.errors import DataError
 from aploss.evaluation import Calibration
 
@@ -158,3 +158,13 @@ def test_a_damaged_pillow_image_is_told_by_its_name(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:3000])
     with pytest.raises(DataError, match=r"half\.png: damaged image"):
         image_tensor(Image.open(path))
+
+
+@pytest.mark.parametrize(("name", "searches"), [("retinanet-tiny", False), ("ssdlite", True)])
+def test_cudnn_searches_algorithms_only_for_images_of_one_size(
+    name: str, searches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    with evaluation_mode(build_detector(name, class_names=["a"])):
+        assert torch.backends.cudnn.benchmark == searches
+    assert torch.backends.cudnn.benchmark

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_runs import config_in, no_page, rectangles, short_detector  # noqa: F401
 
 Simulated = tuple[dict[str, Any], list[dict[str, Any]]]
 

@@ -17,9 +17,7 @@ from aploss.evaluation import (
     calibrate_detections,
     calibration_report,
     coco_metrics,
-    equal_mass_edges,
     expected_calibration_error,
-    expected_noise,
     fit_calibration,
     match_detections,
     reliability,
@@ -65,19 +63,27 @@ def test_ap_is_identical_before_and_after(seed, options, simulate):
     calibration, _ = calibrate_detections(truth, table)
     after = table.with_scores(calibration(table.scores))
     assert not np.array_equal(after.scores, table.scores)
-    assert coco_metrics(truth, after) == coco_metrics(truth, table)
+    measured = [coco_metrics(truth, one).as_dict() for one in (table, after)]
+    for row in (row for metrics in measured for row in metrics["per_class"].values()):
+        del row["lrp_threshold"]  # a score
+    assert measured[0] == measured[1]
     for year in (2007, 2012):
         assert voc_metrics(truth, after, year=year).as_dict() == (voc_metrics(truth, table, year=year).as_dict())
 
 
-def test_the_map_is_isotonic_regression_up_to_a_thousandth():
+def test_the_map_is_centred_isotonic_regression_and_does_not_repeat_scores():
     generator = np.random.default_rng(0)
     scores = generator.random(400).astype(np.float32)
     correct = generator.random(400) < scores**2
-    padded = np.append(scores, [scores.min(), scores.max()])
-    oracle = IsotonicRegression(y_min=0, y_max=1).fit(padded, np.append(correct, [1, 0]))
-    inside = np.sort(scores)
-    assert fit_calibration(scores, correct)(inside) == pytest.approx(oracle.predict(inside), abs=1e-3)
+    padded = np.append(scores, [scores.min(), scores.max()]).astype(float)
+    blocks = IsotonicRegression().fit(padded, np.append(correct, [1, 0])).predict(padded).round(9)
+    values = np.unique(blocks)
+    centres = [padded[blocks == value].mean() for value in values]
+    inside = np.sort(scores[(centres[0] < scores) & (scores < centres[-1])])
+    calibration = fit_calibration(scores, correct)
+    assert calibration(inside) == pytest.approx(np.interp(inside, centres, values), abs=1e-5)
+    assert len(values) < 30 < 350 < len(np.unique(calibration(scores).round(4)))
+    assert abs(calibration(scores).mean() - correct.mean()) < 0.01
 
 
 def split_halves(truth, results):
@@ -109,7 +115,6 @@ def test_probabilities_come_true_on_other_images(seed, simulate):
     assert after["expected_calibration_error"] <= 0.05
     assert before["expected_calibration_error"] > 0.5
     assert after["all"]["expected_calibration_error"] <= 0.005
-    assert after["all"]["equal_mass_error"] <= 0.005
     assert report["f1"] > 0.9 * threshold.f1
     assert len(report["calibrated_scores"]) == len(held_out)
     json.dumps(report, allow_nan=False)
@@ -152,7 +157,7 @@ def test_detections_on_ignored_objects_are_not_learned_from(simulate):
     fitted, _ = calibrate_detections(truth, results)
     scores = np.array([row["score"] for row in judged])
     expected = fit_calibration(scores, matches.correct[~matches.ignored])
-    assert fitted.to_dict() == expected.to_dict()
+    assert (fitted.x.tolist(), fitted.y.tolist()) == (expected.x.tolist(), expected.y.tolist())
 
 
 def test_without_detections_or_objects_there_is_still_a_calibration(simulate):
@@ -176,6 +181,7 @@ def test_without_detections_or_objects_there_is_still_a_calibration(simulate):
         {"x": [0, 0.5, 1], "y": [0, 0.5, 0.4]},
         {"x": [0, 0.5, 1], "y": [0, float("nan"), 1]},
         {"x": [0, 1], "y": [0, 2]},
+        {"x": [0, 1], "y": [0, 1], "class_thresholds": [0.5, 1.5]},
         [1, 2],
     ],
 )
@@ -199,21 +205,6 @@ def test_calibration_error_worked_out_by_hand():
 def test_no_detections_have_no_error():
     assert reliability([], []) == []
     assert expected_calibration_error([], []) == 0
-    assert expected_noise([]) == 0
-    assert equal_mass_edges([]).tolist() == [0, 1]
-
-
-def test_equal_mass_bins_hold_as_many_each():
-    probabilities = np.random.default_rng(0).random(1000) ** 8  # most are close to 0
-    rows = reliability(probabilities, np.zeros(1000), equal_mass_edges(probabilities))
-    assert [row.count for row in rows] == [100] * 10
-
-
-def test_true_probabilities_show_the_expected_noise():
-    generator = np.random.default_rng(0)
-    probabilities = generator.uniform(0.3, 1.0, 400)
-    errors = [expected_calibration_error(probabilities, generator.random(400) < probabilities) for _ in range(300)]
-    assert expected_noise(probabilities) == pytest.approx(np.mean(errors), rel=0.08)
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.booleans()), max_size=30), st.integers(0, 5))

@@ -119,7 +119,7 @@ def test_a_metric_added_to_the_list_is_on_the_page(make_run: MakeRun, monkeypatc
     monkeypatch.setitem(METRICS, "AR10", "recall of ten detections")
     text = words(write_run_report(run))
     assert f"AR10 {metrics['AR10']:.3f} recall of ten detections" in text
-    assert "class AP AP50 AP75 APm AR10 precision recall F1 objects" in text
+    assert "class AP AP50 AP75 APm oLRP AR10 precision recall F1 objects" in text
 
 
 def test_confusions_precision_and_recall_are_counted_at_the_threshold(

@@ -361,5 +361,5 @@ class TestFrozenBackbone:
             train(make_config(model={"weights": pretrained}, batches={"cache_features": True}))
         with pytest.raises(ConfigError, match=r"cached_views needs cached features"):
             train(make_config(batches={"cached_views": 4}))
-        with pytest.raises(ConfigError, match="backbone of ssdlite"):
+        with pytest.raises(ConfigError, match="ssdlite cannot be frozen"):
             build_detector("ssdlite", class_names=["a"]).features(torch.zeros(1, 3, 320, 320))

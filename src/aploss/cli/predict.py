@@ -6,7 +6,7 @@ and the images and classes that they refer to, to ``images.json``. The detection
 """
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from glob import glob
@@ -42,8 +42,11 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", help="run folder, checkpoint or exported file")
     parser.add_argument("images", nargs="+", help="image files, folders or glob patterns")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results; by default runs/predict-RUN")
-    threshold = "minimum score, 0 to report everything; by default the best F1 on validation, or 0 for a submission"
-    parser.add_argument("--threshold", type=float, metavar="X", help=threshold)
+    threshold = (
+        "minimum score, 0 to report everything, or 'lrp' for the LRP-optimal threshold of each class; by default the "
+        "best F1 on validation, or 0 for a submission"
+    )
+    parser.add_argument("--threshold", type=_threshold, metavar="X", help=threshold)
     labels = "also write annotation files, to correct by hand and train on"
     parser.add_argument("--labels", choices=["voc", "yolo"], help=labels)
     submission = "write the result files of an evaluation server, and no pictures"
@@ -55,6 +58,13 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="cpu, cuda, mps or auto")
     batch = "images per forward pass"
     parser.add_argument("--batch-size", type=positive_int, metavar="N", default=8, help=batch)
+
+
+def _threshold(text: str) -> float | str:
+    try:
+        return text if text == "lrp" else float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"expected a number or 'lrp', got {text!r}") from None
 
 
 def _run(options: Namespace) -> int:

@@ -247,6 +247,7 @@ class Detector(nn.Module, ObjectDetector):
             "box_loss": self.criterion.box_loss,
             "box_weight": self.criterion.box_weight,
             "assigner": self.criterion.assigner,
+            "hard_boxes": self.criterion.hard_boxes,
         }
 
     def forward(

@@ -24,6 +24,11 @@ class GroundTruth(Annotations):
 
     Attributes:
         file_names: image id → file name, for images that have one.
+
+    Example:
+        >>> truth = {"images": [{"id": 7, "file_name": "a.png"}], "categories": [], "annotations": []}
+        >>> GroundTruth.from_coco(truth).file_names
+        {7: 'a.png'}
     """
 
     file_names: dict[int, str] = field(default_factory=dict)
@@ -199,12 +204,24 @@ def read_ground_truth(path: str | Path) -> GroundTruth:
 
     Raises:
         DataError: if the file is missing, is not JSON, or contains an invalid entry. The message names the file.
+
+    Example:
+        >>> truth = read_ground_truth("instances_val2017.json")  # doctest: +SKIP
     """
     return _read(path, GroundTruth.from_coco)
 
 
 def read_detections(path: str | Path) -> DetectionTable:
-    """Reads COCO results from a JSON file. Raises like :func:`read_ground_truth`."""
+    """Reads COCO results from a JSON file. Raises like :func:`read_ground_truth`.
+
+    Example:
+        >>> from tempfile import NamedTemporaryFile
+        >>> with NamedTemporaryFile("w", suffix=".json") as file:
+        ...     _ = file.write('[{"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 8], "score": 0.6}]')
+        ...     file.flush()
+        ...     read_detections(file.name).scores.tolist()
+        [0.6]
+    """
     return _read(path, DetectionTable.from_results)
 
 

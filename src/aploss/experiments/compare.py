@@ -12,6 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from aploss.errors import ConfigError
+from aploss.evaluation import HEADLINE_METRICS, LOWER_IS_BETTER
 from aploss.experiments.measures import Run
 from aploss.experiments.plan import (
     LOSS_OPTIONS,
@@ -179,6 +180,7 @@ def comparison_page(results: Results) -> Comparison:
         summary="The same detector, schedule, initial weights and data order for each seed; only "
         f"{'the settings in the row names differ' if varied else 'the loss differs'} (a softmax loss has one more "
         "output per anchor). Measured with the weights at the end of the schedule.",
+        metrics=(*HEADLINE_METRICS, *LOWER_IS_BETTER),
         verdicts=[results.pair_verdict(*pair) for pair in pairs],
         reference=names[0] if len(variants) > 1 else None,
         notes="\n\n".join(notes),

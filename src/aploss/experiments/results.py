@@ -120,15 +120,16 @@ class Results:
     def is_ahead(self, first: str, second: str, *, by: float = 0.0, metric: str = "AP") -> bool | None:
         """Whether a row is ahead of another by at least ``by``.
 
-        True if the confidence interval of the paired difference lies at or above ``by`` (above zero without it), False
-        if it lies below, None if it includes ``by``, or with a single seed or unfinished runs.
+        True if the confidence interval of the paired gain lies at or above ``by`` (above zero without it), False if it
+        lies below, None if it includes ``by``, or with a single seed or unfinished runs.
         """
         one = self.difference(first, second, metric)
         if not self.complete or len(one.values) < 2:
             return None
-        if one.low >= by and one.low > 0:
+        low, high = one.gain
+        if low >= by and low > 0:
             return True
-        return False if one.high < by or one.high <= 0 else None
+        return False if high < by or high <= 0 else None
 
     def is_between(self, name: str, low: float, high: float, metric: str = "AP") -> bool | None:
         """Whether the mean of a row lies in a range, by its confidence interval, as :meth:`is_ahead`."""

@@ -202,6 +202,7 @@ def _make_loop(
         world_size=accelerator.num_processes,
         skip_unreadable=True,
         features=features,
+        pinned=accelerator.device.type == "cuda",
     )
     schedule = Schedule(config.schedule, batches.batches_per_epoch / config.batches.accumulate)
     if schedule.warmup_steps < config.schedule.warmup_steps:
@@ -377,6 +378,7 @@ def _build(config: TrainConfig, class_names: tuple[str, ...], loss: str) -> Dete
             loss_options=criterion.options if is_own else None,
             rank_over=criterion.rank_over,
             assigner=criterion.assigner,
+            hard_boxes=criterion.hard_boxes,
             box_loss=criterion.box_loss,  # type: ignore[arg-type]
             box_weight=criterion.box_weight if is_own else None,
             weights=config.model.weights,
