@@ -1,11 +1,11 @@
 """Each kind of fault is planted in a clean set, found, and its file named."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from small_datasets import edit_json
 
 from aploss.data import check_dataset
 
@@ -27,13 +27,8 @@ def append(folder: Path, file: str, text: str) -> None:
         opened.write(text)
 
 
-def edit_json(change):
-    def plant(folder: Path) -> None:
-        content = json.loads((folder / JSON).read_text())
-        change(content)
-        (folder / JSON).write_text(json.dumps(content))
-
-    return plant
+def edit(change):
+    return lambda folder: edit_json(folder / JSON, change)
 
 
 def annotation(**changes):
@@ -43,7 +38,7 @@ def annotation(**changes):
         entry = content["annotations"][0] | changes
         content["annotations"][0] = {k: v for k, v in entry.items() if v is not None}
 
-    return edit_json(change)
+    return edit(change)
 
 
 def xml(old: str, new: str):
@@ -112,21 +107,21 @@ FAULTS = [
     ("a category that is not there", "unknown-class", JSON, "coco", annotation(category_id=55)),
     ("no category", "unknown-class", JSON, "coco", annotation(category_id=None)),
     ("an entry that is no object", "bad-entry", JSON, "coco",
-     edit_json(lambda content: content["annotations"].append("what?"))),
+     edit(lambda content: content["annotations"].append("what?"))),
     ("an image id twice", "duplicate-image", JSON, "coco",
-     edit_json(lambda content: content["images"][1].update(id=10))),
+     edit(lambda content: content["images"][1].update(id=10))),
     ("a file twice", "duplicate-image", JSON, "coco",
-     edit_json(lambda content: content["images"][1].update(file_name="a.png"))),
+     edit(lambda content: content["images"][1].update(file_name="a.png"))),
     ("an image without name", "bad-image-entry", JSON, "coco",
-     edit_json(lambda content: content["images"][1].pop("file_name"))),
+     edit(lambda content: content["images"][1].pop("file_name"))),
     ("a category name twice", "bad-categories", JSON, "coco",
-     edit_json(lambda content: content["categories"][1].update(name="dog"))),
+     edit(lambda content: content["categories"][1].update(name="dog"))),
     ("no categories", "bad-categories", JSON, "coco",
-     edit_json(lambda content: content["categories"].clear())),
+     edit(lambda content: content["categories"].clear())),
     ("a file cut in two", "unreadable-annotations", JSON, "coco",
      lambda folder: (folder / JSON).write_text((folder / JSON).read_text()[:-40])),
     ("another class list in a split", "class-lists-differ", "coco", "coco",
-     edit_json(lambda content: content["categories"].append({"id": 9, "name": "fox"}))),
+     edit(lambda content: content["categories"].append({"id": 9, "name": "fox"}))),
     # YOLO
     ("fractions in COCO", "fraction-box", JSON, "coco", annotation(bbox=[0.1, 0.2, 0.25, 0.4])),
     ("corners as fractions", "fraction-box", JSON, "coco", annotation(bbox=[0.6, 0.7, 0.9, 0.95])),

@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -169,12 +168,6 @@ def test_entries_read_together_equal_those_read_one_by_one(entries):
     assert reported == also_reported[:-1]
     for first, second in zip(together, one_by_one, strict=True):
         np.testing.assert_array_equal(first, second)
-
-
-def test_polygons_are_skipped_and_missing_sections_are_unset():
-    document = coco_document(json.dumps({"annotations": [{"id": 1, "segmentation": [[1, 2]]}], "images": {}}).encode())
-    assert not hasattr(document.annotations[0], "segmentation")
-    assert (document.images, document.categories) == ({}, msgspec.UNSET)
 
 
 @pytest.mark.parametrize("content", [b"", b'{"images": [1, 2', b"{}", b'{"images": 1, "annotations": {}}'])

@@ -18,7 +18,7 @@ from aploss.data.formats import (
     DataFormat,
     Parts,
     common_split_name,
-    each_image_once,
+    distinct,
     filled_lines,
     image_size,
     number,
@@ -321,19 +321,14 @@ class VocFormat(DataFormat):
             listed = [stem_of(names[part.image_path(i)]) + "\n" for i in range(len(part))]
             (folder / "ImageSets" / "Main" / f"{split}.txt").write_text("".join(listed), "utf-8")
         thin = 0
-        for part, index in each_image_once(parts):
-            name, target = names[part.image_path(index)], part.target(index)
-            boxes = target["boxes"]
-            thin += int((boxes[:, 2:] - boxes[:, :2] <= 1).any(dim=1).sum())
-            text = voc_annotation(
-                name,
-                part.image_size(index),
-                [part.class_names[label] for label in target["labels"].tolist()],
-                boxes.tolist(),
-                difficult=target["difficult"].tolist(),
-                crowd=target["crowd"].tolist(),
-            )
-            (folder / "Annotations" / f"{stem_of(name)}.xml").write_text(text, "utf-8")
+        for part in distinct(parts):
+            thin += int((part.boxes[:, 2:] - part.boxes[:, :2] <= 1).any(axis=1).sum())
+            for index in range(len(part)):
+                name, target = names[part.image_path(index)], part.target(index)
+                labels = [part.class_names[label] for label in target["labels"].tolist()]
+                flags = {flag: target[flag].tolist() for flag in ("difficult", "crowd")}
+                text = voc_annotation(name, part.image_size(index), labels, target["boxes"].tolist(), **flags)
+                (folder / "Annotations" / f"{stem_of(name)}.xml").write_text(text, "utf-8")
         class_names = next(iter(parts.values())).class_names
         (folder / "labels.txt").write_text("".join(f"{name}\n" for name in class_names), "utf-8")
         losses = [f"{thin} boxes of at most one pixel's width or height, which are dropped on reading"] if thin else []

@@ -12,7 +12,7 @@ from aploss.data.annotations import AnnotationBuilder, DetectionDataset
 from aploss.data.formats import (
     DataFormat,
     Parts,
-    each_image_once,
+    distinct,
     filled_lines,
     number,
     outline_losses,
@@ -191,11 +191,12 @@ class YoloFormat(DataFormat):
         :meth:`DataFormat.write`."""
         (folder / "labels").mkdir()
         flags = {"difficult": 0, "crowd": 0}
-        for part, index in each_image_once(parts):
-            stem, target = posixpath.splitext(names[part.image_path(index)])[0], part.target(index)
-            rows = yolo_rows(target["labels"].tolist(), target["boxes"].tolist(), part.image_size(index))
-            (folder / "labels" / f"{stem}.txt").write_text(rows, "utf-8")
-            flags = {flag: count + int(target[flag].sum()) for flag, count in flags.items()}
+        for part in distinct(parts):
+            for index in range(len(part)):
+                stem, target = posixpath.splitext(names[part.image_path(index)])[0], part.target(index)
+                rows = yolo_rows(target["labels"].tolist(), target["boxes"].tolist(), part.image_size(index))
+                (folder / "labels" / f"{stem}.txt").write_text(rows, "utf-8")
+            flags = {flag: count + int(getattr(part, flag).sum()) for flag, count in flags.items()}
         for split, part in parts.items():
             lines = [f"./images/{names[part.image_path(i)]}\n" for i in range(len(part))]
             (folder / f"{split}.txt").write_text("".join(lines), "utf-8")
