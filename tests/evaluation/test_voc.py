@@ -113,7 +113,7 @@ def test_numbers_equal_the_kits_procedure(year, case, seed, simulate):
 
 def test_recall_that_is_exactly_a_step_reaches_it():
     truth = truth_of(*((20 * index, 0, 10, 10) for index in range(10)))
-    results = found(*(((20 * index, 0, 10, 10), 0.9) for index in range(3)))
+    results = results_of(*(((20 * index, 0, 10, 10), 0.9) for index in range(3)))
     # recall 3 of 10 reaches 0, .1, .2 and .3
     assert pytest.approx(4 / 11, abs=1e-12) == voc_metrics(truth, results, year=2007).AP
 
