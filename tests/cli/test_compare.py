@@ -8,7 +8,6 @@ import pytest
 from fake_training import FakeTraining
 
 from aploss.cli import main as cli
-from aploss.errors import RunError
 from aploss.training import TrainingInterruptedError, load_config
 
 
@@ -135,8 +134,3 @@ def test_the_plan_is_printed_without_training(trainer: FakeTraining, capsys: pyt
     assert "14 trainings of retinanet-tiny" in shown  # 2 x (5 seeds + 3 rates - 1)
     assert "until decided after 3, 5 of them" in shown
     assert trainer.configs == []
-
-
-def test_an_error_of_the_training_is_one_line(trainer: FakeTraining, refused: Callable[..., str]) -> None:
-    trainer.errors[1] = RunError("the disk is full")
-    assert refused("compare", "--quiet") == "aploss compare: the disk is full\n"

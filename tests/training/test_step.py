@@ -1,6 +1,7 @@
 """A step: parameter groups, frozen layers, and NaN or Inf in scores, losses or gradients."""
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -56,11 +57,10 @@ def test_the_papers_sgd_decays_everything_with_momentum() -> None:
 
 def test_frozen_parameters_are_left_out() -> None:
     detector = build_detector("retinanet-tiny", class_names=["a"])
-    everything = sum(1 for _ in detector.parameters())
-    frozen = freeze(detector, ["backbone.body", "head.classification_head.conv.*"])
+    freeze(detector, ["backbone.body", "head.classification_head.conv.*"])
     optimizer = make_optimizer(detector, OptimizerConfig())
     trained = [p for group in optimizer.param_groups for p in group["params"]]
-    assert 0 < frozen == everything - len(trained)
+    assert 0 < len(trained) == sum(parameter.requires_grad for parameter in detector.parameters())
     assert not any(p.requires_grad for p in detector.backbone.body.parameters())
 
 
@@ -71,21 +71,6 @@ def test_patterns_that_match_nothing_or_everything_are_errors() -> None:
     freeze(model, ["*"])
     with pytest.raises(ConfigError):
         make_optimizer(model, OptimizerConfig())
-
-
-class Spoil:
-    """Spoils what a method returns at some of its calls, counted from 1."""
-
-    def __init__(self, calls: set[int], spoil: Callable[[Any], Any]) -> None:
-        self.calls, self.spoil, self.count = calls, spoil, 0
-
-    def wrap(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def spoiled(*arguments: Any) -> Any:
-            self.count += 1
-            result = method(*arguments)
-            return self.spoil(result) if self.count in self.calls else result
-
-        return spoiled
 
 
 def nan_score(outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -105,7 +90,14 @@ def bad_gradient(losses: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, where: type, method: str, calls: set[int], what: Any) -> None:
-    monkeypatch.setattr(where, method, Spoil(calls, what).wrap(getattr(where, method)))
+    """Spoils what a method returns at some of its calls, counted from 1."""
+    original, numbers = getattr(where, method), itertools.count(1)
+
+    def spoiled(*arguments: Any) -> Any:
+        result = original(*arguments)
+        return what(result) if next(numbers) in calls else result
+
+    monkeypatch.setattr(where, method, spoiled)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +218,8 @@ def test_a_step_reads_the_device_twice_whatever_the_images_and_objects(
     make_config: MakeConfig, images: int, objects: int
 ) -> None:
     """The number of positives and the errors of the loss; results once for all steps. Same numbers as on the CPU."""
-    config = make_config(optimizer={"name": "sgd", "learning_rate": 0.01, "momentum": 0.9})
+    sgd = {"name": "sgd", "learning_rate": 0.01, "momentum": 0.9}
+    config = make_config(optimizer=sgd, model={"ema": 0.9})
     torch.manual_seed(0)
     detector = build_detector("retinanet-tiny", class_names=["a", "b", "c"])
     batches = [random_batch(images, objects) for _ in range(2)]
@@ -253,26 +246,25 @@ def test_a_step_reads_the_device_twice_whatever_the_images_and_objects(
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_the_device_skips_a_step_with_nan_before_the_host_knows(make_config: MakeConfig, name: str) -> None:
-    """Weights and optimizer stay as they were, also in the first step; the step after is a normal one."""
-    config = make_config(optimizer={"name": name, "learning_rate": 0.01})
+    """Weights, optimizer and EMA stay as they were, also in the first step; the step after is a normal one."""
+    config = make_config(optimizer={"name": name, "learning_rate": 0.01}, model={"ema": 0.9})
     torch.manual_seed(0)
     detector = build_detector("retinanet-tiny", class_names=["a", "b", "c"])
     batch = random_batch(2, 3)
-    weights = []
+    states = []
     with start_accelerator(torch.device("cpu")) as accelerator:
-        for starts_bad in (True, False):
+        for outcomes in ([False, True, False, True], [True, True]):
             stepper = Stepper(config, copy.deepcopy(detector), Schedule(config.schedule, 4), accelerator, str)
-            if starts_bad:
-                spoiled = stepper.detector.criterion.loss.register_forward_hook(lambda *values: values[-1] * math.nan)
+            for is_good in outcomes:
+                factor = 1.0 if is_good else math.nan
+                hook = stepper.detector.criterion.loss.register_forward_hook(lambda *v, by=factor: v[-1] * by)
                 stepper.step(0, [batch])
-                spoiled.remove()
-            stepper.step(1, [batch])
-            results = stepper.take_results()
-            assert [result.counts for result in results] == [False, True][-len(results) :]
-            weights.append(stepper.detector.state_dict())
-    assert results[0].bad is None
-    for key, value in weights[0].items():
-        assert torch.equal(value, weights[1][key]), key
+                hook.remove()
+            assert [result.counts for result in stepper.take_results()] == outcomes
+            assert stepper.state()["averaged_steps"] == 2
+            states.append({"trained": stepper.detector.state_dict(), "averaged": stepper.evaluated.state_dict()})
+    for kind in ("trained", "averaged"):
+        assert all(torch.equal(states[0][kind][key], value) for key, value in states[1][kind].items()), kind
 
 
 def test_batches_for_a_gpu_are_pinned_and_stay_in_uint8(

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET
 
-from aploss.data.annotations import Annotations, DetectionDataset, as_rows
+from aploss.data.annotations import Annotations, as_rows
 from aploss.data.coco import CocoEntryError, CocoObjects, coco_document, coco_results, id_of, read_objects, shown
 from aploss.errors import DataError
 
@@ -176,15 +176,6 @@ Truth = dict[str, Any] | Annotations  # accepted as ground truth
 Detections = Sequence[dict[str, Any]] | DetectionTable  # accepted as detections
 
 
-def as_ground_truth(ground_truth: Truth | DetectionDataset) -> Annotations:
-    """Converts a COCO dict or a dataset to arrays; returns arrays unchanged."""
-    if isinstance(ground_truth, Annotations):
-        return ground_truth
-    if isinstance(ground_truth, DetectionDataset):
-        return ground_truth.annotations
-    return GroundTruth.from_coco(ground_truth)
-
-
 def as_detections(detections: Detections, ground_truth: Annotations) -> DetectionTable:
     """Converts COCO results to a table; raises ``DataError`` if an image or category is not in the ground truth."""
     table = detections if isinstance(detections, DetectionTable) else DetectionTable.from_results(detections)
@@ -195,7 +186,7 @@ def as_detections(detections: Detections, ground_truth: Annotations) -> Detectio
 
 def as_tables(ground_truth: Truth, detections: Detections) -> tuple[Annotations, DetectionTable]:
     """Converts both to arrays and validates the detections against the ground truth."""
-    truth = as_ground_truth(ground_truth)
+    truth = ground_truth if isinstance(ground_truth, Annotations) else GroundTruth.from_coco(ground_truth)
     return truth, as_detections(detections, truth)
 
 

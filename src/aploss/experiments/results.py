@@ -16,7 +16,7 @@ from aploss.plotting.style import loss_label
 from aploss.reports.comparison import Comparison, Difference, Entry, paired_difference, spread, write_comparison_report
 from aploss.reports.page import Cell, Section, Table, Text, Verdict
 from aploss.training.config import TrainConfig
-from aploss.training.run_folder import describe_environment
+from aploss.training.run_folder import RunFolder, describe_environment
 
 MIN_SEEDS = 3  # fewer are reported as too few
 TIE = "tie"
@@ -274,7 +274,9 @@ def _provenance(results: Results) -> dict[str, Any]:
     rates = {loss_label(one.name): f"{one.config.optimizer.learning_rate:.3g}" for one in plan.variants}
     own_rates = ", ".join(f"{name} {rate}" for name, rate in rates.items())
     devices = environment["devices"] or [f"{environment['cpu']}, {environment['cores']} cores"]
-    schedules = _of_rows(plan, lambda one: f"{one.schedule.kind}, {one.schedule.warmup_steps} steps of warm-up")
+    folders = (RunFolder(run.folder) for run in results.runs.values())  # their configs state the warm-up that ran
+    warmups = _listed(folder.read_config().schedule.warmup_steps for folder in folders if folder.exists)
+    schedules = _of_rows(plan, lambda one: one.schedule.kind) + (f", {warmups} steps of warm-up" if warmups else "")
     return {
         "commit": _listed(one.commit or "unknown" for one in summaries) or environment["commit"] or "unknown",
         "seeds": _stated_seeds(results),

@@ -3,18 +3,18 @@
 On a GPU the host only launches work: losses and gradient norms stay on the device until :meth:`Stepper.take_results`.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn, optim
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from aploss.data.loader import Batch
 from aploss.detectors.checkpoint import TrainingState
@@ -65,15 +65,15 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> optim.Optimizer
     return optim.AdamW(groups, lr=config.learning_rate, fused=fused)
 
 
-def freeze(model: nn.Module, patterns: Iterable[str]) -> int:
-    """Freezes the parameters whose name, or whose module's name, matches a pattern; returns how many.
+def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
+    """Freezes the parameters whose name, or whose module's name, matches a pattern.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        >>> freeze(model, ["0"]), [p.requires_grad for p in model.parameters()]
-        (2, [False, False, True, True])
+        >>> freeze(model, ["0"])
+        >>> [p.requires_grad for p in model.parameters()]
+        [False, False, True, True]
     """
-    frozen = 0
     for pattern in patterns:
         matching = [
             parameter
@@ -84,21 +84,29 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> int:
             tops = ", ".join(dict(model.named_children()))
             raise ConfigError(f"model.frozen: {pattern!r} matches no parameter; modules: {tops}")
         for parameter in matching:
-            frozen += parameter.requires_grad
             parameter.requires_grad_(False)
-    return frozen
 
 
-def _make_ema(detector: Detector, decay: float | None) -> AveragedModel | None:
-    if decay is None:
-        return None
+class _Average:
+    """A copy of a detector whose weights are the exponential moving average (EMA) of the original's."""
 
-    def average(averages: Any, current: Any, count: Tensor | int) -> None:
+    def __init__(self, detector: Detector, decay: float) -> None:
+        self.detector, self.decay = copy.deepcopy(detector), decay
+        # On the device, since the host does not know yet which steps were skipped.
+        self.steps = torch.zeros((), device=detector.image_mean.device)
+
+    @torch.no_grad()
+    def update(self, detector: Detector, counts: Tensor) -> None:
+        """Averages the weights after a step, unless ``counts``, a bool on the device, is False."""
         # A lower decay at first, or the initial weights would dominate the average for long.
-        ramp = (1 + int(count)) / (10 + int(count))
-        get_ema_multi_avg_fn(min(decay, ramp))(averages, current, count)  # type: ignore[no-untyped-call]
-
-    return AveragedModel(detector, multi_avg_fn=average)
+        decay = ((1 + self.steps) / (10 + self.steps)).clamp(max=self.decay).where(self.steps > 0, 0.0)
+        averages = [parameter.detach() for parameter in self.detector.parameters()]
+        changes = torch._foreach_sub(list(detector.parameters()), averages)
+        torch._foreach_mul_(changes, (1 - decay) * counts)
+        torch._foreach_add_(averages, changes)
+        for own, other in zip(self.detector.buffers(), detector.buffers(), strict=True):
+            own.copy_(other.where(counts, own))
+        self.steps += counts
 
 
 # --- NaN and Inf ---
@@ -178,7 +186,7 @@ class Stepper:
         freeze(detector, config.model.frozen)
         if config.model.frozen_backbone:
             detector.body().requires_grad_(False)
-        self.ema = _make_ema(detector, config.model.ema)
+        self.ema = None if config.model.ema is None else _Average(detector, config.model.ema)
         self.optimizer = make_optimizer(detector, config.optimizer)
         # Not Accelerate's mixed precision: it is one for all runs of a process, and for validation, too.
         self.scaler = torch.amp.GradScaler(accelerator.device.type, enabled=config.precision == "float16")
@@ -190,7 +198,7 @@ class Stepper:
     @property
     def evaluated(self) -> Detector:
         """The detector to validate and save: the EMA if there is one."""
-        return self.detector if self.ema is None else cast(Detector, self.ema.module)
+        return self.detector if self.ema is None else self.ema.detector
 
     def step(self, number: int, batches: Sequence[Batch]) -> None:
         """Performs step ``number`` (from 0) with one batch for each accumulated forward pass.
@@ -286,19 +294,18 @@ class Stepper:
 
     def _update(self, norm: Tensor) -> None:
         """Changes the weights and their average, unless the norm of the gradients is not finite."""
+        is_finite = norm.isfinite()
         if self.scaler.is_enabled():
             self.scaler.step(self.optimizer)  # after an overflow it skips the step and lowers its scale
             self.scaler.update()
-            if not bool(norm.isfinite()):
-                return
         elif self.optimizer.defaults["fused"]:
             # A fused optimizer skips the step if this is 1, without the host having to know.
-            self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+            self.optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
             self.optimizer.step()
-        elif bool(norm.isfinite()):
+        elif bool(is_finite):
             self.optimizer.step()
         if self.ema is not None:
-            self.ema.update_parameters(self.detector)
+            self.ema.update(self.detector, is_finite)
 
     def _agree(self, number: int, problem: BadNumbers | None, indices: Sequence[int]) -> BadNumbers:
         """Returns the reason for skipping a step, the same on all ranks."""
@@ -338,7 +345,7 @@ class Stepper:
             "scaler": self.scaler.state_dict(),
             # Without an EMA these weights are already in the checkpoint.
             "weights": None if self.ema is None else self.detector.state_dict(),
-            "averaged_steps": None if self.ema is None else int(self.ema.n_averaged),
+            "averaged_steps": None if self.ema is None else int(self.ema.steps),
         }
 
     def load_state(self, state: TrainingState, evaluated: Mapping[str, Tensor] | None) -> None:
@@ -350,5 +357,5 @@ class Stepper:
             self.detector.load_state_dict(evaluated or {})
         else:
             self.detector.load_state_dict(state.weights or {})
-            self.ema.module.load_state_dict(evaluated or {})
-            self.ema.n_averaged.fill_(state.averaged_steps or 0)
+            self.ema.detector.load_state_dict(evaluated or {})
+            self.ema.steps.fill_(state.averaged_steps or 0)
