@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import UNSET
 
 from aploss.data.annotations import Annotations, as_rows
-from aploss.data.coco import CocoObjects, coco_document, coco_results, id_of, read_objects, shown
+from aploss.data.coco import CocoObjects, CocoResults, coco_document, id_of, read_objects, shown
 from aploss.errors import DataError
 
 Table = TypeVar("Table")
@@ -117,7 +117,7 @@ class DetectionTable:
             DataError: if an entry lacks a key or has an invalid value. The message contains the index of the entry.
         """
         try:
-            entries = coco_results(results)
+            entries = coco_document(results, CocoResults)
         except msgspec.ValidationError:
             raise DataError("expected a list of COCO results (image_id, category_id, bbox, score)") from None
         found = _read_objects(entries, "detections", scored=True)
