@@ -10,8 +10,10 @@ import yaml
 
 from aploss.data.annotations import AnnotationBuilder, DetectionDataset
 from aploss.data.formats import (
+    SPLITS,
     DataFormat,
     Parts,
+    common_split_name,
     distinct,
     filled_lines,
     number,
@@ -23,7 +25,6 @@ from aploss.data.paths import DatasetFolder, is_image
 from aploss.data.problems import ProblemError
 from aploss.files import load_yaml
 
-_SPLITS = ("train", "val", "valid", "validation", "test")
 _MAX_FRACTION = 1.01  # larger numbers are pixels, not rounded fractions
 _SNAP_PIXELS = 1e-6  # rounding error of cx ± w/2 at the image border
 
@@ -211,7 +212,7 @@ class YoloFormat(DataFormat):
 
     def _is_split(self, key: object, value: object) -> bool:
         """Whether a key of the YAML file is a split: a usual name, or any name of an existing folder or list."""
-        if key in _SPLITS:
+        if common_split_name(str(key)) in SPLITS:
             return not (key == "test" and value is None)  # ``test:`` is often left empty
         return key != "path" and isinstance(value, str) and self._exists(value, base=self._base)
 
