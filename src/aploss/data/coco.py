@@ -24,6 +24,7 @@ from aploss.data.annotations import AnnotationBuilder, DetectionDataset
 from aploss.data.formats import SPLITS, DataFormat, Parts, common_split_name, image_size, register_format
 from aploss.data.paths import DatasetFolder
 from aploss.data.problems import ProblemError
+from aploss.errors import DataError
 
 _FILLERS = re.compile(r"(^|[_.-])(annotations?|instances|coco|labels|gt)(?=[_.-]|$)", re.IGNORECASE)
 _OTHER_TASKS = ("captions_", "person_keypoints_", "panoptic_", "stuff_", "image_info_")
@@ -104,7 +105,7 @@ def coco_document(source: Any, kind: Any = CocoDocument) -> Any:
 Report = Callable[[str, str], None]  # kind of the problem, message
 
 
-class CocoEntryError(ValueError):
+class CocoEntryError(DataError):
     """An unusable entry, with the kind of problem."""
 
     def __init__(self, kind: str, message: str) -> None:

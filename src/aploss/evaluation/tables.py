@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import UNSET
 
 from aploss.data.annotations import Annotations, as_rows
-from aploss.data.coco import CocoEntryError, CocoObjects, CocoResults, coco_document, id_of, read_objects, shown
+from aploss.data.coco import CocoObjects, CocoResults, coco_document, id_of, read_objects, shown
 from aploss.errors import DataError
 
 Table = TypeVar("Table")
@@ -249,10 +249,7 @@ def _unique_ids(entries: Sequence[Any], where: str) -> np.ndarray:
     for row, entry in enumerate(entries):
         if not isinstance(entry, msgspec.Struct):
             raise DataError(f"{where}[{row}] is {shown(entry)}, expected an object with keys")
-        try:
-            number = id_of(entry, "id", f"{where}[{row}]", "bad-entry")
-        except CocoEntryError as error:
-            raise DataError(str(error)) from None
+        number = id_of(entry, "id", f"{where}[{row}]", "bad-entry")
         if number in ids:
             raise DataError(f"{where}[{row}] repeats id {number}")
         ids[number] = None
