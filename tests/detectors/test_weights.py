@@ -1,6 +1,5 @@
 """Weights from small files made here, placed where torch.hub would have put a download."""
 
-import logging
 import urllib.error
 from pathlib import Path
 
@@ -71,15 +70,6 @@ def test_imagenet_weights_fill_the_backbone_and_leave_the_rest_as_initialised(hu
     assert not report.mismatched
     assert {name.split(".")[1] for name in report.missing if "backbone" in name} == {"fpn"}
     assert report.unused == ("backbone.body.fc.weight", "backbone.body.fc.bias")
-
-
-def test_the_report_is_logged(hub: Path, caplog: pytest.LogCaptureFixture) -> None:
-    torch.save(_random_resnet18(), hub / RESNET18)
-    with caplog.at_level(logging.WARNING, logger="aploss"):
-        build_detector("retinanet-r18", class_names=["cat"], weights="imagenet")
-    assert RESNET18 in caplog.text
-    assert "newly initialised (not in the checkpoint): backbone.fpn (16), head." in caplog.text
-    assert "not used: backbone.body (2)" in caplog.text
 
 
 def test_without_network_one_line_says_which_file_to_place_where(hub: Path) -> None:
