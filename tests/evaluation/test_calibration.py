@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from hand_made import results_of, truth_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.isotonic import IsotonicRegression
@@ -25,19 +26,6 @@ from aploss.evaluation import (
 )
 
 
-def assert_order_is_kept(scores: np.ndarray, calibration: Calibration) -> None:
-    """Larger stays larger and equal stays equal, to the last digit."""
-    distinct = np.unique(scores)
-    assert (np.diff(calibration(distinct)) > 0).all()
-
-
-def neighbours(values: np.ndarray) -> np.ndarray:
-    """float32 values and the next ones on both sides: the hardest to keep apart."""
-    single = values.astype(np.float32)
-    sides = [np.nextafter(single, np.float32(side)) for side in (0, 1)]
-    return np.clip(np.concatenate([single, *sides]), 0, 1)
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     logits=st.lists(st.floats(-80, 20), min_size=1, max_size=60), seed=st.integers(0, 2**32 - 1), slope=st.floats(-1, 3)
@@ -49,7 +37,9 @@ def test_neighbouring_float32_scores_stay_apart_and_in_order(logits, seed, slope
     fitted = fit_calibration(scores, correct)
     calibration = Calibration.from_dict(json.loads(json.dumps(fitted.to_dict())))  # survives JSON exactly
     spread = np.exp2(generator.uniform(-140, 0, 200))  # from the smallest float32 up to 1
-    assert_order_is_kept(neighbours(np.concatenate([scores, spread, [0, 1]])), calibration)
+    single = np.concatenate([scores, spread, [0, 1]]).astype(np.float32)
+    neighbours = [np.nextafter(single, np.float32(side)) for side in (0, 1)]  # the hardest to keep apart
+    assert (np.diff(calibration(np.unique([single, *neighbours]))) > 0).all()
     probabilities = calibration(scores)
     assert (probabilities > 0).all()
     assert (probabilities < 1).all()
@@ -86,30 +76,12 @@ def test_the_map_is_centred_isotonic_regression_and_does_not_repeat_scores():
     assert abs(calibration(scores).mean() - correct.mean()) < 0.01
 
 
-def split_halves(truth, results):
-    """The same set cut into two by image."""
-    parts = []
-    for half in (0, 1):
-        chosen = {image["id"] for image in truth["images"][half::2]}
-        parts.append(
-            (
-                {
-                    **truth,
-                    "images": truth["images"][half::2],
-                    "annotations": [one for one in truth["annotations"] if one["image_id"] in chosen],
-                },
-                [row for row in results if row["image_id"] in chosen],
-            )
-        )
-    return parts
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_probabilities_come_true_on_other_images(seed, simulate):
     # like a detector trained with a ranking loss: 100 detections an image, objects at about 0.15
-    truth, results = simulate(seed, images=300, detections=100, objects=4.0, near=0.1, separation=1.6)
-    (fitted_truth, fitted), (held_out_truth, held_out) = split_halves(truth, results)
-    calibration, threshold = calibrate_detections(fitted_truth, fitted)
+    options = {"images": 150, "detections": 100, "objects": 4.0, "near": 0.1, "separation": 1.6}
+    held_out_truth, held_out = simulate(seed + 10, **options)
+    calibration, threshold = calibrate_detections(*simulate(seed, **options))
     report = calibration_report(held_out_truth, held_out, calibration, threshold.threshold)
     before, after = report["before"], report["after"]
     assert after["expected_calibration_error"] <= 0.05
@@ -121,16 +93,10 @@ def test_probabilities_come_true_on_other_images(seed, simulate):
 
 
 def test_the_report_counts_what_is_drawn():
-    truth = {
-        "images": [{"id": 1}],
-        "categories": [{"id": 1, "name": "cell"}],
-        "annotations": [{"image_id": 1, "category_id": 1, "bbox": [20 * place, 0, 10, 10]} for place in range(4)],
-    }
+    boxes = [(20 * place, 0, 10, 10) for place in range(4)]
+    truth = truth_of(*boxes)
     # two right, one wrong above 0.5; one right below; the fourth object is not found
-    results = [
-        {"image_id": 1, "category_id": 1, "bbox": [left, 0, 10, 10], "score": score}
-        for left, score in ((0, 0.9), (20, 0.8), (90, 0.7), (40, 0.2))
-    ]
+    results = results_of((boxes[0], 0.9), (boxes[1], 0.8), ((90, 0, 10, 10), 0.7), (boxes[2], 0.2))
     identity = Calibration(x=[0, 1], y=[0, 1])
     report = calibration_report(truth, results, identity, 0.5)
     assert (report["drawn"], report["precision"], report["recall"]) == (3, 2 / 3, 1 / 2)
@@ -200,11 +166,7 @@ def test_calibration_error_worked_out_by_hand():
     assert [row.count for row in rows] == [3, 2, 1]
     assert [row.lower for row in rows] == pytest.approx([0, 0.7, 0.9])
     assert [row.upper for row in rows] == pytest.approx([0.1, 0.8, 1])
-
-
-def test_no_detections_have_no_error():
-    assert reliability([], []) == []
-    assert expected_calibration_error([], []) == 0
+    assert (reliability([], []), expected_calibration_error([], [])) == ([], 0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.booleans()), max_size=30), st.integers(0, 5))

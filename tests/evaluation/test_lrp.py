@@ -6,13 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hand_made import results_of, truth_of
 from torch import float64, tensor
 from torchvision.ops import box_convert, box_iou
 
 from aploss.cli.main import main
 from aploss.detectors import load
 from aploss.errors import ConfigError
-from aploss.evaluation import LOWER_IS_BETTER, METRICS, calibrate_detections, coco_metrics, optimal_lrp
+from aploss.evaluation import calibrate_detections, coco_metrics, optimal_lrp
 from aploss.training.run import train
 
 
@@ -99,19 +100,14 @@ def test_metrics_have_the_mean_and_the_threshold_of_each_class(simulate):
         assert getattr(metrics, part) == pytest.approx(np.mean(known))
     assert metrics.as_dict()["per_class"]["class 3"]["lrp_threshold"] is None  # has no object
     assert metrics.per_class["class 0"]["lrp_threshold"] == measured["class 0"].lrp_threshold
-    assert {"oLRP"} == set(METRICS) & set(LOWER_IS_BETTER)
     calibration, best = calibrate_detections(truth, results)
     expected = [calibration([one.lrp_threshold])[0] for one in measured.values() if not isnan(one.oLRP)]
     assert calibration.class_thresholds == pytest.approx((*expected, best.threshold))
 
 
 def test_perfect_and_useless_detections():
-    truth = {
-        "images": [{"id": 1}],
-        "categories": [{"id": 1, "name": "a"}],
-        "annotations": [{"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 10]}],
-    }
-    right = {"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 10], "score": 0.4}
-    assert optimal_lrp(truth, [right])["a"] == (0, 0, 0, 0, 0.2)
-    for useless in ([], [{**right, "bbox": [50, 50, 10, 10]}]):
-        assert optimal_lrp(truth, useless)["a"].oLRP == 1
+    box = (0, 0, 10, 10)
+    truth = truth_of(box)
+    assert optimal_lrp(truth, results_of((box, 0.4)))["cell"] == (0, 0, 0, 0, 0.2)
+    for useless in ([], results_of(((50, 50, 10, 10), 0.4))):
+        assert optimal_lrp(truth, useless)["cell"].oLRP == 1

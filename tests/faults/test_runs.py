@@ -30,8 +30,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     "files",
     [
+        ["thesis.txt"],
         ["checkpoints/last.pt"],
-        ["checkpoints/best.pt"],
         ["evaluation/detections.json"],
         ["checkpoints/best.pt", "environment.json", ".lock"],
         ["config.yaml", "checkpoints/best.pt"],
@@ -39,7 +39,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     ],
     ids=" and ".join,
 )
-def test_the_rest_of_a_run_is_not_overwritten(make_config: MakeConfig, files: list[str]) -> None:
+def test_other_files_and_the_rest_of_a_run_are_not_overwritten(make_config: MakeConfig, files: list[str]) -> None:
     config = make_config(schedule={"length": 1})
     folder = Path(str(config.out))
     for name in files:

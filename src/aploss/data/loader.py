@@ -118,18 +118,16 @@ class TrainingBatches:
         rank: int,
         world_size: int,
         skip: bool,
-        pinned: bool = False,
+        pinned: bool,
     ) -> None:
         _check_settings(len(samples), batch_size, workers, rank, world_size)
         self.batch_size = min(batch_size, len(samples))
         if self.batch_size % world_size:
             wrong = f"a batch of {self.batch_size} images cannot be split evenly over {world_size} processes"
             raise ConfigError(f"{wrong}: choose a multiple of {world_size}")
-        self.seed = samples.seed
-        self.rank = rank
-        self.world_size = world_size
         self.unreadable: dict[int, str] = {}
         self._samples, self._workers, self._skip, self._pinned = samples, workers, skip, pinned
+        self._rank, self._world_size = rank, world_size
 
     @property
     def batches_per_epoch(self) -> int:
@@ -185,11 +183,11 @@ class TrainingBatches:
 
     def _keys(self, epoch: int, start_batch: int = 0) -> list[list[Key]]:
         """(epoch, position in its order) of the samples of this process's batches."""
-        share = self.batch_size // self.world_size
+        share = self.batch_size // self._world_size
         return [
             [(epoch, place) for place in range(start, start + share)]
             for step in range(start_batch, self.batches_per_epoch)
-            for start in [step * self.batch_size + self.rank * share]
+            for start in [step * self.batch_size + self._rank * share]
         ]
 
 

@@ -12,7 +12,6 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
-from aploss.data.augment import mirrored
 from aploss.data.images import read_image, to_rgb
 from aploss.detectors.postprocess import Detections, merge_detections
 from aploss.errors import ConfigError, DataError
@@ -133,7 +132,8 @@ class MultiScale:
             if self.flip:
                 views.append(detector.detect([image.flip(-1) for image in images], size=size))
                 for image, found in zip(images, views[-1], strict=True):
-                    found["boxes"] = mirrored(found["boxes"], image.shape[-1])
+                    left, top, right, bottom = found["boxes"].unbind(1)
+                    found["boxes"] = torch.stack([image.shape[-1] - right, top, image.shape[-1] - left, bottom], dim=1)
         nms_iou, limit = detector.nms_iou, detector.detections_per_image
         by_image = zip(*views, strict=True)
         return [merge_detections(one, nms_iou=nms_iou, detections_per_image=limit) for one in by_image]

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 from msgspec import UNSET
 
-from aploss.data.annotations import Annotations, DetectionDataset, as_rows
-from aploss.data.coco import CocoEntryError, CocoObjects, coco_document, coco_results, id_of, read_objects, shown
+from aploss.data.annotations import Annotations, as_rows
+from aploss.data.coco import CocoObjects, CocoResults, coco_document, id_of, read_objects, shown
 from aploss.errors import DataError
 
 Table = TypeVar("Table")
@@ -117,7 +117,7 @@ class DetectionTable:
             DataError: if an entry lacks a key or has an invalid value. The message contains the index of the entry.
         """
         try:
-            entries = coco_results(results)
+            entries = coco_document(results, CocoResults)
         except msgspec.ValidationError:
             raise DataError("expected a list of COCO results (image_id, category_id, bbox, score)") from None
         found = _read_objects(entries, "detections", scored=True)
@@ -176,15 +176,6 @@ Truth = dict[str, Any] | Annotations  # accepted as ground truth
 Detections = Sequence[dict[str, Any]] | DetectionTable  # accepted as detections
 
 
-def as_ground_truth(ground_truth: Truth | DetectionDataset) -> Annotations:
-    """Converts a COCO dict or a dataset to arrays; returns arrays unchanged."""
-    if isinstance(ground_truth, Annotations):
-        return ground_truth
-    if isinstance(ground_truth, DetectionDataset):
-        return ground_truth.annotations
-    return GroundTruth.from_coco(ground_truth)
-
-
 def as_detections(detections: Detections, ground_truth: Annotations) -> DetectionTable:
     """Converts COCO results to a table; raises ``DataError`` if an image or category is not in the ground truth."""
     table = detections if isinstance(detections, DetectionTable) else DetectionTable.from_results(detections)
@@ -195,7 +186,7 @@ def as_detections(detections: Detections, ground_truth: Annotations) -> Detectio
 
 def as_tables(ground_truth: Truth, detections: Detections) -> tuple[Annotations, DetectionTable]:
     """Converts both to arrays and validates the detections against the ground truth."""
-    truth = as_ground_truth(ground_truth)
+    truth = ground_truth if isinstance(ground_truth, Annotations) else GroundTruth.from_coco(ground_truth)
     return truth, as_detections(detections, truth)
 
 
@@ -258,10 +249,7 @@ def _unique_ids(entries: Sequence[Any], where: str) -> np.ndarray:
     for row, entry in enumerate(entries):
         if not isinstance(entry, msgspec.Struct):
             raise DataError(f"{where}[{row}] is {shown(entry)}, expected an object with keys")
-        try:
-            number = id_of(entry, "id", f"{where}[{row}]", "bad-entry")
-        except CocoEntryError as error:
-            raise DataError(str(error)) from None
+        number = id_of(entry, "id", f"{where}[{row}]", "bad-entry")
         if number in ids:
             raise DataError(f"{where}[{row}] repeats id {number}")
         ids[number] = None

@@ -127,7 +127,7 @@ class Loop:
         """
         if self.accelerator.is_main_process:
             self._log = MetricsLog(self.folder.path, step=self.state.step)
-            self.callbacks.on_start(self.config, self.folder.path, self.state.step)
+            self.callbacks.start(self.config, self.folder.path, self.state.step)
         self._resumed_at, self._seconds_before = time.monotonic(), self.state.seconds
         self._saved_at = self._row_at = self._resumed_at
         self.progress.begin(self.total_steps, self.state.step)
@@ -182,7 +182,7 @@ class Loop:
         """A block between two steps, which saves the run if it fails: a killed data loader worker, lack of memory."""
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, ConnectionError, EOFError) as error:  # the last two if a worker dies while sending
             if isinstance(error, AplossError):
                 raise
             self.save()
@@ -242,7 +242,7 @@ class Loop:
     def _add_row(self, row: dict[str, Any]) -> None:
         if self._log is not None:
             self._log.add(row)
-            (self.callbacks.on_validation if row["kind"] == "validation" else self.callbacks.on_log)(row)
+            self.callbacks.call("on_validation" if row["kind"] == "validation" else "on_log", row)
         self.progress.row(row)
 
     def _report_bad(self, bad: BadNumbers) -> None:
@@ -342,7 +342,7 @@ class Loop:
         row = {"kind": "validation", "step": state.step, "epoch": self.epoch, "seconds": round(self._seconds, 3)}
         self._add_row({**row, **{name: metrics[name] for name in METRICS if name in metrics}})
         if found is not None and self.callbacks.want_pictures:
-            self.callbacks.on_picture(draw_detections(split, found, detector.class_names), state.step)
+            self.callbacks.call("on_picture", draw_detections(split, found, detector.class_names), state.step)
         self._row_at = time.monotonic()  # validation does not count for the speed of the next row
         if settings.patience is not None and state.validations_since_best >= settings.patience:
             state.stopped_by = state.stopped_by or "patience"

@@ -64,15 +64,15 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> optim.Optimizer
     return optim.AdamW(groups, lr=config.learning_rate, fused=fused)
 
 
-def freeze(model: nn.Module, patterns: Iterable[str]) -> int:
-    """Freezes the parameters whose name, or whose module's name, matches a pattern; returns how many.
+def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
+    """Freezes the parameters whose name, or whose module's name, matches a pattern.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        >>> freeze(model, ["0"]), [p.requires_grad for p in model.parameters()]
-        (2, [False, False, True, True])
+        >>> freeze(model, ["0"])
+        >>> [p.requires_grad for p in model.parameters()]
+        [False, False, True, True]
     """
-    frozen = 0
     for pattern in patterns:
         matching = [
             parameter
@@ -83,9 +83,7 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> int:
             tops = ", ".join(dict(model.named_children()))
             raise ConfigError(f"model.frozen: {pattern!r} matches no parameter; modules: {tops}")
         for parameter in matching:
-            frozen += parameter.requires_grad
             parameter.requires_grad_(False)
-    return frozen
 
 
 class _Average:
