@@ -171,7 +171,7 @@ def _cell_anchors(size: float, per_cell: int, *, is_rounded: bool) -> Tensor:
     number = int if per_cell == 9 else float
     sides = torch.tensor([number(size * scale) for scale in OCTAVE_SCALES[per_cell]])
     root = torch.tensor(RATIOS).sqrt()[:, None]
-    halves = torch.stack([1 / root * sides, root * sides], dim=-1).view(-1, 2) / 2  # width, height
+    halves = torch.stack([sides / root, root * sides], dim=-1).view(-1, 2) / 2  # width, height
     anchors = torch.cat([-halves, halves], dim=1)
     return anchors.round() if is_rounded else anchors
 
@@ -189,8 +189,8 @@ def _pyramid_anchors(
         down, right = (height // rows, width // columns) if grid == "torchvision" else (stride, stride)
         start = stride / 2 if grid == "centred" else 0
         y, x = torch.meshgrid(torch.arange(rows) * down, torch.arange(columns) * right, indexing="ij")
-        corners = torch.stack([x, y, x, y], dim=-1).view(-1, 1, 4) + start
-        levels.append((corners + cell).view(-1, 4))
+        corners = torch.stack([x, y, x, y], dim=-1).view(-1, 1, 4)
+        levels.append((corners + cell).view(-1, 4) + start)
     return levels
 
 
