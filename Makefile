@@ -6,12 +6,7 @@ DEMO := $(VENV)/.demo
 DEV := $(VENV)/.installed
 # Bytecode is compiled when a module is first imported: compiling all of torch takes longer than the demo's imports.
 unexport PYTHONDONTWRITEBYTECODE
-PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(TORCH_INDEX)
-# On Linux without an NVIDIA GPU, torch without the CUDA libraries: 0.2 GB instead of 3 GB. `make TORCH_INDEX=` for PyPI's.
-CPU_WHEELS := https://download.pytorch.org/whl/cpu
-TORCH_INDEX = $(shell test "$$(uname -s)" = Linux && ! command -v nvidia-smi >/dev/null \
-	&& $(PYTHON) -c "import urllib.request; urllib.request.urlopen('$(CPU_WHEELS)/torch/', timeout=5)" 2>/dev/null \
-	&& echo --extra-index-url $(CPU_WHEELS))
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 .PHONY: setup test test-lowest check faults gpu-check docs dist bench demo clean
 

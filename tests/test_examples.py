@@ -9,9 +9,13 @@ import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+
+from aploss import IoUAPLoss, iou_ap_loss
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -61,6 +65,52 @@ def test_ap_loss_lowers_in_a_head_of_ones_own(run: Callable[[str], str]) -> None
     assert len(losses) == 5
     assert losses[0] > 0.8
     assert losses[-1] < 0.2
+
+
+def test_a_yolo_style_head_learns_a_batch_by_heart(run: Callable[[str], str]) -> None:
+    shown = run("yolo_head.py")
+    losses = [float(value) for value in re.findall(r"loss ([\d.]+)", shown)]
+    assert losses[0] > 0.8
+    assert losses[-1] < 0.2
+    assert len((EXAMPLES / "yolo_head.py").read_text().splitlines()) < 80
+
+
+@pytest.mark.parametrize("end_to_end", [False, True])
+def test_the_recipe_for_ultralytics_models_works_on_a_stub_with_their_attribute_names(end_to_end: bool) -> None:
+    page = (EXAMPLES.parent / "docs/yolo-heads.md").read_text()
+    names: dict[str, Any] = {}
+    exec(
+        next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def rank_scores" in block),
+        names,
+    )
+
+    class Criterion:
+        def __init__(self) -> None:
+            self.bce = torch.nn.BCEWithLogitsLoss(reduction="none")
+
+        def __call__(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            values = self.bce(scores, targets)
+            values *= torch.ones(3)  # class weights of newer versions
+            return values.sum() / max(targets.sum(), 1)
+
+    class Both:
+        def __init__(self) -> None:
+            self.one2many, self.one2one = Criterion(), Criterion()
+
+        def __call__(self, *arguments: torch.Tensor) -> torch.Tensor:
+            return (self.one2many(*arguments) + self.one2one(*arguments)) / 2
+
+    model = SimpleNamespace(criterion=None, init_criterion=Both if end_to_end else Criterion)
+    scores = torch.randn(2, 50, 3, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    targets = (scores.detach() * 0.1 + 0.5).clamp(0, 1) * (torch.arange(300).reshape(2, 50, 3) % 17 == 0)
+    found = names["rank_scores"](model, IoUAPLoss()).criterion(scores, targets)
+    expected = iou_ap_loss(scores, targets)
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(value, scores)[0] for value in (found, expected)]
+    torch.testing.assert_close(*gradients)
+    model.criterion = SimpleNamespace()
+    with pytest.raises(RuntimeError):
+        names["rank_scores"](model, IoUAPLoss())
 
 
 def test_the_usual_torchvision_loop_ranks_over_two_processes(tmp_path: Path) -> None:

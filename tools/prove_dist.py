@@ -50,7 +50,7 @@ TRAIN = (
 # extras → what is run with them, one after the other
 PROOFS = {
     "": ["python -c WITHOUT_EXTRAS"],
-    "detect": ["aploss data check builtin --fast", TRAIN, "aploss eval run --data builtin --split val"],
+    "detect": ["aploss data check builtin", TRAIN, "aploss eval run --data builtin --split val"],
     "detect,export": [TRAIN, "aploss export run --out detector.onnx"],
     "detect,research": ["aploss theory consistency", "aploss compare --help", "python -c 'import tensorboard'"],
     "detect,hf": ["python -c USE_HUGGING_FACE"],

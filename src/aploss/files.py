@@ -5,7 +5,6 @@ import json
 import os
 import re
 import zipfile
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +15,6 @@ import yaml
 from aploss.errors import RunError
 
 UNFINISHED = ".unfinished"
-MAX_NAME_BYTES = 200  # systems allow 255, suffix included
 MAX_YAML_CHARACTERS = 4 << 20
 MAX_YAML_ALIASES = 10  # nested, they repeat their content at most 3^(10/3) = 39 times; one more level, and it explodes
 
@@ -44,7 +42,8 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     Raises:
         RunError: if the file cannot be written.
     """
-    unfinished = _unfinished(path)
+    name = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]  # the longest allowed name leaves no room for more
+    unfinished = path.with_name(f".{name}.{os.getpid()}{UNFINISHED}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("wb") as file:
@@ -61,7 +60,8 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
         before = "; the previous one is kept" if path.is_file() else ""
         raise RunError(f"{path} cannot be written: {reason.strerror or reason}{before}") from error
     finally:
-        _remove(unfinished)
+        with suppress(OSError):  # the parent is a file or read-only: nothing was written
+            unfinished.unlink(missing_ok=True)
 
 
 def _flush_folder(folder: Path) -> None:
@@ -72,18 +72,6 @@ def _flush_folder(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-def _unfinished(path: Path) -> Path:
-    name = path.name
-    if len(os.fsencode(name)) > MAX_NAME_BYTES:  # so that the longest allowed name can be written
-        name = f"{name[:20]}-{zlib.crc32(os.fsencode(name)):08x}"
-    return path.with_name(f".{name}.{os.getpid()}{UNFINISHED}")
-
-
-def _remove(path: Path) -> None:
-    with suppress(OSError):  # the parent is a file or read-only: nothing was written
-        path.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -100,7 +88,7 @@ def write_json(path: Path, value: Any, *, indent: int | None = 2) -> None:
 
 
 class _BoundedLoader(yaml.SafeLoader):
-    """Refuses the aliases (``*name``) of which a short text can be made that expands to any length."""
+    """Limits the aliases (``*name``), with which a short text can expand to any length."""
 
     aliases = 0
 

@@ -75,9 +75,6 @@ class Registry(Generic[T]):
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
 
 def load_plugins(files: Sequence[str | Path]) -> None:
     """Imports Python files that register losses, detectors or data formats, each file once.
@@ -98,9 +95,8 @@ def load_plugins(files: Sequence[str | Path]) -> None:
         sys.modules[name] = module  # pickle and dataclasses look it up there
         try:
             specification.loader.exec_module(module)
-        except ConfigError:
-            del sys.modules[name]
-            raise
         except Exception as error:
             del sys.modules[name]
+            if isinstance(error, ConfigError):
+                raise
             raise ConfigError(f"plugin {file}: {type(error).__name__}: {error}") from error

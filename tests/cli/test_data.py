@@ -40,14 +40,6 @@ def test_a_clean_set_is_counted_on_one_screen_and_on_a_page(yolo_folder, capsys)
     assert "cell" in Path("runs/check-set.html").read_text()
 
 
-def test_a_dropped_box_gives_one_and_its_file(yolo_folder, capsys):
-    (yolo_folder / "labels/train/train.txt").write_text("0 0.5 0.5 0 0.5\n0 0.5 0.5 0.2 0.5\n")
-    assert main(["data", "check", str(yolo_folder)]) == 1
-    output = capsys.readouterr().out
-    assert "labels/train/train.txt: line 1" in output
-    assert "degenerate-box" in output
-
-
 def test_a_set_that_cannot_be_used_gives_two(yolo_folder, capsys):
     (yolo_folder / "images/train/train.png").unlink()
     assert main(["data", "check", str(yolo_folder)]) == 2

@@ -94,25 +94,6 @@ def test_without_any_object_there_are_metrics_and_no_curves(tmp_path, capsys):
     assert [path.name for path in (tmp_path / "scores").iterdir()] == ["metrics.json"]
 
 
-INVALID = {
-    "not JSON": ("dets.json", "[{"),
-    "unknown image": ("dets.json", [RESULTS[0], {**RESULTS[1], "image_id": 7}]),
-    "results in place of annotations": ("gt.json", RESULTS),
-    "annotations in place of results": ("dets.json", TRUTH),
-}
-
-
-@pytest.mark.parametrize("case", INVALID)
-def test_an_invalid_file_is_named_in_one_line(case, files, tmp_path, capfd):
-    name, content = INVALID[case]
-    (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
-    assert evaluate(*files) == 2
-    printed = capfd.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith(f"aploss eval: {tmp_path / name}: ")
-    assert printed.err.count("\n") == 1
-
-
 class TestRun:
     """A run is evaluated on data, at an IoU at which even a random detector finds something."""
 

@@ -21,11 +21,6 @@ def test_the_overview_lists_every_command_without_importing_torch() -> None:
     assert all(" ".join(command) in done.stdout for command in cli.COMMANDS)
 
 
-def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("aploss ")
-
-
 @pytest.mark.parametrize(
     ("words", "suggestion"),
     [

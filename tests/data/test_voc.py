@@ -159,13 +159,6 @@ def test_an_impossible_image_size_is_read_from_the_image(voc_folder, width):
     assert dataset.problems == []
 
 
-def test_an_unreadable_list_is_a_problem(voc_folder):
-    (voc_folder / "ImageSets" / "Main" / "train.txt").write_bytes(b"\xff\xfea\x00")
-    with pytest.raises(DataError, match=r"train\.txt"):
-        load_dataset(voc_folder, "train")
-    assert check_dataset(voc_folder).exit_code == 2
-
-
 def test_annotations_are_written_as_they_are_read():
     boxes = [[0.0, 0.0, 64.0, 48.0], [1.25, 2.5, 11.0, 22.75]]
     flags = {"difficult": [True, False], "crowd": [False, True]}

@@ -76,13 +76,6 @@ def test_other_splits_than_the_usual_ones_count_if_they_exist(yolo_folder):
     assert dataset_splits(yolo_folder) == ("train", "night")
 
 
-def test_an_image_without_label_file_has_no_objects(yolo_folder):
-    (yolo_folder / "labels/val/d.txt").unlink()
-    dataset = load_dataset(yolo_folder, "val")
-    assert (len(dataset), dataset.num_boxes) == (1, 0)
-    assert [problem.kind for problem in dataset.problems] == ["image-without-annotation"]
-
-
 def test_a_polygon_gives_its_enclosing_box():
     class_id, box = parse_row("1 0.25 0.5 0.5 0.25 0.75 0.75", (64, 48), where=("a", 1))
     assert (class_id, box) == (1, (16, 12, 48, 36))

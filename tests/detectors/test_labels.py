@@ -1,13 +1,15 @@
-"""Labels of anchors: by hand, and against a literal version with loops."""
+"""Labels of anchors: by hand, and against an implementation for one image at a time."""
 
-import statistics
+from typing import Literal
 
 import pytest
 import torch
+from simulated_device import SimulatedGPU
 from torch import Tensor
 from torchvision.ops import box_iou
 
 from aploss.detectors import build_detector
+from aploss.detectors import labels as module
 from aploss.detectors.labels import IGNORED, NEGATIVE, label_anchors, match_anchors, match_anchors_atss
 
 
@@ -32,16 +34,16 @@ def test_best_anchor_goes_to_its_object_even_if_it_overlaps_another_more() -> No
     anchors = torch.tensor([[0.0, 0.0, 10.0, 10.0], [0.0, 0.0, 10.0, 8.0]])
     boxes = torch.tensor([[0.0, 0.0, 10.0, 8.0], [0.0, 0.0, 10.0, 30.0]])
     # IoU of the boxes with anchor 0: 80/100 and 100/300; with anchor 1: 1 and 80/300.
-    matches = match_anchors(boxes, anchors, positive_iou=0.5, negative_iou=0.4)
-    assert matches.tolist() == [1, 0]
+    matches = match_anchors(boxes[None], anchors, positive_iou=0.5, negative_iou=0.4)
+    assert matches.tolist() == [[1, 0]]
 
 
 def test_two_objects_with_one_best_anchor_both_get_an_anchor() -> None:
     anchors = torch.tensor([[0.0, 0.0, 10.0, 10.0], [0.0, 0.0, 10.0, 40.0]])
     boxes = torch.tensor([[0.0, 0.0, 10.0, 12.0], [0.0, 0.0, 10.0, 10.0]])
     # Both have anchor 0 as best, with IoU 10/12 and 1: the second box takes it.
-    matches = match_anchors(boxes, anchors, positive_iou=0.5, negative_iou=0.4)
-    assert matches.tolist() == [1, 0]
+    matches = match_anchors(boxes[None], anchors, positive_iou=0.5, negative_iou=0.4)
+    assert matches.tolist() == [[1, 0]]
 
 
 def test_crowd_and_difficult_boxes_make_anchors_ignored() -> None:
@@ -68,151 +70,168 @@ def test_crowd_and_difficult_boxes_make_anchors_ignored() -> None:
 
 
 def test_positives_are_in_the_order_of_the_flat_scores() -> None:
-    anchors, targets = _random_case(seed=3)
-    labels = label_anchors(anchors, targets)
+    levels = build_detector("retinanet-tiny", class_names=["a"]).anchors_for(96, 128)
+    labels = label_anchors(levels, random_targets(3, (96, 128)))
     positions = (labels.ranking_targets(4) == 1).nonzero()  # the order of scores[targets == 1]
     expected = torch.stack([labels.images, labels.anchors, labels.positive_classes], dim=1)
     assert len(positions) > 5
     assert torch.equal(positions, expected)
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_labels_equal_a_literal_version_with_loops(seed: int) -> None:
-    anchors, targets = _random_case(seed)
-    labels = label_anchors(anchors, targets)
-    for row, target in zip(labels.ranking_targets(4), targets, strict=True):
-        assert row.tolist() == _literal_targets(anchors, target, num_classes=4)
+# --- all images at once, against one image at a time ---
 
 
-def _random_case(seed: int) -> tuple[Tensor, list[dict[str, Tensor]]]:
-    """Boxes on whole pixels: equal overlaps are then equal numbers in any arithmetic."""
+def random_targets(seed: int, size: tuple[int, int]) -> list[dict[str, Tensor]]:
+    """Up to 8 images with up to 30 objects that overlap; every other seed on whole pixels, where overlaps are equal."""
     generator = torch.Generator().manual_seed(seed)
-
-    def boxes(count: int) -> Tensor:
-        corner = torch.randint(0, 30, (count, 2), generator=generator)
-        size = torch.randint(3, 14, (count, 2), generator=generator)
-        return torch.cat([corner, corner + size], dim=1).float()
-
     targets = []
-    for count in (7, 1, 0, 12):
-        flags = torch.rand(2, count, generator=generator) < 0.2
+    for _ in range(int(torch.randint(1, 9, (), generator=generator))):
+        count = int(torch.randint(0, 31, (), generator=generator))
+        corner = torch.rand(count, 2, generator=generator) * torch.tensor([size[1], size[0]])
+        boxes = torch.cat([corner, corner + 2 + 60 * torch.rand(count, 2, generator=generator)], dim=1)
+        flags = torch.rand(2, count, generator=generator) < 0.15
         labels = torch.randint(0, 4, (count,), generator=generator)
-        targets.append({"boxes": boxes(count), "labels": labels, "crowd": flags[0], "difficult": flags[1]})
-    return boxes(60), targets
+        boxes = boxes.round() if seed % 2 else boxes
+        targets.append({"boxes": boxes, "labels": labels, "crowd": flags[0], "difficult": flags[1]})
+    return targets
 
 
-def _literal_targets(anchors: Tensor, target: dict[str, Tensor], num_classes: int) -> list[list[int]]:
-    boxes, labels = target["boxes"].tolist(), target["labels"].tolist()
-    crowd, difficult = target["crowd"].tolist(), target["difficult"].tolist()
-    all_anchors = anchors.tolist()
-    ordinary = [i for i in range(len(boxes)) if not crowd[i] and not difficult[i]]
-    hard = [i for i in range(len(boxes)) if difficult[i] and not crowd[i]]
-    owners = _literal_owners([boxes[i] for i in ordinary], all_anchors)
-    of_hard = _literal_owners([boxes[i] for i in hard], all_anchors)
-    rows = []
-    for index, anchor in enumerate(all_anchors):
-        row = [0] * num_classes
-        area = (anchor[2] - anchor[0]) * (anchor[3] - anchor[1])
-        in_crowd = any(_shared(boxes[i], anchor) / area >= 0.5 for i in range(len(boxes)) if crowd[i])
-        if isinstance(owners[index], int):
-            row[labels[ordinary[owners[index]]]] = 1
-        elif owners[index] == "ignored" or of_hard[index] != "negative" or in_crowd:
-            row = [-1] * num_classes
-        rows.append(row)
-    return rows
+@pytest.fixture(scope="module")
+def levels() -> list[Tensor]:
+    return build_detector("retinanet-tiny", class_names=["a"]).anchors_for(96, 128)
 
 
-def _literal_owners(boxes: list[list[float]], anchors: list[list[float]]) -> list:
-    """For each anchor the index of its object, "ignored" or "negative"."""
-    owners: list = []
-    for anchor in anchors:
-        overlaps = [_iou(box, anchor) for box in boxes]
-        best = max(overlaps, default=0.0)
-        if best >= 0.5:
-            owners.append(overlaps.index(best))
-        else:
-            owners.append("ignored" if best >= 0.4 else "negative")
-    claimed: dict[int, int] = {}
-    for index, box in enumerate(boxes):
-        overlaps = [_iou(box, anchor) for anchor in anchors]
-        for position, overlap in enumerate(overlaps):
-            if overlap == max(overlaps) > 0:
-                rival = claimed.get(position)
-                if rival is None or _iou(boxes[rival], anchors[position]) < overlap:
-                    claimed[position] = index
-    for index, box in enumerate(boxes):
-        if index not in claimed.values():
-            free = [i for i in range(len(anchors)) if i not in claimed]
-            best = max(free, key=lambda i: _iou(box, anchors[i]))
-            if _iou(box, anchors[best]) > 0:
-                claimed[best] = index
-    for position, index in claimed.items():
-        owners[position] = index
-    return owners
+@pytest.mark.parametrize("assigner", ["iou", "atss"])
+def test_labels_are_bit_identical_to_labelling_one_image_at_a_time(
+    assigner: Literal["iou", "atss"], levels: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(30):
+        targets = random_targets(seed, (96, 128))
+        if seed == 20:
+            monkeypatch.setattr(module, "MAX_PAIRS", 1)  # one image per group
+        found = label_anchors(levels, targets, assigner=assigner)
+        classes, boxes = label_one_by_one(levels, targets, assigner)
+        assert torch.equal(found.classes, classes)
+        assert torch.equal(found.boxes, boxes)
+        assert torch.equal(torch.stack([found.images, found.anchors], dim=1), (classes >= 0).nonzero())
 
 
-def _shared(box: list[float], other: list[float]) -> float:
-    width = min(box[2], other[2]) - max(box[0], other[0])
-    height = min(box[3], other[3]) - max(box[1], other[1])
-    return max(0.0, width) * max(0.0, height)
+@pytest.mark.parametrize("assigner", ["iou", "atss"])
+def test_labels_are_the_same_on_a_gpu_and_take_one_host_read(
+    assigner: Literal["iou", "atss"], levels: list[Tensor]
+) -> None:
+    """There every object gets a turn to claim the best remaining anchor, on the CPU only the ones that need it."""
+    with SimulatedGPU() as gpu:
+        on_gpu = [gpu.tensor(level) for level in levels]
+        label_anchors(on_gpu, random_targets(0, (96, 128)), assigner=assigner)  # reads the anchors per cell
+        for seed in range(4):
+            targets = random_targets(seed, (96, 128))
+            gpu.forget()
+            found = label_anchors(on_gpu, targets, assigner=assigner)
+            assert [read.name for read in gpu.host_reads] == ["nonzero"]
+            expected, _ = label_one_by_one(levels, targets, assigner)
+            assert torch.equal(found.classes.held, expected)
 
 
-def _iou(box: list[float], other: list[float]) -> float:
-    areas = [(one[2] - one[0]) * (one[3] - one[1]) for one in (box, other)]
-    shared = _shared(box, other)
-    return shared / (sum(areas) - shared)
+# The implementation up to version 0.9, for one image.
+
+
+def label_one_by_one(levels, targets, assigner):
+    anchors = torch.cat(levels)
+
+    def match(boxes):
+        return one_image_atss(boxes, levels) if assigner == "atss" else one_image_iou(boxes, anchors)
+
+    classes = torch.full((len(targets), len(anchors)), NEGATIVE)
+    matched_boxes = []
+    for row, target in zip(classes, targets, strict=True):
+        boxes, labels, crowd, difficult = (target[key] for key in ("boxes", "labels", "crowd", "difficult"))
+        if bool(difficult.any()):
+            row[match(boxes[difficult & ~crowd]) != NEGATIVE] = IGNORED
+        if bool(crowd.any()):
+            row[coverage(boxes[crowd], anchors) >= 0.5] = IGNORED
+        ordinary = ~(crowd | difficult)
+        matches = match(boxes[ordinary])
+        row[matches == IGNORED] = IGNORED
+        positive = (matches >= 0).nonzero().squeeze(1)
+        row[positive] = labels[ordinary][matches[positive]]
+        matched_boxes.append(boxes[ordinary][matches[positive]])
+    return classes, torch.cat(matched_boxes)
+
+
+def one_image_iou(boxes, anchors):
+    if len(boxes) == 0:
+        return torch.full((len(anchors),), NEGATIVE)
+    overlaps = box_iou(boxes, anchors)  # [n, A]
+    best_overlap, matches = overlaps.max(dim=0)
+    matches[best_overlap < 0.5] = IGNORED
+    matches[best_overlap < 0.4] = NEGATIVE
+    claims = one_image_claims(overlaps)
+    return torch.where(claims < len(boxes), claims, matches)
+
+
+def one_image_claims(overlaps):
+    count, num_anchors = overlaps.shape
+    best = overlaps.amax(dim=1)  # [n]
+    found = best > 0
+    objects, positions = (overlaps == best.where(found, -1.0)[:, None]).nonzero(as_tuple=True)
+    strength = best[objects]
+    strongest = strength.new_zeros(num_anchors).scatter_reduce(0, positions, strength, "amax")
+    won = strength == strongest[positions]
+    first = strength.new_full((num_anchors,), count)
+    claims = first.scatter_reduce(0, positions[won], objects[won].to(first), "amin").long()
+    has_claim = torch.zeros(count + 1, dtype=torch.bool)
+    has_claim[claims] = True
+    for loser in (found & ~has_claim[:count]).nonzero().squeeze(1).tolist():
+        overlap, position = overlaps[loser].where(claims == count, 0.0).max(dim=0)
+        if bool(overlap > 0):
+            claims[position] = loser
+    return claims
+
+
+def coverage(regions, anchors):
+    top_left = torch.maximum(regions[:, None, :2], anchors[None, :, :2])
+    bottom_right = torch.minimum(regions[:, None, 2:], anchors[None, :, 2:])
+    inside = (bottom_right - top_left).clamp(min=0).prod(dim=2)
+    return inside.amax(dim=0) / (anchors[:, 2:] - anchors[:, :2]).prod(dim=1)
+
+
+def one_image_atss(boxes, levels, cells=9, margin=0.01):
+    anchors = torch.cat(levels)
+    if len(boxes) == 0:
+        return torch.full((len(anchors),), NEGATIVE)
+    candidates, start = [], 0
+    for level in levels:
+        centres = (level[:, :2] + level[:, 2:]) / 2
+        per_cell = int(torch.isclose(centres, centres[0]).all(dim=1).sum())
+        distances = torch.cdist((boxes[:, :2] + boxes[:, 2:]) / 2, centres[::per_cell])
+        nearest = distances.argsort(dim=1, stable=True)[:, :cells]
+        candidates.append((start + nearest[:, :, None] * per_cell + torch.arange(per_cell)).flatten(1))
+        start += len(level)
+    candidates = torch.cat(candidates, dim=1)
+    overlaps = box_iou(boxes, anchors)
+    found = overlaps.gather(1, candidates)
+    centres = ((anchors[:, :2] + anchors[:, 2:]) / 2)[candidates]
+    margins = torch.cat([centres - boxes[:, None, :2], boxes[:, None, 2:] - centres], dim=2)
+    positive = (found >= (found.mean(dim=1) + found.std(dim=1))[:, None]) & (margins.amin(dim=2) > margin)
+    of_positives = torch.full_like(overlaps, -1.0).scatter(1, candidates, found.where(positive, -1.0))
+    best_overlap, matches = of_positives.max(dim=0)
+    return matches.where(best_overlap >= 0, NEGATIVE)
 
 
 # --- ATSS ---
 
 
-def literal_atss(boxes: Tensor, levels: list[Tensor], per_cell: int) -> list[int]:
-    """Algorithm 1 of Zhang et al. (CVPR 2020) with loops over objects, levels and anchors."""
-    anchors = [anchor for level in levels for anchor in level.tolist()]
-    owner, owner_iou = [NEGATIVE] * len(anchors), [0.0] * len(anchors)
-    for number, box in enumerate(boxes.tolist()):
-        x, y = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
-        candidates, start = [], 0
-        for level in levels:
-            cells = []
-            for cell, anchor in enumerate(level[::per_cell].tolist()):
-                across, down = (anchor[0] + anchor[2]) / 2 - x, (anchor[1] + anchor[3]) / 2 - y
-                cells.append((across**2 + down**2, cell))
-            for _, cell in sorted(cells)[:9]:
-                candidates += range(start + cell * per_cell, start + (cell + 1) * per_cell)
-            start += len(level)
-        ious = [box_iou(torch.tensor([box]), torch.tensor([anchors[one]])).item() for one in candidates]
-        threshold = statistics.mean(ious) + statistics.stdev(ious)
-        for one, iou in zip(candidates, ious, strict=True):
-            left, top, right, bottom = anchors[one]
-            is_inside = box[0] < (left + right) / 2 < box[2] and box[1] < (top + bottom) / 2 < box[3]
-            if iou >= threshold and is_inside and iou > owner_iou[one]:
-                owner[one], owner_iou[one] = number, iou
-    return owner
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_atss_is_its_algorithm_written_with_loops(seed: int) -> None:
-    torch.manual_seed(seed)
-    levels = build_detector("retinanet-tiny", class_names=["a"]).anchors_for(96, 128)
-    corners = torch.rand(5, 2) * torch.tensor([90.0, 60.0])
-    boxes = torch.cat([corners, corners + 6 + 30 * torch.rand(5, 2)], dim=1)
-    boxes[1] = boxes[0] + torch.tensor([2.0, 1.0, 3.0, 1.0])  # two objects that want the same anchors
-    matches = match_anchors_atss(boxes, levels)
-    assert matches.tolist() == literal_atss(boxes, levels, per_cell=6)
-    assert set(range(5)) <= set(matches.tolist())
-
-
 def test_atss_by_hand() -> None:
     # One level of three cells, an anchor each; all three are candidates. IoU with the object: 1, 1/3, 0.
     level = torch.tensor([[0.0, 0.0, 8.0, 8.0], [4.0, 0.0, 12.0, 8.0], [40.0, 0.0, 48.0, 8.0]])
-    boxes = torch.tensor([[0.0, 0.0, 8.0, 8.0]])
+    boxes = torch.tensor([[[0.0, 0.0, 8.0, 8.0]]])
     # Mean 4/9 and standard deviation 0.51: from 0.95 on.
-    assert match_anchors_atss(boxes, [level]).tolist() == [0, NEGATIVE, NEGATIVE]
-    assert match_anchors_atss(boxes[:0], [level]).tolist() == [NEGATIVE] * 3
-    assert match_anchors_atss(boxes, [level[:1]]).tolist() == [0]
+    assert match_anchors_atss(boxes, [level]).tolist() == [[0, NEGATIVE, NEGATIVE]]
+    assert match_anchors_atss(boxes[:, :0], [level]).tolist() == [[NEGATIVE] * 3]
+    assert match_anchors_atss(boxes, [level[:1]]).tolist() == [[0]]
     # The best anchor of a narrow object has its centre outside: no positive.
-    assert match_anchors_atss(torch.tensor([[0.0, 0.0, 3.0, 8.0]]), [level]).tolist() == [NEGATIVE] * 3
+    assert match_anchors_atss(torch.tensor([[[0.0, 0.0, 3.0, 8.0]]]), [level]).tolist() == [[NEGATIVE] * 3]
 
 
 def test_atss_has_difficult_and_crowd_objects_ignored_and_nothing_else() -> None:

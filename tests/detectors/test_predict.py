@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from aploss.detectors import Detector, MultiScale
-from aploss.detectors.predict import image_tensor
+from aploss.detectors import Detector, MultiScale, build_detector
+from aploss.detectors.predict import evaluation_mode, image_tensor
 from aploss.errors import DataError
 from aploss.evaluation import Calibration
 
@@ -145,16 +145,19 @@ def test_objects_that_are_not_images_are_refused(image: object) -> None:
         image_tensor(image)  # type: ignore[arg-type]
 
 
-def test_grey_arrays_are_pictures_too() -> None:
-    grey = np.arange(20, dtype=np.uint8).reshape(5, 4)
-    tensor = image_tensor(grey)
-    assert tensor.shape == (3, 5, 4)
-    assert torch.equal(tensor[2], torch.from_numpy(grey) / 255)
-
-
 def test_a_damaged_pillow_image_is_told_by_its_name(tmp_path: Path) -> None:
     path = tmp_path / "half.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 50, 3), dtype=np.uint8)).save(path)
     path.write_bytes(path.read_bytes()[:3000])
     with pytest.raises(DataError, match=r"half\.png: damaged image"):
         image_tensor(Image.open(path))
+
+
+@pytest.mark.parametrize(("name", "searches"), [("retinanet-tiny", False), ("ssdlite", True)])
+def test_cudnn_searches_algorithms_only_for_images_of_one_size(
+    name: str, searches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    with evaluation_mode(build_detector(name, class_names=["a"])):
+        assert torch.backends.cudnn.benchmark == searches
+    assert torch.backends.cudnn.benchmark

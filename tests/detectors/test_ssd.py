@@ -123,3 +123,15 @@ def test_frozen_stages_of_vgg_are_the_first() -> None:
     frozen = [n for n, p in detector.named_parameters() if not p.requires_grad]
     # conv1_1, conv1_2, conv2_1, conv2_2, each with weight and bias
     assert frozen == [f"backbone.features.{i}.{w}" for i in (0, 2, 5, 7) for w in ("weight", "bias")]
+
+
+def test_conv4_3_is_scaled_by_a_convolution_as_in_the_paper() -> None:
+    detector = build_detector("ssd512", class_names=CLASSES, conv4_3="convolution")
+    backbone = detector.backbone
+    backbone.extra = nn.ModuleList()
+    with torch.inference_mode():
+        (first,) = backbone.pyramid([torch.eye(512)[:1, :, None, None]]).values()
+        expected = backbone.scale.weight[:, 0, 0, 0] + backbone.scale.bias
+    torch.testing.assert_close(first[0, :, 0, 0], expected)
+    assert not hasattr(backbone, "scale_weight")
+    assert build_detector(**detector.config).backbone.scale.weight.shape == (512, 512, 1, 1)

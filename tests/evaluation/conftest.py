@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_runs import config_in, no_page, rectangles, short_detector  # noqa: F401
 
 Simulated = tuple[dict[str, Any], list[dict[str, Any]]]
 
@@ -133,12 +134,7 @@ def run_pycocotools(
         objects = COCO()
         objects.dataset = truth
         objects.createIndex()
-        if results:
-            detections = objects.loadRes([dict(row) for row in results])
-        else:
-            detections = COCO()
-            detections.dataset = {**truth, "annotations": []}
-            detections.createIndex()
+        detections = objects.loadRes([dict(row) for row in results])
         evaluation = COCOeval(objects, detections, "bbox")
         evaluation.params.maxDets = list(limits)
         evaluation.evaluate()

@@ -9,15 +9,7 @@ import pytest
 import torch
 
 from aploss.errors import DataError
-from aploss.evaluation import (
-    DetectionTable,
-    GroundTruth,
-    as_detections,
-    as_ground_truth,
-    coco_metrics,
-    read_detections,
-    read_ground_truth,
-)
+from aploss.evaluation import DetectionTable, GroundTruth, coco_metrics, read_detections, read_ground_truth
 
 GOOD = {
     "images": [{"id": 9}, {"id": 4}],
@@ -36,12 +28,6 @@ def changed(**annotation):
     return document
 
 
-def lacking(section, index, key):
-    document = copy.deepcopy(GOOD)
-    del document[section][index][key]
-    return document
-
-
 def test_arrays_follow_the_annotations():
     truth = GroundTruth.from_coco(GOOD)
     assert len(truth) == 3
@@ -53,7 +39,6 @@ def test_arrays_follow_the_annotations():
     assert truth.crowd.tolist() == [True, False, False]
     assert truth.difficult.tolist() == [False, True, False]
     assert truth.counted.tolist() == [False, False, True]
-    assert as_ground_truth(truth) is truth
 
 
 def test_categories_without_a_name_or_with_the_same_one_stay_apart():
@@ -73,7 +58,7 @@ INVALID_TRUTH = {
     "a repeated category": {**GOOD, "categories": [{"id": 2}, {"id": 2}]},
     "unknown image": changed(image_id=77),
     "unknown category": changed(category_id=77),
-    "no box": lacking("annotations", 1, "bbox"),
+    "no box": {**GOOD, "annotations": [{"image_id": 9, "category_id": 2}]},
     "NaN area": changed(area=float("nan")),
     "text for an area": changed(area="big"),
     "negative width": changed(bbox=[5, 5, -1, 2]),
@@ -130,17 +115,6 @@ def test_predictions_of_a_detector_are_gathered(convert):
     assert table.category_ids.tolist() == [90, 18, 44]
 
 
-def test_tensors_with_gradient_and_half_precision_are_read():
-    half = [
-        {
-            "boxes": torch.tensor([[0, 0, 5, 5.0]], dtype=torch.bfloat16, requires_grad=True),
-            "scores": torch.tensor([0.5], dtype=torch.float16),
-            "labels": torch.tensor([0]),
-        }
-    ]
-    assert DetectionTable.from_predictions([1], half).boxes.tolist() == [[0, 0, 5, 5]]
-
-
 def test_no_predictions_make_an_empty_table():
     for table in (
         DetectionTable.from_predictions([], []),
@@ -189,13 +163,6 @@ def test_an_invalid_detection_is_named_by_its_index(case):
         DetectionTable.from_results([row(), INVALID_DETECTIONS[case], row()])
 
 
-def test_numbers_of_unusual_kinds_are_read():
-    table = DetectionTable.from_results([row(image_id=3.0), row(score=2.0**70, bbox=[0, 0, 2.0**70, 1])])
-    assert table.image_ids.tolist() == [3, 1]
-    assert table.scores.tolist() == [0.5, 2.0**70]
-    assert table.xywh[1].tolist() == [0, 0, 2.0**70, 1]
-
-
 def test_detections_of_unknown_images_and_categories_are_refused(simulate):
     truth, results = simulate(1)
     for key in ("image_id", "category_id"):
@@ -203,14 +170,6 @@ def test_detections_of_unknown_images_and_categories_are_refused(simulate):
         broken[5][key] = broken[7][key] = 999
         with pytest.raises(DataError, match=rf"detections\[5\]: {key} 999 .*and 1 more"):
             coco_metrics(truth, broken)
-
-
-def test_scores_can_be_replaced_but_not_their_number(simulate):
-    truth, results = simulate(2)
-    table = as_detections(results, GroundTruth.from_coco(truth))
-    assert table.with_scores(table.scores / 2).scores.tolist() == (table.scores / 2).tolist()
-    with pytest.raises(DataError):
-        table.with_scores(table.scores[1:])
 
 
 CONTENTS = {

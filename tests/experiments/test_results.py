@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aploss.experiments.compare import compare, comparison_plan
+from aploss.experiments.compare import compare, comparison_page, comparison_plan
 from aploss.experiments.plan import Plan
 from aploss.experiments.results import Results, is_decided, mean_ranks
+from aploss.reports.comparison import comparison_table
 
 
 def plan_of(*losses: str, seeds: int = 2) -> Plan:
@@ -92,6 +93,14 @@ class TestVerdicts:
     def test_a_negative_mean_within_the_noise_is_not_decided(self) -> None:
         assert self.WIDE.is_ahead("focal", "ap") is None
         assert self.SHARP.is_ahead("focal", "ap") is False
+
+    def test_a_row_with_the_lower_error_is_ahead(self) -> None:
+        assert self.SHARP.is_ahead("focal", "ap", metric="oLRP") is True
+        assert self.SHARP.is_ahead("ap", "focal", metric="oLRP") is False
+        page = comparison_page(self.SHARP)
+        bold = [[cell.strong for cell in row] for row in comparison_table(page).cells]
+        assert page.metrics == ("AP", "AP50", "AP75", "oLRP")
+        assert [row[1:5] for row in bold] == [[True, True, True, False], [False, False, False, True]]
 
     def test_a_level_is_tested_against_the_interval(self) -> None:
         ranges = [(0.51, 0.53), (0.519, 0.53), (0.53, 0.6), (0.4, 0.51)]

@@ -7,17 +7,15 @@ with the clean ones, so that nothing is invented. Wrong values are planted in te
 import io
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from PIL import Image
-from small_datasets import HEIGHT, SPLITS, WIDTH, write_coco, write_voc, write_yolo
+from small_datasets import SPLITS, write_coco, write_voc, write_yolo
 
 from aploss.data import check_dataset, dataset_splits, load_dataset
-from aploss.data.problems import KINDS
 from aploss.errors import AplossError
 
 WRITERS = {"voc": write_voc, "coco": write_coco, "yolo": write_yolo}
@@ -44,13 +42,6 @@ def instead(make: Callable[[Path], object]) -> Plant:
     return plant
 
 
-def outside(file: Path) -> None:
-    elsewhere = file.parents[3] / "elsewhere"
-    shutil.copy(file, elsewhere)
-    file.unlink()
-    file.symlink_to(elsewhere)
-
-
 FILE_FAULTS: dict[str, Plant] = {
     "UTF-16": of_bytes(lambda data: data.decode().encode("utf-16")),
     "zeros": of_bytes(lambda data: bytes(len(data))),
@@ -62,7 +53,6 @@ FILE_FAULTS: dict[str, Plant] = {
     "a pipe": instead(os.mkfifo),
     "a folder": instead(Path.mkdir),
     "a link to itself": instead(lambda file: file.symlink_to(file)),
-    "a link outside": outside,
     "a device": instead(lambda file: file.symlink_to("/dev/zero")),
 }
 HARMLESS_FILES: dict[str, Plant] = {
@@ -76,7 +66,7 @@ HARMLESS_FILES: dict[str, Plant] = {
 
 
 @pytest.fixture
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str, Plant], Path]:
+def folder(tmp_path: Path) -> Callable[[str, Plant], Path]:
     """Makes a set of a format with a fault in it."""
 
     def make(format: str, plant: Plant) -> Path:
@@ -123,13 +113,10 @@ def test_a_file_that_is_only_unusual_is_read(call_cli, folder, format: str, faul
     assert assert_nothing_invented(data) == len(BOXES)
 
 
-UNUSABLE = {fault: FILE_FAULTS[fault] for fault in ("UTF-16", "zeros", "JSON of another kind")}
-
-
-@pytest.mark.parametrize("fault", UNUSABLE)
+@pytest.mark.parametrize("fault", ["UTF-16", "zeros", "JSON of another kind"])
 def test_nothing_is_trained_on_instead_of_an_unreadable_split(call_cli, folder, tmp_path: Path, fault: str):
     """Above all not the intact validation split."""
-    data = folder("coco", UNUSABLE[fault])
+    data = folder("coco", FILE_FAULTS[fault])
     name = Path(FILES["coco"]).name
     call_cli("train", "--data", data, "--steps", 1, "--out", tmp_path / "run").assert_refused(name)
     assert not (tmp_path / "run").exists()
@@ -157,20 +144,6 @@ def test_yaml_makes_no_objects_and_aliases_are_not_multiplied(call_cli, folder, 
     assert not (tmp_path / "made").exists()
 
 
-def test_boxes_as_fractions_of_the_image_are_a_problem(call_cli, folder):
-    def as_fractions(file: Path) -> None:
-        content = json.loads(file.read_text())
-        for one in content["annotations"]:
-            one["bbox"] = [value / side for value, side in zip(one["bbox"], [WIDTH, HEIGHT] * 2, strict=True)]
-        file.write_text(json.dumps(content))
-
-    data = folder("coco", as_fractions)
-    done = call_cli("data", "check", data)
-    assert done.code == 1
-    assert f"fraction-box (box dropped): {KINDS['fraction-box'][1]}: {len(BOXES)}" in done.stdout
-    assert load_dataset(data, "train").num_boxes == 0
-
-
 @pytest.mark.slow_fault
 def test_a_tenth_of_coco_is_checked_in_six_seconds(tmp_path: Path):
     """Without decoding pixels; all files have the same size, which is the worst case for finding copies."""
@@ -196,13 +169,3 @@ def test_a_tenth_of_coco_is_checked_in_six_seconds(tmp_path: Path):
     assert time.process_time() - begun < 6
     assert (result.total.images, result.total.boxes, result.exit_code) == (images, boxes, 0)
     assert result.copies == []
-
-
-def test_the_clean_sets_have_no_problems(call_cli, folder, tmp_path: Path):
-    """Otherwise the cases above would show nothing."""
-    for format in WRITERS:
-        data = folder(format, lambda file: None)
-        assert call_cli("data", "check", data, "--format", format, "--json").code == 0
-        assert assert_nothing_invented(data) == len(BOXES)
-        assert load_dataset(data, "train").image_size(0) == (WIDTH, HEIGHT)
-        shutil.rmtree(data)

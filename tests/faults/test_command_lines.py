@@ -33,11 +33,9 @@ train --data builtin --device nothing
 train --data builtin --precision half
 train --data builtin --max-minutes soon
 train --data builtin --log_steps 0
-train --data builtin --schedule.length 0
 train --data builtin --schedule.kind straight
 train --data builtin --optimizer.name adam
 train --data builtin --optimizer.learning_rate -1
-train --data builtin --optimizer.momentum 2
 train --data builtin --batches.size 0
 train --data builtin --batches.image_size [1,2,3]
 train --data builtin --model.frozen nothing
@@ -46,15 +44,12 @@ train --data builtin --model.options.nothing 3
 train --data builtin --criterion.options.delta -1
 train --data builtin --splits.train monday
 train --data builtin --batches
-train --data builtin --batches.sise 3
-train --data builtin --nothing
 train --data builtin --=3
 train --config nowhere.yaml
 train --config notes.txt
 train --recipe nowhere
 train --resume --out nowhere
 train --plugin nowhere.py --data builtin
-demo --seed x
 eval nowhere --data builtin
 eval --annotations nowhere.json --detections nowhere.json
 eval runs/demo --data builtin --annotations notes.txt
@@ -66,7 +61,6 @@ predict
 predict nowhere photos --out x
 predict nowhere.onnx picture.png --out x
 predict photos picture.png --out x
-predict nowhere none*.jpg --out x
 predict nowhere picture.png --out x --threshold high
 export
 export nowhere --out x.onnx
@@ -77,25 +71,17 @@ data check notes.txt
 data check builtin --format pascal
 data show builtin --out x.xyz
 data show builtin --out x.png --augment light --seed -1
-data show builtin --out x.png --augment none --size 30x
 data convert nowhere --to coco --out x
-data convert builtin --to pascal --out x
 data convert builtin --to coco --out notes.txt
-data nothing
 compare --losses nothing
 compare --losses ap,ap
 compare --seeds 0
 compare --steps 0
-compare --recipe nowhere
 compare --data nowhere
-compare --device nothing
 reproduce table9
 reproduce table2 --scale huge
-reproduce table1a --scale paper --benchmark imagenet
 theory theorem9
-theory convergence --seed x
 bench nothing
-nothing
 """.strip().splitlines()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_features import IMAGES, SIZE, contents, drawn, network, noisy_dataset, stored
+from small_features import IMAGES, SIZE, contents, drawn, network, never, noisy_dataset, stored
 
 from aploss.data.annotations import DetectionDataset, Sample
 from aploss.data.features import FeatureMaps
@@ -20,10 +20,6 @@ from aploss.errors import DataError
 @pytest.fixture
 def dataset(tmp_path: Path) -> DetectionDataset:
     return noisy_dataset(tmp_path)
-
-
-def never(images: torch.Tensor) -> FeatureMaps:
-    raise AssertionError("computed a second time")
 
 
 def damage(path: Path, kind: str) -> None:

@@ -1,27 +1,24 @@
-"""A GPU that is none: what a loss would launch, read back and upload there, without a GPU.
+"""A simulated GPU: what code would launch, read back and upload on a GPU, on a machine without one.
 
-Tensors on this device say ``cuda:0`` and hold their numbers on the CPU. Two modes of torch see
-every operation on them and write down, with file and line of the package:
+Tensors on this device report ``cuda:0`` and hold their numbers on the CPU. Two modes of torch see every operation on
+them and log, with file and line of the package:
 
 - kernels: how many an operation launches on a real GPU, and the bytes they read and write;
-- host reads: ``item``, ``tolist``, ``bool``, ``nonzero``, masks as index, copies to the CPU. Each
-  one waits until the GPU has done all it was asked to;
-- uploads: tensors made from Python numbers or copied from the CPU.
+- host reads: ``item``, ``tolist``, ``bool``, ``nonzero``, masks as index, copies to the CPU. Each waits until the GPU
+  has finished all queued work;
+- uploads: tensors created from Python numbers or copied from the CPU.
 
-The graph of autograd is recorded as always; ``gradients`` runs it without torch's engine, which
-would start threads and streams of a real GPU::
+Autograd works as usual::
 
     with SimulatedGPU() as gpu:
         scores = gpu.tensor(scores).requires_grad_()
-        loss = ap_loss(scores, gpu.tensor(targets))
-        (gradient,) = gradients(loss, scores)
+        ap_loss(scores, gpu.tensor(targets)).backward()
     assert len(gpu.host_reads) <= 1
 
-What real kernels cost in time, and whether they race, this cannot tell.
+It cannot show how long kernels take on a real GPU, or whether they race.
 """
 
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,22 +26,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import aploss
 
-__all__ = ["Counts", "Kernel", "SimulatedGPU", "SimulatedTensor", "Transfer", "gradients", "measure"]
+__all__ = ["Counts", "Kernel", "SimulatedGPU", "SimulatedTensor", "Transfer", "measure", "move"]
 
 DEVICE = torch.device("cuda", 0)
-# To torch's C++ code the tensors are on "meta", the one device without any kernels that autograd
-# knows on every machine; Python code sees DEVICE.
+# In torch's C++ code the tensors are on "meta", the one device that autograd knows on every machine but that has no
+# kernels; Python code sees DEVICE.
 _INSIDE = torch.device("meta")
 _PACKAGE = str(Path(aploss.__file__).parent)
 
-# Kernels an operation launches on CUDA, from its source, where that is not one.
+# Number of kernels that an operation launches on CUDA according to its source, where it is not one.
 _LAUNCHES = {
     "_local_scalar_dense": 0,
     "bincount": 4,  # minimum, maximum, zeros, the histogram
@@ -61,7 +58,7 @@ _NO_KERNEL = {
     "_reshape_alias", "_unsafe_view", "alias", "detach", "empty", "empty_like", "empty_strided",
     "is_same_size", "lift_fresh", "new_empty", "new_empty_strided", "resize_", "set_",
 }  # fmt: skip
-# Operations whose result has a size, or a place, that the host must ask the GPU for.
+# Operations whose result, or its size, the host must read from the GPU.
 _WAITING = {
     "_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero", "masked_select",
     "nonzero", "repeat_interleave", "unique_consecutive", "unique_dim",
@@ -73,9 +70,9 @@ class Kernel:
     """An operation on the device.
 
     Attributes:
-        launches: kernels it starts on a real GPU.
+        launches: number of kernels on a real GPU.
         bytes: read and written.
-        size: elements of its largest tensor.
+        size: number of elements of its largest tensor.
         float64: whether a tensor of that size is float64.
         where: ``file:line`` of the package.
     """
@@ -90,7 +87,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Something that crosses between host and device; ``where`` as in :class:`Kernel`."""
+    """A copy between host and device; ``where`` as in :class:`Kernel`."""
 
     name: str
     bytes: int
@@ -98,7 +95,7 @@ class Transfer:
 
 
 class SimulatedTensor(Tensor):
-    """Says that it is on the GPU; its numbers are in ``held``, on the CPU."""
+    """Reports that it is on the GPU; its numbers are in ``held``, on the CPU."""
 
     held: Tensor
 
@@ -130,7 +127,7 @@ class SimulatedTensor(Tensor):
 
 
 class SimulatedGPU:
-    """Context in which the device exists, and its log: see the module."""
+    """A context in which the device exists, and its log."""
 
     current: "SimulatedGPU | None" = None
 
@@ -152,7 +149,7 @@ class SimulatedGPU:
 
     @staticmethod
     def tensor(values: Tensor) -> SimulatedTensor:
-        """A copy of a CPU tensor on the device; not logged."""
+        """A copy of a CPU tensor on the device, which is not logged."""
         return SimulatedTensor(values.detach().clone())
 
     def counts(self) -> "Counts":
@@ -164,25 +161,9 @@ class SimulatedGPU:
         )
 
     def forget(self) -> None:
-        """Starts the log again."""
+        """Clears the log."""
         for log in (self.kernels, self.host_reads, self.uploads):
             log.clear()
-
-    @staticmethod
-    def launch_triton(backend: Any, kernel: Any, programs: int, *args: Any, **options: Any) -> None:
-        """Takes the place of ``TritonBackend.launch``; for Triton's interpreter.
-
-        Every argument counts as moved once, but no more than 4096 elements of it by one program.
-        """
-        gpu, name = SimulatedGPU.current, kernel.__name__
-        assert gpu is not None
-        held = [arg.held if isinstance(arg, SimulatedTensor) else arg for arg in args]
-        tensors = [arg for arg in held if isinstance(arg, Tensor)]
-        if len(tensors) > sum(isinstance(arg, SimulatedTensor) for arg in args):
-            raise RuntimeError(f"a tensor on the CPU was handed to the kernel {name}")
-        moved = (min(t.numel(), programs * 4096) * t.element_size() for t in tensors)
-        gpu.log(name, 1, sum(moved), tensors)
-        kernel[(programs,)](*held, **options)
 
     def log(self, name: str, launches: int, moved: int, tensors: list[Tensor]) -> None:
         size = max((tensor.numel() for tensor in tensors), default=0)
@@ -191,7 +172,7 @@ class SimulatedGPU:
 
 
 class _DeviceArguments(TorchFunctionMode):
-    """Lets ``device=`` name the simulated GPU, and sees tensors made from Python numbers."""
+    """Accepts the simulated GPU as ``device=``, and logs tensors created from Python numbers."""
 
     def __init__(self, gpu: SimulatedGPU) -> None:
         super().__init__()
@@ -218,7 +199,7 @@ class _DeviceArguments(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):
-    """Carries out every operation on the held tensors, and logs it."""
+    """Performs every operation on the held tensors, and logs it."""
 
     def __init__(self, gpu: SimulatedGPU) -> None:
         super().__init__()
@@ -237,7 +218,7 @@ class _Operations(TorchDispatchMode):
         if not simulated and not on_gpu:
             return func(*args, **kwargs)
         if func.namespace not in ("aten", "prims", "prim"):
-            raise NotImplementedError(f"{func} would hide what it launches")
+            raise NotImplementedError(f"{func}: its launches are unknown")
 
         copied = self._log_transfers(name, leaves, simulated, on_gpu)
         result = func(*held_args, **held_kwargs)
@@ -246,6 +227,8 @@ class _Operations(TorchDispatchMode):
         if not (copied or func.is_view or name in _NO_KERNEL):
             moved = _bytes_moved(name, inputs, outputs)
             self.gpu.log(name, _LAUNCHES.get(name, 1), moved, inputs + outputs)
+        if result is None:
+            return None
         if name.endswith("_") and isinstance(leaves[0], Tensor):
             return leaves[0]
         if "out" in kwargs:
@@ -253,7 +236,7 @@ class _Operations(TorchDispatchMode):
         return pytree.tree_map_only(Tensor, SimulatedTensor, result) if on_gpu else result
 
     def _log_transfers(self, name: str, leaves: list[Any], simulated: list[SimulatedTensor], on_gpu: bool) -> bool:
-        """Logs what crosses between host and device; whether that is all that happens."""
+        """Logs copies between host and device; returns whether the operation does nothing else."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         on_host = [t for t in tensors if not isinstance(t, SimulatedTensor)]
         if name == "_to_copy" and not (simulated and on_gpu):
@@ -278,7 +261,7 @@ class _Operations(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Counts:
-    """The log of one pass: transfers, launches and bytes moved."""
+    """Transfers, launches and bytes moved of one pass."""
 
     host_reads: list[str]
     uploads: list[str]
@@ -286,61 +269,25 @@ class Counts:
     bytes: int
 
 
+def move(module: nn.Module, gpu: SimulatedGPU) -> None:
+    """Moves the parameters and buffers of a module to the device."""
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            part._parameters[name] = nn.Parameter(gpu.tensor(parameter), parameter.requires_grad)
+        for name, buffer in list(part.named_buffers(recurse=False)):
+            part._buffers[name] = gpu.tensor(buffer)
+
+
 def measure(compute: Callable[..., Tensor], *tensors: Tensor) -> tuple[Counts, Counts]:
-    """What the forward and the backward pass of a loss cost; the first tensor are the scores."""
+    """The counts of the forward and the backward pass of a loss; the first tensor is the scores."""
     with SimulatedGPU() as gpu:
         scores, *others = map(gpu.tensor, tensors)
         loss = compute(scores.requires_grad_(), *others)
         forward = gpu.counts()
         gpu.forget()
-        (gradient,) = gradients(loss, scores)
-        assert gradient is not None
+        (gradient,) = torch.autograd.grad(loss, scores)
         assert gradient.shape == scores.shape
         return forward, gpu.counts()
-
-
-def gradients(output: Tensor, *leaves: Tensor) -> list[Tensor | None]:
-    """What ``torch.autograd.grad`` returns, on devices that are not there; of fake tensors, too."""
-    root = output.grad_fn
-    waiting = Counter(below for node in _graph(root) for below, _ in node.next_functions if below)
-    incoming: dict[Any, dict[int, Tensor]] = {root: {output.output_nr: torch.ones_like(output)}}
-    found: dict[int, Tensor] = {}
-    ready = [root]
-    while ready:
-        node = ready.pop()
-        given = incoming.pop(node, {})
-        if hasattr(node, "variable"):  # a leaf
-            found[id(node.variable)] = given[0]
-            continue
-        outputs = range(max(given, default=-1) + 1)
-        with torch.no_grad():
-            run = getattr(node, "apply", node)
-            returned = run(*(given.get(place) for place in outputs))
-        edges = node.next_functions
-        returned = returned if isinstance(returned, tuple) else (returned,)
-        if hasattr(node, "needs_input_grad"):  # of Python: gradients of all arguments
-            wanted = zip(returned, node.needs_input_grad, strict=True)
-            returned = [gradient for gradient, needed in wanted if needed]
-            edges = [edge for edge in edges if edge[0]]
-        for (below, place), gradient in zip(edges, returned, strict=True):
-            if below is None:
-                continue
-            if gradient is not None:
-                so_far = incoming.setdefault(below, {})
-                so_far[place] = so_far[place] + gradient if place in so_far else gradient
-            waiting[below] -= 1
-            if not waiting[below]:
-                ready.append(below)
-    return [found.get(id(leaf)) for leaf in leaves]
-
-
-def _graph(root: Any) -> set[Any]:
-    seen, open_nodes = {root}, [root]
-    while open_nodes:
-        below = {node for node, _ in open_nodes.pop().next_functions if node} - seen
-        seen |= below
-        open_nodes += below
-    return seen
 
 
 def _inside(device: torch.device) -> torch.device:
@@ -348,7 +295,7 @@ def _inside(device: torch.device) -> torch.device:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """What reading a tensor once moves: an expanded one holds less than its size."""
+    """Bytes that reading a tensor once moves; an expanded tensor holds less than its size."""
     sizes = (size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
     elements = 1
     for size in sizes:
@@ -360,7 +307,7 @@ def _bytes_moved(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
     read, written = [_bytes(t) for t in inputs], [_bytes(t) for t in outputs]
     if name in ("zero_", "fill_"):
         return sum(written)
-    # What an index names is read or changed there; of a small tensor, once, and then in the cache.
+    # Only indexed elements are read or changed; the ones of a small tensor once, after which they are cached.
     if name in ("index", "index_select", "gather"):
         return sum(read[1:]) + sum(written) + min(read[0], sum(written))
     if name in ("index_put_", "index_add_", "index_copy_", "scatter_", "scatter_add_"):

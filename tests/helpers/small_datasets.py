@@ -1,7 +1,7 @@
 """Small clean datasets of all three formats, for tests to load or to damage."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +81,13 @@ def write_coco(folder: Path) -> Path:
         file = folder / "annotations" / f"instances_{split}2017.json"
         file.write_text(json.dumps(coco_content(split)))
     return folder
+
+
+def edit_json(file: Path, change: Callable[[dict], object]) -> None:
+    """Changes the content of a JSON file in place."""
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
 
 
 def write_yolo(folder: Path) -> Path:

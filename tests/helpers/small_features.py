@@ -1,6 +1,8 @@
 """A small dataset and its stored features, for tests of the feature cache and for processes that are killed."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,23 +23,28 @@ def network(images: torch.Tensor) -> FeatureMaps:
     return FeatureMaps((F.avg_pool2d(weighted, 8), F.avg_pool2d(weighted[:, :1], 16)), SIZE)
 
 
-def noisy_dataset(tmp_path: Path) -> DetectionDataset:
-    """Nine noisy images of different size, with two boxes each."""
+def never(images: torch.Tensor) -> FeatureMaps:
+    raise AssertionError("computed a second time")
+
+
+def noisy_dataset(tmp_path: Path, counts: Sequence[int] = (2,) * IMAGES, **columns: Any) -> DetectionDataset:
+    """Noisy images of different size, image k with ``counts[k]`` boxes."""
     random = np.random.default_rng(0)
     (tmp_path / "images").mkdir(exist_ok=True)
-    sizes = [(60 + 3 * k, 40 + k) for k in range(IMAGES)]
+    sizes = [(60 + 3 * k, 40 + k) for k in range(len(counts))]
     for k, (width, height) in enumerate(sizes):
         pixels = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(tmp_path / "images" / f"{k}.png")
-    corners = random.uniform(0, 20, (2 * IMAGES, 2))
+    corners = random.uniform(0, 20, (sum(counts), 2))
     return DetectionDataset(
         root=tmp_path / "images",
         class_names=("a", "b"),
-        image_paths=[f"{k}.png" for k in range(IMAGES)],
+        image_paths=[f"{k}.png" for k in range(len(counts))],
         image_sizes=sizes,
-        boxes_per_image=[2] * IMAGES,
+        boxes_per_image=counts,
         boxes=np.concatenate([corners, corners + 15], axis=1),
-        labels=np.arange(2 * IMAGES) % 2,
+        labels=np.arange(sum(counts)) % 2,
+        **columns,
     )
 
 

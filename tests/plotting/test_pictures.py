@@ -23,17 +23,6 @@ def changed(before: Image.Image, after: Image.Image) -> np.ndarray:
     return (np.asarray(before) != np.asarray(after)).any(axis=2)
 
 
-def test_only_the_frame_of_a_box_is_drawn() -> None:
-    marks = changed(grey(), outlined(grey(), [20, 30, 80, 70]))
-    assert marks[30, 20:80].all()
-    assert marks[70, 20:80].all()
-    assert marks[30:70, 20].all()
-    assert marks[30:70, 80].all()
-    assert not marks[35:66, 25:76].any()
-    assert not marks[:26].any()
-    assert not marks[75:].any()
-
-
 @pytest.mark.parametrize("box", [[np.nan, 0, 10, 10], [-50, 5, -10, 9], [200, 5, 210, 9]])
 def test_a_box_outside_or_not_finite_is_left_out(box: list[float]) -> None:
     drawn = outlined(grey(), box, "x")

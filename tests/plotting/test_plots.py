@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from aploss.plotting.plots import Series, line_plot, numbers, precision_recall_plot, scatter_plot, shorten, thin_out
+from aploss.plotting.plots import Series, line_plot, precision_recall_plot, scatter_plot, shorten, thin_out
 from aploss.plotting.style import line_style
 
 
@@ -83,10 +83,6 @@ def test_thinning_keeps_means_and_ends_gaps() -> None:
     np.testing.assert_allclose(thin_x, [49.5 + 100 * k for k in range(10)])
     assert np.isnan(thin_y[:5]).all()
     np.testing.assert_array_equal(thin_y[5:], 2.0)
-
-
-def test_numbers_turn_nothing_and_infinity_into_gaps() -> None:
-    np.testing.assert_array_equal(numbers([None, 1, float("-inf")]), [np.nan, 1.0, np.nan])
 
 
 def test_logarithmic_axes_have_plain_numbers() -> None:

@@ -16,10 +16,10 @@ from aploss.evaluation import (
     calibrate_detections,
     calibration_report,
     coco_metrics,
-    curves_as_dict,
     match_detections,
     precision_recall_curves,
 )
+from aploss.evaluation.matching import curves_as_dict
 from aploss.files import write_json
 from aploss.reports.comparison import Comparison, Entry, TrainingCurve, paired_difference
 from aploss.reports.page import Verdict

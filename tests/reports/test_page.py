@@ -1,7 +1,6 @@
 """Pages: self-contained, and escaped whatever names they are given."""
 
 import re
-import stat
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
@@ -118,10 +117,3 @@ def test_a_table_may_be_empty_but_not_ragged(read) -> None:
 def test_the_title_of_a_section_links_to_another_page(tmp_path: Path) -> None:
     page = write_page(tmp_path / "index.html", "T", [Section("Study", [], link="study/report.html")])
     assert '<h2><a href="study/report.html">Study</a></h2>' in page.read_text()
-
-
-def test_files_are_written_completely_and_readable(tmp_path: Path) -> None:
-    path = write_page(tmp_path / "new" / "page.html", "Ünïcode", [])
-    assert "<title>Ünïcode</title>" in path.read_text(encoding="utf-8")
-    assert list(path.parent.iterdir()) == [path]
-    assert stat.S_IMODE(path.stat().st_mode) == 0o644

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aploss.errors import RunError
-from aploss.reports.run_files import matches_document, read_run
+from aploss.reports.run_files import read_run
 
 MakeRun = Callable[..., Path]
 DOCUMENTS = (
@@ -73,11 +73,3 @@ def test_scores_are_the_calibrated_ones_where_they_fit_the_detections(make_run: 
     (run / "evaluation/calibration.json").write_text(json.dumps(calibration))
     found = read_run(run)
     assert found.scores.tolist() == [one["score"] for one in found.detections]
-
-
-def test_matches_say_for_each_detection_and_object_what_became_of_it() -> None:
-    # The first detection found object 8, the second lies on a crowd, the third is wrong.
-    document = matches_document([True, False, False], [False, True, False], [1, 0, -1], [7, 8])
-    assert document == {
-        "detections": [True, None, False], "ground_truth": {"7": 1, "8": 0}
-    }  # fmt: skip

@@ -64,30 +64,18 @@ def test_a_run_that_fails_ends_without_a_result(make_config: MakeConfig) -> None
     assert [kind for kind, *_ in listener.calls].count("end") == 1
 
 
-def report(tracker: Callback, folder: Path, *, step: int = 0, result: dict[str, Any] | None = RESULT) -> None:
-    """Calls a tracker as a short run does."""
-    tracker.on_start(TrainConfig(data="builtin"), folder, step)
-    tracker.on_log(TRAIN)
-    tracker.on_validation(VALIDATION)
-    tracker.on_end(result)
-
-
-def test_tensorboard_events_hold_the_numbers(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    (tracker,) = make_tracker("auto")
-    report(tracker, tmp_path)
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert set(events.Tags()["scalars"]) == {"train/loss", "train/box", "validation/AP", "final/AP", "final/minutes"}
-    assert events.Scalars("validation/AP")[0].value == 0.25
-
-
 @pytest.mark.usefixtures("no_page")
-def test_tensorboard_gets_pictures_of_detections_at_every_validation(make_config: MakeConfig) -> None:
+def test_tensorboard_gets_the_curves_and_pictures_of_detections_at_every_validation(make_config: MakeConfig) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     summary = train(make_config(schedule={"length": 2}, validation={"every": 1}))
     events = EventAccumulator(str(Path(summary.folder) / "tensorboard")).Reload()
+    rows = read_json_lines(Path(summary.folder) / "metrics.jsonl")
+    for name in ("train/loss", "train/lr", "validation/AP"):
+        kind, key = name.split("/")
+        expected = [(row["step"], row[key]) for row in rows if row["kind"] == kind]
+        assert [(point.step, pytest.approx(point.value)) for point in events.Scalars(name)] == expected
+    assert events.Scalars("final/AP")[0].value == pytest.approx(summary.AP)
     pictures = events.Images("validation/detections")
     assert [picture.step for picture in pictures] == [1, 2]
     assert all((picture.width, picture.height) == (536, 536) for picture in pictures)  # four tiles of 256 pixels
@@ -132,7 +120,10 @@ def known(monkeypatch: pytest.MonkeyPatch) -> type[Known]:
 
 def test_a_tracker_gets_curves_settings_and_result(tmp_path: Path, known: type[Known]) -> None:
     (tracker,) = make_tracker("wandb")
-    report(tracker, tmp_path / "runs")
+    tracker.on_start(TrainConfig(data="builtin"), tmp_path / "runs", 0)
+    tracker.on_log(TRAIN)
+    tracker.on_validation(VALIDATION)
+    tracker.on_end(RESULT)
     started, (_, config), *rest = known.calls
     assert started == ("init", "aploss", {"name": "runs", "dir": str(tmp_path / "runs")})
     assert config["optimizer.learning_rate"] == 0.003

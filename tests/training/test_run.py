@@ -106,13 +106,6 @@ class TestRuns:
         assert train(finished_run, resume=True) == Summary.read(folder / "summary.json")
         assert (folder / "checkpoints/last.pt").stat().st_mtime_ns == stamp
 
-    def test_files_in_the_way_are_not_touched(self, make_config: MakeConfig) -> None:
-        config = make_config()
-        Path(str(config.out)).mkdir()
-        (Path(str(config.out)) / "thesis.txt").write_text("mine")
-        with pytest.raises(RunError, match="not a run folder"):
-            train(config)
-
     def test_a_run_that_fails_before_its_first_checkpoint_can_be_replaced(
         self, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -224,8 +217,8 @@ class TestRuns:
         for name, value in weights(summary.folder).items():
             frozen = name.startswith("backbone.body")
             assert torch.equal(value, start[name]) == frozen or name.startswith("head"), name
-        assert not torch.equal(weights(summary.folder)["head.classification_head.cls_logits.bias"],
-                               start["head.classification_head.cls_logits.bias"])  # fmt: skip
+        bias = "head.classification_head.cls_logits.bias"
+        assert not torch.equal(weights(summary.folder)[bias], start[bias])
 
     def test_the_moving_average_is_saved(self, make_config: MakeConfig) -> None:
         """Against the average taken by hand over the weights after each step."""
@@ -278,7 +271,6 @@ class TestRuns:
             ({"loss": "hinge"}, ConfigError, "hinge"),
             ({"criterion": {"options": {"gamma": 2}}}, ConfigError, "gamma"),
             ({"model": {"options": {"depth": 3}}}, ConfigError, "depth"),
-            ({"device": "abacus"}, ConfigError, "abacus"),
             ({"data": "no/such/folder"}, DataError, "no/such/folder"),
             ({"model": {"frozen": ["tail"]}}, ConfigError, "tail"),
             ({"device": "meta"}, ConfigError, "meta"),
@@ -369,5 +361,5 @@ class TestFrozenBackbone:
             train(make_config(model={"weights": pretrained}, batches={"cache_features": True}))
         with pytest.raises(ConfigError, match=r"cached_views needs cached features"):
             train(make_config(batches={"cached_views": 4}))
-        with pytest.raises(ConfigError, match="only the backbone of a RetinaNet"):
+        with pytest.raises(ConfigError, match="ssdlite cannot be frozen"):
             build_detector("ssdlite", class_names=["a"]).features(torch.zeros(1, 3, 320, 320))

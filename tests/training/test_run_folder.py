@@ -1,9 +1,8 @@
 """The run folder: metrics that are cut back, the lock, and checkpoints that are damaged."""
 
-import random
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from tiny_runs import CrashError, assert_equal, crash_at
 
 from aploss.detectors import build_detector
 from aploss.detectors.checkpoint import Checkpoint
-from aploss.errors import ConfigError, RunError
+from aploss.errors import RunError
 from aploss.reports.run_files import read_json_lines
 from aploss.training.config import DEFAULTS_BEFORE_ADDED, TrainConfig, config_to_dict
 from aploss.training.run import train
@@ -91,24 +90,6 @@ def copied(stopped: TrainConfig, tmp_path: Path) -> TrainConfig:
     return replace(stopped, out=str(shutil.copytree(str(stopped.out), tmp_path / "copy")))
 
 
-def test_changed_bytes_of_a_checkpoint_never_load(copied: TrainConfig) -> None:
-    """One bit at 50 places: it is noticed, or it changes nothing that is loaded."""
-    checkpoints = RunFolder(str(copied.out)).checkpoints
-    intact = checkpoints.last.read_bytes()
-    expected, places, noticed = asdict(checkpoints.load_last()), random.Random(0), 0
-    for _ in range(50):
-        changed = bytearray(intact)
-        changed[places.randrange(len(intact))] ^= 1 << places.randrange(8)
-        checkpoints.last.write_bytes(changed)
-        try:
-            found = checkpoints.load_last()
-        except RunError:
-            noticed += 1
-        else:
-            assert_equal(asdict(found), expected)
-    assert noticed > 40
-
-
 def test_another_detector_than_the_configs_is_not_trained(copied: TrainConfig) -> None:
     checkpoints = RunFolder(str(copied.out)).checkpoints
     other = Checkpoint.of(build_detector("ssdlite", class_names=["red", "green"]))
@@ -125,19 +106,12 @@ def test_the_format_of_the_previous_version_is_written_and_read(copied: TrainCon
     assert best.keys() == {"format", "detector", "step", "metrics"}
     assert best["detector"].keys() == {"config", "state", "calibration", "draw_threshold"}
     assert last["training"]["stepper"].keys() == {"optimizer", "scaler", "weights", "averaged_steps"}
-    assert {"step", "random", "images", "threads", "data", "processes", "stopped_by", "window"} <= last[
-        "training"
-    ].keys()
+    fields = {"step", "random", "images", "threads", "data", "processes", "stopped_by", "window"}
+    assert fields <= last["training"].keys()
     for content in (last, best):
         torch.save(content, tmp_path / "again.pt")
         Checkpoint.read(tmp_path / "again.pt").write(tmp_path / "written.pt")
         assert_equal(torch.load(tmp_path / "written.pt", weights_only=True), content)
-
-
-def test_a_config_that_is_nested_too_deeply_is_an_error_of_one_line(copied: TrainConfig) -> None:
-    (Path(str(copied.out)) / "config.yaml").write_text("a: " + "[" * 50_000)
-    with pytest.raises(ConfigError):
-        train(copied, resume=True)
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "{", '{"AP": 1}'])

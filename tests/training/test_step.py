@@ -1,14 +1,21 @@
 """A step: parameter groups, frozen layers, and NaN or Inf in scores, losses or gradients."""
 
+import copy
+import itertools
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from accelerate import Accelerator
+from simulated_device import SimulatedGPU, move
 from torch import Tensor, nn
 
+from aploss.data.load import load_dataset
+from aploss.data.loader import Batch, make_training_loader
 from aploss.detectors.build import build_detector
 from aploss.detectors.criterion import Criterion
 from aploss.detectors.detector import Detector
@@ -51,11 +58,10 @@ def test_the_papers_sgd_decays_everything_with_momentum() -> None:
 
 def test_frozen_parameters_are_left_out() -> None:
     detector = build_detector("retinanet-tiny", class_names=["a"])
-    everything = sum(1 for _ in detector.parameters())
-    frozen = freeze(detector, ["backbone.body", "head.classification_head.conv.*"])
+    freeze(detector, ["backbone.body", "head.classification_head.conv.*"])
     optimizer = make_optimizer(detector, OptimizerConfig())
     trained = [p for group in optimizer.param_groups for p in group["params"]]
-    assert 0 < frozen == everything - len(trained)
+    assert 0 < len(trained) == sum(parameter.requires_grad for parameter in detector.parameters())
     assert not any(p.requires_grad for p in detector.backbone.body.parameters())
 
 
@@ -66,21 +72,6 @@ def test_patterns_that_match_nothing_or_everything_are_errors() -> None:
     freeze(model, ["*"])
     with pytest.raises(ConfigError):
         make_optimizer(model, OptimizerConfig())
-
-
-class Spoil:
-    """Spoils what a method returns at some of its calls, counted from 1."""
-
-    def __init__(self, calls: set[int], spoil: Callable[[Any], Any]) -> None:
-        self.calls, self.spoil, self.count = calls, spoil, 0
-
-    def wrap(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def spoiled(*arguments: Any) -> Any:
-            self.count += 1
-            result = method(*arguments)
-            return self.spoil(result) if self.count in self.calls else result
-
-        return spoiled
 
 
 def nan_score(outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -100,7 +91,14 @@ def bad_gradient(losses: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, where: type, method: str, calls: set[int], what: Any) -> None:
-    monkeypatch.setattr(where, method, Spoil(calls, what).wrap(getattr(where, method)))
+    """Spoils what a method returns at some of its calls, counted from 1."""
+    original, numbers = getattr(where, method), itertools.count(1)
+
+    def spoiled(*arguments: Any) -> Any:
+        result = original(*arguments)
+        return what(result) if next(numbers) in calls else result
+
+    monkeypatch.setattr(where, method, spoiled)
 
 
 @pytest.mark.parametrize(
@@ -195,38 +193,107 @@ def test_a_float16_overflow_only_lowers_the_loss_scale(
     assert last["training"]["stepper"]["scaler"]["scale"] == 65536 / 2
 
 
-class Refusing(nn.Module):
-    """A loss on a rank whose peer has refused its own input."""
+class SimulatedAccelerator:
+    """An accelerator for one simulated GPU."""
 
-    def __init__(self, cause: Any) -> None:
-        super().__init__()
-        self.cause = cause
+    device, num_processes = torch.device("cuda", 0), 1
 
-    def forward(self, scores: Tensor, targets: Tensor) -> Tensor:
-        raise OtherProcessError(self.cause)
+    def prepare_model(self, model: Any) -> Any:
+        return model
 
 
-def one_step(make_config: MakeConfig, loss: nn.Module) -> Any:
-    from aploss.data.load import load_dataset
-    from aploss.data.loader import make_training_loader
+def random_batch(images: int, objects: int) -> Batch:
+    """Images in uint8, as the loader sends them to a GPU, with objects that overlap; some difficult, some crowds."""
+    targets = []
+    for _ in range(images):
+        corner, flags = torch.rand(objects, 2) * 40, torch.rand(2, objects) < 0.1
+        boxes = torch.cat([corner, corner + 5 + 20 * torch.rand(objects, 2)], dim=1)
+        labels = torch.randint(0, 3, (objects,))
+        targets.append({"boxes": boxes, "labels": labels, "crowd": flags[0], "difficult": flags[1]})
+    pixels = torch.randint(0, 256, (images, 3, 64, 64), dtype=torch.uint8)
+    return Batch(pixels, targets, list(range(images)), {})
 
-    config = make_config()
-    dataset = load_dataset(config.data, "train")
-    detector = make_detector(config, dataset.class_names)
-    detector.criterion.loss = loss
-    batches = make_training_loader(dataset, batch_size=4, seed=0, preset="none", size=64)
+
+@pytest.mark.parametrize(("images", "objects"), [(1, 0), (2, 3), (4, 40)])
+def test_a_step_reads_the_device_twice_whatever_the_images_and_objects(
+    make_config: MakeConfig, images: int, objects: int
+) -> None:
+    """The number of positives and the errors of the loss; results once for all steps. Same numbers as on the CPU."""
+    sgd = {"name": "sgd", "learning_rate": 0.01, "momentum": 0.9}
+    config = make_config(optimizer=sgd, model={"ema": 0.9})
+    torch.manual_seed(0)
+    detector = build_detector("retinanet-tiny", class_names=["a", "b", "c"])
+    batches = [random_batch(images, objects) for _ in range(2)]
+    with start_accelerator(torch.device("cpu")) as accelerator:
+        stepper = Stepper(config, copy.deepcopy(detector), Schedule(config.schedule, 4), accelerator, str)
+        for number, batch in enumerate(batches):
+            stepper.step(number, [batch])
+        expected = stepper.take_results()
+    with SimulatedGPU() as gpu:
+        move(detector, gpu)
+        simulated = cast(Accelerator, SimulatedAccelerator())
+        stepper = Stepper(config, detector, Schedule(config.schedule, 4), simulated, str)
+        for number, batch in enumerate(batches):
+            gpu.forget()
+            stepper.step(number, [batch])
+            assert len(gpu.host_reads) <= 2, gpu.host_reads
+        gpu.forget()
+        found = stepper.take_results()
+        assert len(gpu.host_reads) == 1
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.losses == pytest.approx(theirs.losses, rel=1e-4)
+        assert mine.gradient_norm == pytest.approx(theirs.gradient_norm, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_the_device_skips_a_step_with_nan_before_the_host_knows(make_config: MakeConfig, name: str) -> None:
+    """Weights, optimizer and EMA stay as they were, also in the first step; the step after is a normal one."""
+    config = make_config(optimizer={"name": name, "learning_rate": 0.01}, model={"ema": 0.9})
+    torch.manual_seed(0)
+    detector = build_detector("retinanet-tiny", class_names=["a", "b", "c"])
+    batch = random_batch(2, 3)
+    states = []
+    with start_accelerator(torch.device("cpu")) as accelerator:
+        for outcomes in ([False, True, False, True], [True, True]):
+            stepper = Stepper(config, copy.deepcopy(detector), Schedule(config.schedule, 4), accelerator, str)
+            for is_good in outcomes:
+                factor = 1.0 if is_good else math.nan
+                hook = stepper.detector.criterion.loss.register_forward_hook(lambda *v, by=factor: v[-1] * by)
+                stepper.step(0, [batch])
+                hook.remove()
+            assert [result.counts for result in stepper.take_results()] == outcomes
+            assert stepper.state()["averaged_steps"] == 2
+            states.append({"trained": stepper.detector.state_dict(), "averaged": stepper.evaluated.state_dict()})
+    for kind in ("trained", "averaged"):
+        assert all(torch.equal(states[0][kind][key], value) for key, value in states[1][kind].items()), kind
+
+
+def test_batches_for_a_gpu_are_pinned_and_stay_in_uint8(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)  # needs a GPU
+    dataset = load_dataset(make_config().data, "train")
+    options: dict[str, Any] = {"batch_size": 4, "seed": 0, "preset": "none", "size": 64}
+    plain, pinned = (
+        next(make_training_loader(dataset, **options, pinned=pinned).endless()).images for pinned in (False, True)
+    )
+    assert pinned.dtype == torch.uint8
+    assert torch.equal(pinned.float() / 255, plain)  # what a step makes of it
+
+
+@pytest.mark.parametrize("cause", ["score", "target", "arguments"])
+def test_an_error_of_another_rank_skips_the_step_or_ends_the_run(make_config: MakeConfig, cause: Any) -> None:
+    """Only scores can be better in the next step."""
+    config, detector = make_config(), build_detector("retinanet-tiny", class_names=["a", "b", "c"])
+
+    def refuse(*arguments: Any) -> None:
+        raise OtherProcessError(cause)
+
+    detector.criterion.loss.register_forward_pre_hook(refuse)
+    ends = nullcontext() if cause == "score" else pytest.raises(RunError, match="another")
     with start_accelerator(torch.device("cpu")) as accelerator:
         stepper = Stepper(config, detector, Schedule(config.schedule, 4), accelerator, str)
-        return stepper.step(0, list(batches.epoch(0))[:1])
-
-
-def test_a_bad_score_of_another_rank_is_a_bad_step(make_config: MakeConfig) -> None:
-    result = one_step(make_config, Refusing("score"))
-    assert result.bad is not None
-    assert (result.bad.what, result.counts) == ("score", False)
-
-
-@pytest.mark.parametrize("cause", ["target", "arguments"])
-def test_bad_targets_or_arguments_of_another_rank_end_the_run(make_config: MakeConfig, cause: str) -> None:
-    with pytest.raises(RunError, match="another"):
-        one_step(make_config, Refusing(cause))
+        with ends:
+            stepper.step(0, [random_batch(2, 3)])
+        results = stepper.take_results()
+    assert [(one.bad and one.bad.what, one.counts) for one in results] == [("score", False)] * (cause == "score")

@@ -18,7 +18,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aploss.cli.command import Command, run_folder_of
+from aploss.cli.command import run_folder_of
 from aploss.data.images import EXTENSIONS
 from aploss.errors import AplossError, ConfigError, require_packages
 from aploss.terminal import printable
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from aploss.detectors.predict import ObjectDetector, Prediction
 
-EXAMPLES = """
+APP_EXAMPLES = """
   aploss app runs/demo
   aploss app runs/ap runs/focal --port 0
 """
@@ -50,14 +50,14 @@ h2 { overflow-wrap: anywhere }
 Results = list[tuple[str, "list[Prediction]"]]  # path of each image, and all its detections by each run
 
 
-def _add_arguments(parser: ArgumentParser) -> None:
+def add_app_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", help="run folder, checkpoint or exported file")
     parser.add_argument("other", nargs="?", help="a second one to compare with")
     parser.add_argument("--port", type=int, metavar="N", default=7860, help=f"port on {HOST}; 0 picks a free one")
     parser.add_argument("--device", default="auto", help="cpu, cuda, mps or auto")
 
 
-def _run(options: Namespace) -> int:
+def run_app(options: Namespace) -> int:
     """Serves the app until Ctrl-C."""
     from aploss.cli.predict import load_detector
 
@@ -230,6 +230,3 @@ def model_card(run: str, detector: "ObjectDetector") -> str:
         rows["trained"] = f"{date:%d %B %Y}"
     cells = "".join(f"<tr><th>{name}</th><td>{escape(printable(str(text)))}</td></tr>" for name, text in rows.items())
     return f"<h2>{escape(printable(run))}</h2><table class='card'>{cells}</table>"
-
-
-APP = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)

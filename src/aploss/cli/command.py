@@ -1,10 +1,9 @@
-"""What all commands share: their definition, the type of counts, and a progress bar."""
+"""Helpers shared by the commands: the type of counts, run folders and a progress bar."""
 
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,21 +14,6 @@ if TYPE_CHECKING:
     from aploss.training.run_folder import RunFolder
 
 EXIT_PROBLEMS = 1  # the command finished, but some input was unusable or a claim does not hold
-
-
-@dataclass(frozen=True, kw_only=True)
-class Command:
-    """One command of the program.
-
-    Attributes:
-        examples: lines for the end of its help.
-        add_arguments: declares its options.
-        run: executes it and returns the exit code.
-    """
-
-    examples: str
-    add_arguments: Callable[[ArgumentParser], None]
-    run: Callable[[Namespace], int]
 
 
 def positive_int(text: str) -> int:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from aploss.cli.command import Command, positive_int
+from aploss.cli.command import positive_int
 from aploss.cli.options import add_settings, add_shorthands, given_settings, shorthand_changes
 from aploss.detectors.build import DETECTORS
 from aploss.errors import ConfigError, require_packages
@@ -19,7 +19,7 @@ from aploss.losses.traits import LOSSES
 from aploss.training.config import config_fields, nested
 from aploss.training.recipes import load_config, merge, recipe_names
 
-EXAMPLES = """
+COMPARE_EXAMPLES = """
   aploss compare ap focal --data path/to/photos --steps 500
   aploss compare --losses ap,ap:delta=0.5,focal:gamma=1:alpha=0.5 --seeds 5 --max-minutes 60
   aploss compare --losses ap,focal --tune-over criterion.box_weight=1,3 --tune-over focal:gamma=1,2
@@ -34,7 +34,7 @@ RATE = "optimizer.learning_rate"
 SEPARATE = ("criterion.options", "schedule.length")
 
 
-def _add_arguments(parser: ArgumentParser) -> None:
+def add_compare_arguments(parser: ArgumentParser) -> None:
     """The options of the command, and the settings that all rows share."""
     parser.add_argument("names", nargs="*", metavar="LOSS", help="losses to compare, same as --losses")
     parser.add_argument(
@@ -89,7 +89,7 @@ def add_comparison_options(parser: ArgumentParser, *, out: str) -> None:
     add_settings(parser.add_argument_group("settings of all rows", "By default the recipe's."), shared)
 
 
-def _run(options: Namespace) -> int:
+def run_compare(options: Namespace) -> int:
     """Trains missing runs, and prints the table and the path of the report."""
     from aploss.experiments.compare import compare, compare_runs, comparison_plan, default_out
     from aploss.experiments.plan import Tuning, more_seeds, parse_list, parse_searched, parse_seeds, parse_vary
@@ -189,6 +189,3 @@ def run_comparison(options: Namespace, default_out: Path, work: Callable[..., An
 def _show(out: Path) -> None:
     """Prints the table and the path of the report."""
     print(f"{(out / 'table.md').read_text(encoding='utf-8')}\nreport: {out / 'report.html'}", flush=True)
-
-
-COMPARE = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)

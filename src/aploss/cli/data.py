@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from aploss.cli.command import Command, positive_int, progress
+from aploss.cli.command import positive_int, progress
 from aploss.cli.options import parse_size
 from aploss.errors import ConfigError, DataError
 from aploss.files import as_file_name, write_whole
@@ -36,7 +36,7 @@ def _add_source(parser: ArgumentParser) -> None:
     parser.add_argument("--format", default="auto", help=f"format of the dataset: {', '.join(format_names())}")
 
 
-def _add_check_arguments(parser: ArgumentParser) -> None:
+def add_check_arguments(parser: ArgumentParser) -> None:
     _add_source(parser)
     parser.add_argument("--classes", help="comma-separated class names; other classes are reported as unknown")
     pixels = "decode every image, which finds damaged ones; by default only headers are read"
@@ -47,7 +47,7 @@ def _add_check_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE.html", help="page; by default runs/check-DATA.html")
 
 
-def _check(options: Namespace) -> int:
+def run_check(options: Namespace) -> int:
     """Checks the dataset and prints the findings; see :attr:`~aploss.data.check.CheckResult.exit_code`."""
     from PIL import Image
 
@@ -70,7 +70,7 @@ def _check(options: Namespace) -> int:
     return result.exit_code
 
 
-def _add_show_arguments(parser: ArgumentParser) -> None:
+def add_show_arguments(parser: ArgumentParser) -> None:
     _add_source(parser)
     parser.add_argument("--split", help="split of the dataset; all by default")
     augment = "show images as this augmentation preset produces them for training"
@@ -82,7 +82,7 @@ def _add_show_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="picture; by default runs/show-DATA-SPLIT.png")
 
 
-def _show(options: Namespace) -> int:
+def run_show(options: Namespace) -> int:
     """Writes a contact sheet and describes it in one line."""
     from PIL import Image
 
@@ -120,7 +120,7 @@ def _show(options: Namespace) -> int:
     return 0
 
 
-def _add_convert_arguments(parser: ArgumentParser) -> None:
+def add_convert_arguments(parser: ArgumentParser) -> None:
     from aploss.data.formats import writable_formats
 
     _add_source(parser)
@@ -128,7 +128,7 @@ def _add_convert_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--out", required=True, metavar="DIR", help="new folder; nothing is overwritten")
 
 
-def _convert(options: Namespace) -> int:
+def run_convert(options: Namespace) -> int:
     """Converts the dataset and reports what was written and what was lost."""
     from aploss.data import convert_dataset
     from aploss.data.problems import Effect, summarise
@@ -142,8 +142,3 @@ def _convert(options: Namespace) -> int:
     if result.losses:
         print(f"lost, since {options.to} cannot represent it: {'; '.join(result.losses)}", file=sys.stderr)
     return 0
-
-
-CHECK = Command(examples=CHECK_EXAMPLES, add_arguments=_add_check_arguments, run=_check)
-SHOW = Command(examples=SHOW_EXAMPLES, add_arguments=_add_show_arguments, run=_show)
-CONVERT = Command(examples=CONVERT_EXAMPLES, add_arguments=_add_convert_arguments, run=_convert)

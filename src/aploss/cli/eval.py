@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from aploss.cli.command import Command, positive_int, progress, run_folder_of
+from aploss.cli.command import positive_int, progress, run_folder_of
 from aploss.data.annotations import Annotations
 from aploss.errors import ConfigError, DataError
 from aploss.evaluation.matching import curves_as_dict, match_detections, match_voc, precision_recall_curves
@@ -20,14 +20,14 @@ from aploss.evaluation.metrics import Metrics, coco_metrics, voc_metrics
 from aploss.evaluation.tables import DetectionTable, as_detections, read_detections, read_ground_truth
 from aploss.files import write_text
 
-EXAMPLES = """
+EVAL_EXAMPLES = """
   aploss eval runs/demo --data VOCdevkit --split 2007_test --metric voc07 --json
   aploss eval --annotations instances_val2017.json --detections results.json
   aploss eval --annotations gt.json --detections found/detections.json --iou 0.7 --out scores/
 """
 
 
-def _add_arguments(parser: ArgumentParser) -> None:
+def add_eval_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", help="run folder or checkpoint to evaluate on --data")
     parser.add_argument("--data", help="dataset to evaluate a run on: folder, file, or 'builtin'")
     parser.add_argument("--split", help="split of the dataset; by default test, else val")
@@ -49,7 +49,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for metrics.json and precision-recall curves")
 
 
-def _run(options: Namespace) -> int:
+def run_eval(options: Namespace) -> int:
     """Evaluates, prints a table or JSON, and writes the requested files."""
     files = [options.annotations, options.detections]
     given = [value is not None for value in (options.run, options.data, *files)]
@@ -151,6 +151,3 @@ def _write(folder: Path, truth: Annotations, table: DetectionTable, metrics: Met
     write_text(folder / "metrics.json", json.dumps(document, indent=2, allow_nan=False) + "\n")
     if curves:
         write_text(folder / "precision-recall.svg", precision_recall_plot(curves, iou))
-
-
-EVAL = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)

@@ -13,13 +13,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import version
+from typing import Any
 
-from aploss.cli.command import EXIT_PROBLEMS, Command
+from aploss.cli.command import EXIT_PROBLEMS
 from aploss.cli.options import Parser, add_general_options
 from aploss.errors import AplossError, ConfigError, did_you_mean, missing_package
 from aploss.terminal import printable_output
 
-# Words of the command → (module of aploss.cli, line for the overview). The last word names the command.
+# Words of the command → (module of aploss.cli, line for the overview). For ``aploss data show``, the module defines
+# ``SHOW_EXAMPLES`` (the end of the help), ``add_show_arguments(parser)`` and ``run_show(options)``, the exit code.
 COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
     ("demo",): ("small", "train on built-in data in a few minutes, and show the result"),
     ("train",): ("train", "train a detector on VOC, COCO, YOLO or built-in data"),
@@ -111,7 +113,8 @@ def _run(words: tuple[str, ...], arguments: list[str]) -> int:
     try:
         if options.quiet:
             logger.setLevel(logging.ERROR)
-        return _command(words).run(options)
+        code: int = _of_command("run_{}", words)(options)
+        return code
     finally:
         logger.setLevel(level)
 
@@ -129,17 +132,16 @@ def set_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)  # if torch was imported before
 
 
-def _command(words: tuple[str, ...]) -> Command:
-    command: Command = getattr(import_module(f"aploss.cli.{COMMANDS[words][0]}"), words[-1].upper())
-    return command
+def _of_command(name: str, words: tuple[str, ...]) -> Any:
+    return getattr(import_module(f"aploss.cli.{COMMANDS[words][0]}"), name.format(words[-1]))
 
 
 def make_parser(words: tuple[str, ...]) -> Parser:
     """Builds the parser of the command with these words, such as ``("data", "check")``."""
-    command, line = _command(words), COMMANDS[words][1]
-    description, examples = f"{line[0].upper()}{line[1:]}.", command.examples.strip("\n")
+    line, examples = COMMANDS[words][1], _of_command(f"{words[-1].upper()}_EXAMPLES", words).strip("\n")
+    description = f"{line[0].upper()}{line[1:]}."
     parser = Parser(prog=f"aploss {' '.join(words)}", description=description, epilog=f"examples:\n{examples}")
-    command.add_arguments(parser)
+    _of_command("add_{}_arguments", words)(parser)
     add_general_options(parser)
     for action in parser._actions:
         is_informative = action.option_strings and action.default not in (None, False, SUPPRESS, [])

@@ -6,7 +6,7 @@ and the images and classes that they refer to, to ``images.json``. The detection
 """
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from glob import glob
@@ -14,7 +14,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aploss.cli.command import EXIT_PROBLEMS, Command, free_folder, positive_int, progress, run_folder_of
+from aploss.cli.command import EXIT_PROBLEMS, free_folder, positive_int, progress, run_folder_of
 from aploss.cli.results import Parts, annotated_ids, check_voc_names, file_version, write_results, write_voc_submission
 from aploss.data.images import EXTENSIONS
 from aploss.errors import ConfigError, DataError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from aploss.detectors.predict import ObjectDetector, Prediction
 
-EXAMPLES = """
+PREDICT_EXAMPLES = """
   aploss predict runs/demo photos/
   aploss predict runs/demo a.jpg b.png "holiday/**/*.jpg" --out found/ --threshold 0.5 --labels yolo
   aploss predict model.onnx photos/ --out found/
@@ -38,12 +38,15 @@ LOSSY = (".jpg", ".jpeg")  # drawn pictures of other formats are PNG
 DECIDING = ("images", "threshold", "labels", "multi_scale", "submission", "annotations")  # options that change results
 
 
-def _add_arguments(parser: ArgumentParser) -> None:
+def add_predict_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", help="run folder, checkpoint or exported file")
     parser.add_argument("images", nargs="+", help="image files, folders or glob patterns")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results; by default runs/predict-RUN")
-    threshold = "minimum score, 0 to report everything; by default the best F1 on validation, or 0 for a submission"
-    parser.add_argument("--threshold", type=float, metavar="X", help=threshold)
+    threshold = (
+        "minimum score, 0 to report everything, or 'lrp' for the LRP-optimal threshold of each class; by default the "
+        "best F1 on validation, or 0 for a submission"
+    )
+    parser.add_argument("--threshold", type=_threshold, metavar="X", help=threshold)
     labels = "also write annotation files, to correct by hand and train on"
     parser.add_argument("--labels", choices=["voc", "yolo"], help=labels)
     submission = "write the result files of an evaluation server, and no pictures"
@@ -57,7 +60,14 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=positive_int, metavar="N", default=8, help=batch)
 
 
-def _run(options: Namespace) -> int:
+def _threshold(text: str) -> float | str:
+    try:
+        return text if text == "lrp" else float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"expected a number or 'lrp', got {text!r}") from None
+
+
+def run_predict(options: Namespace) -> int:
     """Predicts batch by batch and writes the results; exit code 1 if some images could not be used."""
     from aploss.data.images import read_image
     from aploss.detectors.checkpoint import checkpoint_file
@@ -195,6 +205,3 @@ def _candidates(argument: str) -> Iterator[tuple[Path, str]]:
         for path in sorted(Path(match).rglob("*")):
             if path.suffix.lower() in EXTENSIONS and path.is_file():
                 yield path, path.relative_to(match).with_suffix("").as_posix()
-
-
-PREDICT = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)

@@ -8,12 +8,12 @@ import os
 from argparse import ArgumentParser, Namespace
 from functools import partial
 
-from aploss.cli.command import Command, positive_int
+from aploss.cli.command import positive_int
 from aploss.cli.compare import add_comparison_options, run_comparison
 from aploss.cli.options import given_settings
 from aploss.experiments.paper import REPRODUCTIONS
 
-EXAMPLES = """
+REPRODUCE_EXAMPLES = """
   aploss reproduce table2
   aploss reproduce table2 --data path/to/bccd --steps 1000 --seeds 5 --max-minutes 30
   aploss reproduce table3 --scale paper --benchmark coco --data coco/ --plan
@@ -22,7 +22,7 @@ EXAMPLES = """
 """
 
 
-def _add_arguments(parser: ArgumentParser) -> None:
+def add_reproduce_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("name", choices=list(REPRODUCTIONS), help="table or figure")
     parser.add_argument("--scale", choices=["small", "paper"], default="small", help="minutes on a CPU, or the paper's")
     parser.add_argument("--benchmark", choices=["voc", "coco"], default="voc", help="dataset of the paper")
@@ -36,7 +36,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
     add_comparison_options(parser, out="runs/NAME-SCALE-DATA")
 
 
-def _run(options: Namespace) -> int:
+def run_reproduce(options: Namespace) -> int:
     """Trains missing runs, and prints the table and the path of the report."""
     from aploss.experiments.plan import parse_searched, parse_seeds
     from aploss.experiments.reproduce import Request, check_time, default_out, describe_reproduction, reproduce
@@ -58,6 +58,3 @@ def _run(options: Namespace) -> int:
     say = (lambda line: None) if options.quiet else print
     check_time(options.name, request, say, start_anyway=options.yes)
     return run_comparison(options, default_out(options.name, request), partial(reproduce, options.name, request))
-
-
-REPRODUCE = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)

@@ -6,18 +6,33 @@ from argparse import ArgumentParser, Namespace
 from importlib import import_module
 from pathlib import Path
 
-from aploss.cli.command import EXIT_PROBLEMS, Command, free_folder, positive_int, progress
+from aploss.cli.command import EXIT_PROBLEMS, free_folder, positive_int, progress
 from aploss.errors import ConfigError
 from aploss.files import write_text
 
-BENCHMARKS = {"losses": "losses", "scaling": "scaling", "data": "data", "training-step": "training_step"}
+BENCHMARKS = ("losses", "scaling", "data", "training-step")
 STUDIES = ("convergence", "smoothed-failure", "inseparable", "consistency", "imbalance", "method")
 MIN_EXPORT_SIZE = 32
+DEMO_EXAMPLES = """
+  aploss demo
+  aploss demo --loss focal --seed 1 --out runs/second-demo
+"""
+EXPORT_EXAMPLES = """
+  aploss export runs/demo --out detector.onnx
+  aploss export runs/demo/checkpoints/last.pt --out detector.onnx --size 320
+"""
+THEORY_EXAMPLES = """
+  aploss theory                     every study, with an index page
+  aploss theory smoothed-failure
+"""
+BENCH_EXAMPLES = """
+  aploss bench                          everything (about 10 minutes on 2 cores)
+  aploss bench losses                   AP-loss against focal loss and BCE
+  aploss bench training-step --quick
+"""
 
-# --- train on built-in data
 
-
-def _add_demo_arguments(parser: ArgumentParser) -> None:
+def add_demo_arguments(parser: ArgumentParser) -> None:
     from aploss.losses.traits import LOSSES
 
     parser.add_argument("--loss", default="ap", help=f"classification loss: {', '.join(LOSSES.names())}")
@@ -25,7 +40,7 @@ def _add_demo_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--out", help="run folder; by default runs/demo, or the next free number")
 
 
-def _demo(options: Namespace) -> int:
+def run_demo(options: Namespace) -> int:
     """Trains the demo recipe, or resumes an unfinished demo."""
     from aploss.cli.train import run_training
     from aploss.losses.traits import LOSSES
@@ -46,17 +61,14 @@ def _demo(options: Namespace) -> int:
     return run_training(load_config("demo", {**settings, "out": str(folder)}), options, resume=True)
 
 
-# --- export a run to ONNX
-
-
-def _add_export_arguments(parser: ArgumentParser) -> None:
+def add_export_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", help="run folder or checkpoint of a detector")
     parser.add_argument("--out", type=Path, required=True, metavar="model.onnx", help="ONNX file to write")
     size = "shorter side of images in pixels; by default the detector's test_size"
     parser.add_argument("--size", type=positive_int, metavar="N", help=size)
 
 
-def _export(options: Namespace) -> int:
+def run_export(options: Namespace) -> int:
     """Exports, and prints what the file contains."""
     from aploss.detectors.checkpoint import load
     from aploss.detectors.export import export_onnx
@@ -74,16 +86,13 @@ def _export(options: Namespace) -> int:
     return 0
 
 
-# --- verify the paper's theorems
-
-
-def _add_theory_arguments(parser: ArgumentParser) -> None:
+def add_theory_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", choices=["all", *STUDIES], default="all", help="which study")
     parser.add_argument("--seed", type=int, metavar="N", default=0, help="seed of the random problems")
     parser.add_argument("--out", type=Path, metavar="DIR", default=Path("runs/theory"), help="folder for the pages")
 
 
-def _theory(options: Namespace) -> int:
+def run_theory(options: Namespace) -> int:
     """Runs the studies, writes their pages and prints their verdicts."""
     from aploss import theory
 
@@ -103,19 +112,16 @@ def _theory(options: Namespace) -> int:
     return 0 if all(study.holds for study in studies) else EXIT_PROBLEMS
 
 
-# --- benchmark
-
-
-def _add_bench_arguments(parser: ArgumentParser) -> None:
+def add_bench_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("what", nargs="?", choices=["all", *BENCHMARKS], default="all", help="which benchmark")
     parser.add_argument("--quick", action="store_true", help="a short run with small sizes")
     parser.add_argument("--out", type=Path, metavar="DIR", default=Path("runs/bench"), help="folder for the JSON files")
 
 
-def _bench(options: Namespace) -> int:
+def run_bench(options: Namespace) -> int:
     """Runs the benchmarks, prints their tables and writes their results as JSON."""
     for name in BENCHMARKS if options.what == "all" else [options.what]:
-        benchmark = import_module(f"aploss.benchmarks.{BENCHMARKS[name]}")
+        benchmark = import_module(f"aploss.benchmarks.{name.replace('-', '_')}")
         with progress(name, quiet=options.quiet) as show:
             result = benchmark.run(lambda step: show(text=step), quick=options.quick)
         print(f"\n{name}\n{benchmark.table(result)}", flush=True)
@@ -123,26 +129,3 @@ def _bench(options: Namespace) -> int:
     if not options.quiet:
         print(f"\nresults: {options.out}", flush=True)
     return 0
-
-
-DEMO_EXAMPLES = """
-  aploss demo
-  aploss demo --loss focal --seed 1 --out runs/second-demo
-"""
-EXPORT_EXAMPLES = """
-  aploss export runs/demo --out detector.onnx
-  aploss export runs/demo/checkpoints/last.pt --out detector.onnx --size 320
-"""
-THEORY_EXAMPLES = """
-  aploss theory                     every study, with an index page
-  aploss theory smoothed-failure
-"""
-BENCH_EXAMPLES = """
-  aploss bench                          everything (about 10 minutes on 2 cores)
-  aploss bench losses                   AP-loss against focal loss and BCE
-  aploss bench training-step --quick
-"""
-DEMO = Command(examples=DEMO_EXAMPLES, add_arguments=_add_demo_arguments, run=_demo)
-EXPORT = Command(examples=EXPORT_EXAMPLES, add_arguments=_add_export_arguments, run=_export)
-THEORY = Command(examples=THEORY_EXAMPLES, add_arguments=_add_theory_arguments, run=_theory)
-BENCH = Command(examples=BENCH_EXAMPLES, add_arguments=_add_bench_arguments, run=_bench)

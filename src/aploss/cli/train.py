@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from aploss.cli.command import Command
 from aploss.cli.options import Parser, add_settings, add_shorthands, given_settings, shorthand_changes, show_values
 from aploss.errors import AplossError, ConfigError
 from aploss.losses.traits import LOSSES
@@ -21,7 +20,7 @@ from aploss.training.recipes import load_config, merge, read_yaml, recipe_names
 if TYPE_CHECKING:
     from aploss.data.formats import DataFormat
 
-EXAMPLES = """
+TRAIN_EXAMPLES = """
   aploss train --data my-photos/ --loss ap --max-minutes 30
   aploss train --recipe voc-retinanet-r50 --data VOCdevkit --epochs 20 --lr 1e-3 --out runs/voc
   aploss train --resume --out runs/voc
@@ -32,7 +31,7 @@ EXAMPLES = """
 COMMON = ("data", "out", "loss", "detector")
 
 
-def _add_arguments(parser: ArgumentParser) -> None:
+def add_train_arguments(parser: ArgumentParser) -> None:
     """Ten common options first, then one option for each setting of a run, in groups."""
     from aploss.detectors.build import DETECTORS
 
@@ -65,7 +64,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
         add_settings(group, [field for field in fields.values() if field.group == name])
 
 
-def _run(options: Namespace) -> int:
+def run_train(options: Namespace) -> int:
     """Trains, and prints the metrics and the path of the report."""
     from aploss.training.distributed import is_main_process
 
@@ -145,6 +144,3 @@ def run_training(config: TrainConfig, options: Namespace, *, resume: bool, sourc
     if is_main_process() and not options.quiet:
         print(f"{summary.table()}\nreport: {summary.folder}/report.html", flush=True)
     return 0
-
-
-TRAIN = Command(examples=EXAMPLES, add_arguments=_add_arguments, run=_run)

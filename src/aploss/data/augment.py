@@ -135,9 +135,3 @@ class Zoom(nn.Module):
         boxes = F.crop(target["boxes"], top, left, new_height, new_width)
         boxes[~inside.all(dim=1)] = 0
         return F.crop(image, top, left, new_height, new_width), {**target, "boxes": boxes}
-
-
-def mirrored(boxes: Tensor, width: float) -> Tensor:
-    """Boxes [n, 4] in the mirror image of an image of this width."""
-    left, top, right, bottom = boxes.unbind(1)
-    return torch.stack([width - right, top, width - left, bottom], dim=1)

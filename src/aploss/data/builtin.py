@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from filelock import FileLock
@@ -48,7 +48,6 @@ TEXTURE_CONTRAST = 0.3  # between the two colours of a texture; 1 hides the shap
 Floats = NDArray[np.floating[Any]]
 Points = NDArray[np.float64]
 Mask = NDArray[np.bool_]
-T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -100,45 +99,19 @@ def builtin_folder(
     sizes = "-".join(map(str, counts))
     folder = home / f"shapes-v{VERSION}-seed{seed}-{image_size}px-{sizes}"
 
-    def find(folder: Path) -> Path | None:
-        return folder if all((folder / split).is_dir() for split in (*SPLITS, "annotations")) else None
+    def is_complete() -> bool:
+        return all((folder / split).is_dir() for split in (*SPLITS, "annotations"))
 
-    def make(fresh: Path) -> None:
-        _log.info("drawing the built-in dataset into %s (once, takes some seconds)", folder)
-        (fresh / "annotations").mkdir()
-        for number, split in enumerate(SPLITS):
-            content = _draw_split(fresh / split, [VERSION, seed, number], image_size, counts[number])
-            (fresh / "annotations" / f"instances_{split}.json").write_text(json.dumps(content), encoding="utf-8")
-
-    return make_once(folder, find=find, make=make)
-
-
-def make_once(folder: Path, *, find: Callable[[Path], T | None], make: Callable[[Path], None]) -> T:
-    """What ``find`` finds in a folder of a cache, which ``make`` fills if it is missing or incomplete.
-
-    Safe to call from several processes: one fills a temporary folder, renamed when it is complete, the others wait.
-
-    Raises:
-        DataError: the cache is not writable.
-    """
-    home = folder.parent
     try:
-        if (found := find(folder)) is None:
+        if not is_complete():
             home.mkdir(parents=True, exist_ok=True)
             with FileLock(home / f".{folder.name}.lock"):
-                if (found := find(folder)) is None:  # another process may have made it meanwhile
-                    with tempfile.TemporaryDirectory(prefix=".making-", dir=home) as scratch:
-                        fresh = Path(scratch) / "fresh"
-                        fresh.mkdir()
-                        make(fresh)
-                        if folder.exists():
-                            shutil.move(folder, Path(scratch) / "damaged")
-                        fresh.rename(folder)
-                    found = find(folder)
+                if not is_complete():  # another process may have drawn it meanwhile
+                    _log.info("drawing the built-in dataset into %s (once, takes some seconds)", folder)
+                    _draw_folder(folder, seed, image_size, counts)
     except OSError as error:
         raise cache_error(home, error) from error
-    assert found is not None, folder
-    return found
+    return folder
 
 
 def cache_error(folder: Path, error: Exception) -> DataError:
@@ -153,6 +126,19 @@ def cache_folder() -> Path:
     if named := os.environ.get("APLOSS_CACHE"):
         return Path(named).expanduser()
     return user_cache_path("aploss", appauthor=False)
+
+
+def _draw_folder(folder: Path, seed: int, image_size: int, counts: tuple[int, int, int]) -> None:
+    """Draws all splits in a temporary folder, which replaces ``folder`` when it is complete."""
+    with tempfile.TemporaryDirectory(prefix=".making-", dir=folder.parent) as scratch:
+        fresh = Path(scratch) / "fresh"
+        (fresh / "annotations").mkdir(parents=True)
+        for number, split in enumerate(SPLITS):
+            content = _draw_split(fresh / split, [VERSION, seed, number], image_size, counts[number])
+            (fresh / "annotations" / f"instances_{split}.json").write_text(json.dumps(content), encoding="utf-8")
+        if folder.exists():
+            shutil.move(folder, Path(scratch) / "damaged")
+        fresh.rename(folder)
 
 
 def _draw_split(folder: Path, seeds: list[int], image_size: int, count: int) -> dict[str, Any]:
@@ -171,9 +157,7 @@ def _draw_split(folder: Path, seeds: list[int], image_size: int, count: int) -> 
         boxes=np.concatenate([scene.boxes for scene in scenes]),
         labels=np.concatenate([scene.labels for scene in scenes]),
     )
-    version, seed, _ = seeds
-    info = {"description": "aploss built-in shapes", "version": str(version), "seed": seed, "split": folder.name}
-    return {"info": info, **dataset.to_coco()}
+    return dataset.to_coco()
 
 
 # --- one picture ------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from aploss.data.annotations import MAX_LISTED, DetectionDataset
-from aploss.data.formats import Parts, check_class_names, common_split_name, each_image_once
+from aploss.data.formats import Parts, check_class_names, common_split_name, distinct
 from aploss.data.load import Progress, find_source, inspect_images, map_in_threads, sample_file
 from aploss.data.problems import KINDS, Effect, Problem, ProblemError
 
@@ -187,7 +187,7 @@ def check_dataset(
         format=source.format,
         class_names=tuple(dict.fromkeys(name for part in usable.values() for name in part.class_names)),
         splits={split: split_statistics([part]) for split, part in usable.items()},
-        total=split_statistics(_distinct(usable)),
+        total=split_statistics(distinct(usable)),
         findings=[
             Finding(problem, tuple(splits_of[problem]))
             for problem in sorted(splits_of, key=lambda problem: (kinds.index(problem.kind), problem.file))
@@ -197,20 +197,12 @@ def check_dataset(
     )
 
 
-def _distinct(parts: Parts) -> list[DetectionDataset]:
-    """The parts without the images of earlier parts."""
-    indices: dict[int, list[int]] = {id(part): [] for part in parts.values()}
-    for part, index in each_image_once(parts):
-        indices[id(part)].append(index)
-    return [part.subset(indices[id(part)]) for part in parts.values()]
-
-
 def _inspect(parts: Parts, *, pixels: bool, progress: Progress | None) -> dict[str, Problem]:
     """Path → problem of the unusable images; an image is inspected once, however many splits contain it."""
-    distinct = _distinct(parts)
-    done, total = 0, sum(map(len, distinct))
+    rest = distinct(parts)
+    done, total = 0, sum(map(len, rest))
     found: dict[str, Problem] = {}
-    for part in distinct:
+    for part in rest:
         for path, problem in zip(part.image_paths, inspect_images(part, pixels=pixels), strict=True):
             if problem is not None:
                 found[path] = problem
@@ -241,7 +233,7 @@ def _suspicious_boxes(part: DetectionDataset) -> Iterator[Problem]:
 
 def _find_copies(parts: Parts) -> list[tuple[str, ...]]:
     """Groups of image files with the same content. Only files of equal size are read, and a sample of them first."""
-    groups = [[f"{part.root}/{name}" for part in _distinct(parts) for name in part.image_paths]]
+    groups = [[f"{part.root}/{name}" for part in distinct(parts) for name in part.image_paths]]
 
     def content(path: str) -> bytes:
         try:

@@ -17,7 +17,7 @@ With ``--plugin csv_format.py``, every command accepts datasets of this format.
 import hashlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -34,7 +34,8 @@ Parts = dict[str, DetectionDataset]  # split → its images
 SPLITS = ("train", "trainval", "val", "test")  # common names, in their usual order
 _ALL = "all"
 _SYNONYMS = {"training": "train", "validation": "val", "valid": "val", "dev": "val", "testing": "test"}
-_SLICE = re.compile(r"(?P<name>.*)\[(?P<start>[\d.]+%)?:(?P<stop>[\d.]+%)?\]$")
+_PERCENT = r"\d+(?:\.\d+)?"
+_SLICE = re.compile(rf"(?P<name>.*)\[(?:(?P<start>{_PERCENT})%)?:(?:(?P<stop>{_PERCENT})%)?\]$")
 
 
 class DataFormat(ABC):
@@ -108,7 +109,10 @@ class DataFormat(ABC):
         for problem in dataset.problems:
             if problem.effect is Effect.REFUSED:
                 raise DataError(f"{problem.file}: {problem.message}; nothing was loaded")
-        return require_images(dataset)
+        if not len(dataset):
+            found = f": {summarise(dataset.problems)}; {dataset.problems[0]}" if dataset.problems else ""
+            raise DataError(f"{dataset.root}: no usable image in split '{dataset.split}'{found}")
+        return dataset
 
     def _load_expression(self, expression: str, class_names: tuple[str, ...] | None) -> DetectionDataset:
         """Loads splits joined by ``+``."""
@@ -128,10 +132,9 @@ class DataFormat(ABC):
         if match is None or term in self.splits:
             return self._read_once(self._resolve(term), class_names)
         whole = self._load_expression(match["name"] or _ALL, class_names)
-        start, stop = (
-            round(_fraction(text, term) * len(whole)) if text else default
-            for text, default in ((match["start"], 0), (match["stop"], len(whole)))
-        )
+        start, stop = float(match["start"] or 0) / 100, float(match["stop"] or 100) / 100
+        if not max(start, stop) <= 1:
+            raise DataError(f"'{term}': write a part of a split as train[:80%] or train[80%:]")
 
         # Shuffled by a hash of the name: the same order on every machine.
         def hash_key(index: int) -> bytes:
@@ -139,7 +142,8 @@ class DataFormat(ABC):
             return hashlib.blake2b(name, digest_size=8).digest()
 
         order = sorted(range(len(whole)), key=hash_key)
-        return whole.subset(sorted(order[start:stop]), split=term)
+        chosen = order[round(start * len(whole)) : round(stop * len(whole))]
+        return whole.subset(sorted(chosen), split=term)
 
     def _read_once(self, split: str, class_names: tuple[str, ...] | None) -> DetectionDataset:
         if (split, class_names) not in self._cache:
@@ -156,24 +160,6 @@ class DataFormat(ABC):
         if len(matches) != 1:
             raise DataError(f"{self.folder.root}: no split '{name}'; available: {', '.join(self.splits)}")
         return matches[0]
-
-
-def require_images(dataset: DetectionDataset) -> DetectionDataset:
-    """The dataset itself; DataError if it has no image."""
-    if not len(dataset):
-        found = f": {summarise(dataset.problems)}; {dataset.problems[0]}" if dataset.problems else ""
-        raise DataError(f"{dataset.root}: no usable image in split '{dataset.split}'{found}")
-    return dataset
-
-
-def _fraction(text: str, term: str) -> float:
-    try:
-        value = float(text.rstrip("%")) / 100
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise DataError(f"'{term}': write a part of a split as train[:80%] or train[80%:]")
-    return value
 
 
 FORMATS: Registry[type[DataFormat]] = Registry("data format")
@@ -207,16 +193,6 @@ def writable_formats() -> tuple[str, ...]:
 
 
 # --- helpers for readers and writers --------------------------------------------------------------
-
-
-def number(text: object) -> float:
-    """A coordinate as float, possibly NaN or infinite; ValueError if it is not a number."""
-    try:
-        if isinstance(text, (int, float, str)) and not isinstance(text, bool):
-            return float(text)
-    except (ValueError, OverflowError):
-        pass
-    raise ValueError(f"{text!r:.80} is not a number")
 
 
 def image_size(width: Any, height: Any) -> tuple[int, int] | None:
@@ -256,16 +232,14 @@ def check_class_names(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def each_image_once(parts: Parts) -> Iterator[tuple[DetectionDataset, int]]:
-    """The images of all splits as (split, index); images in several splits are given once."""
-    seen = set()
+def distinct(parts: Parts) -> list[DetectionDataset]:
+    """The splits of a dataset, each without the images of earlier ones."""
+    seen: set[str] = set()
+    rest = []
     for part in parts.values():
-        root = str(part.root)
-        for index, name in enumerate(part.image_paths):
-            path = f"{root}/{name}"  # 123,000 objects of type Path take seconds
-            if path not in seen:
-                seen.add(path)
-                yield part, index
+        rest.append(part.subset([index for index, path in enumerate(part.image_paths) if path not in seen]))
+        seen.update(part.image_paths)
+    return rest
 
 
 def outline_losses(parts: Parts) -> list[str]:

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from aploss.data.problems import Problem, ProblemError
+from aploss.data.problems import ProblemError
 
 # Only formats that Pillow decodes itself: others (EPS) start external programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "JPEG2000")
@@ -64,12 +63,13 @@ def read_image(path: str | Path, *, size: tuple[int, int] | None = None) -> Tens
         if _orientation(image) != 1 and not annotated_as_stored:
             image = ImageOps.exif_transpose(image)
         if size is not None and image.size != size:
-            raise _size_mismatch(path, size, image.size)
+            raise size_mismatch(path, size, image.size)
         pixels = np.array(to_rgb(image))  # [H, W, 3]
     return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
 
 
-def _size_mismatch(path: str | Path, annotated: tuple[int, int], found: tuple[int, int]) -> ImageError:
+def size_mismatch(path: str | Path, annotated: tuple[int, int], found: tuple[int, int]) -> ImageError:
+    """The error for an image of another size than annotated."""
     sizes = f"the annotation says {annotated[0]}x{annotated[1]} pixels, the file has {found[0]}x{found[1]}"
     return ImageError("size-mismatch", str(path), f"{sizes}; correct the annotation or the image")
 
@@ -135,23 +135,3 @@ def _eight_bit(image: Image.Image) -> Image.Image:
     largest = 65535 if image.mode != "F" else 1 if values.max() <= 1 else 255
     values *= 255 / largest
     return Image.fromarray(np.clip(np.round(values), 0, 255).astype(np.uint8))
-
-
-def inspect_image(path: str, *, name: str, size: tuple[int, int], pixels: bool) -> Problem | None:
-    """The problem of an image file, if any.
-
-    Args:
-        path: the file.
-        name: its name in messages.
-        size: the annotated (width, height).
-        pixels: whether to decode the whole file, which finds damaged images, or only its header.
-    """
-    try:
-        sizes = read_sizes(path)
-        if size not in sizes:
-            raise _size_mismatch(path, size, sizes[0])
-        if pixels:
-            read_image(path, size=size)
-        return None
-    except ImageError as error:
-        return replace(error.problem, file=name, image=name)

@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ import aploss.data.yolo  # noqa: F401 - each module registers its format
 from aploss.data.annotations import DetectionDataset
 from aploss.data.builtin import builtin_folder
 from aploss.data.formats import FORMATS, DataFormat
-from aploss.data.images import inspect_image
+from aploss.data.images import ImageError, read_image, read_sizes, size_mismatch
 from aploss.data.problems import Problem
 from aploss.errors import DataError, did_you_mean
 
@@ -104,12 +105,26 @@ def find_source(path: str | Path, *, format: str = "auto") -> DataFormat:
 
 
 def inspect_images(dataset: DetectionDataset, *, pixels: bool) -> Iterator[Problem | None]:
-    """The problem of each image of a dataset, in order; see :func:`inspect_image`."""
-    root, sizes = str(dataset.root), dataset.image_sizes.tolist()
+    """The problem of each image file of a dataset, or None, in order.
+
+    Args:
+        dataset: the images.
+        pixels: whether to decode the whole files, which finds damaged images, or only their headers.
+    """
+    root = str(dataset.root)
 
     def inspect(index: int) -> Problem | None:
-        name, (width, height) = dataset.image_paths[index], sizes[index]
-        return inspect_image(f"{root}/{name}", name=name, size=(width, height), pixels=pixels)
+        name, size = dataset.image_paths[index], dataset.image_size(index)
+        path = f"{root}/{name}"
+        try:
+            sizes = read_sizes(path)
+            if size not in sizes:
+                raise size_mismatch(path, size, sizes[0])
+            if pixels:
+                read_image(path, size=size)
+            return None
+        except ImageError as error:
+            return replace(error.problem, file=name, image=name)
 
     return map_in_threads(inspect, range(len(dataset)))
 

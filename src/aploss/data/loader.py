@@ -111,18 +111,23 @@ class TrainingBatches:
     """
 
     def __init__(
-        self, samples: AugmentedSamples, batch_size: int, workers: int, rank: int, world_size: int, skip: bool
+        self,
+        samples: AugmentedSamples,
+        batch_size: int,
+        workers: int,
+        rank: int,
+        world_size: int,
+        skip: bool,
+        pinned: bool,
     ) -> None:
         _check_settings(len(samples), batch_size, workers, rank, world_size)
         self.batch_size = min(batch_size, len(samples))
         if self.batch_size % world_size:
             wrong = f"a batch of {self.batch_size} images cannot be split evenly over {world_size} processes"
             raise ConfigError(f"{wrong}: choose a multiple of {world_size}")
-        self.seed = samples.seed
-        self.rank = rank
-        self.world_size = world_size
         self.unreadable: dict[int, str] = {}
-        self._samples, self._workers, self._skip = samples, workers, skip
+        self._samples, self._workers, self._skip, self._pinned = samples, workers, skip, pinned
+        self._rank, self._world_size = rank, world_size
 
     @property
     def batches_per_epoch(self) -> int:
@@ -167,7 +172,7 @@ class TrainingBatches:
 
     def _load(self, keys: Iterable[list[Key]]) -> Generator[Batch]:
         read = partial(_read_training_batch, self._samples, skip=self._skip)
-        yield from map(_receive, _data_loader(read, keys, self._workers))
+        yield from map(partial(_receive, pinned=self._pinned), _data_loader(read, keys, self._workers))
 
     def _record(self, batches: Generator[Batch]) -> Generator[Batch]:
         for batch in batches:
@@ -178,11 +183,11 @@ class TrainingBatches:
 
     def _keys(self, epoch: int, start_batch: int = 0) -> list[list[Key]]:
         """(epoch, position in its order) of the samples of this process's batches."""
-        share = self.batch_size // self.world_size
+        share = self.batch_size // self._world_size
         return [
             [(epoch, place) for place in range(start, start + share)]
             for step in range(start_batch, self.batches_per_epoch)
-            for start in [step * self.batch_size + self.rank * share]
+            for start in [step * self.batch_size + self._rank * share]
         ]
 
 
@@ -218,6 +223,7 @@ def make_training_loader(
     world_size: int = 1,
     skip_unreadable: bool = False,
     features: StoredFeatures | None = None,
+    pinned: bool = False,
 ) -> TrainingBatches:
     """Training batches of a dataset, reproducible bit for bit.
 
@@ -234,6 +240,7 @@ def make_training_loader(
             instead of raising an error.
         features: stored features of the dataset's images at this size, used instead of the images; see
             :func:`~aploss.data.features.store_features`.
+        pinned: leave images in uint8, a quarter of the bytes, and in pinned memory, for a GPU that converts them.
 
     Returns:
         An object whose ``epoch(number, start_batch=0)`` and ``endless(first_batch=0)`` generate :class:`Batch` objects.
@@ -244,7 +251,7 @@ def make_training_loader(
     """
     kind = AugmentedSamples if features is None else partial(FeatureSamples, features=features)
     samples = kind(dataset, seed=seed, preset=preset, size=size)
-    return TrainingBatches(samples, batch_size, workers, rank, world_size, skip_unreadable)
+    return TrainingBatches(samples, batch_size, workers, rank, world_size, skip_unreadable, pinned)
 
 
 def make_evaluation_loader(
@@ -333,11 +340,14 @@ class _Batches(Dataset[Batch | str]):
         return batch._replace(targets=arrays)
 
 
-def _receive(batch: Batch | str) -> Batch:
-    """Scales images to [0, 1] and makes targets tensors again; raises an error that was returned."""
+def _receive(batch: Batch | str, *, pinned: bool = False) -> Batch:
+    """Scales images to [0, 1] or pins them, and makes targets tensors again; raises an error that was returned."""
     if isinstance(batch, str):
         raise DataError(batch)
-    images = list(map(_to_unit, batch.images)) if isinstance(batch.images, list) else _to_unit(batch.images)
+    if pinned:
+        images: Any = batch.images.pin_memory()
+    else:
+        images = list(map(_to_unit, batch.images)) if isinstance(batch.images, list) else _to_unit(batch.images)
     targets = [
         {key: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for key, value in target.items()}
         for target in batch.targets

@@ -2,6 +2,7 @@
 
 import posixpath
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,10 +19,9 @@ from aploss.data.formats import (
     DataFormat,
     Parts,
     common_split_name,
-    each_image_once,
+    distinct,
     filled_lines,
     image_size,
-    number,
     outline_losses,
     register_format,
     split_order,
@@ -29,7 +29,6 @@ from aploss.data.formats import (
 from aploss.data.paths import DatasetFolder, is_image, stem_of
 from aploss.data.problems import Problem, ProblemError
 
-_MAX_BYTES = 64 << 20  # far more than the objects of any image need
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
 _YEAR = re.compile(r"VOC(\d{4})$")
 _NOT_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -68,8 +67,6 @@ def parse_annotation(path: str, content: bytes) -> VocAnnotation:
     Raises:
         ProblemError: the file is not a VOC annotation, or contains a document type or entities.
     """
-    if len(content) > _MAX_BYTES:
-        raise ProblemError("unreadable-annotation", path, f"larger than {_MAX_BYTES >> 20} MB")
     try:
         root: Element = fromstring(content, forbid_dtd=True)
     except DefusedXmlException:
@@ -81,7 +78,7 @@ def parse_annotation(path: str, content: bytes) -> VocAnnotation:
         raise ProblemError("unreadable-annotation", path, f"expected <annotation>, got <{root.tag}>")
     annotation = VocAnnotation(path, file_name=_text(root, "filename"))
     with suppress(ValueError):
-        annotation.size = image_size(*(number(_text(root, f"size/{side}")) for side in ("width", "height")))
+        annotation.size = image_size(*(float(_text(root, f"size/{side}")) for side in ("width", "height")))
     for position, element in enumerate(root.iterfind("object"), start=1):
         try:
             annotation.objects.append(_read_object(path, element, position))
@@ -95,9 +92,9 @@ def _read_object(path: str, element: Element, position: int) -> VocObject:
     if not name:
         raise ProblemError("unknown-class", path, f"object {position}: no class name")
     try:
-        xmin, ymin, xmax, ymax = (number(_text(element, f"bndbox/{corner}")) for corner in _CORNERS)
+        xmin, ymin, xmax, ymax = (float(_text(element, f"bndbox/{corner}")) for corner in _CORNERS)
     except ValueError as error:
-        message = f"object {position} ({name}): <bndbox> needs {', '.join(_CORNERS)}: {error}"
+        message = f"object {position} ({name}): <bndbox> needs {', '.join(_CORNERS)}: {error!s:.100}"
         raise ProblemError("bad-box", path, message) from None
     # In a file that counts from 0, the first pixel must not end up outside the image.
     left, top = (0.0 if 0 <= first < 1 else first - 1 for first in (xmin, ymin))
@@ -222,23 +219,17 @@ class VocPart:
         nearest = min(candidates, key=differing, default="")
         return nearest if nearest and differing(nearest) <= 1 else ""
 
-    def entries(self, split: str) -> Iterator[str | Problem]:
-        """The annotations of a split, or a problem for a listed image without annotation.
-
-        A test split without a single annotation, as benchmarks publish it, gives the paths of absent annotations.
-        """
+    def entries(self, split: str) -> list[str]:
+        """The annotations of a split, including those of listed images that do not exist."""
         if split not in self.lists:
-            yield from self.folders.get(split, self.annotations)
-            return
+            return self.folders.get(split, self.annotations)
         annotation_of = {stem_of(path): path for path in self.annotations}
-        lines = filled_lines(self.folder.read_text(self.lists[split]))
-        names = [(stem_of(line), stem_of(line.split()[0])) for line in lines]
-        found = [next((annotation_of[name] for name in both if name in annotation_of), "") for both in names]
-        if common_split_name(split) == "test" and lines and not any(found):
-            yield from (posixpath.join(self.base, "Annotations", f"{stem}.xml") for _, stem in names)
-            return
-        for line, path, (stem, _) in zip(lines, found, names, strict=True):
-            yield path or Problem("unreadable-annotation", self.lists[split], f"{line}: no annotation {stem}.xml")
+        paths = []
+        for line in filled_lines(self.folder.read_text(self.lists[split])):
+            first = stem_of(line.split()[0])
+            absent = posixpath.join(self.base, "Annotations", f"{first}.xml")
+            paths.append(annotation_of.get(stem_of(line)) or annotation_of.get(first, absent))
+        return paths
 
 
 @register_format("voc")
@@ -321,44 +312,40 @@ class VocFormat(DataFormat):
             listed = [stem_of(names[part.image_path(i)]) + "\n" for i in range(len(part))]
             (folder / "ImageSets" / "Main" / f"{split}.txt").write_text("".join(listed), "utf-8")
         thin = 0
-        for part, index in each_image_once(parts):
-            name, target = names[part.image_path(index)], part.target(index)
-            boxes = target["boxes"]
-            thin += int((boxes[:, 2:] - boxes[:, :2] <= 1).any(dim=1).sum())
-            text = voc_annotation(
-                name,
-                part.image_size(index),
-                [part.class_names[label] for label in target["labels"].tolist()],
-                boxes.tolist(),
-                difficult=target["difficult"].tolist(),
-                crowd=target["crowd"].tolist(),
-            )
-            (folder / "Annotations" / f"{stem_of(name)}.xml").write_text(text, "utf-8")
+        for part in distinct(parts):
+            thin += int((part.boxes[:, 2:] - part.boxes[:, :2] <= 1).any(axis=1).sum())
+            for index in range(len(part)):
+                name, target = names[part.image_path(index)], part.target(index)
+                labels = [part.class_names[label] for label in target["labels"].tolist()]
+                flags = {flag: target[flag].tolist() for flag in ("difficult", "crowd")}
+                text = voc_annotation(name, part.image_size(index), labels, target["boxes"].tolist(), **flags)
+                (folder / "Annotations" / f"{stem_of(name)}.xml").write_text(text, "utf-8")
         class_names = next(iter(parts.values())).class_names
         (folder / "labels.txt").write_text("".join(f"{name}\n" for name in class_names), "utf-8")
         losses = [f"{thin} boxes of at most one pixel's width or height, which are dropped on reading"] if thin else []
         return [*losses, *outline_losses(parts)]
 
     def _annotations(self, part: VocPart, split: str, builder: AnnotationBuilder) -> Iterator[VocAnnotation]:
-        """The distinct, readable annotations of a split."""
-        seen, unannotated = set(), 0
-        for entry in part.entries(split):
-            if entry in seen:
-                builder.report("duplicate-image", str(entry), f"listed twice in split {split}")
-                continue
-            seen.add(entry)
-            if isinstance(entry, str) and not self.folder.has(entry):
-                unannotated += 1
-                yield VocAnnotation(entry)
-                continue
-            parsed = self._parse(entry) if isinstance(entry, str) else entry
-            if isinstance(parsed, Problem):
+        """The distinct, readable annotations of a split.
+
+        The images of a test split without a single annotation, as benchmarks publish it, have no objects.
+        """
+        uses = Counter(part.entries(split))
+        unannotated = common_split_name(split) == "test" and not any(map(self.folder.has, uses))
+        if unannotated and uses:
+            message = "no image has an annotation; used as images without objects"
+            builder.report("image-without-annotation", part.lists[split], message, count=len(uses))
+        for path, count in uses.items():
+            if count > 1:
+                builder.report("duplicate-image", path, f"listed {count} times in split {split}")
+            if unannotated:
+                yield VocAnnotation(path)
+            elif not self.folder.has(path):
+                builder.report("unreadable-annotation", part.lists[split], f"no annotation {path}")
+            elif isinstance(parsed := self._parse(path), Problem):
                 builder.problems.append(parsed)
             else:
                 yield parsed
-        if unannotated:
-            message = "no image has an annotation; used as images without objects"
-            builder.report("image-without-annotation", part.lists[split], message, count=unannotated)
 
     def _parse(self, path: str) -> VocAnnotation | Problem:
         if path not in self._parsed:

@@ -10,11 +10,12 @@ import yaml
 
 from aploss.data.annotations import AnnotationBuilder, DetectionDataset
 from aploss.data.formats import (
+    SPLITS,
     DataFormat,
     Parts,
-    each_image_once,
+    common_split_name,
+    distinct,
     filled_lines,
-    number,
     outline_losses,
     register_format,
     split_order,
@@ -23,7 +24,6 @@ from aploss.data.paths import DatasetFolder, is_image
 from aploss.data.problems import ProblemError
 from aploss.files import load_yaml
 
-_SPLITS = ("train", "val", "valid", "validation", "test")
 _MAX_FRACTION = 1.01  # larger numbers are pixels, not rounded fractions
 _SNAP_PIXELS = 1e-6  # rounding error of cx ± w/2 at the image border
 
@@ -52,9 +52,9 @@ def parse_row(
         return ProblemError(kind, file, f"line {line}: {message}")
 
     try:
-        class_id, *values = map(number, row.split())
+        class_id, *values = map(float, row.split())
     except ValueError as error:
-        raise fault("bad-box", str(error)) from None
+        raise fault("bad-box", f"{error!s:.100}") from None
     if len(values) != 4 and (len(values) < 6 or len(values) % 2):
         raise fault("bad-box", f"expected a class and 4 numbers (or 3 or more points), got {row:.80}")
     if not all(map(isfinite, values)) or max(values) > _MAX_FRACTION:
@@ -191,11 +191,12 @@ class YoloFormat(DataFormat):
         :meth:`DataFormat.write`."""
         (folder / "labels").mkdir()
         flags = {"difficult": 0, "crowd": 0}
-        for part, index in each_image_once(parts):
-            stem, target = posixpath.splitext(names[part.image_path(index)])[0], part.target(index)
-            rows = yolo_rows(target["labels"].tolist(), target["boxes"].tolist(), part.image_size(index))
-            (folder / "labels" / f"{stem}.txt").write_text(rows, "utf-8")
-            flags = {flag: count + int(target[flag].sum()) for flag, count in flags.items()}
+        for part in distinct(parts):
+            for index in range(len(part)):
+                stem, target = posixpath.splitext(names[part.image_path(index)])[0], part.target(index)
+                rows = yolo_rows(target["labels"].tolist(), target["boxes"].tolist(), part.image_size(index))
+                (folder / "labels" / f"{stem}.txt").write_text(rows, "utf-8")
+            flags = {flag: count + int(getattr(part, flag).sum()) for flag, count in flags.items()}
         for split, part in parts.items():
             lines = [f"./images/{names[part.image_path(i)]}\n" for i in range(len(part))]
             (folder / f"{split}.txt").write_text("".join(lines), "utf-8")
@@ -210,7 +211,7 @@ class YoloFormat(DataFormat):
 
     def _is_split(self, key: object, value: object) -> bool:
         """Whether a key of the YAML file is a split: a usual name, or any name of an existing folder or list."""
-        if key in _SPLITS:
+        if common_split_name(str(key)) in SPLITS:
             return not (key == "test" and value is None)  # ``test:`` is often left empty
         return key != "path" and isinstance(value, str) and self._exists(value, base=self._base)
 

@@ -11,7 +11,7 @@ from torchvision.models.detection._utils import BoxCoder
 
 import aploss.detectors.retinanet
 import aploss.detectors.ssd  # noqa: F401  # each registers its detectors
-from aploss.detectors.criterion import BoxLoss, Criterion, check_options, make_loss
+from aploss.detectors.criterion import BoxLoss, Criterion, HardBoxes, check_options, make_loss
 from aploss.detectors.detector import DETECTORS as DETECTORS  # complete once this module is imported
 from aploss.detectors.detector import SETTINGS, Detector, DetectorConfig
 from aploss.detectors.labels import Assigner
@@ -38,6 +38,7 @@ def build_detector(
     box_loss: BoxLoss | None = None,
     box_weight: float | Literal["balanced"] | None = None,
     assigner: Assigner = "iou",
+    hard_boxes: HardBoxes = "ignore",
     weights: str | Path | None = None,
     **options: Any,
 ) -> Detector:
@@ -48,7 +49,7 @@ def build_detector(
         class_names: names of the K classes; label k is the k-th.
         loss: one of ``LOSS_NAMES``, or a loss object.
         loss_options: keyword arguments of a loss given by name.
-        rank_over, box_loss, box_weight, assigner: see :class:`~aploss.detectors.criterion.Criterion`.
+        rank_over, box_loss, box_weight, assigner, hard_boxes: see :class:`~aploss.detectors.criterion.Criterion`.
         weights: initial weights, see :func:`~aploss.detectors.weights.load_weights`. They change the defaults of
             ``options`` to the architecture that the weights were trained with; ResNets get frozen batch norm and two
             frozen stages as in the paper.
@@ -90,6 +91,7 @@ def build_detector(
         box_loss=box_loss,
         box_weight=box_weight,
         assigner=assigner,
+        hard_boxes=hard_boxes,
         **network.matching,
     )
     detector = Detector(name=name, class_names=class_names, config=config, network=network, criterion=criterion)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from aploss.detectors.build import build_detector
 from aploss.detectors.criterion import CUSTOM
@@ -157,15 +158,13 @@ class Checkpoint:
 
 def _check_weights(detector: Detector, state: Mapping[str, Tensor]) -> None:
     """Rejects what torch would load silently: other dtypes and layouts, NaN and Inf."""
-    for name, own in detector.state_dict().items():
+    wanted = detector.state_dict()
+    for name, own in wanted.items():
         tensor = state.get(name, own)
         plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
         if not plain or tensor.is_floating_point() != own.is_floating_point():
-            kind = type(tensor).__name__
-            if isinstance(tensor, Tensor):
-                kind = f"{tensor.dtype}, {tensor.layout}, {tensor.device}"
-            raise RunError(f"{name} must be a dense tensor of {own.dtype}, got {kind}")
-    refuse_non_finite((name, bool(tensor.isfinite().all())) for name, tensor in state.items())
+            raise RunError(f"{name} must be a dense tensor of {own.dtype}")
+    refuse_non_finite((name, bool(state[name].isfinite().all())) for name in wanted if name in state)
 
 
 def refuse_non_finite(tensors: Iterable[tuple[str, bool]]) -> None:
@@ -187,7 +186,7 @@ def wrap_untrusted(source: str | Path) -> Iterator[None]:
     except Exception as error:  # wrong types and sizes can raise anything inside of torch
         reason = " ".join(str(error).split()) or type(error).__name__
         reason = f"it has no entry {reason}" if isinstance(error, KeyError) else reason
-        raise RunError(f"{source} does not fit this version of aploss: {reason[:300]}") from error
+        raise RunError(f"{source} is damaged or from another version of aploss: {reason[:300]}") from error
 
 
 def save_detector(detector: Detector, path: str | Path) -> Path:
@@ -240,9 +239,20 @@ def read_torch_file(file: Path) -> Any:
         check_archive(file)
     try:
         with warnings.catch_warnings(action="ignore"):  # torch's advice on other kinds of files
-            return torch.load(file, map_location="cpu", weights_only=True)
+            content = torch.load(file, map_location="cpu", weights_only=True)
+        for leaf in tree_leaves(content):
+            _check_storage(leaf)
+        return content
     except Exception as error:  # other kinds of files can make the unpickler raise anything
         raise RunError(f"{file} cannot be read as a torch file: {_why_unreadable(file, error)}") from error
+
+
+def _check_storage(leaf: Any) -> None:
+    """Rejects tensors with stride 0: a few bytes of a file would grow to any size as soon as they are used."""
+    if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.device.type == "cpu":
+        stored = leaf.untyped_storage().nbytes()
+        if leaf.numel() * leaf.element_size() > stored:
+            raise RunError(f"a tensor of shape {list(leaf.shape)} has only {stored} bytes of data")
 
 
 def _why_unreadable(file: Path, error: Exception) -> str:

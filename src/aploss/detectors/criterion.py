@@ -27,6 +27,7 @@ REMOVED_OPTIONS = ("max_positives",)  # files of earlier versions have them; the
 CUSTOM = "custom"  # the name of a loss object that is not registered
 PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
 BoxLoss = Literal["smooth-l1", "paper-smooth-l1", "giou"]
+HardBoxes = Literal["ignore", "drop"]
 LOSS_NAMES: tuple[str, ...]  # plugins may add names later, so __getattr__ looks them up
 
 
@@ -177,6 +178,8 @@ class Criterion(nn.Module):
         negative_iou: minimum overlap of an ignored anchor.
         assigner: ``"iou"`` uses these two, ``"atss"`` finds the positives by
             :func:`~aploss.detectors.labels.match_anchors_atss`.
+        hard_boxes: anchors of difficult and crowd boxes are ignored (``"ignore"``), or treated as if these boxes did
+            not exist (``"drop"``), as in the code that the paper's authors released.
     """
 
     def __init__(
@@ -192,6 +195,7 @@ class Criterion(nn.Module):
         positive_iou: float = 0.5,
         negative_iou: float = 0.4,
         assigner: Assigner = "iou",
+        hard_boxes: HardBoxes = "ignore",
     ) -> None:
         super().__init__()
         traits = traits_of(loss)
@@ -205,6 +209,7 @@ class Criterion(nn.Module):
         self.positive_iou = positive_iou
         self.negative_iou = negative_iou
         self.assigner = assigner
+        self.hard_boxes = hard_boxes
         self.process_group: dist.ProcessGroup | None = None
         self._check_options()
 
@@ -272,6 +277,8 @@ class Criterion(nn.Module):
 
     def label(self, anchors: Tensor | Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]]) -> AnchorLabels:
         """The labels of the anchors of a batch, see :func:`~aploss.detectors.label_anchors`."""
+        if self.hard_boxes == "drop":
+            targets = [_without_hard_boxes(target) for target in targets]
         return label_anchors(
             anchors, targets, positive_iou=self.positive_iou, negative_iou=self.negative_iou, assigner=self.assigner
         )
@@ -383,6 +390,7 @@ class Criterion(nn.Module):
         check_choice("rank_over", self.rank_over, ("batch", *GROUP_DIMENSION))
         check_choice("box_loss", self.box_loss, get_args(BoxLoss))
         check_choice("assigner", self.assigner, get_args(Assigner))
+        check_choice("hard_boxes", self.hard_boxes, get_args(HardBoxes))
         traits = traits_of(self.loss)
         label = traits.label or type(self.loss).__name__
         if self.rank_over == "class" and not traits.groups:
@@ -394,6 +402,13 @@ class Criterion(nn.Module):
             raise ConfigError(f"box_weight must be a number >= 0 or 'balanced', got {weight!r}")
         if not 0 < low <= high <= 1:
             raise ConfigError(f"expected 0 < negative_iou <= positive_iou <= 1, got {low} and {high}")
+
+
+def _without_hard_boxes(target: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    keep = torch.ones(len(target["labels"]), dtype=torch.bool, device=target["labels"].device)
+    for flag in {"crowd", "difficult"} & target.keys():
+        keep &= ~target[flag].to(keep)
+    return {key: target[key].as_subclass(Tensor)[keep] for key in ("boxes", "labels")}
 
 
 def iou_of_pairs(boxes: Tensor, others: Tensor) -> Tensor:

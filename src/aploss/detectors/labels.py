@@ -1,20 +1,25 @@
 """From anchors and ground truth to the labels of the ranking task (Section 3.1.1, Figure 3)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.weak import WeakIdKeyDictionary
 from torchvision.ops import box_area, box_iou
 
 NEGATIVE = -1
 IGNORED = -2
 CROWD_COVERAGE = 0.5  # an anchor with at least this fraction of its area inside a crowd box is ignored
+MAX_PAIRS = 2**22  # objects x anchors compared at once, in about 150 MB
 ATSS_CELLS = 9  # cells per level whose anchors are candidates of an object (ATSS's k)
 ATSS_MARGIN = 0.01  # minimum distance in pixels from the centre of a positive to the border of its object
 Assigner = Literal["iou", "atss"]
+Match = Callable[[Tensor], Tensor]
+_PER_CELL: WeakIdKeyDictionary = WeakIdKeyDictionary()  # anchors per cell of a level, which is read from it once
 
 
 @dataclass(frozen=True)
@@ -34,8 +39,8 @@ class AnchorLabels:
 
         int8, since this is the largest tensor of a training step after the scores.
         """
-        targets = torch.zeros((*self.classes.shape, num_classes), dtype=torch.int8, device=self.classes.device)
-        targets[self.classes == IGNORED] = -1
+        ignored = (self.classes == IGNORED).to(torch.int8).neg()
+        targets = ignored[..., None].repeat(1, 1, num_classes)
         targets[self.images, self.anchors, self.positive_classes] = 1
         return targets
 
@@ -82,7 +87,8 @@ def label_anchors(
     Args:
         anchors: float [A, 4], shared by all images of the batch, or [A_l, 4] for each level, which ATSS requires.
         targets: for each image ``boxes`` [n, 4] and ``labels`` [n] in 0..K-1, and optionally ``crowd`` and
-            ``difficult``, bool [n].
+            ``difficult``, bool [n]. If they are on the CPU, the host waits for the device only once, for the number of
+            positives.
         positive_iou: minimum overlap of a positive anchor.
         negative_iou: minimum overlap of an ignored anchor; none is ignored if it equals ``positive_iou``.
         assigner: ``"iou"`` or ``"atss"``.
@@ -92,33 +98,53 @@ def label_anchors(
     """
     levels = [anchors] if isinstance(anchors, Tensor) else list(anchors)
     anchors = torch.cat(levels)
-    match = partial(match_anchors, anchors=anchors, positive_iou=positive_iou, negative_iou=negative_iou)
+    match: Match = partial(match_anchors, anchors=anchors, positive_iou=positive_iou, negative_iou=negative_iou)
     if assigner == "atss":
         match = partial(match_anchors_atss, levels=levels)
-    classes = torch.full((len(targets), len(anchors)), NEGATIVE, device=anchors.device)
-    matched_boxes = []
-    for row, target in zip(classes, targets, strict=True):
-        boxes = target["boxes"].as_subclass(Tensor).to(anchors)
-        labels = target["labels"].to(anchors.device)
-        crowd, difficult = (_flags(target, key, boxes) for key in ("crowd", "difficult"))
-        if bool(difficult.any()):
-            matches = match(boxes[difficult & ~crowd])
-            row[matches != NEGATIVE] = IGNORED
-        if bool(crowd.any()):
-            row[_coverage(boxes[crowd], anchors) >= CROWD_COVERAGE] = IGNORED
-        ordinary = ~(crowd | difficult)
-        matches = match(boxes[ordinary])
-        row[matches == IGNORED] = IGNORED
-        positive = (matches >= 0).nonzero().squeeze(1)
-        row[positive] = labels[ordinary][matches[positive]]
-        matched_boxes.append(boxes[ordinary][matches[positive]])
+    boxes, labels, difficult, crowd = (_padded(parts, anchors.device) for parts in _by_kind(targets, anchors.dtype))
+    classes = matches = _in_groups(match, boxes, anchors)
+    if labels.shape[1]:
+        classes = labels.gather(1, matches.clamp(min=0)).where(matches >= 0, matches)
+    if difficult.shape[1]:
+        ignored = _in_groups(match, difficult, anchors) != NEGATIVE
+        classes = classes.masked_fill((classes == NEGATIVE) & ignored, IGNORED)
+    if crowd.shape[1]:
+        ignored = _in_groups(partial(_coverage, anchors=anchors), crowd, anchors) >= CROWD_COVERAGE
+        classes = classes.masked_fill((classes == NEGATIVE) & ignored, IGNORED)
     images, positions = (classes >= 0).nonzero(as_tuple=True)
-    boxes = torch.cat(matched_boxes) if matched_boxes else anchors.new_zeros(0, 4)
-    return AnchorLabels(classes=classes, images=images, anchors=positions, boxes=boxes)
+    return AnchorLabels(
+        classes=classes, images=images, anchors=positions, boxes=boxes[images, matches[images, positions]]
+    )
+
+
+def _by_kind(targets: Sequence[Mapping[str, Tensor]], dtype: torch.dtype) -> tuple[list[Tensor], ...]:
+    """Of each image the ordinary boxes and their labels, the difficult boxes and the crowd boxes."""
+    kinds: tuple[list[Tensor], ...] = ([], [], [], [])
+    for target in targets:
+        boxes = target["boxes"].as_subclass(Tensor).to(dtype)
+        none = torch.zeros(len(boxes), dtype=torch.bool, device=boxes.device)
+        crowd, difficult = (target.get(key, none).to(boxes.device, torch.bool) for key in ("crowd", "difficult"))
+        ordinary = ~(crowd | difficult)
+        labels = target["labels"].as_subclass(Tensor).to(boxes.device)
+        parts = (boxes[ordinary], labels[ordinary], boxes[difficult & ~crowd], boxes[crowd])
+        for kind, part in zip(kinds, parts, strict=True):
+            kind.append(part)
+    return kinds
+
+
+def _padded(parts: list[Tensor], device: torch.device) -> Tensor:
+    """One tensor [B, n, ...] on the device. Padding is 0: empty boxes, which overlap no anchor."""
+    return pad_sequence(parts, batch_first=True).to(device, non_blocking=True)
+
+
+def _in_groups(match: Match, boxes: Tensor, anchors: Tensor) -> Tensor:
+    """Matches boxes [B, n, 4] a few images at a time, which bounds the memory."""
+    images = max(1, MAX_PAIRS // max(1, boxes.shape[1] * len(anchors)))
+    return torch.cat([match(boxes[start : start + images]) for start in range(0, len(boxes), images)])
 
 
 def match_anchors(boxes: Tensor, anchors: Tensor, *, positive_iou: float, negative_iou: float) -> Tensor:
-    """Matches each anchor [A, 4] of one image with one of n boxes [n, 4].
+    """Matches each anchor [A, 4] of each image with one of its n boxes [B, n, 4].
 
     Like torchvision's ``Matcher`` with low-quality matches, except that the best anchor of an object (all of them, if
     several overlap it equally well) always goes to that object, even if it overlaps another one more. If two objects
@@ -126,16 +152,17 @@ def match_anchors(boxes: Tensor, anchors: Tensor, *, positive_iou: float, negati
     object that overlaps no anchor gets none.
 
     Returns:
-        int64 [A]: index of the object, ``NEGATIVE`` or ``IGNORED``.
+        int64 [B, A]: index of the object, ``NEGATIVE`` or ``IGNORED``.
     """
-    if len(boxes) == 0 or len(anchors) == 0:
-        return torch.full((len(anchors),), NEGATIVE, device=anchors.device)
-    overlaps = box_iou(boxes, anchors)  # [n, A]
-    best_overlap, matches = overlaps.max(dim=0)
-    matches[best_overlap < positive_iou] = IGNORED
-    matches[best_overlap < negative_iou] = NEGATIVE
+    if boxes.shape[1] == 0 or len(anchors) == 0:
+        return torch.full((len(boxes), len(anchors)), NEGATIVE, device=anchors.device)
+    overlaps = _overlaps(boxes, anchors)
+    best_overlap, matches = overlaps.max(dim=1)
+    matches = matches.masked_fill(best_overlap < positive_iou, IGNORED).masked_fill(
+        best_overlap < negative_iou, NEGATIVE
+    )
     claims = _claims(overlaps)
-    return torch.where(claims < len(boxes), claims, matches)
+    return claims.where(claims < boxes.shape[1], matches)
 
 
 def match_anchors_atss(boxes: Tensor, levels: Sequence[Tensor]) -> Tensor:
@@ -148,73 +175,74 @@ def match_anchors_atss(boxes: Tensor, levels: Sequence[Tensor]) -> Tensor:
     The anchors of a cell have the same centre and are adjacent in their level [A_l, 4].
 
     Returns:
-        int64 [A]: index of the object, or ``NEGATIVE``.
+        int64 [B, A] for boxes [B, n, 4]: index of the object, or ``NEGATIVE``.
     """
     anchors = torch.cat(list(levels))
-    if len(boxes) == 0 or len(anchors) == 0:
-        return torch.full((len(anchors),), NEGATIVE, device=anchors.device)
-    overlaps = box_iou(boxes, anchors)  # [n, A]
-    candidates = _atss_candidates(boxes, levels)  # [n, C]
-    found = overlaps.gather(1, candidates)
-    deviation = found.std(dim=1) if found.shape[1] > 1 else torch.zeros_like(found[:, 0])
-    centres = _centres(anchors)[candidates]  # [n, C, 2]
-    margins = torch.cat([centres - boxes[:, None, :2], boxes[:, None, 2:] - centres], dim=2)
-    positive = (found >= (found.mean(dim=1) + deviation)[:, None]) & (margins.amin(dim=2) > ATSS_MARGIN)
-    of_positives = torch.full_like(overlaps, -1.0).scatter(1, candidates, found.where(positive, -1.0))
-    best_overlap, matches = of_positives.max(dim=0)
+    if boxes.shape[1] == 0 or len(anchors) == 0:
+        return torch.full((len(boxes), len(anchors)), NEGATIVE, device=anchors.device)
+    overlaps = _overlaps(boxes, anchors)
+    candidates = _atss_candidates(boxes, levels)  # [B, n, C]
+    found = overlaps.gather(2, candidates)
+    deviation = found.std(dim=2) if found.shape[2] > 1 else torch.zeros_like(found[..., 0])
+    centres = _centres(anchors)[candidates]  # [B, n, C, 2]
+    margins = torch.cat([centres - boxes[:, :, None, :2], boxes[:, :, None, 2:] - centres], dim=3)
+    positive = (found >= (found.mean(dim=2) + deviation)[..., None]) & (margins.amin(dim=3) > ATSS_MARGIN)
+    of_positives = torch.full_like(overlaps, -1.0).scatter(2, candidates, found.where(positive, -1.0))
+    best_overlap, matches = of_positives.max(dim=1)
     return matches.where(best_overlap >= 0, NEGATIVE)
 
 
+def _overlaps(boxes: Tensor, anchors: Tensor) -> Tensor:
+    """IoU of boxes [B, n, 4] and anchors [A, 4], [B, n, A]."""
+    overlaps: Tensor = box_iou(boxes.flatten(0, 1), anchors).view(*boxes.shape[:2], -1)
+    return overlaps
+
+
 def _atss_candidates(boxes: Tensor, levels: Sequence[Tensor]) -> Tensor:
-    """The anchors of the nearest cells of each level, int64 [n, C]."""
+    """The anchors of the nearest cells of each level, int64 [B, n, C]."""
     candidates, start = [], 0
     for level in levels:
         centres = _centres(level)
-        per_cell = int(torch.isclose(centres, centres[0]).all(dim=1).sum())
-        distances = torch.cdist(_centres(boxes), centres[::per_cell])  # [n, cells]
-        nearest = distances.argsort(dim=1, stable=True)[:, :ATSS_CELLS]  # ties go to the first on every device
+        if level not in _PER_CELL:
+            _PER_CELL[level] = int(torch.isclose(centres, centres[0]).all(dim=1).sum())
+        per_cell = _PER_CELL[level]
+        distances = torch.cdist(_centres(boxes), centres[::per_cell].expand(len(boxes), -1, -1))  # [B, n, cells]
+        nearest = distances.argsort(dim=2, stable=True)[:, :, :ATSS_CELLS]  # ties go to the first on every device
         inside = torch.arange(per_cell, device=level.device)
-        candidates.append((start + nearest[:, :, None] * per_cell + inside).flatten(1))
+        candidates.append((start + nearest[..., None] * per_cell + inside).flatten(2))
         start += len(level)
-    return torch.cat(candidates, dim=1)
+    return torch.cat(candidates, dim=2)
 
 
 def _centres(boxes: Tensor) -> Tensor:
-    return (boxes[:, :2] + boxes[:, 2:]) / 2
+    return (boxes[..., :2] + boxes[..., 2:]) / 2
 
 
 def _claims(overlaps: Tensor) -> Tensor:
-    """The object that claims each anchor as its best, int64 [A]; n if none does."""
-    count, num_anchors = overlaps.shape
-    best = overlaps.amax(dim=1)  # [n]
-    found = best > 0
-    objects, positions = (overlaps == best.where(found, -1.0)[:, None]).nonzero(as_tuple=True)
-    strength = best[objects]
-    strongest = strength.new_zeros(num_anchors).scatter_reduce(0, positions, strength, "amax")
-    won = strength == strongest[positions]
-    first = strength.new_full((num_anchors,), count)  # float, since MPS cannot reduce int64
-    first = first.scatter_reduce(0, positions[won], objects[won].to(first), "amin")
-    claims = first.long()
-    has_claim = torch.zeros(count + 1, dtype=torch.bool, device=overlaps.device)
-    has_claim[claims] = True
-    for loser in (found & ~has_claim[:count]).nonzero().squeeze(1).tolist():
-        left = overlaps[loser].where(claims == count, 0.0)
-        overlap, position = left.max(dim=0)
-        if bool(overlap > 0):
-            claims[position] = loser
+    """The object that claims each anchor as its best, int64 [B, A] for overlaps [B, n, A]; n if none does."""
+    images, count, _ = overlaps.shape
+    best = overlaps.amax(dim=2, keepdim=True)
+    is_best = (overlaps == best) & (best > 0)
+    strength, first = overlaps.where(is_best, 0.0).max(dim=1)  # the first object, if several overlap equally
+    claims = first.where(strength > 0, count)
+    has_claim = torch.zeros(images, count + 1, dtype=torch.bool, device=overlaps.device).scatter(1, claims, True)
+    losers = (best[..., 0] > 0) & ~has_claim[:, :count]
+    # Where reading their number would stall the device, there is a turn for each object that could lose.
+    turns = int(losers.sum(dim=1).max()) if overlaps.device.type == "cpu" else count - 1
+    order, rows = losers.cumsum(dim=1), torch.arange(images, device=overlaps.device)
+    for turn in range(1, turns + 1):
+        is_next = losers & (order == turn)
+        loser = is_next.to(torch.uint8).argmax(dim=1)  # [B], 0 in images without one
+        overlap, position = overlaps[rows, loser].where(claims == count, 0.0).max(dim=1)
+        takes = is_next.any(dim=1) & (overlap > 0)
+        claims[rows, position] = loser.where(takes, claims[rows, position])
     return claims
 
 
 def _coverage(regions: Tensor, anchors: Tensor) -> Tensor:
-    """The largest fraction of each anchor's area inside one of the regions, float [A]."""
-    top_left = torch.maximum(regions[:, None, :2], anchors[None, :, :2])
-    bottom_right = torch.minimum(regions[:, None, 2:], anchors[None, :, 2:])
-    inside = (bottom_right - top_left).clamp(min=0).prod(dim=2)  # [regions, A]
-    coverage: Tensor = inside.amax(dim=0) / box_area(anchors)
+    """The largest fraction of each anchor's area inside one of the regions [B, n, 4], float [B, A]."""
+    top_left = torch.maximum(regions[:, :, None, :2], anchors[:, :2])
+    bottom_right = torch.minimum(regions[:, :, None, 2:], anchors[:, 2:])
+    inside = (bottom_right - top_left).clamp(min=0).prod(dim=3)  # [B, n, A]
+    coverage: Tensor = inside.amax(dim=1) / box_area(anchors)
     return coverage
-
-
-def _flags(target: Mapping[str, Tensor], key: str, boxes: Tensor) -> Tensor:
-    if key not in target:
-        return torch.zeros(len(boxes), dtype=torch.bool, device=boxes.device)
-    return target[key].to(device=boxes.device, dtype=torch.bool)

@@ -5,14 +5,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
-from aploss.data.augment import mirrored
 from aploss.data.images import read_image, to_rgb
 from aploss.detectors.postprocess import Detections, merge_detections
 from aploss.errors import ConfigError, DataError
@@ -42,7 +41,7 @@ class ObjectDetector:
         self,
         images: ImageLike | Iterable[ImageLike],
         *,
-        threshold: float | None = None,
+        threshold: float | Literal["lrp"] | None = None,
         batch_size: int = 8,
         multi_scale: "MultiScale | None" = None,
     ) -> "list[Prediction]":
@@ -54,8 +53,9 @@ class ObjectDetector:
         Args:
             images: file paths, PIL images, uint8 arrays [H, W, 3], or tensors [3, H, W] of uint8 or of floats in
                 [0, 1]; one or many.
-            threshold: minimum score, after calibration. Default: the detector's ``draw_threshold`` (best F1 on
-                validation) if it has one, otherwise no threshold.
+            threshold: minimum score, after calibration; ``"lrp"`` for the LRP-optimal threshold of each class on
+                validation. Default: the detector's ``draw_threshold`` (best F1 on validation) if it has one, otherwise
+                no threshold.
             batch_size: number of images read and passed at a time.
             multi_scale: scales and flips to merge; by default a single scale.
 
@@ -64,8 +64,9 @@ class ObjectDetector:
 
         Raises:
             DataError: if an image cannot be read, or has an unsupported shape or type.
+            ConfigError: if the detector has no thresholds per class.
         """
-        least = self.draw_threshold if threshold is None else threshold
+        least = self._least_score(threshold)
         if isinstance(images, str | Path | Image.Image) or getattr(images, "ndim", 4) < 4:
             images = [images]  # type: ignore[list-item]
         remaining = iter(images)
@@ -76,6 +77,16 @@ class ObjectDetector:
                 rows = zip(chunk, tensors, detect_by_size(self, tensors, multi_scale), strict=True)
                 predictions += [_prediction(self, image, tensor, found, least) for image, tensor, found in rows]
         return predictions
+
+    def _least_score(self, threshold: float | str | None) -> float | Tensor | None:
+        """The threshold of all classes, or of each class [K]."""
+        if not isinstance(threshold, str):
+            return self.draw_threshold if threshold is None else threshold
+        if threshold != "lrp":
+            raise ConfigError(f"threshold must be a number or 'lrp', got {threshold!r}")
+        if self.calibration is None or not self.calibration.class_thresholds:
+            raise ConfigError("this detector has no threshold per class; runs with a validation split have")
+        return torch.tensor(self.calibration.class_thresholds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +132,8 @@ class MultiScale:
             if self.flip:
                 views.append(detector.detect([image.flip(-1) for image in images], size=size))
                 for image, found in zip(images, views[-1], strict=True):
-                    found["boxes"] = mirrored(found["boxes"], image.shape[-1])
+                    left, top, right, bottom = found["boxes"].unbind(1)
+                    found["boxes"] = torch.stack([image.shape[-1] - right, top, image.shape[-1] - left, bottom], dim=1)
         nms_iou, limit = detector.nms_iou, detector.detections_per_image
         by_image = zip(*views, strict=True)
         return [merge_detections(one, nms_iou=nms_iou, detections_per_image=limit) for one in by_image]
@@ -224,14 +236,14 @@ def detect_by_size(
 
 
 def _prediction(
-    detector: ObjectDetector, image: ImageLike, tensor: Tensor, found: Detections, threshold: float | None
+    detector: ObjectDetector, image: ImageLike, tensor: Tensor, found: Detections, threshold: float | Tensor | None
 ) -> Prediction:
     boxes, scores, labels = (found[key].detach().cpu() for key in ("boxes", "scores", "labels"))
     if detector.calibration is not None:
         calibrated = np.asarray(detector.calibration(scores.double().numpy()))
         scores = torch.from_numpy(calibrated).to(scores.dtype)
     if threshold is not None:
-        keep = scores >= threshold
+        keep = scores >= (threshold[labels] if isinstance(threshold, Tensor) else threshold)
         boxes, scores, labels = boxes[keep], scores[keep], labels[keep]
     height, width = tensor.shape[1:]
     return Prediction(
@@ -246,13 +258,19 @@ def _prediction(
 
 @contextmanager
 def evaluation_mode(detector: object) -> Iterator[None]:
-    """Disables gradients and switches to evaluation mode; restores the previous mode afterwards."""
+    """Disables gradients and switches to evaluation mode; restores the previous mode afterwards.
+
+    cuDNN does not search for its fastest algorithms meanwhile, which it would do for every new image size.
+    """
     module = detector if isinstance(detector, nn.Module) and detector.training else None
+    searches = torch.backends.cudnn.benchmark
     try:
+        torch.backends.cudnn.benchmark = searches and not getattr(detector, "keeps_aspect_ratio", True)
         if module is not None:
             module.eval()
         with torch.inference_mode():
             yield
     finally:
+        torch.backends.cudnn.benchmark = searches
         if module is not None:
             module.train()

@@ -23,12 +23,12 @@ from torchvision.models.detection.ssdlite import SSDLiteFeatureExtractorMobileNe
 from torchvision.models.vgg import cfgs, make_layers
 from torchvision.ops import FrozenBatchNorm2d
 
-from aploss.detectors.criterion import check_choice
 from aploss.detectors.detector import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     DetectorConfig,
     Network,
+    Stages,
     feature_shapes,
     installed_file,
     register_detector,
@@ -67,11 +67,14 @@ class VGGDetector(DetectorConfig):
         trainable_stages: number of trainable stages of VGG's five, counted from the last; 1 freezes up to conv4_3.
         normalisation: ``"caffe"`` subtracts the mean from pixels in 0..255, as SSD's original weights expect;
             ``"imagenet"`` is torchvision's, as its own VGG-16 expects.
+        conv4_3: how its features are scaled: ``"l2-norm"`` as in SSD's paper, or a 1x1 ``"convolution"`` as in
+            Appendix 5, which does not describe it further.
     """
 
     anchor_scales: tuple[float, ...] = ()
-    trainable_stages: int = 5
+    trainable_stages: Stages = 5
     normalisation: Literal["caffe", "imagenet"] = "caffe"
+    conv4_3: Literal["l2-norm", "convolution"] = "l2-norm"
 
     ratios: ClassVar[Sequence[Sequence[int]]]
     steps: ClassVar[Sequence[int]]  # the last one is the image size
@@ -80,9 +83,10 @@ class VGGDetector(DetectorConfig):
     def network(self, *, columns: int, softmax: bool) -> Network:
         if len(self.anchor_scales) != len(self.steps) + 1:
             raise ConfigError(f"anchor_scales needs {len(self.steps) + 1} numbers, got {self.anchor_scales!r}")
-        check_choice("normalisation", self.normalisation, NORMALISATIONS)
         mean, std = NORMALISATIONS[self.normalisation]
         backbone = _VGGBackbone(_vgg_features(self.trainable_stages, std), highres=self.highres)
+        if self.conv4_3 == "convolution":
+            backbone.scale_by_convolution()
         generator = DefaultBoxGenerator(
             [list(ratios) for ratios in self.ratios], scales=list(self.anchor_scales), steps=list(self.steps)
         )
@@ -136,6 +140,13 @@ class _VGGBackbone(SSDFeatureExtractorVGG):  # type: ignore[misc]
                 block[2].stride, block[2].padding = (2, 2), (1, 1)
             self.extra[5][2].padding = (1, 1)  # conv12_2
 
+    def scale_by_convolution(self) -> None:
+        """Replaces the L2 norm of conv4_3 by a convolution, initialised as SSD's other new layers."""
+        del self.scale_weight
+        self.scale = nn.Conv2d(512, 512, kernel_size=1)
+        nn.init.xavier_uniform_(self.scale.weight)
+        nn.init.constant_(self.scale.bias, 0.0)  # type: ignore[arg-type]
+
     @property
     def body(self) -> nn.Module:
         return self.features  # type: ignore[no-any-return]
@@ -146,7 +157,9 @@ class _VGGBackbone(SSDFeatureExtractorVGG):  # type: ignore[misc]
     def pyramid(self, features: Iterable[Tensor]) -> dict[str, Tensor]:
         """The maps of SSD from conv4_3."""
         (conv4_3,) = features
-        maps = {"0": self.scale_weight.view(1, -1, 1, 1) * F.normalize(conv4_3)}
+        is_convolution = hasattr(self, "scale")
+        first = self.scale(conv4_3) if is_convolution else self.scale_weight.view(1, -1, 1, 1) * F.normalize(conv4_3)
+        maps = {"0": first}
         last = conv4_3
         for index, block in enumerate(self.extra, start=1):
             last = maps[str(index)] = block(last)
@@ -258,7 +271,6 @@ class SSDlite(DetectorConfig):
     }
 
     def network(self, *, columns: int, softmax: bool) -> Network:
-        check_choice("norm", self.norm, MOBILENET_NORMS)
         norm = MOBILENET_NORMS[self.norm]
         layers = mobilenet_v3_large(
             weights=None, norm_layer=norm, reduced_tail=self.reduced_tail, width_mult=self.width
@@ -330,8 +342,6 @@ def _default_boxes(
 def _vgg_features(trainable_stages: int, image_std: Sequence[float]) -> nn.Sequential:
     layers: nn.Sequential = make_layers(cfgs["D"], batch_norm=False)
     starts = [0, *(i for i, layer in enumerate(layers) if isinstance(layer, nn.MaxPool2d))][:5]
-    if not 0 <= trainable_stages <= len(starts):
-        raise ConfigError(f"trainable_stages must be 0..{len(starts)}, got {trainable_stages}")
     first_trained = [*starts, len(layers)][len(starts) - trainable_stages]
     convolutions = [(i, layer) for i, layer in enumerate(layers) if isinstance(layer, nn.Conv2d)]
     for index, layer in convolutions:

@@ -1,4 +1,4 @@
-"""Average precision as COCO and VOC measure it, curves, matching and calibration of scores.
+"""Average precision as COCO and VOC measure it, LRP, curves, matching and calibration of scores.
 
 faster-coco-eval is imported when a COCO metric is computed. Ground truth is a COCO dict or arrays (a
 :class:`GroundTruth`, or ``dataset.annotations`` of a loaded dataset), detections are COCO results or a
@@ -12,43 +12,28 @@ from aploss.evaluation.calibration import (
     best_f1_threshold,
     calibrate_detections,
     calibration_report,
-    equal_mass_edges,
     expected_calibration_error,
-    expected_noise,
     fit_calibration,
     reliability,
 )
-from aploss.evaluation.matching import (
-    Curve,
-    Matches,
-    curves_as_dict,
-    match_detections,
-    match_voc,
-    precision_recall_curves,
-)
+from aploss.evaluation.lrp import OptimalLRP, optimal_lrp
+from aploss.evaluation.matching import Curve, Matches, match_detections, match_voc, precision_recall_curves
 from aploss.evaluation.metrics import (
     COCO_IOUS,
     HEADLINE_METRICS,
+    LOWER_IS_BETTER,
     METRICS,
     Metrics,
     coco_metrics,
     voc_average_precision,
     voc_metrics,
 )
-from aploss.evaluation.tables import (
-    DetectionTable,
-    GroundTruth,
-    as_detections,
-    as_ground_truth,
-    read_detections,
-    read_ground_truth,
-)
+from aploss.evaluation.tables import DetectionTable, GroundTruth, read_detections, read_ground_truth
 
 __all__ = [
-    "COCO_IOUS", "HEADLINE_METRICS", "METRICS", "Calibration", "Curve", "DetectionTable", "DrawThreshold",
-    "GroundTruth", "Matches", "Metrics",
-    "ReliabilityBin", "as_detections", "as_ground_truth", "best_f1_threshold", "calibrate_detections",
-    "calibration_report", "coco_metrics", "curves_as_dict", "equal_mass_edges", "expected_calibration_error",
-    "expected_noise", "fit_calibration", "match_detections", "match_voc", "precision_recall_curves", "read_detections",
-    "read_ground_truth", "reliability", "voc_average_precision", "voc_metrics",
+    "COCO_IOUS", "HEADLINE_METRICS", "LOWER_IS_BETTER", "METRICS", "Calibration", "Curve", "DetectionTable",
+    "DrawThreshold", "GroundTruth", "Matches", "Metrics", "OptimalLRP", "ReliabilityBin", "best_f1_threshold",
+    "calibrate_detections", "calibration_report", "coco_metrics", "expected_calibration_error", "fit_calibration",
+    "match_detections", "match_voc", "optimal_lrp", "precision_recall_curves", "read_detections", "read_ground_truth",
+    "reliability", "voc_average_precision", "voc_metrics",
 ]  # fmt: skip

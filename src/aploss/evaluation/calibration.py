@@ -5,12 +5,13 @@ it is strictly increasing, the order of the detections, and hence AP, is unchang
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from aploss.errors import DataError
+from aploss.evaluation.lrp import optimal_lrp
 from aploss.evaluation.matching import Matches, match_detections
 from aploss.evaluation.tables import Detections, Truth, as_tables
 
@@ -30,6 +31,7 @@ class Calibration:
     Attributes:
         x: scores of the knots, ascending from 0 to 1, float64 [k].
         y: their probabilities, ascending, float64 [k].
+        class_thresholds: the LRP-optimal threshold of each class, a calibrated score; empty if none was determined.
 
     Example:
         >>> calibration = Calibration(x=[0, 0.2, 1], y=[0, 0.9, 1])
@@ -39,6 +41,7 @@ class Calibration:
 
     x: np.ndarray
     y: np.ndarray
+    class_thresholds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         x, y = (np.asarray(values, dtype=np.float64) for values in (self.x, self.y))
@@ -47,6 +50,8 @@ class Calibration:
         increasing = bool(np.all(np.diff(x) > 0) and np.all(np.diff(y) > 0))  # also False for NaN
         if not increasing or x[0] != 0 or x[-1] != 1 or y[0] < 0 or y[-1] > 1:
             raise DataError("calibration knots must increase from score 0 to 1, within [0, 1]")
+        if not all(0 <= threshold <= 1 for threshold in self.class_thresholds):
+            raise DataError(f"class thresholds must be in [0, 1], got {self.class_thresholds}")
         object.__setattr__(self, "x", x)
         object.__setattr__(self, "y", y)
 
@@ -61,15 +66,17 @@ class Calibration:
         return np.asarray(np.interp(values, self.x, self.y))
 
     def to_dict(self) -> dict[str, list[float]]:
-        """Returns the knots as plain lists, for checkpoints and JSON."""
-        return {"x": self.x.tolist(), "y": self.y.tolist()}
+        """Returns the knots and thresholds as plain lists, for checkpoints and JSON."""
+        thresholds = {"class_thresholds": list(self.class_thresholds)} if self.class_thresholds else {}
+        return {"x": self.x.tolist(), "y": self.y.tolist(), **thresholds}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Calibration":
         """Inverse of :meth:`to_dict`. Raises ``DataError`` if the values are not an increasing map."""
         try:
-            return cls(x=np.array(values["x"], dtype=float), y=np.array(values["y"], dtype=float))
-        except (KeyError, TypeError, ValueError) as error:
+            knots = {key: np.array(values[key], dtype=float) for key in ("x", "y")}
+            return cls(**knots, class_thresholds=tuple(map(float, values.get("class_thresholds", ()))))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"not a calibration: {error}") from None
 
 
@@ -79,15 +86,19 @@ def _check_range(scores: np.ndarray) -> None:
 
 
 def fit_calibration(scores: Values, correct: Flags) -> Calibration:
-    """Fits the map by isotonic regression.
+    """Fits the map by centred isotonic regression (Oron and Flournoy, 2017).
 
-    Two artificial detections, a correct one at the lowest score and a wrong one at the highest, keep probabilities away
-    from 0 and 1 (Laplace's rule): ten correct detections do not prove certainty. The steps of the regression are joined
-    by lines, and flat parts rise by one millionth per doubling of the score. Score 0 is mapped to 0.
+    Isotonic regression is constant on each of its blocks. Here the mean score of a block gets its precision, and lines
+    join these points, so that scores do not repeat in steps. Two artificial detections, a correct one at the lowest
+    score and a wrong one at the highest, keep probabilities away from 0 and 1 (Laplace's rule): ten correct detections
+    do not prove certainty. Score 0 is mapped to 0.
 
     Args:
         scores: scores of detections in [0, 1], [n]. Without a score above 0 the result is the identity.
         correct: whether each detection found an object, [n]. Leave out ignored detections.
+
+    Returns:
+        The map. All its parts rise by at least one millionth per doubling of the score.
 
     Example:
         >>> calibration = fit_calibration([0.01, 0.01, 0.2, 0.2, 0.2, 0.2], [0, 0, 1, 1, 1, 1])
@@ -96,12 +107,11 @@ def fit_calibration(scores: Values, correct: Flags) -> Calibration:
     """
     score, right = _as_arrays(scores, correct)
     _check_range(score)
-    # in float32, so that knots are at least one float32 step apart
-    score = score.astype(np.float32).astype(np.float64)
+    score = score.astype(np.float32).astype(np.float64)  # all knots are float32 numbers, so at least a step apart
     score, right = score[score > 0], right[score > 0]
     if not score.size:
         return Calibration(x=np.array([0.0, 1.0]), y=np.array([0.0, 1.0]))
-    x, y = _isotonic(score, right)
+    x, y = _with_ends(*_isotonic(score, right), score.min(), score.max())
     # one knot per doubling bounds the slope from below, so that no two float32 scores become equal
     knots = np.union1d(x, 2.0 ** np.arange(int(np.floor(np.log2(x[0]))) + 1, 1))
     probabilities = np.interp(knots, x, y) * (1 + RISE_PER_OCTAVE * np.log2(knots))
@@ -109,26 +119,31 @@ def fit_calibration(scores: Values, correct: Flags) -> Calibration:
 
 
 def _isotonic(scores: np.ndarray, correct: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Corners of the isotonic regression (pool adjacent violators): ascending scores, and probabilities."""
+    """Blocks of the isotonic regression (pool adjacent violators): their mean scores, ascending, and precision."""
     x, place = np.unique(np.append(scores, [scores.min(), scores.max()]), return_inverse=True)
     hits, counts = np.bincount(place, np.append(correct, [1.0, 0.0])), np.bincount(place)
-    blocks: list[tuple[float, int, int]] = []  # correct detections, detections, distinct scores
-    for hit, count in zip(hits.tolist(), counts.tolist(), strict=True):
-        distinct = 1
-        while blocks and blocks[-1][0] * count >= hit * blocks[-1][1]:
-            before = blocks.pop()
-            hit, count, distinct = hit + before[0], count + before[1], distinct + before[2]
-        blocks.append((hit, count, distinct))
-    y = np.repeat([hit / count for hit, count, _ in blocks], [distinct for *_, distinct in blocks])
-    rises = np.diff(y) > 0
-    corner = np.append(True, rises) | np.append(rises, True)  # both ends of every flat part
-    return x[corner], y[corner]
+    blocks: list[np.ndarray] = []  # correct detections, detections, sum of scores
+    for block in np.stack([hits, counts, counts * x], axis=1):
+        while blocks and blocks[-1][0] * block[1] >= block[0] * blocks[-1][1]:
+            block += blocks.pop()
+        blocks.append(block)
+    hits, counts, sums = np.array(blocks).T
+    return (sums / counts).astype(np.float32).astype(np.float64), hits / counts
+
+
+def _with_ends(x: np.ndarray, y: np.ndarray, lowest: float, highest: float) -> tuple[np.ndarray, np.ndarray]:
+    """Extends the first and last line to the lowest and highest score, at most halfway to 0 and 1."""
+    slopes = np.diff(y) / np.diff(x) if len(x) > 1 else np.zeros(1)
+    low = max(y[0] / 2, y[0] - slopes[0] * (x[0] - lowest))
+    high = min((1 + y[-1]) / 2, y[-1] + slopes[-1] * (highest - x[-1]))
+    places, first = np.unique(np.concatenate([[lowest], x, [highest]]), return_index=True)
+    return places, np.concatenate([[low], y, [high]])[first]
 
 
 def calibrate_detections(
     ground_truth: Truth, detections: Detections, *, iou: float = 0.5, matches: Matches | None = None
 ) -> "tuple[Calibration, DrawThreshold]":
-    """Fits the calibration and the drawing threshold on a validation set.
+    """Fits the calibration and the thresholds on a validation set.
 
     Args:
         ground_truth: COCO dict or arrays of the validation set.
@@ -137,13 +152,27 @@ def calibrate_detections(
         matches: precomputed matches, which replace ``iou``.
 
     Returns:
-        The calibration, shared by all classes, and the threshold with the best F1, which is a calibrated score.
+        The calibration, shared by all classes, with the LRP-optimal threshold of each class, and the threshold with the
+        best F1, which replaces the former for classes without a correct detection. Thresholds are calibrated scores.
+
+    Example:
+        >>> truth = {
+        ...     "images": [{"id": 1}], "categories": [{"id": 1, "name": "cell"}],
+        ...     "annotations": [{"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 10]}],
+        ... }
+        >>> found = [{"image_id": 1, "category_id": 1, "bbox": [x, 0, 10, 10], "score": 0.2 - x / 500} for x in (0, 50)]
+        >>> calibration, best = calibrate_detections(truth, found)
+        >>> best.f1, len(calibration.class_thresholds)
+        (1.0, 1)
     """
     truth, table = as_tables(ground_truth, detections)
     matches = match_detections(truth, table, iou) if matches is None else matches
     scores, correct = table.scores[~matches.ignored], matches.correct[~matches.ignored]
     calibration = fit_calibration(scores, correct)
-    return calibration, best_f1_threshold(calibration(scores), correct, int(truth.counted.sum()))
+    best = best_f1_threshold(calibration(scores), correct, int(truth.counted.sum()))
+    raw = np.array([one.lrp_threshold for one in optimal_lrp(truth, table, matches=matches).values()])
+    thresholds = np.where(np.isnan(raw), best.threshold, calibration(np.nan_to_num(raw)))
+    return replace(calibration, class_thresholds=tuple(thresholds.tolist())), best
 
 
 def calibration_report(
@@ -165,8 +194,18 @@ def calibration_report(
     Returns:
         Plain values for JSON: ``iou``, ``draw_threshold``, ``calibrated_scores`` of all detections; the number of
         ``drawn`` detections, their ``precision``, ``recall`` and ``f1``; and, ``before`` and ``after`` calibration, the
-        ``expected_calibration_error`` of the drawn detections, the ``noise`` expected by chance, reliability ``bins``,
-        and under ``all`` the errors over all detections with bins of equal width and of equal mass.
+        ``expected_calibration_error`` of the drawn detections, their reliability ``bins``, and under ``all`` the error
+        over all detections.
+
+    Example:
+        >>> truth = {
+        ...     "images": [{"id": 1}], "categories": [{"id": 1, "name": "cell"}],
+        ...     "annotations": [{"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 10]}],
+        ... }
+        >>> found = [{"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 8], "score": 0.6}]
+        >>> report = calibration_report(truth, found, Calibration(x=[0, 1], y=[0, 1]), 0.5)
+        >>> report["drawn"], report["f1"], report["after"]["expected_calibration_error"]
+        (1, 1.0, 0.4)
     """
     truth, table = as_tables(ground_truth, detections)
     matches = match_detections(truth, table, iou) if matches is None else matches
@@ -191,18 +230,19 @@ def calibration_report(
 def _errors(values: np.ndarray, correct: np.ndarray, drawn: np.ndarray) -> dict[str, Any]:
     return {
         "expected_calibration_error": expected_calibration_error(values[drawn], correct[drawn]),
-        "noise": expected_noise(values[drawn]),
         "bins": [asdict(row) for row in reliability(values[drawn], correct[drawn])],
-        "all": {
-            "expected_calibration_error": expected_calibration_error(values, correct),
-            "equal_mass_error": expected_calibration_error(values, correct, equal_mass_edges(values)),
-        },
+        "all": {"expected_calibration_error": expected_calibration_error(values, correct)},
     }
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReliabilityBin:
-    """Detections with a probability in [lower, upper): mean probability (confidence) and true precision."""
+    """Detections with a probability in [lower, upper): mean probability (confidence) and true precision.
+
+    Example:
+        >>> ReliabilityBin(lower=0.7, upper=0.8, count=2, confidence=0.75, precision=0.5).count
+        2
+    """
 
     lower: float
     upper: float
@@ -213,7 +253,12 @@ class ReliabilityBin:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawThreshold:
-    """The score from which detections are drawn, with F1, precision and recall at this threshold."""
+    """The score from which detections are drawn, with F1, precision and recall at this threshold.
+
+    Example:
+        >>> best_f1_threshold([0.9, 0.1], [True, False], objects=1).threshold
+        0.5
+    """
 
     threshold: float
     f1: float
@@ -221,13 +266,13 @@ class DrawThreshold:
     recall: float
 
 
-def reliability(probabilities: Values, correct: Flags, bins: int | np.ndarray = BINS) -> list[ReliabilityBin]:
+def reliability(probabilities: Values, correct: Flags, bins: int = BINS) -> list[ReliabilityBin]:
     """Compares predicted with true precision in bins; empty bins are left out.
 
     Args:
         probabilities: in [0, 1], [n].
         correct: whether each detection found an object, [n].
-        bins: number of bins of equal width, or ascending bin edges.
+        bins: number of bins of equal width.
 
     Example:
         >>> [row] = reliability([0.72, 0.78], [True, False])
@@ -235,7 +280,8 @@ def reliability(probabilities: Values, correct: Flags, bins: int | np.ndarray = 
         (2, 0.75, 0.5)
     """
     values, right = _as_arrays(probabilities, correct)
-    edges, place = _binned(values, bins)
+    edges = np.linspace(0.0, 1.0, bins + 1)
+    place = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, bins - 1)  # the last one includes 1
     counts, confidence, hits = (np.bincount(place, weights) for weights in (None, values, right))
     return [
         ReliabilityBin(
@@ -249,39 +295,22 @@ def reliability(probabilities: Values, correct: Flags, bins: int | np.ndarray = 
     ]
 
 
-def expected_calibration_error(probabilities: Values, correct: Flags, bins: int | np.ndarray = BINS) -> float:
+def expected_calibration_error(probabilities: Values, correct: Flags, bins: int = BINS) -> float:
     """Mean distance between predicted and true precision over the bins, weighted by count; 0 without detections.
 
     The error depends on the selection: a detector's 100 best per image are mostly background, which is easy to be right
     about. To judge the detections that people see, pass those above the threshold.
+
+    Args:
+        probabilities, correct, bins: see :func:`reliability`.
+
+    Example:
+        >>> expected_calibration_error([0.72, 0.78], [True, False])  # predicted 0.75, true 0.5
+        0.25
     """
     rows = reliability(probabilities, correct, bins)
     total = sum(row.count for row in rows)
     return sum(row.count * abs(row.confidence - row.precision) for row in rows) / max(1, total)
-
-
-def expected_noise(probabilities: Values, bins: int | np.ndarray = BINS) -> float:
-    """The calibration error that perfectly calibrated probabilities would show by chance.
-
-    The number of correct detections in a bin has variance sum p (1 - p), and a normal variable is on average
-    sqrt(2 / pi) standard deviations away from its mean.
-    """
-    values = np.asarray(probabilities, dtype=np.float64)
-    variance = np.bincount(_binned(values, bins)[1], weights=values * (1 - values))
-    return float(np.sqrt(2 / np.pi * variance).sum() / max(1, len(values)))
-
-
-def equal_mass_edges(probabilities: Values, bins: int = BINS) -> np.ndarray:
-    """Edges of bins that hold about the same number of detections, float64 [at most bins + 1]; ties share a bin."""
-    if len(probabilities) == 0:
-        return np.array([0.0, 1.0])
-    return np.unique([0.0, *np.quantile(probabilities, np.linspace(0, 1, bins + 1)[1:-1]), 1.0])
-
-
-def _binned(values: np.ndarray, bins: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Bin edges, and the bin of each value; the last bin includes its upper edge."""
-    edges = np.linspace(0.0, 1.0, bins + 1) if isinstance(bins, int) else np.asarray(bins)
-    return edges, np.clip(np.searchsorted(edges, values, side="right") - 1, 0, len(edges) - 2)
 
 
 def best_f1_threshold(scores: Values, correct: Flags, objects: int) -> DrawThreshold:

@@ -26,6 +26,11 @@ class Matches:
         found: whether the object was found, bool [g].
         counted: whether the object counts (neither crowd nor difficult), bool [g].
         order: detections by descending score, ties in the order of the metric, int64 [n].
+
+    Example:
+        >>> matches = match_detections({"images": [], "categories": [], "annotations": []}, [])
+        >>> matches.correct.shape, matches.missed.sum()
+        ((0,), np.int64(0))
     """
 
     iou: float
@@ -95,6 +100,20 @@ def match_voc(ground_truth: Truth, detections: Detections, iou: float = 0.5) -> 
     A detection is compared only with the object of its class that it overlaps most, free or not: the first detection of
     an object is correct and later ones are wrong, but all are ignored if the object is difficult. (COCO would look for
     the next best free object.)
+
+    Args:
+        ground_truth: COCO dict or arrays.
+        detections: COCO results or a table.
+        iou: smallest overlap of a match.
+
+    Example:
+        >>> truth = {
+        ...     "images": [{"id": 1}], "categories": [{"id": 1, "name": "cell"}],
+        ...     "annotations": [{"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 10]}],
+        ... }
+        >>> box = {"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 8]}
+        >>> match_voc(truth, [{**box, "score": 0.3}, {**box, "score": 0.6}]).correct
+        array([False,  True])
     """
     truth, table = as_tables(ground_truth, detections)
     pairs = _pairs(truth, table, np.zeros_like(truth.crowd))
@@ -188,6 +207,11 @@ class Curve:
             IoU, float64 [101].
         scores: score threshold that reaches this recall, NaN if it is not reached, float64 [101].
         objects: number of objects that count.
+
+    Example:
+        >>> both = np.array([0.0, 1.0])
+        >>> Curve(recall=both, precision=np.array([1.0, 0.5]), scores=1 - both, objects=2).average_precision
+        0.75
     """
 
     recall: np.ndarray
@@ -209,6 +233,18 @@ def precision_recall_curves(
     Args:
         ground_truth, detections, iou: see :func:`match_detections`.
         matches: precomputed matches, such as those of :func:`match_voc`, which replace ``iou``.
+
+    Returns:
+        Class name → its curve.
+
+    Example:
+        >>> truth = {
+        ...     "images": [{"id": 1}], "categories": [{"id": 1, "name": "cell"}],
+        ...     "annotations": [{"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 10]}],
+        ... }
+        >>> found = [{"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 8], "score": 0.6}]
+        >>> precision_recall_curves(truth, found)["cell"].precision.min()
+        np.float64(1.0)
     """
     truth, table = as_tables(ground_truth, detections)
     matches = match_detections(truth, table, iou) if matches is None else matches

@@ -10,6 +10,7 @@ import numpy as np
 
 from aploss.data.annotations import Annotations, as_rows
 from aploss.errors import ConfigError
+from aploss.evaluation.lrp import OptimalLRP, optimal_lrp
 from aploss.evaluation.matching import by_category, count_per_category, match_voc, precision_envelope
 from aploss.evaluation.tables import Detections, DetectionTable, Truth, as_tables
 
@@ -42,6 +43,8 @@ COCO_AVERAGES = {
 # The metrics that logs, reports, trackers and comparisons show: name → what it measures.
 METRICS = {name: average.meaning for name, average in COCO_AVERAGES.items() if average.kind == "precision"}
 METRICS["voc_AP50"] = "by the rules of Pascal VOC"
+METRICS["oLRP"] = "error at the best threshold, lower is better"
+LOWER_IS_BETTER = ("oLRP",)
 HEADLINE_METRICS = ("AP", "AP50", "AP75")  # where there is room for three
 COCO_IOUS = np.linspace(0.5, 0.95, 10)
 
@@ -59,7 +62,9 @@ class Metrics:
         AP, AP50, AP75, APs, APm, APl: average precision, mean over the classes that have objects; small objects are
             below 32² pixels, large ones above 96².
         AR, AR1, AR10, ARs, ARm, ARl: largest recall, mean over IoUs and classes.
-        per_class: class name → the same averages, with ``objects`` and ``detections``.
+        oLRP, oLRP_loc, oLRP_fp, oLRP_fn: optimal LRP error at IoU 0.5 and its parts, mean over classes, lower is
+            better; see :func:`~aploss.evaluation.optimal_lrp`.
+        per_class: class name → the same averages, with ``objects``, ``detections`` and ``lrp_threshold``.
 
     Example:
         >>> metrics = Metrics(metric="voc12", iou="0.50", images=1, objects=2, detections=3, AP=0.5)
@@ -84,6 +89,10 @@ class Metrics:
     ARs: float = nan
     ARm: float = nan
     ARl: float = nan
+    oLRP: float = nan  # noqa: N815
+    oLRP_loc: float = nan  # noqa: N815
+    oLRP_fp: float = nan  # noqa: N815
+    oLRP_fn: float = nan  # noqa: N815
     per_class: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -167,6 +176,9 @@ def coco_metrics(
         evaluation = _evaluate(truth, table, ious, min(max_detections, max(1, len(table))))
     classes = [*(slice(k, k + 1) for k in range(len(truth.categories))), slice(None)]
     averages = [_averages(evaluation, iou, one) for one in classes]
+    lrp = [one._asdict() for one in optimal_lrp(truth, table).values()]
+    means = {name: _mean([one[name] for one in lrp]) for name in OptimalLRP._fields if name != "lrp_threshold"}
+    averages = [{**row, **more} for row, more in zip(averages, [*lrp, means], strict=True)]
     return _make_metrics(truth, table, averages, metric="coco", iou="0.50:0.95" if iou is None else f"{iou:.2f}")
 
 
@@ -228,12 +240,14 @@ def _averages(evaluation: Any, iou: float | None, classes: slice) -> dict[str, f
         limit = params.maxDets.index(min(average.limit or params.maxDets[-1], params.maxDets[-1]))
         # precision [T, R, K, A, M], recall [T, K, A, M]; -1 where no object counts
         chosen = evaluation.eval[average.kind][thresholds][..., classes, area, limit]
-        values[name] = _mean(chosen[chosen > -1])
+        values[name] = _mean(np.where(chosen > -1, chosen, nan))
     return values
 
 
-def _mean(values: np.ndarray) -> float:
-    return float(values.mean()) if values.size else nan
+def _mean(values: np.ndarray | Sequence[float]) -> float:
+    """Mean of the values that are not NaN; NaN if there is none."""
+    known = np.asarray(values)[~np.isnan(values)]
+    return float(known.mean()) if known.size else nan
 
 
 # --- Pascal VOC -------------------------------------------------------------------------------
@@ -253,6 +267,15 @@ def voc_metrics(ground_truth: Truth, detections: Detections, *, year: int = 2012
 
     Returns:
         Metrics with ``AP`` at ``iou``, ``AP50`` and ``AP75``; all others are NaN.
+
+    Example:
+        >>> truth = {
+        ...     "images": [{"id": 1}], "categories": [{"id": 1, "name": "cell"}],
+        ...     "annotations": [{"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 10]}],
+        ... }
+        >>> metrics = voc_metrics(truth, [{"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 7], "score": 0.6}])
+        >>> metrics.AP50, metrics.AP75
+        (1.0, 0.0)
     """
     _check_iou(iou)
     if not 2005 <= year <= 2012:
@@ -263,7 +286,7 @@ def voc_metrics(ground_truth: Truth, detections: Detections, *, year: int = 2012
         matches = match_voc(truth, table, threshold)
         found = by_category(truth, table, matches)
         values = [voc_average_precision(matches.correct[rows], objects, year=year) for _, objects, rows in found]
-        columns[column] = [*values, _mean(np.array([value for value in values if not isnan(value)]))]
+        columns[column] = [*values, _mean(values)]
     averages = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     return _make_metrics(truth, table, averages, metric="voc07" if year < 2010 else "voc12", iou=f"{iou:.2f}")
 

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 from msgspec import UNSET
 
-from aploss.data.annotations import Annotations, DetectionDataset, as_rows
-from aploss.data.coco import CocoEntryError, CocoObjects, coco_document, coco_results, id_of, read_objects, shown
+from aploss.data.annotations import Annotations, as_rows
+from aploss.data.coco import CocoObjects, CocoResults, coco_document, id_of, read_objects, shown
 from aploss.errors import DataError
 
 Table = TypeVar("Table")
@@ -24,6 +24,11 @@ class GroundTruth(Annotations):
 
     Attributes:
         file_names: image id → file name, for images that have one.
+
+    Example:
+        >>> truth = {"images": [{"id": 7, "file_name": "a.png"}], "categories": [], "annotations": []}
+        >>> GroundTruth.from_coco(truth).file_names
+        {7: 'a.png'}
     """
 
     file_names: dict[int, str] = field(default_factory=dict)
@@ -112,7 +117,7 @@ class DetectionTable:
             DataError: if an entry lacks a key or has an invalid value. The message contains the index of the entry.
         """
         try:
-            entries = coco_results(results)
+            entries = coco_document(results, CocoResults)
         except msgspec.ValidationError:
             raise DataError("expected a list of COCO results (image_id, category_id, bbox, score)") from None
         found = _read_objects(entries, "detections", scored=True)
@@ -171,15 +176,6 @@ Truth = dict[str, Any] | Annotations  # accepted as ground truth
 Detections = Sequence[dict[str, Any]] | DetectionTable  # accepted as detections
 
 
-def as_ground_truth(ground_truth: Truth | DetectionDataset) -> Annotations:
-    """Converts a COCO dict or a dataset to arrays; returns arrays unchanged."""
-    if isinstance(ground_truth, Annotations):
-        return ground_truth
-    if isinstance(ground_truth, DetectionDataset):
-        return ground_truth.annotations
-    return GroundTruth.from_coco(ground_truth)
-
-
 def as_detections(detections: Detections, ground_truth: Annotations) -> DetectionTable:
     """Converts COCO results to a table; raises ``DataError`` if an image or category is not in the ground truth."""
     table = detections if isinstance(detections, DetectionTable) else DetectionTable.from_results(detections)
@@ -190,7 +186,7 @@ def as_detections(detections: Detections, ground_truth: Annotations) -> Detectio
 
 def as_tables(ground_truth: Truth, detections: Detections) -> tuple[Annotations, DetectionTable]:
     """Converts both to arrays and validates the detections against the ground truth."""
-    truth = as_ground_truth(ground_truth)
+    truth = ground_truth if isinstance(ground_truth, Annotations) else GroundTruth.from_coco(ground_truth)
     return truth, as_detections(detections, truth)
 
 
@@ -199,12 +195,24 @@ def read_ground_truth(path: str | Path) -> GroundTruth:
 
     Raises:
         DataError: if the file is missing, is not JSON, or contains an invalid entry. The message names the file.
+
+    Example:
+        >>> truth = read_ground_truth("instances_val2017.json")  # doctest: +SKIP
     """
     return _read(path, GroundTruth.from_coco)
 
 
 def read_detections(path: str | Path) -> DetectionTable:
-    """Reads COCO results from a JSON file. Raises like :func:`read_ground_truth`."""
+    """Reads COCO results from a JSON file. Raises like :func:`read_ground_truth`.
+
+    Example:
+        >>> from tempfile import NamedTemporaryFile
+        >>> with NamedTemporaryFile("w", suffix=".json") as file:
+        ...     _ = file.write('[{"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 8], "score": 0.6}]')
+        ...     file.flush()
+        ...     read_detections(file.name).scores.tolist()
+        [0.6]
+    """
     return _read(path, DetectionTable.from_results)
 
 
@@ -241,10 +249,7 @@ def _unique_ids(entries: Sequence[Any], where: str) -> np.ndarray:
     for row, entry in enumerate(entries):
         if not isinstance(entry, msgspec.Struct):
             raise DataError(f"{where}[{row}] is {shown(entry)}, expected an object with keys")
-        try:
-            number = id_of(entry, "id", f"{where}[{row}]", "bad-entry")
-        except CocoEntryError as error:
-            raise DataError(str(error)) from None
+        number = id_of(entry, "id", f"{where}[{row}]", "bad-entry")
         if number in ids:
             raise DataError(f"{where}[{row}] repeats id {number}")
         ids[number] = None

@@ -16,7 +16,7 @@ from aploss.plotting.style import loss_label
 from aploss.reports.comparison import Comparison, Difference, Entry, paired_difference, spread, write_comparison_report
 from aploss.reports.page import Cell, Section, Table, Text, Verdict
 from aploss.training.config import TrainConfig
-from aploss.training.run_folder import describe_environment
+from aploss.training.run_folder import RunFolder, describe_environment
 
 MIN_SEEDS = 3  # fewer are reported as too few
 TIE = "tie"
@@ -120,15 +120,16 @@ class Results:
     def is_ahead(self, first: str, second: str, *, by: float = 0.0, metric: str = "AP") -> bool | None:
         """Whether a row is ahead of another by at least ``by``.
 
-        True if the confidence interval of the paired difference lies at or above ``by`` (above zero without it), False
-        if it lies below, None if it includes ``by``, or with a single seed or unfinished runs.
+        True if the confidence interval of the paired gain lies at or above ``by`` (above zero without it), False if it
+        lies below, None if it includes ``by``, or with a single seed or unfinished runs.
         """
         one = self.difference(first, second, metric)
         if not self.complete or len(one.values) < 2:
             return None
-        if one.low >= by and one.low > 0:
+        low, high = one.gain
+        if low >= by and low > 0:
             return True
-        return False if one.high < by or one.high <= 0 else None
+        return False if high < by or high <= 0 else None
 
     def is_between(self, name: str, low: float, high: float, metric: str = "AP") -> bool | None:
         """Whether the mean of a row lies in a range, by its confidence interval, as :meth:`is_ahead`."""
@@ -222,8 +223,7 @@ def write_results(out: Path, results: Results, comparison: Comparison) -> None:
 
 
 def _row(results: Results, variant: Variant, entry: Entry) -> dict[str, Any]:
-    values = {metric: results.values(variant.name, metric) for metric in entry.values}
-    spreads = {metric: spread(found) for metric, found in values.items()}
+    spreads = {metric: entry.spread(metric) for metric in entry.values}
     runs = {seed: results.runs.get((variant.name, seed)) for seed in results.seeds}
     return {
         "name": variant.name,
@@ -231,7 +231,7 @@ def _row(results: Results, variant: Variant, entry: Entry) -> dict[str, Any]:
         "settings": dict(variant.settings),
         "learning_rate": variant.config.optimizer.learning_rate,
         "tuned": dict(variant.tuned),
-        "values": values,
+        "values": dict(entry.values),
         "mean": {metric: _number(one.mean) for metric, one in spreads.items()},
         "standard_deviation": {metric: _number(one.deviation) for metric, one in spreads.items()},
         "paper": dict(variant.paper),
@@ -253,12 +253,11 @@ def _row(results: Results, variant: Variant, entry: Entry) -> dict[str, Any]:
 def _csv(results: Results) -> str:
     """One line for each finished run."""
     text = io.StringIO()
-    metrics = list(METRICS)
     lines = csv.writer(text, lineterminator="\n")
-    lines.writerow(["row", "loss", "seed", "learning_rate", *metrics, "minutes", "steps", "folder"])
+    lines.writerow(["row", "loss", "seed", "learning_rate", *METRICS, "minutes", "steps", "folder"])
     for (row, seed), run in sorted(results.runs.items()):
         if run.summary is not None:
-            values = [getattr(run.summary, metric) for metric in metrics]
+            values = [getattr(run.summary, metric) for metric in METRICS]
             about = [row, run.config.loss, seed, run.config.optimizer.learning_rate]
             lines.writerow([*about, *values, run.summary.minutes, run.summary.steps, run.folder])
     return text.getvalue()
@@ -275,7 +274,9 @@ def _provenance(results: Results) -> dict[str, Any]:
     rates = {loss_label(one.name): f"{one.config.optimizer.learning_rate:.3g}" for one in plan.variants}
     own_rates = ", ".join(f"{name} {rate}" for name, rate in rates.items())
     devices = environment["devices"] or [f"{environment['cpu']}, {environment['cores']} cores"]
-    schedules = _of_rows(plan, lambda one: f"{one.schedule.kind}, {one.schedule.warmup_steps} steps of warm-up")
+    folders = (RunFolder(run.folder) for run in results.runs.values())  # their configs state the warm-up that ran
+    warmups = _listed(folder.read_config().schedule.warmup_steps for folder in folders if folder.exists)
+    schedules = _of_rows(plan, lambda one: one.schedule.kind) + (f", {warmups} steps of warm-up" if warmups else "")
     return {
         "commit": _listed(one.commit or "unknown" for one in summaries) or environment["commit"] or "unknown",
         "seeds": _stated_seeds(results),

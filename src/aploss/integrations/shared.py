@@ -25,7 +25,13 @@ MIN_LOG_COMPLEMENT = 1e-6  # bounds the log-odds of scores that round to 1
 
 
 class ScoreThresholdWarning(UserWarning):
-    """A score threshold is arbitrary for the scores of this loss, or would drop detections that AP needs."""
+    """A score threshold is arbitrary for the scores of this loss, or would drop detections that AP needs.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore", ScoreThresholdWarning)
+    """
 
 
 def check_loss(loss: object, model: nn.Module, *, has_background: bool) -> None:

@@ -20,8 +20,6 @@ from aploss.plotting.style import INK, MUTED, PAPER, class_colour
 READABLE = 256  # pixels of the longer side below which captions would hide the picture
 GAP, CAPTION, TITLE = 8, 12, 17  # pixels of a contact sheet
 
-Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
-
 
 def draw_boxes(
     image: Any,
@@ -94,16 +92,15 @@ def outline_boxes(
     corners = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
     canvas = image.convert("RGB")  # always a copy
     pen = ImageDraw.Draw(canvas)
-    root = math.sqrt(max(canvas.size))  # letters and lines grow with the picture, but not in proportion
+    width = max(2, round(math.sqrt(max(canvas.size)) / 7))  # lines and letters grow with the picture's root
     inside = (corners[:, :2] <= canvas.size).all(1) & (corners[:, 2:] >= 0).all(1) & np.isfinite(corners).all(1)
     rows = list(itertools.compress(zip(corners, captions, colours, dashed, strict=True), np.asarray(inside)))
     for box, _, colour, is_dashed in rows:
-        _draw_outline(pen, box, canvas.size, colour, max(2, round(root / 7)), dashed=is_dashed)
+        _draw_outline(pen, box, canvas.size, colour, width, dashed=is_dashed)
     # Captions last: a box drawn later must not cross the text of an earlier one.
-    font = _font(max(12, round(0.68 * root)))
     for box, caption, colour, _ in rows:
         if caption:
-            _draw_caption(pen, box, caption, colour, font, canvas.size)
+            _draw_caption(pen, box, caption, colour, canvas.size)
     return canvas
 
 
@@ -215,10 +212,8 @@ def _draw_outline(
             pen.line([*first, *last], fill=colour, width=width)
 
 
-def _draw_caption(
-    pen: ImageDraw.ImageDraw, box: np.ndarray, text: str, colour: str, font: Font, size: tuple[int, int]
-) -> None:
-    text = " ".join(text.split())
+def _draw_caption(pen: ImageDraw.ImageDraw, box: np.ndarray, text: str, colour: str, size: tuple[int, int]) -> None:
+    text, font = " ".join(text.split()), _font(max(12, round(0.68 * math.sqrt(max(size)))))
     left, top, right, bottom = pen.textbbox((0, 0), text, font=font)
     width, height = right - left + 6, bottom - top + 5
     x = min(max(0, round(float(box[0]))), max(0, size[0] - round(width)))
@@ -240,14 +235,11 @@ def _write_line(sheet: Image.Image, text: str, place: tuple[int, int], height: i
 
 
 @lru_cache(maxsize=16)
-def _font(pixels: int) -> Font:
+def _font(pixels: int) -> ImageFont.FreeTypeFont:
     """DejaVu Sans, which is installed with matplotlib and covers most alphabets."""
-    try:
-        import matplotlib
+    import matplotlib
 
-        return ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans.ttf", pixels)
-    except (ImportError, OSError):
-        return ImageFont.load_default(pixels)
+    return ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans.ttf", pixels)
 
 
 def _contrasting(colour: str) -> str:

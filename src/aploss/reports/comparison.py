@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from aploss.evaluation import HEADLINE_METRICS
+from aploss.evaluation import HEADLINE_METRICS, LOWER_IS_BETTER
 from aploss.files import write_text
 from aploss.plotting.plots import Series, Values, line_plot, numbers
 from aploss.plotting.style import line_style, loss_label
@@ -104,6 +104,11 @@ class Difference:
     def is_decided(self) -> bool:
         """Whether the interval excludes zero."""
         return self.low > 0 or self.high < 0
+
+    @property
+    def gain(self) -> tuple[float, float]:
+        """The interval of the improvement: negated if lower values of the metric are better."""
+        return (-self.high, -self.low) if self.metric in LOWER_IS_BETTER else (self.low, self.high)
 
     def __str__(self) -> str:
         interval = f" {_interval(self)}, {len(self.values)} seeds" if len(self.values) > 1 else ", one seed"
@@ -227,6 +232,7 @@ def comparison_table(comparison: Comparison) -> page.Table:
     }
     columns.update({name: values for name, values in optional.items() if any(values)})
     caption = "In percent: mean ± standard deviation over seeds; bold where the intervals decide which row is best."
+    caption += "".join(f" {metric}: lower is better." for metric in comparison.metrics if metric in LOWER_IS_BETTER)
     caption += f" Paper: {comparison.paper}." if comparison.paper else ""
     rows = list(zip(*columns.values(), strict=True))
     return page.Table(columns=list(columns), rows=rows, caption=caption, digits=1)
@@ -236,8 +242,9 @@ def _is_best(entry: Entry, entries: Sequence[Entry], metric: str, confidence: fl
     """Whether a row is ahead of every other one by the paired interval."""
     others = [one.values.get(metric, ()) for one in entries if one is not entry]
     values = entry.values.get(metric, ())
-    pairs = [paired_difference(values, one, confidence=confidence) for one in others if len(one) == len(values)]
-    return bool(others) and len(pairs) == len(others) and all(one.low > 0 for one in pairs)
+    same_seeds = [one for one in others if len(one) == len(values)]
+    pairs = [paired_difference(values, one, metric=metric, confidence=confidence) for one in same_seeds]
+    return bool(others) and len(pairs) == len(others) and all(one.gain[0] > 0 for one in pairs)
 
 
 def latex(table: page.Table) -> str:

@@ -24,6 +24,12 @@ class Study:
         tables: numbers.
         verdicts: the claims; every one is asserted in the tests.
         numbers: all measured values, for other programs.
+
+    Example:
+        >>> from aploss.theory import STUDIES
+        >>> study = STUDIES["consistency"](0)  # the argument is the seed
+        >>> study.place, study.holds
+        ('Observation 1 and Appendix 4', True)
     """
 
     name: str
@@ -64,7 +70,19 @@ def checked_verdict(claim: str, passes: Mapping[str, bool]) -> Verdict:
 
 
 def write_study(study: Study, folder: Path) -> Path:
-    """Writes ``report.html`` and ``numbers.json``; returns the page."""
+    """Writes ``report.html`` and ``numbers.json``.
+
+    Args:
+        study: the result.
+        folder: an existing or new folder.
+
+    Returns:
+        The page.
+
+    Example:
+        >>> from aploss.theory import STUDIES
+        >>> page = write_study(STUDIES["method"](0), Path("theory/method"))  # doctest: +SKIP
+    """
     claims = [{"claim": v.claim, "holds": v.holds} for v in study.verdicts]
     write_json(folder / "numbers.json", {**study.numbers, "verdicts": claims})
     sections = [
@@ -76,7 +94,18 @@ def write_study(study: Study, folder: Path) -> Path:
 
 
 def write_index(studies: Sequence[Study], folder: Path) -> Path:
-    """Writes ``index.html`` with the verdicts of all studies and links to their pages; returns it."""
+    """Writes ``index.html`` with the verdicts of all studies and links to their pages.
+
+    Args:
+        studies: the results, each written to ``folder / study.name`` by :func:`write_study`.
+        folder: an existing or new folder.
+
+    Returns:
+        The page.
+
+    Example:
+        >>> page = write_index(studies, Path("theory"))  # doctest: +SKIP
+    """
     sections = [
         Section(study.title, [Text(study.place), *study.verdicts], link=f"{study.name}/report.html")
         for study in studies

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
 from aploss.errors import ConfigError, require_packages
@@ -54,7 +54,7 @@ class Callback:
         """The run has ended: with its summary as plain values, or None if it was interrupted or failed."""
 
 
-class Callbacks(Callback):
+class Callbacks:
     """Calls several callbacks in order."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
@@ -62,24 +62,19 @@ class Callbacks(Callback):
         self._started: list[Callback] = []
         self.want_pictures = any(type(one).on_picture is not Callback.on_picture for one in callbacks)
 
-    def on_start(self, config: TrainConfig, folder: Path, step: int) -> None:
+    def start(self, config: TrainConfig, folder: Path, step: int) -> None:
+        """Calls ``on_start``."""
         for callback in self._callbacks:
             callback.on_start(config, folder, step)
             self._started.append(callback)
 
-    def on_log(self, row: Row) -> None:
+    def call(self, event: str, *arguments: Any) -> None:
+        """Calls the method of an event, such as ``"on_log"``."""
         for callback in self._callbacks:
-            callback.on_log(row)
+            getattr(callback, event)(*arguments)
 
-    def on_validation(self, row: Row) -> None:
-        for callback in self._callbacks:
-            callback.on_validation(row)
-
-    def on_picture(self, picture: "Image", step: int) -> None:
-        for callback in self._callbacks:
-            callback.on_picture(picture, step)
-
-    def on_end(self, result: Row | None) -> None:
+    def end(self, result: Row | None) -> None:
+        """Calls ``on_end`` of those that have been started, once."""
         for callback in self._started:
             callback.on_end(result)
         self._started = []
@@ -186,12 +181,8 @@ class Progress:
         self._is_live = self._shows and sys.stdout.isatty()
         self._console = Console(file=terminal(sys.stdout), soft_wrap=True)
         columns = "{task.description}", BarColumn(bar_width=None), MofNCompleteColumn(), "{task.fields[text]}"
-        self._bar = RichProgress(
-            *(TextColumn(one) if isinstance(one, str) else one for one in columns),
-            TimeRemainingColumn(compact=True),
-            console=self._console,
-            expand=True,
-        )
+        left = TimeRemainingColumn(compact=True)
+        self._bar = RichProgress(*columns, left, console=self._console, expand=True)
         self._task = self._bar.add_task("training", total=None, text="", visible=False)
         self._total = self._first = 0
         self._started = self._last_line = time.monotonic()
@@ -279,10 +270,10 @@ def describe_seconds(seconds: float) -> str:
     """Formats a duration in readable units.
 
     Example:
-        >>> describe_seconds(45), describe_seconds(150), describe_seconds(8000)
-        ('45 s', '2 min 30 s', '2 h 13 min')
+        >>> describe_seconds(45), describe_seconds(150), describe_seconds(8000), describe_seconds(1e6)
+        ('45 s', '2 min 30 s', '2 h 13 min', '12 days')
     """
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest} s" if minutes else f"{rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes // 60} h {minutes % 60} min" if minutes < 48 * 60 else f"{round(minutes / 1440)} days"

@@ -164,6 +164,9 @@ class CriterionConfig(_Settings, group="criterion."):
     rank_over: Literal["batch", "image", "class"] = setting("batch", "rank all anchors together, per image or class")
     rank_over_processes: bool = setting(False, "rank and count positives over the images of all ranks")
     assigner: Literal["iou", "atss"] = setting("iou", "anchor assignment: IoU threshold or ATSS", default_before="iou")
+    hard_boxes: Literal["ignore", "drop"] = setting(
+        "ignore", "difficult and crowd boxes: ignore their anchors, or drop the boxes", default_before="ignore"
+    )
     box_loss: str | None = setting(None, "smooth-l1, paper-smooth-l1 or giou; by default chosen to suit the loss")
     box_weight: float | Literal["balanced"] | None = setting(
         None, "weight of the box loss; by default chosen to suit the loss", at_least(0)

@@ -30,7 +30,7 @@ from aploss.training.distributed import (
 from aploss.training.evaluate import detect_split, draw_detections
 from aploss.training.run_folder import MetricsLog, RunFolder
 from aploss.training.splits import RunData, fingerprint_changes
-from aploss.training.step import BadNumbers, DivergedError, Stepper, StepResult, non_finite_weight
+from aploss.training.step import BadNumbers, DivergedError, Stepper, non_finite_weight
 
 
 @dataclass
@@ -127,7 +127,7 @@ class Loop:
         """
         if self.accelerator.is_main_process:
             self._log = MetricsLog(self.folder.path, step=self.state.step)
-            self.callbacks.on_start(self.config, self.folder.path, self.state.step)
+            self.callbacks.start(self.config, self.folder.path, self.state.step)
         self._resumed_at, self._seconds_before = time.monotonic(), self.state.seconds
         self._saved_at = self._row_at = self._resumed_at
         self.progress.begin(self.total_steps, self.state.step)
@@ -142,8 +142,8 @@ class Loop:
         self._validate_and_save()  # the run may have been interrupted before a validation
         with closing(self.batches.endless(state.step * accumulate)) as batches:
             while state.stopped_by is None:
-                result = self.stepper.step(state.step, self._fetch(batches))
-                self._after_step(result)
+                self.stepper.step(state.step, self._fetch(batches))
+                self._after_step()
                 late = limit is not None and state.seconds >= 60 * limit
                 news = len(self.batches.unreadable) > len(self._known_unreadable)
                 # All ranks act on a signal, time limit or unreadable image of any rank.
@@ -156,8 +156,9 @@ class Loop:
                     state.stopped_by = "length"
                 elif out_of_time:
                     state.stopped_by = "minutes"
+                    self._record_results()
                     if state.step < self.config.log_steps and state.window_steps:  # or there would be no curve
-                        self._write_training_row(result.learning_rate)
+                        self._write_training_row()
                 elif interrupted:
                     self.save()
                     raise TrainingInterruptedError(
@@ -181,7 +182,7 @@ class Loop:
         """A block between two steps, which saves the run if it fails: a killed data loader worker, lack of memory."""
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, ConnectionError, EOFError) as error:  # the last two if a worker dies while sending
             if isinstance(error, AplossError):
                 raise
             self.save()
@@ -200,22 +201,27 @@ class Loop:
     def _seconds(self) -> float:
         return self._seconds_before + time.monotonic() - self._resumed_at
 
-    def _after_step(self, result: StepResult) -> None:
+    def _after_step(self) -> None:
         state = self.state
         state.step += 1
         state.seconds = self._seconds
         self.progress.step(state.step)
-        if result.bad is not None:
-            self._report_bad(result.bad)
-        else:
-            state.bad_in_a_row = 0
-        if not result.counts:
-            return
-        state.add_to_window({**result.losses, "gradient_norm": result.gradient_norm})
         if state.step % self.config.log_steps == 0 or state.step == self.total_steps:
-            self._write_training_row(result.learning_rate)
+            self._record_results()
+            if state.window_steps:
+                self._write_training_row()
 
-    def _write_training_row(self, learning_rate: float) -> None:
+    def _record_results(self) -> None:
+        """Reads the results of the steps since the last call, for which the host waits for a GPU."""
+        for result in self.stepper.take_results():
+            if result.bad is not None:
+                self._report_bad(result.bad)
+            else:
+                self.state.bad_in_a_row = 0
+            if result.counts:
+                self.state.add_to_window({**result.losses, "gradient_norm": result.gradient_norm})
+
+    def _write_training_row(self) -> None:
         images = self.state.window_steps * self.batches.batch_size * self.config.batches.accumulate
         means = self.state.take_window()
         now = time.monotonic()
@@ -226,7 +232,7 @@ class Loop:
                 "epoch": self.epoch,
                 "loss": means["classification"] + means["box"],
                 **means,
-                "lr": learning_rate,
+                "lr": self.stepper.learning_rate(self.state.step - 1),
                 "images_per_second": round(images / max(now - self._row_at, 1e-9), 2),
                 "seconds": round(self.state.seconds, 3),
             }
@@ -236,7 +242,7 @@ class Loop:
     def _add_row(self, row: dict[str, Any]) -> None:
         if self._log is not None:
             self._log.add(row)
-            (self.callbacks.on_validation if row["kind"] == "validation" else self.callbacks.on_log)(row)
+            self.callbacks.call("on_validation" if row["kind"] == "validation" else "on_log", row)
         self.progress.row(row)
 
     def _report_bad(self, bad: BadNumbers) -> None:
@@ -323,6 +329,7 @@ class Loop:
 
     def _validate(self) -> None:
         assert self.validation is not None
+        self._record_results()
         state, settings, split, detector = self.state, self.config.validation, self.validation, self.stepper.evaluated
         with self.saved_on_failure(), self.progress.images("validating") as show:
             found = detect_split(
@@ -335,7 +342,7 @@ class Loop:
         row = {"kind": "validation", "step": state.step, "epoch": self.epoch, "seconds": round(self._seconds, 3)}
         self._add_row({**row, **{name: metrics[name] for name in METRICS if name in metrics}})
         if found is not None and self.callbacks.want_pictures:
-            self.callbacks.on_picture(draw_detections(split, found, detector.class_names), state.step)
+            self.callbacks.call("on_picture", draw_detections(split, found, detector.class_names), state.step)
         self._row_at = time.monotonic()  # validation does not count for the speed of the next row
         if settings.patience is not None and state.validations_since_best >= settings.patience:
             state.stopped_by = state.stopped_by or "patience"
@@ -348,6 +355,7 @@ class Loop:
 
     def save(self) -> None:
         """Writes ``last.pt``, everything needed to resume; DivergedError if a weight is NaN or Inf."""
+        self._record_results()
         self._saved_at = time.monotonic()
         detector = self.stepper.evaluated
         name = non_finite_weight(detector)  # the same on every rank

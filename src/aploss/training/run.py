@@ -99,12 +99,12 @@ def train(
         wanted = [*make_tracker(config.tracker), *observers, *callbacks]  # on all ranks, which must fail together
         listeners = Callbacks(wanted if accelerator.is_main_process else [])
         loop = _open_run(config, folder, accelerator, progress, listeners, resume=resume, source=source, stack=stack)
-        stack.callback(listeners.on_end, None)  # has no effect after the on_end below
+        stack.callback(listeners.end, None)  # has no effect after the one below
         _print_overview(loop)
         loop.run(signals)
         progress.note(_why_stopped(loop))
         summary = _evaluate(loop, signals)
-        listeners.on_end(summary.as_dict())
+        listeners.end(summary.as_dict())
     return summary
 
 
@@ -202,6 +202,7 @@ def _make_loop(
         world_size=accelerator.num_processes,
         skip_unreadable=True,
         features=features,
+        pinned=accelerator.device.type == "cuda",
     )
     schedule = Schedule(config.schedule, batches.batches_per_epoch / config.batches.accumulate)
     if schedule.warmup_steps < config.schedule.warmup_steps:
@@ -302,6 +303,12 @@ def _why_stopped(loop: Loop) -> str:
 
 def _evaluate(loop: Loop, signals: StopSignals) -> Summary:
     """Evaluates a trained run and writes its summary and report."""
+    from aploss.reports.run_report import write_run_report
+
+    def write() -> None:
+        summary.write(folder.summary_file)
+        write_run_report(folder.path, images=data.train.root)
+
     folder, progress, data = loop.folder, loop.progress, loop.data
     signals.message = f"stopped; training is finished, evaluate with: {folder.resume_command}"
     if any(sum_over_processes(loop.accelerator, [signals.requested])):  # during the last step
@@ -313,7 +320,7 @@ def _evaluate(loop: Loop, signals: StopSignals) -> Summary:
         loop.note_unreadable(split.unreadable, f"left out of {split.name}")
     summary = _summarise(loop, measured)
     progress.note("writing the report")
-    on_main(loop.accelerator, lambda: _write_report(folder, summary, data))
+    on_main(loop.accelerator, write)
     return summary
 
 
@@ -338,13 +345,6 @@ def _summarise(loop: Loop, measured: dict[str, Any]) -> Summary:
         unreadable_images=state.unreadable,
         resume_changes=state.changes,
     )
-
-
-def _write_report(folder: RunFolder, summary: Summary, data: RunData) -> None:
-    from aploss.reports.run_report import write_run_report
-
-    summary.write(folder.summary_file)
-    write_run_report(folder.path, images=data.train.root)
 
 
 def _parameters(detector: Detector) -> int:
@@ -378,6 +378,7 @@ def _build(config: TrainConfig, class_names: tuple[str, ...], loss: str) -> Dete
             loss_options=criterion.options if is_own else None,
             rank_over=criterion.rank_over,
             assigner=criterion.assigner,
+            hard_boxes=criterion.hard_boxes,
             box_loss=criterion.box_loss,  # type: ignore[arg-type]
             box_weight=criterion.box_weight if is_own else None,
             weights=config.model.weights,

@@ -244,6 +244,7 @@ class Summary:
     APm: float | None
     APl: float | None
     voc_AP50: float | None  # noqa: N815
+    oLRP: float | None = None  # noqa: N815
     per_class: dict[str, dict[str, Any]]
     calibration_error: float | None
     calibration_error_drawn: float | None
