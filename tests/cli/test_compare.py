@@ -137,10 +137,8 @@ def test_an_interruption_or_the_time_limit_prints_how_to_resume(
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        ("--losses ap:detla=1", "delta"),
         ("--vary lerning_rate=1,2", "optimizer.learning_rate"),
         ("--vary batches.size", "--vary"),
-        ("--vary batches.size=4,x", "batches.size"),
         ("--vary batches.size=4,8 --batches.size 2", "--vary batches.size"),
         ("--vary optimizer.learning_rate=1,2 --tune", "--tune"),
         ("--vary schedule.length=1,2 --steps 2", "--vary schedule.length"),

@@ -22,18 +22,13 @@ class Parts:
         RunError: the file belongs to another command.
     """
 
-    def __init__(self, file: Path, command: dict[str, Any]) -> None:
+    def __init__(self, file: Path, header: str) -> None:
         self.file = file
         if not file.is_file():
-            write_text(file, self.header(command))
-        if self.first_line(file) != self.header(command):
+            write_text(file, header)
+        if self.first_line(file) != header:
             raise RunError(f"{file} is from another command that was stopped: finish that one, or delete the file")
         self._done = {row["path"]: row["version"] for row in self._rows()}
-
-    @staticmethod
-    def header(command: dict[str, Any]) -> str:
-        """The line that identifies a command."""
-        return json.dumps(command, default=str) + "\n"
 
     @staticmethod
     def first_line(file: Path) -> str:
