@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_training import fake_training  # noqa: F401
 
 from aploss.cli.main import main
 from aploss.data.builtin import builtin_folder

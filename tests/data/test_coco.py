@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_datasets import edit_json
 
 from aploss.data.check import check_dataset, check_report
 from aploss.data.coco import CocoFormat, coco_document, read_objects
@@ -14,18 +15,6 @@ from aploss.data.load import dataset_splits, load_dataset
 from aploss.errors import DataError
 
 TRAIN = "annotations/instances_train2017.json"
-
-
-@pytest.fixture
-def edit(coco_folder):
-    """Returns the content of the training file, and writes it back when called with the content."""
-
-    def change(content=None):
-        if content is not None:
-            (coco_folder / TRAIN).write_text(json.dumps(content))
-        return json.loads((coco_folder / TRAIN).read_text())
-
-    return change
 
 
 def test_the_official_layout_is_read(coco_folder, expected_boxes, found_boxes):
@@ -41,33 +30,29 @@ def test_the_official_layout_is_read(coco_folder, expected_boxes, found_boxes):
     assert found_boxes(load_dataset(coco_folder / TRAIN)) == expected_boxes["train"]
 
 
-def test_ids_from_zero_are_shifted_to_start_at_one(coco_folder, edit):
-    content = edit()
-    for entry, key in [(e, "id") for e in content["images"]] + [(e, "image_id") for e in content["annotations"]]:
-        entry[key] = float(entry[key] / 10 - 1)  # also: integers written as fractions
-    edit(content)
+def test_ids_from_zero_are_shifted_to_start_at_one(coco_folder):
+    def shift(content: dict) -> None:
+        for entry, key in [(e, "id") for e in content["images"]] + [(e, "image_id") for e in content["annotations"]]:
+            entry[key] = float(entry[key] / 10 - 1)  # also: integers written as fractions
+
+    edit_json(coco_folder / TRAIN, shift)
     dataset = load_dataset(coco_folder, "train")
     assert [dataset.image_id(i) for i in range(3)] == [1, 2, 3]
     assert (dataset.num_boxes, dataset.problems) == (3, [])
 
 
 @pytest.mark.parametrize(("section", "kind"), [("images", "bad-image-entry"), ("categories", "bad-categories")])
-def test_text_ids_are_refused_in_one_line(coco_folder, edit, section, kind):
-    content = edit()
-    for entry in content[section]:
-        entry["id"] = f"id {entry['id']}"
-    edit(content)
+def test_text_ids_are_refused_in_one_line(coco_folder, section, kind):
+    edit_json(coco_folder / TRAIN, lambda content: [one.update(id=f"id {one['id']}") for one in content[section]])
     with pytest.raises(DataError, match=rf"{section}\[0\]: 'id' is 'id \d+', expected an integer") as caught:
         load_dataset(coco_folder, "train")
     assert "\n" not in str(caught.value)
     assert kind in {finding.problem.kind for finding in check_dataset(coco_folder).findings}
 
 
-def test_crowd_difficult_and_area_are_kept(coco_folder, edit):
-    content = edit()
-    content["annotations"][0] |= {"iscrowd": 1, "area": 77.5}
-    content["annotations"][1] |= {"difficult": 1, "segmentation": [[1, 2, 3, 4, 5, 6]]}
-    edit(content)
+def test_crowd_difficult_and_area_are_kept(coco_folder):
+    changes = [{"iscrowd": 1, "area": 77.5}, {"difficult": 1, "segmentation": [[1, 2, 3, 4, 5, 6]]}, {}]
+    edit_json(coco_folder / TRAIN, lambda content: list(map(dict.update, content["annotations"], changes)))
     dataset = load_dataset(coco_folder, "train")
     assert dataset.target(0)["crowd"].tolist() == [True, False]
     assert dataset.target(0)["difficult"].tolist() == [False, True]
@@ -102,12 +87,13 @@ def test_files_of_other_tasks_and_of_other_programs_are_ignored(coco_folder, tmp
     assert CocoFormat.find(tmp_path) is None
 
 
-def test_a_missing_size_is_read_from_the_image_and_file_names_may_contain_folders(coco_folder, edit):
-    content = edit()
-    del content["images"][0]["width"]
-    for image in content["images"]:
-        image["file_name"] = f"train2017/{image['file_name']}"
-    edit(content)
+def test_a_missing_size_is_read_from_the_image_and_file_names_may_contain_folders(coco_folder):
+    def change(content: dict) -> None:
+        del content["images"][0]["width"]
+        for image in content["images"]:
+            image["file_name"] = f"train2017/{image['file_name']}"
+
+    edit_json(coco_folder / TRAIN, change)
     dataset = load_dataset(coco_folder, "train")
     assert dataset.image_size(0) == (64, 48)
     assert [problem.kind for problem in dataset.problems] == []
@@ -121,10 +107,8 @@ def test_given_class_names_decide_the_labels_and_others_are_counted_in_one_probl
 
 
 def test_splits_with_different_class_lists_get_one_when_joined(coco_folder):
-    file = coco_folder / "annotations/instances_val2017.json"
-    content = json.loads(file.read_text())
-    content["categories"] = [{"id": 3, "name": "cat"}, {"id": 9, "name": "fox"}]
-    file.write_text(json.dumps(content))
+    classes = [{"id": 3, "name": "cat"}, {"id": 9, "name": "fox"}]
+    edit_json(coco_folder / "annotations/instances_val2017.json", lambda content: content.update(categories=classes))
     joined = load_dataset(coco_folder, "train+val")
     assert joined.class_names == ("cat", "dog", "fox")
     assert joined.target(3)["labels"].tolist() == [0]
@@ -182,10 +166,9 @@ def test_an_unreadable_file_in_the_place_of_annotations_is_a_problem(coco_folder
 
 
 @pytest.mark.parametrize("place", ["name", "file_name"])
-def test_an_unpaired_surrogate_can_be_printed(coco_folder, edit, place):
-    content = edit()
-    content["categories" if place == "name" else "images"][0][place] = "\ud800.png"
-    edit(content)
+def test_an_unpaired_surrogate_can_be_printed(coco_folder, place):
+    section = "categories" if place == "name" else "images"
+    edit_json(coco_folder / TRAIN, lambda content: content[section][0].update({place: "\ud800.png"}))
     result = check_dataset(coco_folder)
     kind = "bad-categories" if place == "name" else "missing-image"
     (finding, *_) = [f for f in result.findings if f.problem.kind == kind]

@@ -68,12 +68,6 @@ def test_a_killed_worker_changes_nothing_but_the_time(
         assert together.runs[key].summary.AP == run.summary.AP
 
 
-@pytest.mark.parametrize("options", [{"gpus": 1.0}, {"count": 2, "ray": "auto"}])
-def test_options_that_exclude_each_other_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        Workers(**options)
-
-
 def test_ray_is_asked_for_by_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aploss.errors.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"aploss\[cluster\]"):

@@ -29,10 +29,6 @@ def write_image(folder: Path, name: bytes = b"a.png") -> Path:
     return path
 
 
-def predict(call_cli, checkpoint: Path, photos: Path, out: Path, *options: str):
-    return call_cli("predict", checkpoint, photos, "--out", out, *options)
-
-
 # --- names ------------------------------------------------------------------------------------
 
 NAMES = {
@@ -49,7 +45,7 @@ def test_the_name_of_one_image_costs_no_detections(call_cli, checkpoint, tmp_pat
     photos, out = tmp_path / "photos", tmp_path / "out"
     write_image(photos)
     strange = write_image(photos, NAMES[kind])
-    done = predict(call_cli, checkpoint, photos, out, "--labels", labels)
+    done = call_cli("predict", checkpoint, photos, "--out", out, "--labels", labels)
     done.assert_no_traceback()
     images = {image["id"]: image["file_name"] for image in json.loads((out / "images.json").read_text())["images"]}
     found = [images[one["image_id"]] for one in json.loads((out / "detections.json").read_text())]
@@ -76,11 +72,29 @@ def special(path: Path, kind: str) -> Path:
 SPECIAL = ["a pipe", "a folder", "a device", "a link to itself"]
 
 
+FILES = {
+    "a detector": "x.pt", "an ONNX file": "x.onnx", "annotations": "x.json", "detections": "x.json",
+    "data to check": "data.yaml", "data to train on": "data.yaml",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("kind", SPECIAL)
-@pytest.mark.parametrize("name", ["x.pt", "x.onnx"])
-def test_no_special_file_is_waited_for_as_a_detector(call_cli, tmp_path: Path, name: str, kind: str):
-    image, path = write_image(tmp_path), special(tmp_path / name, kind)
-    predict(call_cli, path, image, tmp_path / "out").assert_refused(path)
+@pytest.mark.parametrize("role", FILES)
+def test_no_special_file_is_waited_for(call_cli, tmp_path: Path, role: str, kind: str):
+    path, image, found = special(tmp_path / FILES[role], kind), write_image(tmp_path), tmp_path / "found.json"
+    truth = write_coco(tmp_path / "data") / "annotations/instances_val2017.json"
+    found.write_text("[]")
+    out = ["--out", tmp_path / "out"]
+    words = {
+        "a detector": ["predict", path, image, *out],
+        "an ONNX file": ["predict", path, image, *out],
+        "annotations": ["eval", "--annotations", path, "--detections", found],
+        "detections": ["eval", "--annotations", truth, "--detections", path],
+        "data to check": ["data", "check", path, "--json"],
+        "data to train on": ["train", "--data", path, *out],
+    }[role]
+    call_cli(*words).assert_refused(path)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
@@ -90,30 +104,6 @@ def test_no_special_file_is_waited_for_as_an_image(call_cli, checkpoint, tmp_pat
     done.assert_no_traceback()
     assert done.code == 2
     assert str(path) in done.stderr
-
-
-@pytest.mark.parametrize("option", ["--annotations", "--detections"])
-@pytest.mark.parametrize("kind", SPECIAL)
-def test_no_special_file_is_waited_for_in_eval(call_cli, tmp_path: Path, option: str, kind: str):
-    data = write_coco(tmp_path / "data")
-    files = {"--annotations": data / "annotations/instances_val2017.json", "--detections": tmp_path / "found.json"}
-    files["--detections"].write_text("[]")
-    files[option] = special(tmp_path / "x.json", kind)
-    words = [word for name, path in files.items() for word in (name, path)]
-    call_cli("eval", *words).assert_refused(files[option])
-
-
-@pytest.mark.parametrize("kind", SPECIAL)
-@pytest.mark.parametrize("command", ["data check", "train"])
-def test_no_special_file_is_waited_for_as_data(call_cli, tmp_path: Path, command: str, kind: str):
-    path = special(tmp_path / "data.yaml", kind)
-    words = (
-        ["data", "check", path, "--json"]
-        if command == "data check"
-        else ["train", "--data", path, "--out", tmp_path / "run"]
-    )
-    call_cli(*words).assert_refused(path)
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SPECIAL if kind != "a folder"])

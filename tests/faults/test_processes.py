@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from processes import start_process
-from tiny_runs import SETTINGS, checkpoint_step, start_two
+from tiny_runs import SETTINGS, checkpoint_step, edit_annotations, keep_objects, start_two
 
 from aploss.cli.main import main
 from aploss.losses import ALRPLoss, APLoss, AUCLoss, RankSortLoss
@@ -144,14 +144,10 @@ ENDLESS = {"schedule": {"length": 100_000}, "checkpoint_steps": 2, "validation":
 def with_fault(rectangles: Path, folder: Path, fault: str) -> Path:
     """The data set, with objects in few images or none, or with an odd number of images."""
     shutil.copytree(rectangles, folder)
-    path = folder / "annotations" / "instances_train.json"
-    document = json.loads(path.read_text())
-    kept = {"one has no positives": [5], "none has positives": []}.get(fault, range(99))
-    document["annotations"] = [entry for entry in document["annotations"] if entry["image_id"] in kept]
+    kept = {"one has no positives": [5], "none has positives": [], "uneven": range(14)}.get(fault, range(99))
+    edit_annotations(folder, "train", keep_objects(*kept))
     if fault == "uneven":
-        document["images"] = document["images"][:13]
-        document["annotations"] = [entry for entry in document["annotations"] if entry["image_id"] <= 13]
-    path.write_text(json.dumps(document))
+        edit_annotations(folder, "train", lambda document: document.update(images=document["images"][:13]))
     return folder
 
 

@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 import yaml
 from PIL import Image, ImageOps
-from tiny_runs import CrashError, assert_equal, config_values, crash_at, outcome, start_two
+from tiny_runs import (
+    CrashError,
+    assert_equal,
+    config_values,
+    crash_at,
+    edit_annotations,
+    keep_objects,
+    outcome,
+    start_two,
+)
 
 from aploss.cli.main import main
 from aploss.errors import AplossError
@@ -152,13 +161,6 @@ def copied(stopped: TrainConfig, rectangles: Path, tmp_path: Path) -> TrainConfi
     return replace(stopped, data=str(data), out=str(out))
 
 
-def edit(config: TrainConfig, split: str, change: Callable[[dict[str, Any]], None]) -> None:
-    path = Path(config.data) / "annotations" / f"instances_{split}.json"
-    document = json.loads(path.read_text())
-    change(document)
-    path.write_text(json.dumps(document))
-
-
 def exchange_class_ids(document: dict[str, Any]) -> None:
     """Objects keep their names."""
     document["categories"] = [{"id": 1, "name": "green"}, {"id": 2, "name": "red"}]
@@ -176,11 +178,11 @@ def move_box(document: dict[str, Any]) -> None:
 
 def keep_one_image(document: dict[str, Any]) -> None:
     document["images"] = document["images"][:1]
-    document["annotations"] = [entry for entry in document["annotations"] if entry["image_id"] == 1]
+    keep_objects(1)(document)
 
 
 def in_all(change: Callable[[dict[str, Any]], None]) -> Callable[[TrainConfig], None]:
-    return lambda config: [edit(config, split, change) for split in ("train", "val", "test")] and None
+    return lambda config: [edit_annotations(config.data, split, change) for split in ("train", "val", "test")] and None
 
 
 def mirror_image(config: TrainConfig) -> None:
@@ -205,10 +207,10 @@ CHANGES: dict[str, tuple[Callable[[TrainConfig], TrainConfig | None], str]] = {
     "nothing": (lambda config: None, "identical"),
     "class order": (in_all(exchange_class_ids), "mapped"),
     "class names": (in_all(rename_class), "refused"),
-    "boxes": (lambda config: edit(config, "train", move_box), "refused"),
+    "boxes": (lambda config: edit_annotations(config.data, "train", move_box), "refused"),
     "images": (mirror_image, "refused"),
-    "validation set": (lambda config: edit(config, "val", keep_one_image), "refused"),
-    "evaluation set": (lambda config: edit(config, "test", move_box), "refused"),
+    "validation set": (lambda config: edit_annotations(config.data, "val", keep_one_image), "refused"),
+    "evaluation set": (lambda config: edit_annotations(config.data, "test", move_box), "refused"),
     "format converted": (convert, "identical"),
     "batch size": (settings(batches={"size": 2}), "refused"),
     "precision": (settings(precision="bfloat16"), "refused"),

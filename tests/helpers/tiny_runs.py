@@ -93,6 +93,23 @@ def write_rectangles(folder: Path) -> Path:
     return folder
 
 
+def edit_annotations(data: Path | str, split: str, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Changes the COCO document of a split."""
+    path = Path(data) / "annotations" / f"instances_{split}.json"
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+def keep_objects(*images: int) -> Callable[[dict[str, Any]], None]:
+    """A change that leaves the objects of some images only."""
+
+    def change(document: dict[str, Any]) -> None:
+        document["annotations"] = [entry for entry in document["annotations"] if entry["image_id"] in images]
+
+    return change
+
+
 @pytest.fixture(scope="session", autouse=True)
 def short_detector() -> str:
     """The name of the detector of the runs, which is known from now on."""

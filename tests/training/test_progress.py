@@ -5,7 +5,7 @@ import io
 import pytest
 
 from aploss.training import callbacks as module
-from aploss.training.callbacks import Progress, describe_row
+from aploss.training.callbacks import Progress
 
 TRAIN = {"kind": "train", "step": 5, "loss": 1.5, "images_per_second": 80.0}
 VALIDATION = {"kind": "validation", "step": 5, "AP": 0.5, "AP50": 0.75, "AP75": None}
@@ -74,7 +74,3 @@ def test_a_terminal_gets_a_live_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     text = terminal.getvalue()
     parts = ("validating", "3/7", "measuring test", "4/9", "5/10", "loss 1.500", "AP 0.500", "[not markup]", "trouble")
     assert [part for part in parts if part not in text] == []
-
-
-def test_a_low_speed_is_not_rounded_to_zero() -> None:
-    assert describe_row({**TRAIN, "images_per_second": 0.24}) == "loss 1.500  0.2 images/s"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_runs import edit_annotations, keep_objects
 
 from aploss.data import find_source
 from aploss.errors import ConfigError, DataError
@@ -78,8 +79,7 @@ def test_a_test_split_without_annotations_is_not_measured_on(
     make_config: MakeConfig, without: Callable[..., str]
 ) -> None:
     folder = without()
-    path = Path(folder) / "annotations" / "instances_test.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "annotations": []}))
+    edit_annotations(folder, "test", keep_objects())
     data = load_run_data(make_config(data=folder))
     assert names(data) == ["train", "val", "val", "val"]
     assert "no annotations" in data.remarks[0]
@@ -109,8 +109,7 @@ def test_splits_that_are_not_there_are_named(
 
 def test_training_images_without_any_object_are_refused(make_config: MakeConfig, without: Callable[..., str]) -> None:
     folder = without()
-    path = Path(folder) / "annotations" / "instances_train.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "annotations": []}))
+    edit_annotations(folder, "train", keep_objects())
     with pytest.raises(DataError, match="no objects to learn from"):
         load_run_data(make_config(data=folder))
 

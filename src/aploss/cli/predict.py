@@ -69,7 +69,7 @@ def _threshold(text: str) -> float | str:
 
 
 def run_predict(options: Namespace) -> int:
-    """Predicts batch by batch and writes the results; exit code 1 if some images could not be used."""
+    """Predicts batch by batch and writes the results; exit code 1 if some images could not be read."""
     from aploss.data.images import read_image
     from aploss.detectors.checkpoint import checkpoint_file
     from aploss.detectors.predict import MultiScale
@@ -119,7 +119,7 @@ def run_predict(options: Namespace) -> int:
     if not options.quiet:
         print(f"{objects} objects in {len(images) - len(failures)} images: {out}", flush=True)
     if failures:
-        print(f"{len(failures)} could not be used:", *failures, sep="\n  ", file=sys.stderr)
+        print(f"{len(failures)} images could not be read:", *failures, sep="\n  ", file=sys.stderr)
     return EXIT_PROBLEMS if failures else 0
 
 

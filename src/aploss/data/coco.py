@@ -24,6 +24,7 @@ from aploss.data.annotations import AnnotationBuilder, DetectionDataset
 from aploss.data.formats import SPLITS, DataFormat, Parts, common_split_name, image_size, register_format
 from aploss.data.paths import DatasetFolder
 from aploss.data.problems import ProblemError
+from aploss.errors import DataError
 
 _FILLERS = re.compile(r"(^|[_.-])(annotations?|instances|coco|labels|gt)(?=[_.-]|$)", re.IGNORECASE)
 _OTHER_TASKS = ("captions_", "person_keypoints_", "panoptic_", "stuff_", "image_info_")
@@ -64,33 +65,28 @@ class CocoObject(Struct, gc=False):
 
 _Scalar = str | int | float | bool | None
 _NotAList = dict[str, Any] | _Scalar | msgspec.UnsetType
-_Objects = list[CocoObject | list[Any] | _Scalar]
+CocoResults = list[CocoObject | list[Any] | _Scalar]
 
 
 class CocoDocument(Struct):
     """A ground truth; missing sections are UNSET."""
 
     images: list[CocoImage | list[Any] | _Scalar] | _NotAList = UNSET
-    annotations: _Objects | _NotAList = UNSET
+    annotations: CocoResults | _NotAList = UNSET
     categories: list[CocoCategory | list[Any] | _Scalar] | _NotAList = UNSET
 
 
-def coco_document(source: Any) -> Any:
-    """Parses a ground truth, either the bytes of a file or a dict, into a :class:`CocoDocument`.
+def coco_document(source: Any, kind: Any = CocoDocument) -> Any:
+    """Parses a ground truth (a :class:`CocoDocument`) or detections (:data:`CocoResults`).
+
+    Args:
+        source: the bytes of a file, or plain dicts and lists.
+        kind: what it should be.
 
     Raises:
-        msgspec.ValidationError: it is not an object.
+        msgspec.ValidationError: it is something else.
         ValueError: the bytes are not JSON.
     """
-    return _parse(source, CocoDocument)
-
-
-def coco_results(source: Any) -> Any:
-    """Parses detections, either the bytes of a file or a list of dicts. Raises like :func:`coco_document`."""
-    return _parse(source, _Objects)
-
-
-def _parse(source: Any, kind: Any) -> Any:
     if not isinstance(source, bytes):
         return msgspec.convert(source, kind)
     content = source.removeprefix(b"\xef\xbb\xbf")
@@ -109,7 +105,7 @@ def _parse(source: Any, kind: Any) -> Any:
 Report = Callable[[str, str], None]  # kind of the problem, message
 
 
-class CocoEntryError(ValueError):
+class CocoEntryError(DataError):
     """An unusable entry, with the kind of problem."""
 
     def __init__(self, kind: str, message: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import UNSET
 
 from aploss.data.annotations import Annotations, as_rows
-from aploss.data.coco import CocoEntryError, CocoObjects, coco_document, coco_results, id_of, read_objects, shown
+from aploss.data.coco import CocoObjects, CocoResults, coco_document, id_of, read_objects, shown
 from aploss.errors import DataError
 
 Table = TypeVar("Table")
@@ -117,7 +117,7 @@ class DetectionTable:
             DataError: if an entry lacks a key or has an invalid value. The message contains the index of the entry.
         """
         try:
-            entries = coco_results(results)
+            entries = coco_document(results, CocoResults)
         except msgspec.ValidationError:
             raise DataError("expected a list of COCO results (image_id, category_id, bbox, score)") from None
         found = _read_objects(entries, "detections", scored=True)
@@ -249,10 +249,7 @@ def _unique_ids(entries: Sequence[Any], where: str) -> np.ndarray:
     for row, entry in enumerate(entries):
         if not isinstance(entry, msgspec.Struct):
             raise DataError(f"{where}[{row}] is {shown(entry)}, expected an object with keys")
-        try:
-            number = id_of(entry, "id", f"{where}[{row}]", "bad-entry")
-        except CocoEntryError as error:
-            raise DataError(str(error)) from None
+        number = id_of(entry, "id", f"{where}[{row}]", "bad-entry")
         if number in ids:
             raise DataError(f"{where}[{row}] repeats id {number}")
         ids[number] = None

@@ -21,7 +21,6 @@ from aploss.experiments.plan import (
     Search,
     Variant,
     as_typed,
-    check_trained,
     comparison_plan,
     data_name,
     trial_config,
@@ -78,18 +77,21 @@ def compare(
     deadline = None if max_minutes is None else time.time() + 60 * max_minutes
     device = plan.variants[0].config.device
     with open_pool(workers or Workers(), cache, device, deadline=deadline, quiet=quiet) as pool:
+
+        def write() -> float:
+            if pool.is_main:
+                write_results(out, results, replace(page_of(results), command=command))
+            return time.monotonic()
+
         written_at = time.monotonic()
         try:
             for _ in _train(results, pool, lambda: page_of(results)):
-                if pool.is_main and time.monotonic() - written_at >= PAGE_INTERVAL_S:
-                    write_results(out, results, replace(page_of(results), command=command))
-                    written_at = time.monotonic()
+                if time.monotonic() - written_at >= PAGE_INTERVAL_S:
+                    written_at = write()
         except TrainingInterruptedError:
-            if pool.is_main:
-                write_results(out, results, replace(page_of(results), command=command))
+            write()
             raise
-        if pool.is_main:
-            write_results(out, results, replace(page_of(results), command=command))
+        write()
     return results
 
 
@@ -151,7 +153,7 @@ def _trial_jobs(search: Search, seed: int) -> list[Job]:
     jobs = []
     for settings in search.next_trials():
         try:
-            config = check_trained(trial_config(search.variant, settings, search.tuning, seed))
+            config = trial_config(search.variant, settings, search.tuning, seed)
         except ConfigError:
             search.add(settings, None)
             continue
@@ -216,18 +218,16 @@ def compare_runs(folders: Sequence[str | Path], out: str | Path, *, command: str
         raise ConfigError(f"--runs: compare runs on the same data and split, got {sorted(map(str, measured))}")
     keys = {key for run in runs for key in differing_keys(runs[0].config, run.config)}
     keys -= {"seed", "loss", *RESUMABLE_KEYS}
-    results = Results(Plan(variants=[Variant(name="?", config=runs[0].config)], seeds=(0,)))
     rows: dict[str, Variant] = {}
+    found: dict[tuple[str, int], Run] = {}
     for run in runs:
         settings = {key: attrgetter(key)(run.config) for key in sorted(keys)}
         name = " ".join([run.config.loss, *(f"{key}={as_typed(value)}" for key, value in settings.items())])
         rows.setdefault(name, Variant(name=name, config=run.config, settings=settings))
-        if (name, run.config.seed) in results.runs:
-            other = results.runs[name, run.config.seed].folder
-            raise ConfigError(f"--runs: {other} and {run.folder} have the same settings and seed: leave one out")
-        results.runs[name, run.config.seed] = run
-    results.plan = Plan(variants=[*rows.values()], seeds=sorted({run.config.seed for run in runs}))
-    results.seeds, results.given = results.plan.seeds, len(runs)
+        if (other := found.setdefault((name, run.config.seed), run)) is not run:
+            raise ConfigError(f"--runs: {other.folder} and {run.folder} have the same settings and seed: leave one out")
+    plan = Plan(variants=[*rows.values()], seeds=sorted({run.config.seed for run in runs}))
+    results = Results(plan, runs=found, given=len(runs))
     page = replace(comparison_page(results), summary="Finished runs, each measured with its own choice of checkpoint.")
     write_results(Path(out), results, replace(page, command=command or typed_command()))
     return results

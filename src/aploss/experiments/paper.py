@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aploss.data.load import find_source
-from aploss.errors import ConfigError
 from aploss.evaluation import HEADLINE_METRICS
 from aploss.experiments.measures import DETECTION, RANKING_AP, APLossMeasure, Measure, MultiScaleMeasure
 from aploss.experiments.results import Results
@@ -395,15 +394,3 @@ REPRODUCTIONS = {  # in the order of the paper
     "table4": TABLE_4,
     "figure7": FIGURE_7,
 }
-
-
-def reproduction(name: str) -> Reproduction:
-    """The table or figure of a name; ConfigError for an unknown one.
-
-    Example:
-        >>> reproduction("table1b").title
-        'Table 1b: the width delta of the step function'
-    """
-    if name not in REPRODUCTIONS:
-        raise ConfigError(f"there is no {name!r}; choose one of: {', '.join(REPRODUCTIONS)}")
-    return REPRODUCTIONS[name]

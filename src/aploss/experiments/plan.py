@@ -21,6 +21,7 @@ from aploss.errors import ConfigError, did_you_mean
 from aploss.experiments.measures import DETECTION, Measure
 from aploss.files import as_file_name
 from aploss.losses.traits import LOSSES
+from aploss.training.callbacks import describe_seconds
 from aploss.training.config import (
     DEFAULTS_BEFORE_ADDED,
     FIXED_BY_COMPARISON,
@@ -121,7 +122,7 @@ class Plan:
             if searched.key in variant.settings:
                 raise ConfigError(f"--tune-over {searched.key}: the row {variant.name} has its own value")
             for settings in Search(variant, tuning).next_trials():
-                check_trained(trial_config(variant, settings, tuning, self.seeds[0]))
+                trial_config(variant, settings, tuning, self.seeds[0])
 
     @property
     def looks(self) -> tuple[int, ...]:
@@ -273,8 +274,6 @@ def comparison_plan(
     vary, chosen = vary or {}, [loss_settings(loss) for loss in losses]
     for key in vary:
         check_varied(key)
-    if steps is not None and "schedule.length" in vary:
-        raise ConfigError("--steps and --vary schedule.length both set the length: leave one out")
     if tuning is not None and RATE in vary:
         raise ConfigError(f"--tune searches the learning rate that --vary {RATE} sets: leave one out")
     variants = []
@@ -350,7 +349,7 @@ def with_length(config: TrainConfig, steps: int | None, *, validations: int | No
 
 
 def trial_config(variant: Variant, settings: Mapping[str, Any], tuning: Tuning, seed: int) -> TrainConfig:
-    """The config of a trial of a row, with searched settings by dotted key."""
+    """The config of a trial of a row, with searched settings by dotted key; ConfigError if its loss rejects them."""
     config = replace(variant.config, seed=seed)
     if tuning.steps is not None:
         # The warm-up takes the same share of the trial as of the real run: with all of it a short trial would hardly
@@ -361,11 +360,7 @@ def trial_config(variant: Variant, settings: Mapping[str, Any], tuning: Tuning, 
         # Only the validation split is measured: the choice must not depend on the evaluation split.
         changes = {"schedule": {"warmup_steps": warmup}, "evaluation": {"split": NO_SPLIT}}
         config = with_length(changed(config, changes), tuning.steps, validations=1)
-    return changed(config, nested(dict(settings)))
-
-
-def check_trained(config: TrainConfig) -> TrainConfig:
-    """Returns a config whose loss can be built; ConfigError otherwise."""
+    config = changed(config, nested(dict(settings)))
     make_loss(config.loss, **config.criterion.options)
     return config
 
@@ -460,10 +455,10 @@ def describe_work(plan: Plan, *, images: int | None = None, processes: int = 1, 
     is_short = plan.tuning is not None and plan.tuning.steps is not None
     trial_images = plan.tuning.steps * step_images if is_short else images  # type: ignore[union-attr, operator]
     seconds, gigabytes = measure_step(config, config.batches.size // processes)
-    days = ((plan.trainings - trials) * images + trials * trial_images) * seconds / processes / 86_400
+    total = ((plan.trainings - trials) * images + trials * trial_images) * seconds / processes
     at_a_time = min(workers, plan.trainings)
     return (
-        f"{plan.trainings} trainings of {config.detector}, about {describe_days(days / at_a_time)} on this "
+        f"{plan.trainings} trainings of {config.detector}, about {describe_seconds(total / at_a_time)} on this "
         f"{choose_device(config.device).type} with {at_a_time} at a time; about {gigabytes:.1f} GB for a step"
     )
 
@@ -506,20 +501,6 @@ def measure_step(config: TrainConfig, batch: int) -> tuple[float, float]:
     activations = sum(kept.values()) - sum(size for key, size in weights.items() if key in kept)
     # The first step also compiles and allocates.
     return min(times[1:]) / count, (activations * batch / count + copies * sum(weights.values())) / 1e9
-
-
-def describe_days(days: float) -> str:
-    """A duration in minutes, hours or days.
-
-    Example:
-        >>> describe_days(0.01), describe_days(0.5), describe_days(400.0)
-        ('14 minutes', '12 hours', '400 days')
-    """
-    if days * 24 < 1:
-        return f"{max(1, round(days * 1440))} minutes"
-    if days < 2:
-        return f"{round(days * 24)} hours"
-    return f"{round(days)} days"
 
 
 # --- values typed on the command line ---------------------------------------------------------
@@ -630,10 +611,8 @@ def parse_seeds(text: str) -> tuple[int, ...]:
         ((0, 1, 2), (4, 5), (7,))
     """
     words = [word.strip() for word in text.split(",") if word.strip()]
-    if words and all(re.fullmatch("[0-9]{1,10}", word) for word in words):
-        if "," in text:
-            return tuple(map(int, words))
-        if 1 <= int(words[0]) <= MAX_SEEDS:
-            return tuple(range(int(words[0])))
-    expected = f"a number of seeds from 1 to {MAX_SEEDS}, or a list such as 0,1,2 (a single seed: 7,)"
-    raise ConfigError(f"--seeds must be {expected}, got {text:.60}")
+    seeds = tuple(int(word) for word in words if re.fullmatch("[0-9]{1,10}", word))
+    if not seeds or len(seeds) < len(words) or ("," not in text and not 1 <= seeds[0] <= MAX_SEEDS):
+        expected = f"a number of seeds from 1 to {MAX_SEEDS}, or a list such as 0,1,2 (a single seed: 7,)"
+        raise ConfigError(f"--seeds must be {expected}, got {text:.60}")
+    return seeds if "," in text else tuple(range(seeds[0]))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from aploss.errors import ConfigError
 from aploss.evaluation import HEADLINE_METRICS
 from aploss.experiments.compare import compare
-from aploss.experiments.paper import TEST_SPLIT, Reproduction, Row, reproduction
+from aploss.experiments.paper import REPRODUCTIONS, TEST_SPLIT, Reproduction, Row
 from aploss.experiments.plan import (
     Plan,
     Searched,
@@ -79,7 +79,7 @@ class Request:
 
 def plan_for(name: str, request: Request) -> Plan:
     """The runs of a table or figure; ConfigError if the paper does not have it for this dataset."""
-    entry = reproduction(name)
+    entry = REPRODUCTIONS[name]
     if request.benchmark not in entry.benchmarks:
         raise ConfigError(f"{name} is in the paper for {', '.join(entry.benchmarks)} only")
     variants = [
@@ -146,7 +146,7 @@ def _numbers_of(entry: Reproduction, request: Request) -> str:
 
 def page_for(name: str, request: Request, results: Results) -> Comparison:
     """The page of a table or figure."""
-    entry = reproduction(name)
+    entry = REPRODUCTIONS[name]
     numbers_of = _numbers_of(entry, request)
     more, scale = (entry.small_summary, SMALL_SCALE) if request.is_small else (entry.paper_summary, "")
     split = "test" if entry.curves_on_test and not request.is_small else "validation"
@@ -213,7 +213,7 @@ def check_time(name: str, request: Request, say: Callable[[str], Any], *, start_
 
 def _run_images(name: str, request: Request) -> int:
     """The images of a run; all rows have the schedule of the first."""
-    entry, config = reproduction(name), plan_for(name, request).variants[0].config
+    entry, config = REPRODUCTIONS[name], plan_for(name, request).variants[0].config
     return config.schedule.length * _unit_images(entry, config, request)
 
 
@@ -231,4 +231,4 @@ def describe_reproduction(name: str, request: Request, *, workers: int = 1) -> s
             f"  2 GPUs, as the paper: torchrun --nproc-per-node 2 -m {command}",
             f"  8 GPUs, a run on each: {command} --workers 8 --gpus-per-run 1 --seeds 3",
         ]
-    return "\n".join([reproduction(name).title, *commands, text])
+    return "\n".join([REPRODUCTIONS[name].title, *commands, text])

@@ -223,8 +223,7 @@ def write_results(out: Path, results: Results, comparison: Comparison) -> None:
 
 
 def _row(results: Results, variant: Variant, entry: Entry) -> dict[str, Any]:
-    values = {metric: results.values(variant.name, metric) for metric in entry.values}
-    spreads = {metric: spread(found) for metric, found in values.items()}
+    spreads = {metric: entry.spread(metric) for metric in entry.values}
     runs = {seed: results.runs.get((variant.name, seed)) for seed in results.seeds}
     return {
         "name": variant.name,
@@ -232,7 +231,7 @@ def _row(results: Results, variant: Variant, entry: Entry) -> dict[str, Any]:
         "settings": dict(variant.settings),
         "learning_rate": variant.config.optimizer.learning_rate,
         "tuned": dict(variant.tuned),
-        "values": values,
+        "values": dict(entry.values),
         "mean": {metric: _number(one.mean) for metric, one in spreads.items()},
         "standard_deviation": {metric: _number(one.deviation) for metric, one in spreads.items()},
         "paper": dict(variant.paper),
@@ -254,12 +253,11 @@ def _row(results: Results, variant: Variant, entry: Entry) -> dict[str, Any]:
 def _csv(results: Results) -> str:
     """One line for each finished run."""
     text = io.StringIO()
-    metrics = list(METRICS)
     lines = csv.writer(text, lineterminator="\n")
-    lines.writerow(["row", "loss", "seed", "learning_rate", *metrics, "minutes", "steps", "folder"])
+    lines.writerow(["row", "loss", "seed", "learning_rate", *METRICS, "minutes", "steps", "folder"])
     for (row, seed), run in sorted(results.runs.items()):
         if run.summary is not None:
-            values = [getattr(run.summary, metric) for metric in metrics]
+            values = [getattr(run.summary, metric) for metric in METRICS]
             about = [row, run.config.loss, seed, run.config.optimizer.learning_rate]
             lines.writerow([*about, *values, run.summary.minutes, run.summary.steps, run.folder])
     return text.getvalue()

@@ -193,7 +193,7 @@ class RayPool(Pool):
         # Not retried after an exception: train_run raises none that another attempt would cure.
         options: Any = {"num_cpus": self._resources["CPU"], "num_gpus": self._resources["GPU"]}
         self._task = ray.remote(**options, max_retries=MAX_RETRIES, retry_exceptions=False)(_train_on_ray)
-        self._driver = _Driver(str(Path.cwd()), tuple(sys.argv), tuple(workers.plugins), int(self._resources["CPU"]))
+        self._driver = (str(Path.cwd()), [*sys.argv], workers.plugins, int(self._resources["CPU"]))
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Run]]:
         import ray
@@ -201,7 +201,7 @@ class RayPool(Pool):
         jobs = [replace(job, folder=self._folder(job)) for job in jobs]
         saved = "interrupted; every run has saved a checkpoint"
         with self.display.showing(jobs) as display, StopSignals(saved) as signals, signals.deferred():
-            pending: dict[Any, Job] = {self._task.remote(job, self.deadline, self._driver): job for job in jobs}
+            pending: dict[Any, Job] = {self._task.remote(job, self.deadline, *self._driver): job for job in jobs}
             while pending:
                 done, _ = ray.wait(list(pending), timeout=POLL_S)
                 if signals.requested:
@@ -230,25 +230,20 @@ class RayPool(Pool):
         return max(1, min(int(present.get(kind, 0) // one) for kind, one in self._resources.items() if one))
 
 
-@dataclass(frozen=True)
-class _Driver:
-    """What a worker takes over from the process that started it."""
+def _train_on_ray(
+    job: Job, deadline: float | None, folder: str, command: Sequence[str], plugins: Sequence[str], threads: int
+) -> Run | AplossError | None:
+    """The task of Ray, with the folder and command of the process that started it.
 
-    folder: str
-    command: tuple[str, ...]
-    plugins: tuple[str, ...]
-    threads: int
-
-
-def _train_on_ray(job: Job, deadline: float | None, driver: _Driver) -> Run | AplossError | None:
-    """The task of Ray. Errors are returned: Ray would wrap a raised one in its traceback."""
+    Errors are returned: Ray would wrap a raised one in its traceback.
+    """
     try:
-        os.chdir(driver.folder)
-        sys.argv[:] = driver.command
-        load_plugins(driver.plugins)
-        torch.set_num_threads(driver.threads)
+        os.chdir(folder)
+        sys.argv[:] = command
+        load_plugins(plugins)
+        torch.set_num_threads(threads)
         if job.config.batches.workers is None and choose_device(job.config.device).type == "cpu":
-            batches = replace(job.config.batches, workers=min(1, driver.threads - 1))
+            batches = replace(job.config.batches, workers=min(1, threads - 1))
             job = replace(job, config=replace(job.config, batches=batches))
         return train_run(job, deadline=deadline)
     except TrainingInterruptedError:  # cancelled by the driver

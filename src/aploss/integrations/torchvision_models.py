@@ -123,24 +123,11 @@ class _DenseLoss(_SwappedLoss):
             labels,
             boxes=lambda: self.decode(head_outputs["bbox_regression"][positives].float(), matched),
         )
-        losses = self.other_losses(targets, head_outputs, anchors, matched_idxs, labels=labels)
+        outputs = {**head_outputs, "cls_logits": logits.detach()}  # torchvision's classification loss is discarded
+        losses = type(self.holder).compute_loss(self.holder, targets, outputs, anchors, matched_idxs)
         if parts.localisation is not None:
             losses["bbox_regression"] = parts.localisation
         return {**losses, "classification": parts.classification}
-
-    def other_losses(
-        self, _: Targets, outputs: dict[str, Tensor], anchors: Any, __: Any, *, labels: AnchorLabels
-    ) -> Any:
-        """Torchvision's losses, which are means over the positives of the batch.
-
-        They are passed as one image without negatives, so that torchvision's classification loss, which is discarded,
-        costs almost nothing.
-        """
-        positives = (labels.images, labels.anchors)
-        gathered = {"boxes": labels.boxes, "labels": labels.positive_classes + self.first_class}
-        outputs = {key: value[positives][None] for key, value in outputs.items()}
-        matched, matches = torch.stack(anchors)[positives], torch.arange(len(labels.boxes), device=labels.boxes.device)
-        return type(self.holder).compute_loss(self.holder, [gathered], outputs, [matched], [matches])
 
     def decode(self, deltas: Tensor, anchors: Tensor) -> Any:
         """Boxes [P, 4] from box regressions [P, 4]."""
@@ -157,9 +144,6 @@ class _FCOSLoss(_DenseLoss):
 
 
 class _RetinaNetLoss(_DenseLoss):
-    def other_losses(self, *arguments: Any, labels: AnchorLabels) -> Any:  # a mean over images of their means
-        return {"bbox_regression": self.holder.regression_head.compute_loss(*arguments)}
-
     def decode(self, deltas: Tensor, anchors: Tensor) -> Any:
         return self.holder.regression_head.box_coder.decode_single(deltas, anchors)
 

@@ -270,10 +270,10 @@ def describe_seconds(seconds: float) -> str:
     """Formats a duration in readable units.
 
     Example:
-        >>> describe_seconds(45), describe_seconds(150), describe_seconds(8000)
-        ('45 s', '2 min 30 s', '2 h 13 min')
+        >>> describe_seconds(45), describe_seconds(150), describe_seconds(8000), describe_seconds(1e6)
+        ('45 s', '2 min 30 s', '2 h 13 min', '12 days')
     """
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest} s" if minutes else f"{rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes // 60} h {minutes % 60} min" if minutes < 48 * 60 else f"{round(minutes / 1440)} days"

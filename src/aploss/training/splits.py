@@ -46,7 +46,7 @@ class Split:
     @property
     def ignored_objects(self) -> int:
         """The number of objects that are not evaluated since the detector does not know their classes."""
-        return unknown_objects(self.dataset)
+        return sum(problem.count for problem in self.dataset.problems if problem.kind == UNKNOWN)
 
     def leave_out(self, unreadable: dict[int, str]) -> None:
         """Drops unreadable images (index → reason); DataError if no image is left."""
@@ -180,23 +180,18 @@ def load_split(source: DataFormat, split: str, class_names: Sequence[str], *, ig
     Raises:
         DataError: the split has objects of other classes, and ``ignore_unknown`` was not given.
     """
-    dataset = source.load(split, class_names=class_names)
-    if ignore_unknown is not None and (count := unknown_objects(dataset)):
-        first = next(problem for problem in dataset.problems if problem.kind == UNKNOWN)
+    loaded = Split(source.load(split, class_names=class_names))
+    if ignore_unknown is not None and (count := loaded.ignored_objects):
+        first = next(problem for problem in loaded.dataset.problems if problem.kind == UNKNOWN)
         names = {"detector": class_names}
         with suppress(DataError):  # a dataset without class names
             names["dataset"] = source.load(split).class_names
         lists = "; ".join(f"classes of the {whose}: {listed(list(own), 20)}" for whose, own in names.items())
         raise DataError(
-            f"{dataset.name}, split {split}: {count} objects of unknown classes, such as {first.file}: "
+            f"{loaded.dataset.name}, split {split}: {count} objects of unknown classes, such as {first.file}: "
             f"{first.message}; {lists}; rename the classes, or evaluate without these objects: {ignore_unknown}"
         )
-    return Split(dataset)
-
-
-def unknown_objects(dataset: DetectionDataset) -> int:
-    """The number of objects that were dropped because their class is not one of the dataset's."""
-    return sum(problem.count for problem in dataset.problems if problem.kind == UNKNOWN)
+    return loaded
 
 
 def _training_split(known: dict[str, str], data: str) -> str:
