@@ -45,7 +45,7 @@ def test_options_reach_the_plan(carried_out: list[Any]) -> None:
     ((plan, out, options),) = carried_out
     config = plan.variants[0].config
     assert (config.data, config.device, config.schedule.length) == ("data/bccd", "cpu", 70)
-    assert config.batches.image_size == (240, 320)  # of bccd-cpu
+    assert (config.batches.image_size, config.evaluation.split) == ((240, 320), "test")  # of bccd-cpu
     assert (plan.seeds, plan.looks, plan.tuning, out) == ((0, 1, 2, 3), (2, 3, 4), None, Path("page"))
     assert (options["max_minutes"], options["cache"], options["quiet"]) == (9.0, "kept", True)
 

@@ -49,14 +49,6 @@ def row(text: str):
     return lambda folder: append(folder, TXT, f"{text}\n")
 
 
-def yaml(text: str):
-    return lambda folder: (folder / "data.yaml").write_text(text)
-
-
-def copy(old: str, new: str):
-    return lambda folder: shutil.copy(folder / old, folder / new)
-
-
 def image(make):
     """Something else in the place of an image."""
 
@@ -83,8 +75,6 @@ FAULTS = [
     ("a class that is not in the list", "unknown-class", XML, "voc",
      lambda folder: ((folder / "labels.txt").write_text("cat\ndog\n"),
                      replace(folder, XML, ">cat<", ">cta<"))),
-    ("broken XML", "unreadable-annotation", XML, "voc",
-     xml("</annotation>", "")),
     ("no XML for a listed image", "unreadable-annotation", "ImageSets/Main/train.txt", "voc",
      lambda folder: (folder / XML).unlink()),
     ("an image listed twice", "duplicate-image", XML, "voc",
@@ -114,8 +104,6 @@ FAULTS = [
      edit(lambda content: content["categories"][1].update(name="dog"))),
     ("no categories", "bad-categories", JSON, "coco",
      edit(lambda content: content["categories"].clear())),
-    ("a file cut in two", "unreadable-annotations", JSON, "coco",
-     lambda folder: (folder / JSON).write_text((folder / JSON).read_text()[:-40])),
     ("another class list in a split", "class-lists-differ", "coco", "coco",
      edit(lambda content: content["categories"].append({"id": 9, "name": "fox"}))),
     # YOLO
@@ -129,11 +117,6 @@ FAULTS = [
     ("pixels for fractions", "bad-box", TXT, "yolo", row("0 320 240 64 48")),
     ("a row without height", "degenerate-box", TXT, "yolo", row("0 0.5 0.5 0.1 0")),
     ("a row outside", "degenerate-box", TXT, "yolo", row("0 -0.5 0.5 0.1 0.1")),
-    ("a label file that is no text", "unreadable-annotation", TXT, "yolo",
-     lambda folder: (folder / TXT).write_bytes(b"\xff\xfe\x00\x80")),
-    ("no names", "bad-categories", "data.yaml", "yolo", yaml("train: images/train\n")),
-    ("names with a gap", "bad-categories", "data.yaml", "yolo",
-     yaml("train: images/train\nnames: {0: cat, 2: dog}\n")),
     ("a folder that is not there", "missing-folder", "data.yaml", "yolo",
      lambda folder: append(folder, "data.yaml", "test: images/absent\n")),
     ("an image without label file", "image-without-annotation", "images/train/a.png", "yolo",
@@ -147,9 +130,8 @@ FAULTS = [
     ("a folder for an image", "unreadable-image", IMAGE, "coco", image(lambda path, data: path.mkdir())),
     ("another size", "size-mismatch", IMAGE, "coco",
      image(lambda path, data: Image.effect_noise((48, 64), 60).save(path))),
-    ("a link that leads outside", "path-outside-dataset", IMAGE, "coco",
-     image(lambda path, data: path.symlink_to("../../moved.png"))),
-    ("a copy in another split", "image-in-two-splits", "val2017/d.png", "coco", copy(IMAGE, "val2017/d.png")),
+    ("a copy in another split", "image-in-two-splits", "val2017/d.png", "coco",
+     lambda folder: shutil.copy(folder / IMAGE, folder / "val2017/d.png")),
 ]  # fmt: skip
 
 

@@ -1,7 +1,5 @@
 """Images of every kind as upright 8-bit RGB."""
 
-import pickle
-
 import numpy as np
 import pytest
 import torch
@@ -131,8 +129,3 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded(tmp_path, factor, 
         with pytest.raises(ImageError, match="decompression bomb") as caught:
             read(path)
         assert caught.value.problem.kind == "unreadable-image"
-
-
-def test_the_error_survives_pickling_as_workers_do_it():
-    copy = pickle.loads(pickle.dumps(ImageError("unreadable-image", "a.jpg", "cut off")))
-    assert (str(copy), copy.problem.kind) == ("a.jpg: cut off", "unreadable-image")

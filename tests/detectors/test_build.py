@@ -17,7 +17,6 @@ from aploss.detectors import (
     DETECTOR_NAMES,
     Detector,
     DetectorConfig,
-    Network,
     build_detector,
     load,
     make_loss,
@@ -26,12 +25,9 @@ from aploss.detectors import (
     save_detector,
 )
 from aploss.detectors.build import detector_options
-from aploss.detectors.retinanet import TinyRetinaNet
 from aploss.errors import ConfigError
 from aploss.losses import APLoss, LossTraits, register_loss
 from aploss.registry import load_plugins
-from aploss.training.config import TrainConfig
-from aploss.training.run import make_detector
 
 PLUGIN = """
 from torchvision.models import mobilenet_v3_small
@@ -238,28 +234,3 @@ def test_the_initial_weights_do_not_depend_on_the_loss() -> None:
         torch.manual_seed(0)
         states.append(build_detector("retinanet-tiny", class_names=["a"], loss=loss).head.state_dict())
     assert all(torch.equal(value, other[name]) for other in states[1:] for name, value in states[0].items())
-
-
-def test_training_builds_the_network_once_and_every_loss_starts_from_the_same_weights() -> None:
-    """A softmax loss builds it twice: its extra column shifts the random numbers of later layers."""
-    built = []
-
-    @register_detector("retinanet-counted")
-    class Counted(TinyRetinaNet):
-        def network(self, **options: Any) -> Network:
-            built.append(options)
-            return super().network(**options)
-
-    states = {}
-    for loss, times in (("ap", 1), ("focal", 1), ("rank-sort", 1), ("ce-ohem", 2)):
-        built.clear()
-        states[loss] = make_detector(TrainConfig(detector="retinanet-counted", loss=loss), ("a", "b")).state_dict()
-        assert len(built) == times, loss
-    for name, value in states["ap"].items():
-        assert torch.equal(states["focal"][name], value)
-        assert torch.equal(states["ce-ohem"][name], value) or "cls_logits" in name
-
-
-def test_a_lite_detector_has_the_options_that_its_checkpoints_store():
-    config = build_detector("retinanet-lite0", class_names=["cell"], anchors_per_cell=9).config
-    assert (config["anchors_per_cell"], tuple(config["test_size"])) == (9, (320, 533))

@@ -73,19 +73,6 @@ def test_a_killed_writer_leaves_the_earlier_file_and_no_other(tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("content", [b"", b"not a checkpoint", {"state_dict": {}}, {"detector": {"config": {}}}, None])
-def test_a_file_without_a_detector_is_an_error_of_one_line(content: object, tmp_path: Path) -> None:
-    path = tmp_path / "detector.pt"
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    elif content is not None:
-        torch.save(content, path)
-    with pytest.raises(RunError) as caught:
-        load(path)
-    assert "\n" not in str(caught.value)
-    assert str(path) in str(caught.value)
-
-
 def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is it a run folder"):
         load(tmp_path)

@@ -9,7 +9,7 @@ from torchvision.models.detection import RetinaNet
 from torchvision.models.detection._utils import BoxCoder
 
 from aploss.detectors import Detector, MultiScale, build_detector
-from aploss.detectors.postprocess import merge_detections, postprocess
+from aploss.detectors.postprocess import postprocess
 from aploss.errors import ConfigError
 
 CODER = BoxCoder((10.0, 10.0, 5.0, 5.0))
@@ -41,23 +41,19 @@ def test_nms_drops_the_lower_of_two_boxes_of_a_class_and_keeps_other_classes() -
     assert found["boxes"][0].tolist() == [0.0, 1.0, 10.0, 10.0]
 
 
-def test_no_threshold_keeps_every_score_and_a_threshold_does_not() -> None:
-    logits = torch.tensor([[[-9.0], [-8.0], [-7.0]]])
-    assert len(detect(logits, nms_iou=1.0)["scores"]) == 3
-    assert len(detect(logits, nms_iou=1.0, score_threshold=0.0005)["scores"]) == 1
-    assert len(detect(logits, score_threshold=0.05)["scores"]) == 0
-
-
-def test_topk_is_taken_of_each_level() -> None:
-    logits = torch.tensor([[[3.0], [2.0], [-4.0]]])
-    found = detect(logits, nms_iou=1.0, topk_per_level=1)
-    torch.testing.assert_close(found["scores"], torch.tensor([3.0, -4.0]).sigmoid())
-
-
-def test_detections_per_image_are_the_best() -> None:
-    logits = torch.tensor([[[1.0, 0.0], [3.0, -1.0], [-4.0, 2.0]]])
-    found = detect(logits, detections_per_image=2)
-    torch.testing.assert_close(found["scores"], torch.tensor([3.0, 2.0]).sigmoid())
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, [3.0, 2.0, -8.0]),
+        ({"score_threshold": 0.0005}, [3.0, 2.0]),
+        ({"score_threshold": 0.99}, []),
+        ({"topk_per_level": 1}, [3.0, -8.0]),
+        ({"detections_per_image": 1}, [3.0]),
+    ],
+)
+def test_scores_are_kept_by_threshold_level_and_image(options: dict[str, Any], kept: list[float]) -> None:
+    found = detect(torch.tensor([[[3.0], [2.0], [-8.0]]]), nms_iou=1.0, **options)
+    torch.testing.assert_close(found["scores"], torch.tensor(kept).sigmoid())
 
 
 def test_boxes_are_clipped_and_those_in_the_padding_are_dropped() -> None:
@@ -144,22 +140,6 @@ def test_a_scale_is_the_detector_at_that_test_size(detector: Detector, images: l
         (expected, _) = detector(images)
         detector.test_size = (96, 128)
     assert torch.equal(larger["boxes"], expected["boxes"])
-
-
-def test_merging_is_class_wise_nms_worked_by_hand() -> None:
-    box, shifted, far = [0.0, 0, 10, 10], [1.0, 0, 11, 10], [50.0, 50, 60, 60]
-    first = {"boxes": torch.tensor([box, far]), "scores": torch.tensor([0.9, 0.2]),
-             "labels": torch.tensor([0, 1])}  # fmt: skip
-    second = {"boxes": torch.tensor([shifted, shifted]), "scores": torch.tensor([0.8, 0.7]),
-              "labels": torch.tensor([0, 1])}  # fmt: skip
-    # IoU of box and shifted is 90 / 110 = 0.82: of class 0 the better stays, class 1 is apart
-    merged = merge_detections([first, second], nms_iou=0.5, detections_per_image=100)
-    assert merged["boxes"].tolist() == [box, shifted, far]
-    torch.testing.assert_close(merged["scores"], torch.tensor([0.9, 0.7, 0.2]))
-    assert merged["labels"].tolist() == [0, 1, 1]
-    strict = merge_detections([first, second], nms_iou=0.85, detections_per_image=2)
-    assert strict["boxes"].tolist() == [box, shifted]
-    assert strict["labels"].tolist() == [0, 0]
 
 
 def test_ssd_is_tested_at_its_own_size_and_larger_by_default() -> None:

@@ -145,13 +145,6 @@ def test_objects_that_are_not_images_are_refused(image: object) -> None:
         image_tensor(image)  # type: ignore[arg-type]
 
 
-def test_grey_arrays_are_pictures_too() -> None:
-    grey = np.arange(20, dtype=np.uint8).reshape(5, 4)
-    tensor = image_tensor(grey)
-    assert tensor.shape == (3, 5, 4)
-    assert torch.equal(tensor[2], torch.from_numpy(grey) / 255)
-
-
 def test_a_damaged_pillow_image_is_told_by_its_name(tmp_path: Path) -> None:
     path = tmp_path / "half.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 50, 3), dtype=np.uint8)).save(path)

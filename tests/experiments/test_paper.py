@@ -16,7 +16,7 @@ from aploss.experiments.plan import Plan
 from aploss.experiments.reproduce import Request, page_for, plan_for
 from aploss.experiments.results import Results
 from aploss.reports.comparison import TrainingCurve
-from aploss.training import TrainConfig, load_config
+from aploss.training import TrainConfig
 from aploss.training.config import differing_keys
 
 PAPER = Request(scale="paper")
@@ -146,18 +146,6 @@ def test_tables_and_figures_share_their_runs() -> None:
     assert all(config in table2 for config in configs("table3"))
     # Table 1 has one row in common: 8 images, delta 1, interpolated.
     assert configs("table1a")[3] == configs("table1b")[2] == configs("table1c")[1]
-
-
-def test_other_data_takes_the_recipe_for_photographs() -> None:
-    config = plan_for("table2", Request(data="data/bccd")).variants[0].config
-    assert config.batches.image_size == (240, 320)
-    assert config.schedule.length == load_config("bccd-cpu").schedule.length
-    assert config.evaluation.split == "test"
-    other = Request(data="data/mine", recipe="any-cpu", steps=50, seeds=(4,), tune=False)
-    plan = plan_for("table2", other)
-    assert plan.variants[0].config.batches.image_size == 320
-    assert (plan.variants[0].config.schedule.length, plan.seeds) == (50, (4,))
-    assert plan.tuning is None
 
 
 class PaperMeasure(Measure):

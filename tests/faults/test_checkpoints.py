@@ -109,29 +109,18 @@ class Runs:
         return self.call
 
 
-def traps(canary: str) -> dict[str, Any]:
-    """Objects that would make a file, each by another way."""
-    import builtins
-    import subprocess
-
-    return {
-        "os.system": Runs(os.system, f"touch {canary}"),
-        "exec": Runs(builtins.exec, f"open({canary!r}, 'w').close()"),
-        "Popen": Runs(subprocess.Popen, ["touch", canary]),
-        "getattr": Runs(getattr, Runs(__import__, "os"), "system"),
-        "torch.save": Runs(torch.save, {}, canary),
-        "path": Runs(Path.touch, Path(canary)),
-    }
-
-
-TRAPS = list(traps("/nowhere"))
+TRAPS: dict[str, Callable[[Path], Any]] = {  # each would make a file, by another way
+    "os.system": lambda canary: Runs(os.system, f"touch {canary}"),
+    "torch.save": lambda canary: Runs(torch.save, {}, canary),
+    "path": lambda canary: Runs(Path.touch, canary),
+}
 
 
 @pytest.mark.parametrize("container", ["torch file", "inside a detector", "bare pickle"])
 @pytest.mark.parametrize("trap", TRAPS)
 def test_no_pickle_runs_code(file: Path, content: dict[str, Any], trap: str, container: str):
     canary = file.parent / "canary"
-    value = traps(str(canary))[trap]
+    value = TRAPS[trap](canary)
     if container == "bare pickle":
         file.write_bytes(pickle.dumps(value))
     else:
@@ -171,27 +160,22 @@ def test_changed_bytes_are_refused_or_change_nothing(file: Path, whole: Path, co
 # --- fields -----------------------------------------------------------------------------------
 
 STRANGE = {"nothing": None, "number": -7, "huge": 10**30, "text": "x", "list": [1, "a"], "dict": {"a": 1}, "NaN": NAN}
-MUST_FIT = {  # field of the record → strange values that it may have
-    "config": (),
-    "state": (),
-    "calibration": ("nothing",),
-    "draw_threshold": ("nothing",),
-    "config.name": (),
-    "config.test_size": (),
-    "config.topk_per_level": (),
-    "config.detections_per_image": (),
-    "config.nms_iou": (),
-    "config.score_threshold": ("nothing",),
-    "config.channels_last": (),
-    "config.class_names": (),
-    "config.loss": (),
-    "config.loss_options": ("nothing",),
-    "config.rank_over": (),
-    "config.box_loss": ("nothing",),
+MAY_BE = {  # field of the record → strange values that it may have
+    **dict.fromkeys(["config", "state", "config.name", "config.loss", "config.class_names"], ()),
+    **dict.fromkeys([f"config.{name}" for name in ("test_size", "topk_per_level", "detections_per_image")], ()),
+    **dict.fromkeys([f"config.{name}" for name in ("nms_iou", "channels_last", "rank_over", "anchors_per_cell")], ()),
+    **dict.fromkeys(["calibration", "draw_threshold"], ("nothing",)),
+    **dict.fromkeys([f"config.{name}" for name in ("score_threshold", "loss_options", "box_loss")], ("nothing",)),
     "config.box_weight": ("nothing", "huge"),
-    "config.anchors_per_cell": (),
 }
-FIELD_FAULTS = [(field, value) for field, allowed in MUST_FIT.items() for value in STRANGE if value not in allowed]
+FIELD_FAULTS = [
+    *((field, STRANGE[value]) for field, allowed in MAY_BE.items() for value in STRANGE if value not in allowed),
+    # weights of another architecture
+    ("config.name", "ssdlite"),
+    ("config.class_names", ["cat"]),
+    ("config.loss", "ohem"),  # a column more, for the background
+    ("config.anchors_per_cell", 9),
+]
 
 
 def changed(content: dict[str, Any], field: str, value: Any = ...) -> dict[str, Any]:
@@ -209,8 +193,8 @@ def changed(content: dict[str, Any], field: str, value: Any = ...) -> dict[str, 
 
 
 @pytest.mark.parametrize(("field", "value"), FIELD_FAULTS)
-def test_a_field_of_another_kind_is_refused(file: Path, content: dict[str, Any], field: str, value: str):
-    torch.save(changed(content, field, STRANGE[value]), file)
+def test_a_field_of_another_kind_is_refused(file: Path, content: dict[str, Any], field: str, value: Any):
+    torch.save(changed(content, field, value), file)
     assert_refused(file)
 
 
@@ -258,46 +242,19 @@ def test_training_does_not_start_from_damaged_weights(file: Path, content: dict[
         load_weights(build_detector(DETECTOR, class_names=CLASSES), file)
 
 
-@pytest.mark.parametrize(
-    ("change", "value"),
-    [
-        ("config.name", "ssdlite"),
-        ("config.class_names", ["cat"]),
-        ("config.loss", "ohem"),  # a column more, for the background
-        ("config.anchors_per_cell", 9),
-    ],
-)
-def test_weights_of_another_architecture_are_refused(file: Path, content: dict, change: str, value: Any):
-    torch.save(changed(content, change, value), file)
-    assert_refused(file)
-
-
-def peak_memory() -> int:
-    """The largest resident memory of this process since it was reset, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
-
-
 @pytest.mark.parametrize("place", ["weight", "unknown weight", "other content", "initial weights"])
-def test_a_small_file_with_a_huge_tensor_costs_no_memory(file: Path, content: dict[str, Any], place: str):
+def test_a_small_file_with_a_huge_tensor_is_refused(file: Path, content: dict[str, Any], place: str):
     """A tensor of stride 0 has one number in the file and a gigabyte in use."""
     huge, state = torch.zeros(1).expand(2**14, 2**14), content["detector"]["state"]
-    changes = {"weight": {LAYER: huge}, "unknown weight": {"x": huge}}
-    torch.save(
-        {
-            **changed(content, "state", {**state, **changes.get(place, {})}),
-            "metrics": huge if place == "other content" else None,
-        },
-        file,
-    )
-    if place == "initial weights":
-        torch.save({**state, LAYER: huge}, file)
-    assert file.stat().st_size < 2e7
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = peak_memory()
-    with pytest.raises(RunError, match=r"untrusted\.pt"):
+    whole = {
+        "weight": changed(content, "state", {**state, LAYER: huge}),
+        "unknown weight": changed(content, "state", {**state, "x": huge}),
+        "other content": {**content, "metrics": huge},
+        "initial weights": {**state, LAYER: huge},
+    }
+    torch.save(whole[place], file)
+    with pytest.raises(RunError, match=r"untrusted\.pt.* only 4 bytes"):
         load_weights(build_detector(DETECTOR, class_names=CLASSES), file) if place == "initial weights" else load(file)
-    assert peak_memory() - before < 2e8
 
 
 # --- what else is opened ----------------------------------------------------------------------
@@ -329,25 +286,17 @@ def watch() -> Watch:
     return Watch()
 
 
-SOUGHT = {
-    "a file": None,  # the path of one that is there
-    "ImageNet": "imagenet",
-    "a URL": "https://example.com/weights.pt",
-}
-
-
-@pytest.mark.parametrize("kind", SOUGHT)
+@pytest.mark.parametrize("named", ["other.pt", "imagenet", "https://example.com/weights.pt"])
 @pytest.mark.parametrize("container", ["checkpoint", "ONNX"])
-def test_weights_that_a_file_names_are_neither_opened_nor_fetched(watch, whole, content, tmp_path, container, kind):
+def test_weights_that_a_file_names_are_neither_opened_nor_fetched(watch, content, tmp_path, container, named):
     """Both keep working: what they were once started from is in them already."""
-    other = tmp_path / "other.pt"
-    shutil.copy(whole, other)
-    named = changed(content, "config.weights", SOUGHT[kind] or str(other))
+    (tmp_path / "other.pt").touch()
+    naming = changed(content, "config.weights", str(tmp_path / named) if named == "other.pt" else named)
     path = tmp_path / ("untrusted.onnx" if container == "ONNX" else "untrusted.pt")
     if container == "ONNX":
-        path.write_bytes(onnx_file(settings=named["detector"]["config"]))
+        path.write_bytes(onnx_file(settings=naming["detector"]["config"]))
     else:
-        torch.save(named, path)
+        torch.save(naming, path)
     with watch.watching() as seen:
         detector = OnnxDetector(path) if container == "ONNX" else load(path)
     assert detector.class_names == tuple(CLASSES)
@@ -387,24 +336,11 @@ def assert_onnx_refused(path: Path, *words: str) -> None:
     assert [word for word in words if word not in str(refusal.value)] == []
 
 
-def test_the_model_that_is_damaged_below_is_whole(tmp_path: Path):
-    (tmp_path / "a.onnx").write_bytes(onnx_file())
-    assert OnnxDetector(tmp_path / "a.onnx").class_names == tuple(CLASSES)
-
-
 @pytest.mark.parametrize("field", ["config", "calibration", "draw_threshold", "aploss_format"])
 @pytest.mark.parametrize("text", [..., "", "{", "5", '"x"', "[1]", '{"a": 1}', "NaN", "[" * 100_000])
 def test_onnx_metadata_of_other_kinds_are_refused(tmp_path: Path, field: str, text: Any):
     path = tmp_path / "untrusted.onnx"
     path.write_bytes(onnx_file(**{field: text}))
-    assert_onnx_refused(path)
-
-
-@pytest.mark.parametrize("value", STRANGE)
-@pytest.mark.parametrize("field", ["name", "class_names", "test_size", "nms_iou", "loss"])
-def test_onnx_configs_of_other_kinds_are_refused(tmp_path: Path, field: str, value: str):
-    path = tmp_path / "untrusted.onnx"
-    path.write_bytes(onnx_file(settings={**CONFIG, field: STRANGE[value]}))
     assert_onnx_refused(path)
 
 

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from tiny_runs import assert_equal, outcome
+from tiny_runs import SETTINGS, assert_equal, outcome
 
 from aploss.cli.main import main
 from aploss.errors import RunError
 from aploss.reports.run_files import read_json_lines
 from aploss.training.config import TrainConfig
 from aploss.training.distributed import emulates_bfloat16
+from aploss.training.recipes import merge
 from aploss.training.run import train
 
 pytestmark = pytest.mark.usefixtures("no_page")
@@ -109,16 +110,9 @@ def test_a_short_run_reaches_its_learning_rate_and_records_its_warmup(
     rectangles: Path, tmp_path: Path, given: list[str], expected: int
 ) -> None:
     recipe, run = tmp_path / "recipe.yaml", tmp_path / "run"
-    recipe.write_text(
-        yaml.safe_dump(
-            {
-                "detector": "retinanet-short", "log_steps": 1, "splits": {"validation": "none"},
-                "batches": {"size": 2, "image_size": 64, "workers": 0}, "model": {"options": {"test_size": [64, 64]}},
-                "optimizer": {"learning_rate": 0.001},
-                "schedule": {"length": 1000, "warmup_steps": 60, "kind": "milestones", "warmup_factor": 0.1},
-            }
-        )
-    )  # fmt: skip
+    schedule = {"length": 1000, "warmup_steps": 60, "kind": "milestones", "warmup_factor": 0.1}
+    changes = {"splits": {"validation": "none"}, "optimizer": {"learning_rate": 0.001}, "schedule": schedule}
+    recipe.write_text(yaml.safe_dump(merge(SETTINGS, changes)))
     words = ["--recipe", recipe, "--data", rectangles, "--out", run, "--steps", 20, "--tracker", "none", *given]
     assert main(["train", "--quiet", *map(str, words)]) == 0
     rates = [row["lr"] for row in read_json_lines(run / "metrics.jsonl")]

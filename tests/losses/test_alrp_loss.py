@@ -65,31 +65,6 @@ def test_without_negatives_the_localisation_part_remains():
     assert (scores.grad == 0).all()
 
 
-def test_module_has_the_options_of_the_function():
-    boxes = random_boxes()
-    module = ALRPLoss(delta=0.2)
-    assert module(*boxes) == alrp_loss(*boxes, delta=0.2)
-    assert "delta=0.2" in repr(module)
-
-
-def test_mistakes_are_refused():
-    scores, targets, box_losses = random_boxes()
-    with pytest.raises(ValueError, match="same shape"):
-        alrp_loss(scores, targets[0], box_losses)
-    with pytest.raises(ValueError, match="one value per positive, 30, got 29"):
-        alrp_loss(scores, targets, box_losses[1:])
-    with pytest.raises(ValueError, match=r"shape \[P\]"):
-        alrp_loss(scores, targets, box_losses[None])
-    with pytest.raises(ValueError, match="finite and not negative, got -0"):
-        alrp_loss(scores, targets, box_losses - 1)
-    with pytest.raises(ValueError, match="finite and not negative, got nan"):
-        alrp_loss(scores, targets, box_losses * torch.nan)
-    with pytest.raises(ValueError, match=r"got 2(\.0)? at flat index"):
-        alrp_loss(scores, 2 * targets, box_losses)
-    with pytest.raises(ValueError, match="delta"):
-        ALRPLoss(delta=-1)
-
-
 def _rank_part_of_a_batch(rank, sizes):
     scores, targets, box_losses = random_boxes()
     scores, targets = scores.flatten(), targets.flatten()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
-from aploss.losses import AUCLoss, auc_loss
+from aploss.losses import auc_loss
 
 
 def test_heaviside_is_one_minus_roc_auc(make_boxes):
@@ -20,10 +20,3 @@ def test_an_example_worked_by_hand():
     loss.backward()
     assert loss.item() == pytest.approx(2.5 / 4)
     assert scores.grad.tolist() == pytest.approx([-1.75 / 4, -0.75 / 4, 0.75 / 4, 1.75 / 4])
-
-
-def test_module_has_the_options_of_the_function(make_boxes):
-    scores, targets = make_boxes()
-    assert AUCLoss(delta=0.5)(scores, targets) == auc_loss(scores, targets, delta=0.5)
-    with pytest.raises(ValueError, match="delta must be"):
-        AUCLoss(delta=-1)

@@ -5,7 +5,7 @@ import torch
 from torchvision.ops import sigmoid_focal_loss
 
 from aploss.losses import reference
-from aploss.losses.focal_loss import FocalLoss, focal_loss
+from aploss.losses.focal_loss import focal_loss
 
 # Of the largest gradient; a power in float32 costs a few units in the last place.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -64,26 +64,3 @@ def test_it_can_be_differentiated_twice():
     scores, targets = random_boxes()
     scores = scores.flatten()[:20].requires_grad_()
     assert torch.autograd.gradgradcheck(lambda s: focal_loss(s, targets.flatten()[:20]), scores)
-
-
-def test_module_has_the_options_of_the_function():
-    scores, targets = random_boxes()
-    module = FocalLoss(alpha=0.4, gamma=1.0)
-    assert module(scores, targets) == focal_loss(scores, targets, alpha=0.4, gamma=1.0)
-    assert "alpha=0.4, gamma=1.0" in repr(module)
-
-
-def test_mistakes_are_refused_with_the_value_and_its_place():
-    scores = torch.zeros(2, 2)
-    with pytest.raises(ValueError, match="same shape"):
-        focal_loss(scores, torch.zeros(4))
-    with pytest.raises(ValueError, match=r"got 2 at flat index 3"):
-        focal_loss(scores, torch.tensor([[0, 1], [-1, 2]]))
-    with pytest.raises(ValueError, match=r"got 0\.5 at flat index 0"):
-        focal_loss(scores, torch.tensor([[0.5, 1], [-1, 0]]))
-    with pytest.raises(ValueError, match="got inf at flat index 1"):
-        focal_loss(torch.tensor([0.0, torch.inf]), torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match="alpha must be"):
-        focal_loss(scores, scores, alpha=1.5)
-    with pytest.raises(ValueError, match="gamma must be"):
-        FocalLoss(gamma=-1)

@@ -115,18 +115,6 @@ def test_equal_scores_put_every_negative_on_top():
     assert gradient.tolist() == pytest.approx([-1, 2 / 3, 2 / 3, -1, 2 / 3])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_dtypes(dtype):
-    scores, targets = boxes(0, 5, 40)
-    scores = scores.to(dtype)
-    loss, gradient = value_and_gradient(scores.reshape(3, 15), targets.reshape(3, 15))
-    expected, _ = search_every_place(scores.double(), targets)
-    assert loss.item() == pytest.approx(expected, rel=1e-12 if dtype == torch.float64 else 1e-6)
-    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert gradient.dtype == dtype
-    assert gradient.shape == (3, 15)
-
-
 def test_a_detectors_batch_takes_about_a_second():
     scores, targets = boxes(0, 200, 500_000)
     value_and_gradient(scores.float(), targets)

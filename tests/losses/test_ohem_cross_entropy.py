@@ -63,13 +63,6 @@ def test_equally_hard_negatives_are_not_all_taken():
     assert int((logits.grad.abs().sum(1) > 0).sum()) == 4
 
 
-def test_module_has_the_options_of_the_function():
-    logits, targets = random_boxes()
-    module = OHEMCrossEntropy(negative_ratio=2.0)
-    assert module(logits, targets) == ohem_cross_entropy(logits, targets, negative_ratio=2.0)
-    assert "negative_ratio=2.0" in repr(module)
-
-
 def test_mistakes_are_refused_with_the_value_and_its_place():
     logits = torch.zeros(2, 3, 4)
     targets = torch.zeros(2, 3, dtype=torch.long)

@@ -38,25 +38,6 @@ def test_equal_qualities_have_nothing_to_sort():
     assert (gradient == 0).all()
 
 
-def test_module_has_the_options_of_the_function():
-    scores, targets = random_boxes()
-    module = RankSortLoss(delta=0.2)
-    assert module(scores, targets) == rank_sort_loss(scores, targets, delta=0.2)
-    assert "delta=0.2" in repr(module)
-
-
-def test_mistakes_are_refused():
-    scores = torch.zeros(2)
-    with pytest.raises(ValueError, match="same shape"):
-        rank_sort_loss(scores, torch.zeros(3))
-    with pytest.raises(ValueError, match=r"got 1\.5 at flat index 1"):
-        rank_sort_loss(scores, torch.tensor([0.5, 1.5]))
-    with pytest.raises(ValueError, match="got nan at flat index 0"):
-        rank_sort_loss(torch.tensor([torch.nan, 0.0]), torch.tensor([0.5, 0.0]))
-    with pytest.raises(ValueError, match="delta"):
-        RankSortLoss(delta=-0.5)
-
-
 def _rank_part_of_a_batch(rank, sizes):
     scores, targets = (part.flatten() for part in random_boxes())
     own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aploss.losses import reference
-from aploss.losses.smooth_ap_loss import SmoothAPLoss, smooth_ap_loss
+from aploss.losses.smooth_ap_loss import smooth_ap_loss
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
@@ -58,25 +58,3 @@ def test_log_space_and_eps_by_hand():
     scores = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     loss = smooth_ap_loss(scores, torch.tensor([1, 0]), log_space=True, eps=1 / 3)
     assert loss.item() == pytest.approx(0, abs=1e-15)
-
-
-def test_module_has_the_options_of_the_function():
-    scores, targets = random_boxes()
-    module = SmoothAPLoss(temperature=0.5, log_space=True, eps=0.1)
-    expected = smooth_ap_loss(scores, targets, temperature=0.5, log_space=True, eps=0.1)
-    assert module(scores, targets) == expected
-    assert "temperature=0.5, log_space=True, eps=0.1" in repr(module)
-
-
-def test_mistakes_are_refused():
-    scores = torch.zeros(3)
-    with pytest.raises(ValueError, match="same shape"):
-        smooth_ap_loss(scores, torch.zeros(2))
-    with pytest.raises(ValueError, match=r"got 3 at flat index 1"):
-        smooth_ap_loss(scores, torch.tensor([0, 3, 1]))
-    with pytest.raises(ValueError, match="got nan at flat index 2"):
-        smooth_ap_loss(torch.tensor([0, 0, torch.nan]), torch.tensor([0, 1, 1]))
-    with pytest.raises(ValueError, match="temperature must be"):
-        SmoothAPLoss(temperature=0)
-    with pytest.raises(ValueError, match="eps must be"):
-        smooth_ap_loss(scores, scores, eps=0)

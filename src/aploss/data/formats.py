@@ -195,16 +195,6 @@ def writable_formats() -> tuple[str, ...]:
 # --- helpers for readers and writers --------------------------------------------------------------
 
 
-def number(text: object) -> float:
-    """A coordinate as float, possibly NaN or infinite; ValueError if it is not a number."""
-    try:
-        if isinstance(text, (int, float, str)) and not isinstance(text, bool):
-            return float(text)
-    except (ValueError, OverflowError):
-        pass
-    raise ValueError(f"{text!r:.80} is not a number")
-
-
 def image_size(width: Any, height: Any) -> tuple[int, int] | None:
     """Width and height as stated in a file; None if they are not a valid size."""
     possible = all(type(side) in (int, float) and 1 <= side < 2**31 for side in (width, height))

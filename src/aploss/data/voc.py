@@ -22,7 +22,6 @@ from aploss.data.formats import (
     distinct,
     filled_lines,
     image_size,
-    number,
     outline_losses,
     register_format,
     split_order,
@@ -79,7 +78,7 @@ def parse_annotation(path: str, content: bytes) -> VocAnnotation:
         raise ProblemError("unreadable-annotation", path, f"expected <annotation>, got <{root.tag}>")
     annotation = VocAnnotation(path, file_name=_text(root, "filename"))
     with suppress(ValueError):
-        annotation.size = image_size(*(number(_text(root, f"size/{side}")) for side in ("width", "height")))
+        annotation.size = image_size(*(float(_text(root, f"size/{side}")) for side in ("width", "height")))
     for position, element in enumerate(root.iterfind("object"), start=1):
         try:
             annotation.objects.append(_read_object(path, element, position))
@@ -93,9 +92,9 @@ def _read_object(path: str, element: Element, position: int) -> VocObject:
     if not name:
         raise ProblemError("unknown-class", path, f"object {position}: no class name")
     try:
-        xmin, ymin, xmax, ymax = (number(_text(element, f"bndbox/{corner}")) for corner in _CORNERS)
+        xmin, ymin, xmax, ymax = (float(_text(element, f"bndbox/{corner}")) for corner in _CORNERS)
     except ValueError as error:
-        message = f"object {position} ({name}): <bndbox> needs {', '.join(_CORNERS)}: {error}"
+        message = f"object {position} ({name}): <bndbox> needs {', '.join(_CORNERS)}: {error!s:.100}"
         raise ProblemError("bad-box", path, message) from None
     # In a file that counts from 0, the first pixel must not end up outside the image.
     left, top = (0.0 if 0 <= first < 1 else first - 1 for first in (xmin, ymin))

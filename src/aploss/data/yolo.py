@@ -16,7 +16,6 @@ from aploss.data.formats import (
     common_split_name,
     distinct,
     filled_lines,
-    number,
     outline_losses,
     register_format,
     split_order,
@@ -53,9 +52,9 @@ def parse_row(
         return ProblemError(kind, file, f"line {line}: {message}")
 
     try:
-        class_id, *values = map(number, row.split())
+        class_id, *values = map(float, row.split())
     except ValueError as error:
-        raise fault("bad-box", str(error)) from None
+        raise fault("bad-box", f"{error!s:.100}") from None
     if len(values) != 4 and (len(values) < 6 or len(values) % 2):
         raise fault("bad-box", f"expected a class and 4 numbers (or 3 or more points), got {row:.80}")
     if not all(map(isfinite, values)) or max(values) > _MAX_FRACTION:

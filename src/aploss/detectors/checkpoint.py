@@ -157,18 +157,13 @@ class Checkpoint:
 
 
 def _check_weights(detector: Detector, state: Mapping[str, Tensor]) -> None:
-    """Rejects what torch would load silently: other dtypes and layouts, NaN and Inf; shapes before values."""
+    """Rejects what torch would load silently: other dtypes and layouts, NaN and Inf."""
     wanted = detector.state_dict()
     for name, own in wanted.items():
         tensor = state.get(name, own)
         plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
         if not plain or tensor.is_floating_point() != own.is_floating_point():
-            kind = type(tensor).__name__
-            if isinstance(tensor, Tensor):
-                kind = f"{tensor.dtype}, {tensor.layout}, {tensor.device}"
-            raise RunError(f"{name} must be a dense tensor of {own.dtype}, got {kind}")
-        if tensor.shape != own.shape:
-            raise RunError(f"{name} must have the shape {list(own.shape)}, got {list(tensor.shape)}")
+            raise RunError(f"{name} must be a dense tensor of {own.dtype}")
     refuse_non_finite((name, bool(state[name].isfinite().all())) for name in wanted if name in state)
 
 
@@ -191,7 +186,7 @@ def wrap_untrusted(source: str | Path) -> Iterator[None]:
     except Exception as error:  # wrong types and sizes can raise anything inside of torch
         reason = " ".join(str(error).split()) or type(error).__name__
         reason = f"it has no entry {reason}" if isinstance(error, KeyError) else reason
-        raise RunError(f"{source} does not fit this version of aploss: {reason[:300]}") from error
+        raise RunError(f"{source} is damaged or from another version of aploss: {reason[:300]}") from error
 
 
 def save_detector(detector: Detector, path: str | Path) -> Path:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
+import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,8 +28,10 @@ from aploss.registry import Registry
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-MAX_DETECTIONS = 1_000_000  # per image
-MAX_SIDE = 16_384  # pixels at inference
+Side = Annotated[int, msgspec.Meta(ge=1, le=16_384)]  # pixels
+Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
+Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Stages = Annotated[int, msgspec.Meta(ge=0, le=5)]  # of a ResNet or VGG
 ConfigClass = TypeVar("ConfigClass", bound="type[DetectorConfig]")
 
 
@@ -70,39 +73,28 @@ class DetectorConfig:
         channels_last: memory format of weights and images.
     """
 
-    test_size: tuple[int, int] = (600, 1000)
-    score_threshold: float | None = None
-    topk_per_level: int = 1000
-    nms_iou: float = 0.5
-    detections_per_image: int = 100
+    test_size: tuple[Side, Side] = (600, 1000)
+    score_threshold: Fraction | None = None
+    topk_per_level: Count = 1000
+    nms_iou: Fraction = 0.5
+    detections_per_image: Count = 100
     channels_last: bool = False
 
     # torchvision's names of the weights "imagenet" and "coco"
     named_weights: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
-        for option in fields(self):  # files contain lists instead of tuples
-            value = getattr(self, option.name)
-            if isinstance(value, list):
-                object.__setattr__(self, option.name, tuple(value))
-        sides = self.test_size
-        numbers = isinstance(sides, tuple) and all(isinstance(side, int | float) for side in sides)
-        if not numbers or len(sides) != 2 or not (min(sides) >= 1 and max(sides) <= MAX_SIDE):
-            raise ConfigError(f"test_size must be two sizes of at most {MAX_SIDE} pixels, got {sides!r}")
-        object.__setattr__(self, "test_size", (int(sides[0]), int(sides[1])))
-        limits = {
-            "topk_per_level": (int, 1, MAX_DETECTIONS),
-            "detections_per_image": (int, 1, MAX_DETECTIONS),
-            "nms_iou": (int | float, 0, 1),
-            "score_threshold": (int | float | None, 0, 1),
+        # Subclasses may override the defaults of the shared settings, but not their limits.
+        kinds = {
+            **get_type_hints(type(self), include_extras=True),
+            **get_type_hints(DetectorConfig, include_extras=True),
         }
-        for name, (kind, low, high) in limits.items():
-            value = getattr(self, name)
-            is_kind = isinstance(value, kind) and not isinstance(value, bool)
-            if not is_kind or not (value is None or low <= value <= high):
-                raise ConfigError(f"{name} must be a number between {low} and {high}, got {value!r}")
-        if not isinstance(self.channels_last, bool):
-            raise ConfigError(f"channels_last must be true or false, got {self.channels_last!r}")
+        for option in fields(self):
+            value = getattr(self, option.name)
+            try:  # files contain lists instead of tuples
+                object.__setattr__(self, option.name, msgspec.convert(value, kinds[option.name]))
+            except msgspec.ValidationError as error:
+                raise ConfigError(f"{option.name}={value!r}: {error}") from error
 
     def network(self, *, columns: int, softmax: bool) -> Network:
         """Creates the network with new weights.

@@ -9,7 +9,6 @@ import json
 import logging
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +112,7 @@ class OnnxDetector(ObjectDetector):
                 f"the exported model takes images of {width}x{height} pixels only, not "
                 f"{images.shape[3]}x{images.shape[2]}: export it with another size"
             )
-        with _as_run_error(f"cannot run {self._path}"):
+        with wrap_untrusted(self._path):
             logits, deltas = self._session(images)
         detector, (count, _, batch_height, batch_width) = self._detector, images.shape
         anchors = sum(map(len, detector.anchors_for(batch_height, batch_width)))
@@ -136,7 +135,7 @@ class _OnnxSession:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         options.log_severity_level = 4  # fatal; other errors are raised
-        with _as_run_error(f"onnxruntime cannot load {name}"):
+        with wrap_untrusted(name):
             _check_onnx(content)
             chosen = list(providers or ["CPUExecutionProvider"])
             self.session = onnxruntime.InferenceSession(content, options, providers=chosen)
@@ -170,16 +169,6 @@ def _tensors(message: Any) -> Iterator[Any]:
         if field.message_type is not None:
             for one in value if isinstance(value, Iterable) else [value]:
                 yield from _tensors(one)
-
-
-@contextmanager
-def _as_run_error(what: str) -> Iterator[None]:
-    """Converts errors of onnxruntime, which have no common base class, to RunError."""
-    try:
-        yield
-    except Exception as error:
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise RunError(f"{what}: {reason.strip()}") from error
 
 
 class _Heads(nn.Module):

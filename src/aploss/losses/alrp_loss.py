@@ -72,17 +72,7 @@ def alrp_loss(
         >>> scores.grad.tolist(), box_losses.grad.tolist()
         ([0.5, -0.5, 0.0], [0.5])
     """
-    parts = _OPERATOR.rank(
-        scores,
-        targets,
-        box_losses,
-        delta=delta,
-        groups=groups,
-        weights=weights,
-        process_group=process_group,
-        non_finite=non_finite,
-    )
-    return ALRP(*parts)
+    return ALRP(*_OPERATOR.rank(scores, targets, box_losses, delta, groups, weights, process_group, non_finite))
 
 
 # Scores move by the classification part alone, box losses by the localisation part.
@@ -122,7 +112,9 @@ class ALRPLoss(RankingLoss):
         box_weight="balanced",
     )
 
-    def forward(
+    _function = staticmethod(alrp_loss)
+
+    def forward(  # type: ignore[override]
         self,
         scores: Tensor,
         targets: Tensor,

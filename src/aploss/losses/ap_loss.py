@@ -65,9 +65,7 @@ def ap_loss(
         (0.5, [0.5, -0.5, 0.0])
     """
     operator = _INTERPOLATED if interpolated else _PLAIN
-    return operator.rank(
-        scores, targets, delta=delta, groups=groups, weights=weights, process_group=process_group, non_finite=non_finite
-    )[0]
+    return operator.rank(scores, targets, None, delta, groups, weights, process_group, non_finite)[0]
 
 
 _INTERPOLATED, _PLAIN = RankingOperator(AP), RankingOperator(PLAIN_AP)
@@ -107,6 +105,8 @@ class APLoss(RankingLoss):
 
     traits = LossTraits(label="AP-loss", colour="#0072b2", ranks_across_processes=True, groups=True)
 
+    _function = staticmethod(ap_loss)
+
     def __init__(
         self,
         delta: float = 1.0,
@@ -117,13 +117,4 @@ class APLoss(RankingLoss):
         non_finite: NonFinite = "raise",
     ) -> None:
         super().__init__(delta, process_group, groups, weights, non_finite)
-        self.interpolated = interpolated
-
-    def forward(
-        self, scores: Tensor, targets: Tensor, groups: Tensor | int | None = None, weights: Tensor | None = None
-    ) -> Tensor:
-        """See :func:`ap_loss`."""
-        return ap_loss(scores, targets, interpolated=self.interpolated, **self.options(groups, weights))
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, interpolated={self.interpolated}"
+        self._keep(interpolated=interpolated)

@@ -39,9 +39,7 @@ def auc_loss(
         >>> auc_loss(torch.tensor([2.0, 1.0, 0.0]), torch.tensor([0, 1, 0]), delta=0)
         tensor(0.5000)
     """
-    return _OPERATOR.rank(
-        scores, targets, delta=delta, groups=groups, weights=weights, process_group=process_group, non_finite=non_finite
-    )[0]
+    return _OPERATOR.rank(scores, targets, None, delta, groups, weights, process_group, non_finite)[0]
 
 
 _OPERATOR = RankingOperator(AUC)
@@ -71,8 +69,4 @@ class AUCLoss(RankingLoss):
         label="AUC-loss", colour="#e69f00", dashes=":", marker="D", ranks_across_processes=True, groups=True
     )
 
-    def forward(
-        self, scores: Tensor, targets: Tensor, groups: Tensor | int | None = None, weights: Tensor | None = None
-    ) -> Tensor:
-        """See :func:`auc_loss`."""
-        return auc_loss(scores, targets, **self.options(groups, weights))
+    _function = staticmethod(auc_loss)

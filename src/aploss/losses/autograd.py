@@ -13,15 +13,16 @@ multiplication, for instance by the scale of a gradient scaler.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .checks import REAL_DTYPES, check_delta, check_non_finite, check_process_group, check_tensors, check_transforms
+from .checks import REAL_DTYPES, check_delta, check_distributed, check_non_finite, check_tensors, check_transforms
 from .ranking.engine import Options, rank_scores, resolve_group
 from .ranking.problem import loss_dtype
 from .ranking.rules import Rule
+from .traits import LossModule
 
 Values = tuple[Tensor, ...]
 NonFinite = Literal["raise", "nan"]
@@ -159,8 +160,7 @@ class RankingOperator(Operator):
         scores: Tensor,
         targets: Tensor,
         box_losses: Tensor | None = None,
-        *,
-        delta: float,
+        delta: float = 1.0,
         groups: Tensor | int | None = None,
         weights: Tensor | None = None,
         process_group: Any = None,
@@ -169,7 +169,7 @@ class RankingOperator(Operator):
     ) -> Values:
         """The values of the loss; see :func:`aploss.losses.ap_loss` for the arguments."""
         if process_group is not None:
-            check_process_group(process_group)
+            check_distributed()
         if not torch.compiler.is_compiling():
             check_transforms(scores, targets)
             options = Options(self.rule, delta, groups, weights, process_group, non_finite, thresholds)
@@ -190,7 +190,7 @@ class RankingOperator(Operator):
         return rank_scores(scores, targets, options, box_losses, needs_gradient=rest[-1])
 
 
-class RankingLoss(nn.Module):
+class RankingLoss(LossModule):
     """Base class of the ranking losses as modules: holds the options that all of them share.
 
     Args:
@@ -201,6 +201,8 @@ class RankingLoss(nn.Module):
         non_finite: ``"raise"`` or ``"nan"``.
     """
 
+    _function: ClassVar[Callable[..., Any]]
+
     def __init__(
         self,
         delta: float = 1.0,
@@ -209,10 +211,10 @@ class RankingLoss(nn.Module):
         weights: Tensor | Sequence[float] | None = None,
         non_finite: NonFinite = "raise",
     ) -> None:
-        super().__init__()
         check_delta(delta)
         check_non_finite(non_finite)
-        self.delta, self.process_group, self.non_finite = delta, process_group, non_finite
+        super().__init__(delta=delta)
+        self.process_group, self.non_finite = process_group, non_finite
         if isinstance(groups, Tensor):  # follows the module to its device
             self.register_buffer("groups", groups, persistent=False)
         else:
@@ -220,18 +222,21 @@ class RankingLoss(nn.Module):
         values = None if weights is None else torch.as_tensor(weights, dtype=torch.get_default_dtype())
         self.register_buffer("weights", values, persistent=False)
 
+    def forward(
+        self, scores: Tensor, targets: Tensor, groups: Tensor | int | None = None, weights: Tensor | None = None
+    ) -> Any:
+        """The loss, see the function of the same name; arguments take precedence over those of the constructor."""
+        return type(self)._function(scores, targets, **self.options(groups, weights))
+
     def options(self, groups: Tensor | int | None, weights: Tensor | None) -> dict[str, Any]:
         """The options of the function by name; arguments of ``forward`` take precedence."""
         return {
-            "delta": self.delta,
+            **self._values(),
             "process_group": self.process_group,
             "groups": self.groups if groups is None else groups,
             "weights": self.weights if weights is None else weights,
             "non_finite": self.non_finite,
         }
-
-    def extra_repr(self) -> str:
-        return f"delta={self.delta}"
 
 
 def error_driven(inputs: Tensor, outputs: Tensor, desired: Tensor) -> Tensor:

@@ -6,9 +6,6 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
-HARD_TARGETS = "1 (positive), 0 (negative) or -1 (ignored)"
-SOFT_TARGETS = "in (0, 1] (positive: its IoU), 0 (negative) or -1 (ignored)"
-
 
 class NonFiniteScoresError(ValueError):
     """A score that takes part in the loss is NaN or infinite.
@@ -74,10 +71,7 @@ _CAUSES = {"score": "a score that is NaN or infinite", "target": "an invalid tar
 
 
 REAL_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-TARGET_DTYPES = (
-    *REAL_DTYPES, torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16,
-    torch.uint32, torch.uint64,
-)  # fmt: skip
+TARGET_DTYPES = (*REAL_DTYPES, torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_tensors(**values: Tensor) -> None:
@@ -86,11 +80,9 @@ def check_tensors(**values: Tensor) -> None:
     for name, value in values.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
-        if value.is_quantized:
-            raise ValueError(f"{name} must be a dense tensor, got {value.dtype}; convert it first, with dequantize()")
-        if value.layout is not torch.strided or value.is_nested:
-            kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
-            raise ValueError(f"{name} must be a dense tensor, got layout {kind}; convert it first, as with to_dense()")
+        if value.layout is not torch.strided or value.is_nested or value.is_quantized:
+            kind = "nested" if value.is_nested else f"{value.layout} of {value.dtype}"
+            raise ValueError(f"{name} must be a dense tensor, got {kind}; convert it first, as with to_dense()")
         if value.is_meta:
             raise ValueError(f"{name} must hold data, got a tensor on the meta device")
         devices.append(value.device)
@@ -114,13 +106,6 @@ def check_scores_and_targets(scores: Tensor, targets: Tensor) -> None:
         raise ValueError(f"scores must be floating point, got {scores.dtype}{hint}")
     if targets.dtype not in TARGET_DTYPES:
         raise ValueError(f"targets must be integer, bool or floating point, got {targets.dtype}")
-
-
-def plain(tensor: Tensor) -> Tensor:
-    """The tensor with its values in memory: torch may hold a negation, or zeros, as a mere flag."""
-    if torch._is_zerotensor(tensor):
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    return tensor.resolve_neg()
 
 
 MIN_DELTA = 1e-6  # below, a float32 score and its neighbour may lie on both sides of a ramp
@@ -157,7 +142,7 @@ def check_weights(weights: Tensor, scores: Tensor) -> Tensor:
         fits = False
     if not fits:
         raise ValueError(f"weights of shape {tuple(weights.shape)} cannot be broadcast to scores {tuple(scores.shape)}")
-    return plain(weights.detach())
+    return weights.detach()
 
 
 def check_box_losses(box_losses: Tensor, device: torch.device) -> None:
@@ -191,7 +176,7 @@ def broadcast_groups(groups: Tensor | int, scores: Tensor) -> Tensor:
                 f"groups must match the leading dimensions of scores, {tuple(scores.shape)}, or be 1 there, "
                 f"got {tuple(groups.shape)}; groups=-1 makes one group per class"
             )
-        numbers = plain(groups.detach()).to(torch.int64).reshape(groups.shape + (1,) * (scores.ndim - groups.ndim))
+        numbers = groups.to(torch.int64).reshape(groups.shape + (1,) * (scores.ndim - groups.ndim))
         return numbers.expand(scores.shape).reshape(-1).contiguous()
     if isinstance(groups, bool) or not isinstance(groups, int):
         raise ValueError(f"groups must be an integer tensor or a dimension, got {type(groups).__name__}")
@@ -205,11 +190,9 @@ def broadcast_groups(groups: Tensor | int, scores: Tensor) -> Tensor:
 
 def comparable_targets(targets: Tensor) -> Tensor:
     """Targets in a dtype that has -1, so that comparing with it cannot wrap around."""
-    if targets.dtype in (torch.float32, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8):
-        return targets
     if targets.dtype in (torch.bool, torch.uint8, torch.float16, torch.bfloat16):
         return targets.to(torch.float32)
-    return targets.to(torch.float64)
+    return targets
 
 
 def raise_invalid_target(targets: Tensor, scores: Tensor, *, soft: bool) -> NoReturn:
@@ -227,8 +210,8 @@ def raise_invalid_target(targets: Tensor, scores: Tensor, *, soft: bool) -> NoRe
         hint = "; are the arguments swapped? scores come first"
     elif not soft and 0 < value < 1:
         hint = "; only losses for IoU targets, such as rank_sort_loss, take soft targets"
-    expected = SOFT_TARGETS if soft else HARD_TARGETS
-    message = f"targets must be {expected}, got {value} at flat index {index}{hint}"
+    expected = "in (0, 1] (positive: its IoU)" if soft else "1 (positive)"
+    message = f"targets must be {expected}, 0 (negative) or -1 (ignored), got {value} at flat index {index}{hint}"
     raise InvalidTargetError(message, value=value, index=index)
 
 
@@ -269,7 +252,7 @@ def _first(bad: Tensor) -> int:
     return int(bad.nonzero()[0, 0])
 
 
-def check_process_group(process_group: Any) -> None:
+def check_distributed() -> None:
     """Raises ValueError if torch.distributed is not initialised."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise ValueError(

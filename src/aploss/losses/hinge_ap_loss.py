@@ -74,20 +74,19 @@ def _value_and_gradient(scores: Tensor, targets: Tensor, _: bool) -> tuple[Value
     num_positives, num_negatives = len(positive_index), len(negative_index)
     if num_positives == 0 or num_negatives == 0:
         return (gradient.new_zeros(()),), (gradient.view(scores.shape),)
-    # Sums of differences of the largest float64 overflow: a power of two is a unit that changes no digit.
-    unit = 2.0**-64 if dtype == torch.float64 else 1.0
-    positives, positive_order = (flat[positive_index].double() * unit).sort()  # ascending
-    negatives, negative_order = (flat[negative_index] * unit).sort(descending=True)
+    positives, positive_order = flat[positive_index].double().sort()  # ascending
+    negatives, negative_order = flat[negative_index].sort(descending=True)
 
-    passed = _count_by_passed_positives(positives, negatives, unit)  # [P + 1]
+    passed = _count_by_passed_positives(positives, negatives)  # [P + 1]
     above = passed.flip(0).cumsum(0).flip(0)[1:]  # [P] negatives that R puts above each positive
     moved = int(above[0])  # these pass at least the lowest positive
     origin = positives[0]  # keeps the digits of scores with a large offset
-    moved_sums = _sums_of_first(negatives[:moved].double() - origin, above)
+    sums = torch.cat([positives.new_zeros(1), (negatives[:moved].double() - origin).cumsum(0)])
+    moved_sums = sums[above]  # of the negatives above each positive
     rank_among_positives = torch.arange(num_positives, 0, -1, device=flat.device)
     precision = (rank_among_positives / (rank_among_positives + above).double()).mean()
     per_pair = 2 / (num_positives * num_negatives)  # R_ij turns from 1 to -1
-    loss = 1 - precision - per_pair * (above * (positives - origin) - moved_sums).sum() / unit
+    loss = 1 - precision - per_pair * (above * (positives - origin) - moved_sums).sum()
 
     levels = torch.arange(num_positives, -1, -1, device=flat.device)
     passes = levels.repeat_interleave(passed.flip(0))[:moved]  # [moved] positives passed by each
@@ -99,7 +98,7 @@ def _value_and_gradient(scores: Tensor, targets: Tensor, _: bool) -> tuple[Value
 _OPERATOR = Operator("hinge_ap_loss", "Tensor scores, Tensor targets", _value_and_gradient)
 
 
-def _count_by_passed_positives(positives: Tensor, negatives: Tensor, unit: float) -> Tensor:
+def _count_by_passed_positives(positives: Tensor, negatives: Tensor) -> Tensor:
     """How many negatives pass exactly r positives in the loss-augmented ranking, r = 0..P.
 
     The middle negative of a run is placed first. Those before it then pass at least as many
@@ -109,7 +108,6 @@ def _count_by_passed_positives(positives: Tensor, negatives: Tensor, unit: float
     Args:
         positives: ascending, float64 [P].
         negatives: descending [N].
-        unit: what both have been multiplied by.
     """
     counts = torch.zeros(len(positives) + 1, dtype=torch.int64, device=positives.device)
     # Runs of negatives first..last - 1, each of which passes fewest..most positives.
@@ -117,7 +115,7 @@ def _count_by_passed_positives(positives: Tensor, negatives: Tensor, unit: float
     while runs.shape[1]:
         first, last, fewest, most = runs
         middle = (first + last) // 2
-        passed = _best_places(middle, fewest, most, positives, negatives, unit)
+        passed = _best_places(middle, fewest, most, positives, negatives)
         counts.index_add_(0, passed, torch.ones_like(passed))
         before = torch.stack([first, middle, passed, most])
         after = torch.stack([middle + 1, last, fewest, passed])
@@ -129,9 +127,7 @@ def _count_by_passed_positives(positives: Tensor, negatives: Tensor, unit: float
     return counts
 
 
-def _best_places(
-    which: Tensor, fewest: Tensor, most: Tensor, positives: Tensor, negatives: Tensor, unit: float
-) -> Tensor:
+def _best_places(which: Tensor, fewest: Tensor, most: Tensor, positives: Tensor, negatives: Tensor) -> Tensor:
     """How many positives each of these negatives passes in the maximum, within its bounds.
 
     The negative j (the j-th highest, from 1) gains by passing the i-th highest positive
@@ -145,7 +141,7 @@ def _best_places(
     passing = fewest[run] + position  # the positive that this step passes, from the lowest
     i = (len(positives) - passing).double()
     j = (which[run] + 1).double()
-    gain = unit * i / ((i + j - 1) * (i + j))
+    gain = i / ((i + j - 1) * (i + j))
     gain -= 2 / len(negatives) * (positives[passing] - negatives[which].double()[run])
     before = torch.cat([gain.new_zeros(1), gain.cumsum(0)])
     height = before[1:] - before[start][run]  # sum of gains from the run's lower bound
@@ -154,8 +150,3 @@ def _best_places(
     reached = torch.where(height == highest[run], position + 1, len(positives) + 1)
     best = torch.full_like(which, len(positives) + 1).scatter_reduce_(0, run, reached, "amin")
     return fewest + torch.where(highest > 0, best, 0)
-
-
-def _sums_of_first(values: Tensor, counts: Tensor) -> Tensor:
-    """The sums of the first ``counts`` values."""
-    return torch.cat([values.new_zeros(1), values.cumsum(0)])[counts]

@@ -64,16 +64,8 @@ def iou_ap_loss(
         tensor([ 0.4583, -0.1250, -0.3333])
     """
     operator = _INTERPOLATED if interpolated else _PLAIN
-    return operator.rank(
-        scores,
-        qualities,
-        delta=delta,
-        groups=groups,
-        weights=weights,
-        process_group=process_group,
-        non_finite=non_finite,
-        thresholds=_checked(thresholds),
-    )[0]
+    rest = (delta, groups, weights, process_group, non_finite, _checked(thresholds))
+    return operator.rank(scores, qualities, None, *rest)[0]
 
 
 _INTERPOLATED, _PLAIN = RankingOperator(IOU_AP), RankingOperator(PLAIN_IOU_AP)
@@ -129,6 +121,8 @@ class IoUAPLoss(RankingLoss):
         box_loss="giou",
     )
 
+    _function = staticmethod(iou_ap_loss)
+
     def __init__(
         self,
         thresholds: int | Sequence[float] = 9,
@@ -140,14 +134,10 @@ class IoUAPLoss(RankingLoss):
         non_finite: NonFinite = "raise",
     ) -> None:
         super().__init__(delta, process_group, groups, weights, non_finite)
-        self.thresholds, self.interpolated = _checked(thresholds), interpolated
+        self._keep(thresholds=_checked(thresholds), interpolated=interpolated)
 
     def forward(
         self, scores: Tensor, qualities: Tensor, groups: Tensor | int | None = None, weights: Tensor | None = None
-    ) -> Tensor:
+    ) -> Any:
         """See :func:`iou_ap_loss`."""
-        options = self.options(groups, weights)
-        return iou_ap_loss(scores, qualities, thresholds=self.thresholds, interpolated=self.interpolated, **options)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, thresholds={self.thresholds}, interpolated={self.interpolated}"
+        return super().forward(scores, qualities, groups, weights)

@@ -2,11 +2,12 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from .checks import REAL_DTYPES, TARGET_DTYPES, NonFiniteScoresError, check_tensors
 from .ranking.problem import loss_dtype
-from .traits import LossTraits, register_loss
+from .sigmoid_loss import check_range
+from .traits import LossModule, LossTraits, register_loss
 
 
 def ohem_cross_entropy(
@@ -41,7 +42,7 @@ def ohem_cross_entropy(
         tensor(4.3944, grad_fn=<SumBackward0>)
     """
     _check_shapes(logits, targets)
-    _check_ratio(negative_ratio)
+    check_range("negative_ratio", negative_ratio, 0)
     if not torch.compiler.is_compiling():
         _check_values(logits, targets)
     if logits.ndim == 2:
@@ -59,7 +60,7 @@ def ohem_cross_entropy(
 
 
 @register_loss("ce-ohem")
-class OHEMCrossEntropy(nn.Module):
+class OHEMCrossEntropy(LossModule):
     """Softmax cross-entropy with hard negatives as a module; see :func:`ohem_cross_entropy`.
 
     Args:
@@ -86,16 +87,12 @@ class OHEMCrossEntropy(nn.Module):
     )
 
     def __init__(self, negative_ratio: float = 3.0) -> None:
-        super().__init__()
-        _check_ratio(negative_ratio)
-        self.negative_ratio = negative_ratio
+        super().__init__(negative_ratio=negative_ratio)
+        check_range("negative_ratio", negative_ratio, 0)
 
     def forward(self, logits: Tensor, targets: Tensor, num_positives: float | Tensor | None = None) -> Tensor:
         """See :func:`ohem_cross_entropy`."""
-        return ohem_cross_entropy(logits, targets, negative_ratio=self.negative_ratio, num_positives=num_positives)
-
-    def extra_repr(self) -> str:
-        return f"negative_ratio={self.negative_ratio}"
+        return ohem_cross_entropy(logits, targets, num_positives=num_positives, **self._values())
 
 
 def _hardest_negatives(losses: Tensor, targets: Tensor, ratio: float) -> Tensor:
@@ -138,8 +135,3 @@ def _check_values(logits: Tensor, targets: Tensor) -> None:
         if bool(bad.any()):
             index = int(bad.flatten().nonzero()[0])
             raise NonFiniteScoresError(f"logits must be finite, got those of box {index} (flat)")
-
-
-def _check_ratio(ratio: float) -> None:
-    if not 0 <= ratio < float("inf"):
-        raise ValueError(f"negative_ratio must be a finite number >= 0, got {ratio}")

@@ -63,10 +63,7 @@ def rank_sort_loss(
         >>> scores.grad.tolist()
         [0.125, -0.125, 0.0]
     """
-    parts = _OPERATOR.rank(
-        scores, targets, delta=delta, groups=groups, weights=weights, process_group=process_group, non_finite=non_finite
-    )
-    return RankSort(*parts)
+    return RankSort(*_OPERATOR.rank(scores, targets, None, delta, groups, weights, process_group, non_finite))
 
 
 _OPERATOR = RankingOperator(RANK_SORT)
@@ -106,6 +103,8 @@ class RankSortLoss(RankingLoss):
         weight_boxes_by_score=True,
     )
 
+    _function = staticmethod(rank_sort_loss)
+
     def __init__(
         self,
         delta: float = 0.5,
@@ -115,9 +114,3 @@ class RankSortLoss(RankingLoss):
         non_finite: NonFinite = "raise",
     ) -> None:
         super().__init__(delta, process_group, groups, weights, non_finite)
-
-    def forward(
-        self, scores: Tensor, targets: Tensor, groups: Tensor | int | None = None, weights: Tensor | None = None
-    ) -> RankSort:
-        """See :func:`rank_sort_loss`."""
-        return rank_sort_loss(scores, targets, **self.options(groups, weights))

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .checks import check_scores_and_targets, check_values, comparable_targets, plain
+from .checks import check_scores_and_targets, check_values, comparable_targets
 from .ranking.problem import loss_dtype
-from .traits import LossTraits
+from .traits import LossModule, LossTraits
 
 # The box loss is the one that detectors with these losses are published with.
 IoUTraits = partial(
@@ -39,8 +39,7 @@ def mean_over_positives(
     check_scores_and_targets(scores, targets)
     if not torch.compiler.is_compiling():
         check_values(scores, targets, soft=soft)
-        targets = plain(targets.detach())
-    exact, targets = scores.to(loss_dtype(scores.dtype)), comparable_targets(targets)
+    exact, targets = scores.to(loss_dtype(scores.dtype)), comparable_targets(targets.detach())
     ignored = targets == -1
     targets = targets.masked_fill(ignored, 0).to(exact.dtype)
     losses = anchor_losses(exact.masked_fill(ignored, 0.0), targets).masked_fill(ignored, 0.0)
@@ -48,20 +47,14 @@ def mean_over_positives(
     return (losses / divisor).sum()  # a sum of the largest losses would overflow
 
 
-class SigmoidLoss(nn.Module):
-    """Base class of these losses as modules: calls ``_function`` with the options that the constructor was given."""
+class SigmoidLoss(LossModule):
+    """Base class of these losses as modules."""
 
     _function: ClassVar[Callable[..., Tensor]]
 
     def __init__(self, **options: float) -> None:
-        super().__init__()
-        self._options = tuple(options)
-        for name, value in options.items():
-            setattr(self, name, value)
+        super().__init__(**options)
         self(torch.zeros(1), torch.zeros(1))  # raises for options out of range
-
-    def _values(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self._options}
 
     def forward(self, scores: Tensor, targets: Tensor, num_positives: float | Tensor | None = None) -> Tensor:
         """The loss as a scalar.
@@ -72,9 +65,6 @@ class SigmoidLoss(nn.Module):
             num_positives: the divisor; by default the number of positives, at least 1.
         """
         return type(self)._function(scores, targets, num_positives=num_positives, **self._values())
-
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in self._values().items())
 
 
 def check_range(name: str, value: float, low: float, high: float = float("inf")) -> None:

@@ -1,12 +1,12 @@
 """Smoothed AP: sigmoid in place of the step, and plain gradient descent (Section 4.2.3)."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .autograd import Operator, Values
 from .checks import check_scores_and_targets, check_values
 from .ranking.problem import loss_dtype
-from .traits import LossTraits, register_loss
+from .traits import LossModule, LossTraits, register_loss
 
 # Pairs held at a time: 16 MB in float32.
 _BLOCK = 1 << 22
@@ -43,12 +43,14 @@ def smooth_ap_loss(
         0.3333...
     """
     check_scores_and_targets(scores, targets)
-    _check_options(temperature, eps)
+    for name, value in (("temperature", temperature), ("eps", eps)):
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{name} must be a finite number > 0, got {value}")
     return _OPERATOR(scores, targets, float(temperature), log_space, float(eps))[0]
 
 
 @register_loss("smooth-ap")
-class SmoothAPLoss(nn.Module):
+class SmoothAPLoss(LossModule):
     """Smoothed AP as a module; see :func:`smooth_ap_loss`.
 
     Args:
@@ -68,18 +70,12 @@ class SmoothAPLoss(nn.Module):
     traits = LossTraits(label="Smooth-AP", colour="#5a3a00", dashes=(0, (5, 1)), marker="X")
 
     def __init__(self, temperature: float = 1.0, log_space: bool = False, eps: float = 1e-7) -> None:
-        super().__init__()
-        _check_options(temperature, eps)
-        self.temperature = temperature
-        self.log_space = log_space
-        self.eps = eps
+        super().__init__(temperature=temperature, log_space=log_space, eps=eps)
+        self(torch.zeros(1), torch.zeros(1))  # raises for options out of range
 
     def forward(self, scores: Tensor, targets: Tensor) -> Tensor:
         """See :func:`smooth_ap_loss`."""
-        return smooth_ap_loss(scores, targets, temperature=self.temperature, log_space=self.log_space, eps=self.eps)
-
-    def extra_repr(self) -> str:
-        return f"temperature={self.temperature}, log_space={self.log_space}, eps={self.eps}"
+        return smooth_ap_loss(scores, targets, **self._values())
 
 
 def _value_and_gradient(
@@ -140,9 +136,3 @@ def _smoothed_error(positives: Tensor, negatives: Tensor, temperature: float) ->
 def _sigmoid_steps(others: Tensor, own: Tensor, temperature: float) -> Tensor:
     """S(x_ij / temperature) for every i of own and j of others."""
     return (others[None, :] - own[:, None]).div_(temperature).sigmoid_()
-
-
-def _check_options(temperature: float, eps: float) -> None:
-    for name, value in (("temperature", temperature), ("eps", eps)):
-        if not 0 < value < float("inf"):
-            raise ValueError(f"{name} must be a finite number > 0, got {value}")

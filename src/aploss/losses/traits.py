@@ -70,6 +70,28 @@ class LossTraits:
     calibrated: bool = False
 
 
+class LossModule(nn.Module):
+    """Base class of the losses as modules: keeps the options of the function and shows them."""
+
+    _options: tuple[str, ...] = ()
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self._keep(**options)
+
+    def _keep(self, **options: Any) -> None:
+        """Keeps options of the function as attributes."""
+        self._options += tuple(options)
+        for name, value in options.items():
+            setattr(self, name, value)
+
+    def _values(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._options}
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self._values().items())
+
+
 def register_loss(name: str) -> Callable[[LossClass], LossClass]:
     """Makes a loss class known by a name, to ``make_loss``, to recipes and to the command line.
 

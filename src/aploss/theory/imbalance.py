@@ -10,7 +10,7 @@ from torch import Tensor
 from aploss.losses import ap_loss, auc_loss, focal_loss
 from aploss.plotting.plots import Series, line_plot, new_plot
 from aploss.plotting.style import INK, PALETTE
-from aploss.reports.page import SvgFigure, Table, Verdict
+from aploss.reports.page import SvgFigure, Verdict
 from aploss.theory.study import Study
 
 EASY = (0, *(10**k for k in range(1, 7)))
@@ -37,7 +37,6 @@ def imbalance(seed: int = 0) -> Study:
     gradients = {name: [gradients_with(loss, scores, targets, easy[:n]) for n in EASY] for name, loss in LOSSES.items()}
     share = {name: [on_easy / (on_easy + on_hard) for on_hard, on_easy in sums] for name, sums in gradients.items()}
     strength = {name: [on_hard / sums[0][0] for on_hard, _ in sums] for name, sums in gradients.items()}
-    rows = [[n, accuracy[k], precision[k], *(share[name][k] for name in LOSSES)] for k, n in enumerate(EASY)]
     anchor_scores, anchor_targets = anchors_of_figure_1()
     shown = metrics_with(anchor_scores, anchor_targets, anchor_scores[:0])
     return Study(
@@ -61,13 +60,6 @@ def imbalance(seed: int = 0) -> Study:
                 "Easy negatives take over the gradient of cross-entropy, and part of focal loss's; the ranking "
                 "losses do not move them at all.",
             ),
-        ],
-        tables=[
-            Table(
-                columns=["easy negatives", "accuracy", "AP", *LOSSES],
-                rows=rows,
-                caption="Last columns: share of the gradient on easy negatives.",
-            )
         ],
         verdicts=[
             Verdict(
@@ -150,6 +142,6 @@ def _anchor_figure() -> str:
 
 
 def _plot(curves: dict[str, list[float]] | dict[str, np.ndarray], label: str, **frame: object) -> str:
-    # The axis is logarithmic; the row without easy negatives is in the table.
+    # The axis is logarithmic; the values without easy negatives are in numbers.json.
     series = [Series(name=name, x=EASY[1:], y=y[1:], markers=True) for name, y in curves.items()]
     return line_plot(series, x_label="easy negatives added", y_label=label, log_x=True, **frame)  # type: ignore[arg-type]

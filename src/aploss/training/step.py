@@ -26,7 +26,6 @@ from aploss.training.distributed import sum_over_processes
 from aploss.training.schedule import Schedule
 
 PARTS = ("classification", "box")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NORMS = (nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._NormBase)
 SHOWN_IMAGES = 8
 
@@ -271,7 +270,7 @@ class Stepper:
         if isinstance(images, Tensor) and images.dtype == torch.uint8:
             images = images.float() / 255
         try:
-            dtype = DTYPES[self.config.precision]
+            dtype = getattr(torch, self.config.precision)
             with torch.autocast(self.accelerator.device.type, dtype, enabled=dtype != torch.float32):
                 return self._model(images, batch.targets), None
         except NonFiniteScoresError as error:

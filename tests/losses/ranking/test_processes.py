@@ -1,12 +1,8 @@
 """Several gloo processes rank as one would: each with its part, some with nothing to rank."""
 
-import os
-import signal
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from processes import run_group
 from torch.nn.parallel import DistributedDataParallel
 
@@ -146,15 +142,3 @@ def test_groups_of_the_same_number_are_one_group_in_all_processes(make_boxes):
         assert own_loss == pytest.approx(loss.item(), abs=1e-12)
     gathered = torch.cat([gradient for _, gradient in results]) / 2
     assert torch.allclose(gathered, scores.grad, rtol=0, atol=1e-12)
-
-
-def die(rank):
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-
-
-def test_a_process_that_dies_is_told_of_at_once():
-    """The others, which wait for it, do not keep the tests waiting."""
-    with pytest.raises(mp.ProcessExitedException, match="process 1 terminated with signal SIGKILL"):
-        run_group(2, die)

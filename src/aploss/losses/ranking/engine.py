@@ -34,7 +34,6 @@ from ..checks import (
     check_scores_and_targets,
     check_weights,
     comparable_targets,
-    plain,
     raise_invalid_box_loss,
     raise_invalid_target,
     raise_non_finite_score,
@@ -150,9 +149,10 @@ def _rank_directly(
         return None
     if type(targets) is not Tensor or type(scores) not in (Tensor, Parameter):
         return None
-    if not (
-        _is_plain(scores, COMPILED_SCORES) and _is_plain(targets, COMPILED_TARGETS) and scores.shape == targets.shape
-    ):
+    for tensor, dtypes in ((scores, COMPILED_SCORES), (targets, COMPILED_TARGETS)):
+        if not (tensor.is_cpu and tensor.layout is torch.strided and tensor.dtype in dtypes and not tensor.is_nested):
+            return None
+    if scores.shape != targets.shape:
         return None
     if _inspections_left and delta > 0:
         _warn_about_probabilities(scores.detach())
@@ -160,16 +160,6 @@ def _rank_directly(
         return None
     result = _numba_module().rank_directly(scores, targets, rule, delta, needs_gradient)
     return None if result is None else ((result[0],), () if result[1] is None else (result[1],))
-
-
-def _is_plain(tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> bool:
-    """Whether a tensor is on the CPU, of one of these dtypes, dense, and its values are as they are in memory."""
-    return (
-        tensor.is_cpu
-        and tensor.layout is torch.strided
-        and tensor.dtype in dtypes
-        and not (tensor.is_nested or tensor.is_neg() or torch._is_zerotensor(tensor))
-    )
 
 
 def rank_problem(
@@ -254,7 +244,7 @@ def _make_problem(scores: Tensor, targets: Tensor, options: Options, box_losses:
     check_scores_and_targets(scores, targets)
     check_delta(options.delta)
     check_non_finite(options.non_finite)
-    scores, targets = plain(scores.detach()), plain(targets.detach())
+    scores, targets = scores.detach(), targets.detach()
     if _inspections_left and options.delta > 0:
         _warn_about_probabilities(scores)
     groups = weights = None
@@ -264,7 +254,7 @@ def _make_problem(scores: Tensor, targets: Tensor, options: Options, box_losses:
         weights = check_weights(options.weights, scores)
     if box_losses is not None:
         check_box_losses(box_losses, scores.device)
-        box_losses = plain(box_losses.detach())
+        box_losses = box_losses.detach()
     shape, flat_scores, flat_targets = scores.shape, scores, targets
     if scores.ndim != 1 or not scores.is_contiguous():
         flat_scores = scores.reshape(-1).contiguous()
