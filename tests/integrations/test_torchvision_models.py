@@ -4,7 +4,6 @@ import copy
 import pickle
 import warnings
 from collections import OrderedDict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,10 +22,8 @@ from torchvision.models.detection.ssdlite import ssdlite320_mobilenet_v3_large
 from torchvision.ops import box_iou, generalized_box_iou_loss
 from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
-from aploss.data.builtin import builtin_dataset
 from aploss.detectors import LOSS_NAMES, make_loss
 from aploss.errors import ConfigError
-from aploss.evaluation import DetectionTable, coco_metrics
 from aploss.integrations import ScoreThresholdWarning, use_loss
 from aploss.integrations.shared import softmax_log_odds
 from aploss.losses import ALRPLoss, APLoss, FocalLoss, OHEMCrossEntropy, RankSortLoss, ap_loss
@@ -244,27 +241,6 @@ def test_rcnn_losses_get_the_iou_of_the_predicted_boxes_and_replace_box_losses()
         box_losses = generalized_box_iou_loss(predicted[row], boxes[row])
         expected = ALRPLoss()(scores, targets, box_losses)
         torch.testing.assert_close((found[name], found[box_name]), tuple(expected), rtol=1e-4, atol=1e-5)
-
-
-def test_rcnn_learns_eight_images_by_heart(tmp_path: Path) -> None:
-    dataset = builtin_dataset("train", cache=tmp_path, image_size=96, counts=(8, 1, 1))
-    samples = [dataset[index] for index in range(8)]
-    images = [image.as_subclass(Tensor).float() / 255 for image, _ in samples]
-    targets = [{"boxes": one["boxes"].as_subclass(Tensor), "labels": one["labels"] + 1} for _, one in samples]
-    model = make_model("faster")
-    model.roi_heads.box_predictor = FastRCNNPredictor(32, len(dataset.class_names) + 1)
-    use_loss(model, APLoss(), score_thresh=0).train()
-    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=70)
-    for _ in range(70):
-        optimizer.zero_grad()
-        sum(model(images, targets).values()).backward()
-        optimizer.step()
-        schedule.step()
-    with torch.inference_mode():
-        found = [{**one, "labels": one["labels"] - 1} for one in model.eval()(images)]
-    table = DetectionTable.from_predictions([one["image_id"] for _, one in samples], found)
-    assert coco_metrics(dataset.to_coco(), table).AP50 > 0.9
 
 
 @pytest.mark.parametrize("kind", KINDS)

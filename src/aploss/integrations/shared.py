@@ -37,8 +37,7 @@ class ScoreThresholdWarning(UserWarning):
 def check_loss(loss: object, model: nn.Module, *, has_background: bool) -> None:
     """Raises ConfigError unless ``loss`` is a loss object that suits the columns of the model's logits."""
     if not isinstance(loss, nn.Module):
-        shown = f"the class {loss.__name__}" if isinstance(loss, type) else repr(loss)
-        raise ConfigError(f"use_loss takes a loss object such as APLoss() or None, got {shown}")
+        raise ConfigError(f"use_loss takes a loss object such as APLoss() or None, got {loss!r}")
     if traits_of(loss).softmax and not has_background:
         raise ConfigError(f"{type(loss).__name__} needs a background column, which {type(model).__name__} lacks")
 
@@ -114,8 +113,9 @@ def fit_precision(
     calibration = calibrate_detections(truth, found, iou=iou)[0]
     least_score = _least_score(truth, found)
     if keep_ap_at is not None and (precision := float(calibration([least_score])[0])) < keep_ap_at:
-        raised = np.interp(calibration.y, [0.0, precision, 1.0], [0.0, keep_ap_at, 1.0])
-        calibration = Calibration(x=calibration.x, y=raised)
+        knots = np.union1d(calibration.x, least_score)
+        raised = np.interp(calibration(knots), [0.0, precision, 1.0], [0.0, keep_ap_at, 1.0])
+        calibration = Calibration(x=knots, y=raised)
     return calibration, least_score
 
 

@@ -160,16 +160,12 @@ class _RCNNLoss(_SwappedLoss):
         ``classes`` [B, A] are those of :class:`AnchorLabels`, ``encoded`` [P, 4] the boxes of the positives' objects.
         """
         # IoU and GIoU of two boxes do not change if both are moved and their axes scaled: any anchor will do
-        decode, anchors = self.holder.box_coder.decode_single, deltas.new_tensor([[0.0, 0.0, 1.0, 1.0]])
-        images, anchor_indices = (classes >= 0).nonzero(as_tuple=True)
-        boxes = decode(encoded.float(), anchors.float().expand(len(encoded), 4))
-        labels = AnchorLabels(classes=classes, images=images, anchors=anchor_indices, boxes=boxes)
-        return classification_loss(
-            self.holder.classification_loss,
-            scores,
-            labels,
-            boxes=lambda: decode(deltas.float(), anchors.float().expand(len(deltas), 4)),
-        )
+        anchors = torch.tensor([0.0, 0.0, 1.0, 1.0], device=deltas.device).expand(len(deltas), 4)
+        decode = self.holder.box_coder.decode_single
+        images, places = (classes >= 0).nonzero(as_tuple=True)
+        labels = AnchorLabels(classes, images, places, decode(encoded.float(), anchors))
+        loss = self.holder.classification_loss
+        return classification_loss(loss, scores, labels, boxes=lambda: decode(deltas.float(), anchors))
 
 
 class _ObjectnessLoss(_RCNNLoss):

@@ -56,9 +56,7 @@ def swap_loss(model: Any, loss: nn.Module | None, weights: Mapping[str, float]) 
         if weights:
             raise ConfigError("got weights of the loss terms without a loss")
         set_calibration(model, None)
-        model.__dict__.pop("_loss_function", None)
-        if model.loss_function is not original:  # the user had set it before us
-            model.loss_function = original
+        model.loss_function = original
         return
     shared.check_loss(loss, model, has_background=_has_softmax(model))
     values = _config_values(weights, model.config)
@@ -129,8 +127,8 @@ class _SwappedLoss:
             def get_loss(name: str, outputs: Any, targets: Any, indices: Any, count: Any) -> Any:
                 if name in CLASS_TERMS:
                     replaced.append(name)
-                    terms = self._class_terms(outputs, _labels(outputs["logits"], targets, indices), count)
-                    return {CLASS_TERMS[name]: terms.pop("class"), **terms}
+                    labels = _labels(outputs["logits"], targets, indices)
+                    return self._class_terms(CLASS_TERMS[name], outputs, labels, count)
                 terms = get_other_loss(name, outputs, targets, indices, count)
                 if traits_of(self.loss).positive_targets == "box_loss":
                     terms.pop("loss_giou", None)  # replaced by the loss's own localisation term
@@ -147,8 +145,10 @@ class _SwappedLoss:
             )
         return result
 
-    def _class_terms(self, outputs: Mapping[str, Tensor], labels: AnchorLabels, num_boxes: float) -> dict[str, Tensor]:
-        """The term ``class`` of one layer, and ``loss_giou`` if the loss has a localisation part."""
+    def _class_terms(
+        self, name: str, outputs: Mapping[str, Tensor], labels: AnchorLabels, num_boxes: float
+    ) -> dict[str, Tensor]:
+        """The classification term of one layer, and ``loss_giou`` if the loss has a localisation part."""
         scores = outputs["logits"]
         if self.has_softmax:
             scores = scores.roll(1, dims=-1)  # from "no object" last to background first
@@ -161,7 +161,7 @@ class _SwappedLoss:
             num_positives=num_boxes,  # the library counts the objects of all processes and groups of queries
         )
         giou = {} if parts.localisation is None else {"loss_giou": parts.localisation}
-        return {"class": parts.classification * self.class_factor, **giou}
+        return {name: parts.classification * self.class_factor, **giou}
 
 
 @contextmanager
