@@ -47,6 +47,7 @@ MAX_SEEDS = 1000
 WARMUP_SHARE = 0.1  # of a trial, at most, if the length of the real run in steps is not known
 LOSS_OPTIONS = "criterion.options"
 RATE = "optimizer.learning_rate"
+RATE_FACTORS = (1 / 3, 1.0, 3.0)  # the first grid of a search, as multiples of the row's own learning rate
 MAX_PIXELS = 512 * 512  # of a measured training step
 MEASURED_STEPS = 3
 
@@ -77,14 +78,12 @@ class Tuning:
     """The search for the learning rate of each row on the validation split, never on test; see :class:`Search`.
 
     Attributes:
-        factors: the first grid, as multiples of the row's own learning rate.
         steps: length of a trial, whose warm-up shrinks with it; None for the length of the real run, whose first
             seed then is a trial.
         over: settings that are searched with it: the best learning rate depends on the weight of the box loss. Values
-            of ``optimizer.learning_rate`` replace the factors.
+            of ``optimizer.learning_rate`` replace the multiples of the row's own in ``RATE_FACTORS``.
     """
 
-    factors: tuple[float, ...] = (1 / 3, 1.0, 3.0)
     steps: int | None = None
     over: tuple[Searched, ...] = ()
 
@@ -175,7 +174,7 @@ class Search:
     def __init__(self, variant: Variant, tuning: Tuning) -> None:
         self.variant, self.tuning = variant, tuning
         self._rate = variant.config.optimizer.learning_rate
-        values: dict[str, Sequence[Any]] = {RATE: [_rounded(factor * self._rate) for factor in tuning.factors]}
+        values: dict[str, Sequence[Any]] = {RATE: [_rounded(factor * self._rate) for factor in RATE_FACTORS]}
         values |= {one.key: one.values for one in tuning.over if one.loss in (None, variant.config.loss)}
         self._axes = {key: sorted(found) if _is_widened(found) else list(found) for key, found in values.items()}
         self._scores: dict[tuple[Any, ...], float] = {}
@@ -426,7 +425,7 @@ def describe_plan(plan: Plan, *, images: int | None = None, processes: int = 1, 
     looks = f", until decided after {counts} of them" if len(plan.looks) > 1 else ", all of them"
     lines.append(f"seeds: {', '.join(map(str, plan.seeds))}{looks}")
     if plan.tuning is not None:
-        factors = ", ".join(f"{factor:.3g}" for factor in plan.tuning.factors)
+        factors = ", ".join(f"{factor:.3g}" for factor in RATE_FACTORS)
         lines.append(
             f"learning rates tried for each row: {factors} times the row's own, more while the best is at an end"
         )

@@ -176,20 +176,19 @@ def page_for(name: str, request: Request, results: Results) -> Comparison:
     )
 
 
-def reproduce(name: str, request: Request, out: str | Path | None = None, **options: Any) -> Results:
+def reproduce(name: str, request: Request, out: str | Path, **options: Any) -> Results:
     """Trains what a table or figure needs and writes its page.
 
     Args:
         name: one of :data:`~aploss.experiments.paper.REPRODUCTIONS`.
         request: scale, data, seeds.
-        out: folder of the page; :func:`default_out` by default.
+        out: folder of the page.
         options: see :func:`~aploss.experiments.compare.compare`.
 
     Returns:
         The runs and the statistics over them.
     """
-    plan, folder = plan_for(name, request), default_out(name, request) if out is None else out
-    return compare(plan, folder, lambda results: page_for(name, request, results), **options)
+    return compare(plan_for(name, request), out, lambda results: page_for(name, request, results), **options)
 
 
 def default_out(name: str, request: Request) -> Path:
