@@ -34,7 +34,7 @@ def test_the_help_of_train_shows_the_values_of_the_recipe(capsys: pytest.Capture
         cli.main(["train", *words, "--optimizer.momentum", "0.75"])
     shown = " ".join(capsys.readouterr().out.split())  # lines are broken anywhere
     assert shown.index("--batch-size") < shown.index("--seed") < shown.index("--optimizer.momentum")
-    recipe = re.search(r"those of the recipe ([\w-]+),", shown)[1]
+    recipe = re.search(r"come from the recipe ([\w-]+) and", shown)[1]
     assert recipe in words or len(words) == 1
     config = load_config(recipe)
     for text, value in (

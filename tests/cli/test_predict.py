@@ -76,7 +76,7 @@ def test_unreadable_images_are_skipped_and_listed_at_the_end(
     out = tmp_path / "out"
     assert _run(run_folder, photos, "--out", out, "--batch-size", 2) == 1
     error = capsys.readouterr().err
-    assert "2 could not be used:" in error
+    assert "2 images could not be read:" in error
     assert all(name in error for name in ("aa-broken.jpg", "empty.png"))
     assert len(json.loads((out / "images.json").read_text())["images"]) == 3
 

@@ -48,11 +48,6 @@ def test_options_override_the_file_and_the_file_overrides_the_recipe(capsys: pyt
     assert values["schedule"]["length"] == load_config("demo").schedule.length
 
 
-def test_the_loss_selects_its_section_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    values = printed_config(capsys, "--recipe", "voc-ssd512", "--loss", "focal")
-    assert values["criterion"]["options"] == {"alpha": 0.25, "gamma": 1.0}
-
-
 def test_values_of_all_types_are_parsed(capsys: pytest.CaptureFixture[str]) -> None:
     values = printed_config(
         capsys, "somewhere", "--recipe", "demo", "--max_minutes=0.5", "--checkpoint-steps", "7",

@@ -8,15 +8,11 @@ It fails if a kernel
 - runs over all scores and computes in float64, which most GPUs do at 1/32 or 1/64 of the speed.
 """
 
-import argparse
 import itertools
-import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
@@ -63,11 +59,10 @@ class Build:
 
 @dataclass(frozen=True)
 class Built:
-    """What became of a build; ``registers`` and ``spills`` are None where no tool can tell."""
+    """What became of a build; ``spills`` is None where no tool can tell."""
 
     build: Build
     architecture: str
-    registers: int | None = None
     spills: int | None = None
     shared: int = 0
     float64: bool = False
@@ -174,29 +169,28 @@ def build(what: Build, architecture: str) -> Built:
     if target.backend == "cuda":
         float64 = bool(re.search(r"^\s*(?:@\S+\s+)?(?!mov|ld|st)\w[\w.]*\.f64\b",
                                  compiled.asm["ptx"], re.MULTILINE))  # fmt: skip
-        registers, spills = _resources_of_cubin(compiled.asm["cubin"])
+        spills = _spills_of_cubin(compiled.asm["cubin"])
     else:
         assembly = compiled.asm["amdgcn"]
         float64 = bool(re.search(r"^\s*v_\w*f64", assembly, re.MULTILINE))
         numbers = {name: int(re.search(rf"\.{name}:\s+(\d+)", assembly)[1])  # type: ignore[index]
-                   for name in ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")}  # fmt: skip
-        registers = numbers["vgpr_count"]
-        spills = numbers["vgpr_spill_count"] + numbers["sgpr_spill_count"]
-    return Built(what, architecture, registers, spills, shared, float64)
+                   for name in ("vgpr_spill_count", "sgpr_spill_count")}  # fmt: skip
+        spills = sum(numbers.values())
+    return Built(what, architecture, spills, shared, float64)
 
 
-def _resources_of_cubin(cubin: bytes) -> tuple[int | None, int | None]:
-    """Registers, and bytes of the stack, to which registers are spilled."""
+def _spills_of_cubin(cubin: bytes) -> int | None:
+    """Bytes of the stack, to which registers are spilled."""
     tool = _cuobjdump()
     if tool is None:
-        return None, None
+        return None
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [tool, "--dump-resource-usage", file.name]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    numbers = re.search(r"REG:(\d+) STACK:(\d+)", report)
-    return (int(numbers[1]), int(numbers[2])) if numbers else (None, None)
+    found = re.search(r"STACK:(\d+)", report)
+    return int(found[1]) if found else None
 
 
 @cache
@@ -208,53 +202,23 @@ def _cuobjdump() -> str | None:
     return str(path) if path.exists() else None
 
 
-def _build_all(builds: list[Build], architectures: list[str]) -> Iterator[Built]:
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
-        for architecture in architectures:
-            yield from pool.map(partial(build, architecture=architecture), builds)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Builds, reports, and returns 1 if anything is wrong."""
-    parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__.split("\n")[0])
-    parser.add_argument("--architectures", nargs="+", default=list(ARCHITECTURES))
-    options = parser.parse_args(arguments)
+def main() -> int:
+    """Builds, reports what is wrong, and returns 1 if anything is."""
     if kernels is None:
         print("skipped: needs Triton 3.4 or newer")
         return 0
-    import triton
-
     builds = launches()
-    print(f"Triton {triton.__version__}: {len(builds)} kernels, without a GPU")
     if _cuobjdump() is None:
         print("registers and spills of NVIDIA kernels are not checked: Triton has no cuobjdump")
-    everything: list[Built] = []
-    for built in _build_all(builds, options.architectures):
-        everything.append(built)
-        for problem in built.problems:
-            print(f"{built.architecture} {built.build}: {problem}")
-    _report(everything)
-    failed = sum(bool(built.problems) for built in everything)
-    print(f"{len(everything)} built, {failed} with problems")
+    failed = 0
+    with ProcessPoolExecutor() as pool:
+        for architecture in ARCHITECTURES:
+            for built in pool.map(partial(build, architecture=architecture), builds):
+                failed += bool(built.problems)
+                for problem in built.problems:
+                    print(f"{architecture} {built.build}: {problem}")
+    print(f"{len(builds)} kernels built for {len(ARCHITECTURES)} GPUs, {failed} with problems")
     return int(failed > 0)
-
-
-def _report(everything: list[Built]) -> None:
-    """Per kernel and architecture, the most registers and shared memory of its variants."""
-    print(f"\n{'kernel':24}{'variants':>9}  registers / shared memory in bytes")
-    variants = Counter(b.build.kernel for b in everything)
-    architectures = list(dict.fromkeys(b.architecture for b in everything))
-    print(" " * 33 + "".join(f"{name:>13}" for name in architectures))
-    for kernel, number in variants.items():
-        cells = []
-        for architecture in architectures:
-            own = [b for b in everything if (b.build.kernel, b.architecture) ==
-                   (kernel, architecture)]  # fmt: skip
-            registers = [b.registers for b in own if b.registers is not None]
-            most = str(max(registers)) if registers else "?"
-            cells.append(f"{most}/{max(b.shared for b in own)}")
-        row = "".join(f"{cell:>13}" for cell in cells)
-        print(f"{kernel:24}{number // len(architectures):>9}{row}")
 
 
 if __name__ == "__main__":

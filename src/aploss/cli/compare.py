@@ -54,7 +54,7 @@ def add_compare_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--validations", type=positive_int, metavar="N", help=points)
     tune = "search the learning rate of each loss on the validation split; the default unless it is given or varied"
     parser.add_argument("--tune", action=BooleanOptionalAction, help=tune)
-    runs = "put finished runs on a page, without training; rows are the runs that differ in the seed alone"
+    runs = "compare finished runs without training; runs that differ only in the seed share a row"
     parser.add_argument("--runs", nargs="+", metavar="DIR", help=runs)
     add_comparison_options(parser, out="runs/compare-...")
 
@@ -66,7 +66,7 @@ def add_comparison_options(parser: ArgumentParser, *, out: str) -> None:
         "loss, such as focal:gamma=1,2; may be repeated for all combinations"
     )
     parser.add_argument("--plan", action="store_true", help="print the planned runs with their time, and exit")
-    until = "add seeds until every verdict is decided, at most MAX in all; intervals are corrected for it"
+    until = "add seeds until every verdict is decided, at most MAX in total; intervals are corrected for it"
     parser.add_argument("--seeds-until-decided", type=positive_int, metavar="MAX", help=until)
     parser.add_argument("--workers", type=positive_int, metavar="N", default=1, help="runs at a time on this machine")
     ray = "train on a Ray cluster: its address, or auto for the one that this machine belongs to"
@@ -126,7 +126,7 @@ def run_compare(options: Namespace) -> int:
         print(describe_plan(plan, workers=options.workers))
         return 0
     if len(seeds) < 3:
-        print("fewer than three seeds decide little: add --seeds 3 or more", file=sys.stderr)
+        print("fewer than three seeds rarely decide anything: use --seeds 3 or more", file=sys.stderr)
     return run_comparison(options, default_out(plan), partial(compare, plan))
 
 

@@ -55,7 +55,7 @@ def add_general_options(parser: Parser) -> None:
     group = parser.add_argument_group("general")
     group.add_argument("--threads", type=positive_int, metavar="N", help="number of CPU threads; all cores by default")
     group.add_argument(
-        "--quiet", action="store_true", help="print only results, warnings and errors; in training no results"
+        "--quiet", action="store_true", help="print only results, warnings and errors; training prints no results"
     )
     plugin = "Python file that registers losses, detectors or data formats; may be repeated"
     group.add_argument("--plugin", action="append", default=[], metavar="FILE.py", help=plugin)

@@ -5,6 +5,7 @@ and the images and classes that they refer to, to ``images.json``. The detection
 ``unfinished.jsonl``, so that the same command resumes where it was stopped.
 """
 
+import json
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from glob import glob
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aploss.cli.command import EXIT_PROBLEMS, free_folder, positive_int, progress, run_folder_of
 from aploss.cli.results import Parts, annotated_ids, check_voc_names, file_version, write_results, write_voc_submission
@@ -68,7 +69,7 @@ def _threshold(text: str) -> float | str:
 
 
 def run_predict(options: Namespace) -> int:
-    """Predicts batch by batch and writes the results; exit code 1 if some images could not be used."""
+    """Predicts batch by batch and writes the results; exit code 1 if some images could not be read."""
     from aploss.data.images import read_image
     from aploss.detectors.checkpoint import checkpoint_file
     from aploss.detectors.predict import MultiScale
@@ -77,7 +78,8 @@ def run_predict(options: Namespace) -> int:
         raise ConfigError("--annotations requires --submission coco")
     model = checkpoint_file(Path(options.run))
     command = {"run": str(model), "version": file_version(model), **{key: getattr(options, key) for key in DECIDING}}
-    out = options.out or _default_folder(options.run, command)
+    header = json.dumps(command, default=str) + "\n"
+    out = options.out or _default_folder(options.run, header)
     images = find_images(options.images, exclude=out / PICTURES)
     detector = load_detector(options.run, options.device)
     image_ids, category_ids = list(range(1, len(images) + 1)), list(range(1, len(detector.class_names) + 1))
@@ -87,7 +89,7 @@ def run_predict(options: Namespace) -> int:
         check_voc_names(list(images), detector.class_names)
     threshold = 0.0 if options.submission and options.threshold is None else options.threshold
     scales, failures = MultiScale() if options.multi_scale else None, []
-    parts = Parts(out / UNFINISHED, command)
+    parts = Parts(out / UNFINISHED, header)
     todo = [path for path in images if path not in parts]
     with progress("images", quiet=options.quiet) as show, _resume_hint():
         for start in range(0, len(todo), options.batch_size):
@@ -117,7 +119,7 @@ def run_predict(options: Namespace) -> int:
     if not options.quiet:
         print(f"{objects} objects in {len(images) - len(failures)} images: {out}", flush=True)
     if failures:
-        print(f"{len(failures)} could not be used:", *failures, sep="\n  ", file=sys.stderr)
+        print(f"{len(failures)} images could not be read:", *failures, sep="\n  ", file=sys.stderr)
     return EXIT_PROBLEMS if failures else 0
 
 
@@ -142,12 +144,10 @@ def load_detector(path: str, device: str) -> "ObjectDetector":
     return load(path, device=choose_device(device))
 
 
-def _default_folder(run: str, command: dict[str, Any]) -> Path:
+def _default_folder(run: str, header: str) -> Path:
     """The first of runs/predict-RUN, runs/predict-RUN-2, ... that is free or holds this command unfinished."""
     folder = run_folder_of(run)
     name = Path(run).stem if folder is None else folder.path.resolve().name
-
-    header = Parts.header(command)
     return free_folder(
         as_file_name(f"predict-{name}"), lambda out: not out.exists() or Parts.first_line(out / UNFINISHED) == header
     )

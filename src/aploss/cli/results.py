@@ -1,4 +1,4 @@
-"""The result files of ``aploss predict``: the parts of a command that was stopped, COCO results, VOC submissions."""
+"""The result files of ``aploss predict``: partial results to resume from, COCO results and VOC submissions."""
 
 import json
 from argparse import Namespace
@@ -22,18 +22,13 @@ class Parts:
         RunError: the file belongs to another command.
     """
 
-    def __init__(self, file: Path, command: dict[str, Any]) -> None:
+    def __init__(self, file: Path, header: str) -> None:
         self.file = file
         if not file.is_file():
-            write_text(file, self.header(command))
-        if self.first_line(file) != self.header(command):
-            raise RunError(f"{file} is from another command that was stopped: finish that one, or delete the file")
+            write_text(file, header)
+        if self.first_line(file) != header:
+            raise RunError(f"{file} belongs to another command that was interrupted: finish it, or delete the file")
         self._done = {row["path"]: row["version"] for row in self._rows()}
-
-    @staticmethod
-    def header(command: dict[str, Any]) -> str:
-        """The line that identifies a command."""
-        return json.dumps(command, default=str) + "\n"
 
     @staticmethod
     def first_line(file: Path) -> str:
@@ -111,7 +106,7 @@ def annotated_ids(options: Namespace, paths: Sequence[Path], class_names: Sequen
     unclear += [name for name in class_names if len(category_ids[name]) != 1]
     if unclear:
         where = listed([str(file) for file in files])
-        raise DataError(f"no id, or several, of {listed(unclear)} in {where}; choose a file with --annotations")
+        raise DataError(f"{listed(unclear)}: no unique id in {where}; choose a file with --annotations")
     return [min(ids) for ids in found], [min(category_ids[name]) for name in class_names]
 
 

@@ -1,6 +1,5 @@
 """The short commands: ``aploss demo``, ``export``, ``theory`` and ``bench``."""
 
-import json
 import time
 from argparse import ArgumentParser, Namespace
 from importlib import import_module
@@ -8,7 +7,7 @@ from pathlib import Path
 
 from aploss.cli.command import EXIT_PROBLEMS, free_folder, positive_int, progress
 from aploss.errors import ConfigError
-from aploss.files import write_text
+from aploss.files import write_json
 
 BENCHMARKS = ("losses", "scaling", "data", "training-step")
 STUDIES = ("convergence", "smoothed-failure", "inseparable", "consistency", "imbalance", "method")
@@ -125,7 +124,7 @@ def run_bench(options: Namespace) -> int:
         with progress(name, quiet=options.quiet) as show:
             result = benchmark.run(lambda step: show(text=step), quick=options.quick)
         print(f"\n{name}\n{benchmark.table(result)}", flush=True)
-        write_text(options.out / f"{name}.json", json.dumps(result, indent=2) + "\n")
+        write_json(options.out / f"{name}.json", result)
     if not options.quiet:
         print(f"\nresults: {options.out}", flush=True)
     return 0

@@ -43,7 +43,7 @@ def add_train_arguments(parser: ArgumentParser) -> None:
         config = load_config(recipe, nested(given))
         changes = shorthand_changes(options, config)
         show_values(parser, config_from_dict(merge(config_to_dict(config), changes)))
-        parser.epilog = f"Values in brackets are those of the recipe {recipe}, with your options.\n\n{parser.epilog}"
+        parser.epilog = f"Values in brackets come from the recipe {recipe} and your options.\n\n{parser.epilog}"
 
     parser.before_help = show_recipe
     fields = {field.key: field for field in config_fields()}
@@ -85,7 +85,7 @@ def _resolve_config(options: Namespace) -> "tuple[TrainConfig, str | None, DataF
 
     given = given_settings(options, *(field.key for field in config_fields()))
     if options.path is not None and given.setdefault("data", options.path) != options.path:
-        raise ConfigError(f"two datasets: {options.path} and --data {given['data']}")
+        raise ConfigError(f"two datasets given: {options.path} and --data {given['data']}")
     values = nested(given)
     if options.resume and not {"out", "data"} & {*values}:
         raise ConfigError("--resume needs the run folder: aploss train --resume --out RUN")

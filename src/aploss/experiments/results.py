@@ -223,7 +223,7 @@ def write_results(out: Path, results: Results, comparison: Comparison) -> None:
 
 
 def _row(results: Results, variant: Variant, entry: Entry) -> dict[str, Any]:
-    spreads = {metric: entry.spread(metric) for metric in entry.values}
+    spreads = {metric: spread(values) for metric, values in entry.values.items()}
     runs = {seed: results.runs.get((variant.name, seed)) for seed in results.seeds}
     return {
         "name": variant.name,

@@ -142,7 +142,7 @@ def check_weights(weights: Tensor, scores: Tensor) -> Tensor:
         fits = False
     if not fits:
         raise ValueError(f"weights of shape {tuple(weights.shape)} cannot be broadcast to scores {tuple(scores.shape)}")
-    return weights.detach()
+    return plain(weights.detach())
 
 
 def check_box_losses(box_losses: Tensor, device: torch.device) -> None:
@@ -176,7 +176,7 @@ def broadcast_groups(groups: Tensor | int, scores: Tensor) -> Tensor:
                 f"groups must match the leading dimensions of scores, {tuple(scores.shape)}, or be 1 there, "
                 f"got {tuple(groups.shape)}; groups=-1 makes one group per class"
             )
-        numbers = groups.to(torch.int64).reshape(groups.shape + (1,) * (scores.ndim - groups.ndim))
+        numbers = plain(groups).to(torch.int64).reshape(groups.shape + (1,) * (scores.ndim - groups.ndim))
         return numbers.expand(scores.shape).reshape(-1).contiguous()
     if isinstance(groups, bool) or not isinstance(groups, int):
         raise ValueError(f"groups must be an integer tensor or a dimension, got {type(groups).__name__}")
@@ -186,6 +186,13 @@ def broadcast_groups(groups: Tensor | int, scores: Tensor) -> Tensor:
     shape[groups] = -1
     numbers = torch.arange(scores.shape[groups], device=scores.device)
     return numbers.view(shape).expand(scores.shape).reshape(-1).contiguous()
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor with its values in memory: torch may hold a negation, or zeros, as a mere flag."""
+    if torch._is_zerotensor(tensor):
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return tensor.resolve_neg()
 
 
 def comparable_targets(targets: Tensor) -> Tensor:

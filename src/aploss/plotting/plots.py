@@ -103,15 +103,17 @@ def line_plot(
         >>> line_plot([Series(name="ap", x=[1, 2], y=[0.5, 0.7])], title="AP").count("<svg")
         1
     """
-    entries = _legend_entries(series)
+    entries: dict[str, LineStyle] = {}
     with new_plot(**frame) as plot:
         for index, one in enumerate(series):
-            x, y, style = numbers(one.x), numbers(one.y), _style_of(one, index)
+            x, y, style = numbers(one.x), numbers(one.y), one.style or line_style(one.name, index)
+            if not one.markers and np.isfinite(x + y).sum() != 1:  # a line through a single point would be invisible
+                style = style._replace(marker="")
+            entries[loss_label(one.name)] = style
             if one.low is not None and one.high is not None:
                 low, high = numbers(one.low), numbers(one.high)
                 plot.axes.fill_between(x, low, high, color=style.colour, alpha=0.18, linewidth=0)
-            marker = style.marker if _has_markers(one) else ""
-            plot.axes.plot(x, y, color=style.colour, linestyle=style.dashes, marker=marker)
+            plot.axes.plot(x, y, color=style.colour, linestyle=style.dashes, marker=style.marker)
         if level is not None:
             entries[level[0]] = LineStyle(INK, DOTTED)
             plot.axes.axhline(level[1], color=INK, linewidth=1, linestyle=DOTTED)
@@ -119,7 +121,8 @@ def line_plot(
             plot.axes.locator_params(axis="x", integer=True)
         if y_range is not None:
             plot.axes.set_ylim(*y_range)
-        add_legend(plot, entries, markers=any(map(_has_markers, series)))
+        if len(entries) > 1:
+            add_legend(plot, entries)
     return plot.svg
 
 
@@ -130,13 +133,16 @@ def scatter_plot(groups: Sequence[Series], *, diagonal: bool = False, **frame: A
         >>> scatter_plot([Series(name="steps", x=[1, 2], y=[2, 1])], diagonal=True).count("<svg")
         1
     """
+    entries: dict[str, LineStyle] = {}
     with new_plot(**frame) as plot:
         for index, group in enumerate(groups):
-            x, y, style = numbers(group.x), numbers(group.y), _style_of(group, index)
+            x, y, style = numbers(group.x), numbers(group.y), group.style or line_style(group.name, index)
+            entries[loss_label(group.name)] = style._replace(dashes="")
             plot.axes.scatter(x, y, s=16, marker=style.marker, color=style.colour, alpha=0.75, linewidths=0)
         if diagonal:
             plot.axes.axline((1, 1), (2, 2), color=MUTED, linewidth=1, linestyle=DOTTED, zorder=0.5)
-        add_legend(plot, _legend_entries(groups), markers=True, lines=False)
+        if len(entries) > 1:
+            add_legend(plot, entries)
     return plot.svg
 
 
@@ -174,21 +180,16 @@ def precision_recall_plot(curves: Mapping[str, Any], iou: float = 0.5) -> str:
         if len(order) > len(named):
             entries[f"{len(order) - len(named)} other classes"] = LineStyle(GRID)
         plot.axes.set(xlim=(0, 1.01), ylim=(0, 1.02))
-        add_legend(plot, entries, always=True)
+        add_legend(plot, entries)
     return plot.svg
 
 
-def add_legend(
-    plot: Plot, entries: Mapping[str, LineStyle], *, markers: bool = False, lines: bool = True, always: bool = False
-) -> None:
-    """Adds a legend below the axes, unless there is a single entry."""
+def add_legend(plot: Plot, entries: Mapping[str, LineStyle]) -> None:
+    """Adds a legend below the axes."""
     from matplotlib.lines import Line2D
 
-    if len(entries) < (1 if always else 2):
-        return
     handles: list[Any] = [
-        Line2D([], [], color=colour, linestyle=dashes if lines else "", marker=marker if markers else "")
-        for colour, dashes, marker in entries.values()
+        Line2D([], [], color=colour, linestyle=dashes, marker=marker) for colour, dashes, marker in entries.values()
     ]
     # A zero-width space, since matplotlib drops labels that begin with an underscore.
     labels = ["\u200b" * name.startswith("_") + shorten(name, 46) for name in entries]
@@ -220,17 +221,3 @@ def shorten(text: str, most: int = 22) -> str:
     """
     line = " ".join(printable(text).split()) or "(no name)"
     return line if len(line) <= most else line[: most - 1].rstrip() + "…"
-
-
-def _style_of(series: Series, index: int) -> LineStyle:
-    return series.style or line_style(series.name, index)
-
-
-def _legend_entries(series: Sequence[Series]) -> dict[str, LineStyle]:
-    return {loss_label(one.name): _style_of(one, index) for index, one in enumerate(series)}
-
-
-def _has_markers(series: Series) -> bool:
-    """Whether points are marked; a line through a single point would be invisible."""
-    known = np.isfinite(numbers(series.x) + numbers(series.y))
-    return series.markers or int(known.sum()) == 1

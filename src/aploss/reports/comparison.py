@@ -74,10 +74,6 @@ class Entry:
             if not 0 <= value <= 1:
                 raise ValueError(f"{self.name}: values must be between 0 and 1, got {value}")
 
-    def spread(self, metric: str) -> Spread:
-        """Mean and standard deviation of a metric over seeds."""
-        return spread(self.values.get(metric, ()))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
@@ -218,7 +214,7 @@ def comparison_table(comparison: Comparison) -> page.Table:
         ]
     }
     for metric in comparison.metrics:
-        spreads = [entry.spread(metric) for entry in entries]
+        spreads = [spread(entry.values.get(metric, ())) for entry in entries]
         columns[metric] = [
             page.Cell(_spread_text(one), strong=_is_best(entry, entries, metric, comparison.confidence))
             for entry, one in zip(entries, spreads, strict=True)
@@ -226,7 +222,7 @@ def comparison_table(comparison: Comparison) -> page.Table:
         if any(metric in entry.paper for entry in entries):
             columns[f"{metric}, paper"] = [_percent(entry.paper.get(metric, math.nan)) for entry in entries]
     optional: dict[str, list[Any]] = {
-        "seeds": [entry.spread(comparison.metrics[0]).count for entry in entries],
+        "seeds": [len(known_values(entry.values.get(comparison.metrics[0], ()))) for entry in entries],
         "minutes": [spread(entry.minutes).mean if entry.minutes else None for entry in entries],
         "note": [entry.note for entry in entries],
     }

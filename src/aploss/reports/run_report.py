@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -213,43 +214,20 @@ def _scores(run: RunFiles) -> list[page.Block]:
     ]
 
 
-def _sample(run: RunFiles) -> list[page.Block]:
-    text = (
-        "Images evenly spaced through the split, not selected by their result. Dashed white: annotated objects. Solid, "
-        f"in the colour of the class: detections with a score of at least {run.threshold:.2f}."
-    )
-    return _pictures(run, gallery, text, width=280)
-
-
-def _missed(run: RunFiles) -> list[page.Block]:
-    text = "Objects that no drawn detection found (IoU 0.5): undetected objects first, at most two per image."
-    return _pictures(run, misses, text, needs_matches=True)
-
-
-def _false_positives(run: RunFiles) -> list[page.Block]:
-    text = (
-        "The wrong detections with the highest scores, at most two per image. Some may be objects without annotation."
-    )
-    return _pictures(run, false_positives, text, needs_matches=True)
-
-
 def _pictures(
-    run: RunFiles,
-    choose: Callable[[PictureSource], list[page.Picture]],
-    text: str,
-    *,
-    width: int = 150,
-    needs_matches: bool = False,
+    choose: Callable[[PictureSource], list[page.Picture]], text: str, run: RunFiles, *, sample: bool = False
 ) -> list[page.Block]:
+    """Pictures chosen from a run: a sample of the split, or mistakes, which need the matches."""
     if not run.ground_truth.get("images"):
         return [_absent("evaluation/ground_truth.json", "There are no pictures.")]
-    if needs_matches and run.outcomes is None:
+    if not sample and run.outcomes is None:
         return [_absent("evaluation/matches.json", "The outcomes of the detections are unknown.")]
     source = PictureSource(run)
     pictures = choose(source)
-    blocks: list[page.Block] = [page.Text(text)] if pictures else [page.Text("There are none.")]
+    blocks: list[page.Block] = [page.Text(text.format(run.threshold) if pictures else "There are none.")]
     if pictures:
-        blocks.append(page.Figures(pictures, width, legend=() if needs_matches else source.legend))
+        figures = page.Figures(pictures, 280, legend=source.legend) if sample else page.Figures(pictures, 150)
+        blocks.append(figures)
     if source.unreadable:
         first = next(iter(source.unreadable.values()))
         blocks.append(_missing(f"{len(source.unreadable)} image(s) could not be read, the first: {first}"))
@@ -283,15 +261,21 @@ def _flat(document: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
     return rows
 
 
+SAMPLE = (
+    "Images evenly spaced through the split, not selected by their result. Dashed white: annotated objects. Solid, in "
+    "the colour of the class: detections with a score of at least {:.2f}."
+)
+MISSED = "Objects that no drawn detection found (IoU 0.5): undetected objects first, at most two per image."
+FALSE = "The wrong detections with the highest scores, at most two per image. Some may be objects without annotation."
 SECTIONS: Mapping[str, Callable[[RunFiles], list[page.Block]]] = {
     "Result": _result,
     "Training": _training,
     "Classes": _classes,
     "Confusion matrix": _confusions,
     "Scores": _scores,
-    "Sample": _sample,
-    "Missed objects": _missed,
-    "False positives": _false_positives,
+    "Sample": partial(_pictures, gallery, SAMPLE, sample=True),
+    "Missed objects": partial(_pictures, misses, MISSED),
+    "False positives": partial(_pictures, false_positives, FALSE),
     "Settings": _settings,
 }
 
@@ -330,5 +314,5 @@ def reliability_plot(before: Mapping[str, Any], after: Mapping[str, Any]) -> str
             plot.axes.scatter(x, y, sizes, color=style.colour, marker=style.marker, alpha=0.85, clip_on=False)
             entries[f"{name} (error {page.show(document.get('expected_calibration_error'))})"] = style
         plot.axes.set(xlim=(0, 1), ylim=(0, 1))
-        plots.add_legend(plot, entries, markers=True)
+        plots.add_legend(plot, entries)
     return plot.svg

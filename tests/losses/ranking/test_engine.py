@@ -139,6 +139,17 @@ def test_arguments_in_the_wrong_order_are_recognised():
         ap_loss(torch.randn(4, 3), targets)
 
 
+def test_lazy_negations_and_zeros_are_read_as_their_values(backend):
+    scores, targets = torch.tensor([2.0, 1.0, 0.0]), torch.tensor([0, 1, 0])
+    lazy = torch._neg_view(-scores)
+    assert lazy.is_neg()
+    assert ap_loss(lazy, targets) == ap_loss(scores, targets)
+    assert ap_loss(scores, torch._neg_view(-targets.float())) == ap_loss(scores, targets)
+    zeros = torch._efficientzerotensor(3)
+    assert ap_loss(zeros, targets) == ap_loss(torch.zeros(3), targets)
+    assert ap_loss(scores, zeros) == 0
+
+
 @pytest.mark.parametrize("delta", [1e-30, 9e-7, -1.0, float("nan"), float("inf")])
 def test_a_delta_that_float32_cannot_resolve_is_refused(backend, delta):
     with pytest.raises(ValueError, match="delta must be 0"):

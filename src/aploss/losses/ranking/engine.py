@@ -34,6 +34,7 @@ from ..checks import (
     check_scores_and_targets,
     check_weights,
     comparable_targets,
+    plain,
     raise_invalid_box_loss,
     raise_invalid_target,
     raise_non_finite_score,
@@ -152,6 +153,8 @@ def _rank_directly(
     for tensor, dtypes in ((scores, COMPILED_SCORES), (targets, COMPILED_TARGETS)):
         if not (tensor.is_cpu and tensor.layout is torch.strided and tensor.dtype in dtypes and not tensor.is_nested):
             return None
+        if tensor.is_neg() or torch._is_zerotensor(tensor):
+            return None
     if scores.shape != targets.shape:
         return None
     if _inspections_left and delta > 0:
@@ -244,7 +247,7 @@ def _make_problem(scores: Tensor, targets: Tensor, options: Options, box_losses:
     check_scores_and_targets(scores, targets)
     check_delta(options.delta)
     check_non_finite(options.non_finite)
-    scores, targets = scores.detach(), targets.detach()
+    scores, targets = plain(scores.detach()), plain(targets.detach())
     if _inspections_left and options.delta > 0:
         _warn_about_probabilities(scores)
     groups = weights = None
@@ -254,7 +257,7 @@ def _make_problem(scores: Tensor, targets: Tensor, options: Options, box_losses:
         weights = check_weights(options.weights, scores)
     if box_losses is not None:
         check_box_losses(box_losses, scores.device)
-        box_losses = box_losses.detach()
+        box_losses = plain(box_losses.detach())
     shape, flat_scores, flat_targets = scores.shape, scores, targets
     if scores.ndim != 1 or not scores.is_contiguous():
         flat_scores = scores.reshape(-1).contiguous()
