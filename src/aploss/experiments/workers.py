@@ -226,7 +226,7 @@ class RayPool(Pool):
         """Runs that the present nodes of the cluster have resources for."""
         import ray
 
-        present = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        present = ray.cluster_resources()
         return max(1, min(int(present.get(kind, 0) // one) for kind, one in self._resources.items() if one))
 
 
@@ -268,7 +268,7 @@ def _resources(workers: Workers, device: str) -> dict[str, float]:
     """CPUs and GPUs of a run."""
     import ray
 
-    present = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    present = ray.cluster_resources()
     cpus, gpus = present.get("CPU", 1.0), present.get("GPU", 0.0)
     uses_gpus = not device.startswith(("cpu", "mps"))
     gpus_per_run = min(1.0, gpus) * uses_gpus if workers.gpus is None else workers.gpus
