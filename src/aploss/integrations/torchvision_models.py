@@ -8,7 +8,6 @@ the attribute restores the model.
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,14 +23,12 @@ from torchvision.models.detection.ssd import SSD
 from aploss.detectors.criterion import LossParts, classification_loss
 from aploss.detectors.labels import IGNORED, AnchorLabels
 from aploss.detectors.predict import evaluation_mode
-from aploss.errors import ConfigError
 from aploss.integrations import shared
 from aploss.losses.traits import traits_of
 
 Targets = Sequence[Mapping[str, Tensor]]
 SUPPORTED = (RetinaNet, FCOS, SSD, FasterRCNN)  # Mask and Keypoint R-CNN are subclasses of Faster R-CNN
 LOSS, JIT_IGNORED = "classification_loss", "__jit_ignored_attributes__"
-BOX_HEAD_LOSS = "fastrcnn_loss"  # the function that ``RoIHeads.forward`` calls
 
 
 class _Place(NamedTuple):
@@ -57,9 +54,6 @@ def swap_loss(model: Any, loss: nn.Module | None, score_thresh: float | None) ->
     places = _places(model)
     if loss is not None:
         shared.check_loss(loss, model, has_background=isinstance(model, SSD | FasterRCNN))
-        if isinstance(model, FasterRCNN) and BOX_HEAD_LOSS not in type(model.roi_heads).forward.__code__.co_names:
-            heads = type(model.roi_heads).__name__
-            raise ConfigError(f"use_loss replaces {BOX_HEAD_LOSS}, but {heads}.forward does not call it")
     calibrate(model, None)  # a calibration belongs to the previous loss
     for place in places:
         _swap(place, loss)
@@ -187,21 +181,38 @@ class _ObjectnessLoss(_RCNNLoss):
 
 
 class _BoxHeadLoss(_RCNNLoss):
-    """Replaces ``RoIHeads.forward``: the same code with another loss function."""
+    """Wraps ``RoIHeads.forward`` and replaces the losses of the box head that it returns."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled code is cached without its globals
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the hook would be a constant of the compiled code
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        forward = type(self.holder).forward
-        names = {**forward.__globals__, BOX_HEAD_LOSS: self.losses}
-        own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-        return own(self.holder, *arguments, **options)
+        heads, select = self.holder, self.holder.select_training_samples
+        forward = type(heads).forward
+        if not heads.training:
+            return forward(heads, *arguments, **options)
+        seen: dict[str, Any] = {}
+
+        def select_training_samples(*inputs: Any) -> Any:
+            samples = select(*inputs)
+            seen.update(labels=samples[2], regression_targets=samples[3])
+            return samples
+
+        heads.select_training_samples = select_training_samples
+        hook = heads.box_predictor.register_forward_hook(lambda _module, _inputs, output: seen.update(outputs=output))
+        try:
+            detections, losses = forward(heads, *arguments, **options)
+        finally:
+            hook.remove()
+            del heads.select_training_samples
+        logits, regression = seen["outputs"]
+        classification, localisation = self.losses(logits, regression, seen["labels"], seen["regression_targets"])
+        if localisation is not None:
+            losses["loss_box_reg"] = localisation
+        return detections, {**losses, "loss_classifier": classification}
 
     def losses(
         self, class_logits: Tensor, box_regression: Tensor, labels: list[Tensor], regression_targets: list[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Replaces ``fastrcnn_loss``: ranks the proposals that torchvision samples for training."""
-        own_loss = type(self.holder).forward.__globals__[BOX_HEAD_LOSS]
-        box_loss = own_loss(class_logits, box_regression, labels, regression_targets)[1]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Ranks the proposals that torchvision samples for training."""
         # images may have different numbers of proposals
         logits = pad_sequence([*torch.split(class_logits, [len(one) for one in labels])], batch_first=True)
         classes = pad_sequence([one - 1 for one in labels], batch_first=True, padding_value=IGNORED)
@@ -211,7 +222,7 @@ class _BoxHeadLoss(_RCNNLoss):
         needs_softmax = traits_of(self.holder.classification_loss).softmax
         scores = logits if needs_softmax else shared.softmax_log_odds(logits)
         parts = self.parts(scores, classes, deltas, torch.cat(regression_targets)[positive])
-        return parts.classification, box_loss if parts.localisation is None else parts.localisation
+        return parts.classification, parts.localisation
 
 
 @dataclass(eq=False)

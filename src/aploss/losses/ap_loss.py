@@ -90,7 +90,7 @@ class APLoss(RankingLoss):
     Shape:
         - scores: logits of any shape, such as [B, A, K]; targets: the same, with 1 for positives, 0
           for negatives and -1 for ignored anchors. ``forward`` also takes ``groups`` and
-          ``weights``, which take precedence over those of the constructor.
+          ``weights``, which override the values given to the constructor.
         - Output: scalar.
 
     Example:

@@ -33,7 +33,7 @@ class Operator:
 
     Args:
         name: registered as ``torch.ops.aploss.NAME``.
-        arguments: those of ``compute`` in the language of operator schemas.
+        arguments: the arguments of ``compute``, as in an operator schema.
         compute: returns K scalars, and one gradient per pair, in the shape of the argument and the
             dtype of the loss; no gradients if its last argument, not in the schema, is False.
         pairs: which argument gets a gradient from which value; by default the first one from the
@@ -88,7 +88,7 @@ class Operator:
     def multiply(
         self, gradients: Sequence[Tensor], dtypes: Sequence[torch.dtype], upstream: Sequence[Tensor], num_inputs: int
     ) -> list[Tensor | None]:
-        """The gradient of each argument from those of the pairs, whose arguments have these dtypes."""
+        """Sums the gradients of the pairs into one gradient per argument, cast to the dtype of the argument."""
         result: list[Tensor | None] = [None] * num_inputs
         for k, (argument, value) in enumerate(self.pairs):
             product, before = gradients[k] * upstream[value], result[argument]
@@ -225,7 +225,7 @@ class RankingLoss(LossModule):
     def forward(
         self, scores: Tensor, targets: Tensor, groups: Tensor | int | None = None, weights: Tensor | None = None
     ) -> Any:
-        """The loss, see the function of the same name; arguments take precedence over those of the constructor."""
+        """Computes the loss. ``groups`` and ``weights`` override the values given to the constructor."""
         return type(self)._function(scores, targets, **self.options(groups, weights))
 
     def options(self, groups: Tensor | int | None, weights: Tensor | None) -> dict[str, Any]:

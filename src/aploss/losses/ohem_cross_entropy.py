@@ -134,4 +134,4 @@ def _check_values(logits: Tensor, targets: Tensor) -> None:
         bad = ~logits.isfinite().all(-1) & (targets != -1)
         if bool(bad.any()):
             index = int(bad.flatten().nonzero()[0])
-            raise NonFiniteScoresError(f"logits must be finite, got those of box {index} (flat)")
+            raise NonFiniteScoresError(f"logits must be finite, got NaN or Inf at box {index} (flat)")

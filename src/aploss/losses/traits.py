@@ -46,7 +46,7 @@ class LossTraits:
         groups: it takes the keyword ``groups`` and ranks within each group alone.
         box_loss: the box loss it goes with, where the user names none.
         box_weight: the weight of that box loss; ``"balanced"`` makes the value of the box loss
-            that of the classification loss, anew in each step.
+            that of the classification loss, at every step.
         weight_boxes_by_score: positives count in the box loss by their confidence.
         calibrated: its scores are probabilities, so that a score threshold means something.
 
@@ -123,7 +123,7 @@ def traits_of(loss: object) -> LossTraits:
     """The traits of a loss object or class, or of the loss registered under a name.
 
     Args:
-        loss: anything; what declares no traits has those of an ordinary loss of ``(scores, targets)``.
+        loss: any callable; without declared traits it is treated as an ordinary loss of ``(scores, targets)``.
 
     Returns:
         its :class:`LossTraits`.

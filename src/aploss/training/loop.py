@@ -87,7 +87,7 @@ class LoopState:
             self.validations_since_best += 1
 
     def continue_if(self, *, more_steps: bool, max_minutes: float | None) -> None:
-        """Makes training go on if it was stopped by a length or time limit that has been raised."""
+        """Resumes a training that stopped at a length or time limit which has been raised since."""
         more_time = max_minutes is None or self.seconds < 60 * max_minutes
         if (self.stopped_by == "length" and more_steps) or (self.stopped_by == "minutes" and more_time):
             self.stopped_by = None
@@ -295,7 +295,7 @@ class Loop:
                     self._log.add(row, MetricsLog.UNREADABLE)
 
     def _check_changes(self, training: TrainingState, data: dict[str, dict[str, Any]], processes: int) -> None:
-        """Compares the data and processes with those of the checkpoint; RunError unless differences are accepted."""
+        """Raises RunError if data or processes differ from the checkpoint and the difference is not accepted."""
         state = self.state
         changes = fingerprint_changes(state.data, data) if state.data is not None else []
         if training.images != len(self.images) and not changes:
