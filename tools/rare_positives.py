@@ -21,12 +21,12 @@ from sklearn.model_selection import StratifiedKFold, train_test_split
 from torch import nn
 
 from aploss import ap_loss, auc_loss, focal_loss
+from aploss.experiments.results import mean_ranks
 
 STEPS = (50, 100, 200)  # the number of steps is chosen on validation rows, like the learning rate
 RATES = (0.003, 0.01, 0.03)
 FOLDS = 5
 HARD = 0.97  # a set is hard if no loss reaches this area
-CRITICAL = {5: 2.728, 6: 2.850}  # studentised range / sqrt(2) at 5 %, for Nemenyi's test
 
 
 def weighted_bce(scores, targets, power):
@@ -145,23 +145,20 @@ def run(results):
 
 def report(results):
     """Print means, mean ranks with their critical difference, and seconds per fit as a Markdown table."""
-    from scipy.stats import rankdata
-
     lines = [json.loads(line) for line in results.read_text().splitlines()]
     names = sorted({line["set"] for line in lines})
     areas = np.array(
         [[np.mean([x["area"] for x in lines if x["set"] == n and x["loss"] == loss]) for loss in LOSSES] for n in names]
     )
     hard = areas.max(1) < HARD
-    critical = CRITICAL[len(LOSSES)] * np.sqrt(len(LOSSES) * (len(LOSSES) + 1) / (6 * hard.sum()))
-    ranks = np.array([rankdata(-row) for row in areas[hard]]).mean(0)
+    ranks, critical = mean_ranks([dict(zip(LOSSES, row, strict=True)) for row in areas[hard].tolist()])
     print(f"{len(names)} sets, {hard.sum()} hard ones; critical difference of the mean rank {critical:.2f}\n")
     print("| loss | mean, all | mean, hard | mean rank, hard | seconds per fit |\n|---|---:|---:|---:|---:|")
     for index, loss in enumerate(LOSSES):
         own = [line for line in lines if line["loss"] == loss]
         seconds = sum(line["seconds"] for line in own) / sum(line["fits"] for line in own)
         mean, mean_hard = areas[:, index].mean(), areas[hard, index].mean()
-        print(f"| {loss} | {mean:.3f} | {mean_hard:.3f} | {ranks[index]:.2f} | {seconds:.2f} |")
+        print(f"| {loss} | {mean:.3f} | {mean_hard:.3f} | {ranks[loss]:.2f} | {seconds:.2f} |")
 
 
 if __name__ == "__main__":
