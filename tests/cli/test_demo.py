@@ -57,7 +57,7 @@ def test_the_demo_trains_and_names_its_report(
         # Trained on a part of the test split, which would be measured as a whole otherwise.
         return load(recipe, {**overrides, **short, "splits": {"train": "test[:20%]", "validation": "val[:20%]"}})
 
-    monkeypatch.setattr("aploss.training.recipes.load_config", shortened)
+    monkeypatch.setattr("aploss.training.config.load_config", shortened)
     assert main(["demo"]) == 0
     output = capsys.readouterr().out
     assert "AP50" in output

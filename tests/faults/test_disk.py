@@ -14,8 +14,7 @@ import pytest
 import yaml
 from tiny_runs import SETTINGS
 
-from aploss.training.config import TrainConfig
-from aploss.training.recipes import merge
+from aploss.training.config import TrainConfig, merge
 from aploss.training.run import train
 
 CANNOT = 77  # exit code where the system does not allow what is to be tried

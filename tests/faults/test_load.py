@@ -13,8 +13,7 @@ from tiny_runs import SETTINGS
 
 from aploss.data.images import read_image
 from aploss.detectors import load
-from aploss.training.config import TrainConfig, config_to_dict
-from aploss.training.recipes import merge
+from aploss.training.config import TrainConfig, config_to_dict, merge
 from aploss.training.run import train
 
 STEPS = 100_000

@@ -21,7 +21,7 @@ from tiny_runs import SETTINGS, checkpoint_step, edit_annotations, keep_objects,
 
 from aploss.cli.main import main
 from aploss.losses import ALRPLoss, APLoss, AUCLoss, RankSortLoss
-from aploss.training.recipes import merge
+from aploss.training.config import merge
 
 LONGEST = 60.0  # seconds that one process may wait for the other
 slow = pytest.mark.slow_fault

@@ -25,8 +25,7 @@ from tiny_runs import (
 from aploss.cli.main import main
 from aploss.errors import AplossError
 from aploss.reports.run_files import read_json_lines
-from aploss.training.config import TrainConfig, config_to_dict
-from aploss.training.recipes import merge
+from aploss.training.config import TrainConfig, config_to_dict, merge
 from aploss.training.run import train
 
 pytestmark = pytest.mark.usefixtures("no_page")

@@ -15,9 +15,8 @@ from tiny_runs import SETTINGS, assert_equal, outcome
 from aploss.cli.main import main
 from aploss.errors import RunError
 from aploss.reports.run_files import read_json_lines
-from aploss.training.config import TrainConfig
+from aploss.training.config import TrainConfig, merge
 from aploss.training.distributed import emulates_bfloat16
-from aploss.training.recipes import merge
 from aploss.training.run import train
 
 pytestmark = pytest.mark.usefixtures("no_page")

@@ -21,9 +21,8 @@ from tiny_runs import SETTINGS, WALL_CLOCK, assert_equal, checkpoint_step, outco
 
 import aploss.detectors.detector
 from aploss.cli.main import main
-from aploss.training.config import TrainConfig, config_to_dict
+from aploss.training.config import TrainConfig, config_to_dict, merge
 from aploss.training.distributed import TrainingInterruptedError
-from aploss.training.recipes import merge
 from aploss.training.run import train
 
 pytestmark = pytest.mark.usefixtures("no_page")

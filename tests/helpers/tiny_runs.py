@@ -20,8 +20,7 @@ from processes import start_process
 from short_detector import register_short_detector
 
 from aploss.reports.run_files import read_json_lines
-from aploss.training.config import TrainConfig, config_from_dict, config_to_dict
-from aploss.training.recipes import load_config, merge
+from aploss.training.config import TrainConfig, config_from_dict, config_to_dict, load_config, merge
 from aploss.training.run import train
 
 PREAMBLE = """

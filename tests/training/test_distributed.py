@@ -20,9 +20,8 @@ from tiny_runs import assert_equal, edit_annotations, keep_objects, outcome, sta
 from aploss.detectors.detector import Detector
 from aploss.errors import ConfigError
 from aploss.reports.run_files import read_json_lines
-from aploss.training.config import TrainConfig, config_to_dict
+from aploss.training.config import TrainConfig, config_to_dict, merge
 from aploss.training.distributed import start_accelerator
-from aploss.training.recipes import merge
 from aploss.training.run import make_detector, train
 from aploss.training.schedule import Schedule
 from aploss.training.step import Stepper

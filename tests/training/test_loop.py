@@ -19,9 +19,8 @@ from tiny_runs import CrashError, assert_equal, crash_at, outcome
 from aploss.detectors.checkpoint import Checkpoint
 from aploss.errors import DataError, RunError
 from aploss.reports.run_files import read_json_lines
-from aploss.training.config import TrainConfig
+from aploss.training.config import TrainConfig, merge
 from aploss.training.distributed import StopSignals, TrainingInterruptedError
-from aploss.training.recipes import merge
 from aploss.training.run import train
 from aploss.training.run_folder import Checkpoints
 

@@ -9,8 +9,7 @@ import pytest
 from aploss.detectors.build import DETECTOR_NAMES, detector_options
 from aploss.detectors.criterion import LOSS_NAMES, make_loss
 from aploss.errors import ConfigError
-from aploss.training.config import config_from_dict, config_to_dict
-from aploss.training.recipes import load_config, read_recipe, recipe_names
+from aploss.training.config import config_from_dict, config_to_dict, load_config, read_recipe, recipe_names
 
 PAPER = ["voc-retinanet-r50", "voc-retinanet-r101", "coco-retinanet-r50", "coco-retinanet-r101", "voc-ssd512"]
 

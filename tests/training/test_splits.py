@@ -11,8 +11,7 @@ from tiny_runs import edit_annotations, keep_objects
 
 from aploss.data import find_source
 from aploss.errors import ConfigError, DataError
-from aploss.training.config import TrainConfig
-from aploss.training.recipes import merge
+from aploss.training.config import TrainConfig, merge
 from aploss.training.splits import RunData, Split, load_run_data, suggest_image_sizes
 
 MakeConfig = Callable[..., TrainConfig]

@@ -16,8 +16,7 @@ from aploss.cli.options import add_settings, add_shorthands, given_settings, sho
 from aploss.detectors.build import DETECTORS
 from aploss.errors import ConfigError, require_packages
 from aploss.losses.traits import LOSSES
-from aploss.training.config import config_fields, nested
-from aploss.training.recipes import load_config, merge, recipe_names
+from aploss.training.config import config_fields, load_config, merge, nested, recipe_names
 
 COMPARE_EXAMPLES = """
   aploss compare ap focal --data path/to/photos --steps 500

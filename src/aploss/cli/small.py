@@ -43,7 +43,7 @@ def run_demo(options: Namespace) -> int:
     """Trains the demo recipe, or resumes an unfinished demo."""
     from aploss.cli.train import run_training
     from aploss.losses.traits import LOSSES
-    from aploss.training.recipes import load_config
+    from aploss.training.config import load_config
     from aploss.training.run_folder import RunFolder
 
     LOSSES.get(options.loss)

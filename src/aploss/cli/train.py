@@ -14,8 +14,17 @@ import yaml
 from aploss.cli.options import Parser, add_settings, add_shorthands, given_settings, shorthand_changes, show_values
 from aploss.errors import AplossError, ConfigError
 from aploss.losses.traits import LOSSES
-from aploss.training.config import TrainConfig, config_fields, config_from_dict, config_to_dict, nested
-from aploss.training.recipes import load_config, merge, read_yaml, recipe_names
+from aploss.training.config import (
+    TrainConfig,
+    config_fields,
+    config_from_dict,
+    config_to_dict,
+    load_config,
+    merge,
+    nested,
+    read_yaml,
+    recipe_names,
+)
 
 if TYPE_CHECKING:
     from aploss.data.formats import DataFormat

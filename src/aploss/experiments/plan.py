@@ -31,11 +31,12 @@ from aploss.training.config import (
     config_from_dict,
     config_to_dict,
     differing_keys,
+    load_config,
+    merge,
     nested,
     parse_value,
 )
 from aploss.training.distributed import choose_device, seeded
-from aploss.training.recipes import load_config, merge
 from aploss.training.run import make_detector
 from aploss.training.run_folder import default_folder
 from aploss.training.splits import NO_SPLIT, load_run_data
@@ -315,7 +316,7 @@ def comparison_config(
 
     The weights at the end of the schedule are measured, on the test split if there is one, so that no run chooses its
     checkpoint; the validation split is measured ``validations`` times on the way, for the curve and for learning rates.
-    See :func:`~aploss.training.recipes.load_config` for recipe and changes; with another length (``steps``) milestones
+    See :func:`~aploss.training.config.load_config` for recipe and changes; with another length (``steps``) milestones
     keep their share of it.
     """
     config = with_length(load_config(recipe, changes), steps, validations=validations)

@@ -24,9 +24,8 @@ from aploss.experiments.plan import (
 )
 from aploss.experiments.results import Results
 from aploss.reports.comparison import Comparison
-from aploss.training.config import TrainConfig, nested
+from aploss.training.config import TrainConfig, merge, nested
 from aploss.training.distributed import choose_device
-from aploss.training.recipes import merge
 
 SEEDS = {"small": (0, 1, 2), "paper": (0,)}  # the paper names none
 PAPER_BATCH = 8  # Section 4.1: 2 GPUs with 8 images each, and each ranks its own

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aploss.training.callbacks import Callback
-    from aploss.training.config import TrainConfig
+    from aploss.training.config import TrainConfig, load_config, recipe_names
     from aploss.training.distributed import TrainingInterruptedError
-    from aploss.training.recipes import load_config, recipe_names
     from aploss.training.run import train
     from aploss.training.run_folder import RunFolder, Summary
 
@@ -25,8 +24,8 @@ _MODULES = {
     "Summary": "run_folder",
     "TrainConfig": "config",
     "TrainingInterruptedError": "distributed",
-    "load_config": "recipes",
-    "recipe_names": "recipes",
+    "load_config": "config",
+    "recipe_names": "config",
     "train": "run",
 }
 

@@ -1,61 +1,52 @@
-"""Every setting of a run: frozen dataclasses that validate their values.
+"""Every setting of a run: frozen dataclasses that validate their values, and recipes, YAML files of settings.
 
 The command line, YAML files and the Python API all end in one :class:`TrainConfig`. A setting is declared once, with
-its type, default, help line, range, and the rules for resuming and comparing runs. Unknown keys and invalid values
+its type, range, default, help line, and the rules for resuming and comparing runs. Unknown keys and invalid values
 raise a ConfigError that names the key.
+
+A recipe, packaged or written by the user, has the same keys. It may extend another one (``extends``: the name of a
+packaged recipe, or a file next to it), and may have a section ``losses`` with settings that apply only when that loss
+is trained::
+
+    extends: voc-retinanet-r50
+    optimizer: {learning_rate: 0.002}
+    losses:
+      focal: {criterion: {options: {gamma: 1.5}}}
+
+Later layers win: defaults, the extended recipe, the recipe itself, its section for the loss, overrides.
 """
 
+# ruff: noqa: RUF009 - setting() declares a field
+
 import math
-import types
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from functools import cache, reduce
 from operator import attrgetter
-from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 from aploss.errors import ConfigError, did_you_mean
 from aploss.files import load_yaml
 
 NOT_GIVEN = object()
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
-
-class Check(NamedTuple):
-    """A condition on a value and its wording in error messages."""
-
-    holds: Callable[[Any], bool]
-    expected: str
-
-
-def at_least(least: float) -> Check:
-    """Every number of the value is ``least`` or more."""
-    return Check(lambda value: all(number >= least for number in _numbers(value)), f"at least {least}")
-
-
-def above(bound: float) -> Check:
-    """The number is greater than ``bound``."""
-    return Check(lambda value: value > bound, f"above {bound}")
-
-
-def between(low: float, high: float) -> Check:
-    """Every number of the value lies in the closed interval."""
-    return Check(lambda value: all(low <= number <= high for number in _numbers(value)), f"between {low} and {high}")
-
-
-INSIDE_0_1 = Check(lambda value: 0 < value < 1, "between 0 and 1, both excluded")
-
-
-def _numbers(value: Any) -> tuple[float, ...]:
-    entries = value if isinstance(value, tuple) else (value,)
-    return tuple(entry for entry in entries if isinstance(entry, int | float))
+Count = Annotated[int, Meta(ge=1)]
+AtLeastZero = Annotated[float, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+InnerShare = Annotated[float, Meta(gt=0, lt=1)]
 
 
 def setting(
     default: Any,
     help_text: str,
-    check: Check | None = None,
     *,
     resumable: bool = False,
     default_before: Any = NOT_GIVEN,
@@ -66,18 +57,17 @@ def setting(
     Args:
         default: the default value; ``dict`` for an empty mapping.
         help_text: shown by ``aploss train --help``.
-        check: range of the value.
         resumable: the setting does not affect what is learned, so it may change when a run is resumed.
         default_before: for a setting added after a release, the value equivalent to its absence in older runs.
         fixed_by_comparison: comparisons choose the value themselves, so their rows cannot differ in it.
     """
     rules = {"resumable": resumable, "default_before": default_before, "fixed_by_comparison": fixed_by_comparison}
     given: dict[str, Any] = {"default_factory": dict} if default is dict else {"default": default}
-    return field(**given, metadata={"help": help_text, "check": check, **rules})
+    return field(**given, metadata={"help": help_text, **rules})
 
 
 class _Settings:
-    """A group of settings, converted and validated on construction."""
+    """A group of settings, converted and validated by msgspec on construction."""
 
     _group: ClassVar[str]
 
@@ -85,26 +75,32 @@ class _Settings:
         cls._group = group
 
     def __post_init__(self) -> None:
-        for entry in fields(self):  # type: ignore[arg-type]
-            kind = _hints(type(self))[entry.name]  # type: ignore[arg-type]
-            if is_dataclass(kind):
+        for name, kind in _hints(type(self), include_extras=True).items():  # type: ignore[arg-type]
+            if get_origin(kind) is ClassVar or is_dataclass(kind):
                 continue
-            key, value = self._group + entry.name, getattr(self, entry.name)
+            value = getattr(self, name)
             try:
-                value = msgspec.convert(value, kind, strict=False)
-            except msgspec.ValidationError:
-                raise ConfigError(f"{key} must be {_type_name(kind)}, got {value!r}") from None
-            self._require(all(map(math.isfinite, _numbers(value))), key, value, "finite")
-            check = entry.metadata["check"]
-            if check is not None and value is not None:
-                or_null = " or null" if type(None) in get_args(kind) else ""
-                self._require(check.holds(value), key, value, check.expected + or_null)
-            object.__setattr__(self, entry.name, value)
+                converted = msgspec.convert(value, kind, strict=False)
+            except msgspec.ValidationError as error:
+                choices = ", ".join(map(str, _choices(kind)))
+                self._refuse(name, f"{error}; choose one of {choices}" if choices else str(error))
+            if isinstance(converted, float) and not math.isfinite(converted):
+                self._refuse(name, "Expected a finite number")
+            object.__setattr__(self, name, converted)
 
-    @staticmethod
-    def _require(holds: bool, key: str, value: Any, expected: str) -> None:
-        if not holds:
-            raise ConfigError(f"{key} must be {expected}, got {value!r}")
+    def _refuse(self, name: str, reason: str) -> NoReturn:
+        raise ConfigError(f"{self._group}{name} = {getattr(self, name)!r}: {reason}")
+
+
+@cache
+def _hints(config_type: type, *, include_extras: bool = False) -> dict[str, Any]:
+    return get_type_hints(config_type, include_extras=include_extras)
+
+
+def _choices(kind: Any) -> list[Any]:
+    """The values of a ``Literal``, also inside of a union."""
+    inner = get_args(kind)
+    return list(inner) if get_origin(kind) is Literal else [one for part in inner for one in _choices(part)]
 
 
 @dataclass(frozen=True)
@@ -114,7 +110,7 @@ class SplitsConfig(_Settings, group="splits."):
     format: str = setting("auto", "dataset format: auto, voc, coco or yolo")
     train: str | None = setting(None, "training split; by default train, else trainval")
     validation: str | None = setting(None, "validation split; by default val, else held-out images; 'none' to disable")
-    holdout: float = setting(0.15, "share of training images held out if there is no validation split", INSIDE_0_1)
+    holdout: InnerShare = setting(0.15, "share of training images held out if there is no validation split")
     accept_changed: bool = setting(False, "resume although the data have changed; the report says so", resumable=True)
     ignore_unknown_classes: bool = setting(
         False, "evaluate without the objects of classes that the training split lacks", resumable=True
@@ -125,18 +121,24 @@ class SplitsConfig(_Settings, group="splits."):
 class BatchesConfig(_Settings, group="batches."):
     """The input of a forward pass."""
 
-    size: int = setting(8, "images per forward pass, summed over all ranks", at_least(1))
-    accumulate: int = setting(1, "forward passes whose gradients are accumulated for one step", at_least(1))
-    image_size: int | tuple[int, int] = setting(
-        512, "size of training images: side of a square, or [height, width]", between(32, 8192)
-    )
+    size: Count = setting(8, "images per forward pass, summed over all ranks")
+    accumulate: Count = setting(1, "forward passes whose gradients are accumulated for one step")
+    image_size: int | tuple[int, int] = setting(512, "size of training images: side of a square, or [height, width]")
     augmentation: Literal["paper", "light", "flip", "none"] = setting("light", "augmentation preset")
     cache_features: bool = setting(False, "train from cached features of a frozen backbone", default_before=False)
-    cached_views: int | None = setting(
-        None, "cached views of each image; by default about 2000 in total", at_least(1), default_before=None
+    cached_views: Count | None = setting(
+        None, "cached views of each image; by default about 2000 in total", default_before=None
     )
-    workers: int | None = setting(None, "data loader workers; by default automatic", at_least(0), resumable=True)
-    max_unreadable: float = setting(0.1, "tolerated share of unreadable images", between(0, 1), resumable=True)
+    workers: Annotated[int, Meta(ge=0)] | None = setting(
+        None, "data loader workers; by default automatic", resumable=True
+    )
+    max_unreadable: Share = setting(0.1, "tolerated share of unreadable images", resumable=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sides = self.image_size if isinstance(self.image_size, tuple) else (self.image_size,)
+        if not all(32 <= side <= 8192 for side in sides):
+            self._refuse("image_size", "Expected sides between 32 and 8192")
 
 
 @dataclass(frozen=True)
@@ -145,10 +147,10 @@ class ModelConfig(_Settings, group="model."):
 
     weights: str | None = setting(None, "initial weights: imagenet (backbone), coco (detector), a file, or null")
     backbone: str | None = setting(None, "backbone of the detector 'retinanet': any timm model, as convnext_tiny")
-    options: dict[str, Any] = setting(dict, "options of the architecture, see build_detector")  # noqa: RUF009
+    options: dict[str, Any] = setting(dict, "options of the architecture, see build_detector")
     frozen: tuple[str, ...] = setting((), "parameters to freeze: names or patterns, as backbone.*")
     frozen_backbone: bool = setting(False, "freeze the pretrained backbone of a RetinaNet", default_before=False)
-    ema: float | None = setting(None, "decay of the moving average (EMA) of the weights; null to disable", INSIDE_0_1)
+    ema: InnerShare | None = setting(None, "decay of the moving average (EMA) of the weights; null to disable")
 
     @property
     def architecture(self) -> dict[str, Any]:
@@ -160,7 +162,7 @@ class ModelConfig(_Settings, group="model."):
 class CriterionConfig(_Settings, group="criterion."):
     """The loss apart from its name."""
 
-    options: dict[str, Any] = setting(dict, "options of the classification loss, as delta")  # noqa: RUF009
+    options: dict[str, Any] = setting(dict, "options of the classification loss, as delta")
     rank_over: Literal["batch", "image", "class"] = setting("batch", "rank all anchors together, per image or class")
     rank_over_processes: bool = setting(False, "rank and count positives over the images of all ranks")
     assigner: Literal["iou", "atss"] = setting("iou", "anchor assignment: IoU threshold or ATSS", default_before="iou")
@@ -168,8 +170,8 @@ class CriterionConfig(_Settings, group="criterion."):
         "ignore", "difficult and crowd boxes: ignore their anchors, or drop the boxes", default_before="ignore"
     )
     box_loss: str | None = setting(None, "smooth-l1, paper-smooth-l1 or giou; by default chosen to suit the loss")
-    box_weight: float | Literal["balanced"] | None = setting(
-        None, "weight of the box loss; by default chosen to suit the loss", at_least(0)
+    box_weight: AtLeastZero | Literal["balanced"] | None = setting(
+        None, "weight of the box loss; by default chosen to suit the loss"
     )
 
 
@@ -178,57 +180,55 @@ class OptimizerConfig(_Settings, group="optimizer."):
     """Optimizer and gradient clipping."""
 
     name: Literal["sgd", "adamw"] = setting("adamw", "sgd (with momentum) or adamw")
-    learning_rate: float = setting(3e-3, "peak learning rate of the schedule", above(0))
-    momentum: float = setting(0.9, "momentum of sgd", Check(lambda value: 0 <= value < 1, "at least 0 and below 1"))
-    weight_decay: float = setting(1e-2, "weight decay", at_least(0))
+    learning_rate: Positive = setting(3e-3, "peak learning rate of the schedule")
+    momentum: Annotated[float, Meta(ge=0, lt=1)] = setting(0.9, "momentum of sgd")
+    weight_decay: AtLeastZero = setting(1e-2, "weight decay")
     decay_norms_and_biases: bool = setting(False, "also apply weight decay to normalization weights and biases")
-    clip_norm: float | None = setting(1.0, "maximum gradient norm; null disables clipping", above(0))
+    clip_norm: Positive | None = setting(1.0, "maximum gradient norm; null disables clipping")
 
 
 @dataclass(frozen=True)
 class ScheduleConfig(_Settings, group="schedule."):
     """Length of training and the learning-rate schedule."""
 
-    length: int = setting(1000, "length of training, in units", at_least(1))
+    length: Count = setting(1000, "length of training, in units")
     unit: Literal["steps", "epochs"] = setting("steps", "unit of length and milestones", fixed_by_comparison=True)
     kind: Literal["milestones", "cosine"] = setting("cosine", "decay of the learning rate")
     milestones: tuple[float, ...] = setting((), "when the learning rate is multiplied by gamma")
-    gamma: float = setting(0.1, "learning-rate factor at a milestone", above(0))
-    final_factor: float = setting(0.02, "final share of the learning rate with kind cosine", between(0, 1))
-    warmup_steps: int = setting(50, "steps of linear warmup; at most a tenth of the training if not given", at_least(0))
+    gamma: Positive = setting(0.1, "learning-rate factor at a milestone")
+    final_factor: Share = setting(0.02, "final share of the learning rate with kind cosine")
+    warmup_steps: Annotated[int, Meta(ge=0)] = setting(
+        50, "steps of linear warmup; at most a tenth of the training if not given"
+    )
     exact_warmup: bool = setting(
         False, "keep warmup_steps in a short training; true if warmup_steps is given", default_before=True
     )
-    warmup_factor: float = setting(
-        0.02, "initial share of the learning rate", Check(lambda value: 0 < value <= 1, "above 0 and at most 1")
-    )
+    warmup_factor: Annotated[float, Meta(gt=0, le=1)] = setting(0.02, "initial share of the learning rate")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rising = all(a < b for a, b in zip(self.milestones, self.milestones[1:], strict=False))
-        self._require(rising, "schedule.milestones", self.milestones, "in rising order")
-        used = not self.milestones or self.kind == "milestones"
-        self._require(used, "schedule.milestones", self.milestones, "empty with kind cosine")
+        if list(self.milestones) != sorted({*self.milestones}):
+            self._refuse("milestones", "Expected rising numbers")
+        if self.milestones and self.kind != "milestones":
+            self._refuse("milestones", "Expected none with kind cosine")
 
 
 @dataclass(frozen=True)
 class ValidationConfig(_Settings, group="validation."):
     """Validation while training, and model selection."""
 
-    every: float = setting(1.0, "validation interval, in units", above(0), fixed_by_comparison=True)
+    every: Positive = setting(1.0, "validation interval, in units", fixed_by_comparison=True)
     unit: Literal["steps", "epochs"] = setting("epochs", "unit of every", fixed_by_comparison=True)
     metric: str = setting("AP", "metric that selects the best checkpoint")
-    patience: int | None = setting(
-        None, "early stopping: validations without improvement", at_least(1), fixed_by_comparison=True
-    )
-    batch_size: int = setting(8, "images per forward pass of validation", at_least(1), resumable=True)
+    patience: Count | None = setting(None, "early stopping: validations without improvement", fixed_by_comparison=True)
+    batch_size: Count = setting(8, "images per forward pass of validation", resumable=True)
 
     def __post_init__(self) -> None:
         from aploss.evaluation import HEADLINE_METRICS  # imports torch, which the help of a command need not wait for
 
         super().__post_init__()
-        known = self.metric in HEADLINE_METRICS
-        self._require(known, "validation.metric", self.metric, f"one of {', '.join(HEADLINE_METRICS)}")
+        if self.metric not in HEADLINE_METRICS:
+            self._refuse("metric", f"choose one of {', '.join(HEADLINE_METRICS)}")
 
 
 @dataclass(frozen=True)
@@ -248,19 +248,15 @@ class TrainConfig(_Settings):
     out: str | None = setting(None, "run folder; by default runs/DATA-DETECTOR-LOSS-seedN", resumable=True)
     detector: str = setting("retinanet-tiny", "name of the detector")
     loss: str = setting("ap", "classification loss")
-    seed: int = setting(
-        0,
-        "seed of initial weights, data order and augmentation",
-        Check(lambda value: 0 <= value < 2**63, "at least 0 and below 2^63"),
-    )
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = setting(0, "seed of initial weights, data order and augmentation")
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps ...", resumable=True)
     precision: Literal["float32", "bfloat16", "float16"] = setting("float32", "dtype of the forward pass")
     deterministic: bool | None = setting(None, "bit-identical results in every run; by default only on the CPU")
-    max_minutes: float | None = setting(None, "time limit of training in minutes", at_least(0), resumable=True)
-    checkpoint_minutes: float | None = setting(10.0, "minutes between checkpoints", at_least(0), resumable=True)
-    checkpoint_steps: int | None = setting(None, "steps between checkpoints", at_least(1), resumable=True)
-    log_steps: int = setting(10, "steps between rows of the metrics files, which hold means", at_least(1))
-    bad_steps: int = setting(3, "stop after this many consecutive steps with NaN or Inf", at_least(1), resumable=True)
+    max_minutes: AtLeastZero | None = setting(None, "time limit of training in minutes", resumable=True)
+    checkpoint_minutes: AtLeastZero | None = setting(10.0, "minutes between checkpoints", resumable=True)
+    checkpoint_steps: Count | None = setting(None, "steps between checkpoints", resumable=True)
+    log_steps: Count = setting(10, "steps between rows of the metrics files, which hold means")
+    bad_steps: Count = setting(3, "stop after this many consecutive steps with NaN or Inf", resumable=True)
     splits: SplitsConfig = field(default_factory=SplitsConfig)
     batches: BatchesConfig = field(default_factory=BatchesConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -274,21 +270,6 @@ class TrainConfig(_Settings):
     ] = setting("auto", "experiment tracker; auto is tensorboard if installed", resumable=True)
 
 
-@cache
-def _hints(config_type: type) -> dict[str, Any]:
-    return get_type_hints(config_type)
-
-
-def _type_name(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return "one of " + ", ".join(map(str, get_args(kind)))
-    if get_origin(kind) in (Union, types.UnionType):
-        return " or ".join(_type_name(part) for part in get_args(kind))
-    names = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
-    names |= {dict: "a mapping", tuple: "a list", type(None): "null"}
-    return names[get_origin(kind) or kind]
-
-
 # --- fields by dotted key ---
 
 
@@ -298,8 +279,8 @@ class ConfigField(NamedTuple):
     key: str  # dotted, as "batches.size"
     type: Any
     default: Any
-    help: str
     group: str  # "batches"; empty at the top level
+    help: str
     resumable: bool
     default_before: Any
     fixed_by_comparison: bool
@@ -313,14 +294,13 @@ def config_fields() -> tuple[ConfigField, ...]:
 
 def _flat_fields(config_type: Any, group: str) -> Iterator[ConfigField]:
     for entry in fields(config_type):
-        kind, meta = _hints(config_type)[entry.name], entry.metadata
+        kind = _hints(config_type)[entry.name]
         if is_dataclass(kind):
             yield from _flat_fields(kind, entry.name)
         else:
             key = f"{group}.{entry.name}" if group else entry.name
             default = entry.default if entry.default is not MISSING else {}
-            rules = meta["resumable"], meta["default_before"], meta["fixed_by_comparison"]
-            yield ConfigField(key, kind, default, meta["help"], group, *rules)
+            yield ConfigField(key, kind, default, group, **entry.metadata)
 
 
 RESUMABLE_KEYS = tuple(entry.key for entry in config_fields() if entry.resumable)
@@ -437,3 +417,107 @@ def differing_keys(first: TrainConfig, second: TrainConfig) -> list[str]:
     """
     keys = (entry.key for entry in config_fields())
     return [key for key in keys if attrgetter(key)(first) != attrgetter(key)(second)]
+
+
+# --- recipes ---
+
+
+def recipe_names() -> tuple[str, ...]:
+    """Returns the names of the packaged recipes; files that only serve as a base start with an underscore.
+
+    Example:
+        >>> "demo" in recipe_names()
+        True
+    """
+    return tuple(sorted(path.stem for path in RECIPES.glob("[!_]*.yaml")))
+
+
+def load_config(recipe: str | None = None, overrides: dict[str, Any] | None = None) -> TrainConfig:
+    """Builds the config of a recipe with overrides.
+
+    Args:
+        recipe: name of a packaged recipe or path of a YAML file; None for the defaults alone.
+        overrides: nested values that win over the recipe; ``loss`` selects the recipe's section for that loss.
+
+    Raises:
+        ConfigError: for an unknown recipe or key, or an invalid value.
+
+    Example:
+        >>> load_config("voc-ssd512", {"loss": "focal"}).criterion.options
+        {'alpha': 0.25, 'gamma': 1.0}
+    """
+    overrides = overrides or {}
+    if "warmup_steps" in (overrides.get("schedule") or {}):  # the user's own is not shortened
+        overrides = merge({"schedule": {"exact_warmup": True}}, overrides)
+    if recipe is None:
+        return config_from_dict(overrides)
+    values = read_recipe(recipe)
+    sections = values.pop("losses", None) or {}
+    loss = overrides.get("loss", values.get("loss", TrainConfig.loss))
+    section = (sections.get(loss) or {}) if isinstance(sections, dict) else sections
+    if not isinstance(section, dict):
+        raise ConfigError(f"recipe {recipe}: losses must be a mapping of losses to settings, got {sections!r}")
+    values = merge(values, section)
+    # Validated on its own first, so that a mistake in the recipe is reported as such.
+    config_from_dict(values, source=f"recipe {recipe}")
+    return config_from_dict(merge(values, overrides))
+
+
+def read_recipe(name: str) -> dict[str, Any]:
+    """Reads a recipe by name or path and merges it over the recipes it extends."""
+    chain: list[Path] = []
+    layers: list[dict[str, Any]] = []
+    base: Any = name
+    while base is not None:
+        if not isinstance(base, str):
+            raise ConfigError(f"{chain[-1]}: extends must name one recipe or file, got {base!r}")
+        path = _recipe_path(base, beside=chain[-1] if chain else None)
+        if path in chain:
+            raise ConfigError(f"recipe {name} extends itself: {' extends '.join(one.name for one in [*chain, path])}")
+        chain.append(path)
+        layers.append(read_yaml(path))
+        base = layers[-1].pop("extends", None)
+    return reduce(merge, reversed(layers))
+
+
+def _recipe_path(name: str, *, beside: Path | None) -> Path:
+    """Finds the file of a recipe; ``beside`` is the file that extends it, if any."""
+    own = beside is not None and beside.parent == RECIPES  # underscored bases are private to the package
+    if name in recipe_names() or (own and (RECIPES / f"{name}.yaml").is_file()):
+        return RECIPES / f"{name}.yaml"
+    path = (Path() if beside is None else beside.parent) / name
+    where = "" if beside is None else f"{beside} extends {name!r}: "
+    if path.suffix not in (".yaml", ".yml") and not path.is_file():
+        raise ConfigError(f"{where}no recipe {name!r}; choose from {', '.join(recipe_names())}, or a .yaml file")
+    if where and not path.is_file():
+        raise ConfigError(f"{where}{path} does not exist")
+    return Path(os.path.realpath(path))  # resolve() raises for a link to itself
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Reads a mapping from a YAML file; raises ConfigError for anything else."""
+    if path.exists() and not path.is_file():  # reading a pipe or device may never end
+        raise ConfigError(f"config file {path} is a folder, pipe or device, not a file")
+    try:
+        values = load_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"config file {path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"config file {path} must be a mapping of keys to values, got {values!r}")
+    return values
+
+
+def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Merges ``changes`` over ``base``, nested mappings key by key; returns a new mapping.
+
+    Example:
+        >>> merge({"a": 1, "group": {"b": 2, "c": 3}}, {"group": {"c": 4}})
+        {'a': 1, 'group': {'b': 2, 'c': 4}}
+    """
+    merged = dict(base)
+    for key, value in changes.items():
+        both = isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = merge(base[key], value) if both else value
+    return merged

@@ -30,9 +30,10 @@ from aploss.training.config import (
     config_from_dict,
     config_to_dict,
     differing_keys,
+    merge,
     nested,
+    read_yaml,
 )
-from aploss.training.recipes import merge, read_yaml
 
 LOCK_FILE = ".lock"
 LENGTH_KEYS = ("schedule.length", "schedule.unit", "schedule.milestones")  # of a finished run
