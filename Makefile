@@ -52,9 +52,9 @@ check: $(DEV)
 faults: $(DEV)
 	$(BIN)/python tests/faults/run.py
 
-# Builds the GPU kernels for every kind of GPU, without one; takes some minutes.
+# Compiles the GPU kernels for every kind of GPU, without one; takes some minutes.
 gpu-check: $(DEV)
-	$(BIN)/python -m aploss.benchmarks.gpu_check
+	$(BIN)/python tools/gpu_check.py
 
 # The documents as a site in build/site; stops at a broken link or a public name without documents.
 docs: $(DEV)

@@ -1,6 +1,6 @@
 """Prints the plan on paper of ``docs/scaling.md``: hours, bytes and seconds of a step for 1 to 512 GPUs.
 
-Nothing here is measured on a GPU. Bytes on the network are those of ``aploss.benchmarks.scaling.traffic``; the seconds
+Nothing here is measured on a GPU. Bytes on the network are those of :func:`traffic`; the seconds
 of labels and ranking are the bytes that their torch operations read and write, counted here on one image and scaled to
 a batch, divided by the bandwidth of the memory.
 
@@ -13,7 +13,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from aploss.benchmarks.scaling import traffic
 from aploss.detectors import build_detector
 from aploss.losses import ap_loss, use_backend
 
@@ -36,6 +35,11 @@ class Bytes(TorchDispatchMode):
         found = function(*args, **(kwargs or {}))
         self.total += sum(one.nbytes for one in tree_leaves((args, kwargs, found)) if isinstance(one, torch.Tensor))
         return found
+
+
+def traffic(processes: int, positives: int) -> int:
+    """Bytes that a process hands in to rank with ``positives`` in each process: status, positives, tallies."""
+    return 7 * 8 + 8 * positives + 16 * (2 * processes * positives + 1)
 
 
 def label_bytes(detector: Any) -> int:
@@ -78,7 +82,7 @@ def main() -> None:
     for count in GPUS:
         hours = [f"{images / SPEED / count / 3600:,.1f}" for images in WORK.values()]
         ring = 2 * (count - 1) / count
-        sent = traffic(count, POSITIVES)["bytes"] if count > 1 else 0
+        sent = traffic(count, POSITIVES) if count > 1 else 0
         ranking = (scores * per_score + count * POSITIVES * per_positive) / BANDWIDTH
         ranking += sent / NETWORK + 4 * (count - 1) * LATENCY
         cells = [f"{count}", *hours, f"{ring * 4 * parameters / 1e6:.0f}", f"{sent / 1e6:.2f}"]

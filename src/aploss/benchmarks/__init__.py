@@ -8,7 +8,6 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,23 +47,3 @@ def describe_machine(device: torch.device | str = "cpu") -> dict[str, Any]:
         "cores": os.cpu_count(),
         "torch": torch.__version__,
     }
-
-
-def measure_memory(call: Callable[[], Any]) -> tuple[int, int] | None:
-    """Bytes of this process before a call and at its peak; None, after the call, on systems without Linux's /proc.
-
-    ``resource.getrusage`` would not do: a child process starts with the peak of its parent.
-    """
-    reset = Path("/proc/self/clear_refs")
-    if not reset.exists():
-        call()
-        return None
-    reset.write_text("5")
-    before = _memory("VmRSS")
-    call()
-    return before, _memory("VmHWM")
-
-
-def _memory(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024

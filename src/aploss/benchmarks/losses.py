@@ -6,9 +6,6 @@ tensors at every step; otherwise large tensors measure page faults.
 """
 
 import ctypes
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from aploss.benchmarks import Progress, best_in_turns, describe_machine, measure_memory
+from aploss.benchmarks import Progress, best_in_turns, describe_machine
 from aploss.losses import alrp_loss, ap_loss, auc_loss, rank_sort_loss, use_backend
 
 SIZES = (100, 1_000, 10_000, 100_000, 1_000_000, 5_000_000, 20_000_000)
@@ -56,7 +53,6 @@ def run(progress: Progress, *, quick: bool = False) -> dict[str, Any]:
     groups = best_in_turns(_grouped_cases(size, device), seconds)
     progress(f"{size:,} scores, dense")
     dense = best_in_turns(_cases(size, 0.0, round(DENSE_SHARE * size), device), seconds)
-    progress("memory")
     return {
         **describe_machine(device),
         "rows": rows,
@@ -64,7 +60,6 @@ def run(progress: Progress, *, quick: bool = False) -> dict[str, Any]:
         "many_positives": positives,
         "groups": groups,
         "dense": dense,
-        "memory_factor": memory_factor(sizes[-1]),
     }
 
 
@@ -88,8 +83,6 @@ def table(result: dict[str, Any]) -> str:
         f"{GROUPS:>12,} groups: {1e3 * groups['groups']:.1f}, one ranking of all: {1e3 * groups['one_ranking']:.1f}"
     )
     lines.append(f"{DENSE_SHARE:>12.0%} positives: " + ", ".join(f"{LABELS[k]} {1e3 * dense[k]:.1f}" for k in dense))
-    if result["memory_factor"] is not None:
-        lines.append(f"extra memory of AP-loss: {result['memory_factor']:.2f} x the score tensor")
     return "\n".join(lines)
 
 
@@ -119,26 +112,6 @@ def by_torch(scores: Tensor, targets: Tensor) -> Tensor:
     """AP-loss by torch operations, as on a device without compiled kernels."""
     with use_backend("torch"):
         return ap_loss(scores, targets)
-
-
-def memory_factor(size: int) -> float | None:
-    """Peak memory of one forward and backward pass beyond its inputs, in units of the scores; None if unknown."""
-    script = f"from aploss.benchmarks.losses import memory_of_one_step; print(memory_of_one_step({size}))"
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
-    return None if output.stdout.strip() == "None" else float(output.stdout)
-
-
-def memory_of_one_step(size: int) -> float | None:
-    """:func:`memory_factor` of this process, which must be a fresh one."""
-    _make_step(10_000)()  # compilation, imports and one-time allocations do not count
-    measured = measure_memory(_make_step(size))
-    return None if measured is None else (measured[1] - measured[0]) / (4 * size)  # float32
-
-
-def _make_step(size: int) -> Callable[[], None]:
-    scores, targets = make_scores(size, 0.0, POSITIVES, "cpu")
-    return _step(scores, lambda: ap_loss(scores, targets))
 
 
 def _cases(size: int, separation: float, positives: int, device: torch.device) -> Cases:

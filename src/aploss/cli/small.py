@@ -9,7 +9,7 @@ from aploss.cli.command import EXIT_PROBLEMS, free_folder, positive_int, progres
 from aploss.errors import ConfigError
 from aploss.files import write_json
 
-BENCHMARKS = ("losses", "scaling", "data", "training-step")
+BENCHMARKS = ("losses", "training-step")
 STUDIES = ("convergence", "smoothed-failure", "inseparable", "consistency", "imbalance", "method")
 MIN_EXPORT_SIZE = 32
 DEMO_EXAMPLES = """
