@@ -10,7 +10,7 @@ import torch
 from aploss.cli import main as cli
 from aploss.losses import reference
 from aploss.reports.page import SvgFigure, Verdict
-from aploss.theory import STUDIES, convergence, imbalance, inseparable, write_study
+from aploss.theory import STUDIES, convergence, figures, inseparable, write_study
 from aploss.theory.study import PAPER_UPDATE, Study, checked_verdict
 
 CONTROLS = {"no update", "reversed sign", "random direction", "cross-entropy"}
@@ -138,8 +138,8 @@ class TestInseparable:
 
 
 def test_figure_1_has_the_accuracy_and_the_ap_of_the_paper():
-    scores, targets = imbalance.anchors_of_figure_1()
-    accuracy, precision = imbalance.metrics_with(scores, targets, scores[:0])
+    scores, targets = figures.anchors_of_figure_1()
+    accuracy, precision = figures.metrics_with(scores, targets, scores[:0])
     # 22 of 25 anchors are negatives and nothing is detected; the positives are at places 3, 6 and 9.
     assert accuracy == pytest.approx(22 / 25)
     assert precision == pytest.approx((1 / 3 + 2 / 6 + 3 / 9) / 3)

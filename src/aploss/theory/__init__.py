@@ -2,16 +2,16 @@
 
 from collections.abc import Callable
 
-from aploss.theory import consistency, convergence, imbalance, inseparable, method, smoothed_failure
+from aploss.theory import convergence, figures, inseparable
 from aploss.theory.study import Study, write_index, write_study
 
 __all__ = ["STUDIES", "Study", "write_index", "write_study"]
 
 STUDIES: dict[str, Callable[[int], Study]] = {
     "convergence": convergence.convergence,
-    "smoothed-failure": smoothed_failure.smoothed_failure,
+    "smoothed-failure": convergence.smoothed_failure,
     "inseparable": inseparable.inseparable,
-    "consistency": consistency.consistency,
-    "imbalance": imbalance.imbalance,
-    "method": method.method,
+    "consistency": convergence.consistency,
+    "imbalance": figures.imbalance,
+    "method": figures.method,
 }
