@@ -8,7 +8,7 @@ import torch
 
 from aploss.data.annotations import DetectionDataset, concatenate
 from aploss.errors import DataError
-from aploss.evaluation import GroundTruth
+from aploss.evaluation import read_ground_truth
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_a_dataset_survives_pickling_as_workers_do_it(dataset):
 
 
 def test_the_table_of_annotations_is_that_of_the_coco_dict_and_made_once(dataset):
-    table, expected = dataset.annotations, GroundTruth.from_coco(dataset.to_coco())
+    table, expected = dataset.annotations, read_ground_truth(dataset.to_coco())
     assert dataset.annotations is table
     for column in ("image_ids", "category_ids", "xywh", "areas", "crowd", "difficult", "images"):
         assert np.array_equal(getattr(table, column), getattr(expected, column))

@@ -13,7 +13,7 @@ from torchvision.ops import box_convert, box_iou
 from aploss.cli.main import main
 from aploss.detectors import load
 from aploss.errors import ConfigError
-from aploss.evaluation import calibrate_detections, coco_metrics, optimal_lrp
+from aploss.evaluation import calibrate_detections, coco_metrics, match_detections, optimal_lrp
 from aploss.training.run import train
 
 
@@ -43,7 +43,7 @@ def literal_optimum(truth, results, category, tau):
 
 
 def assert_literal(truth, results, tau=0.5):
-    measured = optimal_lrp(truth, results, iou=tau)
+    measured = optimal_lrp(truth, results, matches=match_detections(truth, results, tau))
     for category in truth["categories"]:
         found = measured[category["name"]]
         if not any(row["category_id"] == category["id"] for row in truth["annotations"]):
@@ -100,9 +100,9 @@ def test_metrics_have_the_mean_and_the_threshold_of_each_class(simulate):
         assert getattr(metrics, part) == pytest.approx(np.mean(known))
     assert metrics.as_dict()["per_class"]["class 3"]["lrp_threshold"] is None  # has no object
     assert metrics.per_class["class 0"]["lrp_threshold"] == measured["class 0"].lrp_threshold
-    calibration, best = calibrate_detections(truth, results)
+    calibration, threshold = calibrate_detections(truth, results)
     expected = [calibration([one.lrp_threshold])[0] for one in measured.values() if not isnan(one.oLRP)]
-    assert calibration.class_thresholds == pytest.approx((*expected, best.threshold))
+    assert calibration.class_thresholds == pytest.approx((*expected, threshold))
 
 
 def test_perfect_and_useless_detections():

@@ -7,7 +7,6 @@ import pytest
 from hand_made import results_of, truth_of
 
 from aploss.evaluation import coco_metrics, match_detections, precision_recall_curves
-from aploss.evaluation.matching import curves_as_dict
 
 CASES = {
     "plain": {},
@@ -46,9 +45,8 @@ def test_duplicates_misses_and_background_are_told_apart():
     truth = truth_of(LEFT, (50, 50, 10, 10))
     matches = match_detections(truth, results_of((LEFT, 0.4), (LEFT, 0.9), ((90, 90, 5, 5), 0.7)))
     assert matches.correct.tolist() == [False, True, False]
-    assert matches.wrong.tolist() == [True, False, True]
     assert matches.overlaps.tolist() == [1, 1, 0]
-    assert matches.missed.tolist() == [False, True]
+    assert matches.found.tolist() == [True, False]
     assert matches.order.tolist() == [1, 2, 0]
 
 
@@ -64,7 +62,7 @@ def test_an_object_that_counts_is_preferred_to_a_nearer_difficult_one():
 def test_the_mean_of_a_curve_is_the_ap_of_its_class(seed, iou, simulate):
     truth, results = simulate(seed, grid=10, score_steps=9, crowds=0.2, difficult=0.2)
     per_class = coco_metrics(truth, results, iou=iou).per_class
-    curves = precision_recall_curves(truth, results, iou=iou)
+    curves = precision_recall_curves(truth, results, matches=match_detections(truth, results, iou))
     assert curves.keys() == {name for name, row in per_class.items() if row["objects"]}
     for name, curve in curves.items():
         assert curve.average_precision == pytest.approx(per_class[name]["AP"], abs=1e-12)
@@ -90,7 +88,7 @@ def test_without_detections_precision_is_zero_and_a_class_without_objects_has_no
 
 
 def test_curves_are_plain_json():
-    document = json.loads(json.dumps(curves_as_dict(precision_recall_curves(TRUTH, RESULTS))))
-    assert document["cell"]["recall"][50] == 0.5
-    assert document["cell"]["score"][-1] is None
-    assert document["cell"]["average_precision"] == pytest.approx(51 / 101)
+    document = json.loads(json.dumps(precision_recall_curves(TRUTH, RESULTS)["cell"].as_dict()))
+    assert document["recall"][50] == 0.5
+    assert document["score"][-1] is None
+    assert document["average_precision"] == pytest.approx(51 / 101)

@@ -22,7 +22,7 @@ from aploss.detectors import build_detector, load, save_detector
 from aploss.detectors.export import OnnxDetector
 from aploss.errors import AplossError
 from aploss.evaluation import coco_metrics
-from aploss.evaluation.tables import as_detections, read_detections, read_ground_truth
+from aploss.evaluation.tables import read_detections, read_ground_truth
 from aploss.reports.run_files import read_run
 from aploss.training.run_folder import RunFolder, Summary
 
@@ -111,7 +111,7 @@ def test_detections(fuzz, tmp_path: Path):
 
     def read() -> None:
         objects = read_ground_truth(str(truth))
-        coco_metrics(objects, as_detections(read_detections(str(found)), objects))
+        coco_metrics(objects, read_detections(str(found)))
 
     fuzz([truth, found], read)
 

@@ -11,15 +11,14 @@ from chromium import browser  # noqa: F401 - a fixture
 from PIL import Image, ImageDraw
 
 from aploss.evaluation import (
-    DetectionTable,
-    GroundTruth,
     calibrate_detections,
     calibration_report,
     coco_metrics,
     match_detections,
     precision_recall_curves,
+    read_detections,
+    read_ground_truth,
 )
-from aploss.evaluation.matching import curves_as_dict
 from aploss.files import write_json
 from aploss.reports.comparison import Comparison, Entry, TrainingCurve, paired_difference
 from aploss.reports.page import Verdict
@@ -81,17 +80,19 @@ def make_detections(truth: dict[str, Any], generator: np.random.Generator) -> li
 
 def write_evaluation(run: Path, truth: dict[str, Any], detections: list[dict[str, Any]]) -> dict[str, Any]:
     """Writes ``evaluation/`` as the end of a training does; returns the metrics."""
-    objects, table = GroundTruth.from_coco(truth), DetectionTable.from_results(detections)
+    objects, table = read_ground_truth(truth), read_detections(detections)
     matches = match_detections(objects, table)
-    calibration, best = calibrate_detections(objects, table, matches=matches)
-    curves = curves_as_dict(precision_recall_curves(objects, table, matches=matches))
-    metrics = {**coco_metrics(objects, table).as_dict(), "precision_recall": curves}
+    calibration, threshold = calibrate_detections(objects, table, matches=matches)
+    report = calibration_report(objects, table, calibration, threshold, matches=matches)
+    curves = precision_recall_curves(objects, table, matches=matches)
+    metrics = coco_metrics(objects, table).as_dict()
+    metrics["precision_recall"] = {name: curve.as_dict() for name, curve in curves.items()}
     ids = [entry["id"] for entry in truth["annotations"]]
     documents = {
         "ground_truth": truth,
         "detections": detections,
         "metrics": metrics,
-        "calibration": calibration_report(objects, table, calibration, best.threshold, matches=matches),
+        "calibration": {**report, "calibrated_scores": calibration(table.scores).tolist()},
         "matches": matches_document(matches.correct, matches.ignored, matches.objects, ids),
     }
     for name, document in documents.items():

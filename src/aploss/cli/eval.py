@@ -14,11 +14,12 @@ import numpy as np
 
 from aploss.cli.command import positive_int, progress, run_folder_of
 from aploss.data.annotations import Annotations
+from aploss.data.coco import coco_document
 from aploss.errors import ConfigError, DataError
-from aploss.evaluation.matching import curves_as_dict, match_detections, match_voc, precision_recall_curves
-from aploss.evaluation.metrics import Metrics, coco_metrics, voc_metrics
-from aploss.evaluation.tables import DetectionTable, as_detections, read_detections, read_ground_truth
-from aploss.files import write_text
+from aploss.evaluation.matching import match_detections, match_voc, precision_recall_curves
+from aploss.evaluation.metrics import coco_metrics, voc_metrics
+from aploss.evaluation.tables import DetectionTable, as_tables, read_detections, read_ground_truth
+from aploss.files import write_json, write_text
 
 EVAL_EXAMPLES = """
   aploss eval runs/demo --data VOCdevkit --split 2007_test --metric voc07 --json
@@ -28,25 +29,24 @@ EVAL_EXAMPLES = """
 
 
 def add_eval_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("run", nargs="?", help="run folder or checkpoint to evaluate on --data")
-    parser.add_argument("--data", help="dataset to evaluate a run on: folder, file, or 'builtin'")
-    parser.add_argument("--split", help="split of the dataset; by default test, else val")
-    parser.add_argument("--format", default="auto", help="format of the dataset, if it cannot be detected")
-    unknown = "evaluate without the objects of classes that the run does not know"
-    parser.add_argument("--ignore-unknown-classes", action="store_true", help=unknown)
-    parser.add_argument("--device", default="auto", help="cpu, cuda, mps or auto")
-    batch = "images per forward pass; by default the run's validation batch size"
-    parser.add_argument("--batch-size", type=positive_int, metavar="N", help=batch)
-    parser.add_argument("--annotations", metavar="FILE", help="ground truth as COCO annotation JSON")
-    parser.add_argument("--detections", metavar="FILE", help="detections as COCO results JSON")
+    add = parser.add_argument
+    add("run", nargs="?", help="run folder or checkpoint to evaluate on --data")
+    add("--data", help="dataset to evaluate a run on: folder, file, or 'builtin'")
+    add("--split", help="split of the dataset; by default test, else val")
+    add("--format", default="auto", help="format of the dataset, if it cannot be detected")
+    add("--ignore-unknown-classes", action="store_true", help="leave out objects of classes that the run does not know")
+    add("--device", default="auto", help="cpu, cuda, mps or auto")
+    add("--batch-size", type=positive_int, metavar="N", help="images per forward pass; by default as in validation")
+    add("--annotations", metavar="FILE", help="ground truth as COCO annotation JSON")
+    add("--detections", metavar="FILE", help="detections as COCO results JSON")
     metric = "COCO, VOC2007 (11 points) or VOC2010 and later (area under the curve)"
-    parser.add_argument("--metric", choices=["coco", "voc07", "voc12"], default="coco", help=metric)
+    add("--metric", choices=["coco", "voc07", "voc12"], default="coco", help=metric)
     iou = "evaluate AP at this IoU only; by default 0.50:0.95 for coco and 0.5 for voc"
-    parser.add_argument("--iou", type=float, metavar="X", help=iou)
+    add("--iou", type=float, metavar="X", help=iou)
     limit = "detections per image and class (coco only); by default 100, or as many as the run returns"
-    parser.add_argument("--max-detections", type=positive_int, metavar="N", help=limit)
-    parser.add_argument("--json", action="store_true", help="print only one JSON object")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for metrics.json and precision-recall curves")
+    add("--max-detections", type=positive_int, metavar="N", help=limit)
+    add("--json", action="store_true", help="print only one JSON object")
+    add("--out", type=Path, metavar="DIR", help="folder for metrics.json and precision-recall curves")
 
 
 def run_eval(options: Namespace) -> int:
@@ -63,10 +63,11 @@ def run_eval(options: Namespace) -> int:
         metrics = coco_metrics(truth, table, iou=options.iou, max_detections=options.max_detections or 100)
     else:
         metrics = voc_metrics(truth, table, year=2007 if options.metric == "voc07" else 2012, iou=iou)
+    document = {**metrics.as_dict(), "ignored_objects": ignored}
     if options.out is not None:
-        _write(options.out, truth, table, metrics, iou, ignored)
+        _write(options.out, truth, table, document, iou)
     if options.json:
-        print(json.dumps({**metrics.as_dict(), "ignored_objects": ignored}, allow_nan=False))
+        print(json.dumps(document, allow_nan=False))
     else:
         if ignored:
             print(f"{ignored} objects of classes that the run does not know are ignored")
@@ -88,15 +89,12 @@ def _detect(options: Namespace) -> tuple[Annotations, DetectionTable, int]:
     source = find_source(options.data, format=options.format)
     name = options.split or _default_split(options.data, source.splits)
     option = None if options.ignore_unknown_classes else "--ignore-unknown-classes"
-    split, workers = (
-        load_split(source, name, detector.class_names, ignore_unknown=option),
-        choose_workers(None, device, 1),
-    )
+    split = load_split(source, name, detector.class_names, ignore_unknown=option)
     if split.dataset.num_boxes == 0:
         names = ", ".join(detector.class_names)
         raise DataError(f"{options.data}: split '{name}' has no objects of the run's classes ({names})")
     # The batch size of the run's own validation: the last bits of a convolution depend on it.
-    folder = run_folder_of(options.run)
+    folder, workers = run_folder_of(options.run), choose_workers(None, device, 1)
     size = options.batch_size or (folder.read_config().validation.batch_size if folder is not None else 8)
     with start_accelerator(device) as accelerator, progress("images", quiet=options.quiet or options.json) as show:
         table = detect_split(detector, split, accelerator, batch_size=size, workers=workers, on_images=show)
@@ -117,37 +115,33 @@ def _default_split(data: str, splits: Sequence[str]) -> str:
 
 def _read(annotations: str, detections: str) -> tuple[Annotations, DetectionTable, int]:
     """The ground truth and detections of two files; see :func:`_detect`."""
-    truth, table = read_ground_truth(annotations), read_detections(detections)
+    truth, table = as_tables(read_ground_truth(annotations), read_detections(detections))
     images = Path(detections).with_name("images.json")  # next to the detections of aploss predict
     if images.is_file():
-        predicted = read_ground_truth(images)
-        paths = [(path, truth.file_names.get(number, "")) for number, path in predicted.file_names.items()]
-        same = all(Path(path).name == Path(annotated).name for path, annotated in paths)
-        if not same or not predicted.categories.items() <= truth.categories.items():
+        categories = read_ground_truth(images).categories
+        predicted, annotated = _file_names(images), _file_names(Path(annotations))
+        same = all(annotated.get(number) == name for number, name in predicted.items())
+        if not same or not categories.items() <= truth.categories.items():
             option = f"--submission coco --annotations {annotations}"
             raise DataError(f"{detections} has other ids than {annotations}: add {option} to aploss predict")
-    try:
-        table = as_detections(table, truth)
-    except DataError as error:
-        raise DataError(f"{detections}: {error}") from None
     if missed := len(truth.images) - len(np.unique(table.image_ids)):
         warning = f"{missed} of {len(truth.images)} images have no detections; their objects count as missed"
         print(f"aploss eval: warning: {warning}", file=sys.stderr)
     return truth, table, 0
 
 
-def _write(folder: Path, truth: Annotations, table: DetectionTable, metrics: Metrics, iou: float, ignored: int) -> None:
+def _file_names(file: Path) -> dict[int, str]:
+    """Image id → file name without folders."""
+    return {image.id: Path(str(image.file_name)).name for image in coco_document(file.read_bytes()).images}
+
+
+def _write(folder: Path, truth: Annotations, table: DetectionTable, document: dict[str, object], iou: float) -> None:
     """Writes metrics.json and, if any class has objects, a plot of the curves."""
     from aploss.plotting.plots import precision_recall_plot
 
-    match = match_detections if metrics.metric == "coco" else match_voc
+    match = match_detections if document["metric"] == "coco" else match_voc
     curves = precision_recall_curves(truth, table, matches=match(truth, table, iou))
-    document = {
-        **metrics.as_dict(),
-        "ignored_objects": ignored,
-        "precision_recall_iou": iou,
-        "precision_recall": curves_as_dict(curves),
-    }
-    write_text(folder / "metrics.json", json.dumps(document, indent=2, allow_nan=False) + "\n")
+    lists = {name: curve.as_dict() for name, curve in curves.items()}
+    write_json(folder / "metrics.json", {**document, "precision_recall_iou": iou, "precision_recall": lists})
     if curves:
         write_text(folder / "precision-recall.svg", precision_recall_plot(curves, iou))

@@ -1,22 +1,17 @@
 """Average precision as COCO and VOC measure it, LRP, curves, matching and calibration of scores.
 
-faster-coco-eval is imported when a COCO metric is computed. Ground truth is a COCO dict or arrays (a
-:class:`GroundTruth`, or ``dataset.annotations`` of a loaded dataset), detections are COCO results or a
+faster-coco-eval is imported when a COCO metric is computed. Ground truth is a COCO dict or arrays
+(``dataset.annotations`` of a loaded dataset, or :func:`read_ground_truth`), detections are COCO results or a
 :class:`DetectionTable`.
 """
 
 from aploss.evaluation.calibration import (
     Calibration,
-    DrawThreshold,
-    ReliabilityBin,
-    best_f1_threshold,
     calibrate_detections,
     calibration_report,
     expected_calibration_error,
     fit_calibration,
-    reliability,
 )
-from aploss.evaluation.lrp import OptimalLRP, optimal_lrp
 from aploss.evaluation.matching import Curve, Matches, match_detections, match_voc, precision_recall_curves
 from aploss.evaluation.metrics import (
     COCO_IOUS,
@@ -24,16 +19,17 @@ from aploss.evaluation.metrics import (
     LOWER_IS_BETTER,
     METRICS,
     Metrics,
+    OptimalLRP,
     coco_metrics,
-    voc_average_precision,
+    optimal_lrp,
     voc_metrics,
 )
-from aploss.evaluation.tables import DetectionTable, GroundTruth, read_detections, read_ground_truth
+from aploss.evaluation.tables import DetectionTable, read_detections, read_ground_truth
 
 __all__ = [
     "COCO_IOUS", "HEADLINE_METRICS", "LOWER_IS_BETTER", "METRICS", "Calibration", "Curve", "DetectionTable",
-    "DrawThreshold", "GroundTruth", "Matches", "Metrics", "OptimalLRP", "ReliabilityBin", "best_f1_threshold",
-    "calibrate_detections", "calibration_report", "coco_metrics", "expected_calibration_error", "fit_calibration",
-    "match_detections", "match_voc", "optimal_lrp", "precision_recall_curves", "read_detections", "read_ground_truth",
-    "reliability", "voc_average_precision", "voc_metrics",
+    "Matches", "Metrics", "OptimalLRP", "calibrate_detections",
+    "calibration_report", "coco_metrics", "expected_calibration_error", "fit_calibration", "match_detections",
+    "match_voc", "optimal_lrp", "precision_recall_curves", "read_detections", "read_ground_truth",
+    "voc_metrics",
 ]  # fmt: skip

@@ -5,14 +5,15 @@ it is strictly increasing, the order of the detections, and hence AP, is unchang
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from aploss.data.annotations import as_rows
 from aploss.errors import DataError
-from aploss.evaluation.lrp import optimal_lrp
 from aploss.evaluation.matching import Matches, match_detections
+from aploss.evaluation.metrics import optimal_lrp
 from aploss.evaluation.tables import Detections, Truth, as_tables
 
 Values = np.ndarray | Sequence[float]
@@ -80,11 +81,6 @@ class Calibration:
             raise DataError(f"not a calibration: {error}") from None
 
 
-def _check_range(scores: np.ndarray) -> None:
-    if scores.size and not (scores.min() >= 0 and scores.max() <= 1):
-        raise DataError("calibration is for scores in [0, 1]; apply a sigmoid to logits first")
-
-
 def fit_calibration(scores: Values, correct: Flags) -> Calibration:
     """Fits the map by centred isotonic regression (Oron and Flournoy, 2017).
 
@@ -106,7 +102,6 @@ def fit_calibration(scores: Values, correct: Flags) -> Calibration:
         [0.33, 0.8]
     """
     score, right = _as_arrays(scores, correct)
-    _check_range(score)
     score = score.astype(np.float32).astype(np.float64)  # all knots are float32 numbers, so at least a step apart
     score, right = score[score > 0], right[score > 0]
     if not score.size:
@@ -141,15 +136,14 @@ def _with_ends(x: np.ndarray, y: np.ndarray, lowest: float, highest: float) -> t
 
 
 def calibrate_detections(
-    ground_truth: Truth, detections: Detections, *, iou: float = 0.5, matches: Matches | None = None
-) -> "tuple[Calibration, DrawThreshold]":
+    ground_truth: Truth, detections: Detections, *, matches: Matches | None = None
+) -> tuple[Calibration, float]:
     """Fits the calibration and the thresholds on a validation set.
 
     Args:
         ground_truth: COCO dict or arrays of the validation set.
         detections: a detector's raw detections on it, without a score threshold.
-        iou: smallest overlap of a match.
-        matches: precomputed matches, which replace ``iou``.
+        matches: defaults to :func:`match_detections` at IoU 0.5.
 
     Returns:
         The calibration, shared by all classes, with the LRP-optimal threshold of each class, and the threshold with the
@@ -161,18 +155,18 @@ def calibrate_detections(
         ...     "annotations": [{"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 10]}],
         ... }
         >>> found = [{"image_id": 1, "category_id": 1, "bbox": [x, 0, 10, 10], "score": 0.2 - x / 500} for x in (0, 50)]
-        >>> calibration, best = calibrate_detections(truth, found)
-        >>> best.f1, len(calibration.class_thresholds)
-        (1.0, 1)
+        >>> calibration, threshold = calibrate_detections(truth, found)
+        >>> calibration([0.1, 0.2]) >= threshold
+        array([False,  True])
     """
     truth, table = as_tables(ground_truth, detections)
-    matches = match_detections(truth, table, iou) if matches is None else matches
+    matches = matches or match_detections(truth, table)
     scores, correct = table.scores[~matches.ignored], matches.correct[~matches.ignored]
     calibration = fit_calibration(scores, correct)
-    best = best_f1_threshold(calibration(scores), correct, int(truth.counted.sum()))
+    threshold = _best_f1_threshold(calibration(scores), correct, int(truth.counted.sum()))
     raw = np.array([one.lrp_threshold for one in optimal_lrp(truth, table, matches=matches).values()])
-    thresholds = np.where(np.isnan(raw), best.threshold, calibration(np.nan_to_num(raw)))
-    return replace(calibration, class_thresholds=tuple(thresholds.tolist())), best
+    per_class = np.where(np.isnan(raw), threshold, calibration(np.nan_to_num(raw)))
+    return replace(calibration, class_thresholds=tuple(per_class.tolist())), threshold
 
 
 def calibration_report(
@@ -181,21 +175,19 @@ def calibration_report(
     calibration: Calibration,
     threshold: float,
     *,
-    iou: float = 0.5,
     matches: Matches | None = None,
 ) -> dict[str, Any]:
     """Measures a calibration on detections that it was not fitted on.
 
     Args:
-        ground_truth, detections, iou, matches: see :func:`calibrate_detections`.
+        ground_truth, detections, matches: see :func:`calibrate_detections`.
         calibration: fitted on another set.
         threshold: calibrated score from which detections are drawn.
 
     Returns:
-        Plain values for JSON: ``iou``, ``draw_threshold``, ``calibrated_scores`` of all detections; the number of
-        ``drawn`` detections, their ``precision``, ``recall`` and ``f1``; and, ``before`` and ``after`` calibration, the
-        ``expected_calibration_error`` of the drawn detections, their reliability ``bins``, and under ``all`` the error
-        over all detections.
+        Plain values for JSON: ``iou``, ``draw_threshold`` and, ``before`` and ``after`` calibration, the
+        ``expected_calibration_error`` of the drawn detections, the ``bins`` of their reliability diagram (``lower``,
+        ``upper``, ``count``, ``confidence``, ``precision``), and under ``all`` the error over all detections.
 
     Example:
         >>> truth = {
@@ -204,151 +196,74 @@ def calibration_report(
         ... }
         >>> found = [{"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 8], "score": 0.6}]
         >>> report = calibration_report(truth, found, Calibration(x=[0, 1], y=[0, 1]), 0.5)
-        >>> report["drawn"], report["f1"], report["after"]["expected_calibration_error"]
-        (1, 1.0, 0.4)
+        >>> report["after"]["expected_calibration_error"]
+        0.4
     """
     truth, table = as_tables(ground_truth, detections)
-    matches = match_detections(truth, table, iou) if matches is None else matches
-    judged = ~matches.ignored
-    calibrated = calibration(table.scores)
-    correct = matches.correct[judged]
-    drawn = calibrated[judged] >= threshold
-    right, shown, objects = correct[drawn].sum(), drawn.sum(), matches.counted.sum()
-    return {
-        "iou": matches.iou,
-        "draw_threshold": threshold,
-        "drawn": int(shown),
-        "precision": float(right / max(1, shown)),
-        "recall": float(right / max(1, objects)),
-        "f1": float(2 * right / max(1, shown + objects)),
-        "before": _errors(table.scores[judged], correct, drawn),
-        "after": _errors(calibrated[judged], correct, drawn),
-        "calibrated_scores": calibrated.tolist(),
-    }
+    matches = matches or match_detections(truth, table)
+    correct, scores = matches.correct[~matches.ignored], table.scores[~matches.ignored]
+    calibrated = calibration(scores)
+    drawn = calibrated >= threshold
+    report: dict[str, Any] = {"iou": matches.iou, "draw_threshold": threshold}
+    for name, values in (("before", scores), ("after", calibrated)):
+        report[name] = {
+            "expected_calibration_error": expected_calibration_error(values[drawn], correct[drawn]),
+            "bins": _reliability(values[drawn], correct[drawn]),
+            "all": {"expected_calibration_error": expected_calibration_error(values, correct)},
+        }
+    return report
 
 
-def _errors(values: np.ndarray, correct: np.ndarray, drawn: np.ndarray) -> dict[str, Any]:
-    return {
-        "expected_calibration_error": expected_calibration_error(values[drawn], correct[drawn]),
-        "bins": [asdict(row) for row in reliability(values[drawn], correct[drawn])],
-        "all": {"expected_calibration_error": expected_calibration_error(values, correct)},
-    }
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReliabilityBin:
-    """Detections with a probability in [lower, upper): mean probability (confidence) and true precision.
-
-    Example:
-        >>> ReliabilityBin(lower=0.7, upper=0.8, count=2, confidence=0.75, precision=0.5).count
-        2
-    """
-
-    lower: float
-    upper: float
-    count: int
-    confidence: float
-    precision: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrawThreshold:
-    """The score from which detections are drawn, with F1, precision and recall at this threshold.
-
-    Example:
-        >>> best_f1_threshold([0.9, 0.1], [True, False], objects=1).threshold
-        0.5
-    """
-
-    threshold: float
-    f1: float
-    precision: float
-    recall: float
-
-
-def reliability(probabilities: Values, correct: Flags, bins: int = BINS) -> list[ReliabilityBin]:
-    """Compares predicted with true precision in bins; empty bins are left out.
-
-    Args:
-        probabilities: in [0, 1], [n].
-        correct: whether each detection found an object, [n].
-        bins: number of bins of equal width.
-
-    Example:
-        >>> [row] = reliability([0.72, 0.78], [True, False])
-        >>> row.count, row.confidence, row.precision
-        (2, 0.75, 0.5)
-    """
+def _reliability(probabilities: Values, correct: Flags) -> list[dict[str, float]]:
+    """Compares predicted with true precision in ten bins of equal width; empty bins are left out."""
     values, right = _as_arrays(probabilities, correct)
-    edges = np.linspace(0.0, 1.0, bins + 1)
-    place = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, bins - 1)  # the last one includes 1
-    counts, confidence, hits = (np.bincount(place, weights) for weights in (None, values, right))
-    return [
-        ReliabilityBin(
-            lower=float(edges[index]),
-            upper=float(edges[index + 1]),
-            count=int(counts[index]),
-            confidence=float(confidence[index] / counts[index]),
-            precision=float(hits[index] / counts[index]),
-        )
-        for index in np.flatnonzero(counts)
-    ]
+    edges = np.linspace(0.0, 1.0, BINS + 1)
+    place = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, BINS - 1)  # the last one includes 1
+    counts = np.bincount(place, minlength=BINS)
+    means = [np.bincount(place, one, minlength=BINS) / np.maximum(1, counts) for one in (values, right)]
+    columns = {"lower": edges[:-1], "upper": edges[1:], "count": counts, "confidence": means[0], "precision": means[1]}
+    return as_rows(**{name: column[counts > 0] for name, column in columns.items()})
 
 
-def expected_calibration_error(probabilities: Values, correct: Flags, bins: int = BINS) -> float:
-    """Mean distance between predicted and true precision over the bins, weighted by count; 0 without detections.
+def expected_calibration_error(probabilities: Values, correct: Flags) -> float:
+    """Mean distance between predicted and true precision over ten bins, weighted by count; 0 without detections.
 
     The error depends on the selection: a detector's 100 best per image are mostly background, which is easy to be right
     about. To judge the detections that people see, pass those above the threshold.
 
     Args:
-        probabilities, correct, bins: see :func:`reliability`.
+        probabilities: in [0, 1], [n].
+        correct: whether each detection found an object, [n].
 
     Example:
         >>> expected_calibration_error([0.72, 0.78], [True, False])  # predicted 0.75, true 0.5
         0.25
     """
-    rows = reliability(probabilities, correct, bins)
-    total = sum(row.count for row in rows)
-    return sum(row.count * abs(row.confidence - row.precision) for row in rows) / max(1, total)
+    rows = _reliability(probabilities, correct)
+    total = sum(row["count"] for row in rows)
+    return sum(row["count"] * abs(row["confidence"] - row["precision"]) for row in rows) / max(1, total)
 
 
-def best_f1_threshold(scores: Values, correct: Flags, objects: int) -> DrawThreshold:
-    """Finds the threshold with the best F1 over all classes together.
-
-    It is halfway between two scores, so that it does not depend on the last digit of one.
-
-    Args:
-        scores, correct: see :func:`fit_calibration`. Without a correct detection the threshold is 0.5, with F1 0.
-        objects: number of objects that count.
-
-    Example:
-        >>> best = best_f1_threshold([0.9, 0.8, 0.2, 0.1], [True, True, False, True], objects=3)
-        >>> best.threshold, best.precision  # F1 with the 2 best 4/5, with all 6/7
-        (0.05, 0.75)
-    """
-    values, right = _as_arrays(scores, correct)
-    if objects < right.sum():
-        raise DataError(f"{int(right.sum())} correct detections of {objects} objects")
-    if not right.any():
-        return DrawThreshold(threshold=0.5, f1=0.0, precision=0.0, recall=0.0)
-    order = np.argsort(-values, kind="stable")
-    descending = np.append(values[order], 0.0)
+def _best_f1_threshold(scores: np.ndarray, correct: np.ndarray, objects: int) -> float:
+    """The threshold with the best F1 over all classes, halfway between two scores; 0.5 without a correct detection."""
+    if not correct.any():
+        return 0.5
+    order = np.argsort(-scores, kind="stable")
+    descending = np.append(scores[order], 0.0)
     last_of_ties = np.flatnonzero(np.append(descending[:-2] != descending[1:-1], True))
-    found = np.cumsum(right[order])[last_of_ties]
-    f1 = 2 * found / (last_of_ties + 1 + objects)
-    best = int(np.argmax(f1))
-    last = last_of_ties[best]
-    return DrawThreshold(
-        threshold=float(descending[last : last + 2].mean()),
-        f1=float(f1[best]),
-        precision=float(found[best] / (last + 1)),
-        recall=float(found[best] / objects),
-    )
+    f1 = 2 * np.cumsum(correct[order])[last_of_ties] / (last_of_ties + 1 + objects)
+    last = last_of_ties[np.argmax(f1)]
+    return float(descending[last : last + 2].mean())
 
 
-def _as_arrays(values: Values, correct: Flags) -> tuple[np.ndarray, np.ndarray]:
-    numbers, right = np.asarray(values, dtype=np.float64), np.asarray(correct, dtype=np.float64)
-    if numbers.ndim != 1 or numbers.shape != right.shape:
-        raise DataError(f"{numbers.shape} scores and {right.shape} outcomes, expected [n] of both")
-    return numbers, right
+def _as_arrays(scores: Values, correct: Flags) -> tuple[np.ndarray, np.ndarray]:
+    values, right = np.asarray(scores, dtype=np.float64), np.asarray(correct, dtype=np.float64)
+    if values.ndim != 1 or values.shape != right.shape:
+        raise DataError(f"{values.shape} scores and {right.shape} outcomes, expected [n] of both")
+    _check_range(values)
+    return values, right
+
+
+def _check_range(scores: np.ndarray) -> None:
+    if scores.size and not (scores.min() >= 0 and scores.max() <= 1):
+        raise DataError("calibration is for scores in [0, 1]; apply a sigmoid to logits first")

@@ -29,8 +29,8 @@ class Matches:
 
     Example:
         >>> matches = match_detections({"images": [], "categories": [], "annotations": []}, [])
-        >>> matches.correct.shape, matches.missed.sum()
-        ((0,), np.int64(0))
+        >>> matches.correct.shape, matches.found.shape
+        ((0,), (0,))
     """
 
     iou: float
@@ -41,16 +41,6 @@ class Matches:
     found: np.ndarray
     counted: np.ndarray
     order: np.ndarray
-
-    @property
-    def wrong(self) -> np.ndarray:
-        """False positives, bool [n]."""
-        return np.asarray(~(self.correct | self.ignored))
-
-    @property
-    def missed(self) -> np.ndarray:
-        """False negatives, bool [g]."""
-        return np.asarray(self.counted & ~self.found)
 
 
 class _Pairs(NamedTuple):
@@ -86,12 +76,8 @@ def match_detections(ground_truth: Truth, detections: Detections, iou: float = 0
     pairs = _pairs(truth, table, truth.crowd)
     # equal scores: COCO proceeds image by image in the order of their ids
     order = np.lexsort((table.image_ids, -table.scores))
-    objects = _assign(truth, pairs, order, iou)
-    overlaps = np.zeros(len(table))
-    np.maximum.at(overlaps, pairs.detections, pairs.overlaps)
-    is_match = pairs.objects == objects[pairs.detections]
-    overlaps[pairs.detections[is_match]] = pairs.overlaps[is_match]
-    return _matches(truth, iou, objects, overlaps, order)
+    close = np.flatnonzero(pairs.overlaps >= min(iou, 1 - 1e-10))
+    return _matches(truth, iou, pairs, close, order, reusable=truth.crowd)
 
 
 def match_voc(ground_truth: Truth, detections: Detections, iou: float = 0.5) -> Matches:
@@ -102,9 +88,7 @@ def match_voc(ground_truth: Truth, detections: Detections, iou: float = 0.5) -> 
     the next best free object.)
 
     Args:
-        ground_truth: COCO dict or arrays.
-        detections: COCO results or a table.
-        iou: smallest overlap of a match.
+        ground_truth, detections, iou: see :func:`match_detections`.
 
     Example:
         >>> truth = {
@@ -120,23 +104,39 @@ def match_voc(ground_truth: Truth, detections: Detections, iou: float = 0.5) -> 
     # the pair with the largest overlap of each detection, the first of equal ones
     best = np.lexsort((-pairs.overlaps, pairs.detections))
     best = best[np.unique(pairs.detections[best], return_index=True)[1]]
-    overlaps = np.zeros(len(table))
-    overlaps[pairs.detections[best]] = pairs.overlaps[best]
-    objects = np.full(len(table), -1, dtype=np.int64)
-    best = best[pairs.overlaps[best] >= iou]
-    objects[pairs.detections[best]] = pairs.objects[best]
     order = np.argsort(-table.scores, kind="stable")
-    claims = order[objects[order] >= 0]
-    later = np.setdiff1d(claims, claims[np.unique(objects[claims], return_index=True)[1]])
-    objects[later[truth.counted[objects[later]]]] = -1
-    return _matches(truth, iou, objects, overlaps, order)
+    return _matches(truth, iou, pairs, best[pairs.overlaps[best] >= iou], order, reusable=~truth.counted)
 
 
-def _matches(truth: Annotations, iou: float, objects: np.ndarray, overlaps: np.ndarray, order: np.ndarray) -> Matches:
-    """The matches that follow from the object of each detection (-1: unmatched)."""
+def _matches(
+    truth: Annotations, iou: float, pairs: _Pairs, close: np.ndarray, order: np.ndarray, *, reusable: np.ndarray
+) -> Matches:
+    """Lets the detections take objects in turn.
+
+    Args:
+        truth, iou: see :class:`Matches`.
+        pairs: all pairs.
+        close: indices of the pairs that may match.
+        order: detections by descending score, int64 [n].
+        reusable: whether an object can take any number of detections, bool [g].
+    """
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    detection, candidate = pairs.detections[close], pairs.objects[close]
+    # a detection prefers objects that count, then the largest overlap, then the later object
+    preference = np.lexsort((-candidate, -pairs.overlaps[close], ~truth.counted[candidate], rank[detection]))
+    objects = np.full(len(order), -1, dtype=np.int64)
+    taken = np.zeros(len(truth), dtype=bool)
+    for row in preference:
+        if objects[detection[row]] < 0 and not taken[candidate[row]]:
+            objects[detection[row]] = candidate[row]
+            taken[candidate[row]] = not reusable[candidate[row]]
+    overlaps = np.zeros(len(order))
+    np.maximum.at(overlaps, pairs.detections, pairs.overlaps)
+    is_match = pairs.objects == objects[pairs.detections]
+    overlaps[pairs.detections[is_match]] = pairs.overlaps[is_match]
     matched = objects >= 0
-    ignored = matched.copy()
-    ignored[matched] = ~truth.counted[objects[matched]]
+    ignored = matched & np.append(~truth.counted, False)[objects]
     return Matches(
         iou=iou,
         correct=matched & ~ignored,
@@ -177,23 +177,6 @@ def _overlaps(boxes: np.ndarray, others: np.ndarray, covers: np.ndarray) -> np.n
     return np.asarray(np.divide(intersection, union, out=np.zeros_like(union), where=intersection > 0))
 
 
-def _assign(truth: Annotations, pairs: _Pairs, order: np.ndarray, iou: float) -> np.ndarray:
-    """Index of the object that each detection takes by the rules of COCO, -1 if none, int64 [n]."""
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    close = np.flatnonzero(pairs.overlaps >= min(iou, 1 - 1e-10))
-    detection, candidate = pairs.detections[close], pairs.objects[close]
-    # a detection prefers objects that count, then the largest overlap, then the later object
-    preference = np.lexsort((-candidate, -pairs.overlaps[close], ~truth.counted[candidate], rank[detection]))
-    objects = np.full(len(order), -1, dtype=np.int64)
-    taken = np.zeros(len(truth), dtype=bool)
-    for row in preference:
-        if objects[detection[row]] < 0 and not taken[candidate[row]]:
-            objects[detection[row]] = candidate[row]
-            taken[candidate[row]] = not truth.crowd[candidate[row]]
-    return objects
-
-
 # --- curves -----------------------------------------------------------------------------------
 
 
@@ -224,15 +207,25 @@ class Curve:
         """Mean precision over the recall points."""
         return float(self.precision.mean())
 
+    def as_dict(self) -> dict[str, Any]:
+        """The curve as plain lists for JSON, with ``None`` for scores that are not reached."""
+        return {
+            "recall": self.recall.round(2).tolist(),
+            "precision": self.precision.round(6).tolist(),
+            "score": [None if np.isnan(score) else float(score) for score in self.scores],
+            "average_precision": self.average_precision,
+            "objects": self.objects,
+        }
+
 
 def precision_recall_curves(
-    ground_truth: Truth, detections: Detections, *, iou: float = 0.5, matches: Matches | None = None
+    ground_truth: Truth, detections: Detections, *, matches: Matches | None = None
 ) -> dict[str, Curve]:
     """Computes the curve of each class in which an object counts.
 
     Args:
-        ground_truth, detections, iou: see :func:`match_detections`.
-        matches: precomputed matches, such as those of :func:`match_voc`, which replace ``iou``.
+        ground_truth, detections: see :func:`match_detections`.
+        matches: defaults to :func:`match_detections` at IoU 0.5.
 
     Returns:
         Class name → its curve.
@@ -247,7 +240,7 @@ def precision_recall_curves(
         np.float64(1.0)
     """
     truth, table = as_tables(ground_truth, detections)
-    matches = match_detections(truth, table, iou) if matches is None else matches
+    matches = matches or match_detections(truth, table)
     curves = {}
     for name, objects, rows in by_category(truth, table, matches):
         if objects:
@@ -283,17 +276,3 @@ def precision_envelope(hits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     found = np.cumsum(hits)
     precision = found / np.arange(1, len(hits) + 1)
     return found, np.maximum.accumulate(precision[::-1])[::-1]
-
-
-def curves_as_dict(curves: dict[str, Curve]) -> dict[str, dict[str, Any]]:
-    """Curves as lists for JSON: class → recall, precision, score (None if not reached), average_precision, objects."""
-    return {
-        name: {
-            "recall": curve.recall.round(2).tolist(),
-            "precision": curve.precision.round(6).tolist(),
-            "score": [None if np.isnan(score) else float(score) for score in curve.scores],
-            "average_precision": curve.average_precision,
-            "objects": curve.objects,
-        }
-        for name, curve in curves.items()
-    }

@@ -1,17 +1,22 @@
-"""Average precision by the rules of COCO (computed by faster-coco-eval) and of Pascal VOC, and the list of metrics."""
+"""Average precision by the rules of COCO (by faster-coco-eval) and of Pascal VOC, LRP, and the list of metrics."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from math import isnan, nan
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from aploss.data.annotations import Annotations, as_rows
 from aploss.errors import ConfigError
-from aploss.evaluation.lrp import OptimalLRP, optimal_lrp
-from aploss.evaluation.matching import by_category, count_per_category, match_voc, precision_envelope
+from aploss.evaluation.matching import (
+    Matches,
+    by_category,
+    count_per_category,
+    match_detections,
+    match_voc,
+    precision_envelope,
+)
 from aploss.evaluation.tables import Detections, DetectionTable, Truth, as_tables
 
 
@@ -146,7 +151,7 @@ def coco_metrics(
     are wrong.
 
     Args:
-        ground_truth: COCO dict or arrays. Arrays are converted once and cached as long as they live.
+        ground_truth: COCO dict or arrays.
         detections: COCO results or a table.
         iou: if given, ``AP``, ``AR`` and the size metrics are measured at this IoU instead of 0.50:0.05:0.95.
         max_detections: number of detections per image and class that are considered, best first.
@@ -187,20 +192,16 @@ def _check_iou(iou: float) -> None:
         raise ConfigError(f"iou is {iou}, expected more than 0 and at most 1")
 
 
-_PREPARED: "WeakKeyDictionary[Annotations, Any]" = WeakKeyDictionary()  # the ground truth as faster-coco-eval holds it
-
-
 def _evaluate(truth: Annotations, table: DetectionTable, ious: np.ndarray, max_detections: int) -> Any:
     """Runs faster-coco-eval and returns its evaluation object."""
     from faster_coco_eval.core.faster_eval_api import COCOeval_faster
 
-    if truth not in _PREPARED:
-        # an area outside every size range makes the evaluation ignore an object
-        areas = np.where(truth.difficult, -1.0, truth.areas)
-        _PREPARED[truth] = _coco_api(truth, truth, areas, iscrowd=truth.crowd.astype(int))
+    # an area outside every size range makes the evaluation ignore an object
+    areas = np.where(truth.difficult, -1.0, truth.areas)
+    objects = _coco_api(truth, truth, areas, iscrowd=truth.crowd.astype(int))
     areas = table.xywh[:, 2] * table.xywh[:, 3]
     detections = _coco_api(truth, table, areas, iscrowd=areas * 0, score=table.scores)
-    evaluation = COCOeval_faster(_PREPARED[truth], detections, "bbox", print_function=lambda *_: None)
+    evaluation = COCOeval_faster(objects, detections, "bbox", print_function=lambda *_: None)
     evaluation.params.iouThrs = ious
     evaluation.params.maxDets = sorted({1, min(10, max_detections), max_detections})
     evaluation.evaluate()
@@ -285,34 +286,101 @@ def voc_metrics(ground_truth: Truth, detections: Detections, *, year: int = 2012
     for column, threshold in (("AP", iou), ("AP50", 0.5), ("AP75", 0.75)):
         matches = match_voc(truth, table, threshold)
         found = by_category(truth, table, matches)
-        values = [voc_average_precision(matches.correct[rows], objects, year=year) for _, objects, rows in found]
+        values = [_voc_average_precision(matches.correct[rows], objects, year) for _, objects, rows in found]
         columns[column] = [*values, _mean(values)]
     averages = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     return _make_metrics(truth, table, averages, metric="voc07" if year < 2010 else "voc12", iou=f"{iou:.2f}")
 
 
-def voc_average_precision(hits: np.ndarray, positives: int, *, year: int) -> float:
-    """Computes the AP of one class.
-
-    Args:
-        hits: whether each detection is correct, highest score first, without ignored ones, [n].
-        positives: number of objects that count.
-        year: 2009 or earlier for the 11-point average, 2010 or later for the area under the curve.
-
-    Returns:
-        AP, or NaN without objects.
-
-    Example:
-        >>> voc_average_precision(np.array([True, False, True]), 2, year=2012)  # (1 + 2/3) / 2
-        0.8333333333333333
-    """
+def _voc_average_precision(hits: np.ndarray, positives: int, year: int) -> float:
+    """AP of a class, NaN without objects; ``hits`` [n]: whether each detection is correct, best first."""
     if positives == 0:
         return nan
-    if len(hits) == 0:
-        return 0.0
     found, best_from_here = precision_envelope(hits)
     if year < 2010:
         # recall >= step / 10 in integers: 3 of 10 objects reach recall 0.3, but not the float 0.1 * 3
         places = np.searchsorted(10 * found, np.arange(11) * positives, side="left")
         return float(np.append(best_from_here, 0.0)[places].sum() / 11)
     return float(best_from_here[np.asarray(hits, dtype=bool)].sum() / positives)
+
+
+# --- LRP --------------------------------------------------------------------------------------
+
+
+class OptimalLRP(NamedTuple):
+    """oLRP of a class, its parts at the optimal threshold, and that threshold.
+
+    All are NaN if no object of the class counts. If no detection is correct, oLRP is 1 and localisation, false
+    positives and threshold are NaN.
+
+    Example:
+        >>> OptimalLRP(oLRP=0.2, oLRP_loc=0.1, oLRP_fp=0.0, oLRP_fn=0.0, lrp_threshold=0.3).oLRP
+        0.2
+    """
+
+    oLRP: float  # noqa: N815
+    oLRP_loc: float  # noqa: N815  # mean of 1 - IoU over the true positives
+    oLRP_fp: float  # noqa: N815  # 1 - precision
+    oLRP_fn: float  # noqa: N815  # 1 - recall
+    lrp_threshold: float  # halfway between the last score that is kept and the next lower one
+
+
+def optimal_lrp(
+    ground_truth: Truth, detections: Detections, *, matches: Matches | None = None
+) -> dict[str, OptimalLRP]:
+    """Computes localisation recall precision (Oksuz et al., ECCV 2018, TPAMI 2022) of each class.
+
+    AP rates a ranking; LRP rates the detections that remain above a score threshold s, including how well they fit:
+
+        LRP(s) = (sum over true positives of (1 - IoU) / (1 - tau) + false positives + false negatives) / their number
+
+    It is 0 for perfect detections and 1 if nothing is found. oLRP is its minimum over s, and the threshold that attains
+    it is the one to deploy the class with.
+
+    Args:
+        ground_truth: COCO dict or arrays; crowd and difficult objects are ignored.
+        detections: COCO results or a table, without a score threshold.
+        matches: defaults to :func:`match_detections` at IoU 0.5, which is tau.
+
+    Returns:
+        Class name → its :class:`OptimalLRP`.
+
+    Example:
+        >>> truth = {
+        ...     "images": [{"id": 1}], "categories": [{"id": 1, "name": "cell"}],
+        ...     "annotations": [{"image_id": 1, "category_id": 1, "bbox": [x, 0, 10, 10]} for x in (0, 20)],
+        ... }
+        >>> boxes = {0.9: [0, 0, 10, 8], 0.5: [20, 0, 10, 10], 0.1: [50, 0, 10, 10]}
+        >>> found = [{"image_id": 1, "category_id": 1, "bbox": box, "score": score} for score, box in boxes.items()]
+        >>> best = optimal_lrp(truth, found)["cell"]
+        >>> round(best.oLRP, 3), round(best.oLRP_loc, 3), best.lrp_threshold  # (0.2 / 0.5 + 0) / 2 objects
+        (0.2, 0.1, 0.3)
+    """
+    truth, table = as_tables(ground_truth, detections)
+    matches = matches or match_detections(truth, table)
+    return {
+        name: _optimum(table.scores[rows], matches.correct[rows], matches.overlaps[rows], objects, matches.iou)
+        for name, objects, rows in by_category(truth, table, matches)
+    }
+
+
+def _optimum(scores: np.ndarray, correct: np.ndarray, overlaps: np.ndarray, objects: int, iou: float) -> OptimalLRP:
+    """oLRP of the detections of a class, best first, without ignored ones."""
+    if objects == 0:
+        return OptimalLRP(nan, nan, nan, nan, nan)
+    if not correct.any():
+        return OptimalLRP(1.0, nan, nan, 1.0, nan)
+    last_of_ties = np.flatnonzero(np.append(scores[:-1] != scores[1:], True))
+    found, kept = np.cumsum(correct)[last_of_ties], last_of_ties + 1
+    distance = np.cumsum(np.where(correct, 1 - overlaps, 0.0))[last_of_ties]
+    # with n detections kept: true positives + false positives + false negatives = n + objects - true positives
+    error = (distance / (1 - iou) + (kept - found) + (objects - found)) / (kept + objects - found)
+    best = int(np.argmin(error))
+    last = last_of_ties[best]
+    return OptimalLRP(
+        oLRP=float(error[best]),
+        oLRP_loc=float(distance[best] / found[best]),
+        oLRP_fp=float(1 - found[best] / kept[best]),
+        oLRP_fn=float(1 - found[best] / objects),
+        lrp_threshold=float((scores[last] + (scores[last + 1] if last + 1 < len(scores) else 0.0)) / 2),
+    )

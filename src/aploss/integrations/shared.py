@@ -15,9 +15,17 @@ import torch
 from torch import Tensor, nn
 from torchvision.ops import box_convert
 
+from aploss.data.annotations import Annotations
 from aploss.detectors.labels import AnchorLabels
 from aploss.errors import ConfigError, DataError
-from aploss.evaluation import Calibration, DetectionTable, GroundTruth, calibrate_detections, coco_metrics
+from aploss.evaluation import (
+    Calibration,
+    DetectionTable,
+    calibrate_detections,
+    coco_metrics,
+    match_detections,
+    read_ground_truth,
+)
 from aploss.losses.traits import traits_of
 
 KEPT_AP = 0.999  # fraction of AP that the detections above the least score retain
@@ -110,7 +118,7 @@ def fit_precision(
         raise DataError("cannot calibrate scores on images without objects")
     found = DetectionTable.from_predictions(range(len(targets)), [dict(one) for one in detections])
     truth = _ground_truth(targets, found.category_ids.tolist())
-    calibration = calibrate_detections(truth, found, iou=iou)[0]
+    calibration = calibrate_detections(truth, found, matches=match_detections(truth, found, iou))[0]
     least_score = _least_score(truth, found)
     if keep_ap_at is not None and (precision := float(calibration([least_score])[0])) < keep_ap_at:
         knots = np.union1d(calibration.x, least_score)
@@ -119,7 +127,7 @@ def fit_precision(
     return calibration, least_score
 
 
-def _ground_truth(targets: Sequence[Mapping[str, Any]], category_ids: Sequence[int]) -> GroundTruth:
+def _ground_truth(targets: Sequence[Mapping[str, Any]], category_ids: Sequence[int]) -> Annotations:
     annotations = [
         {"image_id": image, "category_id": label + 1, "bbox": box, "iscrowd": int(crowd)}
         for image, target in enumerate(targets)
@@ -131,7 +139,7 @@ def _ground_truth(targets: Sequence[Mapping[str, Any]], category_ids: Sequence[i
         )
     ]
     labels = sorted({*category_ids, *(row["category_id"] for row in annotations)})
-    return GroundTruth.from_coco(
+    return read_ground_truth(
         {
             "images": [{"id": image} for image in range(len(targets))],
             "categories": [{"id": label, "name": str(label)} for label in labels],
@@ -140,7 +148,7 @@ def _ground_truth(targets: Sequence[Mapping[str, Any]], category_ids: Sequence[i
     )
 
 
-def _least_score(truth: GroundTruth, found: DetectionTable) -> float:
+def _least_score(truth: Annotations, found: DetectionTable) -> float:
     """The highest score such that the detections above it retain ``KEPT_AP`` of the AP of all."""
 
     def ap_above(score: float) -> float:

@@ -16,7 +16,7 @@ from aploss.detectors.detector import Detector
 from aploss.detectors.predict import detect_by_size, evaluation_mode
 from aploss.evaluation import METRICS
 from aploss.evaluation.calibration import calibrate_detections, calibration_report
-from aploss.evaluation.matching import Matches, curves_as_dict, match_detections, precision_recall_curves
+from aploss.evaluation.matching import Matches, match_detections, precision_recall_curves
 from aploss.evaluation.metrics import voc_metrics
 from aploss.evaluation.tables import DetectionTable
 from aploss.files import write_json
@@ -155,11 +155,10 @@ def evaluate_run(
 def _calibrate(detector: Detector, validation: _Detected, held_out: _Detected) -> dict[str, Any]:
     """Calibrates the detector and chooses its threshold; returns the report on the held-out split."""
     split, table, matches = validation
-    calibration, best = calibrate_detections(split.truth, table, matches=matches)
-    detector.calibration, detector.draw_threshold = calibration, best.threshold
+    detector.calibration, detector.draw_threshold = calibrate_detections(split.truth, table, matches=matches)
     measured, table, matches = held_out
     return {
-        **calibration_report(measured.truth, table, calibration, best.threshold, matches=matches),
+        **calibration_report(measured.truth, table, detector.calibration, detector.draw_threshold, matches=matches),
         "fitted_on": split.name,
         "measured_on": measured.name,
         "held_out": measured is not split,
@@ -172,7 +171,8 @@ def _measure(
     """Computes the metrics of the evaluation split; writes them with detections, ground truth and matches."""
     split, table, matches = evaluation
     metrics = split.measure(table, detector).as_dict()
-    curves = curves_as_dict(precision_recall_curves(split.truth, table, matches=matches))
+    curves = precision_recall_curves(split.truth, table, matches=matches)
+    metrics["precision_recall"] = {name: curve.as_dict() for name, curve in curves.items()}
     coco = split.dataset.to_coco()
     for index, image in enumerate(coco["images"]):
         image["path"] = str(split.dataset.image_path(index).resolve())
@@ -184,10 +184,7 @@ def _measure(
         write_json(folder.evaluation / "calibration.json", {**report, "calibrated_scores": scores})
     write_json(folder.evaluation / "ground_truth.json", coco, indent=None)
     write_json(folder.evaluation / "detections.json", table.to_results(), indent=None)
-    write_json(
-        folder.evaluation / "metrics.json",
-        {**metrics, "ignored_objects": split.ignored_objects, "precision_recall": curves},
-    )
+    write_json(folder.evaluation / "metrics.json", {**metrics, "ignored_objects": split.ignored_objects})
     write_json(folder.evaluation / "matches.json", pairs, indent=None)
     year = config.evaluation.voc_year
     return {**metrics, "voc_AP50": None if year is None else voc_metrics(split.truth, table, year=year).AP50}
