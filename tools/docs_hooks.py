@@ -1,7 +1,7 @@
-"""What ``make docs`` makes besides the Markdown: command and API reference, examples, notebooks, formulas, checks.
+"""Hooks of ``make docs``: generated pages (commands, API, examples, notebooks), formulas, and checks of the site.
 
-The Markdown under docs/ links to files of the repository as a code host shows them; here such links are turned to the
-pages that stand for these files on the site.
+The Markdown under docs/ links to files of the repository, as a code host shows them. The hooks rewrite these links to
+the corresponding pages of the site.
 """
 
 import html
@@ -19,7 +19,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
-# Those with names of their own; `aploss` has the names of `aploss.losses`.
+# A page of the API reference each; `aploss` re-exports `aploss.losses`.
 PACKAGES = (
     "aploss.losses", "aploss.detectors", "aploss.integrations", "aploss.data", "aploss.evaluation", "aploss.training",
     "aploss.theory", "aploss.registry", "aploss.errors",
@@ -30,7 +30,8 @@ ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.m
 
 def on_files(files, config):
     pages = {page: (ROOT / name).read_text("utf-8") for name, page in ROOT_PAGES.items() if (ROOT / name).is_file()}
-    pages |= {"commands.md": commands_page(), "api.md": api_page(), "examples.md": examples_page()}
+    pages |= {"commands.md": commands_page(), "examples.md": examples_page()}
+    pages |= {f"api/{package.removeprefix('aploss.')}.md": api_page(package) for package in PACKAGES}
     pages |= {f"notebooks/{file.stem}.md": notebook_page(file) for file in (ROOT / "notebooks").glob("*.ipynb")}
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
@@ -48,7 +49,7 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(html_text, page, config, files):
-    # References of docstrings are written for Sphinx's eyes; the names in them stand as code.
+    # Sphinx roles in docstrings become plain code.
     html_text = re.sub(
         r":(?:func|class|meth|attr|mod|data|ref):<code>~?(?:[\w.]+\.)?(\w+)</code>", r"<code>\1</code>", html_text
     )
@@ -56,9 +57,9 @@ def on_page_content(html_text, page, config, files):
 
 
 def on_post_build(config):
-    """Every public name has its place in the API reference, and nothing is loaded from elsewhere."""
+    """Checks that every public name is documented, and that no page loads anything from another host."""
     site = Path(config["site_dir"])
-    reference = (site / "api.html").read_text("utf-8")
+    reference = "".join(file.read_text("utf-8") for file in site.glob("api/*.html"))
     missing = [name for package in PACKAGES for name in names_of(package) if f'id="{name}"' not in reference]
     if missing:
         raise PluginError(f"public names that are not documented: {', '.join(missing)}")
@@ -72,7 +73,7 @@ def on_post_build(config):
 
 
 def target_of(link, source):
-    """Where a link of a file in the repository leads to on the site, relative to the page of that file."""
+    """The page of the site for a link in a file of the repository, relative to the page of that file."""
     if re.match(r"[a-z]+:", link):
         return link
     file = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
@@ -91,13 +92,13 @@ def target_of(link, source):
 
 
 def as_mathml(match):
-    """A formula; what stands beside each other goes below each other where there is no room."""
+    """A ``math`` block as MathML; parts separated by ``\\qquad`` wrap on narrow screens."""
     parts = (convert(part.strip(), display="block") for part in match[1].split(r"\qquad"))
     return f'<div class="formula">{"".join(parts)}</div>'
 
 
 def names_of(package):
-    """The public names of a package, by where they are defined: a function may have the name of its module."""
+    """The public names of a package, qualified by the module that defines them."""
     module = import_module(package)
     for name in module.__all__:
         value = getattr(module, name)
@@ -108,7 +109,7 @@ def names_of(package):
 def commands_page():
     from aploss.cli.main import COMMANDS, make_parser
 
-    parts = ["# Commands\n\nMade from `aploss COMMAND --help` when the site is built.\n"]
+    parts = ["# Commands\n\nThe output of `aploss COMMAND --help`.\n"]
     for words in COMMANDS:
         with patch.dict("os.environ", COLUMNS="100000"):  # every option in a line, or two if it is long
             _, what, *sections = make_parser(words).format_help().rstrip().split("\n\n")
@@ -128,17 +129,15 @@ def as_markdown(text):
     return re.sub(r"--\w[\w.-]*\w", r"`\g<0>`", escaped)
 
 
-def api_page():
-    parts = ["# API\n\nThe names of `aploss.losses` are also those of `aploss`: `from aploss import APLoss`.\n"]
-    for package in PACKAGES:
-        module = import_module(package)
-        parts.append(f"## {package} {{ #{package.replace('.', '-')} }}\n\n{inspect.getdoc(module)}\n")
-        parts += [f"::: {name}\n    options:\n      heading_level: 3\n" for name in names_of(package)]
-    return "\n".join(parts)
+def api_page(package):
+    parts = [f"# {package}\n\n{inspect.getdoc(import_module(package))}\n"]
+    if package == "aploss.losses":
+        parts.append("`aploss` exports the same names: `from aploss import APLoss`.\n")
+    return "\n".join(parts + [f"::: {name}\n" for name in names_of(package)])
 
 
 def examples_page():
-    parts = ["# Examples\n\nEach runs as it stands, in seconds on a CPU; the tests run all of them.\n"]
+    parts = ["# Examples\n\nComplete programs that run in seconds on a CPU; the tests run all of them.\n"]
     for file in sorted((ROOT / "examples").glob("*.py")):
         parts.append(
             f'## {file.stem.replace("_", " ")}\n\n```python title="{file.name}"\n{file.read_text("utf-8")}```\n'
