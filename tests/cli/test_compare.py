@@ -86,12 +86,7 @@ def test_other_data_takes_a_recipe_for_the_hardware(trainer: FakeTraining, tmp_p
     assert config.batches.image_size == (160, 160)  # of the images
 
 
-def test_an_interruption_or_the_time_limit_prints_how_to_resume(
-    trainer: FakeTraining, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["compare", "--max-minutes", "0"]) == 0
-    assert "the same command resumes" in capsys.readouterr().err
-    assert trainer.configs == []
+def test_an_interruption_prints_how_to_resume(trainer: FakeTraining, capsys: pytest.CaptureFixture[str]) -> None:
     trainer.errors[1] = TrainingInterruptedError("resume with: aploss train ...")
     assert cli.main(["compare", "--quiet"]) == 130
     error = capsys.readouterr().err

@@ -11,8 +11,7 @@ from tiny_runs import start_two
 
 from aploss.errors import ConfigError, RunError
 from aploss.experiments.compare import compare, compare_runs, comparison_plan
-from aploss.experiments.measures import Measure
-from aploss.experiments.plan import Plan, Searched, Tuning, settings_hash
+from aploss.experiments.plan import RATE, Measure, Plan, Search, settings_hash
 from aploss.training import TrainConfig, TrainingInterruptedError
 from aploss.training.config import config_to_dict, differing_keys
 from aploss.training.run_folder import RunFolder
@@ -65,7 +64,7 @@ def test_varied_settings_are_crossed_with_losses() -> None:
         (["focal:gamma=1", "alpha=0.5"], {}, "focal:gamma=1:alpha=0.25"),
         (["ap:delta=-1"], {}, "delta"),
         (["ap", "ap:delta=1"], {}, "ap:delta=1"),
-        (["ap"], {"learning_rate": [1]}, "optimizer.learning_rate"),
+        (["ap"], {"learning_rate": [1]}, "learning_rate"),
         (["ap"], {"batches.size": [4, 0]}, "batches.size"),
         (["ap"], {"detector": ["retinanet-tiny", "retinanet-tini"]}, "retinanet-tiny"),
         (["ap"], {"model.options.normm": ["x"]}, "normm"),
@@ -92,8 +91,8 @@ def test_a_comparison_in_two_processes_finishes(
     assert [row["values"]["AP"][0] is not None for row in found["rows"]] == [True, True]
 
 
-def plan_of(*losses: str, seeds: int = 2, tuning: Tuning | None = None) -> Plan:
-    return comparison_plan(losses, recipe="demo", seeds=range(seeds), tuning=tuning)
+def plan_of(*losses: str, seeds: int = 2, search: Search | None = None) -> Plan:
+    return comparison_plan(losses, recipe="demo", seeds=range(seeds), search=search)
 
 
 def results_in(folder: Path) -> dict:
@@ -166,19 +165,6 @@ class TestResuming:
         order = [(config.loss, config.seed) for config in fake_training.configs]
         assert order == [("ap", 0), ("focal", 0), ("ap", 1), ("ap", 1), ("focal", 1)]
 
-    def test_time_limits_stop_in_the_middle_of_a_run_and_add_up(self, fake_training, tmp_path: Path) -> None:
-        compare(plan_of("ap", "focal"), tmp_path / "page", max_minutes=0.0)
-        assert fake_training.configs == []
-        # A run takes 2 minutes of invented time; the limits are half a minute of real time.
-        for _ in range(2):
-            results = compare(plan_of("ap", "focal"), tmp_path / "page", max_minutes=0.5)
-            assert not results.complete
-            assert results.runs == {}
-        assert [one.max_minutes for one in fake_training.configs] == pytest.approx([0.5, 1.0], abs=0.2)
-        assert (tmp_path / "page/report.html").is_file()
-        assert compare(plan_of("ap", "focal"), tmp_path / "page").complete
-        assert {config.max_minutes for config in fake_training.configs[2:]} == {None}
-
     def test_a_diverged_run_is_shown_and_the_others_are_trained(self, fake_training, tmp_path: Path) -> None:
         fake_training.diverges_from = 0.001
         results = compare(plan_of("ap", "focal"), tmp_path / "page")
@@ -190,11 +176,11 @@ class TestResuming:
 
 class TestLearningRates:
     def test_each_loss_gets_its_best_on_validation_inside_its_grid(self, fake_training, tmp_path: Path) -> None:
-        plan = plan_of("ap", "focal", "ce-ohem", tuning=Tuning())
+        plan = plan_of("ap", "focal", "ce-ohem", search=Search())
         results = compare(plan, tmp_path / "page")
         rates = {v.name: v.config.optimizer.learning_rate for v in results.plan.variants}
         assert rates == {"ap": 0.003, "focal": 0.009, "ce-ohem": 0.001}
-        tried = {name: {one.learning_rate for one in results.trials if one.row == name} for name in rates}
+        tried = {name: {one.settings[RATE] for one in results.trials if one.row == name} for name in rates}
         # Three rates, and one more where the best was at an end.
         assert tried["ap"] == {0.001, 0.003, 0.009}
         assert tried["focal"] == {0.001, 0.003, 0.009, 0.027}
@@ -204,27 +190,25 @@ class TestLearningRates:
         assert "AP-loss 0.003, Focal loss 0.009, CE + OHEM 0.001" in (tmp_path / "page/report.html").read_text()
 
     def test_other_settings_are_searched_together_with_the_rate(self, fake_training, tmp_path: Path) -> None:
-        over = (Searched("criterion.box_weight", (1.0, 3.0)), Searched("criterion.options.gamma", (1, 2), "focal"))
-        results = compare(plan_of("ap", "focal", seeds=1, tuning=Tuning(over=over)), tmp_path / "page")
+        search = Search(over={"criterion.box_weight": [1.0, 3.0], "focal:criterion.options.gamma": [1, 2]})
+        results = compare(plan_of("ap", "focal", seeds=1, search=search), tmp_path / "page")
         ap, focal = results.plan.variants
         assert (ap.config.optimizer.learning_rate, ap.config.criterion.box_weight) == (0.009, 3.0)
         # A grid of 3 x 2, and the neighbours of the best: a rate of 0.027, a weight of 9.
         assert sum(trial.row == "ap" for trial in results.trials) == 6 + 2
-        assert ap.tuned == {"criterion.box_weight": 3.0}
-        assert set(focal.tuned) == {"criterion.box_weight", "criterion.options.gamma"}
-        document = results_in(tmp_path / "page")
-        assert document["rows"][0]["tuned"] == {"criterion.box_weight": 3.0}
+        assert ap.tuned == {RATE: 0.009, "criterion.box_weight": 3.0}
+        assert set(focal.tuned) == {RATE, "criterion.box_weight", "criterion.options.gamma"}
+        assert results_in(tmp_path / "page")["rows"][0]["tuned"] == ap.tuned
         assert "box_weight=3.0" in (tmp_path / "page/report.html").read_text()
 
     def test_given_rates_take_the_place_of_factors(self, fake_training, tmp_path: Path) -> None:
-        tuning = Tuning(over=(Searched("optimizer.learning_rate", (0.002, 0.003)),))
-        results = compare(plan_of("ap", seeds=1, tuning=tuning), tmp_path / "page")
-        assert [trial.learning_rate for trial in results.trials] == [0.002, 0.003, 0.0045]
+        results = compare(plan_of("ap", seeds=1, search=Search(over={RATE: [0.002, 0.003]})), tmp_path / "page")
+        assert [trial.settings[RATE] for trial in results.trials] == [0.002, 0.003, 0.0045]
         assert results.plan.variants[0].config.optimizer.learning_rate == 0.003
 
     def test_rates_that_diverge_are_not_chosen_and_lower_ones_are_tried(self, fake_training, tmp_path: Path) -> None:
         fake_training.diverges_from = 0.0005
-        results = compare(plan_of("focal", seeds=1, tuning=Tuning()), tmp_path / "page")
+        results = compare(plan_of("focal", seeds=1, search=Search()), tmp_path / "page")
         assert [trial.score is None for trial in results.trials] == [True, True, True, False, False]
         assert results.plan.variants[0].config.optimizer.learning_rate in (0.000333, 0.000111)
 
@@ -232,7 +216,7 @@ class TestLearningRates:
         self, fake_training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(Measure, "score", lambda self, run: run.config.optimizer.learning_rate / 10)
-        results = compare(plan_of("ap", seeds=1, tuning=Tuning()), tmp_path / "page")
+        results = compare(plan_of("ap", seeds=1, search=Search()), tmp_path / "page")
         assert len(results.trials) == 3 + 4
         assert results.at_end == ["ap"]
 
@@ -241,7 +225,7 @@ class TestLearningRates:
     ) -> None:
         monkeypatch.setattr(Measure, "score", lambda self, run: None)
         with pytest.raises(ConfigError):
-            compare(plan_of("ap", tuning=Tuning()), tmp_path / "page")
+            compare(plan_of("ap", search=Search()), tmp_path / "page")
 
 
 class TestSeedsUntilDecided:

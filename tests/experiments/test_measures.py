@@ -11,8 +11,8 @@ from aploss.data.load import load_dataset
 from aploss.data.loader import make_training_loader
 from aploss.detectors import build_detector
 from aploss.detectors.labels import label_anchors
-from aploss.experiments.measures import RANKING_AP, training_ap_loss
-from aploss.experiments.reproduce import Request, reproduce
+from aploss.experiments.paper import RANKING_AP, training_ap_loss
+from aploss.experiments.reproduce import Request, page_for, reproduce
 from aploss.reports.run_files import read_json_lines
 
 RECIPE = """
@@ -73,7 +73,7 @@ def test_several_scales_are_measured_once(
     kept = json.loads(file.read_text())
     assert results.values("several scales", "AP") == [kept["values"]["AP"]]
     assert "| 42.1 |" in (tmp_path / "page/table.md").read_text()  # the paper's, on COCO
-    monkeypatch.setattr("aploss.experiments.measures.load", lambda *a, **k: pytest.fail("measured again"))
+    monkeypatch.setattr("aploss.experiments.paper.load", lambda *a, **k: pytest.fail("measured again"))
     again = reproduce("table3", asked, tmp_path / "page", cache=cache)
     assert again.values("several scales", "AP") == [kept["values"]["AP"]]
 
@@ -92,7 +92,7 @@ def test_the_ap_loss_of_the_training_set_is_watched(asked: Request, cache: Path,
         rows = [row for row in read_json_lines(run.folder / "metrics.jsonl") if row["kind"] == "train"]
         assert all(row["box"] == 0 for row in rows)
     assert len(starts) == 1  # the same initial weights, judged by the same loss
-    (curve,) = results.entry(results.plan.variants[0], [RANKING_AP]).curves
+    (curve,) = page_for("figure5b", asked, results).entries[0].curves
     assert list(curve.steps) == [0, 1, 2]
 
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from aploss.experiments.measures import RANKING_AP, Measure, Run
-from aploss.experiments.paper import EACH_CLASS, REPRODUCTIONS
-from aploss.experiments.plan import Plan
+from aploss.experiments.paper import EACH_CLASS, RANKING_AP, REPRODUCTIONS
+from aploss.experiments.plan import Measure, Plan, Run
 from aploss.experiments.reproduce import Request, page_for, plan_for
 from aploss.experiments.results import Results
 from aploss.reports.comparison import TrainingCurve
@@ -31,10 +30,10 @@ def paper_configs(name: str, **request: object) -> dict[str, TrainConfig]:
 @pytest.mark.parametrize("name", REPRODUCTIONS)
 def test_settings_of_section_4_1(name: str) -> None:
     plan = plan_for(name, PAPER)
-    assert (plan.tuning, plan.seeds) == (None, (0,))
+    assert (plan.search, plan.seeds) == (None, (0,))
     for benchmark in REPRODUCTIONS[name].benchmarks:
         for row, config in paper_configs(name, benchmark=benchmark).items():
-            voc = benchmark == "voc"
+            voc = benchmark != "coco"
             # "minibatch training on 2 GPUs with 8 images per GPU", here on one
             if name != "table1a":
                 assert (config.batches.size, config.batches.accumulate) == (8, 2)
@@ -57,7 +56,7 @@ def test_settings_of_section_4_1(name: str) -> None:
             assert config.model.options["nms_iou"] == 0.5
             # the weights at the end are measured, on VOC2007 test or COCO minival
             assert config.evaluation.checkpoint == "last"
-            assert config.evaluation.split == ("2007_test" if voc else "val"), row
+            assert config.evaluation.split == {"voc": "2007_test", "voc12": "none", "coco": "val"}[benchmark], row
             assert config.criterion.rank_over == "batch"
 
 
@@ -80,6 +79,7 @@ OPTIONS = {
     "table4": SSD_OPTIONS,
     "figure7": SSD_OPTIONS,
 }
+TRAINED_ON = {"voc": "2007_trainval+2012_trainval", "voc12": "2007_trainval+2007_test+2012_trainval", "coco": "train"}
 TEST_SIZES = {"retinanet-r50": [600, 1000], "retinanet-r101": [500, 833], "ssd512": [512, 512]}
 
 
@@ -93,9 +93,8 @@ def test_detectors_and_losses_are_those_of_the_paper(name: str) -> None:
             assert (config.detector, config.model.options["test_size"]) == (detector, TEST_SIZES[detector])
             # Section 4.2.3: box regression is turned off, on VOC 2007
             assert (config.criterion.box_weight == 0) == (name == "figure5b")
-            if benchmark == "voc":
-                splits = "2007_trainval" if name == "figure5b" else "2007_trainval+2012_trainval"
-                assert config.splits.train == splits
+            splits = TRAINED_ON[benchmark] if name != "figure5b" else "2007_trainval"
+            assert config.splits.train == splits
             if detector == "retinanet-r50":
                 assert (config.model.options["norm"], config.model.options["anchors_per_cell"]) == ("frozen-bn", 2 * 3)
 

@@ -4,18 +4,15 @@ import pytest
 
 from aploss.errors import ConfigError
 from aploss.experiments.plan import (
-    Tuning,
+    Search,
     Variant,
     check_varied,
     comparison_config,
     comparison_plan,
-    measure_step,
     parse_seeds,
-    trial_config,
     with_length,
 )
 from aploss.training.config import FIXED_BY_COMPARISON, RESUMABLE_KEYS
-from aploss.training.run import make_detector
 
 
 def test_the_end_of_the_schedule_is_measured_on_the_test_split() -> None:
@@ -51,10 +48,10 @@ def test_rows_cannot_differ_in_settings_that_are_declared_as_fixed() -> None:
 
 
 def test_shared_runs_are_counted_once() -> None:
-    assert comparison_plan(["ap", "focal"], recipe="demo", seeds=[0, 1, 2]).trainings == 6
+    assert comparison_plan(["ap", "focal"], recipe="demo", seeds=[0, 1, 2]).trainings == (6, 0)
     # 2 rows x 3 rates, of which one each is the real run of the first seed
-    assert comparison_plan(["ap", "focal"], recipe="demo", seeds=[0, 1, 2], tuning=Tuning()).trainings == 10
-    assert comparison_plan(["ap"], recipe="demo", seeds=[0, 1], tuning=Tuning(steps=10)).trainings == 5
+    assert comparison_plan(["ap", "focal"], recipe="demo", seeds=[0, 1, 2], search=Search()).trainings == (6, 4)
+    assert comparison_plan(["ap"], recipe="demo", seeds=[0, 1], search=Search(steps=10)).trainings == (2, 3)
 
 
 def test_seeds_are_a_number_or_a_list() -> None:
@@ -71,22 +68,13 @@ def test_seeds_are_a_number_or_a_list() -> None:
 def test_the_warm_up_takes_the_same_share_of_a_trial() -> None:
     # demo: 50 of 1200 steps, here of 800; a trial of 300 warms up for 50 * 300 / 800 = 18.75 steps
     row = Variant(name="ap", config=comparison_config("demo", {}, steps=800))
-    trial = trial_config(row, {"optimizer.learning_rate": 0.009}, Tuning(steps=300), seed=3)
+    trial = Search(steps=300).trial_config(row, {"optimizer.learning_rate": 0.009}, seed=3)
     assert (trial.schedule.warmup_steps, trial.schedule.length, trial.seed) == (19, 300, 3)
     assert trial.optimizer.learning_rate == 0.009
     assert trial.evaluation.split == "none"  # the test split is not measured before the choice
-    assert trial_config(row, {}, Tuning(), seed=0) == row.config  # a trial of the length of the run is the run
+    assert Search().trial_config(row, {}, seed=0) == row.config  # a trial of the length of the run is the run
     # Never longer than that of the run, nor than a tenth of the trial if the run has epochs of data not yet read.
     epochs = Variant(name="ap", config=comparison_config("voc-retinanet-r50", {}))
     warmup = epochs.config.schedule.warmup_steps
     for variant, steps, expected in ((epochs, 300, 30), (epochs, 100_000, warmup), (epochs, 5, 0), (row, 1600, 50)):
-        assert trial_config(variant, {}, Tuning(steps=steps), seed=0).schedule.warmup_steps == expected
-
-
-def test_memory_of_a_step_grows_with_the_batch_and_counts_the_optimizer() -> None:
-    config = comparison_config("demo", {"batches": {"image_size": 64}})
-    (_, one), (_, four) = measure_step(config, 1), measure_step(config, 4)
-    detector = make_detector(config, tuple(f"class {k}" for k in range(20)))
-    fixed = 4 * 4 * sum(one.numel() for one in detector.parameters()) / 1e9  # AdamW: four copies in float32
-    assert four - fixed == pytest.approx(4 * (one - fixed), rel=0.1)
-    assert one > fixed
+        assert Search(steps=steps).trial_config(variant, {}, seed=0).schedule.warmup_steps == expected

@@ -30,7 +30,7 @@ class TestPage:
         assert "| AP-loss | **75.2 ± 1.2** |" in table
         assert "aploss compare x" in table
         assert "0123abc" in table
-        curve, *_ = results.entry(results.plan.variants[0], ["AP"]).curves
+        curve, *_ = comparison_page(results).entries[0].curves
         assert list(curve.steps) == [120 * k for k in range(1, 11)]
         assert curve.minutes[-1] == pytest.approx(2.0)
         (to_focal, _) = results.differences("ap", ["AP", "AP50"])
@@ -115,7 +115,7 @@ class TestVerdicts:
         assert results.is_ahead("ap", "focal") is True
         del results.runs["focal", 2]
         assert results.is_ahead("ap", "focal") is None
-        assert math.isnan(compare(plan_of("auc"), tmp_path / "page", max_minutes=0).mean("auc"))
+        assert math.isnan(Results(plan_of("auc")).mean("auc"))
 
 
 def test_mean_ranks_and_their_critical_difference() -> None:

@@ -20,7 +20,7 @@ from aploss.training.config import config_fields, load_config, merge, nested, re
 
 COMPARE_EXAMPLES = """
   aploss compare ap focal --data path/to/photos --steps 500
-  aploss compare --losses ap,ap:delta=0.5,focal:gamma=1:alpha=0.5 --seeds 5 --max-minutes 60
+  aploss compare --losses ap,ap:delta=0.5,focal:gamma=1:alpha=0.5 --seeds 5
   aploss compare --losses ap,focal --tune-over criterion.box_weight=1,3 --tune-over focal:gamma=1,2
   aploss compare --vary batches.size=4,8 --vary criterion.box_loss=smooth-l1,giou --no-tune
   aploss compare ap focal --seeds 3 --seeds-until-decided 10 --workers 4
@@ -55,15 +55,22 @@ def add_compare_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--tune", action=BooleanOptionalAction, help=tune)
     runs = "compare finished runs without training; runs that differ only in the seed share a row"
     parser.add_argument("--runs", nargs="+", metavar="DIR", help=runs)
-    add_comparison_options(parser, out="runs/compare-...")
-
-
-def add_comparison_options(parser: ArgumentParser, *, out: str) -> None:
-    """Options of ``compare`` and ``reproduce``: search, seeds, workers, output and the settings that rows share."""
     searched = (
         "setting to search together with the learning rate, such as criterion.box_weight=1,3, or an option of one "
         "loss, such as focal:gamma=1,2; may be repeated for all combinations"
     )
+    parser.add_argument("--tune-over", action="append", default=[], metavar="[LOSS:]KEY=A,B", help=searched)
+    add_comparison_options(parser, out="runs/compare-...")
+    shared = [
+        field
+        for field in config_fields()
+        if field.key == "precision" or (field.group and not field.fixed_by_comparison and field.key not in SEPARATE)
+    ]
+    add_settings(parser.add_argument_group("settings of all rows", "By default the recipe's."), shared)
+
+
+def add_comparison_options(parser: ArgumentParser, *, out: str) -> None:
+    """Options of ``compare`` and ``reproduce``: seeds, workers and output."""
     parser.add_argument("--plan", action="store_true", help="print the planned runs with their time, and exit")
     until = "add seeds until every verdict is decided, at most MAX in total; intervals are corrected for it"
     parser.add_argument("--seeds-until-decided", type=positive_int, metavar="MAX", help=until)
@@ -75,23 +82,15 @@ def add_comparison_options(parser: ArgumentParser, *, out: str) -> None:
     parser.add_argument(
         "--tune-steps", type=positive_int, metavar="N", help="steps per search trial; full length by default"
     )
-    parser.add_argument("--tune-over", action="append", default=[], metavar="[LOSS:]KEY=A,B", help=searched)
-    parser.add_argument("--max-minutes", type=float, metavar="X", help="time limit; the same command resumes")
     parser.add_argument("--out", help=f"folder of the report and tables; by default {out}")
     parser.add_argument("--cache", help="folder of the runs; by default 'cache' next to --out")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ...")
-    shared = [
-        field
-        for field in config_fields()
-        if field.key == "precision" or (field.group and not field.fixed_by_comparison and field.key not in SEPARATE)
-    ]
-    add_settings(parser.add_argument_group("settings of all rows", "By default the recipe's."), shared)
 
 
 def run_compare(options: Namespace) -> int:
     """Trains missing runs, and prints the table and the path of the report."""
     from aploss.experiments.compare import compare, compare_runs, comparison_plan, default_out
-    from aploss.experiments.plan import Tuning, more_seeds, parse_list, parse_searched, parse_seeds, parse_vary
+    from aploss.experiments.plan import Search, describe_plan, more_seeds, parse_list, parse_seeds, parse_settings
 
     if options.runs:
         require_packages("scipy")
@@ -99,16 +98,15 @@ def run_compare(options: Namespace) -> int:
         compare_runs(options.runs, out)
         _show(out)
         return 0
-    vary, losses = parse_vary(options.vary), ",".join(options.names) or options.losses
+    vary, losses = parse_settings(options.vary, "--vary"), ",".join(options.names) or options.losses
     changed = {"schedule.length": options.steps or options.epochs, "batches.image_size": options.image_size}
     for key in vary:
         if changed.get(key) or key in vars(options):
             raise ConfigError(f"--vary {key} conflicts with another option for this setting")
     tunes = _tunes(options, vary)
     recipe, changes = _recipe_and_changes(options)
-    seeds = first = parse_seeds(options.seeds)
-    if options.seeds_until_decided:
-        seeds = more_seeds(first, options.seeds_until_decided)
+    first = parse_seeds(options.seeds)
+    seeds, over = more_seeds(first, options.seeds_until_decided), parse_settings(options.tune_over, "--tune-over")
     plan = comparison_plan(
         parse_list(("" if vary else DEFAULT_LOSSES) if losses is None else losses),
         vary=vary,
@@ -117,11 +115,9 @@ def run_compare(options: Namespace) -> int:
         first=len(first),
         changes=changes,
         validations=options.validations,
-        tuning=Tuning(steps=options.tune_steps, over=parse_searched(options.tune_over)) if tunes else None,
+        search=Search(steps=options.tune_steps, over=over) if tunes else None,
     )
     if options.plan:
-        from aploss.experiments.plan import describe_plan
-
         print(describe_plan(plan, workers=options.workers))
         return 0
     if len(seeds) < 3:
@@ -173,7 +169,7 @@ def run_comparison(options: Namespace, default_out: Path, work: Callable[..., An
     )
     out = Path(options.out or default_out)
     try:
-        results = work(out, cache=options.cache, workers=workers, max_minutes=options.max_minutes, quiet=options.quiet)
+        results = work(out, cache=options.cache, workers=workers, quiet=options.quiet)
     except TrainingInterruptedError as interruption:
         if is_main_process():
             print("interrupted; all runs are saved, the same command resumes", file=sys.stderr)

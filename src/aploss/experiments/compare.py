@@ -5,7 +5,7 @@ The cache finds a run by a hash of its settings, so that comparisons share their
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 from operator import attrgetter
@@ -13,19 +13,18 @@ from pathlib import Path
 
 from aploss.errors import ConfigError
 from aploss.evaluation import HEADLINE_METRICS, LOWER_IS_BETTER
-from aploss.experiments.measures import Run
 from aploss.experiments.plan import (
     LOSS_OPTIONS,
-    RATE,
     Plan,
+    Run,
     Search,
+    Trial,
     Variant,
     as_typed,
     comparison_plan,
     data_name,
-    trial_config,
 )
-from aploss.experiments.results import MIN_SEEDS, Results, Trial, is_decided, write_results
+from aploss.experiments.results import MIN_SEEDS, Results, is_decided, write_results
 from aploss.experiments.workers import Job, Pool, Workers, open_pool
 from aploss.files import as_file_name
 from aploss.plotting.style import loss_label
@@ -49,7 +48,6 @@ def compare(
     *,
     cache: str | Path | None = None,
     workers: Workers | None = None,
-    max_minutes: float | None = None,
     quiet: bool = True,
     command: str | None = None,
 ) -> Results:
@@ -61,12 +59,11 @@ def compare(
         page_of: makes the page of (possibly unfinished) results; by default the page of a plain comparison.
         cache: folder of the runs; by default ``cache`` beside ``out``.
         workers: runs at a time and their resources; by default one at a time in this process.
-        max_minutes: time limit; the same call resumes later.
         quiet: print nothing.
         command: shown on the page; by default the command of this process.
 
     Returns:
-        The runs and the statistics over them; not ``complete`` if the time limit was reached.
+        The runs and the statistics over them; not ``complete`` if a run failed too often on Ray.
 
     Raises:
         TrainingInterruptedError: Ctrl-C or SIGTERM; the same call resumes later.
@@ -74,20 +71,18 @@ def compare(
     out, results = Path(out), Results(plan)
     page_of, command = page_of or comparison_page, command or typed_command()
     cache = out.parent / "cache" if cache is None else Path(cache)
-    deadline = None if max_minutes is None else time.time() + 60 * max_minutes
-    device = plan.variants[0].config.device
-    with open_pool(workers or Workers(), cache, device, deadline=deadline, quiet=quiet) as pool:
+    with open_pool(workers or Workers(), cache, plan.variants[0].config.device, quiet=quiet) as pool:
+        written_at = time.monotonic()
 
-        def write() -> float:
+        def write() -> None:
             if pool.is_main:
                 write_results(out, results, replace(page_of(results), command=command))
-            return time.monotonic()
 
-        written_at = time.monotonic()
         try:
-            for _ in _train(results, pool, lambda: page_of(results)):
+            for _ in _train(results, pool, page_of):
                 if time.monotonic() - written_at >= PAGE_INTERVAL_S:
-                    written_at = write()
+                    write()
+                    written_at = time.monotonic()
         except TrainingInterruptedError:
             write()
             raise
@@ -100,18 +95,14 @@ def typed_command() -> str:
     return re.sub(r"^(__main__|aploss)\S*", "aploss", str(describe_environment()["command"]))
 
 
-def _train(results: Results, pool: Pool, page: Callable[[], Comparison]) -> Iterator[Run]:
+def _train(results: Results, pool: Pool, page_of: Callable[[Results], Comparison]) -> Iterator[Run]:
     """Trains a plan into ``results`` and yields each run as it finishes.
 
     Learning rates come first, then every row with the first seed, the second, ...: an unfinished comparison has whole
     pairs. With several looks, more seeds follow until every verdict is decided.
     """
-    if results.plan.tuning is not None:
-        searches = {one.name: Search(one, results.plan.tuning) for one in results.plan.variants}
-        yield from _tune(results, searches, pool)
-        if not results.is_tuned:
-            return
-        results.plan = replace(results.plan, variants=[search.chosen for search in searches.values()])
+    if results.plan.search is not None and not (yield from _tune(results, results.plan.search, pool)):
+        return
     for look in results.plan.looks:
         results.seeds = results.plan.seeds[:look]
         jobs = [
@@ -123,43 +114,47 @@ def _train(results: Results, pool: Pool, page: Callable[[], Comparison]) -> Iter
         for job, run in pool.run(jobs):
             results.runs[job.variant.name, job.config.seed] = run
             yield run
-        if not results.complete or all(map(is_decided, page().verdicts)):
+        if not results.complete or all(map(is_decided, page_of(results).verdicts)):
             return
 
 
-def _tune(results: Results, searches: Mapping[str, Search], pool: Pool) -> Iterator[Run]:
-    """Tries all rows at the same time, and widens the grids whose best value is at an end."""
+def _tune(results: Results, search: Search, pool: Pool) -> Generator[Run, None, bool]:
+    """Tries all rows at the same time, widens grids whose best value is at an end, and takes the best settings.
+
+    Returns whether all trials are finished.
+    """
+    rows, trials = results.plan.variants, results.trials
     for _ in range(1 + MAX_WIDENINGS):
-        jobs = [job for search in searches.values() for job in _trial_jobs(search, results.plan.seeds[0])]
-        before = len(results.trials)
+        jobs = [job for row in rows for job in _trial_jobs(search, row, results)]
+        missing = len(jobs)
         for job, run in pool.run(jobs):
             score = job.variant.measure.score(run) if run.summary else None
             if score is None and run.summary:
                 raise ConfigError("the search needs a validation split: set --splits.validation, or add --no-tune")
-            searches[job.variant.name].add(job.settings, score)
-            rate, others = job.settings[RATE], {key: one for key, one in job.settings.items() if key != RATE}
-            results.trials.append(Trial(row=job.variant.name, learning_rate=rate, score=score, settings=others))
+            trials.append(Trial(row=job.variant.name, settings=job.settings, score=score))
+            missing -= 1
             yield run
-        if len(results.trials) - before < len(jobs):
-            return
+        if missing:
+            return False
         if not jobs:
             break
-    results.is_tuned = True
-    results.at_end = [name for name, search in searches.items() if search.next_trials()]
+    results.at_end = [row.name for row in rows if search.next_trials(row, trials)]
+    results.plan = replace(results.plan, variants=[search.chosen(row, trials) for row in rows])
+    return True
 
 
-def _trial_jobs(search: Search, seed: int) -> list[Job]:
+def _trial_jobs(search: Search, row: Variant, results: Results) -> list[Job]:
     """The next trials of a row; settings with which it cannot be trained end its grid."""
     jobs = []
-    for settings in search.next_trials():
+    for settings in search.next_trials(row, results.trials):
         try:
-            config = trial_config(search.variant, settings, search.tuning, seed)
+            config = search.trial_config(row, settings, results.plan.seeds[0])
         except ConfigError:
-            search.add(settings, None)
+            results.trials.append(Trial(row=row.name, settings=settings, score=None))
             continue
         words = [f"{key.rpartition('.')[2].replace('_', ' ')} {as_typed(one)}" for key, one in settings.items()]
-        label = f"{loss_label(search.variant.name)}, trial of {', '.join(words)}"
-        jobs.append(Job(variant=search.variant, config=config, label=label, settings=settings))
+        label = f"{loss_label(row.name)}, trial of {', '.join(words)}"
+        jobs.append(Job(variant=row, config=config, label=label, settings=settings))
     return jobs
 
 
@@ -173,7 +168,7 @@ def comparison_page(results: Results) -> Comparison:
     names = [variant.name for variant in variants]
     pairs = [*combinations(names, 2)] if len(names) <= MAX_PAIRED_ROWS else [(names[0], one) for one in names[1:]]
     notes = ["Intervals are Student's t over paired seeds, for each difference by itself."]
-    if results.plan.tuning is None:
+    if results.plan.search is None:
         notes.append("Learning rates were not searched: every row has its own from the recipe or the command.")
     if len(results.seeds) < MIN_SEEDS:
         notes.append(f"Fewer than {MIN_SEEDS} seeds decide little: a difference may be chance.")
@@ -187,6 +182,7 @@ def comparison_page(results: Results) -> Comparison:
         reference=names[0] if len(variants) > 1 else None,
         notes="\n\n".join(notes),
         row_name="row" if varied else "loss",
+        curve_label="AP on validation",
     )
 
 
@@ -227,7 +223,7 @@ def compare_runs(folders: Sequence[str | Path], out: str | Path, *, command: str
         if (other := found.setdefault((name, run.config.seed), run)) is not run:
             raise ConfigError(f"--runs: {other.folder} and {run.folder} have the same settings and seed: leave one out")
     plan = Plan(variants=[*rows.values()], seeds=sorted({run.config.seed for run in runs}))
-    results = Results(plan, runs=found, given=len(runs))
+    results = Results(plan, runs=found, given=True)
     page = replace(comparison_page(results), summary="Finished runs, each measured with its own choice of checkpoint.")
     write_results(Path(out), results, replace(page, command=command or typed_command()))
     return results

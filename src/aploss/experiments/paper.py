@@ -1,26 +1,81 @@
 """The tables and figures of the paper as data; :mod:`~aploss.experiments.reproduce` turns them into runs and pages."""
 
+import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from aploss.data.load import find_source
-from aploss.evaluation import HEADLINE_METRICS
-from aploss.experiments.measures import DETECTION, RANKING_AP, APLossMeasure, Measure, MultiScaleMeasure
+from aploss.data.loader import Batch, make_evaluation_loader, make_training_loader
+from aploss.detectors.checkpoint import Checkpoint, load
+from aploss.detectors.detector import Detector
+from aploss.detectors.predict import MultiScale
+from aploss.evaluation import HEADLINE_METRICS, METRICS, voc_metrics
+from aploss.evaluation.tables import DetectionTable
+from aploss.experiments.plan import DETECTION, Measure, Run
 from aploss.experiments.results import Results
-from aploss.reports.comparison import paired_difference
+from aploss.files import write_json
+from aploss.losses import ap_loss
+from aploss.reports.comparison import TrainingCurve, paired_difference
 from aploss.reports.page import Block, Section, Text, Verdict
 from aploss.reports.run_files import read_run
 from aploss.reports.run_pictures import side_by_side
+from aploss.training.config import TrainConfig
+from aploss.training.distributed import choose_device, choose_workers
+from aploss.training.run import make_detector
+from aploss.training.splits import load_run_data
 
 Numbers = Mapping[str, float]  # metric → value between 0 and 1
 
-TEST_SPLIT = {"voc": "2007_test", "coco": "val"}
-MEASURED_ON = {
-    "voc": "PASCAL VOC 2007 test, trained on 2007 + 2012 trainval",
-    "coco": "COCO minival, trained on trainval35k",
+RANKING_AP = "AP of the ranking"
+RANKED_IMAGES = 8  # ranked together, as in training
+POINTS_FILE = "ap_loss.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """A dataset of the paper at its own scale."""
+
+    data: str  # what the folder holds
+    recipes: str  # begin of the names of its recipes
+    epoch_images: int
+    measured_on: str  # setup of the paper's numbers
+    test_split: str
+    settings: dict[str, Any] = field(default_factory=dict)  # override the recipe
+
+
+BENCHMARKS = {
+    "voc": Benchmark(
+        data="VOCdevkit (VOC2007 and VOC2012)",
+        recipes="voc",
+        epoch_images=16_551,
+        measured_on="PASCAL VOC 2007 test, trained on 2007 + 2012 trainval",
+        test_split="2007_test",
+    ),
+    "voc12": Benchmark(  # 07++12 (Section 4.1); the annotations of its test split are not public
+        data="VOCdevkit (VOC2007 and VOC2012)",
+        recipes="voc",
+        epoch_images=21_503,
+        measured_on="PASCAL VOC 2012 test, trained on 2007 trainval + test and 2012 trainval",
+        test_split="none",
+        settings={
+            "splits": {"train": "2007_trainval+2007_test+2012_trainval"},
+            "evaluation": {"split": "none", "voc_year": None},
+        },
+    ),
+    "coco": Benchmark(
+        data="COCO",
+        recipes="coco",
+        epoch_images=118_287,
+        measured_on="COCO minival, trained on trainval35k",
+        test_split="val",
+    ),
 }
-EPOCH_IMAGES = {"voc": 16_551, "coco": 118_287}  # VOC 2007 + 2012 trainval; COCO trainval35k
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,18 +113,128 @@ class Reproduction:
     curve_points: int = 0  # of a curve that is measured at checkpoints; 0 for none
     benchmarks: Sequence[str] = ("voc",)  # the paper's datasets
     small_benchmark: str = ""  # whose numbers are shown at small scale; empty for the requested one
-    epoch_images: Mapping[str, int] = field(default_factory=EPOCH_IMAGES.copy)  # by dataset, at the paper's scale
+    epoch_images: int | None = None  # at the paper's scale; the benchmark's by default
     metrics: Mapping[str, Sequence[str]] = field(default_factory=dict)  # dataset → columns; AP, AP50, AP75 by default
-    measured_on: Mapping[str, str] = field(default_factory=MEASURED_ON.copy)  # dataset → setup of the paper's numbers
+    measured_on: Mapping[str, str] = field(default_factory=dict)  # dataset → setup of the paper's numbers, if another
     reference: str | None = None  # the row that the others are subtracted from
-    claims: Sequence[
-        tuple[str, str, float]
-    ] = ()  # the paper's: (row, row it is above in the first column, by at least)
+    claims: Sequence[tuple[str, str, float]] = ()  # (row, row it is above in the first column, by at least)
     verdicts: Callable[[Results], Sequence[Verdict]] = lambda results: ()  # other claims of the paper
     sections: Callable[[Results], Sequence[Section]] = lambda results: ()  # additional sections of the page
     notes: str = ""  # below the table
     row_name: str = "loss"  # header of the first column
     curve_label: str = ""  # the metric of the curves; empty for AP
+
+
+# --- how the numbers of Figure 5b and Table 3 are taken from a run -----------------------------
+
+
+class MultiScaleMeasure(Measure):
+    """The final metrics of multi-scale prediction, measured once and kept in the run folder."""
+
+    def curve(self, run: Run) -> TrainingCurve:
+        """An empty curve: validations during training have a single scale."""
+        return TrainingCurve(steps=[], values=[])
+
+    def values(self, run: Run) -> Mapping[str, float | None]:
+        file = run.folder / "evaluation" / "multi_scale.json"
+        if not file.is_file():
+            write_json(file, {"values": self._measure(run)})
+        return json.loads(file.read_text(encoding="utf-8"))["values"]  # type: ignore[no-any-return]
+
+    def _measure(self, run: Run) -> dict[str, float | None]:
+        config, device = run.config, choose_device(run.config.device)
+        detector = load(run.folder, device=device).eval()
+        split = load_run_data(config).evaluation
+        if split is None:  # VOC 2012 test: measured by its server
+            return {}
+        workers = choose_workers(config.batches.workers, device, 1)
+        ids, found = [], []
+        with torch.inference_mode():
+            for batch in make_evaluation_loader(split.dataset, batch_size=1, workers=workers):
+                ids += [target["image_id"] for target in batch.targets]
+                found += MultiScale()(detector, [image.to(device) for image in batch.images])
+        table, year = DetectionTable.from_predictions(ids, found), config.evaluation.voc_year
+        metrics = split.measure(table, detector).as_dict()
+        voc_ap50 = None if year is None else voc_metrics(split.truth, table, year=year).AP50
+        return {name: metrics.get(name) for name in METRICS} | {"voc_AP50": voc_ap50}
+
+
+class APLossMeasure(Measure):
+    """1 - AP of the ranking of anchors, on images of the training set, at every checkpoint (Figure 5b).
+
+    Whichever loss a run minimises, it is judged by Eq. (5) with the Heaviside step and without interpolation. The first
+    ``images`` images are the same for all runs, not augmented, in batches of 8; the loss is the mean over batches.
+    """
+
+    def __init__(self, images: int) -> None:
+        self.images = images
+
+    def observer(self, config: TrainConfig, folder: Path) -> Callable[[dict[str, Any]], Any]:
+        """Measures the initial weights and every new checkpoint; points (step → AP-loss) are kept in the run folder."""
+        file, last, points = folder / POINTS_FILE, folder / "checkpoints" / "last.pt", _read_points(folder)
+        train, measured_at = load_run_data(config).train, 0  # time of the last checkpoint that was measured
+        loader = make_training_loader(
+            train, batch_size=RANKED_IMAGES, seed=0, preset="none", size=config.batches.image_size
+        )
+        batches = list(islice(loader.epoch(0), math.ceil(self.images / RANKED_IMAGES)))
+        device = choose_device(config.device)
+        if not points:
+            with torch.random.fork_rng():
+                points[0] = training_ap_loss(make_detector(config, train.class_names).to(device), batches)
+
+        def update(row: Any = None) -> None:
+            nonlocal measured_at
+            if last.is_file() and (modified := last.stat().st_mtime_ns) != measured_at:
+                measured_at, checkpoint = modified, Checkpoint.read(last)
+                if checkpoint.step is not None and checkpoint.step not in points:
+                    points[checkpoint.step] = training_ap_loss(checkpoint.detector().to(device), batches)
+                    write_json(file, {"steps": sorted(points), "values": [points[step] for step in sorted(points)]})
+
+        return update
+
+    def values(self, run: Run) -> Mapping[str, float | None]:
+        return {RANKING_AP: self.score(run)}
+
+    def curve(self, run: Run) -> TrainingCurve:
+        points = self._points(run)
+        return TrainingCurve(steps=list(points), values=list(points.values()))
+
+    def score(self, run: Run) -> float:
+        return 1 - list(self._points(run).values())[-1]
+
+    def _points(self, run: Run) -> dict[int, float]:
+        assert run.summary is not None
+        if max(_read_points(run.folder), default=-1) < run.summary.steps:  # the last checkpoint has no row after it
+            self.observer(run.config, run.folder)({})
+        return _read_points(run.folder)
+
+
+def _read_points(folder: Path) -> dict[int, float]:
+    if not (folder / POINTS_FILE).is_file():
+        return {}
+    content = json.loads((folder / POINTS_FILE).read_text(encoding="utf-8"))
+    return dict(zip(content["steps"], content["values"], strict=True))
+
+
+def training_ap_loss(detector: Detector, batches: Sequence[Batch]) -> float:
+    """The mean of 1 - AP of the anchors' ranking over the batches with objects, in [0, 1]; NaN without any."""
+    device = next(detector.parameters()).device
+    criterion, values = detector.criterion, []
+    with torch.no_grad():
+        for batch in batches:
+            assert batch.images is not None
+            images = batch.images.to(device)
+            height, width = images.shape[-2:]
+            anchors = detector.anchors_for(height, width, device)
+            logits, _ = detector.eval().heads(images)
+            labels = criterion.label(anchors, batch.targets)
+            if len(labels.boxes):
+                targets = labels.ranking_targets(logits.shape[-1])
+                values.append(float(ap_loss(logits, targets, delta=0.0, interpolated=False)))
+    return sum(values) / len(values) if values else math.nan
+
+
+# --- the tables and figures -------------------------------------------------------------------
 
 
 def _numbers(*percent: float, metrics: Sequence[str] = HEADLINE_METRICS) -> Numbers:
@@ -337,7 +502,7 @@ FIGURE_5B = Reproduction(
     steps=500,
     trial_steps=150,
     curve_points=30,
-    epoch_images={"voc": 5_011},  # VOC 2007 trainval
+    epoch_images=5_011,  # VOC 2007 trainval
     metrics={"voc": (RANKING_AP,)},
     measured_on={"voc": ""},
     reference="ap",
@@ -353,33 +518,37 @@ ONE_SCALE, SEVERAL_SCALES = "one scale", "several scales"
 COCO_METRICS = (*HEADLINE_METRICS, "APs", "APm", "APl")  # the columns of the paper
 
 
-def _table_3_row(name: str, voc: float, *coco: float, measure: Measure = DETECTION) -> Row:
-    numbers = {"voc": _numbers(voc, metrics=["voc_AP50"]), "coco": _numbers(*coco, metrics=COCO_METRICS)}
-    return Row(name=name, paper=numbers, measure=measure)
+def _table_3_row(name: str, voc: float, voc12: float, *coco: float, measure: Measure = DETECTION) -> Row:
+    numbers = {one: _numbers(value, metrics=["voc_AP50"]) for one, value in (("voc", voc), ("voc12", voc12))}
+    return Row(name=name, paper={**numbers, "coco": _numbers(*coco, metrics=COCO_METRICS)}, measure=measure)
 
+
+WITH_R101 = "RetinaNet500 + AP-loss with ResNet-101"
 
 TABLE_3 = Reproduction(
     title="Table 3: the final detector, at one scale and at several",
     summary="The final detector with AP-loss. Both rows are the same weights; only the test differs.",
     rows=(
-        _table_3_row(ONE_SCALE, 83.9, 37.4, 58.6, 40.5, 17.3, 40.8, 51.9),
-        _table_3_row(SEVERAL_SCALES, 84.9, 42.1, 63.5, 46.4, 25.6, 45.0, 53.9, measure=MultiScaleMeasure()),
+        _table_3_row(ONE_SCALE, 83.9, 83.1, 37.4, 58.6, 40.5, 17.3, 40.8, 51.9),
+        _table_3_row(SEVERAL_SCALES, 84.9, 84.5, 42.1, 63.5, 46.4, 25.6, 45.0, 53.9, measure=MultiScaleMeasure()),
     ),
     recipe="retinanet-r101",
     settings={"loss": "ap"},
     small_benchmark="coco",  # the small scale is measured as COCO is
-    metrics={"voc": ("voc_AP50", *HEADLINE_METRICS), "coco": COCO_METRICS},
+    metrics={"voc": ("voc_AP50", *HEADLINE_METRICS), "voc12": ("voc_AP50",), "coco": COCO_METRICS},
     measured_on={
-        "voc": "VOC 2007 test, RetinaNet500 + AP-loss with ResNet-101",
-        "coco": "COCO test-dev, RetinaNet500 + AP-loss with ResNet-101",
+        "voc": f"VOC 2007 test, {WITH_R101}",
+        "voc12": f"VOC 2012 test, {WITH_R101}",
+        "coco": f"COCO test-dev, {WITH_R101}",
     },
     reference=SEVERAL_SCALES,
     claims=((SEVERAL_SCALES, ONE_SCALE, 0.0),),
     notes="Several scales: the image at 0.75, 1, 1.25 and 1.5 times the test size, each also mirrored, merged by NMS; "
     "the paper does not say which scales it used.\n\nThe annotations of VOC 2012 test and COCO test-dev are not "
-    "public: their columns need the benchmarks' servers. COCO is measured on minival instead.",
+    "public: only the benchmarks' servers can fill these columns, from aploss predict RUN IMAGES --submission voc (or "
+    "coco), once more with --multi-scale. COCO is measured on minival instead.",
     row_name="test",
-    **RETINANET,
+    **{**RETINANET, "benchmarks": ("voc", "voc12", "coco")},
 )
 
 REPRODUCTIONS = {  # in the order of the paper

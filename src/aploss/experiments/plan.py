@@ -1,11 +1,11 @@
-"""The plan of a comparison: rows, seeds, and the search for learning rates."""
+"""The plan of a comparison: rows, seeds, the search for learning rates, and the cache folder of each run."""
 
 import hashlib
 import json
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from operator import attrgetter
@@ -17,17 +17,18 @@ import yaml
 
 from aploss.data.builtin import VERSION as BUILTIN_VERSION
 from aploss.detectors.criterion import describe_loss, make_loss
-from aploss.errors import ConfigError, did_you_mean
-from aploss.experiments.measures import DETECTION, Measure
+from aploss.errors import ConfigError
+from aploss.evaluation import METRICS
 from aploss.files import as_file_name
 from aploss.losses.traits import LOSSES
+from aploss.reports.comparison import TrainingCurve
+from aploss.reports.run_files import read_json_lines
 from aploss.training.callbacks import describe_seconds
 from aploss.training.config import (
     DEFAULTS_BEFORE_ADDED,
     FIXED_BY_COMPARISON,
     RESUMABLE_KEYS,
     TrainConfig,
-    config_fields,
     config_from_dict,
     config_to_dict,
     differing_keys,
@@ -38,7 +39,7 @@ from aploss.training.config import (
 )
 from aploss.training.distributed import choose_device, seeded
 from aploss.training.run import make_detector
-from aploss.training.run_folder import default_folder
+from aploss.training.run_folder import Summary, default_folder
 from aploss.training.splits import NO_SPLIT, load_run_data
 
 VALIDATIONS = 10  # points of the curve of AP while training
@@ -49,8 +50,54 @@ WARMUP_SHARE = 0.1  # of a trial, at most, if the length of the real run in step
 LOSS_OPTIONS = "criterion.options"
 RATE = "optimizer.learning_rate"
 RATE_FACTORS = (1 / 3, 1.0, 3.0)  # the first grid of a search, as multiples of the row's own learning rate
-MAX_PIXELS = 512 * 512  # of a measured training step
-MEASURED_STEPS = 3
+CLASS_AP = "AP of "  # followed by the name of a class
+MEASURED_PIXELS = 512 * 512  # of a training step whose time is measured
+WITHOUT_WEIGHTS: dict[str, Any] = {"model": {"weights": None}}  # and without a download
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run of a comparison."""
+
+    config: TrainConfig  # with its seed
+    folder: Path
+    summary: Summary | None  # None if it diverged
+    failure: str = ""  # why it has no summary, in one line
+
+
+class Measure:
+    """How numbers are taken from a run: the final metrics on the evaluation split, and AP on validation on the way.
+
+    Subclasses override its methods. All but :meth:`observer` are called with finished runs.
+    """
+
+    def observer(self, config: TrainConfig, folder: Path) -> Callable[[dict[str, Any]], Any] | None:
+        """A callback for every row of the metrics while a run trains; None for no callback."""
+        return None
+
+    def values(self, run: Run) -> Mapping[str, float | None]:
+        """The final numbers by metric, between 0 and 1; those of a class are called ``AP of NAME``."""
+        assert run.summary is not None
+        classes = {f"{CLASS_AP}{name}": found.get("AP") for name, found in run.summary.per_class.items()}
+        return {name: getattr(run.summary, name) for name in METRICS} | classes
+
+    def curve(self, run: Run) -> TrainingCurve:
+        """The numbers during training."""
+        rows = [row for row in _validations(run) if row["AP"] is not None]
+        steps, values, seconds = ([row[key] for row in rows] for key in ("step", "AP", "seconds"))
+        return TrainingCurve(steps=steps, values=values, minutes=[one / 60 for one in seconds])
+
+    def score(self, run: Run) -> float | None:
+        """The score that chooses learning rates, larger being better; None if unknown."""
+        rows = _validations(run)
+        return rows[-1]["AP"] if rows else None
+
+
+def _validations(run: Run) -> list[dict[str, Any]]:
+    return [row for row in read_json_lines(run.folder / "metrics.jsonl") if row["kind"] == "validation"]
+
+
+DETECTION = Measure()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,28 +112,133 @@ class Variant:
     measure: Measure = DETECTION  # how numbers are taken from its runs
 
 
-@dataclass(frozen=True)
-class Searched:
-    """A setting that is searched together with the learning rate."""
-
-    key: str  # dotted
-    values: Sequence[Any]
-    loss: str | None = None  # only for rows of this loss; None for all
+# --- the search -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuning:
-    """The search for the learning rate of each row on the validation split, never on test; see :class:`Search`.
+class Trial:
+    """One trial of a search."""
+
+    row: str
+    settings: Mapping[str, Any]  # by dotted key
+    score: float | None  # None if it diverged, or the settings are invalid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """The search for the learning rate of each row on the validation split, never on test.
+
+    A grid is tried first, then the neighbours of the best until none is better: an axis of positive numbers grows by
+    its own ratio when the best value is at one of its ends.
 
     Attributes:
         steps: length of a trial, whose warm-up shrinks with it; None for the length of the real run, whose first
             seed then is a trial.
-        over: settings that are searched with it: the best learning rate depends on the weight of the box loss. Values
-            of ``optimizer.learning_rate`` replace the multiples of the row's own in ``RATE_FACTORS``.
+        over: settings that are searched with the learning rate, as the best rate depends on the weight of the box
+            loss: ``KEY``, or ``LOSS:KEY`` for the rows of a loss → values. Those of ``optimizer.learning_rate`` replace
+            the multiples of the row's own in ``RATE_FACTORS``.
+
+    Example:
+        >>> search, row = Search(), Variant(name="ap", config=TrainConfig())
+        >>> [trial[RATE] for trial in search.next_trials(row, [])]
+        [0.001, 0.003, 0.009]
+        >>> scores = {0.001: 0.5, 0.003: 0.6, 0.009: 0.7}
+        >>> trials = [Trial(row="ap", settings={RATE: rate}, score=score) for rate, score in scores.items()]
+        >>> search.next_trials(row, trials)
+        [{'optimizer.learning_rate': 0.027}]
     """
 
     steps: int | None = None
-    over: tuple[Searched, ...] = ()
+    over: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    def next_trials(self, row: Variant, trials: Sequence[Trial]) -> list[dict[str, Any]]:
+        """The settings to try next after the trials so far; none if the best has been tried between its neighbours."""
+        axes: dict[str, Sequence[Any]] = {
+            RATE: [_rounded(factor * row.config.optimizer.learning_rate) for factor in RATE_FACTORS]
+        }
+        for name, values in self.over.items():
+            loss, _, key = name.rpartition(":")
+            if loss in ("", row.config.loss):
+                axes[key] = values
+        tried = [one.settings for one in trials if one.row == row.name]
+        if not tried:
+            return [dict(zip(axes, point, strict=True)) for point in product(*axes.values())]
+        best, found = self.best(row, trials).settings, []
+        for key, values in axes.items():
+            if _can_grow(values):
+                around = _neighbours({*values, *(settings[key] for settings in tried)}, best[key])
+                found += [{**best, key: value} for value in around]
+        return [settings for settings in found if settings not in tried]
+
+    def best(self, row: Variant, trials: Sequence[Trial]) -> Trial:
+        """The best trial, of equal ones the nearest to the row's own rate; if all failed, that of the lowest rate."""
+
+        def rank(trial: Trial) -> tuple[float, float]:
+            rate = trial.settings[RATE]
+            if trial.score is None:
+                return -math.inf, -rate
+            return trial.score, -abs(math.log(rate / row.config.optimizer.learning_rate))
+
+        return max((one for one in trials if one.row == row.name), key=rank)
+
+    def chosen(self, row: Variant, trials: Sequence[Trial]) -> Variant:
+        """The row with the best settings; with its own if all trials failed."""
+        best = self.best(row, trials)
+        if best.score is None:
+            return row
+        return replace(row, config=changed(row.config, nested(best.settings)), tuned=best.settings)
+
+    def trial_config(self, row: Variant, settings: Mapping[str, Any], seed: int) -> TrainConfig:
+        """The config of a trial; ConfigError if the settings are invalid."""
+        config = replace(row.config, seed=seed)
+        if self.steps is not None:
+            # The warm-up takes the same share of the trial as of the real run: with all of it a short trial would
+            # hardly train at the rate it has to judge, and too high a rate would win.
+            schedule = config.schedule
+            share = schedule.warmup_steps / schedule.length if schedule.unit == "steps" else WARMUP_SHARE
+            warmup = min(schedule.warmup_steps, round(share * self.steps))
+            # Only the validation split is measured: the choice must not depend on the evaluation split.
+            changes = {"schedule": {"warmup_steps": warmup}, "evaluation": {"split": NO_SPLIT}}
+            config = with_length(changed(config, changes), self.steps, validations=1)
+        config = changed(config, nested(dict(settings)))
+        make_loss(config.loss, **config.criterion.options)
+        return config
+
+    def check(self, rows: Sequence[Variant], seed: int) -> None:
+        """Raises a ConfigError for a search that does not fit some row, before anything is trained."""
+        for name in self.over:
+            loss, _, key = name.rpartition(":")
+            check_varied(key, option="--tune-over")
+            searched = [row for row in rows if loss in ("", row.config.loss)]
+            if not searched:
+                raise ConfigError(f"--tune-over {name}: no row has the loss {loss}")
+            for row in searched:
+                if key in row.settings:
+                    raise ConfigError(f"--tune-over {name}: the row {row.name} has its own value")
+                for settings in self.next_trials(row, []):
+                    self.trial_config(row, settings, seed)
+
+
+def _can_grow(values: Sequence[Any]) -> bool:
+    """Whether values are at least two different positive numbers."""
+    are_numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    return are_numbers and len({*values}) > 1 and min(values) > 0
+
+
+def _neighbours(values: set[float], best: float) -> list[float]:
+    """The values below and above the best one; beyond an end the ratio of the last two continues."""
+    ordered = sorted(values)
+    place = ordered.index(best)
+    below = ordered[place - 1] if place else _rounded(best**2 / ordered[1])
+    above = ordered[place + 1] if place + 1 < len(ordered) else _rounded(best**2 / ordered[-2])
+    return [below, above]
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+# --- the plan ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +252,7 @@ class Plan:
 
     variants: Sequence[Variant]
     seeds: Sequence[int]
-    tuning: Tuning | None = None
+    search: Search | None = None
     first: int | None = None
 
     def __post_init__(self) -> None:
@@ -109,20 +261,8 @@ class Plan:
             raise ConfigError(f"a comparison needs rows of different names, got {names}")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ConfigError(f"a comparison needs different seeds, got {list(self.seeds)}")
-        if self.tuning is not None:
-            for searched in self.tuning.over:
-                self._check_searched(searched, self.tuning)
-
-    def _check_searched(self, searched: Searched, tuning: Tuning) -> None:
-        """Raises a ConfigError for a search that does not fit some row, before anything is trained."""
-        rows = [variant for variant in self.variants if searched.loss in (None, variant.config.loss)]
-        if not rows:
-            raise ConfigError(f"--tune-over {searched.loss}: no row has the loss {searched.loss}")
-        for variant in rows:
-            if searched.key in variant.settings:
-                raise ConfigError(f"--tune-over {searched.key}: the row {variant.name} has its own value")
-            for settings in Search(variant, tuning).next_trials():
-                trial_config(variant, settings, tuning, self.seeds[0])
+        if self.search is not None:
+            self.search.check(self.variants, self.seeds[0])
 
     @property
     def looks(self) -> tuple[int, ...]:
@@ -147,94 +287,14 @@ class Plan:
         return 1 - LEVEL / len(self.looks)
 
     @property
-    def trainings(self) -> int:
-        """The number of trainings before grids widen; runs that rows and trials share are counted once."""
+    def trainings(self) -> tuple[int, int]:
+        """The numbers of runs, and of trials before grids widen; what rows share is counted once."""
         rows = {settings_hash(variant.config): variant for variant in self.variants}.values()
-        runs = len(rows) * len(self.seeds)
-        if (tuning := self.tuning) is not None:
+        trials = 0
+        if (search := self.search) is not None:
             # A trial of the real length is the run of the first seed, if it wins.
-            runs += sum(len(Search(variant, tuning).next_trials()) - (tuning.steps is None) for variant in rows)
-        return runs
-
-
-class Search:
-    """The search for the best settings of a row: a grid, then the neighbours of the best until none is better.
-
-    An axis of positive numbers grows by its own ratio when the best value is at one of its ends.
-
-    Example:
-        >>> search = Search(Variant(name="ap", config=TrainConfig()), Tuning())
-        >>> [trial[RATE] for trial in search.next_trials()]
-        [0.001, 0.003, 0.009]
-        >>> for rate, score in ((0.001, 0.5), (0.003, 0.6), (0.009, 0.7)):
-        ...     search.add({RATE: rate}, score)
-        >>> search.next_trials()
-        [{'optimizer.learning_rate': 0.027}]
-    """
-
-    def __init__(self, variant: Variant, tuning: Tuning) -> None:
-        self.variant, self.tuning = variant, tuning
-        self._rate = variant.config.optimizer.learning_rate
-        values: dict[str, Sequence[Any]] = {RATE: [_rounded(factor * self._rate) for factor in RATE_FACTORS]}
-        values |= {one.key: one.values for one in tuning.over if one.loss in (None, variant.config.loss)}
-        self._axes = {key: sorted(found) if _is_widened(found) else list(found) for key, found in values.items()}
-        self._scores: dict[tuple[Any, ...], float] = {}
-
-    def add(self, settings: Mapping[str, Any], score: float | None) -> None:
-        """Records the score of a trial; None if it diverged."""
-        self._scores[tuple(settings[key] for key in self._axes)] = -math.inf if score is None else score
-
-    @property
-    def chosen(self) -> Variant:
-        """The row with the best settings; with its own if all trials diverged."""
-        if max(self._scores.values()) == -math.inf:
-            return self.variant
-        best = self._named(self._best())
-        tuned = {key: value for key, value in best.items() if key != RATE}
-        return replace(self.variant, config=changed(self.variant.config, nested(best)), tuned=tuned)
-
-    def next_trials(self) -> list[dict[str, Any]]:
-        """The settings to try next; none if the best has been tried between its neighbours."""
-        if not self._scores:
-            return [self._named(point) for point in product(*self._axes.values())]
-        best, points = self._best(), []
-        for place, values in enumerate(self._axes.values()):
-            if _is_widened(values):
-                _widen(values, best[place])
-                index = values.index(best[place])
-                points += [(*best[:place], value, *best[place + 1 :]) for value in values[index - 1 : index + 2 : 2]]
-        return [self._named(point) for point in points if point not in self._scores]
-
-    def _best(self) -> tuple[Any, ...]:
-        """The best point, of equal ones the nearest to the row's own rate; if all diverged, that of the lowest rate."""
-        place = list(self._axes).index(RATE)
-
-        def rank(point: tuple[Any, ...]) -> tuple[float, float]:
-            score, rate = self._scores[point], point[place]
-            return score, -rate if score == -math.inf else -abs(math.log(rate / self._rate))
-
-        return max(self._scores, key=rank)
-
-    def _named(self, point: tuple[Any, ...]) -> dict[str, Any]:
-        return dict(zip(self._axes, point, strict=True))
-
-
-def _is_widened(values: Sequence[Any]) -> bool:
-    """Whether an axis can grow: at least two different positive numbers."""
-    are_numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-    return are_numbers and len({*values}) > 1 and min(values) > 0
-
-
-def _widen(values: list[float], best: float) -> None:
-    """Adds a value beyond the end of an axis that the best is at."""
-    if best == values[0]:
-        values.insert(0, _rounded(values[0] ** 2 / values[1]))
-    if best == values[-1]:
-        values.append(_rounded(values[-1] ** 2 / values[-2]))
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.3g}")
+            trials = sum(len(search.next_trials(row, [])) - (search.steps is None) for row in rows)
+        return len(rows) * len(self.seeds), trials
 
 
 def comparison_plan(
@@ -246,7 +306,7 @@ def comparison_plan(
     changes: dict[str, Any] | None = None,
     steps: int | None = None,
     validations: int | None = None,
-    tuning: Tuning | None = None,
+    search: Search | None = None,
     first: int | None = None,
 ) -> Plan:
     """One row for each loss and each combination of varied values, everything else being equal.
@@ -260,7 +320,7 @@ def comparison_plan(
         changes: nested settings that override the recipe, for all rows.
         steps: length of the training; the recipe's by default.
         validations: points of the curve of AP; 10 by default, 5 in short runs.
-        tuning: search for learning rates; the recipe's learning rates by default.
+        search: search for learning rates; the recipe's learning rates by default.
         first: seeds of the first look, see :class:`Plan`.
 
     Raises:
@@ -271,10 +331,10 @@ def comparison_plan(
         >>> [variant.name for variant in plan.variants]
         ['batches.size=4', 'batches.size=8']
     """
-    vary, chosen = vary or {}, [loss_settings(loss) for loss in losses]
+    vary, chosen = vary or {}, [_loss_settings(loss) for loss in losses]
     for key in vary:
         check_varied(key)
-    if tuning is not None and RATE in vary:
+    if search is not None and RATE in vary:
         raise ConfigError(f"--tune searches the learning rate that --vary {RATE} sets: leave one out")
     variants = []
     for (loss, options), values in product(chosen or [("", {})][: len(vary)], product(*vary.values())):
@@ -286,27 +346,23 @@ def comparison_plan(
             short = {key.removeprefix(f"{LOSS_OPTIONS}."): value for key, value in options.items()}
             words.insert(0, ":".join([loss, *(f"{key}={as_typed(value)}" for key, value in short.items())]))
         variants.append(Variant(name=" ".join(words), config=config, settings={**options, **varied}))
-    plan = Plan(variants=variants, seeds=tuple(seeds), tuning=tuning, first=first)
-    _check_rows(plan)
-    return plan
+    _check_rows(variants)
+    return Plan(variants=variants, seeds=tuple(seeds), search=search, first=first)
 
 
-def _check_rows(plan: Plan) -> None:
+def _check_rows(variants: Sequence[Variant]) -> None:
     """Raises a ConfigError for rows that cannot be trained, or that are equal, before anything is trained."""
     known: dict[str, str] = {}
-    tried: list[Any] = []
-    for variant in plan.variants:
+    for variant in variants:
         config = variant.config
         # With the defaults of the loss, so that ap and ap:delta=1 are equal.
         _, described = describe_loss(make_loss(config.loss, **config.criterion.options))
         options = {key: float(value) if type(value) is int else value for key, value in described.items()}
-        parts = config.detector, config.loss, config.criterion, config.model  # all that a detector is built from
-        if parts not in tried and any(not key.startswith(LOSS_OPTIONS) for key in variant.settings):
-            make_detector(changed(config, {"model": {"weights": None}}), ("object",))
-            tried.append(parts)
         hashed = settings_hash(changed(config, {"criterion": {"options": options}}))
         if known.setdefault(hashed, variant.name) != variant.name:
             raise ConfigError(f"the rows {known[hashed]} and {variant.name} have the same settings: leave one out")
+        if any(key.startswith(("detector", "model", "criterion")) for key in variant.settings):
+            make_detector(changed(config, WITHOUT_WEIGHTS), ("object",))
 
 
 def comparison_config(
@@ -321,7 +377,7 @@ def comparison_config(
     """
     config = with_length(load_config(recipe, changes), steps, validations=validations)
     split = config.evaluation.split
-    if split == (config.splits.validation or "val"):
+    if split != NO_SPLIT and split == (config.splits.validation or "val"):
         split = None
     return changed(config, {"evaluation": {"checkpoint": "last", "split": split}})
 
@@ -348,26 +404,12 @@ def with_length(config: TrainConfig, steps: int | None, *, validations: int | No
     return replace(config, schedule=schedule, validation=validation)
 
 
-def trial_config(variant: Variant, settings: Mapping[str, Any], tuning: Tuning, seed: int) -> TrainConfig:
-    """The config of a trial of a row, with searched settings by dotted key; ConfigError if its loss rejects them."""
-    config = replace(variant.config, seed=seed)
-    if tuning.steps is not None:
-        # The warm-up takes the same share of the trial as of the real run: with all of it a short trial would hardly
-        # train at the rate it has to judge, and too high a rate would win.
-        schedule = config.schedule
-        share = schedule.warmup_steps / schedule.length if schedule.unit == "steps" else WARMUP_SHARE
-        warmup = min(schedule.warmup_steps, round(share * tuning.steps))
-        # Only the validation split is measured: the choice must not depend on the evaluation split.
-        changes = {"schedule": {"warmup_steps": warmup}, "evaluation": {"split": NO_SPLIT}}
-        config = with_length(changed(config, changes), tuning.steps, validations=1)
-    config = changed(config, nested(dict(settings)))
-    make_loss(config.loss, **config.criterion.options)
-    return config
-
-
 def changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
     """The config with nested values replaced."""
     return config_from_dict(merge(config_to_dict(config), changes))
+
+
+# --- the cache --------------------------------------------------------------------------------
 
 
 def settings_hash(config: TrainConfig) -> str:
@@ -390,7 +432,7 @@ def settings_hash(config: TrainConfig) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:10]
 
 
-def cache_folder(config: TrainConfig, cache: Path, settings: Mapping[str, Any] | None = None) -> Path:
+def cache_folder(config: TrainConfig, cache: Path, settings: Mapping[str, Any]) -> Path:
     """The folder of a run: a readable name with the settings of its row, and the hash of all settings.
 
     Only the hash identifies a run: an existing one keeps the name that another comparison gave it.
@@ -398,7 +440,7 @@ def cache_folder(config: TrainConfig, cache: Path, settings: Mapping[str, Any] |
     hashed = settings_hash(config)
     found = sorted(cache.glob(f"*-{hashed}"))
     name, _, seed = default_folder(config).name.rpartition("-seed")
-    about = "-".join(key.rpartition(".")[2] + as_typed(value) for key, value in (settings or {}).items())
+    about = "-".join(key.rpartition(".")[2] + as_typed(value) for key, value in settings.items() if key != RATE)
     words = filter(None, [name, as_file_name(about), f"seed{seed}", hashed])
     return found[0] if found else cache / "-".join(words)
 
@@ -408,11 +450,11 @@ def data_name(data: str) -> str:
     return data if data == "builtin" else Path(data).resolve().name
 
 
-# --- the time and memory of a plan ------------------------------------------------------------
+# --- the plan in words ------------------------------------------------------------------------
 
 
 def describe_plan(plan: Plan, *, images: int | None = None, processes: int = 1, workers: int = 1) -> str:
-    """The runs of a plan with their time, memory and settings, without training any.
+    """The runs of a plan with their settings and estimated time, without training any.
 
     Args:
         plan: the rows, seeds and search.
@@ -420,99 +462,56 @@ def describe_plan(plan: Plan, *, images: int | None = None, processes: int = 1, 
         processes: processes of a run.
         workers: runs at a time.
     """
-    first = plan.variants[0].config
-    lines = [describe_work(plan, images=images, processes=processes, workers=workers)]
-    counts = ", ".join(map(str, plan.looks))
-    looks = f", until decided after {counts} of them" if len(plan.looks) > 1 else ", all of them"
-    lines.append(f"seeds: {', '.join(map(str, plan.seeds))}{looks}")
-    if plan.tuning is not None:
-        factors = ", ".join(f"{factor:.3g}" for factor in RATE_FACTORS)
-        lines.append(
-            f"learning rates tried for each row: {factors} times the row's own, more while the best is at an end"
-        )
-        for one in plan.tuning.over:
-            rows = f"rows of {one.loss}" if one.loss else "each row"
-            lines.append(f"  with {one.key} of {', '.join(map(as_typed, one.values))} for {rows}")
-    lines.append("rows, and how they differ from the settings of the first:")
-    for variant in plan.variants:
-        keys = differing_keys(first, variant.config)
-        differing = [f"{key} = {attrgetter(key)(variant.config)}" for key in keys]
-        lines.append(f"  {variant.name}: {'; '.join(differing) or 'the settings below'}")
-    return "\n".join([*lines, "", yaml.safe_dump(config_to_dict(first), sort_keys=False).rstrip()])
-
-
-def describe_work(plan: Plan, *, images: int | None = None, processes: int = 1, workers: int = 1) -> str:
-    """The number of trainings of a plan, and an estimate of their time and memory on this machine.
-
-    Validation and data loading are not counted; all rows have the first one's detector, image size and schedule.
-    """
-    config = plan.variants[0].config
+    config, (runs, trials) = plan.variants[0].config, plan.trainings
     step_images = config.batches.size * config.batches.accumulate
     if images is None:
-        per_unit = step_images if config.schedule.unit == "steps" else len(load_run_data(config).train)
-        images = config.schedule.length * per_unit
-    trials = plan.trainings - len({settings_hash(one.config) for one in plan.variants}) * len(plan.seeds)
-    is_short = plan.tuning is not None and plan.tuning.steps is not None
-    trial_images = plan.tuning.steps * step_images if is_short else images  # type: ignore[union-attr, operator]
-    seconds, gigabytes = measure_step(config, config.batches.size // processes)
-    total = ((plan.trainings - trials) * images + trials * trial_images) * seconds / processes
-    at_a_time = min(workers, plan.trainings)
-    return (
-        f"{plan.trainings} trainings of {config.detector}, about {describe_seconds(total / at_a_time)} on this "
-        f"{choose_device(config.device).type} with {at_a_time} at a time; about {gigabytes:.1f} GB for a step"
-    )
+        unit = step_images if config.schedule.unit == "steps" else len(load_run_data(config).train)
+        images = config.schedule.length * unit
+    trial_images = plan.search.steps * step_images if plan.search is not None and plan.search.steps else images
+    at_a_time = min(workers, runs + trials)
+    seconds = (runs * images + trials * trial_images) * seconds_per_image(config) / processes / at_a_time
+    looks = "all of them" if len(plan.looks) == 1 else f"until decided after {', '.join(map(str, plan.looks))} of them"
+    lines = [
+        f"{runs + trials} trainings of {config.detector}, about {describe_seconds(seconds)} on this "
+        f"{choose_device(config.device).type} with {at_a_time} at a time, without validation and data loading",
+        f"seeds: {', '.join(map(str, plan.seeds))}, {looks}",
+    ]
+    if plan.search is not None:
+        searched = {f"{RATE} as multiples of the row's own": RATE_FACTORS, **plan.search.over}
+        lines += [f"searched: {name} {', '.join(map(as_typed, values))}" for name, values in searched.items()]
+    lines.append("rows, and how they differ from the settings of the first:")
+    for variant in plan.variants:
+        keys = differing_keys(config, variant.config)
+        differing = [f"{key} = {attrgetter(key)(variant.config)}" for key in keys]
+        lines.append(f"  {variant.name}: {'; '.join(differing) or 'the settings below'}")
+    return "\n".join([*lines, "", yaml.safe_dump(config_to_dict(config), sort_keys=False).rstrip()])
 
 
-def measure_step(config: TrainConfig, batch: int) -> tuple[float, float]:
-    """Seconds per image of forward and backward pass, and gigabytes of a step with ``batch`` images in float32.
-
-    The time is measured on random pixels in batches of limited size. The memory is counted: the tensors that autograd
-    keeps for the backward pass, weights, gradients and the state of the optimizer, without workspaces.
-    """
+def seconds_per_image(config: TrainConfig) -> float:
+    """The time of a forward and backward pass on random pixels, measured here."""
     device, size = choose_device(config.device), config.batches.image_size
     height, width = (size, size) if isinstance(size, int) else size
-    count = max(1, min(batch, MAX_PIXELS // (height * width)))
-    kept: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    fresh = replace(config, model=replace(config.model, weights=None))  # without a download
+    count = max(1, min(config.batches.size, MEASURED_PIXELS // (height * width)))
     with seeded(config.seed, deterministic=False):
-        detector = make_detector(fresh, tuple(f"class {k}" for k in range(20))).to(device)
+        detector = make_detector(changed(config, WITHOUT_WEIGHTS), ("object",)).to(device)
         images: Any = torch.rand(count, 3, height, width, device=device)
         if config.batches.cache_features:
             images = detector.features(images)
         box = torch.tensor([[1.0, 1.0, 3.0, 3.0]], device=device) * min(height, width) / 4
         targets = [{"boxes": box, "labels": torch.tensor([0], device=device)}] * count
-        times = []
-        for _ in range(MEASURED_STEPS):
+        for _ in range(2):  # the first step also compiles and allocates
             start = time.perf_counter()
-            kept.clear()
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                loss = torch.stack(list(detector(images, targets).values())).sum()
-            loss.backward()  # type: ignore[no-untyped-call]
+            torch.stack(list(detector(images, targets).values())).sum().backward()  # type: ignore[no-untyped-call]
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - start)
-    weights = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in detector.parameters()}
-    copies = 3 if config.optimizer.name == "sgd" else 4  # weights, gradients, one moment or two
-    activations = sum(kept.values()) - sum(size for key, size in weights.items() if key in kept)
-    # The first step also compiles and allocates.
-    return min(times[1:]) / count, (activations * batch / count + copies * sum(weights.values())) / 1e9
+    return (time.perf_counter() - start) / count
 
 
 # --- values typed on the command line ---------------------------------------------------------
 
 
-def loss_settings(text: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of a loss, the options by dotted key; ConfigError for anything else.
-
-    Example:
-        >>> loss_settings("focal:gamma=1:alpha=0.25")
-        ('focal', {'criterion.options.gamma': 1, 'criterion.options.alpha': 0.25})
-    """
+def _loss_settings(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and options of a loss such as ``focal:gamma=1:alpha=0.25``, the options by dotted key."""
     name, *options = text.split(":")
     if "=" in name or not all(re.fullmatch(r"\w+=.+", option) for option in options):
         raise ConfigError(f"{text!r}: write the options of a loss as focal:gamma=1:alpha=0.25")
@@ -521,59 +520,31 @@ def loss_settings(text: str) -> tuple[str, dict[str, Any]]:
     return name, {f"{LOSS_OPTIONS}.{key}": parse_value(value) for key, value in pairs}
 
 
-def parse_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """The values of ``--vary KEY=A,B``, by dotted key; :func:`comparison_plan` checks the keys.
+def parse_settings(texts: Sequence[str], option: str) -> dict[str, list[Any]]:
+    """The values of ``--vary KEY=A,B`` or ``--tune-over [LOSS:]KEY=A,B``, by key; the plan checks the keys.
 
     Example:
-        >>> parse_vary(["optimizer.learning_rate=0.001,3e-3", "batches.image_size=[64,96],128"])
-        {'optimizer.learning_rate': [0.001, 0.003], 'batches.image_size': [[64, 96], 128]}
+        >>> parse_settings(["batches.image_size=[64,96],128", "focal:gamma=1,2"], "--tune-over")
+        {'batches.image_size': [[64, 96], 128], 'focal:criterion.options.gamma': [1, 2]}
     """
-    varied: dict[str, list[Any]] = {}
+    found: dict[str, list[Any]] = {}
     for text in texts:
-        key, values = _key_and_values(text, "--vary batches.size=4,8")
-        varied.setdefault(key, []).extend(values)
-    return varied
-
-
-def parse_searched(texts: Sequence[str]) -> tuple[Searched, ...]:
-    """The settings of ``--tune-over [LOSS:]KEY=A,B``; ConfigError for a key that cannot vary.
-
-    Example:
-        >>> box_weight, gamma = parse_searched(["criterion.box_weight=1,3", "focal:gamma=1,2"])
-        >>> box_weight.key, gamma.key, gamma.loss
-        ('criterion.box_weight', 'criterion.options.gamma', 'focal')
-    """
-    searched = []
-    for text in texts:
-        name, values = _key_and_values(text, "--tune-over criterion.box_weight=1,3")
-        loss, _, key = name.rpartition(":")
+        name, _, values = text.partition("=")
+        loss, colon, key = name.strip().rpartition(":")
+        if not parse_list(values):
+            raise ConfigError(f"{option} {text}: add the values, as in {option} criterion.box_weight=1,3")
         if loss:
             LOSSES.get(loss)
             key = key if "." in key else f"{LOSS_OPTIONS}.{key}"
-        check_varied(key, option="--tune-over")
-        searched.append(Searched(key, tuple(values), loss or None))
-    return tuple(searched)
-
-
-def _key_and_values(text: str, example: str) -> tuple[str, list[Any]]:
-    key, _, values = text.partition("=")
-    if not parse_list(values):
-        raise ConfigError(f"{example.split()[0]} {text}: add the values, as in {example}")
-    return key.strip(), list(map(parse_value, parse_list(values)))
+        found.setdefault(f"{loss}{colon}{key}", []).extend(map(parse_value, parse_list(values)))
+    return found
 
 
 def check_varied(key: str, *, option: str = "--vary") -> None:
-    """Raises a ConfigError for an unknown setting, or one in which rows cannot differ."""
-    known = {setting.key: setting.default for setting in config_fields()}
-    inside = any(key.startswith(f"{one}.") for one, default in known.items() if isinstance(default, dict))
-    if key not in known and not inside:
-        by_ending = [one for one in known if one.endswith(f".{key}")]
-        hint = did_you_mean(key, by_ending or known) or "; aploss train --help lists them"
-        raise ConfigError(f"{option}: there is no setting {key!r}{hint}")
-    if key in ("loss", "seed"):
-        raise ConfigError(f"{option} {key}: use --{key.replace('loss', 'losse')}s")
-    if key in (*FIXED_BY_COMPARISON, *RESUMABLE_KEYS):
-        raise ConfigError(f"{option} {key}: the comparison fixes this setting, or it does not affect the result")
+    """Raises a ConfigError for a setting in which rows cannot differ."""
+    if key in ("loss", "seed", *FIXED_BY_COMPARISON, *RESUMABLE_KEYS):
+        reason = "the comparison fixes this setting, or it does not affect the result"
+        raise ConfigError(f"{option} {key}: {reason}; --losses and --seeds have options of their own")
 
 
 def as_typed(value: Any) -> str:
@@ -591,18 +562,6 @@ def parse_list(text: str) -> list[str]:
     return [part for part in map(str.strip, re.split(r",(?![^\[{]*[\]}])", text)) if part]
 
 
-def more_seeds(seeds: Sequence[int], most: int) -> tuple[int, ...]:
-    """The seeds, and further ones up to ``most`` in all.
-
-    Example:
-        >>> more_seeds([4, 5], 4)
-        (4, 5, 6, 7)
-    """
-    if most <= len(seeds):
-        raise ConfigError(f"--seeds-until-decided {most}: more than the {len(seeds)} of --seeds are needed")
-    return (*seeds, *range(max(seeds) + 1, max(seeds) + 1 + most - len(seeds)))
-
-
 def parse_seeds(text: str) -> tuple[int, ...]:
     """Seeds from ``"3"`` (how many, starting at 0) or ``"4,5"`` (which); ConfigError for anything else.
 
@@ -610,9 +569,21 @@ def parse_seeds(text: str) -> tuple[int, ...]:
         >>> parse_seeds("3"), parse_seeds("4,5"), parse_seeds("7,")
         ((0, 1, 2), (4, 5), (7,))
     """
-    words = [word.strip() for word in text.split(",") if word.strip()]
+    words = parse_list(text)
     seeds = tuple(int(word) for word in words if re.fullmatch("[0-9]{1,10}", word))
     if not seeds or len(seeds) < len(words) or ("," not in text and not 1 <= seeds[0] <= MAX_SEEDS):
         expected = f"a number of seeds from 1 to {MAX_SEEDS}, or a list such as 0,1,2 (a single seed: 7,)"
         raise ConfigError(f"--seeds must be {expected}, got {text:.60}")
     return seeds if "," in text else tuple(range(seeds[0]))
+
+
+def more_seeds(seeds: Sequence[int], most: int | None) -> tuple[int, ...]:
+    """The seeds, and further ones up to ``most`` in all; None for no more.
+
+    Example:
+        >>> more_seeds([4, 5], 4)
+        (4, 5, 6, 7)
+    """
+    if most is not None and most <= len(seeds):
+        raise ConfigError(f"--seeds-until-decided {most}: more than the {len(seeds)} of --seeds are needed")
+    return (*seeds, *range(max(seeds) + 1, max(seeds) + 1 + (most or len(seeds)) - len(seeds)))

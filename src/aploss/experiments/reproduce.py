@@ -1,7 +1,6 @@
 """``reproduce``: the runs and the page of a table or figure of the paper."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
@@ -9,22 +8,20 @@ from typing import Any, Literal
 from aploss.errors import ConfigError
 from aploss.evaluation import HEADLINE_METRICS
 from aploss.experiments.compare import compare
-from aploss.experiments.paper import REPRODUCTIONS, TEST_SPLIT, Reproduction, Row
+from aploss.experiments.paper import BENCHMARKS, REPRODUCTIONS, Reproduction, Row
 from aploss.experiments.plan import (
     Plan,
-    Searched,
-    Tuning,
+    Search,
     Variant,
     changed,
     comparison_config,
     data_name,
     describe_plan,
-    describe_work,
     more_seeds,
 )
 from aploss.experiments.results import Results
 from aploss.reports.comparison import Comparison
-from aploss.training.config import TrainConfig, merge, nested
+from aploss.training.config import TrainConfig, merge
 from aploss.training.distributed import choose_device
 
 SEEDS = {"small": (0, 1, 2), "paper": (0,)}  # the paper names none
@@ -46,7 +43,7 @@ class Request:
     """The options of ``aploss reproduce``."""
 
     scale: Literal["small", "paper"] = "small"  # minutes on a CPU, or the paper's own settings
-    benchmark: Literal["voc", "coco"] = "voc"  # the paper's dataset: its numbers and, at its scale, recipes
+    benchmark: Literal["voc", "voc12", "coco"] = "voc"  # the paper's dataset: its numbers and, at its scale, recipes
     data: str | None = None  # folder of the data; built-in data by default at small scale
     recipe: str | None = None  # settings of the small scale; demo for built-in data, else bccd-cpu
     seeds: tuple[int, ...] | None = None  # by default three at small scale, one at the paper's
@@ -54,18 +51,16 @@ class Request:
     steps: int | None = None  # length of the runs at small scale
     tune: bool = True  # search for learning rates at small scale, if losses are compared
     tune_steps: int | None = None  # length of a trial of that search
-    tune_over: tuple[Searched, ...] = ()  # settings that are searched together with the learning rates
-    changes: Mapping[str, Any] = field(default_factory=dict)  # dotted key → setting of all rows at small scale
     device: str = "auto"
     processes: int = 1  # started by torchrun
 
     def __post_init__(self) -> None:
         if self.is_small:
             return
-        given = {"recipe": self.recipe, "steps": self.steps, "tune-over": self.tune_over or None, **self.changes}
-        for option, value in given.items():
-            if value is not None:
-                raise ConfigError(f"--{option} needs --scale small: the paper's scale has the paper's settings")
+        for option in ("recipe", "steps", "tune_steps"):
+            if getattr(self, option) is not None:
+                name = option.replace("_", "-")
+                raise ConfigError(f"--{name} needs --scale small: the paper's scale has the paper's settings")
         if self.processes > PAPER_GPUS:
             expected = f"1 or {PAPER_GPUS} processes of {PAPER_BATCH} images each"
             raise ConfigError(f"the paper's scale is for {expected}, got {self.processes}")
@@ -90,52 +85,45 @@ def plan_for(name: str, request: Request) -> Plan:
         )
         for row in [*entry.rows, *(entry.small_rows if request.is_small else ())]
     ]
-    seeds = first = request.seeds or SEEDS[request.scale]
-    if request.max_seeds is not None:
-        seeds = more_seeds(first, request.max_seeds)
-    tuning = None
-    if request.is_small and request.tune and entry.trial_steps is not None:
-        trial_steps = min(entry.trial_steps, request.steps or entry.trial_steps)
-        tuning = Tuning(steps=request.tune_steps or trial_steps, over=request.tune_over)
-    elif request.tune_over:
-        raise ConfigError(f"--tune-over: {name} has no search" + " with --no-tune" * (not request.tune))
+    first = request.seeds or SEEDS[request.scale]
+    seeds = more_seeds(first, request.max_seeds)
     if entry.first_seed_alone:
         seeds = first = first[:1]
-    return Plan(variants=variants, seeds=seeds, tuning=tuning, first=len(first))
+    search = None
+    if request.is_small and request.tune and entry.trial_steps is not None:
+        search = Search(steps=request.tune_steps or min(entry.trial_steps, request.steps or entry.trial_steps))
+    return Plan(variants=variants, seeds=seeds, search=search, first=len(first))
 
 
 def _config(entry: Reproduction, row: Row, request: Request) -> TrainConfig:
     """The config of a row."""
-    data, recipe = request.data, f"{request.benchmark}-{entry.recipe}"
-    steps, scale = None, [entry.full]
+    own = {"device": request.device, "data": request.data or ""}
     if request.is_small:
-        data, scale = data or "builtin", [entry.small, row.small]
+        own["data"] = data = request.data or "builtin"
         recipe = request.recipe or ("demo" if data == "builtin" else "bccd-cpu")
         is_standard = request.recipe is None and data == "builtin"
         steps = request.steps or (entry.steps if is_standard else None)
+        layers = [entry.settings, row.settings, entry.small, row.small, own]
+        config = comparison_config(recipe, reduce(merge, layers), steps=steps)
     else:
-        together = {"size": row.batch * request.processes, "accumulate": PAPER_GPUS // request.processes}
-        scale.append({"batches": together})
-    own = {"device": request.device, "data": data or ""}
-    layers = [nested(request.changes), entry.settings, row.settings, *scale, own]
-    config = comparison_config(recipe, reduce(merge, layers), steps=steps)
-    for key, value in request.changes.items():
-        if changed(config, nested({key: value})) != config:
-            raise ConfigError(f"--{key}: the row {row.name} of this table sets it: leave it out")
-    if entry.curves_on_test and not request.is_small:
-        config = changed(config, {"splits": {"validation": TEST_SPLIT[request.benchmark]}})
+        benchmark = BENCHMARKS[request.benchmark]
+        batches = {"size": row.batch * request.processes, "accumulate": PAPER_GPUS // request.processes}
+        layers = [benchmark.settings, entry.settings, row.settings, entry.full, {"batches": batches}, own]
+        config = comparison_config(f"{benchmark.recipes}-{entry.recipe}", reduce(merge, layers))
+        if entry.curves_on_test:
+            config = changed(config, {"splits": {"validation": benchmark.test_split}})
     if entry.curve_points:
-        unit_steps = _unit_images(entry, config, request) // (config.batches.size * config.batches.accumulate)
-        every = config.schedule.length * unit_steps // entry.curve_points
-        config = changed(config, {"checkpoint_steps": max(1, every)})
+        steps = _run_images(entry, config, request) // (config.batches.size * config.batches.accumulate)
+        config = changed(config, {"checkpoint_steps": max(1, steps // entry.curve_points)})
     return config
 
 
-def _unit_images(entry: Reproduction, config: TrainConfig, request: Request) -> int:
-    """The images of a step, or of an epoch of the paper's data."""
+def _run_images(entry: Reproduction, config: TrainConfig, request: Request) -> int:
+    """The images of a run."""
+    unit = config.batches.size * config.batches.accumulate
     if config.schedule.unit == "epochs":
-        return entry.epoch_images[request.benchmark]
-    return config.batches.size * config.batches.accumulate
+        unit = entry.epoch_images or BENCHMARKS[request.benchmark].epoch_images
+    return config.schedule.length * unit
 
 
 def _numbers_of(entry: Reproduction, request: Request) -> str:
@@ -168,7 +156,7 @@ def page_for(name: str, request: Request, results: Results) -> Comparison:
         reference=entry.reference,
         verdicts=[*claims, *entry.verdicts(results)],
         notes="\n\n".join(filter(None, notes)),
-        paper=entry.measured_on[numbers_of],
+        paper=entry.measured_on.get(numbers_of, BENCHMARKS[numbers_of].measured_on),
         sections=entry.sections(results),
         row_name=entry.row_name,
         curve_label=entry.curve_label or f"AP on {split}",
@@ -196,37 +184,29 @@ def default_out(name: str, request: Request) -> Path:
     return Path("runs") / f"{name}-{request.scale}-{Path(data_name(data)).stem}"
 
 
-def check_time(name: str, request: Request, say: Callable[[str], Any], *, start_anyway: bool) -> None:
-    """Reports how long the paper's scale takes here; ConfigError without data, or on a CPU unless ``start_anyway``."""
+def check_start(request: Request, *, start_anyway: bool) -> None:
+    """Raises a ConfigError for the paper's scale without data, or on a CPU unless ``start_anyway``."""
     if request.is_small:
         return
-    work = describe_work(plan_for(name, request), images=_run_images(name, request), processes=request.processes)
     if choose_device(request.device).type == "cpu" and not start_anyway:
-        raise ConfigError(f"{name} at the paper's scale: {work}; use a GPU, --scale small, or --yes to start anyway")
+        raise ConfigError("the paper's scale takes months on a CPU: use a GPU, --scale small, or --yes to start anyway")
     if not request.data:
-        where = {"voc": "VOCdevkit (VOC2007 and VOC2012)", "coco": "COCO"}[request.benchmark]
-        raise ConfigError(f"the paper's scale needs --data with the folder of {where}")
-    say(work)
-
-
-def _run_images(name: str, request: Request) -> int:
-    """The images of a run; all rows have the schedule of the first."""
-    entry, config = REPRODUCTIONS[name], plan_for(name, request).variants[0].config
-    return config.schedule.length * _unit_images(entry, config, request)
+        raise ConfigError(f"the paper's scale needs --data with the folder of {BENCHMARKS[request.benchmark].data}")
 
 
 def describe_reproduction(name: str, request: Request, *, workers: int = 1) -> str:
-    """The runs of a reproduction with their time, memory, commands and settings, without training any."""
-    images, processes = _run_images(name, request), request.processes
-    text = describe_plan(plan_for(name, request), images=images, processes=processes, workers=workers)
+    """The runs of a reproduction with their time, commands and settings, without training any."""
+    plan = plan_for(name, request)
+    images = _run_images(REPRODUCTIONS[name], plan.variants[0].config, request)
+    text = describe_plan(plan, images=images, processes=request.processes, workers=workers)
     commands = []
     if not request.is_small:
-        data = request.data or {"voc": "VOCdevkit", "coco": "coco"}[request.benchmark]
-        command = f"aploss reproduce {name} --scale paper --benchmark {request.benchmark} --data {data}"
+        command = (
+            f"aploss reproduce {name} --scale paper --benchmark {request.benchmark} --data {request.data or 'DATA'}"
+        )
         commands = [
-            "commands:",
-            f"  1 GPU: {command}",
-            f"  2 GPUs, as the paper: torchrun --nproc-per-node 2 -m {command}",
-            f"  8 GPUs, a run on each: {command} --workers 8 --gpus-per-run 1 --seeds 3",
+            f"1 GPU: {command}",
+            f"2 GPUs, as the paper: torchrun --nproc-per-node 2 -m {command}",
+            f"8 GPUs, a run on each: {command} --workers 8 --gpus-per-run 1 --seeds 3",
         ]
     return "\n".join([REPRODUCTIONS[name].title, *commands, text])

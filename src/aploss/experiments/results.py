@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from aploss.evaluation import HEADLINE_METRICS, METRICS
-from aploss.experiments.measures import CLASS_AP, Run
-from aploss.experiments.plan import Plan, Variant, as_typed, data_name
+from aploss.experiments.plan import CLASS_AP, RATE, Plan, Run, Trial, Variant, as_typed, data_name
 from aploss.files import write_json, write_text
 from aploss.plotting.style import loss_label
 from aploss.reports.comparison import Comparison, Difference, Entry, paired_difference, spread, write_comparison_report
 from aploss.reports.page import Cell, Section, Table, Text, Verdict
 from aploss.training.config import TrainConfig
-from aploss.training.run_folder import RunFolder, describe_environment
+from aploss.training.run_folder import describe_environment
 
 MIN_SEEDS = 3  # fewer are reported as too few
 TIE = "tie"
@@ -28,16 +27,6 @@ def is_decided(verdict: Verdict) -> bool:
     return verdict.holds is not None or verdict.label == TIE
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """One trial of the search for learning rates; ``score`` is None if it diverged."""
-
-    row: str
-    learning_rate: float
-    score: float | None
-    settings: Mapping[str, Any] = field(default_factory=dict)  # the other searched settings, by dotted key
-
-
 @dataclass
 class Results:
     """The finished runs of a plan."""
@@ -45,28 +34,17 @@ class Results:
     plan: Plan  # with the chosen learning rates
     runs: dict[tuple[str, int], Run] = field(default_factory=dict)  # by the name of the row and the seed
     trials: list[Trial] = field(default_factory=list)  # of the search for learning rates
-    is_tuned: bool = False  # whether the search is finished
     at_end: Sequence[str] = ()  # rows whose best value is at an end of the grid, though it was widened
-    given: int | None = None  # number of runs if they were not planned
+    given: bool = False  # whether the runs were not planned, but finished before
     seeds: Sequence[int] = ()  # of the present look
 
     def __post_init__(self) -> None:
         self.seeds = self.seeds or self.plan.seeds[: self.plan.looks[0]]
 
     @property
-    def total(self) -> int:
-        """The number of runs up to the present look, without trials."""
-        return self.given or len(self.plan.variants) * len(self.seeds)
-
-    @property
     def complete(self) -> bool:
-        """Whether all of these runs are finished."""
-        return len(self.runs) == self.total
-
-    @property
-    def minutes(self) -> float:
-        """Minutes of training and validation; a run that rows share is counted once."""
-        return sum({run.folder: run.summary.minutes for run in self.runs.values() if run.summary}.values())
+        """Whether all runs up to the present look are finished."""
+        return self.given or len(self.runs) == len(self.plan.variants) * len(self.seeds)
 
     def values(self, name: str, metric: str) -> list[float | None]:
         """A metric of a row for each seed; None if unknown (yet)."""
@@ -83,20 +61,6 @@ class Results:
         runs = [self.runs.get((name, seed)) for seed in self.seeds]
         return [run for run in runs if run and run.summary]
 
-    def entry(self, variant: Variant, metrics: Sequence[str]) -> Entry:
-        """A row as the page shows it."""
-        name, runs = variant.name, self.finished_runs(variant.name)
-        curves = [variant.measure.curve(run) for run in runs]
-        diverged = [str(k) for k in self.seeds if (run := self.runs.get((name, k))) and not run.summary]
-        return Entry(
-            name=name,
-            values={metric: self.values(name, metric) for metric in metrics},
-            minutes=[run.summary.minutes for run in runs if run.summary],
-            paper=variant.paper,
-            curves=[curve for curve in curves if len(curve.steps)],
-            note=f"diverged: seed {', '.join(diverged)}" if diverged else "",
-        )
-
     def difference(self, first: str, second: str, metric: str = "AP") -> Difference:
         """``first - second`` over the seeds that both have."""
         ours, theirs = self.values(first, metric), self.values(second, metric)
@@ -108,14 +72,6 @@ class Results:
         others = [variant.name for variant in self.plan.variants if reference not in (None, variant.name)]
         found = [self.difference(str(reference), other, metric) for other in others for metric in metrics]
         return [one for one in found if len(one.values) > 1]
-
-    @property
-    def class_metrics(self) -> list[str]:
-        """The metrics of single classes."""
-        for variant in self.plan.variants:
-            for run in self.finished_runs(variant.name):
-                return [name for name in variant.measure.values(run) if name.startswith(CLASS_AP)]
-        return []
 
     def is_ahead(self, first: str, second: str, *, by: float = 0.0, metric: str = "AP") -> bool | None:
         """Whether a row is ahead of another by at least ``by``.
@@ -163,7 +119,6 @@ class Results:
         metrics: Sequence[str] = HEADLINE_METRICS,
         reference: str | None = None,
         sections: Sequence[Section] = (),
-        curve_label: str = "AP on validation",
         **texts: Any,
     ) -> Comparison:
         """The page of these results.
@@ -173,30 +128,47 @@ class Results:
             metrics: columns, and metrics of the differences; the first is plotted.
             reference: the row that the others are subtracted from; None for no differences.
             sections: additional sections.
-            curve_label: the metric of the curves.
             texts: other fields of a :class:`Comparison`: title, verdicts, notes, ...
         """
         if not self.complete:
-            summary += f"\n\nNot finished: {len(self.runs)} of {self.total} runs are done."
+            total = len(self.plan.variants) * len(self.seeds)
+            summary += f"\n\nNot finished: {len(self.runs)} of {total} runs are done."
+        measured = [(one, run) for one in self.plan.variants for run in self.finished_runs(one.name)[:1]]
+        names = dict.fromkeys(name for one, run in measured for name in one.measure.values(run))
+        minutes = {run.folder: run.summary.minutes for run in self.runs.values() if run.summary}  # some are shared
         return Comparison(
-            entries=[self.entry(variant, metrics) for variant in self.plan.variants],
+            entries=[_entry(self, variant, metrics) for variant in self.plan.variants],
             metrics=metrics,
             summary=summary,
             differences=self.differences(reference, metrics),
-            class_differences=self.differences(reference, self.class_metrics),
+            class_differences=self.differences(reference, [name for name in names if name.startswith(CLASS_AP)]),
             facts={
                 "Detector": _of_rows(self.plan, lambda config: config.detector),
                 "Data": data_name(self.plan.variants[0].config.data),
                 "Length": _of_rows(self.plan, lambda config: f"{config.schedule.length} {config.schedule.unit}"),
                 "Seeds": len(self.seeds),
-                "Minutes of training": self.minutes,
+                "Minutes of training": sum(minutes.values()),
             },
             provenance=_provenance(self),
             sections=[*sections, *([_trials_section(self)] if self.trials else [])],
-            curve_label=curve_label,
             confidence=self.plan.confidence,
             **texts,
         )
+
+
+def _entry(results: Results, variant: Variant, metrics: Sequence[str]) -> Entry:
+    """A row as the page shows it."""
+    name, runs = variant.name, results.finished_runs(variant.name)
+    curves = [variant.measure.curve(run) for run in runs]
+    diverged = [str(k) for k in results.seeds if (run := results.runs.get((name, k))) and not run.summary]
+    return Entry(
+        name=name,
+        values={metric: results.values(name, metric) for metric in metrics},
+        minutes=[run.summary.minutes for run in runs if run.summary],
+        paper=variant.paper,
+        curves=[curve for curve in curves if len(curve.steps)],
+        note=f"diverged: seed {', '.join(diverged)}" if diverged else "",
+    )
 
 
 def write_results(out: Path, results: Results, comparison: Comparison) -> None:
@@ -215,7 +187,7 @@ def write_results(out: Path, results: Results, comparison: Comparison) -> None:
             {names.get(key, key): value for key, value in asdict(one).items()}
             for one in (*comparison.differences, *comparison.class_differences)
         ],
-        "learning_rates_tried": [asdict(trial) for trial in results.trials],
+        "trials": [asdict(trial) for trial in results.trials],
         "verdicts": [{"holds": one.holds, "verdict": one.word, "claim": one.claim} for one in comparison.verdicts],
         "environment": describe_environment(),
     }
@@ -232,18 +204,14 @@ def _row(results: Results, variant: Variant, entry: Entry) -> dict[str, Any]:
         "learning_rate": variant.config.optimizer.learning_rate,
         "tuned": dict(variant.tuned),
         "values": dict(entry.values),
-        "mean": {metric: _number(one.mean) for metric, one in spreads.items()},
-        "standard_deviation": {metric: _number(one.deviation) for metric, one in spreads.items()},
+        # JSON does not have NaN.
+        "mean": {metric: one.mean if one.count else None for metric, one in spreads.items()},
+        "standard_deviation": {metric: one.deviation if one.count > 1 else None for metric, one in spreads.items()},
         "paper": dict(variant.paper),
         "minutes": list(entry.minutes),
         "curves": [asdict(curve) for curve in entry.curves],
         "runs": [
-            {
-                "seed": seed,
-                "folder": str(run.folder),
-                "failure": run.failure,
-                "commit": run.summary.commit if run.summary else None,
-            }
+            {"seed": seed, "folder": str(run.folder), "failure": run.failure}
             for seed, run in runs.items()
             if run is not None
         ],
@@ -263,43 +231,30 @@ def _csv(results: Results) -> str:
     return text.getvalue()
 
 
-def _number(value: float) -> float | None:
-    """JSON does not have NaN."""
-    return None if value != value else value
-
-
 def _provenance(results: Results) -> dict[str, Any]:
     environment, plan = describe_environment(), results.plan
     summaries = [run.summary for run in results.runs.values() if run.summary]
     rates = {loss_label(one.name): f"{one.config.optimizer.learning_rate:.3g}" for one in plan.variants}
     own_rates = ", ".join(f"{name} {rate}" for name, rate in rates.items())
     devices = environment["devices"] or [f"{environment['cpu']}, {environment['cores']} cores"]
-    folders = (RunFolder(run.folder) for run in results.runs.values())  # their configs state the warm-up that ran
-    warmups = _listed(folder.read_config().schedule.warmup_steps for folder in folders if folder.exists)
-    schedules = _of_rows(plan, lambda one: one.schedule.kind) + (f", {warmups} steps of warm-up" if warmups else "")
+    seeds = ", ".join(map(str, results.seeds))
+    if len(plan.looks) > 1:
+        counts = ", ".join(map(str, plan.looks))
+        seeds += f"; looked at after {counts} seeds until decided, with {plan.confidence:.1%} intervals"
+    elif not results.given:
+        seeds += "; their number was fixed in advance"
     return {
         "commit": _listed(one.commit or "unknown" for one in summaries) or environment["commit"] or "unknown",
-        "seeds": _stated_seeds(results),
-        "minutes": f"{results.minutes:.1f} of training and validation, trials not counted",
+        "seeds": seeds,
         "batch": _of_rows(plan, lambda one: f"{one.batches.size} images x {one.batches.accumulate}"),
         "image size": _of_rows(plan, lambda one: one.batches.image_size),
-        "optimizer": f"{_of_rows(plan, lambda one: one.optimizer.name)}, {schedules}",
+        "optimizer": _of_rows(plan, lambda one: f"{one.optimizer.name}, {one.schedule.kind}"),
         "learning rate": own_rates if len({*rates.values()}) > 1 else next(iter(rates.values())),
         "data": f"{data_name(plan.variants[0].config.data)}, measured on {_listed(one.split for one in summaries)}",
         "hardware": ", ".join(devices) + f", threads: {environment['torch_threads']}",
         "software": ", ".join(f"{name} {environment['packages'][name]}" for name in ("aploss", "torch", "numba")),
         "runs": _listed(run.folder.parent for run in results.runs.values()),
     }
-
-
-def _stated_seeds(results: Results) -> str:
-    used, looks = ", ".join(map(str, results.seeds)), results.plan.looks
-    if results.given:
-        return used
-    if len(looks) == 1:
-        return f"{used}; their number was fixed in advance"
-    counts = ", ".join(map(str, looks))
-    return f"{used}; looked at after {counts} seeds until decided, with {results.plan.confidence:.1%} intervals"
 
 
 def _of_rows(plan: Plan, value: Callable[[TrainConfig], Any]) -> str:
@@ -313,13 +268,13 @@ def _listed(values: Iterable[Any]) -> str:
 
 def _trials_section(results: Results) -> Section:
     """All trials in order; the chosen ones are bold."""
+    chosen = [(variant.name, variant.tuned) for variant in results.plan.variants]
     rows = []
     for trial in results.trials:
-        variant = next(one for one in results.plan.variants if one.name == trial.row)
-        chosen = (variant.config.optimizer.learning_rate, variant.tuned) == (trial.learning_rate, trial.settings)
-        others = " ".join(f"{key.rpartition('.')[2]}={as_typed(value)}" for key, value in trial.settings.items())
-        score = "diverged" if trial.score is None else f"{100 * trial.score:.1f}"
-        rows.append([loss_label(trial.row), f"{trial.learning_rate:.3g}", others, Cell(score, strong=chosen)])
+        others = [f"{key.rpartition('.')[2]}={as_typed(one)}" for key, one in trial.settings.items() if key != RATE]
+        score = "failed" if trial.score is None else f"{100 * trial.score:.1f}"
+        cell = Cell(score, strong=(trial.row, trial.settings) in chosen)
+        rows.append([loss_label(trial.row), f"{trial.settings[RATE]:.3g}", " ".join(others), cell])
     text = (
         "Every row was tried on the first seed with a grid that was widened while the best value was at one of its "
         "ends, and took the settings with the best score (bold), in percent: AP on the validation split, or, if the "

@@ -20,8 +20,7 @@ from filelock import FileLock
 
 from aploss import training
 from aploss.errors import AplossError, ConfigError, RunError, require_packages
-from aploss.experiments.measures import Run
-from aploss.experiments.plan import RATE, Variant, cache_folder
+from aploss.experiments.plan import Run, Variant, cache_folder
 from aploss.registry import load_plugins
 from aploss.reports.run_files import read_json_lines
 from aploss.terminal import terminal
@@ -92,17 +91,8 @@ class Job:
         return min(1.0, done / self.config.schedule.length), rows[-1]["seconds"] if rows else 0.0
 
 
-def train_run(
-    job: Job,
-    *,
-    deadline: float | None = None,
-    processes: int = 1,
-    is_main: bool = True,
-    on_row: Callable[[Any], Any] | None = None,
-) -> Run | None:
-    """Returns a finished run, which is trained or resumed if necessary; None if the deadline (``time.time()``) passes.
-
-    A diverged run has no summary.
+def train_run(job: Job, *, processes: int = 1, is_main: bool = True, on_row: Callable[[Any], Any] | None = None) -> Run:
+    """Returns a finished run, which is trained or resumed if necessary; a diverged one has no summary.
 
     Raises:
         TrainingInterruptedError: Ctrl-C or SIGTERM; everything is saved.
@@ -111,26 +101,18 @@ def train_run(
     config, folder, file = job.config, job.folder, job.folder / "summary.json"
     with _locked(folder) if is_main else nullcontext():
         # Several processes must agree, though perhaps only one sees the files: train() takes care of that.
-        if processes == 1 and file.is_file():
-            summary = Summary.read(file)
-            if summary.stopped_by != "minutes":  # stopped by an earlier time limit: not finished
-                return Run(config=config, folder=folder, summary=summary)
-        limit = None
-        if deadline is not None:
-            left = (deadline - time.time()) / 60
-            if left <= 0 and processes == 1:
-                return None
-            limit = job.progress[1] / 60 + max(left, 0.0)  # counts earlier sessions, too
+        if processes == 1 and file.is_file() and (known := Summary.read(file)).stopped_by != "minutes":
+            return Run(config=config, folder=folder, summary=known)
         observers = [one for one in (job.variant.measure.observer(config, folder), on_row) if one is not None]
         try:
             summary = training.train(
-                replace(config, out=str(folder), max_minutes=limit),
+                replace(config, out=str(folder)),
                 resume=True,
                 on_progress=lambda row: [observer(row) for observer in observers],
             )
         except DivergedError as error:
             return Run(config=config, folder=folder, summary=None, failure=str(error))
-    return None if summary.stopped_by == "minutes" else Run(config=config, folder=folder, summary=summary)
+    return Run(config=config, folder=folder, summary=summary)
 
 
 @contextmanager
@@ -151,57 +133,52 @@ class Pool:
     Args:
         accelerator: the processes.
         cache: folder of the runs.
-        deadline: time limit for all runs together, as ``time.time()``.
         quiet: print nothing.
     """
 
-    def __init__(self, accelerator: Accelerator | None, cache: Path, deadline: float | None, quiet: bool) -> None:
-        self.accelerator, self.cache, self.deadline = accelerator, cache, deadline
+    def __init__(self, accelerator: Accelerator | None, cache: Path, quiet: bool) -> None:
+        self.accelerator, self.cache = accelerator, cache
         self.is_main = accelerator is None or accelerator.is_main_process
-        self.display = Display(quiet=quiet or not self.is_main)
+        self.quiet = quiet or not self.is_main
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Run]]:
-        """Trains jobs and yields each with its run as it finishes; not all of them after the time limit."""
+        """Trains jobs and yields each with its run as it finishes."""
         assert self.accelerator is not None
         processes = self.accelerator.num_processes
-        folders = on_main(self.accelerator, lambda: [self._folder(job) for job in jobs])
-        jobs = [replace(job, folder=folder) for job, folder in zip(jobs, folders, strict=True)]
-        with self.display.showing(jobs) as display:
+        jobs = on_main(self.accelerator, lambda: self._with_folders(jobs))
+        with Display(jobs, quiet=self.quiet) as display:
             for job in jobs:
                 display.say(f"started   {job.label}")
-                run = train_run(
-                    job, deadline=self.deadline, processes=processes, is_main=self.is_main, on_row=display.refresh
-                )
-                if run is None:
-                    break
+                run = train_run(job, processes=processes, is_main=self.is_main, on_row=display.refresh)
                 display.end(job, run)
                 yield job, run
 
-    def _folder(self, job: Job) -> Path:
-        searched = {key: value for key, value in job.settings.items() if key != RATE}
-        return cache_folder(job.config, self.cache, {**job.variant.settings, **searched})
+    def _with_folders(self, jobs: Sequence[Job]) -> list[Job]:
+        settings = [{**job.variant.settings, **job.settings} for job in jobs]
+        folders = [cache_folder(job.config, self.cache, own) for job, own in zip(jobs, settings, strict=True)]
+        return [replace(job, folder=folder) for job, folder in zip(jobs, folders, strict=True)]
 
 
 class RayPool(Pool):
     """Trains the runs of a comparison as tasks of Ray, each with its own CPUs and GPUs."""
 
-    def __init__(self, workers: Workers, cache: Path, device: str, deadline: float | None, quiet: bool) -> None:
+    def __init__(self, workers: Workers, cache: Path, device: str, quiet: bool) -> None:
         import ray
 
-        super().__init__(None, cache.resolve(), deadline, quiet)
-        self._resources = _resources(workers, device)
+        super().__init__(None, cache.resolve(), quiet)
+        cpus, gpus = _resources(workers, device)
         # Not retried after an exception: train_run raises none that another attempt would cure.
-        options: Any = {"num_cpus": self._resources["CPU"], "num_gpus": self._resources["GPU"]}
-        self._task = ray.remote(**options, max_retries=MAX_RETRIES, retry_exceptions=False)(_train_on_ray)
-        self._driver = (str(Path.cwd()), [*sys.argv], workers.plugins, int(self._resources["CPU"]))
+        options: Any = {"num_cpus": cpus, "num_gpus": gpus, "max_retries": MAX_RETRIES, "retry_exceptions": False}
+        self._task = ray.remote(**options)(_train_on_ray)
+        self._driver = (str(Path.cwd()), [*sys.argv], workers.plugins, cpus)
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Run]]:
         import ray
 
-        jobs = [replace(job, folder=self._folder(job)) for job in jobs]
+        jobs = self._with_folders(jobs)
         saved = "interrupted; every run has saved a checkpoint"
-        with self.display.showing(jobs) as display, StopSignals(saved) as signals, signals.deferred():
-            pending: dict[Any, Job] = {self._task.remote(job, self.deadline, *self._driver): job for job in jobs}
+        with Display(jobs, quiet=self.quiet) as display, StopSignals(saved) as signals, signals.deferred():
+            pending: dict[Any, Job] = {self._task.remote(job, *self._driver): job for job in jobs}
             while pending:
                 done, _ = ray.wait(list(pending), timeout=POLL_S)
                 if signals.requested:
@@ -217,22 +194,14 @@ class RayPool(Pool):
                     if isinstance(run, AplossError):
                         _cancel(list(pending))
                         raise run
-                    if run is not None:
-                        display.end(job, run)
-                        yield job, run
-                display.refresh(at_a_time=self._at_a_time())
-
-    def _at_a_time(self) -> int:
-        """Runs that the present nodes of the cluster have resources for."""
-        import ray
-
-        present = ray.cluster_resources()
-        return max(1, min(int(present.get(kind, 0) // one) for kind, one in self._resources.items() if one))
+                    display.end(job, run)
+                    yield job, run
+                display.refresh()
 
 
 def _train_on_ray(
-    job: Job, deadline: float | None, folder: str, command: Sequence[str], plugins: Sequence[str], threads: int
-) -> Run | AplossError | None:
+    job: Job, folder: str, command: Sequence[str], plugins: Sequence[str], threads: int
+) -> Run | AplossError:
     """The task of Ray, with the folder and command of the process that started it.
 
     Errors are returned: Ray would wrap a raised one in its traceback.
@@ -245,10 +214,8 @@ def _train_on_ray(
         if job.config.batches.workers is None and choose_device(job.config.device).type == "cpu":
             batches = replace(job.config.batches, workers=min(1, threads - 1))
             job = replace(job, config=replace(job.config, batches=batches))
-        return train_run(job, deadline=deadline)
-    except TrainingInterruptedError:  # cancelled by the driver
-        return None
-    except AplossError as error:
+        return train_run(job)
+    except AplossError as error:  # also if the driver has cancelled it
         return error
     except OSError as error:
         return RunError(f"{error} on node {os.uname().nodename}: all nodes must share the storage of the comparison")
@@ -264,25 +231,26 @@ def _cancel(references: list[Any]) -> None:
         ray.wait(references, num_returns=len(references), timeout=STOP_TIMEOUT_S)
 
 
-def _resources(workers: Workers, device: str) -> dict[str, float]:
+def _resources(workers: Workers, device: str) -> tuple[int, float]:
     """CPUs and GPUs of a run."""
     import ray
 
-    present = ray.cluster_resources()
-    cpus, gpus = present.get("CPU", 1.0), present.get("GPU", 0.0)
+    present = {"CPU": 0.0, "GPU": 0.0, **ray.cluster_resources()}
     uses_gpus = not device.startswith(("cpu", "mps"))
-    gpus_per_run = min(1.0, gpus) * uses_gpus if workers.gpus is None else workers.gpus
-    share = cpus / workers.count if workers.ray is None else cpus / gpus * gpus_per_run if gpus_per_run else 1
-    found = {"CPU": float(workers.cpus or max(1, int(share))), "GPU": gpus_per_run}
-    for kind, wanted in found.items():
-        if wanted > present.get(kind, 0.0):
-            have = present.get(kind, 0.0)
-            raise ConfigError(f"a run needs {wanted:g} {kind}s (--{kind.lower()}s-per-run), but Ray has {have:g}")
-    return found
+    gpus = min(1.0, present["GPU"]) * uses_gpus if workers.gpus is None else workers.gpus
+    share = present["CPU"] / workers.count if workers.ray is None else 1.0
+    if workers.ray is not None and gpus and present["GPU"]:
+        share = present["CPU"] / present["GPU"] * gpus
+    cpus = workers.cpus or max(1, int(share))
+    for kind, wanted in (("CPU", cpus), ("GPU", gpus)):
+        if wanted > present[kind]:
+            option = f"--{kind.lower()}s-per-run"
+            raise ConfigError(f"a run needs {wanted:g} {kind}s ({option}), but Ray has {present[kind]:g}")
+    return cpus, gpus
 
 
 @contextmanager
-def open_pool(workers: Workers, cache: Path, device: str, *, deadline: float | None, quiet: bool) -> Iterator[Pool]:
+def open_pool(workers: Workers, cache: Path, device: str, *, quiet: bool) -> Iterator[Pool]:
     """Opens the pool that trains the runs; a local Ray cluster is started on 127.0.0.1 and ended with it."""
     if not workers.uses_ray:
         before = torch.get_num_threads()
@@ -290,7 +258,7 @@ def open_pool(workers: Workers, cache: Path, device: str, *, deadline: float | N
             torch.set_num_threads(workers.cpus or before)
             # One process group for all runs: torchrun's rendezvous works only once.
             with start_accelerator(choose_device(device)) as accelerator:
-                yield Pool(accelerator, cache, deadline, quiet)
+                yield Pool(accelerator, cache, quiet)
         finally:
             torch.set_num_threads(before)
         return
@@ -314,57 +282,54 @@ def open_pool(workers: Workers, cache: Path, device: str, *, deadline: float | N
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise ConfigError(f"--ray {workers.ray}: no cluster answers ({str(error).splitlines()[0][:200]})") from error
     try:
-        yield RayPool(workers, cache, device, deadline, quiet)
+        yield RayPool(workers, cache, device, quiet)
     finally:
         ray.shutdown()
 
 
 class Display:
-    """One progress display for all runs: a live line on a terminal, lines from time to time elsewhere."""
+    """One progress display for all runs: a live line on a terminal, a line from time to time elsewhere."""
 
-    def __init__(self, *, quiet: bool) -> None:
-        self.quiet = quiet
-        self._jobs: list[Job] = []
-        self._counts = {"finished": 0, "failed": 0}
-        self._status: Any = None
-
-    @contextmanager
-    def showing(self, jobs: Sequence[Job]) -> Iterator["Display"]:
-        """Shows the progress of jobs."""
+    def __init__(self, jobs: Sequence[Job], *, quiet: bool) -> None:
         from rich.console import Console
 
-        self._jobs, self._next_line = list(jobs), time.monotonic() + LINE_INTERVAL_S
-        self._status = (
-            Console(file=terminal(sys.stdout)).status("starting") if sys.stdout.isatty() and not self.quiet else None
-        )
-        with self._status or nullcontext():
-            yield self
+        self._jobs, self._quiet, self._finished, self._failed = list(jobs), quiet, 0, 0
+        self._is_live, self._next_line = sys.stdout.isatty() and not quiet, time.monotonic() + LINE_INTERVAL_S
+        self._status = Console(file=terminal(sys.stdout)).status("starting")
+
+    def __enter__(self) -> "Display":
+        if self._is_live:
+            self._status.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._status.stop()
 
     def say(self, line: str) -> None:
         """Prints a line."""
-        if not self.quiet:
+        if not self._quiet:
             print(line, flush=True)  # rich puts it above the live line
 
     def end(self, job: Job, run: Run | None, failure: str = "") -> None:
         """A job is done; without a run, or with a diverged one, it has failed."""
         self._jobs.remove(job)
         if run is None or run.summary is None:
-            self._counts["failed"] += 1
+            self._failed += 1
             self.say(f"failed    {job.label}: {run.failure if run else failure}")
             return
-        self._counts["finished"] += 1
+        self._finished += 1
         score = "" if run.summary.AP is None else f"AP {100 * run.summary.AP:.1f}, "
         self.say(f"finished  {job.label}: {score}{describe_seconds(60 * run.summary.minutes)}")
 
-    def refresh(self, row: Any = None, *, at_a_time: int = 1) -> None:
+    def refresh(self, row: Any = None) -> None:
         """Shows how many runs are running, finished and failed, and the time left."""
-        if self.quiet or not self._jobs or (self._status is None and time.monotonic() < self._next_line):
+        if self._quiet or not self._jobs or not (self._is_live or time.monotonic() > self._next_line):
             return
         self._next_line = time.monotonic() + LINE_INTERVAL_S
         shares, seconds = zip(*(job.progress for job in self._jobs), strict=True)
-        running = min(len(shares), at_a_time)
-        text = ", ".join([f"{running} running", *(f"{count} {word}" for word, count in self._counts.items())])
+        running = max(1, sum(share > 0 for share in shares))
+        text = f"{running} running, {self._finished} finished, {self._failed} failed"
         if sum(shares) > 0:
             left = sum(seconds) / sum(shares) * (len(shares) - sum(shares)) / running
             text += f", {describe_seconds(left)} left"
-        self._status.update(text) if self._status else self.say(text)
+        self._status.update(text) if self._is_live else self.say(text)
