@@ -24,7 +24,7 @@ from aploss.detectors import (
     retinanet_network,
     save_detector,
 )
-from aploss.detectors.build import detector_options
+from aploss.detectors.detector import DETECTORS
 from aploss.errors import ConfigError
 from aploss.losses import APLoss, LossTraits, register_loss
 from aploss.registry import load_plugins
@@ -111,7 +111,7 @@ def test_a_detector_in_a_file_of_the_user_trains_saves_and_predicts(
     (tmp_path / "my_detector.py").write_text(PLUGIN)
     load_plugins([tmp_path / "my_detector.py"])
     assert "plugin-mobilenet" in aploss.detectors.DETECTOR_NAMES
-    assert detector_options("plugin-mobilenet")[0] == "width"
+    assert DETECTORS.get("plugin-mobilenet").option_names()[0] == "width"
     torch.manual_seed(0)
     detector = build_detector("plugin-mobilenet", class_names=["cat", "dog"], width=0.5)
     sum(detector(torch.rand(2, 3, 64, 96), [make_target(2, size=64, classes=2)] * 2).values()).backward()

@@ -9,8 +9,8 @@ from torch import nn
 from torchvision.models.detection import ssd300_vgg16, ssdlite320_mobilenet_v3_large
 from torchvision.models.detection.image_list import ImageList
 
-from aploss.detectors.build import build_detector
-from aploss.detectors.detector import Detector
+from aploss.detectors import build_detector
+from aploss.detectors.detector import Detector, feature_shapes
 from aploss.errors import ConfigError
 
 CLASSES = ["a", "b"]
@@ -23,7 +23,7 @@ def ssd512() -> Detector:
 
 def test_ssd512_has_the_seven_maps_of_the_original(ssd512: Detector) -> None:
     maps = [64, 32, 16, 8, 4, 2, 1]  # conv4_3, conv7, conv8_2 ... conv12_2
-    assert ssd512.feature_sizes(512, 512) == [(cells, cells) for cells in maps]
+    assert [tuple(one[2:]) for one in feature_shapes(ssd512.backbone, 512, 512)] == [(cells, cells) for cells in maps]
     anchors = [4, 6, 6, 6, 6, 4, 4]
     counts = [len(level) for level in ssd512.anchors_for(512, 512)]
     assert counts == [n * cells**2 for n, cells in zip(anchors, maps, strict=True)]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from aploss.detectors.build import DETECTOR_NAMES, detector_options
-from aploss.detectors.criterion import LOSS_NAMES, make_loss
+from aploss.detectors import DETECTOR_NAMES, LOSS_NAMES, make_loss
+from aploss.detectors.detector import DETECTORS
 from aploss.errors import ConfigError
 from aploss.training.config import config_from_dict, config_to_dict, load_config, read_recipe, recipe_names
 
@@ -42,7 +42,7 @@ def test_every_recipe_names_things_that_exist(name: str) -> None:
         assert config.loss == loss
         make_loss(loss, **config.criterion.options)
         assert config.detector in DETECTOR_NAMES
-        assert set(config.model.options) <= set(detector_options(config.detector))
+        assert set(config.model.options) <= set(DETECTORS.get(config.detector).option_names())
     assert set(read_recipe(name).get("losses", {})) <= set(LOSS_NAMES)
 
 

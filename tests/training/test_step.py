@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from aploss.data.load import load_dataset
 from aploss.data.loader import Batch, make_training_loader
-from aploss.detectors.build import build_detector
+from aploss.detectors import build_detector
 from aploss.detectors.criterion import Criterion
 from aploss.detectors.detector import Detector
 from aploss.errors import ConfigError, RunError

@@ -58,7 +58,7 @@ def _models(settings: dict[str, Any]) -> dict[str, nn.Module]:
     from torchvision.models.detection.backbone_utils import BackboneWithFPN
     from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
-    from aploss.detectors.build import build_detector
+    from aploss.detectors import build_detector
     from aploss.integrations import use_loss
     from aploss.losses import APLoss
 

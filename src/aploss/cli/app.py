@@ -26,7 +26,8 @@ from aploss.terminal import printable
 if TYPE_CHECKING:
     from gradio import Blocks
 
-    from aploss.detectors.predict import ObjectDetector, Prediction
+    from aploss.detectors.detector import Detector
+    from aploss.detectors.predict import Prediction
 
 APP_EXAMPLES = """
   aploss app runs/demo
@@ -88,7 +89,7 @@ class App:
         detectors: detectors by the path they were loaded from.
     """
 
-    def __init__(self, detectors: "dict[str, ObjectDetector]") -> None:
+    def __init__(self, detectors: "dict[str, Detector]") -> None:
         self.detectors = detectors
 
     @_shown_on_page()
@@ -214,7 +215,7 @@ def sample_images(runs: Iterable[str]) -> list[str]:
     return []
 
 
-def model_card(run: str, detector: "ObjectDetector") -> str:
+def model_card(run: str, detector: "Detector") -> str:
     """The model card of a run as HTML: classes, threshold and, if its folder has a summary, detector, loss and AP."""
     from aploss.training.run_folder import Summary
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from aploss.cli.command import positive_int
 from aploss.cli.options import add_settings, add_shorthands, given_settings, shorthand_changes
-from aploss.detectors.build import DETECTORS
+from aploss.detectors.detector import DETECTORS
 from aploss.errors import ConfigError, require_packages
 from aploss.losses.traits import LOSSES
 from aploss.training.config import config_fields, load_config, merge, nested, recipe_names

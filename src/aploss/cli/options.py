@@ -140,7 +140,7 @@ def parse_size(text: str, option: str) -> int | list[int]:
 
 def _test_size(size: int | list[int], config: "TrainConfig") -> list[int]:
     """The test size, scaled as the training size is; its limit lets the shape of the training images through."""
-    from aploss.detectors.build import DETECTORS
+    from aploss.detectors.detector import DETECTORS
 
     before, after = ([one] if isinstance(one, int) else [*one] for one in (config.batches.image_size, size))
     factor = min(after) / min(before)

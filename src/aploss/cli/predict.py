@@ -24,7 +24,8 @@ from aploss.files import as_file_name, write_text, write_whole
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from aploss.detectors.predict import ObjectDetector, Prediction
+    from aploss.detectors.detector import Detector
+    from aploss.detectors.predict import Prediction
 
 PREDICT_EXAMPLES = """
   aploss predict runs/demo photos/
@@ -132,7 +133,7 @@ def _resume_hint() -> Iterator[None]:
         raise
 
 
-def load_detector(path: str, device: str) -> "ObjectDetector":
+def load_detector(path: str, device: str) -> "Detector":
     """Loads the detector of a run folder, a checkpoint or a file of ``aploss export``."""
     if path.lower().endswith(".onnx"):
         from aploss.detectors.export import OnnxDetector

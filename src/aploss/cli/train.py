@@ -42,7 +42,7 @@ COMMON = ("data", "out", "loss", "detector")
 
 def add_train_arguments(parser: ArgumentParser) -> None:
     """Ten common options first, then one option for each setting of a run, in groups."""
-    from aploss.detectors.build import DETECTORS
+    from aploss.detectors.detector import DETECTORS
 
     assert isinstance(parser, Parser)
 

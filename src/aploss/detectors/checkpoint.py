@@ -7,7 +7,7 @@ run also holds the step and metrics it was selected by, ``last.pt`` everything t
 import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from aploss.detectors.build import build_detector
 from aploss.detectors.criterion import CUSTOM
-from aploss.detectors.detector import DETECTORS, Detector
+from aploss.detectors.detector import DETECTORS, Detector, build_detector
 from aploss.errors import AplossError, RunError, listed
 from aploss.evaluation import Calibration
 from aploss.files import check_archive, write_whole
 from aploss.losses.traits import LOSSES
 
 FORMAT = 1
+STEPPER_KEYS = ("optimizer", "scaler", "weights", "averaged_steps")
+RUN_KEYS = ("random", "images", "threads")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,19 +44,15 @@ class TrainingState:
     @classmethod
     def from_content(cls, content: dict[str, Any]) -> "TrainingState":
         """Reads the entry ``training`` of a file; KeyError for a missing key."""
-        loop = dict(content)
-        stepper = loop.pop("stepper")
-        others = {key: loop.pop(key) for key in ("random", "images", "threads")}
-        loop.pop("image_names", None)  # in files of older versions
-        return cls(
-            loop=loop, **{key: stepper[key] for key in ("optimizer", "scaler", "weights", "averaged_steps")}, **others
-        )
+        stepper = {key: content["stepper"][key] for key in STEPPER_KEYS}
+        run = {key: content[key] for key in RUN_KEYS}
+        others = {"stepper", *RUN_KEYS, "image_names"}  # the last one is in files of older versions
+        return cls(loop={key: value for key, value in content.items() if key not in others}, **stepper, **run)
 
     def to_content(self) -> dict[str, Any]:
         """The inverse of :meth:`from_content`."""
-        stepper = {key: getattr(self, key) for key in ("optimizer", "scaler", "weights", "averaged_steps")}
-        others = {key: getattr(self, key) for key in ("random", "images", "threads")}
-        return {**self.loop, "stepper": stepper, **others}
+        stepper = {key: getattr(self, key) for key in STEPPER_KEYS}
+        return {**self.loop, "stepper": stepper, **{key: getattr(self, key) for key in RUN_KEYS}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +141,9 @@ class Checkpoint:
                 or any other invalid value.
         """
         with wrap_untrusted(self.source or "the checkpoint"):
-            _check_registered(self.config)
+            for kind, known in (("name", [*DETECTORS]), ("loss", [*LOSSES, CUSTOM])):
+                if (entry := self.config[kind]) not in known:
+                    raise RunError(f"{entry!r} is not registered: load its plugin first (--plugin FILE.py)")
             detector = build_detector(**{**self.config, "weights": None})
             if not (self.draw_threshold is None or 0 <= self.draw_threshold <= 1):
                 raise RunError(f"draw_threshold must be between 0 and 1, got {self.draw_threshold!r}")
@@ -221,12 +220,6 @@ def load(path: str | Path, *, device: str | torch.device = "cpu") -> Detector:
     return Checkpoint.read(checkpoint_file(Path(path))).detector().to(device)
 
 
-def _check_registered(config: Mapping[str, Any]) -> None:
-    for kind, name, known in (("detector", config["name"], {*DETECTORS}), ("loss", config["loss"], {*LOSSES, CUSTOM})):
-        if name not in known:
-            raise RunError(f"the {kind} {name!r} is not registered: load its plugin first (--plugin FILE.py)")
-
-
 def read_torch_file(file: Path) -> Any:
     """Loads any torch file on the CPU with ``weights_only=True``.
 
@@ -240,32 +233,20 @@ def read_torch_file(file: Path) -> Any:
     try:
         with warnings.catch_warnings(action="ignore"):  # torch's advice on other kinds of files
             content = torch.load(file, map_location="cpu", weights_only=True)
-        for leaf in tree_leaves(content):
-            _check_storage(leaf)
-        return content
+    except OSError as error:
+        raise RunError(f"{file} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # other kinds of files can make the unpickler raise anything
-        raise RunError(f"{file} cannot be read as a torch file: {_why_unreadable(file, error)}") from error
-
-
-def _check_storage(leaf: Any) -> None:
-    """Rejects tensors with stride 0: a few bytes of a file would grow to any size as soon as they are used."""
-    if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.device.type == "cpu":
-        stored = leaf.untyped_storage().nbytes()
-        if leaf.numel() * leaf.element_size() > stored:
-            raise RunError(f"a tensor of shape {list(leaf.shape)} has only {stored} bytes of data")
-
-
-def _why_unreadable(file: Path, error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    if not zipfile.is_zipfile(file):
-        return "it is another kind of file, or damaged"
-    unsafe: list[str] = []
-    with suppress(Exception):  # it may fail on the same damage
-        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    if unsafe:
-        return f"it holds more than weights and plain values, which could run code: {', '.join(unsafe)}"
-    return str(error).partition("\n")[0] or type(error).__name__
+        raise RunError(
+            f"{file} cannot be read as a torch file: it is another kind of file, damaged, or holds more than weights "
+            "and plain values, which could run code"
+        ) from error
+    for leaf in tree_leaves(content):
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.device.type == "cpu":
+            # A few bytes with stride 0 would grow to any size as soon as they are used.
+            stored = leaf.untyped_storage().nbytes()
+            if leaf.numel() * leaf.element_size() > stored:
+                raise RunError(f"{file}: a tensor of shape {list(leaf.shape)} has only {stored} bytes of data")
+    return content
 
 
 def checkpoint_file(path: Path) -> Path:

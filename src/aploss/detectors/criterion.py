@@ -21,20 +21,18 @@ from aploss.losses.traits import LOSSES, LossTraits, traits_of
 T = TypeVar("T")
 CAUSES: tuple[Literal["score", "target", "arguments"], ...] = ("score", "target", "arguments")
 MIN_DIVISOR = 1e-12  # for sums over no positives, which are 0
-GROUP_DIMENSION = {"image": 0, "class": 2}  # dimension of logits [B, A, K] along which each entry is ranked separately
+GROUP_DIMENSION = {
+    "batch": None,
+    "image": 0,
+    "class": 2,
+}  # of logits [B, A, K], each entry of which is ranked separately
 MIN_IOU = 1e-6  # the target of a positive must be above 0, or it would count as negative
 REMOVED_OPTIONS = ("max_positives",)  # files of earlier versions have them; they did not change the loss
 CUSTOM = "custom"  # the name of a loss object that is not registered
 PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
+RankOver = Literal["batch", "image", "class"]
 BoxLoss = Literal["smooth-l1", "paper-smooth-l1", "giou"]
 HardBoxes = Literal["ignore", "drop"]
-LOSS_NAMES: tuple[str, ...]  # plugins may add names later, so __getattr__ looks them up
-
-
-def __getattr__(name: str) -> Any:
-    if name == "LOSS_NAMES":
-        return LOSSES.names()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class _CustomLossPlaceholder(nn.Module):
@@ -121,7 +119,7 @@ def classification_loss(
     labels: AnchorLabels,
     *,
     boxes: Callable[[], Tensor],
-    box_losses: Callable[[], Tensor] | None = None,
+    box_losses: Tensor | None = None,
     num_positives: float | Tensor | None = None,
     groups: int | None = None,
 ) -> LossParts:
@@ -132,7 +130,7 @@ def classification_loss(
         logits: [B, A, K], or [B, A, K + 1] with the background in column 0 for softmax losses.
         labels: of the B·A anchors.
         boxes: returns the predicted box of every positive [P, 4]; called only if the loss needs them.
-        box_losses: returns the box loss of every positive [P], by default GIoU; called only if the loss needs them.
+        box_losses: the box loss of every positive [P] for losses that take it, by default GIoU.
         num_positives: divisor of losses that divide by the number of positives; by default they count their own.
         groups: dimension of the logits along which each entry is ranked separately, for losses with ``groups``.
     """
@@ -146,8 +144,8 @@ def classification_loss(
     if not type(loss).__module__.startswith("aploss."):  # most functions of torch do not accept int8
         targets = targets.to(logits.dtype)
     if traits.positive_targets == "box_loss":
-        values = generalized_box_iou_loss(boxes(), labels.boxes) if box_losses is None else box_losses()
-        return LossParts(*loss(logits, targets, values, **options))
+        box_losses = generalized_box_iou_loss(boxes(), labels.boxes) if box_losses is None else box_losses
+        return LossParts(*loss(logits, targets, box_losses, **options))
     if traits.positive_targets == "iou":
         targets = targets.to(torch.float32)
         overlaps = iou_of_pairs(boxes().detach(), labels.boxes).clamp(min=MIN_IOU).float()
@@ -168,7 +166,7 @@ class Criterion(nn.Module):
         box_coder: torchvision's; its weights scale the regression targets.
         rank_over: ``"batch"`` ranks the scores of all images and classes together (Section 3.4, against score shift);
             ``"image"`` and ``"class"`` rank each image or class separately and average over those that have positives
-            (Section 3.1.1 argues against ``"class"``).
+            (Section 3.1.1 argues against ``"class"``), for ranking losses only.
         box_loss: ``"smooth-l1"`` adds up the four coordinates of a box, ``"paper-smooth-l1"`` is their mean with beta
             1, as in the code that the paper's authors released, and ``"giou"`` compares decoded boxes.
         box_weight: a factor, or ``"balanced"``: in each step, the factor by which the box loss reaches the value of the
@@ -188,7 +186,7 @@ class Criterion(nn.Module):
         loss: nn.Module,
         num_classes: int,
         box_coder: BoxCoder,
-        rank_over: Literal["batch", "image", "class"] = "batch",
+        rank_over: RankOver = "batch",
         box_loss: BoxLoss | None = None,
         box_weight: float | Literal["balanced"] | None = None,
         smooth_l1_beta: float = 1 / 9,
@@ -260,19 +258,32 @@ class Criterion(nn.Module):
         Raises:
             DataError: if there is not one target per image, or a label is outside 0..K-1.
         """
-
         self._raise_on_all_ranks(logits.device, partial(self._check_targets, len(logits), targets))
         labels = self.label(anchors, targets)
-        all_anchors = anchors if isinstance(anchors, Tensor) else torch.cat(list(anchors))
-        box_losses = self._box_losses(deltas, all_anchors, labels)
-        classify = partial(self._classify, logits, deltas, all_anchors, labels, box_losses)
+        positive_anchors = (anchors if isinstance(anchors, Tensor) else torch.cat(list(anchors)))[labels.anchors]
+        positive_deltas = deltas[labels.images, labels.anchors].float()  # [P, 4]
+        decode = partial(self.box_coder.decode_single, positive_deltas, positive_anchors)
+        box_losses = self._box_losses(positive_deltas, positive_anchors, labels.boxes, decode)
+        traits = traits_of(self.loss)
+        classify = partial(
+            classification_loss,
+            self.loss,
+            logits,
+            labels,
+            boxes=decode,
+            box_losses=box_losses,
+            num_positives=self._num_positives(labels) if traits.divides_by_positives else None,
+            groups=GROUP_DIMENSION[self.rank_over],
+        )
         parts = classify() if self._loss_ranks_across else self._raise_on_all_ranks(logits.device, classify)
         if parts.localisation is not None:
             box = self._weighted(parts.localisation, parts.classification + parts.localisation)
-        else:
-            weights = self._box_weights(logits, labels)
-            total_weight = self._all_reduce_mean(weights.sum()).clamp(min=MIN_DIVISOR)
-            box = self._weighted((box_losses * weights).sum() / total_weight, parts.classification)
+            return {"classification": parts.classification, "box": box}
+        weights = torch.ones_like(box_losses)
+        if traits.weight_boxes_by_score:
+            weights = logits.detach()[labels.images, labels.anchors, labels.positive_classes].float().sigmoid()
+        total_weight = self._all_reduce_mean(weights.sum()).clamp(min=MIN_DIVISOR)
+        box = self._weighted((box_losses * weights).sum() / total_weight, parts.classification)
         return {"classification": parts.classification, "box": box}
 
     def label(self, anchors: Tensor | Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]]) -> AnchorLabels:
@@ -283,63 +294,23 @@ class Criterion(nn.Module):
             anchors, targets, positive_iou=self.positive_iou, negative_iou=self.negative_iou, assigner=self.assigner
         )
 
-    def _classify(
-        self, logits: Tensor, deltas: Tensor, anchors: Tensor, labels: AnchorLabels, box_losses: Tensor
-    ) -> LossParts:
-        takes_groups = traits_of(self.loss).groups
-
-        def rank(logits: Tensor, deltas: Tensor, labels: AnchorLabels, box_losses: Tensor) -> LossParts:
-            return classification_loss(
-                self.loss,
-                logits,
-                labels,
-                boxes=lambda: self._decode(deltas, anchors, labels),
-                box_losses=lambda: box_losses,
-                num_positives=self._num_positives(labels),
-                groups=GROUP_DIMENSION.get(self.rank_over) if takes_groups else None,
-            )
-
-        if takes_groups or self.rank_over == "batch":
-            return rank(logits, deltas, labels, box_losses)
-        of_images = []
-        for index in range(len(logits)):
-            only, mine = slice(index, index + 1), labels.images == index
-            of_images.append(rank(logits[only], deltas[only], labels.of_image(index), box_losses[mine]))
-        localisation = [parts.localisation for parts in of_images if parts.localisation is not None]
-        return LossParts(
-            torch.stack([parts.classification for parts in of_images]).mean(),
-            torch.stack(localisation).mean() if localisation else None,
-        )
-
     def _num_positives(self, labels: AnchorLabels) -> Tensor | None:
-        """The mean number of positives per process; None if the loss counts its own."""
-        divides = traits_of(self.loss).divides_by_positives
-        if self.process_group is None or self.rank_over == "image" or not divides:
+        """The mean number of positives per process; None for a single process, where the loss counts its own."""
+        if self.process_group is None:
             return None
         positives = torch.tensor(float(len(labels.boxes)), device=labels.boxes.device)
         # at least 1 in all processes together, as in a single process
         return self._all_reduce_mean(positives).clamp(min=1 / dist.get_world_size(self.process_group))
 
-    def _box_losses(self, deltas: Tensor, anchors: Tensor, labels: AnchorLabels) -> Tensor:
-        """One loss per positive, float32 [P]."""
+    def _box_losses(self, deltas: Tensor, anchors: Tensor, boxes: Tensor, decode: Callable[[], Tensor]) -> Tensor:
+        """The loss of each positive, float32 [P], from its regression, anchor and ground truth box [P, 4]."""
         if self.box_loss == "giou":
-            box_losses: Tensor = generalized_box_iou_loss(self._decode(deltas, anchors, labels), labels.boxes)
+            box_losses: Tensor = generalized_box_iou_loss(decode(), boxes)
             return box_losses
-        predicted = deltas[labels.images, labels.anchors].float()
-        wanted = self.box_coder.encode_single(labels.boxes, anchors[labels.anchors])
+        wanted = self.box_coder.encode_single(boxes, anchors)
         if self.box_loss == "paper-smooth-l1":
-            return F.smooth_l1_loss(predicted, wanted, reduction="none").mean(dim=1)
-        return F.smooth_l1_loss(predicted, wanted, beta=self.smooth_l1_beta, reduction="none").sum(dim=1)
-
-    def _decode(self, deltas: Tensor, anchors: Tensor, labels: AnchorLabels) -> Tensor:
-        matched = deltas[labels.images, labels.anchors].float()
-        return self.box_coder.decode_single(matched, anchors[labels.anchors])  # type: ignore[no-any-return]
-
-    def _box_weights(self, logits: Tensor, labels: AnchorLabels) -> Tensor:
-        if traits_of(self.loss).weight_boxes_by_score:
-            scores = logits[labels.images, labels.anchors, labels.positive_classes]
-            return scores.detach().float().sigmoid()
-        return logits.new_ones(len(labels.boxes), dtype=torch.float32)
+            return F.smooth_l1_loss(deltas, wanted, reduction="none").mean(dim=1)
+        return F.smooth_l1_loss(deltas, wanted, beta=self.smooth_l1_beta, reduction="none").sum(dim=1)
 
     def _weighted(self, box: Tensor, balance_with: Tensor) -> Tensor:
         if not isinstance(self.box_weight, str):
@@ -387,14 +358,13 @@ class Criterion(nn.Module):
                 raise DataError(f"labels of image {index} must be in 0..{self.num_classes - 1}, got {found}")
 
     def _check_options(self) -> None:
-        check_choice("rank_over", self.rank_over, ("batch", *GROUP_DIMENSION))
-        check_choice("box_loss", self.box_loss, get_args(BoxLoss))
-        check_choice("assigner", self.assigner, get_args(Assigner))
-        check_choice("hard_boxes", self.hard_boxes, get_args(HardBoxes))
+        literals = {"rank_over": RankOver, "box_loss": BoxLoss, "assigner": Assigner, "hard_boxes": HardBoxes}
+        for option, literal in literals.items():
+            check_choice(option, getattr(self, option), get_args(literal))
         traits = traits_of(self.loss)
         label = traits.label or type(self.loss).__name__
-        if self.rank_over == "class" and not traits.groups:
-            raise ConfigError(f"{label} cannot rank each class separately: use rank_over='batch'")
+        if self.rank_over != "batch" and not traits.groups:
+            raise ConfigError(f"{label} cannot rank each {self.rank_over} separately: use rank_over='batch'")
         if self.rank_over != "batch" and getattr(self.loss, "groups", None) is not None:
             raise ConfigError(f"{label} has groups of its own: use rank_over='batch'")
         weight, low, high = self.box_weight, self.negative_iou, self.positive_iou
@@ -412,7 +382,7 @@ def _without_hard_boxes(target: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def iou_of_pairs(boxes: Tensor, others: Tensor) -> Tensor:
-    """IoU of the i-th box with the i-th other, [P]."""
+    """IoU of the i-th box with the i-th other, [P]; torchvision's would wait for the device."""
     top_left = torch.maximum(boxes[:, :2], others[:, :2])
     bottom_right = torch.minimum(boxes[:, 2:], others[:, 2:])
     shared = (bottom_right - top_left).clamp(min=0).prod(dim=1)

@@ -1,33 +1,45 @@
 """One-stage detectors: from images to losses or detections.
 
 An architecture is a frozen config: a subclass of :class:`DetectorConfig` whose fields are its options and whose
-:meth:`~DetectorConfig.network` creates the trainable modules. Once it is registered under a name, ``build_detector``,
-recipes and the command line know it.
+:meth:`~DetectorConfig.network` creates the trainable modules. Once it is registered under a name,
+:func:`build_detector`, recipes and the command line know it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 import msgspec
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torchvision.models.detection._utils import BoxCoder
 
 from aploss.data.features import FeatureMaps
-from aploss.detectors.criterion import Criterion, describe_loss
+from aploss.detectors.criterion import Criterion, check_options, describe_loss, make_loss
 from aploss.detectors.postprocess import Detections, postprocess
-from aploss.detectors.predict import ObjectDetector
+from aploss.detectors.predict import (
+    ImageLike,
+    MultiScale,
+    Prediction,
+    detect_by_size,
+    evaluation_mode,
+    image_tensor,
+    make_prediction,
+)  # fmt: skip
 from aploss.errors import ConfigError, DataError, RunError
+from aploss.evaluation import Calibration
 from aploss.losses.traits import traits_of
 from aploss.registry import Registry
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+BOX_CODER_WEIGHTS = (10.0, 10.0, 5.0, 5.0)  # regression targets are divided by .1, .1, .2, .2
+MAX_CACHED_SIZES = 64  # of images whose anchors are kept
 Side = Annotated[int, msgspec.Meta(ge=1, le=16_384)]  # pixels
 Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -130,6 +142,7 @@ class DetectorConfig:
 
 
 SETTINGS = tuple(option.name for option in fields(DetectorConfig))
+CRITERION_OPTIONS = ("rank_over", "box_loss", "box_weight", "assigner", "hard_boxes")
 DETECTORS: Registry[type[DetectorConfig]] = Registry("detector")
 
 
@@ -157,7 +170,7 @@ def register_detector(name: str) -> Callable[[ConfigClass], ConfigClass]:
     return add
 
 
-class Detector(nn.Module, ObjectDetector):
+class Detector(nn.Module):
     """A one-stage detector: backbone, heads, anchors and a criterion.
 
     A call returns ``{"classification": loss, "box": loss}`` in training mode and the detections of each image in
@@ -177,8 +190,11 @@ class Detector(nn.Module, ObjectDetector):
 
     image_mean: Tensor
     image_std: Tensor
+    test_size: tuple[int, int]
     score_threshold: float | None
     topk_per_level: int
+    nms_iou: float
+    detections_per_image: int
     channels_last: bool
 
     def __init__(
@@ -190,24 +206,19 @@ class Detector(nn.Module, ObjectDetector):
         self.architecture = config
         for setting in SETTINGS:
             setattr(self, setting, getattr(config, setting))
+        self.network = network
         self.backbone = network.backbone
         self.head = network.head
         self.criterion = criterion
         self.size_divisor = network.size_divisor
         self.keeps_aspect_ratio = network.keeps_aspect_ratio
-        self.calibration = None
-        self.draw_threshold = None
-        self._make_anchors = network.anchors
+        self.calibration: Calibration | None = None
+        self.draw_threshold: float | None = None
         self._anchor_cache: dict[tuple[int, int, torch.device], list[Tensor]] = {}
         for buffer, values in (("image_mean", network.image_mean), ("image_std", network.image_std)):
             self.register_buffer(buffer, torch.tensor(values).view(3, 1, 1), persistent=False)
         if self.channels_last:
             self.to(memory_format=torch.channels_last)
-
-    @property
-    def num_classes(self) -> int:
-        """The number of classes, K."""
-        return len(self.class_names)
 
     @property
     def loss_name(self) -> str:
@@ -235,11 +246,7 @@ class Detector(nn.Module, ObjectDetector):
             "class_names": list(self.class_names),
             "loss": loss,
             "loss_options": loss_options,
-            "rank_over": self.criterion.rank_over,
-            "box_loss": self.criterion.box_loss,
-            "box_weight": self.criterion.box_weight,
-            "assigner": self.criterion.assigner,
-            "hard_boxes": self.criterion.hard_boxes,
+            **{option: getattr(self.criterion, option) for option in CRITERION_OPTIONS},
         }
 
     def forward(
@@ -267,35 +274,87 @@ class Detector(nn.Module, ObjectDetector):
         anchors = self.anchors_for(height, width, self.image_mean.device)
         return self.criterion(*self.heads(batch), anchors, targets)
 
-    def detect(
-        self,
-        images: Tensor | Sequence[Tensor],
-        *,
-        size: tuple[int, int] | None = None,
-        heads: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
-    ) -> list[Detections]:
+    def detect(self, images: Tensor | Sequence[Tensor], *, size: tuple[int, int] | None = None) -> list[Detections]:
         """Detects objects in images.
 
         Args:
             images: floats in [0, 1], [B, 3, H, W] or a list of [3, h, w].
             size: overrides ``test_size``.
-            heads: replaces :meth:`heads`, for example by another runtime.
 
         Returns:
             For each image a dict of ``boxes`` [n, 4] in its own pixels, ``scores`` [n] descending and ``labels`` [n].
         """
         batch, sizes = self.pad([self.resize(image, size) for image in images])
-        self.anchors_for(batch.shape[-2], batch.shape[-1], batch.device)  # raises ConfigError for impossible sizes
-        logits, deltas = (heads or self.heads)(batch)
+        anchors = self.anchors_for(batch.shape[-2], batch.shape[-1], batch.device)
+        logits, deltas = self.heads(batch)
         if logits.isnan().any() or deltas.isnan().any():  # NMS would silently drop them
             raise RunError(
                 f"{self.name} computes NaN: training diverged or the weights are damaged; use another checkpoint"
             )
-        detections = self.postprocess(logits, deltas, batch.shape[-2:], sizes)
+        detections = postprocess(
+            logits,
+            deltas,
+            anchors,
+            sizes,
+            box_coder=self.box_coder,
+            softmax=self.uses_softmax,
+            score_threshold=self.score_threshold,
+            topk_per_level=self.topk_per_level,
+            nms_iou=self.nms_iou,
+            detections_per_image=self.detections_per_image,
+        )
         for image, (height, width), found in zip(images, sizes, detections, strict=True):
             scale = found["boxes"].new_tensor([image.shape[-1] / width, image.shape[-2] / height])
             found["boxes"] = found["boxes"] * scale.repeat(2)
         return detections
+
+    def predict(
+        self,
+        images: ImageLike | Iterable[ImageLike],
+        *,
+        threshold: float | Literal["lrp"] | None = None,
+        batch_size: int = 8,
+        multi_scale: MultiScale | None = None,
+    ) -> list[Prediction]:
+        """Finds objects in images of any kind, with calibrated scores and class names.
+
+        The result for an image does not depend on the other images: only images of the same size share a forward pass,
+        so that none is padded because of another.
+
+        Args:
+            images: file paths, PIL images, uint8 arrays [H, W, 3], or tensors [3, H, W] of uint8 or of floats in
+                [0, 1]; one or many.
+            threshold: minimum score, after calibration; ``"lrp"`` for the LRP-optimal threshold of each class on
+                validation. Default: the detector's ``draw_threshold`` (best F1 on validation) if it has one, otherwise
+                no threshold.
+            batch_size: number of images read and passed at a time.
+            multi_scale: scales and flips to merge; by default a single scale.
+
+        Returns:
+            A prediction for each image, in order.
+
+        Raises:
+            DataError: if an image cannot be read, or has an unsupported shape or type.
+            ConfigError: if the detector has no thresholds per class.
+        """
+        least: float | Tensor | None = self.draw_threshold
+        if threshold == "lrp":
+            if self.calibration is None or not self.calibration.class_thresholds:
+                raise ConfigError("this detector has no threshold per class; runs with a validation split have")
+            least = torch.tensor(self.calibration.class_thresholds)
+        elif isinstance(threshold, str):
+            raise ConfigError(f"threshold must be a number or 'lrp', got {threshold!r}")
+        elif threshold is not None:
+            least = threshold
+        if isinstance(images, str | Path | Image.Image) or getattr(images, "ndim", 4) < 4:
+            images = [images]  # type: ignore[list-item]
+        remaining, predictions = iter(images), []
+        with evaluation_mode(self):
+            while chunk := list(islice(remaining, batch_size)):
+                tensors = [image_tensor(image) for image in chunk]
+                rows = zip(chunk, tensors, detect_by_size(self, tensors, multi_scale), strict=True)
+                predictions += [make_prediction(self, image, tensor, found, least) for image, tensor, found in rows]
+        return predictions
 
     def heads(self, images: Tensor | FeatureMaps) -> tuple[Tensor, Tensor]:
         """Runs the trainable modules only.
@@ -307,17 +366,18 @@ class Detector(nn.Module, ObjectDetector):
             Logits [B, A, K] (softmax losses: [B, A, K + 1]) and box regressions [B, A, 4].
         """
         if isinstance(images, FeatureMaps):
-            levels = self.backbone.pyramid(map(self._in_memory_format, images.maps))  # type: ignore[operator]
+            maps = images.maps
+            if self.channels_last:
+                maps = tuple(one.contiguous(memory_format=torch.channels_last) for one in maps)
+            levels = self.backbone.pyramid(maps)  # type: ignore[operator]
         else:
             levels = self.backbone(self._normalised(images))
         outputs = self.head(list(levels.values()))
         return outputs["cls_logits"], outputs["bbox_regression"]
 
     def _normalised(self, images: Tensor) -> Tensor:
-        return self._in_memory_format((images - self.image_mean) / self.image_std)
-
-    def _in_memory_format(self, maps: Tensor) -> Tensor:
-        return maps.contiguous(memory_format=torch.channels_last) if self.channels_last else maps
+        normalised = (images - self.image_mean) / self.image_std
+        return normalised.contiguous(memory_format=torch.channels_last) if self.channels_last else normalised
 
     def body(self) -> nn.Module:
         """The part of the backbone below the feature pyramid, for SSD up to conv4_3; ConfigError if there is none."""
@@ -334,38 +394,21 @@ class Detector(nn.Module, ObjectDetector):
         maps = maps.values() if isinstance(maps, Mapping) else [maps] if isinstance(maps, Tensor) else maps
         return FeatureMaps(tuple(maps), (batch.shape[-2], batch.shape[-1]))
 
-    def postprocess(
-        self, logits: Tensor, deltas: Tensor, batch_size: Sequence[int], image_sizes: Sequence[tuple[int, int]]
-    ) -> list[Detections]:
-        """Detections in pixels of the batch from the outputs of :meth:`heads`; sizes are (height, width)."""
-        return postprocess(
-            logits,
-            deltas,
-            self.anchors_for(batch_size[0], batch_size[1], logits.device),
-            image_sizes,
-            box_coder=self.box_coder,
-            softmax=self.uses_softmax,
-            score_threshold=self.score_threshold,
-            topk_per_level=self.topk_per_level,
-            nms_iou=self.nms_iou,
-            detections_per_image=self.detections_per_image,
-        )
-
     def anchors_for(self, height: int, width: int, device: torch.device | str = "cpu") -> list[Tensor]:
-        """The anchors of each level [A_l, 4] for a batch of this size, in its pixels."""
+        """The anchors of each level [A_l, 4] for a batch of this size, in its pixels.
+
+        Raises ConfigError if the detector cannot process images of this size.
+        """
         key = (height, width, torch.device(device))
         if key not in self._anchor_cache:
-            if len(self._anchor_cache) >= 64:  # bounds the memory
+            if len(self._anchor_cache) >= MAX_CACHED_SIZES:
                 self._anchor_cache.clear()
             # Tensors created in inference mode could not be used in a training step later.
             with torch.inference_mode(False), torch.no_grad():
-                anchors = self._make_anchors(height, width, self.feature_sizes(height, width))
+                sizes = [(shape[-2], shape[-1]) for shape in feature_shapes(self.backbone, height, width)]
+                anchors = self.network.anchors(height, width, sizes)
                 self._anchor_cache[key] = [level.float().to(device) for level in anchors]
         return self._anchor_cache[key]
-
-    def feature_sizes(self, height: int, width: int) -> list[tuple[int, int]]:
-        """Height and width of each feature map for images of this size."""
-        return [(shape[-2], shape[-1]) for shape in feature_shapes(self.backbone, height, width)]
 
     def resize(self, image: Tensor, size: tuple[int, int] | None = None) -> Tensor:
         """Resizes an image [3, h, w] for inference, by default to ``test_size``."""
@@ -409,6 +452,71 @@ class Detector(nn.Module, ObjectDetector):
         self.head.compile(*arguments, **options)
 
 
+def build_detector(
+    name: str,
+    *,
+    class_names: Sequence[str],
+    loss: str | nn.Module = "ap",
+    loss_options: dict[str, Any] | None = None,
+    weights: str | Path | None = None,
+    **options: Any,
+) -> Detector:
+    """Builds a detector by name, with any classification loss.
+
+    Args:
+        name: one of ``DETECTOR_NAMES``.
+        class_names: names of the K classes; label k is the k-th.
+        loss: one of ``LOSS_NAMES``, or a loss object.
+        loss_options: keyword arguments of a loss given by name.
+        weights: initial weights, see :func:`~aploss.detectors.weights.load_weights`. They change the defaults of
+            ``options`` to the architecture that the weights were trained with; ResNets get frozen batch norm and two
+            frozen stages as in the paper.
+        options: ``rank_over``, ``box_loss``, ``box_weight``, ``assigner`` and ``hard_boxes`` of the
+            :class:`~aploss.detectors.criterion.Criterion`; options of the architecture, see
+            ``DETECTORS.get(name).option_names()``; settings of :class:`DetectorConfig`.
+
+    Returns:
+        The detector in training mode.
+
+    Raises:
+        ConfigError: if the detector, the loss or an option does not exist.
+
+    Example:
+        >>> detector = build_detector("retinanet-tiny", class_names=["cat", "dog"])
+        >>> round(sum(weight.numel() for weight in detector.parameters()) / 1e6, 1)
+        1.6
+    """
+    config_class = DETECTORS.get(name)
+    listed = isinstance(class_names, Sequence) and not isinstance(class_names, str)
+    if not listed or not class_names or not all(isinstance(one, str) for one in class_names):
+        raise ConfigError(f"class_names must be a list of at least one name, got {class_names!r}")
+    if isinstance(loss, str):
+        with torch.random.fork_rng(devices=[]):  # the initial weights must not depend on the loss
+            loss = make_loss(loss, **(loss_options or {}))
+    elif loss_options:
+        raise ConfigError("loss_options are for a loss given by name; pass them to the loss object instead")
+    if weights == "none":
+        weights = None
+    if weights is not None:
+        from aploss.detectors.weights import load_weights, options_for_weights
+
+        options = {**options_for_weights(config_class, str(weights)), **options}
+    of_criterion = {key: options.pop(key) for key in CRITERION_OPTIONS if key in options}
+    check_options(name, options, config_class.option_names())
+    config, softmax = config_class(**options), traits_of(loss).softmax
+    network = config.network(columns=len(class_names) + softmax, softmax=softmax)
+    criterion = Criterion(
+        loss=loss,
+        num_classes=len(class_names),
+        box_coder=BoxCoder(BOX_CODER_WEIGHTS),
+        **{**of_criterion, **network.matching},
+    )
+    detector = Detector(name=name, class_names=class_names, config=config, network=network, criterion=criterion)
+    if weights is not None:
+        load_weights(detector, weights)
+    return detector
+
+
 def installed_file(package: str, pattern: str) -> Path | None:
     """A file of an installed package, found without importing the package; None if there is none."""
     spec = find_spec(package)
@@ -425,21 +533,8 @@ def feature_shapes(backbone: nn.Module, height: int, width: int) -> list[torch.S
     without_data = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
     images = torch.empty(2, 3, height, width, device="meta")  # batch norm in training mode needs two values
     try:
-        with torch.compiler.set_stance("force_eager"), _ShapesOnly():
+        with torch.compiler.set_stance("force_eager"):
             features = torch.func.functional_call(backbone, without_data, (images,))
     except RuntimeError as error:
         raise ConfigError(f"the detector cannot process images of {width}x{height} pixels: {error}") from error
     return [one.shape for one in (features.values() if isinstance(features, Mapping) else features)]
-
-
-class _ShapesOnly(TorchFunctionMode):
-    """Skips functions that preserve shapes and that the meta device runs as slow Python decompositions."""
-
-    skipped = (F.group_norm, F.hardswish, F.hardsigmoid, F.hardtanh, F.relu6)
-
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, arguments: tuple[Any, ...] = (), options: Any = None
-    ) -> Any:
-        if function in self.skipped and arguments:
-            return arguments[0]
-        return function(*arguments, **(options or {}))

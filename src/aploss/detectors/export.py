@@ -8,7 +8,7 @@ code. A file is written only after its outputs were compared with the detector's
 import json
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from aploss.data.features import FeatureMaps
 from aploss.detectors.checkpoint import Checkpoint, refuse_non_finite, wrap_untrusted
 from aploss.detectors.detector import Detector
-from aploss.detectors.postprocess import Detections
-from aploss.detectors.predict import ObjectDetector
 from aploss.errors import ConfigError, RunError, require_packages
 from aploss.files import write_whole
 
@@ -59,16 +58,13 @@ def export_onnx(detector: Detector, path: str | Path, *, size: int | None = None
         shorter, longest = detector.test_size
         detector.test_size = (size, round(size * longest / shorter))
     content = _onnx_model(detector)
-    _compare(detector, _OnnxSession(content, "the exported model"))
+    _compare(detector, _open_session(content, "the exported model"))
     write_whole(path, lambda file: file.write(content))
     return path
 
 
-class OnnxDetector(ObjectDetector):
-    """An exported detector that runs in onnxruntime.
-
-    Called with a list of images, float [3, h, w] in [0, 1], it returns the detections of each, like a
-    :class:`~aploss.detectors.detector.Detector` in evaluation mode; :meth:`predict` applies the calibration.
+class OnnxDetector(Detector):
+    """An exported detector that runs in onnxruntime, and otherwise is used like any detector in evaluation mode.
 
     Args:
         path: a file of :func:`export_onnx`.
@@ -83,40 +79,40 @@ class OnnxDetector(ObjectDetector):
         path = Path(path)
         if not path.is_file():
             raise RunError(f"there is no file {path}")
-        self._path, self._session = path, _OnnxSession(path.read_bytes(), str(path), providers)
-        metadata = self._session.metadata
+        session = _open_session(path.read_bytes(), str(path), providers)
+        metadata = session.get_modelmeta().custom_metadata_map
         if metadata.get("aploss_format") != FORMAT:
             raise RunError(f"{path} was not written by 'aploss export' of this version")
         with wrap_untrusted(path):
             record = {key: json.loads(metadata[key]) for key in ("config", "calibration", "draw_threshold")}
-        self._detector = detector = Checkpoint(weights=None, source=path, **record).detector()
+        detector = Checkpoint(weights=None, source=path, **record).detector()
+        super().__init__(
+            name=detector.name,
+            class_names=detector.class_names,
+            config=detector.architecture,
+            network=detector.network,
+            criterion=detector.criterion,
+        )
+        self.calibration, self.draw_threshold = detector.calibration, detector.draw_threshold
+        self._path, self._session = path, session
         # Only the shapes of feature maps are computed from the modules, on the meta device.
-        detector.backbone.to("meta")
-        detector.head.to("meta")
-        self.config = detector.config
-        for name in ObjectDetector.__annotations__:
-            setattr(self, name, getattr(detector, name))
+        self.backbone.to("meta")
+        self.head.to("meta")
+        self.eval()
 
-    def __call__(self, images: Tensor | Sequence[Tensor]) -> list[Detections]:
-        return self.detect(images)
-
-    def detect(self, images: Tensor | Sequence[Tensor], *, size: tuple[int, int] | None = None) -> list[Detections]:
-        """Detects objects in images, see :meth:`Detector.detect`."""
-        with torch.inference_mode():
-            return self._detector.detect(images, size=size or self.test_size, heads=self._heads)
-
-    def _heads(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        height, width = self.test_size
-        if not self.keeps_aspect_ratio and images.shape[2:] != (height, width):
+    def heads(self, images: Tensor | FeatureMaps) -> tuple[Tensor, Tensor]:
+        """Runs the exported model on images [B, 3, H, W], see :meth:`Detector.heads`."""
+        assert isinstance(images, Tensor)
+        count, _, height, width = images.shape
+        if not self.keeps_aspect_ratio and (height, width) != self.test_size:
             raise ConfigError(
-                f"the exported model takes images of {width}x{height} pixels only, not "
-                f"{images.shape[3]}x{images.shape[2]}: export it with another size"
+                f"the exported model takes images of {self.test_size[1]}x{self.test_size[0]} pixels only, not "
+                f"{width}x{height}: export it with another size"
             )
         with wrap_untrusted(self._path):
-            logits, deltas = self._session(images)
-        detector, (count, _, batch_height, batch_width) = self._detector, images.shape
-        anchors = sum(map(len, detector.anchors_for(batch_height, batch_width)))
-        columns = detector.num_classes + detector.uses_softmax
+            logits, deltas = _run(self._session, images)
+        anchors = sum(map(len, self.anchors_for(height, width)))
+        columns = len(self.class_names) + self.uses_softmax
         if logits.shape != (count, anchors, columns) or deltas.shape != (count, anchors, 4):
             raise RunError(
                 f"{self._path} computes logits {list(logits.shape)} and deltas {list(deltas.shape)}, but its metadata "
@@ -125,25 +121,22 @@ class OnnxDetector(ObjectDetector):
         return logits, deltas
 
 
-class _OnnxSession:
-    """Runs a model in onnxruntime: images to logits and deltas."""
+def _open_session(content: bytes, name: str, providers: Iterable[str] | None = None) -> Any:
+    """A session of onnxruntime, after checking the model; RunError if it is damaged."""
+    require_packages("onnx", "onnxruntime")
+    import onnxruntime
 
-    def __init__(self, content: bytes, name: str, providers: Iterable[str] | None = None) -> None:
-        require_packages("onnx", "onnxruntime")
-        import onnxruntime
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 4  # fatal; other errors are raised
+    with wrap_untrusted(name):
+        _check_onnx(content)
+        return onnxruntime.InferenceSession(content, options, providers=list(providers or ["CPUExecutionProvider"]))
 
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()
-        options.log_severity_level = 4  # fatal; other errors are raised
-        with wrap_untrusted(name):
-            _check_onnx(content)
-            chosen = list(providers or ["CPUExecutionProvider"])
-            self.session = onnxruntime.InferenceSession(content, options, providers=chosen)
-            self.metadata: dict[str, str] = self.session.get_modelmeta().custom_metadata_map
 
-    def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        logits, deltas = self.session.run(list(OUTPUTS), {INPUT: images.cpu().numpy()})
-        return torch.from_numpy(logits), torch.from_numpy(deltas)
+def _run(session: Any, images: Tensor) -> list[Tensor]:
+    """Logits and deltas."""
+    return [torch.from_numpy(output) for output in session.run(list(OUTPUTS), {INPUT: images.cpu().numpy()})]
 
 
 def _check_onnx(content: bytes) -> None:
@@ -225,7 +218,7 @@ def _metadata(detector: Detector) -> dict[str, str]:
     return {"aploss_format": FORMAT, "about": ABOUT, **{key: json.dumps(value) for key, value in values.items()}}
 
 
-def _compare(detector: Detector, session: _OnnxSession) -> None:
+def _compare(detector: Detector, session: Any) -> None:
     """Raises RunError unless the outputs agree for two images, for one, and for one of another size."""
     images = _example(detector)
     batches = [images, images[:1]]
@@ -234,7 +227,7 @@ def _compare(detector: Detector, session: _OnnxSession) -> None:
     for batch in batches:
         with torch.no_grad():
             expected = detector.heads(batch)
-        for name, one, other in zip(OUTPUTS, expected, session(batch), strict=True):
+        for name, one, other in zip(OUTPUTS, expected, _run(session, batch), strict=True):
             difference = float((one - other).abs().max()) if one.shape == other.shape else np.inf
             if not difference <= TOLERANCE * max(1.0, float(one.abs().max())):
                 raise RunError(

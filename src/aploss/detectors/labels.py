@@ -53,16 +53,6 @@ class AnchorLabels:
         """Class of each positive anchor, int64 [P]."""
         return self.classes[self.images, self.anchors]
 
-    def of_image(self, index: int) -> "AnchorLabels":
-        """The labels of one image, as a batch of one."""
-        mine = self.images == index
-        return AnchorLabels(
-            classes=self.classes[index : index + 1],
-            images=torch.zeros_like(self.images[mine]),
-            anchors=self.anchors[mine],
-            boxes=self.boxes[mine],
-        )
-
 
 def label_anchors(
     anchors: Tensor | Sequence[Tensor],

