@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from aploss.data.augment import PRESETS, Augmentation, training_transforms
+from aploss.data.loader import PRESETS, Augmentation, training_transforms
 from aploss.errors import ConfigError
 
 Target = dict[str, Any]

@@ -22,7 +22,7 @@ class ReadOnlyFormat(DataFormat):
 
 
 def test_a_format_that_cannot_be_written_says_so_and_a_name_is_given_once(coco_folder, tmp_path):
-    with pytest.raises(DataError, match="'test-read-only' can be read, but not written"):
+    with pytest.raises(DataError, match="cannot write the format 'test-read-only'"):
         convert_dataset(coco_folder, tmp_path / "out", to="test-read-only")
     assert not (tmp_path / "out").exists()
     with pytest.raises(ConfigError, match="'coco'"):

@@ -6,8 +6,9 @@ import pytest
 from small_datasets import edit_json
 
 from aploss.data.annotations import DetectionDataset
+from aploss.data.check import SAMPLED_FILES, fingerprint
 from aploss.data.convert import convert_dataset
-from aploss.data.load import SAMPLED_FILES, dataset_splits, find_source, fingerprint, load_dataset
+from aploss.data.formats import dataset_splits, find_source, load_dataset
 from aploss.errors import DataError
 
 VAL = "annotations/instances_val2017.json"

@@ -69,7 +69,7 @@ def test_workers_change_nothing(dataset: DetectionDataset, expected: list[list[B
         assert_same(batches.epoch(epoch), expected[epoch])
     abandoned = batches.epoch(0)
     next(iter(abandoned))
-    assert_same(batches.epoch(1, start_batch=1), expected[1][1:])
+    assert_same(batches.epoch(1), expected[1])
 
 
 def test_the_past_and_the_callers_random_state_change_nothing(
@@ -81,14 +81,6 @@ def test_the_past_and_the_callers_random_state_change_nothing(
     assert_same(batches.epoch(2), expected[2])
     assert torch.equal(torch.get_rng_state(), before)
     assert_same(batches.epoch(0), expected[0])
-
-
-def test_epoch_starts_at_its_batches_alone(dataset: DetectionDataset) -> None:
-    batches = loader(dataset)
-    assert batches.batches_per_epoch == 2
-    assert list(batches.epoch(1, start_batch=2)) == []
-    with pytest.raises(ConfigError, match="2 batches: it cannot start at 3"):
-        batches.epoch(1, start_batch=3)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -126,7 +118,7 @@ def test_epochs_visit_each_image_at_most_once_in_orders_of_their_own(
     for order in orders:
         assert len(order) == len(set(order)) == 8  # 11 images, two whole batches of 4
     assert len({tuple(order) for order in orders}) == 3
-    left_out = [set(range(IMAGES)) - set(loader(dataset).order(epoch)[:8]) for epoch in range(20)]
+    left_out = [set(range(IMAGES)) - set(loader(dataset).samples.order(epoch)[:8]) for epoch in range(20)]
     assert set.union(*left_out) == set(range(IMAGES))  # nobody is left out for good
 
 
@@ -220,7 +212,7 @@ def test_the_next_image_of_the_epoch_stands_in_for_one_that_cannot_be_read(
 ) -> None:
     batches = loader(damaged, batch_size=1, workers=workers, skip_unreadable=True)
     whole = loader(dataset, batch_size=1)
-    order = batches.order(2)
+    order = batches.samples.order(2)
     found = list(batches.epoch(2))
     followers = [(*order[place:], *order[:place]) for place in range(IMAGES)]
     expected = [next(i for i in rest if i not in (4, 7)) for rest in followers]
@@ -242,5 +234,5 @@ def test_evaluation_leaves_out_what_cannot_be_read(damaged: DetectionDataset) ->
 
 
 def test_a_dataset_of_which_nothing_can_be_read_is_an_error(damaged: DetectionDataset) -> None:
-    with pytest.raises(DataError, match="and 1 images after it"):
+    with pytest.raises(DataError, match="and 1 more images"):
         list(loader(damaged.subset([4, 7]), skip_unreadable=True, batch_size=1).epoch(0))

@@ -7,7 +7,7 @@ import pytest
 
 from aploss.cli.main import main
 from aploss.data import load_dataset
-from aploss.data.paths import DatasetFolder
+from aploss.data.folder import DatasetFolder
 from aploss.errors import DataError
 
 TRAIN_JSON = "annotations/instances_train2017.json"

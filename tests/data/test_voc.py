@@ -6,7 +6,7 @@ import pytest
 from small_datasets import write_picture
 
 from aploss.data.check import check_dataset
-from aploss.data.load import dataset_splits, load_dataset
+from aploss.data.formats import dataset_splits, load_dataset
 from aploss.data.voc import parse_annotation, voc_annotation
 from aploss.errors import DataError
 

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from aploss.data.check import check_dataset
-from aploss.data.load import dataset_splits, load_dataset
+from aploss.data.formats import dataset_splits, load_dataset
 from aploss.data.yolo import YoloFormat, parse_row, yolo_rows
 from aploss.errors import DataError
 

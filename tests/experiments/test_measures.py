@@ -7,7 +7,7 @@ import pytest
 import torch
 from sklearn.metrics import average_precision_score
 
-from aploss.data.load import load_dataset
+from aploss.data.formats import load_dataset
 from aploss.data.loader import make_training_loader
 from aploss.detectors import build_detector
 from aploss.detectors.labels import label_anchors

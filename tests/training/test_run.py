@@ -285,7 +285,7 @@ class TestRuns:
 
 def _single_step(config: TrainConfig, number: int) -> dict[str, torch.Tensor]:
     """The weights after one plain SGD step on batch ``number``, written out by hand."""
-    from aploss.data.load import load_dataset
+    from aploss.data.formats import load_dataset
     from aploss.data.loader import make_training_loader
 
     dataset = load_dataset(config.data, "train")

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from simulated_device import SimulatedGPU, move
 from torch import Tensor, nn
 
-from aploss.data.load import load_dataset
+from aploss.data.formats import load_dataset
 from aploss.data.loader import Batch, make_training_loader
 from aploss.detectors import build_detector
 from aploss.detectors.criterion import Criterion
@@ -268,10 +268,8 @@ def test_the_device_skips_a_step_with_nan_before_the_host_knows(make_config: Mak
         assert all(torch.equal(states[0][kind][key], value) for key, value in states[1][kind].items()), kind
 
 
-def test_batches_for_a_gpu_are_pinned_and_stay_in_uint8(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)  # needs a GPU
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")  # without a GPU, nothing is pinned
+def test_batches_for_a_gpu_stay_in_uint8(make_config: MakeConfig) -> None:
     dataset = load_dataset(make_config().data, "train")
     options: dict[str, Any] = {"batch_size": 4, "seed": 0, "preset": "none", "size": 64}
     plain, pinned = (

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aploss.cli.command import run_folder_of
-from aploss.data.images import EXTENSIONS
+from aploss.data.folder import EXTENSIONS
 from aploss.errors import AplossError, ConfigError, require_packages
 from aploss.terminal import printable
 

@@ -30,10 +30,12 @@ TILE = 300  # pixels of an image on a contact sheet
 
 
 def _add_source(parser: ArgumentParser) -> None:
-    from aploss.data.load import format_names
+    from aploss.data.formats import all_formats
 
     parser.add_argument("path", help="folder, COCO JSON file, YOLO data.yaml, or 'builtin'")
-    parser.add_argument("--format", default="auto", help=f"format of the dataset: {', '.join(format_names())}")
+    parser.add_argument(
+        "--format", default="auto", help=f"format of the dataset: {', '.join(['auto', *all_formats()])}"
+    )
 
 
 def add_check_arguments(parser: ArgumentParser) -> None:
@@ -41,8 +43,6 @@ def add_check_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--classes", help="comma-separated class names; other classes are reported as unknown")
     pixels = "decode every image, which finds damaged ones; by default only headers are read"
     parser.add_argument("--pixels", action="store_true", help=pixels)
-    limit = "problems listed per kind, 0 for all; by default as many as fit on a screen"
-    parser.add_argument("--limit", type=int, metavar="N", help=limit)
     parser.add_argument("--json", action="store_true", help="print one JSON object, and write no page")
     parser.add_argument("--out", type=Path, metavar="FILE.html", help="page; by default runs/check-DATA.html")
 
@@ -61,7 +61,7 @@ def run_check(options: Namespace) -> int:
         result = check_dataset(
             options.path, format=options.format, class_names=names, pixels=options.pixels, progress=show
         )
-    print(json.dumps(result.to_dict(), indent=2) if options.json else check_report(result, limit=options.limit))
+    print(json.dumps(result.to_dict(), indent=2) if options.json else check_report(result))
     if options.out is not None or not options.json:
         name = as_file_name(f"check-{Path(options.path).resolve().stem}")
         page = write_data_page(result, options.out or Path("runs") / f"{name}.html")
@@ -131,7 +131,7 @@ def add_convert_arguments(parser: ArgumentParser) -> None:
 def run_convert(options: Namespace) -> int:
     """Converts the dataset and reports what was written and what was lost."""
     from aploss.data import convert_dataset
-    from aploss.data.problems import Effect, summarise
+    from aploss.data.folder import Effect, summarise
 
     result = convert_dataset(options.path, options.out, to=options.to, format=options.format)
     if not options.quiet:

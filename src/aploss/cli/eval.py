@@ -14,7 +14,7 @@ import numpy as np
 
 from aploss.cli.command import positive_int, progress, run_folder_of
 from aploss.data.annotations import Annotations
-from aploss.data.coco import coco_document
+from aploss.data.coco import coco_names
 from aploss.errors import ConfigError, DataError
 from aploss.evaluation.matching import match_detections, match_voc, precision_recall_curves
 from aploss.evaluation.metrics import coco_metrics, voc_metrics
@@ -132,7 +132,7 @@ def _read(annotations: str, detections: str) -> tuple[Annotations, DetectionTabl
 
 def _file_names(file: Path) -> dict[int, str]:
     """Image id → file name without folders."""
-    return {image.id: Path(str(image.file_name)).name for image in coco_document(file.read_bytes()).images}
+    return {number: Path(name).name for number, name in coco_names(file.read_bytes())[0].items()}
 
 
 def _write(folder: Path, truth: Annotations, table: DetectionTable, document: dict[str, object], iou: float) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from aploss.cli.command import EXIT_PROBLEMS, free_folder, positive_int, progress, run_folder_of
 from aploss.cli.results import Parts, annotated_ids, check_voc_names, file_version, write_results, write_voc_submission
-from aploss.data.images import EXTENSIONS
+from aploss.data.folder import EXTENSIONS
 from aploss.errors import ConfigError, DataError
 from aploss.files import as_file_name, write_text, write_whole
 

@@ -78,7 +78,7 @@ def file_version(path: Path) -> list[int]:
 def annotated_ids(options: Namespace, paths: Sequence[Path], class_names: Sequence[str]) -> tuple[list[int], list[int]]:
     """The ids of the images and of the classes in ``--annotations`` or in the COCO dataset the run was trained on."""
     from aploss.data import find_source
-    from aploss.data.coco import CocoFormat, coco_document
+    from aploss.data.coco import CocoFormat, coco_names
 
     files = [Path(options.annotations)] if options.annotations else []
     folder = run_folder_of(options.run)
@@ -92,15 +92,12 @@ def annotated_ids(options: Namespace, paths: Sequence[Path], class_names: Sequen
     category_ids: defaultdict[str, set[int]] = defaultdict(set)
     for file in files:
         try:
-            document = coco_document(file.read_bytes())
-            for ids, entries, key in (
-                (image_ids, document.images, "file_name"),
-                (category_ids, document.categories, "name"),
-            ):
-                for entry in entries:
-                    ids[str(getattr(entry, key))].add(entry.id)
-        except (ValueError, AttributeError, TypeError):
-            raise DataError(f"{file}: not a COCO file with images and categories") from None
+            found_names = coco_names(file.read_bytes())
+        except ValueError as error:
+            raise DataError(f"{file}: not valid COCO JSON: {error}") from None
+        for ids, names in zip((image_ids, category_ids), found_names, strict=True):
+            for number, name in names.items():
+                ids[name].add(number)
     found = [_ids_of_image(path, image_ids) for path in paths]
     unclear = [str(path) for path, ids in zip(paths, found, strict=True) if len(ids) != 1]
     unclear += [name for name in class_names if len(category_ids[name]) != 1]

@@ -5,16 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aploss.data.annotations import AnnotationBuilder, Annotations, DetectionDataset
-    from aploss.data.augment import training_transforms
     from aploss.data.builtin import builtin_dataset
     from aploss.data.check import check_dataset
     from aploss.data.convert import convert_dataset
-    from aploss.data.formats import DataFormat, register_format
+    from aploss.data.folder import DatasetFolder, Problem
+    from aploss.data.formats import DataFormat, dataset_splits, find_source, load_dataset, register_format
     from aploss.data.images import read_image
-    from aploss.data.load import dataset_splits, find_source, load_dataset
-    from aploss.data.loader import make_evaluation_loader, make_training_loader
-    from aploss.data.paths import DatasetFolder
-    from aploss.data.problems import Problem
+    from aploss.data.loader import make_evaluation_loader, make_training_loader, training_transforms
     from aploss.plotting.pictures import contact_sheet, draw_boxes
 
 __all__ = [
@@ -26,16 +23,13 @@ __all__ = [
 _MODULES = {
     ".plotting.pictures": ("contact_sheet", "draw_boxes"),
     "annotations": ("AnnotationBuilder", "Annotations", "DetectionDataset"),
-    "augment": ("training_transforms",),
     "builtin": ("builtin_dataset",),
     "check": ("check_dataset",),
     "convert": ("convert_dataset",),
-    "formats": ("DataFormat", "register_format"),
+    "folder": ("DatasetFolder", "Problem"),
+    "formats": ("DataFormat", "dataset_splits", "find_source", "load_dataset", "register_format"),
     "images": ("read_image",),
-    "load": ("dataset_splits", "find_source", "load_dataset"),
-    "loader": ("make_evaluation_loader", "make_training_loader"),
-    "paths": ("DatasetFolder",),
-    "problems": ("Problem",),
+    "loader": ("make_evaluation_loader", "make_training_loader", "training_transforms"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

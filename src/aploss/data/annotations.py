@@ -7,7 +7,7 @@ fill an :class:`AnnotationBuilder`, so that the same rules apply to every format
 import math
 import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from aploss.data.folder import DatasetFolder, Problem, ProblemError
 from aploss.data.images import ImageError, read_image, read_sizes
-from aploss.data.paths import DatasetFolder
-from aploss.data.problems import Problem, ProblemError
 from aploss.errors import DataError
 
 Target = dict[str, Any]
@@ -30,6 +29,7 @@ Sample = tuple[Tensor, Target]
 # Boxes that exceed the image by less are rounding errors: clipped without a problem.
 ROUNDING_PIXELS = 0.5
 MAX_LISTED = 1000  # problems of one kind that are listed one by one
+OBJECT_FIELDS = ("labels", "difficult", "crowd")  # of a target, one entry per object, beside its box
 _PER_IMAGE = ("image_sizes", "boxes_per_image", "image_ids")
 _PER_OBJECT = ("boxes", "labels", "difficult", "crowd", "areas")
 
@@ -154,7 +154,8 @@ class DetectionDataset(Dataset[Sample]):
         return len(self.image_paths)
 
     def __getitem__(self, index: int) -> Sample:
-        return read_image(self.image_path(index), size=self.image_size(index)), self.target(index)
+        width, height = self.image_sizes[index].tolist()
+        return read_image(self.root / self.image_paths[index], size=(width, height)), self.target(index)
 
     def target(self, index: int) -> Target:
         """The target of item ``index``, without reading the image."""
@@ -162,8 +163,8 @@ class DetectionDataset(Dataset[Sample]):
             raise IndexError(f"image {index} of {len(self)}")
         index %= len(self)
         rows = slice(int(self._starts[index]), int(self._starts[index + 1]))
-        columns = {name: getattr(self, name)[rows] for name in ("boxes", "labels", "difficult", "crowd")}
-        return {**{name: torch.tensor(column) for name, column in columns.items()}, "image_id": self.image_id(index)}
+        columns = {name: torch.tensor(getattr(self, name)[rows]) for name in ("boxes", *OBJECT_FIELDS)}
+        return {**columns, "image_id": int(self.image_ids[index])}
 
     def __repr__(self) -> str:
         counts = f"{len(self):,} images, {self.num_boxes:,} boxes, {self.num_classes} classes"
@@ -377,18 +378,17 @@ class AnnotationBuilder:
         sizes = np.array(self.sizes, np.int64).reshape(-1, 2)
         boxes, kept, faults = _clip_boxes(corners, sizes[image_of_box], origin=self.origin)
         for (kind, message), mask in faults.items():
-            found = np.flatnonzero(mask).tolist()
-            for row in found[:MAX_LISTED]:
+
+            def problem(row: int, kind: str = kind, message: str = message) -> Problem:
                 image = int(image_of_box[row])
                 file, where = describe(image, int(integers[row, 2]))
                 shown = ", ".join(f"{value:.10g}" for value in corners[row] + [self.origin, self.origin, 0, 0])
                 width, height = self.sizes[image]
                 text = f"{where}: box ({shown}) {message} (image size {width}x{height})"
                 box = tuple(corners[row].tolist()) if np.isfinite(corners[row]).all() else None  # NaN is not JSON
-                self.problems.append(Problem(kind, file, text, image=self.paths[image], box=box))
-            if len(found) > MAX_LISTED:
-                rest = len(found) - MAX_LISTED
-                self.report(kind, name, f"{rest:,} more boxes like this", count=rest)
+                return Problem(kind, file, text, image=self.paths[image], box=box)
+
+            self.problems += list_boxes(mask, problem, rest_in=name)
         rows = np.flatnonzero(kept)
         rows = rows[np.argsort(image_of_box[rows], kind="stable")]
         flags, areas = integers[rows, 3], numbers[rows, 4]
@@ -409,6 +409,15 @@ class AnnotationBuilder:
             name=name,
             split=split,
         )
+
+
+def list_boxes(mask: NDArray[np.bool_], describe: Callable[[int], Problem], *, rest_in: str) -> Iterator[Problem]:
+    """The problems of the boxes in a mask: :data:`MAX_LISTED` of them one by one, the others together."""
+    rows = np.flatnonzero(mask).tolist()
+    problems = [describe(row) for row in rows[:MAX_LISTED]]
+    yield from problems
+    if rest := len(rows) - len(problems):
+        yield Problem(problems[0].kind, rest_in, f"{rest:,} more boxes like this", count=rest)
 
 
 def _clip_boxes(

@@ -23,7 +23,7 @@ from platformdirs import user_cache_path
 
 from aploss.data.annotations import DetectionDataset
 from aploss.data.coco import CocoFormat
-from aploss.data.paths import DatasetFolder
+from aploss.data.folder import DatasetFolder
 from aploss.errors import ConfigError, DataError
 
 SPLITS = ("train", "val", "test")

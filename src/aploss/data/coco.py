@@ -1,116 +1,172 @@
 """COCO JSON: one annotation file per split, with the images in one of the usual places.
 
-Entries are parsed by the same code for two purposes: a dataset drops and reports entries that cannot be used, the
-ground truth of a metric is rejected at the first wrong entry.
+Entries are decoded and validated by msgspec for two purposes: a dataset drops and reports entries that cannot be used,
+the ground truth of a metric is rejected at the first wrong entry.
 """
 
 import json
 import math
 import posixpath
 import re
-from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import chain
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from numpy.typing import NDArray
 
 from aploss.data.annotations import AnnotationBuilder, DetectionDataset
+from aploss.data.folder import DatasetFolder, ProblemError, printable
 from aploss.data.formats import SPLITS, DataFormat, Parts, common_split_name, image_size, register_format
-from aploss.data.paths import DatasetFolder
-from aploss.data.problems import ProblemError
 from aploss.errors import DataError
 
 _FILLERS = re.compile(r"(^|[_.-])(annotations?|instances|coco|labels|gt)(?=[_.-]|$)", re.IGNORECASE)
 _OTHER_TASKS = ("captions_", "person_keypoints_", "panoptic_", "stuff_", "image_info_")
-_SURROGATE = re.compile("[\ud800-\udfff]")  # unpaired: it could not be printed
-_SECTIONS = ("images", "annotations", "categories")
-_ROWS_AT_ONCE = 10_000  # annotations read together
 _SECTION_KEYS = re.compile(rb'"(images|annotations|categories|licenses|info)"\s*:')
 
 
 # --- the file ---------------------------------------------------------------------------------
-# Fields accept any type: values are validated below, with a message that names the entry.
+
+_MAX_ID = 2**62
+Id = Annotated[int, Meta(ge=-_MAX_ID, le=_MAX_ID)]
+Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]
+Flag = bool | Annotated[int, Meta(ge=0, le=1)]
 
 
 class CocoImage(Struct, gc=False):
-    id: Any = UNSET
-    file_name: Any = UNSET
-    width: Any = UNSET
-    height: Any = UNSET
+    id: Id
+    file_name: str | UnsetType = UNSET
+    width: Any = None
+    height: Any = None
 
 
 class CocoCategory(Struct, gc=False):
-    id: Any = UNSET
-    name: Any = UNSET
+    id: Id
+    name: str | int | UnsetType = UNSET
 
 
-class CocoObject(Struct, gc=False):
-    """An annotation, or a detection with its score. Polygons, three quarters of a file, are skipped by the parser."""
-
-    id: Any = UNSET
-    image_id: Any = UNSET
-    category_id: Any = UNSET
-    bbox: Any = UNSET
-    area: Any = UNSET
-    score: Any = UNSET
-    iscrowd: Any = 0
-    difficult: Any = 0
+class _OfImage(Struct, gc=False):
+    image_id: Id
+    id: Any = None
+    area: Finite | None = None
+    iscrowd: Flag = 0
+    difficult: Flag = 0
 
 
-_Scalar = str | int | float | bool | None
-_NotAList = dict[str, Any] | _Scalar | msgspec.UnsetType
-CocoResults = list[CocoObject | list[Any] | _Scalar]
+class _OfCategory(_OfImage, kw_only=True, gc=False):
+    category_id: Id
 
 
-class CocoDocument(Struct):
-    """A ground truth; missing sections are UNSET."""
+class CocoAnnotation(_OfCategory, kw_only=True, gc=False):
+    """An annotated object. Polygons, three quarters of a file, are skipped by the parser."""
 
-    images: list[CocoImage | list[Any] | _Scalar] | _NotAList = UNSET
-    annotations: CocoResults | _NotAList = UNSET
-    categories: list[CocoCategory | list[Any] | _Scalar] | _NotAList = UNSET
+    bbox: tuple[float, float, float, float]
 
 
-def coco_document(source: Any, kind: Any = CocoDocument) -> Any:
-    """Parses a ground truth (a :class:`CocoDocument`) or detections (:data:`CocoResults`).
+class CocoResult(CocoAnnotation, kw_only=True, gc=False):
+    """A detection."""
+
+    score: Finite
+
+
+Report = Callable[[str, str], None]  # kind of the problem, message
+# Struct → kind of the problem of an entry that cannot be decoded as it, but as the ones before it.
+Kinds = dict[type[Any], str]
+ANNOTATION_KINDS: Kinds = {_OfImage: "bad-entry", _OfCategory: "unknown-class", CocoAnnotation: "bad-box"}
+
+
+def parse_json(source: Any) -> Any:
+    """JSON to be decoded by :func:`read_entries`: undecoded, or plain Python values.
 
     Args:
-        source: the bytes of a file, or plain dicts and lists.
-        kind: what it should be.
+        source: the bytes of a file, or dicts and lists, whose values may be numpy's.
 
     Raises:
-        msgspec.ValidationError: it is something else.
         ValueError: the bytes are not JSON.
     """
     if not isinstance(source, bytes):
-        return msgspec.convert(source, kind)
+        return msgspec.to_builtins(source, enc_hook=lambda value: getattr(value, "tolist", value.__repr__)())
     content = source.removeprefix(b"\xef\xbb\xbf")
     try:
         try:
-            return msgspec.json.decode(content, type=kind)
+            return msgspec.json.decode(content, type=Raw)
         except msgspec.DecodeError:
-            # Python's json also reads NaN, Infinity, 1e999 and unpaired surrogates, as written by other tools.
-            return msgspec.convert(json.loads(content.decode()), kind)
+            # Python's json also reads NaN, Infinity and unpaired surrogates, as written by other tools.
+            return json.loads(content.decode())
     except RecursionError:
         raise ValueError("too deeply nested") from None
 
 
-# --- its entries ------------------------------------------------------------------------------
+def coco_sections(source: Any, names: Sequence[str] = ("images", "annotations", "categories")) -> dict[str, Any]:
+    """The lists of a ground truth, for :func:`read_entries`.
 
-Report = Callable[[str, str], None]  # kind of the problem, message
+    Raises:
+        DataError: ``source`` (see :func:`parse_json`) is not an object with these lists.
+        ValueError: it is not JSON.
+    """
+    sections: Any = parse_json(source)
+    if isinstance(sections, Raw):
+        with suppress(msgspec.ValidationError):
+            sections = _decode(sections, dict[str, Raw])
+    for name in names:
+        if not isinstance(sections, dict) or not _is_list(sections.get(name)):
+            raise DataError(f"no list '{name}'; COCO annotations are an object with lists {', '.join(names)}")
+    return dict(sections)
 
 
-class CocoEntryError(DataError):
-    """An unusable entry, with the kind of problem."""
+def read_entries(section: Any, kinds: Kinds, where: str, report: Report) -> dict[int, Any]:
+    """Decodes the entries of a list; one by one only if some are invalid.
 
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
+    Args:
+        section: a list from :func:`coco_sections` or :func:`parse_json`.
+        kinds: struct → kind of the problem if an entry cannot be decoded as it; the last struct is returned.
+        where: name of the list in messages.
+        report: called for each invalid entry.
+
+    Returns:
+        Position in the list → entry.
+
+    Raises:
+        DataError: it is not a list.
+    """
+    if not _is_list(section):
+        raise DataError(f"the {where} are not a list")
+    try:
+        return dict(enumerate(_decode(section, list[[*kinds][-1]])))  # type: ignore[misc]
+    except msgspec.ValidationError:
+        entries = _decode(section, list[Raw]) if isinstance(section, Raw) else section
+    found = {}
+    for row, entry in enumerate(entries):
+        for struct, kind in kinds.items():
+            try:
+                found[row] = _decode(entry, struct)
+            except msgspec.ValidationError as error:
+                found.pop(row, None)
+                report(kind, f"{where}[{row}]: {error}")
+                break
+    return found
+
+
+def _decode(source: Any, kind: Any) -> Any:
+    return msgspec.json.decode(source, type=kind) if isinstance(source, Raw) else msgspec.convert(source, kind)
+
+
+def _is_list(value: Any) -> bool:
+    return bytes(memoryview(value)[:1]) == b"[" if isinstance(value, Raw) else isinstance(value, list)
+
+
+def coco_names(source: Any) -> tuple[dict[int, str], dict[int, str]]:
+    """Image id → file name, and category id → name; raises like :func:`coco_sections`, but skips invalid entries."""
+    sections = coco_sections(source, ("images", "categories"))
+    images, categories = (
+        read_entries(sections[name], {struct: ""}, name, lambda kind, text: None).values()
+        for name, struct in (("images", CocoImage), ("categories", CocoCategory))
+    )
+    return {one.id: one.file_name for one in images if one.file_name}, {one.id: str(one.name) for one in categories}
 
 
 class CocoObjects(NamedTuple):
@@ -124,113 +180,21 @@ class CocoObjects(NamedTuple):
     values: NDArray[np.float64]  # [m] score, or area (NaN if missing)
 
 
-def read_objects(entries: Sequence[Any], where: str, report: Report, *, scored: bool = False) -> CocoObjects:
-    """Reads the usable entries of a list.
-
-    Args:
-        entries: the list.
-        where: name of the list in messages.
-        report: called for each entry that is dropped or wrong.
-        scored: whether the entries are detections, which need a score.
-    """
-    integers, numbers = [np.zeros((0, 4), np.int64)], [np.zeros((0, 5))]
-    for start in range(0, len(entries), _ROWS_AT_ONCE):
-        chunk = entries[start : start + _ROWS_AT_ONCE]
-        columns = _clean_columns(chunk, start, scored) or _checked_columns(chunk, start, where, report, scored)
-        integers.append(columns[0])
-        numbers.append(columns[1])
-    image_ids, category_ids, own_ids, flag_column = np.concatenate(integers).T
-    table = np.concatenate(numbers)
-    return CocoObjects(image_ids, category_ids, own_ids, flag_column, table[:, :4], table[:, 4])
-
-
-_Columns = tuple[NDArray[np.int64], NDArray[np.float64]]  # image, category, id, flags [m, 4]; box and value [m, 5]
-
-
-def _clean_columns(entries: Sequence[Any], start: int, scored: bool) -> _Columns | None:
-    """The columns of entries without anything unusual, ten times faster than one by one; None otherwise."""
-    if set(map(type, entries)) != {CocoObject}:
-        return None
-    own_ids = [row if one.id is UNSET else one.id for row, one in enumerate(entries, start + 1)]
-    ids = [*(one.image_id for one in entries), *(one.category_id for one in entries), *own_ids]
-    boxes = [one.bbox for one in entries]
-    values = [one.score for one in entries] if scored else [0 if one.area is UNSET else one.area for one in entries]
-    if set(map(type, ids)) != {int} or set(map(type, boxes)) != {list} or set(map(len, boxes)) != {4}:
-        return None
-    if not set(map(type, chain(values, *boxes))) <= {int, float}:
-        return None
-    try:
-        numbers = np.column_stack([np.array(boxes, float), np.array(values, float)])
-        flags = np.array([(one.difficult, one.iscrowd) for one in entries])
-    except (OverflowError, ValueError):  # integers beyond float64, flags of different types
-        return None
-    usual_flags = flags.dtype.kind in "bi" and bool(((flags == 0) | (flags == 1)).all())
-    if not usual_flags or max(map(abs, ids)) >= 2**62 or not (np.abs(numbers) < 2**62).all():
-        return None
-    if not scored:
-        numbers[[one.area is UNSET for one in entries], 4] = math.nan
-    return np.column_stack([np.array(ids).reshape(3, -1).T, flags @ [1, 2]]), numbers
-
-
-def _checked_columns(entries: Sequence[Any], start: int, where: str, report: Report, scored: bool) -> _Columns:
-    """The columns of the usable entries; the others are reported."""
-    integers, numbers = array("q"), array("d")
-    for row, entry in enumerate(entries, start):
-        try:
-            columns = _columns(entry, scored)
-        except CocoEntryError as error:
-            report(error.kind, f"{where}[{row}]{error}")
-            continue
-        own_id = entry.id if type(entry.id) is int and abs(entry.id) < 2**62 else row + 1
-        integers.extend((*columns[:2], own_id, (entry.difficult == 1) + 2 * (entry.iscrowd == 1)))
-        numbers.extend(columns[2:])
-    return np.frombuffer(integers, np.int64).reshape(-1, 4), np.frombuffer(numbers, np.float64).reshape(-1, 5)
-
-
-def _columns(entry: Any, scored: bool) -> tuple[Any, ...]:
-    """Image, category, box, and score or area of an entry; the error's message follows the name of the entry."""
-    if not isinstance(entry, CocoObject):
-        raise CocoEntryError("bad-entry", f" is {shown(entry)}, expected an object with keys")
-    image = id_of(entry, "image_id", "", "bad-entry")
-    category = id_of(entry, "category_id", "", "unknown-class")
-    if entry.bbox is UNSET:
-        raise CocoEntryError("bad-box", " has no 'bbox'")
-    if not isinstance(entry.bbox, (list, tuple, np.ndarray)) or len(entry.bbox) != 4:
-        raise CocoEntryError("bad-box", f": 'bbox' is {shown(entry.bbox)}, expected [x, y, width, height]")
-    if not all(map(_is_number, entry.bbox)):
-        raise CocoEntryError("bad-box", f": 'bbox' is {shown(entry.bbox)}, expected four numbers")
-    if entry.iscrowd not in (0, 1):
-        raise CocoEntryError("bad-entry", f": 'iscrowd' is {shown(entry.iscrowd)}, expected 0 or 1")
-    key = "score" if scored else "area"
-    value = getattr(entry, key)
-    if not scored and (value is UNSET or value is None):
-        value = math.nan
-    elif not _is_number(value) or not math.isfinite(value):
-        wrong = f" has no '{key}'" if value is UNSET else f": '{key}' is {shown(value)}"
-        raise CocoEntryError("bad-entry", f"{wrong}, expected a finite number")
-    return (image, category, *entry.bbox, value)
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is float or (type(value) is int and abs(value) < 2**62) or isinstance(value, np.number)
-
-
-def id_of(entry: Any, key: str, where: str, kind: str) -> int:
-    """The integer id of an entry; CocoEntryError of this kind for anything else."""
-    value = getattr(entry, key)
-    if type(value) is int and abs(value) < 2**62:
-        return value
-    if value is UNSET:
-        raise CocoEntryError(kind, f"{where} has no '{key}'")
-    if not isinstance(value, (float, np.number)) or not abs(float(value)) < 2**62 or value != int(value):
-        raise CocoEntryError(kind, f"{where}: '{key}' is {shown(value)}, expected an integer")
-    return int(value)
-
-
-def shown(value: Any) -> str:
-    """A value for a message, shortened."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def read_objects(section: Any, where: str, report: Report, *, scored: bool = False) -> CocoObjects:
+    """Reads the valid annotations, or with ``scored`` detections, of a list; see :func:`read_entries`."""
+    kinds: Kinds = {**ANNOTATION_KINDS, CocoResult: "bad-entry"} if scored else ANNOTATION_KINDS
+    found = read_entries(section, kinds, where, report)
+    entries = found.values()
+    ids = [one.id if type(one.id) is int and abs(one.id) < _MAX_ID else row + 1 for row, one in found.items()]
+    values = [one.score if scored else math.nan if one.area is None else one.area for one in entries]
+    return CocoObjects(
+        image_ids=np.array([one.image_id for one in entries], np.int64),
+        category_ids=np.array([one.category_id for one in entries], np.int64),
+        ids=np.array(ids, np.int64),
+        flags=np.array([one.difficult + 2 * one.iscrowd for one in entries], np.int64),
+        xywh=np.array([one.bbox for one in entries], np.float64).reshape(-1, 4),
+        values=np.array(values, np.float64),
+    )
 
 
 # --- the dataset --------------------------------------------------------------------------------
@@ -284,12 +248,16 @@ class CocoFormat(DataFormat):
         """See :meth:`DataFormat.read`."""
         file = self._files[split]
         builder = AnnotationBuilder(self.folder)
-        document = self._document(file)
-        categories = _categories(document.categories, file)
-        objects = read_objects(document.annotations, "annotations", lambda kind, text: builder.report(kind, file, text))
-        document.annotations = UNSET  # frees most of the memory
-        index_of = self._add_images(document.images, split, file, builder)
+        try:
+            sections = coco_sections(self.folder.read_bytes(file))
+        except ValueError as error:
+            raise ProblemError("unreadable-annotations", file, f"not valid COCO JSON: {error}") from None
+        categories = _categories(sections["categories"], file)
+        index_of = self._add_images(sections["images"], split, file, builder)
         names = list(categories.values()) if class_names is None else class_names
+        objects = read_objects(
+            sections["annotations"], "annotations", lambda kind, text: builder.report(kind, file, text)
+        )
         _add_boxes(builder, objects, categories, names, index_of, file)
         if builder.image_ids and min(builder.image_ids) < 1:
             shift = 1 - min(builder.image_ids)
@@ -313,45 +281,28 @@ class CocoFormat(DataFormat):
             file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
         return []
 
-    def _document(self, file: str) -> Any:
-        content = self.folder.read_bytes(file)
-        try:
-            document = coco_document(content)
-        except msgspec.ValidationError:
-            message = "a COCO file is a JSON object with images, annotations and categories"
-            raise ProblemError("unreadable-annotations", file, message) from None
-        except ValueError as error:
-            raise ProblemError("unreadable-annotations", file, f"not valid JSON: {error}") from None
-        for section in _SECTIONS:
-            if not isinstance(getattr(document, section), list):
-                raise ProblemError("unreadable-annotations", file, f"no list {section!r}")
-        return document
-
-    def _add_images(self, entries: Sequence[Any], split: str, file: str, builder: AnnotationBuilder) -> dict[int, int]:
-        """Adds the existing images; returns id → index, or -1 for an image that is not there."""
-        base = self._image_folder(
-            [entry.file_name for entry in entries[:50] if isinstance(entry, CocoImage)], split, file
-        )
+    def _add_images(self, section: Any, split: str, file: str, builder: AnnotationBuilder) -> dict[int, int]:
+        """Adds the existing images; returns id → index, or -1 for an image that cannot be used."""
+        kinds = {CocoImage: "bad-image-entry"}
+        entries = read_entries(section, kinds, "images", lambda kind, text: builder.report(kind, file, text))
+        base = self._image_folder([entry.file_name for entry in list(entries.values())[:50]], split, file)
         index_of: dict[int, int] = {}
         seen = set()
-        for row, entry in enumerate(entries):
+        for row, entry in entries.items():
+            is_known = entry.id in index_of
+            index_of.setdefault(entry.id, -1)
             try:
-                image_id, file_name = _image(entry, f"images[{row}]")
-                if image_id in index_of:
-                    raise CocoEntryError("duplicate-image", f"image id {image_id} is used again, for {file_name}")
-                index_of[image_id] = -1
-                path = self.folder.inside(file_name, base=base, named_in=file)
-                if path in seen:
-                    raise CocoEntryError("duplicate-image", f"{path} is listed again, with id {image_id}")
-            except CocoEntryError as error:
-                builder.report(error.kind, file, str(error))
-                continue
+                if not entry.file_name:
+                    raise ProblemError("bad-image-entry", file, f"images[{row}]: image {entry.id} has no file_name")
+                path = self.folder.inside(entry.file_name, base=base, named_in=file)
+                if is_known or path in seen:
+                    raise ProblemError("duplicate-image", file, f"images[{row}]: id {entry.id} or {path} is used again")
             except ProblemError as error:
                 builder.problems.append(error.problem)
                 continue
             seen.add(path)
             if builder.find_image(path, named_in=file):
-                index_of[image_id] = builder.add_image(path, image_size(entry.width, entry.height), image_id)
+                index_of[entry.id] = builder.add_image(path, image_size(entry.width, entry.height), entry.id)
         return index_of
 
     def _image_folder(self, names: Sequence[Any], split: str, file: str) -> str:
@@ -421,31 +372,21 @@ def _split_name(file: str) -> str:
     return next(filter(None, (_FILLERS.sub("", name).strip("_.-") for name in names)), "all")
 
 
-def _image(entry: Any, where: str) -> tuple[int, str]:
-    """Id and file name of an entry of ``images``."""
-    if not isinstance(entry, CocoImage):
-        raise CocoEntryError("bad-image-entry", f"{where} is {shown(entry)}, expected an object")
-    image_id = id_of(entry, "id", where, "bad-image-entry")
-    if not isinstance(entry.file_name, str) or not entry.file_name:
-        raise CocoEntryError("bad-image-entry", f"{where}: image {image_id} has no file_name")
-    return image_id, entry.file_name
-
-
-def _categories(entries: Sequence[Any], file: str) -> dict[int, str]:
+def _categories(section: Any, file: str) -> dict[int, str]:
     """Id → name, ascending by id."""
+
+    def fail(kind: str, message: str) -> NoReturn:
+        raise ProblemError("bad-categories", file, message)
+
     categories = []
-    for row, entry in enumerate(entries):
-        name = entry.name if isinstance(entry, CocoCategory) else None
-        try:
-            if not isinstance(name, (str, int)) or name == "" or _SURROGATE.search(str(name)):
-                raise CocoEntryError("bad-categories", f"categories[{row}] has no valid name: {shown(entry)}")
-            categories.append((id_of(entry, "id", f"categories[{row}]", "bad-categories"), str(name)))
-        except CocoEntryError as error:
-            raise ProblemError(error.kind, file, str(error)) from None
+    for row, entry in read_entries(section, {CocoCategory: "bad-categories"}, "categories", fail).items():
+        if entry.name in (UNSET, ""):
+            fail("bad-categories", f"categories[{row}] has no name")
+        categories.append((entry.id, printable(str(entry.name))))
     if not categories:
-        raise ProblemError("bad-categories", file, "the list of categories is empty")
+        fail("bad-categories", "the list of categories is empty")
     for column in zip(*categories, strict=True):
         value, uses = Counter(column).most_common(1)[0]
         if uses > 1:
-            raise ProblemError("bad-categories", file, f"two categories share {value!r}")
+            fail("bad-categories", f"two categories share {value!r}")
     return dict(sorted(categories))

@@ -9,10 +9,10 @@ from pathlib import Path
 from PIL import Image
 
 from aploss.data.annotations import DetectionDataset, concatenate
-from aploss.data.formats import FORMATS, DataFormat, Parts, writable_formats
+from aploss.data.check import Progress, inspect_images
+from aploss.data.folder import Problem
+from aploss.data.formats import DataFormat, Parts, find_source, writable_formats
 from aploss.data.images import read_image, read_sizes
-from aploss.data.load import Progress, find_source, inspect_images
-from aploss.data.problems import Problem
 from aploss.errors import DataError
 
 _UNUSUAL = re.compile(r"[^\w .()+-]")
@@ -48,9 +48,9 @@ def convert_dataset(
     Raises:
         DataError: the target is in use, or the dataset cannot be read.
     """
-    if to not in writable_formats():
-        wrong = f"the format '{to}' can be read, but not written" if to in FORMATS else f"cannot write '{to}'"
-        raise DataError(f"{wrong}; choose one of {', '.join(writable_formats())}")
+    formats = writable_formats()
+    if to not in formats:
+        raise DataError(f"cannot write the format '{to}'; choose one of {', '.join(formats)}")
     source = find_source(path, format=format)
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -61,7 +61,7 @@ def convert_dataset(
     parts = {split: _with_good_headers(source.load(split, class_names=class_names)) for split in source.splits}
     whole = concatenate(list(parts.values()), split="all")
     try:
-        losses = _write(out, parts, whole, FORMATS.get(to), progress)
+        losses = _write(out, parts, whole, formats[to], progress)
     except OSError as error:
         raise DataError(f"{out}: cannot be written: {error.strerror or error}") from error
     return Conversion(out, len(whole), whole.num_boxes, tuple(parts), tuple(whole.problems), tuple(losses))

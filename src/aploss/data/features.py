@@ -22,8 +22,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from aploss.data.annotations import DetectionDataset, Sample, Target
-from aploss.data.augment import OBJECT_FIELDS
+from aploss.data.annotations import OBJECT_FIELDS, DetectionDataset, Sample, Target
 from aploss.data.builtin import cache_error, cache_folder
 from aploss.errors import DataError, RunError
 from aploss.files import remove_unfinished, write_whole

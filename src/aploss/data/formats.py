@@ -1,4 +1,4 @@
-"""Data formats: the interface, the registry, and loading splits of a dataset.
+"""Data formats: the interface, the registry, finding datasets and loading their splits.
 
 A format is a class whose instances are datasets on disk::
 
@@ -18,15 +18,15 @@ import hashlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from aploss.data.annotations import DetectionDataset, concatenate
-from aploss.data.paths import DatasetFolder
-from aploss.data.problems import Effect, summarise
-from aploss.errors import DataError
+from aploss.data.folder import DatasetFolder, Effect, summarise
+from aploss.errors import DataError, did_you_mean
 from aploss.registry import Registry
 
 Parts = dict[str, DetectionDataset]  # split → its images
@@ -39,7 +39,7 @@ _SLICE = re.compile(rf"(?P<name>.*)\[(?:(?P<start>{_PERCENT})%)?:(?:(?P<stop>{_P
 
 
 class DataFormat(ABC):
-    """A dataset on disk whose splits can be loaded; see :func:`~aploss.data.load.find_source`.
+    """A dataset on disk whose splits can be loaded; see :func:`find_source`.
 
     Args:
         folder: the dataset's folder; no path in the dataset may leave it.
@@ -92,7 +92,7 @@ class DataFormat(ABC):
         Returns:
             Descriptions of everything the format cannot represent.
         """
-        raise DataError(f"the format '{cls.format}' can be read, but not written")
+        raise NotImplementedError
 
     def load(self, split: str | None = None, *, class_names: Sequence[str] | None = None) -> DetectionDataset:
         """Loads a split, parsing each annotation file at most once.
@@ -183,13 +183,97 @@ def register_format(name: str) -> Callable[[FormatClass], FormatClass]:
     return add
 
 
-def writable_formats() -> tuple[str, ...]:
-    """Names of the formats that implement ``write``, sorted."""
+def all_formats() -> dict[str, type[DataFormat]]:
+    """The registered formats by name, including the built-in ones, which their modules register."""
+    for module in ("coco", "voc", "yolo"):
+        import_module(f"aploss.data.{module}")
+    return dict(sorted(FORMATS.items()))
+
+
+def writable_formats() -> dict[str, type[DataFormat]]:
+    """The formats that implement ``write``."""
 
     def function(format_class: Any) -> Any:
         return format_class.write.__func__
 
-    return tuple(sorted(name for name, one in FORMATS.items() if function(one) is not function(DataFormat)))
+    return {name: one for name, one in all_formats().items() if function(one) is not function(DataFormat)}
+
+
+# --- loading --------------------------------------------------------------------------------------
+
+
+def load_dataset(
+    path: str | Path, split: str | None = None, *, format: str = "auto", class_names: Sequence[str] | None = None
+) -> DetectionDataset:
+    """Loads a dataset of any registered format.
+
+    Unusable annotations and images (a box of zero width, a missing image) are left out and listed in the dataset's
+    ``problems`` with their file; images are not opened before they are read. To load several splits, call
+    :func:`find_source` once and load them from it.
+
+    Args:
+        path: a folder, a COCO JSON file, a YOLO ``data.yaml``, or ``"builtin"``.
+        split: a split's name (``train``, ``2007_trainval``), or several joined by ``+``. ``train[:80%]`` and
+            ``train[80%:]`` are disjoint parts of a split in a fixed shuffled order. None loads all images.
+        format: "voc", "coco", "yolo", or "auto" to recognise it.
+        class_names: the classes to read, in the order of their labels; objects of other classes are left out. Defaults
+            to the dataset's own. Pass the training split's ``class_names`` when loading its validation split.
+
+    Raises:
+        DataError: the dataset or split does not exist, has no usable image, or refers to a file outside its folder.
+
+    Example:
+        >>> load_dataset("no-such-folder")
+        Traceback (most recent call last):
+        aploss.errors.DataError: no-such-folder: no such file or folder
+    """
+    return find_source(path, format=format).load(split, class_names=class_names)
+
+
+def dataset_splits(path: str | Path, *, format: str = "auto") -> tuple[str, ...]:
+    """Names of a dataset's splits, training first; see :func:`load_dataset` for the arguments."""
+    return find_source(path, format=format).splits
+
+
+def find_source(path: str | Path, *, format: str = "auto") -> DataFormat:
+    """Recognises a dataset without reading its annotations.
+
+    Args:
+        path: see :func:`load_dataset`.
+        format: see :func:`load_dataset`.
+
+    Returns:
+        The dataset on disk: ``splits`` names its splits, ``load(split)`` loads one of them.
+
+    Raises:
+        DataError: no dataset is found, or several formats match.
+    """
+    formats = all_formats()
+    if format not in ("auto", *formats):
+        raise DataError(f"unknown format '{format}'; choose one of {', '.join(['auto', *formats])}")
+    builtin = str(path) == "builtin"
+    if builtin:
+        from aploss.data.builtin import builtin_folder
+
+        path, format = builtin_folder(), "coco"
+    path = Path(path).expanduser()
+    if not path.exists():
+        meant = did_you_mean(str(path), (str(one) for one in path.parent.glob("*")))
+        raise DataError(f"{path}: no such file or folder{meant}")
+    candidates = [one for name, one in formats.items() if format in ("auto", name)]
+    found = [source for one in candidates if (source := one.find(path))]
+    if not found:
+        looked_for = "; ".join(one.looked_for or one.format for one in candidates)
+        raise DataError(f"{path}: no dataset found; looked for {looked_for}")
+    source = found[0]
+    if len(found) > 1:
+        names = " and ".join(one.format for one in found)
+        raise DataError(f"{path}: looks like {names}; choose the format (--format {source.format})")
+    if not source.splits:
+        raise DataError(f"{path}: the {source.format} dataset has no split (train, val, test)")
+    if builtin:
+        source.name = "builtin"
+    return source
 
 
 # --- helpers for readers and writers --------------------------------------------------------------

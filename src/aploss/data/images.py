@@ -10,15 +10,10 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from aploss.data.problems import ProblemError
+from aploss.data.folder import ProblemError
 
 # Only formats that Pillow decodes itself: others (EPS) start external programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "JPEG2000")
-
-EXTENSIONS = (
-    ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".bmp", ".dib", ".tif", ".tiff", ".ppm", ".pgm", ".pbm",
-    ".pnm", ".jp2", ".j2k", ".webp", ".gif",
-)  # fmt: skip
 
 # Pillow warns above this: about a gigabyte as float RGB.
 MAX_PIXELS = 89_478_485

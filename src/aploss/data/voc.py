@@ -14,6 +14,7 @@ from defusedxml.common import DefusedXmlException
 from defusedxml.ElementTree import fromstring
 
 from aploss.data.annotations import AnnotationBuilder, DetectionDataset
+from aploss.data.folder import DatasetFolder, Problem, ProblemError, is_image, stem_of
 from aploss.data.formats import (
     SPLITS,
     DataFormat,
@@ -26,8 +27,6 @@ from aploss.data.formats import (
     register_format,
     split_order,
 )
-from aploss.data.paths import DatasetFolder, is_image, stem_of
-from aploss.data.problems import Problem, ProblemError
 
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
 _YEAR = re.compile(r"VOC(\d{4})$")
@@ -350,9 +349,10 @@ class VocFormat(DataFormat):
     def _parse(self, path: str) -> VocAnnotation | Problem:
         if path not in self._parsed:
             try:
-                self._parsed[path] = parse_annotation(path, self.folder.read_bytes(path))
+                content = self.folder.read_bytes(path, kind="unreadable-annotation")
+                self._parsed[path] = parse_annotation(path, content)
             except ProblemError as error:
-                self._parsed[path] = error.of_one_image()
+                self._parsed[path] = error.problem
         return self._parsed[path]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from aploss.data.annotations import AnnotationBuilder, DetectionDataset
+from aploss.data.folder import DatasetFolder, ProblemError, is_image
 from aploss.data.formats import (
     SPLITS,
     DataFormat,
@@ -20,8 +21,6 @@ from aploss.data.formats import (
     register_format,
     split_order,
 )
-from aploss.data.paths import DatasetFolder, is_image
-from aploss.data.problems import ProblemError
 from aploss.files import load_yaml
 
 _MAX_FRACTION = 1.01  # larger numbers are pixels, not rounded fractions
@@ -275,12 +274,12 @@ class YoloFormat(DataFormat):
         be trained on as one without."""
         try:
             if self.folder.has(file):
-                return self.folder.read_text(file)
+                return self.folder.read_text(file, kind="unreadable-annotation")
             labels = posixpath.dirname(file)
             if not self.folder.is_folder(labels):
-                raise ProblemError("unreadable-annotations", labels, f"not a folder; expected the labels of {image}")
+                raise ProblemError("unreadable-annotation", labels, f"not a folder; expected the labels of {image}")
         except ProblemError as error:
-            builder.problems.append(error.of_one_image())
+            builder.problems.append(error.problem)
             return None
         builder.report("image-without-annotation", image, "no label file; used as an image without objects")
         return ""

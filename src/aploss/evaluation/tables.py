@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import msgspec
 import numpy as np
 from msgspec import UNSET
 
 from aploss.data.annotations import Annotations, as_rows
-from aploss.data.coco import CocoObjects, CocoResults, coco_document, id_of, read_objects, shown
+from aploss.data.coco import CocoCategory, CocoImage, CocoObjects, coco_sections, parse_json, read_entries, read_objects
+from aploss.data.folder import printable
 from aploss.errors import DataError
 
 
@@ -111,16 +111,12 @@ def read_ground_truth(source: str | Path | dict[str, Any]) -> Annotations:
         array([[ 2.,  3., 12., 23.]])
     """
     with _content(source) as dataset:
-        content = coco_document(dataset)
-        for section in ("images", "annotations", "categories"):
-            entries = getattr(content, section)
-            if not isinstance(entries, list):
-                found = "missing" if entries is UNSET else f"a {type(entries).__name__}"
-                raise DataError(f"'{section}' is {found}; a COCO ground truth has images, annotations and categories")
-        images, categories = (_unique_ids(getattr(content, kind), kind) for kind in ("images", "categories"))
-        objects = _read_objects(content.annotations, "annotations")
-        _check_known("annotations", "image_id", objects.image_ids, images)
-        _check_known("annotations", "category_id", objects.category_ids, categories)
+        sections = coco_sections(dataset)
+        images = _by_id(sections["images"], CocoImage, "images")
+        categories = _by_id(sections["categories"], CocoCategory, "categories")
+        objects = _read_objects(sections["annotations"], "annotations")
+        _check_known("annotations", "image_id", objects.image_ids, [*images])
+        _check_known("annotations", "category_id", objects.category_ids, [*categories])
         return Annotations(
             image_ids=objects.image_ids,
             category_ids=objects.category_ids,
@@ -128,8 +124,8 @@ def read_ground_truth(source: str | Path | dict[str, Any]) -> Annotations:
             areas=np.where(np.isnan(objects.values), np.prod(objects.xywh[:, 2:], axis=1), objects.values),
             crowd=objects.flags >= 2,
             difficult=objects.flags % 2 == 1,
-            images=np.sort(images),
-            categories=_unique_names(content.categories, categories),
+            images=np.sort(np.array([*images], np.int64)),
+            categories=_unique_names(categories),
         )
 
 
@@ -145,7 +141,7 @@ def read_detections(source: str | Path | Sequence[dict[str, Any]]) -> DetectionT
         [0.6]
     """
     with _content(source) as results:
-        found = _read_objects(coco_document(results, CocoResults), "detections", scored=True)
+        found = _read_objects(parse_json(results), "detections", scored=True)
     return DetectionTable(
         image_ids=found.image_ids, category_ids=found.category_ids, xywh=found.xywh, scores=found.values
     )
@@ -164,13 +160,11 @@ def _content(source: Any) -> Iterator[Any]:
         raise DataError(f"{name}cannot be read ({error.strerror})") from None
     except DataError as error:
         raise DataError(f"{name}{error}") from None
-    except msgspec.ValidationError:
-        raise DataError(f"{name}expected a COCO ground truth (a dict) or COCO results (a list)") from None
     except ValueError as error:
         raise DataError(f"{name}not JSON ({error})") from None
 
 
-def _read_objects(entries: Sequence[Any], where: str, *, scored: bool = False) -> CocoObjects:
+def _read_objects(entries: Any, where: str, *, scored: bool = False) -> CocoObjects:
     """The columns of annotations or detections; raises ``DataError`` at the first invalid entry."""
     objects = read_objects(entries, where, _raise, scored=scored)
     valid = np.isfinite(objects.xywh).all(axis=1) & (objects.xywh[:, 2:] >= 0).all(axis=1)
@@ -184,26 +178,22 @@ def _raise(kind: str, message: str) -> NoReturn:
     raise DataError(message)
 
 
-def _unique_ids(entries: Sequence[Any], where: str) -> np.ndarray:
-    ids: dict[int, None] = {}
-    for row, entry in enumerate(entries):
-        if not isinstance(entry, msgspec.Struct):
-            raise DataError(f"{where}[{row}] is {shown(entry)}, expected an object with keys")
-        number = id_of(entry, "id", f"{where}[{row}]", "bad-entry")
-        if number in ids:
-            raise DataError(f"{where}[{row}] repeats id {number}")
-        ids[number] = None
-    return np.array(list(ids), np.int64)
+def _by_id(section: Any, struct: type[Any], where: str) -> dict[int, Any]:
+    """Id → entry; raises ``DataError`` at the first invalid entry or repeated id."""
+    entries = {}
+    for row, entry in read_entries(section, {struct: ""}, where, _raise).items():
+        if entry.id in entries:
+            raise DataError(f"{where}[{row}] repeats id {entry.id}")
+        entries[entry.id] = entry
+    return entries
 
 
-def _unique_names(entries: Sequence[Any], ids: np.ndarray) -> dict[int, str]:
+def _unique_names(categories: dict[int, CocoCategory]) -> dict[int, str]:
     """Category id → name, ascending by id; made unique, since each name is a row of the table."""
     names: dict[int, str] = {}
-    for index in np.argsort(ids).tolist():
-        category, name = int(ids[index]), entries[index].name
-        name = f"category {category}" if name is UNSET else str(name)
-        name = name.encode("utf-8", "backslashreplace").decode()  # lone surrogates
-        names[category] = f"{name} (id {category})" if name in names.values() else name
+    for number, entry in sorted(categories.items()):
+        name = f"category {number}" if entry.name is UNSET else printable(str(entry.name))
+        names[number] = f"{name} (id {number})" if name in names.values() else name
     return names
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from aploss.data.load import find_source
+from aploss.data.formats import find_source
 from aploss.data.loader import Batch, make_evaluation_loader, make_training_loader
 from aploss.detectors.checkpoint import Checkpoint, load
 from aploss.detectors.detector import Detector

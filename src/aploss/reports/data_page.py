@@ -7,8 +7,8 @@ import numpy as np
 from PIL import Image
 
 from aploss.data.check import SOMETHING_DROPPED, USABLE, CheckResult, Finding
+from aploss.data.folder import KINDS
 from aploss.data.images import ImageError, read_image
-from aploss.data.problems import KINDS
 from aploss.plotting.pictures import crop_around, data_uri, outline_boxes, resize
 from aploss.plotting.plots import new_plot
 from aploss.plotting.style import BLUE, VERMILLION

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from aploss.data.annotations import Annotations, DetectionDataset
-from aploss.data.formats import DataFormat, common_split_name
-from aploss.data.load import find_source, fingerprint
+from aploss.data.check import fingerprint
+from aploss.data.formats import DataFormat, common_split_name, find_source
 from aploss.detectors.detector import Detector
 from aploss.errors import ConfigError, DataError, RunError, listed
 from aploss.evaluation import DetectionTable, Metrics, coco_metrics
@@ -79,7 +79,7 @@ class RunData:
         return list(dict.fromkeys(split for split in found if split is not None))
 
     def fingerprints(self) -> dict[str, dict[str, Any]]:
-        """Identifies the content of every split, by name; see :func:`~aploss.data.load.fingerprint`."""
+        """Identifies the content of every split, by name; see :func:`~aploss.data.check.fingerprint`."""
         datasets = (self.train, *(split.dataset for split in self.splits))
         return {dataset.split: fingerprint(dataset) for dataset in datasets}
 
