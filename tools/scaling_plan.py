@@ -1,4 +1,4 @@
-"""Prints the plan on paper of ``docs/scaling.md``: hours, bytes and seconds of a step for 1 to 512 GPUs.
+"""Estimates training on several GPUs (see ``docs/scaling.md``): hours, bytes and seconds of a step for 1 to 512 GPUs.
 
 Nothing here is measured on a GPU. Bytes on the network are those of :func:`traffic`; the seconds
 of labels and ranking are the bytes that their torch operations read and write, counted here on one image and scaled to
