@@ -46,7 +46,7 @@ CHANGES = {
     ],
     "training/run_folder.py": [("    APs: float | None", "    AP90: float | None\n")],
     "training/config.py": [
-        ("    log_steps: int", '    added: int = setting(9, "an added option", at_least(1), default_before=9)\n')
+        ("    log_steps: Count", '    added: Count = setting(9, "an added option", default_before=9)\n')
     ],
     "losses/ranking/rules.py": [
         ('AUC = Rule("auc"', 'FIRST = Rule("first", lambda p, n, negatives, f0, above: n / (1 + n))\n')

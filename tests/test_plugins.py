@@ -156,7 +156,7 @@ def test_a_run_predicts_exports_and_resumes(trained: Path) -> None:
 
 
 def test_losses_of_both_kinds_are_compared(folder: Path) -> None:
-    words = ["compare", "--losses", "margin,ap", "--seeds", "1", "--steps", "2", "--quiet", *ALL]
+    words = ["compare", "margin", "ap", "--seeds", "1", "--steps", "2", "--quiet", *ALL]
     done = run_commands(folder, [*words, *SHORT, "--recipe", "scratch-cpu", "--out", "compared"])
     assert done.returncode == 0, done.stderr
     assert "| Margin loss |" in done.stdout

@@ -21,7 +21,7 @@ def trainer(fake_training: FakeTraining, monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_compare_prints_the_table_and_where_the_page_is(
     trainer: FakeTraining, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["compare", "--losses", "ap,focal", "--seeds", "2", "--steps", "5", "--no-tune"]) == 0
+    assert cli.main(["compare", "ap", "focal", "--seeds", "2", "--steps", "5", "--no-tune"]) == 0
     shown, warning = capsys.readouterr()
     assert "finished  Focal loss, seed 1: AP 67.2" in shown
     assert shown.index("- ahead: AP-loss against Focal loss: +8.0 AP") < shown.index("| AP-loss | **74.6 ± 0.8** |")
@@ -35,7 +35,7 @@ def test_compare_prints_the_table_and_where_the_page_is(
 
 
 def test_settings_of_a_run_apply_to_all_losses(trainer: FakeTraining) -> None:
-    words = ["--losses", "ap,auc", "--seeds", "4,", "--detector", "ssdlite", "--quiet", "--no-tune"]
+    words = ["ap", "auc", "--seeds", "4,", "--detector", "ssdlite", "--quiet", "--no-tune"]
     words += ["--batches.size", "2", "--optimizer.weight_decay", "0.5", "--validations", "3"]
     assert cli.main(["compare", *words]) == 0
     for config in trainer.configs:
@@ -48,7 +48,7 @@ def test_settings_of_a_run_apply_to_all_losses(trainer: FakeTraining) -> None:
 def test_variants_are_rows_and_each_has_its_learning_rate_searched(
     trainer: FakeTraining, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["compare", "--losses", "ap,ap:delta=0.50", "--seeds", "1", "--tune-steps", "3"]) == 0
+    assert cli.main(["compare", "ap", "ap:delta=0.50", "--seeds", "1", "--tune-steps", "3"]) == 0
     assert "finished  AP-loss (delta 0.5), trial of learning rate 0.009" in capsys.readouterr().out
     lengths = [config.schedule.length for config in trainer.configs]
     assert lengths == [3] * 6 + [load_config("demo").schedule.length] * 2
@@ -57,7 +57,7 @@ def test_variants_are_rows_and_each_has_its_learning_rate_searched(
     assert [row["name"] for row in rows] == ["ap", "ap:delta=0.5"]
 
 
-def test_losses_may_be_positional_and_settings_have_shorthands(trainer: FakeTraining) -> None:
+def test_settings_have_shorthands(trainer: FakeTraining) -> None:
     assert cli.main(["compare", "ap", "focal", "--seeds", "1", "--epochs", "2", "--lr", "0.01", "--quiet"]) == 0
     assert [config.loss for config in trainer.configs] == ["ap", "focal"]
     for config in trainer.configs:
@@ -79,7 +79,7 @@ def test_other_data_takes_a_recipe_for_the_hardware(trainer: FakeTraining, tmp_p
     from aploss.data.builtin import builtin_folder
 
     data = str(builtin_folder(cache=tmp_path / "data", image_size=160, counts=(2, 1, 1)))
-    words = ["compare", "--losses", "ap", "--data", data, "--device", "cpu", "--seeds", "1", "--no-tune"]
+    words = ["compare", "ap", "--data", data, "--device", "cpu", "--seeds", "1", "--no-tune"]
     assert cli.main([*words, "--quiet"]) == 0
     (config,) = trainer.configs
     assert config.schedule.length == load_config("any-cpu").schedule.length
@@ -99,21 +99,19 @@ def test_an_interruption_prints_how_to_resume(trainer: FakeTraining, capsys: pyt
     [
         ("--vary batches.size", "--vary"),
         ("--vary batches.size=4,8 --batches.size 2", "--vary batches.size"),
-        ("--vary optimizer.learning_rate=1,2 --tune", "--tune"),
+        ("--lr 1 --tune-steps 5", "--tune-steps"),
         ("--vary schedule.length=1,2 --steps 2", "--vary schedule.length"),
-        ("ap --losses focal", "--losses"),
-        ("--tune --lr 1", "--lr"),
         ("--no-tune --tune-over criterion.box_weight=1,3", "--tune-over"),
         ("--gpus-per-run 1", "--workers"),
         ("--workers 2 --ray auto", "--ray"),
         ("--seeds 3 --seeds-until-decided 3", "--seeds-until-decided"),
         ("--runs nowhere", "nowhere"),
-        ("--tune --tune-over criterion.box_wieght=1", "criterion.box_weight"),
-        ("--tune --tune-over criterion.box_weight=-1", "criterion.box_weight"),
-        ("--tune --tune-over criterion.box_weight=", "--tune-over"),
-        ("--tune --tune-over focla:gamma=1", "focal"),
-        ("--tune --losses ap --tune-over focal:gamma=1,2", "focal"),
-        ("--tune --losses ap,focal:gamma=1 --tune-over focal:gamma=1,2", "gamma"),
+        ("--tune-over criterion.box_wieght=1", "criterion.box_weight"),
+        ("--tune-over criterion.box_weight=-1", "criterion.box_weight"),
+        ("--tune-over criterion.box_weight=", "--tune-over"),
+        ("--tune-over focla:gamma=1", "focal"),
+        ("ap --tune-over focal:gamma=1,2", "focal"),
+        ("ap focal:gamma=1 --tune-over focal:gamma=1,2", "gamma"),
     ],
 )
 def test_options_that_do_not_fit_are_named(

@@ -122,19 +122,17 @@ def test_sheet_shows_the_asked_number_of_images_of_the_split(
 def test_augmented_sheets_differ_from_plain_ones_and_repeat_by_seed(shapes: Path, tmp_path: Path) -> None:
     common = ("--split", "train", "--count", "4")
     plain = show(shapes, tmp_path / "a.png", *common)
-    paper = show(shapes, tmp_path / "b.png", *common, "--augment", "paper", "--size", "96")
-    again = show(shapes, tmp_path / "c.png", *common, "--augment", "paper", "--size", "96")
-    other = show(shapes, tmp_path / "d.png", *common, "--augment", "paper", "--size", "96", "--seed", "5")
+    paper = show(shapes, tmp_path / "b.png", *common, "--augment", "paper")
+    again = show(shapes, tmp_path / "c.png", *common, "--augment", "paper")
+    other = show(shapes, tmp_path / "d.png", *common, "--augment", "paper", "--seed", "5")
     assert plain.shape == paper.shape
     assert (paper == again).all()
     assert (paper != plain).any()
     assert (paper != other).any()
-    wide = show(shapes, tmp_path / "e.png", *common, "--augment", "light", "--size", "48x96")
-    assert wide.shape[0] < plain.shape[0]  # half as high as wide
 
 
 def test_a_sheet_without_a_name_goes_to_runs(shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "show", str(shapes), "--split", "train[:50%]", "--augment", "light", "--size", "64"]) == 0
+    assert main(["data", "show", str(shapes), "--split", "train[:50%]", "--augment", "light"]) == 0
     (sheet,) = tmp_path.rglob("*.png")
     assert sheet.parent == tmp_path / "runs"
     assert sheet.name.endswith("-train-50-light.png")
@@ -145,9 +143,6 @@ def test_a_sheet_without_a_name_goes_to_runs(shapes: Path, tmp_path: Path, capsy
     ("options", "part"),
     [
         (["--count", "0"], "--count"),
-        (["--size", "64"], "--augment"),
-        (["--augment", "paper", "--size", "64x"], "--size 64x"),
-        (["--augment", "paper", "--size", "2"], "at least 8"),
         (["--out", "sheet.txt"], "sheet.txt"),
         (["--out", "file/sheet.png"], "cannot be written"),
     ],

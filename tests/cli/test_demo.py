@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from aploss.cli.main import main
-from aploss.training import RunFolder, TrainConfig, load_config
+from aploss.training import TrainConfig, load_config
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     configs: list[TrainConfig] = []
 
     def remember(config: TrainConfig, options: Any, *, resume: bool) -> int:
-        assert resume
+        assert not resume
         configs.append(config)
         return 0
 
@@ -31,18 +31,12 @@ def test_the_demo_is_the_demo_recipe_in_runs_demo(asked: list[TrainConfig]) -> N
     assert asked[0].loss == "ap"
 
 
-def test_a_finished_demo_is_kept_and_an_unfinished_one_is_resumed(asked: list[TrainConfig]) -> None:
-    folder = RunFolder("runs/demo")
-    folder.create(load_config("demo", {"out": "runs/demo"}))
-    main(["demo"])
-    assert asked[-1].out == "runs/demo"  # unfinished
-    main(["demo", "--loss", "focal"])
-    assert asked[-1].out == "runs/demo-2"  # another one
-    folder.summary_file.write_text("{}")
+def test_another_demo_has_a_folder_of_its_own(asked: list[TrainConfig]) -> None:
+    Path("runs/demo").mkdir(parents=True)
     main(["demo"])
     assert asked[-1].out == "runs/demo-2"
-    main(["demo", "--out", "elsewhere", "--seed", "3"])
-    assert (asked[-1].out, asked[-1].seed) == ("elsewhere", 3)
+    main(["demo", "--out", "elsewhere", "--seed", "3", "--loss", "focal"])
+    assert (asked[-1].out, asked[-1].seed, asked[-1].loss) == ("elsewhere", 3, "focal")
 
 
 def test_the_demo_trains_and_names_its_report(

@@ -42,15 +42,15 @@ def test_a_run_needs_nothing_but_data(
 
 
 def test_options_override_the_file_and_the_file_overrides_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("mine.yaml").write_text("batches: {size: 6, image_size: 96}\nloss: focal\n")
-    values = printed_config(capsys, "--recipe", "demo", "--config", "mine.yaml", "--batches.size", "2")
+    Path("mine.yaml").write_text("extends: demo\nbatches: {size: 6, image_size: 96}\nloss: focal\n")
+    values = printed_config(capsys, "--recipe", "mine.yaml", "--batches.size", "2")
     assert (values["loss"], values["batches"]["size"], values["batches"]["image_size"]) == ("focal", 2, 96)
     assert values["schedule"]["length"] == load_config("demo").schedule.length
 
 
 def test_values_of_all_types_are_parsed(capsys: pytest.CaptureFixture[str]) -> None:
     values = printed_config(
-        capsys, "somewhere", "--recipe", "demo", "--max_minutes=0.5", "--checkpoint-steps", "7",
+        capsys, "--data", "somewhere", "--recipe", "demo", "--max_minutes=0.5", "--checkpoint-steps", "7",
         "--batches.image_size", "[64, 96]", "--optimizer.clip-norm", "null", "--deterministic", "true",
         "--optimizer.learning_rate", "1e-3", "--model.frozen", '["backbone.*"]',
         "--model.options.anchors_per_cell", "9", "--criterion.options", "{delta: 0.5}",
@@ -88,7 +88,7 @@ def test_an_interruption_prints_how_to_resume_and_exits_with_130(
         raise TrainingInterruptedError("stopped; resume with: aploss train --resume")
 
     monkeypatch.setattr("aploss.training.train", interrupted)
-    assert main(["train", str(shapes), "--image-size", "64x96", "--device", "cpu"]) == 130
+    assert main(["train", "--data", str(shapes), "--image-size", "64x96", "--device", "cpu"]) == 130
     captured = capsys.readouterr()
     assert captured.err == "stopped; resume with: aploss train --resume\n"
     assert (configs[0].data, configs[0].batches.image_size) == (str(shapes), (64, 96))

@@ -68,7 +68,7 @@ def test_varied_settings_are_crossed_with_losses() -> None:
         (["ap"], {"batches.size": [4, 0]}, "batches.size"),
         (["ap"], {"detector": ["retinanet-tiny", "retinanet-tini"]}, "retinanet-tiny"),
         (["ap"], {"model.options.normm": ["x"]}, "normm"),
-        (["ap"], {"loss": ["focal"]}, "--losses"),
+        (["ap"], {"loss": ["focal"]}, "losses"),
         (["ap"], {"data": ["a", "b"]}, "data"),
         (["ap"], {"validation.every": [1, 2]}, "validation.every"),
     ],

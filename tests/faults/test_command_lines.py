@@ -45,8 +45,8 @@ train --data builtin --criterion.options.delta -1
 train --data builtin --splits.train monday
 train --data builtin --batches
 train --data builtin --=3
-train --config nowhere.yaml
-train --config notes.txt
+train --recipe nowhere.yaml
+train --recipe notes.txt
 train --recipe nowhere
 train --resume --out nowhere
 train --plugin nowhere.py --data builtin
@@ -73,8 +73,8 @@ data show builtin --out x.xyz
 data show builtin --out x.png --augment light --seed -1
 data convert nowhere --to coco --out x
 data convert builtin --to coco --out notes.txt
-compare --losses nothing
-compare --losses ap,ap
+compare nothing
+compare ap ap
 compare --seeds 0
 compare --steps 0
 compare --data nowhere

@@ -61,12 +61,11 @@ COMMANDS: dict[str, list[str]] = {
     "train --resume": ["train", "--quiet", "--resume", "--out", "{out}/run"],
     "eval": ["eval", "{run}", "--data", "{data}", "--split", "val", "--out", "{out}/scores"],
     "predict": ["predict", "{run}", "{data}/val", "--out", "{out}/found", "--quiet"],
-    "predict --labels": ["predict", "{run}", "{data}/val", "--out", "{out}/found", "--quiet", "--labels", "yolo"],
     "export": ["export", "{run}", "--out", "{out}/model.onnx"],
     "data show": ["data", "show", "{data}", "--out", "{out}/sheet.png"],
     "data convert": ["data", "convert", "{data}", "--to", "voc", "--out", "{out}/voc"],
     "compare": [
-        "compare", "--losses", "ap", "--seeds", "1", "--steps", "1", "--quiet", "--recipe", "{recipe}",
+        "compare", "ap", "--seeds", "1", "--steps", "1", "--quiet", "--recipe", "{recipe}",
         "--data", "{data}", "--out", "{out}/page",
     ],
     "reproduce": [

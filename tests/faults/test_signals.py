@@ -92,7 +92,7 @@ def words_of(recipe: Path, rectangles: Path) -> Callable[[str, Path], list[str]]
     common = ["--quiet", "--recipe", str(recipe), "--data", str(rectangles)]
     more = {
         "train": ["--resume"],
-        "compare": ["--losses", "ap,focal", "--seeds", "1", "--steps", "4", "--validations", "2"],
+        "compare": ["ap", "focal", "--seeds", "1", "--steps", "4", "--validations", "2"],
         "reproduce": ["table1b", "--seeds", "1", "--steps", "3", "--no-tune"],
     }
 

@@ -18,7 +18,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aploss.cli.command import run_folder_of
+from aploss.cli.options import run_folder_of
 from aploss.data.folder import EXTENSIONS
 from aploss.errors import AplossError, ConfigError, require_packages
 from aploss.terminal import printable

@@ -1,66 +1,74 @@
-"""``aploss compare``: train several losses, or one with several settings, under the same conditions over seeds.
+"""``aploss compare`` and ``aploss reproduce``: losses, settings or a table of the paper, compared over seeds.
 
 For each seed all rows share initial weights, data order and schedule; the learning rate of each is searched first. Runs
 are cached: adding a loss or a seed later trains only that, and the same command resumes an interrupted comparison.
+
+``reproduce`` shows the effect of the paper on the built-in data (or --data) in minutes; the paper's own scale uses
+every setting of the paper and is for GPUs.
 """
 
+import os
 import sys
-from argparse import ArgumentParser, BooleanOptionalAction, Namespace
-from collections.abc import Callable, Mapping
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from aploss.cli.command import positive_int
-from aploss.cli.options import add_settings, add_shorthands, given_settings, shorthand_changes
+from aploss.cli.options import add_settings, add_shorthands, given_settings, positive_int, shorthand_changes
 from aploss.detectors.detector import DETECTORS
 from aploss.errors import ConfigError, require_packages
+from aploss.experiments.paper import BENCHMARKS, REPRODUCTIONS
 from aploss.losses.traits import LOSSES
 from aploss.training.config import config_fields, load_config, merge, nested, recipe_names
 
 COMPARE_EXAMPLES = """
   aploss compare ap focal --data path/to/photos --steps 500
-  aploss compare --losses ap,ap:delta=0.5,focal:gamma=1:alpha=0.5 --seeds 5
-  aploss compare --losses ap,focal --tune-over criterion.box_weight=1,3 --tune-over focal:gamma=1,2
+  aploss compare ap ap:delta=0.5 focal:gamma=1:alpha=0.5 --seeds 5
+  aploss compare ap focal --tune-over criterion.box_weight=1,3 --tune-over focal:gamma=1,2
   aploss compare --vary batches.size=4,8 --vary criterion.box_loss=smooth-l1,giou --no-tune
   aploss compare ap focal --seeds 3 --seeds-until-decided 10 --workers 4
   aploss compare --runs runs/a runs/b
 """
+REPRODUCE_EXAMPLES = """
+  aploss reproduce table2
+  aploss reproduce table2 --data path/to/bccd --steps 1000 --seeds 5
+  aploss reproduce table3 --scale paper --benchmark coco --data coco/ --plan
+  aploss reproduce table2 --seeds-until-decided 10 --workers 2
+  torchrun --nproc-per-node 2 -m aploss reproduce table2 --scale paper --data VOCdevkit
+"""
 
-DEFAULT_LOSSES = "ap,focal,ce-ohem,auc"
-# Settings with an option of their own in comparisons: --losses ap:delta=0.5, and --steps.
+DEFAULT_LOSSES = ("ap", "focal", "ce-ohem", "auc")
 RATE = "optimizer.learning_rate"
+# Settings with an option of their own in comparisons: ap:delta=0.5, and --steps.
 SEPARATE = ("criterion.options", "schedule.length")
 
 
 def add_compare_arguments(parser: ArgumentParser) -> None:
     """The options of the command, and the settings that all rows share."""
-    parser.add_argument("names", nargs="*", metavar="LOSS", help="losses to compare, same as --losses")
-    parser.add_argument(
-        "--losses",
-        help=f"comma-separated losses, with options as in ap:delta=0.5: {', '.join(LOSSES.names())}; by default "
-        f"{DEFAULT_LOSSES}, or with --vary the recipe's",
+    add = parser.add_argument
+    losses = (
+        f"losses to compare, with options as in ap:delta=0.5: {', '.join(LOSSES.names())}; by default "
+        f"{' '.join(DEFAULT_LOSSES)}, or with --vary the recipe's"
     )
+    add("losses", nargs="*", metavar="LOSS", help=losses)
     vary = "setting to vary between rows; may be repeated for all combinations"
-    parser.add_argument("--vary", action="append", default=[], metavar="KEY=A,B", help=vary)
-    parser.add_argument("--data", help="dataset; the built-in one by default")
-    parser.add_argument("--detector", help=f"{', '.join(DETECTORS.names())}; the recipe's by default")
-    recipes = ", ".join(recipe_names())
-    parser.add_argument("--recipe", help=f"settings to start from: {recipes}, or a .yaml file; chosen by default")
-    parser.add_argument("--seeds", default="3", help="number of seeds, or a list: 0,1,2")
+    add("--vary", action="append", default=[], metavar="KEY=A,B", help=vary)
+    add("--data", help="dataset; the built-in one by default")
+    add("--detector", help=f"{', '.join(DETECTORS.names())}; the recipe's by default")
+    add("--recipe", help=f"settings to start from: {', '.join(recipe_names())}, or a .yaml file; chosen by default")
+    add("--seeds", default="3", help="number of seeds, or a list: 0,1,2")
     add_shorthands(parser)
     points = "validations during training; by default 10, or 5 in short runs"
-    parser.add_argument("--validations", type=positive_int, metavar="N", help=points)
-    tune = "search the learning rate of each loss on the validation split; the default unless it is given or varied"
-    parser.add_argument("--tune", action=BooleanOptionalAction, help=tune)
+    add("--validations", type=positive_int, metavar="N", help=points)
     runs = "compare finished runs without training; runs that differ only in the seed share a row"
-    parser.add_argument("--runs", nargs="+", metavar="DIR", help=runs)
+    add("--runs", nargs="+", metavar="DIR", help=runs)
     searched = (
         "setting to search together with the learning rate, such as criterion.box_weight=1,3, or an option of one "
         "loss, such as focal:gamma=1,2; may be repeated for all combinations"
     )
-    parser.add_argument("--tune-over", action="append", default=[], metavar="[LOSS:]KEY=A,B", help=searched)
-    add_comparison_options(parser, out="runs/compare-...")
+    add("--tune-over", action="append", default=[], metavar="[LOSS:]KEY=A,B", help=searched)
+    _add_shared_options(parser, out="runs/compare-...")
     shared = [
         field
         for field in config_fields()
@@ -69,28 +77,43 @@ def add_compare_arguments(parser: ArgumentParser) -> None:
     add_settings(parser.add_argument_group("settings of all rows", "By default the recipe's."), shared)
 
 
-def add_comparison_options(parser: ArgumentParser, *, out: str) -> None:
-    """Options of ``compare`` and ``reproduce``: seeds, workers and output."""
-    parser.add_argument("--plan", action="store_true", help="print the planned runs with their time, and exit")
+def add_reproduce_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("name", choices=list(REPRODUCTIONS), help="table or figure")
+    add("--scale", choices=["small", "paper"], default="small", help="minutes on a CPU, or the paper's")
+    benchmark = "dataset of the paper; voc12 is VOC 2012 test, trained on 07++12"
+    add("--benchmark", choices=list(BENCHMARKS), default="voc", help=benchmark)
+    add("--data", help="dataset; built-in by default at small scale")
+    add("--recipe", help="settings at small scale; by default demo for built-in data, else bccd-cpu")
+    add("--seeds", help="number of seeds, or a list: 0,1,2; by default 3 at small scale, else 1")
+    add("--steps", type=positive_int, metavar="N", help="length of each training at small scale")
+    add("--yes", action="store_true", help="start the paper's scale even on a CPU")
+    _add_shared_options(parser, out="runs/NAME-SCALE-DATA")
+
+
+def _add_shared_options(parser: ArgumentParser, *, out: str) -> None:
+    """Seeds, workers, search and output."""
+    add = parser.add_argument
+    add("--plan", action="store_true", help="print the planned runs with their time, and exit")
     until = "add seeds until every verdict is decided, at most MAX in total; intervals are corrected for it"
-    parser.add_argument("--seeds-until-decided", type=positive_int, metavar="MAX", help=until)
-    parser.add_argument("--workers", type=positive_int, metavar="N", default=1, help="runs at a time on this machine")
+    add("--seeds-until-decided", type=positive_int, metavar="MAX", help=until)
+    add("--workers", type=positive_int, metavar="N", default=1, help="runs at a time on this machine")
     ray = "train on a Ray cluster: its address, or auto for the one that this machine belongs to"
-    parser.add_argument("--ray", metavar="ADDRESS", help=ray)
-    parser.add_argument("--cpus-per-run", type=positive_int, metavar="N", help="CPUs and threads of a run")
-    parser.add_argument("--gpus-per-run", type=float, metavar="X", help="GPUs of a run; may be a share of one")
-    parser.add_argument(
-        "--tune-steps", type=positive_int, metavar="N", help="steps per search trial; full length by default"
-    )
-    parser.add_argument("--out", help=f"folder of the report and tables; by default {out}")
-    parser.add_argument("--cache", help="folder of the runs; by default 'cache' next to --out")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ...")
+    add("--ray", metavar="ADDRESS", help=ray)
+    add("--cpus-per-run", type=positive_int, metavar="N", help="CPUs and threads of a run")
+    add("--gpus-per-run", type=float, metavar="X", help="GPUs of a run; may be a share of one")
+    tune = "use the recipe's learning rate instead of searching one for each row; implied if it is given or varied"
+    add("--no-tune", action="store_true", help=tune)
+    add("--tune-steps", type=positive_int, metavar="N", help="steps per search trial; full length by default")
+    add("--out", help=f"folder of the report and tables; by default {out}")
+    add("--cache", help="folder of the runs; by default 'cache' next to --out")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ...")
 
 
 def run_compare(options: Namespace) -> int:
     """Trains missing runs, and prints the table and the path of the report."""
     from aploss.experiments.compare import compare, compare_runs, comparison_plan, default_out
-    from aploss.experiments.plan import Search, describe_plan, more_seeds, parse_list, parse_seeds, parse_settings
+    from aploss.experiments.plan import Search, describe_plan, more_seeds, parse_seeds, parse_settings
 
     if options.runs:
         require_packages("scipy")
@@ -98,17 +121,19 @@ def run_compare(options: Namespace) -> int:
         compare_runs(options.runs, out)
         _show(out)
         return 0
-    vary, losses = parse_settings(options.vary, "--vary"), ",".join(options.names) or options.losses
+    vary = parse_settings(options.vary, "--vary")
     changed = {"schedule.length": options.steps or options.epochs, "batches.image_size": options.image_size}
     for key in vary:
         if changed.get(key) or key in vars(options):
             raise ConfigError(f"--vary {key} conflicts with another option for this setting")
-    tunes = _tunes(options, vary)
+    tunes = not options.no_tune and RATE not in {*vary, *vars(options)}
+    if (options.tune_steps or options.tune_over) and not tunes:
+        raise ConfigError(f"--tune-{'steps' if options.tune_steps else 'over'} requires the search for learning rates")
     recipe, changes = _recipe_and_changes(options)
     first = parse_seeds(options.seeds)
     seeds, over = more_seeds(first, options.seeds_until_decided), parse_settings(options.tune_over, "--tune-over")
     plan = comparison_plan(
-        parse_list(("" if vary else DEFAULT_LOSSES) if losses is None else losses),
+        options.losses or ([] if vary else DEFAULT_LOSSES),
         vary=vary,
         recipe=recipe,
         seeds=seeds,
@@ -122,39 +147,42 @@ def run_compare(options: Namespace) -> int:
         return 0
     if len(seeds) < 3:
         print("fewer than three seeds rarely decide anything: use --seeds 3 or more", file=sys.stderr)
-    return run_comparison(options, default_out(plan), partial(compare, plan))
-
-
-def _tunes(options: Namespace, vary: Mapping[str, Any]) -> bool:
-    """Whether learning rates are searched; ConfigError for options that exclude each other."""
-    if options.names and options.losses is not None:
-        raise ConfigError(f"losses are given twice: {' '.join(options.names)} and --losses {options.losses}")
-    is_given = RATE in vars(options)
-    if options.tune and is_given:
-        raise ConfigError("--tune searches the learning rate: leave out --lr")
-    tunes: bool = not is_given and RATE not in vary if options.tune is None else options.tune
-    if (options.tune_steps or options.tune_over) and not tunes:
-        raise ConfigError(f"--tune-{'steps' if options.tune_steps else 'over'} requires the search for learning rates")
-    return tunes
+    return _run_comparison(options, default_out(plan), partial(compare, plan))
 
 
 def _recipe_and_changes(options: Namespace) -> tuple[str, dict[str, Any]]:
     """The recipe, given or chosen for data and machine, and the settings that override it."""
-    from aploss.data import find_source
-    from aploss.training.distributed import choose_device
-    from aploss.training.splits import suggest_image_sizes, suggest_recipe
+    from aploss.cli.train import suggest_settings
 
     changes = nested(given_settings(options, "precision"))
     changes |= {key: value for key in ("data", "detector", "device") if (value := getattr(options, key)) is not None}
     recipe = options.recipe or ("demo" if options.data in (None, "builtin") else None)
     if recipe is None:
-        recipe = suggest_recipe(choose_device(options.device), options.detector)
-        if options.image_size is None:
-            changes = merge(suggest_image_sizes(recipe, find_source(options.data)), changes)
+        recipe, changes, _ = suggest_settings(changes, sized=options.image_size is not None)
     return recipe, merge(changes, shorthand_changes(options, load_config(recipe, changes)))
 
 
-def run_comparison(options: Namespace, default_out: Path, work: Callable[..., Any]) -> int:
+def run_reproduce(options: Namespace) -> int:
+    """Trains missing runs, and prints the table and the path of the report."""
+    from aploss.experiments.plan import parse_seeds
+    from aploss.experiments.reproduce import Request, check_start, default_out, describe_reproduction, reproduce
+
+    names = ("scale", "benchmark", "data", "recipe", "steps", "tune_steps", "device")
+    request = Request(
+        **{name: getattr(options, name) for name in names},
+        seeds=None if options.seeds is None else parse_seeds(options.seeds),
+        max_seeds=options.seeds_until_decided,
+        tune=not options.no_tune,
+        processes=int(os.environ.get("WORLD_SIZE", "1")),
+    )
+    if options.plan:
+        print(describe_reproduction(options.name, request, workers=options.workers))
+        return 0
+    check_start(request, start_anyway=options.yes)
+    return _run_comparison(options, default_out(options.name, request), partial(reproduce, options.name, request))
+
+
+def _run_comparison(options: Namespace, default_out: Path, work: Callable[..., Any]) -> int:
     """Trains the runs of a comparison and prints its table; after Ctrl-C, says how to resume."""
     from aploss.experiments.workers import Workers
     from aploss.training.distributed import TrainingInterruptedError, is_main_process

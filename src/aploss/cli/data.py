@@ -5,12 +5,9 @@ import random
 import sys
 import warnings
 from argparse import ArgumentParser, Namespace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-from aploss.cli.command import positive_int, progress
-from aploss.cli.options import parse_size
+from aploss.cli.options import positive_int, progress
 from aploss.errors import ConfigError, DataError
 from aploss.files import as_file_name, write_whole
 
@@ -20,7 +17,7 @@ CHECK_EXAMPLES = """
 """
 SHOW_EXAMPLES = """
   aploss data show VOCdevkit --split 2007_trainval --count 25 --out voc.png
-  aploss data show builtin --augment paper --size 300 --out augmented.png
+  aploss data show builtin --augment paper --out augmented.png
 """
 CONVERT_EXAMPLES = """
   aploss data convert VOCdevkit --to coco --out voc-as-coco
@@ -75,10 +72,8 @@ def add_show_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--split", help="split of the dataset; all by default")
     augment = "show images as this augmentation preset produces them for training"
     parser.add_argument("--augment", choices=["paper", "light", "none"], help=augment)
-    parser.add_argument("--size", help="size of augmented images: 300, or 240x320 (height x width); 300 by default")
     parser.add_argument("--count", type=positive_int, metavar="N", default=16, help="number of images")
-    seed = "seed of the choice and the augmentation"
-    parser.add_argument("--seed", type=int, metavar="N", default=0, help=seed)
+    parser.add_argument("--seed", type=int, metavar="N", default=0, help="seed of the choice and the augmentation")
     parser.add_argument("--out", type=Path, metavar="FILE", help="picture; by default runs/show-DATA-SPLIT.png")
 
 
@@ -89,8 +84,6 @@ def run_show(options: Namespace) -> int:
     from aploss.data import contact_sheet, draw_boxes, load_dataset
     from aploss.data.loader import AugmentedSamples
 
-    if options.size and not options.augment:
-        raise ConfigError("--size requires --augment")
     suffix = ".png" if options.out is None else options.out.suffix.lower()
     kind = Image.registered_extensions().get(suffix)
     if kind is None:
@@ -101,15 +94,12 @@ def run_show(options: Namespace) -> int:
     indices = sorted(random.Random(options.seed).sample(range(len(dataset)), min(options.count, len(dataset))))
     samples, augmented = [dataset[index] for index in indices], ""
     if options.augment:
-        size: Any = parse_size(options.size or str(TILE), "--size")
-        augmenter = AugmentedSamples(dataset, seed=options.seed, preset=options.augment, size=size)
+        augmenter = AugmentedSamples(dataset, seed=options.seed, preset=options.augment, size=TILE)
         samples, augmented = [augmenter[0, index] for index in indices], f", augmentation '{options.augment}'"
     tiles = []
     for image, target in samples:
-        boxes, labels = target["boxes"].numpy(), target["labels"].numpy()
-        dashed = (target["difficult"] | target["crowd"]).numpy()
-        draw = partial(draw_boxes, dashed=dashed, smallest=TILE, largest=TILE)
-        tiles.append(draw(image.numpy(), boxes, labels, dataset.class_names))
+        boxes, labels, dashed = target["boxes"].numpy(), target["labels"].numpy(), target["difficult"] | target["crowd"]
+        tiles.append(draw_boxes(image.numpy(), boxes, labels, dataset.class_names, dashed=dashed.numpy(), largest=TILE))
     title = f"{dataset.name} · {dataset.split}: {len(tiles)} of {len(dataset)} images{augmented}"
     sheet = contact_sheet(tiles, [dataset.image_paths[index] for index in indices], tile=TILE, title=title)
     words = "-".join(filter(None, ["show", dataset.name, dataset.split, options.augment]))

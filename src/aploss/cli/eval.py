@@ -7,12 +7,11 @@ annotations.
 import json
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from aploss.cli.command import positive_int, progress, run_folder_of
+from aploss.cli.options import positive_int, progress, run_folder_of
 from aploss.data.annotations import Annotations
 from aploss.data.coco import coco_names
 from aploss.errors import ConfigError, DataError
@@ -87,7 +86,10 @@ def _detect(options: Namespace) -> tuple[Annotations, DetectionTable, int]:
     device = choose_device(options.device)
     detector = load(options.run, device=device)
     source = find_source(options.data, format=options.format)
-    name = options.split or _default_split(options.data, source.splits)
+    usual = [split for name in ("test", "val") for split in source.splits if split.startswith(name)]  # or val2017
+    if not options.split and not usual and len(source.splits) > 1:
+        raise ConfigError(f"{options.data} has no test or val split: choose --split of {', '.join(source.splits)}")
+    name = options.split or (usual or source.splits)[0]
     option = None if options.ignore_unknown_classes else "--ignore-unknown-classes"
     split = load_split(source, name, detector.class_names, ignore_unknown=option)
     if split.dataset.num_boxes == 0:
@@ -103,14 +105,6 @@ def _detect(options: Namespace) -> tuple[Annotations, DetectionTable, int]:
     if not (options.json or options.quiet):
         print(f"{options.run} on {split.dataset.name}, split {name}")
     return split.truth, table, split.ignored_objects
-
-
-def _default_split(data: str, splits: Sequence[str]) -> str:
-    """The test split of a dataset, else its validation split, else its only split."""
-    usual = [split for name in ("test", "val") for split in splits if split.startswith(name)]  # such as val2017
-    if not usual and len(splits) > 1:
-        raise ConfigError(f"--split is required: {data} has no test or val split, but {', '.join(splits)}")
-    return (usual or splits)[0]
 
 
 def _read(annotations: str, detections: str) -> tuple[Annotations, DetectionTable, int]:

@@ -15,8 +15,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-from aploss.cli.command import EXIT_PROBLEMS
-from aploss.cli.options import Parser, add_general_options
+from aploss.cli.options import EXIT_PROBLEMS, Parser, add_general_options
 from aploss.errors import AplossError, ConfigError, did_you_mean, missing_package
 from aploss.terminal import printable_output
 
@@ -33,7 +32,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
     ("data", "show"): ("data", "draw a contact sheet with the boxes"),
     ("data", "convert"): ("data", "convert a dataset to another format"),
     ("compare",): ("compare", "train with several losses over several seeds, and compare"),
-    ("reproduce",): ("reproduce", "reproduce a table or figure of the paper"),
+    ("reproduce",): ("compare", "reproduce a table or figure of the paper"),
     ("theory",): ("small", "verify the paper's theorems in experiments, with a page for each"),
     ("bench",): ("small", "benchmark the losses, the data loading and the training step"),
 }
@@ -43,8 +42,6 @@ MAX_TEXT = 200  # characters of a user's word or of an unexpected error that are
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 2 for an error the user can fix."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:1] == ["help"]:
-        words = [*words[1:], "--help"]
     command = next((found for length in (2, 1) if (found := tuple(words[:length])) in COMMANDS), ())
     with printable_output():
         try:
@@ -108,15 +105,9 @@ def _run(words: tuple[str, ...], arguments: list[str]) -> int:
 
         load_plugins(general.plugin)
     options = make_parser(words).parse(arguments)
-    logger = logging.getLogger("aploss.losses")
-    level = logger.level
-    try:
-        if options.quiet:
-            logger.setLevel(logging.ERROR)
-        code: int = _of_command("run_{}", words)(options)
-        return code
-    finally:
-        logger.setLevel(level)
+    logging.getLogger("aploss.losses").setLevel(logging.ERROR if options.quiet else logging.NOTSET)
+    code: int = _of_command("run_{}", words)(options)
+    return code
 
 
 def set_threads(threads: int | None) -> None:

@@ -1,20 +1,26 @@
-"""The argument parser, the settings of a run as options, and shorthands for the most common ones."""
+"""What commands share: the parser, the settings of a run as options with shorthands, run folders, a progress bar."""
 
 import json
-from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter, _ArgumentGroup
-from collections.abc import Callable, Sequence
+import sys
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter, _ArgumentGroup
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass
+from itertools import count
 from operator import attrgetter
+from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_origin
 
-from aploss.cli.command import positive_int
 from aploss.errors import ConfigError, did_you_mean
+from aploss.terminal import printable, terminal
 
 if TYPE_CHECKING:
     from aploss.training.config import ConfigField, TrainConfig
+    from aploss.training.run_folder import RunFolder
 
 Group = ArgumentParser | _ArgumentGroup
+EXIT_PROBLEMS = 1  # the command finished, but some input was unusable or a claim does not hold
 
 
 class Parser(ArgumentParser):
@@ -52,14 +58,19 @@ class Parser(ArgumentParser):
 
 def add_general_options(parser: Parser) -> None:
     """Adds the options of all commands."""
-    group = parser.add_argument_group("general")
-    group.add_argument("--threads", type=positive_int, metavar="N", help="number of CPU threads; all cores by default")
-    group.add_argument(
-        "--quiet", action="store_true", help="print only results, warnings and errors; training prints no results"
-    )
+    add = parser.add_argument_group("general").add_argument
+    add("--threads", type=positive_int, metavar="N", help="number of CPU threads; all cores by default")
+    add("--quiet", action="store_true", help="print only results, warnings and errors; training prints no results")
     plugin = "Python file that registers losses, detectors or data formats; may be repeated"
-    group.add_argument("--plugin", action="append", default=[], metavar="FILE.py", help=plugin)
-    group.add_argument("--debug", action="store_true", help="print the traceback of errors")
+    add("--plugin", action="append", default=[], metavar="FILE.py", help=plugin)
+    add("--debug", action="store_true", help="print the traceback of errors")
+
+
+def positive_int(text: str) -> int:
+    """The argparse type of counts and sizes."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"expected a positive integer, got {text!r}")
+    return int(text)
 
 
 def add_settings(group: Group, fields: "Sequence[ConfigField]") -> None:
@@ -69,19 +80,6 @@ def add_settings(group: Group, fields: "Sequence[ConfigField]") -> None:
             f"--{field.key.replace('_', '-')}", dest=field.key, default=SUPPRESS, metavar=_metavar(field),
             help=field.help.replace("%", "%%"),
         )  # fmt: skip
-
-
-def show_values(parser: ArgumentParser, config: "TrainConfig") -> None:
-    """Adds the value in a config to the help of each option of a setting, as it is typed, unless it is empty."""
-    shorthands = {config.schedule.unit: "schedule.length", "image_size": "batches.image_size"}
-    for action in parser._actions:
-        try:
-            value = attrgetter(shorthands.get(action.dest, action.dest))(config)
-        except AttributeError:  # not a setting
-            continue
-        if value not in (None, "", {}, ()) and not is_dataclass(value):
-            text = value if isinstance(value, str) else json.dumps(value)
-            action.help = f"{action.help} [{text.replace('%', '%%')}]"
 
 
 def _metavar(field: "ConfigField") -> str:
@@ -98,15 +96,29 @@ def given_settings(options: Namespace, *keys: str) -> dict[str, str]:
     return {key: value for key, value in vars(options).items() if "." in key or key in keys}
 
 
+def show_values(parser: ArgumentParser, config: "TrainConfig") -> None:
+    """Adds the value in a config to the help of each option of a setting, as it is typed, unless it is empty."""
+    shorthands = {config.schedule.unit: "schedule.length", "image_size": "batches.image_size"}
+    for action in parser._actions:
+        try:
+            value = attrgetter(shorthands.get(action.dest, action.dest))(config)
+        except AttributeError:  # not a setting
+            continue
+        if value not in (None, "", {}, ()) and not is_dataclass(value):
+            text = value if isinstance(value, str) else json.dumps(value)
+            action.help = f"{action.help} [{text.replace('%', '%%')}]"
+
+
 def add_shorthands(group: Group) -> None:
     """Adds ``--epochs``, ``--steps``, ``--lr``, ``--batch-size`` and ``--image-size``."""
     lengths = group.add_mutually_exclusive_group()
     for unit in ("epochs", "steps"):
         lengths.add_argument(f"--{unit}", type=positive_int, metavar="N", help=f"length of the training in {unit}")
-    group.add_argument("--lr", dest="optimizer.learning_rate", default=SUPPRESS, metavar="X", help="peak learning rate")
-    group.add_argument(
-        "--batch-size", dest="batches.size", default=SUPPRESS, metavar="N", help="images per forward pass"
-    )
+    for option, key, text in (
+        ("--lr", "optimizer.learning_rate", "peak learning rate"),
+        ("--batch-size", "batches.size", "images per forward pass"),
+    ):
+        group.add_argument(option, dest=key, default=SUPPRESS, metavar="X", help=text)
     group.add_argument("--image-size", metavar="SIZE", help="size of training images: 320, or 240x320 (height x width)")
 
 
@@ -146,3 +158,38 @@ def _test_size(size: int | list[int], config: "TrainConfig") -> list[int]:
     factor = min(after) / min(before)
     shorter, longest = config.model.options.get("test_size", DETECTORS.get(config.detector).test_size)
     return [round(factor * shorter), round(factor * max(longest, shorter * max(after) / min(after)))]
+
+
+def run_folder_of(path: str) -> "RunFolder | None":
+    """The run folder that a path names or, for a checkpoint, lies in; None for a file without a run."""
+    from aploss.training.run_folder import RunFolder
+
+    candidates = (RunFolder(path), RunFolder(Path(path).parent.parent))
+    return next((folder for folder in candidates if folder.exists), None)
+
+
+def free_folder(name: str, is_free: Callable[[Path], bool]) -> Path:
+    """The first free one of ``runs/NAME``, ``runs/NAME-2``, ..."""
+    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    return next(folder for one in names if is_free(folder := Path("runs") / one))
+
+
+@contextmanager
+def progress(unit: str, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
+    """Shows a progress bar on stderr if that is a terminal.
+
+    Yields:
+        A function of the number done, the total, and optionally a ``text`` that describes the current step.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    bar = Progress(console=Console(file=terminal(sys.stderr)), transient=True)
+    is_live = sys.stderr.isatty() and not quiet
+    with bar if is_live else nullcontext():  # older versions of rich print an empty line for a disabled bar
+        task = bar.add_task(unit, total=None)
+
+        def show(done: int | None = None, total: int | None = None, *, text: str = "") -> None:
+            bar.update(task, completed=done, total=total, description=f"{unit}: {printable(text)}" if text else unit)
+
+        yield show

@@ -5,13 +5,12 @@ from argparse import ArgumentParser, Namespace
 from importlib import import_module
 from pathlib import Path
 
-from aploss.cli.command import EXIT_PROBLEMS, free_folder, positive_int, progress
+from aploss.cli.options import EXIT_PROBLEMS, free_folder, positive_int, progress
 from aploss.errors import ConfigError
 from aploss.files import write_json
 
 BENCHMARKS = ("losses", "training-step")
 STUDIES = ("convergence", "smoothed-failure", "inseparable", "consistency", "imbalance", "method")
-MIN_EXPORT_SIZE = 32
 DEMO_EXAMPLES = """
   aploss demo
   aploss demo --loss focal --seed 1 --out runs/second-demo
@@ -40,24 +39,15 @@ def add_demo_arguments(parser: ArgumentParser) -> None:
 
 
 def run_demo(options: Namespace) -> int:
-    """Trains the demo recipe, or resumes an unfinished demo."""
+    """Trains the demo recipe in a new folder."""
     from aploss.cli.train import run_training
     from aploss.losses.traits import LOSSES
     from aploss.training.config import load_config
-    from aploss.training.run_folder import RunFolder
 
     LOSSES.get(options.loss)
-    settings = {"data": "builtin", "loss": options.loss, "seed": options.seed}
-
-    def is_free_or_unfinished(path: Path) -> bool:
-        folder = RunFolder(path)
-        if not folder.exists or folder.summary_file.is_file():
-            return not folder.exists
-        config = folder.read_config()
-        return all(getattr(config, key) == value for key, value in settings.items())
-
-    folder = options.out or free_folder("demo", is_free_or_unfinished)
-    return run_training(load_config("demo", {**settings, "out": str(folder)}), options, resume=True)
+    folder = options.out or free_folder("demo", lambda path: not path.exists())
+    settings = {"data": "builtin", "loss": options.loss, "seed": options.seed, "out": str(folder)}
+    return run_training(load_config("demo", settings), options, resume=False)
 
 
 def add_export_arguments(parser: ArgumentParser) -> None:
@@ -74,8 +64,6 @@ def run_export(options: Namespace) -> int:
 
     if options.out.suffix.lower() != ".onnx":
         raise ConfigError(f"--out {options.out}: the name must end in .onnx")
-    if options.size is not None and options.size < MIN_EXPORT_SIZE:
-        raise ConfigError(f"--size {options.size}: must be at least {MIN_EXPORT_SIZE}")
     detector = load(options.run)
     path = export_onnx(detector, options.out, size=options.size)
     if not options.quiet:

@@ -1,12 +1,11 @@
 """``aploss train``: train a detector on VOC, COCO, YOLO or built-in data.
 
-Settings come from a recipe, then a config file, then the command line; later ones override earlier ones.
+Settings come from a recipe, then from the command line, which wins.
 """
 
 import shlex
 import sys
-from argparse import ArgumentParser, Namespace
-from pathlib import Path
+from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -22,7 +21,6 @@ from aploss.training.config import (
     load_config,
     merge,
     nested,
-    read_yaml,
     recipe_names,
 )
 
@@ -40,18 +38,14 @@ TRAIN_EXAMPLES = """
 COMMON = ("data", "out", "loss", "detector")
 
 
-def add_train_arguments(parser: ArgumentParser) -> None:
+def add_train_arguments(parser: Parser) -> None:
     """Ten common options first, then one option for each setting of a run, in groups."""
     from aploss.detectors.detector import DETECTORS
 
-    assert isinstance(parser, Parser)
-
     def show_recipe(options: Namespace) -> None:
-        recipe = options.recipe or _suggest_recipe("auto", None)
-        given = given_settings(options, *(field.key for field in config_fields()))
-        config = load_config(recipe, nested(given))
-        changes = shorthand_changes(options, config)
-        show_values(parser, config_from_dict(merge(config_to_dict(config), changes)))
+        values = _given(options)
+        recipe = options.recipe or suggest_settings({"device": "auto"}, sized=True)[0]
+        show_values(parser, _with_shorthands(options, load_config(recipe, values)))
         parser.epilog = f"Values in brackets come from the recipe {recipe} and your options.\n\n{parser.epilog}"
 
     parser.before_help = show_recipe
@@ -60,13 +54,11 @@ def add_train_arguments(parser: ArgumentParser) -> None:
         fields[key] = fields[key]._replace(help=f"{fields[key].help}: {', '.join(names)}")
     parser.usage = "aploss train --data PATH [--recipe NAME] [--SETTING VALUE ...]"
     common = parser.add_argument_group("common options")
-    common.add_argument("path", nargs="?", metavar="PATH", help="the dataset, same as --data")
     add_settings(common, [fields.pop(key) for key in COMMON])
     common.add_argument("--recipe", help=f"settings to start from: {', '.join(recipe_names())}, or a .yaml file")
     add_shorthands(common)
     run = parser.add_argument_group("run")
     run.add_argument("--resume", action="store_true", help="resume the run in --out; a larger --steps extends it")
-    run.add_argument("--config", metavar="FILE", help="YAML file of settings that override the recipe")
     run.add_argument("--print-config", action="store_true", help="print all settings and exit")
     for name in dict.fromkeys(field.group for field in fields.values()):
         group = parser.add_argument_group(name, type(getattr(TrainConfig(), name)).__doc__) if name else run
@@ -78,61 +70,59 @@ def run_train(options: Namespace) -> int:
     from aploss.training.distributed import is_main_process
 
     config, suggested, source = _resolve_config(options)
-    if changes := shorthand_changes(options, config):
-        config = config_from_dict(merge(config_to_dict(config), changes))
+    config = _with_shorthands(options, config)
     if options.print_config:
         print(yaml.safe_dump(config_to_dict(config), sort_keys=False), end="")
         return 0
-    if suggested is not None and not options.quiet and is_main_process():
+    if suggested and not options.quiet and is_main_process():
         print(f"recipe    {suggested} (chosen for this machine): {config.detector}")
     return run_training(config, options, resume=options.resume, source=source)
 
 
-def _resolve_config(options: Namespace) -> "tuple[TrainConfig, str | None, DataFormat | None]":
-    """The config from recipe, file and options, or of the run to resume; the recipe and data source if found here."""
+def _given(options: Namespace) -> dict[str, Any]:
+    return nested(given_settings(options, *(field.key for field in config_fields())))
+
+
+def _with_shorthands(options: Namespace, config: TrainConfig) -> TrainConfig:
+    changes = shorthand_changes(options, config)
+    return config_from_dict(merge(config_to_dict(config), changes)) if changes else config
+
+
+def _resolve_config(options: Namespace) -> "tuple[TrainConfig, str, DataFormat | None]":
+    """The config from recipe and options, or of the run to resume; the recipe and data source if found here."""
     from aploss.training.run_folder import RunFolder
 
-    given = given_settings(options, *(field.key for field in config_fields()))
-    if options.path is not None and given.setdefault("data", options.path) != options.path:
-        raise ConfigError(f"two datasets given: {options.path} and --data {given['data']}")
-    values = nested(given)
-    if options.resume and not {"out", "data"} & {*values}:
-        raise ConfigError("--resume needs the run folder: aploss train --resume --out RUN")
+    values = _given(options)
     if "loss" in values:
         LOSSES.get(values["loss"])  # before the data are read
-    if options.config is not None:
-        from_file = read_yaml(Path(options.config))
-        config_from_dict(from_file, source=options.config)  # names the file in an error
-        values = merge(from_file, values)
     if options.recipe is not None:
-        return load_config(options.recipe, values), None, None
-    if options.resume and values.get("out") is not None:
-        folder = RunFolder(values["out"])
-        if folder.exists or "data" not in values:
-            return config_from_dict(merge(config_to_dict(folder.read_config()), values)), None, None
-    return _without_recipe(values, sized=options.image_size is not None)
+        return load_config(options.recipe, values), "", None
+    if options.resume:
+        if not {"out", "data"} & {*values}:
+            raise ConfigError("--resume needs the run folder: aploss train --resume --out RUN")
+        folder = RunFolder(values["out"]) if values.get("out") else None
+        if folder is not None and (folder.exists or "data" not in values):
+            return config_from_dict(merge(config_to_dict(folder.read_config()), values)), "", None
+    recipe, values, source = suggest_settings(values, sized=options.image_size is not None)
+    return load_config(recipe, values), recipe, source
 
 
-def _without_recipe(values: dict[str, Any], *, sized: bool) -> "tuple[TrainConfig, str, DataFormat | None]":
-    """The config from a recipe chosen for machine and data; ``sized`` if the image size is given."""
+def suggest_settings(values: dict[str, Any], *, sized: bool) -> "tuple[str, dict[str, Any], DataFormat | None]":
+    """Chooses a recipe for the machine, and image sizes for the data unless they are given (``sized``).
+
+    Returns:
+        The recipe, the nested values with image sizes, and the source of the data if it was opened.
+    """
     from aploss.data import find_source
-    from aploss.training.splits import suggest_image_sizes
+    from aploss.training.distributed import choose_device
+    from aploss.training.splits import suggest_image_sizes, suggest_recipe
 
     config = config_from_dict(values)
-    recipe = _suggest_recipe(config.device, values.get("detector"))
-    suggested: dict[str, Any] = {}
-    source = None
-    if config.data and "image_size" not in values.get("batches", {}) and not sized:
-        source = find_source(config.data, format=config.splits.format)
-        suggested = suggest_image_sizes(recipe, source)
-    return load_config(recipe, merge(suggested, values)), recipe, source
-
-
-def _suggest_recipe(device: str, detector: str | None) -> str:
-    from aploss.training.distributed import choose_device
-    from aploss.training.splits import suggest_recipe
-
-    return suggest_recipe(choose_device(device), detector)
+    recipe = suggest_recipe(choose_device(config.device), values.get("detector"))
+    if not config.data or sized or "image_size" in values.get("batches", {}):
+        return recipe, values, None
+    source = find_source(config.data, format=config.splits.format)
+    return recipe, merge(suggest_image_sizes(recipe, source), values), source
 
 
 def run_training(config: TrainConfig, options: Namespace, *, resume: bool, source: "DataFormat | None" = None) -> int:

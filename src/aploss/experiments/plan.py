@@ -544,7 +544,7 @@ def check_varied(key: str, *, option: str = "--vary") -> None:
     """Raises a ConfigError for a setting in which rows cannot differ."""
     if key in ("loss", "seed", *FIXED_BY_COMPARISON, *RESUMABLE_KEYS):
         reason = "the comparison fixes this setting, or it does not affect the result"
-        raise ConfigError(f"{option} {key}: {reason}; --losses and --seeds have options of their own")
+        raise ConfigError(f"{option} {key}: {reason}; losses are named as arguments, seeds with --seeds")
 
 
 def as_typed(value: Any) -> str:
