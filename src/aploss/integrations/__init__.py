@@ -75,7 +75,6 @@ def calibrate(
     targets: Sequence[Mapping[str, Tensor]] = (),
     *,
     score_thresh: float | None = None,
-    keep_ap_at: float | None = None,
     iou: float = 0.5,
     batch_size: int = 8,
 ) -> Model:
@@ -84,18 +83,15 @@ def calibrate(
     Afterwards about 7 of 10 detections with score 0.7 are correct. The map is strictly increasing: detections, their
     order and AP stay the same, and so do weights and training. Copies and pickles are calibrated, too.
 
-    The score threshold of a torchvision model becomes a threshold on precision, unless that would drop detections that
-    AP needs: then it is lowered with a :class:`ScoreThresholdWarning`. ``outputs.logits`` of a ``transformers`` model
-    are float64; save its calibration beside the model's files (:func:`calibration_of`, :func:`set_calibration`).
+    A torchvision model returns all its detections afterwards, since AP also counts those of low precision, unless
+    ``score_thresh`` is given. ``outputs.logits`` of a ``transformers`` model are float64; save its calibration beside
+    the model's files (:func:`calibration_of`, :func:`set_calibration`).
 
     Args:
         model: a detector that :func:`use_loss` supports, trained with any loss.
         images: a few hundred held-out images [3, h, w] as the model takes them; None removes a calibration.
         targets: their targets in the format of training.
-        score_thresh: minimum precision of a detection of a torchvision model, whatever it costs in AP. Default: the
-            model's own threshold, or less where AP needs it.
-        keep_ap_at: a post-processing threshold for a ``transformers`` model that must not cost AP. All detections that
-            AP needs get a score above it, which then overstates their precision.
+        score_thresh: minimum precision of a detection of a torchvision model; by default 0.
         iou: minimum overlap of a correct detection.
         batch_size: images per forward pass of a torchvision model.
 
@@ -115,14 +111,15 @@ def calibrate(
         >>> calibration_of(model)([0.0, 1.0]).round(1).tolist()
         [0.0, 0.0]
     """
-    if _is_transformers(model, "calibrate", score_thresh=score_thresh, keep_ap_at=keep_ap_at):
-        transformers_models.calibrate(model, images, targets, iou=iou, keep_ap_at=keep_ap_at)
+    if _is_transformers(model, "calibrate", score_thresh=score_thresh):
+        transformers_models.calibrate(model, images, targets, iou=iou)
     else:
-        torchvision_models.calibrate(model, images, targets, score_thresh=score_thresh, iou=iou, batch_size=batch_size)
+        threshold = score_thresh or 0.0
+        torchvision_models.calibrate(model, images, targets, score_thresh=threshold, iou=iou, batch_size=batch_size)
     return model
 
 
-def _is_transformers(model: Any, caller: str, *, score_thresh: float | None, **options: Any) -> bool:
+def _is_transformers(model: Any, caller: str, *, score_thresh: float | None, weights: object = None) -> bool:
     """Selects the library, after checking that it supports the model and the options that were given."""
     if getattr(model, "loss_type", None) in transformers_models.FAMILIES:
         if score_thresh is not None:
@@ -133,7 +130,6 @@ def _is_transformers(model: Any, caller: str, *, score_thresh: float | None, **o
             f"{caller} supports torchvision's RetinaNet, FCOS, SSD and R-CNNs, and these detectors of transformers: "
             f"{', '.join(transformers_models.FAMILIES.values())}; got {type(model).__name__}"
         )
-    for name, value in options.items():
-        if value is not None:
-            raise ConfigError(f"{name} is for transformers models, got it with {type(model).__name__}")
+    if weights is not None:
+        raise ConfigError(f"weights are for transformers models, got them with {type(model).__name__}")
     return False

@@ -1,39 +1,33 @@
 """What the integrations of both libraries share: checks, labels, log-odds and calibration.
 
 A ranking loss determines the order of detections, not the scale of their scores, so a fixed score threshold cuts at an
-arbitrary place. A monotone map, fitted on held-out images, turns scores into precision. Since AP also counts detections
-of low precision, which a threshold on precision drops, the score above which AP needs every detection is found, too.
+arbitrary place. A monotone map, fitted on held-out images, turns scores into precision.
 """
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torchvision.ops import box_convert
 
-from aploss.data.annotations import Annotations
 from aploss.detectors.labels import AnchorLabels
 from aploss.errors import ConfigError, DataError
 from aploss.evaluation import (
     Calibration,
     DetectionTable,
     calibrate_detections,
-    coco_metrics,
     match_detections,
     read_ground_truth,
-)
+)  # fmt: skip
 from aploss.losses.traits import traits_of
 
-KEPT_AP = 0.999  # fraction of AP that the detections above the least score retain
 MIN_LOG_COMPLEMENT = 1e-6  # bounds the log-odds of scores that round to 1
 
 
 class ScoreThresholdWarning(UserWarning):
-    """A score threshold is arbitrary for the scores of this loss, or would drop detections that AP needs.
+    """A score threshold is arbitrary for the scores of this loss.
 
     Example:
         >>> import warnings
@@ -96,38 +90,17 @@ def find_hook(model: nn.Module, *, remove: bool = False) -> Any:
 
 
 def fit_precision(
-    detections: Sequence[Mapping[str, Any]],
-    targets: Sequence[Mapping[str, Any]],
-    *,
-    iou: float = 0.5,
-    keep_ap_at: float | None = None,
-) -> tuple[Calibration, float]:
+    detections: Sequence[Mapping[str, Any]], targets: Sequence[Mapping[str, Any]], *, iou: float = 0.5
+) -> Calibration:
     """Fits a calibration to detections of held-out images, made without a score threshold.
 
-    Targets have ``boxes`` (corners) and ``labels`` like the detections, and optionally ``iscrowd``. If the detections
-    that AP needs start below the precision ``keep_ap_at``, the calibration is raised so that they start at it.
-
-    Returns:
-        The calibration, and the uncalibrated score above which AP needs every detection.
+    Targets have ``boxes`` (corners) and ``labels`` like the detections, and optionally ``iscrowd``.
     """
-    if keep_ap_at is not None and not 0 < keep_ap_at < 1:
-        raise ConfigError(f"keep_ap_at must be a score between 0 and 1, got {keep_ap_at}")
     if len(detections) != len(targets):
         raise DataError(f"got detections of {len(detections)} images, but {len(targets)} targets")
     if not any(len(target["labels"]) for target in targets):
         raise DataError("cannot calibrate scores on images without objects")
     found = DetectionTable.from_predictions(range(len(targets)), [dict(one) for one in detections])
-    truth = _ground_truth(targets, found.category_ids.tolist())
-    calibration = calibrate_detections(truth, found, matches=match_detections(truth, found, iou))[0]
-    least_score = _least_score(truth, found)
-    if keep_ap_at is not None and (precision := float(calibration([least_score])[0])) < keep_ap_at:
-        knots = np.union1d(calibration.x, least_score)
-        raised = np.interp(calibration(knots), [0.0, precision, 1.0], [0.0, keep_ap_at, 1.0])
-        calibration = Calibration(x=knots, y=raised)
-    return calibration, least_score
-
-
-def _ground_truth(targets: Sequence[Mapping[str, Any]], category_ids: Sequence[int]) -> Annotations:
     annotations = [
         {"image_id": image, "category_id": label + 1, "bbox": box, "iscrowd": int(crowd)}
         for image, target in enumerate(targets)
@@ -138,25 +111,12 @@ def _ground_truth(targets: Sequence[Mapping[str, Any]], category_ids: Sequence[i
             strict=True,
         )
     ]
-    labels = sorted({*category_ids, *(row["category_id"] for row in annotations)})
-    return read_ground_truth(
+    labels = {*found.category_ids.tolist(), *(row["category_id"] for row in annotations)}
+    truth = read_ground_truth(
         {
             "images": [{"id": image} for image in range(len(targets))],
-            "categories": [{"id": label, "name": str(label)} for label in labels],
+            "categories": [{"id": label, "name": str(label)} for label in sorted(labels)],
             "annotations": annotations,
         }
     )
-
-
-def _least_score(truth: Annotations, found: DetectionTable) -> float:
-    """The highest score such that the detections above it retain ``KEPT_AP`` of the AP of all."""
-
-    def ap_above(score: float) -> float:
-        keep = found.scores > score
-        columns = {name: getattr(found, name)[keep] for name in ("image_ids", "category_ids", "xywh", "scores")}
-        return coco_metrics(truth, replace(found, **columns)).AP
-
-    wanted = KEPT_AP * ap_above(-1.0)
-    scores = np.unique(found.scores)
-    too_high = bisect_left(range(len(scores)), True, key=lambda place: not ap_above(float(scores[place])) >= wanted)
-    return float(scores[too_high - 1]) if too_high else 0.0
+    return calibrate_detections(truth, found, matches=match_detections(truth, found, iou))[0]

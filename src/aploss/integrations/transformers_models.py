@@ -8,9 +8,9 @@ Matching, box terms, layers, denoising queries and groups of queries remain the 
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -59,10 +59,11 @@ def swap_loss(model: Any, loss: nn.Module | None, weights: Mapping[str, float]) 
         model.loss_function = original
         return
     shared.check_loss(loss, model, has_background=_has_softmax(model))
-    values = _config_values(weights, model.config)
-    factor = 1.0 if _weight_attributes("class", model.config) else weights.get("class", 1.0)
+    swapped = _SwappedLoss(original, loss, _has_softmax(model), _config_values(weights, model.config))
+    if not swapped.config_values.keys() & set(CLASS_WEIGHTS):
+        swapped.class_factor = weights.get("class", 1.0)
     set_calibration(model, None)  # a calibration belongs to the previous loss
-    model.loss_function = _SwappedLoss(original, loss, _has_softmax(model), values, factor)
+    model.loss_function = swapped
     if not traits_of(loss).calibrated:
         warnings.warn(
             f"{type(loss).__name__} determines the order of the scores of {type(model).__name__}, not their scale: "
@@ -79,17 +80,12 @@ def _config_values(weights: Mapping[str, float], config: object) -> dict[str, fl
     for name, value in weights.items():
         if not isinstance(value, int | float) or not 0 <= value < float("inf"):
             raise ConfigError(f"the weight of {name!r} must be a number >= 0, got {value!r}")
-        attributes = _weight_attributes(name, config)
-        if name != "class" and not attributes:
-            known = [one for one in ("bbox", "giou", "fgl", "ddf") if _weight_attributes(one, config)]
-            raise ConfigError(f"{type(config).__name__} has no weight for {name!r}, only for class, {', '.join(known)}")
-        values |= dict.fromkeys(attributes, float(value))
+        keys = CLASS_WEIGHTS if name == "class" else (f"weight_loss_{name}", f"{name}_loss_coefficient")
+        known = [key for key in keys if hasattr(config, key)]
+        if name != "class" and not known:
+            raise ConfigError(f"{type(config).__name__} has no weight for the term {name!r}")
+        values |= dict.fromkeys(known, float(value))
     return values
-
-
-def _weight_attributes(name: str, config: object) -> list[str]:
-    known = CLASS_WEIGHTS if name == "class" else (f"weight_loss_{name}", f"{name}_loss_coefficient")
-    return [key for key in known if hasattr(config, key)]
 
 
 @dataclass(eq=False)
@@ -103,7 +99,7 @@ class _SwappedLoss:
     loss: nn.Module
     has_softmax: bool
     config_values: dict[str, float]  # replace the model's weights of its terms
-    class_factor: float  # for configurations without a weight of the classification term
+    class_factor: float = 1.0  # for configurations without a weight of the classification term
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_SwappedLoss":
         """A copy, such as an EMA model, shares the process group, which cannot be copied."""
@@ -120,24 +116,18 @@ class _SwappedLoss:
             vars(config).update(self.config_values)  # without the library's check of types: weights may be int there
             arguments, options = call.args, call.kwargs
         replaced: list[str] = []
+        thread = get_ident()
 
-        def patch(criterion: Any) -> None:
-            get_other_loss = criterion.get_loss
+        def patch(module: Any, _inputs: Any) -> None:
+            """The library creates its criterion in every call and takes no argument for it, hence a hook."""
+            if get_ident() == thread and hasattr(module, "get_loss") and "get_loss" not in vars(module):
+                module.get_loss = partial(self._terms, replaced, module.get_loss)
 
-            def get_loss(name: str, outputs: Any, targets: Any, indices: Any, count: Any) -> Any:
-                if name in CLASS_TERMS:
-                    replaced.append(name)
-                    labels = _labels(outputs["logits"], targets, indices)
-                    return self._class_terms(CLASS_TERMS[name], outputs, labels, count)
-                terms = get_other_loss(name, outputs, targets, indices, count)
-                if traits_of(self.loss).positive_targets == "box_loss":
-                    terms.pop("loss_giou", None)  # replaced by the loss's own localisation term
-                return terms
-
-            criterion.get_loss = get_loss
-
-        with _patched_criterion(patch):
+        handle = register_module_forward_pre_hook(patch)
+        try:
             result = self.original(*arguments, **options)
+        finally:
+            handle.remove()
         if not replaced:
             raise RunError(
                 f"cannot replace the classification term of {getattr(self.original, '__name__', self.original)}: this "
@@ -145,42 +135,30 @@ class _SwappedLoss:
             )
         return result
 
-    def _class_terms(
-        self, name: str, outputs: Mapping[str, Tensor], labels: AnchorLabels, num_boxes: float
+    def _terms(
+        self, replaced: list[str], get_own_loss: Any, name: str, outputs: Any, targets: Any, indices: Any, count: Any
     ) -> dict[str, Tensor]:
-        """The classification term of one layer, and ``loss_giou`` if the loss has a localisation part."""
-        scores = outputs["logits"]
+        """Replaces ``get_loss`` of a criterion, which computes some terms of one layer; notes which it replaced."""
+        traits = traits_of(self.loss)
+        if name not in CLASS_TERMS:
+            terms: dict[str, Tensor] = get_own_loss(name, outputs, targets, indices, count)
+            if traits.positive_targets == "box_loss":
+                terms.pop("loss_giou", None)  # replaced by the loss's own localisation term
+            return terms
+        replaced.append(name)
+        scores, labels = outputs["logits"], _labels(outputs["logits"], targets, indices)
         if self.has_softmax:
             scores = scores.roll(1, dims=-1)  # from "no object" last to background first
-            scores = scores if traits_of(self.loss).softmax else shared.softmax_log_odds(scores)
+            scores = scores if traits.softmax else shared.softmax_log_odds(scores)
         parts = classification_loss(
             self.loss,
             scores,
             labels,
             boxes=lambda: _corners(outputs["pred_boxes"][labels.images, labels.anchors]),
-            num_positives=num_boxes,  # the library counts the objects of all processes and groups of queries
+            num_positives=count,  # the library counts the objects of all processes and groups of queries
         )
         giou = {} if parts.localisation is None else {"loss_giou": parts.localisation}
-        return {name: parts.classification * self.class_factor, **giou}
-
-
-@contextmanager
-def _patched_criterion(patch: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Patches the criterion that this thread calls.
-
-    The library's loss functions create it in every call and take no argument for it, so a forward hook intercepts it.
-    """
-    thread = get_ident()
-
-    def hook(module: nn.Module, _inputs: Any) -> None:
-        if get_ident() == thread and hasattr(module, "get_loss") and "get_loss" not in vars(module):
-            patch(module)
-
-    handle = register_module_forward_pre_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
+        return {CLASS_TERMS[name]: parts.classification * self.class_factor, **giou}
 
 
 def _labels(
@@ -200,12 +178,7 @@ def _corners(boxes: Tensor) -> Any:
 
 
 def calibrate(
-    model: Any,
-    images: Sequence[Tensor] | None,
-    targets: Sequence[Mapping[str, Tensor]],
-    *,
-    iou: float,
-    keep_ap_at: float | None,
+    model: Any, images: Sequence[Tensor] | None, targets: Sequence[Mapping[str, Tensor]], *, iou: float
 ) -> None:
     """See :func:`aploss.integrations.calibrate`."""
     set_calibration(model, None)
@@ -214,7 +187,7 @@ def calibrate(
     with evaluation_mode(model):
         detections = [_detections(model, image) for image in images]
     objects = [{"boxes": _corners(target["boxes"]), "labels": target["class_labels"]} for target in targets]
-    set_calibration(model, shared.fit_precision(detections, objects, iou=iou, keep_ap_at=keep_ap_at)[0])
+    set_calibration(model, shared.fit_precision(detections, objects, iou=iou))
 
 
 def calibration_of(model: nn.Module) -> Calibration | None:
