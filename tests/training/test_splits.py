@@ -113,6 +113,15 @@ def test_training_images_without_any_object_are_refused(make_config: MakeConfig,
         load_run_data(make_config(data=folder))
 
 
+def test_images_without_objects_can_be_dropped(make_config: MakeConfig, without: Callable[..., str]) -> None:
+    folder = without()
+    edit_annotations(folder, "train", keep_objects(1, 3))
+    whole, dropped = (load_run_data(make_config(data=folder, splits={"drop_empty": drop})) for drop in (False, True))
+    assert len(whole.train) > 2
+    assert dropped.train.image_ids.tolist() == [1, 3]
+    assert len(dropped.validation.dataset) == len(whole.validation.dataset)
+
+
 def test_annotations_are_parsed_once(
     make_config: MakeConfig, without: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

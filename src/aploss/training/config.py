@@ -111,6 +111,7 @@ class SplitsConfig(_Settings, group="splits."):
     train: str | None = setting(None, "training split; by default train, else trainval")
     validation: str | None = setting(None, "validation split; by default val, else held-out images; 'none' to disable")
     holdout: InnerShare = setting(0.15, "share of training images held out if there is no validation split")
+    drop_empty: bool = setting(False, "train without the images that have no objects", default_before=False)
     accept_changed: bool = setting(False, "resume although the data have changed; the report says so", resumable=True)
     ignore_unknown_classes: bool = setting(
         False, "evaluate without the objects of classes that the training split lacks", resumable=True

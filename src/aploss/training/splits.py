@@ -144,6 +144,8 @@ def load_run_data(
         remarks.append(f"no validation split: {len(validation.dataset)} training images are held out")
     elif validation_name != NO_SPLIT:
         validation = load(validation_name)
+    if config.splits.drop_empty:
+        train = train.subset(np.flatnonzero(train.boxes_per_image).tolist())
     test_name = None if "test" in train_name else known.get("test")
     wanted = config.evaluation.split or test_name
     evaluation = None if wanted == NO_SPLIT else validation
