@@ -9,7 +9,7 @@ import pytest
 
 from aploss.cli.main import main
 from aploss.evaluation.metrics import coco_metrics, voc_metrics
-from aploss.training.evaluate import detect_split
+from aploss.training.splits import detect_split
 
 TRUTH = {
     "images": [{"id": 1, "width": 200, "height": 200}, {"id": 2, "width": 200, "height": 200}],
@@ -125,7 +125,7 @@ class TestRun:
             sizes.append(options["batch_size"])
             return detect_split(*arguments, **options)
 
-        monkeypatch.setattr("aploss.training.evaluate.detect_split", spy)
+        monkeypatch.setattr("aploss.training.splits.detect_split", spy)
         words = ["eval", str(tmp_path / "run" / place), "--data", str(shapes), "--device", "cpu", "--split", "val"]
         assert main(words) == 0
         assert main([*words, "--batch-size", "2"]) == 0

@@ -92,7 +92,7 @@ def remember(row):
     with open("/proc/self/statm") as file:
         sizes[row["step"]] = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-train(config_from_dict(values["config"]), on_progress=remember)
+train(config_from_dict(values["config"]), callbacks=[remember])
 print(json.dumps(sizes))
 """
 

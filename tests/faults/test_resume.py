@@ -81,7 +81,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     train(whole)
     for crash in crashes:
         with pytest.raises(CrashError):
-            train(broken, resume=True, on_progress=crash)
+            train(broken, resume=True, callbacks=[crash])
     train(broken, resume=True)
     assert_equal(outcome(whole.out), outcome(broken.out))
 
@@ -106,7 +106,7 @@ whole, broken = map(config_from_dict, values["configs"])
 train(whole)
 for step in values["stops"]:
     try:
-        train(broken, resume=True, on_progress=stop_at(step))
+        train(broken, resume=True, callbacks=[stop_at(step)])
     except TrainingInterruptedError as stop:
         print(stop)
 train(broken, resume=True)
@@ -149,7 +149,7 @@ def stopped(config_in: Callable[..., TrainConfig], tmp_path_factory: pytest.Temp
     """The same run, stopped after its second step."""
     config = config_in(tmp_path_factory.mktemp("matrix") / "stopped", **MATRIX)
     with pytest.raises(CrashError):
-        train(config, on_progress=crash_at(3))
+        train(config, callbacks=[crash_at(3)])
     return config
 
 
@@ -244,7 +244,7 @@ def test_other_data_are_accepted_by_an_option_and_recorded(copied: TrainConfig, 
     split = {"validation set": "val", "evaluation set": "test"}.get(name, "train")
     accepting = config_values(copied, {"splits": {"accept_changed": True}})
     with pytest.raises(CrashError):
-        train(accepting, resume=True, on_progress=crash_at(4))
+        train(accepting, resume=True, callbacks=[crash_at(4)])
     summary = train(copied, resume=True)  # the new data are those of the run now
     (change,) = summary.resume_changes
     assert change.startswith(f"step 2: split {split}: ")
@@ -275,7 +275,7 @@ def test_a_finished_run_is_extended_by_the_schedule_of_its_new_length(
     before = read_json_lines(tmp_path / "run" / "metrics.jsonl")
     longer = config_values(config, {"schedule": {"length": 8}})
     with pytest.raises(CrashError):
-        train(longer, resume=True, on_progress=crash_at(6))
+        train(longer, resume=True, callbacks=[crash_at(6)])
     # Interrupted, it is resumed without the length being given again.
     assert main(["train", "--resume", "--quiet", "--out", str(tmp_path / "run")]) == 0
     rows = read_json_lines(tmp_path / "run" / "metrics.jsonl")

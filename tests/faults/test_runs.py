@@ -72,7 +72,7 @@ def test_a_killed_data_loader_worker_ends_a_run_that_is_saved(
                     os.kill(int(child), signal.SIGKILL)
 
     with pytest.raises(RunError, match=r"everything is saved; resume with: aploss train --resume --out") as error:
-        train(killed, on_progress=kill_worker)
+        train(killed, callbacks=[kill_worker])
     assert "\n" not in str(error.value)
     saved = torch.load(Path(str(killed.out)) / "checkpoints/last.pt", weights_only=True)["training"]["step"]
     assert 2 <= saved < 12

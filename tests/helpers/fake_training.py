@@ -1,7 +1,7 @@
 """A trainer that invents its results at once; the fixture is available where a ``conftest.py`` imports it."""
 
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class FakeTraining:
             "minutes": minutes, "processes": 1, "commit": "0123abc",
         }  # fmt: skip
         summary = Summary(**values)  # type: ignore[arg-type]
-        summary.write(folder / "summary.json")
+        (folder / "summary.json").write_text(json.dumps(asdict(summary)))
         return summary
 
 

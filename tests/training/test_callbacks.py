@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -50,7 +51,7 @@ def test_callbacks_are_called_at_start_for_rows_and_at_end(make_config: MakeConf
     summary = train(config, callbacks=[listener, Callback()])
     first, *rows, last = listener.calls
     assert first == ("start", 0, Path(str(config.out)), 0)
-    assert last == ("end", summary.as_dict())
+    assert last == ("end", asdict(summary))
     assert [kind for kind, _ in rows] == ["log", "log", "log", "validation"]
     assert [row for _, row in rows] == read_json_lines(Path(summary.folder) / "metrics.jsonl")
 

@@ -38,7 +38,7 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
 def test_a_run_leaves_everything_in_its_folder(make_config: MakeConfig) -> None:
     seen: list[dict[str, Any]] = []
     config = make_config()
-    summary = train(config, on_progress=seen.append)
+    summary = train(config, callbacks=[seen.append])
     folder = Path(str(config.out))
     for name in (
         "config.yaml", "environment.json", "metrics.jsonl", "summary.json",
@@ -161,8 +161,7 @@ class TestRuns:
         assert detector.draw_threshold == summary.draw_threshold
         assert train(config, resume=True) == summary
         assert rows(summary.folder, "validation")[-1]["AP"] == summary.AP
-        assert summary.split == "val"
-        assert summary.calibration_split == "test"
+        assert (summary.split, summary.calibration_split, summary.calibration_held_out) == ("val", "val", False)
         assert summary.voc_AP50 is not None
         assert 0 <= summary.voc_AP50 <= 1
 
@@ -233,7 +232,7 @@ class TestRuns:
             if row["step"] > 1:  # the checkpoint of the step before is there
                 states.append(weights(config.out))
 
-        train(config, on_progress=remember)
+        train(config, callbacks=[remember])
         states.append(weights(config.out))
         assert len(states) == 3
         summary = train(make_config("averaged", **constant, model={"ema": 0.9}))

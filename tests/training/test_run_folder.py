@@ -13,27 +13,11 @@ from tiny_runs import CrashError, assert_equal, crash_at
 from aploss.detectors import build_detector
 from aploss.detectors.checkpoint import Checkpoint
 from aploss.errors import RunError
-from aploss.reports.run_files import read_json_lines
 from aploss.training.config import DEFAULTS_BEFORE_ADDED, TrainConfig, config_to_dict
 from aploss.training.run import train
-from aploss.training.run_folder import MetricsLog, RunFolder, Summary
+from aploss.training.run_folder import RunFolder, Summary
 
 MakeConfig = Callable[..., TrainConfig]
-
-
-def test_metrics_are_cut_back_to_the_checkpoint_and_continue(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, step=0)
-    for step in (1, 2, 3, 4):
-        log.add({"kind": "train", "step": step, "loss": step / 10})
-    log.add({"kind": "validation", "step": 4, "AP": None})
-    log.add({"step": 2, "what": "loss"}, MetricsLog.BAD)
-    log.add({"step": 4, "what": "loss"}, MetricsLog.BAD)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "train", "st')  # torn by a kill
-    log = MetricsLog(tmp_path, step=2)
-    log.add({"kind": "train", "step": 3})
-    assert [row["step"] for row in read_json_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
-    assert [row["step"] for row in read_json_lines(tmp_path / "bad_numbers.jsonl")] == [2]
 
 
 def test_the_config_of_a_run_from_before_a_setting_was_added_is_read(tmp_path: Path) -> None:
@@ -80,7 +64,7 @@ def stopped(config_in: Callable[..., TrainConfig], tmp_path_factory: pytest.Temp
     folder = tmp_path_factory.mktemp("stopped") / "run"
     config = config_in(folder, schedule={"length": 6}, checkpoint_steps=1, validation={"every": 2})
     with pytest.raises(CrashError):
-        train(config, on_progress=crash_at(5))
+        train(config, callbacks=[crash_at(5)])
     return config
 
 
@@ -91,9 +75,9 @@ def copied(stopped: TrainConfig, tmp_path: Path) -> TrainConfig:
 
 
 def test_another_detector_than_the_configs_is_not_trained(copied: TrainConfig) -> None:
-    checkpoints = RunFolder(str(copied.out)).checkpoints
+    folder = RunFolder(str(copied.out))
     other = Checkpoint.of(build_detector("ssdlite", class_names=["red", "green"]))
-    checkpoints.write(replace(other, training=checkpoints.load_last().training))
+    replace(other, training=folder.load_last().training).write(folder.last)
     with pytest.raises(RunError, match="ssdlite"):
         train(copied, resume=True)
 
@@ -106,7 +90,7 @@ def test_the_format_of_the_previous_version_is_written_and_read(copied: TrainCon
     assert best.keys() == {"format", "detector", "step", "metrics"}
     assert best["detector"].keys() == {"config", "state", "calibration", "draw_threshold"}
     assert last["training"]["stepper"].keys() == {"optimizer", "scaler", "weights", "averaged_steps"}
-    fields = {"step", "random", "images", "threads", "data", "processes", "stopped_by", "window"}
+    fields = {"step", "images", "threads", "data", "processes", "stopped_by", "window"}
     assert fields <= last["training"].keys()
     for content in (last, best):
         torch.save(content, tmp_path / "again.pt")

@@ -18,7 +18,7 @@ MakeConfig = Callable[..., TrainConfig]
 
 
 def names(data: RunData) -> list[str | None]:
-    parts = (data.train, data.validation, data.evaluation, data.held_out)
+    parts = (data.train, data.validation, data.evaluation)
     return [part and (part.name if isinstance(part, Split) else part.split) for part in parts]
 
 
@@ -43,15 +43,15 @@ def without(rectangles: Path, tmp_path: Path) -> Callable[..., str]:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, ["train", "val", "test", "test"]),
-        ({"evaluation": {"split": "none"}}, ["train", "val", None, None]),
-        ({"evaluation": {"split": "val"}}, ["train", "val", "val", "test"]),  # the calibration is measured on test
+        ({}, ["train", "val", "test"]),
+        ({"evaluation": {"split": "none"}}, ["train", "val", None]),
+        ({"evaluation": {"split": "val"}}, ["train", "val", "val"]),
     ],
 )
 def test_splits_follow_from_their_names(make_config: MakeConfig, changes: Any, expected: list[str | None]) -> None:
     data = load_run_data(make_config(**changes))
     assert names(data) == expected
-    assert data.remarks == ()
+    assert not data.remarks
     assert data.validation is not None
     assert data.validation.dataset.class_names == data.train.class_names == ("red", "green")
 
@@ -59,7 +59,7 @@ def test_splits_follow_from_their_names(make_config: MakeConfig, changes: Any, e
 def test_names_with_years_are_understood(make_config: MakeConfig, without: Callable[..., str]) -> None:
     folder = without("test", train="train2017", val="val2017")
     data = load_run_data(make_config(data=folder))
-    assert names(data) == ["train2017", "val2017", "val2017", "val2017"]
+    assert names(data) == ["train2017", "val2017", "val2017"]
     assert data.splits == [data.validation]  # evaluated once
 
 
@@ -80,7 +80,7 @@ def test_a_test_split_without_annotations_is_not_measured_on(
     folder = without()
     edit_annotations(folder, "test", keep_objects())
     data = load_run_data(make_config(data=folder))
-    assert names(data) == ["train", "val", "val", "val"]
+    assert names(data) == ["train", "val", "val"]
     assert "no annotations" in data.remarks[0]
 
 

@@ -80,8 +80,7 @@ def _detect(options: Namespace) -> tuple[Annotations, DetectionTable, int]:
     from aploss.data import find_source
     from aploss.detectors import load
     from aploss.training.distributed import choose_device, choose_workers, start_accelerator
-    from aploss.training.evaluate import detect_split
-    from aploss.training.splits import load_split
+    from aploss.training.splits import detect_split, load_split
 
     device = choose_device(options.device)
     detector = load(options.run, device=device)

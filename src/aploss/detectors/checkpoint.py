@@ -25,7 +25,7 @@ from aploss.losses.traits import LOSSES
 
 FORMAT = 1
 STEPPER_KEYS = ("optimizer", "scaler", "weights", "averaged_steps")
-RUN_KEYS = ("random", "images", "threads")
+RUN_KEYS = ("images", "threads")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,6 @@ class TrainingState:
     scaler: dict[str, Any]
     weights: dict[str, Tensor] | None  # of the trained detector if an EMA of it is evaluated
     averaged_steps: int | None  # of the EMA
-    random: dict[str, Any]  # states of the random generators
     images: int  # training images
     threads: int
 
@@ -46,7 +45,7 @@ class TrainingState:
         """Reads the entry ``training`` of a file; KeyError for a missing key."""
         stepper = {key: content["stepper"][key] for key in STEPPER_KEYS}
         run = {key: content[key] for key in RUN_KEYS}
-        others = {"stepper", *RUN_KEYS, "image_names"}  # the last one is in files of older versions
+        others = {"stepper", *RUN_KEYS, "random", "image_names"}  # the last two are in files of older versions
         return cls(loop={key: value for key, value in content.items() if key not in others}, **stepper, **run)
 
     def to_content(self) -> dict[str, Any]:

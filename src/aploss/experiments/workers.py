@@ -105,11 +105,7 @@ def train_run(job: Job, *, processes: int = 1, is_main: bool = True, on_row: Cal
             return Run(config=config, folder=folder, summary=known)
         observers = [one for one in (job.variant.measure.observer(config, folder), on_row) if one is not None]
         try:
-            summary = training.train(
-                replace(config, out=str(folder)),
-                resume=True,
-                on_progress=lambda row: [observer(row) for observer in observers],
-            )
+            summary = training.train(replace(config, out=str(folder)), resume=True, callbacks=observers)
         except DivergedError as error:
             return Run(config=config, folder=folder, summary=None, failure=str(error))
     return Run(config=config, folder=folder, summary=summary)

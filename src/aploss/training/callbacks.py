@@ -1,6 +1,6 @@
 """Callbacks of a run, the experiment trackers, which are callbacks too, and the progress display.
 
-``train(config, callbacks=[...])`` calls them in order, on rank 0 only::
+``train(config, callbacks=[...])`` calls them in order, on rank 0 only; a plain function is called with every row::
 
     class Announce(Callback):
         def on_validation(self, row):
@@ -10,7 +10,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from operator import attrgetter
@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import rich.progress
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
-from rich.progress import Progress as RichProgress
 
 from aploss.errors import ConfigError, require_packages
 from aploss.evaluation import HEADLINE_METRICS, METRICS
@@ -31,12 +30,17 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Row = dict[str, Any]
+RowFunction = Callable[[Row], Any]
 SKIPPED = ("kind", "step", "epoch", "seconds", "images")  # not plotted
 SECONDS_BETWEEN_LINES = 15.0
 
 
 class Callback:
     """Base class: override the events of interest. An exception ends the run and is propagated."""
+
+    def __call__(self, row: Row) -> None:
+        """A row of metrics was written; calls ``on_log`` or ``on_validation``."""
+        (self.on_validation if row["kind"] == "validation" else self.on_log)(row)
 
     def on_start(self, config: TrainConfig, folder: Path, step: int) -> None:
         """Training starts at a step: 0, or later for a resumed run, which repeats the rows after that step."""
@@ -52,44 +56,6 @@ class Callback:
 
     def on_end(self, result: Row | None) -> None:
         """The run has ended: with its summary as plain values, or None if it was interrupted or failed."""
-
-
-class Callbacks:
-    """Calls several callbacks in order."""
-
-    def __init__(self, callbacks: Sequence[Callback]) -> None:
-        self._callbacks = callbacks
-        self._started: list[Callback] = []
-        self.want_pictures = any(type(one).on_picture is not Callback.on_picture for one in callbacks)
-
-    def start(self, config: TrainConfig, folder: Path, step: int) -> None:
-        """Calls ``on_start``."""
-        for callback in self._callbacks:
-            callback.on_start(config, folder, step)
-            self._started.append(callback)
-
-    def call(self, event: str, *arguments: Any) -> None:
-        """Calls the method of an event, such as ``"on_log"``."""
-        for callback in self._callbacks:
-            getattr(callback, event)(*arguments)
-
-    def end(self, result: Row | None) -> None:
-        """Calls ``on_end`` of those that have been started, once."""
-        for callback in self._started:
-            callback.on_end(result)
-        self._started = []
-
-
-class RowCallback(Callback):
-    """Calls a function with every row."""
-
-    def __init__(self, function: Callable[[Row], Any]) -> None:
-        self._function = function
-
-    def on_log(self, row: Row) -> None:
-        self._function(row)
-
-    on_validation = on_log
 
 
 # --- trackers ---
@@ -168,8 +134,8 @@ def curves(row: Row) -> dict[str, float]:
 # --- progress ---
 
 
-class Progress:
-    """The progress display: a live bar on a terminal, a line from time to time elsewhere.
+class Progress(rich.progress.Progress):
+    """Live bars of rich on a terminal, a line from time to time elsewhere.
 
     Args:
         quiet: show warnings only.
@@ -178,83 +144,53 @@ class Progress:
 
     def __init__(self, *, quiet: bool, is_main: bool = True) -> None:
         self._shows, self._warns = is_main and not quiet, is_main
-        self._is_live = self._shows and sys.stdout.isatty()
-        self._console = Console(file=terminal(sys.stdout), soft_wrap=True)
-        columns = "{task.description}", BarColumn(bar_width=None), MofNCompleteColumn(), "{task.fields[text]}"
-        left = TimeRemainingColumn(compact=True)
-        self._bar = RichProgress(*columns, left, console=self._console, expand=True)
-        self._task = self._bar.add_task("training", total=None, text="", visible=False)
-        self._total = self._first = 0
-        self._started = self._last_line = time.monotonic()
+        console = Console(file=terminal(sys.stdout), soft_wrap=True, quiet=not self._shows)
+        columns = ("{task.description}", rich.progress.BarColumn(bar_width=None), rich.progress.MofNCompleteColumn())
+        more = ("{task.fields[text]}", rich.progress.TimeRemainingColumn(compact=True))
+        is_live = self._shows and sys.stdout.isatty()
+        super().__init__(*columns, *more, console=console, expand=True, disable=not is_live)
+        self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
 
-    def begin(self, total: int, done: int) -> None:
-        """Training starts at step ``done`` of ``total``."""
-        self._total, self._first = total, done
-        self._started = self._last_line = time.monotonic()
-        self._bar.update(self._task, total=total, completed=done, visible=True)
-        if self._is_live:
-            self._bar.start()
+    def stop(self) -> None:
+        """Ends the bars; without any, rich would print an empty line."""
+        if not self.disable:
+            super().stop()
 
-    def step(self, done: int) -> None:
-        """A step is done."""
-        self._bar.update(self._task, completed=done)
+    def note(self, text: str) -> None:
+        """Shows a line of information."""
+        self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
+        self.console.print(printable(text), highlight=False, markup=False)
 
-    def row(self, row: Row) -> None:
-        """A row of metrics was written."""
-        step = row["step"]
-        if row["kind"] == "validation":
-            self.note(f"step {step}/{self._total}  {describe_row(row)}")
-            return
-        self._bar.update(self._task, text=describe_row(row))
-        seconds = (time.monotonic() - self._started) / max(1, step - self._first) * (self._total - step)
-        self._note_rarely(f"step {step}/{self._total}  {describe_row(row)}  {describe_seconds(seconds)} left")
+    def warn(self, text: str) -> None:
+        """Shows a warning, also if quiet."""
+        if self._warns:
+            print(printable(text), file=sys.stderr, flush=True)  # rich puts it above its bars
+
+    def show(self, number: rich.progress.TaskID, text: str) -> None:
+        """Shows the text of a task: next to its bar, or from time to time as a line of its own."""
+        self.update(number, text=text)
+        if self.disable and time.monotonic() >= self._next_line:
+            task = self.tasks[self.task_ids.index(number)]
+            left = "" if task.time_remaining is None else f"  {describe_seconds(task.time_remaining)} left"
+            self.note(f"{task.description} {task.completed:.0f}/{task.total or 0:.0f}  {text}{left}")
 
     @contextmanager
-    def images(self, task: str) -> Iterator[Callable[[int, int], None]]:
+    def images(self, description: str) -> Iterator[Callable[[int, int], None]]:
         """Shows a task over images, such as validating; yields a function of the number of images done and their total.
 
-        On a terminal this is a second bar below that of training, or a single one outside of training.
+        On a terminal it has a bar of its own.
         """
-        alone = self._is_live and not self._bar.live.is_started
-        if alone:
-            self._bar.start()
-        bar = self._bar.add_task(task, total=None, text="images")
+        task = self.add_task(description, total=None, text="images")
 
         def show(done: int, total: int) -> None:
-            self._bar.update(bar, completed=done, total=total)
-            self._note_rarely(f"{task}  {done}/{total} images")
+            self.update(task, completed=done, total=total)
+            self.show(task, "images")
 
         try:
             yield show
         finally:
-            if self._is_live:
-                self._bar.refresh()
-            self._bar.remove_task(bar)
-            if alone:
-                self._bar.stop()
-
-    def note(self, text: str) -> None:
-        """Shows a line of information."""
-        if self._shows:
-            self._last_line = time.monotonic()
-            self._console.print(printable(text), highlight=False, markup=False)
-
-    def _note_rarely(self, text: str) -> None:
-        if not self._is_live and time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
-            self.note(text)
-
-    def warn(self, text: str) -> None:
-        """Shows a warning, also if quiet."""
-        if self._is_live:
-            self._console.print(printable(text), style="yellow", highlight=False, markup=False)
-        elif self._warns:
-            print(text, file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        """Training has ended, for any reason."""
-        self._bar.update(self._task, visible=False)
-        if self._is_live:
-            self._bar.stop()
+            self.refresh()
+            self.remove_task(task)
 
 
 def describe_row(row: Row) -> str:

@@ -10,7 +10,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
@@ -33,13 +33,8 @@ T = TypeVar("T")
 STEP_TIMEOUT = timedelta(minutes=10)  # of collectives in a step: a rank that hangs longer ends the run
 MAIN_TIMEOUT = timedelta(hours=2)  # of other ranks while rank 0 works alone: COCO's metrics, cached features
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-# Set by "accelerate launch" for engines that shard the weights, which our checkpoints hold in one piece.
-REFUSED_ENGINES = {
-    "ACCELERATE_USE_FSDP": "FSDP",
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
-}
+# Engines of "accelerate launch" that shard the weights, which our checkpoints hold in one piece.
+REFUSED_ENGINES = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
 
 
 class TrainingInterruptedError(RunError):
@@ -108,52 +103,28 @@ def seeded(seed: int, *, deterministic: bool) -> Iterator[None]:
 
     With ``deterministic``, torch chooses algorithms that give the same bits in every run.
     """
-    before = capture_random_state()
+    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002 - third-party code draws from it
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     was_warning = torch.is_deterministic_algorithms_warn_only_enabled()
     was_filling = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     was_benchmarking = torch.backends.cudnn.benchmark
     try:
-        random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002 - third-party code draws from it
-        torch.manual_seed(seed)
-        if deterministic:
-            # Only a warning if a device lacks such an algorithm: training matters more.
-            torch.use_deterministic_algorithms(True, warn_only=True)
-            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        torch.backends.cudnn.benchmark = not deterministic
-        yield
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            random.seed(seed)
+            np.random.seed(seed % 2**32)  # noqa: NPY002
+            torch.manual_seed(seed)
+            if deterministic:
+                # Only a warning if a device lacks such an algorithm: training matters more.
+                torch.use_deterministic_algorithms(True, warn_only=True)
+                torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+            torch.backends.cudnn.benchmark = not deterministic
+            yield
     finally:
         torch.use_deterministic_algorithms(was_deterministic, warn_only=was_warning)
         torch.utils.deterministic.fill_uninitialized_memory = was_filling  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = was_benchmarking
-        restore_random_state(before)
-
-
-def capture_random_state() -> dict[str, Any]:
-    """Returns the state of all random generators as tensors and plain values, for a checkpoint."""
-    legacy: Any = np.random.get_state()  # noqa: NPY002
-    kind, keys, *gauss = legacy
-    version_, internal, next_gauss = random.getstate()
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), *gauss],
-        "python": [version_, list(internal), next_gauss],
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def restore_random_state(state: dict[str, Any]) -> None:
-    """Restores all random generators to a captured state."""
-    torch.set_rng_state(state["torch"])
-    kind, keys, *gauss = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *gauss))  # noqa: NPY002
-    version_, internal, next_gauss = state["python"]
-    random.setstate((version_, tuple(internal), next_gauss))
-    if "cuda" in state and torch.cuda.device_count() == len(state["cuda"]):
-        torch.cuda.set_rng_state_all(state["cuda"])
+        random.setstate(python)
+        np.random.set_state(legacy)  # noqa: NPY002
 
 
 # --- processes ---
@@ -189,31 +160,26 @@ def start_accelerator(device: torch.device, *, advice: str = "resume with --resu
     from accelerate.state import is_initialized
     from accelerate.utils import InitProcessGroupKwargs
 
-    for variable, engine in REFUSED_ENGINES.items():
-        if os.environ.get(variable, "").lower() in ("1", "true"):
+    for engine in REFUSED_ENGINES:
+        if os.environ.get(f"ACCELERATE_USE_{engine}", "").lower() in ("1", "true"):
             raise ConfigError(f"{engine} is not supported: run accelerate config again without it, or use torchrun")
     if not dist.is_initialized():
         if int(os.environ.get(RESTARTS, 0)) > 0:
             _join_restarted(device)
-        atexit.register(_leave_processes)
+        atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
     # Accelerate's state is global: the first accelerator of a process decides, also for the user's own.
     first = {} if is_initialized() else {"cpu": device.type == "cpu", "mixed_precision": "no"}
     accelerator = Accelerator(**first, kwargs_handlers=[InitProcessGroupKwargs(timeout=STEP_TIMEOUT)])
     accelerator.state.device, accelerator.native_amp = device, False
     try:
         yield accelerator
-    except RuntimeError as error:
+    except (RuntimeError, ConnectionError, EOFError) as error:
         if isinstance(error, AplossError) or accelerator.num_processes == 1:
             raise
         reason = " ".join(str(error).split())[:200]
         raise FailedRankError(
             f"rank {accelerator.process_index} cannot continue: {reason}; if another process has died, {advice}"
         ) from error
-
-
-def _leave_processes() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _join_restarted(device: torch.device) -> None:
@@ -225,14 +191,6 @@ def _join_restarted(device: torch.device) -> None:
     store = dist.PrefixStore(f"restart-{os.environ[RESTARTS]}", store)  # type: ignore[attr-defined]
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=STEP_TIMEOUT)
-
-
-def sum_over_processes(accelerator: "Accelerator", values: Sequence[float]) -> list[float]:
-    """Returns the sum of each value over all processes, on every process."""
-    if accelerator.num_processes == 1:
-        return list(values)
-    total = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
-    return accelerator.reduce(total, "sum").tolist()  # type: ignore[no-any-return]
 
 
 def on_main(accelerator: "Accelerator", function: Callable[[], T]) -> T:

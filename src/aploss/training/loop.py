@@ -1,10 +1,12 @@
 """The training loop: steps, metrics, validation, checkpoints, and stopping rules."""
 
 import itertools
+import json
+import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -13,24 +15,21 @@ import msgspec
 import torch
 from accelerate.utils import gather_object
 
-from aploss.data.loader import Batch, TrainingBatches
+from aploss.data.loader import TrainingBatches
 from aploss.detectors.checkpoint import Checkpoint, TrainingState, wrap_untrusted
-from aploss.errors import AplossError, DataError, RunError
+from aploss.errors import AplossError, DataError, RunError, listed
 from aploss.evaluation import METRICS
-from aploss.training.callbacks import Callbacks, Progress
+from aploss.files import write_text
+from aploss.reports.run_files import read_json_lines
+from aploss.training.callbacks import Callback, Progress, RowFunction, describe_row
 from aploss.training.config import TrainConfig
-from aploss.training.distributed import (
-    StopSignals,
-    TrainingInterruptedError,
-    capture_random_state,
-    on_main,
-    restore_random_state,
-    sum_over_processes,
-)
-from aploss.training.evaluate import detect_split, draw_detections
-from aploss.training.run_folder import MetricsLog, RunFolder
-from aploss.training.splits import RunData, fingerprint_changes
-from aploss.training.step import BadNumbers, DivergedError, Stepper, non_finite_weight
+from aploss.training.distributed import StopSignals, TrainingInterruptedError, on_main
+from aploss.training.run_folder import RunFolder
+from aploss.training.splits import RunData, detect_split, draw_detections, fingerprint_changes
+from aploss.training.step import DivergedError, Report, Stepper, any_rank
+
+SHOWN_IMAGES = 8
+BAD_NUMBERS = "bad_numbers.jsonl"
 
 
 @dataclass
@@ -64,18 +63,6 @@ class LoopState:
             raise ValueError(f"negative step or time: {state.step}, {state.seconds}")
         return state
 
-    def add_to_window(self, values: dict[str, float]) -> None:
-        """Adds the values of a step to the next row of metrics."""
-        for name, value in values.items():
-            self.window[name] = self.window.get(name, 0.0) + value
-        self.window_steps += 1
-
-    def take_window(self) -> dict[str, float]:
-        """Returns the means since the last row of metrics and resets the sums."""
-        means = {name: total / self.window_steps for name, total in self.window.items()}
-        self.window, self.window_steps = {}, 0
-        return means
-
     def add_validation(self, metrics: dict[str, Any], metric: str) -> None:
         """Records a validation and whether it is the best so far."""
         self.validated_step = self.step
@@ -85,12 +72,6 @@ class LoopState:
             self.validations_since_best = 0
         else:
             self.validations_since_best += 1
-
-    def continue_if(self, *, more_steps: bool, max_minutes: float | None) -> None:
-        """Resumes a training that stopped at a length or time limit which has been raised since."""
-        more_time = max_minutes is None or self.seconds < 60 * max_minutes
-        if (self.stopped_by == "length" and more_steps) or (self.stopped_by == "minutes" and more_time):
-            self.stopped_by = None
 
 
 class Loop:
@@ -104,19 +85,18 @@ class Loop:
         data: RunData,
         folder: RunFolder,
         progress: Progress,
-        callbacks: Callbacks,
+        callbacks: Sequence[RowFunction],
         workers: int,
     ) -> None:
-        self.config, self.stepper, self.batches = config, stepper, batches
-        self.data, self.images, self.validation = data, data.train, data.validation
-        self.folder, self.progress, self.callbacks, self.accelerator = folder, progress, callbacks, stepper.accelerator
-        self.workers = workers
+        self.config, self.stepper, self.batches, self.data, self.workers = config, stepper, batches, data, workers
+        self.folder, self.progress, self.accelerator = folder, progress, stepper.accelerator
+        self.is_main = self.accelerator.is_main_process
+        self.callbacks = callbacks if self.is_main else ()
         self.state = LoopState()
+        self.started: list[Callback] = []
+        self._detector_config = stepper.evaluated.config
         self.total_steps = stepper.schedule.total_steps
         self._validate_every = stepper.schedule.steps(config.validation.every, config.validation.unit)
-        self._log: MetricsLog | None = None
-        self._known_unreadable: set[int] = set()  # training images of this rank
-        self._unreadable_now: set[str] = set()  # of all ranks, since the run was started or resumed
 
     def run(self, signals: StopSignals) -> None:
         """Trains from the current state to the end.
@@ -125,39 +105,51 @@ class Loop:
             TrainingInterruptedError: after Ctrl-C or SIGTERM; the run is saved.
             DivergedError: after too many steps with NaN or Inf; the last good checkpoint is kept.
         """
-        if self.accelerator.is_main_process:
-            self._log = MetricsLog(self.folder.path, step=self.state.step)
-            self.callbacks.start(self.config, self.folder.path, self.state.step)
-        self._resumed_at, self._seconds_before = time.monotonic(), self.state.seconds
-        self._saved_at = self._row_at = self._resumed_at
-        self.progress.begin(self.total_steps, self.state.step)
+        state = self.state
+        if self.is_main:
+            for file in (self.folder.metrics_file, self.folder.path / BAD_NUMBERS):
+                if file.is_file():  # rows after the checkpoint will be written again
+                    rows = [row for row in read_json_lines(file) if isinstance(row.get("step"), int)]
+                    kept = [row for row in rows if row["step"] <= state.step]
+                    write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
+            for callback in self.callbacks:
+                if isinstance(callback, Callback):
+                    callback.on_start(self.config, self.folder.path, state.step)
+                    self.started.append(callback)
+        self._saved_at = self._row_at = time.monotonic()
+        self._began = time.monotonic() - state.seconds
+        self._task = self.progress.add_task("training", total=self.total_steps, completed=state.step, text="")
         try:
             with signals.deferred():
                 self._steps(signals)
         finally:
-            self.progress.end()
+            self.progress.remove_task(self._task)
 
     def _steps(self, signals: StopSignals) -> None:
-        state, accumulate, limit = self.state, self.config.batches.accumulate, self.config.max_minutes
+        state, config = self.state, self.config
         self._validate_and_save()  # the run may have been interrupted before a validation
-        with closing(self.batches.endless(state.step * accumulate)) as batches:
+        with closing(self.batches.endless(state.step * config.batches.accumulate)) as batches:
             while state.stopped_by is None:
-                self.stepper.step(state.step, self._fetch(batches))
-                self._after_step()
-                late = limit is not None and state.seconds >= 60 * limit
-                news = len(self.batches.unreadable) > len(self._known_unreadable)
-                # All ranks act on a signal, time limit or unreadable image of any rank.
-                interrupted, out_of_time, unreadable = sum_over_processes(
-                    self.accelerator, [signals.requested, late, news]
-                )
-                if unreadable:
-                    self._exchange_unreadable()
+                with self.saved_on_failure():
+                    fetched = list(itertools.islice(batches, config.batches.accumulate))
+                if threading.current_thread() is threading.main_thread():
+                    # torch's handler raises for a dead worker wherever the program is, such as in the middle of a
+                    # step; the loader itself notices when the next batch is fetched.
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                self.stepper.step(state.step, fetched)
+                state.step += 1
+                state.seconds = time.monotonic() - self._began
+                self.progress.advance(self._task)
+                if state.step % config.log_steps == 0 or state.step == self.total_steps:
+                    self._write_training_row()
+                late = config.max_minutes is not None and state.seconds >= 60 * config.max_minutes
+                # All ranks act on a signal or time limit of any rank.
+                interrupted, out_of_time = any_rank(self.accelerator, signals.requested, late)
                 if state.step >= self.total_steps:
                     state.stopped_by = "length"
                 elif out_of_time:
                     state.stopped_by = "minutes"
-                    self._record_results()
-                    if state.step < self.config.log_steps and state.window_steps:  # or there would be no curve
+                    if state.step < config.log_steps:  # or there would be no curve
                         self._write_training_row()
                 elif interrupted:
                     self.save()
@@ -167,28 +159,20 @@ class Loop:
                     )
                 self._validate_and_save()
 
-    def _fetch(self, batches: Iterator[Batch]) -> list[Batch]:
-        """Returns the batches of a step."""
-        with self.saved_on_failure():
-            fetched = list(itertools.islice(batches, self.config.batches.accumulate))
-        if threading.current_thread() is threading.main_thread():
-            # torch's handler raises for a dead worker wherever the program is, such as in the middle of a step; the
-            # loader itself notices when the next batch is fetched.
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        return fetched
-
     @contextmanager
     def saved_on_failure(self) -> Iterator[None]:
-        """A block between two steps, which saves the run if it fails: a killed data loader worker, lack of memory."""
+        """A block between two steps, which saves the run if it fails: a killed data loader worker, lack of memory.
+
+        One of several processes cannot save without the others: its run resumes from the last checkpoint.
+        """
         try:
             yield
         except (RuntimeError, ConnectionError, EOFError) as error:  # the last two if a worker dies while sending
-            if isinstance(error, AplossError):
+            if isinstance(error, AplossError) or self.accelerator.num_processes > 1:
                 raise
             self.save()
-            reason = " ".join(str(error).split())[:300]
             raise RunError(
-                f"stopped at step {self.state.step}: {reason}; everything is saved; "
+                f"stopped at step {self.state.step}: {' '.join(str(error).split())[:300]}; everything is saved; "
                 f"resume with: {self.folder.resume_command}"
             ) from error
 
@@ -197,215 +181,203 @@ class Loop:
         """Completed epochs, fractional."""
         return round(self.state.step / self.stepper.schedule.steps_per_epoch, 4)
 
-    @property
-    def _seconds(self) -> float:
-        return self._seconds_before + time.monotonic() - self._resumed_at
-
-    def _after_step(self) -> None:
-        state = self.state
-        state.step += 1
-        state.seconds = self._seconds
-        self.progress.step(state.step)
-        if state.step % self.config.log_steps == 0 or state.step == self.total_steps:
-            self._record_results()
-            if state.window_steps:
-                self._write_training_row()
-
     def _record_results(self) -> None:
         """Reads the results of the steps since the last call, for which the host waits for a GPU."""
+        state, images = self.state, self.data.train
         for result in self.stepper.take_results():
             if result.bad is not None:
                 self._report_bad(result.bad)
             else:
-                self.state.bad_in_a_row = 0
-            if result.counts:
-                self.state.add_to_window({**result.losses, "gradient_norm": result.gradient_norm})
+                state.bad_in_a_row = 0
+            if result.means is not None:
+                state.window = {name: state.window.get(name, 0.0) + value for name, value in result.means.items()}
+                state.window_steps += 1
+        shares = gather_object([self.batches.unreadable])
+        unreadable = {index: reason for share in shares for index, reason in share.items()}
+        self.note_unreadable({str(images.image_path(index)): reason for index, reason in unreadable.items()})
+        if len(unreadable) > self.config.batches.max_unreadable * len(images):
+            self.batches.unreadable.clear()
+            self.save()
+            raise DataError(
+                f"training stopped at step {state.step}: {len(unreadable)} of {len(images)} training images cannot be "
+                f"read, more than batches.max_unreadable; the first: {next(iter(unreadable.values()))}; everything is "
+                f"saved: repair the data, then resume with: {self.folder.resume_command} --splits.accept-changed true"
+            )
+
+    def note_unreadable(self, images: dict[str, str]) -> None:
+        """Warns once about each image that cannot be read (path → reason)."""
+        for path, reason in images.items():
+            if path not in self.state.unreadable:
+                self.state.unreadable[path] = reason
+                self.progress.warn(f"step {self.state.step}: {reason}; the image is left out")
 
     def _write_training_row(self) -> None:
-        images = self.state.window_steps * self.batches.batch_size * self.config.batches.accumulate
-        means = self.state.take_window()
-        now = time.monotonic()
+        self._record_results()
+        state, now = self.state, time.monotonic()
+        if not state.window_steps:
+            return
+        images = state.window_steps * self.batches.batch_size * self.config.batches.accumulate
+        means = {name: total / state.window_steps for name, total in state.window.items()}
+        state.window, state.window_steps = {}, 0
         self._add_row(
             {
                 "kind": "train",
-                "step": self.state.step,
+                "step": state.step,
                 "epoch": self.epoch,
                 "loss": means["classification"] + means["box"],
                 **means,
-                "lr": self.stepper.learning_rate(self.state.step - 1),
+                "lr": self.stepper.optimizer.param_groups[0]["lr"],
                 "images_per_second": round(images / max(now - self._row_at, 1e-9), 2),
-                "seconds": round(self.state.seconds, 3),
+                "seconds": round(state.seconds, 3),
             }
         )
         self._row_at = now
 
     def _add_row(self, row: dict[str, Any]) -> None:
-        if self._log is not None:
-            self._log.add(row)
-            self.callbacks.call("on_validation" if row["kind"] == "validation" else "on_log", row)
-        self.progress.row(row)
+        self._append(self.folder.metrics_file.name, row)
+        for callback in self.callbacks:
+            callback(row)
+        if row["kind"] == "validation":
+            self.progress.note(f"step {row['step']}/{self.total_steps}  {describe_row(row)}")
+        else:
+            self.progress.show(self._task, describe_row(row))
 
-    def _report_bad(self, bad: BadNumbers) -> None:
-        self.state.bad_in_a_row += 1
-        self.state.bad_steps += 1
-        self.progress.warn(f"{bad}; the step is skipped")
-        if self._log is not None:
-            self._log.add(bad.as_row(), MetricsLog.BAD)
-        if self.state.bad_in_a_row >= self.config.bad_steps:
+    def _append(self, file: str, row: dict[str, Any]) -> None:
+        if self.is_main:
+            with (self.folder.path / file).open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(row) + "\n")
+
+    def _report_bad(self, bad: Report) -> None:
+        state = self.state
+        state.bad_in_a_row += 1
+        state.bad_steps += 1
+        text = f"step {bad['step']}: {bad['what']} is NaN or Inf ({bad['detail']})"
+        text += f"; images: {listed(bad['images'], SHOWN_IMAGES)}"
+        self.progress.warn(f"{text}; the step is skipped")
+        self._append(BAD_NUMBERS, bad)
+        if state.bad_in_a_row >= self.config.bad_steps:
             raise DivergedError(
-                f"training stopped after {self.state.bad_in_a_row} consecutive steps with NaN or Inf, the last: {bad}; "
+                f"training stopped after {state.bad_in_a_row} consecutive steps with NaN or Inf, the last: {text}; "
                 f"{self._kept_checkpoint()}; try a lower optimizer.learning_rate or optimizer.clip_norm, or precision "
                 "float32"
             )
 
     def _kept_checkpoint(self) -> str:
-        last = self.folder.checkpoints.last
+        last = self.folder.last
         return f"the last good checkpoint is {last}" if last.is_file() else "no checkpoint was saved"
 
-    def _exchange_unreadable(self) -> None:
-        """Shares with all ranks which images could not be read in the last step."""
-        new = {
-            str(self.images.image_path(index)): reason
-            for index, reason in self.batches.unreadable.items()
-            if index not in self._known_unreadable
-        }
-        self._known_unreadable = set(self.batches.unreadable)
-        shares = gather_object([new])
-        all_new = {path: reason for share in shares for path, reason in share.items()}
-        self.note_unreadable(all_new, "replaced by the next image of the epoch")
-        self._unreadable_now |= all_new.keys()
-        found, share = len(self._unreadable_now), self.config.batches.max_unreadable
-        if found > share * len(self.images):
-            self.save()
-            raise DataError(
-                f"training stopped at step {self.state.step}: {found} of {len(self.images)} training images cannot be "
-                f"read, more than batches.max_unreadable ({share:g}); the first: "
-                f"{next(iter(self.state.unreadable.values()))}; everything is saved: repair the data, "
-                f"then resume with: {self.folder.resume_command} --splits.accept-changed true"
-            )
-
-    def note_unreadable(self, images: dict[str, str], consequence: str) -> None:
-        """Warns once about each image that cannot be read (path → reason)."""
-        for path, reason in images.items():
-            if path not in self.state.unreadable:
-                self.state.unreadable[path] = reason
-                self.progress.warn(f"step {self.state.step}: {reason}; {consequence}")
-                if self._log is not None:
-                    row = {"step": self.state.step, "image": path, "reason": reason}
-                    self._log.add(row, MetricsLog.UNREADABLE)
-
-    def _check_changes(self, training: TrainingState, data: dict[str, dict[str, Any]], processes: int) -> None:
-        """Raises RunError if data or processes differ from the checkpoint and the difference is not accepted."""
-        state = self.state
-        changes = fingerprint_changes(state.data, data) if state.data is not None else []
-        if training.images != len(self.images) and not changes:
-            changes = [f"{training.images} training images, now {len(self.images)}"]
-        if changes and not self.config.splits.accept_changed:
-            raise RunError(
-                f"the data have changed since {self.folder.path} was started: {'; '.join(changes)}; restore them, "
-                f"accept that with --splits.accept-changed true, or start a new run from these weights with "
-                f"--model.weights {self.folder.checkpoints.last} --out NEW"
-            )
-        if state.data is None:
-            self.progress.note("the run is from an older version, which did not record whether its data change")
-        if state.processes not in (None, processes):
-            changes.append(f"{state.processes} processes, now {processes}")
-        for change in changes:
-            self.progress.warn(f"step {state.step}: resumed with a change: {change}")
-        state.changes += [f"step {state.step}: {change}" for change in changes]
-        state.data, state.processes = data, processes
-
     def _validate_and_save(self) -> None:
-        state = self.state
+        state, config = self.state, self.config
         due = state.step > 0 and (state.step % self._validate_every == 0 or state.stopped_by)
-        validates = bool(self.validation and due and state.validated_step != state.step)
+        validates = bool(self.data.validation and due and state.validated_step != state.step)
         if validates:
             self._validate()
-        if validates or state.stopped_by or self._checkpoint_is_due():
+        by_steps = state.step > 0 and config.checkpoint_steps is not None and state.step % config.checkpoint_steps == 0
+        minutes = config.checkpoint_minutes
+        by_time = state.step > 0 and minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+        if validates or state.stopped_by or by_steps or by_time:
             self.save()
         # After last.pt, from which restore() can rewrite it if the process is killed in between.
         if validates and state.best_step == state.step:
             self._save_best()
 
     def _validate(self) -> None:
-        assert self.validation is not None
         self._record_results()
-        state, settings, split, detector = self.state, self.config.validation, self.validation, self.stepper.evaluated
+        state, settings, split = self.state, self.config.validation, self.data.validation
+        detector = self.stepper.evaluated
+        assert split is not None
         with self.saved_on_failure(), self.progress.images("validating") as show:
-            found = detect_split(
+            split.detections = detect_split(
                 detector, split, self.accelerator, batch_size=settings.batch_size, workers=self.workers, on_images=show
             )
-        split.validated = (state.step, found)
-        self.note_unreadable(split.unreadable, f"left out of {split.name}")
-        metrics = on_main(self.accelerator, lambda: split.measure(found, detector).as_dict())
+        split.step = state.step
+        self.note_unreadable(split.unreadable)
+        metrics = on_main(self.accelerator, lambda: split.measure(split.table, detector).as_dict())
         state.add_validation(metrics, settings.metric)
-        row = {"kind": "validation", "step": state.step, "epoch": self.epoch, "seconds": round(self._seconds, 3)}
+        row = {"kind": "validation", "step": state.step, "epoch": self.epoch}
+        row["seconds"] = round(time.monotonic() - self._began, 3)
         self._add_row({**row, **{name: metrics[name] for name in METRICS if name in metrics}})
-        if found is not None and self.callbacks.want_pictures:
-            self.callbacks.call("on_picture", draw_detections(split, found, detector.class_names), state.step)
+        listeners = [one for one in self.started if type(one).on_picture is not Callback.on_picture]
+        if listeners:
+            picture = draw_detections(split, split.table, detector.class_names)
+            for callback in listeners:
+                callback.on_picture(picture, state.step)
         self._row_at = time.monotonic()  # validation does not count for the speed of the next row
         if settings.patience is not None and state.validations_since_best >= settings.patience:
             state.stopped_by = state.stopped_by or "patience"
-
-    def _checkpoint_is_due(self) -> bool:
-        steps, minutes = self.config.checkpoint_steps, self.config.checkpoint_minutes
-        by_steps = steps is not None and self.state.step % steps == 0
-        by_time = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
-        return self.state.step > 0 and (by_steps or by_time)
 
     def save(self) -> None:
         """Writes ``last.pt``, everything needed to resume; DivergedError if a weight is NaN or Inf."""
         self._record_results()
         self._saved_at = time.monotonic()
-        detector = self.stepper.evaluated
-        name = non_finite_weight(detector)  # the same on every rank
-        if name is not None:
-            kept = self._kept_checkpoint()
-            raise DivergedError(
-                f"step {self.state.step}: the weight {name} is NaN or Inf; {kept}; try a lower optimizer.learning_rate"
-            )
-        if self._log is None:
+        detector, state = self.stepper.evaluated, self.state
+        for name, value in detector.state_dict().items():  # the same on every rank
+            if value.is_floating_point() and not bool(value.isfinite().all()):
+                raise DivergedError(
+                    f"step {state.step}: the weight {name} is NaN or Inf; {self._kept_checkpoint()}; try a lower "
+                    "optimizer.learning_rate"
+                )
+        if not self.is_main:
             return
-        self._log.flush_to_disk()
-        self.state.seconds = self._seconds
+        if self.folder.metrics_file.is_file():  # its rows must survive a power cut, since the checkpoint counts on them
+            with self.folder.metrics_file.open("rb+") as file:
+                os.fsync(file.fileno())
+        state.seconds = time.monotonic() - self._began
         training = TrainingState(
-            loop=asdict(self.state),
-            **self.stepper.state(),
-            random=capture_random_state(),
-            images=len(self.images),
-            threads=torch.get_num_threads(),
+            loop=asdict(state), **self.stepper.state(), images=len(self.data.train), threads=torch.get_num_threads()
         )
-        self.folder.checkpoints.write(Checkpoint.of(detector, training=training))
+        last = Checkpoint(config=self._detector_config, weights=detector.state_dict(), training=training)
+        last.write(self.folder.last)
 
     def _save_best(self) -> None:
         """Writes ``best.pt`` with the current weights, if it will be evaluated."""
-        if self.accelerator.is_main_process and self.config.evaluation.checkpoint == "best":
+        if self.is_main and self.config.evaluation.checkpoint == "best":
             state = self.state
-            self.folder.checkpoints.write(
-                Checkpoint.of(self.stepper.evaluated, step=state.best_step, metrics=state.best_metrics)
-            )
+            best = Checkpoint.of(self.stepper.evaluated, step=state.best_step, metrics=state.best_metrics)
+            best.write(self.folder.best)
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Restores the state in which ``last.pt`` was written.
+    def restore(self, checkpoint: Checkpoint, data: dict[str, dict[str, Any]]) -> None:
+        """Restores the state in which ``last.pt`` was written; ``data`` are the present fingerprints.
 
         Raises:
             RunError: if the data have changed, unless ``splits.accept_changed`` is set, or the checkpoint does not fit
                 the config.
         """
-        training, checkpoints = checkpoint.training, self.folder.checkpoints
+        training, folder = checkpoint.training, self.folder
         assert training is not None
-        fingerprints, processes = self.state.data or {}, self.accelerator.num_processes
-        with wrap_untrusted(checkpoints.last):
-            self.state = LoopState.from_dict(training.loop)
+        with wrap_untrusted(folder.last):
+            self.state = state = LoopState.from_dict(training.loop)
             self.stepper.load_state(training, checkpoint.weights)
-            restore_random_state(training.random)
-        self._check_changes(training, fingerprints, processes)
+        self._accept_changes(training, data)
         if training.threads != (now := torch.get_num_threads()):
             self.progress.note(
                 f"the run was started with {training.threads} threads, now {now}: results may differ in the last digits"
             )
-        if self.accelerator.is_main_process and self.state.best_step == self.state.step > 0:
-            saved = Checkpoint.read(checkpoints.best).step if checkpoints.best.is_file() else None
-            if saved != self.state.step:
+        if self.is_main and state.best_step == state.step > 0:
+            saved = Checkpoint.read(folder.best).step if folder.best.is_file() else None
+            if saved != state.step:
                 self._save_best()  # killed after last.pt was written, before best.pt was
-        self.state.continue_if(more_steps=self.state.step < self.total_steps, max_minutes=self.config.max_minutes)
+        # A length or time limit at which the run stopped may have been raised since.
+        limit = self.config.max_minutes
+        more = {"length": state.step < self.total_steps, "minutes": limit is None or state.seconds < 60 * limit}
+        if more.get(str(state.stopped_by)):
+            state.stopped_by = None
+
+    def _accept_changes(self, training: TrainingState, data: dict[str, dict[str, Any]]) -> None:
+        """Raises RunError if data differ from the checkpoint and the difference is not accepted."""
+        state, folder, processes = self.state, self.folder, self.accelerator.num_processes
+        changes = fingerprint_changes(state.data, data) if state.data is not None else []
+        if training.images != len(self.data.train) and not changes:
+            changes = [f"{training.images} training images, now {len(self.data.train)}"]
+        if changes and not self.config.splits.accept_changed:
+            raise RunError(
+                f"the data have changed since {folder.path} was started: {'; '.join(changes)}; restore them, accept "
+                "that with --splits.accept-changed true, or start a new run from these weights with --model.weights "
+                f"{folder.last} --out NEW"
+            )
+        if state.processes not in (None, processes):
+            changes.append(f"{state.processes} processes, now {processes}")
+        for change in changes:
+            self.progress.warn(f"step {state.step}: resumed with a change: {change}")
+        state.changes += [f"step {state.step}: {change}" for change in changes]
+        state.data, state.processes = data, processes

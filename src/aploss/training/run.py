@@ -3,9 +3,10 @@
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -19,8 +20,9 @@ from aploss.detectors import build_detector
 from aploss.detectors.checkpoint import Checkpoint, wrap_untrusted
 from aploss.detectors.detector import Detector
 from aploss.errors import ConfigError, RunError
+from aploss.files import write_json
 from aploss.reports.run_files import read_json_lines
-from aploss.training.callbacks import Callback, Callbacks, Progress, RowCallback, make_tracker
+from aploss.training.callbacks import Progress, RowFunction, make_tracker
 from aploss.training.config import TrainConfig
 from aploss.training.distributed import (
     StopSignals,
@@ -32,18 +34,17 @@ from aploss.training.distributed import (
     on_main,
     seeded,
     start_accelerator,
-    sum_over_processes,
     was_restarted,
 )
-from aploss.training.evaluate import evaluate_run
 from aploss.training.loop import Loop
 from aploss.training.run_folder import RunFolder, Summary, default_folder, describe_environment
 from aploss.training.schedule import Schedule
-from aploss.training.splits import RunData, load_run_data
-from aploss.training.step import Stepper
+from aploss.training.splits import RunData, evaluate_run, load_run_data
+from aploss.training.step import Stepper, any_rank
 
 TOTAL_CACHED_VIEWS = 2000  # a minute of a CPU core; with few images each gets many views
 MIN_CACHED_VIEWS, MAX_CACHED_VIEWS = 2, 12
+STOPPED_BY = {"patience": "no better validation: validation.patience", "minutes": "time limit: --max-minutes"}
 
 
 def train(
@@ -51,8 +52,7 @@ def train(
     *,
     resume: bool = False,
     quiet: bool = True,
-    on_progress: Callable[[dict[str, Any]], Any] | None = None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[RowFunction] = (),
     source: DataFormat | None = None,
 ) -> Summary:
     """Trains, evaluates and reports one run.
@@ -66,9 +66,8 @@ def train(
             no run, one is started. Implied for a process restarted by ``torchrun --max-restarts`` or
             ``sbatch --requeue``.
         quiet: show only warnings; otherwise a progress bar on a terminal, lines elsewhere.
-        on_progress: called on rank 0 with every row of metrics.
-        callbacks: called on rank 0 at the start, for rows of metrics, validations, and at the end; see
-            :class:`~aploss.training.Callback`.
+        callbacks: called on rank 0: functions with every row of metrics, objects of
+            :class:`~aploss.training.Callback` also at the start and at the end.
         source: the dataset of ``config.data`` if :func:`~aploss.data.find_source` has found it already.
 
     Returns:
@@ -86,25 +85,25 @@ def train(
     deterministic = device.type == "cpu" if config.deterministic is None else config.deterministic
     folder = RunFolder(config.out or default_folder(config))
     resume = resume or was_restarted()
-    observers = [] if on_progress is None else [RowCallback(on_progress)]
     with ExitStack() as stack:
         accelerator = stack.enter_context(start_accelerator(device, advice=f"resume with: {folder.resume_command}"))
         stack.enter_context(seeded(config.seed, deterministic=deterministic))
         signals = stack.enter_context(StopSignals("stopped before the first step"))
-        progress = Progress(quiet=quiet, is_main=accelerator.is_main_process)
+        progress = stack.enter_context(Progress(quiet=quiet, is_main=accelerator.is_main_process))
         finished = on_main(accelerator, lambda: _finished(config, folder)) if resume else None
         if finished is not None:
             progress.note(f"{folder.path} is already finished")
             return finished
-        wanted = [*make_tracker(config.tracker), *observers, *callbacks]  # on all ranks, which must fail together
-        listeners = Callbacks(wanted if accelerator.is_main_process else [])
-        loop = _open_run(config, folder, accelerator, progress, listeners, resume=resume, source=source, stack=stack)
-        stack.callback(listeners.end, None)  # has no effect after the one below
+        callbacks = [*make_tracker(config.tracker), *callbacks]  # on all ranks, which must fail together
+        loop = _open_run(config, folder, accelerator, progress, callbacks, resume=resume, source=source, stack=stack)
         _print_overview(loop)
-        loop.run(signals)
-        progress.note(_why_stopped(loop))
-        summary = _evaluate(loop, signals)
-        listeners.end(summary.as_dict())
+        summary = None
+        try:
+            loop.run(signals)
+            summary = _evaluate(loop, signals)
+        finally:
+            for callback in loop.started:
+                callback.on_end(None if summary is None else asdict(summary))
     return summary
 
 
@@ -123,7 +122,7 @@ def _open_run(
     folder: RunFolder,
     accelerator: Accelerator,
     progress: Progress,
-    listeners: Callbacks,
+    callbacks: Sequence[RowFunction],
     *,
     resume: bool,
     source: DataFormat | None,
@@ -137,8 +136,7 @@ def _open_run(
             return config, None, False
         stack.enter_context(folder.locked())
         resumed = folder.resumed_config(config)
-        checkpoint = folder.checkpoints.load_last() if folder.checkpoints.last.is_file() else None
-        return resumed, checkpoint, folder.is_extended_by(resumed)
+        return resumed, folder.load_last() if folder.last.is_file() else None, folder.is_extended_by(resumed)
 
     def create() -> None:
         # Only now, so that a run that cannot start leaves nothing behind.
@@ -147,16 +145,17 @@ def _open_run(
             folder.create(loop.config)
 
     config, checkpoint, is_longer = on_main(accelerator, lock_and_read)
-    with wrap_untrusted(folder.checkpoints.last):
+    with wrap_untrusted(folder.last):
         names = None if checkpoint is None else tuple(map(str, checkpoint.config["class_names"]))
     # Rank 0 first, because it generates the built-in data.
     data = main_first(accelerator, lambda: load_run_data(config, source, class_names=names))
-    loop = _make_loop(config, data, accelerator, folder, progress, listeners, checkpoint)
-    loop.state.data, loop.state.processes = on_main(accelerator, data.fingerprints), accelerator.num_processes
+    loop = _make_loop(config, data, accelerator, folder, progress, callbacks, checkpoint)
+    fingerprints = on_main(accelerator, data.fingerprints)
     if checkpoint is None:
+        loop.state.data, loop.state.processes = fingerprints, accelerator.num_processes
         on_main(accelerator, create)
         return loop
-    loop.restore(checkpoint)
+    loop.restore(checkpoint, fingerprints)
     step = loop.state.step
     if is_longer:
         if loop.total_steps <= step:
@@ -174,7 +173,7 @@ def _make_loop(
     accelerator: Accelerator,
     folder: RunFolder,
     progress: Progress,
-    callbacks: Callbacks,
+    callbacks: Sequence[RowFunction],
     checkpoint: Checkpoint | None,
 ) -> Loop:
     """Builds everything that trains: batches, detector, optimizer, schedule."""
@@ -205,13 +204,11 @@ def _make_loop(
         pinned=accelerator.device.type == "cuda",
     )
     schedule = Schedule(config.schedule, batches.batches_per_epoch / config.batches.accumulate)
-    if schedule.warmup_steps < config.schedule.warmup_steps:
-        progress.note(
-            f"warmup    {schedule.warmup_steps} steps, a tenth of the training, instead of "
-            f"{config.schedule.warmup_steps} (--schedule.warmup-steps sets it)"
-        )
+    wanted, warmup = config.schedule.warmup_steps, schedule.warmup_steps
+    if warmup < wanted:
+        progress.note(f"warmup    {warmup} steps, a tenth of the training, instead of {wanted}")
     # The config states what runs, also in config.yaml.
-    exact = replace(config.schedule, warmup_steps=schedule.warmup_steps, exact_warmup=True)
+    exact = replace(config.schedule, warmup_steps=warmup, exact_warmup=True)
     config, schedule = replace(config, schedule=exact), replace(schedule, config=exact)
     stepper = Stepper(config, detector, schedule, accelerator, lambda index: data.train.image_path(index).name)
     return Loop(config, stepper, batches, data, folder, progress, callbacks, workers)
@@ -267,38 +264,23 @@ def _digest(body: torch.nn.Module, *others: torch.Tensor) -> str:
 def _print_overview(loop: Loop) -> None:
     """Prints the data, detector and schedule of the run."""
     config, data, note, detector = loop.config, loop.data, loop.progress.note, loop.stepper.detector
-    sizes = [f"{len(data.train)} images to train on"]
     others = {"validation": data.validation, "evaluation": data.evaluation}
-    sizes += [f"{len(split.dataset)} for {word} ({split.name})" for word, split in others.items() if split is not None]
+    sizes = [f"{len(split.dataset)} for {word} ({split.name})" for word, split in others.items() if split is not None]
+    sizes = [f"{len(data.train)} images to train on", *sizes]
     note(f"data      {data.train.name}: {', '.join(sizes)}; {len(detector.class_names)} classes")
     if data.train.problems:
         note(f"          {len(data.train.problems)} problems found: aploss data check lists them")
     for remark in data.remarks:
         note(f"          {remark}")
-    device, gpus, processes = loop.accelerator.device, torch.cuda.device_count(), loop.accelerator.num_processes
-    where = f"{device}" + (f", {processes} processes" if processes > 1 else "")
+    device, processes = loop.accelerator.device, loop.accelerator.num_processes
     note(f"detector  {detector.name}, {_parameters(detector) / 1e6:.1f} M parameters, loss {config.loss}")
-    note(f"training  {loop.total_steps} steps of {loop.batches.batch_size} images on {where}")
+    note(f"training  {loop.total_steps} steps of {loop.batches.batch_size} images on {processes} x {device}")
     if config.precision == "bfloat16" and emulates_bfloat16(device):
         loop.progress.warn(
             "          this CPU has no bfloat16 instructions, and emulates them about ten times slower than float32: "
             "use --precision float32"
         )
-    if device.type == "cuda" and gpus > processes == 1:
-        note(f"          {gpus} GPUs available: use all with torchrun --nproc-per-node {gpus} -m aploss")
-    resumed = f", resumed at step {loop.state.step}" if loop.state.step > 0 else ""
-    note(f"run       {loop.folder.path}{resumed}")
-
-
-def _why_stopped(loop: Loop) -> str:
-    state, at = loop.state, f"stopped at step {loop.state.step} of {loop.total_steps}"
-    if state.stopped_by == "patience":
-        waited = f"no better {loop.config.validation.metric} in {state.validations_since_best} validations"
-        return f"{at}: {waited} since step {state.best_step} (validation.patience)"
-    if state.stopped_by == "minutes":
-        limit = f"the time limit of {loop.config.max_minutes:g} minutes is reached"
-        return f"{at}: {limit}; continue with: {loop.folder.resume_command} --max-minutes N"
-    return f"finished: {state.step} steps"
+    note(f"run       {loop.folder.path}" + (f", resumed at step {loop.state.step}" if loop.state.step else ""))
 
 
 def _evaluate(loop: Loop, signals: StopSignals) -> Summary:
@@ -306,20 +288,20 @@ def _evaluate(loop: Loop, signals: StopSignals) -> Summary:
     from aploss.reports.run_report import write_run_report
 
     def write() -> None:
-        summary.write(folder.summary_file)
+        write_json(folder.summary_file, asdict(summary))
         write_run_report(folder.path, images=data.train.root)
 
-    folder, progress, data = loop.folder, loop.progress, loop.data
+    folder, progress, data, state = loop.folder, loop.progress, loop.data, loop.state
+    reason = f" ({STOPPED_BY[state.stopped_by]})" if state.stopped_by in STOPPED_BY else ""
+    progress.note(f"trained for {state.step} of {loop.total_steps} steps{reason}; evaluating")
     signals.message = f"stopped; training is finished, evaluate with: {folder.resume_command}"
-    if any(sum_over_processes(loop.accelerator, [signals.requested])):  # during the last step
+    if any_rank(loop.accelerator, signals.requested)[0]:  # during the last step
         raise TrainingInterruptedError(signals.message)
-    progress.note("evaluating")
     with loop.saved_on_failure():
         measured = evaluate_run(loop.config, folder, loop.accelerator, data, workers=loop.workers, progress=progress)
     for split in data.splits:
-        loop.note_unreadable(split.unreadable, f"left out of {split.name}")
+        loop.note_unreadable(split.unreadable)
     summary = _summarise(loop, measured)
-    progress.note("writing the report")
     on_main(loop.accelerator, write)
     return summary
 
@@ -357,35 +339,32 @@ def make_detector(config: TrainConfig, class_names: tuple[str, ...]) -> Detector
     They follow from the seed alone: runs that differ in the loss start from the same weights, wherever the shapes are
     the same. A softmax loss has one more output channel, so that its other layers would draw other random numbers.
     """
-    detector = _build(config, class_names, config.loss)
-    if detector.uses_softmax:  # the random numbers drawn for its extra column shift the ones of later layers
-        with quiet_weights():  # the report has been logged
-            reference = _build(config, class_names, TrainConfig.loss).state_dict()
-        own = detector.state_dict()
-        shared = {k: v for k, v in reference.items() if k in own and own[k].shape == v.shape}
-        detector.load_state_dict({**own, **shared})
-    return detector
-
-
-def _build(config: TrainConfig, class_names: tuple[str, ...], loss: str) -> Detector:
-    criterion, is_own = config.criterion, loss == config.loss
-    torch.manual_seed(config.seed)
+    criterion = config.criterion
+    own = {"loss_options": criterion.options, "box_weight": criterion.box_weight}
+    build: Any = partial(
+        build_detector,
+        config.detector,
+        class_names=class_names,
+        rank_over=criterion.rank_over,
+        assigner=criterion.assigner,
+        hard_boxes=criterion.hard_boxes,
+        box_loss=criterion.box_loss,
+        weights=config.model.weights,
+        **config.model.architecture,
+    )
     try:
-        return build_detector(
-            config.detector,
-            class_names=class_names,
-            loss=loss,
-            loss_options=criterion.options if is_own else None,
-            rank_over=criterion.rank_over,
-            assigner=criterion.assigner,
-            hard_boxes=criterion.hard_boxes,
-            box_loss=criterion.box_loss,
-            box_weight=criterion.box_weight if is_own else None,
-            weights=config.model.weights,
-            **config.model.architecture,
-        )
+        torch.manual_seed(config.seed)
+        detector: Detector = build(loss=config.loss, **own)
+        if detector.uses_softmax:
+            torch.manual_seed(config.seed)
+            with quiet_weights():  # the report has been logged
+                reference = build(loss=TrainConfig.loss).state_dict()
+            state = detector.state_dict()
+            shared = {key: value for key, value in reference.items() if state[key].shape == value.shape}
+            detector.load_state_dict({**state, **shared})
     except TypeError as error:
         raise ConfigError(f"model.options: {error}") from error
+    return detector
 
 
 @contextmanager

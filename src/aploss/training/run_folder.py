@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,7 +22,6 @@ from aploss.detectors.checkpoint import Checkpoint
 from aploss.errors import ConfigError, RunError
 from aploss.evaluation import HEADLINE_METRICS, METRICS
 from aploss.files import remove_unfinished, write_json, write_text
-from aploss.reports.run_files import read_json_lines
 from aploss.training.config import (
     DEFAULTS_BEFORE_ADDED,
     RESUMABLE_KEYS,
@@ -52,7 +51,10 @@ def default_folder(config: TrainConfig) -> Path:
 
 
 class RunFolder:
-    """The folder of a run, as ``runs/NAME``."""
+    """The folder of a run, as ``runs/NAME``.
+
+    ``last`` holds everything needed to resume the run exactly, ``best`` the detector with the best validation.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -60,7 +62,7 @@ class RunFolder:
         self.summary_file = self.path / "summary.json"
         self.metrics_file = self.path / "metrics.jsonl"
         self.evaluation = self.path / "evaluation"
-        self.checkpoints = Checkpoints(self.path / "checkpoints")
+        self.last, self.best = self.path / "checkpoints/last.pt", self.path / "checkpoints/best.pt"
         self._lock = FileLock(self.path / LOCK_FILE)
         self.resume_command = f"aploss train --resume --out {self.path}"
 
@@ -71,8 +73,7 @@ class RunFolder:
 
     def refuse_if_taken(self) -> None:
         """Raises RunError if a run has saved something here, or something else is in the folder."""
-        saved = self.checkpoints.last, self.checkpoints.best, self.evaluation
-        if self.exists and any(path.exists() for path in saved):
+        if self.exists and any(path.exists() for path in (self.last, self.best, self.evaluation)):
             raise RunError(
                 f"{self.path} already holds a run; add --resume to continue it, or choose another folder with --out"
             )
@@ -160,58 +161,12 @@ class RunFolder:
         if self.is_extended_by(config):
             self._write_config(config)
 
-
-class Checkpoints:
-    """The ``checkpoints/`` folder of a run.
-
-    ``last.pt`` holds everything needed to resume the run exactly, ``best.pt`` the detector with the best validation.
-    Each replaces the one before only when it is completely on the disk. Invalid files raise RunError.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.last, self.best = folder / "last.pt", folder / "best.pt"
-
-    def write(self, checkpoint: Checkpoint) -> None:
-        """Writes ``last.pt`` if the checkpoint has a training state, else ``best.pt``."""
-        checkpoint.write(self.best if checkpoint.training is None else self.last)
-
     def load_last(self) -> Checkpoint:
-        """Reads ``last.pt``."""
+        """Reads ``last.pt``; RunError if it is invalid."""
         checkpoint = Checkpoint.read(self.last)
         if checkpoint.training is None:
             raise RunError(f"{self.last} cannot be resumed from: it has no entry 'training'")
         return checkpoint
-
-    def load_final(self, which: str) -> Checkpoint:
-        """Reads the checkpoint to evaluate: ``"best"`` if there has been a validation, or ``"last"``."""
-        return Checkpoint.read(self.best) if which == "best" and self.best.is_file() else self.load_last()
-
-
-class MetricsLog:
-    """Appends rows to the files of JSON lines in a run folder.
-
-    Rows after the step from which the run continues (0 for a new run) are removed, since they will be written again.
-    """
-
-    METRICS, BAD, UNREADABLE = "metrics.jsonl", "bad_numbers.jsonl", "unreadable_images.jsonl"
-
-    def __init__(self, folder: Path, *, step: int) -> None:
-        self._folder = folder
-        for file in (folder / name for name in (self.METRICS, self.BAD, self.UNREADABLE)):
-            if file.is_file():
-                rows = read_json_lines(file)
-                kept = [row for row in rows if isinstance(row.get("step"), int) and row["step"] <= step]
-                write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
-
-    def add(self, row: dict[str, Any], file: str = METRICS) -> None:
-        """Appends a row, which has a ``step``."""
-        with (self._folder / file).open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(row) + "\n")
-
-    def flush_to_disk(self) -> None:
-        """Makes the rows survive a power cut, before a checkpoint that counts on them is written."""
-        with suppress(FileNotFoundError), (self._folder / self.METRICS).open("rb+") as file:
-            os.fsync(file.fileno())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,14 +221,6 @@ class Summary:
     commit: str | None
     unreadable_images: dict[str, str] = field(default_factory=dict)
     resume_changes: list[str] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Converts to plain values for JSON."""
-        return asdict(self)
-
-    def write(self, path: Path) -> None:
-        """Writes ``summary.json``."""
-        write_json(path, self.as_dict())
 
     @classmethod
     def read(cls, path: Path) -> "Summary":
@@ -332,14 +279,10 @@ def _version(package: str) -> str | None:
 def _commit() -> str | None:
     """Returns the commit of the source tree, with a '+' if it has changes; None for an installed package."""
     source = Path(__file__).resolve().parents[3]
-
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(source), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
+    words = ["git", "-C", str(source), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
     with suppress(OSError, subprocess.CalledProcessError):
         if (source / ".git").exists():
-            return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+            return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
     return None
 
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from aploss.training.config import ScheduleConfig
 
@@ -17,12 +18,12 @@ class Schedule:
         """Converts an amount of epochs or steps to a number of steps, at least one."""
         return max(1, round(amount * (self.steps_per_epoch if unit == "epochs" else 1)))
 
-    @property
+    @cached_property
     def total_steps(self) -> int:
         """Steps of the whole run."""
         return self.steps(self.config.length, self.config.unit)
 
-    @property
+    @cached_property
     def warmup_steps(self) -> int:
         """Steps of the warmup: unless set by the user, at most a tenth of the training; never longer than all of it."""
         wanted, tenth = self.config.warmup_steps, max(1, self.total_steps // 10)

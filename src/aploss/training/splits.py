@@ -1,27 +1,46 @@
-"""Which images a run trains on, is validated on and is evaluated on, and settings that suit them."""
+"""The splits of a run: which images it trains on, and the evaluation of a detector on the others.
 
-from collections.abc import Sequence
+Each set of weights is run on a split once, with the images shared among the ranks, and its detections are matched once.
+"""
+
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from PIL import Image
 
 from aploss.data.annotations import Annotations, DetectionDataset
 from aploss.data.check import fingerprint
 from aploss.data.formats import DataFormat, common_split_name, find_source
+from aploss.data.loader import make_evaluation_loader
+from aploss.detectors.checkpoint import Checkpoint
 from aploss.detectors.detector import Detector
+from aploss.detectors.predict import detect_by_size, evaluation_mode
 from aploss.errors import ConfigError, DataError, RunError, listed
-from aploss.evaluation import DetectionTable, Metrics, coco_metrics
+from aploss.evaluation import METRICS, DetectionTable, Metrics, coco_metrics
+from aploss.evaluation.calibration import calibrate_detections, calibration_report
+from aploss.evaluation.matching import Matches, match_detections, precision_recall_curves
+from aploss.evaluation.metrics import voc_metrics
+from aploss.files import write_json
+from aploss.plotting.pictures import contact_sheet, draw_boxes
+from aploss.reports.run_files import matches_document
+from aploss.training.callbacks import Progress
 from aploss.training.config import TrainConfig
+from aploss.training.distributed import on_main
+from aploss.training.run_folder import RunFolder
 
 NO_SPLIT = "none"
 UNKNOWN = "unknown-class"
 MAX_CPU_SIDE = 320  # of a square with as many pixels as a CPU trains on in reasonable time
 MIN_SIDE = 128
 STRIDE = 32  # images are padded to multiples of it anyway
+DRAWN_IMAGES = 4
 
 
 class Split:
@@ -29,14 +48,15 @@ class Split:
 
     Attributes:
         unreadable: images that were left out because they cannot be read: path → reason.
-        validated: the step whose weights were last evaluated here, and their detections (None except on rank 0).
+        step, detections: of the weights that were last evaluated here; detections are on rank 0 only.
     """
 
     def __init__(self, dataset: DetectionDataset) -> None:
         self.dataset = dataset
         self.name = dataset.split
         self.unreadable: dict[str, str] = {}
-        self.validated: tuple[int, DetectionTable | None] | None = None
+        self.step: int | None = None
+        self.detections: DetectionTable | None = None
 
     @property
     def truth(self) -> Annotations:
@@ -56,10 +76,20 @@ class Split:
             raise DataError(f"no image of the split {self.name} can be read: {list(unreadable.values())[-1]}")
         self.dataset = self.dataset.subset(rest)
 
-    def measure(self, detections: DetectionTable | None, detector: Detector) -> Metrics:
-        """Computes COCO's metrics of the detections on rank 0."""
-        assert detections is not None
+    def measure(self, detections: DetectionTable, detector: Detector) -> Metrics:
+        """Computes COCO's metrics of detections."""
         return coco_metrics(self.truth, detections, max_detections=detector.detections_per_image)
+
+    @property
+    def table(self) -> DetectionTable:
+        """The detections, on rank 0."""
+        assert self.detections is not None
+        return self.detections
+
+    @cached_property
+    def matches(self) -> Matches:
+        """The final detections of a run matched with the objects, on rank 0."""
+        return match_detections(self.truth, self.table)
 
 
 @dataclass(frozen=True)
@@ -69,14 +99,12 @@ class RunData:
     train: DetectionDataset
     validation: Split | None  # for every choice: best checkpoint, calibration, threshold
     evaluation: Split | None  # for the final metrics; may be the validation split
-    held_out: Split | None  # measures the calibration; another split than it is fitted on, if possible
-    remarks: tuple[str, ...]  # about the choice, for the user
+    remarks: Sequence[str]  # about the choice, for the user
 
     @property
     def splits(self) -> list[Split]:
         """The distinct splits to evaluate on."""
-        found = (self.validation, self.evaluation, self.held_out)
-        return list(dict.fromkeys(split for split in found if split is not None))
+        return list(dict.fromkeys(split for split in (self.validation, self.evaluation) if split is not None))
 
     def fingerprints(self) -> dict[str, dict[str, Any]]:
         """Identifies the content of every split, by name; see :func:`~aploss.data.check.fingerprint`."""
@@ -89,16 +117,12 @@ def fingerprint_changes(before: dict[str, dict[str, Any]], now: dict[str, dict[s
 
     Example:
         >>> fingerprint_changes({"train": {"images": 3, "files": "a"}}, {"train": {"images": 2, "files": "b"}})
-        ['split train: 3 images, now 2; other image files']
+        ['split train: other images, files']
     """
     changes = [f"split {name} is {'new' if name in now else 'gone'}" for name in sorted({*before} ^ {*now})]
     for name in (name for name in before if name in now):
-        old, new = before[name], now[name]
-        parts = [f"{old.get(key)} {key}, now {new[key]}" for key in ("images", "boxes") if old.get(key) != new.get(key)]
-        others = {"class_names": "class names", "annotations": "annotations", "files": "image files"}
-        parts += [f"other {others[key]}" for key in others if old.get(key) != new.get(key)]
-        if parts:
-            changes.append(f"split {name}: {'; '.join(parts)}")
+        if others := [key for key in now[name] if before[name].get(key) != now[name][key]]:
+            changes.append(f"split {name}: other {', '.join(others)}")
     return changes
 
 
@@ -154,17 +178,17 @@ def load_run_data(
         if config.evaluation.split is None and evaluation.dataset.num_boxes == 0:
             remarks.append(f"the split {wanted} has no annotations: evaluating on validation instead")
             evaluation = validation
-    held_out = evaluation
-    if evaluation is not None and evaluation is validation and test_name is not None:
-        held_out = load(test_name)
-        held_out = held_out if held_out.dataset.num_boxes else validation
-    remarks += _overlaps(train, [split.dataset for split in (validation, evaluation) if split is not None])
-    remarks += [
-        f"{split.ignored_objects} objects of {split.name} are ignored: their classes are not in the training split"
-        for split in dict.fromkeys((validation, evaluation, held_out))
-        if split is not None and split.ignored_objects
-    ]
-    return RunData(train, validation, evaluation, held_out, tuple(remarks))
+    data = RunData(train, validation, evaluation, remarks)
+    trained = {train.image_path(index) for index in range(len(train))}
+    for split in data.splits:
+        name, paths = split.name, [split.dataset.image_path(index) for index in range(len(split.dataset))]
+        if shared := len(trained.intersection(paths)):
+            remarks.append(
+                f"metrics on {name} are optimistic: {shared} of its {len(paths)} images are also in the training split"
+            )
+        if count := split.ignored_objects:
+            remarks.append(f"{count} objects of {name} are ignored: their classes are not in the training split")
+    return data
 
 
 def load_split(source: DataFormat, split: str, class_names: Sequence[str], *, ignore_unknown: str | None) -> Split:
@@ -221,15 +245,6 @@ def _hold_out(name: str, share: float) -> tuple[str, str]:
     return "+".join(f"{t}[:{kept}]" for t in terms), "+".join(f"{t}[{kept}:]" for t in terms)
 
 
-def _overlaps(train: DetectionDataset, others: list[DetectionDataset]) -> list[str]:
-    trained = {train.image_path(index) for index in range(len(train))}
-    return [
-        f"metrics on {split} are optimistic: {shared} of its {len(other)} images are also in the training split"
-        for split, other in {other.split: other for other in others}.items()
-        if (shared := sum(other.image_path(index) in trained for index in range(len(other))))
-    ]
-
-
 # --- training without a recipe ---
 
 
@@ -243,28 +258,169 @@ def suggest_recipe(device: torch.device, detector: str | None = None) -> str:
 def suggest_image_sizes(recipe: str, source: DataFormat) -> dict[str, Any]:
     """Chooses image sizes for a recipe of :func:`suggest_recipe` that suit the images of a dataset.
 
-    On a CPU, training images get the usual shape of the dataset, so that objects look the same as in testing, and are
-    not enlarged. On a GPU the size of the recipe is kept: its augmentation changes shapes anyway.
+    On a CPU, training images get the usual shape of the dataset, so that objects look the same as in testing, in
+    multiples of 32, and are not enlarged. On a GPU the size of the recipe is kept: its augmentation changes shapes
+    anyway.
     """
     if recipe not in ("any-cpu", "scratch-cpu"):
         return {}
-    height, width = usual_size(source.load())
-    shorter = min(height, width)
-    return {"batches": {"image_size": [height, width]}, "model": {"options": {"test_size": [shorter, 2 * shorter]}}}
-
-
-def usual_size(dataset: DetectionDataset) -> tuple[int, int]:
-    """Returns the usual height and width of a dataset's images, as multiples of 32.
-
-    Example:
-        >>> dataset = DetectionDataset(
-        ...     root=".", class_names=["a"], image_paths=["1.png"], image_sizes=[(640, 480)],
-        ...     boxes_per_image=[0], boxes=[], labels=[])
-        >>> usual_size(dataset)
-        (288, 384)
-    """
+    dataset = source.load()
     sizes = np.array([dataset.image_size(index) for index in range(len(dataset))], dtype=float)
     side = np.clip(np.median(np.sqrt(sizes.prod(axis=1))), MIN_SIDE, MAX_CPU_SIDE)
     stretch = np.clip(np.median(sizes[:, 0] / sizes[:, 1]), 0.5, 2.0) ** 0.5  # width over height
     height, width = (max(STRIDE, STRIDE * round(length / STRIDE)) for length in (side / stretch, side * stretch))
-    return height, width
+    shorter = min(height, width)
+    return {"batches": {"image_size": [height, width]}, "model": {"options": {"test_size": [shorter, 2 * shorter]}}}
+
+
+# --- evaluation ---
+
+
+def detect_split(
+    detector: Detector,
+    split: Split,
+    accelerator: Accelerator,
+    *,
+    batch_size: int,
+    workers: int = 0,
+    on_images: Callable[[int, int], Any] | None = None,
+) -> DetectionTable | None:
+    """Runs a detector on all images of a split, each rank on its share, without a score threshold.
+
+    Args:
+        detector: the detector.
+        split: the split; images that cannot be read are dropped from it.
+        accelerator: the processes of the run.
+        batch_size: images per forward pass.
+        workers: data loader workers.
+        on_images: called with the number of images done (estimated for other ranks) and their total.
+
+    Returns:
+        On rank 0 the detections in the order of the images, on other ranks None.
+    """
+    found: dict[int, dict[str, np.ndarray]] = {}
+    unreadable: dict[int, str] = {}
+    rank, processes = accelerator.process_index, accelerator.num_processes
+    if rank < len(split.dataset):  # otherwise there are fewer images than ranks
+        loader = make_evaluation_loader(
+            split.dataset, batch_size=batch_size, workers=workers, rank=rank, world_size=processes, skip_unreadable=True
+        )
+        with evaluation_mode(detector):
+            for batch in loader:
+                for target, result in zip(batch.targets, detect_by_size(detector, batch.images), strict=True):
+                    found[target["image_id"]] = {key: value.cpu().numpy() for key, value in result.items()}
+                if on_images is not None:
+                    on_images(min(len(found) * processes, len(split.dataset)), len(split.dataset))
+        unreadable = loader.unreadable
+    shares = gather_object([(found, unreadable)])
+    unreadable = {index: why for _, share in shares for index, why in share.items()}
+    if unreadable:
+        split.leave_out(unreadable)
+    if not accelerator.is_main_process:
+        return None
+    by_image = {image: result for share, _ in shares for image, result in share.items()}
+    order = [split.dataset.image_id(index) for index in range(len(split.dataset))]
+    return DetectionTable.from_predictions(order, [by_image[image] for image in order])
+
+
+def draw_detections(split: Split, detections: DetectionTable, class_names: Sequence[str]) -> Image.Image:
+    """Draws detections on images evenly spaced through a split: as many of the best of each as it has objects."""
+    pictures, dataset = [], split.dataset
+    for index in np.linspace(0, len(dataset) - 1, min(DRAWN_IMAGES, len(dataset))).astype(int).tolist():
+        image, target = dataset[index]
+        rows = np.flatnonzero(detections.image_ids == dataset.image_id(index))
+        rows = rows[np.argsort(-detections.scores[rows], kind="stable")][: max(1, len(target["labels"]))]
+        boxes = detections.xywh[rows]
+        boxes[:, 2:] += boxes[:, :2]
+        labels, scores = detections.category_ids[rows] - 1, detections.scores[rows]
+        pictures.append(draw_boxes(image, boxes, labels, class_names, scores))
+    return contact_sheet(pictures)
+
+
+def evaluate_run(
+    config: TrainConfig, folder: RunFolder, accelerator: Accelerator, data: RunData, *, workers: int,
+    progress: Progress,
+) -> dict[str, Any]:  # fmt: skip
+    """Calibrates and evaluates the final detector of a run and writes ``evaluation/``.
+
+    The calibration and the drawing threshold are fitted on the validation split, measured on the evaluation split, and
+    stored in the evaluated checkpoint. All ranks run the detector; rank 0 writes.
+
+    Returns:
+        The fields of :class:`~aploss.training.run_folder.Summary` that are measured.
+    """
+
+    def load_final() -> Checkpoint:
+        is_best = config.evaluation.checkpoint == "best" and folder.best.is_file()
+        return Checkpoint.read(folder.best) if is_best else folder.load_last()
+
+    chosen = on_main(accelerator, load_final)
+    detector = chosen.detector().to(accelerator.device)
+    size = config.validation.batch_size
+    for split in data.splits:
+        if split.step != chosen.step:  # otherwise it was validated with the same weights
+            with progress.images(f"evaluating on {split.name}") as show:
+                split.detections = detect_split(
+                    detector, split, accelerator, batch_size=size, workers=workers, on_images=show
+                )
+
+    def measure() -> dict[str, Any]:
+        report = _calibrate(detector, data)
+        chosen.with_calibration(detector).write(folder.last if chosen.training is not None else folder.best)
+        split = data.evaluation
+        metrics = {} if split is None else _write_evaluation(config, folder, detector, split, report)
+        after = report.get("after", {})
+        return {
+            "split": split and split.name,
+            **{name: metrics.get(name) for name in METRICS},
+            "per_class": metrics.get("per_class", {}),
+            "calibration_error": after.get("all", {}).get("expected_calibration_error"),
+            "calibration_error_drawn": after.get("expected_calibration_error"),
+            "calibration_split": report.get("measured_on"),
+            "calibration_held_out": report.get("held_out"),
+            "draw_threshold": detector.draw_threshold if report else None,
+            "best_step": chosen.step,
+        }
+
+    return on_main(accelerator, measure)
+
+
+def _calibrate(detector: Detector, data: RunData) -> dict[str, Any]:
+    """Calibrates the detector and chooses its threshold; returns the report on the evaluation split."""
+    fitted, measured = data.validation, data.evaluation
+    if fitted is None or measured is None:
+        return {}
+    calibration, threshold = calibrate_detections(fitted.truth, fitted.table, matches=fitted.matches)
+    detector.calibration, detector.draw_threshold = calibration, threshold
+    report = calibration_report(measured.truth, measured.table, calibration, threshold, matches=measured.matches)
+    names = {"fitted_on": fitted.name, "measured_on": measured.name}
+    return {**report, **names, "held_out": measured is not fitted}
+
+
+def _write_evaluation(
+    config: TrainConfig, folder: RunFolder, detector: Detector, split: Split, report: dict[str, Any]
+) -> dict[str, Any]:
+    """Computes the metrics of the evaluation split; writes them with detections, ground truth and matches."""
+    table, matches = split.table, split.matches
+    metrics = split.measure(table, detector).as_dict()
+    curves = precision_recall_curves(split.truth, table, matches=matches)
+    metrics["precision_recall"] = {name: curve.as_dict() for name, curve in curves.items()}
+    coco = split.dataset.to_coco()
+    for index, image in enumerate(coco["images"]):
+        image["path"] = str(split.dataset.image_path(index).resolve())
+    ids = [annotation["id"] for annotation in coco["annotations"]]
+    documents: dict[str, Any] = {
+        "ground_truth": coco,
+        "detections": table.to_results(),
+        "metrics": {**metrics, "ignored_objects": split.ignored_objects},
+        "matches": matches_document(matches.correct, matches.ignored, matches.objects, ids),
+    }
+    if detector.calibration is not None:
+        documents["calibration"] = {
+            **report,
+            "calibrated_scores": np.asarray(detector.calibration(table.scores)).tolist(),
+        }
+    for name, document in documents.items():
+        write_json(folder.evaluation / f"{name}.json", document, indent=None)
+    year = config.evaluation.voc_year
+    return {**metrics, "voc_AP50": None if year is None else voc_metrics(split.truth, table, year=year).AP50}

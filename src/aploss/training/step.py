@@ -5,33 +5,41 @@ On a GPU the host only launches work: losses and gradient norms stay on the devi
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, set_seed
 from torch import Tensor, nn, optim
 
 from aploss.data.loader import Batch
 from aploss.detectors.checkpoint import TrainingState
 from aploss.detectors.detector import Detector
-from aploss.errors import ConfigError, RunError, listed
+from aploss.errors import ConfigError, RunError
 from aploss.losses import NonFiniteScoresError, OtherProcessError, traits_of
 from aploss.training.config import OptimizerConfig, TrainConfig
-from aploss.training.distributed import sum_over_processes
 from aploss.training.schedule import Schedule
 
 PARTS = ("classification", "box")
 NORMS = (nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._NormBase)
-SHOWN_IMAGES = 8
+CAUSES = ("score", "loss", "gradient")  # of a skipped step, in the order in which they are reported
+
+Report = dict[str, Any]  # of NaN or Inf: "what" (one of CAUSES), "detail" and "images", files of the batch
 
 
 class DivergedError(RunError):
     """Too many consecutive steps had NaN or Inf, or a weight did; the last good checkpoint is kept."""
+
+
+def any_rank(accelerator: Accelerator, *flags: bool) -> list[bool]:
+    """Returns for each flag whether it is set on any rank."""
+    if accelerator.num_processes == 1:
+        return list(flags)
+    return accelerator.reduce(torch.tensor(flags, dtype=torch.float32, device=accelerator.device)).bool().tolist()  # type: ignore[no-any-return]
 
 
 # --- optimizer ---
@@ -86,6 +94,11 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
             parameter.requires_grad_(False)
 
 
+def _is_frozen(module: nn.Module) -> bool:
+    parameters = list(module.parameters())
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+
+
 class _Average:
     """A copy of a detector whose weights are the exponential moving average (EMA) of the original's."""
 
@@ -108,57 +121,23 @@ class _Average:
         self.steps += counts
 
 
-# --- NaN and Inf ---
-
-
-@dataclass(frozen=True)
-class BadNumbers:
-    """The reason why a step was skipped: NaN or Inf."""
-
-    what: str  # "score", "loss" or "gradient"
-    detail: str
-    is_own: bool = True  # False if another rank found it
-    step: int = 0  # from 1
-    images: tuple[str, ...] = ()  # files of the batch on the ranks that found it
-
-    def __str__(self) -> str:
-        images = listed(self.images, SHOWN_IMAGES)
-        return f"step {self.step}: {self.what} is NaN or Inf ({self.detail}); images: {images}"
-
-    def as_row(self) -> dict[str, Any]:
-        """Plain values for ``bad_numbers.jsonl``."""
-        return {"step": self.step, "what": self.what, "detail": self.detail, "images": list(self.images)}
-
-
-def non_finite_weight(model: nn.Module) -> str | None:
-    """Returns the name of a parameter or buffer with NaN or Inf, or None."""
-    for name, value in model.state_dict().items():
-        if value.is_floating_point() and not bool(value.isfinite().all()):
-            return name
-    return None
-
-
 # --- the step ---
 
 
-@dataclass(frozen=True)
-class StepResult:
+class StepResult(NamedTuple):
     """The outcome of a step."""
 
-    losses: dict[str, float]  # means over ranks and accumulated passes
-    gradient_norm: float  # before clipping
-    bad: BadNumbers | None = None  # if the step was skipped
-    counts: bool = True  # whether the weights changed: not after NaN or Inf, nor if the float16 loss scale was too high
+    means: dict[str, float] | None  # of PARTS and the gradient norm before clipping; None if the step was skipped
+    bad: Report | None = None  # of NaN or Inf, with "step"; None also if only the float16 loss scale was too high
 
 
-@dataclass(frozen=True)
-class _Pending:
+class _Pending(NamedTuple):
     """A step whose numbers are still on the device."""
 
     number: int  # from 0
-    indices: tuple[int, ...]  # of the training images
-    values: Tensor | None = None  # PARTS, gradient norm, and which gradient is the first with NaN or Inf (or -1)
-    problem: BadNumbers | None = None  # if its scores were NaN or Inf
+    indices: Sequence[int]  # of the training images
+    values: Tensor  # PARTS, gradient norm
+    report: Report | None = None  # if its scores were NaN or Inf
     lowers_scale: bool = False  # an overflow only means that float16 needs a lower loss scale
 
 
@@ -169,8 +148,11 @@ class Stepper:
         config: settings of the run.
         detector: on its device, with its initial weights.
         schedule: the learning-rate schedule.
-        accelerator: the device, precision and processes of the run.
+        accelerator: the device and processes of the run.
         name_of: returns the name of a training image by index.
+
+    Attributes:
+        evaluated: the detector to validate and save: the EMA if there is one.
     """
 
     def __init__(
@@ -186,38 +168,52 @@ class Stepper:
         if config.model.frozen_backbone:
             detector.body().requires_grad_(False)
         self.ema = None if config.model.ema is None else _Average(detector, config.model.ema)
+        self.evaluated = detector if self.ema is None else self.ema.detector
         self.optimizer = make_optimizer(detector, config.optimizer)
         # Not Accelerate's mixed precision: it is one for all runs of a process, and for validation, too.
         self.scaler = torch.amp.GradScaler(accelerator.device.type, enabled=config.precision == "float16")
+        if accelerator.num_processes > 1 and config.criterion.rank_over_processes:
+            self._rank_over_processes()
         self._name_of = name_of
-        self._model = self._parallel(detector)
+        self._model: nn.Module = accelerator.prepare_model(detector)
         self._trained = [p for p in detector.parameters() if p.requires_grad]
+        # Frozen batch norm must not update its statistics either.
+        self._frozen = [module for module in detector.modules() if _is_frozen(module)]
         self._pending: list[_Pending] = []
 
-    @property
-    def evaluated(self) -> Detector:
-        """The detector to validate and save: the EMA if there is one."""
-        return self.detector if self.ema is None else self.ema.detector
+    def _rank_over_processes(self) -> None:
+        criterion, traits = self.detector.criterion, traits_of(self.detector.criterion.loss)
+        can_be_global = traits.ranks_across_processes or traits.divides_by_positives
+        if not can_be_global and criterion.rank_over == "batch":
+            raise ConfigError(
+                f"the loss {self.config.loss} cannot rank over processes; leave criterion.rank_over_processes false"
+            )
+        assert torch.distributed.group.WORLD is not None
+        criterion.set_process_group(torch.distributed.group.WORLD)
 
     def step(self, number: int, batches: Sequence[Batch]) -> None:
         """Performs step ``number`` (from 0) with one batch for each accumulated forward pass.
 
-        The device itself skips a step with NaN or Inf; :meth:`take_results` reads what happened.
+        The device itself skips a step with NaN or Inf; :meth:`take_results` reads what happened. Random numbers, such
+        as those of dropout, are a function of seed, step and rank, so that a resumed run needs no state for them.
 
         Raises:
             RunError: if another rank has targets that its loss rejects.
         """
+        seeds = np.random.SeedSequence((self.config.seed, number, self.accelerator.process_index))
+        set_seed(int(seeds.generate_state(1)[0]))
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate(number)
-        self._train_mode()
+            group["lr"] = self.config.optimizer.learning_rate * self.schedule.factor(number)
+        self._model.train()
+        for module in self._frozen:
+            module.eval()
         self.optimizer.zero_grad()
-        indices = tuple(index for batch in batches for index in batch.indices)
         sums = torch.zeros(len(PARTS), device=self.accelerator.device)
         for index, batch in enumerate(batches):
-            losses, problem = self._forward(batch)
-            if any(sum_over_processes(self.accelerator, [problem is not None])):
+            losses, report = self._forward(batch)
+            if any_rank(self.accelerator, report is not None)[0]:
                 self.optimizer.zero_grad()
-                self._pending.append(_Pending(number, indices, problem=self._agree(number, problem, batch.indices)))
+                self._pending.append(_Pending(number, (), torch.full((len(PARTS) + 1,), math.nan).to(sums), report))
                 return
             sums += torch.stack([losses[part].detach().float() for part in PARTS]) / len(batches)
             total = losses["classification"] + losses["box"]
@@ -226,46 +222,12 @@ class Stepper:
             is_last = index == len(batches) - 1
             with nullcontext() if is_last else self.accelerator.no_sync(self._model):
                 self.scaler.scale(total * factor / len(batches)).backward()  # type: ignore[no-untyped-call]
-        norm, first_bad = self._clip()
         lowers_scale = self.scaler.is_enabled() and self.scaler.get_scale() > 1
-        self._update(norm)
-        values = torch.cat([sums, torch.stack([norm, first_bad.to(norm)])])
-        self._pending.append(_Pending(number, indices, values, lowers_scale=lowers_scale))
+        norm = self._update()
+        indices = [index for batch in batches for index in batch.indices]
+        self._pending.append(_Pending(number, indices, torch.cat([sums, norm[None]]), lowers_scale=lowers_scale))
 
-    def take_results(self) -> list[StepResult]:
-        """Reads the results of the steps since the last call from the device, all at once."""
-        pending, self._pending = self._pending, []
-        values = [one.values for one in pending if one.values is not None]
-        rows: Iterator[list[float]] = iter([])
-        if values:
-            stacked = torch.stack(values)
-            if self.accelerator.num_processes > 1:
-                stacked = torch.cat([stacked, self.accelerator.reduce(stacked, "mean")], dim=1)
-            rows = iter(stacked.tolist())
-        return [self._result(one, [] if one.values is None else next(rows)) for one in pending]
-
-    def _result(self, step: _Pending, row: list[float]) -> StepResult:
-        if not row:
-            return StepResult(dict.fromkeys(PARTS, 0.0), math.nan, step.problem, counts=False)
-        *own, norm, first_bad = row[: len(PARTS) + 2]
-        losses = dict(zip(PARTS, row[-len(PARTS) - 2 :], strict=False))
-        if math.isfinite(norm):
-            return StepResult(losses, norm)
-        if step.lowers_scale:
-            return StepResult(losses, norm, counts=False)
-        bad_losses = [f"{part} = {value}" for part, value in zip(PARTS, own, strict=True) if not math.isfinite(value)]
-        names = [name for name, one in self.detector.named_parameters() if one.requires_grad and one.grad is not None]
-        detail = names[int(first_bad)] if 0 <= first_bad < len(names) else "only the norm overflows"
-        problem = BadNumbers("gradient", detail, is_own=len(row) == len(PARTS) + 2)
-        if bad_losses:
-            problem = BadNumbers("loss", bad_losses[0])
-        return StepResult(losses, norm, self._agree(step.number, problem, step.indices), counts=False)
-
-    def learning_rate(self, number: int) -> float:
-        """The learning rate of step ``number`` (from 0)."""
-        return self.config.optimizer.learning_rate * self.schedule.factor(number)
-
-    def _forward(self, batch: Batch) -> tuple[dict[str, Tensor], BadNumbers | None]:
+    def _forward(self, batch: Batch) -> tuple[dict[str, Tensor], Report | None]:
         images = batch.images.to(self.accelerator.device, non_blocking=True)
         if isinstance(images, Tensor) and images.dtype == torch.uint8:
             images = images.float() / 255
@@ -274,25 +236,16 @@ class Stepper:
             with torch.autocast(self.accelerator.device.type, dtype, enabled=dtype != torch.float32):
                 return self._model(images, batch.targets), None
         except NonFiniteScoresError as error:
-            return {}, BadNumbers("score", str(error))
+            return {}, {"what": "score", "detail": str(error), "images": list(map(self._name_of, batch.indices))}
         except OtherProcessError as error:
             if error.cause == "score":
-                return {}, BadNumbers("score", str(error), is_own=False)
+                return {}, {"what": "score", "detail": str(error), "images": []}
             raise RunError(f"step failed on another rank: {error}") from error
 
-    def _clip(self) -> tuple[Tensor, Tensor]:
-        """Clips the gradients; returns their norm before, and which is the first that is not finite, or -1."""
+    def _update(self) -> Tensor:
+        """Clips the gradients and changes weights and EMA, unless their norm is not finite; returns it."""
         self.scaler.unscale_(self.optimizer)
-        gradients = [one.grad for one in self._trained if one.grad is not None]
-        norms = torch.stack(torch._foreach_norm(gradients))
-        norm = torch.linalg.vector_norm(norms)
-        if self.config.optimizer.clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(self._trained, self.config.optimizer.clip_norm, norm)
-        bad = ~norms.isfinite()
-        return norm, torch.where(bad.any(), bad.to(torch.uint8).argmax(), -1)
-
-    def _update(self, norm: Tensor) -> None:
-        """Changes the weights and their average, unless the norm of the gradients is not finite."""
+        norm = nn.utils.clip_grad_norm_(self._trained, self.config.optimizer.clip_norm or math.inf)
         is_finite = norm.isfinite()
         if self.scaler.is_enabled():
             self.scaler.step(self.optimizer)  # after an overflow it skips the step and lowers its scale
@@ -305,37 +258,35 @@ class Stepper:
             self.optimizer.step()
         if self.ema is not None:
             self.ema.update(self.detector, is_finite)
+        return norm
 
-    def _agree(self, number: int, problem: BadNumbers | None, indices: Sequence[int]) -> BadNumbers:
-        """Returns the reason for skipping a step, the same on all ranks."""
-        own = problem and replace(problem, step=number + 1, images=tuple(map(self._name_of, indices)))
-        reports: list[BadNumbers] = gather_object([] if own is None else [own])
-        # Ranks that were only notified have nothing to add.
-        finders = [report for report in reports if report.is_own] or reports
-        return replace(finders[0], images=tuple(name for report in finders for name in report.images))
+    def take_results(self) -> list[StepResult]:
+        """Reads the results of the steps since the last call from the device, all at once."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return []
+        own = means = torch.stack([step.values for step in pending])
+        if self.accelerator.num_processes > 1:
+            means = self.accelerator.reduce(own, "mean")
+        results = []
+        for step, values, mean in zip(pending, *torch.stack([own, means]).tolist(), strict=True):
+            if math.isfinite(values[-1]):
+                results.append(StepResult(dict(zip((*PARTS, "gradient_norm"), mean, strict=True))))
+            else:
+                results.append(StepResult(None, None if step.lowers_scale else self._report(step, values)))
+        return results
 
-    def _train_mode(self) -> None:
-        self._model.train()
-        if self.config.model.frozen:  # frozen batch norm must not update its statistics either
-            for module in self.detector.modules():
-                own = list(module.parameters(recurse=False))
-                if own and not any(parameter.requires_grad for parameter in own):
-                    module.eval()
-        if self.config.model.frozen_backbone:
-            self.detector.body().eval()
-
-    def _parallel(self, detector: Detector) -> nn.Module:
-        if self.accelerator.num_processes > 1 and self.config.criterion.rank_over_processes:
-            criterion, traits = detector.criterion, traits_of(detector.criterion.loss)
-            can_be_global = traits.ranks_across_processes or traits.divides_by_positives
-            if not can_be_global and criterion.rank_over == "batch":
-                raise ConfigError(
-                    f"the loss {self.config.loss} cannot rank over processes; leave criterion.rank_over_processes false"
-                )
-            assert torch.distributed.group.WORLD is not None
-            criterion.set_process_group(torch.distributed.group.WORLD)
-        model: nn.Module = self.accelerator.prepare_model(detector)
-        return model
+    def _report(self, step: _Pending, values: list[float]) -> Report:
+        """Returns the cause of a skipped step, the same on all ranks."""
+        own = step.report
+        if own is None:
+            bad = [f"{part} = {value}" for part, value in zip(PARTS, values, strict=False) if not math.isfinite(value)]
+            images = list(map(self._name_of, step.indices))
+            own = {"what": "loss" if bad else "gradient", "detail": (bad or ["norm"])[0], "images": images}
+        # Ranks that were only notified have no images.
+        reports = sorted(gather_object([own]), key=lambda one: (CAUSES.index(one["what"]), not one["images"]))
+        images = [name for one in reports if one["what"] == reports[0]["what"] for name in one["images"]]
+        return {"step": step.number + 1, **reports[0], "images": images}
 
     def state(self) -> dict[str, Any]:
         """Returns the fields of :class:`~aploss.detectors.checkpoint.TrainingState` that a step changes."""
