@@ -6,7 +6,7 @@ import pytest
 
 from aploss.data.check import check_dataset
 from aploss.data.formats import dataset_splits, load_dataset
-from aploss.data.yolo import YoloFormat, parse_row, yolo_rows
+from aploss.data.yolo import parse_row, yolo_rows
 from aploss.errors import DataError
 
 
@@ -129,13 +129,3 @@ def test_rows_are_written_as_they_are_read():
     read = [parse_row(row, (64, 48), where=("a", 1)) for row in text.splitlines()]
     assert [class_id for class_id, _ in read] == [1, 0]
     assert [corners for _, corners in read] == [pytest.approx(box) for box in boxes]
-
-
-def test_folders_with_a_class_list_need_no_description(yolo_folder, expected_boxes, found_boxes):
-    (yolo_folder / "data.yaml").unlink()
-    assert YoloFormat.find(yolo_folder) is None
-    (yolo_folder / "classes.txt").write_text("cat\ndog\n")
-    assert dataset_splits(yolo_folder) == ("train", "val")
-    for split, expected in expected_boxes.items():
-        dataset = load_dataset(yolo_folder, split)
-        assert (found_boxes(dataset), dataset.class_names) == (expected, ("cat", "dog"))

@@ -310,7 +310,7 @@ class AnnotationBuilder:
         self._numbers = array("d")  # 5 per box: corners, area
 
     def report(self, kind: str, file: str, message: str, *, count: int = 1) -> None:
-        """Records a problem."""
+        """Records a :class:`~aploss.data.Problem`."""
         self.problems.append(Problem(kind, file, message, count))
 
     def add_image(self, path: str, size: tuple[int, int] | None, image_id: int | None = None) -> int:

@@ -89,12 +89,9 @@ def builtin_folder(
     counts: tuple[int, int, int] = COUNTS,
 ) -> Path:
     """The folder of the built-in dataset as COCO JSON and PNG; arguments and errors as in :func:`builtin_dataset`."""
-    if seed < 0:
-        raise ConfigError(f"the seed is {seed}: give 0 or more")
-    if image_size < 32:
-        raise ConfigError(f"built-in pictures of {image_size} pixels: give 32 or more")
-    if len(counts) != len(SPLITS) or min(counts) < 1:
-        raise ConfigError(f"{counts} images for {', '.join(SPLITS)}: give 1 or more for each")
+    if seed < 0 or image_size < 32 or len(counts) != len(SPLITS) or min(counts) < 1:
+        wrong = f"built-in dataset with seed {seed}, {image_size} pixels, counts {counts}"
+        raise ConfigError(f"{wrong}: give at least 0, 32, and 1 for each of {', '.join(SPLITS)}")
     home = cache_folder() if cache is None else Path(cache)
     sizes = "-".join(map(str, counts))
     folder = home / f"shapes-v{VERSION}-seed{seed}-{image_size}px-{sizes}"

@@ -27,8 +27,7 @@ BOX_SIZE_EDGES = (0, 8, 16, 32, 64, 96, 128, 256, 512)
 TINY_PIXELS = 2  # a side below this is reported
 SAMPLED_FILES = 2000  # image files whose bytes enter a fingerprint; of the others only the size does
 SAMPLED_BYTES = 1 << 14  # at the beginning, in the middle and at the end of a file
-_SIZE_LIMITS = ("smallest_width", "smallest_height", "largest_width", "largest_height")
-_MAX_CLASSES = 10  # rows of classes in the text, so that it fits on a screen
+_MAX_CLASSES = 10  # in the text
 _EXAMPLES = 12  # problems in the text, of all kinds together
 
 
@@ -43,7 +42,7 @@ class SplitStatistics:
     crowd: int  # boxes marked crowd
     boxes_of_class: dict[str, int]  # class name → number of boxes
     box_sizes: dict[str, int]  # range of √area in pixels ("8-16") → number of boxes
-    image_sizes: dict[str, int]  # smallest and largest width and height
+    image_sizes: str  # smallest to largest width x height
 
 
 def split_statistics(parts: Sequence[DetectionDataset]) -> SplitStatistics:
@@ -64,7 +63,7 @@ def split_statistics(parts: Sequence[DetectionDataset]) -> SplitStatistics:
         of_class.update(dict(zip(part.class_names, counts.tolist(), strict=True)))
     sides = np.concatenate([np.zeros((0, 2)), *(part.annotations.xywh[:, 2:] for part in parts)])
     sizes = np.concatenate([part.image_sizes for part in parts if len(part)] or [np.zeros((1, 2), int)])
-    limits = [*sizes.min(axis=0).tolist(), *sizes.max(axis=0).tolist()]
+    limits = ("x".join(map(str, limit.tolist())) for limit in (sizes.min(axis=0), sizes.max(axis=0)))
     counts, _ = np.histogram(np.sqrt(sides.prod(axis=1)), [*BOX_SIZE_EDGES, np.inf])
     ranges = [*(f"{start}-{stop}" for start, stop in pairwise(BOX_SIZE_EDGES)), f"{BOX_SIZE_EDGES[-1]}+"]
     return SplitStatistics(
@@ -75,7 +74,7 @@ def split_statistics(parts: Sequence[DetectionDataset]) -> SplitStatistics:
         crowd=sum(int(part.crowd.sum()) for part in parts),
         boxes_of_class=dict(of_class),
         box_sizes=dict(zip(ranges, counts.tolist(), strict=True)),
-        image_sizes=dict(zip(_SIZE_LIMITS, limits, strict=True)),
+        image_sizes=" to ".join(limits),
     )
 
 
@@ -176,7 +175,8 @@ def check_dataset(
             report(parts[split].problems, split)
         except ProblemError as error:
             report([error.problem], split)
-    bad_images = _inspect(parts, pixels=pixels, progress=progress)
+    # An image is inspected once, however many splits contain it.
+    bad_images = {one.image: one for part in distinct(parts) for one in inspect_images(part, pixels, progress)}
     usable = {}
     for split, part in parts.items():
         report((bad_images[name] for name in part.image_paths if name in bad_images), split)
@@ -203,21 +203,6 @@ def check_dataset(
         copies=copies,
         pixels=pixels,
     )
-
-
-def _inspect(parts: Parts, *, pixels: bool, progress: Progress | None) -> dict[str, Problem]:
-    """Path → problem of the unusable images; an image is inspected once, however many splits contain it."""
-    rest = distinct(parts)
-    done, total = 0, sum(map(len, rest))
-    found: dict[str, Problem] = {}
-    for part in rest:
-        for path, problem in zip(part.image_paths, inspect_images(part, pixels=pixels), strict=True):
-            if problem is not None:
-                found[path] = problem
-            done += 1
-            if progress is not None:
-                progress(done, total)
-    return found
 
 
 def _suspicious_boxes(part: DetectionDataset) -> Iterator[Problem]:
@@ -286,12 +271,13 @@ def _problems_across_splits(parts: Parts, copies: Sequence[tuple[str, ...]], nam
 # --- image files ----------------------------------------------------------------------------------
 
 
-def inspect_images(dataset: DetectionDataset, *, pixels: bool) -> Iterator[Problem | None]:
-    """The problem of each image file of a dataset, or None, in order.
+def inspect_images(dataset: DetectionDataset, pixels: bool, progress: Progress | None = None) -> list[Problem]:
+    """The problems of the image files of a dataset.
 
     Args:
         dataset: the images.
         pixels: whether to decode the whole files, which finds damaged images, or only their headers.
+        progress: called with (images done, total).
     """
     root = str(dataset.root)
 
@@ -308,7 +294,12 @@ def inspect_images(dataset: DetectionDataset, *, pixels: bool) -> Iterator[Probl
         except ImageError as error:
             return replace(error.problem, file=name, image=name)
 
-    return map_in_threads(inspect, range(len(dataset)))
+    problems = []
+    for done, problem in enumerate(map_in_threads(inspect, range(len(dataset))), start=1):
+        problems += [problem] if problem else []
+        if progress is not None:
+            progress(done, len(dataset))
+    return problems
 
 
 def map_in_threads(function: Callable[[T], U], items: Sequence[T]) -> Iterator[U]:
@@ -330,14 +321,6 @@ def fingerprint(dataset: DetectionDataset) -> dict[str, Any]:
         ``class_names`` (list of str, in the order of the labels), ``images`` and ``boxes`` (their numbers),
         ``annotations`` (digest of image sizes, boxes, labels, flags and areas) and ``files`` (digest of the image
         files). Ready for JSON; compare the entries to tell what changed.
-
-    Example:
-        >>> dataset = DetectionDataset(
-        ...     root=".", class_names=("disc",), image_paths=(), image_sizes=[], boxes_per_image=[], boxes=[],
-        ...     labels=[])
-        >>> found = fingerprint(dataset)
-        >>> found["class_names"], found["images"], len(found["annotations"])
-        (['disc'], 0, 32)
     """
     annotations, files = (hashlib.blake2b(digest_size=16) for _ in range(2))
     for column in ("image_sizes", "boxes_per_image", "boxes", "labels", "difficult", "crowd", "areas"):
@@ -376,33 +359,14 @@ def sample_file(path: str, read: bool) -> bytes:
 
 def check_report(result: CheckResult) -> str:
     """The result of :func:`check_dataset` on one screen; its page and JSON have every detail."""
-    title = f"{result.path}: {result.format} dataset, classes: {len(result.class_names)}"
-    table = [_statistics_table(result)] if result.splits else []
-    return "\n\n".join([title, *table, _problem_list(result.findings), _verdict(result)])
-
-
-def _statistics_table(result: CheckResult) -> str:
-    """A table with one column per split and rows for the most frequent classes."""
-    columns = {**result.splits, "total": result.total} if len(result.splits) > 1 else result.splits
-    fields = {"images": "images", "without boxes": "empty_images", "boxes": "boxes"}
-    fields |= {f"  {flag}": flag for flag in ("difficult", "crowd") if getattr(result.total, flag)}
-    rows = [["", *columns]]
-    rows += [[name, *(f"{getattr(c, field):,}" for c in columns.values())] for name, field in fields.items()]
-    of_class = result.total.boxes_of_class
-    classes = sorted(result.class_names, key=lambda name: -of_class[name])
-    few = len(classes) <= _MAX_CLASSES
-    rows += [
-        [f"  {name}", *(f"{c.boxes_of_class.get(name, 0):,}" for c in columns.values())]
-        for name in (result.class_names if few else classes[: _MAX_CLASSES - 2])
-    ]
-    size_range = "{smallest_width}x{smallest_height}-{largest_width}x{largest_height}"
-    rows.append(["image size", *(size_range.format(**c.image_sizes) for c in columns.values())])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
-    if not few:
-        rest = f"  and {len(classes) - _MAX_CLASSES + 2} more classes; fewest boxes: {classes[-1]}"
-        lines.insert(-1, f"{rest} ({of_class[classes[-1]]:,})")
-    return "\n".join(lines)
+    lines = [f"{result.path}: {result.format} dataset, classes: {len(result.class_names)}"]
+    for split, counts in result.splits.items():
+        images = f"{counts.images:,} images of {counts.image_sizes} pixels ({counts.empty_images:,} without boxes)"
+        lines.append(f"  {split}: {images}, {counts.boxes:,} boxes")
+    of_class = Counter(result.total.boxes_of_class).most_common()
+    shown = ", ".join(f"{name} {count:,}" for name, count in of_class[:_MAX_CLASSES])
+    lines.append(f"  boxes of the classes: {shown}{', ...' if len(of_class) > _MAX_CLASSES else ''}")
+    return "\n\n".join(["\n".join(lines), _problem_list(result.findings), _verdict(result)])
 
 
 def _problem_list(findings: Sequence[Finding]) -> str:
@@ -427,7 +391,5 @@ def _verdict(result: CheckResult) -> str:
     if result.exit_code == USABLE:
         return "Everything in this dataset can be used."
     dropped = f"{result.affected(Effect.IMAGE_DROPPED):,} images and {result.affected(Effect.BOX_DROPPED):,} boxes"
-    clipped = f"{result.affected(Effect.BOX_CLIPPED):,} boxes"
-    return (
-        f"Usable: {result.total.images:,} images, {result.total.boxes:,} boxes. Dropped: {dropped}. Clipped: {clipped}."
-    )
+    usable = f"{result.total.images:,} images, {result.total.boxes:,} boxes"
+    return f"Usable: {usable}. Dropped: {dropped}. Clipped: {result.affected(Effect.BOX_CLIPPED):,} boxes."

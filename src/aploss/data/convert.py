@@ -69,9 +69,9 @@ def convert_dataset(
 
 def _with_good_headers(dataset: DetectionDataset) -> DetectionDataset:
     """Drops unreadable images and images of another size than annotated, and adds them to ``problems``."""
-    problems = list(inspect_images(dataset, pixels=False))
-    kept = dataset.subset([index for index, problem in enumerate(problems) if problem is None])
-    kept.problems += filter(None, problems)
+    problems = {problem.image: problem for problem in inspect_images(dataset, pixels=False)}
+    kept = dataset.subset([index for index, path in enumerate(dataset.image_paths) if path not in problems])
+    kept.problems += problems.values()
     return kept
 
 

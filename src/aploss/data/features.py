@@ -9,9 +9,8 @@ interrupted computation resumes where it stopped.
 
 import hashlib
 import io
-import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from math import ceil, prod
 from pathlib import Path
@@ -32,7 +31,7 @@ VIEWS_AT_ONCE = 8  # per forward pass
 DTYPE = np.dtype(np.float16)
 LENGTH_BYTES = 8  # at the beginning of a file: the number of bytes of its maps
 FIELDS = ("boxes", *OBJECT_FIELDS)
-PARTIAL = "partial"  # in the name of a file without its unreadable images, which are tried again next time
+PARTIAL = "partial"  # instead of the checksum of a file with unreadable images, which are tried again next time
 
 
 class FeatureMaps(NamedTuple):
@@ -107,14 +106,12 @@ class StoredFeatures:
         return FeatureMaps(maps, self.image_size)
 
 
-class _Block(NamedTuple):
-    """The content of one file except for its maps."""
+class _File(NamedTuple):
+    """One file of the cache; its maps stay on disk."""
 
     path: Path
     bytes: int
-    shapes: tuple[tuple[int, ...], ...]
-    image_size: tuple[int, ...]
-    targets: dict[str, np.ndarray]  # "counts" of the objects of each view, and FIELDS of all of them
+    arrays: dict[str, np.ndarray]  # "shapes", "image_size", "counts" of the objects of each view, and their FIELDS
     unreadable: dict[int, str]
 
 
@@ -125,8 +122,8 @@ def store_features(
     *,
     network_digest: str,
     size: int | tuple[int, int],
-    on_progress: Callable[[int, int], Any] | None = None,
-    note: Callable[[str], Any] | None = None,
+    on_progress: Callable[[int, int], Any] = lambda done, total: None,
+    note: Callable[[str], Any] = lambda line: None,
     cache: Path | None = None,
 ) -> StoredFeatures:
     """The feature maps of a dataset's images, computed unless they are in the cache.
@@ -151,33 +148,31 @@ def store_features(
     home = cache_folder() / "features" if cache is None else cache
     folder = home / hashlib.sha256(settings.encode()).hexdigest()[:20]
     step = views.images_per_file
-    indices = [range(start, min(start + step, len(dataset))) for start in range(0, len(dataset), step)]
-    names = [f"{number:06d}-{_digest_inputs(dataset, own)}" for number, own in enumerate(indices)]
-    say = note or (lambda line: None)
+    blocks = [range(start, min(start + step, len(dataset))) for start in range(0, len(dataset), step)]
+    names = {f"{number:06d}-{_digest_inputs(dataset, block)}": block for number, block in enumerate(blocks)}
     try:
-        blocks = _open(folder, names, lambda line: None)
-        if len(blocks) < len(names):
+        files, _ = _open(folder, names)
+        if len(files) < len(names):
             folder.mkdir(parents=True, exist_ok=True)
             with FileLock(home / f".{folder.name}.lock"):
                 remove_unfinished(folder)
-                blocks = _open(folder, names, say)  # another process may have computed them meanwhile
-                missing = [number for number, name in enumerate(names) if name not in blocks]
+                files, damaged = _open(folder, names)  # another process may have computed them meanwhile
+                if damaged:
+                    note(f"features  {damaged} damaged files in {folder} are computed again")
+                missing = {name: block for name, block in names.items() if name not in files}
                 started = time.monotonic()
-                for done, number in enumerate(missing, start=1):
-                    name = names[number]
-                    blocks[name] = _write(folder / name, _compute(indices[number], dataset, network, views))
-                    if done == 1:
-                        needed = blocks[name].bytes * len(missing)
-                        _check_space(folder, needed)
-                        seconds = (time.monotonic() - started) * len(missing)
-                        left = sum(len(indices[one]) for one in missing)
-                        size_and_time = f"{needed / 1e6:.0f} MB, about {max(1, round(seconds / 60))} min"
-                        say(f"features  to compute: {left} of {len(dataset)} images ({size_and_time}) into {folder}")
-                    if on_progress is not None:
-                        on_progress(indices[number][-1] + 1, len(dataset))
+                for name, block in missing.items():
+                    first = len(files) == len(names) - len(missing)
+                    files[name] = _write(folder / name, *_compute(block, dataset, network, views))
+                    if first:
+                        minutes = max(1, round((time.monotonic() - started) * len(missing) / 60))
+                        count, megabytes = sum(map(len, missing.values())), files[name].bytes * len(missing) / 1e6
+                        cost = f"{megabytes:.0f} MB, about {minutes} min"
+                        note(f"features  to compute: {count} of {len(dataset)} images ({cost}) into {folder}")
+                    on_progress(block[-1] + 1, len(dataset))
     except (OSError, RunError) as error:
         raise cache_error(home, error) from error
-    return _assemble(folder, [blocks[name] for name in names], dataset, views)
+    return _assemble(folder, [files[name] for name in names], dataset, views)
 
 
 def _digest_inputs(dataset: DetectionDataset, indices: range) -> str:
@@ -196,35 +191,28 @@ def _digest_inputs(dataset: DetectionDataset, indices: range) -> str:
     return digest.hexdigest()[:16]
 
 
-def _open(folder: Path, names: list[str], note: Callable[[str], Any]) -> dict[str, _Block]:
-    """The undamaged files in a folder: name → content without maps."""
-    found = {path.stem.rpartition("-")[0]: path for path in sorted(folder.glob("*.features"))}
-    blocks = {}
-    damaged = 0
-    for name in names:
-        path = found.get(name)
-        if path is None:
-            continue
-        content = path.read_bytes()
-        if _checksum(content) == path.stem.rpartition("-")[2]:
-            blocks[name] = _parse(path, content)
-        else:
-            damaged += 1
-    if damaged:
-        note(f"features  {damaged} damaged files in {folder} are computed again")
-    return blocks
+def _open(folder: Path, names: Collection[str]) -> tuple[dict[str, _File], int]:
+    """The undamaged files in a folder by name, and the number of damaged ones."""
+    found, damaged = {}, 0
+    for path in sorted(folder.glob("*.features")):
+        name, _, checksum = path.stem.rpartition("-")
+        if name in names:
+            content = path.read_bytes()
+            if _checksum(content) == checksum:
+                found[name] = _parse(path, content)
+            else:
+                damaged += 1
+    return found, damaged
 
 
 def _checksum(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def _parse(path: Path, content: bytes, unreadable: dict[int, str] | None = None) -> _Block:
+def _parse(path: Path, content: bytes, unreadable: dict[int, str] | None = None) -> _File:
     length = int.from_bytes(content[:LENGTH_BYTES], "little")
     with np.load(io.BytesIO(content[LENGTH_BYTES + length :])) as stored:
-        shapes = tuple(map(tuple, stored["shapes"].tolist()))
-        targets = {name: stored[name] for name in ("counts", *FIELDS)}
-        return _Block(path, len(content), shapes, tuple(stored["image_size"].tolist()), targets, unreadable or {})
+        return _File(path, len(content), dict(stored), unreadable or {})
 
 
 def _compute(
@@ -263,9 +251,8 @@ def _compute(
     return len(maps).to_bytes(LENGTH_BYTES, "little") + maps + others.getvalue(), unreadable
 
 
-def _write(name: Path, computed: tuple[bytes, dict[int, str]]) -> _Block:
+def _write(name: Path, content: bytes, unreadable: dict[int, str]) -> _File:
     """Writes a file under its name and checksum in place of damaged ones."""
-    content, unreadable = computed
     path = name.with_name(f"{name.name}-{PARTIAL if unreadable else _checksum(content)}.features")
     for old in name.parent.glob(f"{name.name}-*.features"):
         old.unlink()
@@ -273,33 +260,26 @@ def _write(name: Path, computed: tuple[bytes, dict[int, str]]) -> _Block:
     return _parse(path, content, unreadable)
 
 
-def _check_space(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise OSError(f"{needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free")
-
-
-def _assemble(folder: Path, blocks: list[_Block], dataset: DetectionDataset, views: Views) -> StoredFeatures:
-    unreadable = {index: reason for block in blocks for index, reason in block.unreadable.items()}
-    filled = next((block for block in blocks if block.shapes), None)
+def _assemble(folder: Path, files: list[_File], dataset: DetectionDataset, views: Views) -> StoredFeatures:
+    unreadable = {index: reason for file in files for index, reason in file.unreadable.items()}
+    filled = next((file.arrays for file in files if len(file.arrays["shapes"])), None)
     if filled is None:
         reason = next(iter(unreadable.values()), "it is empty")
         raise DataError(f"no image of split '{dataset.split}' can be read: {reason}")
     columns = {
-        name: torch.from_numpy(np.concatenate([block.targets[name] for block in blocks]))
-        for name in ("counts", *FIELDS)
+        name: torch.from_numpy(np.concatenate([file.arrays[name] for file in files])) for name in ("counts", *FIELDS)
     }
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), columns.pop("counts").cumsum(0)])
-    height, width = filled.image_size
+    height, width = filled["image_size"].tolist()
     return StoredFeatures(
         folder=folder,
-        files=tuple(block.path for block in blocks),
+        files=tuple(file.path for file in files),
         images_per_file=views.images_per_file,
-        shapes=filled.shapes,
+        shapes=tuple(map(tuple, filled["shapes"].tolist())),
         image_size=(height, width),
         views=views.count,
         preset=views.preset,
-        bytes=sum(block.bytes for block in blocks),
+        bytes=sum(file.bytes for file in files),
         unreadable=unreadable,
         targets={"starts": starts, **columns},
     )

@@ -87,7 +87,7 @@ def make_training_loader(
         DataError: the dataset is empty.
     """
     samples = AugmentedSamples(dataset, seed=seed, preset=preset, size=size, features=features)
-    _check_settings(len(dataset), batch_size, workers, rank, world_size)
+    _check_settings(len(dataset), batch_size)
     return TrainingBatches(samples, batch_size, workers, rank, world_size, skip_unreadable, pinned)
 
 
@@ -99,7 +99,7 @@ def make_evaluation_loader(
     rank: int = 0,
     world_size: int = 1,
     skip_unreadable: bool = False,
-) -> "EvaluationBatches":
+) -> Iterator[Batch]:
     """Evaluation batches: each image once, of its own size, in the dataset's order.
 
     Args:
@@ -108,30 +108,23 @@ def make_evaluation_loader(
         workers: processes that read images, 0 for none.
         rank: number of this process.
         world_size: number of processes; each gets every world_size-th image.
-        skip_unreadable: leave out unreadable images and record them in ``unreadable``, instead of raising an error.
-
-    Returns:
-        An iterable of :class:`Batch` objects that can be iterated any number of times.
+        skip_unreadable: leave out unreadable images and list them in their batch, instead of raising an error.
 
     Raises:
         ConfigError: invalid settings.
         DataError: the dataset is empty, or, while iterating, an image cannot be read.
     """
-    _check_settings(len(dataset), batch_size, workers, rank, world_size)
+    _check_settings(len(dataset), batch_size)
     keys: list[Candidates] = [(None, [index]) for index in range(rank, len(dataset), world_size)]
     plan = [keys[start : start + batch_size] for start in range(0, len(keys), batch_size)]
-    return EvaluationBatches(_data_loader(dataset, plan, workers, stack=False), skip_unreadable)
+    return _evaluation_batches(_data_loader(dataset, plan, workers, stack=False), skip_unreadable)
 
 
-def _check_settings(images: int, batch_size: int, workers: int, rank: int, world_size: int) -> None:
+def _check_settings(images: int, batch_size: int) -> None:
     if images == 0:
         raise DataError("the dataset has no images: check its path and split")
     if batch_size < 1:
         raise ConfigError(f"the batch size is {batch_size}: give 1 or more")
-    if workers < 0:
-        raise ConfigError(f"the number of workers is {workers}: give 0 or more")
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"process {rank} of {world_size} does not exist")
 
 
 @dataclass
@@ -207,28 +200,12 @@ class TrainingBatches:
             yield batch._replace(images=images, targets=_as_tensors(batch.targets))
 
 
-@dataclass
-class EvaluationBatches:
-    """Every image once, unchanged and in order; see :func:`make_evaluation_loader`.
-
-    Attributes:
-        unreadable: images that were left out so far: index → reason.
-    """
-
-    loader: "DataLoader[Batch]"
-    skip_unreadable: bool
-    unreadable: dict[int, str] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[Batch]:
-        for batch in self.loader:
-            self.unreadable.update(batch.unreadable)
-            if batch.unreadable and not self.skip_unreadable:
-                raise DataError(next(iter(batch.unreadable.values())))
-            images = [image.float() / 255 for image in batch.images]
-            yield batch._replace(images=images, targets=_as_tensors(batch.targets))
+def _evaluation_batches(loader: "DataLoader[Batch]", skip_unreadable: bool) -> Iterator[Batch]:
+    for batch in loader:
+        if batch.unreadable and not skip_unreadable:
+            raise DataError(next(iter(batch.unreadable.values())))
+        images = [image.float() / 255 for image in batch.images]
+        yield batch._replace(images=images, targets=_as_tensors(batch.targets))
 
 
 # --- in a worker ----------------------------------------------------------------------------------
@@ -303,12 +280,7 @@ def _ignore_signals(worker: int) -> None:
 class AugmentedSamples(Dataset[Sample]):
     """A dataset whose samples are augmented depending on (seed, epoch, index) alone.
 
-    Args:
-        dataset: the images.
-        seed: decides order and augmentation.
-        preset: see :func:`training_transforms`.
-        size: see :func:`training_transforms`.
-        features: stored feature maps, one of whose views replaces the augmented image.
+    See :func:`training_transforms` for ``preset`` and ``size``; a view of the stored ``features`` replaces the image.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from xml.etree.ElementTree import Element, ParseError, SubElement, indent, tostring
 
 from defusedxml.common import DefusedXmlException
@@ -171,13 +171,10 @@ class VocPart:
     def __init__(self, folder: DatasetFolder, base: str, prefix: str = "") -> None:
         self.folder, self.base, self.prefix = folder, base, prefix
         self.annotations = [path for path in self._files("Annotations") if path.lower().endswith(".xml")]
-        self.images = [path for path in self._files("JPEGImages") if is_image(path)] if self.annotations else []
         self._images_of: dict[str, list[str]] = {}
-        for path in self.images:
+        for path in filter(is_image, self._files("JPEGImages") if self.annotations else ()):
             self._images_of.setdefault(stem_of(path), []).append(path)
-        self.lists = self._find_lists()
-        self.folders = self._find_folders()
-        self.splits = list(self.lists or self.folders or ["all"])
+        self.splits: dict[str, Any] = self._find_lists() or self._find_folders() or {"all": self.annotations}
 
     def _files(self, name: str) -> Iterator[str]:
         standard = posixpath.join(self.base, name)
@@ -186,13 +183,13 @@ class VocPart:
     def _find_lists(self) -> dict[str, str]:
         """Split → list file in ``ImageSets/Main``, without the lists of single classes: ``dog_train.txt`` with ±1."""
         main = posixpath.join(self.base, "ImageSets", "Main")
-        stems = [name.removesuffix(".txt") for name in self.folder.names(main) if name.endswith(".txt")]
-        lists = {stem: posixpath.join(main, f"{stem}.txt") for stem in stems}
-        for stem in stems:
-            if stem.rpartition("_")[2] in stems and "_" in stem:
-                first_line = self.folder.read_text(lists[stem]).split("\n", 1)[0]
-                if first_line.split()[1:] in (["1"], ["0"], ["-1"]):
-                    del lists[stem]
+        lists = {}
+        for name in self.folder.names(main):
+            stem, extension = posixpath.splitext(name)
+            file = posixpath.join(main, name)
+            first_line = self.folder.read_text(file).split("\n", 1)[0] if "_" in stem and extension == ".txt" else ""
+            if extension == ".txt" and first_line.split()[1:] not in (["1"], ["0"], ["-1"]):
+                lists[stem] = file
         return lists
 
     def _find_folders(self) -> dict[str, list[str]]:
@@ -206,25 +203,27 @@ class VocPart:
             folders.setdefault(names[0], []).append(path)
         return folders
 
-    def image_of(self, annotation: str, file_name: str = "") -> str:
-        """The image of an annotation, by the annotation's name or the file name it contains; empty if there is none."""
-        own = annotation.split("/")[:-1]
+    def image_of(self, annotation: VocAnnotation) -> str:
+        """The image of an annotation, by its own name or the file name it contains; empty if there is none."""
+        own = annotation.path.split("/")[:-1]
 
         def differing(image: str) -> int:
             other = image.split("/")[:-1]
             return sum(a != b for a, b in zip(own, other, strict=True)) if len(own) == len(other) else len(own) + 1
 
-        candidates = self._images_of.get(stem_of(file_name or annotation), [])
-        nearest = min(candidates, key=differing, default="")
-        return nearest if nearest and differing(nearest) <= 1 else ""
+        for name in (annotation.path, annotation.file_name):
+            nearest = min(self._images_of.get(stem_of(name), []), key=differing, default="")
+            if nearest and differing(nearest) <= 1:
+                return nearest
+        return ""
 
     def entries(self, split: str) -> list[str]:
         """The annotations of a split, including those of listed images that do not exist."""
-        if split not in self.lists:
-            return self.folders.get(split, self.annotations)
+        if isinstance(self.splits[split], list):
+            return list(self.splits[split])
         annotation_of = {stem_of(path): path for path in self.annotations}
         paths = []
-        for line in filled_lines(self.folder.read_text(self.lists[split])):
+        for line in filled_lines(self.folder.read_text(self.splits[split])):
             first = stem_of(line.split()[0])
             absent = posixpath.join(self.base, "Annotations", f"{first}.xml")
             paths.append(annotation_of.get(stem_of(line)) or annotation_of.get(first, absent))
@@ -273,7 +272,7 @@ class VocFormat(DataFormat):
         annotations: list[VocAnnotation] = []
         part, own_name = self._places[split]
         for annotation in self._annotations(part, own_name, builder):
-            path = part.image_of(annotation.path) or part.image_of(annotation.path, annotation.file_name)
+            path = part.image_of(annotation)
             if not path:
                 wanted = annotation.file_name or stem_of(annotation.path)
                 message = f"no image {wanted} beside the annotation or in a parallel folder"
@@ -282,7 +281,7 @@ class VocFormat(DataFormat):
                 image = builder.add_image(path, annotation.size)
                 if image >= 0:
                     annotations.append(annotation)
-                    _add_objects(builder, annotation, image, labels)
+                    self._add_objects(builder, image, annotation, labels)
         return builder.dataset(
             class_names=names,
             name=self.name,
@@ -291,10 +290,9 @@ class VocFormat(DataFormat):
         )
 
     def class_names(self) -> tuple[str, ...]:
-        """The lines of ``labels.txt`` or ``classes.txt``, otherwise the classes of all annotations, sorted."""
-        for file in ("labels.txt", "classes.txt"):
-            if self.folder.is_file(file) and (lines := filled_lines(self.folder.read_text(file))):
-                return tuple(dict.fromkeys(lines))
+        """The lines of ``labels.txt``, otherwise the classes of all annotations, sorted."""
+        if self.folder.is_file("labels.txt") and (lines := filled_lines(self.folder.read_text("labels.txt"))):
+            return tuple(dict.fromkeys(lines))
         parsed = (self._parse(path) for part in self.parts for path in part.annotations)
         found = {item.name for one in parsed if isinstance(one, VocAnnotation) for item in one.objects}
         if not found:
@@ -305,11 +303,12 @@ class VocFormat(DataFormat):
     def write(cls, folder: Path, parts: Parts, names: dict[Path, str]) -> list[str]:
         """Writes ``Annotations/NAME.xml``, ``ImageSets/Main/SPLIT.txt`` and ``labels.txt``; see
         :meth:`DataFormat.write`."""
-        for name in ("Annotations", "ImageSets/Main"):
-            (folder / name).mkdir(parents=True)
+        lists, annotations = folder / "ImageSets" / "Main", folder / "Annotations"
+        lists.mkdir(parents=True)
+        annotations.mkdir()
         for split, part in parts.items():
             listed = [stem_of(names[part.image_path(i)]) + "\n" for i in range(len(part))]
-            (folder / "ImageSets" / "Main" / f"{split}.txt").write_text("".join(listed), "utf-8")
+            (lists / f"{split}.txt").write_text("".join(listed), "utf-8")
         thin = 0
         for part in distinct(parts):
             thin += int((part.boxes[:, 2:] - part.boxes[:, :2] <= 1).any(axis=1).sum())
@@ -318,7 +317,7 @@ class VocFormat(DataFormat):
                 labels = [part.class_names[label] for label in target["labels"].tolist()]
                 flags = {flag: target[flag].tolist() for flag in ("difficult", "crowd")}
                 text = voc_annotation(name, part.image_size(index), labels, target["boxes"].tolist(), **flags)
-                (folder / "Annotations" / f"{stem_of(name)}.xml").write_text(text, "utf-8")
+                (annotations / f"{stem_of(name)}.xml").write_text(text, "utf-8")
         class_names = next(iter(parts.values())).class_names
         (folder / "labels.txt").write_text("".join(f"{name}\n" for name in class_names), "utf-8")
         losses = [f"{thin} boxes of at most one pixel's width or height, which are dropped on reading"] if thin else []
@@ -333,18 +332,30 @@ class VocFormat(DataFormat):
         unannotated = common_split_name(split) == "test" and not any(map(self.folder.has, uses))
         if unannotated and uses:
             message = "no image has an annotation; used as images without objects"
-            builder.report("image-without-annotation", part.lists[split], message, count=len(uses))
+            builder.report("image-without-annotation", part.splits[split], message, count=len(uses))
         for path, count in uses.items():
             if count > 1:
                 builder.report("duplicate-image", path, f"listed {count} times in split {split}")
             if unannotated:
                 yield VocAnnotation(path)
             elif not self.folder.has(path):
-                builder.report("unreadable-annotation", part.lists[split], f"no annotation {path}")
+                builder.report("unreadable-annotation", part.splits[split], f"no annotation {path}")
             elif isinstance(parsed := self._parse(path), Problem):
                 builder.problems.append(parsed)
             else:
                 yield parsed
+
+    def _add_objects(
+        self, builder: AnnotationBuilder, image: int, annotation: VocAnnotation, labels: dict[str, int]
+    ) -> None:
+        builder.problems += annotation.problems
+        for one in annotation.objects:
+            if one.name in labels:
+                flags = {"difficult": one.difficult, "crowd": one.crowd}
+                builder.add_box(image, one.corners, labels[one.name], number=one.number, **flags)
+            else:
+                message = f"object {one.number}: class {one.name!r} is not in the class list"
+                builder.report("unknown-class", annotation.path, message)
 
     def _parse(self, path: str) -> VocAnnotation | Problem:
         if path not in self._parsed:
@@ -354,14 +365,3 @@ class VocFormat(DataFormat):
             except ProblemError as error:
                 self._parsed[path] = error.problem
         return self._parsed[path]
-
-
-def _add_objects(builder: AnnotationBuilder, annotation: VocAnnotation, image: int, labels: dict[str, int]) -> None:
-    builder.problems += annotation.problems
-    for item in annotation.objects:
-        if item.name not in labels:
-            message = f"object {item.number}: class {item.name!r} is not in the class list"
-            builder.report("unknown-class", annotation.path, message)
-            continue
-        flags = {"difficult": item.difficult, "crowd": item.crowd}
-        builder.add_box(image, item.corners, labels[item.name], number=item.number, **flags)

@@ -1,4 +1,4 @@
-"""YOLO text labels, described by a data.yaml, or by classes.txt and folders called images and labels."""
+"""YOLO text labels, described by a data.yaml."""
 
 import posixpath
 from collections.abc import Iterator, Sequence
@@ -24,15 +24,13 @@ from aploss.data.formats import (
 from aploss.files import load_yaml
 
 _MAX_FRACTION = 1.01  # larger numbers are pixels, not rounded fractions
-_SNAP_PIXELS = 1e-6  # rounding error of cx ± w/2 at the image border
+_SNAP_PIXELS = 1e-6  # rounding error of cx - w/2 at the image border
 
 
 # --- one label file -----------------------------------------------------------------------------
 
 
-def parse_row(
-    row: str, size: tuple[int, int], *, where: tuple[str, int]
-) -> tuple[int, tuple[float, float, float, float]]:
+def parse_row(row: str, size: tuple[int, int], *, where: tuple[str, int]) -> tuple[int, tuple[float, ...]]:
     """Parses a row into the class id and the corners in pixels; ``where`` is its file and line.
 
     A row is ``class cx cy w h``, or a polygon ``class x1 y1 x2 y2 x3 y3 ...``, whose enclosing box is returned, in
@@ -46,35 +44,23 @@ def parse_row(
         (2, (240.0, 120.0, 400.0, 360.0))
     """
     file, line = where
-
-    def fault(kind: str, message: str) -> ProblemError:
-        return ProblemError(kind, file, f"line {line}: {message}")
-
     try:
         class_id, *values = map(float, row.split())
+        if len(values) != 4 and (len(values) < 6 or len(values) % 2):
+            raise ValueError("expected a class and 4 numbers, or 3 or more points")
+        if not all(map(isfinite, values)) or max(values) > _MAX_FRACTION:
+            raise ValueError("coordinates must be fractions of the image size")
     except ValueError as error:
-        raise fault("bad-box", f"{error!s:.100}") from None
-    if len(values) != 4 and (len(values) < 6 or len(values) % 2):
-        raise fault("bad-box", f"expected a class and 4 numbers (or 3 or more points), got {row:.80}")
-    if not all(map(isfinite, values)) or max(values) > _MAX_FRACTION:
-        raise fault("bad-box", f"coordinates must be fractions of the image size: {row:.80}")
+        raise ProblemError("bad-box", file, f"line {line}: {error!s:.100}: {row:.80}") from None
     if not class_id.is_integer():
-        raise fault("unknown-class", f"the class must be a whole number: {row:.80}")
-    return int(class_id), _corners(values, size)
-
-
-def _corners(values: list[float], size: tuple[int, int]) -> tuple[float, float, float, float]:
+        raise ProblemError("unknown-class", file, f"line {line}: the class must be a whole number: {row:.80}")
     if len(values) == 4:
         x, y, w, h = values
-        corners = [x - w / 2, y - h / 2, x + w / 2, y + h / 2]
+        fractions = [x - w / 2, y - h / 2, x + w / 2, y + h / 2]
     else:
-        corners = [end(values[side::2]) for end in (min, max) for side in (0, 1)]
-    left, top, right, bottom = (_snap(corner * side, side) for corner, side in zip(corners, size * 2, strict=True))
-    return left, top, right, bottom
-
-
-def _snap(value: float, end: int) -> float:
-    return next((border for border in (0.0, float(end)) if abs(value - border) < _SNAP_PIXELS), value)
+        fractions = [end(values[side::2]) for end in (min, max) for side in (0, 1)]
+    corners = [fraction * side for fraction, side in zip(fractions, size * 2, strict=True)]
+    return int(class_id), tuple(0.0 if abs(corner) < _SNAP_PIXELS else corner for corner in corners)
 
 
 def yolo_rows(
@@ -111,11 +97,10 @@ class YoloFormat(DataFormat):
 
     ``description`` is the content of ``file``, a YAML file in the dataset's folder: ``names``, ``path``, and
     ``train``, ``val``, ``test``, each a folder of images, a text file that lists images, or several. As in Ultralytics,
-    they are relative to ``path``. ``../train/images``, as exported by Roboflow, stands for ``train/images``. Without a
-    YAML file, ``classes.txt`` lists the names and ``images/train`` with ``labels/train`` is the split ``train``.
+    they are relative to ``path``. ``../train/images``, as exported by Roboflow, stands for ``train/images``.
     """
 
-    looked_for = "YOLO (data.yaml with names and train, val or test; or classes.txt, images/train and labels/train)"
+    looked_for = "YOLO (data.yaml with names and train, val or test)"
 
     def __init__(self, folder: DatasetFolder, file: str, description: dict[str, Any]) -> None:
         self.file = file
@@ -130,33 +115,23 @@ class YoloFormat(DataFormat):
     @classmethod
     def find(cls, path: Path) -> "YoloFormat | None":
         """See :meth:`DataFormat.find`."""
-        if path.is_file():
-            if path.suffix.lower() not in (".yaml", ".yml"):
-                return None
-            folder = DatasetFolder(path.resolve().parent)
-            return cls(folder, path.name, _read_yaml(folder, path.name))
-        folder = DatasetFolder(path)
-        for name in folder.names(""):
-            if name in ("data.yaml", "data.yml"):
-                return cls(folder, name, _read_yaml(folder, name))
-        splits = {split: f"images/{split}" for split in folder.names("images") if folder.is_folder(f"labels/{split}")}
-        if not splits or not folder.is_file("classes.txt"):
-            return None
-        return cls(folder, "classes.txt", {**splits, "names": filled_lines(folder.read_text("classes.txt"))})
+        if path.is_file() and path.suffix.lower() in (".yaml", ".yml"):
+            folder, files = DatasetFolder(path.resolve().parent), [path.name]
+        else:
+            folder = DatasetFolder(path)
+            files = [name for name in folder.names("") if name in ("data.yaml", "data.yml")]
+        return cls(folder, files[0], _read_yaml(folder, files[0])) if files else None
 
     def class_names(self) -> tuple[str, ...]:
-        """The names in the YAML file or ``classes.txt``; empty if there are none."""
+        """The names in the YAML file; empty if there are none."""
         names = self._description.get("names", ())
         if isinstance(names, dict):
             if sorted(names, key=str) != sorted(range(len(names)), key=str):
-                raise self._error("bad-categories", "the keys of names must be 0, 1, 2, ...")
+                raise ProblemError("bad-categories", self.file, "the keys of names must be 0, 1, 2, ...")
             names = [names[key] for key in range(len(names))]
-        if not isinstance(names, (list, tuple)) or any(
-            not isinstance(name, (str, int)) or name == "" for name in names
-        ):
-            raise self._error("bad-categories", "names must be a list of names")
-        if len(set(map(str, names))) < len(names):
-            raise self._error("bad-categories", "a class name appears twice")
+        valid = isinstance(names, (list, tuple)) and all(isinstance(name, (str, int)) and name != "" for name in names)
+        if not valid or len(set(map(str, names))) < len(names):
+            raise ProblemError("bad-categories", self.file, "names must be a list of distinct names")
         return tuple(map(str, names))
 
     def read(self, split: str, class_names: Sequence[str] | None) -> DetectionDataset:
@@ -164,8 +139,7 @@ class YoloFormat(DataFormat):
         builder = AnnotationBuilder(self.folder)
         own_names = self.class_names() or class_names
         if not own_names:
-            message = "no class names; list them in data.yaml (names: [...]) or classes.txt, one per line"
-            raise self._error("bad-categories", message)
+            raise ProblemError("bad-categories", self.file, "no class names; list them as names: [...]")
         names = tuple(own_names if class_names is None else class_names)
         label_of = {name: label for label, name in enumerate(names)}
         labels = [label_of.get(name, -1) for name in own_names]
@@ -205,9 +179,6 @@ class YoloFormat(DataFormat):
         (folder / "data.yaml").write_text(text, "utf-8")
         return [*(f"{count} '{flag}' marks" for flag, count in flags.items() if count), *outline_losses(parts)]
 
-    def _error(self, kind: str, message: str) -> ProblemError:
-        return ProblemError(kind, self.file, message)
-
     def _is_split(self, key: object, value: object) -> bool:
         """Whether a key of the YAML file is a split: a usual name, or any name of an existing folder or list."""
         if common_split_name(str(key)) in SPLITS:
@@ -225,13 +196,11 @@ class YoloFormat(DataFormat):
         value = self._description[split]
         # Accepts text only: nested YAML aliases could expand to any length.
         places = [
-            place for place in (value if isinstance(value, list) else [value]) if isinstance(place, str) and place
+            place for place in (value if isinstance(value, list) else [value]) if place and isinstance(place, str)
         ]
         if not places:
-            found = "null" if value is None else type(value).__name__
-            raise self._error(
-                "missing-folder", f"'{split}' must be a folder or list of images, or several, got {found}"
-            )
+            message = f"'{split}' must be a folder or list of images, or several, got {type(value).__name__}"
+            raise ProblemError("missing-folder", self.file, message)
         seen = set()
         for place in places:
             for path in self._listed_images(split, place, builder):
@@ -246,7 +215,7 @@ class YoloFormat(DataFormat):
         found = self._find(place, base=self._base, named_in=self.file)
         if not self.folder.has(found):
             message = f"'{split}' is {place!r}, which does not exist; write a path inside the folder of {self.file}"
-            raise self._error("missing-folder", message)
+            raise ProblemError("missing-folder", self.file, message)
         if self.folder.is_folder(found):
             yield from filter(is_image, self.folder.files(found))
             return

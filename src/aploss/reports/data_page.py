@@ -41,9 +41,8 @@ def _result(result: CheckResult) -> list[page.Block]:
         ("Problems", f"{sum(finding.problem.count for finding in result.findings):,}", ""),
         ("Copies", f"{sum(len(group) - 1 for group in result.copies):,}", "images"),
     ]
-    size = "{smallest_width}x{smallest_height} to {largest_width}x{largest_height}"
     rows = [
-        [name, one.images, one.empty_images, one.boxes, one.difficult, one.crowd, size.format(**one.image_sizes)]
+        [name, one.images, one.empty_images, one.boxes, one.difficult, one.crowd, one.image_sizes]
         for name, one in result.splits.items()
     ]
     columns = ["split", "images", "without boxes", "boxes", "difficult", "crowd", "image sizes"]

@@ -307,11 +307,11 @@ def detect_split(
         )
         with evaluation_mode(detector):
             for batch in loader:
+                unreadable |= batch.unreadable
                 for target, result in zip(batch.targets, detect_by_size(detector, batch.images), strict=True):
                     found[target["image_id"]] = {key: value.cpu().numpy() for key, value in result.items()}
                 if on_images is not None:
                     on_images(min(len(found) * processes, len(split.dataset)), len(split.dataset))
-        unreadable = loader.unreadable
     shares = gather_object([(found, unreadable)])
     unreadable = {index: why for _, share in shares for index, why in share.items()}
     if unreadable:
