@@ -84,3 +84,12 @@ def test_links_between_files_of_the_repository_lead_somewhere():
         for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
             if not re.match(r"[a-z]+:", link):
                 assert (file.parent / link).exists(), f"{file.relative_to(ROOT)}: {link}"
+
+
+def test_names_imported_by_code_in_the_documentation_exist():
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md"))
+    imports = set(re.findall(r"^from (aploss[\w.]*) import (.+)$", pages, flags=re.MULTILINE))
+    assert len(imports) > 20
+    for module, names in imports:
+        for name in names.split(", "):
+            assert hasattr(import_module(module), name), f"from {module} import {name}"
