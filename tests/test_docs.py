@@ -39,6 +39,7 @@ def test_the_site_holds_the_commands_the_api_and_the_formulas(site):
     assert "half the width of the step function" in api
     formulas = (ROOT / "docs/formulas.md").read_text(encoding="utf-8").count("```math")
     assert (site / "formulas.html").read_text(encoding="utf-8").count('class="formula"') == formulas > 9
+    assert "<code>image-in-two-splits</code>" in (site / "data.html").read_text(encoding="utf-8")
 
 
 def test_nothing_is_loaded_from_elsewhere_and_the_search_works_from_disk(site):

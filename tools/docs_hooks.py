@@ -18,6 +18,8 @@ from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
+from aploss.data.folder import KINDS
+
 ROOT = Path(__file__).resolve().parents[1]
 # A page of the API reference each; `aploss` re-exports `aploss.losses`.
 PACKAGES = (
@@ -44,8 +46,11 @@ def on_page_markdown(markdown, page, config, files):
     parts[::2] = [
         re.sub(r"(\]\()([^)#\s]+)", lambda match: match[1] + target_of(match[2], source), text) for text in parts[::2]
     ]
+    parts[::2] = [
+        re.sub(r"\$([^$`\n]+)\$", lambda match: f"<span>{convert(match[1])}</span>", text) for text in parts[::2]
+    ]
     parts[1::2] = [re.sub(r"^```math\n(.*)```$", as_mathml, code, flags=re.DOTALL) for code in parts[1::2]]
-    return "".join(parts)
+    return "".join(parts).replace("<!-- table: aploss.data.folder.KINDS -->", problems_table())
 
 
 def on_page_content(html_text, page, config, files):
@@ -95,6 +100,11 @@ def as_mathml(match):
     """A ``math`` block as MathML; parts separated by ``\\qquad`` wrap on narrow screens."""
     parts = (convert(part.strip(), display="block") for part in match[1].split(r"\qquad"))
     return f'<div class="formula">{"".join(parts)}</div>'
+
+
+def problems_table():
+    rows = (f"| `{kind}` | {description} | {effect.value} |" for kind, (effect, description) in KINDS.items())
+    return "\n".join(("| kind | description | effect on loading |", "|---|---|---|", *rows))
 
 
 def names_of(package):

@@ -9,7 +9,6 @@ from small_datasets import edit_json
 
 from aploss.data import check_dataset
 from aploss.data.check import check_report
-from aploss.data.folder import KINDS
 
 
 @pytest.mark.parametrize("format", ["voc", "coco", "yolo"])
@@ -121,9 +120,3 @@ def test_the_text_shows_counts_problems_and_a_verdict(voc_folder):
     assert "boxes of the classes: dog 2, cat 1\n" in text
     assert "Annotations/a.xml" in text
     assert "Dropped: 0 images and 1 boxes" in text
-
-
-def test_every_kind_of_problem_is_in_the_documentation():
-    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
-    for kind, (effect, description) in KINDS.items():
-        assert f"| `{kind}` | {description} | {effect.value} |" in page
