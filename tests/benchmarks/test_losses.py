@@ -13,10 +13,10 @@ def test_a_quick_run_fills_the_table(monkeypatch):
     assert [row["scores"] for row in result["rows"]] == [2000] * 2 + [4000] * 2
     assert [row["positives"] for row in result["many_positives"]] == [10, 500, 2000]
     table = losses.table(result)
-    for words in ("4,000 late", "2,000 positives: ap", "1,000 groups: ", "30% positives: AP-loss"):
+    for words in ("4,000 late", "2,000 positives: ap", "1,000 groups: ", "30% positives: ap_loss"):
         assert words in table
     for row in (*result["rows"], result["dense"]):
-        assert all(row[name] > 0 for name in losses.LABELS)
+        assert all(row[name] > 0 for name in losses.NAMES)
     assert all(seconds > 0 for seconds in result["groups"].values())
 
 

@@ -62,7 +62,7 @@ def test_settings_have_shorthands(trainer: FakeTraining) -> None:
     assert [config.loss for config in trainer.configs] == ["ap", "focal"]
     for config in trainer.configs:
         assert (config.schedule.length, config.schedule.unit, config.optimizer.learning_rate) == (2, "epochs", 0.01)
-        assert (config.validation.every, config.validation.unit) == (0.2, "epochs")  # ten points of a curve
+        assert (config.validation.every, config.validation.unit) == (0.4, "epochs")  # five points of a curve
 
 
 def test_any_setting_can_vary(trainer: FakeTraining, capsys: pytest.CaptureFixture[str]) -> None:

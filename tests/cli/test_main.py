@@ -58,7 +58,7 @@ def test_an_unexpected_error_is_one_line_and_its_traceback_is_saved(
     def fails(*arguments: object, **options: object) -> None:
         raise ZeroDivisionError("one\ntwo")
 
-    monkeypatch.setattr("aploss.theory.write_study", fails)
+    monkeypatch.setattr("aploss.theory.write_studies", fails)
     assert cli.main(["theory", "consistency"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("aploss theory: unexpected ZeroDivisionError: one two; ")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from fake_training import fake_training  # noqa: F401
-from tiny_runs import config_in, rectangles, short_detector, spawn  # noqa: F401
+from tiny_runs import config_in, rectangles, short_detector  # noqa: F401
 
 from aploss.data.builtin import builtin_folder
 

@@ -24,11 +24,9 @@ def test_the_end_of_the_schedule_is_measured_on_the_test_split() -> None:
 
 
 def test_validations_are_evenly_spaced() -> None:
-    every = [comparison_config("demo", {}, steps=steps).validation.every for steps in (None, 50, 5)]
-    assert every == [120, 5, 1]  # 1200 / 10, 50 / 10, at least one step
-    (short,) = comparison_plan(["ap"], recipe="demo", seeds=[0]).variants
-    assert short.config.validation.every == 240  # five times by default
-    epochs = comparison_config("voc-retinanet-r50", {}).validation
+    every = [comparison_config("demo", {}, steps=steps).validation.every for steps in (None, 50, 3)]
+    assert every == [240, 10, 1]  # 1200 / 5, 50 / 5, at least one step
+    epochs = comparison_config("voc-retinanet-r50", {}, validations=10).validation
     assert (epochs.every, epochs.unit) == (16, "epochs")
 
 
@@ -65,16 +63,10 @@ def test_seeds_are_a_number_or_a_list() -> None:
         assert len(str(caught.value)) < 250
 
 
-def test_the_warm_up_takes_the_same_share_of_a_trial() -> None:
-    # demo: 50 of 1200 steps, here of 800; a trial of 300 warms up for 50 * 300 / 800 = 18.75 steps
-    row = Variant(name="ap", config=comparison_config("demo", {}, steps=800))
+def test_a_trial_is_short_and_does_not_look_at_the_test_split() -> None:
+    row = Variant(name="ap", config=comparison_config("demo", {"schedule": {"warmup_steps": 400}}, steps=800))
     trial = Search(steps=300).trial_config(row, {"optimizer.learning_rate": 0.009}, seed=3)
-    assert (trial.schedule.warmup_steps, trial.schedule.length, trial.seed) == (19, 300, 3)
-    assert trial.optimizer.learning_rate == 0.009
-    assert trial.evaluation.split == "none"  # the test split is not measured before the choice
+    assert (trial.schedule.length, trial.seed, trial.optimizer.learning_rate) == (300, 3, 0.009)
+    assert not trial.schedule.exact_warmup  # at most a tenth of the trial
+    assert trial.evaluation.split == "none"
     assert Search().trial_config(row, {}, seed=0) == row.config  # a trial of the length of the run is the run
-    # Never longer than that of the run, nor than a tenth of the trial if the run has epochs of data not yet read.
-    epochs = Variant(name="ap", config=comparison_config("voc-retinanet-r50", {}))
-    warmup = epochs.config.schedule.warmup_steps
-    for variant, steps, expected in ((epochs, 300, 30), (epochs, 100_000, warmup), (epochs, 5, 0), (row, 1600, 50)):
-        assert Search(steps=steps).trial_config(variant, {}, seed=0).schedule.warmup_steps == expected

@@ -18,10 +18,10 @@ DOCUMENT = ROOT / "docs" / "reproduction.md"
 @pytest.mark.parametrize("name", ["table1a", "figure7"])
 def test_a_page_has_the_papers_numbers_and_the_claims(name: str, fake_training, tmp_path: Path) -> None:
     out = tmp_path / "page"
-    results = reproduce(name, Request(seeds=(0, 1)), out, command=f"aploss reproduce {name}")
+    results = reproduce(name, Request(seeds=(0, 1)), out)
     assert results.complete
     table = (out / "table.md").read_text()
-    for text in (REPRODUCTIONS[name].title, f"aploss reproduce {name}", "AP, paper", "PASCAL VOC 2007 test", "0123abc"):
+    for text in (REPRODUCTIONS[name].title, "AP, paper", "PASCAL VOC 2007 test", "0123abc"):
         assert text in table
     for row in REPRODUCTIONS[name].rows:
         assert all(f"| {100 * number:.1f} |" in table for number in row.paper["voc"].values())
@@ -59,7 +59,7 @@ def test_a_page_is_there_before_the_first_run(tmp_path: Path) -> None:
 
 
 def test_settings_of_the_paper_cannot_be_changed() -> None:
-    for wrong in ({"steps": 10}, {"recipe": "demo"}, {"processes": 4}):
+    for wrong in ({"steps": 10}, {"recipe": "demo"}, {"tune_steps": 4}):
         with pytest.raises(ConfigError):
             Request(scale="paper", **wrong)  # type: ignore[arg-type]
 

@@ -1,16 +1,13 @@
 """Every claim of the theory pages, the controls that must violate it, and the parts, by hand or literally."""
 
-import json
-import re
-
 import numpy as np
 import pytest
 import torch
 
 from aploss.cli import main as cli
 from aploss.losses import reference
-from aploss.reports.page import SvgFigure, Verdict
-from aploss.theory import STUDIES, convergence, figures, inseparable, write_study
+from aploss.reports.page import Verdict
+from aploss.theory import STUDIES, convergence, figures, inseparable, write_studies
 from aploss.theory.study import PAPER_UPDATE, Study, checked_verdict
 
 CONTROLS = {"no update", "reversed sign", "random direction", "cross-entropy"}
@@ -26,22 +23,18 @@ def test_every_claim_holds_and_every_control_violates_its_check(study):
     for verdict in study.verdicts:
         assert verdict.holds is True, verdict.claim
     if study.name == "convergence":
-        for counts in (study.numbers["converged"], study.numbers["within"]):
-            assert {name for name, count in counts.items() if count < convergence.PROBLEMS} == CONTROLS
+        for name, converged, _ in study.tables[0].rows:
+            assert (converged < convergence.PROBLEMS) == (name in CONTROLS), name
     if study.name == "inseparable":
-        for name, ends in study.numbers.items():
+        for name, one, first, second, several, online in study.tables[0].rows:
             fails = name in CONTROLS
-            one, first, second, several, online = ends.values()
             assert (one > first, one > second, several > online) == (fails, fails, fails), name
 
 
-def test_a_study_becomes_a_page_and_a_file_of_numbers(study, tmp_path):
-    page = write_study(study, tmp_path)
-    text = page.read_text()
+def test_a_study_is_a_section_of_the_page(study, tmp_path):
+    text = write_studies([study], tmp_path).read_text()
     assert study.title in text
     assert text.count("data:image/svg+xml") == len(study.figures)
-    numbers = json.loads((tmp_path / "numbers.json").read_text())
-    assert [v["holds"] for v in numbers["verdicts"]] == [True] * len(study.verdicts)
 
 
 def test_a_check_that_a_control_passes_is_not_informative():
@@ -53,28 +46,13 @@ def test_a_check_that_a_control_passes_is_not_informative():
     assert checked_verdict("the loss is bounded", {**passes, PAPER_UPDATE: False}).holds is False
 
 
-def _study(name, holds):
-    figures, verdicts = [SvgFigure("<svg></svg>")], [Verdict(holds, f"{name} is true")]
-    return Study(name=name, title=f"On {name}", place="p", text="x", numbers={}, figures=figures, verdicts=verdicts)
-
-
 def test_a_claim_that_fails_fails_the_command(monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(STUDIES, "consistency", lambda seed: _study("consistency", False))
+    verdicts = [Verdict(False, "two is three"), Verdict(True, "one is one")]
+    study = Study(name="consistency", title="On numbers", place="p", text="x", verdicts=verdicts)
+    monkeypatch.setitem(STUDIES, "consistency", lambda seed: study)
     assert cli.main(["theory", "consistency", "--out", str(tmp_path)]) == 1
-    assert "does not hold: consistency is true" in capsys.readouterr().out
-    assert not (tmp_path / "index.html").exists()  # a single study needs no index
-
-
-def test_all_studies_are_linked_from_an_index(monkeypatch, tmp_path, capsys):
-    for name in STUDIES:
-        monkeypatch.setitem(STUDIES, name, lambda seed, name=name: _study(name, True))
-    assert cli.main(["theory", "--out", str(tmp_path)]) == 0
-    page = (tmp_path / "index.html").read_text()
-    links = re.findall(r'<a href="([^#"]+)"', page)
-    assert links == [f"{name}/report.html" for name in STUDIES]
-    assert all((tmp_path / link).is_file() for link in links)
-    assert f"{len(STUDIES)} of {len(STUDIES)} claims hold" in page
-    assert str(tmp_path / "index.html") in capsys.readouterr().out
+    assert "does not hold: two is three" in capsys.readouterr().out
+    assert "1 of 2 claims hold" in (tmp_path / "report.html").read_text()
 
 
 class TestConvergence:

@@ -4,8 +4,6 @@ A benchmark has ``run(progress, quick=False)``, which returns numbers for JSON, 
 ``progress`` is called with a description of each measurement.
 """
 
-import os
-import platform
 import time
 from collections.abc import Callable
 from typing import Any
@@ -36,14 +34,3 @@ def best_in_turns(cases: dict[str, Callable[[], Any]], seconds: float) -> dict[s
             best[name] = min(best[name], time.perf_counter() - start)
         rounds += 1
     return best
-
-
-def describe_machine(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The hardware and the version of torch that times belong to."""
-    processor = platform.processor() or platform.machine()
-    return {
-        "device": processor if torch.device(device).type == "cpu" else torch.cuda.get_device_name(device),
-        "threads": torch.get_num_threads(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-    }

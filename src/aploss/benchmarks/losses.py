@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from aploss.benchmarks import Progress, best_in_turns, describe_machine
+from aploss.benchmarks import Progress, best_in_turns
 from aploss.losses import alrp_loss, ap_loss, auc_loss, rank_sort_loss, use_backend
+from aploss.training.run_folder import describe_environment
 
 SIZES = (100, 1_000, 10_000, 100_000, 1_000_000, 5_000_000, 20_000_000)
 QUICK_SIZES = (1_000, 10_000)
@@ -25,12 +26,7 @@ MANY_SCORES = 1_000_000  # ranked with many positives, in groups and densely
 GROUPS = 1_000
 DENSE_SHARE = 0.3  # positives of a dense problem, such as segmentation
 SECONDS_PER_CASE = 1.0
-LABELS = {
-    "ap_loss": "AP-loss",
-    "torch_operations": "AP-loss, torch operations",
-    "focal_loss": "focal loss",
-    "bce": "binary cross-entropy",
-}
+NAMES = ("ap_loss", "torch_operations", "focal_loss", "bce")
 Cases = dict[str, Callable[[], Any]]
 
 
@@ -54,7 +50,7 @@ def run(progress: Progress, *, quick: bool = False) -> dict[str, Any]:
     progress(f"{size:,} scores, dense")
     dense = best_in_turns(_cases(size, 0.0, round(DENSE_SHARE * size), device), seconds)
     return {
-        **describe_machine(device),
+        **describe_environment(),
         "rows": rows,
         "many_scores": size,
         "many_positives": positives,
@@ -67,11 +63,12 @@ def table(result: dict[str, Any]) -> str:
     """The result as text: milliseconds, and ratios to focal loss and binary cross-entropy."""
     columns = "".join(f" {name:>10}" for name in ("AP-loss", "torch ops", "focal", "BCE", "/ focal", "/ BCE"))
     lines = [
-        f"{result['device']}, {result['threads']} threads; milliseconds, forward + backward, best of many, memory kept",
+        f"{', '.join(result['devices']) or result['cpu']}, {result['torch_threads']} threads; milliseconds, forward + "
+        "backward, best of many, memory kept",
         f"{'scores':>12} {'stage':<6}{columns}",
     ]
     for row in result["rows"]:
-        times = "".join(f" {1e3 * row[name]:>10.3f}" for name in LABELS)
+        times = "".join(f" {1e3 * row[name]:>10.3f}" for name in NAMES)
         ratios = "".join(f" {row['ap_loss'] / row[name]:>10.2f}" for name in ("focal_loss", "bce"))
         lines.append(f"{row['scores']:>12,} {row['stage']:<6}{times}{ratios}")
     lines.append(f"\n{result['many_scores']:,} scores, milliseconds")
@@ -82,7 +79,7 @@ def table(result: dict[str, Any]) -> str:
     lines.append(
         f"{GROUPS:>12,} groups: {1e3 * groups['groups']:.1f}, one ranking of all: {1e3 * groups['one_ranking']:.1f}"
     )
-    lines.append(f"{DENSE_SHARE:>12.0%} positives: " + ", ".join(f"{LABELS[k]} {1e3 * dense[k]:.1f}" for k in dense))
+    lines.append(f"{DENSE_SHARE:>12.0%} positives: " + ", ".join(f"{name} {1e3 * dense[name]:.1f}" for name in NAMES))
     return "\n".join(lines)
 
 

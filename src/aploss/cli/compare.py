@@ -7,7 +7,6 @@ are cached: adding a loss or a seed later trains only that, and the same command
 every setting of the paper and is for GPUs.
 """
 
-import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from typing import Any
 from aploss.cli.options import add_settings, add_shorthands, given_settings, positive_int, shorthand_changes
 from aploss.detectors.detector import DETECTORS
 from aploss.errors import ConfigError, require_packages
-from aploss.experiments.paper import BENCHMARKS, REPRODUCTIONS
+from aploss.experiments.paper import EPOCH_IMAGES, REPRODUCTIONS
 from aploss.losses.traits import LOSSES
 from aploss.training.config import config_fields, load_config, merge, nested, recipe_names
 
@@ -35,7 +34,7 @@ REPRODUCE_EXAMPLES = """
   aploss reproduce table2 --data path/to/bccd --steps 1000 --seeds 5
   aploss reproduce table3 --scale paper --benchmark coco --data coco/ --plan
   aploss reproduce table2 --seeds-until-decided 10 --workers 2
-  torchrun --nproc-per-node 2 -m aploss reproduce table2 --scale paper --data VOCdevkit
+  aploss reproduce table2 --scale paper --data VOCdevkit --workers 4 --gpus-per-run 1
 """
 
 DEFAULT_LOSSES = ("ap", "focal", "ce-ohem", "auc")
@@ -59,8 +58,7 @@ def add_compare_arguments(parser: ArgumentParser) -> None:
     add("--recipe", help=f"settings to start from: {', '.join(recipe_names())}, or a .yaml file; chosen by default")
     add("--seeds", default="3", help="number of seeds, or a list: 0,1,2")
     add_shorthands(parser)
-    points = "validations during training; by default 10, or 5 in short runs"
-    add("--validations", type=positive_int, metavar="N", help=points)
+    add("--validations", type=positive_int, metavar="N", default=5, help="points of the curve of AP")
     runs = "compare finished runs without training; runs that differ only in the seed share a row"
     add("--runs", nargs="+", metavar="DIR", help=runs)
     searched = (
@@ -82,7 +80,7 @@ def add_reproduce_arguments(parser: ArgumentParser) -> None:
     add("name", choices=list(REPRODUCTIONS), help="table or figure")
     add("--scale", choices=["small", "paper"], default="small", help="minutes on a CPU, or the paper's")
     benchmark = "dataset of the paper; voc12 is VOC 2012 test, trained on 07++12"
-    add("--benchmark", choices=list(BENCHMARKS), default="voc", help=benchmark)
+    add("--benchmark", choices=list(EPOCH_IMAGES), default="voc", help=benchmark)
     add("--data", help="dataset; built-in by default at small scale")
     add("--recipe", help="settings at small scale; by default demo for built-in data, else bccd-cpu")
     add("--seeds", help="number of seeds, or a list: 0,1,2; by default 3 at small scale, else 1")
@@ -173,7 +171,6 @@ def run_reproduce(options: Namespace) -> int:
         seeds=None if options.seeds is None else parse_seeds(options.seeds),
         max_seeds=options.seeds_until_decided,
         tune=not options.no_tune,
-        processes=int(os.environ.get("WORLD_SIZE", "1")),
     )
     if options.plan:
         print(describe_reproduction(options.name, request, workers=options.workers))
@@ -185,7 +182,7 @@ def run_reproduce(options: Namespace) -> int:
 def _run_comparison(options: Namespace, default_out: Path, work: Callable[..., Any]) -> int:
     """Trains the runs of a comparison and prints its table; after Ctrl-C, says how to resume."""
     from aploss.experiments.workers import Workers
-    from aploss.training.distributed import TrainingInterruptedError, is_main_process
+    from aploss.training.distributed import TrainingInterruptedError
 
     require_packages("scipy")  # for the intervals at the end: report it before hours of training
     workers = Workers(
@@ -199,13 +196,11 @@ def _run_comparison(options: Namespace, default_out: Path, work: Callable[..., A
     try:
         results = work(out, cache=options.cache, workers=workers, quiet=options.quiet)
     except TrainingInterruptedError as interruption:
-        if is_main_process():
-            print("interrupted; all runs are saved, the same command resumes", file=sys.stderr)
+        print("interrupted; all runs are saved, the same command resumes", file=sys.stderr)
         return interruption.exit_code
-    if is_main_process():
-        _show(out)
-        if not results.complete:
-            print("not finished: the same command resumes", file=sys.stderr)
+    _show(out)
+    if not results.complete:
+        print("not finished: the same command resumes", file=sys.stderr)
     return 0
 
 

@@ -33,8 +33,8 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
     ("data", "convert"): ("data", "convert a dataset to another format"),
     ("compare",): ("compare", "train with several losses over several seeds, and compare"),
     ("reproduce",): ("compare", "reproduce a table or figure of the paper"),
-    ("theory",): ("small", "verify the paper's theorems in experiments, with a page for each"),
-    ("bench",): ("small", "benchmark the losses, the data loading and the training step"),
+    ("theory",): ("small", "verify the paper's theorems in experiments"),
+    ("bench",): ("small", "benchmark the losses and the training step"),
 }
 MAX_TEXT = 200  # characters of a user's word or of an unexpected error that are repeated in a message
 

@@ -20,7 +20,7 @@ EXPORT_EXAMPLES = """
   aploss export runs/demo/checkpoints/last.pt --out detector.onnx --size 320
 """
 THEORY_EXAMPLES = """
-  aploss theory                     every study, with an index page
+  aploss theory                     every study, on one page
   aploss theory smoothed-failure
 """
 BENCH_EXAMPLES = """
@@ -76,11 +76,11 @@ def run_export(options: Namespace) -> int:
 def add_theory_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", choices=["all", *STUDIES], default="all", help="which study")
     parser.add_argument("--seed", type=int, metavar="N", default=0, help="seed of the random problems")
-    parser.add_argument("--out", type=Path, metavar="DIR", default=Path("runs/theory"), help="folder for the pages")
+    parser.add_argument("--out", type=Path, metavar="DIR", default=Path("runs/theory"), help="folder for the page")
 
 
 def run_theory(options: Namespace) -> int:
-    """Runs the studies, writes their pages and prints their verdicts."""
+    """Runs the studies, prints their verdicts and writes their page."""
     from aploss import theory
 
     studies = []
@@ -88,14 +88,11 @@ def run_theory(options: Namespace) -> int:
         start = time.perf_counter()
         with progress(name, quiet=options.quiet):
             study = theory.STUDIES[name](options.seed)
-            page = theory.write_study(study, options.out / name)
         studies.append(study)
         print(f"{study.title} ({study.place}), {time.perf_counter() - start:.0f} s")
         for verdict in study.verdicts:
-            print(f"  {verdict.word}: {verdict.claim}")
-        print(f"  {page}", flush=True)
-    if options.name == "all":
-        print(f"index: {theory.write_index(studies, options.out)}", flush=True)
+            print(f"  {verdict.word}: {verdict.claim}", flush=True)
+    print(f"report: {theory.write_studies(studies, options.out)}", flush=True)
     return 0 if all(study.holds for study in studies) else EXIT_PROBLEMS
 
 

@@ -13,29 +13,17 @@ from pathlib import Path
 
 from aploss.errors import ConfigError
 from aploss.evaluation import HEADLINE_METRICS, LOWER_IS_BETTER
-from aploss.experiments.plan import (
-    LOSS_OPTIONS,
-    Plan,
-    Run,
-    Search,
-    Trial,
-    Variant,
-    as_typed,
-    comparison_plan,
-    data_name,
-)
+from aploss.experiments.plan import LOSS_OPTIONS, Plan, Run, Search, Trial, Variant, as_typed, comparison_plan
 from aploss.experiments.results import MIN_SEEDS, Results, is_decided, write_results
 from aploss.experiments.workers import Job, Pool, Workers, open_pool
 from aploss.files import as_file_name
 from aploss.plotting.style import loss_label
 from aploss.reports.comparison import Comparison
 from aploss.training.config import RESUMABLE_KEYS, differing_keys
-from aploss.training.distributed import TrainingInterruptedError
 from aploss.training.run_folder import RunFolder, Summary, describe_environment
 
 __all__ = ["Workers", "compare", "compare_runs", "comparison_plan", "default_out"]
 
-MAX_LISTED = 90  # characters of a title that lists the rows
 MAX_PAIRED_ROWS = 4  # with more rows only the first is compared with the others
 MAX_WIDENINGS = 4  # of the grid of a search
 PAGE_INTERVAL_S = 20.0  # cached runs are read faster than a page is drawn
@@ -49,7 +37,6 @@ def compare(
     cache: str | Path | None = None,
     workers: Workers | None = None,
     quiet: bool = True,
-    command: str | None = None,
 ) -> Results:
     """Trains the missing runs of a plan, and writes the page, the tables and all numbers as they finish.
 
@@ -60,7 +47,6 @@ def compare(
         cache: folder of the runs; by default ``cache`` beside ``out``.
         workers: runs at a time and their resources; by default one at a time in this process.
         quiet: print nothing.
-        command: shown on the page; by default the command of this process.
 
     Returns:
         The runs and the statistics over them; not ``complete`` if a run failed too often on Ray.
@@ -68,25 +54,17 @@ def compare(
     Raises:
         TrainingInterruptedError: Ctrl-C or SIGTERM; the same call resumes later.
     """
-    out, results = Path(out), Results(plan)
-    page_of, command = page_of or comparison_page, command or typed_command()
+    out, results, page_of = Path(out), Results(plan), page_of or comparison_page
     cache = out.parent / "cache" if cache is None else Path(cache)
     with open_pool(workers or Workers(), cache, plan.variants[0].config.device, quiet=quiet) as pool:
         written_at = time.monotonic()
-
-        def write() -> None:
-            if pool.is_main:
-                write_results(out, results, replace(page_of(results), command=command))
-
         try:
             for _ in _train(results, pool, page_of):
                 if time.monotonic() - written_at >= PAGE_INTERVAL_S:
-                    write()
+                    write_results(out, results, replace(page_of(results), command=typed_command()))
                     written_at = time.monotonic()
-        except TrainingInterruptedError:
-            write()
-            raise
-        write()
+        finally:  # also after Ctrl-C
+            write_results(out, results, replace(page_of(results), command=typed_command()))
     return results
 
 
@@ -111,7 +89,7 @@ def _train(results: Results, pool: Pool, page_of: Callable[[Results], Comparison
             for one in results.plan.variants
             if (one.name, seed) not in results.runs
         ]
-        for job, run in pool.run(jobs):
+        for job, run in pool(jobs):
             results.runs[job.variant.name, job.config.seed] = run
             yield run
         if not results.complete or all(map(is_decided, page_of(results).verdicts)):
@@ -127,7 +105,7 @@ def _tune(results: Results, search: Search, pool: Pool) -> Generator[Run, None, 
     for _ in range(1 + MAX_WIDENINGS):
         jobs = [job for row in rows for job in _trial_jobs(search, row, results)]
         missing = len(jobs)
-        for job, run in pool.run(jobs):
+        for job, run in pool(jobs):
             score = job.variant.measure.score(run) if run.summary else None
             if score is None and run.summary:
                 raise ConfigError("the search needs a validation split: set --splits.validation, or add --no-tune")
@@ -161,9 +139,7 @@ def _trial_jobs(search: Search, row: Variant, results: Results) -> list[Job]:
 def comparison_page(results: Results) -> Comparison:
     """The page of a plain comparison."""
     variants = results.plan.variants
-    labels = [loss_label(variant.name) for variant in variants]
-    listed = ", ".join(labels[:-1]) + f" and {labels[-1]}" if len(labels) > 1 else labels[0]
-    rows = listed if len(listed) <= MAX_LISTED else f"{len(labels)} rows"
+    listed = ", ".join(loss_label(variant.name) for variant in variants)
     varied = any(not key.startswith(LOSS_OPTIONS) for variant in variants for key in variant.settings)
     names = [variant.name for variant in variants]
     pairs = [*combinations(names, 2)] if len(names) <= MAX_PAIRED_ROWS else [(names[0], one) for one in names[1:]]
@@ -173,7 +149,7 @@ def comparison_page(results: Results) -> Comparison:
     if len(results.seeds) < MIN_SEEDS:
         notes.append(f"Fewer than {MIN_SEEDS} seeds decide little: a difference may be chance.")
     return results.comparison(
-        title=f"{rows} on {data_name(variants[0].config.data)}",
+        title=f"{listed} on {Path(variants[0].config.data).resolve().name}",
         summary="The same detector, schedule, initial weights and data order for each seed; only "
         f"{'the settings in the row names differ' if varied else 'the loss differs'} (a softmax loss has one more "
         "output per anchor). Measured with the weights at the end of the schedule.",
@@ -190,16 +166,15 @@ def default_out(plan: Plan) -> Path:
     """The default folder of a comparison."""
     config = plan.variants[0].config
     rows = as_file_name("-".join(variant.name for variant in plan.variants))
-    return Path("runs") / f"compare-{Path(data_name(config.data)).stem}-{config.detector}-{rows}"
+    return Path("runs") / f"compare-{Path(config.data).resolve().stem}-{config.detector}-{rows}"
 
 
-def compare_runs(folders: Sequence[str | Path], out: str | Path, *, command: str | None = None) -> Results:
+def compare_runs(folders: Sequence[str | Path], out: str | Path) -> Results:
     """Puts finished runs on a page without training; runs that differ in the seed alone are a row.
 
     Args:
         folders: run folders with the same data.
         out: folder of the page, as for :func:`compare`.
-        command: shown on the page; by default the command of this process.
 
     Raises:
         RunError: a folder is not a finished run.
@@ -225,5 +200,5 @@ def compare_runs(folders: Sequence[str | Path], out: str | Path, *, command: str
     plan = Plan(variants=[*rows.values()], seeds=sorted({run.config.seed for run in runs}))
     results = Results(plan, runs=found, given=True)
     page = replace(comparison_page(results), summary="Finished runs, each measured with its own choice of checkpoint.")
-    write_results(Path(out), results, replace(page, command=command or typed_command()))
+    write_results(Path(out), results, replace(page, command=typed_command()))
     return results

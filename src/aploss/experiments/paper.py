@@ -35,47 +35,13 @@ Numbers = Mapping[str, float]  # metric → value between 0 and 1
 RANKING_AP = "AP of the ranking"
 RANKED_IMAGES = 8  # ranked together, as in training
 POINTS_FILE = "ap_loss.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Benchmark:
-    """A dataset of the paper at its own scale."""
-
-    data: str  # what the folder holds
-    recipes: str  # begin of the names of its recipes
-    epoch_images: int
-    measured_on: str  # setup of the paper's numbers
-    test_split: str
-    settings: dict[str, Any] = field(default_factory=dict)  # override the recipe
-
-
-BENCHMARKS = {
-    "voc": Benchmark(
-        data="VOCdevkit (VOC2007 and VOC2012)",
-        recipes="voc",
-        epoch_images=16_551,
-        measured_on="PASCAL VOC 2007 test, trained on 2007 + 2012 trainval",
-        test_split="2007_test",
-    ),
-    "voc12": Benchmark(  # 07++12 (Section 4.1); the annotations of its test split are not public
-        data="VOCdevkit (VOC2007 and VOC2012)",
-        recipes="voc",
-        epoch_images=21_503,
-        measured_on="PASCAL VOC 2012 test, trained on 2007 trainval + test and 2012 trainval",
-        test_split="none",
-        settings={
-            "splits": {"train": "2007_trainval+2007_test+2012_trainval"},
-            "evaluation": {"split": "none", "voc_year": None},
-        },
-    ),
-    "coco": Benchmark(
-        data="COCO",
-        recipes="coco",
-        epoch_images=118_287,
-        measured_on="COCO minival, trained on trainval35k",
-        test_split="val",
-    ),
+TEST_SPLIT = {"voc": "2007_test", "voc12": "none", "coco": "val"}
+MEASURED_ON = {
+    "voc": "PASCAL VOC 2007 test, trained on 2007 + 2012 trainval",
+    "voc12": "PASCAL VOC 2012 test, trained on 2007 trainval + test and 2012 trainval",
+    "coco": "COCO minival, trained on trainval35k",
 }
+EPOCH_IMAGES = {"voc": 16_551, "voc12": 21_503, "coco": 118_287}  # of the training splits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +89,6 @@ class Reproduction:
     notes: str = ""  # below the table
     row_name: str = "loss"  # header of the first column
     curve_label: str = ""  # the metric of the curves; empty for AP
-
-
-# --- how the numbers of Figure 5b and Table 3 are taken from a run -----------------------------
 
 
 class MultiScaleMeasure(Measure):
@@ -232,9 +195,6 @@ def training_ap_loss(detector: Detector, batches: Sequence[Batch]) -> float:
                 targets = labels.ranking_targets(logits.shape[-1])
                 values.append(float(ap_loss(logits, targets, delta=0.0, interpolated=False)))
     return sum(values) / len(values) if values else math.nan
-
-
-# --- the tables and figures -------------------------------------------------------------------
 
 
 def _numbers(*percent: float, metrics: Sequence[str] = HEADLINE_METRICS) -> Numbers:
@@ -368,30 +328,26 @@ SSD: dict[str, Any] = {
 TABLE_4 = Reproduction(title="Table 4: SSD with four losses (Appendix 5)", claims=LOSS_CLAIMS, **SSD)
 
 
-Snapshots = Mapping[str, Sequence[Sequence[float | None]]]  # row → step → AP of each seed
-
-
-def snapshots(results: Results) -> tuple[list[float], Snapshots]:
+def snapshots(results: Results) -> tuple[list[float], dict[str, list[list[float | None]]]]:
     """The steps at which all runs were measured, and for each row the AP of every seed at each of them."""
-    plan, curves = results.plan, {}
-    for variant in plan.variants:
-        for seed in results.seeds:
-            if (run := results.runs.get((variant.name, seed))) and run.summary:
-                curve = variant.measure.curve(run)
-                curves[variant.name, seed] = dict(zip(curve.steps, curve.values, strict=True))
+    curves = {}
+    for row in results.plan.variants:
+        for run in results.finished_runs(row.name):
+            curve = row.measure.curve(run)
+            curves[row.name, run.config.seed] = dict(zip(curve.steps, curve.values, strict=True))
     steps = sorted(set.intersection(*map(set, curves.values()))) if curves else []
     return steps, {
-        variant.name: [[curves.get((variant.name, seed), {}).get(step) for seed in results.seeds] for step in steps]
-        for variant in plan.variants
+        row.name: [[curves.get((row.name, seed), {}).get(step) for seed in results.seeds] for step in steps]
+        for row in results.plan.variants
     }
 
 
 def _first_at_snapshots(results: Results) -> list[Verdict]:
     """Holds if every interval is above zero in the second half, does not hold if one is below."""
     steps, found = snapshots(results)
-    others = [name for name in found if name != "ap"]
+    others = [values for name, values in found.items() if name != "ap"]
     gaps = [
-        [paired_difference(found["ap"][k], found[other][k], confidence=results.plan.confidence) for other in others]
+        [paired_difference(found["ap"][k], other[k], confidence=results.plan.confidence) for other in others]
         for k in range(len(steps))
     ]
     first = sum(all(gap.mean > 0 for gap in at_step) for at_step in gaps)
@@ -400,9 +356,8 @@ def _first_at_snapshots(results: Results) -> list[Verdict]:
     later = [gap for at_step in gaps[len(steps) // 2 :] for gap in at_step]
     if not results.complete or not later or any(len(gap.values) < 2 for gap in later):
         return [Verdict(None, claim)]
-    if all(gap.low > 0 for gap in later):
-        return [Verdict(True, claim)]
-    return [Verdict(False if any(gap.high <= 0 for gap in later) else None, claim)]
+    holds = True if all(gap.low > 0 for gap in later) else None
+    return [Verdict(False if any(gap.high <= 0 for gap in later) else holds, claim)]
 
 
 CURVES: dict[str, Any] = {
@@ -464,7 +419,7 @@ OTHER_WAYS = {"smooth-ap": "the approximate gradient", "hinge-ap": "the structur
 def _optimisation_verdicts(results: Results) -> list[Verdict]:
     """The three statements of Section 4.2.3, each by itself: the order may be reproduced without the levels."""
     ends = {name: 1 - results.mean(name, RANKING_AP) for name in ("ap", *OTHER_WAYS)}
-    verdicts: list[Verdict] = [
+    orders = [
         Verdict(
             results.is_ahead("ap", other, by=CLEARLY, metric=RANKING_AP),
             f"The error-driven update ends below {description} by at least {CLEARLY}: AP-loss {ends['ap']:.3f} against "
@@ -474,12 +429,11 @@ def _optimisation_verdicts(results: Results) -> list[Verdict]:
     ]
     stuck = results.is_between("smooth-ap", 0.0, 1 - STUCK, RANKING_AP)
     near = results.is_between("hinge-ap", 1 - NEAR[1], 1 - NEAR[0], RANKING_AP)
+    levels = f"{NEAR[0]} to {NEAR[1]}"
     return [
-        *verdicts,
+        *orders,
         Verdict(stuck, f"The approximate gradient does not converge (ends above {STUCK}): {ends['smooth-ap']:.3f}"),
-        Verdict(
-            near, f"The structured hinge loss stabilizes near 0.8 ({NEAR[0]} to {NEAR[1]}): {ends['hinge-ap']:.3f}"
-        ),
+        Verdict(near, f"The structured hinge loss stabilizes near 0.8 ({levels}): {ends['hinge-ap']:.3f}"),
     ]
 
 

@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from aploss.data.builtin import VERSION as BUILTIN_VERSION
-from aploss.detectors.criterion import describe_loss, make_loss
+from aploss.detectors.criterion import make_loss
 from aploss.errors import ConfigError
 from aploss.evaluation import METRICS
 from aploss.files import as_file_name
@@ -42,11 +42,9 @@ from aploss.training.run import make_detector
 from aploss.training.run_folder import Summary, default_folder
 from aploss.training.splits import NO_SPLIT, load_run_data
 
-VALIDATIONS = 10  # points of the curve of AP while training
-SHORT_STEPS, SHORT_VALIDATIONS = 2000, 5  # each validation would take longer than the steps between two
+VALIDATIONS = 5  # during training: in short runs each takes longer than the steps between two
 LEVEL = 0.05  # of significance
 MAX_SEEDS = 1000
-WARMUP_SHARE = 0.1  # of a trial, at most, if the length of the real run in steps is not known
 LOSS_OPTIONS = "criterion.options"
 RATE = "optimizer.learning_rate"
 RATE_FACTORS = (1 / 3, 1.0, 3.0)  # the first grid of a search, as multiples of the row's own learning rate
@@ -83,18 +81,15 @@ class Measure:
 
     def curve(self, run: Run) -> TrainingCurve:
         """The numbers during training."""
-        rows = [row for row in _validations(run) if row["AP"] is not None]
+        rows = [row for row in read_json_lines(run.folder / "metrics.jsonl") if row["kind"] == "validation"]
+        rows = [row for row in rows if row["AP"] is not None]
         steps, values, seconds = ([row[key] for row in rows] for key in ("step", "AP", "seconds"))
         return TrainingCurve(steps=steps, values=values, minutes=[one / 60 for one in seconds])
 
     def score(self, run: Run) -> float | None:
         """The score that chooses learning rates, larger being better; None if unknown."""
-        rows = _validations(run)
-        return rows[-1]["AP"] if rows else None
-
-
-def _validations(run: Run) -> list[dict[str, Any]]:
-    return [row for row in read_json_lines(run.folder / "metrics.jsonl") if row["kind"] == "validation"]
+        values = self.curve(run).values
+        return values[-1] if values else None
 
 
 DETECTION = Measure()
@@ -110,9 +105,6 @@ class Variant:
     tuned: Mapping[str, Any] = field(default_factory=dict)  # the settings that a search has chosen
     paper: Mapping[str, float] = field(default_factory=dict)  # metric → the paper's number, between 0 and 1
     measure: Measure = DETECTION  # how numbers are taken from its runs
-
-
-# --- the search -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +150,7 @@ class Search:
         }
         for name, values in self.over.items():
             loss, _, key = name.rpartition(":")
-            if loss in ("", row.config.loss):
+            if loss in ("", row.config.loss) and key not in row.settings:  # a row keeps its own value
                 axes[key] = values
         tried = [one.settings for one in trials if one.row == row.name]
         if not tried:
@@ -192,13 +184,9 @@ class Search:
         """The config of a trial; ConfigError if the settings are invalid."""
         config = replace(row.config, seed=seed)
         if self.steps is not None:
-            # The warm-up takes the same share of the trial as of the real run: with all of it a short trial would
-            # hardly train at the rate it has to judge, and too high a rate would win.
-            schedule = config.schedule
-            share = schedule.warmup_steps / schedule.length if schedule.unit == "steps" else WARMUP_SHARE
-            warmup = min(schedule.warmup_steps, round(share * self.steps))
-            # Only the validation split is measured: the choice must not depend on the evaluation split.
-            changes = {"schedule": {"warmup_steps": warmup}, "evaluation": {"split": NO_SPLIT}}
+            # A warm-up of at most a tenth: a short trial must train at the rate it has to judge. Only the validation
+            # split is measured: the choice must not depend on the evaluation split.
+            changes = {"schedule": {"exact_warmup": False}, "evaluation": {"split": NO_SPLIT}}
             config = with_length(changed(config, changes), self.steps, validations=1)
         config = changed(config, nested(dict(settings)))
         make_loss(config.loss, **config.criterion.options)
@@ -209,14 +197,11 @@ class Search:
         for name in self.over:
             loss, _, key = name.rpartition(":")
             check_varied(key, option="--tune-over")
-            searched = [row for row in rows if loss in ("", row.config.loss)]
-            if not searched:
-                raise ConfigError(f"--tune-over {name}: no row has the loss {loss}")
-            for row in searched:
-                if key in row.settings:
-                    raise ConfigError(f"--tune-over {name}: the row {row.name} has its own value")
-                for settings in self.next_trials(row, []):
-                    self.trial_config(row, settings, seed)
+            if not any(loss in ("", row.config.loss) and key not in row.settings for row in rows):
+                raise ConfigError(f"--tune-over {name}: no row has this loss, or each has its own value")
+        for row in rows:
+            for settings in self.next_trials(row, []):
+                self.trial_config(row, settings, seed)
 
 
 def _can_grow(values: Sequence[Any]) -> bool:
@@ -236,9 +221,6 @@ def _neighbours(values: set[float], best: float) -> list[float]:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.3g}")
-
-
-# --- the plan ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,13 +248,7 @@ class Plan:
 
     @property
     def looks(self) -> tuple[int, ...]:
-        """The numbers of seeds after which verdicts are looked at, half as many again each time.
-
-        Example:
-            >>> variant = Variant(name="ap", config=TrainConfig())
-            >>> Plan(variants=[variant], seeds=range(10), first=3).looks
-            (3, 5, 8, 10)
-        """
+        """The numbers of seeds after which verdicts are looked at, half as many again each time."""
         counts = [self.first or len(self.seeds)]
         while counts[-1] < len(self.seeds):
             counts.append(min(len(self.seeds), counts[-1] + (counts[-1] + 1) // 2))
@@ -305,7 +281,7 @@ def comparison_plan(
     vary: Mapping[str, Sequence[Any]] | None = None,
     changes: dict[str, Any] | None = None,
     steps: int | None = None,
-    validations: int | None = None,
+    validations: int = VALIDATIONS,
     search: Search | None = None,
     first: int | None = None,
 ) -> Plan:
@@ -319,12 +295,12 @@ def comparison_plan(
         vary: dotted key of a setting → the values of the rows.
         changes: nested settings that override the recipe, for all rows.
         steps: length of the training; the recipe's by default.
-        validations: points of the curve of AP; 10 by default, 5 in short runs.
+        validations: points of the curve of AP.
         search: search for learning rates; the recipe's learning rates by default.
         first: seeds of the first look, see :class:`Plan`.
 
     Raises:
-        ConfigError: an unknown loss, option or setting, an invalid value, or two equal rows.
+        ConfigError: an unknown loss, option or setting, or an invalid value.
 
     Example:
         >>> plan = comparison_plan(["ap:delta=2"], recipe="demo", seeds=[0], vary={"batches.size": [4, 8]})
@@ -341,32 +317,19 @@ def comparison_plan(
         varied = dict(zip(vary, values, strict=True))
         own = nested({**options, **varied} | ({"loss": loss} if loss else {}))
         config = comparison_config(recipe, merge(changes or {}, own), steps=steps, validations=validations)
+        make_loss(config.loss, **config.criterion.options)  # options that cannot be trained are refused now, not later
+        if varied:
+            make_detector(changed(config, WITHOUT_WEIGHTS), ("object",))
         words = [f"{key}={as_typed(value)}" for key, value in varied.items()]
         if len(chosen) > 1 or not words:
             short = {key.removeprefix(f"{LOSS_OPTIONS}."): value for key, value in options.items()}
             words.insert(0, ":".join([loss, *(f"{key}={as_typed(value)}" for key, value in short.items())]))
         variants.append(Variant(name=" ".join(words), config=config, settings={**options, **varied}))
-    _check_rows(variants)
     return Plan(variants=variants, seeds=tuple(seeds), search=search, first=first)
 
 
-def _check_rows(variants: Sequence[Variant]) -> None:
-    """Raises a ConfigError for rows that cannot be trained, or that are equal, before anything is trained."""
-    known: dict[str, str] = {}
-    for variant in variants:
-        config = variant.config
-        # With the defaults of the loss, so that ap and ap:delta=1 are equal.
-        _, described = describe_loss(make_loss(config.loss, **config.criterion.options))
-        options = {key: float(value) if type(value) is int else value for key, value in described.items()}
-        hashed = settings_hash(changed(config, {"criterion": {"options": options}}))
-        if known.setdefault(hashed, variant.name) != variant.name:
-            raise ConfigError(f"the rows {known[hashed]} and {variant.name} have the same settings: leave one out")
-        if any(key.startswith(("detector", "model", "criterion")) for key in variant.settings):
-            make_detector(changed(config, WITHOUT_WEIGHTS), ("object",))
-
-
 def comparison_config(
-    recipe: str | None, changes: dict[str, Any], *, steps: int | None = None, validations: int | None = VALIDATIONS
+    recipe: str | None, changes: dict[str, Any], *, steps: int | None = None, validations: int = VALIDATIONS
 ) -> TrainConfig:
     """A config for runs that can be compared.
 
@@ -382,21 +345,12 @@ def comparison_config(
     return changed(config, {"evaluation": {"checkpoint": "last", "split": split}})
 
 
-def with_length(config: TrainConfig, steps: int | None, *, validations: int | None) -> TrainConfig:
-    """The config with another length and evenly spaced validations (None: few in short runs) that cannot stop it.
-
-    Example:
-        >>> short = with_length(TrainConfig(), 500, validations=5)
-        >>> short.schedule.length, short.validation.every
-        (500, 100.0)
-    """
+def with_length(config: TrainConfig, steps: int | None, *, validations: int) -> TrainConfig:
+    """The config with another length and evenly spaced validations that cannot stop it."""
     schedule = config.schedule
     if steps is not None:
         milestones = tuple(sorted({round(steps / schedule.length * one) for one in schedule.milestones}))
         schedule = replace(schedule, length=steps, unit="steps", milestones=milestones)
-    if validations is None:
-        is_short = schedule.unit == "steps" and schedule.length <= SHORT_STEPS
-        validations = SHORT_VALIDATIONS if is_short else VALIDATIONS
     every = schedule.length / validations
     if schedule.unit == "steps":
         every = float(max(1, round(every)))
@@ -409,18 +363,10 @@ def changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
     return config_from_dict(merge(config_to_dict(config), changes))
 
 
-# --- the cache --------------------------------------------------------------------------------
-
-
 def settings_hash(config: TrainConfig) -> str:
     """Ten hexadecimal digits of all settings that affect the result of a run.
 
     The folder, the time limit and the checkpoint interval are left out; data counts by its absolute path.
-
-    Example:
-        >>> one, other = TrainConfig(data="builtin"), TrainConfig(data="builtin", max_minutes=5)
-        >>> settings_hash(one) == settings_hash(other) != settings_hash(TrainConfig(data="a"))
-        True
     """
     values = config_to_dict(config)
     unchanged = (key for key, value in DEFAULTS_BEFORE_ADDED.items() if attrgetter(key)(config) == value)
@@ -445,21 +391,12 @@ def cache_folder(config: TrainConfig, cache: Path, settings: Mapping[str, Any]) 
     return found[0] if found else cache / "-".join(words)
 
 
-def data_name(data: str) -> str:
-    """A short name for the data of a config: ``builtin``, or its folder or file."""
-    return data if data == "builtin" else Path(data).resolve().name
-
-
-# --- the plan in words ------------------------------------------------------------------------
-
-
-def describe_plan(plan: Plan, *, images: int | None = None, processes: int = 1, workers: int = 1) -> str:
+def describe_plan(plan: Plan, *, images: int | None = None, workers: int = 1) -> str:
     """The runs of a plan with their settings and estimated time, without training any.
 
     Args:
         plan: the rows, seeds and search.
         images: images of a run; by default of the first row's schedule.
-        processes: processes of a run.
         workers: runs at a time.
     """
     config, (runs, trials) = plan.variants[0].config, plan.trainings
@@ -469,7 +406,7 @@ def describe_plan(plan: Plan, *, images: int | None = None, processes: int = 1, 
         images = config.schedule.length * unit
     trial_images = plan.search.steps * step_images if plan.search is not None and plan.search.steps else images
     at_a_time = min(workers, runs + trials)
-    seconds = (runs * images + trials * trial_images) * seconds_per_image(config) / processes / at_a_time
+    seconds = (runs * images + trials * trial_images) * seconds_per_image(config) / at_a_time
     looks = "all of them" if len(plan.looks) == 1 else f"until decided after {', '.join(map(str, plan.looks))} of them"
     lines = [
         f"{runs + trials} trainings of {config.detector}, about {describe_seconds(seconds)} on this "
@@ -505,9 +442,6 @@ def seconds_per_image(config: TrainConfig) -> float:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
     return (time.perf_counter() - start) / count
-
-
-# --- values typed on the command line ---------------------------------------------------------
 
 
 def _loss_settings(text: str) -> tuple[str, dict[str, Any]]:
@@ -553,22 +487,12 @@ def as_typed(value: Any) -> str:
 
 
 def parse_list(text: str) -> list[str]:
-    """The parts of a comma-separated list; commas inside brackets do not separate.
-
-    Example:
-        >>> parse_list("ap,focal:gamma=1, [64,96],")
-        ['ap', 'focal:gamma=1', '[64,96]']
-    """
+    """The parts of a comma-separated list; commas inside brackets do not separate."""
     return [part for part in map(str.strip, re.split(r",(?![^\[{]*[\]}])", text)) if part]
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
-    """Seeds from ``"3"`` (how many, starting at 0) or ``"4,5"`` (which); ConfigError for anything else.
-
-    Example:
-        >>> parse_seeds("3"), parse_seeds("4,5"), parse_seeds("7,")
-        ((0, 1, 2), (4, 5), (7,))
-    """
+    """Seeds from ``"3"`` (how many, starting at 0) or ``"4,5"`` (which); ConfigError for anything else."""
     words = parse_list(text)
     seeds = tuple(int(word) for word in words if re.fullmatch("[0-9]{1,10}", word))
     if not seeds or len(seeds) < len(words) or ("," not in text and not 1 <= seeds[0] <= MAX_SEEDS):
@@ -578,12 +502,7 @@ def parse_seeds(text: str) -> tuple[int, ...]:
 
 
 def more_seeds(seeds: Sequence[int], most: int | None) -> tuple[int, ...]:
-    """The seeds, and further ones up to ``most`` in all; None for no more.
-
-    Example:
-        >>> more_seeds([4, 5], 4)
-        (4, 5, 6, 7)
-    """
+    """The seeds, and further ones up to ``most`` in all; None for no more."""
     if most is not None and most <= len(seeds):
         raise ConfigError(f"--seeds-until-decided {most}: more than the {len(seeds)} of --seeds are needed")
     return (*seeds, *range(max(seeds) + 1, max(seeds) + 1 + (most or len(seeds)) - len(seeds)))

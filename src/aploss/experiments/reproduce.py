@@ -8,25 +8,16 @@ from typing import Any, Literal
 from aploss.errors import ConfigError
 from aploss.evaluation import HEADLINE_METRICS
 from aploss.experiments.compare import compare
-from aploss.experiments.paper import BENCHMARKS, REPRODUCTIONS, Reproduction, Row
-from aploss.experiments.plan import (
-    Plan,
-    Search,
-    Variant,
-    changed,
-    comparison_config,
-    data_name,
-    describe_plan,
-    more_seeds,
-)
+from aploss.experiments.paper import EPOCH_IMAGES, MEASURED_ON, REPRODUCTIONS, TEST_SPLIT, Reproduction, Row
+from aploss.experiments.plan import Plan, Search, Variant, changed, comparison_config, describe_plan, more_seeds
 from aploss.experiments.results import Results
 from aploss.reports.comparison import Comparison
 from aploss.training.config import TrainConfig, merge
 from aploss.training.distributed import choose_device
 
+CURVE_POINTS = 10  # of AP during training, as in Figure 5a
 SEEDS = {"small": (0, 1, 2), "paper": (0,)}  # the paper names none
-PAPER_BATCH = 8  # Section 4.1: 2 GPUs with 8 images each, and each ranks its own
-PAPER_GPUS = 2
+PAPER_GPUS = 2  # Section 4.1: 2 GPUs with 8 images each, and each ranks its own; here one after the other
 SMALL_SCALE = (
     "This is the small scale: a detector with few parameters, trained from scratch for minutes on small images. The "
     "paper's numbers come from large pretrained networks on other data, so that levels cannot be compared with them; "
@@ -52,7 +43,6 @@ class Request:
     tune: bool = True  # search for learning rates at small scale, if losses are compared
     tune_steps: int | None = None  # length of a trial of that search
     device: str = "auto"
-    processes: int = 1  # started by torchrun
 
     def __post_init__(self) -> None:
         if self.is_small:
@@ -61,9 +51,6 @@ class Request:
             if getattr(self, option) is not None:
                 name = option.replace("_", "-")
                 raise ConfigError(f"--{name} needs --scale small: the paper's scale has the paper's settings")
-        if self.processes > PAPER_GPUS:
-            expected = f"1 or {PAPER_GPUS} processes of {PAPER_BATCH} images each"
-            raise ConfigError(f"the paper's scale is for {expected}, got {self.processes}")
 
     @property
     def is_small(self) -> bool:
@@ -97,24 +84,22 @@ def plan_for(name: str, request: Request) -> Plan:
 
 def _config(entry: Reproduction, row: Row, request: Request) -> TrainConfig:
     """The config of a row."""
-    own = {"device": request.device, "data": request.data or ""}
+    data = request.data or ("builtin" if request.is_small else "")
+    own = {"device": request.device, "data": data}
     if request.is_small:
-        own["data"] = data = request.data or "builtin"
         recipe = request.recipe or ("demo" if data == "builtin" else "bccd-cpu")
         is_standard = request.recipe is None and data == "builtin"
-        steps = request.steps or (entry.steps if is_standard else None)
-        layers = [entry.settings, row.settings, entry.small, row.small, own]
-        config = comparison_config(recipe, reduce(merge, layers), steps=steps)
+        steps, layers = request.steps or (entry.steps if is_standard else None), [entry.small, row.small]
     else:
-        benchmark = BENCHMARKS[request.benchmark]
-        batches = {"size": row.batch * request.processes, "accumulate": PAPER_GPUS // request.processes}
-        layers = [benchmark.settings, entry.settings, row.settings, entry.full, {"batches": batches}, own]
-        config = comparison_config(f"{benchmark.recipes}-{entry.recipe}", reduce(merge, layers))
-        if entry.curves_on_test:
-            config = changed(config, {"splits": {"validation": benchmark.test_split}})
+        recipe, steps = f"{request.benchmark}-{entry.recipe}", None
+        layers = [entry.full, {"batches": {"size": row.batch, "accumulate": PAPER_GPUS}}]
+    settings = reduce(merge, [entry.settings, row.settings, *layers, own])
+    config = comparison_config(recipe, settings, steps=steps, validations=CURVE_POINTS)
+    if entry.curves_on_test and not request.is_small:
+        config = changed(config, {"splits": {"validation": TEST_SPLIT[request.benchmark]}})
     if entry.curve_points:
-        steps = _run_images(entry, config, request) // (config.batches.size * config.batches.accumulate)
-        config = changed(config, {"checkpoint_steps": max(1, steps // entry.curve_points)})
+        run_steps = _run_images(entry, config, request) // (config.batches.size * config.batches.accumulate)
+        config = changed(config, {"checkpoint_steps": max(1, run_steps // entry.curve_points)})
     return config
 
 
@@ -122,7 +107,7 @@ def _run_images(entry: Reproduction, config: TrainConfig, request: Request) -> i
     """The images of a run."""
     unit = config.batches.size * config.batches.accumulate
     if config.schedule.unit == "epochs":
-        unit = entry.epoch_images or BENCHMARKS[request.benchmark].epoch_images
+        unit = entry.epoch_images or EPOCH_IMAGES[request.benchmark]
     return config.schedule.length * unit
 
 
@@ -156,7 +141,7 @@ def page_for(name: str, request: Request, results: Results) -> Comparison:
         reference=entry.reference,
         verdicts=[*claims, *entry.verdicts(results)],
         notes="\n\n".join(filter(None, notes)),
-        paper=entry.measured_on.get(numbers_of, BENCHMARKS[numbers_of].measured_on),
+        paper=entry.measured_on.get(numbers_of, MEASURED_ON[numbers_of]),
         sections=entry.sections(results),
         row_name=entry.row_name,
         curve_label=entry.curve_label or f"AP on {split}",
@@ -181,7 +166,7 @@ def reproduce(name: str, request: Request, out: str | Path, **options: Any) -> R
 def default_out(name: str, request: Request) -> Path:
     """The default folder of a page."""
     data = request.data or ("builtin" if request.is_small else request.benchmark)
-    return Path("runs") / f"{name}-{request.scale}-{Path(data_name(data)).stem}"
+    return Path("runs") / f"{name}-{request.scale}-{Path(data).resolve().stem}"
 
 
 def check_start(request: Request, *, start_anyway: bool) -> None:
@@ -191,22 +176,11 @@ def check_start(request: Request, *, start_anyway: bool) -> None:
     if choose_device(request.device).type == "cpu" and not start_anyway:
         raise ConfigError("the paper's scale takes months on a CPU: use a GPU, --scale small, or --yes to start anyway")
     if not request.data:
-        raise ConfigError(f"the paper's scale needs --data with the folder of {BENCHMARKS[request.benchmark].data}")
+        raise ConfigError("the paper's scale needs --data: VOCdevkit with VOC2007 and VOC2012, or the folder of COCO")
 
 
 def describe_reproduction(name: str, request: Request, *, workers: int = 1) -> str:
-    """The runs of a reproduction with their time, commands and settings, without training any."""
+    """The runs of a reproduction with their time and settings, without training any."""
     plan = plan_for(name, request)
     images = _run_images(REPRODUCTIONS[name], plan.variants[0].config, request)
-    text = describe_plan(plan, images=images, processes=request.processes, workers=workers)
-    commands = []
-    if not request.is_small:
-        command = (
-            f"aploss reproduce {name} --scale paper --benchmark {request.benchmark} --data {request.data or 'DATA'}"
-        )
-        commands = [
-            f"1 GPU: {command}",
-            f"2 GPUs, as the paper: torchrun --nproc-per-node 2 -m {command}",
-            f"8 GPUs, a run on each: {command} --workers 8 --gpus-per-run 1 --seeds 3",
-        ]
-    return "\n".join([REPRODUCTIONS[name].title, *commands, text])
+    return f"{REPRODUCTIONS[name].title}\n{describe_plan(plan, images=images, workers=workers)}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from aploss.evaluation import HEADLINE_METRICS, METRICS
-from aploss.experiments.plan import CLASS_AP, RATE, Plan, Run, Trial, Variant, as_typed, data_name
+from aploss.experiments.plan import CLASS_AP, RATE, Plan, Run, Trial, Variant, as_typed
 from aploss.files import write_json, write_text
 from aploss.plotting.style import loss_label
 from aploss.reports.comparison import Comparison, Difference, Entry, paired_difference, spread, write_comparison_report
@@ -99,18 +99,16 @@ class Results:
 
     def verdict(self, first: str, second: str, *, by: float = 0.0, metric: str = "AP") -> Verdict:
         """The claim that a row is ahead of another, with its numbers; see :meth:`is_ahead`."""
-        one = self.difference(first, second, metric)
         least = f" by at least {100 * by:g}" if by else ""
-        claim = f"{loss_label(first)} is above {loss_label(second)}{least}"
-        return Verdict(self.is_ahead(first, second, by=by, metric=metric), claim + (f": {one}" if one.values else ""))
+        claim = f"{loss_label(first)} is above {loss_label(second)}{least}: {self.difference(first, second, metric)}"
+        return Verdict(self.is_ahead(first, second, by=by, metric=metric), claim)
 
     def pair_verdict(self, first: str, second: str, metric: str = "AP") -> Verdict:
         """How a row compares with another: ahead, behind, tie (closer than 1 point), or too few seeds to say."""
         one, holds = self.difference(first, second, metric), self.is_ahead(first, second, metric=metric)
         is_tie = holds is None and self.complete and max(-one.low, one.high) < TIE_MARGIN
         label = TIE if is_tie else {True: "ahead", False: "behind", None: "too few seeds"}[holds]
-        claim = f"{loss_label(first)} against {loss_label(second)}"
-        return Verdict(holds, claim + (f": {one}" if one.values else ""), label)
+        return Verdict(holds, f"{loss_label(first)} against {loss_label(second)}: {one}", label)
 
     def comparison(
         self,
@@ -144,7 +142,7 @@ class Results:
             class_differences=self.differences(reference, [name for name in names if name.startswith(CLASS_AP)]),
             facts={
                 "Detector": _of_rows(self.plan, lambda config: config.detector),
-                "Data": data_name(self.plan.variants[0].config.data),
+                "Data": Path(self.plan.variants[0].config.data).resolve().name,
                 "Length": _of_rows(self.plan, lambda config: f"{config.schedule.length} {config.schedule.unit}"),
                 "Seeds": len(self.seeds),
                 "Minutes of training": sum(minutes.values()),
@@ -175,7 +173,6 @@ def write_results(out: Path, results: Results, comparison: Comparison) -> None:
     """Writes the page, the tables in Markdown and LaTeX, and all numbers as JSON and CSV into a folder."""
     write_comparison_report(comparison, out)
     write_text(out / "results.csv", _csv(results))
-    names = {"name": "first", "baseline": "second"}
     document = {
         "title": comparison.title,
         "command": comparison.command,
@@ -183,10 +180,7 @@ def write_results(out: Path, results: Results, comparison: Comparison) -> None:
         "seeds": list(results.seeds),
         "confidence": results.plan.confidence,
         "rows": [_row(results, *pair) for pair in zip(results.plan.variants, comparison.entries, strict=True)],
-        "differences": [
-            {names.get(key, key): value for key, value in asdict(one).items()}
-            for one in (*comparison.differences, *comparison.class_differences)
-        ],
+        "differences": [asdict(one) for one in (*comparison.differences, *comparison.class_differences)],
         "trials": [asdict(trial) for trial in results.trials],
         "verdicts": [{"holds": one.holds, "verdict": one.word, "claim": one.claim} for one in comparison.verdicts],
         "environment": describe_environment(),
@@ -250,7 +244,7 @@ def _provenance(results: Results) -> dict[str, Any]:
         "image size": _of_rows(plan, lambda one: one.batches.image_size),
         "optimizer": _of_rows(plan, lambda one: f"{one.optimizer.name}, {one.schedule.kind}"),
         "learning rate": own_rates if len({*rates.values()}) > 1 else next(iter(rates.values())),
-        "data": f"{data_name(plan.variants[0].config.data)}, measured on {_listed(one.split for one in summaries)}",
+        "measured on": _listed(one.split for one in summaries),
         "hardware": ", ".join(devices) + f", threads: {environment['torch_threads']}",
         "software": ", ".join(f"{name} {environment['packages'][name]}" for name in ("aploss", "torch", "numba")),
         "runs": _listed(run.folder.parent for run in results.runs.values()),

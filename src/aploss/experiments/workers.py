@@ -9,13 +9,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from filelock import FileLock
 
 from aploss import training
@@ -23,18 +23,17 @@ from aploss.errors import AplossError, ConfigError, RunError, require_packages
 from aploss.experiments.plan import Run, Variant, cache_folder
 from aploss.registry import load_plugins
 from aploss.reports.run_files import read_json_lines
-from aploss.terminal import terminal
 from aploss.training.callbacks import describe_seconds
 from aploss.training.config import TrainConfig
-from aploss.training.distributed import StopSignals, TrainingInterruptedError, choose_device, on_main, start_accelerator
+from aploss.training.distributed import StopSignals, TrainingInterruptedError, choose_device
 from aploss.training.run_folder import Summary
 from aploss.training.step import DivergedError
 
 MAX_RETRIES = 5  # of a run whose worker or node died
 POLL_S = 1.0
 STOP_TIMEOUT_S = 60.0  # for runs to save a checkpoint after Ctrl-C
-LINE_INTERVAL_S = 15.0
-OBJECT_STORE_BYTES = 100 * 2**20  # results are small
+LINE_INTERVAL_S = 30.0
+STORE_BYTES = 100 * 2**20  # of Ray's objects: results are small
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +59,12 @@ class Workers:
     def __post_init__(self) -> None:
         if self.ray is not None and self.count > 1:
             raise ConfigError("--workers is for this machine and --ray for a cluster, which decides by its resources")
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError("a comparison starts its runs itself: use --workers or --ray in place of torchrun")
         if not self.uses_ray and self.gpus is not None:
             raise ConfigError("--gpus-per-run needs --workers or --ray")
         if self.uses_ray:
             require_packages("ray")
-            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                raise ConfigError("--workers and --ray start the runs themselves: leave out torchrun")
 
     @property
     def uses_ray(self) -> bool:
@@ -83,6 +82,10 @@ class Job:
     settings: Mapping[str, Any] = field(default_factory=dict)  # of a trial, by dotted key
     folder: Path = Path()
 
+    def with_folder(self, cache: Path) -> "Job":
+        """The job with its folder in the cache."""
+        return replace(self, folder=cache_folder(self.config, cache, {**self.variant.settings, **self.settings}))
+
     @property
     def progress(self) -> tuple[float, float]:
         """The share of the training that is done, and the seconds it took."""
@@ -91,7 +94,10 @@ class Job:
         return min(1.0, done / self.config.schedule.length), rows[-1]["seconds"] if rows else 0.0
 
 
-def train_run(job: Job, *, processes: int = 1, is_main: bool = True, on_row: Callable[[Any], Any] | None = None) -> Run:
+Pool = Callable[[Sequence[Job]], Iterator[tuple[Job, Run]]]
+
+
+def train_run(job: Job, on_row: Callable[[Any], Any] | None = None) -> Run:
     """Returns a finished run, which is trained or resumed if necessary; a diverged one has no summary.
 
     Raises:
@@ -99,9 +105,8 @@ def train_run(job: Job, *, processes: int = 1, is_main: bool = True, on_row: Cal
         RunError: the run cannot be trained.
     """
     config, folder, file = job.config, job.folder, job.folder / "summary.json"
-    with _locked(folder) if is_main else nullcontext():
-        # Several processes must agree, though perhaps only one sees the files: train() takes care of that.
-        if processes == 1 and file.is_file() and (known := Summary.read(file)).stopped_by != "minutes":
+    with _locked(folder):
+        if file.is_file() and (known := Summary.read(file)).stopped_by != "minutes":
             return Run(config=config, folder=folder, summary=known)
         observers = [one for one in (job.variant.measure.observer(config, folder), on_row) if one is not None]
         try:
@@ -123,57 +128,36 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-class Pool:
-    """Trains the runs of a comparison in this process, one after another; under ``torchrun`` in all its processes.
-
-    Args:
-        accelerator: the processes.
-        cache: folder of the runs.
-        quiet: print nothing.
-    """
-
-    def __init__(self, accelerator: Accelerator | None, cache: Path, quiet: bool) -> None:
-        self.accelerator, self.cache = accelerator, cache
-        self.is_main = accelerator is None or accelerator.is_main_process
-        self.quiet = quiet or not self.is_main
-
-    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Run]]:
-        """Trains jobs and yields each with its run as it finishes."""
-        assert self.accelerator is not None
-        processes = self.accelerator.num_processes
-        jobs = on_main(self.accelerator, lambda: self._with_folders(jobs))
-        with Display(jobs, quiet=self.quiet) as display:
-            for job in jobs:
-                display.say(f"started   {job.label}")
-                run = train_run(job, processes=processes, is_main=self.is_main, on_row=display.refresh)
-                display.end(job, run)
-                yield job, run
-
-    def _with_folders(self, jobs: Sequence[Job]) -> list[Job]:
-        settings = [{**job.variant.settings, **job.settings} for job in jobs]
-        folders = [cache_folder(job.config, self.cache, own) for job, own in zip(jobs, settings, strict=True)]
-        return [replace(job, folder=folder) for job, folder in zip(jobs, folders, strict=True)]
+def _run_here(jobs: Sequence[Job], *, cache: Path, quiet: bool) -> Iterator[tuple[Job, Run]]:
+    """Trains jobs in this process, one after another."""
+    jobs = [job.with_folder(cache) for job in jobs]
+    display = Display(jobs, quiet=quiet)
+    for job in jobs:
+        display.say(f"started   {job.label}")
+        run = train_run(job, display.refresh)
+        display.end(job, run)
+        yield job, run
 
 
-class RayPool(Pool):
-    """Trains the runs of a comparison as tasks of Ray, each with its own CPUs and GPUs."""
+class RayPool:
+    """Trains jobs as tasks of Ray, each with its own CPUs and GPUs."""
 
     def __init__(self, workers: Workers, cache: Path, device: str, quiet: bool) -> None:
         import ray
 
-        super().__init__(None, cache.resolve(), quiet)
+        self.cache, self.quiet = cache.resolve(), quiet
         cpus, gpus = _resources(workers, device)
         # Not retried after an exception: train_run raises none that another attempt would cure.
         options: Any = {"num_cpus": cpus, "num_gpus": gpus, "max_retries": MAX_RETRIES, "retry_exceptions": False}
         self._task = ray.remote(**options)(_train_on_ray)
         self._driver = (str(Path.cwd()), [*sys.argv], workers.plugins, cpus)
 
-    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Run]]:
+    def __call__(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Run]]:
         import ray
 
-        jobs = self._with_folders(jobs)
-        saved = "interrupted; every run has saved a checkpoint"
-        with Display(jobs, quiet=self.quiet) as display, StopSignals(saved) as signals, signals.deferred():
+        jobs, saved = [job.with_folder(self.cache) for job in jobs], "interrupted; every run has saved a checkpoint"
+        display = Display(jobs, quiet=self.quiet)
+        with StopSignals(saved) as signals, signals.deferred():
             pending: dict[Any, Job] = {self._task.remote(job, *self._driver): job for job in jobs}
             while pending:
                 done, _ = ray.wait(list(pending), timeout=POLL_S)
@@ -211,7 +195,9 @@ def _train_on_ray(
             batches = replace(job.config.batches, workers=min(1, threads - 1))
             job = replace(job, config=replace(job.config, batches=batches))
         return train_run(job)
-    except AplossError as error:  # also if the driver has cancelled it
+    except TrainingInterruptedError:  # this worker was stopped: the other runs go on
+        raise
+    except AplossError as error:
         return error
     except OSError as error:
         return RunError(f"{error} on node {os.uname().nodename}: all nodes must share the storage of the comparison")
@@ -247,14 +233,12 @@ def _resources(workers: Workers, device: str) -> tuple[int, float]:
 
 @contextmanager
 def open_pool(workers: Workers, cache: Path, device: str, *, quiet: bool) -> Iterator[Pool]:
-    """Opens the pool that trains the runs; a local Ray cluster is started on 127.0.0.1 and ended with it."""
+    """Opens the pool that trains jobs and yields each with its run; a local Ray cluster is on 127.0.0.1."""
     if not workers.uses_ray:
         before = torch.get_num_threads()
         try:
             torch.set_num_threads(workers.cpus or before)
-            # One process group for all runs: torchrun's rendezvous works only once.
-            with start_accelerator(choose_device(device)) as accelerator:
-                yield Pool(accelerator, cache, quiet)
+            yield partial(_run_here, cache=cache, quiet=quiet)
         finally:
             torch.set_num_threads(before)
         return
@@ -263,15 +247,13 @@ def open_pool(workers: Workers, cache: Path, device: str, *, quiet: bool) -> Ite
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     for name in ("time", "timeout"):  # a node behind a cut link is lost after half a minute, not after seven
         os.environ.setdefault(f"RAY_grpc_client_keepalive_{name}_ms", "15000")
-    if workers.ray is None:
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # of any system: Ray then listens on 127.0.0.1 only
-    import ray
-
     options: dict[str, Any] = {"address": workers.ray}
     if workers.ray is None:
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # of any system: Ray then listens on 127.0.0.1 only
         cpus = workers.count * (workers.cpus or max(1, (os.cpu_count() or 1) // workers.count))
-        options = {"address": "local", "num_cpus": cpus, "object_store_memory": OBJECT_STORE_BYTES}
-        options["include_dashboard"] = False
+        options = {"address": "local", "num_cpus": cpus, "include_dashboard": False, "object_store_memory": STORE_BYTES}
+    import ray
+
     logging.getLogger("ray").setLevel(logging.ERROR)
     try:
         ray.init(**options, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
@@ -284,27 +266,16 @@ def open_pool(workers: Workers, cache: Path, device: str, *, quiet: bool) -> Ite
 
 
 class Display:
-    """One progress display for all runs: a live line on a terminal, a line from time to time elsewhere."""
+    """One progress display for all runs: a line when a run ends, and the state of all from time to time."""
 
     def __init__(self, jobs: Sequence[Job], *, quiet: bool) -> None:
-        from rich.console import Console
-
         self._jobs, self._quiet, self._finished, self._failed = list(jobs), quiet, 0, 0
-        self._is_live, self._next_line = sys.stdout.isatty() and not quiet, time.monotonic() + LINE_INTERVAL_S
-        self._status = Console(file=terminal(sys.stdout)).status("starting")
-
-    def __enter__(self) -> "Display":
-        if self._is_live:
-            self._status.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._status.stop()
+        self._next_line = time.monotonic() + LINE_INTERVAL_S
 
     def say(self, line: str) -> None:
         """Prints a line."""
         if not self._quiet:
-            print(line, flush=True)  # rich puts it above the live line
+            print(line, flush=True)
 
     def end(self, job: Job, run: Run | None, failure: str = "") -> None:
         """A job is done; without a run, or with a diverged one, it has failed."""
@@ -319,7 +290,7 @@ class Display:
 
     def refresh(self, row: Any = None) -> None:
         """Shows how many runs are running, finished and failed, and the time left."""
-        if self._quiet or not self._jobs or not (self._is_live or time.monotonic() > self._next_line):
+        if self._quiet or not self._jobs or time.monotonic() < self._next_line:
             return
         self._next_line = time.monotonic() + LINE_INTERVAL_S
         shares, seconds = zip(*(job.progress for job in self._jobs), strict=True)
@@ -328,4 +299,4 @@ class Display:
         if sum(shares) > 0:
             left = sum(seconds) / sum(shares) * (len(shares) - sum(shares)) / running
             text += f", {describe_seconds(left)} left"
-        self._status.update(text) if self._is_live else self.say(text)
+        self.say(text)

@@ -107,6 +107,8 @@ class Difference:
         return (-self.high, -self.low) if self.metric in LOWER_IS_BETTER else (self.low, self.high)
 
     def __str__(self) -> str:
+        if not self.values:
+            return "no seed yet"
         interval = f" {_interval(self)}, {len(self.values)} seeds" if len(self.values) > 1 else ", one seed"
         return f"{100 * self.mean:+.1f} {self.metric}{interval}"
 

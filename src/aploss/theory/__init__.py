@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 from aploss.theory import convergence, figures, inseparable
-from aploss.theory.study import Study, write_index, write_study
+from aploss.theory.study import Study, write_studies
 
-__all__ = ["STUDIES", "Study", "write_index", "write_study"]
+__all__ = ["STUDIES", "Study", "write_studies"]
 
 STUDIES: dict[str, Callable[[int], Study]] = {
     "convergence": convergence.convergence,

@@ -81,14 +81,6 @@ def imbalance(seed: int = 0) -> Study:
                 "AP-loss keeps its gradient on the hard boxes (1e-12)",
             ),
         ],
-        numbers={
-            "figure_1": {"accuracy": shown[0], "average_precision": shown[1]},
-            "easy": EASY,
-            "accuracy": accuracy.tolist(),
-            "average_precision": precision.tolist(),
-            "easy_share": share,
-            "strength_on_hard": strength,
-        },
     )
 
 
@@ -144,7 +136,7 @@ def _anchor_figure() -> str:
 
 
 def _plot(curves: dict[str, list[float]] | dict[str, np.ndarray], label: str, **frame: object) -> str:
-    # The axis is logarithmic; the values without easy negatives are in numbers.json.
+    # The axis is logarithmic: the values without easy negatives are left out.
     series = [Series(name=name, x=EASY[1:], y=y[1:], markers=True) for name, y in curves.items()]
     return line_plot(series, x_label="easy negatives added", y_label=label, log_x=True, **frame)  # type: ignore[arg-type]
 
@@ -191,7 +183,6 @@ def method(seed: int = 0) -> Study:
             ),
             Verdict(outside, "Beyond delta the piecewise step function is the Heaviside step"),
         ],
-        numbers={"loss": loss.item(), "gradient": ours.tolist()},
     )
 
 

@@ -63,7 +63,6 @@ def inseparable(seed: int = 0) -> Study:
             ),
             Verdict(not any(map(is_separable, [*one, *several])), "No linear model ranks any of the samples perfectly"),
         ],
-        numbers={row[0]: dict(zip(columns[1:], map(float, row[1:]), strict=True)) for row in rows},
     )
 
 
@@ -107,7 +106,8 @@ def run_updates(features: np.ndarray, order: np.ndarray, random: np.random.Gener
     sums = pair_sums(features, 1.0)
     rate = DELTA / spectral_norm(features) ** 2
     runs = {name: descend(features, order, rate, sums, name, directions) for name in UPDATES}
-    return {name: (_running_mean(losses), _running_mean(surrogate)) for name, (losses, surrogate) in runs.items()}
+    counts = np.arange(1, len(order) + 1)
+    return {name: (np.cumsum(one) / counts, np.cumsum(other) / counts) for name, (one, other) in runs.items()}
 
 
 @numba.njit(cache=True)
@@ -200,10 +200,6 @@ def online_bound(surrogate: np.ndarray, features: np.ndarray) -> np.ndarray:
 def _transient(features: np.ndarray, length: float) -> float:
     """4 R² ||u - theta^(1)||² / delta², for u of this length."""
     return 4 * spectral_norm(features) ** 2 * length**2 / DELTA**2
-
-
-def _running_mean(values: np.ndarray) -> np.ndarray:
-    return np.cumsum(values) / np.arange(1, len(values) + 1)
 
 
 def _plot(runs: Runs, bounds: dict[str, np.ndarray]) -> str:
