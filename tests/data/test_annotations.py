@@ -1,7 +1,5 @@
 """The dataset type: storage, items, subsets, joining, COCO dict."""
 
-import pickle
-
 import numpy as np
 import pytest
 import torch
@@ -48,12 +46,6 @@ def test_changing_an_item_does_not_change_the_dataset(dataset):
     dataset[0][1]["labels"].fill_(1)
     assert dataset.target(0)["boxes"].tolist()[0] == [1, 2, 11, 22]
     assert dataset.target(0)["labels"].tolist() == [0, 1]
-
-
-def test_negative_indices_count_from_the_end_and_others_raise(dataset):
-    assert dataset.target(-1)["labels"].tolist() == [1]
-    with pytest.raises(IndexError):
-        dataset.target(3)["labels"]
 
 
 def test_the_coco_dict_has_ids_from_one_and_widths_instead_of_corners(dataset):
@@ -117,12 +109,6 @@ def test_inconsistent_arrays_are_refused(changes):
     DetectionDataset(**arguments)
     with pytest.raises(DataError):
         DetectionDataset(**{**arguments, **changes})
-
-
-def test_a_dataset_survives_pickling_as_workers_do_it(dataset):
-    copy = pickle.loads(pickle.dumps(dataset))
-    assert np.array_equal(copy.target(0)["boxes"], dataset.target(0)["boxes"])
-    assert copy[2][1]["image_id"] == 9
 
 
 def test_the_table_of_annotations_is_that_of_the_coco_dict_and_made_once(dataset):

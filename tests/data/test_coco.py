@@ -100,13 +100,6 @@ def test_a_missing_size_is_read_from_the_image_and_file_names_may_contain_folder
     assert [problem.kind for problem in dataset.problems] == []
 
 
-def test_given_class_names_decide_the_labels_and_others_are_counted_in_one_problem(coco_folder):
-    dataset = load_dataset(coco_folder, "train", class_names=["bird", "cat"])
-    assert dataset.annotations.category_ids.tolist() == [2]
-    problem = next(p for p in dataset.problems if p.kind == "unknown-class")
-    assert problem.count == 2
-
-
 def test_splits_with_different_class_lists_get_one_when_joined(coco_folder):
     classes = [{"id": 3, "name": "cat"}, {"id": 9, "name": "fox"}]
     edit_json(coco_folder / "annotations/instances_val2017.json", lambda content: content.update(categories=classes))

@@ -9,7 +9,6 @@ from PIL import Image
 from small_datasets import edit_json, write_picture
 
 from aploss.data import DetectionDataset, check_dataset, convert_dataset, dataset_splits, load_dataset
-from aploss.data.convert import unique_names
 from aploss.errors import DataError
 
 FORMATS = ("voc", "coco", "yolo")
@@ -101,16 +100,6 @@ def test_images_of_the_same_name_get_different_ones(coco_folder, tmp_path):
     assert names == {"a.png", "b.png", "c.png", "val2017_a.png"}
     for split in ("train2017", "val2017"):
         assert_same(load_dataset(coco_folder, split), load_dataset(tmp_path / "new", split))
-
-
-def test_new_names_suit_every_file_system_and_list(tmp_path):
-    old = ["a/1.jpg", "b/1.JPG", "c/1.png", "c/one two.png", "d/new\nline.png", "d/ .png", "x/1.bmp"]
-    names = list(unique_names([tmp_path / name for name in old], set()).values())
-    stems = [name.rsplit(".", 1)[0].casefold() for name in names]
-    assert len(set(stems)) == len(old)
-    assert names[0] == "1.jpg"
-    assert names[3] == "one two.png"
-    assert not any(set("\n/\\:*?") & set(name) for name in names)
 
 
 def test_what_cannot_be_used_is_left_out_and_told(coco_folder, tmp_path):

@@ -21,34 +21,25 @@ def as_rgb(pixels: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(pixels.copy()).permute(2, 0, 1)
 
 
-def test_rgb_is_read_as_it_is(tmp_path):
-    image = read_image(saved(tmp_path, Image.fromarray(RGB), "a.png"))
-    assert image.dtype == torch.uint8
-    assert image.is_contiguous()
-    assert torch.equal(image, as_rgb(RGB))
+DEEP = Image.fromarray(GREY.astype(np.uint16) * 257)  # 255 · 257 = 65535
+PALETTE = Image.fromarray(RGB).quantize(8)
+GREY_RGB = np.dstack([GREY] * 3)
+CONVERTED = {
+    "RGB": (Image.fromarray(RGB), "a.png", RGB),
+    "16 bits": (DEEP, "a.png", GREY_RGB),
+    "16 bits as TIFF": (DEEP, "a.tif", GREY_RGB),
+    "floats up to 1": (Image.fromarray((GREY / 255).astype(np.float32)), "a.tif", GREY_RGB),
+    "floats up to 255": (Image.fromarray(GREY.astype(np.float32)), "a.tif", GREY_RGB),
+    "a palette": (PALETTE, "a.gif", np.asarray(PALETTE.convert("RGB"))),
+    "black and white": (Image.fromarray(GREY > 90), "a.png", np.where(GREY_RGB > 90, 255, 0).astype(np.uint8)),
+}
 
 
-def test_sixteen_bit_grey_is_scaled_to_eight(tmp_path):
-    deep = GREY.astype(np.uint16) * 257  # 255 · 257 = 65535
-    path = saved(tmp_path, Image.fromarray(deep), "a.png")
-    assert torch.equal(read_image(path), torch.from_numpy(GREY).expand(3, -1, -1))
-    tiff = saved(tmp_path, Image.fromarray(deep), "a.tif")
-    assert torch.equal(read_image(tiff)[0], torch.from_numpy(GREY))
-
-
-def test_float_images_are_scaled_by_their_range(tmp_path):
-    unit = Image.fromarray((GREY / 255).astype(np.float32))
-    assert torch.equal(read_image(saved(tmp_path, unit, "a.tif"))[1], torch.from_numpy(GREY))
-    full = Image.fromarray(GREY.astype(np.float32))
-    assert torch.equal(read_image(saved(tmp_path, full, "b.tif"))[1], torch.from_numpy(GREY))
-
-
-def test_palette_and_black_and_white_images_are_converted(tmp_path):
-    palette = Image.fromarray(RGB).quantize(8)
-    expected = as_rgb(np.asarray(palette.convert("RGB")))
-    assert torch.equal(read_image(saved(tmp_path, palette, "a.gif")), expected)
-    bits = Image.fromarray(np.where(GREY > 90, 255, 0).astype(np.uint8)).convert("1")
-    assert set(read_image(saved(tmp_path, bits, "b.png")).unique().tolist()) == {0, 255}
+@pytest.mark.parametrize(("image", "name", "expected"), CONVERTED.values(), ids=CONVERTED)
+def test_any_kind_of_pixels_becomes_eight_bit_rgb(tmp_path, image, name, expected):
+    read = read_image(saved(tmp_path, image, name))
+    assert (read.dtype, read.is_contiguous()) == (torch.uint8, True)
+    assert torch.equal(read, as_rgb(expected))
 
 
 def test_cmyk_jpeg_is_converted(tmp_path):
