@@ -161,75 +161,6 @@ def _add(parent: Element, tag: str, text: str) -> None:
 # --- the dataset --------------------------------------------------------------------------------
 
 
-class VocPart:
-    """The annotations, images and splits below one folder, such as ``VOC2007``.
-
-    An annotation's image has the same name and lies beside it or in a parallel folder, one whose path differs in one
-    name: ``JPEGImages/a.jpg`` for ``Annotations/a.xml``, ``train/images/a.jpg`` for ``train/xml/a.xml``.
-    """
-
-    def __init__(self, folder: DatasetFolder, base: str, prefix: str = "") -> None:
-        self.folder, self.base, self.prefix = folder, base, prefix
-        self.annotations = [path for path in self._files("Annotations") if path.lower().endswith(".xml")]
-        self._images_of: dict[str, list[str]] = {}
-        for path in filter(is_image, self._files("JPEGImages") if self.annotations else ()):
-            self._images_of.setdefault(stem_of(path), []).append(path)
-        self.splits: dict[str, Any] = self._find_lists() or self._find_folders() or {"all": self.annotations}
-
-    def _files(self, name: str) -> Iterator[str]:
-        standard = posixpath.join(self.base, name)
-        return self.folder.files(standard if self.folder.is_folder(standard) else self.base)
-
-    def _find_lists(self) -> dict[str, str]:
-        """Split → list file in ``ImageSets/Main``, without the lists of single classes: ``dog_train.txt`` with ±1."""
-        main = posixpath.join(self.base, "ImageSets", "Main")
-        lists = {}
-        for name in self.folder.names(main):
-            stem, extension = posixpath.splitext(name)
-            file = posixpath.join(main, name)
-            first_line = self.folder.read_text(file).split("\n", 1)[0] if "_" in stem and extension == ".txt" else ""
-            if extension == ".txt" and first_line.split()[1:] not in (["1"], ["0"], ["-1"]):
-                lists[stem] = file
-        return lists
-
-    def _find_folders(self) -> dict[str, list[str]]:
-        """Annotations by the folder on their path that is called train, val, valid, test, ..."""
-        folders: dict[str, list[str]] = {}
-        for path in self.annotations:
-            parts = posixpath.relpath(path, self.base or ".").split("/")[:-1]
-            names = [part for part in parts if common_split_name(part) in SPLITS]
-            if not names:
-                return {}
-            folders.setdefault(names[0], []).append(path)
-        return folders
-
-    def image_of(self, annotation: VocAnnotation) -> str:
-        """The image of an annotation, by its own name or the file name it contains; empty if there is none."""
-        own = annotation.path.split("/")[:-1]
-
-        def differing(image: str) -> int:
-            other = image.split("/")[:-1]
-            return sum(a != b for a, b in zip(own, other, strict=True)) if len(own) == len(other) else len(own) + 1
-
-        for name in (annotation.path, annotation.file_name):
-            nearest = min(self._images_of.get(stem_of(name), []), key=differing, default="")
-            if nearest and differing(nearest) <= 1:
-                return nearest
-        return ""
-
-    def entries(self, split: str) -> list[str]:
-        """The annotations of a split, including those of listed images that do not exist."""
-        if isinstance(self.splits[split], list):
-            return list(self.splits[split])
-        annotation_of = {stem_of(path): path for path in self.annotations}
-        paths = []
-        for line in filled_lines(self.folder.read_text(self.splits[split])):
-            first = stem_of(line.split()[0])
-            absent = posixpath.join(self.base, "Annotations", f"{first}.xml")
-            paths.append(annotation_of.get(stem_of(line)) or annotation_of.get(first, absent))
-        return paths
-
-
 @register_format("voc")
 class VocFormat(DataFormat):
     """A dataset of VOC annotation files, in one of three layouts.
@@ -237,18 +168,30 @@ class VocFormat(DataFormat):
     The devkit: ``VOCdevkit/VOC2007`` or ``VOC2007`` (splits ``2007_trainval``, ...), or such a folder itself, with
     ``Annotations``, ``JPEGImages`` and ``ImageSets/Main``. XML files beside their images, or a folder of XML files
     parallel to a folder of images: split by folders called ``train``, ``val``, ``test``, otherwise ``all``.
+
+    Args:
+        folder: the dataset.
+        years: prefix of the names of splits → folder with ``Annotations`` and images.
     """
 
     looked_for = "VOC (VOCdevkit/VOC2007, or *.xml beside the images or in a parallel folder)"
     image_folder = "JPEGImages"
 
-    def __init__(self, folder: DatasetFolder, parts: Sequence[VocPart]) -> None:
-        self.parts = tuple(parts)
-        self._places = {f"{part.prefix}{split}": (part, split) for part in parts for split in part.splits}
-        super().__init__(folder, list(self._places))
-        places = sorted(self._places.items(), key=lambda item: (item[1][0].prefix, *split_order(item[1][1])))
-        self.splits = tuple(name for name, _ in places)
+    def __init__(self, folder: DatasetFolder, years: dict[str, str]) -> None:
+        super().__init__(folder, [])
+        self.annotations: list[str] = []
+        self._images_of: dict[str, list[str]] = {}  # name without extension → paths
+        self._entries: dict[str, str | list[str]] = {}  # split → list file, or annotations
         self._parsed: dict[str, VocAnnotation | Problem] = {}
+        for prefix, base in years.items():
+            own = [path for path in self._files(base, "Annotations") if path.lower().endswith(".xml")]
+            for path in filter(is_image, self._files(base, "JPEGImages") if own else ()):
+                self._images_of.setdefault(stem_of(path), []).append(path)
+            splits: dict[str, Any] = self._lists(base) or _by_folder(base, own) or {"all": own}
+            if own:
+                self._entries |= {f"{prefix}{split}": splits[split] for split in sorted(splits, key=split_order)}
+            self.annotations += own
+        self.splits = tuple(self._entries)
 
     @classmethod
     def find(cls, path: Path) -> "VocFormat | None":
@@ -258,42 +201,48 @@ class VocFormat(DataFormat):
         folder = DatasetFolder(path)
         for parent in ("VOCdevkit", ""):
             years = [year for name in folder.names(parent) if (year := _YEAR.match(name))]
-            parts = [VocPart(folder, posixpath.join(parent, year[0]), f"{year[1]}_") for year in years]
-            if parts := [part for part in parts if part.annotations]:
-                return cls(folder, parts)
-        part = VocPart(folder, "")
-        return cls(folder, [part]) if part.annotations else None
+            source = cls(folder, {f"{year[1]}_": posixpath.join(parent, year[0]) for year in years})
+            if source.annotations:
+                return source
+        source = cls(folder, {"": ""})
+        return source if source.annotations else None
 
     def read(self, split: str, class_names: Sequence[str] | None) -> DetectionDataset:
         """See :meth:`DataFormat.read`."""
         names = self.class_names() if class_names is None else tuple(class_names)
         labels = {name: label for label, name in enumerate(names)}
         builder = AnnotationBuilder(self.folder, origin=1)
-        annotations: list[VocAnnotation] = []
-        part, own_name = self._places[split]
-        for annotation in self._annotations(part, own_name, builder):
-            path = part.image_of(annotation)
+        used: list[VocAnnotation] = []
+        for annotation in self._annotations(split, builder):
+            path = self._image_of(annotation)
             if not path:
                 wanted = annotation.file_name or stem_of(annotation.path)
                 message = f"no image {wanted} beside the annotation or in a parallel folder"
                 builder.report("missing-image", annotation.path, message)
-            elif builder.find_image(path, named_in=annotation.path):
-                image = builder.add_image(path, annotation.size)
-                if image >= 0:
-                    annotations.append(annotation)
-                    self._add_objects(builder, image, annotation, labels)
+            elif builder.find_image(path, named_in=annotation.path) and (
+                (image := builder.add_image(path, annotation.size)) >= 0
+            ):
+                used.append(annotation)
+                builder.problems += annotation.problems
+                for one in annotation.objects:
+                    if one.name in labels:
+                        flags = {"difficult": one.difficult, "crowd": one.crowd}
+                        builder.add_box(image, one.corners, labels[one.name], number=one.number, **flags)
+                    else:
+                        message = f"object {one.number}: class {one.name!r} is not in the class list"
+                        builder.report("unknown-class", annotation.path, message)
         return builder.dataset(
             class_names=names,
             name=self.name,
             split=split,
-            describe=lambda image, number: (annotations[image].path, f"object {number}"),
+            describe=lambda image, number: (used[image].path, f"object {number}"),
         )
 
     def class_names(self) -> tuple[str, ...]:
         """The lines of ``labels.txt``, otherwise the classes of all annotations, sorted."""
         if self.folder.is_file("labels.txt") and (lines := filled_lines(self.folder.read_text("labels.txt"))):
             return tuple(dict.fromkeys(lines))
-        parsed = (self._parse(path) for part in self.parts for path in part.annotations)
+        parsed = map(self._parse, self.annotations)
         found = {item.name for one in parsed if isinstance(one, VocAnnotation) for item in one.objects}
         if not found:
             raise ProblemError("bad-categories", self.name, "no object with a class name; give the class names")
@@ -323,39 +272,70 @@ class VocFormat(DataFormat):
         losses = [f"{thin} boxes of at most one pixel's width or height, which are dropped on reading"] if thin else []
         return [*losses, *outline_losses(parts)]
 
-    def _annotations(self, part: VocPart, split: str, builder: AnnotationBuilder) -> Iterator[VocAnnotation]:
+    def _files(self, base: str, name: str) -> Iterator[str]:
+        standard = posixpath.join(base, name)
+        return self.folder.files(standard if self.folder.is_folder(standard) else base)
+
+    def _lists(self, base: str) -> dict[str, str]:
+        """Split → list file in ``ImageSets/Main``, without the lists of single classes: ``dog_train.txt`` with ±1."""
+        main = posixpath.join(base, "ImageSets", "Main")
+        lists = {}
+        for name in self.folder.names(main):
+            stem, extension = posixpath.splitext(name)
+            file = posixpath.join(main, name)
+            first_line = self.folder.read_text(file).split("\n", 1)[0] if "_" in stem and extension == ".txt" else ""
+            if extension == ".txt" and first_line.split()[1:] not in (["1"], ["0"], ["-1"]):
+                lists[stem] = file
+        return lists
+
+    def _annotations(self, split: str, builder: AnnotationBuilder) -> Iterator[VocAnnotation]:
         """The distinct, readable annotations of a split.
 
         The images of a test split without a single annotation, as benchmarks publish it, have no objects.
         """
-        uses = Counter(part.entries(split))
-        unannotated = common_split_name(split) == "test" and not any(map(self.folder.has, uses))
+        entries = self._entries[split]
+        named_in = entries if isinstance(entries, str) else split
+        uses = Counter(self._listed(entries) if isinstance(entries, str) else entries)
+        unannotated = split.endswith("test") and not any(map(self.folder.has, uses))
         if unannotated and uses:
             message = "no image has an annotation; used as images without objects"
-            builder.report("image-without-annotation", part.splits[split], message, count=len(uses))
+            builder.report("image-without-annotation", named_in, message, count=len(uses))
         for path, count in uses.items():
             if count > 1:
                 builder.report("duplicate-image", path, f"listed {count} times in split {split}")
             if unannotated:
                 yield VocAnnotation(path)
             elif not self.folder.has(path):
-                builder.report("unreadable-annotation", part.splits[split], f"no annotation {path}")
+                builder.report("unreadable-annotation", named_in, f"no annotation {path}")
             elif isinstance(parsed := self._parse(path), Problem):
                 builder.problems.append(parsed)
             else:
                 yield parsed
 
-    def _add_objects(
-        self, builder: AnnotationBuilder, image: int, annotation: VocAnnotation, labels: dict[str, int]
-    ) -> None:
-        builder.problems += annotation.problems
-        for one in annotation.objects:
-            if one.name in labels:
-                flags = {"difficult": one.difficult, "crowd": one.crowd}
-                builder.add_box(image, one.corners, labels[one.name], number=one.number, **flags)
-            else:
-                message = f"object {one.number}: class {one.name!r} is not in the class list"
-                builder.report("unknown-class", annotation.path, message)
+    def _listed(self, file: str) -> Iterator[str]:
+        """The annotations of the images in a list, whether they exist or not."""
+        folder = posixpath.normpath(posixpath.join(posixpath.dirname(file), "..", "..", "Annotations"))
+        for line in filled_lines(self.folder.read_text(file)):
+            whole, first = (posixpath.join(folder, f"{stem_of(name)}.xml") for name in (line, line.split()[0]))
+            yield whole if self.folder.has(whole) else first
+
+    def _image_of(self, annotation: VocAnnotation) -> str:
+        """The image of an annotation, by its own name or the file name it contains; empty if there is none.
+
+        It lies beside the annotation or in a parallel folder, one whose path differs in one name:
+        ``JPEGImages/a.jpg`` for ``Annotations/a.xml``, ``train/images/a.jpg`` for ``train/xml/a.xml``.
+        """
+        own = annotation.path.split("/")[:-1]
+
+        def differing(image: str) -> int:
+            other = image.split("/")[:-1]
+            return sum(a != b for a, b in zip(own, other, strict=True)) if len(own) == len(other) else len(own) + 1
+
+        for name in (annotation.path, annotation.file_name):
+            nearest = min(self._images_of.get(stem_of(name), []), key=differing, default="")
+            if nearest and differing(nearest) <= 1:
+                return nearest
+        return ""
 
     def _parse(self, path: str) -> VocAnnotation | Problem:
         if path not in self._parsed:
@@ -365,3 +345,15 @@ class VocFormat(DataFormat):
             except ProblemError as error:
                 self._parsed[path] = error.problem
         return self._parsed[path]
+
+
+def _by_folder(base: str, annotations: Sequence[str]) -> dict[str, list[str]]:
+    """Annotations by the folder on their path that is called train, val, valid, test, ..."""
+    folders: dict[str, list[str]] = {}
+    for path in annotations:
+        parts = posixpath.relpath(path, base or ".").split("/")[:-1]
+        names = [part for part in parts if common_split_name(part) in SPLITS]
+        if not names:
+            return {}
+        folders.setdefault(names[0], []).append(path)
+    return folders
