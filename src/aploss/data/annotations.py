@@ -306,8 +306,7 @@ class AnnotationBuilder:
         self.paths: list[str] = []
         self.sizes: list[tuple[int, int]] = []
         self.image_ids: list[int] = []
-        self._integers = array("q")  # 4 per box: image, label, number, flags
-        self._numbers = array("d")  # 5 per box: corners, area
+        self._boxes = array("d")  # 10 per box: image, label, number, difficult, crowd, area, corners
 
     def report(self, kind: str, file: str, message: str, *, count: int = 1) -> None:
         """Records a :class:`~aploss.data.Problem`."""
@@ -356,13 +355,11 @@ class AnnotationBuilder:
             crowd: see :class:`DetectionDataset`.
             area: as COCO defines it; NaN for the area of the box.
         """
-        self._integers.extend((image, label, number, difficult + 2 * crowd))
-        self._numbers.extend((*corners, area))
+        self._boxes.extend((image, label, number, difficult, crowd, area, *corners))
 
-    def add_boxes(self, integers: NDArray[np.int64], numbers: NDArray[np.float64]) -> None:
-        """Adds m boxes at once: image, label, number, difficult + 2 * crowd [m, 4]; corners and area [m, 5]."""
-        self._integers.frombytes(integers.astype(np.int64).tobytes())
-        self._numbers.frombytes(numbers.astype(np.float64).tobytes())
+    def add_boxes(self, rows: NDArray[np.float64]) -> None:
+        """Adds m boxes at once: image, label, number, difficult, crowd, area and corners [m, 10]."""
+        self._boxes.frombytes(rows.tobytes())
 
     def dataset(
         self, *, class_names: Sequence[str], name: str, split: str, describe: Callable[[int, int], tuple[str, str]]
@@ -372,16 +369,16 @@ class AnnotationBuilder:
         ``describe`` maps (image index, number of a box) to (annotation file, description of the box) for messages; see
         :class:`DetectionDataset` for the other arguments.
         """
-        integers = np.frombuffer(self._integers, np.int64).reshape(-1, 4)
-        numbers = np.frombuffer(self._numbers, np.float64).reshape(-1, 5)
-        image_of_box, corners = integers[:, 0], numbers[:, :4]
+        table = np.frombuffer(self._boxes, np.float64).reshape(-1, 10)
+        image_of_box, labels, numbers = table[:, :3].astype(np.int64).T
+        corners = table[:, 6:]
         sizes = np.array(self.sizes, np.int64).reshape(-1, 2)
         boxes, kept, faults = _clip_boxes(corners, sizes[image_of_box], origin=self.origin)
         for (kind, message), mask in faults.items():
 
             def problem(row: int, kind: str = kind, message: str = message) -> Problem:
                 image = int(image_of_box[row])
-                file, where = describe(image, int(integers[row, 2]))
+                file, where = describe(image, int(numbers[row]))
                 shown = ", ".join(f"{value:.10g}" for value in corners[row] + [self.origin, self.origin, 0, 0])
                 width, height = self.sizes[image]
                 text = f"{where}: box ({shown}) {message} (image size {width}x{height})"
@@ -391,8 +388,7 @@ class AnnotationBuilder:
             self.problems += list_boxes(mask, problem, rest_in=name)
         rows = np.flatnonzero(kept)
         rows = rows[np.argsort(image_of_box[rows], kind="stable")]
-        flags, areas = integers[rows, 3], numbers[rows, 4]
-        box_areas = np.prod(boxes[rows, 2:] - boxes[rows, :2], axis=1)
+        areas, box_areas = table[rows, 5], np.prod(boxes[rows, 2:] - boxes[rows, :2], axis=1)
         return DetectionDataset(
             root=self.folder.root,
             class_names=tuple(class_names),
@@ -400,9 +396,9 @@ class AnnotationBuilder:
             image_sizes=sizes,
             boxes_per_image=np.bincount(image_of_box[rows], minlength=len(sizes)),
             boxes=boxes[rows],
-            labels=integers[rows, 1],
-            difficult=flags % 2 == 1,
-            crowd=flags >= 2,
+            labels=labels[rows],
+            difficult=table[rows, 3],
+            crowd=table[rows, 4],
             areas=np.where(np.isfinite(areas) & (areas > 0), areas, box_areas),
             image_ids=self.image_ids,
             problems=self.problems,

@@ -175,7 +175,8 @@ class CocoObjects(NamedTuple):
     image_ids: NDArray[np.int64]  # [m]
     category_ids: NDArray[np.int64]  # [m]
     ids: NDArray[np.int64]  # [m] annotation ids; position in the list, from 1, if an entry has none
-    flags: NDArray[np.int64]  # [m], 1: difficult, 2: crowd
+    difficult: NDArray[np.bool_]  # [m]
+    crowd: NDArray[np.bool_]  # [m]
     xywh: NDArray[np.float64]  # [m, 4]
     values: NDArray[np.float64]  # [m] score, or area (NaN if missing)
 
@@ -191,7 +192,8 @@ def read_objects(section: Any, where: str, report: Report, *, scored: bool = Fal
         image_ids=np.array([one.image_id for one in entries], np.int64),
         category_ids=np.array([one.category_id for one in entries], np.int64),
         ids=np.array(ids, np.int64),
-        flags=np.array([one.difficult + 2 * one.iscrowd for one in entries], np.int64),
+        difficult=np.array([one.difficult for one in entries], bool),
+        crowd=np.array([one.iscrowd for one in entries], bool),
         xywh=np.array([one.bbox for one in entries], np.float64).reshape(-1, 4),
         values=np.array(values, np.float64),
     )
@@ -338,8 +340,8 @@ def _add_boxes(
         builder.report("bad-entry", file, message)
     kept = (images >= 0) & (labels >= 0)
     corners = np.concatenate([objects.xywh[:, :2], objects.xywh[:, :2] + objects.xywh[:, 2:]], axis=1)
-    integers = np.column_stack([images, labels, objects.ids, objects.flags])
-    builder.add_boxes(integers[kept], np.column_stack([corners, objects.values])[kept])
+    flags = (objects.difficult, objects.crowd)
+    builder.add_boxes(np.column_stack([images, labels, objects.ids, *flags, objects.values, corners])[kept])
     unknown = Counter(objects.category_ids[labels < 0].tolist())
     for category, count in unknown.items():
         name = f"class {categories[category]!r}" if category in categories else f"category_id {category}"

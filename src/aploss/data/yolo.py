@@ -103,9 +103,8 @@ class YoloFormat(DataFormat):
     looked_for = "YOLO (data.yaml with names and train, val or test)"
 
     def __init__(self, folder: DatasetFolder, file: str, description: dict[str, Any]) -> None:
-        self.file = file
-        self._description = description
         super().__init__(folder, [])
+        self.file, self._description = file, description
         base = description.get("path")
         # A path that is not inside was written on another computer: the dataset is in the folder of its data.yaml.
         self._base = base if isinstance(base, str) and self._exists(base, base=".") else "."

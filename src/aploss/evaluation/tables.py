@@ -122,8 +122,8 @@ def read_ground_truth(source: str | Path | dict[str, Any]) -> Annotations:
             category_ids=objects.category_ids,
             xywh=objects.xywh,
             areas=np.where(np.isnan(objects.values), np.prod(objects.xywh[:, 2:], axis=1), objects.values),
-            crowd=objects.flags >= 2,
-            difficult=objects.flags % 2 == 1,
+            crowd=objects.crowd,
+            difficult=objects.difficult,
             images=np.sort(np.array([*images], np.int64)),
             categories=_unique_names(categories),
         )
