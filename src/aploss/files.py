@@ -51,7 +51,12 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
-        _flush_folder(path.parent)
+        with suppress(OSError):  # systems that cannot open folders need no flush to make a rename survive a power cut
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
     except (OSError, RuntimeError) as error:
         # torch.save closes its archive after an error, which raises a second one: report the first.
         reason = error if isinstance(error, OSError) else error.__context__
@@ -62,16 +67,6 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     finally:
         with suppress(OSError):  # the parent is a file or read-only: nothing was written
             unfinished.unlink(missing_ok=True)
-
-
-def _flush_folder(folder: Path) -> None:
-    """Makes a rename survive a power cut; systems that cannot open folders need no flush."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def write_text(path: Path, text: str) -> None:

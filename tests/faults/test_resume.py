@@ -46,26 +46,16 @@ slow = pytest.mark.slow_fault
     ("changes", "crashes"),
     [
         pytest.param({}, [crash_at(4)], id="in the middle of an epoch", marks=slow),
-        pytest.param({"checkpoint_steps": 4}, [crash_at(6)], id="at the end of an epoch", marks=slow),
         # Before any checkpoint, in the middle of an epoch, in a validation, right after a resume.
         pytest.param(
             {"model": {"ema": 0.99}},
             [crash_at(2), crash_at(6), crash_at(4, "validation"), crash_at(8)],
             id="with EMA, four times",
         ),
-        pytest.param({}, [crash_at(4), crash_at(8)], id="after two interruptions", marks=slow),
-        pytest.param({"precision": "bfloat16"}, [crash_at(4)], id="with bfloat16", marks=slow),
         pytest.param(
             {"precision": "float16", "model": {"ema": 0.9}}, [crash_at(4)], id="with float16 and its loss scale"
         ),
-        pytest.param(
-            {"batches": {"accumulate": 2, "size": 2}, "model": {"ema": 0.9}},
-            [crash_at(4)],
-            id="accumulated",
-            marks=slow,
-        ),
         pytest.param({"batches": {"workers": 2}}, [crash_at(4)], id="with workers", marks=slow),
-        pytest.param({"evaluation": {"checkpoint": "last"}}, [crash_at(6)], id="of the last weights", marks=slow),
         pytest.param(
             {"loss": "rank-sort", "precision": "bfloat16", "batches": {"accumulate": 2}, "model": {"ema": 0.9}},
             [crash_at(4), crash_at(6)],

@@ -18,7 +18,6 @@ from tiny_runs import CrashError, assert_equal, crash_at, outcome
 
 from aploss.detectors.checkpoint import Checkpoint
 from aploss.errors import DataError, RunError
-from aploss.reports.run_files import read_json_lines
 from aploss.training.config import TrainConfig, merge
 from aploss.training.distributed import StopSignals, TrainingInterruptedError
 from aploss.training.run import train
@@ -67,25 +66,6 @@ def test_a_kill_between_the_two_checkpoints_is_repaired(
     best = torch.load(folder / "best.pt", weights_only=True)
     assert best["step"] == 4
     assert best["metrics"]["AP"] is not None
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_the_step_and_says_how_to_resume(make_config: MakeConfig, number: signal.Signals) -> None:
-    settings: dict[str, Any] = {"schedule": {"length": 4}, "validation": {"every": 2}}
-    stopped = make_config("stopped", **settings)
-    handler = signal.getsignal(number)
-
-    def stop(row: dict[str, Any]) -> None:
-        if row["step"] == 2 and row["kind"] == "train":
-            signal.raise_signal(number)
-
-    with pytest.raises(TrainingInterruptedError, match=r"step 2 of 4.*--resume --out .*stopped"):
-        train(stopped, callbacks=[stop])
-    assert signal.getsignal(number) is handler
-    # Interrupted before the validation of step 2, which the resumed run repeats.
-    assert [row["kind"] for row in read_json_lines(Path(str(stopped.out)) / "metrics.jsonl")] == ["train", "train"]
-    train(stopped, resume=True)
-    assert_equal(whole(make_config, **settings), outcome(stopped.out))
 
 
 def test_a_second_ctrl_c_interrupts_at_once_unless_it_is_an_echo(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,20 +164,15 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed_to_the_same_bits(make_con
     assert_equal(whole(make_config, **SETTINGS), outcome(old.out))
 
 
-@pytest.mark.parametrize("when", ["in the last step", "while evaluating"])
-def test_a_signal_after_training_is_not_forgotten(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
+def test_a_signal_in_the_last_step_is_not_forgotten(make_config: MakeConfig) -> None:
     config = make_config(schedule={"length": 2})
 
     def stop(row: dict[str, Any]) -> None:
-        if when == "in the last step" and (row["step"], row["kind"]) == (2, "train"):
+        if (row["step"], row["kind"]) == (2, "train"):
             signal.raise_signal(signal.SIGTERM)
 
-    with monkeypatch.context() as patch:
-        patch.setattr("aploss.training.run.evaluate_run", lambda *a, **o: signal.raise_signal(signal.SIGTERM))
-        with pytest.raises(TrainingInterruptedError, match=r"training is finished.*--resume --out"):
-            train(config, callbacks=[stop])
+    with pytest.raises(TrainingInterruptedError, match=r"training is finished.*--resume --out"):
+        train(config, callbacks=[stop])
     steps: list[int] = []
     summary = train(config, resume=True, callbacks=[lambda row: steps.append(row["step"])])
     assert (summary.steps, summary.stopped_by) == (2, "length")

@@ -128,11 +128,6 @@ class TestRuns:
         (folder / "environment.json").write_text("{}")
         assert train(config).steps == 1
 
-    def test_resume_with_other_settings_names_them(self, finished_run: TrainConfig) -> None:
-        optimizer = replace(finished_run.optimizer, learning_rate=0.1)
-        with pytest.raises(ConfigError, match=r"another seed, optimizer\.learning_rate"):
-            train(replace(finished_run, seed=3, optimizer=optimizer, log_steps=1), resume=True)
-
     def test_best_is_the_best_validation_and_last_the_last(self, make_config: MakeConfig) -> None:
         # A rate so high that the second half spoils what the first has learned.
         config = make_config(

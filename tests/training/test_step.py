@@ -278,6 +278,18 @@ def test_batches_for_a_gpu_stay_in_uint8(make_config: MakeConfig) -> None:
     assert torch.equal(pinned.float() / 255, plain)  # what a step makes of it
 
 
+def test_random_numbers_are_a_function_of_the_step(make_config: MakeConfig) -> None:
+    """Such as those of dropout, which a resumed run has to repeat."""
+    config, detector = make_config(), build_detector("retinanet-tiny", class_names=["a", "b", "c"])
+    drawn: list[float] = []
+    detector.register_forward_pre_hook(lambda *arguments: drawn.append(float(torch.rand(()))))
+    with start_accelerator(torch.device("cpu")) as accelerator:
+        stepper = Stepper(config, detector, Schedule(config.schedule, 4), accelerator, str)
+        for number in (3, 4, 3):
+            stepper.step(number, [random_batch(2, 3)])
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
 @pytest.mark.parametrize("cause", ["score", "target", "arguments"])
 def test_an_error_of_another_rank_skips_the_step_or_ends_the_run(make_config: MakeConfig, cause: Any) -> None:
     """Only scores can be better in the next step."""

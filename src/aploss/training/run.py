@@ -111,7 +111,7 @@ def _finished(config: TrainConfig, folder: RunFolder) -> Summary | None:
     """Returns the summary of a run that needs no more training."""
     if not (folder.exists and folder.summary_file.is_file()):
         return None
-    longer = folder.is_extended_by(folder.resumed_config(config))
+    _, longer = folder.resumed_config(config)
     summary, limit = Summary.read(folder.summary_file), config.max_minutes
     more_time = summary.stopped_by == "minutes" and (limit is None or summary.minutes < limit)
     return None if more_time or longer else summary
@@ -135,8 +135,8 @@ def _open_run(
             folder.refuse_if_taken()
             return config, None, False
         stack.enter_context(folder.locked())
-        resumed = folder.resumed_config(config)
-        return resumed, folder.load_last() if folder.last.is_file() else None, folder.is_extended_by(resumed)
+        resumed, is_longer = folder.resumed_config(config)
+        return resumed, folder.load_last() if folder.last.is_file() else None, is_longer
 
     def create() -> None:
         # Only now, so that a run that cannot start leaves nothing behind.
@@ -163,7 +163,7 @@ def _open_run(
         loop.state.changes.append(f"step {step}: extended to {loop.total_steps} steps")
     if was_restarted():
         progress.warn(f"restarted after a failure: {folder.path} continues from step {step}")
-    on_main(accelerator, lambda: folder.reopen(config))
+    on_main(accelerator, lambda: folder.reopen(config, is_longer=is_longer))
     return loop
 
 
@@ -186,7 +186,13 @@ def _make_loop(
         with quiet_weights(not accelerator.is_main_process):
             detector = make_detector(config, data.train.class_names).to(accelerator.device)
     else:
-        detector = _saved_detector(config, checkpoint).to(accelerator.device)
+        # Its initial weights are not needed, and may no longer exist.
+        detector = checkpoint.detector().to(accelerator.device)
+        if (detector.name, detector.loss_name) != (config.detector, config.loss):
+            raise RunError(
+                f"{checkpoint.source} holds a {detector.name} trained with {detector.loss_name}, but the run's config "
+                f"has {config.detector} and {config.loss}"
+            )
     if settings.cache_features:
         features = main_first(accelerator, lambda: _stored_features(config, detector, data, progress))
     workers = choose_workers(settings.workers, accelerator.device, accelerator.num_processes)
@@ -212,17 +218,6 @@ def _make_loop(
     config, schedule = replace(config, schedule=exact), replace(schedule, config=exact)
     stepper = Stepper(config, detector, schedule, accelerator, lambda index: data.train.image_path(index).name)
     return Loop(config, stepper, batches, data, folder, progress, callbacks, workers)
-
-
-def _saved_detector(config: TrainConfig, checkpoint: Checkpoint) -> Detector:
-    """Rebuilds the detector of a resumed run; its initial weights are not needed, and may no longer exist."""
-    detector = checkpoint.detector()
-    if (detector.name, detector.loss_name) != (config.detector, config.loss):
-        raise RunError(
-            f"{checkpoint.source} holds a {detector.name} trained with {detector.loss_name}, but the run's config has "
-            f"{config.detector} and {config.loss}"
-        )
-    return detector
 
 
 def _stored_features(config: TrainConfig, detector: Detector, data: RunData, progress: Progress) -> StoredFeatures:

@@ -128,8 +128,10 @@ class RunFolder:
         values = merge(nested(DEFAULTS_BEFORE_ADDED), read_yaml(self.config_file))
         return config_from_dict(values, source=str(self.config_file))
 
-    def resumed_config(self, config: TrainConfig) -> TrainConfig:
-        """Returns the config to resume the run with: ``config``, with the warmup that the run was started with.
+    def resumed_config(self, config: TrainConfig) -> tuple[TrainConfig, bool]:
+        """Returns the config to resume the run with, and whether it is longer than the run so far.
+
+        That is ``config``, with the warmup that the run was started with.
 
         Raises:
             ConfigError: if the run was started with other settings that affect what is learned. A run that has
@@ -139,26 +141,22 @@ class RunFolder:
         if not config.schedule.exact_warmup:
             steps, exact = saved.schedule.warmup_steps, saved.schedule.exact_warmup
             config = replace(config, schedule=replace(config.schedule, warmup_steps=steps, exact_warmup=exact))
-        allowed = RESUMABLE_KEYS
+        changed = {*differing_keys(saved, config)}
+        refused = changed - {*RESUMABLE_KEYS}
         if self.summary_file.is_file() and Summary.read(self.summary_file).stopped_by == "length":
-            allowed += LENGTH_KEYS
-        changed = [key for key in differing_keys(saved, config) if key not in allowed]
-        if changed:
+            refused -= {*LENGTH_KEYS}
+        if refused:
             raise ConfigError(
-                f"{self.path} was started with another {', '.join(changed)}; resume it unchanged, "
+                f"{self.path} was started with another {', '.join(sorted(refused))}; resume it unchanged, "
                 "or start a new run with --out"
             )
-        return config
+        return config, not changed.isdisjoint(LENGTH_KEYS)
 
-    def is_extended_by(self, config: TrainConfig) -> bool:
-        """Whether the config of a resumed run has another length than the run so far."""
-        return not {*LENGTH_KEYS}.isdisjoint(differing_keys(self.read_config(), config))
-
-    def reopen(self, config: TrainConfig) -> None:
+    def reopen(self, config: TrainConfig, *, is_longer: bool) -> None:
         """Prepares the folder for more training."""
         self.summary_file.unlink(missing_ok=True)  # first: with it, the run counts as finished
         remove_unfinished(self.path)
-        if self.is_extended_by(config):
+        if is_longer:
             self._write_config(config)
 
     def load_last(self) -> Checkpoint:
