@@ -37,6 +37,7 @@ def test_the_site_holds_the_commands_the_api_and_the_formulas(site):
     api = (site / "api/losses.html").read_text(encoding="utf-8")
     assert 'id="aploss.losses.ap_loss.ap_loss"' in api
     assert "half the width of the step function" in api
+    assert api.count('<span class="gp">&gt;&gt;&gt; </span>') > 50  # examples are code
     formulas = (ROOT / "docs/formulas.md").read_text(encoding="utf-8").count("```math")
     assert (site / "formulas.html").read_text(encoding="utf-8").count('class="formula"') == formulas > 9
     assert "<code>image-in-two-splits</code>" in (site / "data.html").read_text(encoding="utf-8")
@@ -55,7 +56,7 @@ def test_nothing_is_loaded_from_elsewhere_and_the_search_works_from_disk(site):
 def test_the_documentation_stays_short():
     words = {path.stem: len(path.read_text(encoding="utf-8").split()) for path in (ROOT / "docs").rglob("*.md")}
     assert words["results"] <= 2000
-    assert sum(words.values()) <= 21_400, words
+    assert sum(words.values()) <= 19_500, words
 
 
 @pytest.mark.parametrize("package", PACKAGES)

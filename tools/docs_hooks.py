@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
 
+import griffe
 from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
@@ -28,6 +29,14 @@ PACKAGES = (
 )  # fmt: skip
 # file of the repository → page of the site
 ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "SECURITY.md": "security.md"}
+
+
+class ExampleSections(griffe.Extension):
+    """Makes the section ``Example:`` of docstrings code: griffe only knows it as ``Examples:``."""
+
+    def on_object(self, *, obj, **_):
+        if obj.docstring:
+            obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
 
 
 def on_files(files, config):
