@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from aploss.plotting.plots import Series, line_plot, precision_recall_plot, scatter_plot, shorten, thin_out
-from aploss.plotting.style import line_style
+from aploss.plotting.plots import Series, line_plot, line_style, precision_recall_plot, shorten, thin_out
 
 
 class Curve(NamedTuple):
@@ -25,7 +24,6 @@ PLOTS = {
     "log": lambda: line_plot(
         [Series(name="a", x=[1, 10, 1e6], y=[1e-6, 1, 3])], log_x=True, log_y=True
     ),
-    "scatter": lambda: scatter_plot([Series(name="a", x=[1, 2], y=[3, 4])], diagonal=True),
     "precision": lambda: precision_recall_plot(CURVES),
 }  # fmt: skip
 

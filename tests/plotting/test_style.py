@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aploss.losses import LossTraits, register_loss
-from aploss.plotting.style import PALETTE, PAPER, VARIANT_STYLES, line_style, loss_label, plot_style
+from aploss.plotting.plots import PALETTE, PAPER, VARIANT_STYLES, line_style, loss_label, new_plot
 
 LOSSES = ("ap", "focal", "ce-ohem", "auc", "rank-sort", "alrp", "smooth-ap", "hinge-ap")
 STYLES = {name: line_style(name) for name in LOSSES}
@@ -96,7 +96,7 @@ def test_a_registered_loss_without_a_colour_has_always_the_same_style() -> None:
 
 def test_the_style_leaves_global_settings_alone() -> None:
     before = dict(matplotlib.rcParams)
-    with matplotlib.rc_context({"font.size": 40.0}), plot_style():
+    with matplotlib.rc_context({"font.size": 40.0}), new_plot():
         assert matplotlib.rcParams["svg.fonttype"] == "none"
         assert matplotlib.rcParams["font.size"] == 9.5
     assert dict(matplotlib.rcParams) == before

@@ -93,7 +93,7 @@ def write_evaluation(run: Path, truth: dict[str, Any], detections: list[dict[str
         "detections": detections,
         "metrics": metrics,
         "calibration": {**report, "calibrated_scores": calibration(table.scores).tolist()},
-        "matches": matches_document(matches.correct, matches.ignored, matches.objects, ids),
+        "matches": matches_document(matches, ids),
     }
     for name, document in documents.items():
         write_json(run / "evaluation" / f"{name}.json", document)

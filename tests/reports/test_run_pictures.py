@@ -5,8 +5,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from aploss.reports.run_files import matches_document, read_run
-from aploss.reports.run_pictures import PictureSource, false_positives, gallery, misses, side_by_side
+from aploss.reports.run_files import read_run
+from aploss.reports.run_report import PictureSource, false_positives, gallery, misses, side_by_side
 
 MakeRun = Callable[..., Path]
 
@@ -43,7 +43,7 @@ def test_misses_and_false_positives_are_those_of_the_matching(make_run: MakeRun)
     edit(run / "evaluation/ground_truth.json", lambda one: one.update(annotations=objects))
     (run / "evaluation/detections.json").write_text(json.dumps(detections))
     (run / "evaluation/calibration.json").write_text(json.dumps({"draw_threshold": 0.12}))
-    matches = matches_document([True, False, False, False], [False, False, False, True], [0, -1, -1, 2], [5, 6, 7])
+    matches = {"detections": [True, False, False, None], "ground_truth": {"5": 0, "6": None, "7": 3}}
     (run / "evaluation/matches.json").write_text(json.dumps(matches))
     source = PictureSource(read_run(run))
     assert [picture.caption for picture in misses(source)] == ["disk, not detected: scene_001.png"]

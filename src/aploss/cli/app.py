@@ -5,9 +5,11 @@ that is removed when the app stops.
 """
 
 import json
+import logging
 import math
 import os
 import shutil
+import sys
 import tempfile
 import threading
 from argparse import ArgumentParser, Namespace
@@ -73,13 +75,25 @@ def run_app(options: Namespace) -> int:
 
 @contextmanager
 def _shown_on_page() -> Iterator[None]:
-    """Shows an error of a callback as one line on the page, without a traceback on the terminal."""
+    """Shows an error of a request as one line on the page, and other than a user's mistake as one on the terminal."""
     from gradio import Error
 
     try:
         yield
-    except AplossError as error:
-        raise Error(printable(" ".join(str(error).split())), print_exception=False) from None
+    except Error:
+        raise
+    except Exception as error:
+        line = printable(" ".join(str(error).split()))[:200]
+        if not isinstance(error, AplossError):
+            print(f"request refused: {type(error).__name__}: {line}", file=sys.stderr)
+        raise Error(line, print_exception=False) from None
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """The filter of the server's log: an error that a malformed request causes is one line."""
+    if record.exc_info:
+        record.msg, record.args, record.exc_info = f"request refused: {record.exc_info[1]!r:.200}", (), None
+    return True
 
 
 class App:
@@ -92,7 +106,6 @@ class App:
     def __init__(self, detectors: "dict[str, Detector]") -> None:
         self.detectors = detectors
 
-    @_shown_on_page()
     def detect(self, files: Sequence[str] | None, *thresholds: float) -> list[Any]:
         """Passes images through the detectors; returns the results, then the values of :meth:`show`."""
         from aploss.data.images import ImageError, read_image, read_sizes
@@ -112,7 +125,6 @@ class App:
             results.append((path, [one.predict(image, threshold=0.0)[0] for one in self.detectors.values()]))
         return [results, *self.show(results, *thresholds)]
 
-    @_shown_on_page()
     def show(self, results: Results, *thresholds: float) -> list[Any]:
         """The pictures of each run at its threshold, the rows of the table and the path of the JSON file."""
         from aploss.data import draw_boxes
@@ -137,7 +149,12 @@ class App:
         """Builds the page."""
         import gradio as gr
 
-        with gr.Blocks(title="aploss", analytics_enabled=False, delete_cache=UPLOADS_KEPT) as page:
+        class Page(gr.Blocks):
+            async def process_api(self, *arguments: Any, **options: Any) -> Any:
+                with _shown_on_page():  # values that Gradio itself refuses, before a callback
+                    return await super().process_api(*arguments, **options)
+
+        with Page(title="aploss", analytics_enabled=False, delete_cache=UPLOADS_KEPT) as page:
             gr.HTML("<h1>aploss: object detection</h1>")
             sliders = []
             with gr.Row():
@@ -151,7 +168,11 @@ class App:
             if samples := sample_images(self.detectors):
                 gr.HTML("Or choose an image of the evaluation split:")
                 chosen = gr.Gallery(samples, show_label=False, columns=SAMPLES, allow_preview=False)
-                chosen.select(_path_of_sample(samples), None, files, api_visibility="private")
+
+                def select(event: gr.SelectData) -> list[str]:
+                    return [samples[event.index]]
+
+                chosen.select(select, None, files, api_visibility="private")
             with gr.Row():
                 columns = 3 - len(self.detectors)
                 galleries = [gr.Gallery(label=run, columns=columns, object_fit="contain") for run in self.detectors]
@@ -177,6 +198,7 @@ class App:
             # Requests for other host names are DNS rebinding: pages of other sites that try to reach this server.
             middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])]
             page = self.page()
+            logging.getLogger("uvicorn.error").addFilter(_without_traceback)
             try:
                 _, address, _ = page.launch(
                     server_name=HOST, server_port=port or None, share=False, quiet=True, prevent_thread_lock=True,
@@ -190,16 +212,6 @@ class App:
                 yield address
             finally:
                 page.close(verbose=False)
-
-
-def _path_of_sample(samples: Sequence[str]) -> Any:
-    """The callback of the gallery of samples."""
-    from gradio import SelectData
-
-    def select(event: SelectData) -> list[str]:
-        return [samples[event.index]]
-
-    return select
 
 
 def sample_images(runs: Iterable[str]) -> list[str]:

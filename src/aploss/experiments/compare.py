@@ -17,7 +17,7 @@ from aploss.experiments.plan import LOSS_OPTIONS, Plan, Run, Search, Trial, Vari
 from aploss.experiments.results import MIN_SEEDS, Results, is_decided, write_results
 from aploss.experiments.workers import Job, Pool, Workers, open_pool
 from aploss.files import as_file_name
-from aploss.plotting.style import loss_label
+from aploss.plotting.plots import loss_label
 from aploss.reports.comparison import Comparison
 from aploss.training.config import RESUMABLE_KEYS, differing_keys
 from aploss.training.run_folder import RunFolder, Summary, describe_environment

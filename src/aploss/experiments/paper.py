@@ -24,7 +24,7 @@ from aploss.losses import ap_loss
 from aploss.reports.comparison import TrainingCurve, paired_difference
 from aploss.reports.page import Block, Section, Text, Verdict
 from aploss.reports.run_files import read_run
-from aploss.reports.run_pictures import side_by_side
+from aploss.reports.run_report import side_by_side
 from aploss.training.config import TrainConfig
 from aploss.training.distributed import choose_device, choose_workers
 from aploss.training.run import make_detector

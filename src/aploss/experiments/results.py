@@ -11,7 +11,7 @@ from typing import Any
 from aploss.evaluation import HEADLINE_METRICS, METRICS
 from aploss.experiments.plan import CLASS_AP, RATE, Plan, Run, Trial, Variant, as_typed
 from aploss.files import write_json, write_text
-from aploss.plotting.style import loss_label
+from aploss.plotting.plots import loss_label
 from aploss.reports.comparison import Comparison, Difference, Entry, paired_difference, spread, write_comparison_report
 from aploss.reports.page import Cell, Section, Table, Text, Verdict
 from aploss.training.config import TrainConfig

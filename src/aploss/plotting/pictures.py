@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 
-from aploss.plotting.style import INK, MUTED, PAPER, class_colour
+from aploss.plotting.plots import INK, MUTED, PAPER, class_colour
 
 READABLE = 256  # pixels of the longer side below which captions would hide the picture
 GAP, CAPTION, TITLE = 8, 12, 17  # pixels of a contact sheet
@@ -29,10 +29,11 @@ def draw_boxes(
     scores: Sequence[float] | NDArray[Any] | None = None,
     *,
     dashed: Sequence[bool] | NDArray[Any] | None = None,
-    smallest: int = READABLE,
-    largest: int | None = None,
+    largest: float = math.inf,
 ) -> Image.Image:
     """Draws labelled boxes on a copy of an image, each class in its own colour.
+
+    Small images are enlarged to 256 pixels, so that captions are readable.
 
     Args:
         image: PIL image; array [H, W] or [H, W, 3]; or array or tensor [3, H, W]. Integers are 0..255, floats 0..1.
@@ -41,11 +42,7 @@ def draw_boxes(
         class_names: name of each class.
         scores: [n], written after the class names; the best box is drawn on top.
         dashed: [n], boxes with dashed lines (such as difficult objects and crowds), drawn below the others.
-        smallest: enlarge images whose longer side is shorter, so that captions are readable; 0 to disable.
-        largest: shrink images whose longer side is longer, before drawing; None to disable.
-
-    Returns:
-        A picture of the size of the image, or of the size that `smallest` and `largest` require.
+        largest: shrink images whose longer side is longer, before drawing.
 
     Example:
         >>> grey = np.full((48, 64), 128, dtype=np.uint8)
@@ -53,8 +50,7 @@ def draw_boxes(
         (256, 192)
     """
     picture = as_picture(image)
-    longer = max(picture.size)
-    factor = min(max(longer, smallest), math.inf if largest is None else largest) / longer
+    factor = min(max(*picture.size, READABLE), largest) / max(picture.size)
     classes = np.asarray(labels, dtype=np.int64).reshape(-1)
     captions = [class_names[label] for label in classes.tolist()]
     if scores is not None:
@@ -108,16 +104,14 @@ def contact_sheet(
     images: Sequence[Image.Image],
     captions: Sequence[str] | None = None,
     *,
-    columns: int | None = None,
     tile: int = READABLE,
     title: str | None = None,
 ) -> Image.Image:
-    """Arranges pictures on one sheet, each with a line of text below it.
+    """Arranges pictures on a nearly square sheet, each with a line of text below it.
 
     Args:
         images: at least one; scaled to fit, keeping their aspect ratio.
         captions: one line per image, cut to its width; None for no captions.
-        columns: pictures per row. Default: a nearly square sheet.
         tile: longer side of the pictures in pixels.
         title: a line at the top.
 
@@ -129,12 +123,12 @@ def contact_sheet(
 
     Example:
         >>> pages = [Image.new("RGB", (40, 30), colour) for colour in ("red", "green", "blue")]
-        >>> contact_sheet(pages, columns=2, tile=100).size
+        >>> contact_sheet(pages, tile=100).size
         (224, 174)
     """
     if not images or (captions is not None and len(captions) != len(images)):
         raise ValueError(f"{len(images)} images and {len(captions or ())} captions for a sheet")
-    columns = min(len(images), columns or math.ceil(math.sqrt(len(images))))
+    columns = math.ceil(math.sqrt(len(images)))
     fitted = [resize(image, tile / max(image.size)) for image in images]
     texts = captions or [""] * len(images)
     rows = [range(k, min(k + columns, len(images))) for k in range(0, len(images), columns)]

@@ -1,23 +1,107 @@
-"""The plots shared by pages, commands and studies: numbers in, SVG text out.
+"""The style of plots and pages, and the plots shared by pages, commands and studies: numbers in, SVG text out.
 
-Every function returns a complete SVG document with a light background; the same data gives the same text, byte for
-byte. ``**frame`` stands for the arguments of :func:`new_plot`, which is the starting point for other kinds of plots.
+A loss has the same colour everywhere: it declares its label, colour, dashes and marker
+(:class:`aploss.losses.LossTraits`). The colours are those of Okabe and Ito, which are distinct for all common kinds of
+colour blindness, with brown and slate in place of yellow and black. Dashes and markers distinguish losses in greyscale.
+
+Every plot is a complete SVG document with a light background, also on pages in dark mode; the same data gives the same
+text, byte for byte. ``**frame`` stands for the arguments of :func:`new_plot`, the starting point for other plots.
 """
 
 import io
+import re
+import warnings
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from aploss.plotting.style import DASHES, GRID, INK, MUTED, PALETTE, LineStyle, line_style, loss_label, plot_style
 from aploss.terminal import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+BLUE, ORANGE, GREEN, VERMILLION = "#0072b2", "#e69f00", "#009e73", "#d55e00"
+PURPLE, SKY, BROWN, SLATE = "#cc79a7", "#56b4e9", "#5a3a00", "#444c56"
+PALETTE = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, BROWN, SLATE)
+
+# Paul Tol's "muted" colours, for variants of one loss: no built-in loss has any of them.
+INDIGO, ROSE, TEAL, SAND, WINE, CYAN = "#332288", "#cc6677", "#44aa99", "#b59b3a", "#882255", "#6bb8e0"
+PAPER, INK, MUTED, GRID = "#fefefe", "#1c2128", "#57606b", "#dde2e8"
+
+
+class LineStyle(NamedTuple):
+    """Colour, dashes and marker of a series."""
+
+    colour: str
+    dashes: Any = "-"
+    marker: str = ""
+
+
+DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)), (0, (5, 1)), (0, (1, 2)))
+VARIANT_STYLES = tuple(map(LineStyle, (INDIGO, ROSE, TEAL, SAND, WINE, CYAN), DASHES, ("o", "s", "^", "D", "v", "P")))
+
+
+def loss_label(name: str) -> str:
+    """The display name of a loss, or of a row with its settings; any other text is returned unchanged.
+
+    Example:
+        >>> loss_label("ce-ohem"), loss_label("ap:delta=0.5 batches.size=4"), loss_label("batch size 4")
+        ('CE + OHEM', 'AP-loss (delta 0.5, batches.size 4)', 'batch size 4')
+        >>> loss_label("optimizer.learning_rate=0.001")
+        'learning rate 0.001'
+    """
+    from aploss.losses.traits import traits_of  # imports torch
+
+    loss, *settings = re.split(r"(?:^|[: ])(?=[\w.]+=)", name)
+    label = traits_of(loss).label or loss
+    if not settings:
+        return label
+    listed = ", ".join(_setting_label(*setting.split("=", 1)) for setting in settings)
+    return f"{label} ({listed})" if label else listed
+
+
+def _setting_label(key: str, value: str) -> str:
+    """``learning rate 0.001``; with its group if the name alone says little: ``batches.size 4``."""
+    name = key.rpartition(".")[2]
+    return f"{name.replace('_', ' ') if '_' in name or '.options.' in key else key} {value}"
+
+
+def line_style(name: str, index: int = 0) -> LineStyle:
+    """The style of a loss, or the ``index``-th variant style for any other series.
+
+    A registered loss without a colour gets a variant style that depends only on its name.
+
+    Example:
+        >>> line_style("ap")
+        LineStyle(colour='#0072b2', dashes='-', marker='o')
+        >>> line_style("batch size 4", index=2) == VARIANT_STYLES[2]
+        True
+    """
+    from aploss.losses.traits import LOSSES, traits_of
+
+    traits = traits_of(name)
+    if traits.colour:
+        return LineStyle(traits.colour.lower(), traits.dashes, traits.marker)
+    if name in LOSSES:
+        index = zlib.crc32(name.encode("utf-8", "surrogatepass")) % len(VARIANT_STYLES)
+    again, place = divmod(index, len(VARIANT_STYLES))
+    # A colour that is used again has other dashes and another marker.
+    marker = VARIANT_STYLES[(place + again) % len(VARIANT_STYLES)].marker
+    return LineStyle(VARIANT_STYLES[place].colour, DASHES[(place + again) % len(DASHES)], marker)
+
+
+def class_colour(label: int) -> str:
+    """The colour of the class with 0-based index ``label``; colours repeat after eight classes."""
+    return PALETTE[label % len(PALETTE)]
+
+
+# --- plots ---
 
 MAX_NAMED_CURVES = 6  # if there are more classes than colours
 DOTTED = (0, (2, 2))  # for reference lines: limits, levels, the ideal
@@ -27,7 +111,7 @@ Values = Sequence[float | None] | np.ndarray
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """A line or a cloud of points."""
+    """A line, or points if its style has no dashes."""
 
     name: str  # for the legend; the name of a loss also selects its label and style
     x: Values  # None and NaN leave a gap
@@ -65,10 +149,14 @@ def new_plot(
         >>> plot.svg.startswith("<?xml")
         True
     """
+    from matplotlib import style
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogFormatter
 
-    with plot_style():
+    sheet = Path(__file__).with_name("aploss.mplstyle")
+    with warnings.catch_warnings(), style.context(sheet, after_reset=True):
+        # Text is laid out with DejaVu but rendered by the browser, which has the missing glyphs.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure = Figure(figsize=(4.2, height))  # inches of 96 pixels
         plot = Plot(figure, figure.add_subplot())
         plot.axes.set(title=title, xlabel=x_label, ylabel=y_label)
@@ -121,26 +209,6 @@ def line_plot(
             plot.axes.locator_params(axis="x", integer=True)
         if y_range is not None:
             plot.axes.set_ylim(*y_range)
-        if len(entries) > 1:
-            add_legend(plot, entries)
-    return plot.svg
-
-
-def scatter_plot(groups: Sequence[Series], *, diagonal: bool = False, **frame: Any) -> str:
-    """Draws clouds of points in one style per group; ``diagonal`` adds the line y = x.
-
-    Example:
-        >>> scatter_plot([Series(name="steps", x=[1, 2], y=[2, 1])], diagonal=True).count("<svg")
-        1
-    """
-    entries: dict[str, LineStyle] = {}
-    with new_plot(**frame) as plot:
-        for index, group in enumerate(groups):
-            x, y, style = numbers(group.x), numbers(group.y), group.style or line_style(group.name, index)
-            entries[loss_label(group.name)] = style._replace(dashes="")
-            plot.axes.scatter(x, y, s=16, marker=style.marker, color=style.colour, alpha=0.75, linewidths=0)
-        if diagonal:
-            plot.axes.axline((1, 1), (2, 2), color=MUTED, linewidth=1, linestyle=DOTTED, zorder=0.5)
         if len(entries) > 1:
             add_legend(plot, entries)
     return plot.svg

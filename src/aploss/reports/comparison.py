@@ -12,8 +12,7 @@ import numpy as np
 
 from aploss.evaluation import HEADLINE_METRICS, LOWER_IS_BETTER
 from aploss.files import write_text
-from aploss.plotting.plots import Series, Values, line_plot, numbers
-from aploss.plotting.style import line_style, loss_label
+from aploss.plotting.plots import Series, Values, line_plot, line_style, loss_label, numbers
 from aploss.reports import page
 
 

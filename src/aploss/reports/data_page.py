@@ -10,8 +10,7 @@ from aploss.data.check import SOMETHING_DROPPED, USABLE, CheckResult, Finding
 from aploss.data.folder import KINDS
 from aploss.data.images import ImageError, read_image
 from aploss.plotting.pictures import crop_around, data_uri, outline_boxes, resize
-from aploss.plotting.plots import new_plot
-from aploss.plotting.style import BLUE, VERMILLION
+from aploss.plotting.plots import BLUE, VERMILLION, new_plot
 from aploss.reports import page
 
 MAX_ROWS, MAX_PICTURES = 50, 12  # of each kind of problem

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from aploss.errors import RunError
-from aploss.evaluation.matching import match_detections
+from aploss.evaluation.matching import Matches, match_detections
 
 
 @dataclass
@@ -131,29 +131,12 @@ def read_run(folder: str | Path, *, images: str | Path | None = None) -> RunFile
     return run
 
 
-def matches_document(
-    correct: Sequence[bool] | np.ndarray,
-    ignored: Sequence[bool] | np.ndarray,
-    objects: Sequence[int] | np.ndarray,
-    annotation_ids: Sequence[int],
-) -> dict[str, Any]:
-    """The content of ``evaluation/matches.json``.
-
-    Args:
-        correct: whether each detection found an object, bool [n].
-        ignored: whether it is neither right nor wrong, bool [n].
-        objects: index of the matched object, -1 if unmatched, int [n].
-        annotation_ids: the id of each object, [g].
-
-    Example:
-        >>> matches_document([True, False], [False, True], [1, -1], [7, 8])
-        {'detections': [True, None], 'ground_truth': {'7': None, '8': 0}}
-    """
-    flags = [None if skip else bool(hit) for hit, skip in zip(correct, ignored, strict=True)]
+def matches_document(matches: Matches, annotation_ids: Sequence[int]) -> dict[str, Any]:
+    """The content of ``evaluation/matches.json``: the outcome of each detection, and the detection of each object."""
+    flags = [None if skip else hit for hit, skip in zip(matches.correct.tolist(), matches.ignored, strict=True)]
     found_by: dict[str, int | None] = {str(number): None for number in annotation_ids}
-    for row, position in enumerate(objects):
-        if position >= 0:
-            found_by[str(annotation_ids[int(position)])] = row
+    for row in np.flatnonzero(matches.objects >= 0).tolist():
+        found_by[str(annotation_ids[matches.objects[row]])] = row
     return {"detections": flags, "ground_truth": found_by}
 
 

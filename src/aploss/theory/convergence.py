@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aploss.losses import ap_loss, error_driven, smooth_ap_loss
-from aploss.plotting.plots import Series, line_plot, scatter_plot
+from aploss.plotting.plots import DOTTED, MUTED, LineStyle, Series, line_plot, line_style
 from aploss.reports.page import SvgFigure, Table, Verdict
 from aploss.theory.study import PAPER_UPDATE, Study, checked_verdict
 
@@ -55,8 +55,12 @@ def convergence(seed: int = 0) -> Study:
     runs = {name: [descend(problem, update, random) for problem in problems] for name, update in UPDATES.items()}
     converged = {name: sum(run.converged for run in found) for name, found in runs.items()}
     bounds = [problem.step_bound for problem in problems]
-    points = [Series(name=name, x=bounds, y=[max(run.steps, 1) for run in found]) for name, found in runs.items()]
-    plot = scatter_plot(points, x_label="bound C / c²", y_label="steps", log_x=True, log_y=True, diagonal=True)
+    ends = [min(bounds), max(bounds)]
+    points = [Series(name="bound", x=ends, y=ends, style=LineStyle(MUTED, DOTTED))]
+    for place, (name, found) in enumerate(runs.items()):
+        style, steps = line_style(name, place)._replace(dashes=""), [max(run.steps, 1) for run in found]
+        points.append(Series(name=name, x=bounds, y=steps, style=style, markers=True))
+    plot = line_plot(points, x_label="bound C / c²", y_label="steps", log_x=True, log_y=True)
     rows = [[name, converged[name], max(run.steps for run in found)] for name, found in runs.items()]
     columns = ["update", "problems within C / c² steps", "most steps"]
     caption = f"Of {PROBLEMS} problems, with bounds of {min(bounds):.0f} to {max(bounds):.0f} steps."

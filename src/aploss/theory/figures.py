@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aploss.losses import ap_loss, auc_loss, focal_loss, reference
-from aploss.plotting.plots import Series, line_plot, new_plot
-from aploss.plotting.style import INK, PALETTE
+from aploss.plotting.plots import INK, PALETTE, Series, line_plot, new_plot
 from aploss.reports.page import SvgFigure, Verdict
 from aploss.theory.study import Study
 

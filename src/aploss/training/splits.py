@@ -413,7 +413,7 @@ def _write_evaluation(
         "ground_truth": coco,
         "detections": table.to_results(),
         "metrics": {**metrics, "ignored_objects": split.ignored_objects},
-        "matches": matches_document(matches.correct, matches.ignored, matches.objects, ids),
+        "matches": matches_document(matches, ids),
     }
     if detector.calibration is not None:
         documents["calibration"] = {
