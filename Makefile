@@ -48,7 +48,7 @@ check: $(DEV)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Tries every fault, not only the fast ones of `make test`, and writes the table of docs/reliability.md; under half an hour.
+# Runs the whole fault suite, not only the fast cases of `make test`, and writes the table of docs/reliability.md.
 faults: $(DEV)
 	$(BIN)/python tests/faults/run.py
 
