@@ -164,6 +164,19 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed_to_the_same_bits(make_con
     assert_equal(whole(make_config, **SETTINGS), outcome(old.out))
 
 
+def test_a_split_that_only_measured_the_calibration_in_an_earlier_version_is_not_missed(
+    make_config: MakeConfig,
+) -> None:
+    old = make_config(**SETTINGS, evaluation={"split": "val"})
+    with pytest.raises(CrashError):
+        train(old, callbacks=[crash_at(4)])
+    last = Path(str(old.out)) / "checkpoints/last.pt"
+    content = torch.load(last, weights_only=True)
+    content["training"]["data"]["test"] = {"images": 6}
+    torch.save(content, last)
+    assert train(old, resume=True).resume_changes == []
+
+
 def test_a_signal_in_the_last_step_is_not_forgotten(make_config: MakeConfig) -> None:
     config = make_config(schedule={"length": 2})
 

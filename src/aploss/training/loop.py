@@ -366,7 +366,10 @@ class Loop:
     def _accept_changes(self, training: TrainingState, data: dict[str, dict[str, Any]]) -> None:
         """Raises RunError if data differ from the checkpoint and the difference is not accepted."""
         state, folder, processes = self.state, self.folder, self.accelerator.num_processes
-        changes = fingerprint_changes(state.data, data) if state.data is not None else []
+        before = state.data or data
+        if self.config.evaluation.split is not None:  # older versions measured the calibration on another one
+            before = {name: one for name, one in before.items() if name in data}
+        changes = fingerprint_changes(before, data)
         if training.images != len(self.data.train) and not changes:
             changes = [f"{training.images} training images, now {len(self.data.train)}"]
         if changes and not self.config.splits.accept_changed:
