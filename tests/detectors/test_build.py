@@ -1,7 +1,6 @@
 """Detectors by name, rebuilt from their config, and a user's own kind in one file."""
 
 import json
-from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
@@ -18,39 +17,20 @@ from aploss.detectors import (
     Detector,
     DetectorConfig,
     build_detector,
-    load,
     make_loss,
     register_detector,
     retinanet_network,
     save_detector,
 )
-from aploss.detectors.detector import DETECTORS
 from aploss.errors import ConfigError
 from aploss.losses import APLoss, LossTraits, register_loss
-from aploss.registry import load_plugins
-
-PLUGIN = """
-from torchvision.models import mobilenet_v3_small
-from torchvision.models._utils import IntermediateLayerGetter
-from aploss.detectors import DetectorConfig, register_detector, retinanet_network
-
-@register_detector("plugin-mobilenet")
-class MobileNet(DetectorConfig):
-    test_size: tuple[int, int] = (64, 128)
-    width: float = 1.0
-
-    def network(self, *, columns, softmax):
-        layers = mobilenet_v3_small(weights=None, width_mult=self.width).features
-        body = IntermediateLayerGetter(layers, {"3": "P3", "8": "P4", "12": "P5"})
-        return retinanet_network(body, columns=columns, softmax=softmax, channels=64)
-"""
 
 
 @pytest.mark.parametrize("name", DETECTOR_NAMES)
 def test_config_is_plain_and_rebuilds_the_same_detector(name: str) -> None:
     if name == "retinanet":
         pytest.importorskip("timm", reason="timm is not installed (extra `hf`)")
-    detector = build_detector(name, class_names=["a", "b"], loss="ap", loss_options={"delta": 0.5}, nms_iou=0.6)
+    detector = build_detector(name, class_names=["a", "b"], loss_options={"delta": 0.5}, nms_iou=0.6, assigner="atss")
     detector.detections_per_image = 7
     config = json.loads(json.dumps(detector.config))
     again = build_detector(**config)
@@ -105,27 +85,6 @@ def test_weights_of_our_own_keep_the_architecture_they_were_trained_with(tmp_pat
     assert torch.equal(further.backbone.body.conv1.weight, trained.backbone.body.conv1.weight)
 
 
-def test_a_detector_in_a_file_of_the_user_trains_saves_and_predicts(
-    tmp_path: Path, make_target: Callable[..., Any]
-) -> None:
-    (tmp_path / "my_detector.py").write_text(PLUGIN)
-    load_plugins([tmp_path / "my_detector.py"])
-    assert "plugin-mobilenet" in aploss.detectors.DETECTOR_NAMES
-    assert DETECTORS.get("plugin-mobilenet").option_names()[0] == "width"
-    torch.manual_seed(0)
-    detector = build_detector("plugin-mobilenet", class_names=["cat", "dog"], width=0.5)
-    sum(detector(torch.rand(2, 3, 64, 96), [make_target(2, size=64, classes=2)] * 2).values()).backward()
-    assert all(weight.grad.isfinite().all() for weight in detector.parameters())
-    torch.optim.SGD(detector.parameters(), lr=0.01).step()
-
-    loaded = load(save_detector(detector, tmp_path / "detector.pt"))
-    assert loaded.config["width"] == 0.5
-    image = torch.rand(3, 60, 80)
-    (expected,), (same,) = detector.predict(image), loaded.predict(image)
-    assert len(expected) == 100
-    assert torch.equal(same.boxes, expected.boxes)
-
-
 def test_the_backbone_may_give_a_list_of_maps_and_its_strides_are_found() -> None:
     body = create_feature_extractor(resnet18(weights=None), {"layer1": "a", "layer2": "b"})
     network = retinanet_network(_AsList(body), columns=2, softmax=False, channels=32)
@@ -163,15 +122,7 @@ def test_the_config_of_a_detector_is_frozen_and_checked() -> None:
     architecture = build_detector("ssd300", class_names=["a"]).architecture
     with pytest.raises(FrozenInstanceError):
         architecture.nms_iou = 0.9  # type: ignore[misc]
-    wrong = [("test_size", value) for value in ((300,), (0, 100), 300, ("a", "b"))]
-    wrong += [
-        ("nms_iou", 2),
-        ("nms_iou", None),
-        ("topk_per_level", True),
-        ("score_threshold", -1),
-        ("channels_last", 1),
-    ]
-    for option, value in wrong:
+    for option, value in (("test_size", (0, 100)), ("test_size", 300), ("nms_iou", 2), ("topk_per_level", True)):
         with pytest.raises(ConfigError, match=option):
             build_detector("ssd300", class_names=["a"], **{option: value})
 

@@ -12,7 +12,7 @@ from aploss.detectors.checkpoint import Checkpoint, TrainingState
 from aploss.errors import RunError
 from aploss.evaluation import Calibration
 
-KINDS = [("retinanet-tiny", "ap"), ("retinanet-tiny", "ce-ohem"), ("ssdlite", "focal")]
+KINDS = [("retinanet-tiny", "ce-ohem"), ("ssdlite", "focal")]
 
 
 def _detector(name: str = "retinanet-tiny", loss: str = "ap") -> Detector:
@@ -58,21 +58,6 @@ def test_a_run_folder_means_its_best_checkpoint_else_its_last(tmp_path: Path) ->
     assert load(str(tmp_path / "checkpoints" / "last.pt")).draw_threshold == 0.1
 
 
-def test_a_killed_writer_leaves_the_earlier_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save_detector(_detector(), tmp_path / "detector.pt")
-    content = path.read_bytes()
-
-    def half(value: object, file: object) -> None:
-        file.write(b"half")  # type: ignore[attr-defined]
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(torch, "save", half)
-    with pytest.raises(KeyboardInterrupt):
-        save_detector(_detector(), path)
-    assert path.read_bytes() == content
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is it a run folder"):
         load(tmp_path)
@@ -81,7 +66,7 @@ def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
 def test_a_checkpoint_keeps_all_its_fields(tmp_path: Path) -> None:
     training = TrainingState(
         loop={"step": 3, "seconds": 1.5}, optimizer={"state": {}}, scaler={}, weights=None, averaged_steps=None,
-        random={"torch": torch.zeros(2)}, images=2, threads=1,
+        images=2, threads=1,
     )  # fmt: skip
     for others in ({}, {"step": 2, "metrics": {"AP": 0.5}}, {"step": 3, "training": training}):
         written = Checkpoint.of(_detector(), **others)
@@ -95,9 +80,3 @@ def test_a_detector_of_a_plugin_that_is_not_loaded_names_the_remedy() -> None:
     checkpoint = Checkpoint.of(_detector())
     with pytest.raises(RunError, match="--plugin"):
         replace(checkpoint, config={**checkpoint.config, "loss": "no-such-loss"}).detector()
-
-
-def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(RunError, match="cannot be written"):
-        save_detector(_detector(), tmp_path / "file" / "detector.pt")

@@ -69,18 +69,6 @@ def test_crowd_and_difficult_boxes_make_anchors_ignored() -> None:
     assert labels.ranking_targets(2)[0, 3].tolist() == [-1, -1]
 
 
-def test_positives_are_in_the_order_of_the_flat_scores() -> None:
-    levels = build_detector("retinanet-tiny", class_names=["a"]).anchors_for(96, 128)
-    labels = label_anchors(levels, random_targets(3, (96, 128)))
-    positions = (labels.ranking_targets(4) == 1).nonzero()  # the order of scores[targets == 1]
-    expected = torch.stack([labels.images, labels.anchors, labels.positive_classes], dim=1)
-    assert len(positions) > 5
-    assert torch.equal(positions, expected)
-
-
-# --- all images at once, against one image at a time ---
-
-
 def random_targets(seed: int, size: tuple[int, int]) -> list[dict[str, Tensor]]:
     """Up to 8 images with up to 30 objects that overlap; every other seed on whole pixels, where overlaps are equal."""
     generator = torch.Generator().manual_seed(seed)
@@ -232,25 +220,3 @@ def test_atss_by_hand() -> None:
     assert match_anchors_atss(boxes, [level[:1]]).tolist() == [[0]]
     # The best anchor of a narrow object has its centre outside: no positive.
     assert match_anchors_atss(torch.tensor([[[0.0, 0.0, 3.0, 8.0]]]), [level]).tolist() == [[NEGATIVE] * 3]
-
-
-def test_atss_has_difficult_and_crowd_objects_ignored_and_nothing_else() -> None:
-    levels = build_detector("retinanet-tiny", class_names=["a"]).anchors_for(64, 64)
-    boxes = torch.tensor([[4.0, 4.0, 24.0, 24.0], [30.0, 30.0, 60.0, 60.0]])
-    target = {"boxes": boxes, "labels": torch.tensor([0, 0])}
-    plain = label_anchors(levels, [target], assigner="atss")
-    assert not (plain.classes == IGNORED).any()
-    flagged = label_anchors(levels, [{**target, "difficult": torch.tensor([False, True])}], assigner="atss")
-    second = (plain.boxes == boxes[1]).all(dim=1)
-    assert (flagged.classes[0, plain.anchors[second]] == IGNORED).all()
-    assert (flagged.classes == IGNORED).sum() == second.sum() > 0
-    assert torch.equal(flagged.anchors, plain.anchors[~second])
-
-
-def test_a_detector_trains_with_atss_and_keeps_the_option() -> None:
-    detector = build_detector("retinanet-tiny", class_names=["a", "b"], assigner="atss")
-    target = {"boxes": torch.tensor([[4.0, 4.0, 24.0, 24.0]]), "labels": torch.tensor([1])}
-    losses = detector(torch.rand(2, 3, 64, 64), [target, target])
-    assert losses["box"] > 0
-    assert detector.config["assigner"] == "atss"
-    assert build_detector(**detector.config).criterion.assigner == "atss"

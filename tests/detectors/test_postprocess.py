@@ -111,14 +111,6 @@ def images() -> list[torch.Tensor]:
     return [torch.rand(3, *size, generator=generator) for size in ((50, 70), (96, 128))]
 
 
-def test_one_scale_without_flip_is_the_ordinary_test(detector: Detector, images: list[torch.Tensor]) -> None:
-    with torch.no_grad():
-        ordinary, merged = detector(images), MultiScale(scales=(1.0,), flip=False)(detector, images)
-    for one, other in zip(ordinary, merged, strict=True):
-        for key in ("boxes", "scores", "labels"):
-            assert torch.equal(one[key], other[key])
-
-
 def test_a_mirrored_image_gives_mirrored_detections(detector: Detector, images: list[torch.Tensor]) -> None:
     multi_scale = MultiScale(scales=(0.75, 1.0, 1.5), flip=True)
     with torch.no_grad():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from aploss.detectors import Detector, MultiScale, build_detector
+from aploss.detectors import Detector, build_detector
 from aploss.detectors.predict import evaluation_mode, image_tensor
 from aploss.errors import DataError
 from aploss.evaluation import Calibration
@@ -65,7 +65,9 @@ def test_scores_are_calibrated_and_the_threshold_is_of_calibrated_scores(
     calibration = Calibration(x=[0.0, middle, 1.0], y=[0.0, 0.6, 0.9])
     monkeypatch.setattr(detector, "calibration", calibration)
 
-    (calibrated,) = detector.predict(pixels)
+    (calibrated,) = detector.train().predict(iter([pixels]))
+    assert detector.training  # the mode is left as it was
+    detector.eval()
     expected = calibration(raw.scores.double().numpy())
     np.testing.assert_allclose(calibrated.scores.numpy(), expected, rtol=1e-6)
     assert torch.equal(calibrated.boxes, raw.boxes)
@@ -89,29 +91,6 @@ def test_the_other_images_of_a_batch_do_not_matter(detector: Detector) -> None:
         rows = torch.cat([alone.boxes, 100.0 * alone.labels[:, None]], dim=1)
         others = torch.cat([among_others.boxes, 100.0 * among_others.labels[:, None]], dim=1)
         assert float((rows[:, None] - others).abs().amax(dim=2).amin(dim=1).max()) < 1e-2
-
-
-def test_images_are_taken_from_any_iterable_and_a_batch(detector: Detector) -> None:
-    images = torch.rand(3, 3, 40, 60)
-    assert len(detector.predict(images)) == 3
-    assert len(detector.predict(iter(images), batch_size=2)) == 3
-    assert detector.predict([]) == []
-
-
-def test_the_mode_of_the_detector_is_left_as_it_was(detector: Detector) -> None:
-    detector.train()
-    assert len(detector.predict(torch.rand(3, 40, 40))) == 1
-    assert detector.training
-    detector.eval()
-    detector.predict(torch.rand(3, 40, 40))
-    assert not detector.training
-
-
-def test_several_scales_can_be_merged(detector: Detector, pixels: np.ndarray) -> None:
-    (single,) = detector.predict(pixels)
-    (merged,) = detector.predict(pixels, multi_scale=MultiScale())
-    assert merged.scores[0] >= single.scores[0]
-    assert detector.test_size == (96, 128)
 
 
 def test_pillow_images_are_read_as_files_are(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchvision.models.detection._utils import BoxCoder
 from torchvision.ops import generalized_box_iou_loss
 
-from aploss.detectors.labels import AnchorLabels, Assigner, label_anchors
+from aploss.detectors.labels import AnchorLabels, Assigner, HardBoxes, label_anchors
 from aploss.errors import ConfigError, DataError, RunError, did_you_mean
 from aploss.losses import NonFiniteScoresError, OtherProcessError
 from aploss.losses.traits import LOSSES, LossTraits, traits_of
@@ -21,18 +21,13 @@ from aploss.losses.traits import LOSSES, LossTraits, traits_of
 T = TypeVar("T")
 CAUSES: tuple[Literal["score", "target", "arguments"], ...] = ("score", "target", "arguments")
 MIN_DIVISOR = 1e-12  # for sums over no positives, which are 0
-GROUP_DIMENSION = {
-    "batch": None,
-    "image": 0,
-    "class": 2,
-}  # of logits [B, A, K], each entry of which is ranked separately
+GROUP_DIMENSION = {"batch": None, "image": 0, "class": 2}  # of logits [B, A, K]: each entry is ranked separately
 MIN_IOU = 1e-6  # the target of a positive must be above 0, or it would count as negative
 REMOVED_OPTIONS = ("max_positives",)  # files of earlier versions have them; they did not change the loss
 CUSTOM = "custom"  # the name of a loss object that is not registered
 PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
 RankOver = Literal["batch", "image", "class"]
 BoxLoss = Literal["smooth-l1", "paper-smooth-l1", "giou"]
-HardBoxes = Literal["ignore", "drop"]
 
 
 class _CustomLossPlaceholder(nn.Module):
@@ -176,8 +171,7 @@ class Criterion(nn.Module):
         negative_iou: minimum overlap of an ignored anchor.
         assigner: ``"iou"`` uses these two, ``"atss"`` finds the positives by
             :func:`~aploss.detectors.labels.match_anchors_atss`.
-        hard_boxes: anchors of difficult and crowd boxes are ignored (``"ignore"``), or treated as if these boxes did
-            not exist (``"drop"``), as in the code that the paper's authors released.
+        hard_boxes: see :func:`~aploss.detectors.label_anchors`.
     """
 
     def __init__(
@@ -220,13 +214,8 @@ class Criterion(nn.Module):
         :class:`~aploss.losses.OtherProcessError`.
         """
         self.process_group = process_group
-        if self._loss_ranks_across:
+        if self.rank_over != "image" and traits_of(self.loss).ranks_across_processes:
             self.loss.process_group = process_group  # type: ignore[assignment]
-
-    @property
-    def _loss_ranks_across(self) -> bool:
-        """Whether the loss itself exchanges scores and errors with the other processes."""
-        return self.rank_over != "image" and traits_of(self.loss).ranks_across_processes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Criterion":
         """A copy, such as an EMA model, shares the process group, which cannot be copied."""
@@ -275,7 +264,8 @@ class Criterion(nn.Module):
             num_positives=self._num_positives(labels) if traits.divides_by_positives else None,
             groups=GROUP_DIMENSION[self.rank_over],
         )
-        parts = classify() if self._loss_ranks_across else self._raise_on_all_ranks(logits.device, classify)
+        loss_ranks_across = getattr(self.loss, "process_group", None) is not None  # and exchanges errors itself
+        parts = classify() if loss_ranks_across else self._raise_on_all_ranks(logits.device, classify)
         if parts.localisation is not None:
             box = self._weighted(parts.localisation, parts.classification + parts.localisation)
             return {"classification": parts.classification, "box": box}
@@ -288,10 +278,13 @@ class Criterion(nn.Module):
 
     def label(self, anchors: Tensor | Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]]) -> AnchorLabels:
         """The labels of the anchors of a batch, see :func:`~aploss.detectors.label_anchors`."""
-        if self.hard_boxes == "drop":
-            targets = [_without_hard_boxes(target) for target in targets]
         return label_anchors(
-            anchors, targets, positive_iou=self.positive_iou, negative_iou=self.negative_iou, assigner=self.assigner
+            anchors,
+            targets,
+            positive_iou=self.positive_iou,
+            negative_iou=self.negative_iou,
+            assigner=self.assigner,
+            hard_boxes=self.hard_boxes,
         )
 
     def _num_positives(self, labels: AnchorLabels) -> Tensor | None:
@@ -372,13 +365,6 @@ class Criterion(nn.Module):
             raise ConfigError(f"box_weight must be a number >= 0 or 'balanced', got {weight!r}")
         if not 0 < low <= high <= 1:
             raise ConfigError(f"expected 0 < negative_iou <= positive_iou <= 1, got {low} and {high}")
-
-
-def _without_hard_boxes(target: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    keep = torch.ones(len(target["labels"]), dtype=torch.bool, device=target["labels"].device)
-    for flag in {"crowd", "difficult"} & target.keys():
-        keep &= ~target[flag].to(keep)
-    return {key: target[key].as_subclass(Tensor)[keep] for key in ("boxes", "labels")}
 
 
 def iou_of_pairs(boxes: Tensor, others: Tensor) -> Tensor:

@@ -147,7 +147,7 @@ DETECTORS: Registry[type[DetectorConfig]] = Registry("detector")
 
 
 def register_detector(name: str) -> Callable[[ConfigClass], ConfigClass]:
-    """Registers an architecture by name, for ``build_detector`` and the command line.
+    """Registers an architecture by name, for :func:`build_detector` and the command line.
 
     Decorates a subclass of :class:`DetectorConfig`, and turns it into a frozen dataclass unless it is one.
     :func:`~aploss.detectors.retinanet_network` builds a RetinaNet on any backbone (example: ``docs/plugins.md``).
@@ -158,10 +158,7 @@ def register_detector(name: str) -> Callable[[ConfigClass], ConfigClass]:
 
     def add(config_class: ConfigClass) -> ConfigClass:
         if not (isinstance(config_class, type) and issubclass(config_class, DetectorConfig)):
-            raise ConfigError(
-                f"register_detector({name!r}) takes a subclass of DetectorConfig, got "
-                f"{getattr(config_class, '__name__', config_class)!r}"
-            )
+            raise ConfigError(f"register_detector({name!r}) takes a subclass of DetectorConfig, got {config_class!r}")
         if "__dataclass_fields__" not in vars(config_class):
             dataclass(frozen=True, kw_only=True)(config_class)
         DETECTORS.register(name)(config_class)

@@ -18,6 +18,7 @@ MAX_PAIRS = 2**22  # objects x anchors compared at once, in about 150 MB
 ATSS_CELLS = 9  # cells per level whose anchors are candidates of an object (ATSS's k)
 ATSS_MARGIN = 0.01  # minimum distance in pixels from the centre of a positive to the border of its object
 Assigner = Literal["iou", "atss"]
+HardBoxes = Literal["ignore", "drop"]
 Match = Callable[[Tensor], Tensor]
 _PER_CELL: WeakIdKeyDictionary = WeakIdKeyDictionary()  # anchors per cell of a level, which is read from it once
 
@@ -61,6 +62,7 @@ def label_anchors(
     positive_iou: float = 0.5,
     negative_iou: float = 0.4,
     assigner: Assigner = "iou",
+    hard_boxes: HardBoxes = "ignore",
 ) -> AnchorLabels:
     """Labels the anchors of a batch by their overlap with the ground truth.
 
@@ -82,6 +84,8 @@ def label_anchors(
         positive_iou: minimum overlap of a positive anchor.
         negative_iou: minimum overlap of an ignored anchor; none is ignored if it equals ``positive_iou``.
         assigner: ``"iou"`` or ``"atss"``.
+        hard_boxes: ``"drop"`` treats ``difficult`` and ``crowd`` boxes as if they did not exist, as in the code that
+            the paper's authors released.
 
     Returns:
         The labels of all B·A anchors.
@@ -91,14 +95,18 @@ def label_anchors(
     match: Match = partial(match_anchors, anchors=anchors, positive_iou=positive_iou, negative_iou=negative_iou)
     if assigner == "atss":
         match = partial(match_anchors_atss, levels=levels)
-    boxes, labels, difficult, crowd = (_padded(parts, anchors.device) for parts in _by_kind(targets, anchors.dtype))
+    # Padding is 0: empty boxes, which overlap no anchor.
+    boxes, labels, difficult, crowd = (
+        pad_sequence(parts, batch_first=True).to(anchors.device, non_blocking=True)
+        for parts in _by_kind(targets, anchors.dtype)
+    )
     classes = matches = _in_groups(match, boxes, anchors)
     if labels.shape[1]:
         classes = labels.gather(1, matches.clamp(min=0)).where(matches >= 0, matches)
-    if difficult.shape[1]:
+    if difficult.shape[1] and hard_boxes == "ignore":
         ignored = _in_groups(match, difficult, anchors) != NEGATIVE
         classes = classes.masked_fill((classes == NEGATIVE) & ignored, IGNORED)
-    if crowd.shape[1]:
+    if crowd.shape[1] and hard_boxes == "ignore":
         ignored = _in_groups(partial(_coverage, anchors=anchors), crowd, anchors) >= CROWD_COVERAGE
         classes = classes.masked_fill((classes == NEGATIVE) & ignored, IGNORED)
     images, positions = (classes >= 0).nonzero(as_tuple=True)
@@ -122,11 +130,6 @@ def _by_kind(targets: Sequence[Mapping[str, Tensor]], dtype: torch.dtype) -> tup
     return kinds
 
 
-def _padded(parts: list[Tensor], device: torch.device) -> Tensor:
-    """One tensor [B, n, ...] on the device. Padding is 0: empty boxes, which overlap no anchor."""
-    return pad_sequence(parts, batch_first=True).to(device, non_blocking=True)
-
-
 def _in_groups(match: Match, boxes: Tensor, anchors: Tensor) -> Tensor:
     """Matches boxes [B, n, 4] a few images at a time, which bounds the memory."""
     images = max(1, MAX_PAIRS // max(1, boxes.shape[1] * len(anchors)))
@@ -146,7 +149,7 @@ def match_anchors(boxes: Tensor, anchors: Tensor, *, positive_iou: float, negati
     """
     if boxes.shape[1] == 0 or len(anchors) == 0:
         return torch.full((len(boxes), len(anchors)), NEGATIVE, device=anchors.device)
-    overlaps = _overlaps(boxes, anchors)
+    overlaps: Tensor = box_iou(boxes.flatten(0, 1), anchors).view(*boxes.shape[:2], -1)  # [B, n, A]
     best_overlap, matches = overlaps.max(dim=1)
     matches = matches.masked_fill(best_overlap < positive_iou, IGNORED).masked_fill(
         best_overlap < negative_iou, NEGATIVE
@@ -170,7 +173,7 @@ def match_anchors_atss(boxes: Tensor, levels: Sequence[Tensor]) -> Tensor:
     anchors = torch.cat(list(levels))
     if boxes.shape[1] == 0 or len(anchors) == 0:
         return torch.full((len(boxes), len(anchors)), NEGATIVE, device=anchors.device)
-    overlaps = _overlaps(boxes, anchors)
+    overlaps: Tensor = box_iou(boxes.flatten(0, 1), anchors).view(*boxes.shape[:2], -1)  # [B, n, A]
     candidates = _atss_candidates(boxes, levels)  # [B, n, C]
     found = overlaps.gather(2, candidates)
     deviation = found.std(dim=2) if found.shape[2] > 1 else torch.zeros_like(found[..., 0])
@@ -180,12 +183,6 @@ def match_anchors_atss(boxes: Tensor, levels: Sequence[Tensor]) -> Tensor:
     of_positives = torch.full_like(overlaps, -1.0).scatter(2, candidates, found.where(positive, -1.0))
     best_overlap, matches = of_positives.max(dim=1)
     return matches.where(best_overlap >= 0, NEGATIVE)
-
-
-def _overlaps(boxes: Tensor, anchors: Tensor) -> Tensor:
-    """IoU of boxes [B, n, 4] and anchors [A, 4], [B, n, A]."""
-    overlaps: Tensor = box_iou(boxes.flatten(0, 1), anchors).view(*boxes.shape[:2], -1)
-    return overlaps
 
 
 def _atss_candidates(boxes: Tensor, levels: Sequence[Tensor]) -> Tensor:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
+from torchvision.transforms.functional import pil_to_tensor
 
 from aploss.data.images import read_image, to_rgb
 from aploss.detectors.postprocess import Detections, merge_detections
@@ -116,11 +117,11 @@ def image_tensor(image: ImageLike) -> Tensor:
         >>> image_tensor(np.full((2, 3, 3), 255, dtype=np.uint8)).shape
         torch.Size([3, 2, 3])
     """
-    tensor = _as_tensor(image)
+    tensor = image if isinstance(image, Tensor) else _read(image)
     if tensor.ndim != 3 or tensor.shape[0] != 3 or tensor.numel() == 0:
         raise DataError(f"an image tensor must be [3, H, W], got {list(tensor.shape)}")
     if tensor.dtype == torch.uint8:
-        return tensor.float() / 255
+        return tensor.as_subclass(Tensor).float() / 255
     if not tensor.is_floating_point():
         raise DataError(f"an image tensor must be uint8 or floats in [0, 1], got {tensor.dtype}")
     low, high = float(tensor.min()), float(tensor.max())
@@ -128,26 +129,21 @@ def image_tensor(image: ImageLike) -> Tensor:
         raise DataError(
             f"a float image must be in [0, 1], got {low:.3g} to {high:.3g}: pass it before normalisation, or as uint8"
         )
-    return tensor.float()
+    return tensor.as_subclass(Tensor).float()
 
 
-def _as_tensor(image: ImageLike) -> Tensor:
-    if isinstance(image, Tensor):
-        return image.as_subclass(Tensor)
+def _read(image: str | Path | Image.Image | np.ndarray) -> Tensor:
+    """uint8 [3, H, W] from a file, a PIL image, or an array."""
     if isinstance(image, str | Path):
         return read_image(image)
-    pixels = _decode(image) if isinstance(image, Image.Image) else image
-    if not isinstance(pixels, np.ndarray):
+    if isinstance(image, np.ndarray):
+        if image.dtype != np.uint8 or image.ndim not in (2, 3) or image.shape[2:] not in ((), (3,)):
+            raise DataError(f"an image array must be uint8 [H, W, 3] or [H, W], got {image.dtype} {list(image.shape)}")
+        image = Image.fromarray(image)
+    if not isinstance(image, Image.Image):
         raise DataError(f"an image must be a path, PIL image, array or tensor, got {type(image)}")
-    if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or pixels.shape[2:] not in ((), (3,)):
-        raise DataError(f"an image array must be uint8 [H, W, 3] or [H, W], got {pixels.dtype} {list(pixels.shape)}")
-    colour = pixels if pixels.ndim == 3 else np.repeat(pixels[..., None], 3, axis=2)
-    return torch.from_numpy(colour.transpose(2, 0, 1).copy())
-
-
-def _decode(image: Image.Image) -> np.ndarray:
     try:
-        return np.asarray(to_rgb(ImageOps.exif_transpose(image)))  # [H, W, 3]
+        return pil_to_tensor(to_rgb(ImageOps.exif_transpose(image)))  # type: ignore[no-any-return]
     except (OSError, ValueError, SyntaxError) as error:  # Pillow decodes lazily
         name = getattr(image, "filename", "") or "a PIL image"
         raise DataError(f"{name}: damaged image: {error}") from error

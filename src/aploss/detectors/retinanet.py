@@ -548,18 +548,13 @@ class TimmRetinaNet(DetectorConfig):
     def own_weights(self, name: str) -> dict[str, Tensor] | None:
         if name != "imagenet":
             return None
-        timm = _timm()
-        settings = timm.get_pretrained_cfg(self.backbone)
-        if settings is None or not settings.has_weights:
-            raise ConfigError(f"timm has no weights for {self.backbone}: omit weights, or use a file")
         try:
-            return dict(timm.create_model(self.backbone, pretrained=True).state_dict())
-        except Exception as error:  # hubs raise anything without a network
-            where = settings.url or f"model.safetensors of {settings.hf_hub_id}"
+            return dict(_timm().create_model(self.backbone, pretrained=True).state_dict())
+        except Exception as error:  # timm has none, or the hub cannot be reached and raises anything
             raise RunError(
-                f"cannot download the weights of {self.backbone} ({type(error).__name__}): download {where} on another "
+                f"cannot download timm's weights of {self.backbone} ({type(error).__name__}): download them on another "
                 "machine and use the file as weights"
-            ) from None
+            ) from error
 
 
 def _timm() -> Any:

@@ -31,7 +31,7 @@ from aploss.detectors.detector import (
     feature_shapes,
     installed_file,
     register_detector,
-)
+)  # fmt: skip
 from aploss.detectors.retinanet import PRIOR_LOG_ODDS
 from aploss.errors import ConfigError, RunError
 

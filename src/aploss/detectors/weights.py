@@ -16,7 +16,7 @@ from torchvision.models._api import WeightsEnum
 
 from aploss.detectors.checkpoint import Checkpoint, checkpoint_file, read_torch_file, refuse_non_finite, wrap_untrusted
 from aploss.detectors.criterion import make_loss
-from aploss.detectors.detector import DETECTORS, SETTINGS, Detector, DetectorConfig
+from aploss.detectors.detector import SETTINGS, Detector, DetectorConfig
 from aploss.errors import ConfigError, RunError
 from aploss.losses.traits import traits_of
 
@@ -46,16 +46,17 @@ class LoadedWeights:
 
     def __str__(self) -> str:
         total = sum(map(len, (self.loaded, self.mismatched, self.missing)))
-        lines = [f"weights from {self.source}: loaded {len(self.loaded)} of {total} tensors"]
+        text = f"weights from {self.source}: loaded {len(self.loaded)} of {total} tensors"
         for title, names in (
             ("newly initialised (different shape, kind or classes)", self.mismatched),
             ("newly initialised (not in the checkpoint)", self.missing),
             ("not used", self.unused),
         ):
-            if names:  # by their first two parts, as "backbone.fpn (16)"
-                groups = Counter(".".join(name.split(".")[:2]) for name in names)
-                lines.append(f"  {title}: {', '.join(f'{group} ({count})' for group, count in groups.items())}")
-        return "\n".join(lines)
+            groups = Counter(".".join(name.split(".")[:2]) for name in names)  # such as "backbone.fpn (16)"
+            text += (
+                f"\n  {title}: {', '.join(f'{group} ({count})' for group, count in groups.items())}" if names else ""
+            )
+        return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,14 +116,9 @@ def _find(detector: Detector, weights: str) -> _Source:
                 f"weights {weights!r} do not exist: use {', '.join(NAMED_WEIGHTS)}, or the path of a file or run folder"
             )
         return _from_file(checkpoint_file(Path(weights)))
-    named = detector.architecture.named_weights
-    if weights not in named:
-        others = [name for name, one in DETECTORS.items() if weights in one.named_weights]
-        raise ConfigError(
-            f"there are no {weights!r} weights for {detector.name}, only for {', '.join(others)}: omit weights, "
-            "or use a file"
-        )
-    return _from_torchvision(get_weight(named[weights]))
+    if weights not in detector.architecture.named_weights:
+        raise ConfigError(f"there are no {weights!r} weights for {detector.name}: omit weights, or use a file")
+    return _from_torchvision(get_weight(detector.architecture.named_weights[weights]))
 
 
 def _from_torchvision(entry: WeightsEnum) -> _Source:
