@@ -73,3 +73,6 @@ def test_ray_is_asked_for_by_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"aploss\[cluster\]"):
         Workers(count=2)
     assert not Workers().uses_ray
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="torchrun"):
+        Workers()

@@ -112,8 +112,3 @@ def test_a_table_may_be_empty_but_not_ragged(read) -> None:
     assert [tag for tag, _ in Reader(read(Table(columns=["a", "b"], rows=[]))).tags].count("tr") == 1
     with pytest.raises(ValueError, match="zip"):
         read(Table(columns=["a", "b"], rows=[[1, 2], [1]]))
-
-
-def test_the_title_of_a_section_links_to_another_page(tmp_path: Path) -> None:
-    page = write_page(tmp_path / "index.html", "T", [Section("Study", [], link="study/report.html")])
-    assert '<h2><a href="study/report.html">Study</a></h2>' in page.read_text()

@@ -147,7 +147,6 @@ class Section:
 
     title: str
     blocks: Sequence["Block"]
-    link: str = ""  # relative path of another page that the title links to
 
 
 Block = Text | Code | Verdict | Facts | Table | Figures | Section
