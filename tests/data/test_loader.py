@@ -47,7 +47,7 @@ def expected(dataset: DetectionDataset) -> list[list[Batch]]:
     return [list(loader(dataset).epoch(epoch)) for epoch in range(3)]
 
 
-def test_batch_has_the_promised_form(expected: list[list[Batch]]) -> None:
+def test_batch_has_the_promised_form(expected):
     for images, targets, indices, _ in expected[0]:
         assert images.shape == (4, 3, 32, 32)
         assert images.dtype == torch.float32
@@ -63,7 +63,7 @@ def test_batch_has_the_promised_form(expected: list[list[Batch]]) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_workers_change_nothing(dataset: DetectionDataset, expected: list[list[Batch]], workers: int) -> None:
+def test_workers_change_nothing(dataset, expected, workers):
     batches = loader(dataset, workers=workers)
     for epoch in (0, 2, 1):
         assert_same(batches.epoch(epoch), expected[epoch])
@@ -72,9 +72,7 @@ def test_workers_change_nothing(dataset: DetectionDataset, expected: list[list[B
     assert_same(batches.epoch(1), expected[1])
 
 
-def test_the_past_and_the_callers_random_state_change_nothing(
-    dataset: DetectionDataset, expected: list[list[Batch]]
-) -> None:
+def test_the_past_and_the_callers_random_state_change_nothing(dataset, expected):
     torch.manual_seed(99)
     before = torch.get_rng_state()
     batches = loader(dataset)
@@ -85,9 +83,7 @@ def test_the_past_and_the_callers_random_state_change_nothing(
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("first_batch", [0, 1, 3])
-def test_endless_is_one_epoch_after_the_other(
-    dataset: DetectionDataset, expected: list[list[Batch]], workers: int, first_batch: int
-) -> None:
+def test_endless_is_one_epoch_after_the_other(dataset, expected, workers, first_batch):
     all_batches = [batch for epoch in expected for batch in epoch]
     batches = loader(dataset, workers=workers).endless(first_batch)
     wanted = all_batches[first_batch:]
@@ -95,9 +91,7 @@ def test_endless_is_one_epoch_after_the_other(
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_processes_share_the_batch_of_one(
-    dataset: DetectionDataset, expected: list[list[Batch]], processes: int
-) -> None:
+def test_processes_share_the_batch_of_one(dataset, expected, processes):
     parts = [list(loader(dataset, rank=rank, world_size=processes).epoch(1)) for rank in range(processes)]
     for whole, *step in zip(expected[1], *parts, strict=True):
         assert [index for part in step for index in part.indices] == whole.indices
@@ -106,9 +100,7 @@ def test_processes_share_the_batch_of_one(
         assert all(map(torch.equal, targets, (target["boxes"] for target in whole.targets)))
 
 
-def test_epochs_visit_each_image_at_most_once_in_orders_of_their_own(
-    dataset: DetectionDataset, expected: list[list[Batch]]
-) -> None:
+def test_epochs_visit_each_image_at_most_once_in_orders_of_their_own(dataset, expected):
     orders = [[index for batch in epoch for index in batch.indices] for epoch in expected]
     for order in orders:
         assert len(order) == len(set(order)) == 8  # 11 images, two whole batches of 4
@@ -117,7 +109,7 @@ def test_epochs_visit_each_image_at_most_once_in_orders_of_their_own(
     assert set.union(*left_out) == set(range(IMAGES))  # nobody is left out for good
 
 
-def test_augmentation_differs_by_seed_epoch_and_image_but_not_by_repetition(dataset: DetectionDataset) -> None:
+def test_augmentation_differs_by_seed_epoch_and_image_but_not_by_repetition(dataset):
     def sample(seed: int, epoch: int, index: int) -> torch.Tensor:
         samples = AugmentedSamples(dataset, seed=seed, preset="light", size=32)
         return samples[epoch, index][0]
@@ -128,7 +120,7 @@ def test_augmentation_differs_by_seed_epoch_and_image_but_not_by_repetition(data
     assert not torch.equal(first, sample(0, 1, 5))
 
 
-def test_set_smaller_than_a_batch_is_one_batch(dataset: DetectionDataset) -> None:
+def test_set_smaller_than_a_batch_is_one_batch(dataset):
     batches = loader(dataset.subset([1, 4, 7]), batch_size=8)
     assert batches.batches_per_epoch == 1
     (batch,) = batches.epoch(0)
@@ -138,7 +130,7 @@ def test_set_smaller_than_a_batch_is_one_batch(dataset: DetectionDataset) -> Non
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_evaluation_gives_every_image_once_as_it_is(dataset: DetectionDataset, workers: int) -> None:
+def test_evaluation_gives_every_image_once_as_it_is(dataset, workers):
     seen = []
     for rank in range(2):
         batches = list(make_evaluation_loader(dataset, batch_size=4, workers=workers, rank=rank, world_size=2))
@@ -154,7 +146,7 @@ def test_evaluation_gives_every_image_once_as_it_is(dataset: DetectionDataset, w
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_unreadable_image_is_one_line_that_names_it(dataset: DetectionDataset, tmp_path: Path, workers: int) -> None:
+def test_unreadable_image_is_one_line_that_names_it(dataset, tmp_path, workers):
     broken = dataset.subset([0])
     broken.root = tmp_path
     (tmp_path / "0.png").write_bytes(b"no image")
@@ -172,9 +164,7 @@ WRONG = [{"batch_size": 0}, {"seed": -5}, {"world_size": 3}, {"preset": "x"}]
 
 
 @pytest.mark.parametrize("settings", WRONG, ids=str)
-def test_impossible_settings_and_empty_datasets_are_refused(
-    dataset: DetectionDataset, settings: dict[str, Any]
-) -> None:
+def test_impossible_settings_and_empty_datasets_are_refused(dataset, settings):
     with pytest.raises(ConfigError):
         loader(dataset, **settings)
     with pytest.raises(DataError):
@@ -195,9 +185,7 @@ def damaged(dataset: DetectionDataset, tmp_path: Path) -> DetectionDataset:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_next_image_of_the_epoch_stands_in_for_one_that_cannot_be_read(
-    dataset: DetectionDataset, damaged: DetectionDataset, workers: int
-) -> None:
+def test_the_next_image_of_the_epoch_stands_in_for_one_that_cannot_be_read(dataset, damaged, workers):
     batches = loader(damaged, batch_size=1, workers=workers, skip_unreadable=True)
     whole = loader(dataset, batch_size=1)
     order = batches.samples.order(2)
@@ -213,13 +201,13 @@ def test_the_next_image_of_the_epoch_stands_in_for_one_that_cannot_be_read(
     assert_same(found, [by_index[index] for index in expected])
 
 
-def test_evaluation_leaves_out_what_cannot_be_read(damaged: DetectionDataset) -> None:
+def test_evaluation_leaves_out_what_cannot_be_read(damaged):
     found = list(make_evaluation_loader(damaged, batch_size=1, skip_unreadable=True))
     assert [i for batch in found for i in batch.indices] == [0, 1, 2, 3, 5, 6, 8, 9, 10]
     assert all(len(b.images) == len(b.targets) == len(b.indices) for b in found)
     assert {index for batch in found for index in batch.unreadable} == {4, 7}
 
 
-def test_a_dataset_of_which_nothing_can_be_read_is_an_error(damaged: DetectionDataset) -> None:
+def test_a_dataset_of_which_nothing_can_be_read_is_an_error(damaged):
     with pytest.raises(DataError, match="and 1 more images"):
         list(loader(damaged.subset([4, 7]), skip_unreadable=True, batch_size=1).epoch(0))

@@ -1,19 +1,19 @@
 """Much at once and for long: predictions in threads, a hundred thousand training steps."""
 
-import json
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiny_runs import SETTINGS
+from torch import Tensor, nn
 
 from aploss.data.images import read_image
-from aploss.detectors import load
-from aploss.training.config import TrainConfig, config_to_dict, merge
+from aploss.detectors import DetectorConfig, Network, load, register_detector
+from aploss.training.config import TrainConfig, merge
 from aploss.training.run import train
 
 STEPS = 100_000
@@ -46,79 +46,55 @@ def test_eight_predictions_at_once_with_one_detector_are_those_of_one(run: Path,
             assert torch.equal(one.scores, other.scores)
 
 
-STUB = '''
-import torch
-from torch import nn
-from aploss.detectors import DetectorConfig, Network, register_detector
-
 class Maps(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Conv2d(3, 4, 16, stride=16)
 
-    def forward(self, images):
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
         return {"0": self.layer(images)}
 
+
 class Head(nn.Module):
-    def __init__(self, columns):
+    def __init__(self, columns: int) -> None:
         super().__init__()
-        self.scores, self.boxes = nn.Conv2d(4, columns, 1), nn.Conv2d(4, 4, 1)
+        self.layers = nn.ModuleDict({"cls_logits": nn.Conv2d(4, columns, 1), "bbox_regression": nn.Conv2d(4, 4, 1)})
 
-    def forward(self, maps):
-        flat = lambda layer: layer(maps[0]).flatten(2).transpose(1, 2)
-        return {"cls_logits": flat(self.scores), "bbox_regression": flat(self.boxes)}
+    def forward(self, maps: list[Tensor]) -> dict[str, Tensor]:
+        return {name: layer(maps[0]).flatten(2).transpose(1, 2) for name, layer in self.layers.items()}
 
-def anchors(height, width, sizes):
+
+def anchors(height: int, width: int, sizes: Any) -> list[Tensor]:
     rows, columns = sizes[0]
     y, x = torch.meshgrid(torch.arange(rows) * 16.0, torch.arange(columns) * 16.0, indexing="ij")
     return [torch.stack([x, y, x + 24, y + 24], dim=-1).view(-1, 4)]
 
-@register_detector("stub")
+
 class Stub(DetectorConfig):
     """Four numbers for each cell of 16 pixels: a step takes about a millisecond."""
 
-    def network(self, *, columns, softmax):
+    def network(self, *, columns: int, softmax: bool) -> Network:
         return Network(backbone=Maps(), head=Head(columns), anchors=anchors, size_divisor=16)
-'''
-TRAIN = """
-import json, os
-from aploss.registry import load_plugins
-load_plugins([values["plugin"]])
-from aploss.training.config import config_from_dict
-from aploss.training.run import train
-sizes = {}
-
-def remember(row):
-    with open("/proc/self/statm") as file:
-        sizes[row["step"]] = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-train(config_from_dict(values["config"]), callbacks=[remember])
-print(json.dumps(sizes))
-"""
 
 
 @pytest.mark.slow_fault
-def test_a_hundred_thousand_steps_take_no_more_memory_than_the_first_thousands(
-    spawn: Callable[..., BaseProcess], make_config: Callable[..., TrainConfig], tmp_path: Path
-) -> None:
+def test_a_hundred_thousand_steps_take_no_more_memory_than_the_first_thousands(make_config, no_page) -> None:
     """A day of training, with validations and checkpoints on the way."""
-    plugin = tmp_path / "stub.py"
-    plugin.write_text(STUB)
-    values = config_to_dict(
-        make_config(
-            log_steps=1000,
-            checkpoint_steps=1000,
-            batches={"size": 1, "image_size": 32, "augmentation": "none"},
-            schedule={"length": STEPS, "warmup_steps": 10},
-            validation={"every": 10_000},
-        )
+    register_detector("stub")(Stub)
+    sizes: dict[int, int] = {}
+
+    def remember(row: dict[str, Any]) -> None:
+        sizes[row["step"]] = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    config = make_config(
+        detector="stub",
+        log_steps=1000,
+        checkpoint_steps=1000,
+        batches={"size": 1, "image_size": 32, "augmentation": "none"},
+        schedule={"length": STEPS, "warmup_steps": 10},
+        validation={"every": 10_000},
     )
-    values["detector"] = "stub"  # known in the other process alone
-    process = spawn(TRAIN, log=tmp_path / "log", plugin=str(plugin), config=values)
-    process.join(timeout=3000)
-    printed = (tmp_path / "log").read_text()
-    assert process.exitcode == 0, printed
-    sizes = {int(step): size for step, size in json.loads(printed.splitlines()[-1]).items()}
+    train(config, callbacks=[remember])
     assert max(sizes) == STEPS
     early = max(size for step, size in sizes.items() if step <= STEPS // 10)
     late = max(size for step, size in sizes.items() if step > STEPS // 10)
