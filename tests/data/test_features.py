@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from small_features import IMAGES, SIZE, drawn, network, never, noisy_dataset, stored
+from small_features import IMAGES, SIZE, augmented, network, never, noisy_dataset, stored
 
 from aploss.data.annotations import DetectionDataset
 from aploss.data.features import FeatureMaps
@@ -24,7 +24,9 @@ def dataset(tmp_path: Path) -> DetectionDataset:
 def test_batches_are_the_features_of_the_batches_of_images(dataset: DetectionDataset) -> None:
     options = {"batch_size": 4, "seed": 3, "preset": "none", "size": SIZE}
     of_images = make_training_loader(dataset, **options)
-    of_features = make_training_loader(dataset, features=stored(dataset, views=drawn(dataset, 1, "none")), **options)
+    of_features = make_training_loader(
+        dataset, features=stored(dataset, samples=augmented(dataset, "none"), views=1), **options
+    )
     for batch, expected in zip(of_features.epoch(1), of_images.epoch(1), strict=True):
         assert batch.indices == expected.indices
         maps = network(expected.images)
@@ -38,14 +40,13 @@ def test_batches_are_the_features_of_the_batches_of_images(dataset: DetectionDat
 
 
 def test_drawn_views_are_those_of_the_augmentation(dataset: DetectionDataset) -> None:
-    views = drawn(dataset)
-    features = stored(dataset, views=views)
+    samples, features = augmented(dataset), stored(dataset)
     loader = make_training_loader(dataset, batch_size=1, seed=3, preset="light", size=SIZE, features=features)
     seen = set()
     for epoch in range(12):
         for batch in loader.epoch(epoch):
             (index,), (target,) = batch.indices, batch.targets
-            expected = [views.sample((view, index)) for view in range(3)]
+            expected = [samples[view, index] for view in range(3)]
             maps = [network(image[None].float() / 255).maps for image, _ in expected]
             found = batch.images.to("cpu").maps
             (view,) = (v for v in range(3) if torch.allclose(found[0], maps[v][0], rtol=2**-10, atol=1e-6))
@@ -61,7 +62,7 @@ def test_features_are_computed_once_and_again_for_other_images_sizes_and_network
     first = stored(dataset)
     assert first.bytes == sum(file.stat().st_size for file in first.files)
     assert stored(dataset, never) == first
-    for changes in ({"size": (32, 40)}, {"network_digest": "other"}, {"views": drawn(dataset, 4)}):
+    for changes in ({"samples": augmented(dataset, size=(32, 40))}, {"network_digest": "other"}, {"views": 4}):
         assert not set(stored(dataset, **changes).files) & set(first.files)
     counts, none = np.zeros(IMAGES, int), np.zeros(0, int)
     columns = {"boxes": np.zeros((0, 4)), **dict.fromkeys(("labels", "difficult", "crowd", "areas"), none)}

@@ -4,16 +4,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from small_features import IMAGES, SIZE, contents, drawn, network, never, noisy_dataset, stored
+from small_features import IMAGES, SIZE, augmented, contents, network, never, noisy_dataset, stored
 
 from aploss.data.annotations import DetectionDataset, Sample
 from aploss.data.features import FeatureMaps
-from aploss.data.loader import make_training_loader
+from aploss.data.loader import AugmentedSamples, make_training_loader
 from aploss.errors import DataError
 
 
@@ -75,17 +74,18 @@ def test_a_stopped_computation_resumes_with_the_files_that_are_done(dataset: Det
 def test_the_next_image_stands_in_for_one_that_cannot_be_read_until_it_can(dataset: DetectionDataset) -> None:
     content = (dataset.root / "2.png").read_bytes()
     failing = {2}
-    plain = drawn(dataset)
+    plain = augmented(dataset)
 
-    def sample(key: tuple[int, int]) -> Sample:
-        if key[1] in failing:
-            raise DataError("the network drive is away")  # while the file itself is unchanged
-        return plain.sample(key)
+    class Failing(AugmentedSamples):
+        def __getitem__(self, key: tuple[int, int]) -> Sample:
+            if key[1] in failing:
+                raise DataError("the network drive is away")  # while the file itself is unchanged
+            return plain[key]
 
-    views = replace(plain, sample=sample)
-    features = stored(dataset, views=views)
+    samples = Failing(dataset, seed=0, preset="light", size=SIZE)
+    features = stored(dataset, samples=samples)
     assert list(features.unreadable) == [2]
-    torch.testing.assert_close(features.target(3, 1)["boxes"], plain.sample((1, 3))[1]["boxes"])
+    torch.testing.assert_close(features.target(3, 1)["boxes"], plain[1, 3][1]["boxes"])
     options = {"batch_size": IMAGES, "seed": 0, "preset": "light", "size": SIZE, "features": features}
     batches = make_training_loader(dataset, skip_unreadable=True, **options)
     indices = next(batches.endless()).indices
@@ -93,9 +93,9 @@ def test_the_next_image_stands_in_for_one_that_cannot_be_read_until_it_can(datas
     assert len(indices) == IMAGES
     assert batches.unreadable == features.unreadable
     failing.clear()
-    again = stored(dataset, views=views)
+    again = stored(dataset, samples=samples)
     assert again.unreadable == {}
-    assert torch.equal(again.target(2, 0)["boxes"], plain.sample((0, 2))[1]["boxes"])
+    assert torch.equal(again.target(2, 0)["boxes"], plain[0, 2][1]["boxes"])
     assert stored(dataset, never) == again
     (dataset.root / "2.png").write_bytes(b"not an image")
     assert list(stored(dataset).unreadable) == [2]
@@ -108,7 +108,7 @@ import os, signal, sys, time
 from pathlib import Path
 import numpy as np
 sys.path[:0] = sys.argv[1:3]
-from small_features import drawn, network, noisy_dataset, stored
+from small_features import network, noisy_dataset, stored
 from test_feature_cache import damage
 folder, random, done = Path(sys.argv[3]), np.random.default_rng(0), set()
 dataset = noisy_dataset(folder)
@@ -116,7 +116,7 @@ dataset = noisy_dataset(folder)
 def start(cache):
     child = os.fork()  # one import for all
     if child == 0:
-        stored(dataset, lambda images: (time.sleep(0.02), network(images))[1], views=drawn(dataset, 8), cache=cache)
+        stored(dataset, lambda images: (time.sleep(0.02), network(images))[1], views=8, cache=cache)
         os._exit(0)
     return child
 
@@ -145,8 +145,8 @@ def test_a_computation_killed_20_times_leaves_no_wrong_file(
     killed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert killed.returncode == 0, killed.stderr
     assert len(json.loads(killed.stdout)) > 1  # stopped at different moments
-    features = stored(dataset, views=drawn(dataset, 8))
-    expected = stored(dataset, views=drawn(dataset, 8), cache=tmp_path / "undisturbed")
+    features = stored(dataset, views=8)
+    expected = stored(dataset, views=8, cache=tmp_path / "undisturbed")
     for found, value in zip(contents(features), contents(expected), strict=True):
         assert torch.equal(found, value)
     assert not list((tmp_path / "cache").rglob("*unfinished"))

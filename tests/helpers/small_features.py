@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from aploss.data.annotations import DetectionDataset
-from aploss.data.features import FeatureMaps, StoredFeatures, Views, store_features
+from aploss.data.features import FeatureMaps, StoredFeatures, store_features
 from aploss.data.loader import AugmentedSamples
 
 SIZE = (32, 48)
@@ -48,13 +48,15 @@ def noisy_dataset(tmp_path: Path, counts: Sequence[int] = (2,) * IMAGES, **colum
     )
 
 
-def drawn(dataset: DetectionDataset, count: int = 3, preset: str = "light") -> Views:
-    return Views(preset, count, AugmentedSamples(dataset, seed=0, preset=preset, size=SIZE).__getitem__)
+def augmented(dataset: DetectionDataset, preset: str = "light", size: tuple[int, int] = SIZE) -> AugmentedSamples:
+    return AugmentedSamples(dataset, seed=0, preset=preset, size=size)
 
 
-def stored(dataset: DetectionDataset, compute=network, views: Views | None = None, **changes) -> StoredFeatures:
-    options = {"network_digest": "one", "size": SIZE, "cache": dataset.root.parent / "cache", **changes}
-    return store_features(dataset, compute, views or drawn(dataset), **options)
+def stored(
+    dataset: DetectionDataset, compute=network, samples: AugmentedSamples | None = None, **changes
+) -> StoredFeatures:
+    options = {"views": 3, "network_digest": "one", "cache": dataset.root.parent / "cache", **changes}
+    return store_features(samples or augmented(dataset), compute, **options)
 
 
 def contents(features: StoredFeatures) -> list[torch.Tensor]:

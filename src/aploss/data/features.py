@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from math import ceil, prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from aploss.data.annotations import OBJECT_FIELDS, DetectionDataset, Sample, Tar
 from aploss.data.builtin import cache_error, cache_folder
 from aploss.errors import DataError, RunError
 from aploss.files import remove_unfinished, write_whole
+
+if TYPE_CHECKING:
+    from aploss.data.loader import AugmentedSamples
 
 VERSION = 4  # part of the cache key: increase it with every change of the stored files
 VIEWS_AT_ONCE = 8  # per forward pass
@@ -44,20 +47,6 @@ class FeatureMaps(NamedTuple):
         """The maps on a device, in float32."""
         moved = (one.to(device, non_blocking=non_blocking).float() for one in self.maps)
         return FeatureMaps(tuple(moved), self.image_size)
-
-
-@dataclass(frozen=True)
-class Views:
-    """The views of each image whose features are stored."""
-
-    preset: str  # of the augmentation
-    count: int  # per image
-    sample: Callable[[tuple[int, int]], Sample]  # of (view, index), deterministic
-
-    @property
-    def images_per_file(self) -> int:
-        """Number of images computed in one forward pass and stored in one file."""
-        return ceil(VIEWS_AT_ONCE / self.count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,12 +105,11 @@ class _File(NamedTuple):
 
 
 def store_features(
-    dataset: DetectionDataset,
+    samples: "AugmentedSamples",
     network: Callable[[Tensor], FeatureMaps],
-    views: Views,
     *,
+    views: int,
     network_digest: str,
-    size: int | tuple[int, int],
     on_progress: Callable[[int, int], Any] = lambda done, total: None,
     note: Callable[[str], Any] = lambda line: None,
     cache: Path | None = None,
@@ -132,11 +120,10 @@ def store_features(
     that is stopped at any moment loses the latest one only.
 
     Args:
-        dataset: the images.
+        samples: the augmented images; the sample of epoch k is the view k of an image.
         network: computes the maps of images [B, 3, H, W] in [0, 1].
-        views: the augmented views to store.
+        views: number of views of each image to store.
         network_digest: identifies the network and its weights.
-        size: size of the views: side of a square, or (height, width).
         on_progress: called with (images done, total).
         note: called with a line about what is computed and how long it takes, and one about damaged files.
         cache: folder to keep them in; defaults to ``features`` in :func:`~aploss.data.builtin.cache_folder`.
@@ -144,10 +131,10 @@ def store_features(
     Raises:
         DataError: the cache is not writable, or no image can be read.
     """
-    settings = repr((VERSION, network_digest, size, views.preset, views.count))
+    dataset, step = samples.dataset, ceil(VIEWS_AT_ONCE / views)
+    settings = repr((VERSION, network_digest, samples.size, samples.preset, samples.seed, views))
     home = cache_folder() / "features" if cache is None else cache
     folder = home / hashlib.sha256(settings.encode()).hexdigest()[:20]
-    step = views.images_per_file
     blocks = [range(start, min(start + step, len(dataset))) for start in range(0, len(dataset), step)]
     names = {f"{number:06d}-{_digest_inputs(dataset, block)}": block for number, block in enumerate(blocks)}
     try:
@@ -163,7 +150,7 @@ def store_features(
                 started = time.monotonic()
                 for name, block in missing.items():
                     first = len(files) == len(names) - len(missing)
-                    files[name] = _write(folder / name, *_compute(block, dataset, network, views))
+                    files[name] = _write(folder / name, *_compute(block, samples, network, views))
                     if first:
                         minutes = max(1, round((time.monotonic() - started) * len(missing) / 60))
                         count, megabytes = sum(map(len, missing.values())), files[name].bytes * len(missing) / 1e6
@@ -172,7 +159,7 @@ def store_features(
                     on_progress(block[-1] + 1, len(dataset))
     except (OSError, RunError) as error:
         raise cache_error(home, error) from error
-    return _assemble(folder, [files[name] for name in names], dataset, views)
+    return _assemble(folder, [files[name] for name in names], samples, views)
 
 
 def _digest_inputs(dataset: DetectionDataset, indices: range) -> str:
@@ -216,34 +203,32 @@ def _parse(path: Path, content: bytes, unreadable: dict[int, str] | None = None)
 
 
 def _compute(
-    indices: range, dataset: DetectionDataset, network: Callable[[Tensor], FeatureMaps], views: Views
+    indices: range, samples: "AugmentedSamples", network: Callable[[Tensor], FeatureMaps], views: int
 ) -> tuple[bytes, dict[int, str]]:
     """The content of one file, and the images that cannot be read: index → reason.
 
     The content is the number of bytes of all maps, the maps of view after view, and the other arrays as ``.npz``.
     """
     unreadable: dict[int, str] = {}
-    samples: dict[int, list[Sample]] = {}
+    read: dict[int, list[Sample]] = {}
     for index in indices:
         try:
-            samples[index] = [views.sample((view, index)) for view in range(views.count)]
+            read[index] = [samples[view, index] for view in range(views)]
         except DataError as error:
             unreadable[index] = str(error)
     shapes, image_size, maps = np.zeros((0, 3), int), (0, 0), b""
-    if samples:
-        images = torch.stack([image for many in samples.values() for image, _ in many]).float() / 255
+    if read:
+        images = torch.stack([image for many in read.values() for image, _ in many]).float() / 255
         levels, image_size = network(images)
         shapes = np.array([one.shape[1:] for one in levels])
         rows = torch.cat([one.flatten(1).cpu() for one in levels], dim=1).half()
         if not bool(rows.isfinite().all()):
             raise DataError("the backbone's features overflow float16: leave batches.cache_features false")
-        every = rows.new_zeros(len(indices), views.count, rows.shape[1])  # zeros for the unreadable ones
-        every[[index - indices[0] for index in samples]] = rows.view(-1, views.count, rows.shape[1])
+        every = rows.new_zeros(len(indices), views, rows.shape[1])  # zeros for the unreadable ones
+        every[[index - indices[0] for index in read]] = rows.view(-1, views, rows.shape[1])
         maps = every.numpy().tobytes()
-    nothing: Target = {name: dataset.target(indices[0])[name][:0] for name in FIELDS}
-    targets = [
-        samples[index][view][1] if index in samples else nothing for index in indices for view in range(views.count)
-    ]
+    nothing: Target = {name: samples.dataset.target(indices[0])[name][:0] for name in FIELDS}
+    targets = [read[index][view][1] if index in read else nothing for index in indices for view in range(views)]
     columns: dict[str, Any] = {name: torch.cat([target[name] for target in targets]).numpy() for name in FIELDS}
     others = io.BytesIO()
     counts = [len(target["boxes"]) for target in targets]
@@ -260,12 +245,12 @@ def _write(name: Path, content: bytes, unreadable: dict[int, str]) -> _File:
     return _parse(path, content, unreadable)
 
 
-def _assemble(folder: Path, files: list[_File], dataset: DetectionDataset, views: Views) -> StoredFeatures:
+def _assemble(folder: Path, files: list[_File], samples: "AugmentedSamples", views: int) -> StoredFeatures:
     unreadable = {index: reason for file in files for index, reason in file.unreadable.items()}
     filled = next((file.arrays for file in files if len(file.arrays["shapes"])), None)
     if filled is None:
         reason = next(iter(unreadable.values()), "it is empty")
-        raise DataError(f"no image of split '{dataset.split}' can be read: {reason}")
+        raise DataError(f"no image of split '{samples.dataset.split}' can be read: {reason}")
     columns = {
         name: torch.from_numpy(np.concatenate([file.arrays[name] for file in files])) for name in ("counts", *FIELDS)
     }
@@ -274,11 +259,11 @@ def _assemble(folder: Path, files: list[_File], dataset: DetectionDataset, views
     return StoredFeatures(
         folder=folder,
         files=tuple(file.path for file in files),
-        images_per_file=views.images_per_file,
+        images_per_file=ceil(VIEWS_AT_ONCE / views),
         shapes=tuple(map(tuple, filled["shapes"].tolist())),
         image_size=(height, width),
-        views=views.count,
-        preset=views.preset,
+        views=views,
+        preset=samples.preset,
         bytes=sum(file.bytes for file in files),
         unreadable=unreadable,
         targets={"starts": starts, **columns},

@@ -296,7 +296,7 @@ class AugmentedSamples(Dataset[Sample]):
             raise ConfigError(f"the seed is {seed}: give 0 or more")
         if features is not None and preset != features.preset:
             raise ConfigError(f"the stored features are for augmentation {features.preset!r}, not {preset!r}")
-        self.dataset, self.seed, self.features = dataset, seed, features
+        self.dataset, self.seed, self.preset, self.size, self.features = dataset, seed, preset, size, features
         self.transforms = training_transforms(preset, size)
 
     def order(self, epoch: int) -> list[int]:

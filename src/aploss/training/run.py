@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from aploss.data.features import StoredFeatures, Views, store_features
+from aploss.data.features import StoredFeatures, store_features
 from aploss.data.formats import DataFormat
 from aploss.data.loader import AugmentedSamples, make_training_loader
 from aploss.detectors import build_detector
@@ -235,11 +235,10 @@ def _stored_features(config: TrainConfig, detector: Detector, data: RunData, pro
     body = detector.body().eval()
     with progress.images("computing features") as show:
         stored = store_features(
-            data.train,
+            samples,
             detector.features,
-            Views(settings.augmentation, count, samples.__getitem__),
+            views=count,
             network_digest=_digest(body, detector.image_mean, detector.image_std),
-            size=settings.image_size,
             on_progress=show,
             note=progress.note,
         )
