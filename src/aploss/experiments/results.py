@@ -244,7 +244,7 @@ def _provenance(results: Results) -> dict[str, Any]:
         "image size": _of_rows(plan, lambda one: one.batches.image_size),
         "optimizer": _of_rows(plan, lambda one: f"{one.optimizer.name}, {one.schedule.kind}"),
         "learning rate": own_rates if len({*rates.values()}) > 1 else next(iter(rates.values())),
-        "measured on": _listed(one.split for one in summaries),
+        "measured on": _listed(one.split for one in summaries if one.split),
         "hardware": ", ".join(devices) + f", threads: {environment['torch_threads']}",
         "software": ", ".join(f"{name} {environment['packages'][name]}" for name in ("aploss", "torch", "numba")),
         "runs": _listed(run.folder.parent for run in results.runs.values()),

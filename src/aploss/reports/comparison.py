@@ -107,7 +107,7 @@ class Difference:
 
     def __str__(self) -> str:
         if not self.values:
-            return "no seed yet"
+            return "no values"
         interval = f" {_interval(self)}, {len(self.values)} seeds" if len(self.values) > 1 else ", one seed"
         return f"{100 * self.mean:+.1f} {self.metric}{interval}"
 
