@@ -4,6 +4,7 @@ The commands run in separate processes, since plugins stay registered.
 """
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,80 +12,15 @@ import pytest
 from PIL import Image
 from tiny_runs import COMMANDS, run_commands, start_process, start_two
 
-LOSS = '''
-import torch
-from torch.nn.functional import softplus
-from aploss.losses import LossTraits, register_loss
-
-@register_loss("margin")
-class MarginLoss(torch.nn.Module):
-    """Positives above the margin, negatives below it, as logistic losses."""
-
-    traits = LossTraits(label="Margin loss", colour="#117733")
-
-    def __init__(self, margin: float = 1.0) -> None:
-        super().__init__()
-        self.margin = margin
-
-    def forward(self, scores, targets):
-        positive, negative = scores[targets == 1], scores[targets == 0]
-        losses = torch.cat([softplus(self.margin - positive), softplus(negative + self.margin)])
-        return losses.sum() / max(1, len(positive))
-'''
-
-DETECTOR = """
-from torchvision.models import mobilenet_v3_small
-from torchvision.models._utils import IntermediateLayerGetter
-from aploss.detectors import DetectorConfig, register_detector, retinanet_network
-
-@register_detector("my-mobilenet")
-class MobileNet(DetectorConfig):
-    width: float = 0.5
-
-    def network(self, *, columns, softmax):
-        layers = mobilenet_v3_small(weights=None, width_mult=self.width).features
-        body = IntermediateLayerGetter(layers, {"3": "P3", "8": "P4", "12": "P5"})
-        return retinanet_network(body, columns=columns, softmax=softmax, channels=32,
-                                 head_convolutions=1)
-"""
-
-FORMAT = '''
-import csv
-from aploss.data import AnnotationBuilder, DataFormat, DatasetFolder, register_format
-
-@register_format("csv")
-class CsvFormat(DataFormat):
-    """A file of rows "image,class,x1,y1,x2,y2" for each split."""
-
-    looked_for = "CSV (train.csv, val.csv)"
-
-    @classmethod
-    def find(cls, path):
-        splits = [file.stem for file in path.glob("*.csv")]
-        return cls(DatasetFolder(path), splits) if splits else None
-
-    def read(self, split, class_names):
-        with (self.folder.root / f"{split}.csv").open() as file:
-            rows = list(csv.reader(file))
-        names = tuple(class_names or sorted({row[1] for row in rows}))
-        builder, images = AnnotationBuilder(self.folder), {}
-        for number, (image, name, *corners) in enumerate(rows, start=1):
-            if image not in images:
-                images[image] = builder.add_image(image, None)
-            box = [float(corner) for corner in corners]
-            builder.add_box(images[image], box, names.index(name), number=number)
-        return builder.dataset(
-            class_names=names, name=self.name, split=split,
-            describe=lambda image, number: (f"{split}.csv", f"row {number}"),
-        )
-'''
+DOCUMENT = Path(__file__).parents[1] / "docs" / "plugins.md"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three plugins, and a dataset in the format of one of them."""
+    """The plugins of the documentation, and a dataset in the format of one of them."""
     folder = tmp_path_factory.mktemp("plugins")
-    for name, text in (("loss", LOSS), ("detector", DETECTOR), ("format", FORMAT)):
+    blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    for name, text in zip(("loss", "detector", "format"), blocks, strict=True):
         (folder / f"my_{name}.py").write_text(text)
     (folder / "photos").mkdir()
     generator = np.random.default_rng(0)
@@ -108,7 +44,7 @@ ALL = plugins("loss", "detector", "format")
 SHORT = [
     "--data", "photos", "--detector", "my-mobilenet", "--device", "cpu",
     "--batches.size", "3", "--batches.image_size", "64", "--batches.workers", "0",
-    "--model.options", '{"test_size": [64, 64]}',
+    "--model.options", '{"test_size": [64, 64], "width": 0.5}',
 ]  # fmt: skip
 
 
