@@ -469,7 +469,7 @@ def resumed(trained: Path, tmp_path: Path, call_cli) -> Callable[..., Any]:
     return resume
 
 
-TRAINING = ["step", "images", "stepper", "random", "threads", "stopped_by", "seconds", "best_step"]
+TRAINING = ["step", "images", "stepper", "threads", "stopped_by", "seconds", "best_step"]
 
 
 @pytest.mark.slow_fault
@@ -480,7 +480,7 @@ def test_a_run_is_not_resumed_without_a_field(resumed, name: str):
 
 @pytest.mark.slow_fault
 @pytest.mark.parametrize("value", ["number", "text", "list", "dict"])
-@pytest.mark.parametrize("name", ["step", "stepper", "random", "images"])
+@pytest.mark.parametrize("name", ["step", "stepper", "images"])
 def test_a_run_is_not_resumed_with_a_field_of_another_kind(resumed, name: str, value: str):
     done = resumed(lambda content: content["training"].update({name: STRANGE[value]}))
     done.assert_refused()

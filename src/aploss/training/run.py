@@ -4,7 +4,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from statistics import median
@@ -97,13 +97,16 @@ def train(
         callbacks = [*make_tracker(config.tracker), *callbacks]  # on all ranks, which must fail together
         loop = _open_run(config, folder, accelerator, progress, callbacks, resume=resume, source=source, stack=stack)
         _print_overview(loop)
-        summary = None
         try:
             loop.run(signals)
             summary = _evaluate(loop, signals)
-        finally:
+        except BaseException:
             for callback in loop.started:
-                callback.on_end(None if summary is None else asdict(summary))
+                with suppress(Exception):  # the first error is the one to report
+                    callback.on_end(None)
+            raise
+        for callback in loop.started:
+            callback.on_end(asdict(summary))
     return summary
 
 

@@ -25,7 +25,6 @@ from aploss.training.config import OptimizerConfig, TrainConfig
 from aploss.training.schedule import Schedule
 
 PARTS = ("classification", "box")
-NORMS = (nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._NormBase)
 CAUSES = ("score", "loss", "gradient")  # of a skipped step, in the order in which they are reported
 
 Report = dict[str, Any]  # of NaN or Inf: "what" (one of CAUSES), "detail" and "images", files of the batch
@@ -47,17 +46,13 @@ def any_rank(accelerator: Accelerator, *flags: bool) -> list[bool]:
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> optim.Optimizer:
     """Creates SGD or AdamW for the trainable parameters; norms and biases are only decayed if configured."""
-    norms = {id(p) for module in model.modules() if isinstance(module, NORMS) for p in module.parameters()}
-    decayed: list[nn.Parameter] = []
-    undecayed: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            skip = id(parameter) in norms or name.split(".")[-1] == "bias" or parameter.ndim < 2
-            (undecayed if skip else decayed).append(parameter)
-    if not decayed and not undecayed:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
         raise ConfigError("model.frozen freezes every parameter")
+    decayed = [parameter for parameter in trained if parameter.ndim > 1]
+    undecayed = [parameter for parameter in trained if parameter.ndim <= 1]  # norms, biases and scalars
     # A fused AdamW saves a twentieth of a small detector's step on a CPU.
-    fused = (decayed + undecayed)[0].device.type in ("cpu", "cuda")
+    fused = trained[0].device.type in ("cpu", "cuda")
     if config.decay_norms_and_biases:
         decayed, undecayed = decayed + undecayed, []
     groups = [{"params": decayed, "weight_decay": config.weight_decay}]
@@ -66,7 +61,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> optim.Optimizer
     if config.name == "sgd":
         sgd = optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=fused)
         if config.momentum:  # or a skipped first step would leave the buffers of a fused SGD uninitialised
-            for parameter in decayed + undecayed:
+            for parameter in trained:
                 sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return sgd
     return optim.AdamW(groups, lr=config.learning_rate, fused=fused)
