@@ -76,8 +76,6 @@ def did_you_mean(word: str, known: Iterable[str], *, prefix: str = "") -> str:
     Example:
         >>> did_you_mean("fokal", ["ap", "focal"])
         "; did you mean 'focal'?"
-        >>> did_you_mean("APLoss", ["ap", "focal"])
-        "; did you mean 'ap'?"
         >>> did_you_mean("rate", ["optimizer.rate"], prefix="--")
         "; did you mean '--optimizer.rate'?"
     """

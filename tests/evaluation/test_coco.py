@@ -76,14 +76,6 @@ def test_one_iou_equals_pycocotools_at_that_threshold(simulate, pycocotools_eval
     assert metrics.iou == "0.60"
 
 
-def test_annotation_ids_do_not_matter(simulate):
-    truth, results = simulate(5)
-    without = copy.deepcopy(truth)
-    for index, annotation in enumerate(without["annotations"]):
-        annotation["id"] = index if index % 2 else 0  # from 0, and repeated
-    assert coco_metrics(without, results) == coco_metrics(truth, results)
-
-
 def test_evaluation_is_silent_repeatable_and_leaves_its_input_unchanged(simulate, capfd):
     truth, results = simulate(6, crowds=0.2, difficult=0.2)
     before = copy.deepcopy((truth, results))

@@ -66,17 +66,6 @@ def test_a_missing_file_is_named_and_the_rest_is_shown(make_run: MakeRun, file: 
         assert f"{file} is not in the run folder" in text
 
 
-@pytest.mark.parametrize("content", [b"{", b"\xff\xfe\x00", b"[]", b"{}"])
-def test_broken_files_do_not_cost_the_page(make_run: MakeRun, content: bytes) -> None:
-    run = make_run(images=2, steps=90)  # ends before its first validation
-    for file in FILES:
-        if file != "metrics.jsonl":
-            (run / file).write_bytes(content)
-    text = words(write_run_report(run))
-    assert (run / "plots" / "loss.svg").is_file()
-    assert "could not be made" not in text
-
-
 def test_a_section_with_strange_content_says_so(make_run: MakeRun, caplog: pytest.LogCaptureFixture) -> None:
     run = make_run(images=2, steps=90)
     edit(run / "evaluation/metrics.json", lambda one: one.update(per_class={"cat": 3}))

@@ -177,9 +177,6 @@ def _overlaps(boxes: np.ndarray, others: np.ndarray, covers: np.ndarray) -> np.n
     return np.asarray(np.divide(intersection, union, out=np.zeros_like(union), where=intersection > 0))
 
 
-# --- curves -----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Curve:
     """Precision over recall of one class.
