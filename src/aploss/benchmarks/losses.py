@@ -5,7 +5,6 @@ machines and hours, ratios within a run do not. The process keeps freed memory, 
 tensors at every step; otherwise large tensors measure page faults.
 """
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from aploss.benchmarks import Progress, best_in_turns
 from aploss.losses import alrp_loss, ap_loss, auc_loss, rank_sort_loss, use_backend
+from aploss.training.distributed import keep_freed_memory
 from aploss.training.run_folder import describe_environment
 
 SIZES = (100, 1_000, 10_000, 100_000, 1_000_000, 5_000_000, 20_000_000)
@@ -32,7 +32,7 @@ Cases = dict[str, Callable[[], Any]]
 
 def run(progress: Progress, *, quick: bool = False) -> dict[str, Any]:
     """Measures every size and stage of training, then many positives, groups and a dense problem."""
-    keep_memory()
+    keep_freed_memory()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sizes, seconds = (QUICK_SIZES, SECONDS_PER_CASE / 10) if quick else (SIZES, SECONDS_PER_CASE)
     rows, positives = [], []
@@ -81,17 +81,6 @@ def table(result: dict[str, Any]) -> str:
     )
     lines.append(f"{DENSE_SHARE:>12.0%} positives: " + ", ".join(f"{name} {1e3 * dense[name]:.1f}" for name in NAMES))
     return "\n".join(lines)
-
-
-def keep_memory() -> None:
-    """Makes this process keep freed memory, if its C library is glibc."""
-    mmap_max, trim_threshold, top_pad = -4, -1, -2
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):
-        return
-    for option, value in ((mmap_max, 0), (trim_threshold, 2**31 - 1), (top_pad, 2**28)):
-        mallopt(option, value)
 
 
 def make_scores(size: int, separation: float, positives: int, device: torch.device | str) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ from aploss.training.distributed import (
     choose_device,
     choose_workers,
     emulates_bfloat16,
+    keep_freed_memory,
     main_first,
     on_main,
     seeded,
@@ -82,6 +83,8 @@ def train(
         TrainingInterruptedError: after Ctrl-C or SIGTERM; everything is saved.
     """
     device = choose_device(config.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     deterministic = device.type == "cpu" if config.deterministic is None else config.deterministic
     folder = RunFolder(config.out or default_folder(config))
     resume = resume or was_restarted()
