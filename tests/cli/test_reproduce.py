@@ -24,7 +24,7 @@ def carried_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[P
         return SimpleNamespace(complete=True)
 
     monkeypatch.setattr("aploss.experiments.reproduce.compare", compare)
-    monkeypatch.setattr("aploss.experiments.plan.seconds_per_image", lambda config: 5.0)
+    monkeypatch.setattr("aploss.experiments.plan.measure_step", lambda config: (5.0, 0.0))
     monkeypatch.chdir(tmp_path)
     return found
 

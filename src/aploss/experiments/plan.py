@@ -406,11 +406,13 @@ def describe_plan(plan: Plan, *, images: int | None = None, workers: int = 1) ->
         images = config.schedule.length * unit
     trial_images = plan.search.steps * step_images if plan.search is not None and plan.search.steps else images
     at_a_time = min(workers, runs + trials)
-    seconds = (runs * images + trials * trial_images) * seconds_per_image(config) / at_a_time
+    per_image, gigabytes = measure_step(config)
+    seconds = (runs * images + trials * trial_images) * per_image / at_a_time
+    memory = f"; about {gigabytes:.0f} GB for a step" if gigabytes else ""
     looks = "all of them" if len(plan.looks) == 1 else f"until decided after {', '.join(map(str, plan.looks))} of them"
     lines = [
         f"{runs + trials} trainings of {config.detector}, about {describe_seconds(seconds)} on this "
-        f"{choose_device(config.device).type} with {at_a_time} at a time, without validation and data loading",
+        f"{choose_device(config.device).type} with {at_a_time} at a time, without validation and data loading{memory}",
         f"seeds: {', '.join(map(str, plan.seeds))}, {looks}",
     ]
     if plan.search is not None:
@@ -424,8 +426,8 @@ def describe_plan(plan: Plan, *, images: int | None = None, workers: int = 1) ->
     return "\n".join([*lines, "", yaml.safe_dump(config_to_dict(config), sort_keys=False).rstrip()])
 
 
-def seconds_per_image(config: TrainConfig) -> float:
-    """The time of a forward and backward pass on random pixels, measured here."""
+def measure_step(config: TrainConfig) -> tuple[float, float]:
+    """Seconds per image of a forward and backward pass on random pixels, and on a GPU its gigabytes for a batch."""
     device, size = choose_device(config.device), config.batches.image_size
     height, width = (size, size) if isinstance(size, int) else size
     count = max(1, min(config.batches.size, MEASURED_PIXELS // (height * width)))
@@ -441,7 +443,8 @@ def seconds_per_image(config: TrainConfig) -> float:
             torch.stack(list(detector(images, targets).values())).sum().backward()  # type: ignore[no-untyped-call]
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) / count
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return (time.perf_counter() - start) / count, peak * config.batches.size / count / 1e9
 
 
 def _loss_settings(text: str) -> tuple[str, dict[str, Any]]:

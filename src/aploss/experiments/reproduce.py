@@ -180,7 +180,11 @@ def check_start(request: Request, *, start_anyway: bool) -> None:
 
 
 def describe_reproduction(name: str, request: Request, *, workers: int = 1) -> str:
-    """The runs of a reproduction with their time and settings, without training any."""
+    """The runs of a reproduction with their commands, time and settings, without training any."""
     plan = plan_for(name, request)
     images = _run_images(REPRODUCTIONS[name], plan.variants[0].config, request)
-    return f"{REPRODUCTIONS[name].title}\n{describe_plan(plan, images=images, workers=workers)}"
+    lines = [REPRODUCTIONS[name].title]
+    if not request.is_small:
+        command = f"aploss reproduce {name} --scale paper --benchmark {request.benchmark} --data {request.data}"
+        lines += [f"1 GPU: {command}", f"8 GPUs, a run on each: {command} --workers 8 --gpus-per-run 1"]
+    return "\n".join([*lines, describe_plan(plan, images=images, workers=workers)])
