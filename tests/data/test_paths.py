@@ -28,13 +28,8 @@ def refused(folder: Path, split: str | None = "train") -> str:
 
 
 OUTSIDE = [
-    "../../secret.png",
-    "x/../../../secret.png",
-    "..\\..\\secret.png",
-    r"C:\s.png",
-    r"\\server\s.png",
-    "/etc/passwd",
-]
+    "../../secret.png", "x/../../../secret.png", "..\\..\\secret.png", r"C:\s.png", r"\\server\s.png", "/etc/passwd",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", OUTSIDE)

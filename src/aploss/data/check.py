@@ -285,11 +285,10 @@ def inspect_images(dataset: DetectionDataset, pixels: bool, progress: Progress |
         name, size = dataset.image_paths[index], dataset.image_size(index)
         path = f"{root}/{name}"
         try:
-            sizes = read_sizes(path)
-            if size not in sizes:
-                raise size_mismatch(path, size, sizes[0])
             if pixels:
                 read_image(path, size=size)
+            elif size not in (sizes := read_sizes(path)):
+                raise size_mismatch(path, size, sizes[0])
             return None
         except ImageError as error:
             return replace(error.problem, file=name, image=name)
