@@ -56,7 +56,7 @@ def test_nothing_is_loaded_from_elsewhere_and_the_search_works_from_disk(site):
 def test_the_documentation_stays_short():
     words = {path.stem: len(path.read_text(encoding="utf-8").split()) for path in (ROOT / "docs").rglob("*.md")}
     assert words["results"] <= 2000
-    assert sum(words.values()) <= 19_500, words
+    assert sum(words.values()) <= 20_000, words
 
 
 @pytest.mark.parametrize("package", PACKAGES)
