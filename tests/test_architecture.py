@@ -60,12 +60,13 @@ from aploss.losses.traits import LossTraits, register_loss
 
 OPERATOR = RankingOperator(FIRST)
 
+def first_loss(scores, targets, **options):
+    return OPERATOR.rank(scores, targets, **options)[0]
+
 @register_loss("first")
 class FirstLoss(RankingLoss):
     traits = LossTraits(label="First loss", colour="#117733")
-
-    def forward(self, scores, targets):
-        return OPERATOR.rank(scores, targets, **self.options(None, None))[0]
+    _function = staticmethod(first_loss)
 '''
 PROGRAM = """
 import sys

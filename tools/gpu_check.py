@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from aploss.losses.ranking.problem import Problem, Status
 from aploss.losses.ranking.rules import AP, RANK_SORT, Rule
 from aploss.losses.ranking.segments import cut_into_segments
+from aploss.losses.ranking.torch_backend import Problem, Status
 from aploss.losses.ranking.triton import SCORE_DTYPES, TARGET_DTYPES, TritonBackend, kernels
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")

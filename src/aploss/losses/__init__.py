@@ -8,15 +8,21 @@ from .checks import InvalidTargetError, NonFiniteScoresError, OtherProcessError
 from .focal_loss import FocalLoss, focal_loss
 from .hinge_ap_loss import HingeAPLoss, hinge_ap_loss
 from .iou_ap_loss import IoUAPLoss, iou_ap_loss
-from .iou_aware_bce_loss import IoUAwareBCELoss, iou_aware_bce_loss
-from .matchability_aware_loss import MatchabilityAwareLoss, matchability_aware_loss
+from .iou_losses import (
+    IoUAwareBCELoss,
+    MatchabilityAwareLoss,
+    QualityFocalLoss,
+    VarifocalLoss,
+    iou_aware_bce_loss,
+    matchability_aware_loss,
+    quality_focal_loss,
+    varifocal_loss,
+)
 from .ohem_cross_entropy import OHEMCrossEntropy, ohem_cross_entropy
-from .quality_focal_loss import QualityFocalLoss, quality_focal_loss
 from .rank_sort_loss import RankSort, RankSortLoss, rank_sort_loss
 from .ranking.engine import use_backend
 from .smooth_ap_loss import SmoothAPLoss, smooth_ap_loss
 from .traits import LossTraits, register_loss, traits_of
-from .varifocal_loss import VarifocalLoss, varifocal_loss
 
 __all__ = [
     "ALRP",

@@ -81,18 +81,7 @@ _OPERATOR = RankingOperator(ALRP_RULE)
 
 @register_loss("alrp")
 class ALRPLoss(RankingLoss):
-    """aLRP loss as a module; see :func:`alrp_loss`.
-
-    Args:
-        delta: half the width of the step function, at least 1e-6; or 0 for the Heaviside step.
-        process_group: rank the scores of all its processes together, as if on one device.
-        groups: rank scores within their group only: a dimension, or an integer tensor.
-        weights: importance of each positive, broadcast to the scores.
-        non_finite: ``"raise"`` an error for NaN and infinite scores, or return ``"nan"``.
-
-    Shape:
-        - scores: logits of any shape; targets: the same, with 1, 0 and -1 (ignored); box_losses: [P].
-        - Output: the pair :class:`ALRP` of scalars.
+    """aLRP loss; returns the pair :class:`ALRP`.
 
     Example:
         >>> import torch
@@ -111,7 +100,6 @@ class ALRPLoss(RankingLoss):
         box_loss="giou",
         box_weight="balanced",
     )
-
     _function = staticmethod(alrp_loss)
 
     def forward(  # type: ignore[override]
@@ -123,4 +111,5 @@ class ALRPLoss(RankingLoss):
         weights: Tensor | None = None,
     ) -> ALRP:
         """See :func:`alrp_loss`."""
-        return alrp_loss(scores, targets, box_losses, **self.options(groups, weights))
+        loss: ALRP = self._call(scores, targets, box_losses, groups=groups, weights=weights)
+        return loss

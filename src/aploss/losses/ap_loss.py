@@ -73,25 +73,7 @@ _INTERPOLATED, _PLAIN = RankingOperator(AP), RankingOperator(PLAIN_AP)
 
 @register_loss("ap")
 class APLoss(RankingLoss):
-    """1 - average precision of the ranking of all anchors by their scores, as a module.
-
-    The loss of "Towards Accurate One-Stage Object Detection with AP-Loss" (Chen et al., CVPR 2019);
-    :func:`ap_loss` has the formula. A drop-in replacement for focal loss on logits of any shape.
-
-    Args:
-        delta: half the width of the step function, at least 1e-6; or 0 for the Heaviside step.
-        interpolated: make the precision monotone in the score, as benchmarks do.
-        process_group: rank the scores of all its processes together, as if on one device.
-        groups: rank scores within their group only: a dimension (0 for one ranking per image, -1
-            for one per class), or an integer tensor that matches the leading dimensions.
-        weights: importance of each positive, broadcast to the scores; class weights for example.
-        non_finite: ``"raise"`` an error for NaN and infinite scores, or return ``"nan"``.
-
-    Shape:
-        - scores: logits of any shape, such as [B, A, K]; targets: the same, with 1 for positives, 0
-          for negatives and -1 for ignored anchors. ``forward`` also takes ``groups`` and
-          ``weights``, which override the values given to the constructor.
-        - Output: scalar.
+    """AP-loss; a drop-in replacement for focal loss on logits of any shape.
 
     Example:
         >>> import torch
@@ -104,7 +86,6 @@ class APLoss(RankingLoss):
     """
 
     traits = LossTraits(label="AP-loss", colour="#0072b2", ranks_across_processes=True, groups=True)
-
     _function = staticmethod(ap_loss)
 
     def __init__(

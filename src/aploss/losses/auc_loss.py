@@ -47,17 +47,7 @@ _OPERATOR = RankingOperator(AUC)
 
 @register_loss("auc")
 class AUCLoss(RankingLoss):
-    """1 - area under the ROC curve, as a module; see :func:`auc_loss`.
-
-    Args:
-        delta: half the width of the step function, at least 1e-6; or 0 for the Heaviside step.
-        process_group: rank the scores of all its processes together, as if on one device.
-        groups: rank scores within their group only: a dimension, or an integer tensor.
-        weights: importance of each positive, broadcast to the scores.
-        non_finite: ``"raise"`` an error for NaN and infinite scores, or return ``"nan"``.
-
-    Shape:
-        - scores: logits of any shape; targets: the same, with 1, 0 and -1 (ignored). Output: scalar.
+    """AUC-loss, the share of pairs in the wrong order.
 
     Example:
         >>> import torch
@@ -68,5 +58,4 @@ class AUCLoss(RankingLoss):
     traits = LossTraits(
         label="AUC-loss", colour="#e69f00", dashes=":", marker="D", ranks_across_processes=True, groups=True
     )
-
     _function = staticmethod(auc_loss)

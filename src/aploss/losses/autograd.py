@@ -13,14 +13,21 @@ multiplication, for instance by the scale of a gradient scaler.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from .checks import REAL_DTYPES, check_delta, check_distributed, check_non_finite, check_tensors, check_transforms
+from .checks import (
+    REAL_DTYPES,
+    check_delta,
+    check_distributed,
+    check_non_finite,
+    check_tensors,
+    check_transforms,
+    loss_dtype,
+)
 from .ranking.engine import Options, rank_scores, resolve_group
-from .ranking.problem import loss_dtype
 from .ranking.rules import Rule
 from .traits import LossModule
 
@@ -90,13 +97,11 @@ class Operator:
     ) -> list[Tensor | None]:
         """Sums the gradients of the pairs into one gradient per argument, cast to the dtype of the argument."""
         result: list[Tensor | None] = [None] * num_inputs
-        for k, (argument, value) in enumerate(self.pairs):
-            product, before = gradients[k] * upstream[value], result[argument]
+        for (argument, value), gradient in zip(self.pairs, gradients, strict=True):
+            product, before = gradient * upstream[value], result[argument]
             result[argument] = product if before is None else before + product
         for (argument, _), dtype in zip(self.pairs, dtypes, strict=True):
-            total = result[argument]
-            if total is not None and total.dtype != dtype:
-                result[argument] = total.to(dtype)
+            result[argument] = result[argument].to(dtype)  # type: ignore[union-attr]
         return result
 
 
@@ -112,11 +117,11 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        with torch.no_grad():
+        if not torch.is_grad_enabled():
+            return None, *ctx.operator.multiply(ctx.gradients, ctx.dtypes, upstream, ctx.num_inputs)
+        with torch.no_grad():  # create_graph=True: a second derivative must be an error, not silently 0
             gradients = ctx.operator.multiply(ctx.gradients, ctx.dtypes, upstream, ctx.num_inputs)
-        if torch.is_grad_enabled():  # create_graph=True: a second derivative must be an error, not silently 0
-            gradients = [g if g is None else _NoSecondDerivative.apply(g.requires_grad_()) for g in gradients]
-        return None, *gradients
+        return None, *(g if g is None else _NoSecondDerivative.apply(g.requires_grad_()) for g in gradients)
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -191,17 +196,11 @@ class RankingOperator(Operator):
 
 
 class RankingLoss(LossModule):
-    """Base class of the ranking losses as modules: holds the options that all of them share.
+    """Base class of the ranking losses as modules: checks and keeps the options that all of them share.
 
     Args:
-        delta: half the width of the step function; 0 is the Heaviside step.
-        process_group: rank the scores of all its processes together.
-        groups: rank scores within their group only: a dimension, or an integer tensor.
-        weights: importance of the positives, broadcast to the scores.
-        non_finite: ``"raise"`` or ``"nan"``.
+        delta, process_group, groups, weights, non_finite: see :func:`aploss.losses.ap_loss`.
     """
-
-    _function: ClassVar[Callable[..., Any]]
 
     def __init__(
         self,
@@ -213,30 +212,14 @@ class RankingLoss(LossModule):
     ) -> None:
         check_delta(delta)
         check_non_finite(non_finite)
-        super().__init__(delta=delta)
-        self.process_group, self.non_finite = process_group, non_finite
-        if isinstance(groups, Tensor):  # follows the module to its device
-            self.register_buffer("groups", groups, persistent=False)
-        else:
-            self.groups = groups
         values = None if weights is None else torch.as_tensor(weights, dtype=torch.get_default_dtype())
-        self.register_buffer("weights", values, persistent=False)
+        super().__init__(delta=delta, process_group=process_group, groups=groups, weights=values, non_finite=non_finite)
 
     def forward(
         self, scores: Tensor, targets: Tensor, groups: Tensor | int | None = None, weights: Tensor | None = None
     ) -> Any:
         """Computes the loss. ``groups`` and ``weights`` override the values given to the constructor."""
-        return type(self)._function(scores, targets, **self.options(groups, weights))
-
-    def options(self, groups: Tensor | int | None, weights: Tensor | None) -> dict[str, Any]:
-        """The options of the function by name; arguments of ``forward`` take precedence."""
-        return {
-            **self._values(),
-            "process_group": self.process_group,
-            "groups": self.groups if groups is None else groups,
-            "weights": self.weights if weights is None else weights,
-            "non_finite": self.non_finite,
-        }
+        return self._call(scores, targets, groups=groups, weights=weights)
 
 
 def error_driven(inputs: Tensor, outputs: Tensor, desired: Tensor) -> Tensor:

@@ -83,8 +83,8 @@ def check_tensors(**values: Tensor) -> None:
         if value.layout is not torch.strided or value.is_nested or value.is_quantized:
             kind = "nested" if value.is_nested else f"{value.layout} of {value.dtype}"
             raise ValueError(f"{name} must be a dense tensor, got {kind}; convert it first, as with to_dense()")
-        if value.is_meta:
-            raise ValueError(f"{name} must hold data, got a tensor on the meta device")
+        if value.is_meta or (not torch.compiler.is_compiling() and torch._is_zerotensor(value)):
+            raise ValueError(f"{name} must hold data, got a tensor without any, as on the meta device")
         devices.append(value.device)
     if devices[0] != devices[1]:
         raise ValueError(f"{' and '.join(values)} must be on one device, got {devices[0]} and {devices[1]}")
@@ -142,7 +142,7 @@ def check_weights(weights: Tensor, scores: Tensor) -> Tensor:
         fits = False
     if not fits:
         raise ValueError(f"weights of shape {tuple(weights.shape)} cannot be broadcast to scores {tuple(scores.shape)}")
-    return plain(weights.detach())
+    return weights.detach().resolve_neg()
 
 
 def check_box_losses(box_losses: Tensor, device: torch.device) -> None:
@@ -176,7 +176,7 @@ def broadcast_groups(groups: Tensor | int, scores: Tensor) -> Tensor:
                 f"groups must match the leading dimensions of scores, {tuple(scores.shape)}, or be 1 there, "
                 f"got {tuple(groups.shape)}; groups=-1 makes one group per class"
             )
-        numbers = plain(groups).to(torch.int64).reshape(groups.shape + (1,) * (scores.ndim - groups.ndim))
+        numbers = groups.to(torch.int64).reshape(groups.shape + (1,) * (scores.ndim - groups.ndim))
         return numbers.expand(scores.shape).reshape(-1).contiguous()
     if isinstance(groups, bool) or not isinstance(groups, int):
         raise ValueError(f"groups must be an integer tensor or a dimension, got {type(groups).__name__}")
@@ -188,11 +188,9 @@ def broadcast_groups(groups: Tensor | int, scores: Tensor) -> Tensor:
     return numbers.view(shape).expand(scores.shape).reshape(-1).contiguous()
 
 
-def plain(tensor: Tensor) -> Tensor:
-    """The tensor with its values in memory: torch may hold a negation, or zeros, as a mere flag."""
-    if torch._is_zerotensor(tensor):
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    return tensor.resolve_neg()
+def loss_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a loss and its gradient are computed for scores of a dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def comparable_targets(targets: Tensor) -> Tensor:

@@ -61,16 +61,7 @@ def focal_loss(
 
 @register_loss("focal")
 class FocalLoss(SigmoidLoss):
-    """Sigmoid focal loss as a module; see :func:`focal_loss`.
-
-    Args:
-        alpha: weight of the positives, in [0, 1]; the negatives have 1 - alpha.
-        gamma: how strongly anchors that are already right are down-weighted, >= 0.
-
-    Shape:
-        - scores: logits of any shape, such as [B, A, K]; targets: the same, with 1 for positives, 0 for negatives and
-          -1 for ignored anchors.
-        - Output: scalar.
+    """Sigmoid focal loss, with which RetinaNet is trained.
 
     Example:
         >>> import torch
@@ -81,7 +72,6 @@ class FocalLoss(SigmoidLoss):
     traits = LossTraits(
         label="Focal loss", colour="#d55e00", dashes="--", marker="s", divides_by_positives=True, calibrated=True
     )
-
     _function = staticmethod(focal_loss)
 
     def __init__(self, alpha: float = 0.25, gamma: float = 2.0) -> None:

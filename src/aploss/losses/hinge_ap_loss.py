@@ -1,12 +1,11 @@
 """The structured hinge loss of average precision, with the exact loss-augmented ranking."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .autograd import Operator, Values
-from .checks import check_scores_and_targets, check_values
-from .ranking.problem import loss_dtype
-from .traits import LossTraits, register_loss
+from .checks import check_scores_and_targets, check_values, loss_dtype
+from .traits import LossModule, LossTraits, register_loss
 
 
 def hinge_ap_loss(scores: Tensor, targets: Tensor) -> Tensor:
@@ -45,11 +44,8 @@ def hinge_ap_loss(scores: Tensor, targets: Tensor) -> Tensor:
 
 
 @register_loss("hinge-ap")
-class HingeAPLoss(nn.Module):
-    """The structured hinge upper bound of 1 - AP as a module; see :func:`hinge_ap_loss`.
-
-    Shape:
-        - scores: logits of any shape; targets: the same, with 1, 0 and -1 (ignored). Output: scalar.
+class HingeAPLoss(LossModule):
+    """The structured hinge upper bound of 1 - AP.
 
     Example:
         >>> import torch
@@ -58,10 +54,12 @@ class HingeAPLoss(nn.Module):
     """
 
     traits = LossTraits(label="Hinge-AP", colour="#444c56", dashes=(0, (1, 2)), marker="p")
+    _function = staticmethod(hinge_ap_loss)
 
     def forward(self, scores: Tensor, targets: Tensor) -> Tensor:
         """See :func:`hinge_ap_loss`."""
-        return hinge_ap_loss(scores, targets)
+        loss: Tensor = self._call(scores, targets)
+        return loss
 
 
 def _value_and_gradient(scores: Tensor, targets: Tensor, _: bool) -> tuple[Values, Values]:

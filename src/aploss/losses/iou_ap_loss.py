@@ -84,22 +84,7 @@ def _checked(thresholds: int | Sequence[float]) -> int | list[float]:
 
 @register_loss("iou-ap")
 class IoUAPLoss(RankingLoss):
-    """AP-loss averaged over IoU thresholds as a module; :func:`iou_ap_loss` has the formula.
-
-    Args:
-        thresholds: IoU thresholds in [0, 1], or the number of quantiles of the IoU within each class
-            (together they have half of the weight, threshold 0 the other half).
-        interpolated: make the precision monotone in the score at each threshold.
-        delta: half the width of the step function, at least 1e-6; or 0 for the Heaviside step.
-        process_group: rank the scores of all its processes together, as if on one device.
-        groups: rank scores within their group only: a dimension, or an integer tensor.
-        weights: importance of each positive, broadcast to the scores.
-        non_finite: ``"raise"`` an error for NaN and infinite scores, or return ``"nan"``.
-
-    Shape:
-        - scores: logits of any shape, such as [B, A, K]; qualities: the same, in (0, 1] for positives
-          (the IoU of their predicted box), 0 for negatives and -1 for ignored anchors.
-        - Output: scalar.
+    """AP-loss averaged over IoU thresholds.
 
     Example:
         >>> import torch
@@ -120,7 +105,6 @@ class IoUAPLoss(RankingLoss):
         groups=True,
         box_loss="giou",
     )
-
     _function = staticmethod(iou_ap_loss)
 
     def __init__(

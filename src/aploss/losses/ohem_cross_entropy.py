@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import REAL_DTYPES, TARGET_DTYPES, NonFiniteScoresError, check_tensors
-from .ranking.problem import loss_dtype
+from .checks import REAL_DTYPES, TARGET_DTYPES, NonFiniteScoresError, check_tensors, loss_dtype
 from .sigmoid_loss import check_range
 from .traits import LossModule, LossTraits, register_loss
 
@@ -61,14 +60,7 @@ def ohem_cross_entropy(
 
 @register_loss("ce-ohem")
 class OHEMCrossEntropy(LossModule):
-    """Softmax cross-entropy with hard negatives as a module; see :func:`ohem_cross_entropy`.
-
-    Args:
-        negative_ratio: negatives per positive, >= 0.
-
-    Shape:
-        - logits: [A, K + 1], or [B, ..., K + 1], with the background in column 0; targets: integers of that shape
-          without the last axis, 0 background, 1..K the class, -1 ignored. Output: scalar.
+    """Softmax cross-entropy with hard negatives, the classification loss of SSD.
 
     Example:
         >>> import torch
@@ -86,13 +78,16 @@ class OHEMCrossEntropy(LossModule):
         calibrated=True,
     )
 
+    _function = staticmethod(ohem_cross_entropy)
+
     def __init__(self, negative_ratio: float = 3.0) -> None:
         super().__init__(negative_ratio=negative_ratio)
         check_range("negative_ratio", negative_ratio, 0)
 
     def forward(self, logits: Tensor, targets: Tensor, num_positives: float | Tensor | None = None) -> Tensor:
         """See :func:`ohem_cross_entropy`."""
-        return ohem_cross_entropy(logits, targets, num_positives=num_positives, **self._values())
+        loss: Tensor = self._call(logits, targets, num_positives=num_positives)
+        return loss
 
 
 def _hardest_negatives(losses: Tensor, targets: Tensor, ratio: float) -> Tensor:

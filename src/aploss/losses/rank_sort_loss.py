@@ -71,18 +71,7 @@ _OPERATOR = RankingOperator(RANK_SORT)
 
 @register_loss("rank-sort")
 class RankSortLoss(RankingLoss):
-    """Rank & Sort loss as a module; see :func:`rank_sort_loss`.
-
-    Args:
-        delta: half the width of the step function, at least 1e-6; or 0 for the Heaviside step.
-        process_group: rank the scores of all its processes together, as if on one device.
-        groups: rank scores within their group only: a dimension, or an integer tensor.
-        weights: importance of each positive, broadcast to the scores.
-        non_finite: ``"raise"`` an error for NaN and infinite scores, or return ``"nan"``.
-
-    Shape:
-        - scores: logits of any shape; targets: the same, in (0, 1] for positives, 0 and -1 (ignored).
-        - Output: the pair :class:`RankSort` of scalars.
+    """Rank & Sort loss; returns the pair :class:`RankSort`.
 
     Example:
         >>> import torch
@@ -102,7 +91,6 @@ class RankSortLoss(RankingLoss):
         box_weight="balanced",
         weight_boxes_by_score=True,
     )
-
     _function = staticmethod(rank_sort_loss)
 
     def __init__(

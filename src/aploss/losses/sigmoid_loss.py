@@ -1,20 +1,12 @@
 """What the classification losses with sigmoids share: validation, ignored anchors, the mean over positives."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from .checks import check_scores_and_targets, check_values, comparable_targets
-from .ranking.problem import loss_dtype
-from .traits import LossModule, LossTraits
-
-# The box loss is the one that detectors with these losses are published with.
-IoUTraits = partial(
-    LossTraits, positive_targets="iou", divides_by_positives=True, box_loss="giou", box_weight=2.0, calibrated=True
-)
+from .checks import check_scores_and_targets, check_values, comparable_targets, loss_dtype
+from .traits import LossModule
 
 
 def mean_over_positives(
@@ -50,21 +42,14 @@ def mean_over_positives(
 class SigmoidLoss(LossModule):
     """Base class of these losses as modules."""
 
-    _function: ClassVar[Callable[..., Tensor]]
-
     def __init__(self, **options: float) -> None:
         super().__init__(**options)
         self(torch.zeros(1), torch.zeros(1))  # raises for options out of range
 
     def forward(self, scores: Tensor, targets: Tensor, num_positives: float | Tensor | None = None) -> Tensor:
-        """The loss as a scalar.
-
-        Args:
-            scores: logits, any shape.
-            targets: same shape; positive, 0 negative, -1 ignored.
-            num_positives: the divisor; by default the number of positives, at least 1.
-        """
-        return type(self)._function(scores, targets, num_positives=num_positives, **self._values())
+        """The loss as a scalar; ``num_positives`` is the divisor, by default the number of positives, at least 1."""
+        loss: Tensor = self._call(scores, targets, num_positives=num_positives)
+        return loss
 
 
 def check_range(name: str, value: float, low: float, high: float = float("inf")) -> None:

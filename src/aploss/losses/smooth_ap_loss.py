@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from .autograd import Operator, Values
-from .checks import check_scores_and_targets, check_values
-from .ranking.problem import loss_dtype
+from .checks import check_scores_and_targets, check_values, loss_dtype
 from .traits import LossModule, LossTraits, register_loss
 
 # Pairs held at a time: 16 MB in float32.
@@ -51,15 +50,7 @@ def smooth_ap_loss(
 
 @register_loss("smooth-ap")
 class SmoothAPLoss(LossModule):
-    """Smoothed AP as a module; see :func:`smooth_ap_loss`.
-
-    Args:
-        temperature: width of the sigmoid, > 0.
-        log_space: return -log(AP + eps) instead of 1 - AP.
-        eps: see ``log_space``; > 0.
-
-    Shape:
-        - scores: logits of any shape; targets: the same, with 1, 0 and -1 (ignored). Output: scalar.
+    """Smoothed AP.
 
     Example:
         >>> import torch
@@ -68,6 +59,7 @@ class SmoothAPLoss(LossModule):
     """
 
     traits = LossTraits(label="Smooth-AP", colour="#5a3a00", dashes=(0, (5, 1)), marker="X")
+    _function = staticmethod(smooth_ap_loss)
 
     def __init__(self, temperature: float = 1.0, log_space: bool = False, eps: float = 1e-7) -> None:
         super().__init__(temperature=temperature, log_space=log_space, eps=eps)
@@ -75,7 +67,8 @@ class SmoothAPLoss(LossModule):
 
     def forward(self, scores: Tensor, targets: Tensor) -> Tensor:
         """See :func:`smooth_ap_loss`."""
-        return smooth_ap_loss(scores, targets, **self._values())
+        loss: Tensor = self._call(scores, targets)
+        return loss
 
 
 def _value_and_gradient(

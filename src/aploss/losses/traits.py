@@ -13,11 +13,12 @@ Adding a loss takes one file::
         def forward(self, scores: Tensor, targets: Tensor) -> Tensor: ...
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from aploss.registry import Registry
 
@@ -71,25 +72,45 @@ class LossTraits:
 
 
 class LossModule(nn.Module):
-    """Base class of the losses as modules: keeps the options of the function and shows them."""
+    """Base class of the losses as modules: keeps the options of a function, calls it and has its documentation.
 
-    _options: tuple[str, ...] = ()
+    Args:
+        options: of the function, by name. Tensors follow the module to its device.
+    """
+
+    _function: ClassVar[Callable[..., Any]]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        function = cls.__dict__.get("_function")
+        if function is not None:
+            about = f"The module of :func:`{function.__name__}`, whose options are the arguments of the constructor:"
+            cls.__doc__ = f"{inspect.getdoc(cls)}\n\n{about}\n\n{inspect.getdoc(function)}"
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
+        self._options: tuple[str, ...] = ()
         self._keep(**options)
 
     def _keep(self, **options: Any) -> None:
-        """Keeps options of the function as attributes."""
         self._options += tuple(options)
         for name, value in options.items():
-            setattr(self, name, value)
+            if isinstance(value, Tensor):
+                self.register_buffer(name, value, persistent=False)
+            else:
+                setattr(self, name, value)
 
-    def _values(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self._options}
+    def _call(self, *tensors: Tensor, **given: Any) -> Any:
+        """The function with these tensors; arguments that are given take precedence over the options."""
+        options = {name: getattr(self, name) for name in self._options}
+        options.update((name, value) for name, value in given.items() if value is not None)
+        return type(self)._function(*tensors, **options)
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in self._values().items())
+        """The options that are not the default."""
+        values = {name: getattr(self, name) for name in self._options}
+        defaults = {name: parameter.default for name, parameter in inspect.signature(type(self)).parameters.items()}
+        return ", ".join(f"{name}={value}" for name, value in values.items() if value is not defaults.get(name))
 
 
 def register_loss(name: str) -> Callable[[LossClass], LossClass]:

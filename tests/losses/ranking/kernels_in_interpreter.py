@@ -17,9 +17,8 @@ from ranking_cases import HALF, assert_equals_reference, cases
 from aploss.losses import ap_loss, reference, use_backend
 from aploss.losses.ranking import triton
 from aploss.losses.ranking.engine import rank_problem
-from aploss.losses.ranking.problem import Problem
 from aploss.losses.ranking.rules import AP, AUC
-from aploss.losses.ranking.torch_backend import TorchBackend
+from aploss.losses.ranking.torch_backend import Problem, TorchBackend
 from aploss.losses.ranking.triton import TritonBackend, supports, verified_backend
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from aploss.losses import ap_loss, reference, use_backend
-from aploss.losses.ranking.problem import Problem
 from aploss.losses.ranking.rules import AP
+from aploss.losses.ranking.torch_backend import Problem
 from aploss.losses.ranking.triton import supports
 
 pytest.importorskip("triton", reason="Triton is not installed")

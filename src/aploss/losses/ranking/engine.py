@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
@@ -21,7 +21,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
 
 from ..checks import (
     InvalidTargetError,
@@ -34,15 +33,13 @@ from ..checks import (
     check_scores_and_targets,
     check_weights,
     comparable_targets,
-    plain,
+    loss_dtype,
     raise_invalid_box_loss,
     raise_invalid_target,
     raise_non_finite_score,
 )
-from .levels import add_levels
-from .problem import COMPILED_SCORES, COMPILED_TARGETS, Found, Positives, Problem, Reduce, Status, loss_dtype
 from .rules import Rule
-from .torch_backend import TorchBackend
+from .torch_backend import Found, Positives, Problem, Reduce, Status, TorchBackend, add_thresholds
 
 BACKENDS = ("cpu", "torch", "triton")
 BACKEND_VARIABLE = "APLOSS_BACKEND"
@@ -120,19 +117,11 @@ def rank_scores(
             :class:`OtherProcessError` if another process was given the invalid input.
     """
     if options.process_group is None:
-        direct = _rank_directly(scores, targets, options, box_losses, needs_gradient)
-        if direct is not None:
-            return direct
         problem = _make_problem(scores, targets, options, box_losses)
         values, gradients = rank_problem(_select_backend(problem), problem, options.non_finite, needs_gradient)
     else:
-        backend, problem, found, status, positives = _find_together(scores, targets, options, box_losses)
-        if status.positives == 0 or status.bad_scores:
-            values, gradients = _constant(problem, torch.nan if status.bad_scores else 0.0)
-        else:
-            reduce: Any = partial(dist.all_reduce, group=options.process_group)
-            values, gradients = _apply_rule(backend, problem, found, backend.sort(positives), reduce, needs_gradient)
-    if not gradients or (scores.ndim == 1 and scores.numel() and scores.device == problem.scores.device):
+        problem, values, gradients = _rank_together(scores, targets, options, box_losses, needs_gradient)
+    if scores.ndim == 1 and scores.numel() and scores.device == problem.scores.device:
         return values, gradients
     likes = (scores, scores if box_losses is None else box_losses)
     return tuple(value.to(scores.device) for value in values), tuple(
@@ -141,34 +130,13 @@ def rank_scores(
     )
 
 
-def _rank_directly(
-    scores: Tensor, targets: Tensor, options: Options, box_losses: Tensor | None, needs_gradient: bool
-) -> tuple[Tensors, Tensors] | None:
-    """Value and gradient of the plain case on the CPU, see :func:`.numba_backend.rank_directly`, else None."""
-    rule, delta, groups, weights, _, non_finite, thresholds = options
-    if thresholds is not None or not (groups is weights is box_losses and non_finite == "raise"):
-        return None
-    if type(targets) is not Tensor or type(scores) not in (Tensor, Parameter):
-        return None
-    for tensor, dtypes in ((scores, COMPILED_SCORES), (targets, COMPILED_TARGETS)):
-        if not (tensor.is_cpu and tensor.layout is torch.strided and tensor.dtype in dtypes and not tensor.is_nested):
-            return None
-        if tensor.is_neg() or torch._is_zerotensor(tensor):
-            return None
-    if scores.shape != targets.shape:
-        return None
-    if _inspections_left and delta > 0:
-        _warn_about_probabilities(scores.detach())
-    if (_chosen or _chosen_by_environment()) not in (None, "cpu") or _numba_module() is None:
-        return None
-    result = _numba_module().rank_directly(scores, targets, rule, delta, needs_gradient)
-    return None if result is None else ((result[0],), () if result[1] is None else (result[1],))
-
-
 def rank_problem(
     backend: TorchBackend, problem: Problem, non_finite: str = "raise", needs_gradient: bool = True
 ) -> tuple[Tensors, Tensors]:
     """Ranks the scores of this process alone: the values of the loss and their flat gradients."""
+    direct = backend.rank_directly(problem, needs_gradient)
+    if direct is not None:
+        return direct
     found = backend.find(problem)
     status = found.status
     _raise_invalid(problem, status, non_finite)
@@ -190,7 +158,7 @@ def _apply_rule(
     rule, f0 = problem.rule, 0.5 if problem.delta else 1.0
     dtype, device = problem.dtype, problem.scores.device
     if problem.thresholds is not None:
-        positives = add_levels(backend, problem, positives)
+        positives = add_thresholds(backend, problem, positives)
     ranks, members = backend.rank(problem, found, positives, reduce), positives.members
     arguments = (ranks.p if members is None else ranks.above, ranks.n, ranks.negatives, f0, ranks.above)
     error = rule.error(*arguments)
@@ -247,28 +215,21 @@ def _make_problem(scores: Tensor, targets: Tensor, options: Options, box_losses:
     check_scores_and_targets(scores, targets)
     check_delta(options.delta)
     check_non_finite(options.non_finite)
-    scores, targets = plain(scores.detach()), plain(targets.detach())
-    if _inspections_left and options.delta > 0:
-        _warn_about_probabilities(scores)
-    groups = weights = None
-    if options.groups is not None:
-        groups = broadcast_groups(options.groups, scores)
-    if options.weights is not None:
-        weights = check_weights(options.weights, scores)
+    groups = None if options.groups is None else broadcast_groups(options.groups, scores)
+    weights = None if options.weights is None else check_weights(options.weights, scores)
     if box_losses is not None:
         check_box_losses(box_losses, scores.device)
-        box_losses = plain(box_losses.detach())
-    shape, flat_scores, flat_targets = scores.shape, scores, targets
-    if scores.ndim != 1 or not scores.is_contiguous():
-        flat_scores = scores.reshape(-1).contiguous()
-    if targets.ndim != 1 or not targets.is_contiguous():
-        flat_targets = targets.reshape(-1).contiguous()
+        box_losses = box_losses.detach().resolve_neg()
+    shape = scores.shape
+    scores, targets = _flatten(scores), _flatten(targets)
+    if _inspections_left and options.delta > 0:
+        _warn_about_probabilities(scores)
     if scores.numel() == 0:  # backends rank one score at least: an ignored one
-        flat_scores, flat_targets = scores.new_zeros(1), scores.new_full((1,), -1.0)
+        scores, targets = scores.new_zeros(1), scores.new_full((1,), -1.0)
         groups = None if groups is None else groups.new_zeros(1)
     problem = Problem(
-        flat_scores,
-        comparable_targets(flat_targets),
+        scores,
+        comparable_targets(targets),
         options.rule,
         float(options.delta),
         groups,
@@ -278,6 +239,14 @@ def _make_problem(scores: Tensor, targets: Tensor, options: Options, box_losses:
         shape,
     )
     return _on_cpu(problem) if scores.device.type == "mps" else problem
+
+
+def _flatten(values: Tensor) -> Tensor:
+    """The values [N], contiguous and detached; every operation of torch that is left out counts for few scores."""
+    values = values.detach()
+    if values.is_neg():
+        values = values.resolve_neg()
+    return values if values.ndim == 1 and values.is_contiguous() else values.reshape(-1).contiguous()
 
 
 def _on_cpu(problem: Problem) -> Problem:
@@ -297,8 +266,7 @@ def _warn_about_probabilities(scores: Tensor) -> None:
     if not is_enough:
         return
     # So few that torch uses one thread: a forked process has lost the others.
-    first = scores.reshape(-1)[:MIN_SCORES_FOR_WARNING]
-    lowest, highest = (value.item() for value in torch.aminmax(first))
+    lowest, highest = (value.item() for value in torch.aminmax(scores[:MIN_SCORES_FOR_WARNING]))
     if 0 <= lowest < highest <= 1:
         warnings.warn(
             f"the first {MIN_SCORES_FOR_WARNING} scores are between {lowest:.2g} and {highest:.2g}, like "
@@ -354,47 +322,43 @@ def _local_positives(backend: TorchBackend, problem: Problem, found: Found) -> P
 # ---- Several processes ---------------------------------------------------------------------------
 
 
-def _find_together(
-    scores: Tensor, targets: Tensor, options: Options, box_losses: Tensor | None
-) -> tuple[TorchBackend, Problem, Found, Status, Positives]:
-    """Finds the positives of all processes; every process raises if one has invalid input."""
-    group, mistake = options.process_group, None
+def _rank_together(
+    scores: Tensor, targets: Tensor, options: Options, box_losses: Tensor | None, needs_gradient: bool
+) -> tuple[Problem, Tensors, Tensors]:
+    """Ranks the scores of all processes; every process raises if one has invalid input."""
+    group, mistake, own = options.process_group, None, (0, 0)
     try:
         problem = _make_problem(scores, targets, options, box_losses)
         backend = _select_backend(problem)
         found = backend.find(problem)
         _raise_invalid(problem, found.status, options.non_finite)
+        own = (found.status.positives, found.status.bad_scores)
     except ValueError as error:
-        mistake, found, problem = error, Found(_status_of(error), None), None
-    device = _device_of(group)
-    own = torch.tensor(found.status, device=device)
-    statuses = [Status(*row) for row in _all_gather(own, group).tolist()]
+        mistake = error
+    message = torch.tensor([*own, _CAUSES.index(_cause_of(mistake))], device=_device_of(group))
+    counts, bad_scores, causes = _all_gather(message, group).T.tolist()
     if mistake is not None:
         raise mistake
-    assert problem is not None
-    _raise_for_other_process(statuses, options.non_finite)
-    problem.num_processes = len(statuses)
-    total = Status(*(sum(column) for column in zip(*statuses, strict=True)))
-    positives = _local_positives(backend, problem, found)
-    if total.positives and not total.bad_scores:
-        positives = _gather_positives(backend, problem, positives, statuses, group)
-    return backend, problem, found, total, positives
+    if any(causes):
+        raise OtherProcessError(_CAUSES[max(causes)])
+    problem.num_processes = len(counts)
+    if sum(counts) == 0 or any(bad_scores):
+        return problem, *_constant(problem, torch.nan if any(bad_scores) else 0.0)
+    positives = backend.sort(_gather_positives(backend, problem, found, counts, group))
+
+    def reduce(tallies: Tensor) -> None:
+        dist.all_reduce(tallies, group=group)
+
+    return problem, *_apply_rule(backend, problem, found, positives, reduce, needs_gradient)
 
 
-def _status_of(mistake: ValueError) -> Status:
+_CAUSES: tuple[Any, ...] = ("", "score", "target", "arguments")
+
+
+def _cause_of(mistake: ValueError | None) -> str:
     """What the other processes learn of a mistake; see :class:`OtherProcessError`."""
-    target, score = isinstance(mistake, InvalidTargetError), isinstance(mistake, NonFiniteScoresError)
-    return Status(0, 0, int(target), int(score), bad_arguments=int(not (target or score)))
-
-
-def _raise_for_other_process(statuses: list[Status], non_finite: str) -> None:
-    for status in statuses:
-        if status.bad_arguments:
-            raise OtherProcessError("arguments")
-        if status.bad_targets:
-            raise OtherProcessError("target")
-        if status.bad_scores and non_finite == "raise":
-            raise OtherProcessError("score")
+    kinds = {type(None): "", NonFiniteScoresError: "score", InvalidTargetError: "target"}
+    return kinds.get(type(mistake), "arguments")
 
 
 def _device_of(group: Any) -> torch.device:
@@ -405,31 +369,30 @@ def _device_of(group: Any) -> torch.device:
 
 
 def _gather_positives(
-    backend: TorchBackend, problem: Problem, own: Positives, statuses: list[Status], group: Any
+    backend: TorchBackend, problem: Problem, found: Found, counts: list[int], group: Any
 ) -> Positives:
-    """The positives of all processes, rank by rank."""
-    device = _device_of(group)
+    """The positives of all processes, rank by rank; ``counts`` has the number of each."""
+    own, device = _local_positives(backend, problem, found), _device_of(group)
     names = ["scores"]  # the same in every process, also in one without positives
     names += ["groups"] * (problem.groups is not None) + ["weights"] * (problem.weights is not None)
     names += ["qualities"] * problem.rule.soft_targets + ["classes"] * isinstance(problem.thresholds, int)
     names += ["box_losses"] * (problem.box_losses is not None)
-    most = max(status.positives for status in statuses)
-    message = torch.zeros(len(names), most, dtype=torch.int64, device=device)
+    message = torch.zeros(len(names), max(counts), dtype=torch.int64, device=device)
     for row, name in zip(message, names, strict=True):
         dtype = torch.int64 if name == "groups" else torch.float64
         values = getattr(own, name)
         if values is not None:
             row[: len(values)] = backend.tensor(values, dtype, device).view(torch.int64)  # the bits of a float64
     parts = _all_gather(message, group)
-    gathered = torch.cat([part[:, : status.positives] for part, status in zip(parts, statuses, strict=True)], dim=1)
+    gathered = torch.cat([part[:, :count] for part, count in zip(parts, counts, strict=True)], dim=1)
     columns = {
         name: row if name == "groups" else row.contiguous().view(torch.float64)
         for name, row in zip(names, gathered.to(problem.scores.device), strict=True)
     }
     rank = dist.get_rank(group)
-    before = sum(status.positives for status in statuses[:rank])
+    before = sum(counts[:rank])
     index = torch.full_like(columns["scores"], -1, dtype=torch.int64)
-    index[before : before + statuses[rank].positives] = torch.as_tensor(own.index)
+    index[before : before + counts[rank]] = torch.as_tensor(own.index)
     return backend.from_tensors({**columns, "index": index})
 
 

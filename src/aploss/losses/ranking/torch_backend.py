@@ -1,25 +1,144 @@
-"""The ranking in torch operations, for every device.
+"""The stages of a ranking, what they pass to each other, and the backend that runs them in torch operations.
 
-It adds to the page in :mod:`aploss.losses.ranking` that only the positives are sorted: a negative finds its segment of
-the score axis by bisection (see :mod:`.segments`). Sums over the scores are sums of integers (fixed point), which do
-not depend on the order of adding: results are the same in every run, without the slow paths of deterministic
-algorithms. The host reads one small tensor, the status.
+A backend runs the stages on its own arrays (NumPy for the CPU, tensors elsewhere): it finds the positives, sorts them,
+tallies the negatives between the breakpoints of the step function, computes the ranks, and evaluates the gradient. The
+engine applies the rule of the loss in between. Only ``find``, ``rank`` and ``gradient`` read the N scores.
+
+:class:`TorchBackend` serves every device. It adds to the page in :mod:`aploss.losses.ranking` that only the positives
+are sorted: a negative finds its segment of the score axis by bisection (see :mod:`.segments`). Sums over the scores are
+sums of integers (fixed point), which do not depend on the order of adding: results are the same in every run, without
+the slow paths of deterministic algorithms. The host reads one small tensor, the status.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .problem import Found, Positives, Problem, Ranks, Reduce, Status
+from ..checks import loss_dtype
+from .rules import Rule
 from .segments import Segments, cut_into_segments, line_through_segments, running_minimum, sums_above
 
 LANES = 64  # copies of the tallies, so that few scores at a time add to the same number
 FRACTION_BITS = 30  # of a distance in float32
 MAX_PAIRS = 1 << 20  # pairs of positives held at a time: 8 MB in float64, a few times
+
+
+@dataclass(eq=False, slots=True)
+class Problem:
+    """N scores with their targets, and the loss to compute.
+
+    Attributes:
+        scores: flat, contiguous, detached, any floating dtype [N], N >= 1.
+        targets: flat, contiguous [N]; signed integers, float32 or float64: 1, 0 and -1, or values
+            in (0, 1] for positives if the rule has soft targets.
+        rule: see :mod:`.rules`.
+        delta: half the width of the step function; 0 is the Heaviside step.
+        groups: int64 [N]: scores are ranked among scores of the same number only.
+        weights: importance of the positives, broadcast to ``shape``.
+        box_losses: one per positive, in the order of their flat index, for aLRP.
+        thresholds: average the loss over these IoU thresholds, or over so many quantiles of the IoU.
+        shape: of the scores as the user passed them.
+        num_processes: how many processes rank together; the gradient is multiplied by it.
+        dtype: of the passes over all scores, of the loss and of its gradient.
+    """
+
+    scores: Tensor
+    targets: Tensor
+    rule: Rule
+    delta: float
+    groups: Tensor | None = None
+    weights: Tensor | None = None
+    box_losses: Tensor | None = None
+    thresholds: Sequence[float] | int | None = None
+    shape: Sequence[int] = ()
+    num_processes: int = 1
+    dtype: torch.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dtype = loss_dtype(self.scores.dtype)
+
+
+class Status(NamedTuple):
+    """Counts from checking the input; anything but the first two must be 0."""
+
+    positives: int
+    negatives: int
+    bad_targets: int = 0
+    bad_scores: int = 0
+    bad_boxes: int = 0
+    bad_weights: int = 0
+
+
+@dataclass(eq=False)
+class Found:
+    """The positives of this process, unsorted. Backends add what they need later.
+
+    Attributes:
+        status: on the host.
+        index: the flat index of the positives, ascending [P].
+    """
+
+    status: Status
+    index: Any
+
+
+@dataclass(eq=False)
+class Positives:
+    """One array [P] per property of the positives; None for those that the problem does not have.
+
+    Attributes:
+        scores: s_i in float64.
+        index: flat index in this process, int64; -1 for positives of other processes.
+        groups: int64.
+        weights: importance, float64.
+        qualities: soft targets, float64.
+        box_losses: float64.
+        classes: the last dimension of the index, for quantiles within each class.
+        members: which positives count at each of T thresholds, 1 or 0, float64 [T, P].
+        shares: the factor of each positive's error at each threshold, float64 [T, P].
+    """
+
+    scores: Any
+    index: Any
+    groups: Any = None
+    weights: Any = None
+    qualities: Any = None
+    box_losses: Any = None
+    classes: Any = None
+    members: Any = None
+    shares: Any = None
+
+    def columns(self) -> dict[str, Any]:
+        """The properties that there are, by name."""
+        return {
+            field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) is not None
+        }
+
+    def select(self, order: Any) -> "Positives":
+        """The positives at the given places, in that order."""
+        return Positives(**{name: values[order] for name, values in self.columns().items()})
+
+
+@dataclass(eq=False)
+class Ranks:
+    """The arguments of a rule, see :mod:`.rules`, and the weight of each positive in the mean [P].
+
+    ``above`` are the sums of f(s_k - s_i) over the other positives k that count at each threshold [T, P], if there are
+    thresholds.
+    """
+
+    p: Any
+    n: Any
+    negatives: Any
+    above: Any
+    weights: Any
+
+
+Reduce = Callable[[Tensor], None]
 
 
 @dataclass(eq=False)
@@ -37,6 +156,12 @@ class TorchBackend:
     """The stages of a ranking, in the order in which the engine calls them."""
 
     name = "torch"
+
+    def rank_directly(
+        self, problem: Problem, needs_gradient: bool
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None:
+        """Values and flat gradients where the backend has a shorter way than the stages, else None."""
+        return None
 
     def find(self, problem: Problem) -> Found:
         """Finds the positives of this process and checks every target and score."""
@@ -253,3 +378,82 @@ def _any_order_of_adding() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(True, warn_only=warn_only)
+
+
+# ---- IoU thresholds ------------------------------------------------------------------------------
+
+
+def add_thresholds(backend: TorchBackend, problem: Problem, positives: Positives) -> Positives:
+    """Adds ``members`` and ``shares`` [T, P] to the sorted positives of all processes.
+
+    At each IoU threshold the positives below it are ignored. The negatives are the same at every threshold, so one pass
+    over the scores serves all of them; only the sums over positives differ.
+    """
+    device = problem.scores.device
+    columns = {
+        name: backend.tensor(values, torch.int64 if name in ("index", "groups") else torch.float64, device)
+        for name, values in positives.columns().items()
+    }
+    qualities, thresholds = columns["qualities"], problem.thresholds
+    if isinstance(thresholds, int):  # half of the measure at threshold 0, where every positive counts
+        members = _above_quantiles(qualities, columns["classes"], columns.get("groups"), thresholds)
+        members = torch.cat([torch.ones_like(members[:1]), members])
+        measure = qualities.new_full((thresholds + 1, 1), 0.5 / thresholds)
+        measure[0] = 0.5
+    else:
+        assert thresholds is not None
+        dtype = problem.targets.dtype  # as a comparison with the targets would round the thresholds
+        levels = torch.tensor(thresholds, dtype=dtype if dtype.is_floating_point else None, device=device)[:, None]
+        members = qualities >= levels.double()
+        measure = qualities.new_full(levels.shape, 1 / len(thresholds))
+    members = members.double()
+    shares = measure * _share_of_means(members, columns.get("weights"), columns.get("groups"))
+    added = backend.from_tensors({**columns, "members": members, "shares": shares})
+    return replace(positives, members=added.members, shares=added.shares)
+
+
+def _above_quantiles(qualities: Tensor, classes: Tensor, groups: Tensor | None, count: int) -> Tensor:
+    """Which positives reach the k-th of ``count`` quantiles within their class and group, bool [count, P].
+
+    The k-th quantile leaves at least the fraction 1 - k / (count + 1) of the positives of each class.
+    """
+    order = qualities.argsort(stable=True)
+    order = order[classes[order].argsort(stable=True)]
+    if groups is not None:
+        order = order[groups[order].argsort(stable=True)]
+    sorted_qualities, sorted_classes = qualities[order], classes[order]
+    places = torch.arange(len(order), device=order.device)
+    is_new = torch.ones_like(sorted_classes, dtype=torch.bool)
+    is_new[1:] = sorted_classes[1:] != sorted_classes[:-1]
+    if groups is not None:
+        is_new[1:] |= groups[order][1:] != groups[order][:-1]
+    first = torch.where(is_new, places, 0).cummax(0).values  # of the class of each
+    is_last = is_new.roll(-1)
+    last = torch.where(is_last, places, len(order)).flip(0).cummin(0).values.flip(0)
+    levels = torch.arange(1, count + 1, device=order.device)[:, None]
+    at_level = first + levels * (last - first + 1) // (count + 1)
+    members = torch.empty_like(at_level, dtype=torch.bool)
+    members[:, order] = sorted_qualities >= sorted_qualities[at_level]
+    return members
+
+
+def _share_of_means(members: Tensor, weights: Tensor | None, groups: Tensor | None) -> Tensor:
+    """The factor of each positive in the weighted mean over the members of its group, averaged over groups [T, P].
+
+    Groups without members at a level do not count there.
+    """
+    values = members if weights is None else members * weights
+    if groups is None:
+        totals, num_groups = values.sum(1, keepdim=True), torch.ones_like(members[:, :1])
+    else:
+        first = torch.searchsorted(groups, groups)
+        behind = torch.searchsorted(groups, groups, right=True)
+
+        def sums(of_positives: Tensor) -> Tensor:
+            cumulative = torch.nn.functional.pad(of_positives.cumsum(1), (1, 0))
+            return cumulative[:, behind] - cumulative[:, first]
+
+        totals = sums(values)
+        is_first = first == torch.arange(len(first), device=first.device)
+        num_groups = ((sums(members) > 0) & is_first).sum(1, keepdim=True).clamp(min=1)
+    return values / (totals + (totals == 0)) / num_groups

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import Found, Problem, Status
 from ..segments import Segments
-from ..torch_backend import TorchBackend
+from ..torch_backend import Found, Problem, Status, TorchBackend
 
 BLOCK = 1024  # scores of a program
 CHUNK = 4096  # scores that are added to the same copy of the tallies, whatever the block
