@@ -233,7 +233,7 @@ def _rank_positives(positives, first_positive, delta, axis, places, space, talli
     accumulated from the top, where ranks are small.
     """
     f0, inverse, stop_row = 0.5 if delta > 0 else 1.0, 0.5 / delta if delta > 0 else 0.0, 0
-    groups, last = len(first_positive) - 1, len(space)
+    groups, last, scale = len(first_positive) - 1, len(space), 1.0 / unit  # a power of two
     for g in range(groups):
         first, stop, first_row = first_positive[g], first_positive[g + 1], stop_row
         stop_row += (stop - first) * (2 if delta > 0 else 1) + 1
@@ -251,7 +251,7 @@ def _rank_positives(positives, first_positive, delta, axis, places, space, talli
                 space[kind, row] += space[kind + 3, i]
                 space[kind + 1, row] += space[kind + 3, i] * share
         for row in range(first_row, stop_row):
-            space[COUNT, row], space[COUNT + 1, row] = tallies[row, 0], tallies[row, 1] / unit
+            space[COUNT, row], space[COUNT + 1, row] = tallies[row, 0], tallies[row, 1] * scale
             negatives += tallies[row, 0]
         for kind in range(COUNT, last, PER_KIND):
             above, integral = 0.0, 0.0
@@ -346,7 +346,7 @@ def loss_and_gradient(scores, negative, groups, positives, index, delta, unit, r
     """All of it in one call, for one thread and one group; ``out`` gets the gradient unless it is empty."""
     size, count = len(scores), len(positives)
     num_rows = count * (2 if delta > 0 else 1) + 1
-    cells_per_row = min(max(size // (2 * num_rows), 1), MAX_CELLS_PER_ROW)
+    cells_per_row = min(max(size // (2 * num_rows), 3), MAX_CELLS_PER_ROW)
     axis, places = np.empty((8, num_rows + 1), scores.dtype), np.empty((4, count), np.int64)
     space, first_positive = np.empty((COUNT + 2 * PER_KIND, num_rows + 1)), np.empty(2, np.int64)
     table, rows = np.empty(cells_per_row * num_rows + 2, np.uint32), np.empty(size, np.uint32)
@@ -426,7 +426,7 @@ class _Axis:
         self.places[INDEX] = index
         self.space = np.empty((COUNT + PER_KIND * (2 + columns), self.num_rows + 1))
         self.space[OWN], self.space[COUNT + PER_KIND + 3] = 1.0, 1.0  # importance, and the column of the positives
-        self.cells_per_row = min(max(len(like) // (2 * self.num_rows), 1), MAX_CELLS_PER_ROW)
+        self.cells_per_row = min(max(len(like) // (2 * self.num_rows), 3), MAX_CELLS_PER_ROW)
         self.table = np.zeros(self.cells_per_row * self.num_rows + 2 * (len(first_positive) - 1), np.uint32)
 
     def tallies(self) -> Any:
