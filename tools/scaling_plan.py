@@ -39,7 +39,7 @@ class Bytes(TorchDispatchMode):
 
 def traffic(processes: int, positives: int) -> int:
     """Bytes that a process hands in to rank with ``positives`` in each process: status, positives, tallies."""
-    return 7 * 8 + 8 * positives + 16 * (2 * processes * positives + 1)
+    return 3 * 8 + 8 * positives + 16 * (2 * processes * positives + 2)
 
 
 def label_bytes(detector: Any) -> int:

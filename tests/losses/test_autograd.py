@@ -1,5 +1,6 @@
 """Losses behave like any torch loss (compile, autocast, threads, forks, one derivative); the error-driven update."""
 
+import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -89,6 +90,25 @@ def test_several_python_threads_may_rank_at_once(make_boxes):
         results = list(pool.map(lambda _: gradient_of(ap_loss, scores, targets), range(8)))
     torch.set_num_threads(1)
     assert all(torch.equal(result, expected) for result in results)
+
+
+def _rank_in_child(queue, scores, targets):
+    torch.set_num_threads(2)
+    queue.put(float(ap_loss(scores, targets)))
+
+
+def test_a_forked_process_may_rank_after_its_parent_did(make_boxes):
+    scores, targets = make_boxes("random", 100, 200_000, dtype=torch.float32)
+    torch.set_num_threads(2)
+    expected = float(ap_loss(scores, targets))
+    torch.set_num_threads(1)
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_rank_in_child, args=(queue, scores, targets))
+    child.start()
+    assert queue.get(timeout=60) == expected
+    child.join(timeout=60)
+    assert child.exitcode == 0
 
 
 # ---- The general update of Section 3.2, and what it becomes for known activations (Appendix 4) ----

@@ -38,5 +38,5 @@ def test_bytes_handed_to_torch_distributed(group, monkeypatch, loss):
     else:
         values = ap_loss(scores, targets, process_group=group)
     values.backward()
-    # Status; a score, and a box loss, of each of 7 positives; tallies of 2 R P + 1 segments.
-    assert sent == [56, 8 * 7 * (1 if loss == "ap" else 2), 16 * (2 * 1 * 7 + 1)]
+    # Status; a score, and a box loss, of each of 7 positives; tallies of 2 R P + 2 rows.
+    assert sent == [24, 8 * 7 * (1 if loss == "ap" else 2), 16 * (2 * 1 * 7 + 2)]
