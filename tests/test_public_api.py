@@ -4,6 +4,7 @@
 """
 
 import inspect
+import re
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -75,6 +76,25 @@ def command_line():
             yield f"$ aploss {' '.join(words)} {names}"
 
 
+def undocumented(value):
+    """What ``help`` of a public class or function lacks: arguments, the result, or an example."""
+    text = inspect.getdoc(value) or ""
+    sections = dict(re.findall(r"^(\w+):\n((?:    .*\n?|\n)+)", text, flags=re.MULTILINE))
+    fields = sections.get("Args", "") + sections.get("Attributes", "")
+    entries = re.findall(r"^    (\w[\w., ]*)(?: \(.*\))?: ", fields, flags=re.MULTILINE)  # also "one, other: ..."
+    described = {name.partition(".")[0] for entry in entries for name in entry.split(", ")}
+    if inspect.isclass(value) and issubclass(value, Exception):
+        yield from () if text else ["docstring"]
+        return
+    if ">>> " not in sections.get("Example", ""):
+        yield "Example"
+    signature = inspect.signature(value)
+    yield from (name for name in signature.parameters if name not in described)
+    no_result = inspect.isclass(value) or signature.return_annotation is None
+    if not (no_result or "Returns" in sections or text.startswith("Returns ")):
+        yield "Returns"
+
+
 def interface():
     lines = [line for package in PACKAGES for line in describe(package)]
     return "\n".join([*lines, *command_line()]) + "\n"
@@ -93,6 +113,13 @@ def test_the_public_interface_is_the_frozen_one(tmp_path):
     assert process.exitcode == 0
     found = (tmp_path / "found").read_text(encoding="utf-8")
     assert found.splitlines() == FROZEN.read_text(encoding="utf-8").splitlines()
+
+
+def test_help_has_arguments_results_and_an_example_for_every_public_name():
+    modules = [import_module(package) for package in PACKAGES]
+    public = {name: getattr(module, name) for module in modules for name in module.__all__}
+    lacking = {name: list(undocumented(value)) for name, value in public.items() if callable(value)}
+    assert not {name: parts for name, parts in lacking.items() if parts}
 
 
 if __name__ == "__main__":

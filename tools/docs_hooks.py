@@ -31,12 +31,20 @@ PACKAGES = (
 ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "SECURITY.md": "security.md"}
 
 
-class ExampleSections(griffe.Extension):
-    """Makes the section ``Example:`` of docstrings code: griffe only knows it as ``Examples:``."""
+class Docstrings(griffe.Extension):
+    """Docstrings as ``help`` shows them: some are completed at run time, such as those of the losses as modules.
+
+    ``Example:`` becomes ``Examples:``, whose content griffe shows as code.
+    """
+
+    def __init__(self):
+        classes = {f"{value.__module__}.{value.__qualname__}": value for value in public_classes()}
+        self.texts = {name: inspect.getdoc(value) for name, value in classes.items()}
 
     def on_object(self, *, obj, **_):
         if obj.docstring:
-            obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+            text = self.texts.get(obj.path, obj.docstring.value)
+            obj.docstring.value = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
 
 
 def on_files(files, config):
@@ -114,6 +122,11 @@ def as_mathml(match):
 def problems_table():
     rows = (f"| `{kind}` | {description} | {effect.value} |" for kind, (effect, description) in KINDS.items())
     return "\n".join(("| kind | description | effect on loading |", "|---|---|---|", *rows))
+
+
+def public_classes():
+    modules = map(import_module, PACKAGES)
+    return (value for module in modules for name in module.__all__ if inspect.isclass(value := getattr(module, name)))
 
 
 def names_of(package):

@@ -27,6 +27,14 @@ class AplossError(Exception):
 
     Attributes:
         exit_code: exit code of the command line.
+
+    Example:
+        >>> from aploss.detectors import load
+        >>> try:
+        ...     load("no-such-run")
+        ... except AplossError as error:
+        ...     print(error)
+        no-such-run: no such run folder or checkpoint
     """
 
     exit_code = 2

@@ -79,8 +79,16 @@ class Registry(Generic[T]):
 def load_plugins(files: Sequence[str | Path]) -> None:
     """Imports Python files that register losses, detectors or data formats, each file once.
 
+    Args:
+        files: their paths.
+
     Raises:
         ConfigError: a file does not exist, is not Python, or raises an error on import.
+
+    Example:
+        >>> _ = Path("plugin.py").write_text("print('registers a loss')")
+        >>> load_plugins(["plugin.py", "plugin.py"])
+        registers a loss
     """
     for file in files:
         path = Path(file).resolve()

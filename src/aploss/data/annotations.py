@@ -47,6 +47,11 @@ class Annotations:
         difficult: objects that may be missed without penalty, bool [g].
         images: the ids of all images, including images without objects, ascending, int64 [i].
         categories: category id → name, ascending by id.
+
+    Example:
+        >>> from aploss.data import builtin_dataset
+        >>> builtin_dataset(cache=".", counts=(4, 2, 2)).annotations.boxes.shape
+        (7, 4)
     """
 
     image_ids: np.ndarray
@@ -297,6 +302,15 @@ class AnnotationBuilder:
         folder: where the images are.
         origin: coordinate of the first pixel in the annotation files: 0, or 1 for VOC. Used in messages; a box whose
             extent is at most `origin` has coinciding corners in its file.
+
+    Example:
+        >>> builder = AnnotationBuilder(DatasetFolder("."))
+        >>> image = builder.add_image("a.png", (64, 48))
+        >>> builder.add_box(image, (3, 4, 20, 60), 0, number=1)
+        >>> describe = lambda image, number: ("boxes.csv", f"row {number}")
+        >>> dataset = builder.dataset(class_names=["disc"], name="discs", split="train", describe=describe)
+        >>> dataset.boxes.tolist(), dataset.problems[0].kind  # the box reached below the image
+        ([[3.0, 4.0, 20.0, 48.0]], 'out-of-bounds-box')
     """
 
     def __init__(self, folder: DatasetFolder, *, origin: int = 0) -> None:

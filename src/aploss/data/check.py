@@ -148,17 +148,22 @@ def check_dataset(
     pixels: bool = False,
     progress: Progress | None = None,
 ) -> CheckResult:
-    """Reads all splits of a dataset, the headers of all its images, and looks for suspicious boxes and copies.
+    """Returns statistics and findings: reads all splits, the headers of images, and looks for odd boxes and copies.
 
     Args:
-        path: see :func:`aploss.data.load_dataset`.
-        format: see :func:`aploss.data.load_dataset`.
+        path, format: see :func:`aploss.data.load_dataset`.
         class_names: the expected classes; others are reported as unknown.
         pixels: whether to decode every image, too, which finds damaged images.
         progress: called with (images done, total).
 
     Raises:
         DataError: no dataset is found.
+
+    Example:
+        >>> from aploss.data import builtin_dataset
+        >>> result = check_dataset(builtin_dataset(cache=".", counts=(4, 2, 2)).root)
+        >>> result.exit_code, result.total.images, result.findings
+        (0, 8, [])
     """
     source = find_source(path, format=format)
     names = None if class_names is None else check_class_names(class_names)

@@ -45,8 +45,17 @@ def convert_dataset(
         format: format of the old dataset.
         progress: called with (images done, total).
 
+    Returns:
+        Counts, and what was left out.
+
     Raises:
         DataError: the target is in use, or the dataset cannot be read.
+
+    Example:
+        >>> from aploss.data import builtin_dataset
+        >>> done = convert_dataset(builtin_dataset(cache=".", counts=(4, 2, 2)).root, "shapes", to="yolo")
+        >>> done.folder.name, done.images, done.losses
+        ('shapes', 8, ())
     """
     formats = writable_formats()
     if to not in formats:

@@ -151,6 +151,11 @@ class DatasetFolder:
 
     Args:
         root: the folder, which may itself be a link.
+
+    Example:
+        >>> folder = DatasetFolder(".")
+        >>> folder.inside("../images/a.jpg", base="labels", named_in="labels/a.txt"), folder.names("images")
+        ('images/a.jpg', [])
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -167,10 +172,6 @@ class DatasetFolder:
 
         Raises:
             ProblemError: the path is absolute or leads outside the folder.
-
-        Example:
-            >>> DatasetFolder(".").inside("../images/a.jpg", base="labels", named_in="x.txt")
-            'images/a.jpg'
         """
         slashed = text.replace("\\", "/")
         path = posixpath.normpath(posixpath.join(base, slashed))

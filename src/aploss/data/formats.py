@@ -51,6 +51,12 @@ class DataFormat(ABC):
         image_folder: where :meth:`write` expects the images, relative to the new dataset.
         name: display name of the dataset.
         splits: names of the splits, training first.
+
+    Example:
+        >>> from aploss.data import builtin_dataset
+        >>> source = find_source(builtin_dataset(cache=".", counts=(4, 2, 2)).root)
+        >>> source.format, source.splits, len(source.load("train+val"))
+        ('coco', ('train', 'val', 'test'), 6)
     """
 
     format: ClassVar[str] = ""
@@ -167,12 +173,20 @@ FormatClass = TypeVar("FormatClass", bound=type[DataFormat])
 
 
 def register_format(name: str) -> Callable[[FormatClass], FormatClass]:
-    """Registers a data format for loading, checking, converting and training.
+    """Returns a decorator that registers a :class:`DataFormat` for loading, checking, converting and training.
 
     Unless a format is given, a dataset is read by the one format whose ``find`` recognises it.
 
+    Args:
+        name: such as "my-format", for ``--format my-format``.
+
     Raises:
         ConfigError: the name is taken.
+
+    Example:
+        >>> from aploss.data.coco import CocoFormat
+        >>> register_format("coco")(CocoFormat) is CocoFormat  # a class may be registered again under its own name
+        True
     """
 
     def add(format_class: FormatClass) -> FormatClass:
@@ -205,7 +219,7 @@ def writable_formats() -> dict[str, type[DataFormat]]:
 def load_dataset(
     path: str | Path, split: str | None = None, *, format: str = "auto", class_names: Sequence[str] | None = None
 ) -> DetectionDataset:
-    """Loads a dataset of any registered format.
+    """Returns the images and boxes of a dataset of any registered format.
 
     Unusable annotations and images (a box of zero width, a missing image) are left out and listed in the dataset's
     ``problems`` with their file; images are not opened before they are read. To load several splits, call
@@ -223,15 +237,25 @@ def load_dataset(
         DataError: the dataset or split does not exist, has no usable image, or refers to a file outside its folder.
 
     Example:
-        >>> load_dataset("no-such-folder")
-        Traceback (most recent call last):
-        aploss.errors.DataError: no-such-folder: no such file or folder
+        >>> from aploss.data import builtin_dataset
+        >>> folder = builtin_dataset(cache=".", counts=(4, 2, 2)).root  # in place of a dataset of yours
+        >>> len(load_dataset(folder)), len(load_dataset(folder, "train[:50%]"))
+        (8, 2)
     """
     return find_source(path, format=format).load(split, class_names=class_names)
 
 
 def dataset_splits(path: str | Path, *, format: str = "auto") -> tuple[str, ...]:
-    """Names of a dataset's splits, training first; see :func:`load_dataset` for the arguments."""
+    """Returns the names of a dataset's splits, training first.
+
+    Args:
+        path, format: see :func:`load_dataset`.
+
+    Example:
+        >>> from aploss.data import builtin_dataset
+        >>> dataset_splits(builtin_dataset(cache=".", counts=(4, 2, 2)).root)
+        ('train', 'val', 'test')
+    """
     return find_source(path, format=format).splits
 
 
@@ -239,14 +263,18 @@ def find_source(path: str | Path, *, format: str = "auto") -> DataFormat:
     """Recognises a dataset without reading its annotations.
 
     Args:
-        path: see :func:`load_dataset`.
-        format: see :func:`load_dataset`.
+        path, format: see :func:`load_dataset`.
 
     Returns:
         The dataset on disk: ``splits`` names its splits, ``load(split)`` loads one of them.
 
     Raises:
         DataError: no dataset is found, or several formats match.
+
+    Example:
+        >>> from aploss.data import builtin_dataset
+        >>> find_source(builtin_dataset(cache=".", counts=(4, 2, 2)).root).format
+        'coco'
     """
     formats = all_formats()
     if format not in ("auto", *formats):

@@ -52,6 +52,11 @@ def read_image(path: str | Path, *, size: tuple[int, int] | None = None) -> Tens
 
     Raises:
         ImageError: the file cannot be read, or its size is not `size`.
+
+    Example:
+        >>> Image.new("L", (64, 48)).save("grey.png")
+        >>> read_image("grey.png").shape
+        torch.Size([3, 48, 64])
     """
     with _opened(path) as image:
         annotated_as_stored = image.size == size != _upright_size(image)

@@ -85,6 +85,13 @@ def make_training_loader(
     Raises:
         ConfigError: invalid settings.
         DataError: the dataset is empty.
+
+    Example:
+        >>> from aploss.data import builtin_dataset
+        >>> images = builtin_dataset(cache=".", counts=(4, 2, 2))
+        >>> loader = make_training_loader(images, batch_size=2, seed=0, preset="light", size=64)
+        >>> [batch.images.shape for batch in loader.epoch(0)]
+        [torch.Size([2, 3, 64, 64]), torch.Size([2, 3, 64, 64])]
     """
     samples = AugmentedSamples(dataset, seed=seed, preset=preset, size=size, features=features)
     _check_settings(len(dataset), batch_size)
@@ -100,7 +107,7 @@ def make_evaluation_loader(
     world_size: int = 1,
     skip_unreadable: bool = False,
 ) -> Iterator[Batch]:
-    """Evaluation batches: each image once, of its own size, in the dataset's order.
+    """Returns an iterator of :class:`Batch` objects: each image once, of its own size, in the dataset's order.
 
     Args:
         dataset: the images; at least one.
@@ -113,6 +120,12 @@ def make_evaluation_loader(
     Raises:
         ConfigError: invalid settings.
         DataError: the dataset is empty, or, while iterating, an image cannot be read.
+
+    Example:
+        >>> from aploss.data import builtin_dataset
+        >>> images = builtin_dataset(cache=".", counts=(4, 2, 2))
+        >>> [batch.indices for batch in make_evaluation_loader(images, batch_size=3)]
+        [[0, 1, 2], [3]]
     """
     _check_settings(len(dataset), batch_size)
     keys: list[Candidates] = [(None, [index]) for index in range(rank, len(dataset), world_size)]

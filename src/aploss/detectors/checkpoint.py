@@ -198,6 +198,12 @@ def save_detector(detector: Detector, path: str | Path) -> Path:
 
     Returns:
         The path that was written.
+
+    Example:
+        >>> from aploss.detectors import build_detector
+        >>> file = save_detector(build_detector("retinanet-tiny", class_names=["cat", "dog"]), "detector.pt")
+        >>> load(file).class_names
+        ('cat', 'dog')
     """
     Checkpoint.of(detector).write(Path(path))
     return Path(path)
@@ -215,6 +221,11 @@ def load(path: str | Path, *, device: str | torch.device = "cpu") -> Detector:
 
     Raises:
         RunError: if the file is missing, damaged, not a checkpoint of aploss, or needs a plugin that is not loaded.
+
+    Example:
+        >>> from aploss.detectors import build_detector
+        >>> load(save_detector(build_detector("retinanet-tiny", class_names=["cat"]), "detector.pt")).loss_name
+        'ap'
     """
     return Checkpoint.read(checkpoint_file(Path(path))).detector().to(device)
 

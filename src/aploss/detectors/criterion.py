@@ -45,7 +45,7 @@ class _CustomLossPlaceholder(nn.Module):
 
 
 def make_loss(name: str, **options: Any) -> nn.Module:
-    """Creates a loss by name.
+    """Returns a new loss by name.
 
     Args:
         name: one of ``LOSS_NAMES``.
@@ -172,6 +172,13 @@ class Criterion(nn.Module):
         assigner: ``"iou"`` uses these two, ``"atss"`` finds the positives by
             :func:`~aploss.detectors.labels.match_anchors_atss`.
         hard_boxes: see :func:`~aploss.detectors.label_anchors`.
+
+    Example:
+        >>> criterion = Criterion(loss=make_loss("focal"), num_classes=2, box_coder=BoxCoder((10.0, 10.0, 5.0, 5.0)))
+        >>> anchors = torch.tensor([[0.0, 0.0, 8.0, 8.0], [8.0, 8.0, 16.0, 16.0]])
+        >>> target = {"boxes": anchors[:1], "labels": torch.tensor([1])}
+        >>> criterion(torch.zeros(1, 2, 2), torch.zeros(1, 2, 4), anchors, [target])  # logits and deltas of one image
+        {'classification': tensor(0.4332), 'box': tensor(0.)}
     """
 
     def __init__(

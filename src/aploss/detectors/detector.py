@@ -59,6 +59,10 @@ class Network:
         keeps_aspect_ratio: whether images keep their aspect ratio at inference or are stretched.
         image_mean, image_std: mean and standard deviation of images in [0, 1] for normalisation.
         matching: ``positive_iou``, ``negative_iou`` and ``smooth_l1_beta`` of the criterion.
+
+    Example:
+        >>> build_detector("retinanet-tiny", class_names=["cat"]).network.size_divisor
+        32
     """
 
     backbone: nn.Module
@@ -83,6 +87,11 @@ class DetectorConfig:
         nms_iou: of two boxes of a class that overlap more than this, NMS keeps the one with the higher score.
         detections_per_image: maximum number of detections.
         channels_last: memory format of weights and images.
+
+    Example:
+        >>> from aploss.detectors.ssd import SSD300
+        >>> SSD300(nms_iou=0.45).test_size
+        (300, 300)
     """
 
     test_size: tuple[Side, Side] = (600, 1000)
@@ -147,13 +156,21 @@ DETECTORS: Registry[type[DetectorConfig]] = Registry("detector")
 
 
 def register_detector(name: str) -> Callable[[ConfigClass], ConfigClass]:
-    """Registers an architecture by name, for :func:`build_detector` and the command line.
+    """Returns a class decorator that registers an architecture, for :func:`build_detector` and the command line.
 
-    Decorates a subclass of :class:`DetectorConfig`, and turns it into a frozen dataclass unless it is one.
+    It decorates a subclass of :class:`DetectorConfig`, and turns it into a frozen dataclass unless it is one.
     :func:`~aploss.detectors.retinanet_network` builds a RetinaNet on any backbone (example: ``docs/plugins.md``).
+
+    Args:
+        name: such as "my-detector", for ``--detector my-detector``.
 
     Raises:
         ConfigError: if the name is taken, or the class is not a subclass of :class:`DetectorConfig`.
+
+    Example:
+        >>> from aploss.detectors.ssd import SSD300
+        >>> register_detector("ssd300")(SSD300) is SSD300  # a class may be registered again under its own name
+        True
     """
 
     def add(config_class: ConfigClass) -> ConfigClass:
@@ -183,6 +200,12 @@ class Detector(nn.Module):
     Attributes:
         calibration: monotone map from scores to precision, fitted after training and applied by :meth:`predict`.
         draw_threshold: the calibrated score with the best F1 on validation.
+
+    Example:
+        >>> detector = build_detector("retinanet-tiny", class_names=["cat", "dog"], test_size=(64, 64)).eval()
+        >>> found = detector(torch.zeros(2, 3, 64, 64))
+        >>> len(found), sorted(found[0])
+        (2, ['boxes', 'labels', 'scores'])
     """
 
     image_mean: Tensor

@@ -89,6 +89,14 @@ def label_anchors(
 
     Returns:
         The labels of all B·A anchors.
+
+    Example:
+        >>> anchors = torch.tensor([[0.0, 0.0, 8.0, 8.0], [0.0, 0.0, 8.0, 18.0], [8.0, 8.0, 16.0, 16.0]])
+        >>> target = {"boxes": anchors[:1], "labels": torch.tensor([1])}
+        >>> label_anchors(anchors, [target]).ranking_targets(2)  # positive for class 1, ignored (IoU 0.44), negative
+        tensor([[[ 0,  1],
+                 [-1, -1],
+                 [ 0,  0]]], dtype=torch.int8)
     """
     levels = [anchors] if isinstance(anchors, Tensor) else list(anchors)
     anchors = torch.cat(levels)

@@ -36,8 +36,10 @@ class MultiScale:
         flip: also use the mirrored image at every scale.
 
     Example:
-        >>> both_directions = MultiScale(scales=(1.0,), flip=True)
-        >>> merged = both_directions(detector, images)  # doctest: +SKIP
+        >>> from aploss.detectors import build_detector
+        >>> detector = build_detector("retinanet-tiny", class_names=["cat"], test_size=(64, 64)).eval()
+        >>> len(MultiScale(scales=(1.0, 1.5))(detector, [torch.zeros(3, 64, 64)]))  # one result per image
+        1
     """
 
     scales: tuple[float, ...] | None = None
@@ -85,6 +87,11 @@ class Prediction:
         class_names: the names of the n classes.
         image_size: width and height of the image.
         path: file of the image, if it was read from one.
+
+    Example:
+        >>> box = torch.tensor([[1.0, 2.0, 30.0, 40.0]])
+        >>> Prediction(box, torch.tensor([0.5]), torch.tensor([1]), ("dog",), (64, 48)).to_dict()["detections"]
+        [{'class_name': 'dog', 'label': 1, 'score': 0.5, 'box': [1.0, 2.0, 30.0, 40.0]}]
     """
 
     boxes: Tensor

@@ -92,7 +92,7 @@ def retinanet_network(
     image_mean: Sequence[float] = IMAGENET_MEAN,
     image_std: Sequence[float] = IMAGENET_STD,
 ) -> Network:
-    """Builds a RetinaNet on any backbone: feature pyramid, heads and anchors.
+    """Returns a RetinaNet on any backbone: feature pyramid, heads and anchors.
 
     Args:
         body: returns a dict or list of feature maps for images [B, 3, H, W], each of half the size of the previous one;
@@ -110,6 +110,11 @@ def retinanet_network(
 
     Raises:
         ConfigError: if the sizes of the feature maps do not halve, or an option is invalid.
+
+    Example:
+        >>> body = IntermediateLayerGetter(mobilenet_v2().features, {"6": "C3", "13": "C4", "17": "C5"})
+        >>> retinanet_network(body, columns=3, softmax=False, channels=64).size_divisor  # stride of the last map
+        32
     """
     shapes = feature_shapes(body, PROBE_SIZE, PROBE_SIZE)
     strides = [PROBE_SIZE // shape[-1] for shape in shapes]

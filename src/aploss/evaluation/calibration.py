@@ -150,11 +150,9 @@ def calibrate_detections(
         best F1, which replaces the former for classes without a correct detection. Thresholds are calibrated scores.
 
     Example:
-        >>> truth = {
-        ...     "images": [{"id": 1}], "categories": [{"id": 1, "name": "cell"}],
-        ...     "annotations": [{"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 10]}],
-        ... }
-        >>> found = [{"image_id": 1, "category_id": 1, "bbox": [x, 0, 10, 10], "score": 0.2 - x / 500} for x in (0, 50)]
+        >>> box = {"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 10]}
+        >>> truth = {"images": [{"id": 1}], "categories": [{"id": 1, "name": "cell"}], "annotations": [box]}
+        >>> found = [{**box, "bbox": [x, 0, 10, 10], "score": 0.2 - x / 500} for x in (0, 50)]
         >>> calibration, threshold = calibrate_detections(truth, found)
         >>> calibration([0.1, 0.2]) >= threshold
         array([False,  True])
@@ -190,11 +188,9 @@ def calibration_report(
         ``upper``, ``count``, ``confidence``, ``precision``), and under ``all`` the error over all detections.
 
     Example:
-        >>> truth = {
-        ...     "images": [{"id": 1}], "categories": [{"id": 1, "name": "cell"}],
-        ...     "annotations": [{"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 10]}],
-        ... }
-        >>> found = [{"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 8], "score": 0.6}]
+        >>> box = {"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 10]}
+        >>> truth = {"images": [{"id": 1}], "categories": [{"id": 1, "name": "cell"}], "annotations": [box]}
+        >>> found = [{**box, "bbox": [0, 0, 10, 8], "score": 0.6}]
         >>> report = calibration_report(truth, found, Calibration(x=[0, 1], y=[0, 1]), 0.5)
         >>> report["after"]["expected_calibration_error"]
         0.4
@@ -226,7 +222,7 @@ def _reliability(probabilities: Values, correct: Flags) -> list[dict[str, float]
 
 
 def expected_calibration_error(probabilities: Values, correct: Flags) -> float:
-    """Mean distance between predicted and true precision over ten bins, weighted by count; 0 without detections.
+    """Returns the mean distance of predicted and true precision over ten bins, weighted by count; 0 without detections.
 
     The error depends on the selection: a detector's 100 best per image are mostly background, which is easy to be right
     about. To judge the detections that people see, pass those above the threshold.

@@ -52,7 +52,7 @@ class _Pairs(NamedTuple):
 
 
 def match_detections(ground_truth: Truth, detections: Detections, iou: float = 0.5) -> Matches:
-    """Matches detections with objects of their image and class, best score first, as COCO does.
+    """Returns the matches of detections with objects of their image and class, best score first, as COCO finds them.
 
     A detection takes the free object it overlaps most, if the overlap is at least ``iou``. Objects that count are
     preferred to crowd and difficult ones; a crowd can take any number of detections.
@@ -63,11 +63,8 @@ def match_detections(ground_truth: Truth, detections: Detections, iou: float = 0
         iou: smallest overlap of a match.
 
     Example:
-        >>> truth = {
-        ...     "images": [{"id": 1}], "categories": [{"id": 1, "name": "cell"}],
-        ...     "annotations": [{"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 10]}],
-        ... }
-        >>> box = {"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 8]}
+        >>> box = {"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 10]}
+        >>> truth = {"images": [{"id": 1}], "categories": [{"id": 1, "name": "cell"}], "annotations": [box]}
         >>> matches = match_detections(truth, [{**box, "score": 0.3}, {**box, "score": 0.6}])
         >>> matches.correct  # the second takes the object, the first is a duplicate
         array([False,  True])
@@ -81,7 +78,7 @@ def match_detections(ground_truth: Truth, detections: Detections, iou: float = 0
 
 
 def match_voc(ground_truth: Truth, detections: Detections, iou: float = 0.5) -> Matches:
-    """Matches detections as the VOC kit does.
+    """Returns the matches of detections as the VOC kit finds them.
 
     A detection is compared only with the object of its class that it overlaps most, free or not: the first detection of
     an object is correct and later ones are wrong, but all are ignored if the object is difficult. (COCO would look for
@@ -91,11 +88,8 @@ def match_voc(ground_truth: Truth, detections: Detections, iou: float = 0.5) -> 
         ground_truth, detections, iou: see :func:`match_detections`.
 
     Example:
-        >>> truth = {
-        ...     "images": [{"id": 1}], "categories": [{"id": 1, "name": "cell"}],
-        ...     "annotations": [{"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 10]}],
-        ... }
         >>> box = {"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 8]}
+        >>> truth = {"images": [{"id": 1}], "categories": [{"id": 1, "name": "cell"}], "annotations": [box]}
         >>> match_voc(truth, [{**box, "score": 0.3}, {**box, "score": 0.6}]).correct
         array([False,  True])
     """
@@ -228,11 +222,9 @@ def precision_recall_curves(
         Class name → its curve.
 
     Example:
-        >>> truth = {
-        ...     "images": [{"id": 1}], "categories": [{"id": 1, "name": "cell"}],
-        ...     "annotations": [{"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 10]}],
-        ... }
-        >>> found = [{"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 8], "score": 0.6}]
+        >>> box = {"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 10]}
+        >>> truth = {"images": [{"id": 1}], "categories": [{"id": 1, "name": "cell"}], "annotations": [box]}
+        >>> found = [{**box, "bbox": [0, 0, 10, 8], "score": 0.6}]
         >>> precision_recall_curves(truth, found)["cell"].precision.min()
         np.float64(1.0)
     """

@@ -144,7 +144,7 @@ def _make_metrics(
 def coco_metrics(
     ground_truth: Truth, detections: Detections, *, iou: float | None = None, max_detections: int = 100
 ) -> Metrics:
-    """Computes COCO's metrics, equal to those of pycocotools.
+    """Returns COCO's metrics, equal to those of pycocotools.
 
     ``difficult`` objects, which COCO does not have, are treated as COCO treats objects outside the size range that is
     measured: missing one costs nothing, a detection matched to it is neither right nor wrong, further detections of it
@@ -161,11 +161,9 @@ def coco_metrics(
         DataError: if the ground truth or the detections are invalid.
 
     Example:
-        >>> truth = {
-        ...     "images": [{"id": 1}], "categories": [{"id": 1, "name": "cell"}],
-        ...     "annotations": [{"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 10]}],
-        ... }
-        >>> found = [{"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 8], "score": 0.6}]
+        >>> box = {"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 10]}
+        >>> truth = {"images": [{"id": 1}], "categories": [{"id": 1, "name": "cell"}], "annotations": [box]}
+        >>> found = [{**box, "bbox": [0, 0, 10, 8], "score": 0.6}]
         >>> round(coco_metrics(truth, found).AP, 3)  # IoU 0.8: right at 7 of the 10 IoUs
         0.7
     """
@@ -270,11 +268,9 @@ def voc_metrics(ground_truth: Truth, detections: Detections, *, year: int = 2012
         Metrics with ``AP`` at ``iou``, ``AP50`` and ``AP75``; all others are NaN.
 
     Example:
-        >>> truth = {
-        ...     "images": [{"id": 1}], "categories": [{"id": 1, "name": "cell"}],
-        ...     "annotations": [{"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 10]}],
-        ... }
-        >>> metrics = voc_metrics(truth, [{"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 7], "score": 0.6}])
+        >>> box = {"image_id": 1, "category_id": 1, "bbox": [0, 0, 10, 10]}
+        >>> truth = {"images": [{"id": 1}], "categories": [{"id": 1, "name": "cell"}], "annotations": [box]}
+        >>> metrics = voc_metrics(truth, [{**box, "bbox": [0, 0, 10, 7], "score": 0.6}])
         >>> metrics.AP50, metrics.AP75
         (1.0, 0.0)
     """
@@ -313,16 +309,22 @@ class OptimalLRP(NamedTuple):
     All are NaN if no object of the class counts. If no detection is correct, oLRP is 1 and localisation, false
     positives and threshold are NaN.
 
+    Attributes:
+        oLRP: the error, in [0, 1].
+        oLRP_loc: mean of 1 - IoU over the true positives.
+        oLRP_fp, oLRP_fn: 1 - precision, 1 - recall.
+        lrp_threshold: halfway between the last score that is kept and the next lower one.
+
     Example:
         >>> OptimalLRP(oLRP=0.2, oLRP_loc=0.1, oLRP_fp=0.0, oLRP_fn=0.0, lrp_threshold=0.3).oLRP
         0.2
     """
 
     oLRP: float  # noqa: N815
-    oLRP_loc: float  # noqa: N815  # mean of 1 - IoU over the true positives
-    oLRP_fp: float  # noqa: N815  # 1 - precision
-    oLRP_fn: float  # noqa: N815  # 1 - recall
-    lrp_threshold: float  # halfway between the last score that is kept and the next lower one
+    oLRP_loc: float  # noqa: N815
+    oLRP_fp: float  # noqa: N815
+    oLRP_fn: float  # noqa: N815
+    lrp_threshold: float
 
 
 def optimal_lrp(

@@ -93,21 +93,21 @@ def as_tables(ground_truth: Truth, detections: Detections) -> tuple[Annotations,
 
 
 def read_ground_truth(source: str | Path | dict[str, Any]) -> Annotations:
-    """Reads COCO annotations (``images``, ``annotations``, ``categories``) from a JSON file or a dict.
+    """Returns the COCO annotations (``images``, ``annotations``, ``categories``) in a JSON file or a dict as arrays.
 
     Annotation ids are not used: they may be missing or repeated. ``area`` defaults to width times height.
+
+    Args:
+        source: the file, or its content.
 
     Raises:
         DataError: if the file cannot be read, a key is missing, a value is invalid, an id is repeated, or an annotation
             refers to an unknown image or category. The message contains the path and the index of the entry.
 
     Example:
-        >>> truth = read_ground_truth({
-        ...     "images": [{"id": 7}],
-        ...     "categories": [{"id": 1, "name": "cell"}],
-        ...     "annotations": [{"image_id": 7, "category_id": 1, "bbox": [2, 3, 10, 20]}],
-        ... })
-        >>> truth.boxes
+        >>> box = {"image_id": 7, "category_id": 1, "bbox": [2, 3, 10, 20]}
+        >>> truth = {"images": [{"id": 7}], "categories": [{"id": 1, "name": "cell"}], "annotations": [box]}
+        >>> read_ground_truth(truth).boxes
         array([[ 2.,  3., 12., 23.]])
     """
     with _content(source) as dataset:
@@ -130,7 +130,10 @@ def read_ground_truth(source: str | Path | dict[str, Any]) -> Annotations:
 
 
 def read_detections(source: str | Path | Sequence[dict[str, Any]]) -> DetectionTable:
-    """Reads COCO results (``image_id``, ``category_id``, ``bbox``, ``score``) from a JSON file or a list.
+    """Returns the COCO results (``image_id``, ``category_id``, ``bbox``, ``score``) in a JSON file or a list as arrays.
+
+    Args:
+        source: the file, or its content.
 
     Raises:
         DataError: if the file cannot be read, or an entry lacks a key or has an invalid value. The message contains the

@@ -12,6 +12,9 @@ from .traits import LossTraits, register_loss
 class ALRP(NamedTuple):
     """The two parts of the aLRP loss, scalars; their sum is the loss of the paper.
 
+    Attributes:
+        classification, localisation: each has a gradient of its own.
+
     Example:
         >>> import torch
         >>> sum(ALRP(classification=torch.tensor(0.5), localisation=torch.tensor(0.25)))

@@ -56,6 +56,9 @@ class HingeAPLoss(LossModule):
     traits = LossTraits(label="Hinge-AP", colour="#444c56", dashes=(0, (1, 2)), marker="p")
     _function = staticmethod(hinge_ap_loss)
 
+    def __init__(self) -> None:
+        super().__init__()
+
     def forward(self, scores: Tensor, targets: Tensor) -> Tensor:
         """See :func:`hinge_ap_loss`."""
         loss: Tensor = self._call(scores, targets)

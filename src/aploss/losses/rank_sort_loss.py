@@ -13,6 +13,9 @@ from .traits import LossTraits, register_loss
 class RankSort(NamedTuple):
     """The two parts of the Rank & Sort loss, scalars; their sum is the loss of the paper.
 
+    Attributes:
+        ranking, sorting: each has a gradient of its own.
+
     Example:
         >>> import torch
         >>> sum(RankSort(ranking=torch.tensor(0.5), sorting=torch.tensor(0.25)))

@@ -84,7 +84,7 @@ class LossModule(nn.Module):
         super().__init_subclass__()
         function = cls.__dict__.get("_function")
         if function is not None:
-            about = f"The module of :func:`{function.__name__}`, whose options are the arguments of the constructor:"
+            about = f"The constructor takes the options of :func:`{function.__name__}`, a call takes its tensors:"
             cls.__doc__ = f"{inspect.getdoc(cls)}\n\n{about}\n\n{inspect.getdoc(function)}"
 
     def __init__(self, **options: Any) -> None:

@@ -31,7 +31,7 @@ def draw_boxes(
     dashed: Sequence[bool] | NDArray[Any] | None = None,
     largest: float = math.inf,
 ) -> Image.Image:
-    """Draws labelled boxes on a copy of an image, each class in its own colour.
+    """Returns a copy of an image with labelled boxes, each class in its own colour.
 
     Small images are enlarged to 256 pixels, so that captions are readable.
 

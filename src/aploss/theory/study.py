@@ -71,7 +71,8 @@ def write_studies(studies: Sequence[Study], folder: Path) -> Path:
 
     Example:
         >>> from aploss.theory import STUDIES
-        >>> page = write_studies([STUDIES["method"](0)], Path("theory"))  # doctest: +SKIP
+        >>> write_studies([STUDIES["consistency"](0)], Path("theory")).name
+        'report.html'
     """
     sections = [
         Section(one.title, [*one.verdicts, Text(f"{one.place}. {one.text}"), Figures(one.figures), *one.tables])

@@ -36,7 +36,15 @@ SECONDS_BETWEEN_LINES = 15.0
 
 
 class Callback:
-    """Base class: override the events of interest. An exception ends the run and is propagated."""
+    """Base class: override the events of interest. An exception ends the run and is propagated.
+
+    Example:
+        >>> class PrintAP(Callback):
+        ...     def on_validation(self, row):
+        ...         print(row["step"], row["AP"])
+        >>> PrintAP()({"kind": "validation", "step": 100, "AP": 0.25})  # as train(config, callbacks=[PrintAP()]) does
+        100 0.25
+    """
 
     def __call__(self, row: Row) -> None:
         """A row of metrics was written; calls ``on_log`` or ``on_validation``."""

@@ -18,6 +18,7 @@ Later layers win: defaults, the extended recipe, the recipe itself, its section 
 
 # ruff: noqa: RUF009 - setting() declares a field
 
+import inspect
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -243,7 +244,13 @@ class EvaluationConfig(_Settings, group="evaluation."):
 
 @dataclass(frozen=True)
 class TrainConfig(_Settings):
-    """All settings of a run. ``TrainConfig(data="builtin")`` is a minimal config that works."""
+    """All settings of a run, each with a default.
+
+    Example:
+        >>> config = TrainConfig(data="builtin", loss="focal")
+        >>> config.loss, config.schedule.length, config.optimizer.learning_rate
+        ('focal', 1000, 0.003)
+    """
 
     data: str = setting("", "folder or file of the dataset, or 'builtin'", resumable=True)
     out: str | None = setting(None, "run folder; by default runs/DATA-DETECTOR-LOSS-seedN", resumable=True)
@@ -309,6 +316,10 @@ DEFAULTS_BEFORE_ADDED = {
     entry.key: entry.default_before for entry in config_fields() if entry.default_before is not NOT_GIVEN
 }
 FIXED_BY_COMPARISON = tuple(entry.key for entry in config_fields() if entry.fixed_by_comparison)
+TrainConfig.__doc__ = f"{inspect.getdoc(TrainConfig)}\n\nAttributes:\n" + "\n".join(
+    f"    {one.key} ({inspect.formatannotation(one.type)}): {one.help}. Default: {one.default!r}."
+    for one in config_fields()
+)
 
 
 def parse_value(text: str) -> Any:
@@ -434,7 +445,7 @@ def recipe_names() -> tuple[str, ...]:
 
 
 def load_config(recipe: str | None = None, overrides: dict[str, Any] | None = None) -> TrainConfig:
-    """Builds the config of a recipe with overrides.
+    """Returns the config of a recipe with overrides.
 
     Args:
         recipe: name of a packaged recipe or path of a YAML file; None for the defaults alone.

@@ -81,6 +81,10 @@ def train(
         DivergedError: after too many consecutive steps with NaN or Inf.
         FailedRankError: if another rank has died.
         TrainingInterruptedError: after Ctrl-C or SIGTERM; everything is saved.
+
+    Example:
+        >>> from aploss.training import load_config
+        >>> print(train(load_config("demo", {"out": "runs/first"})).AP)  # doctest: +SKIP
     """
     device = choose_device(config.device)
     if device.type == "cpu":

@@ -54,6 +54,15 @@ class RunFolder:
     """The folder of a run, as ``runs/NAME``.
 
     ``last`` holds everything needed to resume the run exactly, ``best`` the detector with the best validation.
+
+    Args:
+        path: the folder, which need not exist yet.
+
+    Example:
+        >>> folder = RunFolder("runs/first")
+        >>> folder.create(TrainConfig(data="builtin"))
+        >>> folder.exists, folder.read_config().data, folder.best.name
+        (True, 'builtin', 'best.pt')
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -173,16 +182,27 @@ class Summary:
 
     Attributes:
         folder: the run folder.
+        data, detector, loss, seed: settings of the run.
         split: the split that the metrics were measured on; a metric is None where it is undefined.
-        calibration_error: expected calibration error of all detections on ``calibration_split``, after calibration.
+        AP, AP50, AP75, APs, APm, APl, voc_AP50, oLRP: see :data:`aploss.evaluation.METRICS`.
+        per_class: class name → its metrics.
+        draw_threshold: calibrated score from which detections are drawn.
+        calibration_split: the split that calibration was measured on.
+        calibration_error: expected calibration error of all detections on it.
         calibration_error_drawn: the same for detections above ``draw_threshold``.
         calibration_held_out: whether ``calibration_split`` differs from the split the calibration was fitted on.
+        steps, epochs, minutes, images_per_second: length and speed of the training.
         best_step: step of the evaluated weights.
         stopped_by: ``"length"``, ``"patience"`` or ``"minutes"``.
         bad_steps: steps skipped because of NaN or Inf.
+        parameters: number of weights of the detector.
+        device, processes, command, commit: how the run was started.
         unreadable_images: images that could not be read, with the reason: replaced by others in training, left out of
             other splits.
         resume_changes: other data or numbers of processes than before, accepted when the run was resumed.
+
+    Example:
+        >>> print(Summary.read(Path("runs/first/summary.json")).table())  # doctest: +SKIP
     """
 
     folder: str
