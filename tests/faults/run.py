@@ -53,20 +53,19 @@ class Area:
 def areas() -> list[Area]:
     """All areas with their minimum number of faults."""
     return [
-        Area("images", "images", 48),
-        Area("annotations", "annotations", 120),
+        Area("annotations", "annotations", 45),
         Area("paths", "paths and special files", 35),
         Area("checkpoints", "checkpoints and run folders", 200),
         Area("signals", "kill -9, SIGTERM, Ctrl-C", 70),
-        Area("resume", "resume: identical, mapped or refused", 30),
+        Area("resume", "resume: identical, mapped or refused", 25),
         Area("runs", "run folders, workers, records of what ran", 17),
         Area("feature_cache", "damaged feature cache", 40),
         Area("disk", "full disk, read-only, no permission", 24),
         Area("losses", "losses", 300),
-        Area("processes", "two processes", 14),
+        Area("processes", "two processes", 8),
         Area("command_lines", "wrong command lines, hostile names", 60),
         Area("fuzzing", "fuzzing", 7, least_seconds=300),
-        Area("load", "load", 3),
+        Area("load", "load", 2),
     ]
 
 

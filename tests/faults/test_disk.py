@@ -116,7 +116,7 @@ def test_what_cannot_be_written_is_one_line_and_nothing_is_left_half_written(
     words = [word.format(**names) for word in COMMANDS[command]]
     environment = {"XDG_CACHE_HOME": str(out)} if command == "built-in data" else {}
     if command.startswith("train"):
-        words += ["--max-minutes", "9", "--tracker", "none"]  # TensorBoard writes in a thread of its own
+        words += ["--max-minutes", "9"]
     process = spawn(
         PROGRAM,
         log=tmp_path / "log",

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import tempfile
+import threading
 import traceback
 from argparse import SUPPRESS
 from collections.abc import Sequence
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = next((found for length in (2, 1) if (found := tuple(words[:length])) in COMMANDS), ())
     with printable_output():
+        threading.excepthook = _report_thread_error
         try:
             code = _run(command, words[len(command) :]) if command else _without_command(words)
             sys.stdout.flush()  # raises here, not at interpreter exit, if the pipe is closed or the disk full
@@ -59,6 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             line, code = _describe(error)
             print(f"{' '.join(['aploss', *command])}: {line}", file=sys.stderr)
     return code
+
+
+def _report_thread_error(arguments: threading.ExceptHookArgs) -> None:
+    """Prints the error of a background thread, such as TensorBoard's writer on a full disk, as one line."""
+    name = "a thread" if arguments.thread is None else arguments.thread.name
+    print(f"warning: {name} has failed: {arguments.exc_type.__name__}: {arguments.exc_value}", file=sys.stderr)
 
 
 def _without_command(words: list[str]) -> int:

@@ -91,12 +91,13 @@ def parse_json(source: Any) -> Any:
     if not isinstance(source, bytes):
         return msgspec.to_builtins(source, enc_hook=lambda value: getattr(value, "tolist", value.__repr__)())
     content = source.removeprefix(b"\xef\xbb\xbf")
+    text = content.decode()  # raises for what is not UTF-8, which msgspec does not check in strings that it skips
     try:
         try:
             return msgspec.json.decode(content, type=Raw)
         except msgspec.DecodeError:
             # Python's json also reads NaN, Infinity and unpaired surrogates, as written by other tools.
-            return json.loads(content.decode())
+            return json.loads(text)
     except RecursionError:
         raise ValueError("too deeply nested") from None
 

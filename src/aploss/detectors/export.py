@@ -80,7 +80,8 @@ class OnnxDetector(Detector):
         if not path.is_file():
             raise RunError(f"there is no file {path}")
         session = _open_session(path.read_bytes(), str(path), providers)
-        metadata = session.get_modelmeta().custom_metadata_map
+        with wrap_untrusted(path):
+            metadata = session.get_modelmeta().custom_metadata_map
         if metadata.get("aploss_format") != FORMAT:
             raise RunError(f"{path} was not written by 'aploss export' of this version")
         with wrap_untrusted(path):
