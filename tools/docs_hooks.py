@@ -34,7 +34,7 @@ ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.m
 class Docstrings(griffe.Extension):
     """Docstrings as ``help`` shows them: some are completed at run time, such as those of the losses as modules.
 
-    ``Example:`` becomes ``Examples:``, whose content griffe shows as code.
+    ``Example:`` becomes ``Examples:``, whose content griffe shows as code; settings of a run show their default.
     """
 
     def __init__(self):
@@ -45,6 +45,10 @@ class Docstrings(griffe.Extension):
         if obj.docstring:
             text = self.texts.get(obj.path, obj.docstring.value)
             obj.docstring.value = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
+        for parameter in obj.parameters if obj.is_class else ():
+            value = parameter.default
+            if isinstance(value, griffe.ExprCall) and str(value.function) == "setting":  # setting(default, help, ...)
+                parameter.default = value.arguments[0]
 
 
 def on_files(files, config):

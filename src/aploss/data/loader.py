@@ -348,8 +348,9 @@ def training_transforms(preset: str, size: int | tuple[int, int]) -> Callable[[T
         size: side of the square output, or (height, width).
 
     Returns:
-        A function of ``(image, target)``. Objects that vanish are removed with their labels and flags; an image
-        without objects stays usable.
+        A function of ``(image, target)``, uint8 [3, H, W] and the dict of a :class:`DetectionDataset`, that returns the
+        same for the output size. Objects that vanish are removed with their labels and flags; an image without objects
+        stays usable.
 
     Raises:
         ConfigError: unknown preset, or a size below 8 pixels.

@@ -83,8 +83,13 @@ def train(
         TrainingInterruptedError: after Ctrl-C or SIGTERM; everything is saved.
 
     Example:
+        >>> from aploss.data import builtin_dataset
         >>> from aploss.training import load_config
-        >>> print(train(load_config("demo", {"out": "runs/first"})).AP)  # doctest: +SKIP
+        >>> data = str(builtin_dataset(cache=".", counts=(4, 2, 2)).root)
+        >>> tiny = {"schedule": {"length": 1}, "batches": {"image_size": 64}, "tracker": "none"}
+        >>> summary = train(load_config(None, {"data": data, "out": "runs/first", **tiny}))
+        >>> summary.folder, summary.split, summary.steps
+        ('runs/first', 'test', 1)
     """
     device = choose_device(config.device)
     if device.type == "cpu":
