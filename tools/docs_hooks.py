@@ -34,7 +34,8 @@ ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.m
 class Docstrings(griffe.Extension):
     """Docstrings as ``help`` shows them: some are completed at run time, such as those of the losses as modules.
 
-    ``Example:`` becomes ``Examples:``, whose content griffe shows as code; settings of a run show their default.
+    In the form that griffe knows: ``Examples:``, whose content it shows as code, and one name per entry of ``Args:``.
+    Settings of a run show their default.
     """
 
     def __init__(self):
@@ -44,6 +45,7 @@ class Docstrings(griffe.Extension):
     def on_object(self, *, obj, **_):
         if obj.docstring:
             text = self.texts.get(obj.path, obj.docstring.value)
+            text = re.sub(r"^    (\w+(?:, \w+)+)(: .*(?:\n {8,}.*)*)", one_entry_each, text, flags=re.MULTILINE)
             obj.docstring.value = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
         for parameter in obj.parameters if obj.is_class else ():
             value = parameter.default
@@ -126,6 +128,11 @@ def as_mathml(match):
 def problems_table():
     rows = (f"| `{kind}` | {description} | {effect.value} |" for kind, (effect, description) in KINDS.items())
     return "\n".join(("| kind | description | effect on loading |", "|---|---|---|", *rows))
+
+
+def one_entry_each(match):
+    """``one, other: text`` as an entry for each name."""
+    return "\n".join(f"    {name}{match[2]}" for name in match[1].split(", "))
 
 
 def public_classes():

@@ -42,7 +42,7 @@ class Callback:
         >>> class PrintAP(Callback):
         ...     def on_validation(self, row):
         ...         print(row["step"], row["AP"])
-        >>> PrintAP()({"kind": "validation", "step": 100, "AP": 0.25})  # as train(config, callbacks=[PrintAP()]) does
+        >>> PrintAP()({"kind": "validation", "step": 100, "AP": 0.25})  # train(callbacks=...) does
         100 0.25
     """
 
