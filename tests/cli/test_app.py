@@ -39,7 +39,7 @@ def test_detections_of_both_runs_are_drawn_listed_and_downloadable(app: App, pho
     for (run, detector), gallery in zip(app.detectors.items(), galleries, strict=True):
         (expected,) = detector.predict(photo)
         assert [caption for _, caption in gallery] == [f"photo.png: {len(expected)} detections"] * 2
-        assert [row[3] for row in rows if row[0] == run][: len(expected)] == pytest.approx(
+        assert [row[1] for row in rows if row[-1] == run][: len(expected)] == pytest.approx(
             expected.scores.tolist(), abs=1e-4
         )
     assert json.loads(Path(file).read_text()) == [dict(zip(COLUMNS, row, strict=True)) for row in rows]
@@ -49,7 +49,7 @@ def test_the_threshold_moves_without_another_prediction(app: App, photo: str, mo
     results, *_ = app.detect([photo], 0.5, 0.5)
     monkeypatch.setattr(Detector, "predict", None)
     assert len(app.show(results, 0.0, 0.0)[2]) == 200  # 100 of each run
-    assert {row[0] for row in app.show(results, 1.0, 0.0)[2]} == {RUNS[1]}
+    assert {row[-1] for row in app.show(results, 1.0, 0.0)[2]} == {RUNS[1]}
     assert app.detect(None, 0.5, 0.5)[0] == []  # all images are removed
 
 
@@ -81,7 +81,7 @@ def test_the_model_card_has_loss_and_ap_of_the_run_folder(
     numbers = {"AP": 0.5, "split": "<i>test</i>", "loss": "focal", "per_class": {}, "unreadable_images": {}}
     write_json(folder.summary_file, values | numbers)
     card = model_card(str(folder.path / "checkpoints" / "best.pt"), detector)
-    for text in ("focal", "50.0 on &lt;i&gt;test", str(datetime.now().astimezone().year), *detector.class_names):
+    for text in ("Focal loss", "0.500 on &lt;i&gt;test", str(datetime.now().astimezone().year), *detector.class_names):
         assert text in card
 
 
@@ -164,3 +164,26 @@ def test_the_page_is_served_to_this_machine_only_and_answers_the_client(
         port = address.rstrip("/").rpartition(":")[2]
         assert f"--port {port}" in refused("app", run_folder, "--port", port)
     assert "--port 70000" in refused("app", run_folder, "--port", 70000)
+
+
+def test_urls_in_requests_are_never_resolved(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    import httpx
+    import safehttpx
+
+    requested: list[str] = []
+
+    async def record(host: str) -> str:
+        requested.append(host)
+        raise ValueError("no download in a test")
+
+    monkeypatch.setattr(safehttpx, "async_validate_url", record)
+    url = "http://images.example/photo.png"
+    file = {"path": url, "url": url, "meta": {"_type": "gradio.FileData"}}
+    with app.serve(0) as address, httpx.Client(base_url=f"{address}gradio_api", timeout=60) as client:
+        for data in ([[file], 0.5, 0.5], [[], file, 0.5], [[], 0.5, {"nested": [file]}]):
+            event = client.post("/call/detect", json={"data": data}).json()["event_id"]
+            assert "event: error" in client.get(f"/call/detect/{event}").text
+        for path in (url, "HTTPS://images.example/photo.png", "http%3A//images.example/photo.png"):
+            assert client.get(f"/file={path}").status_code == 403
+            assert httpx.get(f"{address}file={path}").status_code in (403, 404)
+    assert requested == []

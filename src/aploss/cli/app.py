@@ -44,11 +44,12 @@ MAX_WAITING = 20  # requests that wait for the detectors; more are refused
 MAX_SIDE = 1600  # pixels of the pictures sent to the browser
 SAMPLES = 6
 UPLOADS_KEPT = (600, 3600)  # seconds between clean-ups, and of age
-COLUMNS = ("run", "image", "class", "score", "x1", "y1", "x2", "y2")
+COLUMNS = ("class", "score", "x1", "y1", "x2", "y2", "image", "run")
 STYLE = """
-h2 { overflow-wrap: anywhere }
+h1, h2 { overflow-wrap: anywhere; margin: 0 !important }
 .card, .card * { border: 0 !important; padding: 2px 16px 2px 0 !important; text-align: left; vertical-align: top }
 .grid-wrap { min-height: 0 !important; max-height: none !important }
+@media (max-width: 600px) { .pictures .grid-container { grid-template-columns: 1fr !important } }
 """
 Results = list[tuple[str, "list[Prediction]"]]  # path of each image, and all its detections by each run
 
@@ -96,6 +97,25 @@ def _without_traceback(record: logging.LogRecord) -> bool:
     return True
 
 
+def _require_upload(file: dict[str, Any]) -> None:
+    """Refuses a URL, which Gradio would download; it refuses paths outside the folder of uploads itself."""
+    if not Path(file["path"]).is_absolute():
+        raise ConfigError("images must be uploaded: a URL is not downloaded")
+
+
+class _NoDownloads:
+    """ASGI middleware that refuses ``/file=URL``, for which Gradio would download the URL."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        from starlette.responses import PlainTextResponse
+
+        is_url = "=http" in scope.get("path", "").lower()
+        await (PlainTextResponse("a URL is not downloaded", 403) if is_url else self.app)(scope, receive, send)
+
+
 class App:
     """The page and its callbacks.
 
@@ -140,7 +160,7 @@ class App:
                 picture = draw_boxes(image, boxes, labels, detector.class_names, scores, largest=MAX_SIDE)
                 galleries[run].append((picture, f"{name}: {count} detections"))
                 for label, score, box in zip(found.class_names, scores.tolist(), boxes.tolist(), strict=False):
-                    rows.append([run, name, label, round(score, 4), *(round(corner, 1) for corner in box)])
+                    rows.append([label, round(score, 4), *(round(corner, 1) for corner in box), name, run])
         file = Path(tempfile.mkdtemp(dir=os.environ.get("GRADIO_TEMP_DIR"))) / "detections.json"
         file.write_text(json.dumps([dict(zip(COLUMNS, row, strict=True)) for row in rows], indent=1), encoding="utf-8")
         return [*galleries.values(), rows, str(file)]
@@ -148,11 +168,13 @@ class App:
     def page(self) -> "Blocks":
         """Builds the page."""
         import gradio as gr
+        from gradio_client.utils import is_file_obj, traverse
 
         class Page(gr.Blocks):
-            async def process_api(self, *arguments: Any, **options: Any) -> Any:
+            async def process_api(self, block_fn: Any, inputs: list[Any], *arguments: Any, **options: Any) -> Any:
                 with _shown_on_page():  # values that Gradio itself refuses, before a callback
-                    return await super().process_api(*arguments, **options)
+                    traverse(inputs, _require_upload, is_file_obj)
+                    return await super().process_api(block_fn, inputs, *arguments, **options)
 
         with Page(title="aploss", analytics_enabled=False, delete_cache=UPLOADS_KEPT) as page:
             gr.HTML("<h1>aploss: object detection</h1>")
@@ -163,20 +185,22 @@ class App:
                         gr.HTML(model_card(run, detector))
                         value = math.floor(100 * (detector.draw_threshold or 0.5)) / 100
                         sliders.append(gr.Slider(0, 1, value=value, step=0.01, label="Score threshold"))
-            label = f"Images: up to {MAX_IMAGES}, of up to {MAX_FILE_MB} MB and {MAX_MEGAPIXELS} megapixels each"
-            files = gr.File(label=label, file_count="multiple", file_types=["image"], height=140)
-            if samples := sample_images(self.detectors):
-                gr.HTML("Or choose an image of the evaluation split:")
-                chosen = gr.Gallery(samples, show_label=False, columns=SAMPLES, allow_preview=False)
+                with gr.Column(min_width=320):
+                    label = f"Images (up to {MAX_IMAGES}, {MAX_FILE_MB} MB each)"
+                    files = gr.File(label=label, file_count="multiple", file_types=["image"], height=140)
+                    if samples := sample_images(self.detectors):
+                        gr.HTML("Or choose an image of the evaluation split:")
+                        chosen = gr.Gallery(samples, show_label=False, columns=3, allow_preview=False, buttons=[])
 
-                def select(event: gr.SelectData) -> list[str]:
-                    return [samples[event.index]]
+                        def select(event: gr.SelectData) -> list[str]:
+                            return [samples[event.index]]
 
-                chosen.select(select, None, files, api_visibility="private")
+                        chosen.select(select, None, files, api_visibility="private")
+            look: dict[str, Any] = {"columns": 3 - len(self.detectors), "object_fit": "contain"}
             with gr.Row():
-                columns = 3 - len(self.detectors)
-                galleries = [gr.Gallery(label=run, columns=columns, object_fit="contain") for run in self.detectors]
-            table = gr.Dataframe(headers=list(COLUMNS), label="Detections", interactive=False, max_height=400)
+                galleries = [gr.Gallery(label=run, elem_classes="pictures", **look) for run in self.detectors]
+            with gr.Accordion("Table of detections", open=False):
+                table = gr.Dataframe(headers=list(COLUMNS), show_label=False, interactive=False, max_height=400)
             shown = [*galleries, table, gr.DownloadButton("Download detections as JSON")]
             results = gr.State([])
             # One prediction at a time, since all sessions share the detectors and cores.
@@ -196,14 +220,15 @@ class App:
             from starlette.middleware.trustedhost import TrustedHostMiddleware
 
             # Requests for other host names are DNS rebinding: pages of other sites that try to reach this server.
-            middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])]
+            trusted = Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
+            options = {"middleware": [trusted, Middleware(_NoDownloads)]}
             page = self.page()
             logging.getLogger("uvicorn.error").addFilter(_without_traceback)
             try:
                 _, address, _ = page.launch(
                     server_name=HOST, server_port=port or None, share=False, quiet=True, prevent_thread_lock=True,
                     max_file_size=MAX_FILE_MB * 2**20, footer_links=[], run_history=False, ssr_mode=False,
-                    mcp_server=False, enable_monitoring=False, app_kwargs={"middleware": middleware},
+                    mcp_server=False, enable_monitoring=False, app_kwargs=options,
                     theme=gr.themes.Base(font="system-ui", font_mono="monospace"), css=STYLE,
                 )  # fmt: skip
             except (OSError, OverflowError):
@@ -229,6 +254,7 @@ def sample_images(runs: Iterable[str]) -> list[str]:
 
 def model_card(run: str, detector: "Detector") -> str:
     """The model card of a run as HTML: classes, threshold and, if its folder has a summary, detector, loss and AP."""
+    from aploss.plotting.plots import loss_label
     from aploss.training.run_folder import Summary
 
     rows = {"classes": ", ".join(detector.class_names)}
@@ -237,9 +263,9 @@ def model_card(run: str, detector: "Detector") -> str:
     folder = run_folder_of(run)
     if folder is not None and folder.summary_file.is_file():
         summary = Summary.read(folder.summary_file)
-        ap = "not measured" if summary.AP is None else f"{100 * summary.AP:.1f} on {summary.split}"
+        ap = "not measured" if summary.AP is None else f"{summary.AP:.3f} on {summary.split}"
         date = datetime.fromtimestamp(folder.summary_file.stat().st_mtime).astimezone()
-        rows = {"AP": ap, "loss": summary.loss, "detector": summary.detector, "data": summary.data} | rows
+        rows = {"AP": ap, "loss": loss_label(summary.loss), "detector": summary.detector, "data": summary.data} | rows
         rows["trained"] = f"{date:%d %B %Y}"
     cells = "".join(f"<tr><th>{name}</th><td>{escape(printable(str(text)))}</td></tr>" for name, text in rows.items())
     return f"<h2>{escape(printable(run))}</h2><table class='card'>{cells}</table>"
