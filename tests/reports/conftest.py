@@ -202,7 +202,6 @@ def comparison() -> Comparison:
         differences=differences,
         verdicts=[Verdict(True, "AP-loss is first, by at least 1 AP over focal loss"),
                   Verdict(False, "AUC-loss is last"), Verdict(None, "the order of the others")],
-        facts={"Seeds": 3, "Minutes": 14.6, "Detector": "retinanet-tiny", "Data": "builtin"},
         command="aploss reproduce table2 --scale small --seeds 3",
         paper="PASCAL VOC 2007 test, RetinaNet-50, 512 pixels",
         notes="The paper trains from pretrained weights at 512 pixels; this is a small detector.",

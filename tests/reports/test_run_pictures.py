@@ -51,7 +51,7 @@ def test_misses_and_false_positives_are_those_of_the_matching(make_run: MakeRun)
         "disk 0.15: scene_001.png",
         "disk 0.10: scene_001.png",
     ]
-    assert [picture.caption for picture in gallery(source)] == ["scene_001.png: 3 objects, 3 detections, 1 wrong"]
+    assert [picture.caption for picture in gallery(source)] == ["scene_001.png: objects 3, detections 3, wrong 1"]
 
 
 def test_two_runs_are_shown_side_by_side(make_run: MakeRun, tmp_path: Path) -> None:

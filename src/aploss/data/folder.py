@@ -53,7 +53,7 @@ KINDS = {
     "out-of-bounds-box": (Effect.BOX_CLIPPED, "a box that exceeds its image"),
     "class-lists-differ": (Effect.KEPT, "splits with different class lists"),
     "image-without-annotation": (Effect.KEPT, "an image without a label file, used as an image without objects"),
-    "image-in-two-splits": (Effect.KEPT, "the same image, or a copy of it, in two splits"),
+    "image-in-two-splits": (Effect.KEPT, "the same image, or a copy of it, in two splits: metrics are optimistic"),
     "copied-image": (Effect.KEPT, "two files of a split with the same content"),
     "repeated-box": (Effect.KEPT, "two objects of an image with the same box"),
     "tiny-box": (Effect.KEPT, "a box with a side below 2 pixels"),

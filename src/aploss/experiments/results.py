@@ -133,20 +133,12 @@ class Results:
             summary += f"\n\nNot finished: {len(self.runs)} of {total} runs are done."
         measured = [(one, run) for one in self.plan.variants for run in self.finished_runs(one.name)[:1]]
         names = dict.fromkeys(name for one, run in measured for name in one.measure.values(run))
-        minutes = {run.folder: run.summary.minutes for run in self.runs.values() if run.summary}  # some are shared
         return Comparison(
             entries=[_entry(self, variant, metrics) for variant in self.plan.variants],
             metrics=metrics,
             summary=summary,
             differences=self.differences(reference, metrics),
             class_differences=self.differences(reference, [name for name in names if name.startswith(CLASS_AP)]),
-            facts={
-                "Detector": _of_rows(self.plan, lambda config: config.detector),
-                "Data": Path(self.plan.variants[0].config.data).resolve().name,
-                "Length": _of_rows(self.plan, lambda config: f"{config.schedule.length} {config.schedule.unit}"),
-                "Seeds": len(self.seeds),
-                "Minutes of training": sum(minutes.values()),
-            },
             provenance=_provenance(self),
             sections=[*sections, *([_trials_section(self)] if self.trials else [])],
             confidence=self.plan.confidence,
@@ -237,7 +229,12 @@ def _provenance(results: Results) -> dict[str, Any]:
         seeds += f"; looked at after {counts} seeds until decided, with {plan.confidence:.1%} intervals"
     elif not results.given:
         seeds += "; their number was fixed in advance"
+    minutes = {run.folder: run.summary.minutes for run in results.runs.values() if run.summary}  # some are shared
     return {
+        "detector": _of_rows(plan, lambda one: one.detector),
+        "data": Path(plan.variants[0].config.data).resolve().name,
+        "length": _of_rows(plan, lambda one: f"{one.schedule.length} {one.schedule.unit}"),
+        "minutes of training": sum(minutes.values()),
         "commit": _listed(one.commit or "unknown" for one in summaries) or environment["commit"] or "unknown",
         "seeds": seeds,
         "batch": _of_rows(plan, lambda one: f"{one.batches.size} images x {one.batches.accumulate}"),

@@ -156,11 +156,10 @@ class Comparison:
     differences: Sequence[Difference] = ()
     class_differences: Sequence[Difference] = ()  # in the AP of single classes
     verdicts: Sequence[page.Verdict] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict)  # name → headline value, such as seeds and minutes
     command: str = ""  # the command that reproduces the page
     paper: str = ""  # the setup of the paper's numbers
     notes: str = ""  # paragraphs below the table, such as differences from the paper
-    provenance: Mapping[str, Any] = field(default_factory=dict)  # commit, versions, hardware, seeds
+    provenance: Mapping[str, Any] = field(default_factory=dict)  # detector, data, seeds, commit, hardware
     sections: Sequence[page.Section] = ()  # additional sections
     row_name: str = "loss"  # header of the first column
     curve_label: str = "AP"  # the metric of the curves
@@ -171,13 +170,10 @@ def write_comparison_report(comparison: Comparison, out: str | Path) -> Path:
     """Writes ``report.html``, ``table.md`` and ``table.tex`` into the folder ``out``; returns the path of the page."""
     write_text(Path(out) / "table.md", comparison_markdown(comparison))
     write_text(Path(out) / "table.tex", latex(comparison_table(comparison)))
-    facts = [(name, page.show(value, 1), "") for name, value in comparison.facts.items()]
     result: list[page.Block] = [
         *comparison.verdicts,
-        page.Text(comparison.summary),
-        *([page.Facts(facts)] if facts else []),
         comparison_table(comparison),
-        page.Text(comparison.notes),
+        page.Text(f"{comparison.summary}\n\n{comparison.notes}"),
     ]
     sections = [page.Section("Result", result)]
     if comparison.differences:
@@ -185,18 +181,18 @@ def write_comparison_report(comparison: Comparison, out: str | Path) -> Path:
         if comparison.class_differences:
             blocks.append(page.Section("By class", [_difference_table(comparison.class_differences)]))
         sections.append(page.Section("Differences", blocks))
-    note = "Mean over seeds; the band is ± one standard deviation."
     curves = []
     for against, what in (("steps", "steps"), ("minutes", "time")):
         if any(_has_curves(entry, against) for entry in comparison.entries):
             title = f"{comparison.curve_label} against {what}"
             svg = curve_plot(comparison.entries, against=against, title=title, label=comparison.curve_label)
-            curves.append(page.SvgFigure(svg, note, title))
+            curves.append(page.SvgFigure(svg, label=title))
     if curves:
-        sections.append(page.Section("Training curves", [page.Figures(curves)]))
+        note = page.Text("Mean over seeds; the band is ± one standard deviation.")
+        sections.append(page.Section("Training curves", [page.Figures(curves), note]))
     provenance: list[page.Block] = [page.Code(comparison.command, "Command")] if comparison.command else []
     if comparison.provenance:
-        rows = [[name, page.show(value)] for name, value in comparison.provenance.items()]
+        rows = [[name, page.show(value, 1)] for name, value in comparison.provenance.items()]
         provenance.append(page.Table(columns=["what", "value"], rows=rows))
     sections += [*comparison.sections, *([page.Section("Provenance", provenance)] if provenance else [])]
     return page.write_page(Path(out) / "report.html", comparison.title, sections)
@@ -270,7 +266,7 @@ def comparison_markdown(comparison: Comparison) -> str:
         _difference_table(differences).markdown() if differences else "",
         comparison.notes,
         f"```\n{comparison.command}\n```" if comparison.command else "",
-        "\n".join(f"- {name}: {page.show(value)}" for name, value in comparison.provenance.items()),
+        "\n".join(f"- {name}: {page.show(value, 1)}" for name, value in comparison.provenance.items()),
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
 

@@ -89,12 +89,10 @@ def _result(run: RunFiles) -> list[page.Block]:
     blocks: list[page.Block] = [_missing(problem) for problem in run.problems]
     if not summary and not run.metrics:
         return [*blocks, _absent("summary.json", "The run has not ended, or was not evaluated.")]
-    metrics = {name: values.get(name) for name in METRICS if name in HEADLINE_METRICS or values.get(name) is not None}
-    facts = [(name.replace("voc_", "VOC "), page.show(value), METRICS[name]) for name, value in metrics.items()]
+    names = [*HEADLINE_METRICS, *(["voc_AP50"] if values.get("voc_AP50") is not None else [])]
+    facts = [(name.replace("voc_", "VOC "), page.show(values.get(name)), METRICS[name]) for name in names]
     rates = {} if matrix is None else _rates(matrix)
-    facts[len(HEADLINE_METRICS) : len(HEADLINE_METRICS)] = [
-        (name.capitalize(), page.show(value), f"score at least {run.threshold:.2f}") for name, value in rates.items()
-    ]
+    facts += [(name.capitalize(), page.show(value), f"score ≥ {run.threshold:.2f}") for name, value in rates.items()]
     return [*blocks, page.Facts(facts, lead=True), page.Text(_story(run))]
 
 
@@ -159,20 +157,19 @@ def _training(run: RunFiles) -> list[page.Block]:
     effort = ", ".join(text.format(values[key]) for key, text in texts.items() if values.get(key) is not None)
     plotted = {
         "Training loss": {"loss": "total", "classification": "classification", "box": "box"},
-        "Learning rate": {"lr": "learning rate"},
         "Gradient norm": {"gradient_norm": "norm"},
     }
-    for title, keys in plotted.items():
-        if any(row.get(key) is not None for row in run.training for key in keys):
-            scale: dict[str, Any] = {"log_y": True} if "gradient_norm" in keys else {"y_range": (0, None)}
-            svg = curve_plot(run.training, keys, title=title, **scale)
-            figures.append(page.SvgFigure(svg, label=title, name=next(iter(keys))))
     if run.validation:
         best = max(run.validation, key=lambda row: row.get("AP") or 0.0)
         note = f"Best AP {page.show(best.get('AP'))} at step {best.get('step', page.DASH)}."
         keys = {name: name for name in HEADLINE_METRICS}
         svg = curve_plot(run.validation, keys, title="AP on validation", y_label="AP", y_range=(0, 1))
         figures.append(page.SvgFigure(svg, note, "AP on validation", name="AP"))
+    for title, keys in plotted.items():
+        if any(row.get(key) is not None for row in run.training for key in keys):
+            scale: dict[str, Any] = {"log_y": True} if "gradient_norm" in keys else {"y_range": (0, None)}
+            svg = curve_plot(run.training, keys, title=title, **scale)
+            figures.append(page.SvgFigure(svg, label=title, name=next(iter(keys))))
     if not figures:
         return [_absent("metrics.jsonl", "There are no curves.")]
     kinds = {"No training step was logged.": run.training, "There was no validation.": run.validation}
@@ -184,24 +181,20 @@ def _classes(run: RunFiles) -> list[page.Block]:
     per_class = run.metrics.get("per_class") or run.summary.get("per_class") or {}
     if not per_class:
         return [_absent("evaluation/metrics.json", "AP per class is unknown.")]
-    blocks: list[page.Block] = []
-    stored = run.metrics.get("precision_recall") or {}
-    curves = {name: SimpleNamespace(**curve) for name, curve in stored.items() if len(curve["recall"])}
-    if curves:
-        svg = plots.precision_recall_plot(curves)
-        blocks.append(
-            page.Figures([page.SvgFigure(svg, "The legend shows AP50.", "Precision over recall", "precision-recall")])
-        )
     rates: dict[str, dict[str, float | None]] = {}
+    overall: dict[str, Any] = {**run.summary, **run.metrics}
     if (matrix := run.confusion_matrix) is not None:
         rates = {name: _rates(matrix, label) for label, name in enumerate(run.class_names)}
+        overall |= _rates(matrix)
     table = {name: {**row, **rates.get(name, {})} for name, row in per_class.items()}
     keys = [key for key in (*METRICS, *RATES, "objects") if any(row.get(key) is not None for row in table.values())]
     rows = [
         [page.Cell(name, colour=class_colour(place)), *map(row.get, keys)]
         for place, (name, row) in enumerate(table.items())
     ]
-    return [*blocks, page.Table(columns=["class", *keys], rows=rows)]
+    rows.append([page.Cell("all", strong=True), *(page.Cell(overall.get(key), strong=True) for key in keys)])
+    caption = "; ".join(f"{key}: {METRICS[key]}" for key in keys if key in METRICS and key not in HEADLINE_METRICS)
+    return [page.Table(columns=["class", *keys], rows=rows, caption=caption and f"{caption}.")]
 
 
 def _scores(run: RunFiles) -> list[page.Block]:
@@ -209,18 +202,21 @@ def _scores(run: RunFiles) -> list[page.Block]:
         "A ranking loss orders detections but leaves the scale of their scores open. After calibration, a score of 0.7 "
         "means about 70 % precision. The order of the detections, and hence AP, is unchanged."
     )
+    figures = []
+    stored = run.metrics.get("precision_recall") or {}
+    if curves := {name: SimpleNamespace(**curve) for name, curve in stored.items() if len(curve["recall"])}:
+        svg = plots.precision_recall_plot(curves)
+        figures.append(page.SvgFigure(svg, "The legend shows AP50.", "Precision over recall", "precision-recall"))
     before, after = (run.calibration.get(key) or {} for key in ("before", "after"))
     if not (before.get("bins") or after.get("bins")):
-        return [text, _absent("evaluation/calibration.json", "There is no reliability plot.")]
+        return [page.Figures(figures), text, _absent("evaluation/calibration.json", "There is no reliability plot.")]
     fitted, measured = run.calibration.get("fitted_on"), run.calibration.get("measured_on")
     note = "Larger markers stand for more detections."
     if fitted and measured:
         note += f" The calibration was fitted on {fitted} and measured on {measured}"
         note += ", which is optimistic." if fitted == measured else "."
-    return [
-        text,
-        page.Figures([page.SvgFigure(reliability_plot(before, after), note, "Precision over score", "reliability")]),
-    ]
+    figures.append(page.SvgFigure(reliability_plot(before, after), note, "Precision over score", "reliability"))
+    return [page.Figures(figures), text]
 
 
 def _settings(run: RunFiles) -> list[page.Block]:
@@ -228,7 +224,7 @@ def _settings(run: RunFiles) -> list[page.Block]:
     if command := run.summary.get("command") or run.environment.get("command"):
         text = command if isinstance(command, str) else " ".join(map(str, command))
         blocks.append(page.Code(text, "Command of this run"))
-    blocks.append(page.Code(f"aploss predict {run.folder} IMAGES... --out DIR", "Use the model"))
+    blocks.append(page.Code(f"aploss predict {run.folder} IMAGES...", "Use the model"))
     if run.config:
         blocks.append(page.Section("All settings (`config.yaml`)", [page.Code(run.config)]))
     else:
@@ -356,13 +352,13 @@ class PictureSource:
         return [usable[place] for place in np.unique(places)]
 
 
-def gallery(source: PictureSource, count: int = 12) -> list[page.Picture]:
+def gallery(source: PictureSource, count: int = 6) -> list[page.Picture]:
     """Images evenly spaced through the split, not selected by their result."""
     pictures = []
     for image_id in source.evenly_spaced(count):
         rows, outcomes = source.drawn(image_id), source.run.outcomes
-        caption = f"{source.file_name(image_id)}: {len(source.objects_of[image_id])} objects, {len(rows)} detections"
-        caption += "" if outcomes is None else f", {(outcomes[rows] == 0).sum()} wrong"
+        caption = f"{source.file_name(image_id)}: objects {len(source.objects_of[image_id])}, detections {len(rows)}"
+        caption += "" if outcomes is None else f", wrong {(outcomes[rows] == 0).sum()}"
         pictures.append(source.draw(image_id, caption, rows))
     return list(filter(None, pictures))
 
@@ -394,7 +390,7 @@ def misses(source: PictureSource, count: int = 12) -> list[page.Picture]:
 
     def draw(place: int) -> page.Picture | None:
         entry, score = source.objects[place], scores[place]
-        note = "not detected" if score < 0 else f"detected with score {score:.3f}"
+        note = "not detected" if score < 0 else f"score {score:.3f}"
         caption = f"{source.class_name(entry)}, {note}: {source.file_name(entry['image_id'])}"
         return source.draw(entry["image_id"], caption, source.drawn(entry["image_id"]), around=entry, missed=place)
 
@@ -469,17 +465,20 @@ SAMPLE = (
     "Images evenly spaced through the split, not selected by their result. Dashed white: annotated objects. Solid, in "
     "the colour of the class: detections with a score of at least {:.2f}."
 )
-MISSED = "Objects that no drawn detection found (IoU 0.5): undetected objects first, at most two per image."
+MISSED = (
+    "Annotated objects without a detection of score {:.2f} or more (IoU 0.5), by ascending score of the best one below "
+    "it; at most two per image."
+)
 FALSE = "The wrong detections with the highest scores, at most two per image. Some may be objects without annotation."
 SECTIONS: Mapping[str, Callable[[RunFiles], list[page.Block]]] = {
     "Result": _result,
-    "Training": _training,
+    "Example detections": partial(_pictures, gallery, SAMPLE, sample=True),
     "Classes": _classes,
     "Confusion matrix": _confusions,
-    "Scores": _scores,
-    "Sample": partial(_pictures, gallery, SAMPLE, sample=True),
     "Missed objects": partial(_pictures, misses, MISSED),
     "False positives": partial(_pictures, false_positives, FALSE),
+    "Precision and scores": _scores,
+    "Training": _training,
     "Settings": _settings,
 }
 
