@@ -97,12 +97,6 @@ def _without_traceback(record: logging.LogRecord) -> bool:
     return True
 
 
-def _require_upload(file: dict[str, Any]) -> None:
-    """Refuses a URL, which Gradio would download; it refuses paths outside the folder of uploads itself."""
-    if not Path(file["path"]).is_absolute():
-        raise ConfigError("images must be uploaded: a URL is not downloaded")
-
-
 class _NoDownloads:
     """ASGI middleware that refuses ``/file=URL``, for which Gradio would download the URL."""
 
@@ -168,12 +162,12 @@ class App:
     def page(self) -> "Blocks":
         """Builds the page."""
         import gradio as gr
-        from gradio_client.utils import is_file_obj, traverse
 
         class Page(gr.Blocks):
             async def process_api(self, block_fn: Any, inputs: list[Any], *arguments: Any, **options: Any) -> Any:
                 with _shown_on_page():  # values that Gradio itself refuses, before a callback
-                    traverse(inputs, _require_upload, is_file_obj)
+                    if '"path": "http' in json.dumps(inputs, default=str):  # Gradio would download it
+                        raise ConfigError("images must be uploaded: a URL is not downloaded")
                     return await super().process_api(block_fn, inputs, *arguments, **options)
 
         with Page(title="aploss", analytics_enabled=False, delete_cache=UPLOADS_KEPT) as page:
@@ -253,13 +247,11 @@ def sample_images(runs: Iterable[str]) -> list[str]:
 
 
 def model_card(run: str, detector: "Detector") -> str:
-    """The model card of a run as HTML: classes, threshold and, if its folder has a summary, detector, loss and AP."""
+    """The model card of a run as HTML: classes and, if its folder has a summary, detector, loss and AP."""
     from aploss.plotting.plots import loss_label
     from aploss.training.run_folder import Summary
 
     rows = {"classes": ", ".join(detector.class_names)}
-    if detector.draw_threshold is not None:
-        rows["threshold"] = f"{detector.draw_threshold:.2f} (best F1 on validation)"
     folder = run_folder_of(run)
     if folder is not None and folder.summary_file.is_file():
         summary = Summary.read(folder.summary_file)

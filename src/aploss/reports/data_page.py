@@ -41,14 +41,12 @@ def _result(result: CheckResult) -> list[page.Block]:
         ("Boxes", f"{total.boxes:,}", f"{total.boxes / max(1, total.images):.1f} per image"),
         ("Classes", str(len(result.class_names)), ""),
     ]
-    fields = {"images": "images", "without boxes": "empty_images", "boxes": "boxes", "difficult": "difficult"}
-    fields |= {"crowd": "crowd", "image sizes": "image_sizes"}
-    columns = {"split": list(result.splits)}
-    columns |= {name: [getattr(one, key) for one in result.splits.values()] for name, key in fields.items()}
-    columns = {name: values for name, values in columns.items() if any(values)}
-    rows = list(zip(*columns.values(), strict=True))
+    names = ("images", "empty_images", "boxes", "difficult", "crowd", "image_sizes")
+    keys = [name for name in names if any(getattr(one, name) for one in result.splits.values())]
+    rows = [[name, *(getattr(one, key) for key in keys)] for name, one in result.splits.items()]
+    table = page.Table(columns=["split", *(key.replace("_", " ") for key in keys)], rows=rows)
     verdict = page.Verdict(False if not usable else None if problems else True, problems or "no problem found", label)
-    return [verdict, page.Facts(facts), page.Table(columns=list(columns), rows=rows)]
+    return [verdict, page.Facts(facts), table]
 
 
 def _classes(result: CheckResult) -> page.Table:
@@ -87,8 +85,9 @@ def _problems(result: CheckResult) -> list[page.Block]:
 def _picture(result: CheckResult, finding: Finding) -> page.Picture | None:
     """The surroundings of the box of a problem, or its image; None if it has none, or one that cannot be read."""
     problem = finding.problem
-    image = _open(result, problem.image) if problem.image else None
-    if image is None:
+    try:
+        image = Image.fromarray(read_image(Path(result.root) / problem.image).permute(1, 2, 0).numpy())
+    except (ImageError, OSError):
         return None
     picture, corner = (image, (0, 0)) if problem.box is None else crop_around(image, problem.box)
     factor = min(TILE / max(picture.size), 8.0)
@@ -98,10 +97,3 @@ def _picture(result: CheckResult, finding: Finding) -> page.Picture | None:
         picture = outline_boxes(picture, [boxes], captions=[""], colours=[VERMILLION], dashed=[False])
     caption = Path(problem.image).name if problem.box is not None else f"{problem.image}: {problem.message}"
     return page.Picture(data_uri(picture), caption)
-
-
-def _open(result: CheckResult, name: str) -> Image.Image | None:
-    try:
-        return Image.fromarray(read_image(Path(result.root) / name).permute(1, 2, 0).numpy())
-    except (ImageError, OSError):
-        return None

@@ -24,9 +24,7 @@ from aploss.reports.run_files import RunFiles, read_run
 
 logger = logging.getLogger(__name__)
 
-SHOWN_NAMES = 8  # of unreadable images
 MAX_MATRIX = 12  # classes of a confusion matrix; of more, the most frequent errors are listed
-RATES = ("precision", "recall", "F1")  # at the threshold
 
 TRUTH_COLOUR = "#ffffff"
 MAX_CAPTIONS = 8  # more captions would hide the picture
@@ -143,7 +141,7 @@ def _story(run: RunFiles) -> str:
     if summary.get("bad_steps"):
         parts.append(f"{summary['bad_steps']} step(s) with NaN or Inf were skipped.")
     if unreadable := summary.get("unreadable_images"):
-        names = listed([Path(str(path)).name for path in unreadable], SHOWN_NAMES)
+        names = listed([Path(str(path)).name for path in unreadable])
         parts.append(f"{len(unreadable)} image(s) could not be read and were skipped: {names}.")
     if changes := summary.get("resume_changes"):
         parts.append(f"When the run was resumed, something had changed: {'; '.join(map(str, changes))}.")
@@ -160,11 +158,9 @@ def _training(run: RunFiles) -> list[page.Block]:
         "Gradient norm": {"gradient_norm": "norm"},
     }
     if run.validation:
-        best = max(run.validation, key=lambda row: row.get("AP") or 0.0)
-        note = f"Best AP {page.show(best.get('AP'))} at step {best.get('step', page.DASH)}."
         keys = {name: name for name in HEADLINE_METRICS}
         svg = curve_plot(run.validation, keys, title="AP on validation", y_label="AP", y_range=(0, 1))
-        figures.append(page.SvgFigure(svg, note, "AP on validation", name="AP"))
+        figures.append(page.SvgFigure(svg, label="AP on validation", name="AP"))
     for title, keys in plotted.items():
         if any(row.get(key) is not None for row in run.training for key in keys):
             scale: dict[str, Any] = {"log_y": True} if "gradient_norm" in keys else {"y_range": (0, None)}
@@ -172,9 +168,7 @@ def _training(run: RunFiles) -> list[page.Block]:
             figures.append(page.SvgFigure(svg, label=title, name=next(iter(keys))))
     if not figures:
         return [_absent("metrics.jsonl", "There are no curves.")]
-    kinds = {"No training step was logged.": run.training, "There was no validation.": run.validation}
-    missing = [_missing(text) for text, rows in kinds.items() if not rows]
-    return [page.Text(effort and f"{effort}."), page.Figures(figures), *missing]
+    return [page.Text(effort and f"{effort}."), page.Figures(figures)]
 
 
 def _classes(run: RunFiles) -> list[page.Block]:
@@ -187,7 +181,11 @@ def _classes(run: RunFiles) -> list[page.Block]:
         rates = {name: _rates(matrix, label) for label, name in enumerate(run.class_names)}
         overall |= _rates(matrix)
     table = {name: {**row, **rates.get(name, {})} for name, row in per_class.items()}
-    keys = [key for key in (*METRICS, *RATES, "objects") if any(row.get(key) is not None for row in table.values())]
+    keys = [
+        key
+        for key in (*METRICS, "precision", "recall", "F1", "objects")
+        if any(row.get(key) is not None for row in table.values())
+    ]
     rows = [
         [page.Cell(name, colour=class_colour(place)), *map(row.get, keys)]
         for place, (name, row) in enumerate(table.items())
