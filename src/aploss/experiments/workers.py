@@ -195,7 +195,7 @@ def _train_on_ray(
             batches = replace(job.config.batches, workers=min(1, threads - 1))
             job = replace(job, config=replace(job.config, batches=batches))
         return train_run(job)
-    except TrainingInterruptedError:  # this worker was stopped: the other runs go on
+    except TrainingInterruptedError:  # this worker was stopped: the other runs continue
         raise
     except AplossError as error:
         return error

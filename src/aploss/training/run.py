@@ -59,13 +59,12 @@ def train(
     """Trains, evaluates and reports one run.
 
     Under ``torchrun`` every process calls it. On a CPU the same config always gives the same weights and metrics.
-    Random generators and global switches of torch are restored afterwards.
+    Random generators and switches of torch are restored; the process keeps freed memory, see :func:`keep_freed_memory`.
 
     Args:
         config: the settings; ``config.out`` is the run folder.
         resume: continue the run in the folder. A finished run is only read, unless ``config`` is longer; if there is
-            no run, one is started. Implied for a process restarted by ``torchrun --max-restarts`` or
-            ``sbatch --requeue``.
+            no run, one is started. Implied if torchrun or SLURM has restarted the process.
         quiet: show only warnings; otherwise a progress bar on a terminal, lines elsewhere.
         callbacks: called on rank 0: functions with every row of metrics, objects of
             :class:`~aploss.training.Callback` also at the start and at the end.
