@@ -96,12 +96,13 @@ class Operator:
         self, gradients: Sequence[Tensor], dtypes: Sequence[torch.dtype], upstream: Sequence[Tensor], num_inputs: int
     ) -> list[Tensor | None]:
         """Sums the gradients of the pairs into one gradient per argument, cast to the dtype of the argument."""
-        result: list[Tensor | None] = [None] * num_inputs
+        result: list[Any] = [None] * num_inputs
         for (argument, value), gradient in zip(self.pairs, gradients, strict=True):
             product, before = gradient * upstream[value], result[argument]
             result[argument] = product if before is None else before + product
         for (argument, _), dtype in zip(self.pairs, dtypes, strict=True):
-            result[argument] = result[argument].to(dtype)  # type: ignore[union-attr]
+            if result[argument].dtype != dtype:
+                result[argument] = result[argument].to(dtype)
         return result
 
 

@@ -65,11 +65,6 @@ class SmoothAPLoss(LossModule):
         super().__init__(temperature=temperature, log_space=log_space, eps=eps)
         self(torch.zeros(1), torch.zeros(1))  # raises for options out of range
 
-    def forward(self, scores: Tensor, targets: Tensor) -> Tensor:
-        """See :func:`smooth_ap_loss`."""
-        loss: Tensor = self._call(scores, targets)
-        return loss
-
 
 def _value_and_gradient(
     scores: Tensor, targets: Tensor, temperature: float, log_space: bool, eps: float, _: bool

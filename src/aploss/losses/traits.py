@@ -100,6 +100,10 @@ class LossModule(nn.Module):
             else:
                 setattr(self, name, value)
 
+    def forward(self, scores: Tensor, targets: Tensor) -> Any:
+        """Computes the loss."""
+        return self._call(scores, targets)
+
     def _call(self, *tensors: Tensor, **given: Any) -> Any:
         """The function with these tensors; arguments that are given take precedence over the options."""
         options = {name: getattr(self, name) for name in self._options}

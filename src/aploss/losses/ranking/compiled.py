@@ -3,6 +3,7 @@
 # mypy: disable-error-code="no-untyped-call"
 
 import logging
+import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -11,6 +12,7 @@ import numba
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 _log = logging.getLogger("aploss.losses")
+_is_announced = False
 
 
 class Kernel:
@@ -29,6 +31,7 @@ class Kernel:
             self._disable_cache(error)
 
     def __call__(self, *arguments: Any) -> Any:
+        start = time.perf_counter() if self.is_first_call else 0.0
         try:
             result = self.compiled(*arguments)
         except Exception as error:
@@ -39,7 +42,7 @@ class Kernel:
         if self.is_first_call:
             self.is_first_call = False
             if self.compiled.stats.cache_misses or not self.cached:
-                _log_compilation()
+                _log_compilation(time.perf_counter() - start)
         return result
 
     def _disable_cache(self, error: Exception) -> None:
@@ -47,10 +50,15 @@ class Kernel:
         _warn_about_cache(f"{type(error).__name__}: {error}")
 
 
-@cache
-def _log_compilation() -> None:
-    """After the first of the kernels, so that the user knows what the next seconds are spent on."""
-    _log.warning("compiling the ranking losses for this processor, about 4 seconds; later runs load them from a cache")
+def _log_compilation(seconds: float) -> None:
+    """Logs, after the first kernel of the process, how long the others will take; the first is a fifth of them all."""
+    global _is_announced
+    if not _is_announced:
+        _is_announced = True
+        _log.warning(
+            "compiling the ranking losses for this processor, about %.0f seconds; later runs load them from a cache",
+            max(1, 4 * seconds),
+        )
 
 
 @cache

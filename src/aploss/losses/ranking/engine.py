@@ -243,7 +243,8 @@ def _make_problem(scores: Tensor, targets: Tensor, options: Options, box_losses:
 
 def _flatten(values: Tensor) -> Tensor:
     """The values [N], contiguous and detached; every operation of torch that is left out counts for few scores."""
-    values = values.detach()
+    if values.requires_grad:
+        values = values.detach()
     if values.is_neg():
         values = values.resolve_neg()
     return values if values.ndim == 1 and values.is_contiguous() else values.reshape(-1).contiguous()

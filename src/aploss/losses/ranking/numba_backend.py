@@ -32,10 +32,11 @@ from .torch_backend import Found, Positives, Problem, Ranks, Reduce, Status, Tor
 SCORE_DTYPES, TARGET_DTYPES = (torch.float32, torch.float64), (torch.float32, torch.float64, torch.int64)
 BLOCK = 256
 MIN_SCORES_PER_THREAD = 1 << 16
+_NO_GROUPS = np.empty(0, np.int32)
 MAX_CELLS_PER_ROW = 16  # of the lookup table: most cells then hold no edge, or one
 
 # Functions that kernels call need no entry point from Python.
-_inside: Any = numba.njit(**{**OPTIONS, "forceinline": True, "no_cpython_wrapper": True})
+_inside: Any = numba.njit(**{**OPTIONS, "no_cpython_wrapper": True})
 
 
 # ---- Kernels -------------------------------------------------------------------------------------
@@ -43,40 +44,37 @@ _inside: Any = numba.njit(**{**OPTIONS, "forceinline": True, "no_cpython_wrapper
 
 @Kernel
 def find_positives(targets, scores, soft, negative, index, values):
-    """Marks the negatives [N]; collects flat index and score of the positives, as far as there is room for them.
+    """Marks the negatives [N]; collects flat index and score of the positives, for which it needs N + 1 places.
 
     Returns:
         The number of positives, of negatives, of invalid targets and of invalid scores.
     """
-    found, negatives, bad_targets, bad_scores, room = 0, len(targets), 0, 0, len(index)
-    size, step, candidates = np.uint64(len(targets)), np.uint64(BLOCK), np.empty(BLOCK, np.uint64)
+    found, negatives, bad_targets, bad_scores = np.uint64(0), len(targets), 0, 0
+    size, step = np.uint64(len(targets)), np.uint64(BLOCK)
     for block in range(np.uint64(0), size, step):
-        stop = min(block + step, size)
+        stop = block + step if block + step < size else size
         others, infinite = False, False
         for i in range(block, stop):  # vectorised: most blocks hold finite negatives only
             negative[i] = targets[i] == 0
             others |= targets[i] != 0
             infinite |= not abs(scores[i]) < np.inf
-        if not (others or infinite):
-            continue
-        count = np.uint64(0)
-        for i in range(block, stop):  # without a branch, which a processor would often guess wrong
-            candidates[count] = i
-            count += np.uint64(not negative[i])
-        negatives -= np.int64(count)
+        if others:
+            first = last = found
+            for i in range(block, stop):  # without a branch, which a processor would often guess wrong
+                index[last] = i
+                last += np.uint64(not negative[i])
+            negatives -= np.int64(last - first)
+            for k in range(first, last):
+                i = np.uint64(index[k])
+                if targets[i] == 1 or (soft and targets[i] > 0 and targets[i] < 1):
+                    index[found], values[found] = i, scores[i]
+                    found += np.uint64(1)
+                else:
+                    bad_targets += targets[i] != -1
         if infinite:
             for i in range(block, stop):
-                bad_scores += negative[i] and not abs(scores[i]) < np.inf
-        for k in range(count):
-            i = candidates[k]
-            if targets[i] == 1 or (soft and targets[i] > 0 and targets[i] < 1):
-                if found < room:
-                    index[found], values[found] = i, scores[i]
-                found += 1
-                bad_scores += not abs(scores[i]) < np.inf
-            else:
-                bad_targets += targets[i] != -1
-    return found, negatives, bad_targets, bad_scores
+                bad_scores += targets[i] != -1 and not abs(scores[i]) < np.inf
+    return np.int64(found), negatives, bad_targets, bad_scores
 
 
 # What the kernels exchange, for P positives in G groups that cut the axis into R rows: the rows of three arrays, as
@@ -184,7 +182,8 @@ def _tally_negatives(
     zero, one = axis.dtype.type(0), axis.dtype.type(1)
     cells, distances = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.int64)
     for block in range(np.uint64(start), np.uint64(stop), np.uint64(BLOCK)):
-        size, crowded = min(np.uint64(BLOCK), np.uint64(stop) - block), False
+        size, crowded = np.uint64(stop) - block, False
+        size = size if size < np.uint64(BLOCK) else np.uint64(BLOCK)
         # One loop per step: most of them are vectorised. A cell is 0 below all edges, and never falls as the score
         # rises, however it is rounded.
         for n in range(size if single else 0):
@@ -192,7 +191,7 @@ def _tally_negatives(
             position = position if position < last else last
             cells[n] = np.int32((position if position > -one else -one) + one)
         for n in range(0 if single else size):
-            g = max(groups[block + n], 0)
+            g = groups[block + n] if groups[block + n] > 0 else 0
             position = (scores[block + n] - axis[LOW, g]) * axis[SCALE, g]
             position = position if position < axis[LAST, g] else axis[LAST, g]
             cells[n] = np.int32((position if position > -one else -one) + one)
@@ -238,22 +237,23 @@ def _rank_positives(positives, first_positive, delta, axis, places, space, talli
         first, stop, first_row = first_positive[g], first_positive[g + 1], stop_row
         stop_row += (stop - first) * (2 if delta > 0 else 1) + 1
         row, negatives, total = first_row, 0.0, 0.0
-        for kind in range(COUNT, last, PER_KIND):
-            for place in range(first_row, stop_row):
-                space[kind, place], space[kind + 1, place], space[kind + 2, place] = 0.0, 0.0, 0.0
         for i in range(first, stop):
             while row + 1 < stop_row and axis[EDGE, row + 1] <= positives[i]:
                 row += 1
             places[OWN_ROW, i] = row
             total += space[OWN, i]
-            share = (positives[i] - axis[EDGE, row]) * inverse if delta > 0 else 0.0
-            for kind in range(COUNT + PER_KIND, last, PER_KIND):
-                space[kind, row] += space[kind + 3, i]
-                space[kind + 1, row] += space[kind + 3, i] * share
         for row in range(first_row, stop_row):
-            space[COUNT, row], space[COUNT + 1, row] = tallies[row, 0], tallies[row, 1] * scale
             negatives += tallies[row, 0]
         for kind in range(COUNT, last, PER_KIND):
+            of_positives = kind > COUNT
+            for row in range(first_row, stop_row):
+                space[kind, row] = 0.0 if of_positives else tallies[row, 0]
+                space[kind + 1, row] = 0.0 if of_positives else tallies[row, 1] * scale
+            for i in range(first if of_positives else stop, stop):
+                row, value = places[OWN_ROW, i], space[kind + 3, i]
+                space[kind, row] += value
+                if delta > 0:
+                    space[kind + 1, row] += value * ((positives[i] - axis[EDGE, row]) * inverse)
             above, integral = 0.0, 0.0
             for row in range(stop_row - 1, first_row, -1):
                 count = space[kind, row]
@@ -263,11 +263,12 @@ def _rank_positives(positives, first_positive, delta, axis, places, space, talli
                     integral += above * space[LENGTH, row] + space[kind + 1, row] + count * space[GAP, row]
                 above += count
                 space[kind + 2, row] = integral
+            space[kind + 2, first_row] = 0.0
+            for i in range(first, stop):
+                above = space[kind + 2, places[FIRST_ROW, i]]
+                above -= space[kind + 2, places[LAST_ROW, i]] if delta > 0 else 0.0
+                space[kind + 3, i] = above - (f0 * space[kind + 3, i] if of_positives else 0.0)  # without i itself
         for i in range(first, stop):
-            start, end = places[FIRST_ROW, i], places[LAST_ROW, i] if delta > 0 else first_row
-            for kind in range(COUNT, last, PER_KIND):  # without i itself
-                above = space[kind + 2, start] - space[kind + 2, end]
-                space[kind + 3, i] = above - (f0 * space[kind + 3, i] if kind > COUNT else 0.0)
             space[N_RANK, i], space[P_RANK, i] = space[COUNT + 3, i], space[COUNT + PER_KIND + 3, i]
             space[NEGATIVES, i] = negatives
             space[WEIGHT, i] = space[OWN, i] / (total if total > 0 else 1.0) / groups
@@ -290,7 +291,7 @@ def _apply_ratio(ratio, places, space):
 @_inside
 def _cut_line(first_positive, delta, axis, places, space):
     """The line sum_i own_i / n_i f(s - s_i) in each row; it is 0 in the last one, for scores that are not negatives."""
-    inverse, row = 0.5 / delta if delta > 0 else 0.0, 0
+    inverse = 0.5 / delta if delta > 0 else 0.0
     for row in range(axis.shape[1]):
         axis[VALUE, row], axis[SLOPE, row], space[CHANGE, row] = 0.0, 0.0, 0.0
     for i in range(places.shape[1]):
@@ -317,13 +318,8 @@ def _cut_line(first_positive, delta, axis, places, space):
 @_inside
 def _write_gradient(scores, start, stop, rows, delta, axis, places, space, out):
     """Writes the gradient of a part of the scores: the value of its row's line for each, -own_i for positives."""
-    zero, width, edges, values, slopes = (
-        axis.dtype.type(0),
-        axis.dtype.type(2 * delta),
-        axis[EDGE],
-        axis[VALUE],
-        axis[SLOPE],
-    )
+    edges, values, slopes = axis[EDGE], axis[VALUE], axis[SLOPE]
+    zero, width = axis.dtype.type(0), axis.dtype.type(2 * delta)
     for i in range(np.uint64(start), np.uint64(stop)):
         row = np.uint64(rows[i])
         distance = scores[i] - edges[row]  # -inf below all edges, NaN for ignored scores
@@ -342,18 +338,22 @@ cut_axis, build_tables, tally_negatives, rank_positives, cut_line, write_gradien
 
 
 @Kernel
-def loss_and_gradient(scores, negative, groups, positives, index, delta, unit, ratio, out):
-    """All of it in one call, for one thread and one group; ``out`` gets the gradient unless it is empty."""
-    size, count = len(scores), len(positives)
+def loss_and_gradient(scores, negative, groups, values, index, order, delta, unit, cells_per_row, ratio, out):
+    """All of it in one call, for one thread and one group; ``out`` gets the gradient unless it is empty.
+
+    ``order`` sorts the positives, whose scores are ``values``.
+    """
+    size, count = len(scores), len(order)
     num_rows = count * (2 if delta > 0 else 1) + 1
-    cells_per_row = min(max(size // (2 * num_rows), 3), MAX_CELLS_PER_ROW)
-    axis, places = np.empty((8, num_rows + 1), scores.dtype), np.empty((4, count), np.int64)
-    space, first_positive = np.empty((COUNT + 2 * PER_KIND, num_rows + 1)), np.empty(2, np.int64)
+    # Rows of matrices, as every kind of allocation takes time to compile.
+    axis, positives = np.empty((8, num_rows + 1), scores.dtype), np.empty(count, np.float64)
+    space, places = np.empty((COUNT + 2 * PER_KIND, num_rows + 1), np.float64), np.empty((4, count), np.int64)
+    tallies, first_positive = np.empty((num_rows + 1, 2), np.int64), np.empty(2, np.int64)
     table, rows = np.empty(cells_per_row * num_rows + 2, np.uint32), np.empty(size, np.uint32)
-    tallies = np.empty((num_rows + 1, 2), np.int64)
     first_positive[0], first_positive[1] = 0, count
     for i in range(count):
-        places[INDEX, i], space[OWN, i], space[COUNT + PER_KIND + 3, i] = index[i], 1.0, 1.0
+        positives[i], places[INDEX, i] = values[order[i]], index[order[i]]
+        space[OWN, i], space[COUNT + PER_KIND + 3, i] = 1.0, 1.0
     for row in range(num_rows + 1):
         tallies[row, 0], tallies[row, 1] = 0, 0
     for cell in range(len(table)):
@@ -426,29 +426,23 @@ class _Axis:
         self.places[INDEX] = index
         self.space = np.empty((COUNT + PER_KIND * (2 + columns), self.num_rows + 1))
         self.space[OWN], self.space[COUNT + PER_KIND + 3] = 1.0, 1.0  # importance, and the column of the positives
-        self.cells_per_row = min(max(len(like) // (2 * self.num_rows), 3), MAX_CELLS_PER_ROW)
+        self.cells_per_row = _cells_per_row(len(like), self.num_rows)
         self.table = np.zeros(self.cells_per_row * self.num_rows + 2 * (len(first_positive) - 1), np.uint32)
 
-    def tallies(self) -> Any:
-        return np.zeros((self.num_rows + 1, 2), np.int64)
+
+def _find(problem: Problem) -> tuple[Any, Any, Any, Any, Status]:
+    """The scores [N], and which of them are negatives; flat index and score of the positives [P]; their numbers."""
+    scores, targets = problem.scores, problem.targets
+    flat = (scores if scores.dtype in SCORE_DTYPES else scores.to(torch.float32)).numpy()
+    marks = (targets if targets.dtype in TARGET_DTYPES else targets.to(torch.float32)).numpy()
+    size = len(flat)
+    negative, index, values = np.empty(size, np.bool_), np.empty(size + 1, np.int64), np.empty(size + 1, flat.dtype)
+    status = Status(*find_positives(marks, flat, problem.rule.soft_targets, negative, index, values))
+    return flat, negative, index[: status.positives], values[: status.positives], status
 
 
-_NO_GROUPS = np.empty(0, np.int32)
-
-
-def _find(targets: Any, scores: Any, soft: bool) -> tuple[Any, Any, Any, Any]:
-    """The negatives [N]; flat index and score of the positives [P]; see ``find_positives`` for the counts."""
-    negative, room = np.empty(len(scores), np.bool_), BLOCK + len(scores) // 8
-    while True:
-        index, values = np.empty(room, np.int64), np.empty(room)
-        found, *counts = find_positives(targets, scores, soft + 0, negative, index, values)
-        if found <= room:
-            return negative, index[:found], values[:found], counts
-        room = found
-
-
-def _as_array(values: Tensor, dtypes: tuple[torch.dtype, ...]) -> Any:
-    return (values if values.dtype in dtypes else values.to(torch.float32)).numpy()
+def _cells_per_row(size: int, num_rows: int) -> int:
+    return min(max(size // (2 * num_rows), 3), MAX_CELLS_PER_ROW)
 
 
 @cache
@@ -486,24 +480,22 @@ class NumbaBackend(TorchBackend):
             return None
         if problem.groups is not None or problem.weights is not None or _num_parts(len(problem.scores)) > 1:
             return None
-        flat = _as_array(problem.scores, SCORE_DTYPES)
-        negative, index, positives, (_, *bad) = _find(
-            _as_array(problem.targets, TARGET_DTYPES), flat, rule.soft_targets
-        )
-        if len(index) == 0 or any(bad):
+        flat, negative, index, values, status = _find(problem)
+        if status.positives == 0 or status.bad_targets or status.bad_scores:
             return None
-        order, unit = positives.argsort(), _fixed_point_unit(len(flat))
-        out = np.empty(len(flat) if needs_gradient else 0, flat.dtype)
-        given = (positives[order], index[order], problem.delta, unit, _ratio_of(rule.error, rule.monotone), out)
-        loss = loss_and_gradient(flat, negative, _NO_GROUPS, *given)
-        values = (torch.scalar_tensor(loss, dtype=problem.dtype),)
-        return values, (torch.from_numpy(out),) if needs_gradient else ()
+        size, num_rows = len(flat), len(index) * (2 if problem.delta > 0 else 1) + 1
+        out = np.empty(size if needs_gradient else 0, flat.dtype)
+        options = (_fixed_point_unit(size), _cells_per_row(size, num_rows), _ratio_of(rule.error, rule.monotone))
+        given = (flat, negative, _NO_GROUPS, values, index, values.argsort())
+        loss = loss_and_gradient(*given, problem.delta, *options, out)
+        value = torch.scalar_tensor(loss, dtype=problem.dtype)
+        return (value,), (torch.from_numpy(out),) if needs_gradient else ()
 
     def find(self, problem: Problem) -> Found:
-        scores, targets = _as_array(problem.scores, SCORE_DTYPES), _as_array(problem.targets, TARGET_DTYPES)
-        negative, index, values, counts = _find(targets, scores, problem.rule.soft_targets)
-        status = Status(len(index), *counts, *(int(count) for count in self.count_bad_others(problem)))
-        return _Found(status, index, values, scores, negative)
+        scores, negative, index, values, status = _find(problem)
+        boxes, weights = self.count_bad_others(problem)
+        status = status._replace(bad_boxes=int(boxes), bad_weights=int(weights))
+        return _Found(status, index, values.astype(np.float64), scores, negative)
 
     def positives(self, problem: Problem, found: Any, **given: Tensor) -> Positives:
         columns = {name: value.numpy() for name, value in given.items()}
@@ -534,7 +526,7 @@ class NumbaBackend(TorchBackend):
         rest = (first_positive, made.delta, unit, made.axis, made.cells_per_row, made.table, found.rows)
 
         def tally_part(start: int, stop: int) -> Any:
-            tallies = made.tallies()
+            tallies = np.zeros((made.num_rows + 1, 2), np.int64)
             tally_negatives(scores, start, stop, found.negative, groups, *rest, tallies)
             return tallies
 
