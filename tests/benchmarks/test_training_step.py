@@ -10,7 +10,7 @@ def test_quick_run_times_both_losses_and_fills_the_table() -> None:
     assert [row["name"] for row in result["rows"]] == [training_step.BASELINE, training_step.SWAPPED]
     assert all(row["best"] > 0 for row in result["rows"])
     assert result["rows"][0]["ratio"] == 1.0
-    assert "ResNet-18, 96 px, batch 1, 3 classes" in training_step.table(result)
+    assert "ResNet-50, 96 px, batch 1, 3 classes" in training_step.table(result)
 
 
 def test_both_networks_are_the_same_but_for_the_loss() -> None:

@@ -54,6 +54,7 @@ def test_options_reach_the_plan(carried_out: list[Any]) -> None:
     ("words", "part"),
     [
         ("table2 --scale paper --steps 4", "--scale small"),
+        ("table2 --scale paper --tune-steps 4", "--tune-steps"),
         ("table1a --benchmark coco", "voc"),
         ("table2 --scale paper --yes --device cpu", "--data"),
         ("table5", "table2"),

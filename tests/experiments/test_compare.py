@@ -49,8 +49,6 @@ def test_varied_settings_are_crossed_with_losses() -> None:
         (["ap"], {"detector": ["retinanet-tiny", "retinanet-tini"]}, "retinanet-tiny"),
         (["ap"], {"model.options.normm": ["x"]}, "normm"),
         (["ap"], {"loss": ["focal"]}, "losses"),
-        (["ap"], {"data": ["a", "b"]}, "data"),
-        (["ap"], {"validation.every": [1, 2]}, "validation.every"),
     ],
 )
 def test_a_wrong_row_is_rejected_before_anything_is_trained(losses: list[str], vary: dict, part: str) -> None:

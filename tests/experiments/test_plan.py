@@ -12,6 +12,7 @@ from aploss.experiments.plan import (
     parse_seeds,
     with_length,
 )
+from aploss.experiments.reproduce import Request, plan_for
 from aploss.training.config import FIXED_BY_COMPARISON, RESUMABLE_KEYS
 
 
@@ -50,6 +51,7 @@ def test_shared_runs_are_counted_once() -> None:
     # 2 rows x 3 rates, of which one each is the real run of the first seed
     assert comparison_plan(["ap", "focal"], recipe="demo", seeds=[0, 1, 2], search=Search()).trainings == (6, 4)
     assert comparison_plan(["ap"], recipe="demo", seeds=[0, 1], search=Search(steps=10)).trainings == (2, 3)
+    assert plan_for("table3", Request(scale="paper")).trainings == (1, 0)  # two rows, one model
 
 
 def test_seeds_are_a_number_or_a_list() -> None:

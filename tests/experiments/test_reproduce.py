@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from aploss.errors import ConfigError
 from aploss.experiments.paper import REPRODUCTIONS, snapshots
 from aploss.experiments.reproduce import Request, page_for, plan_for, reproduce
 from aploss.experiments.results import Results, write_results
@@ -56,16 +55,6 @@ def test_a_page_is_there_before_the_first_run(tmp_path: Path) -> None:
         results = Results(plan_for(name, Request()))
         write_results(tmp_path / name, results, page_for(name, Request(), results))
         assert "Not finished: 0 of" in (tmp_path / name / "report.html").read_text()
-
-
-def test_settings_of_the_paper_cannot_be_changed() -> None:
-    for wrong in ({"steps": 10}, {"recipe": "demo"}, {"tune_steps": 4}):
-        with pytest.raises(ConfigError):
-            Request(scale="paper", **wrong)  # type: ignore[arg-type]
-
-
-def test_runs_that_rows_share_are_counted_once() -> None:
-    assert plan_for("table3", Request(scale="paper")).trainings == (1, 0)
 
 
 def test_every_reproduction_has_a_row_with_its_length() -> None:

@@ -82,12 +82,12 @@ class TestVerdicts:
             (self.SHARP, "ap", "focal"),
             (self.SHARP, "focal", "ap"),
             (tie, "ap", "focal"),
+            (FixedResults(ap=[0.5, 0.6], focal=[0.5, 0.6]), "ap", "focal"),  # the same numbers: an interval [0, 0]
             (self.WIDE, "ap", "focal"),
         ]
-        assert [results.pair_verdict(*pair).word for results, *pair in cases] == [
-            "ahead", "behind", "tie", "too few seeds",
-        ]  # fmt: skip
-        assert [is_decided(results.pair_verdict(*pair)) for results, *pair in cases] == [True, True, True, False]
+        verdicts = [results.pair_verdict(*pair) for results, *pair in cases]
+        assert [one.word for one in verdicts] == ["ahead", "behind", "tie", "tie", "too few seeds"]
+        assert [is_decided(one) for one in verdicts] == [True, True, True, True, False]
 
     def test_a_negative_mean_within_the_noise_is_not_decided(self) -> None:
         assert self.WIDE.is_ahead("focal", "ap") is None

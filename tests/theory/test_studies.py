@@ -8,7 +8,7 @@ from aploss.cli import main as cli
 from aploss.losses import reference
 from aploss.reports.page import Verdict
 from aploss.theory import STUDIES, convergence, figures, inseparable, write_studies
-from aploss.theory.study import PAPER_UPDATE, Study, checked_verdict
+from aploss.theory.study import PAPER_UPDATE, Study, checked_verdict, updates_and_controls
 
 CONTROLS = {"no update", "reversed sign", "random direction", "cross-entropy"}
 
@@ -25,6 +25,9 @@ def test_every_claim_holds_and_every_control_violates_its_check(study):
     if study.name == "convergence":
         for name, converged, _ in study.tables[0].rows:
             assert (converged < convergence.PROBLEMS) == (name in CONTROLS), name
+    if study.name == "smoothed-failure":
+        for name, *_, loss in study.tables[0].rows:
+            assert (loss == 0) == (name == PAPER_UPDATE), name
     if study.name == "inseparable":
         for name, one, first, second, several, online in study.tables[0].rows:
             fails = name in CONTROLS
@@ -37,10 +40,53 @@ def test_a_study_is_a_section_of_the_page(study, tmp_path):
     assert text.count("data:image/svg+xml") == len(study.figures)
 
 
+def sabotaged(loss, sabotage):
+    """The loss with its gradient replaced."""
+
+    def call(scores, *arguments, **options):
+        value = loss(scores, *arguments, **options)
+        (gradient,) = torch.autograd.grad(value, scores)
+        wrong = sabotage(gradient)
+        return value.detach() + (wrong * scores).sum() - (wrong * scores).sum().detach()
+
+    return call
+
+
+WRONG_GRADIENTS = {
+    "no update": torch.zeros_like,
+    "reversed sign": torch.neg,
+    "random direction": lambda gradient: gradient[torch.randperm(len(gradient))] + 0.1 * torch.rand_like(gradient),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_GRADIENTS)
+@pytest.mark.parametrize(
+    ("module", "loss", "study", "failing"),
+    [
+        (convergence, "ap_loss", "smoothed-failure", [2]),
+        (convergence, "error_driven", "consistency", [0, 1]),
+        (figures, "ap_loss", "method", [1]),
+    ],
+)
+def test_a_wrong_gradient_of_the_library_fails_the_claims_about_it(module, loss, study, failing, wrong, monkeypatch):
+    monkeypatch.setattr(module, loss, sabotaged(getattr(module, loss), WRONG_GRADIENTS[wrong]))
+    if (study, wrong) == ("smoothed-failure", "random direction"):
+        pytest.skip("in a plane a random walk reaches the right cone by chance")
+    holds = [verdict.holds for verdict in STUDIES[study](0).verdicts]
+    assert [place for place, outcome in enumerate(holds) if outcome is not True] == failing
+
+
+def test_the_update_of_another_loss_does_not_keep_its_gradient_among_easy_negatives(monkeypatch):
+    monkeypatch.setitem(figures.LOSSES, "ap", figures.LOSSES["auc"])
+    assert [one.holds for one in figures.imbalance(0).verdicts] == [True] * 7 + [False]
+    monkeypatch.setitem(figures.LOSSES, "ap", figures.LOSSES["focal"])
+    assert [one.holds for one in figures.imbalance(0).verdicts] == [True] * 5 + [False, True, True]
+
+
 def test_a_check_that_a_control_passes_is_not_informative():
     passes = {PAPER_UPDATE: True, "no update": False, "reversed sign": True}
     verdict = checked_verdict("the loss is bounded", passes)
-    assert verdict.holds is None
+    assert (verdict.holds, verdict.word) == (None, "not informative")
     assert '"reversed sign"' in verdict.claim
     assert checked_verdict("the loss is bounded", {**passes, "reversed sign": False}).holds is True
     assert checked_verdict("the loss is bounded", {**passes, PAPER_UPDATE: False}).holds is False
@@ -59,22 +105,21 @@ class TestConvergence:
     def test_the_step_bound_is_that_of_appendix_1(self):
         # One sample, M = 2 boxes at 2 and -1 on a line, theta* = 1: margin 3, distance 3.
         # c = 3 / (2 * 1), C = 2² * 3²: C / c² = 36 / 2.25 = 16.
-        problem = convergence.SeparableProblem(torch.tensor([[[2.0], [-1.0]]]), torch.tensor([1, 0]))
-        assert (problem.growth, problem.spread) == (1.5, 36)
+        problem = convergence.SeparableProblem(np.array([[[2.0], [-1.0]]]), 1)
         assert problem.step_bound == pytest.approx(16)
 
     def test_the_bound_is_within_reach_and_the_margin_is_1(self):
-        random = torch.Generator().manual_seed(3)
+        random = np.random.default_rng(3)
         for problem in (convergence.make_separable(random) for _ in range(20)):
             assert problem.step_bound < 10_000
-            assert problem.growth == pytest.approx(1 / len(problem.labels))
+            first = problem.features[..., 0]
+            assert (first[:, : problem.positives].min(1) - first[:, problem.positives :].max(1)).min() == 1
 
     def test_an_inseparable_problem_does_not_converge(self):
-        features = torch.tensor([[[1.0], [2.0], [3.0]]], dtype=torch.float64)
-        problem = convergence.SeparableProblem(features, torch.tensor([0, 1, 0]))
-        run = convergence.descend(problem, convergence.UPDATES[PAPER_UPDATE], torch.Generator().manual_seed(0))
-        assert not run.converged
-        assert run.steps == int(problem.step_bound)  # not one step more
+        problem = convergence.SeparableProblem(np.array([[[2.0], [1.0], [3.0]]]), 1)
+        random = np.random.default_rng(0)
+        update = updates_and_controls(1, random)[PAPER_UPDATE]
+        assert convergence.steps_to_converge(problem, update, random) is None
 
 
 class TestInseparable:

@@ -102,7 +102,7 @@ def _add_shared_options(parser: ArgumentParser, *, out: str) -> None:
     add("--gpus-per-run", type=float, metavar="X", help="GPUs of a run; may be a share of one")
     tune = "use the recipe's learning rate instead of searching one for each row; implied if it is given or varied"
     add("--no-tune", action="store_true", help=tune)
-    add("--tune-steps", type=positive_int, metavar="N", help="steps per search trial; full length by default")
+    add("--tune-steps", type=positive_int, metavar="N", help="steps per search trial")
     add("--out", help=f"folder of the report and tables; by default {out}")
     add("--cache", help="folder of the runs; by default 'cache' next to --out")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps ...")

@@ -68,7 +68,7 @@ def plan_for(name: str, request: Request) -> Plan:
             name=row.name,
             config=_config(entry, row, request),
             paper=row.paper.get(_numbers_of(entry, request), {}),
-            measure=entry.measures.get(request.scale, row.measure),
+            measure=row.measure,
         )
         for row in [*entry.rows, *(entry.small_rows if request.is_small else ())]
     ]

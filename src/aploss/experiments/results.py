@@ -105,10 +105,11 @@ class Results:
 
     def pair_verdict(self, first: str, second: str, metric: str = "AP") -> Verdict:
         """How a row compares with another: ahead, behind, tie (closer than 1 point), or too few seeds to say."""
-        one, holds = self.difference(first, second, metric), self.is_ahead(first, second, metric=metric)
-        is_tie = holds is None and self.complete and max(-one.low, one.high) < TIE_MARGIN
-        label = TIE if is_tie else {True: "ahead", False: "behind", None: "too few seeds"}[holds]
-        return Verdict(holds, f"{loss_label(first)} against {loss_label(second)}: {one}", label)
+        one, claim = self.difference(first, second, metric), f"{loss_label(first)} against {loss_label(second)}"
+        low, high = one.gain if self.complete else (math.nan, math.nan)
+        label = TIE if max(-low, high) < TIE_MARGIN else "too few seeds"
+        label = "ahead" if low > 0 else "behind" if high < 0 else label
+        return Verdict({"ahead": True, "behind": False}.get(label), f"{claim}: {one}", label)
 
     def comparison(
         self,
@@ -182,25 +183,17 @@ def write_results(out: Path, results: Results, comparison: Comparison) -> None:
 
 def _row(results: Results, variant: Variant, entry: Entry) -> dict[str, Any]:
     spreads = {metric: spread(values) for metric, values in entry.values.items()}
-    runs = {seed: results.runs.get((variant.name, seed)) for seed in results.seeds}
+    runs = [run for seed in results.seeds if (run := results.runs.get((variant.name, seed)))]
     return {
-        "name": variant.name,
+        **asdict(entry),
         "loss": variant.config.loss,
-        "settings": dict(variant.settings),
+        "settings": variant.settings,
         "learning_rate": variant.config.optimizer.learning_rate,
-        "tuned": dict(variant.tuned),
-        "values": dict(entry.values),
+        "tuned": variant.tuned,
         # JSON does not have NaN.
         "mean": {metric: one.mean if one.count else None for metric, one in spreads.items()},
         "standard_deviation": {metric: one.deviation if one.count > 1 else None for metric, one in spreads.items()},
-        "paper": dict(variant.paper),
-        "minutes": list(entry.minutes),
-        "curves": [asdict(curve) for curve in entry.curves],
-        "runs": [
-            {"seed": seed, "folder": str(run.folder), "failure": run.failure}
-            for seed, run in runs.items()
-            if run is not None
-        ],
+        "runs": [{"seed": run.config.seed, "folder": str(run.folder), "failure": run.failure} for run in runs],
     }
 
 

@@ -139,44 +139,38 @@ def _run_here(jobs: Sequence[Job], *, cache: Path, quiet: bool) -> Iterator[tupl
         yield job, run
 
 
-class RayPool:
+def _run_on_ray(
+    jobs: Sequence[Job], *, workers: Workers, cache: Path, device: str, quiet: bool
+) -> Iterator[tuple[Job, Run]]:
     """Trains jobs as tasks of Ray, each with its own CPUs and GPUs."""
+    import ray
 
-    def __init__(self, workers: Workers, cache: Path, device: str, quiet: bool) -> None:
-        import ray
-
-        self.cache, self.quiet = cache.resolve(), quiet
-        cpus, gpus = _resources(workers, device)
-        # Not retried after an exception: train_run raises none that another attempt would cure.
-        options: Any = {"num_cpus": cpus, "num_gpus": gpus, "max_retries": MAX_RETRIES, "retry_exceptions": False}
-        self._task = ray.remote(**options)(_train_on_ray)
-        self._driver = (str(Path.cwd()), [*sys.argv], workers.plugins, cpus)
-
-    def __call__(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Run]]:
-        import ray
-
-        jobs, saved = [job.with_folder(self.cache) for job in jobs], "interrupted; every run has saved a checkpoint"
-        display = Display(jobs, quiet=self.quiet)
-        with StopSignals(saved) as signals, signals.deferred():
-            pending: dict[Any, Job] = {self._task.remote(job, *self._driver): job for job in jobs}
-            while pending:
-                done, _ = ray.wait(list(pending), timeout=POLL_S)
-                if signals.requested:
+    cpus, gpus = _resources(workers, device)
+    # Not retried after an exception: train_run raises none that another attempt would cure.
+    options: Any = {"num_cpus": cpus, "num_gpus": gpus, "max_retries": MAX_RETRIES, "retry_exceptions": False}
+    task, driver = ray.remote(**options)(_train_on_ray), (str(Path.cwd()), [*sys.argv], workers.plugins, cpus)
+    jobs, saved = [job.with_folder(cache.resolve()) for job in jobs], "interrupted; every run has saved a checkpoint"
+    display = Display(jobs, quiet=quiet)
+    with StopSignals(saved) as signals, signals.deferred():
+        pending: dict[Any, Job] = {task.remote(job, *driver): job for job in jobs}
+        while pending:
+            done, _ = ray.wait(list(pending), timeout=POLL_S)
+            if signals.requested:
+                _cancel(list(pending))
+                raise TrainingInterruptedError(saved)
+            for reference in done:
+                job = pending.pop(reference)
+                try:
+                    run = ray.get(reference)
+                except ray.exceptions.RayError as error:  # its worker died too often
+                    display.end(job, None, type(error).__name__)
+                    continue
+                if isinstance(run, AplossError):
                     _cancel(list(pending))
-                    raise TrainingInterruptedError(saved)
-                for reference in done:
-                    job = pending.pop(reference)
-                    try:
-                        run = ray.get(reference)
-                    except ray.exceptions.RayError as error:  # its worker died too often
-                        display.end(job, None, type(error).__name__)
-                        continue
-                    if isinstance(run, AplossError):
-                        _cancel(list(pending))
-                        raise run
-                    display.end(job, run)
-                    yield job, run
-                display.refresh()
+                    raise run
+                display.end(job, run)
+                yield job, run
+            display.refresh()
 
 
 def _train_on_ray(
@@ -260,7 +254,7 @@ def open_pool(workers: Workers, cache: Path, device: str, *, quiet: bool) -> Ite
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise ConfigError(f"--ray {workers.ray}: no cluster answers ({str(error).splitlines()[0][:200]})") from error
     try:
-        yield RayPool(workers, cache, device, quiet)
+        yield partial(_run_on_ray, workers=workers, cache=cache, device=device, quiet=quiet)
     finally:
         ray.shutdown()
 

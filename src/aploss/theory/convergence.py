@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,58 +11,44 @@ from torch import Tensor
 from aploss.losses import ap_loss, error_driven, smooth_ap_loss
 from aploss.plotting.plots import DOTTED, MUTED, LineStyle, Series, line_plot, line_style
 from aploss.reports.page import SvgFigure, Table, Verdict
-from aploss.theory.study import PAPER_UPDATE, Study, checked_verdict
+from aploss.theory.study import COMMON, NOISE, PAPER_UPDATE, Study, Update, checked_verdict, updates_and_controls
 
-PROBLEMS = 10
-COMMON = 8.0  # the part that the features of all boxes share: no ranking sees it, a classifier without bias does
-NOISE = 0.5  # of the features that do not separate
+PROBLEMS = 6
 
 
 class SeparableProblem(NamedTuple):
-    """Training samples ("images") that theta* = (1, 0, ..., 0) ranks perfectly."""
+    """Training samples ("images") that theta* = (1, 0, ..., 0) ranks perfectly; the positives come first."""
 
-    features: Tensor  # [samples, M, D]
-    labels: Tensor  # [M], of the boxes of every sample
-
-    @property
-    def growth(self) -> float:
-        """c of Appendix 1, margin / M."""
-        first, is_positive = self.features[..., 0], self.labels == 1
-        margin = (first[:, is_positive].amin(1) - first[:, ~is_positive].amax(1)).min()
-        return float(margin) / len(self.labels)
-
-    @property
-    def spread(self) -> float:
-        """C of Appendix 1."""
-        return len(self.labels) ** 2 * float(torch.cdist(self.features, self.features).max()) ** 2
+    features: np.ndarray  # [samples, M, D]
+    positives: int  # of every sample
 
     @property
     def step_bound(self) -> float:
-        """C / c²."""
-        return self.spread / self.growth**2
-
-
-class Trajectory(NamedTuple):
-    """The result of an update that starts at theta = 0."""
-
-    steps: int
-    converged: bool  # all samples are ranked perfectly at the end
+        """C / c² of Appendix 1, with c = margin / (M ||theta*||) and C = M² max ||f_i - f_j||²."""
+        first, boxes = self.features[..., 0], self.features.shape[1]
+        margin = (first[:, : self.positives].min(1) - first[:, self.positives :].max(1)).min()
+        distances = self.features[:, :, None] - self.features[:, None]  # [samples, M, M, D]
+        return float(boxes**4 * np.square(distances).sum(-1).max() / margin**2)
 
 
 def convergence(seed: int = 0) -> Study:
     """Trains linear models on random separable problems for at most C / c² steps, also with updates that must fail."""
-    random = torch.Generator().manual_seed(seed)
+    random = np.random.default_rng(seed)
     problems = [make_separable(random) for _ in range(PROBLEMS)]
-    runs = {name: [descend(problem, update, random) for problem in problems] for name, update in UPDATES.items()}
-    converged = {name: sum(run.converged for run in found) for name, found in runs.items()}
+    runs: dict[str, list[int | None]] = {}
+    for problem in problems:
+        for name, update in updates_and_controls(problem.positives, random).items():
+            runs.setdefault(name, []).append(steps_to_converge(problem, update, random))
     bounds = [problem.step_bound for problem in problems]
     ends = [min(bounds), max(bounds)]
     points = [Series(name="bound", x=ends, y=ends, style=LineStyle(MUTED, DOTTED))]
+    rows = []
     for place, (name, found) in enumerate(runs.items()):
-        style, steps = line_style(name, place)._replace(dashes=""), [max(run.steps, 1) for run in found]
-        points.append(Series(name=name, x=bounds, y=steps, style=style, markers=True))
+        steps = [bound if count is None else count for count, bound in zip(found, bounds, strict=True)]
+        style = line_style(name, place)._replace(dashes="")
+        points.append(Series(name=name, x=bounds, y=np.maximum(steps, 1), style=style, markers=True))
+        rows.append([name, PROBLEMS - found.count(None), round(max(steps))])
     plot = line_plot(points, x_label="bound C / c²", y_label="steps", log_x=True, log_y=True)
-    rows = [[name, converged[name], max(run.steps for run in found)] for name, found in runs.items()]
     columns = ["update", "problems within C / c² steps", "most steps"]
     caption = f"Of {PROBLEMS} problems, with bounds of {min(bounds):.0f} to {max(bounds):.0f} steps."
     return Study(
@@ -80,7 +67,7 @@ def convergence(seed: int = 0) -> Study:
         verdicts=[
             checked_verdict(
                 f"All {PROBLEMS} problems reach an AP-loss of zero within C / c² steps",
-                {name: count == PROBLEMS for name, count in converged.items()},
+                {name: None not in found for name, found in runs.items()},
             )
         ],
     )
@@ -100,96 +87,66 @@ control: the same proof applies to it, and it passes.
 """
 
 
-def make_separable(random: torch.Generator) -> SeparableProblem:
+def make_separable(random: np.random.Generator) -> SeparableProblem:
     """A random problem: 10-16 samples of 3-4 boxes, of which 1-2 are positives, with 6-10 features.
 
     The first feature separates with a margin of 1; the positives of the previous sample have the other features of the
     negatives, so that these tell nothing about the class.
     """
-    samples, boxes, dimensions = (
-        int(torch.randint(low, high, (), generator=random)) for low, high in ((10, 17), (3, 5), (6, 11))
-    )
-    positives = int(torch.randint(1, boxes // 2 + 1, (), generator=random))
-    labels = (torch.arange(boxes) < positives).long()
-    noise = NOISE * torch.randn(samples, positives, dimensions, dtype=torch.float64, generator=random)
-    negatives = noise.roll(1, 0)[:, torch.arange(boxes - positives) % positives]
-    features = torch.cat([noise, negatives], dim=1)
-    features[..., 0] = COMMON + labels
-    return SeparableProblem(features, labels)
+    samples, boxes, dimensions = random.integers((10, 3, 6), (17, 5, 11))
+    positives = int(random.integers(1, boxes // 2 + 1))
+    noise = random.normal(0, NOISE, size=(samples, positives, dimensions))
+    negatives = np.roll(noise, 1, axis=0)[:, np.arange(boxes - positives) % positives]
+    features = np.concatenate([noise, negatives], axis=1)
+    features[..., 0] = COMMON + (np.arange(boxes) < positives)
+    return SeparableProblem(features, positives)
 
 
-def descend(problem: SeparableProblem, update: "Update", random: torch.Generator) -> Trajectory:
-    """Updates theta until every sample is ranked perfectly, for at most C / c² steps."""
-    theta = problem.features.new_zeros(problem.features.shape[-1])  # theta^(0) = 0
-    is_positive = problem.labels == 1
+def steps_to_converge(problem: SeparableProblem, update: Update, random: np.random.Generator) -> int | None:
+    """Updates theta = 0 until every sample is ranked perfectly; None if C / c² steps are not enough."""
+    features, positives = problem
+    theta, labels = np.zeros(features.shape[-1]), (torch.arange(features.shape[1]) < positives).long()
     for step in range(int(problem.step_bound) + 1):
-        scores = problem.features @ theta
+        scores = features @ theta
         # A tie is an error: H(0) = 1.
-        errors = scores[:, ~is_positive].amax(1) >= scores[:, is_positive].amin(1)
+        errors = scores[:, positives:].max(1) >= scores[:, :positives].min(1)
         if not errors.any():
-            return Trajectory(step, True)
-        wrong = errors.nonzero().flatten()
-        chosen = int(wrong[torch.randint(len(wrong), (), generator=random)])
-        theta = theta + update(theta, problem.features[chosen], problem.labels, random)
-    return Trajectory(step, False)
+            return step
+        sample = features[random.choice(errors.nonzero()[0])]
+        # The loss is divided by |P|, the update of Appendix 1 is not.
+        theta = theta + update(-positives * linear_ap_loss(theta, sample, labels)[1], theta, sample)
+    return None
 
 
-def linear_ap_loss(theta: Tensor, features: Tensor, labels: Tensor) -> tuple[float, Tensor]:
+def linear_ap_loss(theta: np.ndarray, features: np.ndarray, labels: Tensor) -> tuple[float, np.ndarray]:
     """AP-loss of the scores <f, theta>, and its error-driven gradient on theta."""
-    scores = (features @ theta).requires_grad_()
+    scores = torch.from_numpy(features @ theta).requires_grad_()
     loss = ap_loss(scores, labels, delta=0, interpolated=False)
     (gradient,) = torch.autograd.grad(loss, scores)
-    return loss.item(), features.T @ gradient  # sum_ij L_ij (f_j - f_i) / |P|
-
-
-Update = Callable[[Tensor, Tensor, Tensor, torch.Generator], Tensor]
-
-
-def _error_driven(theta: Tensor, features: Tensor, labels: Tensor, random: torch.Generator) -> Tensor:
-    # The loss is divided by |P|, the update of Appendix 1 is not.
-    return -linear_ap_loss(theta, features, labels)[1] * int(labels.sum())
-
-
-def _random_direction(theta: Tensor, features: Tensor, labels: Tensor, random: torch.Generator) -> Tensor:
-    direction = torch.randn(len(theta), dtype=theta.dtype, generator=random)
-    length = torch.linalg.vector_norm(_error_driven(theta, features, labels, random))
-    update: Tensor = direction * length / torch.linalg.vector_norm(direction)
-    return update
-
-
-def _cross_entropy(theta: Tensor, features: Tensor, labels: Tensor, random: torch.Generator) -> Tensor:
-    # A learning rate at which gradient descent is stable; the length of the paper's update does not matter.
-    rate = 1 / float(features.square().sum(1).max())
-    update: Tensor = rate * (labels - torch.sigmoid(features @ theta)) @ features
-    return update
-
-
-UPDATES: dict[str, Update] = {
-    PAPER_UPDATE: _error_driven,
-    "no update": lambda theta, *_: torch.zeros_like(theta),
-    "reversed sign": lambda *arguments: -_error_driven(*arguments),
-    "random direction": _random_direction,
-    "cross-entropy": _cross_entropy,
-}
+    return loss.item(), gradient.numpy() @ features  # sum_ij L_ij (f_j - f_i) / |P|
 
 
 # Appendix 2: three samples, one negative and two positives, with two features.
-FEATURES = torch.tensor([[0.0, 0.0], [1.0, 0.0], [-3.0, 1.0]], dtype=torch.float64)
+FEATURES = np.array([[0.0, 0.0], [1.0, 0.0], [-3.0, 1.0]])
 LABELS = torch.tensor([0, 1, 1])
 START = (3.0, 1.0)  # theta_1 large, theta_1 > theta_2 > 0
+BY_GRADIENT = "gradient descent on F"
 
 
 def smoothed_failure(seed: int = 0) -> Study:
-    """Runs both algorithms from the same start; nothing is random, so the seed is not used."""
+    """Runs both algorithms and two controls from the same start; nothing is random, so the seed is not used."""
     runs = {
-        "gradient descent on F": _descend_from_start(_smoothed_loss, 10.0, 3000),
-        "error-driven update": _descend_from_start(lambda theta: linear_ap_loss(theta, FEATURES, LABELS), 1.0, 1000),
+        BY_GRADIENT: _descend(_smoothed_loss, 10.0, 3000),
+        PAPER_UPDATE: _descend(_ap_loss, 1.0, 1000),
+        "no update": _descend(_ap_loss, 0.0, 1000),
+        "reversed sign": _descend(_ap_loss, -1.0, 1000),
     }
-    losses = {name: [loss for _, loss, _ in steps] for name, steps in runs.items()}
-    smoothed, errors = losses.values()
-    slopes = [slope.tolist() for _, _, slope in runs["gradient descent on F"]]
-    curves = [Series(name=name, x=range(1, len(y) + 1), y=y) for name, y in losses.items()]
-    rows = [[name, len(steps) - 1, *steps[-1][0].tolist(), steps[-1][1]] for name, steps in runs.items()]
+    ends = {name: _ap_loss(steps[-1][0])[0] for name, steps in runs.items()}
+    curves = [
+        Series(name=name, x=range(1, len(runs[name]) + 1), y=[loss for _, loss, _ in runs[name]])
+        for name in (BY_GRADIENT, PAPER_UPDATE)
+    ]
+    rows = [[name, len(steps) - 1, *steps[-1][0], steps[-1][1], ends[name]] for name, steps in runs.items()]
     return Study(
         name="smoothed-failure",
         title="Gradient descent fails on the smoothed AP-loss",
@@ -201,11 +158,20 @@ def smoothed_failure(seed: int = 0) -> Study:
                 "Gradient descent settles at 1/6; the error-driven update reaches zero.",
             )
         ],
-        tables=[Table(columns=["", "steps", "θ₁", "θ₂", "loss at the end"], rows=rows, digits=4)],
+        tables=[Table(columns=["", "steps", "θ₁", "θ₂", "its loss at the end", "AP-loss"], rows=rows, digits=4)],
         verdicts=[
-            Verdict(1 / 6 < smoothed[-1] < 1 / 6 + 1e-3, "Gradient descent approaches F = 1/6, not the minimum 0"),
-            Verdict(all(a < b < 0 for a, b in slopes), "At every step ∂F/∂θ₁ < ∂F/∂θ₂ < 0, as Appendix 2 states"),
-            Verdict(errors[-1] == 0, "The error-driven update reaches an AP-loss of exactly zero"),
+            Verdict(
+                1 / 6 < runs[BY_GRADIENT][-1][1] < 1 / 6 + 1e-3,
+                "Gradient descent approaches F = 1/6, not the minimum 0",
+            ),
+            Verdict(
+                all(slope[0] < slope[1] < 0 for _, _, slope in runs[BY_GRADIENT]),
+                "At every step ∂F/∂θ₁ < ∂F/∂θ₂ < 0, as Appendix 2 states",
+            ),
+            checked_verdict(
+                "The error-driven update reaches an AP-loss of exactly zero",
+                {name: loss == 0 for name, loss in ends.items()},
+            ),
         ],
     )
 
@@ -217,28 +183,31 @@ They are separable: any 0 < θ₁ < θ₂/3 ranks both positives first.
 Replace the step function by a sigmoid and the AP-loss becomes a smooth function F. From θ₁ > θ₂ > 0 with θ₁ large its
 gradient increases both weights forever, θ₁ ahead: the second positive stays below the negative, and F goes to 1/6. The
 error-driven update, from the same start and with the true step function, sees the one pair in the wrong order and
-corrects it.
+corrects it. A random direction is not a control here: in a plane a random walk ends in the right cone by chance.
 """
 
-LossAndGradient = Callable[[Tensor], tuple[float, Tensor]]
+Descent = list[tuple[np.ndarray, float, np.ndarray]]  # weights, loss and gradient at every step
 
 
-def _descend_from_start(function: LossAndGradient, rate: float, steps: int) -> list[tuple[Tensor, float, Tensor]]:
-    """Weights, loss and gradient at every step until the loss is zero."""
-    theta = torch.tensor(START, dtype=torch.float64)
-    found: list[tuple[Tensor, float, Tensor]] = []
+def _descend(function: Callable[[np.ndarray], tuple[float, np.ndarray]], rate: float, steps: int) -> Descent:
+    """Follows a gradient from the start until the loss is zero."""
+    theta, found = np.array(START), Descent()
     while not found or (found[-1][1] > 0 and len(found) <= steps):
         found.append((theta, *function(theta)))
         theta = theta - rate * found[-1][2]
     return found
 
 
-def _smoothed_loss(theta: Tensor) -> tuple[float, Tensor]:
+def _ap_loss(theta: np.ndarray) -> tuple[float, np.ndarray]:
+    return linear_ap_loss(theta, FEATURES, LABELS)
+
+
+def _smoothed_loss(theta: np.ndarray) -> tuple[float, np.ndarray]:
     """F of Appendix 2 at weights theta [2], and its gradient."""
-    theta = theta.clone().requires_grad_()
-    value = smooth_ap_loss(FEATURES @ theta, LABELS)
-    (slope,) = torch.autograd.grad(value, theta)
-    return value.item(), slope
+    leaf = torch.from_numpy(theta).requires_grad_()
+    value = smooth_ap_loss(torch.from_numpy(FEATURES) @ leaf, LABELS)
+    (slope,) = torch.autograd.grad(value, leaf)
+    return value.item(), slope.numpy()
 
 
 TOLERANCE = 1e-12  # of Appendix 4

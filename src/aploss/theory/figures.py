@@ -149,7 +149,7 @@ DELTAS = (0.25, 0.5, 1.0, 2.0)  # of Table 1b
 def method(seed: int = 0) -> Study:
     """Works an example through the transformations of Section 3; nothing is random, so the seed is not used."""
     terms = pairwise_terms()
-    gradient = terms.sum(0) - terms.sum(1)  # Eq. (12): g_i = sum_j L_ji y_ji - sum_j L_ij y_ij
+    gradient = terms.sum(0) - terms.sum(1)  # Eq. (13): g_i = sum_j L_ji y_ji - sum_j L_ij y_ij
     scores = SCORES.clone().requires_grad_()
     loss = ap_loss(scores, TARGETS, delta=0, interpolated=False)
     (ours,) = torch.autograd.grad(loss, scores)

@@ -8,15 +8,12 @@ from scipy.optimize import linprog
 
 from aploss.plotting.plots import Series, line_plot
 from aploss.reports.page import SvgFigure, Table, Verdict
-from aploss.theory.study import PAPER_UPDATE, Study, checked_verdict
+from aploss.theory.study import COMMON, NOISE, PAPER_UPDATE, Study, checked_verdict, updates_and_controls
 
 DELTA = 1.0
 POSITIVES, NEGATIVES, DIMENSIONS = 16, 96, 16
-COMMON = 8.0  # the part that the features of all boxes share: no ranking sees it, a classifier without bias does
-NOISE = 0.5  # of the features that do not separate
 OFFLINE_STEPS = 100_000
 ONLINE_STEPS, ONLINE_SAMPLES = 50_000, 8
-UPDATES = (PAPER_UPDATE, "no update", "reversed sign", "random direction", "cross-entropy")
 Runs = dict[str, tuple[np.ndarray, np.ndarray]]  # update → its mean AP-loss and mean l^(t)(u) of the first T steps, [T]
 
 
@@ -30,7 +27,7 @@ def inseparable(seed: int = 0) -> Study:
     accumulated = {name: online_bound(surrogate, several) for name, (_, surrogate) in online.items()}
     rows = [
         [name, offline[name][0][-1], first[-1], second[-1], online[name][0][-1], accumulated[name][-1]]
-        for name in UPDATES
+        for name in offline
     ]
     columns = ["update", "mean loss, one sample", "bound 1", "bound 2", "mean loss, changing samples", "bound of A3.2"]
     return Study(
@@ -100,52 +97,35 @@ def make_inseparable(random: np.random.Generator, samples: int) -> np.ndarray:
 
 
 def run_updates(features: np.ndarray, order: np.ndarray, random: np.random.Generator) -> Runs:
-    """Runs the paper's update and each control over the samples in the given order [T]."""
-    directions = random.normal(size=(len(order), features.shape[-1]))
-    directions /= np.linalg.norm(directions, axis=1, keepdims=True)
-    sums = pair_sums(features, 1.0)
-    rate = DELTA / spectral_norm(features) ** 2
-    runs = {name: descend(features, order, rate, sums, name, directions) for name in UPDATES}
-    counts = np.arange(1, len(order) + 1)
-    return {name: (np.cumsum(one) / counts, np.cumsum(other) / counts) for name, (one, other) in runs.items()}
-
-
-@numba.njit(cache=True)
-def descend(features, order, rate, sums, update, directions):  # type: ignore[no-untyped-def]
-    """The AP-loss [T] before each step of an update from theta = 0, and the surrogate loss l^(t)(u) [T] of the fixed u.
-
-    Compiled, because an interpreted step takes a hundred times as long as its few thousand pairs.
-    """
-    theta = np.zeros(features.shape[-1])
-    losses, comparator = np.zeros(len(order)), np.zeros(len(order))
-    for step, sample in enumerate(order):
-        losses[step], comparator[step], gradient = surrogate_step(theta, features[sample], sums[sample])
-        if update == "no update":
-            gradient[:] = 0
-        elif update == "reversed sign":
-            gradient = -gradient
-        elif update == "random direction":
-            gradient = directions[step] * np.sqrt((gradient**2).sum())
-        elif update == "cross-entropy":
-            errors = 1 / (1 + np.exp(-(features[sample] @ theta)))
-            errors[:POSITIVES] -= 1
-            gradient = errors @ features[sample] / POSITIVES
-        theta -= rate * gradient
-    return losses, comparator
+    """Runs the paper's update and each control over the samples in the given order [T], from theta = 0."""
+    sums, rate, runs = pair_sums(features, 1.0), DELTA / spectral_norm(features) ** 2, {}
+    for name, update in updates_and_controls(POSITIVES, random).items():
+        theta, values = np.zeros(features.shape[-1]), []
+        for sample in order:
+            loss, comparator, gradient = surrogate_step(theta, features[sample], sums[sample])
+            values.append((loss, comparator))
+            theta = theta + update(-rate * gradient, theta, features[sample])
+        losses, comparators = np.cumsum(values, axis=0).T / np.arange(1, len(order) + 1)
+        runs[name] = losses, comparators
+    return runs
 
 
 @numba.njit(cache=True)
 def surrogate_step(theta, features, sums):  # type: ignore[no-untyped-def]
-    """AP-loss at theta, the surrogate loss l(u) for A_i(u) = ``sums``, and the surrogate's gradient on theta."""
+    """AP-loss at theta, the surrogate loss l(u) for A_i(u) = ``sums``, and the surrogate's gradient on theta.
+
+    Compiled: interpreted, it takes ten times as long.
+    """
     scores = features @ theta
     loss, comparator, errors = 0.0, 0.0, np.zeros(len(scores))
     for i in range(POSITIVES):
         above = (scores[POSITIVES:] >= scores[i]).sum()
         rank = above + (scores[:POSITIVES] >= scores[i]).sum()  # 1 + sum over k != i of H(x_ik)
-        loss += above / rank / POSITIVES
-        comparator += sums[i] / rank / POSITIVES
+        weight = 1 / (rank * POSITIVES)
+        loss += above * weight
+        comparator += sums[i] * weight
         for j in range(POSITIVES, len(scores)):
-            term = min(max((scores[j] - scores[i]) / (2 * DELTA) + 0.5, 0.0), 1.0) / rank / POSITIVES  # L~_ij / |P|
+            term = weight * min(max((scores[j] - scores[i]) / (2 * DELTA) + 0.5, 0.0), 1.0)  # L~_ij / |P|
             errors[i] -= term
             errors[j] += term
     return loss, comparator, errors @ features

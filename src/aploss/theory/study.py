@@ -1,12 +1,39 @@
-"""The result of one study of the paper's theory: plots, tables and verdicts."""
+"""The result of one study of the paper's theory: plots, tables and verdicts; and the controls of its updates."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from aploss.reports.page import Figures, Section, SvgFigure, Table, Text, Verdict, write_page
 
 PAPER_UPDATE = "error-driven"  # the paper's update; every other one is a control
+COMMON = 8.0  # the part that the features of all boxes share: no ranking sees it, a classifier without bias does
+NOISE = 0.5  # of the features that do not separate
+
+Update = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]  # the paper's step, weights, features → step [D]
+
+
+def updates_and_controls(positives: int, random: np.random.Generator) -> dict[str, Update]:
+    """The paper's update of linear weights, and the controls; the first boxes of a sample are its positives."""
+
+    def random_direction(step: np.ndarray, theta: np.ndarray, features: np.ndarray) -> np.ndarray:
+        direction = random.normal(size=len(step))
+        return np.asarray(direction * np.sqrt(step @ step / (direction @ direction)))
+
+    def cross_entropy(step: np.ndarray, theta: np.ndarray, features: np.ndarray) -> np.ndarray:
+        errors = 1 / (1 + np.exp(-(features @ theta)))
+        errors[:positives] -= 1
+        return np.asarray(-errors @ features / np.vdot(features, features))  # a learning rate at which it is stable
+
+    return {
+        PAPER_UPDATE: lambda step, *_: step,
+        "no update": lambda step, *_: 0 * step,
+        "reversed sign": lambda step, *_: -step,
+        "random direction": random_direction,
+        "cross-entropy": cross_entropy,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +82,7 @@ def checked_verdict(claim: str, passes: Mapping[str, bool]) -> Verdict:
         ", ".join(f'"{name}"' for name, passed in controls.items() if passed is outcome) for outcome in (False, True)
     )
     if passes[PAPER_UPDATE] and passing:
-        return Verdict(None, f"{claim}; not informative: {passing} passes the same check")
+        return Verdict(None, f"{claim}; {passing} passes the same check", "not informative")
     return Verdict(passes[PAPER_UPDATE], f"{claim}; violated, as it must be, by {failing}" if failing else claim)
 
 
