@@ -73,7 +73,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 import pytest, torch, yaml
-from aploss.cli.main import make_parser
+from aploss.cli.commands import make_parser
 from aploss.data.builtin import builtin_folder
 from aploss.errors import AplossError
 from aploss.losses import first_loss, use_backend

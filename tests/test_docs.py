@@ -25,7 +25,7 @@ def site(tmp_path_factory):
 
 
 def test_the_site_holds_the_commands_the_api_and_the_formulas(site):
-    from aploss.cli.main import COMMANDS, make_parser
+    from aploss.cli.commands import COMMANDS, make_parser
 
     commands = (site / "commands.html").read_text(encoding="utf-8")
     for words in COMMANDS:

@@ -40,15 +40,17 @@ def work(*arguments, **options):
 
 for place in (
     "training.run.make_detector", "data.builtin.builtin_folder", "experiments.compare.compare",
-    "experiments.compare.compare_runs",
-    "experiments.reproduce.reproduce", "cli.eval.read_ground_truth", "cli.eval.read_detections", "detectors.load",
-    "detectors.checkpoint.checkpoint_file", "detectors.checkpoint.load", "data.check.check_dataset",
-    "data.contact_sheet", "data.convert_dataset", "cli.small.progress",
+    "experiments.compare.compare_runs", "benchmarks.losses.run", "benchmarks.training_step.run",
+    "experiments.reproduce.reproduce", "cli.eval.read_ground_truth", "cli.eval.read_detections", "cli.eval.load",
+    "detectors.checkpoint.checkpoint_file", "detectors.checkpoint.load", "data.check_dataset", "data.contact_sheet",
+    "data.convert_dataset",
 ):
     module, _, name = place.rpartition(".")
     module = importlib.import_module(f"aploss.{module}")
     assert hasattr(module, name), place
     setattr(module, name, work)
+theory = importlib.import_module("aploss.theory")
+theory.STUDIES |= dict.fromkeys(theory.STUDIES, work)
 os.chdir(values["folder"])
 refused = {}
 for command, attempts in values["commands"].items():

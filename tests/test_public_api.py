@@ -64,13 +64,11 @@ def describe(package):
 
 
 def command_line():
-    from argparse import SUPPRESS
-
-    from aploss.cli.main import COMMANDS, make_parser
+    from aploss.cli.commands import COMMANDS, make_parser
 
     for words in COMMANDS:
         for action in make_parser(words)._actions:
-            if action.help == SUPPRESS or "--help" in action.option_strings:
+            if "--help" in action.option_strings:
                 continue
             names = " ".join(action.option_strings) or action.dest.upper()
             yield f"$ aploss {' '.join(words)} {names}"

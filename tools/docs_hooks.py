@@ -150,7 +150,7 @@ def names_of(package):
 
 
 def commands_page():
-    from aploss.cli.main import COMMANDS, make_parser
+    from aploss.cli.commands import COMMANDS, make_parser
 
     parts = ["# Commands\n\nThe output of `aploss COMMAND --help`.\n"]
     for words in COMMANDS:

@@ -35,7 +35,7 @@ def photo(tmp_path: Path) -> str:
 
 
 def test_detections_of_both_runs_are_drawn_listed_and_downloadable(app: App, photo: str) -> None:
-    _, *galleries, rows, file = app.detect([photo, photo], 0.5, 0.5)
+    *galleries, rows, file = app.detect([photo, photo], 0.5, 0.5)
     for (run, detector), gallery in zip(app.detectors.items(), galleries, strict=True):
         (expected,) = detector.predict(photo)
         assert [caption for _, caption in gallery] == [f"photo.png: {len(expected)} detections"] * 2
@@ -46,11 +46,11 @@ def test_detections_of_both_runs_are_drawn_listed_and_downloadable(app: App, pho
 
 
 def test_the_threshold_moves_without_another_prediction(app: App, photo: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    results, *_ = app.detect([photo], 0.5, 0.5)
+    app.detect([photo], 0.5, 0.5)
     monkeypatch.setattr(Detector, "predict", None)
-    assert len(app.show(results, 0.0, 0.0)[2]) == 200  # 100 of each run
-    assert {row[-1] for row in app.show(results, 1.0, 0.0)[2]} == {RUNS[1]}
-    assert app.detect(None, 0.5, 0.5)[0] == []  # all images are removed
+    assert len(app.detect([photo], 0.0, 0.0)[2]) == 200  # 100 of each run
+    assert {row[-1] for row in app.detect([photo], 1.0, 0.0)[2]} == {RUNS[1]}
+    assert app.detect(None, 0.5, 0.5)[2] == []  # all images are removed
 
 
 def test_unusable_uploads_are_one_line_with_the_name_of_the_file(
@@ -69,14 +69,20 @@ def test_unusable_uploads_are_one_line_with_the_name_of_the_file(
         app.detect([photo] * (MAX_IMAGES + 1), 0.5, 0.5)
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    """A run that has been started."""
+    run = RunFolder(tmp_path / "run")
+    run.create(load_config("demo"))
+    return run
+
+
 def test_the_model_card_has_loss_and_ap_of_the_run_folder(
-    random_detector: Callable[[int], Detector], tmp_path: Path
+    random_detector: Callable[[int], Detector], folder: RunFolder
 ) -> None:
     detector = random_detector(0)
     assert "<b>" not in model_card(RUNS[1], detector)
-    assert "<th>loss" not in model_card(str(tmp_path), detector)
-    folder = RunFolder(tmp_path / "run")
-    folder.create(load_config("demo"))
+    assert "<th>loss" not in model_card(str(folder.path), detector)
     values = dict.fromkeys(Summary.__dataclass_fields__)
     numbers = {"AP": 0.5, "split": "<i>test</i>", "loss": "focal", "per_class": {}, "unreadable_images": {}}
     write_json(folder.summary_file, values | numbers)
@@ -85,10 +91,8 @@ def test_the_model_card_has_loss_and_ap_of_the_run_folder(
         assert text in card
 
 
-def test_samples_are_images_of_the_evaluation_split(photo: str, tmp_path: Path) -> None:
+def test_samples_are_images_of_the_evaluation_split(photo: str, folder: RunFolder, tmp_path: Path) -> None:
     assert sample_images([str(tmp_path)]) == []
-    folder = RunFolder(tmp_path / "run")
-    folder.create(load_config("demo"))
     (tmp_path / "secret.txt").write_text("not an image")
     images = [{"id": k, "path": path} for k, path in enumerate([photo, str(tmp_path / "secret.txt")])]
     write_json(folder.evaluation / "ground_truth.json", {"images": images})

@@ -48,19 +48,15 @@ def test_a_folder_gives_pictures_and_coco_results(
         str(photos / name) for name in ("a.jpg", "b.png", "more/a.jpg")
     ]
     assert [category["name"] for category in truth.dataset["categories"]] == list(load(run_folder).class_names)
-    files = [photos / name for name in ("a.jpg", "b.png", "more/a.jpg")]
-    expected = load(run_folder).predict(files)
+    expected = load(run_folder).predict([photos / name for name in ("a.jpg", "b.png", "more/a.jpg")])
     for number, prediction in enumerate(expected, start=1):
         entries = results.loadAnns(results.getAnnIds(imgIds=[number]))
         assert 0 < len(entries) == len(prediction)
-        for entry, score, label, box in zip(
-            entries, prediction.scores, prediction.labels, prediction.boxes, strict=True
-        ):
-            assert entry["score"] == pytest.approx(float(score))
-            assert entry["category_id"] == int(label) + 1
-            left, top, width, height = entry["bbox"]
-            corners = (left, top, left + width, top + height)
-            assert corners == pytest.approx(box.tolist(), abs=1e-2)
+        assert [entry["score"] for entry in entries] == pytest.approx(prediction.scores.tolist())
+        assert [entry["category_id"] - 1 for entry in entries] == prediction.labels.tolist()
+        boxes = np.array([entry["bbox"] for entry in entries])
+        boxes[:, 2:] += boxes[:, :2]
+        np.testing.assert_allclose(boxes, prediction.boxes, atol=1e-2)
     assert f"{sum(map(len, expected))} objects in 3 images" in capsys.readouterr().out
 
 

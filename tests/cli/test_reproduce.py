@@ -47,7 +47,7 @@ def test_options_reach_the_plan(carried_out: list[Any]) -> None:
     assert (config.data, config.device, config.schedule.length) == ("data/bccd", "cpu", 70)
     assert (config.batches.image_size, config.evaluation.split) == ((240, 320), "test")  # of bccd-cpu
     assert (plan.seeds, plan.looks, plan.search, out) == ((0, 1, 2, 3), (2, 3, 4), None, Path("page"))
-    assert (options["cache"], options["quiet"]) == ("kept", True)
+    assert (options["cache"], options["quiet"]) == (Path("kept"), True)
 
 
 @pytest.mark.parametrize(

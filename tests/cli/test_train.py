@@ -1,4 +1,4 @@
-"""``aploss train``: settings from recipe, file and options; the result; exit codes."""
+"""``aploss train`` and ``aploss demo``: settings from recipe, file and options; the result; exit codes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -102,3 +102,19 @@ def test_only_the_main_process_prints(capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setenv("RANK", "1")
     assert main(["train", "--recipe", "demo"]) == 2
     assert capsys.readouterr().err == ""
+
+
+def test_the_demo_is_the_demo_recipe_in_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[TrainConfig] = []
+
+    def remember(config: TrainConfig, options: Any, *, resume: bool) -> int:
+        asked.append(config)
+        return int(resume)
+
+    monkeypatch.setattr("aploss.cli.train.run_training", remember)
+    assert main(["demo"]) == 0
+    assert asked == [load_config("demo", {"data": "builtin", "loss": "ap", "out": "runs/demo"})]
+    Path("runs/demo").mkdir(parents=True)
+    for words in ([], ["--out", "elsewhere", "--seed", "3", "--loss", "focal"]):
+        assert main(["demo", *words]) == 0
+    assert [(one.out, one.seed, one.loss) for one in asked[1:]] == [("runs/demo-2", 0, "ap"), ("elsewhere", 3, "focal")]

@@ -132,7 +132,7 @@ def test_any_kind_of_image_can_be_drawn_on(image: object) -> None:
 def test_contact_sheet_holds_every_picture_at_its_place_without_distortion() -> None:
     colours = [(200, 0, 0), (0, 200, 0), (0, 0, 200), (90, 90, 90), (200, 0, 200)]
     images = [Image.new("RGB", (80, 40), colour) for colour in colours]
-    sheet = np.asarray(contact_sheet(images, list("abcde"), tile=100, title="five"))
+    sheet = np.asarray(contact_sheet(images, list("abcde"), tile=100))
     assert sheet.shape[1] == 3 * 108 + 8  # five pictures: three columns
     for number, colour in enumerate(colours):
         rows, columns = np.nonzero((sheet == colour).all(axis=2))

@@ -12,29 +12,27 @@ import shutil
 import sys
 import tempfile
 import threading
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from functools import lru_cache
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from aploss.cli.options import run_folder_of
+from aploss.cli.predict import load_detector
+from aploss.cli.train import run_folder_of
+from aploss.data import draw_boxes, read_image
 from aploss.data.folder import EXTENSIONS
+from aploss.data.images import ImageError, read_sizes
+from aploss.detectors.detector import Detector
+from aploss.detectors.predict import Prediction
 from aploss.errors import AplossError, ConfigError, require_packages
+from aploss.plotting.plots import loss_label
+from aploss.reports.run_files import read_run
 from aploss.terminal import printable
-
-if TYPE_CHECKING:
-    from gradio import Blocks
-
-    from aploss.detectors.detector import Detector
-    from aploss.detectors.predict import Prediction
-
-APP_EXAMPLES = """
-  aploss app runs/demo
-  aploss app runs/ap runs/focal --port 0
-"""
+from aploss.training.run_folder import Summary
 
 HOST = "127.0.0.1"
 MAX_FILE_MB = 32
@@ -51,20 +49,10 @@ h1, h2 { overflow-wrap: anywhere; margin: 0 !important }
 .grid-wrap { min-height: 0 !important; max-height: none !important }
 @media (max-width: 600px) { .pictures .grid-container { grid-template-columns: 1fr !important } }
 """
-Results = list[tuple[str, "list[Prediction]"]]  # path of each image, and all its detections by each run
-
-
-def add_app_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("run", help="run folder, checkpoint or exported file")
-    parser.add_argument("other", nargs="?", help="a second one to compare with")
-    parser.add_argument("--port", type=int, metavar="N", default=7860, help=f"port on {HOST}; 0 picks a free one")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, mps or auto")
 
 
 def run_app(options: Namespace) -> int:
     """Serves the app until Ctrl-C."""
-    from aploss.cli.predict import load_detector
-
     require_packages("gradio")
     paths = [path for path in (options.run, options.other) if path is not None]
     app = App({path: load_detector(path, options.device) for path in paths})
@@ -74,22 +62,6 @@ def run_app(options: Namespace) -> int:
     return 0
 
 
-@contextmanager
-def _shown_on_page() -> Iterator[None]:
-    """Shows an error of a request as one line on the page, and other than a user's mistake as one on the terminal."""
-    from gradio import Error
-
-    try:
-        yield
-    except Error:
-        raise
-    except Exception as error:
-        line = printable(" ".join(str(error).split()))[:200]
-        if not isinstance(error, AplossError):
-            print(f"request refused: {type(error).__name__}: {line}", file=sys.stderr)
-        raise Error(line, print_exception=False) from None
-
-
 def _without_traceback(record: logging.LogRecord) -> bool:
     """The filter of the server's log: an error that a malformed request causes is one line."""
     if record.exc_info:
@@ -97,60 +69,40 @@ def _without_traceback(record: logging.LogRecord) -> bool:
     return True
 
 
-class _NoDownloads:
-    """ASGI middleware that refuses ``/file=URL``, for which Gradio would download the URL."""
-
-    def __init__(self, app: Any) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        from starlette.responses import PlainTextResponse
-
-        is_url = "=http" in scope.get("path", "").lower()
-        await (PlainTextResponse("a URL is not downloaded", 403) if is_url else self.app)(scope, receive, send)
-
-
 class App:
-    """The page and its callbacks.
+    """The page and its callback.
 
     Args:
         detectors: detectors by the path they were loaded from.
     """
 
-    def __init__(self, detectors: "dict[str, Detector]") -> None:
+    def __init__(self, detectors: dict[str, Detector]) -> None:
         self.detectors = detectors
+        # The folder of an upload is named after its content. Moving a threshold only redraws.
+        self.predictions = lru_cache(maxsize=4 * MAX_IMAGES)(self._predict)
+
+    def _predict(self, path: str) -> list[Prediction]:
+        """All detections in an image by each detector."""
+        try:
+            (width, height), _ = read_sizes(path)
+            if width * height > MAX_MEGAPIXELS * 10**6:  # before anything is decoded
+                raise ConfigError(f"{Path(path).name}: {width} x {height} pixels: at most {MAX_MEGAPIXELS} million")
+            image = read_image(path)
+        except ImageError as error:
+            raise ConfigError(f"{Path(path).name}: {error.problem.message}") from None  # without the folder
+        return [one.predict(image, threshold=0.0)[0] for one in self.detectors.values()]
 
     def detect(self, files: Sequence[str] | None, *thresholds: float) -> list[Any]:
-        """Passes images through the detectors; returns the results, then the values of :meth:`show`."""
-        from aploss.data.images import ImageError, read_image, read_sizes
-
-        files = files or []
-        if len(files) > MAX_IMAGES:
-            raise ConfigError(f"{len(files)} images: at most {MAX_IMAGES} at a time")
-        results: Results = []
-        for path in files:
-            try:
-                (width, height), _ = read_sizes(path)
-                if width * height > MAX_MEGAPIXELS * 10**6:  # before anything is decoded
-                    raise ConfigError(f"{Path(path).name}: {width} x {height} pixels: at most {MAX_MEGAPIXELS} million")
-                image = read_image(path)
-            except ImageError as error:
-                raise ConfigError(f"{Path(path).name}: {error.problem.message}") from None  # without the folder
-            results.append((path, [one.predict(image, threshold=0.0)[0] for one in self.detectors.values()]))
-        return [results, *self.show(results, *thresholds)]
-
-    def show(self, results: Results, *thresholds: float) -> list[Any]:
         """The pictures of each run at its threshold, the rows of the table and the path of the JSON file."""
-        from aploss.data import draw_boxes
-        from aploss.data.images import read_image
-
+        if len(files or ()) > MAX_IMAGES:
+            raise ConfigError(f"{len(files or ())} images: at most {MAX_IMAGES} at a time")
         galleries: dict[str, list[Any]] = {run: [] for run in self.detectors}
         rows: list[list[Any]] = []
-        for path, predictions in results:
-            image, name = read_image(path).numpy(), printable(Path(path).name)
+        for path in files or ():
+            predictions, image, name = self.predictions(path), read_image(path), printable(Path(path).name)
             for (run, detector), found, threshold in zip(self.detectors.items(), predictions, thresholds, strict=True):
                 count = int((found.scores >= threshold).sum())  # scores are in descending order
-                boxes, labels, scores = (one[:count].numpy() for one in (found.boxes, found.labels, found.scores))
+                boxes, labels, scores = found.boxes[:count], found.labels[:count], found.scores[:count]
                 picture = draw_boxes(image, boxes, labels, detector.class_names, scores, largest=MAX_SIDE)
                 galleries[run].append((picture, f"{name}: {count} detections"))
                 for label, score, box in zip(found.class_names, scores.tolist(), boxes.tolist(), strict=False):
@@ -159,16 +111,22 @@ class App:
         file.write_text(json.dumps([dict(zip(COLUMNS, row, strict=True)) for row in rows], indent=1), encoding="utf-8")
         return [*galleries.values(), rows, str(file)]
 
-    def page(self) -> "Blocks":
+    def page(self) -> Any:
         """Builds the page."""
         import gradio as gr
 
         class Page(gr.Blocks):
             async def process_api(self, block_fn: Any, inputs: list[Any], *arguments: Any, **options: Any) -> Any:
-                with _shown_on_page():  # values that Gradio itself refuses, before a callback
+                """Shows an error of a request as one line on the page, and one that is not ours on the terminal."""
+                try:
                     if '"path": "http' in json.dumps(inputs, default=str):  # Gradio would download it
                         raise ConfigError("images must be uploaded: a URL is not downloaded")
                     return await super().process_api(block_fn, inputs, *arguments, **options)
+                except Exception as error:
+                    line = printable(" ".join(str(error).split()))[:200]
+                    if not isinstance(error, AplossError):
+                        print(f"request refused: {type(error).__name__}: {line}", file=sys.stderr)
+                    raise gr.Error(line, print_exception=False) from None
 
         with Page(title="aploss", analytics_enabled=False, delete_cache=UPLOADS_KEPT) as page:
             gr.HTML("<h1>aploss: object detection</h1>")
@@ -192,17 +150,14 @@ class App:
                         chosen.select(select, None, files, api_visibility="private")
             look: dict[str, Any] = {"columns": 3 - len(self.detectors), "object_fit": "contain"}
             with gr.Row():
-                galleries = [gr.Gallery(label=run, elem_classes="pictures", **look) for run in self.detectors]
+                shown: list[Any] = [gr.Gallery(label=run, elem_classes="pictures", **look) for run in self.detectors]
             with gr.Accordion("Table of detections", open=False):
-                table = gr.Dataframe(headers=list(COLUMNS), show_label=False, interactive=False, max_height=400)
-            shown = [*galleries, table, gr.DownloadButton("Download detections as JSON")]
-            results = gr.State([])
+                shown.append(gr.Dataframe(headers=list(COLUMNS), show_label=False, interactive=False, max_height=400))
+            shown.append(gr.DownloadButton("Download detections as JSON"))
             # One prediction at a time, since all sessions share the detectors and cores.
-            one_at_a_time: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "detectors"}
-            files.change(self.detect, [files, *sliders], [results, *shown], api_name="detect", **one_at_a_time)
-            for slider in sliders:
-                slider.release(self.show, [results, *sliders], shown, api_visibility="private", **one_at_a_time)
-        return page.queue(max_size=MAX_WAITING)  # type: ignore[no-any-return]
+            events = [files.change, *(slider.release for slider in sliders)]
+            gr.on(events, self.detect, [files, *sliders], shown, api_name="detect", concurrency_limit=1)
+        return page.queue(max_size=MAX_WAITING)
 
     @contextmanager
     def serve(self, port: int) -> Iterator[str]:
@@ -212,10 +167,20 @@ class App:
             import gradio as gr
             from starlette.middleware import Middleware
             from starlette.middleware.trustedhost import TrustedHostMiddleware
+            from starlette.responses import PlainTextResponse
+
+            def refuse_urls(app: Any) -> Any:
+                """ASGI middleware that refuses ``/file=URL``, for which Gradio would download the URL."""
+                refusal = PlainTextResponse("a URL is not downloaded", 403)
+
+                async def serve(scope: Any, receive: Any, send: Any) -> None:
+                    await (refusal if "=http" in scope.get("path", "").lower() else app)(scope, receive, send)
+
+                return serve
 
             # Requests for other host names are DNS rebinding: pages of other sites that try to reach this server.
             trusted = Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
-            options = {"middleware": [trusted, Middleware(_NoDownloads)]}
+            options = {"middleware": [trusted, Middleware(refuse_urls)]}
             page = self.page()
             logging.getLogger("uvicorn.error").addFilter(_without_traceback)
             try:
@@ -235,8 +200,6 @@ class App:
 
 def sample_images(runs: Iterable[str]) -> list[str]:
     """Copies some images of the evaluation split of the first run that has any to the folder of uploads."""
-    from aploss.reports.run_files import read_run
-
     for folder in filter(None, map(run_folder_of, runs)):
         with suppress(OSError, TypeError, KeyError):  # a folder of images that is gone or a damaged file
             paths = [Path(image["path"]) for image in read_run(folder.path).ground_truth.get("images", [])]
@@ -246,11 +209,8 @@ def sample_images(runs: Iterable[str]) -> list[str]:
     return []
 
 
-def model_card(run: str, detector: "Detector") -> str:
+def model_card(run: str, detector: Detector) -> str:
     """The model card of a run as HTML: classes and, if its folder has a summary, detector, loss and AP."""
-    from aploss.plotting.plots import loss_label
-    from aploss.training.run_folder import Summary
-
     rows = {"classes": ", ".join(detector.class_names)}
     folder = run_folder_of(run)
     if folder is not None and folder.summary_file.is_file():

@@ -6,46 +6,25 @@ annotations.
 
 import json
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
 
-from aploss.cli.options import positive_int, progress, run_folder_of
+from aploss.cli.train import run_folder_of
+from aploss.data import find_source
 from aploss.data.annotations import Annotations
 from aploss.data.coco import coco_names
+from aploss.detectors import load
 from aploss.errors import ConfigError, DataError
 from aploss.evaluation.matching import match_detections, match_voc, precision_recall_curves
 from aploss.evaluation.metrics import coco_metrics, voc_metrics
 from aploss.evaluation.tables import DetectionTable, as_tables, read_detections, read_ground_truth
 from aploss.files import write_json, write_text
-
-EVAL_EXAMPLES = """
-  aploss eval runs/demo --data VOCdevkit --split 2007_test --metric voc07 --json
-  aploss eval --annotations instances_val2017.json --detections results.json
-  aploss eval --annotations gt.json --detections found/detections.json --iou 0.7 --out scores/
-"""
-
-
-def add_eval_arguments(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("run", nargs="?", help="run folder or checkpoint to evaluate on --data")
-    add("--data", help="dataset to evaluate a run on: folder, file, or 'builtin'")
-    add("--split", help="split of the dataset; by default test, else val")
-    add("--format", default="auto", help="format of the dataset, if it cannot be detected")
-    add("--ignore-unknown-classes", action="store_true", help="leave out objects of classes that the run does not know")
-    add("--device", default="auto", help="cpu, cuda, mps or auto")
-    add("--batch-size", type=positive_int, metavar="N", help="images per forward pass; by default as in validation")
-    add("--annotations", metavar="FILE", help="ground truth as COCO annotation JSON")
-    add("--detections", metavar="FILE", help="detections as COCO results JSON")
-    metric = "COCO, VOC2007 (11 points) or VOC2010 and later (area under the curve)"
-    add("--metric", choices=["coco", "voc07", "voc12"], default="coco", help=metric)
-    iou = "evaluate AP at this IoU only; by default 0.50:0.95 for coco and 0.5 for voc"
-    add("--iou", type=float, metavar="X", help=iou)
-    limit = "detections per image and class (coco only); by default 100, or as many as the run returns"
-    add("--max-detections", type=positive_int, metavar="N", help=limit)
-    add("--json", action="store_true", help="print only one JSON object")
-    add("--out", type=Path, metavar="DIR", help="folder for metrics.json and precision-recall curves")
+from aploss.plotting.plots import precision_recall_plot
+from aploss.training import splits
+from aploss.training.callbacks import Progress
+from aploss.training.distributed import choose_device, choose_workers, start_accelerator
 
 
 def run_eval(options: Namespace) -> int:
@@ -77,11 +56,6 @@ def run_eval(options: Namespace) -> int:
 
 def _detect(options: Namespace) -> tuple[Annotations, DetectionTable, int]:
     """The ground truth of a split, the detections of the run on it, and the number of ignored objects."""
-    from aploss.data import find_source
-    from aploss.detectors import load
-    from aploss.training.distributed import choose_device, choose_workers, start_accelerator
-    from aploss.training.splits import detect_split, load_split
-
     device = choose_device(options.device)
     detector = load(options.run, device=device)
     source = find_source(options.data, format=options.format)
@@ -90,15 +64,19 @@ def _detect(options: Namespace) -> tuple[Annotations, DetectionTable, int]:
         raise ConfigError(f"{options.data} has no test or val split: choose --split of {', '.join(source.splits)}")
     name = options.split or (usual or source.splits)[0]
     option = None if options.ignore_unknown_classes else "--ignore-unknown-classes"
-    split = load_split(source, name, detector.class_names, ignore_unknown=option)
+    split = splits.load_split(source, name, detector.class_names, ignore_unknown=option)
     if split.dataset.num_boxes == 0:
         names = ", ".join(detector.class_names)
         raise DataError(f"{options.data}: split '{name}' has no objects of the run's classes ({names})")
     # The batch size of the run's own validation: the last bits of a convolution depend on it.
     folder, workers = run_folder_of(options.run), choose_workers(None, device, 1)
     size = options.batch_size or (folder.read_config().validation.batch_size if folder is not None else 8)
-    with start_accelerator(device) as accelerator, progress("images", quiet=options.quiet or options.json) as show:
-        table = detect_split(detector, split, accelerator, batch_size=size, workers=workers, on_images=show)
+    with (
+        start_accelerator(device) as accelerator,
+        Progress(quiet=options.quiet or options.json) as progress,
+        progress.images("detecting") as show,
+    ):
+        table = splits.detect_split(detector, split, accelerator, batch_size=size, workers=workers, on_images=show)
     assert table is not None  # there is only one process
     options.max_detections = options.max_detections or detector.detections_per_image
     if not (options.json or options.quiet):
@@ -106,15 +84,13 @@ def _detect(options: Namespace) -> tuple[Annotations, DetectionTable, int]:
     return split.truth, table, split.ignored_objects
 
 
-def _read(annotations: str, detections: str) -> tuple[Annotations, DetectionTable, int]:
+def _read(annotations: Path, detections: Path) -> tuple[Annotations, DetectionTable, int]:
     """The ground truth and detections of two files; see :func:`_detect`."""
     truth, table = as_tables(read_ground_truth(annotations), read_detections(detections))
-    images = Path(detections).with_name("images.json")  # next to the detections of aploss predict
-    if images.is_file():
-        categories = read_ground_truth(images).categories
-        predicted, annotated = _file_names(images), _file_names(Path(annotations))
-        same = all(annotated.get(number) == name for number, name in predicted.items())
-        if not same or not categories.items() <= truth.categories.items():
+    predicted = detections.with_name("images.json")  # next to the detections of aploss predict
+    files = [predicted, annotations] if predicted.is_file() else []
+    for names, known in zip(*(coco_names(file.read_bytes()) for file in files), strict=True):
+        if any(Path(name).name != Path(known.get(number, "")).name for number, name in names.items()):
             option = f"--submission coco --annotations {annotations}"
             raise DataError(f"{detections} has other ids than {annotations}: add {option} to aploss predict")
     if missed := len(truth.images) - len(np.unique(table.image_ids)):
@@ -123,15 +99,8 @@ def _read(annotations: str, detections: str) -> tuple[Annotations, DetectionTabl
     return truth, table, 0
 
 
-def _file_names(file: Path) -> dict[int, str]:
-    """Image id → file name without folders."""
-    return {number: Path(name).name for number, name in coco_names(file.read_bytes())[0].items()}
-
-
 def _write(folder: Path, truth: Annotations, table: DetectionTable, document: dict[str, object], iou: float) -> None:
     """Writes metrics.json and, if any class has objects, a plot of the curves."""
-    from aploss.plotting.plots import precision_recall_plot
-
     match = match_detections if document["metric"] == "coco" else match_voc
     curves = precision_recall_curves(truth, table, matches=match(truth, table, iou))
     lists = {name: curve.as_dict() for name, curve in curves.items()}

@@ -9,34 +9,16 @@ import sys
 import tempfile
 import threading
 import traceback
-from argparse import SUPPRESS
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import version
-from typing import Any
 
-from aploss.cli.options import EXIT_PROBLEMS, Parser, add_general_options
+from aploss.cli.commands import COMMANDS, GENERAL, Parser, add_arguments, make_parser
 from aploss.errors import AplossError, ConfigError, did_you_mean, missing_package
+from aploss.registry import load_plugins
 from aploss.terminal import printable_output
 
-# Words of the command → (module of aploss.cli, line for the overview). For ``aploss data show``, the module defines
-# ``SHOW_EXAMPLES`` (the end of the help), ``add_show_arguments(parser)`` and ``run_show(options)``, the exit code.
-COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
-    ("demo",): ("small", "train on built-in data in a few minutes, and show the result"),
-    ("train",): ("train", "train a detector on VOC, COCO, YOLO or built-in data"),
-    ("eval",): ("eval", "evaluate a run on data, or a detections file against annotations"),
-    ("predict",): ("predict", "detect objects in images with a trained run"),
-    ("app",): ("app", "show the detections of one or two runs in the browser"),
-    ("export",): ("small", "export a trained run to ONNX"),
-    ("data", "check"): ("data", "count the images and boxes of a dataset and list every problem"),
-    ("data", "show"): ("data", "draw a contact sheet with the boxes"),
-    ("data", "convert"): ("data", "convert a dataset to another format"),
-    ("compare",): ("compare", "train with several losses over several seeds, and compare"),
-    ("reproduce",): ("compare", "reproduce a table or figure of the paper"),
-    ("theory",): ("small", "verify the paper's theorems in experiments"),
-    ("bench",): ("small", "benchmark the losses and the training step"),
-}
 MAX_TEXT = 200  # characters of a user's word or of an unexpected error that are repeated in a message
 
 
@@ -74,7 +56,7 @@ def _without_command(words: list[str]) -> int:
     if words in (["--version"], ["-V"]):
         print(f"aploss {version('aploss')}")
     elif not words or words[0] in ("-h", "--help"):
-        rows = [f"  {' '.join(command):<13} {line}" for command, (_, line) in COMMANDS.items()]
+        rows = [f"  {' '.join(command):<13} {line}" for command, (_, line, *_) in COMMANDS.items()]
         print("usage: aploss COMMAND [options]\n", *rows, "\nRun aploss COMMAND --help for its options.", sep="\n")
     else:
         asked = " ".join(words[: 2 if words[0] == "data" else 1])[:MAX_TEXT]
@@ -98,24 +80,21 @@ def _describe(error: Exception) -> tuple[str, int]:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             traceback.print_exception(error, file=file)
         where = f"; traceback in {name}"
-    return f"unexpected {type(error).__name__}: {line}{where} (--debug prints it)", EXIT_PROBLEMS
+    return f"unexpected {type(error).__name__}: {line}{where} (--debug prints it)", 1
 
 
 def _run(words: tuple[str, ...], arguments: list[str]) -> int:
     # First only the general options: threads are set before torch is imported, and plugins register names that the
     # help of the command lists.
     first = Parser(prog=f"aploss {' '.join(words)}", add_help=False)
-    add_general_options(first)
+    add_arguments(first, GENERAL)
     general = first.parse_known_args(arguments)[0]
     set_threads(general.threads)
-    if general.plugin:
-        from aploss.registry import load_plugins
-
-        load_plugins(general.plugin)
+    load_plugins(general.plugin)
     options = make_parser(words).parse(arguments)
     logging.getLogger("aploss.losses").setLevel(logging.ERROR if options.quiet else logging.NOTSET)
-    code: int = _of_command("run_{}", words)(options)
-    return code
+    run = getattr(import_module(f"aploss.cli.{COMMANDS[words].module}"), f"run_{words[-1]}")
+    return int(run(options))
 
 
 def set_threads(threads: int | None) -> None:
@@ -129,21 +108,3 @@ def set_threads(threads: int | None) -> None:
         import torch
 
         torch.set_num_threads(threads)  # if torch was imported before
-
-
-def _of_command(name: str, words: tuple[str, ...]) -> Any:
-    return getattr(import_module(f"aploss.cli.{COMMANDS[words][0]}"), name.format(words[-1]))
-
-
-def make_parser(words: tuple[str, ...]) -> Parser:
-    """Builds the parser of the command with these words, such as ``("data", "check")``."""
-    line, examples = COMMANDS[words][1], _of_command(f"{words[-1].upper()}_EXAMPLES", words).strip("\n")
-    description = f"{line[0].upper()}{line[1:]}."
-    parser = Parser(prog=f"aploss {' '.join(words)}", description=description, epilog=f"examples:\n{examples}")
-    _of_command("add_{}_arguments", words)(parser)
-    add_general_options(parser)
-    for action in parser._actions:
-        is_informative = action.option_strings and action.default not in (None, False, SUPPRESS, [])
-        if is_informative and "default" not in str(action.help):
-            action.help = f"{action.help} (default: %(default)s)"
-    return parser

@@ -7,134 +7,114 @@ and the images and classes that they refer to, to ``images.json``. The detection
 
 import json
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from glob import glob
 from os.path import commonpath
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import Any
 
-from aploss.cli.options import EXIT_PROBLEMS, free_folder, positive_int, progress, run_folder_of
+from PIL.Image import registered_extensions
+
+from aploss.cli.train import free_folder, run_folder_of
+from aploss.data import draw_boxes, read_image
+from aploss.data.coco import coco_names
 from aploss.data.folder import EXTENSIONS
+from aploss.detectors import checkpoint
+from aploss.detectors.detector import Detector
+from aploss.detectors.predict import MultiScale
 from aploss.errors import ConfigError, DataError, RunError, listed
 from aploss.files import as_file_name, write_json, write_text, write_whole
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aploss.detectors.detector import Detector
-    from aploss.detectors.predict import Prediction
-
-PREDICT_EXAMPLES = """
-  aploss predict runs/demo photos/
-  aploss predict runs/demo a.jpg b.png "holiday/**/*.jpg" --out found/ --threshold 0.5
-  aploss predict model.onnx photos/ --out found/
-  aploss predict runs/coco test2017/ --submission coco --annotations image_info_test-dev2017.json
-  aploss predict runs/voc VOC2012/JPEGImages/ --submission voc
-"""
+from aploss.training.callbacks import Progress
+from aploss.training.distributed import choose_device
 
 PICTURES, UNFINISHED = "pictures", "unfinished.jsonl"
 DECIDING = ("images", "threshold", "multi_scale", "submission", "annotations")  # options that change results
 
 
-def add_predict_arguments(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("run", help="run folder, checkpoint or exported file")
-    add("images", nargs="+", help="image files, folders or glob patterns")
-    add("--out", type=Path, metavar="DIR", help="folder for the results; by default runs/predict-RUN")
-    threshold = (
-        "minimum score, 0 to report everything, or 'lrp' for the LRP-optimal threshold of each class; by default the "
-        "best F1 on validation, or 0 for a submission"
-    )
-    add("--threshold", type=_threshold, metavar="X", help=threshold)
-    submission = "write the result files of an evaluation server, and no pictures"
-    add("--submission", choices=["coco", "voc"], help=submission)
-    add("--annotations", metavar="FILE", help="COCO file with the image and category ids of --submission coco")
-    scales = "merge the detections of several image sizes, each also flipped; slower"
-    add("--multi-scale", action="store_true", help=scales)
-    add("--device", default="auto", help="cpu, cuda, mps or auto")
-    add("--batch-size", type=positive_int, metavar="N", default=8, help="images per forward pass")
-
-
-def _threshold(text: str) -> float | str:
-    try:
-        return text if text == "lrp" else float(text)
-    except ValueError:
-        raise ArgumentTypeError(f"expected a number or 'lrp', got {text!r}") from None
-
-
 def run_predict(options: Namespace) -> int:
     """Predicts batch by batch and writes the results; exit code 1 if some images could not be read."""
-    from aploss.data.images import read_image
-    from aploss.detectors.checkpoint import checkpoint_file
-    from aploss.detectors.predict import MultiScale
-
     if (options.submission == "coco") != (options.annotations is not None):
         raise ConfigError("--submission coco and --annotations FILE require each other")
-    command = {"run": _version(checkpoint_file(Path(options.run)))} | {key: getattr(options, key) for key in DECIDING}
-    header = json.dumps(command, default=str) + "\n"
+    command = {"run": _version(checkpoint.checkpoint_file(Path(options.run)))}
+    header = json.dumps(command | {key: getattr(options, key) for key in DECIDING}, default=str).encode() + b"\n"
     out = options.out or _default_folder(options.run, header)
     images = find_images(options.images, exclude=out / PICTURES)
-    root = commonpath([path.resolve().parent for path in images])
+    versions = {path: _version(path) for path in images}
     detector = load_detector(options.run, options.device)
     ids = {path: number for number, path in enumerate(images, start=1)}
     category_ids = list(range(1, len(detector.class_names) + 1))
     if options.submission == "coco":
-        ids, category_ids = _annotated_ids(Path(options.annotations), images, detector.class_names)
+        ids, category_ids = _annotated_ids(options.annotations, images, detector.class_names)
     elif options.submission == "voc":
         _check_voc_names(images, detector.class_names)
+    rows = _read_unfinished(out / UNFINISHED, header)
+    failures = _predict_missing(detector, versions, rows, out, options)
+    found = {path: rows[version] for path, version in versions.items() if version in rows}
+    _write_results(out, found, ids, dict(zip(category_ids, detector.class_names, strict=True)))
+    if options.submission == "voc":
+        _write_voc_submission(out, found, detector.class_names)
+    (out / UNFINISHED).unlink()
+    if not options.quiet:
+        objects = sum(len(row["scores"]) for row in found.values())
+        print(f"{objects} objects in {len(found)} images: {out}", flush=True)
+    if failures:
+        print(f"{len(failures)} images could not be read:", *failures, sep="\n  ", file=sys.stderr)
+    return int(bool(failures))
+
+
+def _predict_missing(
+    detector: Detector, versions: Mapping[Path, str], rows: dict[str, Any], out: Path, options: Namespace
+) -> list[str]:
+    """Predicts the images without a row, draws them and adds their rows; returns why images could not be read."""
+    todo = [path for path, version in versions.items() if version not in rows]
     threshold = 0.0 if options.submission and options.threshold is None else options.threshold
-    scales, failures = MultiScale() if options.multi_scale else None, []
-    parts = PartialResults(out / UNFINISHED, header)
-    todo = [path for path in images if _version(path) not in parts.done]
-    with progress("images", quiet=options.quiet) as show:
-        for start in range(0, len(todo), options.batch_size):
+    size, scales, failures = options.batch_size, MultiScale() if options.multi_scale else None, []
+    root = commonpath([path.resolve().parent for path in versions])
+    with Progress(quiet=options.quiet) as progress, progress.images("predicting") as show:
+        for start in range(0, len(todo), size):
             batch = {}
-            for path in todo[start : start + options.batch_size]:
+            for path in todo[start : start + size]:
                 try:
                     batch[path] = read_image(path)
                 except DataError as error:
                     failures.append(str(error))
-            found = detector.predict(
-                [*batch.values()], threshold=threshold, batch_size=options.batch_size, multi_scale=scales
-            )
-            for (path, image), prediction in zip(batch.items(), found, strict=True):
+            found = detector.predict([*batch.values()], threshold=threshold, batch_size=size, multi_scale=scales)
+            for (path, image), one in zip(batch.items(), found, strict=True):
                 if not options.submission:
-                    picture = out / PICTURES / path.resolve().relative_to(root)
-                    _write_picture(picture, image, prediction, detector.class_names)
-                parts.add(path, prediction)
-            show(len(images) - len(todo) + start + len(batch), len(images))
-    objects = _write_results(out, parts, ids, category_ids, detector.class_names)
-    if options.submission == "voc":
-        _write_voc_submission(out, parts.rows(ids), detector.class_names)
-    parts.file.unlink()
-    if not options.quiet:
-        print(f"{objects} objects in {len(images) - len(failures)} images: {out}", flush=True)
-    if failures:
-        print(f"{len(failures)} images could not be read:", *failures, sep="\n  ", file=sys.stderr)
-    return EXIT_PROBLEMS if failures else 0
+                    picture = draw_boxes(image, one.boxes, one.labels, detector.class_names, one.scores)
+                    file = out / PICTURES / path.resolve().relative_to(root)
+                    kind = registered_extensions().get(file.suffix.lower(), "JPEG")
+                    write_whole(file, partial(picture.save, format=kind, quality=92))
+                columns = {name: getattr(one, name).tolist() for name in ("boxes", "scores", "labels")}
+                rows[versions[path]] = {"version": versions[path], "size": one.image_size, **columns}
+                with (out / UNFINISHED).open("a", encoding="utf-8") as lines:
+                    lines.write(json.dumps(rows[versions[path]]) + "\n")
+            show(len(versions) - len(todo) + start + len(batch), len(versions))
+    return failures
 
 
-def load_detector(path: str, device: str) -> "Detector":
+def load_detector(path: str, device: str) -> Detector:
     """Loads the detector of a run folder, a checkpoint or a file of ``aploss export``."""
     if path.lower().endswith(".onnx"):
         from aploss.detectors.export import OnnxDetector
 
         return OnnxDetector(path)
-    from aploss.detectors.checkpoint import load
-    from aploss.training.distributed import choose_device
-
-    return load(path, device=choose_device(device))
+    return checkpoint.load(path, device=choose_device(device))
 
 
-def _default_folder(run: str, header: str) -> Path:
+def _default_folder(run: str, header: bytes) -> Path:
     """The first of runs/predict-RUN, runs/predict-RUN-2, ... that is free or holds this command unfinished."""
+
+    def is_free(out: Path) -> bool:
+        file = out / UNFINISHED
+        return not out.exists() or (file.is_file() and file.read_bytes().startswith(header))
+
     folder = run_folder_of(run)
     name = Path(run).stem if folder is None else folder.path.resolve().name
-    return free_folder(
-        as_file_name(f"predict-{name}"), lambda out: not out.exists() or _first_line(out / UNFINISHED) == header
-    )
+    return free_folder(as_file_name(f"predict-{name}"), is_free)
 
 
 def find_images(arguments: Sequence[str], *, exclude: Path) -> list[Path]:
@@ -157,53 +137,21 @@ def find_images(arguments: Sequence[str], *, exclude: Path) -> list[Path]:
     return list(found)
 
 
-class PartialResults:
-    """The predictions of a command that has not finished, one line per image; the first line identifies the command.
+def _read_unfinished(file: Path, header: bytes) -> dict[str, Any]:
+    """The predictions of this command so far, by version of the image: a line for each, after one for the command.
 
-    ``done`` has the versions of the images with predictions. Raises RunError if the file belongs to another command.
+    Creates the file, and removes a line that a kill has cut. Raises RunError if it belongs to another command.
     """
-
-    def __init__(self, file: Path, header: str) -> None:
-        self.file = file
-        if not file.is_file():
-            write_text(file, header)
-        if _first_line(file) != header:
-            raise RunError(f"{file} belongs to another command that was interrupted: finish it, or delete the file")
-        self.done = {row["version"] for row in self._rows()}
-
-    def add(self, path: Path, found: "Prediction") -> None:
-        """Appends the prediction of an image."""
-        columns = {name: getattr(found, name).tolist() for name in ("boxes", "scores", "labels")}
-        row = {"path": str(path), "version": _version(path), "size": found.image_size, **columns}
-        with self.file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-
-    def rows(self, paths: "dict[Path, int]") -> Iterator[dict[str, Any]]:
-        """The predictions of images as they are now: ``path``, ``size``, ``boxes``, ``scores`` and ``labels``."""
-        versions = {_version(path) for path in paths if path.exists()}
-        return (row for row in self._rows() if row["version"] in versions)
-
-    def _rows(self) -> Iterator[dict[str, Any]]:
-        """The lines after the first, one at a time; a line that a kill cut is removed."""
-        with self.file.open("rb+") as file:
-            end = len(file.readline())
-            for line in file:
-                if not line.endswith(b"\n"):
-                    file.truncate(end)
-                    return
-                end += len(line)
-                try:
-                    yield json.loads(line)
-                except ValueError:
-                    raise RunError(f"{self.file} is damaged: delete it to start again") from None
-
-
-def _first_line(file: Path) -> str:
-    """The first line of a file; empty if there is none."""
-    if not file.is_file():
-        return ""
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        return lines.readline()
+    content = file.read_bytes() if file.is_file() else header
+    if not content.startswith(header):
+        raise RunError(f"{file} belongs to another command that was interrupted: finish it, or delete the file")
+    *lines, cut = content.removeprefix(header).split(b"\n")
+    if cut or content == header:
+        write_whole(file, lambda stream: stream.write(content.removesuffix(cut)))
+    try:
+        return {row["version"]: row for row in map(json.loads, lines)}
+    except ValueError:
+        raise RunError(f"{file} is damaged: delete it to start again") from None
 
 
 def _version(path: Path) -> str:
@@ -212,66 +160,48 @@ def _version(path: Path) -> str:
     return f"{path} {status.st_size} {status.st_mtime_ns}"
 
 
-def _write_picture(file: Path, image: "Tensor", found: "Prediction", class_names: Sequence[str]) -> None:
-    from PIL.Image import registered_extensions
-
-    from aploss.data import draw_boxes
-
-    kind = registered_extensions().get(file.suffix.lower(), "JPEG")
-    picture = draw_boxes(image.numpy(), found.boxes.numpy(), found.labels.numpy(), class_names, found.scores.numpy())
-    write_whole(file, lambda stream: picture.save(stream, format=kind, quality=92))
+def _detections(row: Mapping[str, Any]) -> Iterable[tuple[int, float, list[float]]]:
+    """Label, score and corners of each detection."""
+    return zip(row["labels"], row["scores"], row["boxes"], strict=True)
 
 
 def _write_results(
-    folder: Path, parts: PartialResults, ids: dict[Path, int], category_ids: Sequence[int], class_names: Sequence[str]
-) -> int:
-    """Writes ``detections.json``, and ``images.json`` with the images and classes that its ids stand for.
-
-    Returns:
-        The number of detections.
-    """
-    images, detections = [], 0
-
-    def write(file: IO[bytes]) -> None:
-        nonlocal detections
-        for row in parts.rows(ids):
-            number, (width, height) = ids[Path(row["path"])], row["size"]
-            images.append({"id": number, "file_name": row["path"], "width": width, "height": height})
-            for label, score, (x1, y1, x2, y2) in zip(row["labels"], row["scores"], row["boxes"], strict=True):
-                entry = {"image_id": number, "category_id": category_ids[label], "bbox": [x1, y1, x2 - x1, y2 - y1]}
-                file.write(b", " if detections else b"[")
-                file.write(json.dumps({**entry, "score": score}).encode())
-                detections += 1
-        file.write(b"]" if detections else b"[]")
-
-    write_whole(folder / "detections.json", write)
-    categories = [{"id": number, "name": name} for number, name in zip(category_ids, class_names, strict=True)]
-    write_json(folder / "images.json", {"images": images, "categories": categories, "annotations": []}, indent=1)
-    return detections
+    folder: Path, found: Mapping[Path, Any], ids: Mapping[Path, int], categories: Mapping[int, str]
+) -> None:
+    """Writes ``detections.json``, and ``images.json`` with the images and classes that its ids stand for."""
+    detections, images, category_ids = [], [], list(categories)
+    for path, row in found.items():
+        width, height = row["size"]
+        images.append({"id": ids[path], "file_name": str(path), "width": width, "height": height})
+        for label, score, (x1, y1, x2, y2) in _detections(row):
+            box = {"image_id": ids[path], "category_id": category_ids[label], "bbox": [x1, y1, x2 - x1, y2 - y1]}
+            detections.append(json.dumps({**box, "score": score}))  # as text: a fifth of the memory of a dictionary
+    write_text(folder / "detections.json", f"[{', '.join(detections)}]\n")
+    classes = [{"id": number, "name": name} for number, name in categories.items()]
+    write_json(folder / "images.json", {"images": images, "categories": classes, "annotations": []}, indent=1)
 
 
 def _annotated_ids(file: Path, paths: Sequence[Path], class_names: Sequence[str]) -> tuple[dict[Path, int], list[int]]:
     """The ids of the images, by the longest end of the path that is annotated, and of the classes in a COCO file."""
-    from aploss.data.coco import coco_names
-
-    image_ids: defaultdict[str, set[int]] = defaultdict(set)
-    category_ids: defaultdict[str, set[int]] = defaultdict(set)
     try:
-        names = coco_names(file.read_bytes())
+        image_names, category_names = coco_names(file.read_bytes())
     except ValueError as error:
         raise DataError(f"{file}: not valid COCO JSON: {error}") from None
-    for ids, named in zip((image_ids, category_ids), names, strict=True):
-        for number, name in named.items():
-            ids[name].add(number)
-    found: dict[Path, set[int]] = {}
+    known, categories = _ids_by_name(image_names), _ids_by_name(category_names)
+    ids = {}
     for path in paths:
         ends = ("/".join(path.parts[start:]) for start in range(len(path.parts)))
-        found[path] = next((image_ids[end] for end in ends if end in image_ids), set())
-    unclear = [str(path) for path, ids in found.items() if len(ids) != 1]
-    unclear += [name for name in class_names if len(category_ids[name]) != 1]
-    if unclear:
-        raise DataError(f"{listed(unclear)}: no unique id in --annotations {file}")
-    return {path: min(ids) for path, ids in found.items()}, [min(category_ids[name]) for name in class_names]
+        ids[path] = next((known[end] for end in ends if end in known), None)
+    missing = [str(path) for path, number in ids.items() if number is None]
+    if missing := [*missing, *(name for name in class_names if name not in categories)]:
+        raise DataError(f"{listed(missing)}: no unique id in --annotations {file}")
+    return ids, [categories[name] for name in class_names]  # type: ignore[return-value]
+
+
+def _ids_by_name(names: Mapping[int, str]) -> dict[str, int]:
+    """Ids by name, without names that several have."""
+    times = Counter(names.values())
+    return {name: number for number, name in names.items() if times[name] == 1}
 
 
 def _check_voc_names(paths: Sequence[Path], class_names: Sequence[str]) -> None:
@@ -283,12 +213,12 @@ def _check_voc_names(paths: Sequence[Path], class_names: Sequence[str]) -> None:
         raise DataError(f"a VOC submission cannot contain the names {listed(wrong)}")
 
 
-def _write_voc_submission(folder: Path, rows: Iterator[dict[str, Any]], class_names: Sequence[str]) -> None:
+def _write_voc_submission(folder: Path, found: Mapping[Path, Any], class_names: Sequence[str]) -> None:
     """Writes ``comp4_det_test_CLASS.txt`` of each class: image, score and box, whose pixels count from 1."""
     lines: dict[str, list[str]] = {name: [] for name in class_names}
-    for row in rows:
-        for label, score, (x1, y1, x2, y2) in zip(row["labels"], row["scores"], row["boxes"], strict=True):
+    for path, row in found.items():
+        for label, score, (x1, y1, x2, y2) in _detections(row):
             box = " ".join(f"{corner:.3f}" for corner in (x1 + 1, y1 + 1, x2, y2))
-            lines[class_names[label]].append(f"{Path(row['path']).stem} {score:.9g} {box}\n")
+            lines[class_names[label]].append(f"{path.stem} {score:.9g} {box}\n")
     for name, own in lines.items():
         write_text(folder / f"comp4_det_test_{name}.txt", "".join(own))

@@ -12,23 +12,23 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 
-from aploss.plotting.plots import INK, MUTED, PAPER, class_colour
+from aploss.plotting.plots import MUTED, PAPER, class_colour
 
 READABLE = 256  # pixels of the longer side below which captions would hide the picture
-GAP, CAPTION, TITLE = 8, 12, 17  # pixels of a contact sheet
+GAP, CAPTION = 8, 12  # pixels of a contact sheet
 
 
 def draw_boxes(
     image: Any,
     boxes: ArrayLike,
-    labels: Sequence[int] | NDArray[Any],
+    labels: ArrayLike,
     class_names: Sequence[str],
-    scores: Sequence[float] | NDArray[Any] | None = None,
+    scores: ArrayLike | None = None,
     *,
-    dashed: Sequence[bool] | NDArray[Any] | None = None,
+    dashed: ArrayLike | None = None,
     largest: float = math.inf,
 ) -> Image.Image:
     """Returns a copy of an image with labelled boxes, each class in its own colour.
@@ -54,7 +54,7 @@ def draw_boxes(
     classes = np.asarray(labels, dtype=np.int64).reshape(-1)
     captions = [class_names[label] for label in classes.tolist()]
     if scores is not None:
-        captions = [f"{name} {score:.2f}" for name, score in zip(captions, scores, strict=True)]
+        captions = [f"{name} {score:.2f}" for name, score in zip(captions, np.asarray(scores).tolist(), strict=True)]
     is_dashed = np.zeros(len(classes), bool) if dashed is None else np.asarray(dashed, bool)
     order = np.lexsort((np.zeros(len(classes)) if scores is None else np.asarray(scores), ~is_dashed))
     corners = np.asarray(boxes, dtype=np.float64).reshape(-1, 4) * factor
@@ -101,11 +101,7 @@ def outline_boxes(
 
 
 def contact_sheet(
-    images: Sequence[Image.Image],
-    captions: Sequence[str] | None = None,
-    *,
-    tile: int = READABLE,
-    title: str | None = None,
+    images: Sequence[Image.Image], captions: Sequence[str] | None = None, *, tile: int = READABLE
 ) -> Image.Image:
     """Arranges pictures on a nearly square sheet, each with a line of text below it.
 
@@ -113,7 +109,6 @@ def contact_sheet(
         images: at least one; scaled to fit, keeping their aspect ratio.
         captions: one line per image, cut to its width; None for no captions.
         tile: longer side of the pictures in pixels.
-        title: a line at the top.
 
     Returns:
         The sheet; each row is as high as its highest picture.
@@ -134,17 +129,14 @@ def contact_sheet(
     rows = [range(k, min(k + columns, len(images))) for k in range(0, len(images), columns)]
     heights = [max(fitted[k].height for k in row) for row in rows]
     line = 0 if captions is None else CAPTION + 8
-    head = 0 if title is None else TITLE + 14
-    size = (GAP + columns * (tile + GAP), GAP + head + sum(heights) + len(rows) * (line + GAP))
-    sheet = Image.new("RGB", size, PAPER)
-    if title is not None:
-        _write_line(sheet, title, (GAP, GAP), TITLE, INK, size[0] - 2 * GAP)
-    y = GAP + head
+    size = (GAP + columns * (tile + GAP), GAP + sum(heights) + len(rows) * (line + GAP))
+    sheet, y = Image.new("RGB", size, PAPER), GAP
     for row, height in zip(rows, heights, strict=True):
         for column, k in enumerate(row):
             x = GAP + column * (tile + GAP)
             sheet.paste(fitted[k], (x + (tile - fitted[k].width) // 2, y + (height - fitted[k].height) // 2))
-            _write_line(sheet, texts[k], (x, y + height + 3), CAPTION, MUTED, tile)
+            caption = _cut(texts[k], tile)
+            ImageDraw.Draw(sheet).text((x, y + height + 3), caption, fill=MUTED, font=_font(CAPTION))
         y += height + line + GAP
     return sheet
 
@@ -169,12 +161,10 @@ def resize(image: Image.Image, factor: float) -> Image.Image:
 
 def crop_around(image: Image.Image, box: ArrayLike, *, context: float = 0.8) -> tuple[Image.Image, tuple[int, int]]:
     """Crops a picture to a box and ``context`` times its longer side around it; also returns the upper left corner."""
-    x1, y1, x2, y2 = np.asarray(box, dtype=np.float64).tolist()
-    margin = context * max(x2 - x1, y2 - y1, 8.0)
-    left = min(max(0, int(x1 - margin)), image.width - 1)
-    top = min(max(0, int(y1 - margin)), image.height - 1)
-    right = max(min(image.width, math.ceil(x2 + margin)), left + 1)
-    bottom = max(min(image.height, math.ceil(y2 + margin)), top + 1)
+    corners, size = np.asarray(box, dtype=np.float64).reshape(2, 2), np.array(image.size)
+    margin = context * max(*(corners[1] - corners[0]), 8.0)
+    left, top = np.clip(corners[0] - margin, 0, size - 1).astype(int).tolist()
+    right, bottom = np.clip(np.ceil(corners[1] + margin), (left + 1, top + 1), size).astype(int).tolist()
     return image.crop((left, top, right, bottom)), (left, top)
 
 
@@ -217,15 +207,13 @@ def _draw_caption(pen: ImageDraw.ImageDraw, box: np.ndarray, text: str, colour: 
     pen.text((x + 3 - left, y + 2 - top), text, fill=_contrasting(colour), font=font)
 
 
-def _write_line(sheet: Image.Image, text: str, place: tuple[int, int], height: int, colour: str, width: int) -> None:
-    """Writes one line, cut to ``width`` pixels."""
-    font = _font(height)
-    text = " ".join(text.split())
-    if font.getlength(text) > width:
-        while text and font.getlength(text + "…") > width:
-            text = text[:-1]
-        text += "…"
-    ImageDraw.Draw(sheet).text(place, text, fill=colour, font=font)
+def _cut(caption: str, width: int) -> str:
+    """The caption of a sheet on one line, cut to ``width`` pixels."""
+    line = " ".join(caption.split())
+    length = len(line)
+    while length and _font(CAPTION).getlength(line[:length]) > width:
+        length -= 1
+    return line[:length]
 
 
 @lru_cache(maxsize=16)
@@ -238,6 +226,4 @@ def _font(pixels: int) -> ImageFont.FreeTypeFont:
 
 def _contrasting(colour: str) -> str:
     """Black or white, whichever is more readable on ``colour``."""
-    channels = np.array(ImageColor.getrgb(colour)) / 255
-    linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
-    return "#000000" if linear @ (0.2126, 0.7152, 0.0722) > 0.18 else "#ffffff"
+    return "#000000" if np.dot(ImageColor.getrgb(colour), (0.299, 0.587, 0.114)) > 100 else "#ffffff"

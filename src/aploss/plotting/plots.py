@@ -11,7 +11,6 @@ text, byte for byte. ``**frame`` stands for the arguments of :func:`new_plot`, t
 import io
 import re
 import warnings
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -60,10 +59,8 @@ def loss_label(name: str) -> str:
 
     loss, *settings = re.split(r"(?:^|[: ])(?=[\w.]+=)", name)
     label = traits_of(loss).label or loss
-    if not settings:
-        return label
     listed = ", ".join(_setting_label(*setting.split("=", 1)) for setting in settings)
-    return f"{label} ({listed})" if label else listed
+    return f"{label} ({listed})" if label and listed else label + listed
 
 
 def _setting_label(key: str, value: str) -> str:
@@ -73,9 +70,7 @@ def _setting_label(key: str, value: str) -> str:
 
 
 def line_style(name: str, index: int = 0) -> LineStyle:
-    """The style of a loss, or the ``index``-th variant style for any other series.
-
-    A registered loss without a colour gets a variant style that depends only on its name.
+    """The style that a loss declares, or the ``index``-th variant style for any other series.
 
     Example:
         >>> line_style("ap")
@@ -83,17 +78,13 @@ def line_style(name: str, index: int = 0) -> LineStyle:
         >>> line_style("batch size 4", index=2) == VARIANT_STYLES[2]
         True
     """
-    from aploss.losses.traits import LOSSES, traits_of
+    from aploss.losses.traits import traits_of
 
     traits = traits_of(name)
     if traits.colour:
         return LineStyle(traits.colour.lower(), traits.dashes, traits.marker)
-    if name in LOSSES:
-        index = zlib.crc32(name.encode("utf-8", "surrogatepass")) % len(VARIANT_STYLES)
-    again, place = divmod(index, len(VARIANT_STYLES))
-    # A colour that is used again has other dashes and another marker.
-    marker = VARIANT_STYLES[(place + again) % len(VARIANT_STYLES)].marker
-    return LineStyle(VARIANT_STYLES[place].colour, DASHES[(place + again) % len(DASHES)], marker)
+    again, place = divmod(index, len(VARIANT_STYLES))  # a colour that is used again has other dashes
+    return VARIANT_STYLES[place]._replace(dashes=DASHES[(place + again) % len(DASHES)])
 
 
 def class_colour(label: int) -> str:
@@ -103,7 +94,6 @@ def class_colour(label: int) -> str:
 
 # --- plots ---
 
-MAX_NAMED_CURVES = 6  # if there are more classes than colours
 DOTTED = (0, (2, 2))  # for reference lines: limits, levels, the ideal
 
 Values = Sequence[float | None] | np.ndarray
@@ -116,8 +106,7 @@ class Series:
     name: str  # for the legend; the name of a loss also selects its label and style
     x: Values  # None and NaN leave a gap
     y: Values
-    low: Values | None = None  # lower edge of a band around the line, such as mean - standard deviation
-    high: Values | None = None  # upper edge
+    band: Values | None = None  # half the width of a band around the line, such as the standard deviation
     style: LineStyle | None = None  # overrides the style selected by the name
     markers: bool = False  # mark each point; a single point is always marked
 
@@ -176,7 +165,6 @@ def line_plot(
     *,
     whole_x: bool = False,
     y_range: tuple[float | None, float | None] | None = None,
-    level: tuple[str, float] | None = None,
     **frame: Any,
 ) -> str:
     """Draws lines with optional bands.
@@ -185,7 +173,6 @@ def line_plot(
         series: drawn in order, with a legend below the axes if there are several.
         whole_x: label only integers on the x axis, for steps.
         y_range: limits of the y axis; None for an automatic limit.
-        level: a horizontal line (name, y), such as a bound or the paper's number.
 
     Example:
         >>> line_plot([Series(name="ap", x=[1, 2], y=[0.5, 0.7])], title="AP").count("<svg")
@@ -198,13 +185,10 @@ def line_plot(
             if not one.markers and np.isfinite(x + y).sum() != 1:  # a line through a single point would be invisible
                 style = style._replace(marker="")
             entries[loss_label(one.name)] = style
-            if one.low is not None and one.high is not None:
-                low, high = numbers(one.low), numbers(one.high)
-                plot.axes.fill_between(x, low, high, color=style.colour, alpha=0.18, linewidth=0)
+            if one.band is not None:
+                band = numbers(one.band)
+                plot.axes.fill_between(x, y - band, y + band, color=style.colour, alpha=0.18, linewidth=0)
             plot.axes.plot(x, y, color=style.colour, linestyle=style.dashes, marker=style.marker)
-        if level is not None:
-            entries[level[0]] = LineStyle(INK, DOTTED)
-            plot.axes.axhline(level[1], color=INK, linewidth=1, linestyle=DOTTED)
         if whole_x:
             plot.axes.locator_params(axis="x", integer=True)
         if y_range is not None:
@@ -226,25 +210,20 @@ def precision_recall_plot(curves: Mapping[str, Any], iou: float = 0.5) -> str:
     """
     scores = {name: float(np.mean(curve.precision)) for name, curve in curves.items()}
     order = sorted(curves, key=lambda name: -scores[name])
-    named, half = list(curves), MAX_NAMED_CURVES // 2
-    if len(order) > len(PALETTE):
-        named = [*order[:half], *order[-half:]]
+    named = list(curves) if len(order) <= len(PALETTE) else [*order[:3], *order[-3:]]
+    styles = dict(zip(named, map(LineStyle, PALETTE, DASHES), strict=False))
     entries: dict[str, LineStyle] = {}
-    title = f"Precision and recall at IoU {iou:g}"
-    with new_plot(title, x_label="recall", y_label="precision", height=3.4) as plot:
+    with new_plot(f"Precision and recall at IoU {iou:g}", x_label="recall", y_label="precision", height=3.4) as plot:
         if len(order) > 1:
             mean = np.mean([curve.precision for curve in curves.values()], axis=0)
             plot.axes.plot(curves[order[0]].recall, mean, color=INK, linewidth=2.4, zorder=3)
             entries[f"mean {mean.mean():.3f}"] = LineStyle(INK)
         for name in order:
-            style = LineStyle(MUTED)
-            if name in named:
-                style = LineStyle(PALETTE[named.index(name)], DASHES[named.index(name)])
-                entries[f"{shorten(name)} {scores[name]:.3f}"] = style
-            look: Any = {"alpha": 1.0} if name in named else {"alpha": 0.25, "linewidth": 0.8}
-            plot.axes.plot(
-                curves[name].recall, curves[name].precision, color=style.colour, linestyle=style.dashes, **look
-            )
+            look: dict[str, Any] = {"color": MUTED, "alpha": 0.25, "linewidth": 0.8}
+            if name in styles:
+                entries[f"{shorten(name)} {scores[name]:.3f}"] = styles[name]
+                look = {"color": styles[name].colour, "linestyle": styles[name].dashes}
+            plot.axes.plot(curves[name].recall, curves[name].precision, **look)
         if len(order) > len(named):
             entries[f"{len(order) - len(named)} other classes"] = LineStyle(GRID)
         plot.axes.set(xlim=(0, 1.01), ylim=(0, 1.02))

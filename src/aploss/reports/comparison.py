@@ -296,10 +296,9 @@ def curve_plot(entries: Sequence[Entry], *, against: str = "steps", label: str =
     for index, entry in enumerate(entries):
         if _has_curves(entry, against):
             points = [(getattr(one, against), 100 * numbers(one.values)) for one in entry.curves]
-            x, y, deviation = mean_and_band(points)
-            band = {"low": y - deviation, "high": y + deviation} if len(points) > 1 else {}
+            x, y, band = mean_and_band(points)
             style = line_style(entry.name, index)
-            series.append(Series(name=entry.name, x=x, y=y, style=style, markers=len(x) <= 25, **band))
+            series.append(Series(name=entry.name, x=x, y=y, band=band, style=style, markers=len(x) <= 25))
     return line_plot(series, title=title, x_label=against, y_label=f"{label} (%)", height=3.4)
 
 
