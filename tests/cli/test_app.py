@@ -90,7 +90,9 @@ def test_samples_are_images_of_the_evaluation_split(photo: str, tmp_path: Path) 
     folder = RunFolder(tmp_path / "run")
     folder.create(load_config("demo"))
     (tmp_path / "secret.txt").write_text("not an image")
-    images = [{"id": k, "path": path} for k, path in enumerate([photo, str(tmp_path / "secret.txt")])]
+    (tmp_path / "endless.png").symlink_to("/dev/zero")
+    paths = [photo, *(str(tmp_path / name) for name in ("secret.txt", "endless.png"))]
+    images = [{"id": k, "path": path} for k, path in enumerate(paths)]
     write_json(folder.evaluation / "ground_truth.json", {"images": images})
     assert [Path(path).read_bytes() for path in sample_images([RUNS[0], str(folder.path)])] == [
         Path(photo).read_bytes()
