@@ -126,15 +126,18 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def check_archive(path: Path) -> None:
-    """Verifies the checksums of a zip archive as torch writes it.
+    """Verifies the checksums of a zip archive as torch writes it, without compression.
 
-    torch itself does not: a checkpoint with a changed byte loads with a wrong weight.
+    torch itself does not: a checkpoint with a changed byte loads with a wrong weight, and a compressed one of a few
+    megabytes takes gigabytes of memory.
 
     Raises:
-        RunError: if the file is damaged or not an archive.
+        RunError: if the file is damaged, compressed, or not an archive.
     """
     try:
         with zipfile.ZipFile(path) as archive:
+            if sum(part.file_size for part in archive.infolist()) > path.stat().st_size:
+                raise ValueError("its parts are larger than the file; torch does not compress them")
             damaged = archive.testzip()
     except Exception as error:  # damaged headers raise many kinds of errors
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__

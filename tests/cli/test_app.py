@@ -94,7 +94,9 @@ def test_the_model_card_has_loss_and_ap_of_the_run_folder(
 def test_samples_are_images_of_the_evaluation_split(photo: str, folder: RunFolder, tmp_path: Path) -> None:
     assert sample_images([str(tmp_path)]) == []
     (tmp_path / "secret.txt").write_text("not an image")
-    images = [{"id": k, "path": path} for k, path in enumerate([photo, str(tmp_path / "secret.txt")])]
+    (tmp_path / "endless.png").symlink_to("/dev/zero")
+    paths = [photo, *(str(tmp_path / name) for name in ("secret.txt", "endless.png"))]
+    images = [{"id": k, "path": path} for k, path in enumerate(paths)]
     write_json(folder.evaluation / "ground_truth.json", {"images": images})
     assert [Path(path).read_bytes() for path in sample_images([RUNS[0], str(folder.path)])] == [
         Path(photo).read_bytes()

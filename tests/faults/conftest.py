@@ -1,9 +1,6 @@
-"""Runs commands for the fault suite, in a separate process or, faster, in this one. Each case is one fault."""
+"""Runs commands for the fault suite. Each case is one fault."""
 
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NoReturn
@@ -11,7 +8,7 @@ from typing import NoReturn
 import pytest
 from tiny_runs import config_in, make_config, no_page, rectangles, short_detector, spawn  # noqa: F401
 
-SECONDS = 120  # limit for every command, unless its case sets another
+SECONDS = 120  # limit for every command
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,24 +52,6 @@ class Finished:
         """Neither a traceback nor an unexpected error, whatever the exit code."""
         assert "Traceback" not in self.stdout + self.stderr, self.stderr
         assert "unexpected" not in self.stderr, self.stderr
-
-
-@pytest.fixture(scope="session")
-def run_cli() -> Callable[..., Finished]:
-    """Runs ``python -m aploss`` with arguments in a separate process, within ``timeout`` seconds.
-
-    ``env`` is added to the environment; other keywords, such as ``cwd``, go to :func:`subprocess.run`.
-    """
-
-    def run(*arguments: object, timeout: float = SECONDS, env: dict[str, str] | None = None, **options) -> Finished:
-        words = [sys.executable, "-m", "aploss", *map(str, arguments)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-        done = subprocess.run(
-            words, capture_output=True, text=True, errors="replace", timeout=timeout, env=environment, **options
-        )
-        return Finished(done.returncode, done.stdout, done.stderr)
-
-    return run
 
 
 @pytest.fixture

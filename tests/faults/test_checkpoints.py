@@ -64,9 +64,9 @@ def assert_refused(path: Path, *words: str) -> None:
 # --- files that are something else ------------------------------------------------------------
 
 
-def zipped(**parts: bytes) -> bytes:
+def zipped(compression: int = zipfile.ZIP_STORED, **parts: bytes) -> bytes:
     file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
+    with zipfile.ZipFile(file, "w", compression) as archive:
         for name, part in parts.items():
             archive.writestr(name.replace("__", "/"), part)
     return file.getvalue()
@@ -227,6 +227,14 @@ def test_invalid_weights_are_refused_by_name(file: Path, content: dict[str, Any]
     assert_refused(file, LAYER)
 
 
+@pytest.mark.parametrize("fault", ["NaN", "infinite", "text", "sparse", "without memory"])
+def test_training_does_not_start_from_invalid_weights(file: Path, content: dict[str, Any], fault: str):
+    state = content["detector"]["state"]
+    torch.save({**state, LAYER: WEIGHT_FAULTS[fault](state[LAYER])}, file)
+    with pytest.raises(RunError, match=r"untrusted\.pt"):
+        load_weights(build_detector(DETECTOR, class_names=CLASSES), file)
+
+
 def test_predict_refuses_weights_so_large_that_scores_are_nan(call_cli, file: Path, content: dict, tmp_path: Path):
     state = {name: tensor * 1e30 for name, tensor in content["detector"]["state"].items()}
     torch.save(changed(content, "state", state), file)
@@ -240,22 +248,39 @@ def peak_memory() -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
-@pytest.mark.parametrize("place", ["weight", "unknown weight", "other content", "initial weights"])
+@pytest.mark.parametrize("place", ["weight", "unknown weight", "other content", "initial weights", "compressed"])
 def test_a_small_file_with_a_huge_tensor_costs_no_memory(file: Path, content: dict[str, Any], place: str):
-    """A tensor of stride 0 has one number in the file and a gigabyte in use."""
+    """A tensor of stride 0 has one number in the file and a gigabyte in use; zeros are compressed to a thousandth."""
     huge, state = torch.zeros(1).expand(2**14, 2**14), content["detector"]["state"]
     whole = {
         "weight": changed(content, "state", {**state, LAYER: huge}),
         "unknown weight": changed(content, "state", {**state, "x": huge}),
         "other content": {**content, "metrics": huge},
         "initial weights": {**state, LAYER: huge},
+        "compressed": {**content, "metrics": torch.zeros(2**26)},
     }
     torch.save(whole[place], file)
+    if place == "compressed":
+        with zipfile.ZipFile(file) as archive:
+            parts = {part: archive.read(part) for part in archive.namelist()}
+        file.write_bytes(zipped(zipfile.ZIP_DEFLATED, **parts))
+        del parts
+    assert file.stat().st_size < 2e7
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = peak_memory()
     with pytest.raises(RunError, match=r"untrusted\.pt"):
         load_weights(build_detector(DETECTOR, class_names=CLASSES), file) if place == "initial weights" else load(file)
     assert peak_memory() - before < 2e8
+
+
+@pytest.mark.parametrize("key", ["metrics", "format", "training"])
+def test_lists_that_stand_for_astronomic_ones_are_refused_at_once(file: Path, content: dict[str, Any], key: str):
+    """The list of a YAML bomb, as a pickle."""
+    nested = [0]
+    for _ in range(64):
+        nested = [nested, nested]
+    torch.save({**content, key: nested}, file)
+    assert_refused(file, "1,000,000")
 
 
 # --- what else is opened ----------------------------------------------------------------------
@@ -342,6 +367,14 @@ def assert_onnx_refused(path: Path, *words: str) -> None:
 def test_onnx_metadata_of_other_kinds_are_refused(tmp_path: Path, field: str, text: Any):
     path = tmp_path / "untrusted.onnx"
     path.write_bytes(onnx_file(**{field: text}))
+    assert_onnx_refused(path)
+
+
+@pytest.mark.parametrize("value", STRANGE)
+@pytest.mark.parametrize("field", ["name", "class_names", "test_size", "nms_iou", "loss"])
+def test_onnx_configs_of_other_kinds_are_refused(tmp_path: Path, field: str, value: str):
+    path = tmp_path / "untrusted.onnx"
+    path.write_bytes(onnx_file(settings={**CONFIG, field: STRANGE[value]}))
     assert_onnx_refused(path)
 
 
@@ -478,11 +511,8 @@ def resumed(trained: Path, tmp_path: Path, call_cli) -> Callable[..., Any]:
     return resume
 
 
-TRAINING = ["step", "images", "stepper", "threads", "stopped_by", "seconds", "best_step"]
-
-
 @pytest.mark.slow_fault
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("name", ["step", "images", "stepper", "threads", "stopped_by", "seconds", "best_step"])
 def test_a_run_is_not_resumed_without_a_field(resumed, name: str):
     resumed(lambda content: content["training"].pop(name)).assert_refused("last.pt", name)
 
@@ -491,8 +521,7 @@ def test_a_run_is_not_resumed_without_a_field(resumed, name: str):
 @pytest.mark.parametrize("value", ["number", "text", "list", "dict"])
 @pytest.mark.parametrize("name", ["step", "stepper", "images"])
 def test_a_run_is_not_resumed_with_a_field_of_another_kind(resumed, name: str, value: str):
-    done = resumed(lambda content: content["training"].update({name: STRANGE[value]}))
-    done.assert_refused()
+    resumed(lambda content: content["training"].update({name: STRANGE[value]})).assert_refused()
 
 
 RESUME_FAULTS: dict[str, Callable[[dict[str, Any]], object]] = {

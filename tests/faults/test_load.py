@@ -1,5 +1,6 @@
-"""Much at once and for long: predictions in threads, a hundred thousand training steps."""
+"""Much at once and for long: predictions in threads, a thousand images, a hundred thousand training steps."""
 
+import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +47,25 @@ def test_eight_predictions_at_once_with_one_detector_are_those_of_one(run: Path,
             assert torch.equal(one.scores, other.scores)
 
 
+def resident_memory() -> int:
+    """Bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.slow_fault
+def test_a_thousand_images_take_the_memory_of_a_hundred(call_cli, run: Path, rectangles: Path, tmp_path: Path) -> None:
+    files, sizes = sorted((rectangles / "val").iterdir()), []
+    for count in (100, 1000):
+        photos, out = tmp_path / f"{count}", tmp_path / f"found-{count}"
+        photos.mkdir()
+        for number in range(count):
+            os.link(files[number % len(files)], photos / f"{number}.png")
+        assert call_cli("predict", run, photos, "--out", out, "--quiet", "--threshold", 0.05).code == 0
+        sizes.append(resident_memory())
+        assert len(json.loads((out / "images.json").read_text())["images"]) == count
+    assert sizes[1] - sizes[0] < LEAK
+
+
 class Maps(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +104,7 @@ def test_a_hundred_thousand_steps_take_no_more_memory_than_the_first_thousands(m
     sizes: dict[int, int] = {}
 
     def remember(row: dict[str, Any]) -> None:
-        sizes[row["step"]] = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        sizes[row["step"]] = resident_memory()
 
     config = make_config(
         detector="stub",

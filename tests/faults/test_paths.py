@@ -70,7 +70,7 @@ SPECIAL = ["a pipe", "a folder", "a device", "a link to itself"]
 
 FILES = {
     "a detector": "x.pt", "an ONNX file": "x.onnx", "annotations": "x.json", "detections": "x.json",
-    "data to check": "data.yaml", "data to train on": "data.yaml",
+    "data to check": "data.yaml", "data to train on": "data.yaml", "a recipe": "x.yaml",
 }  # fmt: skip
 
 
@@ -88,8 +88,9 @@ def test_no_special_file_is_waited_for(call_cli, tmp_path: Path, role: str, kind
         "detections": ["eval", "--annotations", truth, "--detections", path],
         "data to check": ["data", "check", path, "--json"],
         "data to train on": ["train", "--data", path, *out],
+        "a recipe": ["train", "--recipe", path, "--data", "builtin", *out],
     }[role]
-    call_cli(*words).assert_refused(path)
+    call_cli(*words).assert_refused("config file" if role == "a recipe" else path)
     assert not (tmp_path / "out").exists()
 
 

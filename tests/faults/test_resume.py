@@ -55,7 +55,12 @@ slow = pytest.mark.slow_fault
         pytest.param(
             {"precision": "float16", "model": {"ema": 0.9}}, [crash_at(4)], id="with float16 and its loss scale"
         ),
-        pytest.param({"batches": {"workers": 2}}, [crash_at(4)], id="with workers", marks=slow),
+        pytest.param(
+            {"batches": {"workers": 2}, "evaluation": {"checkpoint": "last"}},
+            [crash_at(4)],
+            id="with workers and an evaluation of the last weights",
+            marks=slow,
+        ),
         pytest.param(
             {"loss": "rank-sort", "precision": "bfloat16", "batches": {"accumulate": 2}, "model": {"ema": 0.9}},
             [crash_at(4), crash_at(6)],

@@ -1,6 +1,5 @@
 """A real browser for tests of pages, where there is one."""
 
-import base64
 import fcntl
 import json
 import os
@@ -99,10 +98,6 @@ class Browser:
     def faults(self) -> list[dict[str, Any]]:
         """Errors and messages on the console."""
         return [event for event in self.events if event["method"] in FAULTS]
-
-    def screenshot(self, path: Path, *, whole: bool = True) -> None:
-        picture = self.send("Page.captureScreenshot", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(picture["data"]))
 
     def close(self) -> None:
         self._process.terminate()

@@ -204,6 +204,7 @@ def sample_images(runs: Iterable[str]) -> list[str]:
         with suppress(OSError, TypeError, KeyError):  # a folder of images that is gone or a damaged file
             paths = [Path(image["path"]) for image in read_run(folder.path).ground_truth.get("images", [])]
             paths = [path for path in paths[:: max(1, len(paths) // SAMPLES)] if path.suffix.lower() in EXTENSIONS]
+            paths = [path for path in paths if path.is_file()]  # a device would be copied without end
             copies = tempfile.mkdtemp(dir=os.environ.get("GRADIO_TEMP_DIR"))
             return [shutil.copy(path, copies) for path in paths[:SAMPLES]]
     return []

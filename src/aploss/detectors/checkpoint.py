@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from aploss.detectors.criterion import CUSTOM
 from aploss.detectors.detector import DETECTORS, Detector, build_detector
@@ -26,6 +25,7 @@ from aploss.losses.traits import LOSSES
 FORMAT = 1
 STEPPER_KEYS = ("optimizer", "scaler", "weights", "averaged_steps")
 RUN_KEYS = ("images", "threads")
+MAX_VALUES = 1_000_000  # in a file, apart from the numbers of its tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,13 +250,27 @@ def read_torch_file(file: Path) -> Any:
             f"{file} cannot be read as a torch file: it is another kind of file, damaged, or holds more than weights "
             "and plain values, which could run code"
         ) from error
-    for leaf in tree_leaves(content):
+    for leaf in _leaves(content, file):
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.device.type == "cpu":
             # A few bytes with stride 0 would grow to any size as soon as they are used.
             stored = leaf.untyped_storage().nbytes()
             if leaf.numel() * leaf.element_size() > stored:
                 raise RunError(f"{file}: a tensor of shape {list(leaf.shape)} has only {stored} bytes of data")
     return content
+
+
+def _leaves(content: Any, file: Path) -> Iterator[Any]:
+    """All values in nested containers; RunError for too many, which a few lists inside of each other can stand for."""
+    count, stack = 0, [content]
+    while stack:
+        value = stack.pop()
+        if not isinstance(value, dict | list | tuple | set):
+            yield value
+            continue
+        count += len(value)
+        if count > MAX_VALUES:
+            raise RunError(f"{file} holds over {MAX_VALUES:,} values: it is not a checkpoint")
+        stack.extend(value.values() if isinstance(value, dict) else value)
 
 
 def checkpoint_file(path: Path) -> Path:
