@@ -99,7 +99,6 @@ def _detect(options: Namespace) -> tuple[Annotations, DetectionTable, int]:
     size = options.batch_size or (folder.read_config().validation.batch_size if folder is not None else 8)
     with start_accelerator(device) as accelerator, progress("images", quiet=options.quiet or options.json) as show:
         table = detect_split(detector, split, accelerator, batch_size=size, workers=workers, on_images=show)
-    assert table is not None  # there is only one process
     options.max_detections = options.max_detections or detector.detections_per_image
     if not (options.json or options.quiet):
         print(f"{options.run} on {split.dataset.name}, split {name}")

@@ -1,10 +1,6 @@
 """Callbacks of a run, the experiment trackers, which are callbacks too, and the progress display.
 
-``train(config, callbacks=[...])`` calls them in order, on rank 0 only; a plain function is called with every row::
-
-    class Announce(Callback):
-        def on_validation(self, row):
-            print(row["step"], row["AP"])
+``train(config, callbacks=[...])`` calls them in order, on rank 0 only; a plain function is called with every row.
 """
 
 import os
