@@ -95,7 +95,7 @@ class Loop:
         self.started: list[Callback] = []
         self.state = LoopState()
         self.workers = choose_workers(config.batches.workers, accelerator.device, accelerator.num_processes)
-        self.batches = make_batches(config, data.train, detector, accelerator, progress)
+        self.batches = make_batches(config, data.train, detector, accelerator, progress, self.workers)
         self.schedule = Schedule(config.schedule, self.batches.batches_per_epoch / config.batches.accumulate)
         self.total_steps = self.schedule.total_steps
         wanted, warmup = config.schedule.warmup_steps, self.schedule.warmup_steps
@@ -280,19 +280,17 @@ class Loop:
             )
 
     def _validate_and_save(self) -> None:
-        state, config = self.state, self.config
-        due = state.step > 0 and (state.step % self._validate_every == 0 or state.stopped_by)
+        state, config, minutes = self.state, self.config, self.config.checkpoint_minutes
+        if state.step == 0:
+            return
+        due = state.step % self._validate_every == 0 or state.stopped_by
         validates = bool(self.data.validation and due and state.validated_step != state.step)
         if validates:
             self._validate()
-        by_steps = state.step > 0 and config.checkpoint_steps is not None and state.step % config.checkpoint_steps == 0
-        minutes = config.checkpoint_minutes
-        by_time = state.step > 0 and minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+        by_steps = config.checkpoint_steps is not None and state.step % config.checkpoint_steps == 0
+        by_time = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
         if validates or state.stopped_by or by_steps or by_time:
             self.save()
-        # After last.pt, from which restore() can rewrite it if the process is killed in between.
-        if validates and state.best_step == state.step:
-            self._save_best()
 
     def _validate(self) -> None:
         self._record_results()
@@ -337,6 +335,9 @@ class Loop:
                 )
         if not self.is_main:
             return
+        if state.best_step == state.step > 0 and self.config.evaluation.checkpoint == "best":
+            # Before last.pt: a run that is killed in between repeats the validation and writes it again.
+            Checkpoint.of(detector, step=state.step, metrics=state.best_metrics).write(self.folder.best)
         if self.folder.metrics_file.is_file():  # its rows must survive a power cut, since the checkpoint counts on them
             with self.folder.metrics_file.open("rb+") as file:
                 os.fsync(file.fileno())
@@ -346,13 +347,6 @@ class Loop:
         )
         last = Checkpoint(config=self._detector_config, weights=detector.state_dict(), training=training)
         last.write(self.folder.last)
-
-    def _save_best(self) -> None:
-        """Writes ``best.pt`` with the current weights, if it will be evaluated."""
-        if self.is_main and self.config.evaluation.checkpoint == "best":
-            state = self.state
-            best = Checkpoint.of(self.stepper.evaluated, step=state.best_step, metrics=state.best_metrics)
-            best.write(self.folder.best)
 
     def restore(self, checkpoint: Checkpoint | None, data: dict[str, dict[str, Any]]) -> None:
         """Restores the state in which ``last.pt`` was written; ``data`` are the present fingerprints.
@@ -364,9 +358,9 @@ class Loop:
         if checkpoint is None:
             self.state.data, self.state.processes = data, self.accelerator.num_processes
             return
-        training, folder = checkpoint.training, self.folder
+        training = checkpoint.training
         assert training is not None
-        with wrap_untrusted(folder.last):
+        with wrap_untrusted(self.folder.last):
             self.state = state = LoopState.from_dict(training.loop)
             self.stepper.load_state(training, checkpoint.weights)
         self._accept_changes(training, data)
@@ -374,10 +368,6 @@ class Loop:
             self.progress.note(
                 f"the run was started with {training.threads} threads, now {now}: results may differ in the last digits"
             )
-        if self.is_main and state.best_step == state.step > 0:
-            saved = Checkpoint.read(folder.best).step if folder.best.is_file() else None
-            if saved != state.step:
-                self._save_best()  # killed after last.pt was written, before best.pt was
         # The length or time limit at which the run stopped may have been raised since.
         limit = self.config.max_minutes
         if state.stopped_by == "length" and state.step < self.total_steps:

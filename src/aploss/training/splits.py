@@ -29,7 +29,7 @@ from aploss.evaluation.matching import Matches, match_detections
 from aploss.plotting.pictures import contact_sheet, draw_boxes
 from aploss.training.callbacks import Progress
 from aploss.training.config import TrainConfig
-from aploss.training.distributed import choose_workers, main_first
+from aploss.training.distributed import main_first
 
 NO_SPLIT = "none"
 UNKNOWN = "unknown-class"
@@ -227,7 +227,12 @@ def _hold_out(name: str, share: float) -> tuple[str, str]:
 
 
 def make_batches(
-    config: TrainConfig, train: DetectionDataset, detector: Detector, accelerator: Accelerator, progress: Progress
+    config: TrainConfig,
+    train: DetectionDataset,
+    detector: Detector,
+    accelerator: Accelerator,
+    progress: Progress,
+    workers: int,
 ) -> TrainingBatches:
     """Makes the training batches: of images, or of the feature maps of a frozen backbone, computed if needed."""
     settings, features = config.batches, None
@@ -235,7 +240,6 @@ def make_batches(
         raise ConfigError("batches.cached_views needs cached features: add --batches.cache_features true")
     if settings.cache_features:
         features = main_first(accelerator, lambda: _stored_features(config, train, detector, progress))
-    workers = choose_workers(settings.workers, accelerator.device, accelerator.num_processes)
     return make_training_loader(
         train,
         batch_size=settings.size,
