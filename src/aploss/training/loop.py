@@ -275,7 +275,7 @@ class Loop:
         if state.bad_in_a_row >= self.config.bad_steps:
             raise DivergedError(
                 f"training stopped after {state.bad_in_a_row} consecutive steps with NaN or Inf, the last: {text}; "
-                f"the last checkpoint is kept ({self.folder.last}); try a lower optimizer.learning_rate or "
+                f"earlier checkpoints are kept, see {self.folder.last}; try a lower optimizer.learning_rate or "
                 "optimizer.clip_norm, or precision float32"
             )
 
@@ -330,8 +330,8 @@ class Loop:
         for name, value in detector.state_dict().items():  # the same on every rank
             if value.is_floating_point() and not bool(value.isfinite().all()):
                 raise DivergedError(
-                    f"step {state.step}: the weight {name} is NaN or Inf; the last checkpoint is kept "
-                    f"({self.folder.last}); try a lower optimizer.learning_rate"
+                    f"step {state.step}: the weight {name} is NaN or Inf; earlier checkpoints are kept, see "
+                    f"{self.folder.last}; try a lower optimizer.learning_rate"
                 )
         if not self.is_main:
             return

@@ -252,7 +252,7 @@ class Summary:
             summary = msgspec.json.decode(path.read_bytes(), type=cls)
         except OSError as error:
             raise RunError(f"{path} cannot be read: {error.strerror}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RunError(f"{path} is not the summary of a run: {error}") from error
         return replace(summary, folder=str(path.parent))
 
