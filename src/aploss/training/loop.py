@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from aploss.detectors.checkpoint import Checkpoint, TrainingState, wrap_untrusted
 from aploss.detectors.detector import Detector
-from aploss.errors import AplossError, DataError, RunError, listed
+from aploss.errors import AplossError, ConfigError, DataError, RunError, listed
 from aploss.evaluation import METRICS
 from aploss.files import write_text
 from aploss.reports.run_files import read_json_lines
@@ -352,6 +352,7 @@ class Loop:
         """Restores the state in which ``last.pt`` was written; ``data`` are the present fingerprints.
 
         Raises:
+            ConfigError: if the schedule is now shorter than the training so far.
             RunError: if the data have changed, unless ``splits.accept_changed`` is set, or the checkpoint does not fit
                 the config.
         """
@@ -368,6 +369,8 @@ class Loop:
             self.progress.note(
                 f"the run was started with {training.threads} threads, now {now}: results may differ in the last digits"
             )
+        if state.step > self.total_steps:
+            raise ConfigError(f"the run has been trained for {state.step} steps already: give more with --steps")
         # The length or time limit at which the run stopped may have been raised since.
         limit = self.config.max_minutes
         if state.stopped_by == "length" and state.step < self.total_steps:

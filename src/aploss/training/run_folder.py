@@ -148,9 +148,8 @@ class RunFolder:
             steps, exact = saved.schedule.warmup_steps, saved.schedule.exact_warmup
             config = replace(config, schedule=replace(config.schedule, warmup_steps=steps, exact_warmup=exact))
         refused = {*differing_keys(saved, config)} - {*RESUMABLE_KEYS}
-        if self.summary_file.is_file() and config.schedule.length > saved.schedule.length:
-            stopped_by = Summary.read(self.summary_file).stopped_by
-            refused -= {"schedule.length", "schedule.milestones"} if stopped_by == "length" else set()
+        if self.summary_file.is_file() and Summary.read(self.summary_file).stopped_by == "length":
+            refused -= {"schedule.length", "schedule.unit", "schedule.milestones"}
         if refused:
             raise ConfigError(
                 f"{self.path} was started with another {', '.join(sorted(refused))}; resume it unchanged, "
@@ -159,13 +158,13 @@ class RunFolder:
         return config
 
     def finished_summary(self, config: TrainConfig) -> "Summary | None":
-        """Returns the summary of a finished run, unless ``config`` has a larger length or time limit."""
+        """Returns the summary of a finished run, unless ``config`` has another length or more time."""
         if not (self.exists and self.summary_file.is_file()):
             return None
-        is_longer = self.resumed_config(config).schedule.length > self.read_config().schedule.length
+        has_other_length = self.resumed_config(config).schedule != self.read_config().schedule
         summary, limit = Summary.read(self.summary_file), config.max_minutes
         has_time = summary.stopped_by == "minutes" and (limit is None or summary.minutes < limit)
-        return None if is_longer or has_time else summary
+        return None if has_other_length or has_time else summary
 
     def reopen(self, config: TrainConfig) -> None:
         """Prepares the folder for more training, perhaps with a longer schedule."""
