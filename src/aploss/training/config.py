@@ -76,7 +76,7 @@ class _Settings:
 
     def __post_init__(self) -> None:
         for entry in fields(self):  # type: ignore[arg-type]
-            kind = _hints(type(self), include_extras=True)[entry.name]
+            kind = _hints(type(self), include_extras=True)[entry.name]  # type: ignore[arg-type]
             try:
                 converted = msgspec.convert(getattr(self, entry.name), kind, strict=False)
             except msgspec.ValidationError as error:

@@ -50,11 +50,13 @@ def _measure(loop: Loop, chosen: Checkpoint, detector: Detector) -> Summary:
     rows = [row for row in read_json_lines(folder.metrics_file) if row.get("kind") == "train"]
     speeds = [speed for row in rows if isinstance(speed := row.get("images_per_second"), int | float)]
     environment = describe_environment()
+    copied: dict[str, Any] = {name: metrics.get(name) for name in METRICS}
+    copied |= {name: getattr(config, name) for name in ("data", "detector", "loss", "seed")}
+    copied |= {name: environment[name] for name in ("command", "commit")}
     summary = Summary(
         folder=str(folder.path),
-        **{name: getattr(config, name) for name in ("data", "detector", "loss", "seed")},
+        **copied,
         split=None if split is None else split.name,
-        **{name: metrics.get(name) for name in METRICS},
         per_class=metrics.get("per_class", {}),
         calibration_error=after.get("all", {}).get("expected_calibration_error"),
         calibration_error_drawn=after.get("expected_calibration_error"),
@@ -71,7 +73,6 @@ def _measure(loop: Loop, chosen: Checkpoint, detector: Detector) -> Summary:
         parameters=sum(parameter.numel() for parameter in detector.parameters()),
         device=str(loop.accelerator.device),
         processes=loop.accelerator.num_processes,
-        **{name: environment[name] for name in ("command", "commit")},
         unreadable_images=state.unreadable,
         resume_changes=state.changes,
     )
