@@ -130,12 +130,8 @@ class Loop:
                     self.started.append(callback)
         self._saved_at = self._row_at = time.monotonic()
         self._began = time.monotonic() - state.seconds
-        self._task = self.progress.add_task("training", total=self.total_steps, completed=state.step, text="")
-        try:
-            with signals.deferred():
-                self._steps(signals)
-        finally:
-            self.progress.remove_task(self._task)
+        with self.progress.task("training", done=state.step, text="") as self._show, signals.deferred():
+            self._steps(signals)
         reason = f" ({STOPPED_BY[state.stopped_by]})" if state.stopped_by in STOPPED_BY else ""
         self.progress.note(f"trained for {state.step} of {self.total_steps} steps{reason}; evaluating")
         signals.message = f"stopped; training is finished, evaluate with: {self.folder.resume_command}"
@@ -156,7 +152,6 @@ class Loop:
                 self.stepper.step(state.step, fetched)
                 state.step += 1
                 state.seconds = time.monotonic() - self._began
-                self.progress.advance(self._task)
                 if state.step % config.log_steps == 0 or state.step == self.total_steps:
                     self._write_training_row()
                 late = config.max_minutes is not None and state.seconds >= 60 * config.max_minutes
@@ -257,7 +252,7 @@ class Loop:
         if row["kind"] == "validation":
             self.progress.note(f"step {row['step']}/{self.total_steps}  {describe_row(row)}")
         else:
-            self.progress.show(self._task, describe_row(row))
+            self._show(row["step"], self.total_steps, describe_row(row))
 
     def _append(self, file: str, row: dict[str, Any]) -> None:
         if self.is_main:
@@ -316,7 +311,7 @@ class Loop:
     def detect(self, split: Split, detector: Detector, description: str) -> None:
         """Runs a detector on a split, all ranks together."""
         size = self.config.validation.batch_size
-        with self.saved_on_failure(), self.progress.images(description) as show:
+        with self.saved_on_failure(), self.progress.task(description) as show:
             split.detections = detect_split(
                 detector, split, self.accelerator, batch_size=size, workers=self.workers, on_images=show
             )

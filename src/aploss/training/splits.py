@@ -273,7 +273,7 @@ def _stored_features(
     inputs = (("", detector.image_mean), ("", detector.image_std))
     for name, tensor in (*body.state_dict().items(), *inputs):
         digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
-    with progress.images("computing features") as show:
+    with progress.task("computing features") as show:
         stored = store_features(
             samples,
             detector.features,
