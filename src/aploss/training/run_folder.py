@@ -81,21 +81,19 @@ class RunFolder:
 
     def refuse_if_taken(self) -> None:
         """Raises RunError if a run has saved something here, or something else is in the folder."""
-        if self.exists and any(path.exists() for path in (self.last, self.best, self.evaluation)):
-            raise RunError(
-                f"{self.path} already holds a run; add --resume to continue it, or choose another folder with --out"
-            )
-        if self.exists or not self.path.exists():  # a run that has saved nothing can be replaced
-            return
-        ours = (LOCK_FILE, "environment.json")  # left behind by a process killed in create()
-        if not self.path.is_dir() or any(entry.name not in ours for entry in self.path.iterdir()):
+        if self.exists:
+            if any(path.exists() for path in (self.last, self.best, self.evaluation)):  # otherwise it can be replaced
+                raise RunError(
+                    f"{self.path} already holds a run; add --resume to continue it, or choose another folder with --out"
+                )
+        elif self.path.exists() and not (self.path.is_dir() and {*self.path.iterdir()} <= {self.path / LOCK_FILE}):
             raise RunError(f"{self.path} exists and is not a run folder; choose another folder with --out")
 
     def create(self, config: TrainConfig) -> None:
-        """Starts a run in the folder by writing its environment and config; RunError if the folder is taken."""
+        """Starts a run in the folder by writing its config and environment; RunError if the folder is taken."""
         self.refuse_if_taken()
+        self._write_config(config)  # it makes the folder a run
         write_json(self.path / "environment.json", describe_environment())
-        self._write_config(config)  # last: it makes the folder a run
 
     def _write_config(self, config: TrainConfig) -> None:
         write_text(self.config_file, yaml.safe_dump(config_to_dict(config), sort_keys=False))
