@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from aploss.detectors import DetectorConfig, Network, register_detector, retinanet_network
+from aploss.detectors.detector import Detector
 
 
 class _Body(nn.Module):
@@ -39,3 +40,9 @@ def register_short_detector() -> str:
     """Its name. To be called by a test or fixture: at import, other files would find it among our own detectors."""
     register_detector("retinanet-short")(_ShortRetinaNet)
     return "retinanet-short"
+
+
+def double(detector: Detector) -> Detector:
+    """The detector in float64, with the anchors of float32 images, by which they are looked up."""
+    detector.anchors_for(64, 64, "cpu")
+    return detector.double()

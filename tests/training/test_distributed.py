@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
+from short_detector import double
 from tiny_runs import assert_equal, edit_annotations, keep_objects, outcome, start_two
 
 from aploss.detectors.detector import Detector
@@ -37,12 +38,9 @@ from aploss.detectors.detector import Detector
 from aploss.errors import AplossError
 from aploss.training.config import config_from_dict
 
-build, heads, calls = run.make_detector, Detector.heads, []
+from short_detector import double
 
-def make_double(*arguments):
-    detector = build(*arguments)
-    detector.anchors_for(64, 64, "cpu")  # kept: they are found by float32 images
-    return detector.double()
+build, heads, calls = run.make_detector, Detector.heads, []
 
 def fail(self, images):  # process 1, at its third forward pass
     calls.append(1)
@@ -63,7 +61,7 @@ if len(values["runs"]) > 1:
     dist.init_process_group("gloo")
 try:
     for mode, config in values["runs"]:
-        run.make_detector = make_double if mode == "double" else build
+        run.make_detector = (lambda *arguments: double(build(*arguments))) if mode == "double" else build
         Detector.heads = {"": heads, "double": heads, "spoiled": spoil}.get(mode, fail)
         if mode == "hanging":
             aploss.training.distributed.STEP_TIMEOUT = datetime.timedelta(seconds=5)
@@ -139,9 +137,7 @@ def two(
 
 def make_double_detector(*arguments: Any) -> Detector:
     """As in PROGRAM."""
-    detector = make_detector(*arguments)
-    detector.anchors_for(64, 64, "cpu")
-    return detector.double()
+    return double(make_detector(*arguments))
 
 
 def curve(folder: Path | str) -> list[float]:
@@ -261,16 +257,11 @@ assert own.mixed_precision == "bf16" and own.native_amp
 PLUGIN = """
 import os, signal
 import aploss.training.run as run
-from short_detector import register_short_detector
+from short_detector import double, register_short_detector
 from aploss.detectors.checkpoint import Checkpoint
 from aploss.training.step import Stepper
 register_short_detector()
 build, load, step = run.make_detector, Checkpoint.detector, Stepper.step
-
-def double(detector):
-    detector.anchors_for(64, 64, "cpu")
-    return detector.double()
-
 run.make_detector = lambda *arguments: double(build(*arguments))
 Checkpoint.detector = lambda self: double(load(self))
 

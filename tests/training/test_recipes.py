@@ -122,7 +122,7 @@ def test_a_file_extends_a_packaged_recipe_or_a_file_beside_it(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "text",
     [
-        "extends: mine.yaml", "extends: other.yaml", "extends: missing.yaml", "extends: voc", "extends: _paper",
+        "extends: mine.yaml", "extends: other.yaml", "extends: missing.yaml", "extends: voc",
         "extends: [demo, any-cpu]", "losses: {ap: 3}",
     ],
 )  # fmt: skip

@@ -121,13 +121,6 @@ class TestRuns:
                 train(config)
         assert train(make_config(schedule={"length": 1}, batches={"size": 2})).steps == 1
 
-    def test_a_kill_while_the_folder_is_made_is_no_obstacle(self, make_config: MakeConfig) -> None:
-        config = make_config(schedule={"length": 1})
-        folder = Path(str(config.out))
-        folder.mkdir()
-        (folder / "environment.json").write_text("{}")
-        assert train(config).steps == 1
-
     def test_best_is_the_best_validation_and_last_the_last(self, make_config: MakeConfig) -> None:
         # A rate so high that the second half spoils what the first has learned.
         config = make_config(

@@ -10,7 +10,6 @@ import torch
 import yaml
 from tiny_runs import CrashError, assert_equal, crash_at
 
-from aploss.detectors import build_detector
 from aploss.detectors.checkpoint import Checkpoint
 from aploss.errors import RunError
 from aploss.training.config import DEFAULTS_BEFORE_ADDED, TrainConfig, config_to_dict
@@ -72,14 +71,6 @@ def stopped(config_in: Callable[..., TrainConfig], tmp_path_factory: pytest.Temp
 def copied(stopped: TrainConfig, tmp_path: Path) -> TrainConfig:
     """The same run, to be damaged."""
     return replace(stopped, out=str(shutil.copytree(str(stopped.out), tmp_path / "copy")))
-
-
-def test_another_detector_than_the_configs_is_not_trained(copied: TrainConfig) -> None:
-    folder = RunFolder(str(copied.out))
-    other = Checkpoint.of(build_detector("ssdlite", class_names=["red", "green"]))
-    replace(other, training=folder.load_last().training).write(folder.last)
-    with pytest.raises(RunError, match="ssdlite"):
-        train(copied, resume=True)
 
 
 def test_the_format_of_the_previous_version_is_written_and_read(copied: TrainConfig, tmp_path: Path) -> None:

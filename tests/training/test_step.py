@@ -56,15 +56,6 @@ def test_the_papers_sgd_decays_everything_with_momentum() -> None:
     assert [(g["weight_decay"], g["momentum"]) for g in optimizer.param_groups] == [(1e-4, 0.9)]
 
 
-def test_frozen_parameters_are_left_out() -> None:
-    detector = build_detector("retinanet-tiny", class_names=["a"])
-    freeze(detector, ["backbone.body", "head.classification_head.conv.*"])
-    optimizer = make_optimizer(detector, OptimizerConfig())
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    assert 0 < len(trained) == sum(parameter.requires_grad for parameter in detector.parameters())
-    assert not any(p.requires_grad for p in detector.backbone.body.parameters())
-
-
 def test_patterns_that_match_nothing_or_everything_are_errors() -> None:
     model = Small()
     with pytest.raises(ConfigError, match=r"'backbon\.\*' matches no parameter"):

@@ -77,7 +77,6 @@ def _detect(options: Namespace) -> tuple[Annotations, DetectionTable, int]:
         progress.images("detecting") as show,
     ):
         table = splits.detect_split(detector, split, accelerator, batch_size=size, workers=workers, on_images=show)
-    assert table is not None  # there is only one process
     options.max_detections = options.max_detections or detector.detections_per_image
     if not (options.json or options.quiet):
         print(f"{options.run} on {split.dataset.name}, split {name}")

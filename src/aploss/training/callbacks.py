@@ -1,10 +1,6 @@
 """Callbacks of a run, the experiment trackers, which are callbacks too, and the progress display.
 
-``train(config, callbacks=[...])`` calls them in order, on rank 0 only; a plain function is called with every row::
-
-    class Announce(Callback):
-        def on_validation(self, row):
-            print(row["step"], row["AP"])
+``train(config, callbacks=[...])`` calls them in order, on rank 0 only; a plain function is called with every row.
 """
 
 import os
@@ -174,31 +170,27 @@ class Progress(rich.progress.Progress):
         if self._warns:
             print(printable(text), file=sys.stderr, flush=True)  # rich puts it above its bars
 
-    def show(self, number: rich.progress.TaskID, text: str) -> None:
-        """Shows the text of a task: next to its bar, or from time to time as a line of its own."""
-        self.update(number, text=text)
-        if self.disable and time.monotonic() >= self._next_line:
-            task = self.tasks[self.task_ids.index(number)]
-            left = "" if task.time_remaining is None else f"  {describe_seconds(task.time_remaining)} left"
-            self.note(f"{task.description} {task.completed:.0f}/{task.total or 0:.0f}  {text}{left}")
-
     @contextmanager
-    def images(self, description: str) -> Iterator[Callable[[int, int], None]]:
-        """Shows a task over images, such as validating; yields a function of the number of images done and their total.
+    def task(self, description: str, *, done: int = 0, text: str = "images") -> Iterator[Callable[..., None]]:
+        """Shows a task, such as validating: as a bar, or from time to time as a line.
 
-        On a terminal it has a bar of its own.
+        Yields:
+            A function of the number of steps or images done, their total and optionally a new text about the task.
         """
-        task = self.add_task(description, total=None, text="images")
+        number = self.add_task(description, total=None, completed=done, text=text)
+        task = self.tasks[self.task_ids.index(number)]
 
-        def show(done: int, total: int) -> None:
-            self.update(task, completed=done, total=total)
-            self.show(task, "images")
+        def show(done: int, total: int, text: str | None = None) -> None:
+            self.update(number, completed=done, total=total, text=task.fields["text"] if text is None else text)
+            if self.disable and time.monotonic() >= self._next_line:
+                left = "" if task.time_remaining is None else f"  {describe_seconds(task.time_remaining)} left"
+                self.note(f"{description} {done}/{total}  {task.fields['text']}{left}")
 
         try:
             yield show
         finally:
             self.refresh()
-            self.remove_task(task)
+            self.remove_task(number)
 
 
 def describe_row(row: Row) -> str:

@@ -19,8 +19,7 @@ Later layers win: defaults, the extended recipe, the recipe itself, its section 
 # ruff: noqa: RUF009 - setting() declares a field
 
 import inspect
-import math
-import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
@@ -39,8 +38,8 @@ NOT_GIVEN = object()
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
 Count = Annotated[int, Meta(ge=1)]
-AtLeastZero = Annotated[float, Meta(ge=0)]
-Positive = Annotated[float, Meta(gt=0)]
+AtLeastZero = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+Positive = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 InnerShare = Annotated[float, Meta(gt=0, lt=1)]
 
@@ -76,18 +75,14 @@ class _Settings:
         cls._group = group
 
     def __post_init__(self) -> None:
-        for name, kind in _hints(type(self), include_extras=True).items():  # type: ignore[arg-type]
-            if get_origin(kind) is ClassVar or is_dataclass(kind):
-                continue
-            value = getattr(self, name)
+        for entry in fields(self):  # type: ignore[arg-type]
+            kind = _hints(type(self), include_extras=True)[entry.name]  # type: ignore[arg-type]
             try:
-                converted = msgspec.convert(value, kind, strict=False)
+                converted = msgspec.convert(getattr(self, entry.name), kind, strict=False)
             except msgspec.ValidationError as error:
                 choices = ", ".join(map(str, _choices(kind)))
-                self._refuse(name, f"{error}; choose one of {choices}" if choices else str(error))
-            if isinstance(converted, float) and not math.isfinite(converted):
-                self._refuse(name, "Expected a finite number")
-            object.__setattr__(self, name, converted)
+                self._refuse(entry.name, f"{error}; choose one of {choices}" if choices else str(error))
+            object.__setattr__(self, entry.name, converted)
 
     def _refuse(self, name: str, reason: str) -> NoReturn:
         raise ConfigError(f"{self._group}{name} = {getattr(self, name)!r}: {reason}")
@@ -221,16 +216,9 @@ class ValidationConfig(_Settings, group="validation."):
 
     every: Positive = setting(1.0, "validation interval, in units", fixed_by_comparison=True)
     unit: Literal["steps", "epochs"] = setting("epochs", "unit of every", fixed_by_comparison=True)
-    metric: str = setting("AP", "metric that selects the best checkpoint")
+    metric: Literal["AP", "AP50", "AP75"] = setting("AP", "metric that selects the best checkpoint")
     patience: Count | None = setting(None, "early stopping: validations without improvement", fixed_by_comparison=True)
     batch_size: Count = setting(8, "images per forward pass of validation", resumable=True)
-
-    def __post_init__(self) -> None:
-        from aploss.evaluation import HEADLINE_METRICS  # imports torch, which the help of a command need not wait for
-
-        super().__post_init__()
-        if self.metric not in HEADLINE_METRICS:
-            self._refuse("metric", f"choose one of {', '.join(HEADLINE_METRICS)}")
 
 
 @dataclass(frozen=True)
@@ -478,32 +466,17 @@ def load_config(recipe: str | None = None, overrides: dict[str, Any] | None = No
 def read_recipe(name: str) -> dict[str, Any]:
     """Reads a recipe by name or path and merges it over the recipes it extends."""
     chain: list[Path] = []
-    layers: list[dict[str, Any]] = []
-    base: Any = name
-    while base is not None:
-        if not isinstance(base, str):
-            raise ConfigError(f"{chain[-1]}: extends must name one recipe or file, got {base!r}")
-        path = _recipe_path(base, beside=chain[-1] if chain else None)
-        if path in chain:
-            raise ConfigError(f"recipe {name} extends itself: {' extends '.join(one.name for one in [*chain, path])}")
+    values: dict[str, Any] = {"extends": name}
+    while (base := values.pop("extends", None)) is not None:
+        where = f"{chain[-1]} extends {base!r}: " if chain else ""
+        candidates = (RECIPES / f"{base}.yaml", (chain[-1].parent if chain else Path()) / str(base))
+        path = next((path.resolve() for path in candidates if path.exists()), None)
+        if path is None or path in chain:
+            problem = f"no recipe {base!r}" if path is None else "the recipe extends itself"
+            raise ConfigError(f"{where}{problem}; choose from {', '.join(recipe_names())}, or a .yaml file")
         chain.append(path)
-        layers.append(read_yaml(path))
-        base = layers[-1].pop("extends", None)
-    return reduce(merge, reversed(layers))
-
-
-def _recipe_path(name: str, *, beside: Path | None) -> Path:
-    """Finds the file of a recipe; ``beside`` is the file that extends it, if any."""
-    own = beside is not None and beside.parent == RECIPES  # underscored bases are private to the package
-    if name in recipe_names() or (own and (RECIPES / f"{name}.yaml").is_file()):
-        return RECIPES / f"{name}.yaml"
-    path = (Path() if beside is None else beside.parent) / name
-    where = "" if beside is None else f"{beside} extends {name!r}: "
-    if path.suffix not in (".yaml", ".yml") and not path.is_file():
-        raise ConfigError(f"{where}no recipe {name!r}; choose from {', '.join(recipe_names())}, or a .yaml file")
-    if where and not path.is_file():
-        raise ConfigError(f"{where}{path} does not exist")
-    return Path(os.path.realpath(path))  # resolve() raises for a link to itself
+        values = merge(read_yaml(path), values)
+    return values
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ one machine or several. DistributedDataParallel and collectives are Accelerate's
 
 import atexit
 import ctypes
+import logging
 import os
 import random
 import signal
@@ -185,6 +186,8 @@ def start_accelerator(device: torch.device, *, advice: str = "resume with --resu
     first = {} if is_initialized() else {"cpu": device.type == "cpu", "mixed_precision": "no"}
     accelerator = Accelerator(**first, kwargs_handlers=[InitProcessGroupKwargs(timeout=STEP_TIMEOUT)])
     accelerator.state.device, accelerator.native_amp = device, False
+    if not accelerator.is_main_process:
+        logging.getLogger("aploss").setLevel(logging.ERROR)  # rank 0 logs the same
     try:
         yield accelerator
     except (RuntimeError, ConnectionError, EOFError) as error:

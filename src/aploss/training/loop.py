@@ -8,38 +8,43 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Annotated, Any
 
 import msgspec
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
+from msgspec import Meta
 
-from aploss.data.loader import TrainingBatches
 from aploss.detectors.checkpoint import Checkpoint, TrainingState, wrap_untrusted
-from aploss.errors import AplossError, DataError, RunError, listed
+from aploss.detectors.detector import Detector
+from aploss.errors import AplossError, ConfigError, DataError, RunError, listed
 from aploss.evaluation import METRICS
 from aploss.files import write_text
 from aploss.reports.run_files import read_json_lines
 from aploss.training.callbacks import Callback, Progress, RowFunction, describe_row
 from aploss.training.config import TrainConfig
-from aploss.training.distributed import StopSignals, TrainingInterruptedError, on_main
+from aploss.training.distributed import StopSignals, TrainingInterruptedError, choose_workers, on_main
 from aploss.training.run_folder import RunFolder
-from aploss.training.splits import RunData, detect_split, draw_detections, fingerprint_changes
+from aploss.training.schedule import Schedule
+from aploss.training.splits import RunData, Split, detect_split, draw_detections, fingerprint_changes, make_batches
 from aploss.training.step import DivergedError, Report, Stepper, any_rank
 
 SHOWN_IMAGES = 8
 BAD_NUMBERS = "bad_numbers.jsonl"
+STOPPED_BY = {"patience": "no better validation: validation.patience", "minutes": "time limit: --max-minutes"}
+Counter = Annotated[int, Meta(ge=0)]
 
 
 @dataclass
 class LoopState:
     """The counters of a run, saved in every checkpoint."""
 
-    step: int = 0  # completed steps
-    seconds: float = 0.0  # of training, including before a resume
-    validated_step: int = 0  # of the last validation
-    best_step: int = 0  # of the best validation, 0 before the first
+    step: Counter = 0  # completed steps
+    seconds: Annotated[float, Meta(ge=0)] = 0.0  # of training, including before a resume
+    validated_step: Counter = 0  # of the last validation
+    best_step: Counter = 0  # of the best validation, 0 before the first
     best_value: float = float("-inf")  # the metric of the best validation
     best_metrics: dict[str, Any] = field(default_factory=dict)  # all metrics of the best validation
     validations_since_best: int = 0  # for patience
@@ -58,10 +63,7 @@ class LoopState:
         """Validates the counters of an untrusted checkpoint; KeyError or ValueError for missing or invalid ones."""
         older: dict[str, Any] = {"unreadable": {}, "processes": None, "data": None, "changes": []}
         values = {**older, **values}
-        state = msgspec.convert({entry.name: values[entry.name] for entry in fields(cls)}, cls)
-        if min(state.step, state.seconds, state.best_step, state.validated_step) < 0:
-            raise ValueError(f"negative step or time: {state.step}, {state.seconds}")
-        return state
+        return msgspec.convert({entry.name: values[entry.name] for entry in fields(cls)}, cls)
 
     def add_validation(self, metrics: dict[str, Any], metric: str) -> None:
         """Records a validation and whether it is the best so far."""
@@ -80,23 +82,33 @@ class Loop:
     def __init__(
         self,
         config: TrainConfig,
-        stepper: Stepper,
-        batches: TrainingBatches,
-        data: RunData,
         folder: RunFolder,
+        accelerator: Accelerator,
         progress: Progress,
         callbacks: Sequence[RowFunction],
-        workers: int,
+        data: RunData,
+        detector: Detector,
     ) -> None:
-        self.config, self.stepper, self.batches, self.data, self.workers = config, stepper, batches, data, workers
-        self.folder, self.progress, self.accelerator = folder, progress, stepper.accelerator
-        self.is_main = self.accelerator.is_main_process
+        self.folder, self.accelerator, self.progress, self.data = folder, accelerator, progress, data
+        self.is_main = accelerator.is_main_process
         self.callbacks = callbacks if self.is_main else ()
-        self.state = LoopState()
         self.started: list[Callback] = []
-        self._detector_config = stepper.evaluated.config
-        self.total_steps = stepper.schedule.total_steps
-        self._validate_every = stepper.schedule.steps(config.validation.every, config.validation.unit)
+        self.state = LoopState()
+        self.workers = choose_workers(config.batches.workers, accelerator.device, accelerator.num_processes)
+        self.batches = make_batches(config, data.train, detector, accelerator, progress, self.workers)
+        self.schedule = Schedule(config.schedule, self.batches.batches_per_epoch / config.batches.accumulate)
+        self.total_steps = self.schedule.total_steps
+        wanted, warmup = config.schedule.warmup_steps, self.schedule.warmup_steps
+        if warmup < wanted:
+            progress.note(f"warmup    {warmup} steps, a tenth of the training, instead of {wanted}")
+        # The config states what runs, also in config.yaml.
+        exact = replace(config.schedule, warmup_steps=warmup, exact_warmup=True)
+        self.config = config = replace(config, schedule=exact)
+        self.stepper = Stepper(
+            config, detector, self.schedule, accelerator, lambda index: data.train.image_path(index).name
+        )
+        self._detector_config = self.stepper.evaluated.config
+        self._validate_every = self.schedule.steps(config.validation.every, config.validation.unit)
 
     def run(self, signals: StopSignals) -> None:
         """Trains from the current state to the end.
@@ -118,12 +130,13 @@ class Loop:
                     self.started.append(callback)
         self._saved_at = self._row_at = time.monotonic()
         self._began = time.monotonic() - state.seconds
-        self._task = self.progress.add_task("training", total=self.total_steps, completed=state.step, text="")
-        try:
-            with signals.deferred():
-                self._steps(signals)
-        finally:
-            self.progress.remove_task(self._task)
+        with self.progress.task("training", done=state.step, text="") as self._show, signals.deferred():
+            self._steps(signals)
+        reason = f" ({STOPPED_BY[state.stopped_by]})" if state.stopped_by in STOPPED_BY else ""
+        self.progress.note(f"trained for {state.step} of {self.total_steps} steps{reason}; evaluating")
+        signals.message = f"stopped; training is finished, evaluate with: {self.folder.resume_command}"
+        if any_rank(self.accelerator, signals.requested)[0]:  # during the last step
+            raise TrainingInterruptedError(signals.message)
 
     def _steps(self, signals: StopSignals) -> None:
         state, config = self.state, self.config
@@ -139,7 +152,6 @@ class Loop:
                 self.stepper.step(state.step, fetched)
                 state.step += 1
                 state.seconds = time.monotonic() - self._began
-                self.progress.advance(self._task)
                 if state.step % config.log_steps == 0 or state.step == self.total_steps:
                     self._write_training_row()
                 late = config.max_minutes is not None and state.seconds >= 60 * config.max_minutes
@@ -179,7 +191,7 @@ class Loop:
     @property
     def epoch(self) -> float:
         """Completed epochs, fractional."""
-        return round(self.state.step / self.stepper.schedule.steps_per_epoch, 4)
+        return round(self.state.step / self.schedule.steps_per_epoch, 4)
 
     def _record_results(self) -> None:
         """Reads the results of the steps since the last call, for which the host waits for a GPU."""
@@ -240,7 +252,7 @@ class Loop:
         if row["kind"] == "validation":
             self.progress.note(f"step {row['step']}/{self.total_steps}  {describe_row(row)}")
         else:
-            self.progress.show(self._task, describe_row(row))
+            self._show(row["step"], self.total_steps, describe_row(row))
 
     def _append(self, file: str, row: dict[str, Any]) -> None:
         if self.is_main:
@@ -258,53 +270,52 @@ class Loop:
         if state.bad_in_a_row >= self.config.bad_steps:
             raise DivergedError(
                 f"training stopped after {state.bad_in_a_row} consecutive steps with NaN or Inf, the last: {text}; "
-                f"{self._kept_checkpoint()}; try a lower optimizer.learning_rate or optimizer.clip_norm, or precision "
-                "float32"
+                f"earlier checkpoints are kept, see {self.folder.last}; try a lower optimizer.learning_rate or "
+                "optimizer.clip_norm, or precision float32"
             )
 
-    def _kept_checkpoint(self) -> str:
-        last = self.folder.last
-        return f"the last good checkpoint is {last}" if last.is_file() else "no checkpoint was saved"
-
     def _validate_and_save(self) -> None:
-        state, config = self.state, self.config
-        due = state.step > 0 and (state.step % self._validate_every == 0 or state.stopped_by)
+        state, config, minutes = self.state, self.config, self.config.checkpoint_minutes
+        if state.step == 0:
+            return
+        due = state.step % self._validate_every == 0 or state.stopped_by
         validates = bool(self.data.validation and due and state.validated_step != state.step)
         if validates:
             self._validate()
-        by_steps = state.step > 0 and config.checkpoint_steps is not None and state.step % config.checkpoint_steps == 0
-        minutes = config.checkpoint_minutes
-        by_time = state.step > 0 and minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+        by_steps = config.checkpoint_steps is not None and state.step % config.checkpoint_steps == 0
+        by_time = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
         if validates or state.stopped_by or by_steps or by_time:
             self.save()
-        # After last.pt, from which restore() can rewrite it if the process is killed in between.
-        if validates and state.best_step == state.step:
-            self._save_best()
 
     def _validate(self) -> None:
         self._record_results()
         state, settings, split = self.state, self.config.validation, self.data.validation
         detector = self.stepper.evaluated
         assert split is not None
-        with self.saved_on_failure(), self.progress.images("validating") as show:
-            split.detections = detect_split(
-                detector, split, self.accelerator, batch_size=settings.batch_size, workers=self.workers, on_images=show
-            )
+        self.detect(split, detector, "validating")
         split.step = state.step
-        self.note_unreadable(split.unreadable)
-        metrics = on_main(self.accelerator, lambda: split.measure(split.table, detector).as_dict())
+        metrics = on_main(self.accelerator, lambda: split.measure(split.detections, detector).as_dict())
         state.add_validation(metrics, settings.metric)
         row = {"kind": "validation", "step": state.step, "epoch": self.epoch}
         row["seconds"] = round(time.monotonic() - self._began, 3)
         self._add_row({**row, **{name: metrics[name] for name in METRICS if name in metrics}})
         listeners = [one for one in self.started if type(one).on_picture is not Callback.on_picture]
         if listeners:
-            picture = draw_detections(split, split.table, detector.class_names)
+            picture = draw_detections(split)
             for callback in listeners:
                 callback.on_picture(picture, state.step)
         self._row_at = time.monotonic()  # validation does not count for the speed of the next row
         if settings.patience is not None and state.validations_since_best >= settings.patience:
             state.stopped_by = state.stopped_by or "patience"
+
+    def detect(self, split: Split, detector: Detector, description: str) -> None:
+        """Runs a detector on a split, all ranks together."""
+        size = self.config.validation.batch_size
+        with self.saved_on_failure(), self.progress.task(description) as show:
+            split.detections = detect_split(
+                detector, split, self.accelerator, batch_size=size, workers=self.workers, on_images=show
+            )
+        self.note_unreadable(split.unreadable)
 
     def save(self) -> None:
         """Writes ``last.pt``, everything needed to resume; DivergedError if a weight is NaN or Inf."""
@@ -314,11 +325,14 @@ class Loop:
         for name, value in detector.state_dict().items():  # the same on every rank
             if value.is_floating_point() and not bool(value.isfinite().all()):
                 raise DivergedError(
-                    f"step {state.step}: the weight {name} is NaN or Inf; {self._kept_checkpoint()}; try a lower "
-                    "optimizer.learning_rate"
+                    f"step {state.step}: the weight {name} is NaN or Inf; earlier checkpoints are kept, see "
+                    f"{self.folder.last}; try a lower optimizer.learning_rate"
                 )
         if not self.is_main:
             return
+        if state.best_step == state.step > 0 and self.config.evaluation.checkpoint == "best":
+            # Before last.pt: a run that is killed in between repeats the validation and writes it again.
+            Checkpoint.of(detector, step=state.step, metrics=state.best_metrics).write(self.folder.best)
         if self.folder.metrics_file.is_file():  # its rows must survive a power cut, since the checkpoint counts on them
             with self.folder.metrics_file.open("rb+") as file:
                 os.fsync(file.fileno())
@@ -329,23 +343,20 @@ class Loop:
         last = Checkpoint(config=self._detector_config, weights=detector.state_dict(), training=training)
         last.write(self.folder.last)
 
-    def _save_best(self) -> None:
-        """Writes ``best.pt`` with the current weights, if it will be evaluated."""
-        if self.is_main and self.config.evaluation.checkpoint == "best":
-            state = self.state
-            best = Checkpoint.of(self.stepper.evaluated, step=state.best_step, metrics=state.best_metrics)
-            best.write(self.folder.best)
-
-    def restore(self, checkpoint: Checkpoint, data: dict[str, dict[str, Any]]) -> None:
+    def restore(self, checkpoint: Checkpoint | None, data: dict[str, dict[str, Any]]) -> None:
         """Restores the state in which ``last.pt`` was written; ``data`` are the present fingerprints.
 
         Raises:
+            ConfigError: if the schedule is now shorter than the training so far.
             RunError: if the data have changed, unless ``splits.accept_changed`` is set, or the checkpoint does not fit
                 the config.
         """
-        training, folder = checkpoint.training, self.folder
+        if checkpoint is None:
+            self.state.data, self.state.processes = data, self.accelerator.num_processes
+            return
+        training = checkpoint.training
         assert training is not None
-        with wrap_untrusted(folder.last):
+        with wrap_untrusted(self.folder.last):
             self.state = state = LoopState.from_dict(training.loop)
             self.stepper.load_state(training, checkpoint.weights)
         self._accept_changes(training, data)
@@ -353,14 +364,14 @@ class Loop:
             self.progress.note(
                 f"the run was started with {training.threads} threads, now {now}: results may differ in the last digits"
             )
-        if self.is_main and state.best_step == state.step > 0:
-            saved = Checkpoint.read(folder.best).step if folder.best.is_file() else None
-            if saved != state.step:
-                self._save_best()  # killed after last.pt was written, before best.pt was
-        # A length or time limit at which the run stopped may have been raised since.
+        if state.step > self.total_steps:
+            raise ConfigError(f"the run has been trained for {state.step} steps already: give more with --steps")
+        # The length or time limit at which the run stopped may have been raised since.
         limit = self.config.max_minutes
-        more = {"length": state.step < self.total_steps, "minutes": limit is None or state.seconds < 60 * limit}
-        if more.get(str(state.stopped_by)):
+        if state.stopped_by == "length" and state.step < self.total_steps:
+            state.changes.append(f"step {state.step}: extended to {self.total_steps} steps")
+            state.stopped_by = None
+        elif state.stopped_by == "minutes" and (limit is None or state.seconds < 60 * limit):
             state.stopped_by = None
 
     def _accept_changes(self, training: TrainingState, data: dict[str, dict[str, Any]]) -> None:

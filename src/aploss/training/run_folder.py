@@ -1,6 +1,5 @@
 """A run is a folder: config, environment, metrics, checkpoints, evaluation, report."""
 
-import json
 import os
 import platform
 import shlex
@@ -8,12 +7,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import yaml
 from filelock import FileLock, Timeout
@@ -35,7 +35,6 @@ from aploss.training.config import (
 )
 
 LOCK_FILE = ".lock"
-LENGTH_KEYS = ("schedule.length", "schedule.unit", "schedule.milestones")  # of a finished run
 PACKAGES = ("aploss", "torch", "torchvision", "numpy", "numba", "faster-coco-eval", "scikit-learn")
 
 
@@ -82,21 +81,19 @@ class RunFolder:
 
     def refuse_if_taken(self) -> None:
         """Raises RunError if a run has saved something here, or something else is in the folder."""
-        if self.exists and any(path.exists() for path in (self.last, self.best, self.evaluation)):
-            raise RunError(
-                f"{self.path} already holds a run; add --resume to continue it, or choose another folder with --out"
-            )
-        if self.exists or not self.path.exists():  # a run that has saved nothing can be replaced
-            return
-        ours = (LOCK_FILE, "environment.json")  # left behind by a process killed in create()
-        if not self.path.is_dir() or any(entry.name not in ours for entry in self.path.iterdir()):
+        if self.exists:
+            if any(path.exists() for path in (self.last, self.best, self.evaluation)):  # otherwise it can be replaced
+                raise RunError(
+                    f"{self.path} already holds a run; add --resume to continue it, or choose another folder with --out"
+                )
+        elif self.path.exists() and not (self.path.is_dir() and {*self.path.iterdir()} <= {self.path / LOCK_FILE}):
             raise RunError(f"{self.path} exists and is not a run folder; choose another folder with --out")
 
     def create(self, config: TrainConfig) -> None:
-        """Starts a run in the folder by writing its environment and config; RunError if the folder is taken."""
+        """Starts a run in the folder by writing its config and environment; RunError if the folder is taken."""
         self.refuse_if_taken()
+        self._write_config(config)  # it makes the folder a run
         write_json(self.path / "environment.json", describe_environment())
-        self._write_config(config)  # last: it makes the folder a run
 
     def _write_config(self, config: TrainConfig) -> None:
         write_text(self.config_file, yaml.safe_dump(config_to_dict(config), sort_keys=False))
@@ -137,10 +134,8 @@ class RunFolder:
         values = merge(nested(DEFAULTS_BEFORE_ADDED), read_yaml(self.config_file))
         return config_from_dict(values, source=str(self.config_file))
 
-    def resumed_config(self, config: TrainConfig) -> tuple[TrainConfig, bool]:
-        """Returns the config to resume the run with, and whether it is longer than the run so far.
-
-        That is ``config``, with the warmup that the run was started with.
+    def resumed_config(self, config: TrainConfig) -> TrainConfig:
+        """Returns the config to resume the run with: ``config``, with the warmup that the run was started with.
 
         Raises:
             ConfigError: if the run was started with other settings that affect what is learned. A run that has
@@ -150,23 +145,30 @@ class RunFolder:
         if not config.schedule.exact_warmup:
             steps, exact = saved.schedule.warmup_steps, saved.schedule.exact_warmup
             config = replace(config, schedule=replace(config.schedule, warmup_steps=steps, exact_warmup=exact))
-        changed = {*differing_keys(saved, config)}
-        refused = changed - {*RESUMABLE_KEYS}
+        refused = {*differing_keys(saved, config)} - {*RESUMABLE_KEYS}
         if self.summary_file.is_file() and Summary.read(self.summary_file).stopped_by == "length":
-            refused -= {*LENGTH_KEYS}
+            refused -= {"schedule.length", "schedule.unit", "schedule.milestones"}
         if refused:
             raise ConfigError(
                 f"{self.path} was started with another {', '.join(sorted(refused))}; resume it unchanged, "
                 "or start a new run with --out"
             )
-        return config, not changed.isdisjoint(LENGTH_KEYS)
+        return config
 
-    def reopen(self, config: TrainConfig, *, is_longer: bool) -> None:
-        """Prepares the folder for more training."""
+    def finished_summary(self, config: TrainConfig) -> "Summary | None":
+        """Returns the summary of a finished run, unless ``config`` has another length or more time."""
+        if not (self.exists and self.summary_file.is_file()):
+            return None
+        has_other_length = self.resumed_config(config).schedule != self.read_config().schedule
+        summary, limit = Summary.read(self.summary_file), config.max_minutes
+        has_time = summary.stopped_by == "minutes" and (limit is None or summary.minutes < limit)
+        return None if has_other_length or has_time else summary
+
+    def reopen(self, config: TrainConfig) -> None:
+        """Prepares the folder for more training, perhaps with a longer schedule."""
         self.summary_file.unlink(missing_ok=True)  # first: with it, the run counts as finished
         remove_unfinished(self.path)
-        if is_longer:
-            self._write_config(config)
+        self._write_config(replace(self.read_config(), schedule=config.schedule))
 
     def load_last(self) -> Checkpoint:
         """Reads ``last.pt``; RunError if it is invalid."""
@@ -211,13 +213,13 @@ class Summary:
     detector: str
     loss: str
     seed: int
-    AP: float | None
-    AP50: float | None
-    AP75: float | None
-    APs: float | None
-    APm: float | None
-    APl: float | None
-    voc_AP50: float | None  # noqa: N815
+    AP: float | None = None
+    AP50: float | None = None
+    AP75: float | None = None
+    APs: float | None = None
+    APm: float | None = None
+    APl: float | None = None
+    voc_AP50: float | None = None  # noqa: N815
     oLRP: float | None = None  # noqa: N815
     per_class: dict[str, dict[str, Any]]
     calibration_error: float | None
@@ -244,14 +246,12 @@ class Summary:
     def read(cls, path: Path) -> "Summary":
         """Reads ``summary.json``; ``folder`` becomes its present folder. RunError if it is missing or invalid."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            older: dict[str, Any] = {"unreadable_images": {}, "resume_changes": [], **dict.fromkeys(METRICS)}
-            values = {**older, **values}
-            return cls(**{entry.name: values[entry.name] for entry in fields(cls)} | {"folder": str(path.parent)})
+            summary = msgspec.json.decode(path.read_bytes(), type=cls)
         except OSError as error:
             raise RunError(f"{path} cannot be read: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, RecursionError) as error:
             raise RunError(f"{path} is not the summary of a run: {error}") from error
+        return replace(summary, folder=str(path.parent))
 
     def table(self) -> str:
         """Formats the metrics for printing at the end of a run."""

@@ -1,10 +1,11 @@
-"""The splits of a run: which images it trains on, and the evaluation of a detector on the others.
+"""The data of a run: its splits, the batches it trains on, and the detections on the other splits.
 
 Each set of weights is run on a split once, with the images shared among the ranks, and its detections are matched once.
 """
 
+import hashlib
+import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -17,26 +18,23 @@ from PIL import Image
 
 from aploss.data.annotations import Annotations, DetectionDataset
 from aploss.data.check import fingerprint
+from aploss.data.features import StoredFeatures, store_features
 from aploss.data.formats import DataFormat, common_split_name, find_source
-from aploss.data.loader import make_evaluation_loader
-from aploss.detectors.checkpoint import Checkpoint
+from aploss.data.loader import AugmentedSamples, TrainingBatches, make_evaluation_loader, make_training_loader
 from aploss.detectors.detector import Detector
 from aploss.detectors.predict import detect_by_size, evaluation_mode
 from aploss.errors import ConfigError, DataError, RunError, listed
-from aploss.evaluation import METRICS, DetectionTable, Metrics, coco_metrics
-from aploss.evaluation.calibration import calibrate_detections, calibration_report
-from aploss.evaluation.matching import Matches, match_detections, precision_recall_curves
-from aploss.evaluation.metrics import voc_metrics
-from aploss.files import write_json
+from aploss.evaluation import DetectionTable, Metrics, coco_metrics
+from aploss.evaluation.matching import Matches, match_detections
 from aploss.plotting.pictures import contact_sheet, draw_boxes
-from aploss.reports.run_files import matches_document
 from aploss.training.callbacks import Progress
 from aploss.training.config import TrainConfig
-from aploss.training.distributed import on_main
-from aploss.training.run_folder import RunFolder
+from aploss.training.distributed import main_first
 
 NO_SPLIT = "none"
 UNKNOWN = "unknown-class"
+TOTAL_CACHED_VIEWS = 2000  # a minute of a CPU core; with few images each gets many views
+MIN_CACHED_VIEWS, MAX_CACHED_VIEWS = 2, 12
 MAX_CPU_SIDE = 320  # of a square with as many pixels as a CPU trains on in reasonable time
 MIN_SIDE = 128
 STRIDE = 32  # images are padded to multiples of it anyway
@@ -48,15 +46,15 @@ class Split:
 
     Attributes:
         unreadable: images that were left out because they cannot be read: path → reason.
-        step, detections: of the weights that were last evaluated here; detections are on rank 0 only.
+        step, detections: of the weights that were last evaluated here.
     """
 
+    detections: DetectionTable
+
     def __init__(self, dataset: DetectionDataset) -> None:
-        self.dataset = dataset
-        self.name = dataset.split
+        self.dataset, self.name = dataset, dataset.split
         self.unreadable: dict[str, str] = {}
         self.step: int | None = None
-        self.detections: DetectionTable | None = None
 
     @property
     def truth(self) -> Annotations:
@@ -80,16 +78,10 @@ class Split:
         """Computes COCO's metrics of detections."""
         return coco_metrics(self.truth, detections, max_detections=detector.detections_per_image)
 
-    @property
-    def table(self) -> DetectionTable:
-        """The detections, on rank 0."""
-        assert self.detections is not None
-        return self.detections
-
     @cached_property
     def matches(self) -> Matches:
-        """The final detections of a run matched with the objects, on rank 0."""
-        return match_detections(self.truth, self.table)
+        """The final detections of a run matched with the objects."""
+        return match_detections(self.truth, self.detections)
 
 
 @dataclass(frozen=True)
@@ -149,7 +141,7 @@ def load_run_data(
     if train.num_boxes == 0:
         raise DataError(f"the split {train_name} of {config.data} has no objects to learn from")
     remarks: list[str] = []
-    if class_names is not None and train.class_names != (*class_names,):
+    if class_names is not None and train.class_names != class_names:
         if sorted(train.class_names) != sorted(class_names):
             raise RunError(
                 f"the run was started with the classes {', '.join(class_names)}, but {config.data} has "
@@ -159,15 +151,14 @@ def load_run_data(
         train = source.load(train_name, class_names=class_names)
     option = None if config.splits.ignore_unknown_classes else "--splits.ignore-unknown-classes true"
     load = partial(load_split, source, class_names=train.class_names, ignore_unknown=option)
-    validation: Split | None = None
-    validation_name = config.splits.validation or _validation_split(known, train_name)
+    validation_name = config.splits.validation
+    if validation_name is None and not ("val" in train_name or "[" in train_name):  # val is trained on, or a part
+        validation_name = known.get("val")
     if validation_name is None:
-        train_name, validation_name = _hold_out(train_name, config.splits.holdout)
+        train_name, validation_name = _hold_out(train_name, share := config.splits.holdout)
         train = source.load(train_name, class_names=train.class_names)
-        validation = load(validation_name)
-        remarks.append(f"no validation split: {len(validation.dataset)} training images are held out")
-    elif validation_name != NO_SPLIT:
-        validation = load(validation_name)
+        remarks.append(f"no validation split: {share:.0%} of the training images are held out")
+    validation = None if validation_name == NO_SPLIT else load(validation_name)
     if config.splits.drop_empty:
         train = train.subset(np.flatnonzero(train.boxes_per_image).tolist())
     test_name = None if "test" in train_name else known.get("test")
@@ -209,33 +200,20 @@ def load_split(source: DataFormat, split: str, class_names: Sequence[str], *, ig
     loaded = Split(source.load(split, class_names=class_names))
     if ignore_unknown is not None and (count := loaded.ignored_objects):
         first = next(problem for problem in loaded.dataset.problems if problem.kind == UNKNOWN)
-        names = {"detector": class_names}
-        with suppress(DataError):  # a dataset without class names
-            names["dataset"] = source.load(split).class_names
-        lists = "; ".join(f"classes of the {whose}: {listed(list(own), 20)}" for whose, own in names.items())
         raise DataError(
             f"{loaded.dataset.name}, split {split}: {count} objects of unknown classes, such as {first.file}: "
-            f"{first.message}; {lists}; rename the classes, or evaluate without these objects: {ignore_unknown}"
+            f"{first.message}; classes of the detector: {listed(list(class_names), 20)}; rename the classes, or "
+            f"evaluate without these objects: {ignore_unknown}"
         )
     return loaded
 
 
 def _training_split(known: dict[str, str], data: str) -> str:
-    for name in ("train", "trainval", "all"):
-        if name in known:
-            return known[name]
-    of_years = [name for name in known.values() if name.endswith("_trainval")]  # a VOC devkit
-    if of_years:
-        return "+".join(of_years)
-    if len(known) == 1:
-        return next(iter(known.values()))
-    raise ConfigError(f"{data} has the splits {', '.join(known.values())}: choose one with --splits.train")
-
-
-def _validation_split(known: dict[str, str], train_name: str) -> str | None:
-    """The split called val, unless it is trained on or only a part of a split is."""
-    trained = any("val" in part or "[" in part for part in train_name.split("+"))
-    return None if trained else known.get("val")
+    found = [known[name] for name in ("train", "trainval", "all") if name in known][:1]
+    found = found or [name for name in known.values() if name.endswith("_trainval")]  # the years of a VOC devkit
+    if not found and len(known) > 1:
+        raise ConfigError(f"{data} has the splits {', '.join(known.values())}: choose one with --splits.train")
+    return "+".join(found or known.values())
 
 
 def _hold_out(name: str, share: float) -> tuple[str, str]:
@@ -243,6 +221,70 @@ def _hold_out(name: str, share: float) -> tuple[str, str]:
     kept = f"{100 * (1 - share):g}%"
     terms = name.split("+")
     return "+".join(f"{t}[:{kept}]" for t in terms), "+".join(f"{t}[{kept}:]" for t in terms)
+
+
+# --- training batches ---
+
+
+def make_batches(
+    config: TrainConfig,
+    train: DetectionDataset,
+    detector: Detector,
+    accelerator: Accelerator,
+    progress: Progress,
+    workers: int,
+) -> TrainingBatches:
+    """Makes the training batches: of images, or of the feature maps of a frozen backbone, computed if needed."""
+    settings, features = config.batches, None
+    if settings.cached_views and not settings.cache_features:
+        raise ConfigError("batches.cached_views needs cached features: add --batches.cache_features true")
+    if settings.cache_features:
+        features = main_first(accelerator, lambda: _stored_features(config, train, detector, progress))
+    return make_training_loader(
+        train,
+        batch_size=settings.size,
+        seed=config.seed,
+        preset=settings.augmentation,
+        size=settings.image_size,
+        workers=workers if features is None else 0,  # rows of a file need no process that prepares them
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        skip_unreadable=True,
+        features=features,
+        pinned=accelerator.device.type == "cuda",
+    )
+
+
+def _stored_features(
+    config: TrainConfig, train: DetectionDataset, detector: Detector, progress: Progress
+) -> StoredFeatures:
+    if not config.model.frozen_backbone:
+        raise ConfigError("batches.cache_features needs a frozen backbone: add --model.frozen_backbone true")
+    settings = config.batches
+    # Not the run's seed: the runs of a comparison share the cache.
+    samples = AugmentedSamples(train, seed=0, preset=settings.augmentation, size=settings.image_size)
+    suitable = min(max(TOTAL_CACHED_VIEWS // len(train), MIN_CACHED_VIEWS), MAX_CACHED_VIEWS)
+    count = settings.cached_views or (1 if settings.augmentation == "none" else suitable)
+    length = config.schedule.length  # of training, which draws one view of an image per epoch
+    drawn = length * settings.size * settings.accumulate / len(train)
+    count = min(count, math.ceil(drawn) if config.schedule.unit == "steps" else length)
+    body = detector.body().eval()
+    digest = hashlib.sha256(str(body).encode())  # of the network and its weights
+    inputs = (("", detector.image_mean), ("", detector.image_std))
+    for name, tensor in (*body.state_dict().items(), *inputs):
+        digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
+    with progress.task("computing features") as show:
+        stored = store_features(
+            samples,
+            detector.features,
+            views=count,
+            network_digest=digest.hexdigest(),
+            on_progress=show,
+            note=progress.note,
+        )
+    size, views = f"{stored.bytes / 1e6:.0f} MB", f"{stored.views} views per image"
+    progress.note(f"features  of the frozen backbone from {stored.folder} ({size}, {views})")
+    return stored
 
 
 # --- training without a recipe ---
@@ -273,7 +315,7 @@ def suggest_image_sizes(recipe: str, source: DataFormat) -> dict[str, Any]:
     return {"batches": {"image_size": [height, width]}, "model": {"options": {"test_size": [shorter, 2 * shorter]}}}
 
 
-# --- evaluation ---
+# --- detection ---
 
 
 def detect_split(
@@ -283,8 +325,8 @@ def detect_split(
     *,
     batch_size: int,
     workers: int = 0,
-    on_images: Callable[[int, int], Any] | None = None,
-) -> DetectionTable | None:
+    on_images: Callable[[int, int], Any] = lambda done, total: None,
+) -> DetectionTable:
     """Runs a detector on all images of a split, each rank on its share, without a score threshold.
 
     Args:
@@ -296,7 +338,7 @@ def detect_split(
         on_images: called with the number of images done (estimated for other ranks) and their total.
 
     Returns:
-        On rank 0 the detections in the order of the images, on other ranks None.
+        The detections of all ranks in the order of the images.
     """
     found: dict[int, dict[str, np.ndarray]] = {}
     unreadable: dict[int, str] = {}
@@ -310,22 +352,18 @@ def detect_split(
                 unreadable |= batch.unreadable
                 for target, result in zip(batch.targets, detect_by_size(detector, batch.images), strict=True):
                     found[target["image_id"]] = {key: value.cpu().numpy() for key, value in result.items()}
-                if on_images is not None:
-                    on_images(min(len(found) * processes, len(split.dataset)), len(split.dataset))
+                on_images(min(len(found) * processes, len(split.dataset)), len(split.dataset))
     shares = gather_object([(found, unreadable)])
-    unreadable = {index: why for _, share in shares for index, why in share.items()}
-    if unreadable:
-        split.leave_out(unreadable)
-    if not accelerator.is_main_process:
-        return None
     by_image = {image: result for share, _ in shares for image, result in share.items()}
+    if unreadable := {index: why for _, share in shares for index, why in share.items()}:
+        split.leave_out(unreadable)
     order = [split.dataset.image_id(index) for index in range(len(split.dataset))]
     return DetectionTable.from_predictions(order, [by_image[image] for image in order])
 
 
-def draw_detections(split: Split, detections: DetectionTable, class_names: Sequence[str]) -> Image.Image:
+def draw_detections(split: Split) -> Image.Image:
     """Draws detections on images evenly spaced through a split: as many of the best of each as it has objects."""
-    pictures, dataset = [], split.dataset
+    pictures, dataset, detections = [], split.dataset, split.detections
     for index in np.linspace(0, len(dataset) - 1, min(DRAWN_IMAGES, len(dataset))).astype(int).tolist():
         image, target = dataset[index]
         rows = np.flatnonzero(detections.image_ids == dataset.image_id(index))
@@ -333,94 +371,5 @@ def draw_detections(split: Split, detections: DetectionTable, class_names: Seque
         boxes = detections.xywh[rows]
         boxes[:, 2:] += boxes[:, :2]
         labels, scores = detections.category_ids[rows] - 1, detections.scores[rows]
-        pictures.append(draw_boxes(image, boxes, labels, class_names, scores))
+        pictures.append(draw_boxes(image, boxes, labels, dataset.class_names, scores))
     return contact_sheet(pictures)
-
-
-def evaluate_run(
-    config: TrainConfig, folder: RunFolder, accelerator: Accelerator, data: RunData, *, workers: int,
-    progress: Progress,
-) -> dict[str, Any]:  # fmt: skip
-    """Calibrates and evaluates the final detector of a run and writes ``evaluation/``.
-
-    The calibration and the drawing threshold are fitted on the validation split, measured on the evaluation split, and
-    stored in the evaluated checkpoint. All ranks run the detector; rank 0 writes.
-
-    Returns:
-        The fields of :class:`~aploss.training.run_folder.Summary` that are measured.
-    """
-
-    def load_final() -> Checkpoint:
-        is_best = config.evaluation.checkpoint == "best" and folder.best.is_file()
-        return Checkpoint.read(folder.best) if is_best else folder.load_last()
-
-    chosen = on_main(accelerator, load_final)
-    detector = chosen.detector().to(accelerator.device)
-    size = config.validation.batch_size
-    for split in data.splits:
-        if split.step != chosen.step:  # otherwise it was validated with the same weights
-            with progress.images(f"evaluating on {split.name}") as show:
-                split.detections = detect_split(
-                    detector, split, accelerator, batch_size=size, workers=workers, on_images=show
-                )
-
-    def measure() -> dict[str, Any]:
-        report = _calibrate(detector, data)
-        chosen.with_calibration(detector).write(folder.last if chosen.training is not None else folder.best)
-        split = data.evaluation
-        metrics = {} if split is None else _write_evaluation(config, folder, detector, split, report)
-        after = report.get("after", {})
-        return {
-            "split": split and split.name,
-            **{name: metrics.get(name) for name in METRICS},
-            "per_class": metrics.get("per_class", {}),
-            "calibration_error": after.get("all", {}).get("expected_calibration_error"),
-            "calibration_error_drawn": after.get("expected_calibration_error"),
-            "calibration_split": report.get("measured_on"),
-            "calibration_held_out": report.get("held_out"),
-            "draw_threshold": detector.draw_threshold if report else None,
-            "best_step": chosen.step,
-        }
-
-    return on_main(accelerator, measure)
-
-
-def _calibrate(detector: Detector, data: RunData) -> dict[str, Any]:
-    """Calibrates the detector and chooses its threshold; returns the report on the evaluation split."""
-    fitted, measured = data.validation, data.evaluation
-    if fitted is None or measured is None:
-        return {}
-    calibration, threshold = calibrate_detections(fitted.truth, fitted.table, matches=fitted.matches)
-    detector.calibration, detector.draw_threshold = calibration, threshold
-    report = calibration_report(measured.truth, measured.table, calibration, threshold, matches=measured.matches)
-    names = {"fitted_on": fitted.name, "measured_on": measured.name}
-    return {**report, **names, "held_out": measured is not fitted}
-
-
-def _write_evaluation(
-    config: TrainConfig, folder: RunFolder, detector: Detector, split: Split, report: dict[str, Any]
-) -> dict[str, Any]:
-    """Computes the metrics of the evaluation split; writes them with detections, ground truth and matches."""
-    table, matches = split.table, split.matches
-    metrics = split.measure(table, detector).as_dict()
-    curves = precision_recall_curves(split.truth, table, matches=matches)
-    metrics["precision_recall"] = {name: curve.as_dict() for name, curve in curves.items()}
-    coco = split.dataset.to_coco()
-    for index, image in enumerate(coco["images"]):
-        image["path"] = str(split.dataset.image_path(index).resolve())
-    ids = [annotation["id"] for annotation in coco["annotations"]]
-    documents: dict[str, Any] = {
-        "ground_truth": coco,
-        "detections": table.to_results(),
-        "metrics": {**metrics, "ignored_objects": split.ignored_objects},
-        "matches": matches_document(matches, ids),
-    }
-    if detector.calibration is not None:
-        documents["calibration"] = {
-            **report,
-            "calibrated_scores": np.asarray(detector.calibration(table.scores)).tolist(),
-        }
-    for name, document in documents.items():
-        write_json(folder.evaluation / f"{name}.json", document, indent=None)
-    year = config.evaluation.voc_year
-    return {**metrics, "voc_AP50": None if year is None else voc_metrics(split.truth, table, year=year).AP50}

@@ -161,6 +161,8 @@ class Stepper:
         self.config, self.detector, self.schedule, self.accelerator = config, detector, schedule, accelerator
         freeze(detector, config.model.frozen)
         if config.model.frozen_backbone:
+            if config.model.weights is None:
+                raise ConfigError("model.frozen_backbone needs trained weights: add --model.weights imagenet or a file")
             detector.body().requires_grad_(False)
         self.ema = None if config.model.ema is None else _Average(detector, config.model.ema)
         self.evaluated = detector if self.ema is None else self.ema.detector
