@@ -67,7 +67,7 @@ def test_imagenet_weights_fill_the_backbone_and_leave_the_rest_as_initialised(hu
     assert all(name.startswith("backbone.body.") for name in report.loaded)
     assert not report.mismatched
     assert {name.split(".")[1] for name in report.missing if "backbone" in name} == {"fpn"}
-    assert report.unused == ("backbone.body.fc.weight", "backbone.body.fc.bias")
+    assert report.unused == ["backbone.body.fc.weight", "backbone.body.fc.bias"]
 
 
 def test_without_network_one_line_says_which_file_to_place_where(hub: Path) -> None:

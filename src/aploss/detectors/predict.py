@@ -71,9 +71,7 @@ class MultiScale:
                 for image, found in zip(images, views[-1], strict=True):
                     left, top, right, bottom = found["boxes"].unbind(1)
                     found["boxes"] = torch.stack([image.shape[-1] - right, top, image.shape[-1] - left, bottom], dim=1)
-        nms_iou, limit = detector.nms_iou, detector.detections_per_image
-        by_image = zip(*views, strict=True)
-        return [merge_detections(one, nms_iou=nms_iou, detections_per_image=limit) for one in by_image]
+        return [merge_detections(of_image, detector) for of_image in zip(*views, strict=True)]
 
 
 @dataclass(frozen=True)
