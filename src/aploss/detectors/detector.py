@@ -274,9 +274,7 @@ class Detector(nn.Module):
             :meth:`detect`.
         """
         if not self.training:
-            if isinstance(images, FeatureMaps):
-                raise DataError("a detector in evaluation mode takes images, not features")
-            return self.detect(images)
+            return self.detect(images)  # type: ignore[arg-type]  # features are for training
         if targets is None:
             raise DataError("a detector in training mode needs targets; call detector.eval() for detections")
         batch = images if isinstance(images, FeatureMaps) else self.pad(images)[0]

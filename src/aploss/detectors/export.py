@@ -158,7 +158,7 @@ def _tensors(message: Any) -> Iterator[Any]:
 
 
 def _onnx_model(detector: Detector) -> bytes:
-    detector.forward = detector.heads  # type: ignore[method-assign]  # the detector is a copy
+    detector.forward = detector.heads  # type: ignore[method-assign, assignment]  # of this copy
     dynamic = (0, 2, 3) if detector.keeps_aspect_ratio else (0,)
     logger = logging.getLogger("torch.onnx")
     level = logger.level

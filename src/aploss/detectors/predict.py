@@ -192,20 +192,17 @@ def make_prediction(
 
 
 @contextmanager
-def evaluation_mode(detector: object) -> Iterator[None]:
+def evaluation_mode(detector: nn.Module) -> Iterator[None]:
     """Disables gradients and switches to evaluation mode; restores the previous mode afterwards.
 
     cuDNN does not search for its fastest algorithms meanwhile, which it would do for every new image size.
     """
-    module = detector if isinstance(detector, nn.Module) and detector.training else None
-    searches = torch.backends.cudnn.benchmark
+    was_training, searches = detector.training, torch.backends.cudnn.benchmark
     try:
         torch.backends.cudnn.benchmark = searches and not getattr(detector, "keeps_aspect_ratio", True)
-        if module is not None:
-            module.eval()
+        detector.eval()
         with torch.inference_mode():
             yield
     finally:
         torch.backends.cudnn.benchmark = searches
-        if module is not None:
-            module.train()
+        detector.train(was_training)

@@ -193,7 +193,6 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 @register_detector("ssd300")
-@dataclass(frozen=True, kw_only=True)
 class SSD300(VGGDetector):
     """Six feature maps of 38, 19, 10, 5, 3 and 1 pixels.
 
@@ -213,7 +212,6 @@ class SSD300(VGGDetector):
 
 
 @register_detector("ssd512")
-@dataclass(frozen=True, kw_only=True)
 class SSD512(VGGDetector):
     """Seven feature maps of 64, 32, 16, 8, 4, 2 and 1 pixels, with the original's scales for VOC by default."""
 
@@ -227,7 +225,6 @@ class SSD512(VGGDetector):
 
 
 @register_detector("ssdlite")
-@dataclass(frozen=True, kw_only=True)
 class SSDlite(DetectorConfig):
     """SSD for CPUs on MobileNetV3-Large: six maps starting at stride 16, depthwise heads.
 

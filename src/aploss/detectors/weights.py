@@ -45,8 +45,9 @@ class LoadedWeights(NamedTuple):
             ("newly initialised (not in the checkpoint)", self.missing),
             ("not used", self.unused),
         ):
-            groups = Counter(".".join(name.split(".")[:2]) for name in names)  # such as "backbone.fpn (16)"
-            lines += [f"  {title}: {', '.join(f'{group} ({count})' for group, count in groups.items())}"] * bool(names)
+            groups = Counter(".".join(name.split(".")[:2]) for name in names)
+            if counts := [f"{group} ({count})" for group, count in groups.items()]:  # such as "backbone.fpn (16)"
+                lines.append(f"  {title}: {', '.join(counts)}")
         return "\n".join(lines)
 
 
