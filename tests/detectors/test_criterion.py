@@ -58,23 +58,16 @@ def test_paper_smooth_l1_is_the_formula_of_the_authors_code() -> None:
     (gradient,) = torch.autograd.grad(box, deltas)
 
     labels = label_anchors(anchors, targets)
-    count, value, wanted = len(labels.boxes), 0.0, torch.zeros_like(deltas)
-    rows = zip(labels.images.tolist(), labels.anchors.tolist(), labels.boxes.tolist(), strict=True)
-    for image, index, (x1, y1, x2, y2) in rows:
-        left, top, right, bottom = anchors[index].tolist()
-        width, height = right - left, bottom - top
-        offsets = (
-            ((x1 + x2) / 2 - (left + right) / 2) / width / 0.1,
-            ((y1 + y2) / 2 - (top + bottom) / 2) / height / 0.1,
-            math.log((x2 - x1) / width) / 0.2,
-            math.log((y2 - y1) / height) / 0.2,
-        )
-        for coordinate, offset in enumerate(offsets):
-            difference = deltas[image, index, coordinate].item() - offset
-            quadratic = abs(difference) <= 1
-            value += (0.5 * difference**2 if quadratic else abs(difference) - 0.5) / (4 * count)
-            wanted[image, index, coordinate] = (difference if quadratic else math.copysign(1, difference)) / (4 * count)
-    assert box.item() == pytest.approx(value, rel=1e-6)
+    positives, boxes = anchors[labels.anchors], labels.boxes
+    sizes, centres = positives[:, 2:] - positives[:, :2], (positives[:, :2] + positives[:, 2:]) / 2
+    offsets = ((boxes[:, :2] + boxes[:, 2:]) / 2 - centres) / sizes / 0.1
+    scales = ((boxes[:, 2:] - boxes[:, :2]) / sizes).log() / 0.2
+    difference = deltas[labels.images, labels.anchors] - torch.cat([offsets, scales], dim=1)
+    distance = difference.abs()
+    value = torch.where(distance <= 1, 0.5 * difference**2, distance - 0.5).sum() / (4 * len(boxes))
+    (wanted,) = torch.autograd.grad(value, deltas)
+    assert 0 < (distance <= 1).float().mean() < 1
+    torch.testing.assert_close(box, value, rtol=1e-6, atol=0)
     torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-6)
 
 
