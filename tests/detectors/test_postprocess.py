@@ -6,27 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 from torchvision.models.detection import RetinaNet
-from torchvision.models.detection._utils import BoxCoder
 
-from aploss.detectors import Detector, MultiScale, build_detector
-from aploss.detectors.postprocess import postprocess
+from aploss.detectors import Detector, DetectorConfig, MultiScale, build_detector
+from aploss.detectors.postprocess import BOX_CODER, postprocess
 from aploss.errors import ConfigError
 
-CODER = BoxCoder((10.0, 10.0, 5.0, 5.0))
 LEVELS = [torch.tensor([[0.0, 0.0, 10.0, 10.0], [20.0, 0.0, 30.0, 10.0]]), torch.tensor([[0.0, 1.0, 10.0, 10.0]])]
 
 
-def detect(logits: Tensor, size: tuple[int, int] = (64, 64), **options: Any) -> dict[str, Tensor]:
-    settings: dict[str, Any] = {
-        "box_coder": CODER,
-        "softmax": False,
-        "score_threshold": None,
-        "topk_per_level": 1000,
-        "nms_iou": 0.5,
-        "detections_per_image": 100,
-    }
+def detect(
+    logits: Tensor, size: tuple[int, int] = (64, 64), *, softmax: bool = False, **options: Any
+) -> dict[str, Tensor]:
     deltas = torch.zeros(1, logits.shape[1], 4)
-    (found,) = postprocess(logits, deltas, LEVELS, [size], **{**settings, **options})
+    (found,) = postprocess(logits, deltas, LEVELS, [size], DetectorConfig(**options), softmax=softmax)
     return found
 
 
@@ -95,7 +87,7 @@ def test_detections_are_torchvisions(threshold: float | None) -> None:
         score_thresh=0.0 if threshold is None else threshold,
         detections_per_img=100,
     ).eval()
-    theirs.box_coder = ours.box_coder
+    theirs.box_coder = BOX_CODER
     images = [torch.rand(3, 160, 200), torch.rand(3, 160, 200)]  # already of the test size
     with torch.inference_mode():
         expected, found = theirs(images), ours(images)

@@ -11,7 +11,7 @@ from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_320_fpn
 from torchvision.models.detection.ssdlite import ssdlite320_mobilenet_v3_large
 from torchvision.ops import box_convert
 
-from aploss.errors import ConfigError, DataError
+from aploss.errors import DataError
 from aploss.evaluation import DetectionTable, coco_metrics
 from aploss.integrations import calibrate, calibration_of, use_loss
 from aploss.integrations.shared import fit_precision
@@ -90,11 +90,6 @@ def test_only_scores_and_threshold_change_and_both_come_back(make: Any) -> None:
     assert calibration_of(model)([holder(model).score_thresh])[0] == pytest.approx(0.5)
     assert holder(use_loss(model, APLoss())).score_thresh == 0.5  # a calibration belongs to its loss
     assert calibration_of(model) is None
-
-
-def test_other_models_are_refused() -> None:
-    with pytest.raises(ConfigError):
-        calibrate(torch.nn.Linear(1, 1), None)
 
 
 def test_calibration_keeps_the_ap_that_a_threshold_costs() -> None:

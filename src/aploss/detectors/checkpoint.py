@@ -6,7 +6,7 @@ run also holds the step and metrics it was selected by, ``last.pt`` everything t
 
 import warnings
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -162,12 +162,12 @@ def _check_weights(detector: Detector, state: Mapping[str, Tensor]) -> None:
         plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
         if not plain or tensor.is_floating_point() != own.is_floating_point():
             raise RunError(f"{name} must be a dense tensor of {own.dtype}")
-    refuse_non_finite((name, bool(state[name].isfinite().all())) for name in wanted if name in state)
+    refuse_non_finite({name: state[name] for name in wanted if name in state})
 
 
-def refuse_non_finite(tensors: Iterable[tuple[str, bool]]) -> None:
-    """Raises RunError for names of weights that are not all finite numbers, given as (name, is finite)."""
-    if bad := [name for name, finite in tensors if not finite]:
+def refuse_non_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Raises RunError for weights that are not all finite numbers."""
+    if bad := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
         raise RunError(
             f"NaN or infinite weights in {listed(bad)}: the training diverged or the file is damaged; "
             "use an earlier checkpoint"

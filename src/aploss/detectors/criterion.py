@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchvision.models.detection._utils import BoxCoder
 from torchvision.ops import generalized_box_iou_loss
 
 from aploss.detectors.labels import AnchorLabels, Assigner, HardBoxes, label_anchors
+from aploss.detectors.postprocess import BOX_CODER
 from aploss.errors import ConfigError, DataError, RunError, did_you_mean
 from aploss.losses import NonFiniteScoresError, OtherProcessError
 from aploss.losses.traits import LOSSES, LossTraits, traits_of
@@ -74,12 +74,6 @@ def check_options(owner: str, options: Iterable[str], allowed: Sequence[str]) ->
         if option not in allowed:
             known = f"it has: {', '.join(allowed) or 'none'}{did_you_mean(option, allowed)}"
             raise ConfigError(f"{owner} has no option {option!r}; {known}")
-
-
-def check_choice(option: str, value: object, allowed: Iterable[object]) -> None:
-    """Raises ConfigError for a value that is not one of those allowed."""
-    if value not in allowed:
-        raise ConfigError(f"{option} must be one of {', '.join(map(str, allowed))}, got {value!r}")
 
 
 def describe_loss(loss: nn.Module) -> tuple[str, dict[str, Any]]:
@@ -158,7 +152,6 @@ class Criterion(nn.Module):
     Args:
         loss: the classification loss.
         num_classes: K.
-        box_coder: torchvision's; its weights scale the regression targets.
         rank_over: ``"batch"`` ranks the scores of all images and classes together (Section 3.4, against score shift);
             ``"image"`` and ``"class"`` rank each image or class separately and average over those that have positives
             (Section 3.1.1 argues against ``"class"``), for ranking losses only.
@@ -174,7 +167,7 @@ class Criterion(nn.Module):
         hard_boxes: see :func:`~aploss.detectors.label_anchors`.
 
     Example:
-        >>> criterion = Criterion(loss=make_loss("focal"), num_classes=2, box_coder=BoxCoder((10.0, 10.0, 5.0, 5.0)))
+        >>> criterion = Criterion(loss=make_loss("focal"), num_classes=2)
         >>> anchors = torch.tensor([[0.0, 0.0, 8.0, 8.0], [8.0, 8.0, 16.0, 16.0]])
         >>> target = {"boxes": anchors[:1], "labels": torch.tensor([1])}
         >>> criterion(torch.zeros(1, 2, 2), torch.zeros(1, 2, 4), anchors, [target])  # logits and deltas of one image
@@ -186,7 +179,6 @@ class Criterion(nn.Module):
         *,
         loss: nn.Module,
         num_classes: int,
-        box_coder: BoxCoder,
         rank_over: RankOver = "batch",
         box_loss: BoxLoss | None = None,
         box_weight: float | Literal["balanced"] | None = None,
@@ -200,7 +192,6 @@ class Criterion(nn.Module):
         traits = traits_of(loss)
         self.loss = loss
         self.num_classes = num_classes
-        self.box_coder = box_coder
         self.rank_over = rank_over
         self.box_loss = traits.box_loss if box_loss is None else box_loss
         self.box_weight = traits.box_weight if box_weight is None else box_weight
@@ -258,7 +249,7 @@ class Criterion(nn.Module):
         labels = self.label(anchors, targets)
         positive_anchors = (anchors if isinstance(anchors, Tensor) else torch.cat(list(anchors)))[labels.anchors]
         positive_deltas = deltas[labels.images, labels.anchors].float()  # [P, 4]
-        decode = partial(self.box_coder.decode_single, positive_deltas, positive_anchors)
+        decode = partial(BOX_CODER.decode_single, positive_deltas, positive_anchors)
         box_losses = self._box_losses(positive_deltas, positive_anchors, labels.boxes, decode)
         traits = traits_of(self.loss)
         classify = partial(
@@ -307,7 +298,7 @@ class Criterion(nn.Module):
         if self.box_loss == "giou":
             box_losses: Tensor = generalized_box_iou_loss(decode(), boxes)
             return box_losses
-        wanted = self.box_coder.encode_single(boxes, anchors)
+        wanted = BOX_CODER.encode_single(boxes, anchors)
         if self.box_loss == "paper-smooth-l1":
             return F.smooth_l1_loss(deltas, wanted, reduction="none").mean(dim=1)
         return F.smooth_l1_loss(deltas, wanted, beta=self.smooth_l1_beta, reduction="none").sum(dim=1)
@@ -351,16 +342,17 @@ class Criterion(nn.Module):
     def _check_targets(self, batch_size: int, targets: Sequence[Mapping[str, Tensor]]) -> None:
         if len(targets) != batch_size:
             raise DataError(f"a batch of {batch_size} images has {len(targets)} targets")
-        for index, target in enumerate(targets):
-            labels = target["labels"]
-            if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.num_classes:
-                found = f"{int(labels.min())}..{int(labels.max())}"
-                raise DataError(f"labels of image {index} must be in 0..{self.num_classes - 1}, got {found}")
+        labels = torch.cat([target["labels"] for target in targets])
+        low, high = (int(labels.min()), int(labels.max())) if len(labels) else (0, 0)
+        if not 0 <= low <= high < self.num_classes:
+            raise DataError(f"labels must be in 0..{self.num_classes - 1}, got {low}..{high}")
 
     def _check_options(self) -> None:
         literals = {"rank_over": RankOver, "box_loss": BoxLoss, "assigner": Assigner, "hard_boxes": HardBoxes}
         for option, literal in literals.items():
-            check_choice(option, getattr(self, option), get_args(literal))
+            value, allowed = getattr(self, option), get_args(literal)
+            if value not in allowed:
+                raise ConfigError(f"{option} must be one of {', '.join(allowed)}, got {value!r}")
         traits = traits_of(self.loss)
         label = traits.label or type(self.loss).__name__
         if self.rank_over != "batch" and not traits.groups:

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
-from torchvision.models.detection._utils import BoxCoder
 
 from aploss.data.features import FeatureMaps
 from aploss.detectors.criterion import Criterion, check_options, describe_loss, make_loss
@@ -38,7 +37,6 @@ from aploss.registry import Registry
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-BOX_CODER_WEIGHTS = (10.0, 10.0, 5.0, 5.0)  # regression targets are divided by .1, .1, .2, .2
 MAX_CACHED_SIZES = 64  # of images whose anchors are kept
 Side = Annotated[int, msgspec.Meta(ge=1, le=16_384)]  # pixels
 Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
@@ -106,10 +104,7 @@ class DetectorConfig:
 
     def __post_init__(self) -> None:
         # Subclasses may override the defaults of the shared settings, but not their limits.
-        kinds = {
-            **get_type_hints(type(self), include_extras=True),
-            **get_type_hints(DetectorConfig, include_extras=True),
-        }
+        kinds = get_type_hints(type(self), include_extras=True) | get_type_hints(DetectorConfig, include_extras=True)
         for option in fields(self):
             value = getattr(self, option.name)
             try:  # files contain lists instead of tuples
@@ -251,11 +246,6 @@ class Detector(nn.Module):
         return traits_of(self.criterion.loss).softmax
 
     @property
-    def box_coder(self) -> BoxCoder:
-        """Decodes box regressions, scaled by its weights, into boxes."""
-        return self.criterion.box_coder
-
-    @property
     def config(self) -> dict[str, Any]:
         """Plain values from which ``build_detector(**config)`` builds an equal detector, except for its weights."""
         loss, loss_options = describe_loss(self.criterion.loss)
@@ -284,9 +274,7 @@ class Detector(nn.Module):
             :meth:`detect`.
         """
         if not self.training:
-            if isinstance(images, FeatureMaps):
-                raise DataError("a detector in evaluation mode takes images, not features")
-            return self.detect(images)
+            return self.detect(images)  # type: ignore[arg-type]  # features are for training
         if targets is None:
             raise DataError("a detector in training mode needs targets; call detector.eval() for detections")
         batch = images if isinstance(images, FeatureMaps) else self.pad(images)[0]
@@ -311,18 +299,7 @@ class Detector(nn.Module):
             raise RunError(
                 f"{self.name} computes NaN: training diverged or the weights are damaged; use another checkpoint"
             )
-        detections = postprocess(
-            logits,
-            deltas,
-            anchors,
-            sizes,
-            box_coder=self.box_coder,
-            softmax=self.uses_softmax,
-            score_threshold=self.score_threshold,
-            topk_per_level=self.topk_per_level,
-            nms_iou=self.nms_iou,
-            detections_per_image=self.detections_per_image,
-        )
+        detections = postprocess(logits, deltas, anchors, sizes, self, softmax=self.uses_softmax)
         for image, (height, width), found in zip(images, sizes, detections, strict=True):
             scale = found["boxes"].new_tensor([image.shape[-1] / width, image.shape[-2] / height])
             found["boxes"] = found["boxes"] * scale.repeat(2)
@@ -357,15 +334,11 @@ class Detector(nn.Module):
             DataError: if an image cannot be read, or has an unsupported shape or type.
             ConfigError: if the detector has no thresholds per class.
         """
-        least: float | Tensor | None = self.draw_threshold
-        if threshold == "lrp":
+        least: Any = self.draw_threshold if threshold is None else threshold
+        if least == "lrp":
             if self.calibration is None or not self.calibration.class_thresholds:
                 raise ConfigError("this detector has no threshold per class; runs with a validation split have")
             least = torch.tensor(self.calibration.class_thresholds)
-        elif isinstance(threshold, str):
-            raise ConfigError(f"threshold must be a number or 'lrp', got {threshold!r}")
-        elif threshold is not None:
-            least = threshold
         if isinstance(images, str | Path | Image.Image) or getattr(images, "ndim", 4) < 4:
             images = [images]  # type: ignore[list-item]
         remaining, predictions = iter(images), []
@@ -525,12 +498,7 @@ def build_detector(
     check_options(name, options, config_class.option_names())
     config, softmax = config_class(**options), traits_of(loss).softmax
     network = config.network(columns=len(class_names) + softmax, softmax=softmax)
-    criterion = Criterion(
-        loss=loss,
-        num_classes=len(class_names),
-        box_coder=BoxCoder(BOX_CODER_WEIGHTS),
-        **{**of_criterion, **network.matching},
-    )
+    criterion = Criterion(loss=loss, num_classes=len(class_names), **{**of_criterion, **network.matching})
     detector = Detector(name=name, class_names=class_names, config=config, network=network, criterion=criterion)
     if weights is not None:
         load_weights(detector, weights)

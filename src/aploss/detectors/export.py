@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from aploss.data.features import FeatureMaps
 from aploss.detectors.checkpoint import Checkpoint, refuse_non_finite, wrap_untrusted
 from aploss.detectors.detector import Detector
+from aploss.detectors.postprocess import BOX_CODER
 from aploss.errors import ConfigError, RunError, require_packages
 from aploss.files import write_whole
 
@@ -82,19 +83,11 @@ class OnnxDetector(Detector):
         session = _open_session(path.read_bytes(), str(path), providers)
         with wrap_untrusted(path):
             metadata = session.get_modelmeta().custom_metadata_map
-        if metadata.get("aploss_format") != FORMAT:
-            raise RunError(f"{path} was not written by 'aploss export' of this version")
-        with wrap_untrusted(path):
+            if metadata.get("aploss_format") != FORMAT:
+                raise RunError("it was not written by 'aploss export' of this version")
             record = {key: json.loads(metadata[key]) for key in ("config", "calibration", "draw_threshold")}
         detector = Checkpoint(weights=None, source=path, **record).detector()
-        super().__init__(
-            name=detector.name,
-            class_names=detector.class_names,
-            config=detector.architecture,
-            network=detector.network,
-            criterion=detector.criterion,
-        )
-        self.calibration, self.draw_threshold = detector.calibration, detector.draw_threshold
+        vars(self).update(vars(detector))
         self._path, self._session = path, session
         # Only the shapes of feature maps are computed from the modules, on the meta device.
         self.backbone.to("meta")
@@ -144,13 +137,12 @@ def _check_onnx(content: bytes) -> None:
     """Raises RunError for a model with external data, or with NaN or infinite weights."""
     import onnx
 
-    weights: list[tuple[str, bool]] = []
+    weights: dict[str, Tensor] = {}
     for tensor in _tensors(onnx.load_model_from_string(content)):
         if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data:
             raise RunError(f"the tensor {tensor.name!r} is in another file, which is never opened")
-        if tensor.data_type in (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE):
-            values = onnx.numpy_helper.to_array(tensor)
-            weights.append((tensor.name, values.ndim == 0 or bool(np.isfinite(values).all())))  # scalars are limits
+        if tensor.dims:  # scalars may be limits
+            weights[tensor.name] = torch.from_numpy(onnx.numpy_helper.to_array(tensor).astype(np.float64))
     refuse_non_finite(weights)
 
 
@@ -165,16 +157,8 @@ def _tensors(message: Any) -> Iterator[Any]:
                 yield from _tensors(one)
 
 
-class _Heads(nn.Module):
-    def __init__(self, detector: Detector) -> None:
-        super().__init__()
-        self.detector = detector
-
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        return self.detector.heads(images)
-
-
 def _onnx_model(detector: Detector) -> bytes:
+    detector.forward = detector.heads  # type: ignore[method-assign, assignment]  # of this copy
     dynamic = (0, 2, 3) if detector.keeps_aspect_ratio else (0,)
     logger = logging.getLogger("torch.onnx")
     level = logger.level
@@ -182,7 +166,7 @@ def _onnx_model(detector: Detector) -> bytes:
     try:
         with torch.no_grad(), warnings.catch_warnings(action="ignore"):
             program = torch.onnx.export(
-                _Heads(detector),
+                detector,
                 (_example(detector),),
                 dynamo=True,
                 verbose=False,
@@ -214,7 +198,7 @@ def _metadata(detector: Detector) -> dict[str, str]:
         **{key: getattr(detector, key) for key in ("class_names", "test_size", "keeps_aspect_ratio", "size_divisor")},
         **{key: getattr(record, key) for key in ("calibration", "draw_threshold", "config")},
         "scores": "softmax" if detector.uses_softmax else "sigmoid",
-        "box_code": detector.box_coder.weights,
+        "box_code": BOX_CODER.weights,
     }
     return {"aploss_format": FORMAT, "about": ABOUT, **{key: json.dumps(value) for key, value in values.items()}}
 

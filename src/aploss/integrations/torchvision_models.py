@@ -8,6 +8,7 @@ the attribute restores the model.
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,23 +29,11 @@ from aploss.losses.traits import traits_of
 
 Targets = Sequence[Mapping[str, Tensor]]
 SUPPORTED = (RetinaNet, FCOS, SSD, FasterRCNN)  # Mask and Keypoint R-CNN are subclasses of Faster R-CNN
-LOSS, JIT_IGNORED = "classification_loss", "__jit_ignored_attributes__"
-
-
-@dataclass(eq=False)
-class _SwappedMethod:
-    """Computes what a method of torchvision computes, with another classification loss."""
-
-    holder: Any  # the module whose method this replaces
-    compute: Callable[..., Any]  # called with the holder and the method's arguments
-    score_thresh: float  # the model's own threshold
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self.compute(self.holder, *arguments, **options)
+LOSS, OWN_THRESHOLD, JIT_IGNORED = "classification_loss", "own_score_thresh", "__jit_ignored_attributes__"
 
 
 def _methods(model: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
-    """The methods to shadow, as the module, its method's name and the replacement."""
+    """The methods to shadow, as the module, its method's name and the replacement, called with the module first."""
     if isinstance(model, FasterRCNN):
         return [(model.rpn, "compute_loss", _objectness_loss), (model.roi_heads, "forward", _box_head_forward)]
     return [(model if isinstance(model, SSD) else model.head, "compute_loss", _dense_losses)]
@@ -62,17 +51,17 @@ def swap_loss(model: Any, loss: nn.Module | None, score_thresh: float | None) ->
     calibrate(model, None)  # a calibration belongs to the previous loss
     thresholded = _thresholded(model)
     for (holder, method, compute), limited in zip(_methods(model), thresholded, strict=True):
-        own_threshold = limited.score_thresh
-        if isinstance(swapped := vars(holder).get(method), _SwappedMethod):
-            own_threshold = swapped.score_thresh
-            for name in (method, LOSS, JIT_IGNORED):
+        own_threshold = getattr(holder, OWN_THRESHOLD, limited.score_thresh)
+        if hasattr(holder, OWN_THRESHOLD):
+            for name in (method, LOSS, OWN_THRESHOLD, JIT_IGNORED):
                 delattr(holder, name)
         if loss is None:
             limited.score_thresh = own_threshold
             continue
         ignored = [*getattr(holder, JIT_IGNORED, ()), method, LOSS]  # torch.jit.script compiles torchvision's method
-        setattr(holder, method, _SwappedMethod(holder, compute, own_threshold))
+        setattr(holder, method, partial(compute, holder))
         setattr(holder, LOSS, loss)  # a submodule: moved with the model, and saved if it has parameters
+        setattr(holder, OWN_THRESHOLD, own_threshold)
         setattr(holder, JIT_IGNORED, ignored)
     if loss is None:
         return
@@ -209,10 +198,8 @@ def calibrate(
             for start in range(0, len(images), batch_size):
                 found = model([image.to(device) for image in images[start : start + batch_size]])
                 detections += [{key: one[key] for key in ("boxes", "labels", "scores")} for one in found]  # no masks
-        calibration = shared.fit_precision(detections, targets, iou=iou)
-    except BaseException:
+    finally:
         limited.score_thresh = own_threshold
-        raise
+    calibration = shared.fit_precision(detections, targets, iou=iou)
     model.register_forward_hook(_CalibratedScores(calibration, own_threshold))
-    if score_thresh > 0:
-        limited.score_thresh = float(np.interp(score_thresh, calibration.y, calibration.x))
+    limited.score_thresh = float(np.interp(score_thresh, calibration.y, calibration.x)) if score_thresh > 0 else 0.0
