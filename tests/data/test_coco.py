@@ -3,14 +3,13 @@
 import json
 import shutil
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from small_datasets import edit_json
 
 from aploss.data.check import check_dataset, check_report
-from aploss.data.coco import CocoFormat, parse_json, read_objects
+from aploss.data.coco import ANNOTATION_KINDS, CocoFormat, parse_json, read_entries
 from aploss.data.formats import dataset_splits, load_dataset
 from aploss.errors import DataError
 
@@ -26,7 +25,7 @@ def test_the_official_layout_is_read(coco_folder, expected_boxes, found_boxes):
         assert dataset.problems == []
     train = load_dataset(coco_folder, "train")
     assert found_boxes(train) == expected_boxes["train"]
-    assert [train.image_id(i) for i in range(3)] == [10, 20, 30]
+    assert train.image_ids.tolist() == [10, 20, 30]
     assert found_boxes(load_dataset(coco_folder / TRAIN)) == expected_boxes["train"]
 
 
@@ -37,7 +36,7 @@ def test_ids_from_zero_are_shifted_to_start_at_one(coco_folder):
 
     edit_json(coco_folder / TRAIN, shift)
     dataset = load_dataset(coco_folder, "train")
-    assert [dataset.image_id(i) for i in range(3)] == [1, 2, 3]
+    assert dataset.image_ids.tolist() == [1, 2, 3]
     assert (dataset.num_boxes, dataset.problems) == (3, [])
 
 
@@ -120,8 +119,8 @@ def test_entries_of_any_kind_are_read_or_reported(entries, mark, ascii_only):
     text = mark + json.dumps([*entries, box], ensure_ascii=ascii_only)
     problems = []
     section = parse_json(text.encode("utf-8", "surrogatepass"))
-    objects = read_objects(section, "annotations", lambda kind, message: problems.append(message))
-    assert objects.xywh.tolist() == [box["bbox"]]
+    found = read_entries(section, ANNOTATION_KINDS, "annotations", lambda kind, message: problems.append(message))
+    assert [one.bbox for one in found.values()] == [tuple(box["bbox"])]
     assert len(problems) == len(entries)
     assert all(message.startswith("annotations[") for message in problems)
 
@@ -139,14 +138,14 @@ def test_entries_are_the_same_together_one_by_one_and_as_plain_values(entries, p
 
     def read(content: object) -> tuple:
         problems = []
-        return read_objects(parse_json(content), "x", lambda *problem: problems.append(problem[0])), problems
+        found = read_entries(parse_json(content), ANNOTATION_KINDS, "x", lambda *problem: problems.append(problem[0]))
+        return found, problems
 
     more = [*entries, "not an object"]
     together, reported = read(json.dumps(entries).encode())
     one_by_one, also_reported = read(more if plain else json.dumps(more).encode())
     assert [*reported, "bad-entry"] == also_reported
-    for first, second in zip(together, one_by_one, strict=True):
-        np.testing.assert_array_equal(first, second)
+    assert together == one_by_one
 
 
 @pytest.mark.parametrize("content", [b"", b'{"images": [1, 2', b"{}", b'{"images": 1, "annotations": {}}'])

@@ -24,7 +24,7 @@ def test_no_split_and_joined_splits_mean_every_image_once(clean_folders):
         assert names(dataset) == set("abcd")
         assert dataset.num_boxes == 4
         assert dataset.split == "all"
-        ids = [dataset.image_id(i) for i in range(len(dataset))]
+        ids = dataset.image_ids.tolist()
         assert len(set(ids)) == 4
         assert min(ids) >= 1
         assert names(load_dataset(folder, "val+train+val")) == set("abcd")

@@ -19,7 +19,7 @@ def test_one_folder_of_a_devkit_is_read_with_its_splits(voc_folder, expected_box
         assert found_boxes(dataset) == expected
         assert dataset.class_names == ("cat", "dog")
         assert dataset.problems == []
-        assert [dataset.image_id(i) for i in range(len(dataset))] == [*range(1, len(dataset) + 1)]
+        assert dataset.image_ids.tolist() == [*range(1, len(dataset) + 1)]
 
 
 @pytest.mark.parametrize("parent", ["", "VOCdevkit"])

@@ -2,7 +2,6 @@
 
 import posixpath
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -39,7 +38,7 @@ _NOT_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 class VocObject(NamedTuple):
     """An object with a class and a box, with the first pixel at 0."""
 
-    name: str
+    class_name: str
     number: int  # 1 for the first object of the file
     corners: tuple[float, float, float, float]
     difficult: bool
@@ -209,41 +208,26 @@ class VocFormat(DataFormat):
 
     def read(self, split: str, class_names: Sequence[str] | None) -> DetectionDataset:
         """See :meth:`DataFormat.read`."""
-        names = self.class_names() if class_names is None else tuple(class_names)
-        labels = {name: label for label, name in enumerate(names)}
-        builder = AnnotationBuilder(self.folder, origin=1)
-        used: list[VocAnnotation] = []
+        builder = AnnotationBuilder(self.folder, class_names or self.class_names(), origin=1)
         for annotation in self._annotations(split, builder):
             path = self._image_of(annotation)
             if not path:
                 wanted = annotation.file_name or stem_of(annotation.path)
                 message = f"no image {wanted} beside the annotation or in a parallel folder"
                 builder.report("missing-image", annotation.path, message)
-            elif builder.find_image(path, named_in=annotation.path) and (
-                (image := builder.add_image(path, annotation.size)) >= 0
-            ):
-                used.append(annotation)
-                builder.problems += annotation.problems
-                for one in annotation.objects:
-                    if one.name in labels:
-                        flags = {"difficult": one.difficult, "crowd": one.crowd}
-                        builder.add_box(image, one.corners, labels[one.name], number=one.number, **flags)
-                    else:
-                        message = f"object {one.number}: class {one.name!r} is not in the class list"
-                        builder.report("unknown-class", annotation.path, message)
-        return builder.dataset(
-            class_names=names,
-            name=self.name,
-            split=split,
-            describe=lambda image, number: (used[image].path, f"object {number}"),
-        )
+                continue
+            image = builder.add_image(path, annotation.size, file=annotation.path)
+            builder.problems += annotation.problems if image >= 0 else []
+            for one in annotation.objects:
+                builder.add_box(image, **one._asdict())
+        return builder.dataset(name=self.name, split=split)
 
     def class_names(self) -> tuple[str, ...]:
         """The lines of ``labels.txt``, otherwise the classes of all annotations, sorted."""
         if self.folder.is_file("labels.txt") and (lines := filled_lines(self.folder.read_text("labels.txt"))):
             return tuple(dict.fromkeys(lines))
         parsed = map(self._parse, self.annotations)
-        found = {item.name for one in parsed if isinstance(one, VocAnnotation) for item in one.objects}
+        found = {item.class_name for one in parsed if isinstance(one, VocAnnotation) for item in one.objects}
         if not found:
             raise ProblemError("bad-categories", self.name, "no object with a class name; give the class names")
         return tuple(sorted(found))
@@ -289,20 +273,18 @@ class VocFormat(DataFormat):
         return lists
 
     def _annotations(self, split: str, builder: AnnotationBuilder) -> Iterator[VocAnnotation]:
-        """The distinct, readable annotations of a split.
+        """The readable annotations of a split.
 
         The images of a test split without a single annotation, as benchmarks publish it, have no objects.
         """
         entries = self._entries[split]
         named_in = entries if isinstance(entries, str) else split
-        uses = Counter(self._listed(entries) if isinstance(entries, str) else entries)
-        unannotated = split.endswith("test") and not any(map(self.folder.has, uses))
-        if unannotated and uses:
+        paths = list(self._listed(entries)) if isinstance(entries, str) else entries
+        unannotated = split.endswith("test") and not any(map(self.folder.has, paths))
+        if unannotated and paths:
             message = "no image has an annotation; used as images without objects"
-            builder.report("image-without-annotation", named_in, message, count=len(uses))
-        for path, count in uses.items():
-            if count > 1:
-                builder.report("duplicate-image", path, f"listed {count} times in split {split}")
+            builder.report("image-without-annotation", named_in, message, count=len(paths))
+        for path in paths:
             if unannotated:
                 yield VocAnnotation(path)
             elif not self.folder.has(path):

@@ -135,27 +135,23 @@ class YoloFormat(DataFormat):
 
     def read(self, split: str, class_names: Sequence[str] | None) -> DetectionDataset:
         """See :meth:`DataFormat.read`."""
-        builder = AnnotationBuilder(self.folder)
         own_names = self.class_names() or class_names
         if not own_names:
             raise ProblemError("bad-categories", self.file, "no class names; list them as names: [...]")
-        names = tuple(own_names if class_names is None else class_names)
-        label_of = {name: label for label, name in enumerate(names)}
-        labels = [label_of.get(name, -1) for name in own_names]
-        label_files: list[str] = []
+        builder = AnnotationBuilder(self.folder, own_names if class_names is None else class_names, unit="line")
         for path in self._images(split, builder):
             file = _label_file(path)
-            text = self._read_labels(builder, path, file)
-            image = builder.add_image(path, None) if text is not None else -1
-            if text is not None and image >= 0:
-                label_files.append(file)
-                self._add_rows(builder, image, file, text, labels, own_names)
-        return builder.dataset(
-            class_names=names,
-            name=self.name,
-            split=split,
-            describe=lambda image, number: (label_files[image], f"line {number}"),
-        )
+            try:
+                text = self._read_labels(path, file)
+            except ProblemError as error:  # not an image without objects, since it may have some
+                builder.problems.append(error.problem)
+                continue
+            image = builder.add_image(path, None, file=file)
+            if image >= 0:
+                if text is None:
+                    builder.report("image-without-annotation", path, "no label file; used as an image without objects")
+                _add_rows(builder, image, file, text or "", own_names)
+        return builder.dataset(name=self.name, split=split)
 
     @classmethod
     def write(cls, folder: Path, parts: Parts, names: dict[Path, str]) -> list[str]:
@@ -191,7 +187,7 @@ class YoloFormat(DataFormat):
             return False
 
     def _images(self, split: str, builder: AnnotationBuilder) -> Iterator[str]:
-        """The distinct images of a split."""
+        """The images of a split, as listed."""
         value = self._description[split]
         # Accepts text only: nested YAML aliases could expand to any length.
         places = [
@@ -200,15 +196,8 @@ class YoloFormat(DataFormat):
         if not places:
             message = f"'{split}' must be a folder or list of images, or several, got {type(value).__name__}"
             raise ProblemError("missing-folder", self.file, message)
-        seen = set()
         for place in places:
-            for path in self._listed_images(split, place, builder):
-                if path in seen:
-                    builder.report("duplicate-image", path, f"listed twice in split {split}")
-                    continue
-                seen.add(path)
-                if builder.find_image(path, named_in=self.file):
-                    yield path
+            yield from self._listed_images(split, place, builder)
 
     def _listed_images(self, split: str, place: str, builder: AnnotationBuilder) -> Iterator[str]:
         found = self._find(place, base=self._base, named_in=self.file)
@@ -237,40 +226,27 @@ class YoloFormat(DataFormat):
             place = place.removeprefix("../")
         return self.folder.inside(place, base=inner, named_in=named_in)
 
-    def _read_labels(self, builder: AnnotationBuilder, image: str, file: str) -> str | None:
-        """The text of an image's label file, or None if it is unreadable: the image may have objects, so it must not
-        be trained on as one without."""
-        try:
-            if self.folder.has(file):
-                return self.folder.read_text(file, kind="unreadable-annotation")
-            labels = posixpath.dirname(file)
-            if not self.folder.is_folder(labels):
-                raise ProblemError("unreadable-annotation", labels, f"not a folder; expected the labels of {image}")
-        except ProblemError as error:
-            builder.problems.append(error.problem)
-            return None
-        builder.report("image-without-annotation", image, "no label file; used as an image without objects")
-        return ""
+    def _read_labels(self, image: str, file: str) -> str | None:
+        """The text of an image's label file, or None if there is none; ProblemError if it is unreadable."""
+        if self.folder.has(file):
+            return self.folder.read_text(file, kind="unreadable-annotation")
+        labels = posixpath.dirname(file)
+        if not self.folder.is_folder(labels):
+            raise ProblemError("unreadable-annotation", labels, f"not a folder; expected the labels of {image}")
+        return None
 
-    def _add_rows(
-        self, builder: AnnotationBuilder, image: int, file: str, text: str, labels: Sequence[int], names: Sequence[str]
-    ) -> None:
-        """Adds the boxes of a label file."""
-        for line, row in enumerate(text.splitlines(), start=1):
-            if not row.strip():
-                continue
+
+def _add_rows(builder: AnnotationBuilder, image: int, file: str, text: str, names: Sequence[str]) -> None:
+    """Adds the boxes of a label file."""
+    for line, row in enumerate(text.splitlines(), start=1):
+        if row.strip():
             try:
                 class_id, corners = parse_row(row, builder.sizes[image], where=(file, line))
             except ProblemError as error:
                 builder.problems.append(error.problem)
-                continue
-            if not 0 <= class_id < len(labels):
-                builder.report("unknown-class", file, f"line {line}: class {class_id} is not in 0..{len(labels) - 1}")
-            elif labels[class_id] < 0:
-                message = f"line {line}: class {names[class_id]!r} is not in the class list"
-                builder.report("unknown-class", file, message)
             else:
-                builder.add_box(image, corners, labels[class_id], number=line)
+                known = 0 <= class_id < len(names)
+                builder.add_box(image, corners, names[class_id] if known else class_id, number=line)
 
 
 def _label_file(image: str) -> str:

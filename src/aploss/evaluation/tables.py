@@ -10,7 +10,16 @@ import numpy as np
 from msgspec import UNSET
 
 from aploss.data.annotations import Annotations, as_rows
-from aploss.data.coco import CocoCategory, CocoImage, CocoObjects, coco_sections, parse_json, read_entries, read_objects
+from aploss.data.coco import (
+    ANNOTATION_KINDS,
+    RESULT_KINDS,
+    CocoCategory,
+    CocoImage,
+    Kinds,
+    coco_sections,
+    parse_json,
+    read_entries,
+)
 from aploss.data.folder import printable
 from aploss.errors import DataError
 
@@ -114,16 +123,15 @@ def read_ground_truth(source: str | Path | dict[str, Any]) -> Annotations:
         sections = coco_sections(dataset)
         images = _by_id(sections["images"], CocoImage, "images")
         categories = _by_id(sections["categories"], CocoCategory, "categories")
-        objects = _read_objects(sections["annotations"], "annotations")
-        _check_known("annotations", "image_id", objects.image_ids, [*images])
-        _check_known("annotations", "category_id", objects.category_ids, [*categories])
+        objects, columns = _read_objects(sections["annotations"], "annotations", ANNOTATION_KINDS)
+        _check_known("annotations", "image_id", columns["image_ids"], [*images])
+        _check_known("annotations", "category_id", columns["category_ids"], [*categories])
+        areas = [one.bbox[2] * one.bbox[3] if one.area is None else one.area for one in objects]
         return Annotations(
-            image_ids=objects.image_ids,
-            category_ids=objects.category_ids,
-            xywh=objects.xywh,
-            areas=np.where(np.isnan(objects.values), np.prod(objects.xywh[:, 2:], axis=1), objects.values),
-            crowd=objects.crowd,
-            difficult=objects.difficult,
+            **columns,
+            areas=np.array(areas, np.float64),
+            crowd=np.array([one.iscrowd for one in objects], bool),
+            difficult=np.array([one.difficult for one in objects], bool),
             images=np.sort(np.array([*images], np.int64)),
             categories=_unique_names(categories),
         )
@@ -144,10 +152,8 @@ def read_detections(source: str | Path | Sequence[dict[str, Any]]) -> DetectionT
         [0.6]
     """
     with _content(source) as results:
-        found = _read_objects(parse_json(results), "detections", scored=True)
-    return DetectionTable(
-        image_ids=found.image_ids, category_ids=found.category_ids, xywh=found.xywh, scores=found.values
-    )
+        found, columns = _read_objects(parse_json(results), "detections", RESULT_KINDS)
+    return DetectionTable(**columns, scores=np.array([one.score for one in found], np.float64))
 
 
 @contextmanager
@@ -167,14 +173,15 @@ def _content(source: Any) -> Iterator[Any]:
         raise DataError(f"{name}not JSON ({error})") from None
 
 
-def _read_objects(entries: Any, where: str, *, scored: bool = False) -> CocoObjects:
-    """The columns of annotations or detections; raises ``DataError`` at the first invalid entry."""
-    objects = read_objects(entries, where, _raise, scored=scored)
-    valid = np.isfinite(objects.xywh).all(axis=1) & (objects.xywh[:, 2:] >= 0).all(axis=1)
-    for row in np.flatnonzero(~valid):
-        box = ", ".join(f"{number:g}" for number in objects.xywh[row])
+def _read_objects(section: Any, where: str, kinds: Kinds) -> tuple[list[Any], dict[str, np.ndarray]]:
+    """Annotations or detections, and the columns that both have; raises ``DataError`` at the first invalid entry."""
+    objects = list(read_entries(section, kinds, where, _raise).values())
+    xywh = np.array([one.bbox for one in objects], np.float64).reshape(-1, 4)
+    for row in np.flatnonzero(~(np.isfinite(xywh) & (xywh >= [-np.inf, -np.inf, 0, 0])).all(axis=1)):
+        box = ", ".join(f"{number:g}" for number in xywh[row])
         raise DataError(f"{where}[{row}]: 'bbox' is [{box}], expected finite [x, y, width, height] of size 0 or more")
-    return objects
+    ids = {f"{key}s": np.array([getattr(one, key) for one in objects], np.int64) for key in ("image_id", "category_id")}
+    return objects, {**ids, "xywh": xywh}
 
 
 def _raise(kind: str, message: str) -> NoReturn:

@@ -319,7 +319,7 @@ def detect_split(
     if not accelerator.is_main_process:
         return None
     by_image = {image: result for share, _ in shares for image, result in share.items()}
-    order = [split.dataset.image_id(index) for index in range(len(split.dataset))]
+    order = split.dataset.image_ids.tolist()
     return DetectionTable.from_predictions(order, [by_image[image] for image in order])
 
 
@@ -328,7 +328,7 @@ def draw_detections(split: Split, detections: DetectionTable, class_names: Seque
     pictures, dataset = [], split.dataset
     for index in np.linspace(0, len(dataset) - 1, min(DRAWN_IMAGES, len(dataset))).astype(int).tolist():
         image, target = dataset[index]
-        rows = np.flatnonzero(detections.image_ids == dataset.image_id(index))
+        rows = np.flatnonzero(detections.image_ids == dataset.image_ids[index])
         rows = rows[np.argsort(-detections.scores[rows], kind="stable")][: max(1, len(target["labels"]))]
         boxes = detections.xywh[rows]
         boxes[:, 2:] += boxes[:, :2]
