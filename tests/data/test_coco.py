@@ -10,14 +10,14 @@ from small_datasets import edit_json
 
 from aploss.data.check import check_dataset, check_report
 from aploss.data.coco import ANNOTATION_KINDS, CocoFormat, parse_json, read_entries
-from aploss.data.formats import dataset_splits, load_dataset
+from aploss.data.formats import find_source, load_dataset
 from aploss.errors import DataError
 
 TRAIN = "annotations/instances_train2017.json"
 
 
 def test_the_official_layout_is_read(coco_folder, expected_boxes, found_boxes):
-    assert dataset_splits(coco_folder) == ("train2017", "val2017")
+    assert find_source(coco_folder).splits == ("train2017", "val2017")
     for split, expected in expected_boxes.items():
         dataset = load_dataset(coco_folder, f"{split}2017")
         assert found_boxes(dataset) == expected
@@ -47,7 +47,7 @@ def test_ids_that_are_not_integers_are_refused_in_one_line(coco_folder, section,
     with pytest.raises(DataError, match=rf"{section}\[0\]: .*int.*{change.__name__}") as caught:
         load_dataset(coco_folder, "train")
     assert "\n" not in str(caught.value)
-    assert kind in {finding.problem.kind for finding in check_dataset(coco_folder).findings}
+    assert kind in {problem.kind for problem in check_dataset(coco_folder).problems}
 
 
 def test_crowd_difficult_and_area_are_kept(coco_folder):
@@ -74,7 +74,7 @@ def test_other_layouts_are_recognised(tmp_path, coco_folder, file, images, expec
     (root / file).parent.mkdir(parents=True)
     shutil.copytree(coco_folder / "train2017", root / images, dirs_exist_ok=True)
     shutil.copy(coco_folder / TRAIN, root / file)
-    assert dataset_splits(root) == ("train",)
+    assert find_source(root).splits == ("train",)
     assert found_boxes(load_dataset(root, "train")) == expected_boxes["train"]
 
 
@@ -82,7 +82,7 @@ def test_files_of_other_tasks_and_of_other_programs_are_ignored(coco_folder, tmp
     shutil.copy(coco_folder / TRAIN, coco_folder / "annotations" / "captions_train2017.json")
     (coco_folder / "package.json").write_text('{"name": "something else"}')
     (coco_folder / "results.json").write_text('[{"image_id": 1}]')
-    assert dataset_splits(coco_folder) == ("train2017", "val2017")
+    assert find_source(coco_folder).splits == ("train2017", "val2017")
     (tmp_path / "a.json").write_text("{}")
     assert CocoFormat.find(tmp_path) is None
 
@@ -153,10 +153,10 @@ def test_entries_are_the_same_together_one_by_one_and_as_plain_values(entries, p
 def test_an_unreadable_file_in_the_place_of_annotations_is_a_problem(coco_folder, content, file):
     (coco_folder / TRAIN).unlink()
     (coco_folder / file).write_bytes(content)
-    assert dataset_splits(coco_folder) == ("train2017", "val2017")
+    assert find_source(coco_folder).splits == ("train2017", "val2017")
     result = check_dataset(coco_folder)
     assert result.exit_code == 2
-    assert (file, "split unusable") in {(f.problem.file, f.problem.effect.value) for f in result.findings}
+    assert (file, "split unusable") in {(f.file, f.effect.value) for f in result.problems}
 
 
 def test_an_unpaired_surrogate_can_be_printed(coco_folder):
@@ -165,6 +165,6 @@ def test_an_unpaired_surrogate_can_be_printed(coco_folder):
 
     edit_json(coco_folder / TRAIN, change)
     result = check_dataset(coco_folder)
-    assert (r"train2017/\ud800", "missing-image") in {(f.problem.file, f.problem.kind) for f in result.findings}
+    assert (r"train2017/\ud800", "missing-image") in {(f.file, f.kind) for f in result.problems}
     assert r"\ud800" in result.class_names
     assert check_report(result).encode()

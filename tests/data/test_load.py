@@ -8,7 +8,7 @@ from small_datasets import edit_json
 from aploss.data.annotations import DetectionDataset
 from aploss.data.check import SAMPLED_FILES, fingerprint
 from aploss.data.convert import convert_dataset
-from aploss.data.formats import FORMATS, DataFormat, dataset_splits, find_source, load_dataset, register_format
+from aploss.data.formats import FORMATS, DataFormat, find_source, load_dataset, register_format
 from aploss.errors import ConfigError, DataError
 
 VAL = "annotations/instances_val2017.json"
@@ -84,7 +84,7 @@ def test_a_folder_of_two_formats_asks_which(voc_folder):
     (voc_folder / "data.yaml").write_text("train: JPEGImages\nnames: [cat]\n")
     with pytest.raises(DataError, match="voc and yolo"):
         load_dataset(voc_folder)
-    assert dataset_splits(voc_folder, format="voc") == ("train", "val")
+    assert find_source(voc_folder, format="voc").splits == ("train", "val")
 
 
 @pytest.mark.parametrize("wrong", [[], ["cat", "cat"], [""], "cat"])

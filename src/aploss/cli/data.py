@@ -45,7 +45,7 @@ def add_check_arguments(parser: ArgumentParser) -> None:
 
 
 def run_check(options: Namespace) -> int:
-    """Checks the dataset and prints the findings; see :attr:`~aploss.data.check.CheckResult.exit_code`."""
+    """Checks the dataset and prints the problems; see :attr:`~aploss.data.check.CheckResult.exit_code`."""
     from PIL import Image
 
     from aploss.data.check import check_dataset, check_report

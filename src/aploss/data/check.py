@@ -78,14 +78,6 @@ def split_statistics(parts: Sequence[DetectionDataset]) -> SplitStatistics:
     )
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A problem and the splits it affects; none if it affects the dataset as a whole."""
-
-    problem: Problem  # with the image and the box concerned, if it is about one
-    splits: tuple[str, ...]
-
-
 @dataclass
 class CheckResult:
     """The result of a check."""
@@ -96,7 +88,7 @@ class CheckResult:
     class_names: tuple[str, ...]  # the classes of all splits
     splits: dict[str, SplitStatistics]  # the usable splits
     total: SplitStatistics  # all splits together, every image counted once
-    findings: list[Finding]  # most severe first, then by file
+    problems: list[Problem]  # most severe first, then by file
     copies: list[tuple[str, ...]]  # groups of image files with the same content
     pixels: bool  # whether images were decoded
 
@@ -104,40 +96,29 @@ class CheckResult:
     def exit_code(self) -> int:
         """0 if nothing is dropped or clipped, 1 if something is, 2 if the dataset or its training split is
         unusable."""
-        effects = {finding.problem.effect for finding in self.findings}
+        effects = {problem.effect for problem in self.problems}
         if Effect.REFUSED in effects or not self.total.boxes:
             return UNUSABLE
-        unusable = {
-            common_split_name(split)
-            for finding in self.findings
-            if finding.problem.effect is Effect.SPLIT_UNUSABLE
-            for split in finding.splits
-        }
-        usable = set(map(common_split_name, self.splits))
-        if any(name.endswith(("train", "trainval")) for name in unusable - usable):
+        unusable = {split for one in self.problems if one.effect is Effect.SPLIT_UNUSABLE for split in one.splits}
+        names = {*map(common_split_name, unusable)} - {*map(common_split_name, self.splits)}
+        if any(name.endswith(("train", "trainval")) for name in names):
             return UNUSABLE
         return SOMETHING_DROPPED if effects - {Effect.KEPT} else USABLE
 
     def affected(self, effect: Effect) -> int:
         """The number of images or boxes that an effect concerns."""
-        return sum(f.problem.count for f in self.findings if f.problem.effect is effect)
+        return sum(problem.count for problem in self.problems if problem.effect is effect)
 
     def to_dict(self) -> dict[str, object]:
         """The whole result, ready for JSON."""
-        problems = [
-            {**asdict(finding.problem), "effect": finding.problem.effect.value, "splits": list(finding.splits)}
-            for finding in self.findings
-        ]
-        content = {
+        return {
             **asdict(self),
             "exit_code": self.exit_code,
             "images_dropped": self.affected(Effect.IMAGE_DROPPED),
             "boxes_dropped": self.affected(Effect.BOX_DROPPED),
             "boxes_clipped": self.affected(Effect.BOX_CLIPPED),
-            "problems": problems,
+            "problems": [{**asdict(problem), "effect": problem.effect.value} for problem in self.problems],
         }
-        del content["findings"]
-        return content
 
 
 def check_dataset(
@@ -148,7 +129,7 @@ def check_dataset(
     pixels: bool = False,
     progress: Progress | None = None,
 ) -> CheckResult:
-    """Returns statistics and findings: reads all splits, the headers of images, and looks for odd boxes and copies.
+    """Returns statistics and problems: reads all splits, the headers of images, and looks for odd boxes and copies.
 
     Args:
         path, format: see :func:`aploss.data.load_dataset`.
@@ -162,12 +143,12 @@ def check_dataset(
     Example:
         >>> from aploss.data import builtin_dataset
         >>> result = check_dataset(builtin_dataset(cache=".", counts=(4, 2, 2)).root)
-        >>> result.exit_code, result.total.images, result.findings
+        >>> result.exit_code, result.total.images, result.problems
         (0, 8, [])
     """
     source = find_source(path, format=format)
     names = None if class_names is None else check_class_names(class_names)
-    splits_of: dict[Problem, dict[str, None]] = {}  # one finding for a problem that several splits share
+    splits_of: dict[Problem, dict[str, None]] = {}  # a problem that several splits share is listed once
 
     def report(problems: Iterable[Problem], split: str | None = None) -> None:
         for problem in problems:
@@ -201,8 +182,8 @@ def check_dataset(
         class_names=tuple(dict.fromkeys(name for part in usable.values() for name in part.class_names)),
         splits={split: split_statistics([part]) for split, part in usable.items()},
         total=split_statistics(distinct(usable)),
-        findings=[
-            Finding(problem, tuple(splits_of[problem]))
+        problems=[
+            replace(problem, splits=tuple(splits_of[problem]))
             for problem in sorted(splits_of, key=lambda problem: (kinds.index(problem.kind), problem.file))
         ],
         copies=copies,
@@ -370,20 +351,20 @@ def check_report(result: CheckResult) -> str:
     of_class = Counter(result.total.boxes_of_class).most_common()
     shown = ", ".join(f"{name} {count:,}" for name, count in of_class[:_MAX_CLASSES])
     lines.append(f"  boxes of the classes: {shown}{', ...' if len(of_class) > _MAX_CLASSES else ''}")
-    return "\n\n".join(["\n".join(lines), _problem_list(result.findings), _verdict(result)])
+    return "\n\n".join(["\n".join(lines), _problem_list(result.problems), _verdict(result)])
 
 
-def _problem_list(findings: Sequence[Finding]) -> str:
-    kinds = [(kind, list(group)) for kind, group in groupby(findings, key=lambda finding: finding.problem.kind)]
+def _problem_list(problems: Sequence[Problem]) -> str:
+    kinds = [(kind, list(group)) for kind, group in groupby(problems, key=lambda problem: problem.kind)]
     examples = _EXAMPLES // max(1, len(kinds))
     lines = []
     for kind, group in kinds:
         effect, description = KINDS[kind]
-        count = sum(finding.problem.count for finding in group)
+        count = sum(problem.count for problem in group)
         lines.append(f"{kind} ({effect.value}): {description}: {count:,}")
-        for finding in group[:examples]:
-            splits = f" [{', '.join(finding.splits)}]" if finding.splits else ""
-            lines.append(f"  {finding.problem.file}: {finding.problem.message}{splits}")
+        for problem in group[:examples]:
+            splits = f" [{', '.join(problem.splits)}]" if problem.splits else ""
+            lines.append(f"  {problem.file}: {problem.message}{splits}")
         if 0 < examples < len(group):
             lines.append(f"  and {len(group) - examples:,} more (--json lists all)")
     return "\n".join(lines) or "no problems found"

@@ -206,11 +206,8 @@ def all_formats() -> dict[str, type[DataFormat]]:
 
 def writable_formats() -> dict[str, type[DataFormat]]:
     """The formats that implement ``write``."""
-
-    def function(format_class: Any) -> Any:
-        return format_class.write.__func__
-
-    return {name: one for name, one in all_formats().items() if function(one) is not function(DataFormat)}
+    inherited = DataFormat.write.__qualname__
+    return {name: one for name, one in all_formats().items() if one.write.__qualname__ != inherited}
 
 
 # --- loading --------------------------------------------------------------------------------------
@@ -243,20 +240,6 @@ def load_dataset(
         (8, 2)
     """
     return find_source(path, format=format).load(split, class_names=class_names)
-
-
-def dataset_splits(path: str | Path, *, format: str = "auto") -> tuple[str, ...]:
-    """Returns the names of a dataset's splits, training first.
-
-    Args:
-        path, format: see :func:`load_dataset`.
-
-    Example:
-        >>> from aploss.data import builtin_dataset
-        >>> dataset_splits(builtin_dataset(cache=".", counts=(4, 2, 2)).root)
-        ('train', 'val', 'test')
-    """
-    return find_source(path, format=format).splits
 
 
 def find_source(path: str | Path, *, format: str = "auto") -> DataFormat:

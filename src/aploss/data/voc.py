@@ -104,51 +104,27 @@ def _text(element: Element, path: str) -> str:
     return (element.findtext(path) or "").strip()
 
 
-def voc_annotation(
-    file_name: str,
-    size: tuple[int, int],
-    names: Sequence[str],
-    boxes: Sequence[Sequence[float]],
-    *,
-    difficult: Sequence[bool] | None = None,
-    crowd: Sequence[bool] | None = None,
-    scores: Sequence[float] | None = None,
-    digits: int | None = None,
-) -> str:
-    """The text of an annotation file, the inverse of :func:`parse_annotation`.
+def voc_annotation(dataset: DetectionDataset, index: int, file_name: str) -> str:
+    """The text of an image's annotation file, the inverse of :func:`parse_annotation`.
 
-    Args:
-        file_name: of the image.
-        size: its width and height.
-        names: class of each of the n objects.
-        boxes: [n, 4] xyxy with the first pixel at 0.
-        difficult: flags of the objects; defaults to False.
-        crowd: flags of the objects; an extension of VOC that other readers ignore.
-        scores: of detections.
-        digits: decimals of the coordinates; defaults to as many as needed to read the same numbers back.
-
-    Example:
-        >>> text = voc_annotation("a.jpg", (64, 48), ["cat"], [[0, 0, 64, 48]])
-        >>> parse_annotation("a.xml", text.encode()).objects[0].corners
-        (0.0, 0.0, 64.0, 48.0)
+    Coordinates have as many decimals as needed to read the same numbers back. The flag ``crowd`` is an extension of VOC
+    that other readers ignore.
     """
+    target = dataset.target(index)
     root = Element("annotation")
     _add(root, "filename", file_name)
     sides = SubElement(root, "size")
-    for side, pixels in zip(("width", "height", "depth"), (*size, 3), strict=True):
+    for side, pixels in zip(("width", "height", "depth"), (*dataset.image_size(index), 3), strict=True):
         _add(sides, side, str(pixels))
-    for row, (name, (x1, y1, x2, y2)) in enumerate(zip(names, boxes, strict=True)):
+    for row, (x1, y1, x2, y2) in enumerate(target["boxes"].tolist()):
         item = SubElement(root, "object")
-        _add(item, "name", name)
-        _add(item, "difficult", "1" if difficult and difficult[row] else "0")
-        if crowd and crowd[row]:
+        _add(item, "name", dataset.class_names[target["labels"][row]])
+        _add(item, "difficult", str(int(target["difficult"][row])))
+        if target["crowd"][row]:
             _add(item, "crowd", "1")
-        if scores is not None:
-            _add(item, "score", f"{scores[row]:.4f}")
         corners = SubElement(item, "bndbox")
-        for tag, value in zip(_CORNERS, (x1 + 1.0, y1 + 1.0, float(x2), float(y2)), strict=True):
-            whole = str(int(value)) if value.is_integer() else repr(value)
-            _add(corners, tag, whole if digits is None else f"{value:.{digits}f}")
+        for tag, value in zip(_CORNERS, (x1 + 1.0, y1 + 1.0, x2, y2), strict=True):
+            _add(corners, tag, str(int(value)) if value.is_integer() else repr(value))
     indent(root)
     return tostring(root, encoding="unicode") + "\n"
 
@@ -246,11 +222,8 @@ class VocFormat(DataFormat):
         for part in distinct(parts):
             thin += int((part.boxes[:, 2:] - part.boxes[:, :2] <= 1).any(axis=1).sum())
             for index in range(len(part)):
-                name, target = names[part.image_path(index)], part.target(index)
-                labels = [part.class_names[label] for label in target["labels"].tolist()]
-                flags = {flag: target[flag].tolist() for flag in ("difficult", "crowd")}
-                text = voc_annotation(name, part.image_size(index), labels, target["boxes"].tolist(), **flags)
-                (annotations / f"{stem_of(name)}.xml").write_text(text, "utf-8")
+                name = names[part.image_path(index)]
+                (annotations / f"{stem_of(name)}.xml").write_text(voc_annotation(part, index, name), "utf-8")
         class_names = next(iter(parts.values())).class_names
         (folder / "labels.txt").write_text("".join(f"{name}\n" for name in class_names), "utf-8")
         losses = [f"{thin} boxes of at most one pixel's width or height, which are dropped on reading"] if thin else []

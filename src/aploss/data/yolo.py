@@ -19,7 +19,6 @@ from aploss.data.formats import (
     filled_lines,
     outline_losses,
     register_format,
-    split_order,
 )
 from aploss.files import load_yaml
 
@@ -63,28 +62,14 @@ def parse_row(row: str, size: tuple[int, int], *, where: tuple[str, int]) -> tup
     return int(class_id), tuple(0.0 if abs(corner) < _SNAP_PIXELS else corner for corner in corners)
 
 
-def yolo_rows(
-    labels: Sequence[int], boxes: Sequence[Sequence[float]], size: tuple[int, int], *, digits: int | None = None
-) -> str:
-    """The text of a label file, the inverse of :func:`parse_row`.
-
-    Args:
-        labels: [n], from 0.
-        boxes: [n, 4] xyxy in pixels.
-        size: width and height of the image.
-        digits: decimals; defaults to as many as needed to read the same numbers back.
-
-    Example:
-        >>> yolo_rows([1], [[10, 10, 30, 20]], (100, 50), digits=6)
-        '1 0.200000 0.300000 0.200000 0.200000\\n'
-    """
-    width, height = size
+def yolo_rows(dataset: DetectionDataset, index: int) -> str:
+    """The text of an image's label file, the inverse of :func:`parse_row`."""
+    target, (width, height) = dataset.target(index), dataset.image_size(index)
     lines = []
-    for label, (x1, y1, x2, y2) in zip(labels, boxes, strict=True):
+    for label, (x1, y1, x2, y2) in zip(target["labels"].tolist(), target["boxes"].tolist(), strict=True):
         centre = (x1 + x2) / 2 / width, (y1 + y2) / 2 / height
         values = (*centre, (x2 - x1) / width, (y2 - y1) / height)
-        texts = [repr(value) if digits is None else f"{value:.{digits}f}" for value in values]
-        lines.append(f"{label} {' '.join(texts)}\n")
+        lines.append(f"{label} {' '.join(map(repr, values))}\n")
     return "".join(lines)
 
 
@@ -103,13 +88,11 @@ class YoloFormat(DataFormat):
     looked_for = "YOLO (data.yaml with names and train, val or test)"
 
     def __init__(self, folder: DatasetFolder, file: str, description: dict[str, Any]) -> None:
-        super().__init__(folder, [])
-        self.file, self._description = file, description
+        self.folder, self.file, self._description = folder, file, description
         base = description.get("path")
         # A path that is not inside was written on another computer: the dataset is in the folder of its data.yaml.
         self._base = base if isinstance(base, str) and self._exists(base, base=".") else "."
-        splits = [str(key) for key, value in description.items() if self._is_split(key, value)]
-        self.splits = tuple(sorted(splits, key=split_order))
+        super().__init__(folder, [str(key) for key, value in description.items() if self._is_split(key, value)])
 
     @classmethod
     def find(cls, path: Path) -> "YoloFormat | None":
@@ -161,9 +144,8 @@ class YoloFormat(DataFormat):
         flags = {"difficult": 0, "crowd": 0}
         for part in distinct(parts):
             for index in range(len(part)):
-                stem, target = posixpath.splitext(names[part.image_path(index)])[0], part.target(index)
-                rows = yolo_rows(target["labels"].tolist(), target["boxes"].tolist(), part.image_size(index))
-                (folder / "labels" / f"{stem}.txt").write_text(rows, "utf-8")
+                file = Path(names[part.image_path(index)]).with_suffix(".txt")
+                (folder / "labels" / file).write_text(yolo_rows(part, index), "utf-8")
             flags = {flag: count + int(getattr(part, flag).sum()) for flag, count in flags.items()}
         for split, part in parts.items():
             lines = [f"./images/{names[part.image_path(i)]}\n" for i in range(len(part))]
