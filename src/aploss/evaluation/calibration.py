@@ -12,7 +12,7 @@ import numpy as np
 
 from aploss.data.annotations import as_rows
 from aploss.errors import DataError
-from aploss.evaluation.matching import Matches, match_detections
+from aploss.evaluation.matching import Matches, match_detections, score_thresholds
 from aploss.evaluation.metrics import optimal_lrp
 from aploss.evaluation.tables import Detections, Truth, as_tables
 
@@ -68,15 +68,13 @@ class Calibration:
 
     def to_dict(self) -> dict[str, list[float]]:
         """Returns the knots and thresholds as plain lists, for checkpoints and JSON."""
-        thresholds = {"class_thresholds": list(self.class_thresholds)} if self.class_thresholds else {}
-        return {"x": self.x.tolist(), "y": self.y.tolist(), **thresholds}
+        return {"x": self.x.tolist(), "y": self.y.tolist(), "class_thresholds": list(self.class_thresholds)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Calibration":
         """Inverse of :meth:`to_dict`. Raises ``DataError`` if the values are not an increasing map."""
         try:
-            knots = {key: np.array(values[key], dtype=float) for key in ("x", "y")}
-            return cls(**knots, class_thresholds=tuple(map(float, values.get("class_thresholds", ()))))
+            return cls(values["x"], values["y"], tuple(map(float, values.get("class_thresholds", ()))))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"not a calibration: {error}") from None
 
@@ -245,11 +243,8 @@ def _best_f1_threshold(scores: np.ndarray, correct: np.ndarray, objects: int) ->
     if not correct.any():
         return 0.5
     order = np.argsort(-scores, kind="stable")
-    descending = np.append(scores[order], 0.0)
-    last_of_ties = np.flatnonzero(np.append(descending[:-2] != descending[1:-1], True))
-    f1 = 2 * np.cumsum(correct[order])[last_of_ties] / (last_of_ties + 1 + objects)
-    last = last_of_ties[np.argmax(f1)]
-    return float(descending[last : last + 2].mean())
+    thresholds, kept = score_thresholds(scores[order])
+    return float(thresholds[np.argmax(2 * np.cumsum(correct[order])[kept - 1] / (kept + objects))])
 
 
 def _as_arrays(scores: Values, correct: Flags) -> tuple[np.ndarray, np.ndarray]:
