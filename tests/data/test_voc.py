@@ -155,5 +155,6 @@ def test_annotations_are_written_as_they_are_read():
     assert "<xmin>1</xmin>" in text
     read = parse_annotation("a.xml", text.encode())
     assert (read.file_name, read.size) == ("é\ufffd.jpg", (64, 48))
-    assert [list(one.corners) for one in read.objects] == boxes
-    assert [one[:1] + one[3:] for one in read.objects] == [("cat", True, False), ("a & b", False, True)]
+    assert [list(one["corners"]) for one in read.objects] == boxes
+    assert [one["class_name"] for one in read.objects] == ["cat", "a & b"]
+    assert {flag: [one[flag] for one in read.objects] for flag in flags} == flags

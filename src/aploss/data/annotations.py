@@ -7,7 +7,7 @@ fill an :class:`AnnotationBuilder`, so that the same rules apply to every format
 import math
 import os
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -255,31 +255,31 @@ class DetectionDataset(Dataset[Sample]):
         )
 
 
-def concatenate(parts: Sequence[DetectionDataset], *, split: str) -> DetectionDataset:
-    """Joins one or more datasets below their common folder; DataError if their classes differ.
-
-    An image in several parts is kept once. Image ids are kept if they remain distinct, otherwise they become 1..n.
-    """
-    if len({part.class_names for part in parts}) != 1:
-        lists = " and ".join(sorted({", ".join(part.class_names) for part in parts}))
-        raise DataError(f"datasets to be joined must have the same classes, got {lists}")
-    root = Path(os.path.commonpath([part.root.resolve() for part in parts]))
-    paths: dict[str, None] = {}
-    fresh = []
+def distinct(parts: Iterable[DetectionDataset]) -> list[DetectionDataset]:
+    """The splits of a dataset, each without the images of earlier ones."""
+    seen: set[str] = set()
+    rest = []
     for part in parts:
-        prefix = part.root.resolve().relative_to(root)
-        full = [(prefix / path).as_posix() for path in part.image_paths]
-        new = [i for i, path in enumerate(full) if path not in paths]
-        paths |= dict.fromkeys(full)
-        fresh.append(part if len(new) == len(part) else part.subset(new))
+        rest.append(part.subset([index for index, path in enumerate(part.image_paths) if path not in seen]))
+        seen.update(part.image_paths)
+    return rest
 
+
+def concatenate(parts: Sequence[DetectionDataset], *, split: str) -> DetectionDataset:
+    """Joins splits of a dataset that have the same classes; an image in several of them is kept once.
+
+    Image ids are kept if they remain distinct, otherwise they become 1..n.
+    """
+    assert len({(part.root, part.class_names) for part in parts}) == 1
+    fresh = distinct(parts)
+    paths = [path for part in fresh for path in part.image_paths]
     columns: dict[str, Any] = {
         name: np.concatenate([getattr(part, name) for part in fresh]) for name in (*_PER_IMAGE, *_PER_OBJECT)
     }
     if len(np.unique(columns["image_ids"])) < len(paths):
         columns["image_ids"] = np.arange(1, len(paths) + 1)
     problems = list(dict.fromkeys(problem for part in parts for problem in part.problems))
-    return replace(parts[0], root=root, image_paths=list(paths), problems=problems, split=split, **columns)
+    return replace(parts[0], image_paths=paths, problems=problems, split=split, **columns)
 
 
 def _array(values: Any, dtype: Any, shape: tuple[int, ...], *, default: Any = None) -> NDArray[Any]:

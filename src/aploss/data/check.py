@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from aploss.data.annotations import DetectionDataset, list_boxes
+from aploss.data.annotations import DetectionDataset, distinct, list_boxes
 from aploss.data.folder import KINDS, Effect, Problem, ProblemError
-from aploss.data.formats import Parts, check_class_names, common_split_name, distinct, find_source
+from aploss.data.formats import Parts, check_class_names, common_split_name, find_source
 from aploss.data.images import ImageError, read_image, read_sizes, size_mismatch
 
 T = TypeVar("T")
@@ -162,7 +162,7 @@ def check_dataset(
         except ProblemError as error:
             report([error.problem], split)
     # An image is inspected once, however many splits contain it.
-    bad_images = {one.image: one for part in distinct(parts) for one in inspect_images(part, pixels, progress)}
+    bad_images = {one.image: one for part in distinct(parts.values()) for one in inspect_images(part, pixels, progress)}
     usable = {}
     for split, part in parts.items():
         report((bad_images[name] for name in part.image_paths if name in bad_images), split)
@@ -181,7 +181,7 @@ def check_dataset(
         format=source.format,
         class_names=tuple(dict.fromkeys(name for part in usable.values() for name in part.class_names)),
         splits={split: split_statistics([part]) for split, part in usable.items()},
-        total=split_statistics(distinct(usable)),
+        total=split_statistics(distinct(usable.values())),
         problems=[
             replace(problem, splits=tuple(splits_of[problem]))
             for problem in sorted(splits_of, key=lambda problem: (kinds.index(problem.kind), problem.file))
@@ -211,7 +211,7 @@ def _suspicious_boxes(part: DetectionDataset) -> Iterator[Problem]:
 
 def _find_copies(parts: Parts) -> list[tuple[str, ...]]:
     """Groups of image files with the same content. Only files of equal size are read, and a sample of them first."""
-    groups = [[f"{part.root}/{name}" for part in distinct(parts) for name in part.image_paths]]
+    groups = [[f"{part.root}/{name}" for part in distinct(parts.values()) for name in part.image_paths]]
 
     def content(path: str) -> bytes:
         try:

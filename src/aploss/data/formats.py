@@ -327,16 +327,6 @@ def check_class_names(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def distinct(parts: Parts) -> list[DetectionDataset]:
-    """The splits of a dataset, each without the images of earlier ones."""
-    seen: set[str] = set()
-    rest = []
-    for part in parts.values():
-        rest.append(part.subset([index for index, path in enumerate(part.image_paths) if path not in seen]))
-        seen.update(part.image_paths)
-    return rest
-
-
 def outline_losses(parts: Parts) -> list[str]:
     """What a format without segmentation areas loses of a COCO dataset."""
     for part in parts.values():

@@ -6,20 +6,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from xml.etree.ElementTree import Element, ParseError, SubElement, indent, tostring
 
 from defusedxml.common import DefusedXmlException
 from defusedxml.ElementTree import fromstring
 
-from aploss.data.annotations import AnnotationBuilder, DetectionDataset
+from aploss.data.annotations import AnnotationBuilder, DetectionDataset, distinct
 from aploss.data.folder import DatasetFolder, Problem, ProblemError, is_image, stem_of
 from aploss.data.formats import (
     SPLITS,
     DataFormat,
     Parts,
     common_split_name,
-    distinct,
     filled_lines,
     image_size,
     outline_losses,
@@ -35,16 +34,6 @@ _NOT_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 # --- one annotation file ----------------------------------------------------------------------
 
 
-class VocObject(NamedTuple):
-    """An object with a class and a box, with the first pixel at 0."""
-
-    class_name: str
-    number: int  # 1 for the first object of the file
-    corners: tuple[float, float, float, float]
-    difficult: bool
-    crowd: bool
-
-
 @dataclass(slots=True)
 class VocAnnotation:
     """The content of a file, and every problem with it except for the values of its boxes."""
@@ -52,7 +41,7 @@ class VocAnnotation:
     path: str
     file_name: str = ""
     size: tuple[int, int] | None = None
-    objects: list[VocObject] = field(default_factory=list)
+    objects: list[dict[str, Any]] = field(default_factory=list)  # arguments of :meth:`AnnotationBuilder.add_box`
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -85,7 +74,7 @@ def parse_annotation(path: str, content: bytes) -> VocAnnotation:
     return annotation
 
 
-def _read_object(path: str, element: Element, position: int) -> VocObject:
+def _read_object(path: str, element: Element, position: int) -> dict[str, Any]:
     name = _text(element, "name")
     if not name:
         raise ProblemError("unknown-class", path, f"object {position}: no class name")
@@ -96,8 +85,8 @@ def _read_object(path: str, element: Element, position: int) -> VocObject:
         raise ProblemError("bad-box", path, message) from None
     # In a file that counts from 0, the first pixel must not end up outside the image.
     left, top = (0.0 if 0 <= first < 1 else first - 1 for first in (xmin, ymin))
-    difficult, crowd = (_text(element, flag) == "1" for flag in ("difficult", "crowd"))
-    return VocObject(name, position, (left, top, xmax, ymax), difficult, crowd)
+    flags = {flag: _text(element, flag) == "1" for flag in ("difficult", "crowd")}
+    return {"corners": (left, top, xmax, ymax), "class_name": name, "number": position, **flags}
 
 
 def _text(element: Element, path: str) -> str:
@@ -195,7 +184,7 @@ class VocFormat(DataFormat):
             image = builder.add_image(path, annotation.size, file=annotation.path)
             builder.problems += annotation.problems if image >= 0 else []
             for one in annotation.objects:
-                builder.add_box(image, **one._asdict())
+                builder.add_box(image, **one)
         return builder.dataset(name=self.name, split=split)
 
     def class_names(self) -> tuple[str, ...]:
@@ -203,7 +192,7 @@ class VocFormat(DataFormat):
         if self.folder.is_file("labels.txt") and (lines := filled_lines(self.folder.read_text("labels.txt"))):
             return tuple(dict.fromkeys(lines))
         parsed = map(self._parse, self.annotations)
-        found = {item.class_name for one in parsed if isinstance(one, VocAnnotation) for item in one.objects}
+        found = {item["class_name"] for one in parsed if isinstance(one, VocAnnotation) for item in one.objects}
         if not found:
             raise ProblemError("bad-categories", self.name, "no object with a class name; give the class names")
         return tuple(sorted(found))
@@ -219,7 +208,7 @@ class VocFormat(DataFormat):
             listed = [stem_of(names[part.image_path(i)]) + "\n" for i in range(len(part))]
             (lists / f"{split}.txt").write_text("".join(listed), "utf-8")
         thin = 0
-        for part in distinct(parts):
+        for part in distinct(parts.values()):
             thin += int((part.boxes[:, 2:] - part.boxes[:, :2] <= 1).any(axis=1).sum())
             for index in range(len(part)):
                 name = names[part.image_path(index)]
