@@ -13,16 +13,6 @@ from aploss.data.voc import parse_annotation, voc_annotation
 from aploss.errors import DataError
 
 
-def test_one_folder_of_a_devkit_is_read_with_its_splits(voc_folder, expected_boxes, found_boxes):
-    assert find_source(voc_folder).splits == ("train", "val")
-    for split, expected in expected_boxes.items():
-        dataset = load_dataset(voc_folder, split)
-        assert found_boxes(dataset) == expected
-        assert dataset.class_names == ("cat", "dog")
-        assert dataset.problems == []
-        assert dataset.image_ids.tolist() == [*range(1, len(dataset) + 1)]
-
-
 @pytest.mark.parametrize("parent", ["", "VOCdevkit"])
 def test_a_devkit_has_the_splits_of_each_year(tmp_path, voc_folder, parent, found_boxes, expected_boxes):
     root = tmp_path / "kit"

@@ -14,14 +14,7 @@ def describe(folder, text: str) -> None:
     (folder / "data.yaml").write_text(text)
 
 
-def test_the_usual_layout_is_read(yolo_folder, expected_boxes, found_boxes):
-    assert find_source(yolo_folder).splits == ("train", "val")
-    for split, expected in expected_boxes.items():
-        dataset = load_dataset(yolo_folder, split)
-        assert found_boxes(dataset) == expected
-        assert dataset.class_names == ("cat", "dog")
-        assert dataset.problems == []
-        assert dataset.image_size(0) == (64, 48)
+def test_the_description_may_have_any_name(yolo_folder):
     (yolo_folder / "data.yaml").rename(yolo_folder / "pets.yaml")
     assert len(load_dataset(yolo_folder / "pets.yaml")) == 4
 

@@ -28,32 +28,18 @@ def pycocotools_evaluation() -> Callable[..., Any]:
 def simulated_detector(
     seed: int,
     *,
-    images: int = 12,
-    classes: int = 3,
-    objects: float = 4.0,
-    detections: int = 20,
-    grid: int = 0,
-    crowds: float = 0.0,
-    difficult: float = 0.0,
-    score_steps: int = 0,
-    near: float = 0.6,
-    separation: float = 3.0,
+    images: int = 12,  # some without objects, some without detections
+    classes: int = 3,  # one more is in the category list and has no object
+    objects: float = 4.0,  # mean number on an image
+    detections: int = 20,  # on an image
+    grid: int = 0,  # round boxes to multiples of this, so that overlaps are often equal; 0 for no rounding
+    crowds: float = 0.0,  # share of the objects
+    difficult: float = 0.0,  # share of the objects
+    score_steps: int = 0,  # number of different scores, so that many are equal; 0 for no rounding
+    near: float = 0.6,  # share of detections that are near an object
+    separation: float = 3.0,  # how far the logits of objects are above those of the background
 ) -> Simulated:
-    """Objects on images, and a detector that finds most of them among false positives.
-
-    Args:
-        seed: of the generator.
-        images: some of them stay without objects, some without detections.
-        classes: one more is in the category list and has no object.
-        objects: mean number on an image.
-        detections: number on an image.
-        grid: round boxes to multiples of this, so that overlaps are often equal; 0 for no rounding.
-        crowds: share of objects that are crowds.
-        difficult: share of objects that are difficult.
-        score_steps: number of different scores, so that many are equal; 0 for no rounding.
-        near: share of detections that are near an object.
-        separation: how far the logits of objects are above those of the background.
-    """
+    """Objects on images, and a detector that finds most of them among false positives."""
     generator = np.random.default_rng(seed)
     truth: dict[str, Any] = {
         "images": [{"id": 7 * index + 3, "width": 400, "height": 400} for index in range(images)],

@@ -2,10 +2,12 @@
 
 import hashlib
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import combinations, groupby, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +28,7 @@ USABLE, SOMETHING_DROPPED, UNUSABLE = 0, 1, 2
 BOX_SIZE_EDGES = (0, 8, 16, 32, 64, 96, 128, 256, 512)
 TINY_PIXELS = 2  # a side below this is reported
 SAMPLED_FILES = 2000  # image files whose bytes enter a fingerprint; of the others only the size does
-SAMPLED_BYTES = 1 << 14  # at the beginning, in the middle and at the end of a file
+SAMPLED_BYTES = 1 << 14  # of such a file, see :func:`sample_file`
 _MAX_CLASSES = 10  # in the text
 _EXAMPLES = 12  # problems in the text, of all kinds together
 
@@ -45,18 +47,8 @@ class SplitStatistics:
     image_sizes: str  # smallest to largest width x height
 
 
-def split_statistics(parts: Sequence[DetectionDataset]) -> SplitStatistics:
-    """Counts of several datasets together.
-
-    Example:
-        >>> dataset = DetectionDataset(
-        ...     root=".", class_names=("disc",), image_paths=("a.png", "b.png"),
-        ...     image_sizes=[(64, 48), (64, 48)], boxes_per_image=[0, 1],
-        ...     boxes=[(0, 0, 9, 16)], labels=[0])
-        >>> counts = split_statistics([dataset])
-        >>> counts.images, counts.empty_images, counts.boxes_of_class, counts.box_sizes["8-16"]
-        (2, 1, {'disc': 1}, 1)
-    """
+def _statistics(parts: Sequence[DetectionDataset]) -> SplitStatistics:
+    """Counts of several datasets together."""
     of_class: Counter[str] = Counter()
     for part in parts:
         counts = np.bincount(part.labels, minlength=part.num_classes)
@@ -180,8 +172,8 @@ def check_dataset(
         root=str(source.folder.root),
         format=source.format,
         class_names=tuple(dict.fromkeys(name for part in usable.values() for name in part.class_names)),
-        splits={split: split_statistics([part]) for split, part in usable.items()},
-        total=split_statistics(distinct(usable.values())),
+        splits={split: _statistics([part]) for split, part in usable.items()},
+        total=_statistics(distinct(usable.values())),
         problems=[
             replace(problem, splits=tuple(splits_of[problem]))
             for problem in sorted(splits_of, key=lambda problem: (kinds.index(problem.kind), problem.file))
@@ -212,17 +204,10 @@ def _suspicious_boxes(part: DetectionDataset) -> Iterator[Problem]:
 def _find_copies(parts: Parts) -> list[tuple[str, ...]]:
     """Groups of image files with the same content. Only files of equal size are read, and a sample of them first."""
     groups = [[f"{part.root}/{name}" for part in distinct(parts.values()) for name in part.image_paths]]
-
-    def content(path: str) -> bytes:
-        try:
-            return hashlib.blake2b(Path(path).read_bytes()).digest()
-        except OSError:
-            return path.encode(errors="surrogateescape")
-
-    for key in (lambda path: sample_file(path, False), lambda path: sample_file(path, True), content):
+    for length in (0, SAMPLED_BYTES, sys.maxsize):
         alike: dict[tuple[int, bytes], list[str]] = {}
         paths = [(number, path) for number, group in enumerate(groups) for path in group]
-        keys = map_in_threads(key, [path for _, path in paths])
+        keys = map_in_threads(partial(sample_file, length=length), [path for _, path in paths])
         for (number, path), found in zip(paths, keys, strict=True):
             alike.setdefault((number, found), []).append(path)
         groups = [group for group in alike.values() if len(group) > 1]
@@ -312,7 +297,8 @@ def fingerprint(dataset: DetectionDataset) -> dict[str, Any]:
         annotations.update(getattr(dataset, column).tobytes())
     paths = [f"{dataset.root}/{path}" for path in dataset.image_paths]
     sampled = set(np.linspace(0, len(paths) - 1, min(len(paths), SAMPLED_FILES)).astype(int).tolist())
-    for content in map_in_threads(lambda index: sample_file(paths[index], index in sampled), range(len(paths))):
+    lengths = [SAMPLED_BYTES if index in sampled else 0 for index in range(len(paths))]
+    for content in map_in_threads(lambda index: sample_file(paths[index], lengths[index]), range(len(paths))):
         files.update(content)
     return {
         "class_names": list(dataset.class_names),
@@ -323,17 +309,17 @@ def fingerprint(dataset: DetectionDataset) -> dict[str, Any]:
     }
 
 
-def sample_file(path: str, read: bool) -> bytes:
-    """The size of a file and, with ``read``, a digest of a sample of its bytes."""
+def sample_file(path: str, length: int) -> bytes:
+    """The size of a file and a digest of ``length`` bytes at its beginning, in its middle and at its end."""
     try:
         size = os.stat(path).st_size  # noqa: PTH116 - called for every image, Path is slower
-        if not read:
+        if length == 0:
             return b"%d\n" % size
         with open(path, "rb") as file:  # noqa: PTH123
-            digest = hashlib.blake2b(digest_size=16)
-            for start in sorted({0, max(0, size // 2), max(0, size - SAMPLED_BYTES)}):
+            digest, length = hashlib.blake2b(digest_size=16), min(length, size)
+            for start in sorted({0, size // 2, max(0, size - length)}):
                 file.seek(start)
-                digest.update(file.read(SAMPLED_BYTES))
+                digest.update(file.read(length))
         return b"%d " % size + digest.digest()
     except OSError:
         return b"unreadable\n"

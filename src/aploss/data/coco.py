@@ -8,7 +8,6 @@ import json
 import math
 import posixpath
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +18,15 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from aploss.data.annotations import AnnotationBuilder, DetectionDataset
 from aploss.data.folder import DatasetFolder, ProblemError, printable
-from aploss.data.formats import SPLITS, DataFormat, Parts, common_split_name, image_size, register_format
+from aploss.data.formats import (
+    SPLITS,
+    DataFormat,
+    Parts,
+    check_class_names,
+    common_split_name,
+    image_size,
+    register_format,
+)
 from aploss.errors import DataError
 
 _FILLERS = re.compile(r"(^|[_.-])(annotations?|instances|coco|labels|gt)(?=[_.-]|$)", re.IGNORECASE)
@@ -190,11 +197,6 @@ class CocoFormat(DataFormat):
         }
         super().__init__(folder, list(self._files))
 
-    @property
-    def annotation_files(self) -> list[Path]:
-        """The annotation files of all splits."""
-        return [self.folder.root / file for file in self._files.values()]
-
     @classmethod
     def find(cls, path: Path) -> "CocoFormat | None":
         """See :meth:`DataFormat.find`."""
@@ -326,17 +328,11 @@ def _categories(section: Any, file: str) -> dict[int, str]:
     """Id → name, ascending by id."""
 
     def fail(kind: str, message: str) -> NoReturn:
-        raise ProblemError("bad-categories", file, message)
+        raise ProblemError(kind, file, message)
 
-    categories = []
-    for row, entry in read_entries(section, {CocoCategory: "bad-categories"}, "categories", fail).items():
-        if entry.name in (UNSET, ""):
-            fail("bad-categories", f"categories[{row}] has no name")
-        categories.append((entry.id, printable(str(entry.name))))
-    if not categories:
-        fail("bad-categories", "the list of categories is empty")
-    for column in zip(*categories, strict=True):
-        value, uses = Counter(column).most_common(1)[0]
-        if uses > 1:
-            fail("bad-categories", f"two categories share {value!r}")
-    return dict(sorted(categories))
+    entries = read_entries(section, {CocoCategory: "bad-categories"}, "categories", fail).values()
+    names = {one.id: "" if one.name is UNSET else printable(str(one.name)) for one in entries}
+    if len(names) < len(entries):
+        fail("bad-categories", "two categories have the same id")
+    check_class_names(list(names.values()), file=file)
+    return dict(sorted(names.items()))

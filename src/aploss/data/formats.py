@@ -25,7 +25,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from aploss.data.annotations import DetectionDataset, concatenate
-from aploss.data.folder import DatasetFolder, Effect, summarise
+from aploss.data.folder import DatasetFolder, Effect, ProblemError, summarise
 from aploss.errors import DataError, did_you_mean
 from aploss.registry import Registry
 
@@ -318,13 +318,17 @@ def split_order(name: str) -> tuple[int, str]:
     return (SPLITS.index(common) if common in SPLITS else len(SPLITS), name)
 
 
-def check_class_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Validates a class list given by the user; DataError unless it consists of distinct, non-empty names."""
-    if isinstance(names, str) or not names or any(not isinstance(name, str) or not name for name in names):
-        raise DataError(f"class names must be a list of non-empty names, got {names!r}")
-    if len(set(names)) < len(names):
-        raise DataError(f"class names must be distinct, got {', '.join(names)}")
-    return tuple(names)
+def check_class_names(names: Any, *, file: str | None = None) -> tuple[str, ...]:
+    """Validates the class list of the user, or of a file.
+
+    Raises:
+        DataError: it does not consist of distinct, non-empty names; a ProblemError if it is the list of a file.
+    """
+    valid = isinstance(names, (list, tuple)) and names and all(isinstance(name, str) and name for name in names)
+    if valid and len(set(names)) == len(names):
+        return tuple(names)
+    message = f"class names must be a list of distinct, non-empty names, got {names!r:.200}"
+    raise DataError(message) if file is None else ProblemError("bad-categories", file, message)
 
 
 def outline_losses(parts: Parts) -> list[str]:

@@ -14,6 +14,7 @@ from aploss.data.formats import (
     SPLITS,
     DataFormat,
     Parts,
+    check_class_names,
     common_split_name,
     filled_lines,
     outline_losses,
@@ -107,15 +108,12 @@ class YoloFormat(DataFormat):
 
     def class_names(self) -> tuple[str, ...]:
         """The names in the YAML file; empty if there are none."""
-        names = self._description.get("names", ())
-        if isinstance(names, dict):
-            if sorted(names, key=str) != sorted(range(len(names)), key=str):
-                raise ProblemError("bad-categories", self.file, "the keys of names must be 0, 1, 2, ...")
+        names = self._description.get("names")
+        if isinstance(names, dict) and set(names) == set(range(len(names))):  # {0: cat, 1: dog}
             names = [names[key] for key in range(len(names))]
-        valid = isinstance(names, (list, tuple)) and all(isinstance(name, (str, int)) and name != "" for name in names)
-        if not valid or len(set(map(str, names))) < len(names):
-            raise ProblemError("bad-categories", self.file, "names must be a list of distinct names")
-        return tuple(map(str, names))
+        if isinstance(names, list):
+            names = [str(name) if isinstance(name, int) else name for name in names]
+        return check_class_names(names, file=self.file) if names else ()
 
     def read(self, split: str, class_names: Sequence[str] | None) -> DetectionDataset:
         """See :meth:`DataFormat.read`."""
