@@ -63,6 +63,12 @@ def test_labels_may_lie_beside_the_images(yolo_folder, expected_boxes, found_box
     assert found_boxes(load_dataset(yolo_folder, "train")) == expected_boxes["train"]
 
 
+def test_other_splits_than_the_usual_ones_count_if_they_exist(yolo_folder):
+    shutil.copytree(yolo_folder / "images/val", yolo_folder / "images/night")
+    describe(yolo_folder, "train: images/train\nnight: images/night\nurl: http://nowhere\nnames: [cat, dog]\n")
+    assert find_source(yolo_folder).splits == ("train", "night")
+
+
 def test_a_polygon_gives_its_enclosing_box():
     class_id, box = parse_row("1 0.25 0.5 0.5 0.25 0.75 0.75", (64, 48), where=("a", 1))
     assert (class_id, box) == (1, (16, 12, 48, 36))

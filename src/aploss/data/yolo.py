@@ -91,10 +91,8 @@ class YoloFormat(DataFormat):
         self.folder, self.file, self._description = folder, file, description
         base = description.get("path")
         # A path that is not inside was written on another computer: the dataset is in the folder of its data.yaml.
-        self._base = base if isinstance(base, str) and self._exists(base) else "."
-        # An empty ``test:`` is common, and not a split.
-        present = [str(key) for key, value in description.items() if (key, value) != ("test", None)]
-        super().__init__(folder, [key for key in present if common_split_name(key) in SPLITS])
+        self._base = base if isinstance(base, str) and self._exists(base, base=".") else "."
+        super().__init__(folder, [str(key) for key, value in description.items() if self._is_split(key, value)])
 
     @classmethod
     def find(cls, path: Path) -> "YoloFormat | None":
@@ -155,9 +153,15 @@ class YoloFormat(DataFormat):
         (folder / "data.yaml").write_text(text, "utf-8")
         return [*(f"{count} '{flag}' marks" for flag, count in flags.items() if count), *outline_losses(parts)]
 
-    def _exists(self, place: str) -> bool:
+    def _is_split(self, key: object, value: object) -> bool:
+        """Whether a key of the YAML file is a split: a usual name, or any name of an existing folder or list."""
+        if common_split_name(str(key)) in SPLITS:
+            return not (key == "test" and value is None)  # ``test:`` is often left empty
+        return key != "path" and isinstance(value, str) and self._exists(value, base=self._base)
+
+    def _exists(self, place: str, *, base: str) -> bool:
         try:
-            return self.folder.has(self._find(place, base=".", named_in=self.file))
+            return self.folder.has(self._find(place, base=base, named_in=self.file))
         except ProblemError:
             return False
 
