@@ -81,16 +81,7 @@ def _boxes(generator: np.random.Generator, count: int, grid: int) -> np.ndarray:
     return boxes
 
 
-def _results(
-    generator: np.random.Generator,
-    image_id: int,
-    boxes: np.ndarray,
-    labels: np.ndarray,
-    classes: int,
-    count: int,
-    grid: int,
-    near: float,
-) -> list[dict[str, Any]]:
+def _results(generator, image_id, boxes, labels, classes, count, grid, near) -> list[dict[str, Any]]:
     found = _boxes(generator, count, grid)
     found_labels = generator.integers(0, classes + 1, count)
     strengths = generator.normal(0, 0.4, count)
@@ -110,9 +101,7 @@ def _results(
     ]
 
 
-def run_pycocotools(
-    truth: dict[str, Any], results: list[dict[str, Any]], limits: tuple[int, ...] = (1, 10, 100)
-) -> Any:
+def run_pycocotools(truth: dict, results: list[dict], limits: tuple[int, ...] = (1, 10, 100)) -> Any:
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 

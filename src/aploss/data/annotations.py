@@ -159,14 +159,11 @@ class DetectionDataset(Dataset[Sample]):
         return len(self.image_paths)
 
     def __getitem__(self, index: int) -> Sample:
-        width, height = self.image_sizes[index].tolist()
-        return read_image(self.root / self.image_paths[index], size=(width, height)), self.target(index)
+        return read_image(self.image_path(index), size=self.image_size(index)), self.target(index)
 
     def target(self, index: int) -> Target:
         """The target of item ``index``, without reading the image."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"image {index} of {len(self)}")
-        index %= len(self)
+        index = range(len(self))[index]
         rows = slice(int(self._starts[index]), int(self._starts[index + 1]))
         columns = {name: torch.tensor(getattr(self, name)[rows]) for name in ("boxes", *OBJECT_FIELDS)}
         return {**columns, "image_id": int(self.image_ids[index])}
