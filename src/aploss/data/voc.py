@@ -240,18 +240,14 @@ class VocFormat(DataFormat):
         The images of a test split without a single annotation, as benchmarks publish it, have no objects.
         """
         entries = self._entries[split]
-        named_in = entries if isinstance(entries, str) else split
         paths = list(self._listed(entries)) if isinstance(entries, str) else entries
-        unannotated = split.endswith("test") and not any(map(self.folder.has, paths))
-        if unannotated and paths:
+        if paths and split.endswith("test") and not any(map(self.folder.has, paths)):
             message = "no image has an annotation; used as images without objects"
-            builder.report("image-without-annotation", named_in, message, count=len(paths))
-        for path in paths:
-            if unannotated:
-                yield VocAnnotation(path)
-            elif not self.folder.has(path):
-                builder.report("unreadable-annotation", named_in, f"no annotation {path}")
-            elif isinstance(parsed := self._parse(path), Problem):
+            builder.report("image-without-annotation", split, message, count=len(paths))
+            yield from map(VocAnnotation, paths)
+            return
+        for parsed in map(self._parse, paths):
+            if isinstance(parsed, Problem):
                 builder.problems.append(parsed)
             else:
                 yield parsed

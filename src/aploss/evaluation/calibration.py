@@ -16,8 +16,7 @@ from aploss.evaluation.matching import Matches, match_detections, score_threshol
 from aploss.evaluation.metrics import optimal_lrp
 from aploss.evaluation.tables import Detections, Truth, as_tables
 
-Values = np.ndarray | Sequence[float]
-Flags = np.ndarray | Sequence[bool]
+Values = np.ndarray | Sequence[float]  # scores, or True and False
 BINS = 10
 # Relative increase per doubling of the score. Neighbouring float32 scores differ by at least 2^-24 of their size, so
 # their probabilities differ by about 1e-6 * 2^-24 / 2 = 3e-14 of theirs: far more than the 2e-16 that float64 resolves,
@@ -79,7 +78,7 @@ class Calibration:
             raise DataError(f"not a calibration: {error}") from None
 
 
-def fit_calibration(scores: Values, correct: Flags) -> Calibration:
+def fit_calibration(scores: Values, correct: Values) -> Calibration:
     """Fits the map by centred isotonic regression (Oron and Flournoy, 2017).
 
     Isotonic regression is constant on each of its blocks. Here the mean score of a block gets its precision, and lines
@@ -208,7 +207,7 @@ def calibration_report(
     return report
 
 
-def _reliability(probabilities: Values, correct: Flags) -> list[dict[str, float]]:
+def _reliability(probabilities: Values, correct: Values) -> list[dict[str, float]]:
     """Compares predicted with true precision in ten bins of equal width; empty bins are left out."""
     values, right = _as_arrays(probabilities, correct)
     edges = np.linspace(0.0, 1.0, BINS + 1)
@@ -219,7 +218,7 @@ def _reliability(probabilities: Values, correct: Flags) -> list[dict[str, float]
     return as_rows(**{name: column[counts > 0] for name, column in columns.items()})
 
 
-def expected_calibration_error(probabilities: Values, correct: Flags) -> float:
+def expected_calibration_error(probabilities: Values, correct: Values) -> float:
     """Returns the mean distance of predicted and true precision over ten bins, weighted by count; 0 without detections.
 
     The error depends on the selection: a detector's 100 best per image are mostly background, which is easy to be right
@@ -247,7 +246,7 @@ def _best_f1_threshold(scores: np.ndarray, correct: np.ndarray, objects: int) ->
     return float(thresholds[np.argmax(2 * np.cumsum(correct[order])[kept - 1] / (kept + objects))])
 
 
-def _as_arrays(scores: Values, correct: Flags) -> tuple[np.ndarray, np.ndarray]:
+def _as_arrays(scores: Values, correct: Values) -> tuple[np.ndarray, np.ndarray]:
     values, right = np.asarray(scores, dtype=np.float64), np.asarray(correct, dtype=np.float64)
     if values.ndim != 1 or values.shape != right.shape:
         raise DataError(f"{values.shape} scores and {right.shape} outcomes, expected [n] of both")
