@@ -54,35 +54,21 @@ class LabelMeFormat(DataFormat):
         """Reads one split."""
         found = {str(shape.get("label")) for document in self._documents.values() for shape in document["shapes"]}
         names = tuple(class_names or sorted(found))
-        builder, files = AnnotationBuilder(self.folder), list[str]()
+        builder = AnnotationBuilder(self.folder, names, unit="shape")
         for file, document in self._documents.items():
             if self._split_of[file] != split:
                 continue
             # Files often name the path on another computer: the image lies beside its file.
             name = posixpath.basename(str(document.get("imagePath")).replace("\\", "/"))
-            path = posixpath.join(posixpath.dirname(file), name)
-            image = builder.add_image(path, None) if builder.find_image(path, named_in=file) else -1
-            if image >= 0:
-                files.append(file)
-                for number, shape in enumerate(document["shapes"], start=1):
-                    self._add_shape(builder, image, file, number, shape, names)
-        return builder.dataset(
-            class_names=names, name=self.name, split=split, describe=lambda image, n: (files[image], f"shape {n}")
-        )
-
-    def _add_shape(
-        self, builder: AnnotationBuilder, image: int, file: str, number: int, shape: Any, names: tuple[str, ...]
-    ) -> None:
-        label = str(shape.get("label"))
-        if label not in names:
-            builder.report("unknown-class", file, f"shape {number}: class {label!r} is not in the class list")
-            return
-        try:
-            corners = enclosing_box(shape.get("shape_type") or "polygon", shape["points"])
-        except (KeyError, TypeError, ValueError) as error:
-            builder.report("bad-box", file, f"shape {number} has no box: {error}")
-            return
-        builder.add_box(image, corners, names.index(label), number=number)
+            image = builder.add_image(name, None, file=file, base=posixpath.dirname(file))
+            for number, shape in enumerate(document["shapes"], start=1):
+                try:
+                    corners = enclosing_box(shape.get("shape_type") or "polygon", shape["points"])
+                except (KeyError, TypeError, ValueError) as error:
+                    builder.report("bad-box", file, f"shape {number} has no box: {error}")
+                else:
+                    builder.add_box(image, corners, str(shape.get("label")), number=number)
+        return builder.dataset(name=self.name, split=split)
 
 
 def enclosing_box(kind: str, points: Sequence[Sequence[float]]) -> tuple[float, float, float, float]:

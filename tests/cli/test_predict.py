@@ -209,7 +209,7 @@ def test_a_voc_submission_scores_as_the_run_in_eval(
             x1, y1, x2, y2 = (float(corner) - start for corner, start in zip(corners, (1, 1, 0, 0), strict=True))
             place = [Path(path).stem for path in split.image_paths].index(image)
             box = {"bbox": [x1, y1, x2 - x1, y2 - y1], "score": float(score)}
-            rows.append({"image_id": split.image_id(place), "category_id": category, **box})
+            rows.append({"image_id": int(split.image_ids[place]), "category_id": category, **box})
     found = voc_metrics(split.annotations, rows, year=2007, iou=0.1).per_class
     assert {name: found[name]["AP"] for name in expected} == pytest.approx(expected, abs=1e-6)
     assert len(list(out.glob("comp4_det_test_*.txt"))) == len(load(run_folder).class_names)

@@ -70,8 +70,7 @@ FAULTS = [
     ("a class that is not in the list", "unknown-class", XML, "voc",
      lambda folder: ((folder / "labels.txt").write_text("cat\ndog\n"),
                      replace(folder, XML, ">cat<", ">cta<"))),
-    ("no XML for a listed image", "unreadable-annotation", "ImageSets/Main/train.txt", "voc",
-     lambda folder: (folder / XML).unlink()),
+    ("no XML for a listed image", "unreadable-annotation", XML, "voc", lambda folder: (folder / XML).unlink()),
     ("an image listed twice", "duplicate-image", XML, "voc",
      lambda folder: append(folder, "ImageSets/Main/train.txt", "a\n")),
     ("an empty list", "empty-split", "val", "voc",
@@ -136,9 +135,9 @@ def test_a_planted_fault_is_found_and_its_file_named(clean_folders, kind, file, 
     folder = clean_folders[format]
     plant(folder)
     result = check_dataset(folder, pixels=True)
-    found = {(finding.problem.kind, finding.problem.file) for finding in result.findings}
+    found = {(problem.kind, problem.file) for problem in result.problems}
     assert (kind, file) in found
-    severe = {f.problem.effect.value for f in result.findings} - {"kept"}
+    severe = {f.effect.value for f in result.problems} - {"kept"}
     assert result.exit_code == 0 if not severe else result.exit_code in (1, 2)
     assert (result.exit_code == 2) >= ("refused" in severe)
     for counts in result.splits.values():

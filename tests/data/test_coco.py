@@ -3,41 +3,33 @@
 import json
 import shutil
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from small_datasets import edit_json
 
 from aploss.data.check import check_dataset, check_report
-from aploss.data.coco import CocoFormat, parse_json, read_objects
-from aploss.data.formats import dataset_splits, load_dataset
+from aploss.data.coco import ANNOTATION_KINDS, CocoFormat, parse_json, read_entries
+from aploss.data.formats import find_source, load_dataset
 from aploss.errors import DataError
 
 TRAIN = "annotations/instances_train2017.json"
 
 
-def test_the_official_layout_is_read(coco_folder, expected_boxes, found_boxes):
-    assert dataset_splits(coco_folder) == ("train2017", "val2017")
-    for split, expected in expected_boxes.items():
-        dataset = load_dataset(coco_folder, f"{split}2017")
-        assert found_boxes(dataset) == expected
-        assert dataset.class_names == ("cat", "dog")  # by category id, 3 before 7
-        assert dataset.problems == []
-    train = load_dataset(coco_folder, "train")
+def test_one_file_is_read_with_its_image_ids_which_are_shifted_to_start_at_one(
+    coco_folder, expected_boxes, found_boxes
+):
+    train = load_dataset(coco_folder / TRAIN)
     assert found_boxes(train) == expected_boxes["train"]
-    assert [train.image_id(i) for i in range(3)] == [10, 20, 30]
-    assert found_boxes(load_dataset(coco_folder / TRAIN)) == expected_boxes["train"]
+    assert train.image_ids.tolist() == [10, 20, 30]
 
-
-def test_ids_from_zero_are_shifted_to_start_at_one(coco_folder):
     def shift(content: dict) -> None:
         for entry, key in [(e, "id") for e in content["images"]] + [(e, "image_id") for e in content["annotations"]]:
             entry[key] = entry[key] // 10 - 1
 
     edit_json(coco_folder / TRAIN, shift)
     dataset = load_dataset(coco_folder, "train")
-    assert [dataset.image_id(i) for i in range(3)] == [1, 2, 3]
+    assert dataset.image_ids.tolist() == [1, 2, 3]
     assert (dataset.num_boxes, dataset.problems) == (3, [])
 
 
@@ -48,7 +40,7 @@ def test_ids_that_are_not_integers_are_refused_in_one_line(coco_folder, section,
     with pytest.raises(DataError, match=rf"{section}\[0\]: .*int.*{change.__name__}") as caught:
         load_dataset(coco_folder, "train")
     assert "\n" not in str(caught.value)
-    assert kind in {finding.problem.kind for finding in check_dataset(coco_folder).findings}
+    assert kind in {problem.kind for problem in check_dataset(coco_folder).problems}
 
 
 def test_crowd_difficult_and_area_are_kept(coco_folder):
@@ -75,7 +67,7 @@ def test_other_layouts_are_recognised(tmp_path, coco_folder, file, images, expec
     (root / file).parent.mkdir(parents=True)
     shutil.copytree(coco_folder / "train2017", root / images, dirs_exist_ok=True)
     shutil.copy(coco_folder / TRAIN, root / file)
-    assert dataset_splits(root) == ("train",)
+    assert find_source(root).splits == ("train",)
     assert found_boxes(load_dataset(root, "train")) == expected_boxes["train"]
 
 
@@ -83,7 +75,7 @@ def test_files_of_other_tasks_and_of_other_programs_are_ignored(coco_folder, tmp
     shutil.copy(coco_folder / TRAIN, coco_folder / "annotations" / "captions_train2017.json")
     (coco_folder / "package.json").write_text('{"name": "something else"}')
     (coco_folder / "results.json").write_text('[{"image_id": 1}]')
-    assert dataset_splits(coco_folder) == ("train2017", "val2017")
+    assert find_source(coco_folder).splits == ("train2017", "val2017")
     (tmp_path / "a.json").write_text("{}")
     assert CocoFormat.find(tmp_path) is None
 
@@ -120,8 +112,8 @@ def test_entries_of_any_kind_are_read_or_reported(entries, mark, ascii_only):
     text = mark + json.dumps([*entries, box], ensure_ascii=ascii_only)
     problems = []
     section = parse_json(text.encode("utf-8", "surrogatepass"))
-    objects = read_objects(section, "annotations", lambda kind, message: problems.append(message))
-    assert objects.xywh.tolist() == [box["bbox"]]
+    found = read_entries(section, ANNOTATION_KINDS, "annotations", lambda kind, message: problems.append(message))
+    assert [one.bbox for one in found.values()] == [tuple(box["bbox"])]
     assert len(problems) == len(entries)
     assert all(message.startswith("annotations[") for message in problems)
 
@@ -139,14 +131,14 @@ def test_entries_are_the_same_together_one_by_one_and_as_plain_values(entries, p
 
     def read(content: object) -> tuple:
         problems = []
-        return read_objects(parse_json(content), "x", lambda *problem: problems.append(problem[0])), problems
+        found = read_entries(parse_json(content), ANNOTATION_KINDS, "x", lambda *problem: problems.append(problem[0]))
+        return found, problems
 
     more = [*entries, "not an object"]
     together, reported = read(json.dumps(entries).encode())
     one_by_one, also_reported = read(more if plain else json.dumps(more).encode())
     assert [*reported, "bad-entry"] == also_reported
-    for first, second in zip(together, one_by_one, strict=True):
-        np.testing.assert_array_equal(first, second)
+    assert together == one_by_one
 
 
 @pytest.mark.parametrize("content", [b"", b'{"images": [1, 2', b"{}", b'{"images": 1, "annotations": {}}'])
@@ -154,10 +146,10 @@ def test_entries_are_the_same_together_one_by_one_and_as_plain_values(entries, p
 def test_an_unreadable_file_in_the_place_of_annotations_is_a_problem(coco_folder, content, file):
     (coco_folder / TRAIN).unlink()
     (coco_folder / file).write_bytes(content)
-    assert dataset_splits(coco_folder) == ("train2017", "val2017")
+    assert find_source(coco_folder).splits == ("train2017", "val2017")
     result = check_dataset(coco_folder)
     assert result.exit_code == 2
-    assert (file, "split unusable") in {(f.problem.file, f.problem.effect.value) for f in result.findings}
+    assert (file, "split unusable") in {(f.file, f.effect.value) for f in result.problems}
 
 
 def test_an_unpaired_surrogate_can_be_printed(coco_folder):
@@ -166,6 +158,6 @@ def test_an_unpaired_surrogate_can_be_printed(coco_folder):
 
     edit_json(coco_folder / TRAIN, change)
     result = check_dataset(coco_folder)
-    assert (r"train2017/\ud800", "missing-image") in {(f.problem.file, f.problem.kind) for f in result.findings}
+    assert (r"train2017/\ud800", "missing-image") in {(f.file, f.kind) for f in result.problems}
     assert r"\ud800" in result.class_names
     assert check_report(result).encode()

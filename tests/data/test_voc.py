@@ -6,20 +6,11 @@ from pathlib import Path
 import pytest
 from small_datasets import write_picture
 
+from aploss.data.annotations import DetectionDataset
 from aploss.data.check import check_dataset
-from aploss.data.formats import dataset_splits, load_dataset
+from aploss.data.formats import find_source, load_dataset
 from aploss.data.voc import parse_annotation, voc_annotation
 from aploss.errors import DataError
-
-
-def test_one_folder_of_a_devkit_is_read_with_its_splits(voc_folder, expected_boxes, found_boxes):
-    assert dataset_splits(voc_folder) == ("train", "val")
-    for split, expected in expected_boxes.items():
-        dataset = load_dataset(voc_folder, split)
-        assert found_boxes(dataset) == expected
-        assert dataset.class_names == ("cat", "dog")
-        assert dataset.problems == []
-        assert [dataset.image_id(i) for i in range(len(dataset))] == [*range(1, len(dataset) + 1)]
 
 
 @pytest.mark.parametrize("parent", ["", "VOCdevkit"])
@@ -29,7 +20,7 @@ def test_a_devkit_has_the_splits_of_each_year(tmp_path, voc_folder, parent, foun
         shutil.copytree(voc_folder, root / parent / year)
     for split, flag in (("train", "1"), ("val", "-1")):  # lists of single classes are not splits
         (root / parent / "VOC2007" / "ImageSets" / "Main" / f"dog_{split}.txt").write_text(f"a  {flag}\n")
-    assert dataset_splits(root) == ("2007_train", "2007_val", "2012_train", "2012_val")
+    assert find_source(root).splits == ("2007_train", "2007_val", "2012_train", "2012_val")
     assert found_boxes(load_dataset(root, "2012_train")) == expected_boxes["train"]
     joined = load_dataset(root, "2007_train+2012_val")
     assert len(joined) == 4
@@ -74,10 +65,10 @@ def test_xml_files_beside_their_images_or_in_a_parallel_folder_are_read(
                 place.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(voc_folder / source, place)
     expected = expected_boxes if "split" in xml else {"all": expected_boxes["train"] | expected_boxes["val"]}
-    assert dataset_splits(root) == tuple(expected)
+    assert find_source(root).splits == tuple(expected)
     for split, boxes in expected.items():
         assert found_boxes(load_dataset(root, split)) == boxes
-    assert check_dataset(root).findings == []
+    assert check_dataset(root).problems == []
 
 
 def test_images_anywhere_else_are_missing_and_the_message_says_where_they_belong(voc_folder):
@@ -90,8 +81,8 @@ def test_images_anywhere_else_are_missing_and_the_message_says_where_they_belong
 
 def test_coordinates_count_from_one_and_include_the_last_pixel(voc_folder):
     xml = voc_folder / "Annotations" / "d.xml"
-    text = voc_annotation("d.png", (64, 48), ["cat"], [[0, 0, 64, 48]])
-    assert "<xmin>1</xmin>" in text
+    corners = "<xmin>1</xmin><ymin>1</ymin><xmax>64</xmax><ymax>48</ymax>"
+    text = f"<annotation><object><name>cat</name><bndbox>{corners}</bndbox></object></annotation>"
     xml.write_text(text)
     assert load_dataset(voc_folder, "val").target(0)["boxes"].tolist() == [[0, 0, 64, 48]]
     xml.write_text(text.replace("<xmin>1<", "<xmin>0<"))
@@ -120,12 +111,12 @@ def test_an_image_of_another_name_is_found_by_the_name_in_the_annotation(voc_fol
     xml = voc_folder / "Annotations/d.xml"
     xml.write_text(xml.read_text().replace("d.png", "../JPEGImages/photograph.png"))
     assert load_dataset(voc_folder, "val").image_paths[0] == "JPEGImages/photograph.png"
-    assert check_dataset(voc_folder).findings == []
+    assert check_dataset(voc_folder).problems == []
 
 
 def test_bccd_has_four_splits_and_all_but_two_boxes(bccd):
-    assert dataset_splits(bccd) == ("train", "trainval", "val", "test")
-    sizes = {split: len(load_dataset(bccd, split)) for split in dataset_splits(bccd)}
+    assert find_source(bccd).splits == ("train", "trainval", "val", "test")
+    sizes = {split: len(load_dataset(bccd, split)) for split in find_source(bccd).splits}
     assert sizes == {"train": 205, "trainval": 292, "val": 87, "test": 72}
     whole = load_dataset(bccd)
     assert (len(whole), whole.num_boxes) == (364, 4886)
@@ -148,11 +139,12 @@ def test_an_impossible_image_size_is_read_from_the_image(voc_folder, width):
 def test_annotations_are_written_as_they_are_read():
     boxes = [[0.0, 0.0, 64.0, 48.0], [1.25, 2.5, 11.0, 22.75]]
     flags = {"difficult": [True, False], "crowd": [False, True]}
-    text = voc_annotation("é\udcff.jpg", (64, 48), ["cat", "a & b"], boxes, **flags)
+    columns = {"image_paths": ["a.jpg"], "image_sizes": [(64, 48)], "boxes_per_image": [2], "labels": [0, 1]}
+    dataset = DetectionDataset(root=".", class_names=["cat", "a & b"], boxes=boxes, **columns, **flags)
+    text = voc_annotation(dataset, 0, "é\udcff.jpg")
+    assert "<xmin>1</xmin>" in text
     read = parse_annotation("a.xml", text.encode())
     assert (read.file_name, read.size) == ("é\ufffd.jpg", (64, 48))
-    assert [list(one.corners) for one in read.objects] == boxes
-    assert [one[:1] + one[3:] for one in read.objects] == [("cat", True, False), ("a & b", False, True)]
-    scored = voc_annotation("a.jpg", (64, 48), ["cat"], [[1 / 3, 0, 9, 9]], scores=[0.5], digits=2)
-    assert "<score>0.5000</score>" in scored
-    assert "<xmin>1.33</xmin>" in scored
+    assert [list(one["corners"]) for one in read.objects] == boxes
+    assert [one["class_name"] for one in read.objects] == ["cat", "a & b"]
+    assert {flag: [one[flag] for one in read.objects] for flag in flags} == flags

@@ -28,32 +28,18 @@ def pycocotools_evaluation() -> Callable[..., Any]:
 def simulated_detector(
     seed: int,
     *,
-    images: int = 12,
-    classes: int = 3,
-    objects: float = 4.0,
-    detections: int = 20,
-    grid: int = 0,
-    crowds: float = 0.0,
-    difficult: float = 0.0,
-    score_steps: int = 0,
-    near: float = 0.6,
-    separation: float = 3.0,
+    images: int = 12,  # some without objects, some without detections
+    classes: int = 3,  # one more is in the category list and has no object
+    objects: float = 4.0,  # mean number on an image
+    detections: int = 20,  # on an image
+    grid: int = 0,  # round boxes to multiples of this, so that overlaps are often equal; 0 for no rounding
+    crowds: float = 0.0,  # share of the objects
+    difficult: float = 0.0,  # share of the objects
+    score_steps: int = 0,  # number of different scores, so that many are equal; 0 for no rounding
+    near: float = 0.6,  # share of detections that are near an object
+    separation: float = 3.0,  # how far the logits of objects are above those of the background
 ) -> Simulated:
-    """Objects on images, and a detector that finds most of them among false positives.
-
-    Args:
-        seed: of the generator.
-        images: some of them stay without objects, some without detections.
-        classes: one more is in the category list and has no object.
-        objects: mean number on an image.
-        detections: number on an image.
-        grid: round boxes to multiples of this, so that overlaps are often equal; 0 for no rounding.
-        crowds: share of objects that are crowds.
-        difficult: share of objects that are difficult.
-        score_steps: number of different scores, so that many are equal; 0 for no rounding.
-        near: share of detections that are near an object.
-        separation: how far the logits of objects are above those of the background.
-    """
+    """Objects on images, and a detector that finds most of them among false positives."""
     generator = np.random.default_rng(seed)
     truth: dict[str, Any] = {
         "images": [{"id": 7 * index + 3, "width": 400, "height": 400} for index in range(images)],
@@ -95,16 +81,7 @@ def _boxes(generator: np.random.Generator, count: int, grid: int) -> np.ndarray:
     return boxes
 
 
-def _results(
-    generator: np.random.Generator,
-    image_id: int,
-    boxes: np.ndarray,
-    labels: np.ndarray,
-    classes: int,
-    count: int,
-    grid: int,
-    near: float,
-) -> list[dict[str, Any]]:
+def _results(generator, image_id, boxes, labels, classes, count, grid, near) -> list[dict[str, Any]]:
     found = _boxes(generator, count, grid)
     found_labels = generator.integers(0, classes + 1, count)
     strengths = generator.normal(0, 0.4, count)
@@ -124,9 +101,7 @@ def _results(
     ]
 
 
-def run_pycocotools(
-    truth: dict[str, Any], results: list[dict[str, Any]], limits: tuple[int, ...] = (1, 10, 100)
-) -> Any:
+def run_pycocotools(truth: dict, results: list[dict], limits: tuple[int, ...] = (1, 10, 100)) -> Any:
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 

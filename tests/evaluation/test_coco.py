@@ -138,9 +138,7 @@ def test_the_table_has_aligned_rows_for_classes_and_mean(simulate):
     assert lines[0].split() == ["class", "objects", "detections", *SUMMARY[:6], "oLRP", "AR"]
     assert lines[-1].split()[3] == f"{metrics.AP:.3f}"
     assert lines[5].split()[4:] == ["-"] * 8  # the class without objects
-
-
-def test_the_table_omits_undefined_columns(simulate):
+    # undefined columns are omitted
     assert voc_metrics(*simulate(2)).table().splitlines()[0].split()[3:] == ["AP", "AP50", "AP75"]
     empty = Metrics(metric="coco", iou="0.50:0.95", images=0, objects=0, detections=0)
     assert empty.table().splitlines()[-1].split() == ["mean", "0", "0"]

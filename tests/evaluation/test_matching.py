@@ -79,16 +79,10 @@ def test_a_curve_worked_out_by_hand():
     assert curve.scores[:51].tolist() == [0.9] * 51
     assert np.isnan(curve.scores[51:]).all()
     assert curve.objects == 2
-
-
-def test_without_detections_precision_is_zero_and_a_class_without_objects_has_no_curve():
-    curves = precision_recall_curves(TRUTH, [])
-    assert list(curves) == ["cell"]
-    assert curves["cell"].precision.tolist() == [0.0] * 101
-
-
-def test_curves_are_plain_json():
-    document = json.loads(json.dumps(precision_recall_curves(TRUTH, RESULTS)["cell"].as_dict()))
-    assert document["recall"][50] == 0.5
-    assert document["score"][-1] is None
+    document = json.loads(json.dumps(curve.as_dict()))
+    assert (document["recall"][50], document["score"][-1]) == (0.5, None)
     assert document["average_precision"] == pytest.approx(51 / 101)
+
+
+def test_without_detections_precision_is_zero():
+    assert precision_recall_curves(TRUTH, [])["cell"].precision.tolist() == [0.0] * 101

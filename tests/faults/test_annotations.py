@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 from small_datasets import SPLITS, write_coco, write_voc, write_yolo
 
-from aploss.data import check_dataset, dataset_splits, load_dataset
+from aploss.data import check_dataset, find_source, load_dataset
 from aploss.errors import AplossError
 
 WRITERS = {"voc": write_voc, "coco": write_coco, "yolo": write_yolo}
@@ -81,7 +81,7 @@ def folder(tmp_path: Path) -> Callable[[str, Plant], Path]:
 def assert_nothing_invented(folder: Path) -> int:
     """What loads of the training split is inside its images, and of the clean set; gives the number of boxes."""
     try:
-        splits = dataset_splits(folder)
+        splits = find_source(folder).splits
         data = load_dataset(folder, "train")
     except AplossError:
         return 0

@@ -22,7 +22,7 @@ TILE = 300  # pixels of an image on a contact sheet
 
 
 def run_check(options: Namespace) -> int:
-    """Checks the dataset and prints the findings; see :attr:`~aploss.data.check.CheckResult.exit_code`."""
+    """Checks the dataset and prints the problems; see :attr:`~aploss.data.check.CheckResult.exit_code`."""
     names = options.classes and [name.strip() for name in options.classes.split(",")]
     with (
         warnings.catch_warnings(),

@@ -9,14 +9,14 @@ if TYPE_CHECKING:
     from aploss.data.check import check_dataset
     from aploss.data.convert import convert_dataset
     from aploss.data.folder import DatasetFolder, Problem
-    from aploss.data.formats import DataFormat, dataset_splits, find_source, load_dataset, register_format
+    from aploss.data.formats import DataFormat, find_source, load_dataset, register_format
     from aploss.data.images import read_image
     from aploss.data.loader import make_evaluation_loader, make_training_loader, training_transforms
     from aploss.plotting.pictures import contact_sheet, draw_boxes
 
 __all__ = [
     "AnnotationBuilder", "Annotations", "DataFormat", "DatasetFolder", "DetectionDataset", "Problem", "builtin_dataset",
-    "check_dataset", "contact_sheet", "convert_dataset", "dataset_splits", "draw_boxes", "find_source", "load_dataset",
+    "check_dataset", "contact_sheet", "convert_dataset", "draw_boxes", "find_source", "load_dataset",
     "make_evaluation_loader", "make_training_loader", "read_image", "register_format", "training_transforms",
 ]  # fmt: skip
 
@@ -27,7 +27,7 @@ _MODULES = {
     "check": ("check_dataset",),
     "convert": ("convert_dataset",),
     "folder": ("DatasetFolder", "Problem"),
-    "formats": ("DataFormat", "dataset_splits", "find_source", "load_dataset", "register_format"),
+    "formats": ("DataFormat", "find_source", "load_dataset", "register_format"),
     "images": ("read_image",),
     "loader": ("make_evaluation_loader", "make_training_loader", "training_transforms"),
 }

@@ -7,7 +7,7 @@ fill an :class:`AnnotationBuilder`, so that the same rules apply to every format
 import math
 import os
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -113,8 +113,8 @@ class DetectionDataset(Dataset[Sample]):
         ...     root="shapes", class_names=("disc", "star"), image_paths=("a.png", "b.png"),
         ...     image_sizes=[(64, 48), (64, 48)], boxes_per_image=[0, 1],
         ...     boxes=[(3, 4, 20, 30)], labels=[1], split="train")
-        >>> len(dataset), dataset.image_id(1), dataset.target(1)["boxes"], dataset.annotations.category_ids
-        (2, 2, tensor([[ 3.,  4., 20., 30.]]), array([2]))
+        >>> len(dataset), dataset.image_ids, dataset.target(1)["boxes"], dataset.annotations.category_ids
+        (2, array([1, 2]), tensor([[ 3.,  4., 20., 30.]]), array([2]))
     """
 
     root: Path
@@ -159,14 +159,11 @@ class DetectionDataset(Dataset[Sample]):
         return len(self.image_paths)
 
     def __getitem__(self, index: int) -> Sample:
-        width, height = self.image_sizes[index].tolist()
-        return read_image(self.root / self.image_paths[index], size=(width, height)), self.target(index)
+        return read_image(self.image_path(index), size=self.image_size(index)), self.target(index)
 
     def target(self, index: int) -> Target:
         """The target of item ``index``, without reading the image."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"image {index} of {len(self)}")
-        index %= len(self)
+        index = range(len(self))[index]
         rows = slice(int(self._starts[index]), int(self._starts[index + 1]))
         columns = {name: torch.tensor(getattr(self, name)[rows]) for name in ("boxes", *OBJECT_FIELDS)}
         return {**columns, "image_id": int(self.image_ids[index])}
@@ -199,10 +196,6 @@ class DetectionDataset(Dataset[Sample]):
             images=np.sort(self.image_ids),
             categories=dict(enumerate(self.class_names, start=1)),
         )
-
-    def image_id(self, index: int) -> int:
-        """The image's id: distinct, at least 1, the same whenever the dataset is loaded."""
-        return int(self.image_ids[index])
 
     def image_path(self, index: int) -> Path:
         """The path of the image file."""
@@ -259,31 +252,31 @@ class DetectionDataset(Dataset[Sample]):
         )
 
 
-def concatenate(parts: Sequence[DetectionDataset], *, split: str) -> DetectionDataset:
-    """Joins one or more datasets below their common folder; DataError if their classes differ.
-
-    An image in several parts is kept once. Image ids are kept if they remain distinct, otherwise they become 1..n.
-    """
-    if len({part.class_names for part in parts}) != 1:
-        lists = " and ".join(sorted({", ".join(part.class_names) for part in parts}))
-        raise DataError(f"datasets to be joined must have the same classes, got {lists}")
-    root = Path(os.path.commonpath([part.root.resolve() for part in parts]))
-    paths: dict[str, None] = {}
-    fresh = []
+def distinct(parts: Iterable[DetectionDataset]) -> list[DetectionDataset]:
+    """The splits of a dataset, each without the images of earlier ones."""
+    seen: set[str] = set()
+    rest = []
     for part in parts:
-        prefix = part.root.resolve().relative_to(root)
-        full = [(prefix / path).as_posix() for path in part.image_paths]
-        new = [i for i, path in enumerate(full) if path not in paths]
-        paths |= dict.fromkeys(full)
-        fresh.append(part if len(new) == len(part) else part.subset(new))
+        rest.append(part.subset([index for index, path in enumerate(part.image_paths) if path not in seen]))
+        seen.update(part.image_paths)
+    return rest
 
+
+def concatenate(parts: Sequence[DetectionDataset], *, split: str) -> DetectionDataset:
+    """Joins splits of a dataset that have the same classes; an image in several of them is kept once.
+
+    Image ids are kept if they remain distinct, otherwise they become 1..n.
+    """
+    assert len({(part.root, part.class_names) for part in parts}) == 1
+    fresh = distinct(parts)
+    paths = [path for part in fresh for path in part.image_paths]
     columns: dict[str, Any] = {
         name: np.concatenate([getattr(part, name) for part in fresh]) for name in (*_PER_IMAGE, *_PER_OBJECT)
     }
     if len(np.unique(columns["image_ids"])) < len(paths):
         columns["image_ids"] = np.arange(1, len(paths) + 1)
     problems = list(dict.fromkeys(problem for part in parts for problem in part.problems))
-    return replace(parts[0], root=root, image_paths=list(paths), problems=problems, split=split, **columns)
+    return replace(parts[0], image_paths=paths, problems=problems, split=split, **columns)
 
 
 def _array(values: Any, dtype: Any, shape: tuple[int, ...], *, default: Any = None) -> NDArray[Any]:
@@ -296,93 +289,113 @@ def _array(values: Any, dtype: Any, shape: tuple[int, ...], *, default: Any = No
 
 
 class AnnotationBuilder:
-    """Collects the images and boxes of one split, then drops the unusable ones.
+    """Collects the images and boxes of one split, reports what cannot be used and leaves it out.
 
     Args:
         folder: where the images are.
+        class_names: names of the classes, in the order of their labels.
+        unit: what :meth:`add_box` calls the `number` of a box in messages, such as "line".
         origin: coordinate of the first pixel in the annotation files: 0, or 1 for VOC. Used in messages; a box whose
             extent is at most `origin` has coinciding corners in its file.
 
     Example:
-        >>> builder = AnnotationBuilder(DatasetFolder("."))
-        >>> image = builder.add_image("a.png", (64, 48))
-        >>> builder.add_box(image, (3, 4, 20, 60), 0, number=1)
-        >>> describe = lambda image, number: ("boxes.csv", f"row {number}")
-        >>> dataset = builder.dataset(class_names=["disc"], name="discs", split="train", describe=describe)
+        >>> from PIL import Image
+        >>> Image.new("RGB", (64, 48)).save("a.png")
+        >>> builder = AnnotationBuilder(DatasetFolder("."), ["disc"], unit="row")
+        >>> image = builder.add_image("a.png", None, file="boxes.csv")
+        >>> builder.add_box(image, (3, 4, 20, 60), "disc", number=1)
+        >>> dataset = builder.dataset(name="discs", split="train")
         >>> dataset.boxes.tolist(), dataset.problems[0].kind  # the box reached below the image
         ([[3.0, 4.0, 20.0, 48.0]], 'out-of-bounds-box')
     """
 
-    def __init__(self, folder: DatasetFolder, *, origin: int = 0) -> None:
-        self.folder = folder
-        self.origin = origin
+    def __init__(
+        self, folder: DatasetFolder, class_names: Sequence[str], *, unit: str = "object", origin: int = 0
+    ) -> None:
+        self.folder, self.class_names, self.unit, self.origin = folder, tuple(class_names), unit, origin
         self.problems: list[Problem] = []
         self.paths: list[str] = []
         self.sizes: list[tuple[int, int]] = []
         self.image_ids: list[int] = []
+        self._files: list[str] = []  # the annotation file of each image
         self._boxes = array("d")  # 10 per box: image, label, number, difficult, crowd, area, corners
+        self._listed: set[str] = set()  # all paths, including those of unusable images
+        self._label_of: dict[str | int, int] = {name: label for label, name in enumerate(self.class_names)}
+        self._unknown: dict[tuple[str, str | int], list[int]] = {}  # file, class → numbers of the boxes
 
     def report(self, kind: str, file: str, message: str, *, count: int = 1) -> None:
         """Records a :class:`~aploss.data.Problem`."""
         self.problems.append(Problem(kind, file, message, count))
 
-    def add_image(self, path: str, size: tuple[int, int] | None, image_id: int | None = None) -> int:
-        """Adds an image and returns its index, or -1 if its size has to be read and cannot be."""
+    def add_image(
+        self, path: str, size: tuple[int, int] | None, *, file: str, base: str = "", image_id: int | None = None
+    ) -> int:
+        """Adds an image.
+
+        Args:
+            path: as written in the annotation file.
+            size: width and height; None to read them from the image.
+            file: the annotation file, for messages.
+            base: folder that `path` is relative to, itself relative to the dataset's folder.
+            image_id: defaults to 1, 2, 3, ...
+
+        Returns:
+            Its index; -1 if it cannot be used, which is reported.
+        """
         try:
+            path = self.folder.inside(path, base=base, named_in=file)
+            if path in self._listed:
+                raise ProblemError("duplicate-image", file, f"the image {path} is listed more than once")
+            self._listed.add(path)
+            if not (self.folder.has(path) and os.path.exists(f"{self.folder.root}/{path}")):  # noqa: PTH110 - faster
+                raise ProblemError("missing-image", path, f"no such image; {file} needs it")
             self.sizes.append(size or read_sizes(self.folder.root / path)[0])
         except ImageError as error:
             self.report(error.problem.kind, path, error.problem.message)
             return -1
-        self.paths.append(path)
-        self.image_ids.append(len(self.paths) if image_id is None else image_id)
-        return len(self.paths) - 1
-
-    def find_image(self, path: str, *, named_in: str) -> bool:
-        """Whether the image file exists inside the folder; reports a problem otherwise."""
-        try:
-            if self.folder.has(path) and os.path.exists(f"{self.folder.root}/{path}"):  # noqa: PTH110 - faster
-                return True
-            self.report("missing-image", path, f"no such image; {named_in} needs it")
         except ProblemError as error:
             self.problems.append(error.problem)
-        return False
+            return -1
+        self.paths.append(path)
+        self._files.append(file)
+        self.image_ids.append(len(self.paths) if image_id is None else image_id)
+        return len(self.paths) - 1
 
     def add_box(
         self,
         image: int,
         corners: Sequence[float],
-        label: int,
+        class_name: str | int,
         *,
         number: int,
         difficult: bool = False,
         crowd: bool = False,
         area: float = math.nan,
     ) -> None:
-        """Adds a box.
+        """Adds a box, unless its image is unusable.
 
         Args:
             image: the index returned by :meth:`add_image`.
             corners: x1, y1, x2, y2 with the first pixel at 0.
-            label: from 0.
+            class_name: of the object; a class without a name is given by its number, and reported as unknown.
             number: number of the object, line or annotation in its file, for messages.
             difficult: see :class:`DetectionDataset`.
             crowd: see :class:`DetectionDataset`.
             area: as COCO defines it; NaN for the area of the box.
         """
-        self._boxes.extend((image, label, number, difficult, crowd, area, *corners))
+        if image < 0:
+            return
+        label = self._label_of.get(class_name)
+        if label is None:
+            self._unknown.setdefault((self._files[image], class_name), []).append(number)
+        else:
+            self._boxes.extend((image, label, number, difficult, crowd, area, *corners))
 
-    def add_boxes(self, rows: NDArray[np.float64]) -> None:
-        """Adds m boxes at once: image, label, number, difficult, crowd, area and corners [m, 10]."""
-        self._boxes.frombytes(rows.tobytes())
-
-    def dataset(
-        self, *, class_names: Sequence[str], name: str, split: str, describe: Callable[[int, int], tuple[str, str]]
-    ) -> DetectionDataset:
-        """Validates the boxes and builds the dataset.
-
-        ``describe`` maps (image index, number of a box) to (annotation file, description of the box) for messages; see
-        :class:`DetectionDataset` for the other arguments.
-        """
+    def dataset(self, *, name: str, split: str) -> DetectionDataset:
+        """Validates the boxes and builds the dataset; see :class:`DetectionDataset` for the arguments."""
+        for (file, unknown), uses in self._unknown.items():
+            message = f"{self.unit} {uses[0]}: class {unknown!r} is not in the class list, boxes: {len(uses)}"
+            self.report("unknown-class", file, message, count=len(uses))
         table = np.frombuffer(self._boxes, np.float64).reshape(-1, 10)
         image_of_box, labels, numbers = table[:, :3].astype(np.int64).T
         corners = table[:, 6:]
@@ -392,12 +405,11 @@ class AnnotationBuilder:
 
             def problem(row: int, kind: str = kind, message: str = message) -> Problem:
                 image = int(image_of_box[row])
-                file, where = describe(image, int(numbers[row]))
+                path, (width, height) = self.paths[image], self.sizes[image]
                 shown = ", ".join(f"{value:.10g}" for value in corners[row] + [self.origin, self.origin, 0, 0])
-                width, height = self.sizes[image]
-                text = f"{where}: box ({shown}) {message} (image size {width}x{height})"
+                text = f"{self.unit} {numbers[row]}: box ({shown}) {message} ({path} has {width}x{height} pixels)"
                 box = tuple(corners[row].tolist()) if np.isfinite(corners[row]).all() else None  # NaN is not JSON
-                return Problem(kind, file, text, image=self.paths[image], box=box)
+                return Problem(kind, self._files[image], text, image=path, box=box)
 
             self.problems += list_boxes(mask, problem, rest_in=name)
         rows = np.flatnonzero(kept)
@@ -405,7 +417,7 @@ class AnnotationBuilder:
         areas, box_areas = table[rows, 5], np.prod(boxes[rows, 2:] - boxes[rows, :2], axis=1)
         return DetectionDataset(
             root=self.folder.root,
-            class_names=tuple(class_names),
+            class_names=self.class_names,
             image_paths=self.paths,
             image_sizes=sizes,
             boxes_per_image=np.bincount(image_of_box[rows], minlength=len(sizes)),

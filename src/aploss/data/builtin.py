@@ -201,9 +201,13 @@ def draw_scene(generator: np.random.Generator, size: int) -> Scene:
         ((64, 64, 3), 4)
     """
     canvas = _draw_clutter(generator, _draw_background(generator, size))
+    empty = generator.random() < EMPTY_SHARE
+    count = 1 + int(generator.choice(len(OBJECTS_PER_PICTURE), p=OBJECTS_PER_PICTURE))
+    labels = generator.integers(len(CLASS_NAMES), size=0 if empty else count).tolist()
+    figures = [*labels, *[None] * int(generator.integers(0, MAX_DISTRACTORS + 1))]
     placed: list[_Placed] = []
-    for label in choose_figures(generator):
-        _place(generator, canvas, placed, label)
+    for position in generator.permutation(len(figures)):
+        _place(generator, canvas, placed, figures[position])
     noise = generator.standard_normal(canvas.shape, dtype=np.float32) * generator.uniform(*GRAIN)
     objects = [figure for figure in placed if figure.label is not None]
     return Scene(
@@ -211,15 +215,6 @@ def draw_scene(generator: np.random.Generator, size: int) -> Scene:
         boxes=np.array([_bounds(figure.visible, size) for figure in objects], dtype=np.float64).reshape(-1, 4),
         labels=np.array([figure.label for figure in objects], dtype=np.int64),
     )
-
-
-def choose_figures(generator: np.random.Generator) -> list[int | None]:
-    """The figures of a picture in drawing order: class labels, None for a distractor."""
-    empty = generator.random() < EMPTY_SHARE
-    count = 1 + int(generator.choice(len(OBJECTS_PER_PICTURE), p=OBJECTS_PER_PICTURE))
-    labels = generator.integers(len(CLASS_NAMES), size=0 if empty else count).tolist()
-    figures = [*labels, *[None] * int(generator.integers(0, MAX_DISTRACTORS + 1))]
-    return [figures[position] for position in generator.permutation(len(figures))]
 
 
 def _place(generator: np.random.Generator, canvas: Floats, placed: list[_Placed], label: int | None) -> None:

@@ -2,19 +2,21 @@
 
 import hashlib
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import combinations, groupby, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from aploss.data.annotations import DetectionDataset, list_boxes
+from aploss.data.annotations import DetectionDataset, distinct, list_boxes
 from aploss.data.folder import KINDS, Effect, Problem, ProblemError
-from aploss.data.formats import Parts, check_class_names, common_split_name, distinct, find_source
+from aploss.data.formats import Parts, check_class_names, common_split_name, find_source
 from aploss.data.images import ImageError, read_image, read_sizes, size_mismatch
 
 T = TypeVar("T")
@@ -26,7 +28,7 @@ USABLE, SOMETHING_DROPPED, UNUSABLE = 0, 1, 2
 BOX_SIZE_EDGES = (0, 8, 16, 32, 64, 96, 128, 256, 512)
 TINY_PIXELS = 2  # a side below this is reported
 SAMPLED_FILES = 2000  # image files whose bytes enter a fingerprint; of the others only the size does
-SAMPLED_BYTES = 1 << 14  # at the beginning, in the middle and at the end of a file
+SAMPLED_BYTES = 1 << 14  # of such a file, see :func:`sample_file`
 _MAX_CLASSES = 10  # in the text
 _EXAMPLES = 12  # problems in the text, of all kinds together
 
@@ -45,18 +47,8 @@ class SplitStatistics:
     image_sizes: str  # smallest to largest width x height
 
 
-def split_statistics(parts: Sequence[DetectionDataset]) -> SplitStatistics:
-    """Counts of several datasets together.
-
-    Example:
-        >>> dataset = DetectionDataset(
-        ...     root=".", class_names=("disc",), image_paths=("a.png", "b.png"),
-        ...     image_sizes=[(64, 48), (64, 48)], boxes_per_image=[0, 1],
-        ...     boxes=[(0, 0, 9, 16)], labels=[0])
-        >>> counts = split_statistics([dataset])
-        >>> counts.images, counts.empty_images, counts.boxes_of_class, counts.box_sizes["8-16"]
-        (2, 1, {'disc': 1}, 1)
-    """
+def _statistics(parts: Sequence[DetectionDataset]) -> SplitStatistics:
+    """Counts of several datasets together."""
     of_class: Counter[str] = Counter()
     for part in parts:
         counts = np.bincount(part.labels, minlength=part.num_classes)
@@ -78,14 +70,6 @@ def split_statistics(parts: Sequence[DetectionDataset]) -> SplitStatistics:
     )
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A problem and the splits it affects; none if it affects the dataset as a whole."""
-
-    problem: Problem  # with the image and the box concerned, if it is about one
-    splits: tuple[str, ...]
-
-
 @dataclass
 class CheckResult:
     """The result of a check."""
@@ -96,7 +80,7 @@ class CheckResult:
     class_names: tuple[str, ...]  # the classes of all splits
     splits: dict[str, SplitStatistics]  # the usable splits
     total: SplitStatistics  # all splits together, every image counted once
-    findings: list[Finding]  # most severe first, then by file
+    problems: list[Problem]  # most severe first, then by file
     copies: list[tuple[str, ...]]  # groups of image files with the same content
     pixels: bool  # whether images were decoded
 
@@ -104,40 +88,29 @@ class CheckResult:
     def exit_code(self) -> int:
         """0 if nothing is dropped or clipped, 1 if something is, 2 if the dataset or its training split is
         unusable."""
-        effects = {finding.problem.effect for finding in self.findings}
+        effects = {problem.effect for problem in self.problems}
         if Effect.REFUSED in effects or not self.total.boxes:
             return UNUSABLE
-        unusable = {
-            common_split_name(split)
-            for finding in self.findings
-            if finding.problem.effect is Effect.SPLIT_UNUSABLE
-            for split in finding.splits
-        }
-        usable = set(map(common_split_name, self.splits))
-        if any(name.endswith(("train", "trainval")) for name in unusable - usable):
+        unusable = {split for one in self.problems if one.effect is Effect.SPLIT_UNUSABLE for split in one.splits}
+        names = {*map(common_split_name, unusable)} - {*map(common_split_name, self.splits)}
+        if any(name.endswith(("train", "trainval")) for name in names):
             return UNUSABLE
         return SOMETHING_DROPPED if effects - {Effect.KEPT} else USABLE
 
     def affected(self, effect: Effect) -> int:
         """The number of images or boxes that an effect concerns."""
-        return sum(f.problem.count for f in self.findings if f.problem.effect is effect)
+        return sum(problem.count for problem in self.problems if problem.effect is effect)
 
     def to_dict(self) -> dict[str, object]:
         """The whole result, ready for JSON."""
-        problems = [
-            {**asdict(finding.problem), "effect": finding.problem.effect.value, "splits": list(finding.splits)}
-            for finding in self.findings
-        ]
-        content = {
+        return {
             **asdict(self),
             "exit_code": self.exit_code,
             "images_dropped": self.affected(Effect.IMAGE_DROPPED),
             "boxes_dropped": self.affected(Effect.BOX_DROPPED),
             "boxes_clipped": self.affected(Effect.BOX_CLIPPED),
-            "problems": problems,
+            "problems": [{**asdict(problem), "effect": problem.effect.value} for problem in self.problems],
         }
-        del content["findings"]
-        return content
 
 
 def check_dataset(
@@ -148,7 +121,7 @@ def check_dataset(
     pixels: bool = False,
     progress: Progress | None = None,
 ) -> CheckResult:
-    """Returns statistics and findings: reads all splits, the headers of images, and looks for odd boxes and copies.
+    """Returns statistics and problems: reads all splits, the headers of images, and looks for odd boxes and copies.
 
     Args:
         path, format: see :func:`aploss.data.load_dataset`.
@@ -162,12 +135,12 @@ def check_dataset(
     Example:
         >>> from aploss.data import builtin_dataset
         >>> result = check_dataset(builtin_dataset(cache=".", counts=(4, 2, 2)).root)
-        >>> result.exit_code, result.total.images, result.findings
+        >>> result.exit_code, result.total.images, result.problems
         (0, 8, [])
     """
     source = find_source(path, format=format)
     names = None if class_names is None else check_class_names(class_names)
-    splits_of: dict[Problem, dict[str, None]] = {}  # one finding for a problem that several splits share
+    splits_of: dict[Problem, dict[str, None]] = {}  # a problem that several splits share is listed once
 
     def report(problems: Iterable[Problem], split: str | None = None) -> None:
         for problem in problems:
@@ -181,7 +154,7 @@ def check_dataset(
         except ProblemError as error:
             report([error.problem], split)
     # An image is inspected once, however many splits contain it.
-    bad_images = {one.image: one for part in distinct(parts) for one in inspect_images(part, pixels, progress)}
+    bad_images = {one.image: one for part in distinct(parts.values()) for one in inspect_images(part, pixels, progress)}
     usable = {}
     for split, part in parts.items():
         report((bad_images[name] for name in part.image_paths if name in bad_images), split)
@@ -199,10 +172,10 @@ def check_dataset(
         root=str(source.folder.root),
         format=source.format,
         class_names=tuple(dict.fromkeys(name for part in usable.values() for name in part.class_names)),
-        splits={split: split_statistics([part]) for split, part in usable.items()},
-        total=split_statistics(distinct(usable)),
-        findings=[
-            Finding(problem, tuple(splits_of[problem]))
+        splits={split: _statistics([part]) for split, part in usable.items()},
+        total=_statistics(distinct(usable.values())),
+        problems=[
+            replace(problem, splits=tuple(splits_of[problem]))
             for problem in sorted(splits_of, key=lambda problem: (kinds.index(problem.kind), problem.file))
         ],
         copies=copies,
@@ -230,18 +203,11 @@ def _suspicious_boxes(part: DetectionDataset) -> Iterator[Problem]:
 
 def _find_copies(parts: Parts) -> list[tuple[str, ...]]:
     """Groups of image files with the same content. Only files of equal size are read, and a sample of them first."""
-    groups = [[f"{part.root}/{name}" for part in distinct(parts) for name in part.image_paths]]
-
-    def content(path: str) -> bytes:
-        try:
-            return hashlib.blake2b(Path(path).read_bytes()).digest()
-        except OSError:
-            return path.encode(errors="surrogateescape")
-
-    for key in (lambda path: sample_file(path, False), lambda path: sample_file(path, True), content):
+    groups = [[f"{part.root}/{name}" for part in distinct(parts.values()) for name in part.image_paths]]
+    for length in (0, SAMPLED_BYTES, sys.maxsize):
         alike: dict[tuple[int, bytes], list[str]] = {}
         paths = [(number, path) for number, group in enumerate(groups) for path in group]
-        keys = map_in_threads(key, [path for _, path in paths])
+        keys = map_in_threads(partial(sample_file, length=length), [path for _, path in paths])
         for (number, path), found in zip(paths, keys, strict=True):
             alike.setdefault((number, found), []).append(path)
         groups = [group for group in alike.values() if len(group) > 1]
@@ -331,7 +297,8 @@ def fingerprint(dataset: DetectionDataset) -> dict[str, Any]:
         annotations.update(getattr(dataset, column).tobytes())
     paths = [f"{dataset.root}/{path}" for path in dataset.image_paths]
     sampled = set(np.linspace(0, len(paths) - 1, min(len(paths), SAMPLED_FILES)).astype(int).tolist())
-    for content in map_in_threads(lambda index: sample_file(paths[index], index in sampled), range(len(paths))):
+    lengths = [SAMPLED_BYTES if index in sampled else 0 for index in range(len(paths))]
+    for content in map_in_threads(lambda index: sample_file(paths[index], lengths[index]), range(len(paths))):
         files.update(content)
     return {
         "class_names": list(dataset.class_names),
@@ -342,17 +309,17 @@ def fingerprint(dataset: DetectionDataset) -> dict[str, Any]:
     }
 
 
-def sample_file(path: str, read: bool) -> bytes:
-    """The size of a file and, with ``read``, a digest of a sample of its bytes."""
+def sample_file(path: str, length: int) -> bytes:
+    """The size of a file and a digest of ``length`` bytes at its beginning, in its middle and at its end."""
     try:
         size = os.stat(path).st_size  # noqa: PTH116 - called for every image, Path is slower
-        if not read:
+        if length == 0:
             return b"%d\n" % size
         with open(path, "rb") as file:  # noqa: PTH123
-            digest = hashlib.blake2b(digest_size=16)
-            for start in sorted({0, max(0, size // 2), max(0, size - SAMPLED_BYTES)}):
+            digest, length = hashlib.blake2b(digest_size=16), min(length, size)
+            for start in sorted({0, size // 2, max(0, size - length)}):
                 file.seek(start)
-                digest.update(file.read(SAMPLED_BYTES))
+                digest.update(file.read(length))
         return b"%d " % size + digest.digest()
     except OSError:
         return b"unreadable\n"
@@ -370,20 +337,20 @@ def check_report(result: CheckResult) -> str:
     of_class = Counter(result.total.boxes_of_class).most_common()
     shown = ", ".join(f"{name} {count:,}" for name, count in of_class[:_MAX_CLASSES])
     lines.append(f"  boxes of the classes: {shown}{', ...' if len(of_class) > _MAX_CLASSES else ''}")
-    return "\n\n".join(["\n".join(lines), _problem_list(result.findings), _verdict(result)])
+    return "\n\n".join(["\n".join(lines), _problem_list(result.problems), _verdict(result)])
 
 
-def _problem_list(findings: Sequence[Finding]) -> str:
-    kinds = [(kind, list(group)) for kind, group in groupby(findings, key=lambda finding: finding.problem.kind)]
+def _problem_list(problems: Sequence[Problem]) -> str:
+    kinds = [(kind, list(group)) for kind, group in groupby(problems, key=lambda problem: problem.kind)]
     examples = _EXAMPLES // max(1, len(kinds))
     lines = []
     for kind, group in kinds:
         effect, description = KINDS[kind]
-        count = sum(finding.problem.count for finding in group)
+        count = sum(problem.count for problem in group)
         lines.append(f"{kind} ({effect.value}): {description}: {count:,}")
-        for finding in group[:examples]:
-            splits = f" [{', '.join(finding.splits)}]" if finding.splits else ""
-            lines.append(f"  {finding.problem.file}: {finding.problem.message}{splits}")
+        for problem in group[:examples]:
+            splits = f" [{', '.join(problem.splits)}]" if problem.splits else ""
+            lines.append(f"  {problem.file}: {problem.message}{splits}")
         if 0 < examples < len(group):
             lines.append(f"  and {len(group) - examples:,} more (--json lists all)")
     return "\n".join(lines) or "no problems found"

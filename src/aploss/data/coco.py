@@ -8,20 +8,25 @@ import json
 import math
 import posixpath
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import msgspec
-import numpy as np
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
-from numpy.typing import NDArray
 
 from aploss.data.annotations import AnnotationBuilder, DetectionDataset
 from aploss.data.folder import DatasetFolder, ProblemError, printable
-from aploss.data.formats import SPLITS, DataFormat, Parts, common_split_name, image_size, register_format
+from aploss.data.formats import (
+    SPLITS,
+    DataFormat,
+    Parts,
+    check_class_names,
+    common_split_name,
+    image_size,
+    register_format,
+)
 from aploss.errors import DataError
 
 _FILLERS = re.compile(r"(^|[_.-])(annotations?|instances|coco|labels|gt)(?=[_.-]|$)", re.IGNORECASE)
@@ -77,6 +82,7 @@ Report = Callable[[str, str], None]  # kind of the problem, message
 # Struct → kind of the problem of an entry that cannot be decoded as it, but as the ones before it.
 Kinds = dict[type[Any], str]
 ANNOTATION_KINDS: Kinds = {_OfImage: "bad-entry", _OfCategory: "unknown-class", CocoAnnotation: "bad-box"}
+RESULT_KINDS: Kinds = {**ANNOTATION_KINDS, CocoResult: "bad-entry"}
 
 
 def parse_json(source: Any) -> Any:
@@ -170,36 +176,6 @@ def coco_names(source: Any) -> tuple[dict[int, str], dict[int, str]]:
     return {one.id: one.file_name for one in images if one.file_name}, {one.id: str(one.name) for one in categories}
 
 
-class CocoObjects(NamedTuple):
-    """Annotations or detections as columns, m of them."""
-
-    image_ids: NDArray[np.int64]  # [m]
-    category_ids: NDArray[np.int64]  # [m]
-    ids: NDArray[np.int64]  # [m] annotation ids; position in the list, from 1, if an entry has none
-    difficult: NDArray[np.bool_]  # [m]
-    crowd: NDArray[np.bool_]  # [m]
-    xywh: NDArray[np.float64]  # [m, 4]
-    values: NDArray[np.float64]  # [m] score, or area (NaN if missing)
-
-
-def read_objects(section: Any, where: str, report: Report, *, scored: bool = False) -> CocoObjects:
-    """Reads the valid annotations, or with ``scored`` detections, of a list; see :func:`read_entries`."""
-    kinds: Kinds = {**ANNOTATION_KINDS, CocoResult: "bad-entry"} if scored else ANNOTATION_KINDS
-    found = read_entries(section, kinds, where, report)
-    entries = found.values()
-    ids = [one.id if type(one.id) is int and abs(one.id) < _MAX_ID else row + 1 for row, one in found.items()]
-    values = [one.score if scored else math.nan if one.area is None else one.area for one in entries]
-    return CocoObjects(
-        image_ids=np.array([one.image_id for one in entries], np.int64),
-        category_ids=np.array([one.category_id for one in entries], np.int64),
-        ids=np.array(ids, np.int64),
-        difficult=np.array([one.difficult for one in entries], bool),
-        crowd=np.array([one.iscrowd for one in entries], bool),
-        xywh=np.array([one.bbox for one in entries], np.float64).reshape(-1, 4),
-        values=np.array(values, np.float64),
-    )
-
-
 # --- the dataset --------------------------------------------------------------------------------
 
 
@@ -220,11 +196,6 @@ class CocoFormat(DataFormat):
             for name, file in zip(names, files, strict=True)
         }
         super().__init__(folder, list(self._files))
-
-    @property
-    def annotation_files(self) -> list[Path]:
-        """The annotation files of all splits."""
-        return [self.folder.root / file for file in self._files.values()]
 
     @classmethod
     def find(cls, path: Path) -> "CocoFormat | None":
@@ -250,27 +221,36 @@ class CocoFormat(DataFormat):
     def read(self, split: str, class_names: Sequence[str] | None) -> DetectionDataset:
         """See :meth:`DataFormat.read`."""
         file = self._files[split]
-        builder = AnnotationBuilder(self.folder)
         try:
             sections = coco_sections(self.folder.read_bytes(file))
         except ValueError as error:
             raise ProblemError("unreadable-annotations", file, f"not valid COCO JSON: {error}") from None
         categories = _categories(sections["categories"], file)
-        index_of = self._add_images(sections["images"], split, file, builder)
-        names = list(categories.values()) if class_names is None else class_names
-        objects = read_objects(
-            sections["annotations"], "annotations", lambda kind, text: builder.report(kind, file, text)
-        )
-        _add_boxes(builder, objects, categories, names, index_of, file)
-        if builder.image_ids and min(builder.image_ids) < 1:
-            shift = 1 - min(builder.image_ids)
-            builder.image_ids = [image_id + shift for image_id in builder.image_ids]
-        return builder.dataset(
-            class_names=names,
-            name=self.name,
-            split=split,
-            describe=lambda image, number: (file, f"annotation {number} of {builder.paths[image]}"),
-        )
+        names = tuple(categories.values()) if class_names is None else class_names
+        builder = AnnotationBuilder(self.folder, names, unit="annotation")
+
+        def report(kind: str, message: str) -> None:
+            builder.report(kind, file, message)
+
+        index_of = self._add_images(sections["images"], split, file, builder, report)
+        for row, one in read_entries(sections["annotations"], ANNOTATION_KINDS, "annotations", report).items():
+            number = one.id if type(one.id) is int and abs(one.id) < _MAX_ID else row + 1
+            if one.image_id not in index_of:
+                report("bad-entry", f"annotation {number}: no image has id {one.image_id}")
+                continue
+            x, y, width, height = one.bbox
+            builder.add_box(
+                index_of[one.image_id],
+                (x, y, x + width, y + height),
+                categories.get(one.category_id, one.category_id),
+                number=number,
+                difficult=one.difficult,
+                crowd=one.iscrowd,
+                area=math.nan if one.area is None else one.area,
+            )
+        shift = max(0, 1 - min(builder.image_ids, default=1))
+        builder.image_ids = [image_id + shift for image_id in builder.image_ids]
+        return builder.dataset(name=self.name, split=split)
 
     @classmethod
     def write(cls, folder: Path, parts: Parts, names: dict[Path, str]) -> list[str]:
@@ -284,28 +264,23 @@ class CocoFormat(DataFormat):
             file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
         return []
 
-    def _add_images(self, section: Any, split: str, file: str, builder: AnnotationBuilder) -> dict[int, int]:
-        """Adds the existing images; returns id → index, or -1 for an image that cannot be used."""
-        kinds = {CocoImage: "bad-image-entry"}
-        entries = read_entries(section, kinds, "images", lambda kind, text: builder.report(kind, file, text))
+    def _add_images(
+        self, section: Any, split: str, file: str, builder: AnnotationBuilder, report: Report
+    ) -> dict[int, int]:
+        """Adds the images; returns id → index, or -1 for an image that cannot be used."""
+        entries = read_entries(section, {CocoImage: "bad-image-entry"}, "images", report)
         base = self._image_folder([entry.file_name for entry in list(entries.values())[:50]], split, file)
         index_of: dict[int, int] = {}
-        seen = set()
         for row, entry in entries.items():
-            is_known = entry.id in index_of
-            index_of.setdefault(entry.id, -1)
-            try:
-                if not entry.file_name:
-                    raise ProblemError("bad-image-entry", file, f"images[{row}]: image {entry.id} has no file_name")
-                path = self.folder.inside(entry.file_name, base=base, named_in=file)
-                if is_known or path in seen:
-                    raise ProblemError("duplicate-image", file, f"images[{row}]: id {entry.id} or {path} is used again")
-            except ProblemError as error:
-                builder.problems.append(error.problem)
+            if entry.id in index_of:
+                report("duplicate-image", f"images[{row}]: id {entry.id} is used again")
                 continue
-            seen.add(path)
-            if builder.find_image(path, named_in=file):
-                index_of[entry.id] = builder.add_image(path, image_size(entry.width, entry.height), entry.id)
+            index_of[entry.id] = -1
+            if not entry.file_name:
+                report("bad-image-entry", f"images[{row}]: image {entry.id} has no file_name")
+                continue
+            size = image_size(entry.width, entry.height)
+            index_of[entry.id] = builder.add_image(entry.file_name, size, file=file, base=base, image_id=entry.id)
         return index_of
 
     def _image_folder(self, names: Sequence[Any], split: str, file: str) -> str:
@@ -321,32 +296,6 @@ class CocoFormat(DataFormat):
 
         texts = [name for name in names if isinstance(name, str) and name]
         return max(places, key=lambda base: sum(exists(name, base) for name in texts))
-
-
-def _add_boxes(
-    builder: AnnotationBuilder,
-    objects: CocoObjects,
-    categories: dict[int, str],
-    names: Sequence[str],
-    index_of: dict[int, int],
-    file: str,
-) -> None:
-    """Adds the boxes of known images and classes; reports the others, each unknown class once."""
-    label_of_name = {name: label for label, name in enumerate(names)}
-    label_of = {category: label_of_name[name] for category, name in categories.items() if name in label_of_name}
-    images = np.array([index_of.get(image_id, -2) for image_id in objects.image_ids.tolist()], np.int64)
-    labels = np.array([label_of.get(category, -1) for category in objects.category_ids.tolist()], np.int64)
-    for row in np.flatnonzero(images == -2).tolist():
-        message = f"annotation {objects.ids[row]}: no image has id {objects.image_ids[row]}"
-        builder.report("bad-entry", file, message)
-    kept = (images >= 0) & (labels >= 0)
-    corners = np.concatenate([objects.xywh[:, :2], objects.xywh[:, :2] + objects.xywh[:, 2:]], axis=1)
-    flags = (objects.difficult, objects.crowd)
-    builder.add_boxes(np.column_stack([images, labels, objects.ids, *flags, objects.values, corners])[kept])
-    unknown = Counter(objects.category_ids[labels < 0].tolist())
-    for category, count in unknown.items():
-        name = f"class {categories[category]!r}" if category in categories else f"category_id {category}"
-        builder.report("unknown-class", file, f"{name} is not in the class list: {count} boxes", count=count)
 
 
 def _begins_like_coco(folder: DatasetFolder, file: str) -> bool:
@@ -379,17 +328,11 @@ def _categories(section: Any, file: str) -> dict[int, str]:
     """Id → name, ascending by id."""
 
     def fail(kind: str, message: str) -> NoReturn:
-        raise ProblemError("bad-categories", file, message)
+        raise ProblemError(kind, file, message)
 
-    categories = []
-    for row, entry in read_entries(section, {CocoCategory: "bad-categories"}, "categories", fail).items():
-        if entry.name in (UNSET, ""):
-            fail("bad-categories", f"categories[{row}] has no name")
-        categories.append((entry.id, printable(str(entry.name))))
-    if not categories:
-        fail("bad-categories", "the list of categories is empty")
-    for column in zip(*categories, strict=True):
-        value, uses = Counter(column).most_common(1)[0]
-        if uses > 1:
-            fail("bad-categories", f"two categories share {value!r}")
-    return dict(sorted(categories))
+    entries = read_entries(section, {CocoCategory: "bad-categories"}, "categories", fail).values()
+    names = {one.id: "" if one.name is UNSET else printable(str(one.name)) for one in entries}
+    if len(names) < len(entries):
+        fail("bad-categories", "two categories have the same id")
+    check_class_names(list(names.values()), file=file)
+    return dict(sorted(names.items()))

@@ -9,7 +9,7 @@ from pathlib import Path
 from PIL import Image
 
 from aploss.data.annotations import DetectionDataset, concatenate
-from aploss.data.check import Progress, inspect_images
+from aploss.data.check import inspect_images
 from aploss.data.folder import Problem
 from aploss.data.formats import DataFormat, Parts, find_source, writable_formats
 from aploss.data.images import read_image, read_sizes
@@ -30,9 +30,7 @@ class Conversion:
     losses: tuple[str, ...]  # descriptions of everything the new format cannot represent
 
 
-def convert_dataset(
-    path: str | Path, out: str | Path, *, to: str, format: str = "auto", progress: Progress | None = None
-) -> Conversion:
+def convert_dataset(path: str | Path, out: str | Path, *, to: str, format: str = "auto") -> Conversion:
     """Writes all splits of a dataset in another format.
 
     Boxes, labels, splits and image files stay the same; unusable images and boxes (see
@@ -43,7 +41,6 @@ def convert_dataset(
         out: a folder that does not exist or is empty.
         to: "voc", "coco", "yolo", or a registered format that can be written.
         format: format of the old dataset.
-        progress: called with (images done, total).
 
     Returns:
         Counts, and what was left out.
@@ -70,7 +67,7 @@ def convert_dataset(
     parts = {split: _with_good_headers(source.load(split, class_names=class_names)) for split in source.splits}
     whole = concatenate(list(parts.values()), split="all")
     try:
-        losses = _write(out, parts, whole, formats[to], progress)
+        losses = _write(out, parts, whole, formats[to])
     except OSError as error:
         raise DataError(f"{out}: cannot be written: {error.strerror or error}") from error
     return Conversion(out, len(whole), whole.num_boxes, tuple(parts), tuple(whole.problems), tuple(losses))
@@ -84,9 +81,7 @@ def _with_good_headers(dataset: DetectionDataset) -> DetectionDataset:
     return kept
 
 
-def _write(
-    out: Path, parts: Parts, whole: DetectionDataset, format_class: type[DataFormat], progress: Progress | None
-) -> list[str]:
+def _write(out: Path, parts: Parts, whole: DetectionDataset, format_class: type[DataFormat]) -> list[str]:
     """Writes into a temporary folder, which is renamed when it is complete."""
     paths = [whole.image_path(index) for index in range(len(whole))]
     # Not every format states the size: without its EXIF rotation, an image is encoded again in its annotated size.
@@ -104,8 +99,6 @@ def _write(
                 Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()).save(target)
             else:
                 shutil.copyfile(path, target)
-            if progress is not None:
-                progress(index + 1, len(whole))
         if out.exists():
             out.rmdir()
         fresh.replace(out)

@@ -71,6 +71,7 @@ class Problem:
         count: number of boxes or images concerned, if one line stands for many.
         image: the image concerned, relative to the dataset's folder.
         box: the box concerned, x1, y1, x2, y2 in the image's pixels.
+        splits: the splits concerned, if it is the result of a check; none if it concerns the dataset as a whole.
 
     Example:
         >>> problem = Problem("degenerate-box", "Annotations/7.xml", "object 2: xmin 5 = xmax 5")
@@ -86,6 +87,7 @@ class Problem:
     count: int = 1
     image: str = ""
     box: tuple[float, ...] | None = None
+    splits: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.kind in KINDS, self.kind

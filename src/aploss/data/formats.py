@@ -25,7 +25,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from aploss.data.annotations import DetectionDataset, concatenate
-from aploss.data.folder import DatasetFolder, Effect, summarise
+from aploss.data.folder import DatasetFolder, Effect, ProblemError, summarise
 from aploss.errors import DataError, did_you_mean
 from aploss.registry import Registry
 
@@ -206,11 +206,8 @@ def all_formats() -> dict[str, type[DataFormat]]:
 
 def writable_formats() -> dict[str, type[DataFormat]]:
     """The formats that implement ``write``."""
-
-    def function(format_class: Any) -> Any:
-        return format_class.write.__func__
-
-    return {name: one for name, one in all_formats().items() if function(one) is not function(DataFormat)}
+    inherited = DataFormat.write.__qualname__
+    return {name: one for name, one in all_formats().items() if one.write.__qualname__ != inherited}
 
 
 # --- loading --------------------------------------------------------------------------------------
@@ -243,20 +240,6 @@ def load_dataset(
         (8, 2)
     """
     return find_source(path, format=format).load(split, class_names=class_names)
-
-
-def dataset_splits(path: str | Path, *, format: str = "auto") -> tuple[str, ...]:
-    """Returns the names of a dataset's splits, training first.
-
-    Args:
-        path, format: see :func:`load_dataset`.
-
-    Example:
-        >>> from aploss.data import builtin_dataset
-        >>> dataset_splits(builtin_dataset(cache=".", counts=(4, 2, 2)).root)
-        ('train', 'val', 'test')
-    """
-    return find_source(path, format=format).splits
 
 
 def find_source(path: str | Path, *, format: str = "auto") -> DataFormat:
@@ -335,23 +318,17 @@ def split_order(name: str) -> tuple[int, str]:
     return (SPLITS.index(common) if common in SPLITS else len(SPLITS), name)
 
 
-def check_class_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Validates a class list given by the user; DataError unless it consists of distinct, non-empty names."""
-    if isinstance(names, str) or not names or any(not isinstance(name, str) or not name for name in names):
-        raise DataError(f"class names must be a list of non-empty names, got {names!r}")
-    if len(set(names)) < len(names):
-        raise DataError(f"class names must be distinct, got {', '.join(names)}")
-    return tuple(names)
+def check_class_names(names: Any, *, file: str | None = None) -> tuple[str, ...]:
+    """Validates the class list of the user, or of a file.
 
-
-def distinct(parts: Parts) -> list[DetectionDataset]:
-    """The splits of a dataset, each without the images of earlier ones."""
-    seen: set[str] = set()
-    rest = []
-    for part in parts.values():
-        rest.append(part.subset([index for index, path in enumerate(part.image_paths) if path not in seen]))
-        seen.update(part.image_paths)
-    return rest
+    Raises:
+        DataError: it does not consist of distinct, non-empty names; a ProblemError if it is the list of a file.
+    """
+    valid = isinstance(names, (list, tuple)) and names and all(isinstance(name, str) and name for name in names)
+    if valid and len(set(names)) == len(names):
+        return tuple(names)
+    message = f"class names must be a list of distinct, non-empty names, got {names!r:.200}"
+    raise DataError(message) if file is None else ProblemError("bad-categories", file, message)
 
 
 def outline_losses(parts: Parts) -> list[str]:

@@ -81,7 +81,7 @@ def _opened(path: str | Path) -> Iterator[Image.Image]:
     def unreadable(reason: str) -> ImageError:
         return ImageError("unreadable-image", str(path), reason)
 
-    bomb = f"refused as a decompression bomb: at most {MAX_PIXELS:,} pixels are read, it has"
+    bomb = f"refused as a decompression bomb: it has more than {MAX_PIXELS:,} pixels"
     try:
         if not os.path.isfile(path):  # noqa: PTH113 - called for every sample, Path is slower
             if os.path.exists(path):  # noqa: PTH110
@@ -89,15 +89,14 @@ def _opened(path: str | Path) -> Iterator[Image.Image]:
             raise ImageError("missing-image", str(path), "no such image file")
         with Image.open(path, formats=_FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
-                raise unreadable(f"{bomb} {image.width}x{image.height}")
+                raise unreadable(bomb)
             yield image
     except ImageError:
         raise
     except Image.DecompressionBombError:
-        raise unreadable(f"{bomb} far more") from None
+        raise unreadable(bomb) from None
     except UnidentifiedImageError:
-        content = "an empty file" if os.path.getsize(path) == 0 else "not an image"  # noqa: PTH202
-        raise unreadable(f"{content} (expected {', '.join(_FORMATS)})") from None
+        raise unreadable(f"empty, or not an image (expected {', '.join(_FORMATS)})") from None
     except (OSError, SyntaxError, ValueError, EOFError, MemoryError, IndexError, KeyError) as error:
         raise unreadable(f"damaged image: {error}") from None
 

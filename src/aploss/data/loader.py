@@ -327,7 +327,7 @@ class AugmentedSamples(Dataset[Sample]):
                 return self.transforms(*self.dataset[index])
             view = int(torch.randint(self.features.views, ()))
         maps = self.features.read(index, view)  # first, because it raises if the image could not be read
-        return maps, {**self.features.target(index, view), "image_id": self.dataset.image_id(index)}
+        return maps, {**self.features.target(index, view), "image_id": int(self.dataset.image_ids[index])}
 
 
 def _mix(*numbers: int) -> int:

@@ -2,25 +2,23 @@
 
 import posixpath
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from xml.etree.ElementTree import Element, ParseError, SubElement, indent, tostring
 
 from defusedxml.common import DefusedXmlException
 from defusedxml.ElementTree import fromstring
 
-from aploss.data.annotations import AnnotationBuilder, DetectionDataset
+from aploss.data.annotations import AnnotationBuilder, DetectionDataset, distinct
 from aploss.data.folder import DatasetFolder, Problem, ProblemError, is_image, stem_of
 from aploss.data.formats import (
     SPLITS,
     DataFormat,
     Parts,
     common_split_name,
-    distinct,
     filled_lines,
     image_size,
     outline_losses,
@@ -36,16 +34,6 @@ _NOT_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 # --- one annotation file ----------------------------------------------------------------------
 
 
-class VocObject(NamedTuple):
-    """An object with a class and a box, with the first pixel at 0."""
-
-    name: str
-    number: int  # 1 for the first object of the file
-    corners: tuple[float, float, float, float]
-    difficult: bool
-    crowd: bool
-
-
 @dataclass(slots=True)
 class VocAnnotation:
     """The content of a file, and every problem with it except for the values of its boxes."""
@@ -53,7 +41,7 @@ class VocAnnotation:
     path: str
     file_name: str = ""
     size: tuple[int, int] | None = None
-    objects: list[VocObject] = field(default_factory=list)
+    objects: list[dict[str, Any]] = field(default_factory=list)  # arguments of :meth:`AnnotationBuilder.add_box`
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -86,7 +74,7 @@ def parse_annotation(path: str, content: bytes) -> VocAnnotation:
     return annotation
 
 
-def _read_object(path: str, element: Element, position: int) -> VocObject:
+def _read_object(path: str, element: Element, position: int) -> dict[str, Any]:
     name = _text(element, "name")
     if not name:
         raise ProblemError("unknown-class", path, f"object {position}: no class name")
@@ -97,59 +85,35 @@ def _read_object(path: str, element: Element, position: int) -> VocObject:
         raise ProblemError("bad-box", path, message) from None
     # In a file that counts from 0, the first pixel must not end up outside the image.
     left, top = (0.0 if 0 <= first < 1 else first - 1 for first in (xmin, ymin))
-    difficult, crowd = (_text(element, flag) == "1" for flag in ("difficult", "crowd"))
-    return VocObject(name, position, (left, top, xmax, ymax), difficult, crowd)
+    flags = {flag: _text(element, flag) == "1" for flag in ("difficult", "crowd")}
+    return {"corners": (left, top, xmax, ymax), "class_name": name, "number": position, **flags}
 
 
 def _text(element: Element, path: str) -> str:
     return (element.findtext(path) or "").strip()
 
 
-def voc_annotation(
-    file_name: str,
-    size: tuple[int, int],
-    names: Sequence[str],
-    boxes: Sequence[Sequence[float]],
-    *,
-    difficult: Sequence[bool] | None = None,
-    crowd: Sequence[bool] | None = None,
-    scores: Sequence[float] | None = None,
-    digits: int | None = None,
-) -> str:
-    """The text of an annotation file, the inverse of :func:`parse_annotation`.
+def voc_annotation(dataset: DetectionDataset, index: int, file_name: str) -> str:
+    """The text of an image's annotation file, the inverse of :func:`parse_annotation`.
 
-    Args:
-        file_name: of the image.
-        size: its width and height.
-        names: class of each of the n objects.
-        boxes: [n, 4] xyxy with the first pixel at 0.
-        difficult: flags of the objects; defaults to False.
-        crowd: flags of the objects; an extension of VOC that other readers ignore.
-        scores: of detections.
-        digits: decimals of the coordinates; defaults to as many as needed to read the same numbers back.
-
-    Example:
-        >>> text = voc_annotation("a.jpg", (64, 48), ["cat"], [[0, 0, 64, 48]])
-        >>> parse_annotation("a.xml", text.encode()).objects[0].corners
-        (0.0, 0.0, 64.0, 48.0)
+    Coordinates have as many decimals as needed to read the same numbers back. The flag ``crowd`` is an extension of VOC
+    that other readers ignore.
     """
+    target = dataset.target(index)
     root = Element("annotation")
     _add(root, "filename", file_name)
     sides = SubElement(root, "size")
-    for side, pixels in zip(("width", "height", "depth"), (*size, 3), strict=True):
+    for side, pixels in zip(("width", "height", "depth"), (*dataset.image_size(index), 3), strict=True):
         _add(sides, side, str(pixels))
-    for row, (name, (x1, y1, x2, y2)) in enumerate(zip(names, boxes, strict=True)):
+    for row, (x1, y1, x2, y2) in enumerate(target["boxes"].tolist()):
         item = SubElement(root, "object")
-        _add(item, "name", name)
-        _add(item, "difficult", "1" if difficult and difficult[row] else "0")
-        if crowd and crowd[row]:
+        _add(item, "name", dataset.class_names[target["labels"][row]])
+        _add(item, "difficult", str(int(target["difficult"][row])))
+        if target["crowd"][row]:
             _add(item, "crowd", "1")
-        if scores is not None:
-            _add(item, "score", f"{scores[row]:.4f}")
         corners = SubElement(item, "bndbox")
-        for tag, value in zip(_CORNERS, (x1 + 1.0, y1 + 1.0, float(x2), float(y2)), strict=True):
-            whole = str(int(value)) if value.is_integer() else repr(value)
-            _add(corners, tag, whole if digits is None else f"{value:.{digits}f}")
+        for tag, value in zip(_CORNERS, (x1 + 1.0, y1 + 1.0, x2, y2), strict=True):
+            _add(corners, tag, str(int(value)) if value.is_integer() else repr(value))
     indent(root)
     return tostring(root, encoding="unicode") + "\n"
 
@@ -209,41 +173,26 @@ class VocFormat(DataFormat):
 
     def read(self, split: str, class_names: Sequence[str] | None) -> DetectionDataset:
         """See :meth:`DataFormat.read`."""
-        names = self.class_names() if class_names is None else tuple(class_names)
-        labels = {name: label for label, name in enumerate(names)}
-        builder = AnnotationBuilder(self.folder, origin=1)
-        used: list[VocAnnotation] = []
+        builder = AnnotationBuilder(self.folder, class_names or self.class_names(), origin=1)
         for annotation in self._annotations(split, builder):
             path = self._image_of(annotation)
             if not path:
                 wanted = annotation.file_name or stem_of(annotation.path)
                 message = f"no image {wanted} beside the annotation or in a parallel folder"
                 builder.report("missing-image", annotation.path, message)
-            elif builder.find_image(path, named_in=annotation.path) and (
-                (image := builder.add_image(path, annotation.size)) >= 0
-            ):
-                used.append(annotation)
-                builder.problems += annotation.problems
-                for one in annotation.objects:
-                    if one.name in labels:
-                        flags = {"difficult": one.difficult, "crowd": one.crowd}
-                        builder.add_box(image, one.corners, labels[one.name], number=one.number, **flags)
-                    else:
-                        message = f"object {one.number}: class {one.name!r} is not in the class list"
-                        builder.report("unknown-class", annotation.path, message)
-        return builder.dataset(
-            class_names=names,
-            name=self.name,
-            split=split,
-            describe=lambda image, number: (used[image].path, f"object {number}"),
-        )
+                continue
+            image = builder.add_image(path, annotation.size, file=annotation.path)
+            builder.problems += annotation.problems if image >= 0 else []
+            for one in annotation.objects:
+                builder.add_box(image, **one)
+        return builder.dataset(name=self.name, split=split)
 
     def class_names(self) -> tuple[str, ...]:
         """The lines of ``labels.txt``, otherwise the classes of all annotations, sorted."""
         if self.folder.is_file("labels.txt") and (lines := filled_lines(self.folder.read_text("labels.txt"))):
             return tuple(dict.fromkeys(lines))
         parsed = map(self._parse, self.annotations)
-        found = {item.name for one in parsed if isinstance(one, VocAnnotation) for item in one.objects}
+        found = {item["class_name"] for one in parsed if isinstance(one, VocAnnotation) for item in one.objects}
         if not found:
             raise ProblemError("bad-categories", self.name, "no object with a class name; give the class names")
         return tuple(sorted(found))
@@ -259,14 +208,11 @@ class VocFormat(DataFormat):
             listed = [stem_of(names[part.image_path(i)]) + "\n" for i in range(len(part))]
             (lists / f"{split}.txt").write_text("".join(listed), "utf-8")
         thin = 0
-        for part in distinct(parts):
+        for part in distinct(parts.values()):
             thin += int((part.boxes[:, 2:] - part.boxes[:, :2] <= 1).any(axis=1).sum())
             for index in range(len(part)):
-                name, target = names[part.image_path(index)], part.target(index)
-                labels = [part.class_names[label] for label in target["labels"].tolist()]
-                flags = {flag: target[flag].tolist() for flag in ("difficult", "crowd")}
-                text = voc_annotation(name, part.image_size(index), labels, target["boxes"].tolist(), **flags)
-                (annotations / f"{stem_of(name)}.xml").write_text(text, "utf-8")
+                name = names[part.image_path(index)]
+                (annotations / f"{stem_of(name)}.xml").write_text(voc_annotation(part, index, name), "utf-8")
         class_names = next(iter(parts.values())).class_names
         (folder / "labels.txt").write_text("".join(f"{name}\n" for name in class_names), "utf-8")
         losses = [f"{thin} boxes of at most one pixel's width or height, which are dropped on reading"] if thin else []
@@ -289,25 +235,19 @@ class VocFormat(DataFormat):
         return lists
 
     def _annotations(self, split: str, builder: AnnotationBuilder) -> Iterator[VocAnnotation]:
-        """The distinct, readable annotations of a split.
+        """The readable annotations of a split.
 
         The images of a test split without a single annotation, as benchmarks publish it, have no objects.
         """
         entries = self._entries[split]
-        named_in = entries if isinstance(entries, str) else split
-        uses = Counter(self._listed(entries) if isinstance(entries, str) else entries)
-        unannotated = split.endswith("test") and not any(map(self.folder.has, uses))
-        if unannotated and uses:
+        paths = list(self._listed(entries)) if isinstance(entries, str) else entries
+        if paths and split.endswith("test") and not any(map(self.folder.has, paths)):
             message = "no image has an annotation; used as images without objects"
-            builder.report("image-without-annotation", named_in, message, count=len(uses))
-        for path, count in uses.items():
-            if count > 1:
-                builder.report("duplicate-image", path, f"listed {count} times in split {split}")
-            if unannotated:
-                yield VocAnnotation(path)
-            elif not self.folder.has(path):
-                builder.report("unreadable-annotation", named_in, f"no annotation {path}")
-            elif isinstance(parsed := self._parse(path), Problem):
+            builder.report("image-without-annotation", split, message, count=len(paths))
+            yield from map(VocAnnotation, paths)
+            return
+        for parsed in map(self._parse, paths):
+            if isinstance(parsed, Problem):
                 builder.problems.append(parsed)
             else:
                 yield parsed

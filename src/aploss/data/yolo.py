@@ -8,18 +8,17 @@ from typing import Any
 
 import yaml
 
-from aploss.data.annotations import AnnotationBuilder, DetectionDataset
+from aploss.data.annotations import AnnotationBuilder, DetectionDataset, distinct
 from aploss.data.folder import DatasetFolder, ProblemError, is_image
 from aploss.data.formats import (
     SPLITS,
     DataFormat,
     Parts,
+    check_class_names,
     common_split_name,
-    distinct,
     filled_lines,
     outline_losses,
     register_format,
-    split_order,
 )
 from aploss.files import load_yaml
 
@@ -63,28 +62,14 @@ def parse_row(row: str, size: tuple[int, int], *, where: tuple[str, int]) -> tup
     return int(class_id), tuple(0.0 if abs(corner) < _SNAP_PIXELS else corner for corner in corners)
 
 
-def yolo_rows(
-    labels: Sequence[int], boxes: Sequence[Sequence[float]], size: tuple[int, int], *, digits: int | None = None
-) -> str:
-    """The text of a label file, the inverse of :func:`parse_row`.
-
-    Args:
-        labels: [n], from 0.
-        boxes: [n, 4] xyxy in pixels.
-        size: width and height of the image.
-        digits: decimals; defaults to as many as needed to read the same numbers back.
-
-    Example:
-        >>> yolo_rows([1], [[10, 10, 30, 20]], (100, 50), digits=6)
-        '1 0.200000 0.300000 0.200000 0.200000\\n'
-    """
-    width, height = size
+def yolo_rows(dataset: DetectionDataset, index: int) -> str:
+    """The text of an image's label file, the inverse of :func:`parse_row`."""
+    target, (width, height) = dataset.target(index), dataset.image_size(index)
     lines = []
-    for label, (x1, y1, x2, y2) in zip(labels, boxes, strict=True):
+    for label, (x1, y1, x2, y2) in zip(target["labels"].tolist(), target["boxes"].tolist(), strict=True):
         centre = (x1 + x2) / 2 / width, (y1 + y2) / 2 / height
         values = (*centre, (x2 - x1) / width, (y2 - y1) / height)
-        texts = [repr(value) if digits is None else f"{value:.{digits}f}" for value in values]
-        lines.append(f"{label} {' '.join(texts)}\n")
+        lines.append(f"{label} {' '.join(map(repr, values))}\n")
     return "".join(lines)
 
 
@@ -103,13 +88,11 @@ class YoloFormat(DataFormat):
     looked_for = "YOLO (data.yaml with names and train, val or test)"
 
     def __init__(self, folder: DatasetFolder, file: str, description: dict[str, Any]) -> None:
-        super().__init__(folder, [])
-        self.file, self._description = file, description
+        self.folder, self.file, self._description = folder, file, description
         base = description.get("path")
         # A path that is not inside was written on another computer: the dataset is in the folder of its data.yaml.
         self._base = base if isinstance(base, str) and self._exists(base, base=".") else "."
-        splits = [str(key) for key, value in description.items() if self._is_split(key, value)]
-        self.splits = tuple(sorted(splits, key=split_order))
+        super().__init__(folder, [str(key) for key, value in description.items() if self._is_split(key, value)])
 
     @classmethod
     def find(cls, path: Path) -> "YoloFormat | None":
@@ -123,39 +106,32 @@ class YoloFormat(DataFormat):
 
     def class_names(self) -> tuple[str, ...]:
         """The names in the YAML file; empty if there are none."""
-        names = self._description.get("names", ())
-        if isinstance(names, dict):
-            if sorted(names, key=str) != sorted(range(len(names)), key=str):
-                raise ProblemError("bad-categories", self.file, "the keys of names must be 0, 1, 2, ...")
+        names = self._description.get("names")
+        if isinstance(names, dict) and set(names) == set(range(len(names))):  # {0: cat, 1: dog}
             names = [names[key] for key in range(len(names))]
-        valid = isinstance(names, (list, tuple)) and all(isinstance(name, (str, int)) and name != "" for name in names)
-        if not valid or len(set(map(str, names))) < len(names):
-            raise ProblemError("bad-categories", self.file, "names must be a list of distinct names")
-        return tuple(map(str, names))
+        if isinstance(names, list):
+            names = [str(name) if isinstance(name, int) else name for name in names]
+        return check_class_names(names, file=self.file) if names else ()
 
     def read(self, split: str, class_names: Sequence[str] | None) -> DetectionDataset:
         """See :meth:`DataFormat.read`."""
-        builder = AnnotationBuilder(self.folder)
         own_names = self.class_names() or class_names
         if not own_names:
             raise ProblemError("bad-categories", self.file, "no class names; list them as names: [...]")
-        names = tuple(own_names if class_names is None else class_names)
-        label_of = {name: label for label, name in enumerate(names)}
-        labels = [label_of.get(name, -1) for name in own_names]
-        label_files: list[str] = []
+        builder = AnnotationBuilder(self.folder, own_names if class_names is None else class_names, unit="line")
         for path in self._images(split, builder):
             file = _label_file(path)
-            text = self._read_labels(builder, path, file)
-            image = builder.add_image(path, None) if text is not None else -1
-            if text is not None and image >= 0:
-                label_files.append(file)
-                self._add_rows(builder, image, file, text, labels, own_names)
-        return builder.dataset(
-            class_names=names,
-            name=self.name,
-            split=split,
-            describe=lambda image, number: (label_files[image], f"line {number}"),
-        )
+            try:
+                text = self._read_labels(path, file)
+            except ProblemError as error:  # not an image without objects, since it may have some
+                builder.problems.append(error.problem)
+                continue
+            image = builder.add_image(path, None, file=file)
+            if image >= 0:
+                if text is None:
+                    builder.report("image-without-annotation", path, "no label file; used as an image without objects")
+                _add_rows(builder, image, file, text or "", own_names)
+        return builder.dataset(name=self.name, split=split)
 
     @classmethod
     def write(cls, folder: Path, parts: Parts, names: dict[Path, str]) -> list[str]:
@@ -163,11 +139,10 @@ class YoloFormat(DataFormat):
         :meth:`DataFormat.write`."""
         (folder / "labels").mkdir()
         flags = {"difficult": 0, "crowd": 0}
-        for part in distinct(parts):
+        for part in distinct(parts.values()):
             for index in range(len(part)):
-                stem, target = posixpath.splitext(names[part.image_path(index)])[0], part.target(index)
-                rows = yolo_rows(target["labels"].tolist(), target["boxes"].tolist(), part.image_size(index))
-                (folder / "labels" / f"{stem}.txt").write_text(rows, "utf-8")
+                file = Path(names[part.image_path(index)]).with_suffix(".txt")
+                (folder / "labels" / file).write_text(yolo_rows(part, index), "utf-8")
             flags = {flag: count + int(getattr(part, flag).sum()) for flag, count in flags.items()}
         for split, part in parts.items():
             lines = [f"./images/{names[part.image_path(i)]}\n" for i in range(len(part))]
@@ -191,7 +166,7 @@ class YoloFormat(DataFormat):
             return False
 
     def _images(self, split: str, builder: AnnotationBuilder) -> Iterator[str]:
-        """The distinct images of a split."""
+        """The images of a split, as listed."""
         value = self._description[split]
         # Accepts text only: nested YAML aliases could expand to any length.
         places = [
@@ -200,15 +175,8 @@ class YoloFormat(DataFormat):
         if not places:
             message = f"'{split}' must be a folder or list of images, or several, got {type(value).__name__}"
             raise ProblemError("missing-folder", self.file, message)
-        seen = set()
         for place in places:
-            for path in self._listed_images(split, place, builder):
-                if path in seen:
-                    builder.report("duplicate-image", path, f"listed twice in split {split}")
-                    continue
-                seen.add(path)
-                if builder.find_image(path, named_in=self.file):
-                    yield path
+            yield from self._listed_images(split, place, builder)
 
     def _listed_images(self, split: str, place: str, builder: AnnotationBuilder) -> Iterator[str]:
         found = self._find(place, base=self._base, named_in=self.file)
@@ -237,40 +205,27 @@ class YoloFormat(DataFormat):
             place = place.removeprefix("../")
         return self.folder.inside(place, base=inner, named_in=named_in)
 
-    def _read_labels(self, builder: AnnotationBuilder, image: str, file: str) -> str | None:
-        """The text of an image's label file, or None if it is unreadable: the image may have objects, so it must not
-        be trained on as one without."""
-        try:
-            if self.folder.has(file):
-                return self.folder.read_text(file, kind="unreadable-annotation")
-            labels = posixpath.dirname(file)
-            if not self.folder.is_folder(labels):
-                raise ProblemError("unreadable-annotation", labels, f"not a folder; expected the labels of {image}")
-        except ProblemError as error:
-            builder.problems.append(error.problem)
-            return None
-        builder.report("image-without-annotation", image, "no label file; used as an image without objects")
-        return ""
+    def _read_labels(self, image: str, file: str) -> str | None:
+        """The text of an image's label file, or None if there is none; ProblemError if it is unreadable."""
+        if self.folder.has(file):
+            return self.folder.read_text(file, kind="unreadable-annotation")
+        labels = posixpath.dirname(file)
+        if not self.folder.is_folder(labels):
+            raise ProblemError("unreadable-annotation", labels, f"not a folder; expected the labels of {image}")
+        return None
 
-    def _add_rows(
-        self, builder: AnnotationBuilder, image: int, file: str, text: str, labels: Sequence[int], names: Sequence[str]
-    ) -> None:
-        """Adds the boxes of a label file."""
-        for line, row in enumerate(text.splitlines(), start=1):
-            if not row.strip():
-                continue
+
+def _add_rows(builder: AnnotationBuilder, image: int, file: str, text: str, names: Sequence[str]) -> None:
+    """Adds the boxes of a label file."""
+    for line, row in enumerate(text.splitlines(), start=1):
+        if row.strip():
             try:
                 class_id, corners = parse_row(row, builder.sizes[image], where=(file, line))
             except ProblemError as error:
                 builder.problems.append(error.problem)
-                continue
-            if not 0 <= class_id < len(labels):
-                builder.report("unknown-class", file, f"line {line}: class {class_id} is not in 0..{len(labels) - 1}")
-            elif labels[class_id] < 0:
-                message = f"line {line}: class {names[class_id]!r} is not in the class list"
-                builder.report("unknown-class", file, message)
             else:
-                builder.add_box(image, corners, labels[class_id], number=line)
+                known = 0 <= class_id < len(names)
+                builder.add_box(image, corners, names[class_id] if known else class_id, number=line)
 
 
 def _label_file(image: str) -> str:

@@ -12,12 +12,11 @@ import numpy as np
 
 from aploss.data.annotations import as_rows
 from aploss.errors import DataError
-from aploss.evaluation.matching import Matches, match_detections
+from aploss.evaluation.matching import Matches, match_detections, score_thresholds
 from aploss.evaluation.metrics import optimal_lrp
 from aploss.evaluation.tables import Detections, Truth, as_tables
 
-Values = np.ndarray | Sequence[float]
-Flags = np.ndarray | Sequence[bool]
+Values = np.ndarray | Sequence[float]  # scores, or True and False
 BINS = 10
 # Relative increase per doubling of the score. Neighbouring float32 scores differ by at least 2^-24 of their size, so
 # their probabilities differ by about 1e-6 * 2^-24 / 2 = 3e-14 of theirs: far more than the 2e-16 that float64 resolves,
@@ -68,20 +67,18 @@ class Calibration:
 
     def to_dict(self) -> dict[str, list[float]]:
         """Returns the knots and thresholds as plain lists, for checkpoints and JSON."""
-        thresholds = {"class_thresholds": list(self.class_thresholds)} if self.class_thresholds else {}
-        return {"x": self.x.tolist(), "y": self.y.tolist(), **thresholds}
+        return {"x": self.x.tolist(), "y": self.y.tolist(), "class_thresholds": list(self.class_thresholds)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Calibration":
         """Inverse of :meth:`to_dict`. Raises ``DataError`` if the values are not an increasing map."""
         try:
-            knots = {key: np.array(values[key], dtype=float) for key in ("x", "y")}
-            return cls(**knots, class_thresholds=tuple(map(float, values.get("class_thresholds", ()))))
+            return cls(values["x"], values["y"], tuple(map(float, values.get("class_thresholds", ()))))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"not a calibration: {error}") from None
 
 
-def fit_calibration(scores: Values, correct: Flags) -> Calibration:
+def fit_calibration(scores: Values, correct: Values) -> Calibration:
     """Fits the map by centred isotonic regression (Oron and Flournoy, 2017).
 
     Isotonic regression is constant on each of its blocks. Here the mean score of a block gets its precision, and lines
@@ -210,7 +207,7 @@ def calibration_report(
     return report
 
 
-def _reliability(probabilities: Values, correct: Flags) -> list[dict[str, float]]:
+def _reliability(probabilities: Values, correct: Values) -> list[dict[str, float]]:
     """Compares predicted with true precision in ten bins of equal width; empty bins are left out."""
     values, right = _as_arrays(probabilities, correct)
     edges = np.linspace(0.0, 1.0, BINS + 1)
@@ -221,7 +218,7 @@ def _reliability(probabilities: Values, correct: Flags) -> list[dict[str, float]
     return as_rows(**{name: column[counts > 0] for name, column in columns.items()})
 
 
-def expected_calibration_error(probabilities: Values, correct: Flags) -> float:
+def expected_calibration_error(probabilities: Values, correct: Values) -> float:
     """Returns the mean distance of predicted and true precision over ten bins, weighted by count; 0 without detections.
 
     The error depends on the selection: a detector's 100 best per image are mostly background, which is easy to be right
@@ -245,14 +242,11 @@ def _best_f1_threshold(scores: np.ndarray, correct: np.ndarray, objects: int) ->
     if not correct.any():
         return 0.5
     order = np.argsort(-scores, kind="stable")
-    descending = np.append(scores[order], 0.0)
-    last_of_ties = np.flatnonzero(np.append(descending[:-2] != descending[1:-1], True))
-    f1 = 2 * np.cumsum(correct[order])[last_of_ties] / (last_of_ties + 1 + objects)
-    last = last_of_ties[np.argmax(f1)]
-    return float(descending[last : last + 2].mean())
+    thresholds, kept = score_thresholds(scores[order])
+    return float(thresholds[np.argmax(2 * np.cumsum(correct[order])[kept - 1] / (kept + objects))])
 
 
-def _as_arrays(scores: Values, correct: Flags) -> tuple[np.ndarray, np.ndarray]:
+def _as_arrays(scores: Values, correct: Values) -> tuple[np.ndarray, np.ndarray]:
     values, right = np.asarray(scores, dtype=np.float64), np.asarray(correct, dtype=np.float64)
     if values.ndim != 1 or values.shape != right.shape:
         raise DataError(f"{values.shape} scores and {right.shape} outcomes, expected [n] of both")

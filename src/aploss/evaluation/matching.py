@@ -265,3 +265,9 @@ def precision_envelope(hits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     found = np.cumsum(hits)
     precision = found / np.arange(1, len(hits) + 1)
     return found, np.maximum.accumulate(precision[::-1])[::-1]
+
+
+def score_thresholds(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """All thresholds that tell descending scores apart, each halfway to the next one, and how many scores they keep."""
+    kept = np.flatnonzero(np.append(scores[:-1] != scores[1:], True)) + 1
+    return (scores[kept - 1] + np.append(scores, 0.0)[kept]) / 2, kept

@@ -9,14 +9,8 @@ import numpy as np
 
 from aploss.data.annotations import Annotations, as_rows
 from aploss.errors import ConfigError
-from aploss.evaluation.matching import (
-    Matches,
-    by_category,
-    count_per_category,
-    match_detections,
-    match_voc,
-    precision_envelope,
-)
+from aploss.evaluation import matching
+from aploss.evaluation.matching import Matches, by_category, match_detections
 from aploss.evaluation.tables import Detections, DetectionTable, Truth, as_tables
 
 
@@ -102,9 +96,7 @@ class Metrics:
 
     def as_dict(self) -> dict[str, Any]:
         """The metrics as plain values for JSON, with ``None`` in place of NaN."""
-        document = _none_for_nan(asdict(self))
-        document["per_class"] = {name: _none_for_nan(row) for name, row in self.per_class.items()}
-        return document
+        return {name: _none_for_nan(value) for name, value in asdict(self).items()}
 
     def table(self) -> str:
         """A text table with a row per class and one for the mean; undefined columns are omitted."""
@@ -120,16 +112,18 @@ class Metrics:
         return "\n".join([lines[0], ruler, *lines[1:-1], ruler, lines[-1]])
 
 
-def _none_for_nan(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: None if isinstance(value, float) and isnan(value) else value for key, value in values.items()}
+def _none_for_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _none_for_nan(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and isnan(value) else value
 
 
 def _make_metrics(
     truth: Annotations, table: DetectionTable, averages: Sequence[dict[str, float]], **how: str
 ) -> Metrics:
     """Metrics of the averages of each class, followed by those over all classes, with the counts."""
-    objects = count_per_category(truth, truth.category_ids[truth.counted]).tolist()
-    found = count_per_category(truth, table.category_ids).tolist()
+    objects = matching.count_per_category(truth, truth.category_ids[truth.counted]).tolist()
+    found = matching.count_per_category(truth, table.category_ids).tolist()
     per_class = {
         name: {"objects": objects[k], "detections": found[k], **averages[k]}
         for k, name in enumerate(truth.categories.values())
@@ -280,7 +274,7 @@ def voc_metrics(ground_truth: Truth, detections: Detections, *, year: int = 2012
     truth, table = as_tables(ground_truth, detections)
     columns = {}
     for column, threshold in (("AP", iou), ("AP50", 0.5), ("AP75", 0.75)):
-        matches = match_voc(truth, table, threshold)
+        matches = matching.match_voc(truth, table, threshold)
         found = by_category(truth, table, matches)
         values = [_voc_average_precision(matches.correct[rows], objects, year) for _, objects, rows in found]
         columns[column] = [*values, _mean(values)]
@@ -292,7 +286,7 @@ def _voc_average_precision(hits: np.ndarray, positives: int, year: int) -> float
     """AP of a class, NaN without objects; ``hits`` [n]: whether each detection is correct, best first."""
     if positives == 0:
         return nan
-    found, best_from_here = precision_envelope(hits)
+    found, best_from_here = matching.precision_envelope(hits)
     if year < 2010:
         # recall >= step / 10 in integers: 3 of 10 objects reach recall 0.3, but not the float 0.1 * 3
         places = np.searchsorted(10 * found, np.arange(11) * positives, side="left")
@@ -372,17 +366,15 @@ def _optimum(scores: np.ndarray, correct: np.ndarray, overlaps: np.ndarray, obje
         return OptimalLRP(nan, nan, nan, nan, nan)
     if not correct.any():
         return OptimalLRP(1.0, nan, nan, 1.0, nan)
-    last_of_ties = np.flatnonzero(np.append(scores[:-1] != scores[1:], True))
-    found, kept = np.cumsum(correct)[last_of_ties], last_of_ties + 1
-    distance = np.cumsum(np.where(correct, 1 - overlaps, 0.0))[last_of_ties]
+    thresholds, kept = matching.score_thresholds(scores)
+    found, distance = np.cumsum(correct)[kept - 1], np.cumsum(np.where(correct, 1 - overlaps, 0.0))[kept - 1]
     # with n detections kept: true positives + false positives + false negatives = n + objects - true positives
     error = (distance / (1 - iou) + (kept - found) + (objects - found)) / (kept + objects - found)
     best = int(np.argmin(error))
-    last = last_of_ties[best]
     return OptimalLRP(
         oLRP=float(error[best]),
         oLRP_loc=float(distance[best] / found[best]),
         oLRP_fp=float(1 - found[best] / kept[best]),
         oLRP_fn=float(1 - found[best] / objects),
-        lrp_threshold=float((scores[last] + (scores[last + 1] if last + 1 < len(scores) else 0.0)) / 2),
+        lrp_threshold=float(thresholds[best]),
     )

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import numpy as np
 from msgspec import UNSET
 
+from aploss.data import coco
 from aploss.data.annotations import Annotations, as_rows
-from aploss.data.coco import CocoCategory, CocoImage, CocoObjects, coco_sections, parse_json, read_entries, read_objects
 from aploss.data.folder import printable
 from aploss.errors import DataError
 
@@ -53,15 +53,13 @@ class DetectionTable:
         Raises:
             DataError: if lengths differ, or a box or score is not finite.
         """
-        counts = [len(entry["scores"]) for entry in predictions]
         boxes, scores, labels = (
             [np.asarray(entry[key].cpu() if hasattr(entry[key], "cpu") else entry[key], float) for entry in predictions]
             for key in ("boxes", "scores", "labels")
         )
-        if counts != [len(one) for one in boxes] or counts != [len(one) for one in labels]:
-            raise DataError("a prediction has different numbers of boxes, scores and labels")
-        if len(image_ids) != len(predictions):
-            raise DataError(f"{len(image_ids)} image ids for {len(predictions)} predictions")
+        counts, *others = (list(map(len, column)) for column in (scores, boxes, labels))
+        if len(image_ids) != len(predictions) or others != [counts, counts]:
+            raise DataError("predictions need an image id each, and as many boxes and labels as scores")
         corners = np.concatenate([np.zeros((0, 4)), *(one.reshape(-1, 4) for one in boxes)])
         values = np.concatenate([[], *scores])
         if not (np.isfinite(corners).all() and np.isfinite(values).all()):
@@ -111,19 +109,18 @@ def read_ground_truth(source: str | Path | dict[str, Any]) -> Annotations:
         array([[ 2.,  3., 12., 23.]])
     """
     with _content(source) as dataset:
-        sections = coco_sections(dataset)
-        images = _by_id(sections["images"], CocoImage, "images")
-        categories = _by_id(sections["categories"], CocoCategory, "categories")
-        objects = _read_objects(sections["annotations"], "annotations")
-        _check_known("annotations", "image_id", objects.image_ids, [*images])
-        _check_known("annotations", "category_id", objects.category_ids, [*categories])
+        sections = coco.coco_sections(dataset)
+        images = _by_id(sections["images"], coco.CocoImage, "images")
+        categories = _by_id(sections["categories"], coco.CocoCategory, "categories")
+        objects, columns = _read_objects(sections["annotations"], "annotations", coco.ANNOTATION_KINDS)
+        _check_known("annotations", "image_id", columns["image_ids"], [*images])
+        _check_known("annotations", "category_id", columns["category_ids"], [*categories])
+        areas = [one.bbox[2] * one.bbox[3] if one.area is None else one.area for one in objects]
         return Annotations(
-            image_ids=objects.image_ids,
-            category_ids=objects.category_ids,
-            xywh=objects.xywh,
-            areas=np.where(np.isnan(objects.values), np.prod(objects.xywh[:, 2:], axis=1), objects.values),
-            crowd=objects.crowd,
-            difficult=objects.difficult,
+            **columns,
+            areas=np.array(areas, np.float64),
+            crowd=np.array([one.iscrowd for one in objects], bool),
+            difficult=np.array([one.difficult for one in objects], bool),
             images=np.sort(np.array([*images], np.int64)),
             categories=_unique_names(categories),
         )
@@ -144,10 +141,8 @@ def read_detections(source: str | Path | Sequence[dict[str, Any]]) -> DetectionT
         [0.6]
     """
     with _content(source) as results:
-        found = _read_objects(parse_json(results), "detections", scored=True)
-    return DetectionTable(
-        image_ids=found.image_ids, category_ids=found.category_ids, xywh=found.xywh, scores=found.values
-    )
+        found, columns = _read_objects(coco.parse_json(results), "detections", coco.RESULT_KINDS)
+    return DetectionTable(**columns, scores=np.array([one.score for one in found], np.float64))
 
 
 @contextmanager
@@ -167,14 +162,15 @@ def _content(source: Any) -> Iterator[Any]:
         raise DataError(f"{name}not JSON ({error})") from None
 
 
-def _read_objects(entries: Any, where: str, *, scored: bool = False) -> CocoObjects:
-    """The columns of annotations or detections; raises ``DataError`` at the first invalid entry."""
-    objects = read_objects(entries, where, _raise, scored=scored)
-    valid = np.isfinite(objects.xywh).all(axis=1) & (objects.xywh[:, 2:] >= 0).all(axis=1)
-    for row in np.flatnonzero(~valid):
-        box = ", ".join(f"{number:g}" for number in objects.xywh[row])
+def _read_objects(section: Any, where: str, kinds: coco.Kinds) -> tuple[list[Any], dict[str, np.ndarray]]:
+    """Annotations or detections, and the columns that both have; raises ``DataError`` at the first invalid entry."""
+    objects = list(coco.read_entries(section, kinds, where, _raise).values())
+    xywh = np.array([one.bbox for one in objects], np.float64).reshape(-1, 4)
+    for row in np.flatnonzero(~(np.isfinite(xywh) & (xywh >= [-np.inf, -np.inf, 0, 0])).all(axis=1)):
+        box = ", ".join(f"{number:g}" for number in xywh[row])
         raise DataError(f"{where}[{row}]: 'bbox' is [{box}], expected finite [x, y, width, height] of size 0 or more")
-    return objects
+    ids = {f"{key}s": np.array([getattr(one, key) for one in objects], np.int64) for key in ("image_id", "category_id")}
+    return objects, {**ids, "xywh": xywh}
 
 
 def _raise(kind: str, message: str) -> NoReturn:
@@ -184,14 +180,14 @@ def _raise(kind: str, message: str) -> NoReturn:
 def _by_id(section: Any, struct: type[Any], where: str) -> dict[int, Any]:
     """Id → entry; raises ``DataError`` at the first invalid entry or repeated id."""
     entries = {}
-    for row, entry in read_entries(section, {struct: ""}, where, _raise).items():
+    for row, entry in coco.read_entries(section, {struct: ""}, where, _raise).items():
         if entry.id in entries:
             raise DataError(f"{where}[{row}] repeats id {entry.id}")
         entries[entry.id] = entry
     return entries
 
 
-def _unique_names(categories: dict[int, CocoCategory]) -> dict[int, str]:
+def _unique_names(categories: dict[int, coco.CocoCategory]) -> dict[int, str]:
     """Category id → name, ascending by id; made unique, since each name is a row of the table."""
     names: dict[int, str] = {}
     for number, entry in sorted(categories.items()):

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from aploss.data.check import SOMETHING_DROPPED, USABLE, CheckResult, Finding
-from aploss.data.folder import KINDS
+from aploss.data.check import SOMETHING_DROPPED, USABLE, CheckResult
+from aploss.data.folder import KINDS, Problem
 from aploss.data.images import ImageError, read_image
 from aploss.plotting.pictures import crop_around, data_uri, outline_boxes, resize
 from aploss.plotting.plots import BLUE, VERMILLION, new_plot
@@ -31,8 +31,8 @@ def write_data_page(result: CheckResult, path: str | Path) -> Path:
 def _result(result: CheckResult) -> list[page.Block]:
     total = result.total
     counts: Counter[str] = Counter()
-    for finding in result.findings:
-        counts[finding.problem.kind] += finding.problem.count
+    for problem in result.problems:
+        counts[problem.kind] += problem.count
     problems = ", ".join(f"{count:,} `{kind}` ({KINDS[kind][0].value})" for kind, count in counts.items())
     usable = result.exit_code in (USABLE, SOMETHING_DROPPED)
     label = f"usable{' with problems' if problems else ''}" if usable else "cannot be used as it is"
@@ -69,22 +69,21 @@ def _sizes(result: CheckResult) -> page.Figures:
 
 def _problems(result: CheckResult) -> list[page.Block]:
     blocks: list[page.Block] = []
-    for kind, group in groupby(result.findings, key=lambda finding: finding.problem.kind):
-        findings, (effect, description) = list(group), KINDS[kind]
-        count = sum(finding.problem.count for finding in findings)
+    for kind, group in groupby(result.problems, key=lambda problem: problem.kind):
+        problems, (effect, description) = list(group), KINDS[kind]
+        count = sum(problem.count for problem in problems)
         blocks.append(page.Text(f"`{kind}`, {count:,} ({effect.value}): {description}."))
-        if pictures := list(islice(filter(None, (_picture(result, finding) for finding in findings)), MAX_PICTURES)):
+        if pictures := list(islice(filter(None, (_picture(result, problem) for problem in problems)), MAX_PICTURES)):
             blocks.append(page.Figures(pictures, 150))
-        rows = [[one.problem.file, one.problem.message, ", ".join(one.splits)] for one in findings[:MAX_ROWS]]
-        more = f"{len(findings) - MAX_ROWS:,} more are not listed." if len(findings) > MAX_ROWS else ""
+        rows = [[one.file, one.message, ", ".join(one.splits)] for one in problems[:MAX_ROWS]]
+        more = f"{len(problems) - MAX_ROWS:,} more are not listed." if len(problems) > MAX_ROWS else ""
         table = page.Table(columns=["file", "problem", "splits"], rows=rows, caption=more)
-        blocks.append(page.Section(f"Files ({len(findings):,})", [table]))
+        blocks.append(page.Section(f"Files ({len(problems):,})", [table]))
     return blocks or [page.Text("None.")]
 
 
-def _picture(result: CheckResult, finding: Finding) -> page.Picture | None:
+def _picture(result: CheckResult, problem: Problem) -> page.Picture | None:
     """The surroundings of the box of a problem, or its image; None if it has none, or one that cannot be read."""
-    problem = finding.problem
     try:
         image = Image.fromarray(read_image(Path(result.root) / problem.image).permute(1, 2, 0).numpy())
     except (ImageError, OSError):

@@ -357,7 +357,7 @@ def detect_split(
     by_image = {image: result for share, _ in shares for image, result in share.items()}
     if unreadable := {index: why for _, share in shares for index, why in share.items()}:
         split.leave_out(unreadable)
-    order = [split.dataset.image_id(index) for index in range(len(split.dataset))]
+    order = split.dataset.image_ids.tolist()
     return DetectionTable.from_predictions(order, [by_image[image] for image in order])
 
 
@@ -366,7 +366,7 @@ def draw_detections(split: Split) -> Image.Image:
     pictures, dataset, detections = [], split.dataset, split.detections
     for index in np.linspace(0, len(dataset) - 1, min(DRAWN_IMAGES, len(dataset))).astype(int).tolist():
         image, target = dataset[index]
-        rows = np.flatnonzero(detections.image_ids == dataset.image_id(index))
+        rows = np.flatnonzero(detections.image_ids == dataset.image_ids[index])
         rows = rows[np.argsort(-detections.scores[rows], kind="stable")][: max(1, len(target["labels"]))]
         boxes = detections.xywh[rows]
         boxes[:, 2:] += boxes[:, :2]
