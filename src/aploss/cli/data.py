@@ -27,7 +27,7 @@ def run_check(options: Namespace) -> int:
     with (
         warnings.catch_warnings(),
         Progress(quiet=options.quiet or options.json) as progress,
-        progress.images("checking") as show,
+        progress.task("checking") as show,
     ):
         # Pillow warns about images that the check itself reports as too large.
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)

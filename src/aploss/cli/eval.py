@@ -74,7 +74,7 @@ def _detect(options: Namespace) -> tuple[Annotations, DetectionTable, int]:
     with (
         start_accelerator(device) as accelerator,
         Progress(quiet=options.quiet or options.json) as progress,
-        progress.images("detecting") as show,
+        progress.task("detecting") as show,
     ):
         table = splits.detect_split(detector, split, accelerator, batch_size=size, workers=workers, on_images=show)
     options.max_detections = options.max_detections or detector.detections_per_image

@@ -73,7 +73,7 @@ def _predict_missing(
     threshold = 0.0 if options.submission and options.threshold is None else options.threshold
     size, scales, failures = options.batch_size, MultiScale() if options.multi_scale else None, []
     root = commonpath([path.resolve().parent for path in versions])
-    with Progress(quiet=options.quiet) as progress, progress.images("predicting") as show:
+    with Progress(quiet=options.quiet) as progress, progress.task("predicting") as show:
         for start in range(0, len(todo), size):
             batch = {}
             for path in todo[start : start + size]:
