@@ -1,5 +1,6 @@
 """A run is a folder: config, environment, metrics, checkpoints, evaluation, report."""
 
+import json
 import os
 import platform
 import shlex
@@ -7,13 +8,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import yaml
 from filelock import FileLock, Timeout
@@ -246,12 +246,13 @@ class Summary:
     def read(cls, path: Path) -> "Summary":
         """Reads ``summary.json``; ``folder`` becomes its present folder. RunError if it is missing or invalid."""
         try:
-            summary = msgspec.json.decode(path.read_bytes(), type=cls)
+            values = json.loads(path.read_text(encoding="utf-8"))
+            known = {entry.name: values[entry.name] for entry in fields(cls) if entry.name in values}
+            return cls(**known | {"folder": str(path.parent)})
         except OSError as error:
             raise RunError(f"{path} cannot be read: {error.strerror}") from error
-        except (ValueError, RecursionError) as error:
+        except (ValueError, TypeError) as error:
             raise RunError(f"{path} is not the summary of a run: {error}") from error
-        return replace(summary, folder=str(path.parent))
 
     def table(self) -> str:
         """Formats the metrics for printing at the end of a run."""
