@@ -56,6 +56,9 @@ class HingeAPLoss(LossModule):
     traits = LossTraits(label="Hinge-AP", colour="#444c56", dashes=(0, (1, 2)), marker="p")
     _function = staticmethod(hinge_ap_loss)
 
+    def __init__(self) -> None:
+        super().__init__()
+
 
 def _value_and_gradient(scores: Tensor, targets: Tensor, _: bool) -> tuple[Values, Values]:
     check_values(scores, targets)

@@ -434,8 +434,7 @@ def _find(problem: Problem) -> tuple[Any, Any, Any, Any, Status]:
     """The scores [N], and which of them are negatives; flat index and score of the positives [P]; their numbers."""
     scores, targets = problem.scores, problem.targets
     flat = (scores if scores.dtype in SCORE_DTYPES else scores.to(torch.float32)).numpy()
-    marks = (targets if targets.dtype in TARGET_DTYPES else targets.to(torch.float32)).numpy()
-    size = len(flat)
+    marks, size = (targets if targets.dtype in TARGET_DTYPES else targets.to(torch.float32)).numpy(), len(flat)
     negative, index, values = np.empty(size, np.bool_), np.empty(size + 1, np.int64), np.empty(size + 1, flat.dtype)
     status = Status(*find_positives(marks, flat, problem.rule.soft_targets, negative, index, values))
     return flat, negative, index[: status.positives], values[: status.positives], status
