@@ -14,7 +14,7 @@ from aploss.data.formats import DataFormat
 from aploss.detectors import build_detector
 from aploss.detectors.checkpoint import Checkpoint, wrap_untrusted
 from aploss.detectors.detector import Detector
-from aploss.errors import ConfigError
+from aploss.errors import ConfigError, RunError
 from aploss.training.callbacks import Progress, RowFunction, make_tracker
 from aploss.training.config import TrainConfig
 from aploss.training.distributed import (
@@ -143,6 +143,11 @@ def _open_run(
     data = main_first(accelerator, lambda: load_run_data(config, source, class_names=names))
     # The initial weights of a resumed run are not needed, and may no longer exist.
     detector = checkpoint.detector() if checkpoint is not None else make_detector(config, data.train.class_names)
+    if checkpoint is not None and (detector.name, detector.loss_name) != (config.detector, config.loss):
+        raise RunError(
+            f"{folder.last} holds a {detector.name} trained with {detector.loss_name}, but the run's config has "
+            f"{config.detector} and {config.loss}"
+        )
     loop = Loop(config, folder, accelerator, progress, callbacks, data, detector.to(accelerator.device))
     loop.restore(checkpoint, on_main(accelerator, data.fingerprints))
     if was_restarted() and checkpoint is not None:

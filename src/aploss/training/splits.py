@@ -6,6 +6,7 @@ Each set of weights is run on a split once, with the images shared among the ran
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -200,10 +201,13 @@ def load_split(source: DataFormat, split: str, class_names: Sequence[str], *, ig
     loaded = Split(source.load(split, class_names=class_names))
     if ignore_unknown is not None and (count := loaded.ignored_objects):
         first = next(problem for problem in loaded.dataset.problems if problem.kind == UNKNOWN)
+        names = {"detector": class_names}
+        with suppress(DataError):  # a dataset without class names
+            names["dataset"] = source.load(split).class_names
+        lists = "; ".join(f"classes of the {whose}: {listed(list(own), 20)}" for whose, own in names.items())
         raise DataError(
             f"{loaded.dataset.name}, split {split}: {count} objects of unknown classes, such as {first.file}: "
-            f"{first.message}; classes of the detector: {listed(list(class_names), 20)}; rename the classes, or "
-            f"evaluate without these objects: {ignore_unknown}"
+            f"{first.message}; {lists}; rename the classes, or evaluate without these objects: {ignore_unknown}"
         )
     return loaded
 
