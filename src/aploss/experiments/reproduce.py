@@ -18,6 +18,8 @@ from aploss.training.distributed import choose_device
 CURVE_POINTS = 10  # of AP during training, as in Figure 5a
 SEEDS = {"small": (0, 1, 2), "paper": (0,)}  # the paper names none
 PAPER_GPUS = 2  # Section 4.1: 2 GPUs with 8 images each, and each ranks its own; here one after the other
+# The authors' box loss, as in the paper's recipes, instead of the one of the recipes for a CPU.
+PAPER_BOXES = {"criterion": {"box_loss": "paper-smooth-l1", "box_weight": 1.0}}
 SMALL_SCALE = (
     "This is the small scale: a detector with few parameters, trained from scratch for minutes on small images. The "
     "paper's numbers come from large pretrained networks on other data, so that levels cannot be compared with them; "
@@ -93,7 +95,7 @@ def _config(entry: Reproduction, row: Row, request: Request) -> TrainConfig:
     else:
         recipe, steps = f"{request.benchmark}-{entry.recipe}", None
         layers = [entry.full, {"batches": {"size": row.batch, "accumulate": PAPER_GPUS}}]
-    settings = reduce(merge, [entry.settings, row.settings, *layers, own])
+    settings = reduce(merge, [PAPER_BOXES, entry.settings, row.settings, *layers, own])
     config = comparison_config(recipe, settings, steps=steps, validations=CURVE_POINTS)
     if entry.curves_on_test and not request.is_small:
         config = changed(config, {"splits": {"validation": TEST_SPLIT[request.benchmark]}})
