@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -45,7 +44,7 @@ BACKENDS = ("cpu", "torch", "triton")
 BACKEND_VARIABLE = "APLOSS_BACKEND"
 MIN_SCORES_FOR_WARNING = 1000  # to tell probabilities from logits
 _chosen: str | None = None
-_inspections_left = 10  # calls of this process in which it looks for enough scores to check that they are logits
+_is_inspected = False  # whether this process has had enough scores to check that they are logits
 
 
 class use_backend:  # noqa: N801 - reads as a function, and as a context
@@ -76,9 +75,7 @@ class use_backend:  # noqa: N801 - reads as a function, and as a context
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         global _chosen
         _chosen = self._before
 
@@ -222,7 +219,7 @@ def _make_problem(scores: Tensor, targets: Tensor, options: Options, box_losses:
         box_losses = box_losses.detach().resolve_neg()
     shape = scores.shape
     scores, targets = _flatten(scores), _flatten(targets)
-    if _inspections_left and options.delta > 0:
+    if not _is_inspected and options.delta > 0:
         _warn_about_probabilities(scores)
     if scores.numel() == 0:  # backends rank one score at least: an ignored one
         scores, targets = scores.new_zeros(1), scores.new_full((1,), -1.0)
@@ -259,13 +256,10 @@ def _on_cpu(problem: Problem) -> Problem:
 
 def _warn_about_probabilities(scores: Tensor) -> None:
     """Warns once per process if its first scores, on the CPU and enough of them, look like probabilities."""
-    global _inspections_left
-    if scores.device.type != "cpu":
+    global _is_inspected
+    if scores.device.type != "cpu" or scores.numel() < MIN_SCORES_FOR_WARNING:
         return
-    is_enough = scores.numel() >= MIN_SCORES_FOR_WARNING
-    _inspections_left = 0 if is_enough else _inspections_left - 1
-    if not is_enough:
-        return
+    _is_inspected = True
     # So few that torch uses one thread: a forked process has lost the others.
     lowest, highest = (value.item() for value in torch.aminmax(scores[:MIN_SCORES_FOR_WARNING]))
     if 0 <= lowest < highest <= 1:
@@ -327,7 +321,7 @@ def _rank_together(
     scores: Tensor, targets: Tensor, options: Options, box_losses: Tensor | None, needs_gradient: bool
 ) -> tuple[Problem, Tensors, Tensors]:
     """Ranks the scores of all processes; every process raises if one has invalid input."""
-    group, mistake, own = options.process_group, None, (0, 0)
+    group, mistake, own, cause = options.process_group, None, (0, 0), ""
     try:
         problem = _make_problem(scores, targets, options, box_losses)
         backend = _select_backend(problem)
@@ -335,8 +329,9 @@ def _rank_together(
         _raise_invalid(problem, found.status, options.non_finite)
         own = (found.status.positives, found.status.bad_scores)
     except ValueError as error:
-        mistake = error
-    message = torch.tensor([*own, _CAUSES.index(_cause_of(mistake))], device=_device_of(group))
+        kinds = {NonFiniteScoresError: "score", InvalidTargetError: "target"}
+        mistake, cause = error, kinds.get(type(error), "arguments")
+    message = torch.tensor([*own, _CAUSES.index(cause)], device=_device_of(group))
     counts, bad_scores, causes = _all_gather(message, group).T.tolist()
     if mistake is not None:
         raise mistake
@@ -353,13 +348,7 @@ def _rank_together(
     return problem, *_apply_rule(backend, problem, found, positives, reduce, needs_gradient)
 
 
-_CAUSES: tuple[Any, ...] = ("", "score", "target", "arguments")
-
-
-def _cause_of(mistake: ValueError | None) -> str:
-    """What the other processes learn of a mistake; see :class:`OtherProcessError`."""
-    kinds = {type(None): "", NonFiniteScoresError: "score", InvalidTargetError: "target"}
-    return kinds.get(type(mistake), "arguments")
+_CAUSES: tuple[Any, ...] = ("", "score", "target", "arguments")  # what the other processes learn of a mistake
 
 
 def _device_of(group: Any) -> torch.device:
