@@ -118,7 +118,7 @@ def rank_scores(
         values, gradients = rank_problem(_select_backend(problem), problem, options.non_finite, needs_gradient)
     else:
         problem, values, gradients = _rank_together(scores, targets, options, box_losses, needs_gradient)
-    if scores.ndim == 1 and scores.numel() and scores.device == problem.scores.device:
+    if scores.ndim == 1 and len(scores) and not scores.is_mps:
         return values, gradients
     likes = (scores, scores if box_losses is None else box_losses)
     return tuple(value.to(scores.device) for value in values), tuple(
@@ -219,23 +219,15 @@ def _make_problem(scores: Tensor, targets: Tensor, options: Options, box_losses:
         box_losses = box_losses.detach().resolve_neg()
     shape = scores.shape
     scores, targets = _flatten(scores), _flatten(targets)
-    if not _is_inspected and options.delta > 0:
+    size = scores.numel()
+    if size >= MIN_SCORES_FOR_WARNING and not _is_inspected and options.delta > 0 and scores.is_cpu:
         _warn_about_probabilities(scores)
-    if scores.numel() == 0:  # backends rank one score at least: an ignored one
+    if size == 0:  # backends rank one score at least: an ignored one
         scores, targets = scores.new_zeros(1), scores.new_full((1,), -1.0)
         groups = None if groups is None else groups.new_zeros(1)
-    problem = Problem(
-        scores,
-        comparable_targets(targets),
-        options.rule,
-        float(options.delta),
-        groups,
-        weights,
-        box_losses,
-        options.thresholds,
-        shape,
-    )
-    return _on_cpu(problem) if scores.device.type == "mps" else problem
+    given = (options.rule, float(options.delta), groups, weights, box_losses, options.thresholds, shape)
+    problem = Problem(scores, comparable_targets(targets), *given)
+    return _on_cpu(problem) if scores.is_mps else problem
 
 
 def _flatten(values: Tensor) -> Tensor:
@@ -257,8 +249,6 @@ def _on_cpu(problem: Problem) -> Problem:
 def _warn_about_probabilities(scores: Tensor) -> None:
     """Warns once per process if its first scores, on the CPU and enough of them, look like probabilities."""
     global _is_inspected
-    if scores.device.type != "cpu" or scores.numel() < MIN_SCORES_FOR_WARNING:
-        return
     _is_inspected = True
     # So few that torch uses one thread: a forked process has lost the others.
     lowest, highest = (value.item() for value in torch.aminmax(scores[:MIN_SCORES_FOR_WARNING]))
@@ -404,11 +394,11 @@ def resolve_group(name: str) -> Any:
 
 def _select_backend(problem: Problem) -> TorchBackend:
     """The backend chosen by hand, or the best one for the device of the scores."""
-    kind, chosen = problem.scores.device.type, _chosen or _chosen_by_environment()
-    if kind == "cpu" and chosen in (None, "cpu"):
+    chosen = _chosen or _chosen_by_environment()
+    if problem.scores.is_cpu and chosen in (None, "cpu"):
         numba = _numba_module()
         return TorchBackend() if numba is None else numba.NumbaBackend()
-    if chosen == "triton" or (chosen is None and kind == "cuda"):
+    if chosen == "triton" or (chosen is None and problem.scores.is_cuda):
         from . import triton
 
         if chosen is None:
@@ -417,7 +407,7 @@ def _select_backend(problem: Problem) -> TorchBackend:
             return triton.TritonBackend()
     if chosen in (None, "torch"):
         return TorchBackend()
-    raise ValueError(f"backend {chosen!r} cannot rank these scores, {problem.scores.dtype} on {kind}")
+    raise ValueError(f"backend {chosen!r} cannot rank these scores, {problem.scores.dtype} on {problem.scores.device}")
 
 
 @cache

@@ -485,7 +485,9 @@ class NumbaBackend(TorchBackend):
         out = np.empty(size if needs_gradient else 0, flat.dtype)
         options = (problem.delta, _fixed_point_unit(size), _ratio_of(rule.error, rule.monotone))
         tallies = np.zeros((num_rows + 1, 2), np.int64)
-        loss = loss_and_gradient(flat, negative, _NO_GROUPS, values, index, values.argsort(), *options, tallies, out)
+        loss = loss_and_gradient(
+            flat, negative, _NO_GROUPS, values, index, values.argsort(kind="stable"), *options, tallies, out
+        )
         value = torch.scalar_tensor(loss, dtype=problem.dtype)
         return (value,), (torch.from_numpy(out),) if needs_gradient else ()
 
