@@ -76,7 +76,6 @@ TARGET_DTYPES = (*REAL_DTYPES, torch.bool, torch.int64, torch.int32, torch.int16
 
 def check_tensors(**values: Tensor) -> None:
     """Raises ValueError unless both are dense tensors of numbers, with data, on one device."""
-    devices = []
     for name, value in values.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
@@ -85,9 +84,9 @@ def check_tensors(**values: Tensor) -> None:
             raise ValueError(f"{name} must be a dense tensor, got {kind}; convert it first, as with to_dense()")
         if value.is_meta or (not torch.compiler.is_compiling() and torch._is_zerotensor(value)):
             raise ValueError(f"{name} must hold data, got a tensor without any, as on the meta device")
-        devices.append(value.device)
-    if devices[0] != devices[1]:
-        raise ValueError(f"{' and '.join(values)} must be on one device, got {devices[0]} and {devices[1]}")
+    first, second = values.values()
+    if first.device != second.device:
+        raise ValueError(f"{' and '.join(values)} must be on one device, got {first.device} and {second.device}")
 
 
 def check_scores_and_targets(scores: Tensor, targets: Tensor) -> None:

@@ -71,10 +71,8 @@ def quality_focal_loss(
     and q the IoU (0 for negatives), an anchor costs |q - p|^beta BCE(p, q).
 
     Args:
-        scores: logits, any shape, any floating dtype.
-        qualities: same shape; in (0, 1] for positives (the IoU of their predicted box), 0 negative, -1 ignored.
+        scores, qualities, num_positives: see :func:`varifocal_loss`.
         beta: how strongly anchors whose score is already near their IoU are down-weighted; 0, or >= 1.
-        num_positives: the divisor, such as the positives of all processes; by default their number, at least 1.
 
     Returns:
         scalar, float32 (float64 for float64 scores). Raises as :func:`varifocal_loss`.
@@ -109,11 +107,9 @@ def matchability_aware_loss(
     positive, however poor its box, and alpha p^gamma BCE(p, 0) if it is negative.
 
     Args:
-        scores: logits, any shape, any floating dtype.
-        qualities: same shape; in (0, 1] for positives (the IoU of their predicted box), 0 negative, -1 ignored.
+        scores, qualities, num_positives: see :func:`varifocal_loss`.
         gamma: exponent of the IoU in the target, and of the score in the weight of negatives, >= 0.
         alpha: weight of the negatives, >= 0.
-        num_positives: the divisor, such as the positives of all processes; by default their number, at least 1.
 
     Returns:
         scalar, float32 (float64 for float64 scores). Raises as :func:`varifocal_loss`.
@@ -150,11 +146,9 @@ def iou_aware_bce_loss(
     least 0.01, if it is positive, and p^gamma BCE(p, 0) if it is negative.
 
     Args:
-        scores: logits, any shape, any floating dtype.
-        qualities: same shape; in (0, 1] for positives (the IoU of their predicted box), 0 negative, -1 ignored.
+        scores, qualities, num_positives: see :func:`varifocal_loss`.
         alpha: share of the score in the target of positives, in [0, 1].
         gamma: how strongly negatives with a low score are down-weighted, >= 0.
-        num_positives: the divisor, such as the positives of all processes; by default their number, at least 1.
 
     Returns:
         scalar, float32 (float64 for float64 scores). Raises as :func:`varifocal_loss`.

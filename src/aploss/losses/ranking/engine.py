@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -45,7 +44,7 @@ BACKENDS = ("cpu", "torch", "triton")
 BACKEND_VARIABLE = "APLOSS_BACKEND"
 MIN_SCORES_FOR_WARNING = 1000  # to tell probabilities from logits
 _chosen: str | None = None
-_inspections_left = 10  # calls of this process in which it looks for enough scores to check that they are logits
+_is_inspected = False  # whether this process has had enough scores to check that they are logits
 
 
 class use_backend:  # noqa: N801 - reads as a function, and as a context
@@ -76,9 +75,7 @@ class use_backend:  # noqa: N801 - reads as a function, and as a context
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         global _chosen
         _chosen = self._before
 
@@ -121,7 +118,7 @@ def rank_scores(
         values, gradients = rank_problem(_select_backend(problem), problem, options.non_finite, needs_gradient)
     else:
         problem, values, gradients = _rank_together(scores, targets, options, box_losses, needs_gradient)
-    if scores.ndim == 1 and scores.numel() and scores.device == problem.scores.device:
+    if scores.ndim == 1 and len(scores) and not scores.is_mps:
         return values, gradients
     likes = (scores, scores if box_losses is None else box_losses)
     return tuple(value.to(scores.device) for value in values), tuple(
@@ -222,23 +219,15 @@ def _make_problem(scores: Tensor, targets: Tensor, options: Options, box_losses:
         box_losses = box_losses.detach().resolve_neg()
     shape = scores.shape
     scores, targets = _flatten(scores), _flatten(targets)
-    if _inspections_left and options.delta > 0:
+    size = scores.numel()
+    if size >= MIN_SCORES_FOR_WARNING and not _is_inspected and options.delta > 0 and scores.is_cpu:
         _warn_about_probabilities(scores)
-    if scores.numel() == 0:  # backends rank one score at least: an ignored one
+    if size == 0:  # backends rank one score at least: an ignored one
         scores, targets = scores.new_zeros(1), scores.new_full((1,), -1.0)
         groups = None if groups is None else groups.new_zeros(1)
-    problem = Problem(
-        scores,
-        comparable_targets(targets),
-        options.rule,
-        float(options.delta),
-        groups,
-        weights,
-        box_losses,
-        options.thresholds,
-        shape,
-    )
-    return _on_cpu(problem) if scores.device.type == "mps" else problem
+    given = (options.rule, float(options.delta), groups, weights, box_losses, options.thresholds, shape)
+    problem = Problem(scores, comparable_targets(targets), *given)
+    return _on_cpu(problem) if scores.is_mps else problem
 
 
 def _flatten(values: Tensor) -> Tensor:
@@ -259,13 +248,8 @@ def _on_cpu(problem: Problem) -> Problem:
 
 def _warn_about_probabilities(scores: Tensor) -> None:
     """Warns once per process if its first scores, on the CPU and enough of them, look like probabilities."""
-    global _inspections_left
-    if scores.device.type != "cpu":
-        return
-    is_enough = scores.numel() >= MIN_SCORES_FOR_WARNING
-    _inspections_left = 0 if is_enough else _inspections_left - 1
-    if not is_enough:
-        return
+    global _is_inspected
+    _is_inspected = True
     # So few that torch uses one thread: a forked process has lost the others.
     lowest, highest = (value.item() for value in torch.aminmax(scores[:MIN_SCORES_FOR_WARNING]))
     if 0 <= lowest < highest <= 1:
@@ -327,7 +311,7 @@ def _rank_together(
     scores: Tensor, targets: Tensor, options: Options, box_losses: Tensor | None, needs_gradient: bool
 ) -> tuple[Problem, Tensors, Tensors]:
     """Ranks the scores of all processes; every process raises if one has invalid input."""
-    group, mistake, own = options.process_group, None, (0, 0)
+    group, mistake, own, cause = options.process_group, None, (0, 0), ""
     try:
         problem = _make_problem(scores, targets, options, box_losses)
         backend = _select_backend(problem)
@@ -335,8 +319,9 @@ def _rank_together(
         _raise_invalid(problem, found.status, options.non_finite)
         own = (found.status.positives, found.status.bad_scores)
     except ValueError as error:
-        mistake = error
-    message = torch.tensor([*own, _CAUSES.index(_cause_of(mistake))], device=_device_of(group))
+        kinds = {NonFiniteScoresError: "score", InvalidTargetError: "target"}
+        mistake, cause = error, kinds.get(type(error), "arguments")
+    message = torch.tensor([*own, _CAUSES.index(cause)], device=_device_of(group))
     counts, bad_scores, causes = _all_gather(message, group).T.tolist()
     if mistake is not None:
         raise mistake
@@ -353,13 +338,7 @@ def _rank_together(
     return problem, *_apply_rule(backend, problem, found, positives, reduce, needs_gradient)
 
 
-_CAUSES: tuple[Any, ...] = ("", "score", "target", "arguments")
-
-
-def _cause_of(mistake: ValueError | None) -> str:
-    """What the other processes learn of a mistake; see :class:`OtherProcessError`."""
-    kinds = {type(None): "", NonFiniteScoresError: "score", InvalidTargetError: "target"}
-    return kinds.get(type(mistake), "arguments")
+_CAUSES: tuple[Any, ...] = ("", "score", "target", "arguments")  # what the other processes learn of a mistake
 
 
 def _device_of(group: Any) -> torch.device:
@@ -415,11 +394,11 @@ def resolve_group(name: str) -> Any:
 
 def _select_backend(problem: Problem) -> TorchBackend:
     """The backend chosen by hand, or the best one for the device of the scores."""
-    kind, chosen = problem.scores.device.type, _chosen or _chosen_by_environment()
-    if kind == "cpu" and chosen in (None, "cpu"):
+    chosen = _chosen or _chosen_by_environment()
+    if problem.scores.is_cpu and chosen in (None, "cpu"):
         numba = _numba_module()
         return TorchBackend() if numba is None else numba.NumbaBackend()
-    if chosen == "triton" or (chosen is None and kind == "cuda"):
+    if chosen == "triton" or (chosen is None and problem.scores.is_cuda):
         from . import triton
 
         if chosen is None:
@@ -428,7 +407,7 @@ def _select_backend(problem: Problem) -> TorchBackend:
             return triton.TritonBackend()
     if chosen in (None, "torch"):
         return TorchBackend()
-    raise ValueError(f"backend {chosen!r} cannot rank these scores, {problem.scores.dtype} on {kind}")
+    raise ValueError(f"backend {chosen!r} cannot rank these scores, {problem.scores.dtype} on {problem.scores.device}")
 
 
 @cache

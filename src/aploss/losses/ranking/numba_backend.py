@@ -1,13 +1,13 @@
 """The CPU backend, compiled by numba: O(N + P log P) for P positives among N scores.
 
-It adds to the page in :mod:`aploss.losses.ranking` that only the positives are sorted. Their
-breakpoints s_i - delta and s_i + delta cut the score axis into *rows*; every negative finds its row
-through a lookup table and is counted there together with its distance to the row's left edge. See
-:mod:`.segments` for the same mathematics in torch operations, and for why edges are exact.
+It adds to the page in :mod:`aploss.losses.ranking` that only the positives are sorted. Their breakpoints s_i - delta
+and s_i + delta cut the score axis into *rows*; every negative finds its row through a lookup table and is counted there
+together with its distance to the row's left edge. See :mod:`.segments` for the same mathematics in torch operations,
+and for why edges are exact.
 
-Rows are numbered group by group. The first row of a group lies below all of its breakpoints, where
-every step function is 0. Sums over scores are sums of integers (fixed point), so results are the
-same bits for any number of threads. NumPy arrays throughout; tensors only at the boundary.
+Rows are numbered group by group. The first row of a group lies below all of its breakpoints, where every step function
+is 0. Sums over scores are sums of integers (fixed point), so results are the same bits for any number of threads. NumPy
+arrays throughout; tensors only at the boundary.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, no-any-return"
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -32,11 +32,50 @@ from .torch_backend import Found, Positives, Problem, Ranks, Reduce, Status, Tor
 SCORE_DTYPES, TARGET_DTYPES = (torch.float32, torch.float64), (torch.float32, torch.float64, torch.int64)
 BLOCK = 256
 MIN_SCORES_PER_THREAD = 1 << 16
-_NO_GROUPS = np.empty(0, np.int32)
 MAX_CELLS_PER_ROW = 16  # of the lookup table: most cells then hold no edge, or one
+_NO_GROUPS = np.empty(0, np.int64)
 
 # Functions that kernels call need no entry point from Python.
 _inside: Any = numba.njit(**{**OPTIONS, "no_cpython_wrapper": True})
+
+
+class Axis(NamedTuple):
+    """How P sorted positives in G groups cut the score axis into R rows.
+
+    Attributes:
+        positives: s_i, ascending within each group, float64 [P].
+        first_positive: of each group, and P [G + 1].
+        first_row: of each group, and R [G + 1].
+        first_cell: of each group's lookup table, and their number [G + 1].
+        delta: half the width of the step function.
+        edges: the left edge of each row; infinity for the first of a group and behind the last [R + 1].
+        gaps: how far the exact breakpoint lies below the edge, as a share of 2 delta [R + 1]. For delta = 0 it is 1, as
+            a step counts in full where it begins.
+        lengths: from this breakpoint to the next, as a share of 2 delta [R + 1].
+        ramps: how many ramps the row lies on; on none, every step function is constant [R + 1].
+        starts, ends: the rows in which the ramp of each positive starts and ends [P]; for delta = 0 the row of its
+            score and the first row of its group.
+        own_rows: the row of each positive's own score [P].
+        table: a lookup table per group, one behind the other: how many rows start in lower cells than each cell.
+        low, scale, last: of each table: its left end, its cells per unit, and its last cell but one [G].
+    """
+
+    positives: Any
+    first_positive: Any
+    first_row: Any
+    first_cell: Any
+    delta: float
+    edges: Any
+    gaps: Any
+    lengths: Any
+    ramps: Any
+    starts: Any
+    ends: Any
+    own_rows: Any
+    table: Any
+    low: Any
+    scale: Any
+    last: Any
 
 
 # ---- Kernels -------------------------------------------------------------------------------------
@@ -77,297 +116,281 @@ def find_positives(targets, scores, soft, negative, index, values):
     return np.int64(found), negatives, bad_targets, bad_scores
 
 
-# What the kernels exchange, for P positives in G groups that cut the axis into R rows: the rows of three arrays, as
-# each array takes time to compile and to pass.
-# ``axis``, in the dtype of the scores [8, R + 1]: the left edge of each row, infinity for the first of a group and
-# behind the last; the edges of the breakpoints; value at the edge and slope of the gradient's line; and, of each
-# group's lookup table, the left end, the inverse width and the number of the last cell but one.
-EDGE, START, END, VALUE, SLOPE, LOW, SCALE, LAST = range(8)
-# ``places``, integers [4, P]: the rows in which the ramp of a positive starts and ends, its row, its flat index or -1.
-FIRST_ROW, LAST_ROW, OWN_ROW, INDEX = range(4)
-# ``space``, in float64 [17 + 4 K, R + 1]. Of rows: length, gap, and the number of ramps they lie on. Of positives: the
-# breakpoints as sums of two numbers, which then make room for p, n, the number of negatives and the weight in the mean;
-# importance (after ranking, the weighted error); changes of slope. Then, for negatives, positives and each of K columns
-# of values of the positives: count, distances, integral, and the column itself, which its sum over the positives above
-# replaces.
-LENGTH, GAP, RAMPS, P_RANK, N_RANK, NEGATIVES, WEIGHT, OWN, CHANGE, COUNT = range(10)
-EXACT, PER_KIND = P_RANK, 4
+@_inside
+def _two_sum(a, b):
+    """a + b as its rounded value and what rounding has lost (Knuth)."""
+    total = a + b
+    seen = total - a
+    return total, (a - (total - seen)) + (b - seen)
 
 
 @_inside
-def _cut_axis(positives, first_positive, delta, axis, places, space):
-    """Cuts the score axis at s_i - delta and s_i + delta, for each group.
+def _round_up(a, b, edges):
+    """The smallest number of the edges' dtype that is not below a + b."""
+    total, lost = _two_sum(a, b)
+    rounded = edges.dtype.type(total)
+    if rounded < total or (rounded == total and lost > 0):
+        return np.nextafter(rounded, edges.dtype.type(np.inf))
+    return rounded
+
+
+@_inside
+def _cell(score, low, scale, last):
+    """The cell of a score in a lookup table; 0 below all edges. It never falls as scores rise, whatever is rounded."""
+    position = (score - low) * scale
+    position = position if position < last else last
+    return np.int32((position if position > -1 else -1.0) + 1.0)
+
+
+@_inside
+def _cut_axis(positives, first_positive, delta, scores):
+    """Cuts the score axis at s_i - delta and s_i + delta, for each group; returns the :class:`Axis`."""
+    count, num_groups, per_positive = len(positives), len(first_positive) - 1, 2 if delta > 0 else 1
+    num_rows, dtype = count * per_positive + num_groups, scores.dtype
+    cells_per_row = min(max(len(scores) // (2 * num_rows), 3), MAX_CELLS_PER_ROW)
+    first_row, first_cell = np.empty(num_groups + 1, np.int64), np.empty(num_groups + 1, np.int64)
+    for g in range(num_groups + 1):
+        first_row[g] = first_positive[g] * per_positive + g
+        first_cell[g] = first_row[g] * cells_per_row + 2 * g
+    edges, gaps, lengths = np.empty(num_rows + 1, dtype), np.empty(num_rows + 1), np.empty(num_rows + 1)
+    ramps, starts, ends = np.empty(num_rows + 1), np.empty(count, np.int64), np.empty(count, np.int64)
+    _place_edges(positives, first_positive, first_row, delta, edges, gaps, lengths, ramps, starts, ends)
+    own_rows, table = np.empty(count, np.int64), np.empty(first_cell[num_groups], np.uint32)
+    low, scale, last = np.empty(num_groups, dtype), np.empty(num_groups, dtype), np.empty(num_groups, dtype)
+    for cell in range(len(table)):
+        table[cell] = 0
+    for g in range(num_groups):
+        row, stop_row = first_row[g], first_row[g + 1]
+        for i in range(first_positive[g], first_positive[g + 1]):
+            while row + 1 < stop_row and edges[row + 1] <= positives[i]:
+                row += 1
+            own_rows[i] = row
+        low[g], last[g] = edges[first_row[g] + 1], cells_per_row * (stop_row - first_row[g]) - 1
+        scale[g] = last[g] / (edges[stop_row - 1] - low[g])
+        scale[g] = scale[g] if scale[g] < np.inf else 0.0
+        for row in range(first_row[g] + 1, stop_row):
+            table[first_cell[g] + _cell(edges[row], low[g], scale[g], last[g]) + 1] += 1
+        lower_rows = first_row[g]
+        for cell in range(first_cell[g], first_cell[g + 1]):
+            lower_rows += table[cell]
+            table[cell] = lower_rows
+    bounds = (first_positive, first_row, first_cell)
+    return Axis(positives, *bounds, delta, edges, gaps, lengths, ramps, starts, ends, own_rows, table, low, scale, last)
+
+
+@_inside
+def _place_edges(positives, first_positive, first_row, delta, edges, gaps, lengths, ramps, starts, ends):
+    """Merges the starts s_i - delta and the ends s_i + delta of the ramps, for each group; see :class:`Axis`.
 
     An edge is the smallest number of the scores' dtype that is not below the breakpoint.
-
-    Args:
-        positives: s_i, ascending within each group [P].
-        first_positive: the first positive of each group, and P [G + 1].
     """
-    inverse, infinity, row = 0.5 / delta if delta > 0 else 0.0, axis.dtype.type(np.inf), 0
-    for place in range(axis.shape[1]):
-        axis[EDGE, place] = infinity
-        space[LENGTH, place], space[GAP, place], space[RAMPS, place] = 0.0, 0.0, 0.0
-    for side in range(2):
-        offset = delta if side == 1 else -delta
-        for i in range(len(positives)):
-            high = positives[i] + offset
-            seen = high - positives[i]
-            low = (positives[i] - (high - seen)) + (offset - seen)  # what rounding has lost (Knuth's TwoSum)
-            space[EXACT + side, i], space[EXACT + 2 + side, i], axis[START + side, i] = high, low, high
-            if axis[START + side, i] < high or (axis[START + side, i] == high and low > 0):
-                axis[START + side, i] = np.nextafter(axis[START + side, i], infinity)
+    inverse = 0.5 / delta if delta > 0 else 0.0
+    start_edges, end_edges = np.empty(len(positives), edges.dtype), np.empty(len(positives), edges.dtype)
+    for i in range(len(positives)):
+        start_edges[i], end_edges[i] = _round_up(positives[i], -delta, edges), _round_up(positives[i], delta, edges)
+    for row in range(len(edges)):
+        edges[row], lengths[row] = np.inf, 0.0
+        gaps[row] = ramps[row] = 0.0 if delta > 0 else 1.0
     for g in range(len(first_positive) - 1):
-        first, stop = first_positive[g], first_positive[g + 1]
-        start, end, previous_high, previous_low = first, first, 0.0, 0.0
-        while end < stop:
-            row += 1
+        start = end = first_positive[g]
+        stop, high, low = first_positive[g + 1], 0.0, 0.0
+        for row in range(first_row[g] + 1, first_row[g + 1]):
             if delta == 0:
-                is_tied = end > first and positives[end] == positives[end - 1]
-                places[FIRST_ROW, end] = places[FIRST_ROW, end - 1] if is_tied else row
-                axis[EDGE, row] = positives[end]
+                is_tied = end > first_positive[g] and positives[end] == positives[end - 1]
+                edges[row], ends[end] = start_edges[end], first_row[g]
+                starts[end] = starts[end - 1] if is_tied else row
                 end += 1
                 continue
-            side = 1 if start >= stop or axis[START, start] > axis[END, end] else 0
-            i = end if side == 1 else start
-            high, low, axis[EDGE, row] = space[EXACT + side, i], space[EXACT + 2 + side, i], axis[START + side, i]
-            places[FIRST_ROW + side, i] = row
-            end += side
-            start += 1 - side
-            space[RAMPS, row] = start - end
-            if space[RAMPS, row - 1] > 0:  # a length below 0 makes up for two edges that rounding swapped
-                space[LENGTH, row - 1] = ((high - previous_high) + (low - previous_low)) * inverse
-            if axis[EDGE, row] < infinity:
-                space[GAP, row] = (axis[EDGE, row] - high - low) * inverse
             previous_high, previous_low = high, low
-        row += 1
+            if start >= stop or start_edges[start] > end_edges[end]:
+                high, low = _two_sum(positives[end], delta)
+                edges[row], ends[end] = end_edges[end], row
+                end += 1
+            else:
+                high, low = _two_sum(positives[start], -delta)
+                edges[row], starts[start] = start_edges[start], row
+                start += 1
+            ramps[row] = start - end
+            if ramps[row - 1] > 0:  # a length below 0 makes up for two edges that rounding swapped
+                lengths[row - 1] = ((high - previous_high) + (low - previous_low)) * inverse
+            if edges[row] < np.inf:
+                gaps[row] = (edges[row] - high - low) * inverse
 
 
 @_inside
-def _build_tables(first_positive, delta, axis, cells_per_row, table):
-    """A lookup table per group, one behind the other: how many rows start in lower cells than each one."""
-    one, stop, place = axis.dtype.type(1), 0, 0
-    for g in range(len(first_positive) - 1):
-        first, count = stop, (first_positive[g + 1] - first_positive[g]) * (2 if delta > 0 else 1) + 1
-        stop += count
-        axis[LOW, g], axis[LAST, g] = axis[EDGE, first + 1], cells_per_row * count - 1
-        scale = axis[LAST, g] / (axis[EDGE, stop - 1] - axis[LOW, g])
-        axis[SCALE, g] = scale if scale < np.inf else 0.0
-        for row in range(first + 1, stop):
-            position = (axis[EDGE, row] - axis[LOW, g]) * axis[SCALE, g]  # as in _tally_negatives
-            position = position if position < axis[LAST, g] else axis[LAST, g]
-            table[place + np.int64(position + one) + 1] += 1
-        total = first
-        for cell in range(place, place + cells_per_row * count + 2):
-            total += table[cell]
-            table[cell] = total
-        place += cells_per_row * count + 2
-
-
-@_inside
-def _tally_negatives(
-    scores, start, stop, negative, groups, first_positive, delta, unit, axis, cells_per_row, table, rows, tallies
-):
-    """Counts the negatives of each row, and adds up their distances to its edge.
+def _tally_negatives(scores, start, stop, negative, groups, axis, unit, rows, tallies):
+    """Counts the negatives of each row, and adds up their distances to its edge. Most loops are vectorised.
 
     Args:
-        groups: the number of each score's group, or -1 for none [N]; empty for a single group.
+        groups: the number of each score's group [N]; empty for a single group.
         unit: distances are integers in this fraction of 2 delta.
         rows: gets the row of each negative, R for other scores [N].
         tallies: numbers and sums are added to it [R + 1, 2]; the last row is for scores that are not negatives.
     """
-    outside, single, edges = np.uint32(axis.shape[1] - 1), len(groups) == 0, axis[EDGE]
-    inverse = 0.5 / delta if delta > 0 else 0.0
-    low, scale, last = axis[LOW, 0], axis[SCALE, 0], axis[LAST, 0]
-    zero, one = axis.dtype.type(0), axis.dtype.type(1)
-    cells, distances = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.int64)
+    edges, table, low, scale, last = axis.edges, axis.table, axis.low, axis.scale, axis.last
+    outside, inverse = np.uint64(len(edges) - 1), 0.5 / axis.delta if axis.delta > 0 else 0.0
+    cells, distances, shares = np.empty(BLOCK, np.uint32), np.empty(BLOCK, scores.dtype), np.empty(BLOCK, np.int64)
     for block in range(np.uint64(start), np.uint64(stop), np.uint64(BLOCK)):
-        size, crowded = np.uint64(stop) - block, False
+        size = np.uint64(stop) - block
         size = size if size < np.uint64(BLOCK) else np.uint64(BLOCK)
-        # One loop per step: most of them are vectorised. A cell is 0 below all edges, and never falls as the score
-        # rises, however it is rounded.
-        for n in range(size if single else 0):
-            position = (scores[block + n] - low) * scale
-            position = position if position < last else last
-            cells[n] = np.int32((position if position > -one else -one) + one)
-        for n in range(0 if single else size):
-            g = groups[block + n] if groups[block + n] > 0 else 0
-            position = (scores[block + n] - axis[LOW, g]) * axis[SCALE, g]
-            position = position if position < axis[LAST, g] else axis[LAST, g]
-            cells[n] = np.int32((position if position > -one else -one) + one)
-            cells[n] += cells_per_row * (first_positive[g] * (2 if delta > 0 else 1) + g) + 2 * g
-        for n in range(size):  # most cells have two edges at most
-            row, score = table[np.uint64(cells[n])], scores[block + n]
-            crowded |= table[np.uint64(cells[n]) + np.uint64(1)] > row + np.uint32(2)
-            row += np.uint32(edges[np.uint64(row + np.uint32(1))] <= score)
-            rows[block + n] = row + np.uint32(edges[np.uint64(row + np.uint32(1))] <= score)
-        for n in range(size if crowded else 0):
-            row, highest = np.uint64(rows[block + n]), np.uint64(table[np.uint64(cells[n]) + np.uint64(1)])
-            while row < highest:
-                middle = (row + highest + np.uint64(1)) >> np.uint64(1)
-                if edges[middle] <= scores[block + n]:
+        if len(groups) == 0:
+            for n in range(size):
+                cells[n] = _cell(scores[block + n], low[0], scale[0], last[0])
+        else:
+            for n in range(size):
+                g = groups[block + n]
+                cells[n] = axis.first_cell[g] + _cell(scores[block + n], low[g], scale[g], last[g])
+        for n in range(size):
+            cell, score = np.uint64(cells[n]), scores[block + n]
+            row, highest = np.uint64(table[cell]), np.uint64(table[cell + np.uint64(1)])
+            while highest > row + np.uint64(2):  # most cells have two edges at most
+                middle = (row + highest) >> np.uint64(1)
+                if edges[middle] <= score:
                     row = middle
                 else:
-                    highest = middle - np.uint64(1)
-            rows[block + n] = row
+                    highest = middle
+            row += np.uint64(edges[row + np.uint64(1)] <= score)
+            row += np.uint64(edges[row + np.uint64(1)] <= score)
+            row = row if negative[block + n] else outside
+            rows[block + n], distances[n] = row, score - edges[row]  # -inf below all edges
         for n in range(size):
-            distance = scores[block + n] - edges[np.uint64(rows[block + n])]  # -inf or NaN below all edges
-            distance = distance if distance > 0 else zero
-            share = np.float64(distance) * inverse
-            distances[n] = np.int64((share if share < 1.0 else 1.0) * unit)
-            rows[block + n] = rows[block + n] if negative[block + n] else outside
-        for n in range(0 if single else size):
-            rows[block + n] = rows[block + n] if groups[block + n] >= 0 else outside
+            share = (distances[n] if distances[n] > 0 else 0.0) * inverse
+            shares[n] = np.int64((share if share < 1.0 else 1.0) * unit)
         for n in range(size):
             row = np.uint64(rows[block + n])
             tallies[row, 0] += 1
-            tallies[row, 1] += distances[n]
+            tallies[row, 1] += shares[n]
 
 
 @_inside
-def _rank_positives(positives, first_positive, delta, axis, places, space, tallies, unit):
-    """The ranks of the positives: sums of f(s_j - s_i) over negatives, positives and columns.
+def _integrate(axis, g, counts, distances, integral):
+    """The integral of C(u), the number of a group's scores above u, from each row to the top, in units of 2 delta.
 
-    With C(u) the number of scores above u, such a sum is the mean of C over the ramp of i. The integral of C is
-    accumulated from the top, where ranks are small.
+    It is accumulated from the top, where ranks are small.
     """
-    f0, inverse, stop_row = 0.5 if delta > 0 else 1.0, 0.5 / delta if delta > 0 else 0.0, 0
-    groups, last, scale = len(first_positive) - 1, len(space), 1.0 / unit  # a power of two
-    for g in range(groups):
-        first, stop, first_row = first_positive[g], first_positive[g + 1], stop_row
-        stop_row += (stop - first) * (2 if delta > 0 else 1) + 1
-        row, negatives, total = first_row, 0.0, 0.0
-        for i in range(first, stop):
-            while row + 1 < stop_row and axis[EDGE, row + 1] <= positives[i]:
-                row += 1
-            places[OWN_ROW, i] = row
-            total += space[OWN, i]
-        for row in range(first_row, stop_row):
-            negatives += tallies[row, 0]
-        for kind in range(COUNT, last, PER_KIND):
-            of_positives = kind > COUNT
-            for row in range(first_row, stop_row):
-                space[kind, row] = 0.0 if of_positives else tallies[row, 0]
-                space[kind + 1, row] = 0.0 if of_positives else tallies[row, 1] * scale
-            for i in range(first if of_positives else stop, stop):
-                row, value = places[OWN_ROW, i], space[kind + 3, i]
-                space[kind, row] += value
-                if delta > 0:
-                    space[kind + 1, row] += value * ((positives[i] - axis[EDGE, row]) * inverse)
-            above, integral = 0.0, 0.0
-            for row in range(stop_row - 1, first_row, -1):
-                count = space[kind, row]
-                if delta == 0:
-                    integral += count
-                elif space[RAMPS, row] > 0:
-                    integral += above * space[LENGTH, row] + space[kind + 1, row] + count * space[GAP, row]
-                above += count
-                space[kind + 2, row] = integral
-            space[kind + 2, first_row] = 0.0
-            for i in range(first, stop):
-                above = space[kind + 2, places[FIRST_ROW, i]]
-                above -= space[kind + 2, places[LAST_ROW, i]] if delta > 0 else 0.0
-                space[kind + 3, i] = above - (f0 * space[kind + 3, i] if of_positives else 0.0)  # without i itself
-        for i in range(first, stop):
-            space[N_RANK, i], space[P_RANK, i] = space[COUNT + 3, i], space[COUNT + PER_KIND + 3, i]
-            space[NEGATIVES, i] = negatives
-            space[WEIGHT, i] = space[OWN, i] / (total if total > 0 else 1.0) / groups
+    above, total = 0.0, 0.0
+    for row in range(axis.first_row[g + 1] - 1, axis.first_row[g], -1):
+        if axis.ramps[row] > 0:
+            total += above * axis.lengths[row] + distances[row] + counts[row] * axis.gaps[row]
+        above += counts[row]
+        integral[row] = total
+    integral[axis.first_row[g]] = 0.0
 
 
 @_inside
-def _apply_ratio(ratio, places, space):
+def _rank_positives(axis, tallies, unit, importance, n, negatives, weights, sums):
+    """The ranks of the positives: each sum of f(s_j - s_i) is the mean of C over the ramp of i.
+
+    Args:
+        importance: of the positives [P].
+        n, negatives, weights: get the arguments of a rule, and the weight of each positive in the mean [P].
+        sums: columns of values of the positives, which their sums over the other positives above each replace [K, P].
+    """
+    size, num_groups, f0 = len(axis.edges), len(axis.first_positive) - 1, 0.5 if axis.delta > 0 else 1.0
+    counts, distances, integral = np.empty(size), np.empty(size), np.empty(size)
+    inverse = 0.5 / axis.delta if axis.delta > 0 else 0.0
+    scale = 1.0 / unit if axis.delta > 0 else 0.0
+    for g in range(num_groups):
+        first, stop, all_negatives = axis.first_positive[g], axis.first_positive[g + 1], 0.0
+        first_row, stop_row, total = axis.first_row[g], axis.first_row[g + 1], 0.0
+        for row in range(first_row, stop_row):
+            counts[row], distances[row] = tallies[row, 0], tallies[row, 1] * scale
+            all_negatives += counts[row]
+        _integrate(axis, g, counts, distances, integral)
+        for i in range(first, stop):
+            n[i], negatives[i] = integral[axis.starts[i]] - integral[axis.ends[i]], all_negatives
+            total += importance[i]
+        for i in range(first, stop):
+            weights[i] = importance[i] / (total if total > 0 else 1.0) / num_groups
+        for k in range(len(sums)):
+            for row in range(first_row, stop_row):
+                counts[row], distances[row] = 0.0, 0.0
+            for i in range(first, stop):
+                row = axis.own_rows[i]
+                counts[row] += sums[k, i]
+                distances[row] += sums[k, i] * ((axis.positives[i] - axis.edges[row]) * inverse)
+            _integrate(axis, g, counts, distances, integral)
+            for i in range(first, stop):
+                sums[k, i] = integral[axis.starts[i]] - integral[axis.ends[i]] - f0 * sums[k, i]  # without i itself
+
+
+@_inside
+def _apply_ratio(ratio, n, negatives, weights, sums, own):
     """The loss for a rule that is a :class:`.Ratio` and one group: its four numbers, and whether it is monotone."""
     loss, smallest = 0.0, np.inf
-    for i in range(places.shape[1]):
-        n = space[N_RANK, i]
-        denominator = ratio[0] + ratio[1] * space[P_RANK, i] + ratio[2] * n + ratio[3] * space[NEGATIVES, i]
-        error = n / denominator if denominator > 0 else 0.0
+    for i in range(len(n)):
+        denominator = ratio[0] + ratio[1] * sums[0, i] + ratio[2] * n[i] + ratio[3] * negatives[i]
+        error = n[i] / denominator if denominator > 0 else 0.0
         smallest = error if error < smallest or ratio[4] == 0 else smallest
-        space[OWN, i] = smallest * space[WEIGHT, i]
-        loss += space[OWN, i]
+        own[i] = smallest * weights[i]
+        loss += own[i]
     return loss
 
 
 @_inside
-def _cut_line(first_positive, delta, axis, places, space):
-    """The line sum_i own_i / n_i f(s - s_i) in each row; it is 0 in the last one, for scores that are not negatives."""
-    inverse = 0.5 / delta if delta > 0 else 0.0
-    for row in range(axis.shape[1]):
-        axis[VALUE, row], axis[SLOPE, row], space[CHANGE, row] = 0.0, 0.0, 0.0
-    for i in range(places.shape[1]):
-        weight = space[OWN, i] / space[N_RANK, i] if space[N_RANK, i] != 0 else 0.0
-        space[CHANGE, places[FIRST_ROW, i]] += weight
-        if delta > 0:
-            space[CHANGE, places[LAST_ROW, i]] -= weight
-    row = 0
-    for g in range(len(first_positive) - 1):
-        rate, value = 0.0, 0.0
-        for _ in range((first_positive[g + 1] - first_positive[g]) * (2 if delta > 0 else 1)):
-            row += 1
-            if delta == 0:
-                value += space[CHANGE, row]
-                axis[VALUE, row] = value
-                continue
-            rate += space[CHANGE, row]
-            slope = rate if space[RAMPS, row] > 0 else 0.0
-            axis[VALUE, row], axis[SLOPE, row] = value + slope * space[GAP, row], slope * inverse
-            value += slope * space[LENGTH, row]
-        row += 1
+def _cut_line(axis, own, n, heights, slopes):
+    """The line sum_i own_i / n_i f(s - s_i) in each row, as its value at the edge and its slope [R + 1].
+
+    It is 0 in the last row, for scores that are not negatives.
+    """
+    changes, inverse = np.empty(len(axis.edges)), 0.5 / axis.delta if axis.delta > 0 else 0.0
+    for row in range(len(changes)):
+        changes[row], heights[row], slopes[row] = 0.0, 0.0, 0.0
+    for i in range(len(own)):
+        weight = own[i] / n[i] if n[i] != 0 else 0.0
+        changes[axis.starts[i]] += weight
+        changes[axis.ends[i]] -= weight
+    for g in range(len(axis.first_positive) - 1):
+        rate, height = 0.0, 0.0
+        for row in range(axis.first_row[g] + 1, axis.first_row[g + 1]):
+            rate += changes[row]
+            slope = rate if axis.ramps[row] > 0 else 0.0
+            heights[row], slopes[row] = height + slope * axis.gaps[row], slope * inverse
+            height += slope * axis.lengths[row]
 
 
 @_inside
-def _write_gradient(scores, start, stop, rows, delta, axis, places, space, out):
+def _write_gradient(scores, start, stop, rows, delta, edges, heights, slopes, index, own, out):
     """Writes the gradient of a part of the scores: the value of its row's line for each, -own_i for positives."""
-    edges, values, slopes = axis[EDGE], axis[VALUE], axis[SLOPE]
-    zero, width = axis.dtype.type(0), axis.dtype.type(2 * delta)
+    zero, width = edges.dtype.type(0), edges.dtype.type(2 * delta)
     for i in range(np.uint64(start), np.uint64(stop)):
         row = np.uint64(rows[i])
         distance = scores[i] - edges[row]  # -inf below all edges, NaN for ignored scores
         distance = distance if distance < width else width
         distance = distance if distance > 0 else zero
-        out[i] = values[row] + slopes[row] * distance
-    for k in range(places.shape[1]):
-        if start <= places[INDEX, k] and places[INDEX, k] < stop:
-            out[places[INDEX, k]] = -space[OWN, k]
+        out[i] = heights[row] + slopes[row] * distance
+    for k in range(len(index)):
+        if start <= index[k] and index[k] < stop:
+            out[index[k]] = -own[k]
 
 
-cut_axis, build_tables, tally_negatives, rank_positives, cut_line, write_gradient = (
-    Kernel(function.py_func)
-    for function in (_cut_axis, _build_tables, _tally_negatives, _rank_positives, _cut_line, _write_gradient)
+cut_axis, tally_negatives, rank_positives, cut_line, write_gradient = (
+    Kernel(function.py_func) for function in (_cut_axis, _tally_negatives, _rank_positives, _cut_line, _write_gradient)
 )
 
 
 @Kernel
-def loss_and_gradient(scores, negative, groups, values, index, order, delta, unit, cells_per_row, ratio, out):
+def loss_and_gradient(scores, negative, groups, values, index, order, delta, unit, ratio, tallies, out):
     """All of it in one call, for one thread and one group; ``out`` gets the gradient unless it is empty.
 
     ``order`` sorts the positives, whose scores are ``values``.
     """
-    size, count = len(scores), len(order)
-    num_rows = count * (2 if delta > 0 else 1) + 1
-    # Rows of matrices, as every kind of allocation takes time to compile.
-    axis, positives = np.empty((8, num_rows + 1), scores.dtype), np.empty(count, np.float64)
-    space, places = np.empty((COUNT + 2 * PER_KIND, num_rows + 1), np.float64), np.empty((4, count), np.int64)
-    tallies, first_positive = np.empty((num_rows + 1, 2), np.int64), np.empty(2, np.int64)
-    table, rows = np.empty(cells_per_row * num_rows + 2, np.uint32), np.empty(size, np.uint32)
+    size, count, first_positive = len(scores), len(order), np.empty(2, np.int64)
     first_positive[0], first_positive[1] = 0, count
+    positives, places, rows = np.empty(count), np.empty(count, np.int64), np.empty(size, np.uint32)
+    n, negatives, weights = np.empty(count), np.empty(count), np.empty(count)
+    own, sums = np.empty(count), np.empty((1, count))
     for i in range(count):
-        positives[i], places[INDEX, i] = values[order[i]], index[order[i]]
-        space[OWN, i], space[COUNT + PER_KIND + 3, i] = 1.0, 1.0
-    for row in range(num_rows + 1):
-        tallies[row, 0], tallies[row, 1] = 0, 0
-    for cell in range(len(table)):
-        table[cell] = 0
-    _cut_axis(positives, first_positive, delta, axis, places, space)
-    _build_tables(first_positive, delta, axis, cells_per_row, table)
-    _tally_negatives(
-        scores, 0, size, negative, groups, first_positive, delta, unit, axis, cells_per_row, table, rows, tallies
-    )
-    _rank_positives(positives, first_positive, delta, axis, places, space, tallies, unit)
-    loss = _apply_ratio(ratio, places, space)
+        positives[i], places[i] = values[order[i]], index[order[i]]
+        own[i], sums[0, i] = 1.0, 1.0
+    axis = _cut_axis(positives, first_positive, delta, scores)
+    _tally_negatives(scores, 0, size, negative, groups, axis, unit, rows, tallies)
+    _rank_positives(axis, tallies, unit, own, n, negatives, weights, sums)
+    loss = _apply_ratio(ratio, n, negatives, weights, sums, own)
     if len(out) > 0:
-        _cut_line(first_positive, delta, axis, places, space)
-        _write_gradient(scores, 0, size, rows, delta, axis, places, space, out)
+        heights, slopes = np.empty(len(axis.edges), scores.dtype), np.empty(len(axis.edges), scores.dtype)
+        _cut_line(axis, own, n, heights, slopes)
+        _write_gradient(scores, 0, size, rows, delta, axis.edges, heights, slopes, places, own, out)
     return loss
 
 
@@ -387,11 +410,7 @@ def _pair_sums(positives, deficits, first, last, i, rate):
 
 @Kernel
 def sort_pairs(positives, first_positive, deficits, weights, delta, gradient):
-    """The sorting error of Rank & Sort; its gradient on the positives is added to ``gradient`` [P].
-
-    The current error is the mean of 1 - y over the positives above i; the target is the mean over
-    those among them that belong there, y >= y_i. Those with y < y_i share the blame.
-    """
+    """See :meth:`.TorchBackend.sort_pairs`; the gradient is added to ``gradient`` [P]."""
     total, rate = 0.0, 0.5 / delta if delta > 0 else 0.0
     for g in range(len(first_positive) - 1):
         first, last = first_positive[g], first_positive[g + 1]
@@ -415,21 +434,6 @@ def sort_pairs(positives, first_positive, deficits, weights, delta, gradient):
 # ---- The backend ---------------------------------------------------------------------------------
 
 
-class _Axis:
-    """How the sorted positives cut the score axis; the arrays that the kernels exchange."""
-
-    def __init__(self, positives: Any, index: Any, first_positive: Any, delta: float, like: Any, columns: int) -> None:
-        self.positives, self.first_positive, self.delta = positives, first_positive, delta
-        self.num_rows = len(positives) * (2 if delta > 0 else 1) + len(first_positive) - 1
-        self.axis = np.empty((8, self.num_rows + 1), like.dtype)
-        self.places = np.empty((4, len(positives)), np.int64)
-        self.places[INDEX] = index
-        self.space = np.empty((COUNT + PER_KIND * (2 + columns), self.num_rows + 1))
-        self.space[OWN], self.space[COUNT + PER_KIND + 3] = 1.0, 1.0  # importance, and the column of the positives
-        self.cells_per_row = _cells_per_row(len(like), self.num_rows)
-        self.table = np.zeros(self.cells_per_row * self.num_rows + 2 * (len(first_positive) - 1), np.uint32)
-
-
 def _find(problem: Problem) -> tuple[Any, Any, Any, Any, Status]:
     """The scores [N], and which of them are negatives; flat index and score of the positives [P]; their numbers."""
     scores, targets = problem.scores, problem.targets
@@ -438,10 +442,6 @@ def _find(problem: Problem) -> tuple[Any, Any, Any, Any, Status]:
     negative, index, values = np.empty(size, np.bool_), np.empty(size + 1, np.int64), np.empty(size + 1, flat.dtype)
     status = Status(*find_positives(marks, flat, problem.rule.soft_targets, negative, index, values))
     return flat, negative, index[: status.positives], values[: status.positives], status
-
-
-def _cells_per_row(size: int, num_rows: int) -> int:
-    return min(max(size // (2 * num_rows), 3), MAX_CELLS_PER_ROW)
 
 
 @cache
@@ -464,7 +464,6 @@ class _Found(Found):
     negative: Any = None  # bool [N]
     axis: Any = None
     rows: Any = None  # of the scores [N]
-    positive_rows: Any = None  # of the sorted positives
 
 
 class NumbaBackend(TorchBackend):
@@ -484,9 +483,11 @@ class NumbaBackend(TorchBackend):
             return None
         size, num_rows = len(flat), len(index) * (2 if problem.delta > 0 else 1) + 1
         out = np.empty(size if needs_gradient else 0, flat.dtype)
-        options = (_fixed_point_unit(size), _cells_per_row(size, num_rows), _ratio_of(rule.error, rule.monotone))
-        given = (flat, negative, _NO_GROUPS, values, index, values.argsort())
-        loss = loss_and_gradient(*given, problem.delta, *options, out)
+        options = (problem.delta, _fixed_point_unit(size), _ratio_of(rule.error, rule.monotone))
+        tallies = np.zeros((num_rows + 1, 2), np.int64)
+        loss = loss_and_gradient(
+            flat, negative, _NO_GROUPS, values, index, values.argsort(kind="stable"), *options, tallies, out
+        )
         value = torch.scalar_tensor(loss, dtype=problem.dtype)
         return (value,), (torch.from_numpy(out),) if needs_gradient else ()
 
@@ -509,34 +510,27 @@ class NumbaBackend(TorchBackend):
 
     def rank(self, problem: Problem, found: Any, positives: Positives, reduce: Reduce | None) -> Ranks:
         scores, size, unit = found.scores, len(found.scores), _fixed_point_unit(len(found.scores))
-        first_positive, groups = _number_groups(problem, positives)
-        columns = positives.members if positives.box_losses is None else positives.box_losses[None]
-        count = 0 if columns is None else len(columns)
-        found.axis = made = _Axis(positives.scores, positives.index, first_positive, problem.delta, scores, count)
-        above = slice(COUNT + 3 * PER_KIND - 1, None, PER_KIND), slice(len(positives.scores))
-        if columns is not None:
-            made.space[above] = columns
-        if positives.weights is not None:
-            made.space[OWN, above[1]] = positives.weights
+        first_positive, groups = _number_groups(problem, found, positives)
+        found.axis = axis = cut_axis(positives.scores, first_positive, problem.delta, scores)
         found.rows = np.empty(size, np.uint32)
-        ends = (made.positives, first_positive, made.delta, made.axis, made.places, made.space)
-        cut_axis(*ends)
-        build_tables(first_positive, made.delta, made.axis, made.cells_per_row, made.table)
-        rest = (first_positive, made.delta, unit, made.axis, made.cells_per_row, made.table, found.rows)
 
         def tally_part(start: int, stop: int) -> Any:
-            tallies = np.zeros((made.num_rows + 1, 2), np.int64)
-            tally_negatives(scores, start, stop, found.negative, groups, *rest, tallies)
+            tallies = np.zeros((len(axis.edges), 2), np.int64)
+            tally_negatives(scores, start, stop, found.negative, groups, axis, unit, found.rows, tallies)
             return tallies
 
         tallies = sum(_in_parts(size, tally_part))
         if reduce is not None:
             tallies, unit = tallies / [1.0, unit], 1.0
             reduce(torch.from_numpy(tallies))
-        rank_positives(*ends, tallies, unit)
-        p, n, negatives, weights = made.space[P_RANK : WEIGHT + 1, above[1]].copy()
-        sums = made.space[above]
-        return Ranks(p, n, negatives, sums if positives.box_losses is None else sums[0], weights)
+        ones = np.ones_like(positives.scores)
+        columns = positives.members if positives.box_losses is None else [positives.box_losses]
+        sums = np.vstack([ones] if columns is None else [ones, *columns])
+        n, negatives, weights = np.empty((3, len(ones)))
+        importance = ones if positives.weights is None else positives.weights
+        rank_positives(axis, tallies, unit, importance, n, negatives, weights, sums)
+        above = sums[1:] if positives.box_losses is None else sums[1]
+        return Ranks(sums[0], n, negatives, above, weights)
 
     def running_minimum(self, found: Any, values: Any) -> Any:
         groups = np.split(values, found.axis.first_positive[1:-1], axis=-1)
@@ -548,36 +542,39 @@ class NumbaBackend(TorchBackend):
         return total, gradient
 
     def line_at_positives(self, problem: Problem, found: Any, positives: Positives, weights: Any) -> Any:
-        made, scores = found.axis, positives.scores.astype(found.scores.dtype)
-        made.space[N_RANK] = 1.0
-        return _gradient(made, scores, made.places[OWN_ROW], weights, False)
+        scores, rows = positives.scores.astype(found.scores.dtype), found.axis.own_rows.astype(np.uint32)
+        return _evaluate_line(found.axis, scores, rows, weights, np.ones_like(weights), np.empty(0, np.int64))
 
     def tensor(self, values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.as_tensor(values, dtype=dtype)
 
     def gradient(self, problem: Problem, found: Any, positives: Positives, ranks: Ranks, own: Any) -> Tensor:
-        return torch.from_numpy(_gradient(found.axis, found.scores, found.rows, own * problem.num_processes, True))
+        own = own * problem.num_processes
+        return torch.from_numpy(_evaluate_line(found.axis, found.scores, found.rows, own, ranks.n, positives.index))
 
 
-def _gradient(made: _Axis, scores: Any, rows: Any, own: Any, on_positives: bool) -> Any:
-    """See ``_write_gradient``."""
-    out, places = np.empty(len(scores), scores.dtype), made.places if on_positives else made.places[:, :0]
-    made.space[OWN, : len(own)] = own
-    cut_line(made.first_positive, made.delta, made.axis, made.places, made.space)
-    rest = (rows, made.delta, made.axis, places, made.space, out)
+def _evaluate_line(axis: Axis, scores: Any, rows: Any, own: Any, n: Any, index: Any) -> Any:
+    """See ``_cut_line`` and ``_write_gradient``."""
+    out, heights, slopes = np.empty_like(scores), np.empty_like(axis.edges), np.empty_like(axis.edges)
+    cut_line(axis, own, n, heights, slopes)
+    rest = (rows, axis.delta, axis.edges, heights, slopes, index, own, out)
     _in_parts(len(scores), lambda start, stop: write_gradient(scores, start, stop, *rest))
     return out
 
 
-def _number_groups(problem: Problem, positives: Positives) -> tuple[Any, Any]:
-    """The first positive of each group, and P [G + 1]; the group of each score, or -1 [N] (empty without groups)."""
+def _number_groups(problem: Problem, found: Any, positives: Positives) -> tuple[Any, Any]:
+    """The first positive of each group, and P [G + 1]; the group of each score [N] (empty without groups).
+
+    Negatives of groups without positives are negatives no more.
+    """
     count = len(positives.scores)
     if problem.groups is None:
         return np.array([0, count]), _NO_GROUPS
     numbers, first = np.unique(positives.groups, return_index=True)
     given = problem.groups.numpy()
     place = np.searchsorted(numbers, given).clip(max=len(numbers) - 1)
-    return np.append(first, count), np.where(numbers[place] == given, place, -1).astype(np.int32)
+    found.negative &= numbers[place] == given
+    return np.append(first, count), place
 
 
 def _num_parts(size: int) -> int:

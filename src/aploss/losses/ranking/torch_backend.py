@@ -421,19 +421,15 @@ def _above_quantiles(qualities: Tensor, classes: Tensor, groups: Tensor | None, 
     order = order[classes[order].argsort(stable=True)]
     if groups is not None:
         order = order[groups[order].argsort(stable=True)]
-    sorted_qualities, sorted_classes = qualities[order], classes[order]
-    places = torch.arange(len(order), device=order.device)
-    is_new = torch.ones_like(sorted_classes, dtype=torch.bool)
-    is_new[1:] = sorted_classes[1:] != sorted_classes[:-1]
+    is_new = classes[order].diff() != 0
     if groups is not None:
-        is_new[1:] |= groups[order][1:] != groups[order][:-1]
-    first = torch.where(is_new, places, 0).cummax(0).values  # of the class of each
-    is_last = is_new.roll(-1)
-    last = torch.where(is_last, places, len(order)).flip(0).cummin(0).values.flip(0)
+        is_new |= groups[order].diff() != 0
+    stratum = torch.nn.functional.pad(is_new.cumsum(0), (1, 0))  # numbers the pairs of group and class
+    first, behind = (torch.searchsorted(stratum, stratum, right=right) for right in (False, True))
     levels = torch.arange(1, count + 1, device=order.device)[:, None]
-    at_level = first + levels * (last - first + 1) // (count + 1)
-    members = torch.empty_like(at_level, dtype=torch.bool)
-    members[:, order] = sorted_qualities >= sorted_qualities[at_level]
+    ascending = qualities[order]
+    members = torch.empty_like(levels * order, dtype=torch.bool)
+    members[:, order] = ascending >= ascending[first + levels * (behind - first) // (count + 1)]
     return members
 
 
