@@ -96,6 +96,9 @@ def test_the_backbone_may_give_a_list_of_maps_and_its_strides_are_found() -> Non
     skipping = create_feature_extractor(resnet18(weights=None), {"layer1": "a", "layer3": "b"})
     with pytest.raises(ConfigError, match="got strides 4, 16"):
         retinanet_network(skipping, columns=2, softmax=False)
+    for wrong in ({"anchors_per_cell": 3}, {"anchor_grid": "torch"}, {"p6_from": "c4"}, {"initialisation": "caffe"}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            retinanet_network(_AsList(body), columns=2, softmax=False, **wrong)  # type: ignore[arg-type]
 
 
 class _AsList(nn.Module):
