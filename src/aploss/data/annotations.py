@@ -328,7 +328,7 @@ class AnnotationBuilder:
         self.problems.append(Problem(kind, file, message, count))
 
     def add_image(
-        self, path: str, size: tuple[int, int] | None, *, file: str, base: str = "", image_id: int | None = None
+        self, path: str, size: tuple[int, int] | None, *, file: str, base: str | None = "", image_id: int | None = None
     ) -> int:
         """Adds an image.
 
@@ -336,14 +336,16 @@ class AnnotationBuilder:
             path: as written in the annotation file.
             size: width and height; None to read them from the image.
             file: the annotation file, for messages.
-            base: folder that `path` is relative to, itself relative to the dataset's folder.
+            base: folder that `path` is relative to, itself relative to the dataset's folder; None for a path that
+                :class:`DatasetFolder` returned.
             image_id: defaults to 1, 2, 3, ...
 
         Returns:
             Its index; -1 if it cannot be used, which is reported.
         """
         try:
-            path = self.folder.inside(path, base=base, named_in=file)
+            if base is not None:
+                path = self.folder.inside(path, base=base, named_in=file)
             if path in self._listed:
                 raise ProblemError("duplicate-image", file, f"the image {path} is listed more than once")
             self._listed.add(path)

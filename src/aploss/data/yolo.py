@@ -129,7 +129,7 @@ class YoloFormat(DataFormat):
             except ProblemError as error:  # not an image without objects, since it may have some
                 builder.problems.append(error.problem)
                 continue
-            image = builder.add_image(path, None, file=file)
+            image = builder.add_image(path, None, file=file, base=None)
             if image >= 0:
                 if text is None:
                     builder.report("image-without-annotation", path, "no label file; used as an image without objects")
