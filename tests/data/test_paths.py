@@ -122,6 +122,18 @@ def test_xml_entities_are_not_expanded(voc_folder, declaration):
     assert "root:" not in message
 
 
+@pytest.mark.parametrize("name", ["b\\c", "x:1"])
+def test_files_whose_names_look_like_paths_of_another_system_are_read(tmp_path, yolo_folder, voc_folder, name):
+    (yolo_folder / "images/train/a.png").rename(yolo_folder / f"images/train/{name}.png")
+    (yolo_folder / "labels/train/a.txt").rename(yolo_folder / f"labels/train/{name}.txt")
+    (tmp_path / "flat").mkdir()
+    (voc_folder / "JPEGImages/a.png").rename(tmp_path / f"flat/{name}.png")
+    (voc_folder / "Annotations/a.xml").rename(tmp_path / f"flat/{name}.xml")
+    for dataset in (load_dataset(yolo_folder, "train"), load_dataset(tmp_path / "flat")):
+        assert dataset.problems == []
+        assert any(path.endswith(f"{name}.png") for path in dataset.image_paths)
+
+
 def test_a_few_aliases_are_read(yolo_folder):
     (yolo_folder / "data.yaml").write_text("base: &names [cat, dog]\nnames: *names\ntrain: images/train\n")
     assert load_dataset(yolo_folder, "train").class_names == ("cat", "dog")

@@ -84,10 +84,14 @@ def test_given_names_replace_missing_ones_and_select_from_existing_ones(yolo_fol
     assert load_dataset(yolo_folder, "train", class_names=["x", "y"]).class_names == ("x", "y")
 
 
-@pytest.mark.parametrize("names", ["{0: cat, 2: dog}", "[cat, cat]", "5", "[]", "[cat, [dog]]", "['']"])
-def test_unusable_names_are_an_error_that_names_the_file(yolo_folder, names):
+@pytest.mark.parametrize(
+    ("names", "named"),
+    [("{1: cat, 2: dog}", "0, 1, 2"), ("[cat, ox, cat]", r"\['cat', 'cat'\]"), ("5", "5"), ("[]", "no class"),
+     ("[cat, [dog]]", r"\[\['dog'\]\]"), ("[cat, '']", r"\[''\]")],
+)  # fmt: skip
+def test_unusable_names_are_an_error_that_names_the_file_and_them(yolo_folder, names, named):
     describe(yolo_folder, f"train: images/train\nval: images/val\nnames: {names}\n")
-    with pytest.raises(DataError, match=r"data\.yaml"):
+    with pytest.raises(DataError, match=rf"data\.yaml: .*{named}"):
         load_dataset(yolo_folder, "train")
 
 

@@ -96,6 +96,9 @@ def test_the_backbone_may_give_a_list_of_maps_and_its_strides_are_found() -> Non
     skipping = create_feature_extractor(resnet18(weights=None), {"layer1": "a", "layer3": "b"})
     with pytest.raises(ConfigError, match="got strides 4, 16"):
         retinanet_network(skipping, columns=2, softmax=False)
+    for wrong in ({"anchors_per_cell": 3}, {"anchor_grid": "torch"}, {"p6_from": "c4"}, {"initialisation": "caffe"}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            retinanet_network(_AsList(body), columns=2, softmax=False, **wrong)  # type: ignore[arg-type]
 
 
 class _AsList(nn.Module):
@@ -122,9 +125,38 @@ def test_the_config_of_a_detector_is_frozen_and_checked() -> None:
     architecture = build_detector("ssd300", class_names=["a"]).architecture
     with pytest.raises(FrozenInstanceError):
         architecture.nms_iou = 0.9  # type: ignore[misc]
-    for option, value in (("test_size", (0, 100)), ("test_size", 300), ("nms_iou", 2), ("topk_per_level", True)):
-        with pytest.raises(ConfigError, match=option):
-            build_detector("ssd300", class_names=["a"], **{option: value})
+    of_all = {"test_size": (0, 100), "nms_iou": 2, "topk_per_level": True, "detections_per_image": 0}
+    of_resnets = {
+        "norm": "layer",
+        "anchors_per_cell": 3,
+        "anchor_grid": "other",
+        "p6_from": "c4",
+        "trainable_stages": 6,
+    }
+    wrong = {
+        "ssd300": {**of_all, "anchor_scales": (0.1, 0.2)},
+        "ssdlite": {"norm": "layer"},
+        "retinanet-r18": of_resnets,
+    }
+    for name, options in wrong.items():
+        for option, value in options.items():
+            with pytest.raises(ConfigError, match=option):
+                build_detector(name, class_names=["a"], **{option: value})
+
+
+@pytest.mark.parametrize("loss", ["ap", "focal", "ce-ohem"])
+@pytest.mark.parametrize("name", ["retinanet-tiny", "retinanet-r18", "ssdlite"])
+def test_sigmoid_scores_start_at_the_prior_and_a_softmax_has_a_background_column(name: str, loss: str) -> None:
+    torch.manual_seed(0)
+    detector = build_detector(name, class_names=["a", "b"], loss=loss)
+    with torch.inference_mode():
+        logits, deltas = detector.heads(torch.rand(1, 3, 96, 96))
+    assert logits.shape[:2] == deltas.shape[:2] == (1, sum(map(len, detector.anchors_for(96, 96))))
+    assert logits.shape[2] == (3 if detector.uses_softmax else 2)
+    if not detector.uses_softmax:
+        assert logits.sigmoid().median().item() == pytest.approx(0.01, abs=0.003)
+    elif name != "ssdlite":  # its head keeps torchvision's initialisation
+        assert detector.head.classification_head.cls_logits.bias.abs().max() == 0
 
 
 def test_a_config_of_earlier_versions_builds_the_same_detector() -> None:

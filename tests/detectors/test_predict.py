@@ -10,7 +10,7 @@ from PIL import Image
 
 from aploss.detectors import Detector, build_detector
 from aploss.detectors.predict import evaluation_mode, image_tensor
-from aploss.errors import DataError
+from aploss.errors import ConfigError, DataError
 from aploss.evaluation import Calibration
 
 
@@ -103,6 +103,14 @@ def test_pillow_images_are_read_as_files_are(tmp_path: Path) -> None:
         image.save(path, exif=image.getexif())
         assert torch.equal(image_tensor(image), image_tensor(path))
     assert image_tensor(turned).shape == (3, 8, 6)
+
+
+def test_wrong_thresholds_and_stored_features_are_refused(detector: Detector) -> None:
+    for threshold in ("LRP", "lrp"):  # unknown, and without a calibration
+        with pytest.raises(ConfigError):
+            detector.predict([], threshold=threshold)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="features"):
+        detector(detector.features(torch.zeros(1, 3, 64, 64)))
 
 
 @pytest.mark.parametrize(

@@ -81,18 +81,6 @@ def test_torchvisions_ssdlite_weights_fit() -> None:
     torch.testing.assert_close(logits, expected["cls_logits"], rtol=1e-4, atol=1e-5)
 
 
-def test_sigmoid_losses_have_one_column_a_class_and_start_at_the_prior() -> None:
-    torch.manual_seed(0)
-    for loss, columns in (("ap", 2), ("focal", 2), ("ce-ohem", 3)):
-        detector = build_detector("ssdlite", class_names=CLASSES, loss=loss, test_size=(96, 96))
-        with torch.inference_mode():
-            logits, deltas = detector.heads(torch.rand(1, 3, 96, 96))
-        assert logits.shape[-1] == columns
-        assert logits.shape[1] == deltas.shape[1] == sum(map(len, detector.anchors_for(96, 96)))
-        if columns == 2:
-            assert logits.sigmoid().median().item() == pytest.approx(0.01, abs=0.003)
-
-
 def test_images_of_any_shape_are_stretched_to_the_square() -> None:
     detector = build_detector("ssdlite", class_names=CLASSES, test_size=(96, 96)).eval()
     with torch.inference_mode():
@@ -110,13 +98,6 @@ def test_images_that_are_too_small_are_refused_with_their_size() -> None:
     target = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)}
     with pytest.raises(ConfigError, match="64x64 pixels"):
         detector(torch.rand(1, 3, 64, 64), [target])
-
-
-def test_wrong_anchor_scales_and_norms_are_refused() -> None:
-    with pytest.raises(ConfigError, match="anchor_scales"):
-        build_detector("ssd300", class_names=CLASSES, anchor_scales=(0.1, 0.2))
-    with pytest.raises(ConfigError, match="norm"):
-        build_detector("ssdlite", class_names=CLASSES, norm="layer")
 
 
 def test_frozen_stages_of_vgg_are_the_first() -> None:

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from aploss.data.folder import DatasetFolder, Problem, ProblemError
 from aploss.data.images import ImageError, read_image, read_sizes
-from aploss.errors import DataError
+from aploss.errors import DataError, listed
 
 Target = dict[str, Any]
 Sample = tuple[Tensor, Target]
@@ -324,11 +324,11 @@ class AnnotationBuilder:
         self._unknown: dict[tuple[str, str | int], list[int]] = {}  # file, class → numbers of the boxes
 
     def report(self, kind: str, file: str, message: str, *, count: int = 1) -> None:
-        """Records a :class:`~aploss.data.Problem`."""
+        """Records a :class:`~aploss.data.Problem` with these arguments."""
         self.problems.append(Problem(kind, file, message, count))
 
     def add_image(
-        self, path: str, size: tuple[int, int] | None, *, file: str, base: str = "", image_id: int | None = None
+        self, path: str, size: tuple[int, int] | None, *, file: str, base: str | None = "", image_id: int | None = None
     ) -> int:
         """Adds an image.
 
@@ -336,14 +336,16 @@ class AnnotationBuilder:
             path: as written in the annotation file.
             size: width and height; None to read them from the image.
             file: the annotation file, for messages.
-            base: folder that `path` is relative to, itself relative to the dataset's folder.
+            base: folder that `path` is relative to, itself relative to the dataset's folder; None for a path that
+                :class:`DatasetFolder` returned.
             image_id: defaults to 1, 2, 3, ...
 
         Returns:
             Its index; -1 if it cannot be used, which is reported.
         """
         try:
-            path = self.folder.inside(path, base=base, named_in=file)
+            if base is not None:
+                path = self.folder.inside(path, base=base, named_in=file)
             if path in self._listed:
                 raise ProblemError("duplicate-image", file, f"the image {path} is listed more than once")
             self._listed.add(path)
@@ -394,7 +396,8 @@ class AnnotationBuilder:
     def dataset(self, *, name: str, split: str) -> DetectionDataset:
         """Validates the boxes and builds the dataset; see :class:`DetectionDataset` for the arguments."""
         for (file, unknown), uses in self._unknown.items():
-            message = f"{self.unit} {uses[0]}: class {unknown!r} is not in the class list, boxes: {len(uses)}"
+            known = f"not in the class list ({listed(self.class_names)})"
+            message = f"{self.unit} {uses[0]}: class {unknown!r} is {known}, boxes: {len(uses)}"
             self.report("unknown-class", file, message, count=len(uses))
         table = np.frombuffer(self._boxes, np.float64).reshape(-1, 10)
         image_of_box, labels, numbers = table[:, :3].astype(np.int64).T

@@ -17,6 +17,7 @@ With ``--plugin csv_format.py``, every command accepts datasets of this format.
 import hashlib
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -324,10 +325,13 @@ def check_class_names(names: Any, *, file: str | None = None) -> tuple[str, ...]
     Raises:
         DataError: it does not consist of distinct, non-empty names; a ProblemError if it is the list of a file.
     """
-    valid = isinstance(names, (list, tuple)) and names and all(isinstance(name, str) and name for name in names)
-    if valid and len(set(names)) == len(names):
-        return tuple(names)
-    message = f"class names must be a list of distinct, non-empty names, got {names!r:.200}"
+    wrong = names
+    if isinstance(names, (list, tuple)) and names:
+        uses = Counter(name for name in names if isinstance(name, str) and name)
+        wrong = [name for name in names if not isinstance(name, str) or uses[name] != 1]
+        if not wrong:
+            return tuple(names)
+    message = f"class names must be a list of distinct, non-empty names, got {wrong!r:.200}"
     raise DataError(message) if file is None else ProblemError("bad-categories", file, message)
 
 

@@ -181,7 +181,7 @@ class VocFormat(DataFormat):
                 message = f"no image {wanted} beside the annotation or in a parallel folder"
                 builder.report("missing-image", annotation.path, message)
                 continue
-            image = builder.add_image(path, annotation.size, file=annotation.path)
+            image = builder.add_image(path, annotation.size, file=annotation.path, base=None)
             builder.problems += annotation.problems if image >= 0 else []
             for one in annotation.objects:
                 builder.add_box(image, **one)

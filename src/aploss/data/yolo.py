@@ -107,7 +107,10 @@ class YoloFormat(DataFormat):
     def class_names(self) -> tuple[str, ...]:
         """The names in the YAML file; empty if there are none."""
         names = self._description.get("names")
-        if isinstance(names, dict) and set(names) == set(range(len(names))):  # {0: cat, 1: dog}
+        if isinstance(names, dict):  # {0: cat, 1: dog}
+            if set(names) != set(range(len(names))):
+                message = f"the keys of names must be 0, 1, 2, ..., got {names!r:.200}"
+                raise ProblemError("bad-categories", self.file, message)
             names = [names[key] for key in range(len(names))]
         if isinstance(names, list):
             names = [str(name) if isinstance(name, int) else name for name in names]
@@ -126,7 +129,7 @@ class YoloFormat(DataFormat):
             except ProblemError as error:  # not an image without objects, since it may have some
                 builder.problems.append(error.problem)
                 continue
-            image = builder.add_image(path, None, file=file)
+            image = builder.add_image(path, None, file=file, base=None)
             if image >= 0:
                 if text is None:
                     builder.report("image-without-annotation", path, "no label file; used as an image without objects")

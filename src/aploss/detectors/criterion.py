@@ -76,6 +76,12 @@ def check_options(owner: str, options: Iterable[str], allowed: Sequence[str]) ->
             raise ConfigError(f"{owner} has no option {option!r}; {known}")
 
 
+def check_choice(option: str, value: object, allowed: Iterable[object]) -> None:
+    """Raises ConfigError for a value that is not one of those allowed."""
+    if value not in allowed:
+        raise ConfigError(f"{option} must be one of {', '.join(map(str, allowed))}, got {value!r}")
+
+
 def describe_loss(loss: nn.Module) -> tuple[str, dict[str, Any]]:
     """The name and options from which :func:`make_loss` creates an equal loss.
 
@@ -342,17 +348,16 @@ class Criterion(nn.Module):
     def _check_targets(self, batch_size: int, targets: Sequence[Mapping[str, Tensor]]) -> None:
         if len(targets) != batch_size:
             raise DataError(f"a batch of {batch_size} images has {len(targets)} targets")
-        labels = torch.cat([target["labels"] for target in targets])
-        low, high = (int(labels.min()), int(labels.max())) if len(labels) else (0, 0)
-        if not 0 <= low <= high < self.num_classes:
-            raise DataError(f"labels must be in 0..{self.num_classes - 1}, got {low}..{high}")
+        for index, target in enumerate(targets):
+            labels = target["labels"]
+            if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.num_classes:
+                found = f"{int(labels.min())}..{int(labels.max())}"
+                raise DataError(f"labels of image {index} must be in 0..{self.num_classes - 1}, got {found}")
 
     def _check_options(self) -> None:
         literals = {"rank_over": RankOver, "box_loss": BoxLoss, "assigner": Assigner, "hard_boxes": HardBoxes}
         for option, literal in literals.items():
-            value, allowed = getattr(self, option), get_args(literal)
-            if value not in allowed:
-                raise ConfigError(f"{option} must be one of {', '.join(allowed)}, got {value!r}")
+            check_choice(option, getattr(self, option), get_args(literal))
         traits = traits_of(self.loss)
         label = traits.label or type(self.loss).__name__
         if self.rank_over != "batch" and not traits.groups:

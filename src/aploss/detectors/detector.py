@@ -274,7 +274,9 @@ class Detector(nn.Module):
             :meth:`detect`.
         """
         if not self.training:
-            return self.detect(images)  # type: ignore[arg-type]  # features are for training
+            if isinstance(images, FeatureMaps):
+                raise DataError("a detector in evaluation mode takes images, not features")
+            return self.detect(images)
         if targets is None:
             raise DataError("a detector in training mode needs targets; call detector.eval() for detections")
         batch = images if isinstance(images, FeatureMaps) else self.pad(images)[0]
@@ -332,13 +334,15 @@ class Detector(nn.Module):
 
         Raises:
             DataError: if an image cannot be read, or has an unsupported shape or type.
-            ConfigError: if the detector has no thresholds per class.
+            ConfigError: if the threshold is invalid, or the detector has none per class.
         """
         least: Any = self.draw_threshold if threshold is None else threshold
         if least == "lrp":
             if self.calibration is None or not self.calibration.class_thresholds:
                 raise ConfigError("this detector has no threshold per class; runs with a validation split have")
             least = torch.tensor(self.calibration.class_thresholds)
+        elif isinstance(least, str):
+            raise ConfigError(f"threshold must be a number or 'lrp', got {least!r}")
         if isinstance(images, str | Path | Image.Image) or getattr(images, "ndim", 4) < 4:
             images = [images]  # type: ignore[list-item]
         remaining, predictions = iter(images), []

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from itertools import islice, pairwise
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ from torchvision.models.resnet import BasicBlock
 from torchvision.ops import FeaturePyramidNetwork, FrozenBatchNorm2d
 from torchvision.ops.feature_pyramid_network import ExtraFPNBlock, LastLevelP6P7
 
+from aploss.detectors.criterion import check_choice
 from aploss.detectors.detector import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -109,13 +110,17 @@ def retinanet_network(
         image_mean, image_std: mean and standard deviation of images in [0, 1] for normalisation.
 
     Raises:
-        ConfigError: if the sizes of the feature maps do not halve.
+        ConfigError: if the sizes of the feature maps do not halve, or an option is invalid.
 
     Example:
         >>> body = IntermediateLayerGetter(mobilenet_v2().features, {"6": "C3", "13": "C4", "17": "C5"})
         >>> retinanet_network(body, columns=3, softmax=False, channels=64).size_divisor  # stride of the last map
         32
     """
+    check_choice("anchors_per_cell", anchors_per_cell, OCTAVE_SCALES)
+    check_choice("anchor_grid", anchor_grid, get_args(AnchorGrid))
+    check_choice("p6_from", p6_from, get_args(P6From))
+    check_choice("initialisation", initialisation, get_args(Initialisation))
     shapes = feature_shapes(body, PROBE_SIZE, PROBE_SIZE)
     strides = [PROBE_SIZE // shape[-1] for shape in shapes]
     if any(2 * one != other for one, other in pairwise(strides)):
