@@ -133,6 +133,7 @@ FAULTS = [
     [fault[1:] for fault in FAULTS],
     ids=[f"{fault[3]}: {fault[0]}" for fault in FAULTS],
 )
+@pytest.mark.regression("33a370e")
 def test_a_planted_fault_is_found_and_its_file_named(clean_folders, kind, file, format, plant):
     folder = clean_folders[format]
     plant(folder)
