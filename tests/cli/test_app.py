@@ -53,6 +53,7 @@ def test_the_threshold_moves_without_another_prediction(app: App, photo: str, mo
     assert app.detect(None, 0.5, 0.5)[2] == []  # all images are removed
 
 
+@pytest.mark.regression("33a370e")
 def test_unusable_uploads_are_one_line_with_the_name_of_the_file(
     app: App, photo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +104,7 @@ def test_samples_are_images_of_the_evaluation_split(photo: str, folder: RunFolde
     ]
 
 
+@pytest.mark.regression("33a370e")
 def test_one_request_runs_at_a_time_and_a_limited_number_waits(
     app: App, photo: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +130,7 @@ def test_one_request_runs_at_a_time_and_a_limited_number_waits(
     assert 0 < codes.count(503) < 11, codes
 
 
+@pytest.mark.regression("33a370e")
 def test_a_malformed_request_is_one_line_on_the_terminal(app: App, capfd: pytest.CaptureFixture[str]) -> None:
     import httpx
 

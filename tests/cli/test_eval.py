@@ -99,6 +99,7 @@ class TestRun:
 
     IOU = ("--iou", "0.1", "--json")
 
+    @pytest.mark.regression("33a370e")
     def test_objects_of_unknown_classes_are_refused_or_counted(self, run_folder, shapes, tmp_path, capsys, refused):
         data = shutil.copytree(shapes, tmp_path / "data")
         file = data / "annotations/instances_test.json"

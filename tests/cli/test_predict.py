@@ -93,6 +93,7 @@ def test_files_folders_and_patterns_are_found_once(photos: Path) -> None:
     assert [path.relative_to(photos).as_posix() for path in images] == ["a.jpg", "more/a.jpg", "b.png"]
 
 
+@pytest.mark.regression("33a370e")
 def test_a_stopped_command_resumes_and_gives_the_same_files(
     run_folder: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused
 ) -> None:

@@ -71,6 +71,8 @@ FAULTS = [
      lambda folder: ((folder / "labels.txt").write_text("cat\ndog\n"),
                      replace(folder, XML, ">cat<", ">cta<"))),
     ("no XML for a listed image", "unreadable-annotation", XML, "voc", lambda folder: (folder / XML).unlink()),
+    ("NUL in a list", "unreadable-annotation", "Annotations/b\0.xml", "voc",
+     lambda folder: append(folder, "ImageSets/Main/train.txt", "b\0\n")),
     ("an image listed twice", "duplicate-image", XML, "voc",
      lambda folder: append(folder, "ImageSets/Main/train.txt", "a\n")),
     ("an empty list", "empty-split", "val", "voc",
@@ -131,6 +133,7 @@ FAULTS = [
     [fault[1:] for fault in FAULTS],
     ids=[f"{fault[3]}: {fault[0]}" for fault in FAULTS],
 )
+@pytest.mark.regression("33a370e")
 def test_a_planted_fault_is_found_and_its_file_named(clean_folders, kind, file, format, plant):
     folder = clean_folders[format]
     plant(folder)

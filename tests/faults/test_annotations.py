@@ -134,6 +134,7 @@ MERGES = [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}" for i in rang
     ["names: !!python/object/apply:os.mkdir [made]", "a0: &a0 [x]", "a0: &a0 {x: 1, y: 2}", "names: &a [*a]"],
     ids=["objects", "nested aliases", "merge keys", "an alias in itself"],
 )
+@pytest.mark.regression("33a370e")
 def test_yaml_makes_no_objects_and_aliases_are_not_multiplied(call_cli, folder, tmp_path: Path, monkeypatch, text: str):
     monkeypatch.chdir(tmp_path)
     levels = {"a0: &a0 [x]": LISTS, "a0: &a0 {x: 1, y: 2}": MERGES}.get(text, [])
@@ -148,6 +149,7 @@ def test_yaml_makes_no_objects_and_aliases_are_not_multiplied(call_cli, folder, 
 
 
 @pytest.mark.slow_fault
+@pytest.mark.regression("33a370e")
 def test_a_tenth_of_coco_is_checked_in_six_seconds(tmp_path: Path):
     """Without decoding pixels; all files have the same size, which is the worst case for finding copies."""
     images, boxes = 11_800, 86_000

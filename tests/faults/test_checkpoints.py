@@ -245,6 +245,7 @@ def peak_memory() -> int:
 
 
 @pytest.mark.parametrize("place", ["weight", "unknown weight", "other content", "initial weights", "compressed"])
+@pytest.mark.regression("33a370e")
 def test_a_small_file_with_a_huge_tensor_costs_no_memory(file: Path, content: dict[str, Any], place: str):
     """A tensor of stride 0 has one number in the file and a gigabyte in use; zeros are compressed to a thousandth."""
     huge, state = torch.zeros(1).expand(2**14, 2**14), content["detector"]["state"]

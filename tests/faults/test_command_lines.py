@@ -148,6 +148,7 @@ def hostile(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("line", ["data check photos", "data show photos --out x.png", f"data check 'photos{ESCAPE}'"])
+@pytest.mark.regression("33a370e")
 def test_no_control_sequence_of_a_dataset_reaches_the_terminal(
     capsys: pytest.CaptureFixture[str], hostile: Path, line: str
 ) -> None:
@@ -158,6 +159,7 @@ def test_no_control_sequence_of_a_dataset_reaches_the_terminal(
     assert r"\x1b" in text or line.startswith("data show")
 
 
+@pytest.mark.regression("33a370e")
 def test_output_in_another_encoding_has_escapes_in_place_of_missing_characters(hostile: Path) -> None:
     (hostile / "train.json").write_text((hostile / "train.json").read_text().replace("cell", "\u221a\u7d30\u80de"))
     environment = {**os.environ, "PYTHONIOENCODING": "cp1252", "PYTHONUTF8": "0"}

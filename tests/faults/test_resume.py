@@ -215,6 +215,7 @@ CHANGES: dict[str, tuple[Callable[[TrainConfig], TrainConfig | None], str]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.regression("33a370e")
 def test_a_change_before_a_resume_is_without_effect_mapped_with_a_line_or_refused(
     copied: TrainConfig, whole: Any, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -231,6 +232,17 @@ def test_a_change_before_a_resume_is_without_effect_mapped_with_a_line_or_refuse
     assert_equal(whole, outcome(config.out))
     assert ("another order" in capsys.readouterr().out) == (expected == "mapped")
     assert summary.resume_changes == []
+
+
+def test_a_recipe_changed_by_an_update_is_refused_or_not_read(
+    copied: TrainConfig, whole: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, words = tmp_path / "recipe.yaml", ["train", "--resume", "--quiet", "--out", str(copied.out)]
+    recipe.write_text(yaml.safe_dump(merge(config_to_dict(copied), {"optimizer": {"learning_rate": 0.1}})))
+    assert main([*words, "--recipe", str(recipe)]) == 2
+    assert "learning_rate" in capsys.readouterr().err
+    assert main(words) == 0
+    assert_equal(whole, outcome(copied.out))
 
 
 @pytest.mark.parametrize("name", ["boxes", "images", "validation set", "evaluation set"])

@@ -39,6 +39,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     ],
     ids=" and ".join,
 )
+@pytest.mark.regression("33a370e")
 def test_other_files_and_the_rest_of_a_run_are_not_overwritten(make_config: MakeConfig, files: list[str]) -> None:
     config = make_config(schedule={"length": 1})
     folder = Path(str(config.out))
@@ -52,6 +53,7 @@ def test_other_files_and_the_rest_of_a_run_are_not_overwritten(make_config: Make
 
 
 @pytest.mark.parametrize("while_", ["training", "validating"])
+@pytest.mark.regression("33a370e")
 def test_a_killed_data_loader_worker_ends_a_run_that_is_saved(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, while_: str
 ) -> None:
@@ -81,6 +83,7 @@ def test_a_killed_data_loader_worker_ends_a_run_that_is_saved(
     assert_equal(outcome(whole.out), outcome(killed.out))
 
 
+@pytest.mark.regression("33a370e")
 def test_after_a_failed_save_the_checkpoint_before_it_is_whole_and_the_only_one(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +108,7 @@ def test_after_a_failed_save_the_checkpoint_before_it_is_whole_and_the_only_one(
 
 
 @pytest.mark.parametrize(("given", "expected"), [([], 2), (["--schedule.warmup-steps", "10"], 10)])
+@pytest.mark.regression("33a370e")
 def test_a_short_run_reaches_its_learning_rate_and_records_its_warmup(
     rectangles: Path, tmp_path: Path, given: list[str], expected: int
 ) -> None:
@@ -130,6 +134,7 @@ def test_cpus_without_bfloat16_are_recognised(tmp_path: Path, flags: str, expect
     assert not emulates_bfloat16(torch.device("cpu"), tmp_path / "missing")
 
 
+@pytest.mark.regression("33a370e")
 def test_bfloat16_without_native_support_is_reported_at_the_start_with_the_remedy(
     make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -141,6 +141,7 @@ def test_annotations_are_parsed_once(
     assert sorted(read) == ["test", "train"]
 
 
+@pytest.mark.regression("33a370e")
 def test_validation_objects_of_unknown_classes_are_refused_or_remarked(
     make_config: MakeConfig, without: Callable[..., str]
 ) -> None:

@@ -226,7 +226,8 @@ class DatasetFolder:
         Raises:
             ProblemError: of this kind; it is missing, unreadable, or not a regular file: reading a pipe would block.
         """
-        self.has(path)
+        if not self.has(path):  # a name with NUL cannot even be opened
+            raise ProblemError(kind, path, "cannot be read: no such file")
         full = self.root / path
         try:
             if full.exists() and not full.is_file():
