@@ -13,8 +13,10 @@ from pathlib import Path
 
 from aploss.errors import ConfigError
 from aploss.evaluation import HEADLINE_METRICS, LOWER_IS_BETTER
-from aploss.experiments.plan import LOSS_OPTIONS, Plan, Run, Search, Trial, Variant, as_typed, comparison_plan
+from aploss.experiments.plan import LOSS_OPTIONS, Plan, comparison_plan
 from aploss.experiments.results import MIN_SEEDS, Results, is_decided, write_results
+from aploss.experiments.runs import Run, Variant, as_typed
+from aploss.experiments.search import Search, Trial
 from aploss.experiments.workers import Job, Pool, Workers, open_pool
 from aploss.files import as_file_name
 from aploss.plotting.plots import loss_label

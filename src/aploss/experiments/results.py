@@ -3,13 +3,15 @@
 import csv
 import io
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from aploss.evaluation import HEADLINE_METRICS, METRICS
-from aploss.experiments.plan import CLASS_AP, RATE, Plan, Run, Trial, Variant, as_typed
+from aploss.experiments.plan import Plan
+from aploss.experiments.runs import CLASS_AP, RATE, Run, Variant, as_typed
+from aploss.experiments.search import Trial
 from aploss.files import write_json, write_text
 from aploss.plotting.plots import loss_label
 from aploss.reports.comparison import Comparison, Difference, Entry, paired_difference, spread, write_comparison_report
@@ -268,24 +270,3 @@ def _trials_section(results: Results) -> Section:
         text += f" The best value is still at an end of the grid for {', '.join(map(loss_label, results.at_end))}."
     table = Table(columns=["row", "learning rate", "other settings", "score"], rows=rows)
     return Section("Search for learning rates", [Text(text), table])
-
-
-def mean_ranks(tables: Sequence[Mapping[str, float]], *, level: float = 0.05) -> tuple[dict[str, float], float]:
-    """The mean rank of each row over several comparisons, and the critical difference of two mean ranks.
-
-    Args:
-        tables: for each comparison, the value of each row; larger is better, ties share their ranks.
-        level: significance level of the Nemenyi test (Demsar, JMLR 7, 2006).
-
-    Example:
-        >>> ranks, critical = mean_ranks([{"ap": 0.7, "focal": 0.6}, {"ap": 0.5, "focal": 0.4}])
-        >>> ranks, round(critical, 3)  # 1.960 * sqrt(2 * 3 / (6 * 2))
-        ({'ap': 1.0, 'focal': 2.0}, 1.386)
-    """
-    from scipy.stats import rankdata, studentized_range
-
-    rows, count = list(tables[0]), len(tables)
-    ranks = rankdata([[-table[row] for row in rows] for table in tables], axis=1).mean(axis=0)
-    quantile = studentized_range.ppf(1 - level, len(rows), math.inf) / math.sqrt(2)
-    critical = float(quantile) * math.sqrt(len(rows) * (len(rows) + 1) / (6 * count))
-    return dict(zip(rows, map(float, ranks), strict=True)), critical
