@@ -167,7 +167,9 @@ class TestLearningRates:
         assert ap.tuned == {RATE: 0.009, "criterion.box_weight": 3.0}
         assert set(focal.tuned) == {RATE, "criterion.box_weight", "criterion.options.gamma"}
         assert results_in(tmp_path / "page")["rows"][0]["tuned"] == ap.tuned
-        assert "box_weight=3.0" in (tmp_path / "page/report.html").read_text()
+        page = (tmp_path / "page/report.html").read_text()
+        assert '<td data-label="box weight" class="number">3.0</td>' in page
+        assert page.index(">0.001</td>") < page.index(">0.003</td>") < page.index(">0.009</td>")
 
     def test_given_rates_take_the_place_of_factors(self, fake_training, tmp_path: Path) -> None:
         results = compare(plan_of("ap", seeds=1, search=Search(over={RATE: [0.002, 0.003]})), tmp_path / "page")
