@@ -116,6 +116,8 @@ def test_every_reproduction_is_small_by_default(name: str) -> None:
         assert config.schedule.length <= 1200
         assert config.batches.size * config.batches.accumulate == 8
         assert config.evaluation.checkpoint == "last"
+        assert config.criterion.box_loss == "paper-smooth-l1"
+        assert config.criterion.box_weight == (0 if name == "figure5b" else 1)
 
 
 def test_rows_of_an_ablation_differ_in_one_setting() -> None:

@@ -58,7 +58,7 @@ def test_the_page_shows_what_is_in_the_files_and_is_of_moderate_size(make_run: M
     assert "retinanet-tiny trained with AP-loss on builtin, seed 0; evaluated on val (14 images, " in text
     assert summary["command"] in text
     assert "delta: 1.0" in text
-    assert "hardware.processor a processor with a rather long name" in text
+    assert '"processor": "a processor with a rather long name"' in text
     metrics = json.loads((run / "evaluation/metrics.json").read_text())
     for name, row in metrics["per_class"].items():
         assert f"{name} {100 * row['AP']:.1f}" in text

@@ -1,5 +1,6 @@
 """``report.html`` of a training run, made from the files in its folder alone."""
 
+import json
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -235,20 +236,11 @@ def _settings(run: RunFiles) -> list[page.Block]:
     else:
         blocks.append(_absent("config.yaml", "The settings are unknown."))
     if run.environment:
-        table = page.Table(columns=["what", "value"], rows=_flat(run.environment))
-        blocks.append(page.Section("Versions and hardware (`environment.json`)", [table]))
+        text = json.dumps(run.environment, indent=2, ensure_ascii=False)
+        blocks.append(page.Section("Versions and hardware (`environment.json`)", [page.Code(text)]))
     else:
         blocks.append(_absent("environment.json", "Versions are unknown."))
     return blocks
-
-
-def _flat(document: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """A nested dictionary as rows of dotted names and texts."""
-    rows: list[tuple[str, str]] = []
-    for key, value in document.items():
-        name = f"{prefix}{key}"
-        rows += _flat(value, f"{name}.") if isinstance(value, Mapping) else [(name, page.show(value))]
-    return rows
 
 
 # --- pictures: a sample of the split, missed objects and false positives ---
