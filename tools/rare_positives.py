@@ -8,6 +8,7 @@ Every finished fold is one line of the results file, so a stopped study continue
 
 import argparse
 import json
+import math
 import time
 import warnings
 from pathlib import Path
@@ -15,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from scipy.stats import rankdata, studentized_range
 from sklearn.datasets import load_digits
 from sklearn.metrics import average_precision_score
 from sklearn.model_selection import StratifiedKFold, train_test_split
 from torch import nn
 
 from aploss import ap_loss, auc_loss, focal_loss
-from aploss.experiments.results import mean_ranks
 
 STEPS = (50, 100, 200)  # the number of steps is chosen on validation rows, like the learning rate
 RATES = (0.003, 0.01, 0.03)
@@ -141,6 +142,18 @@ def run(results):
                         json.dumps({"set": name, "fold": fold, "loss": loss, **found, "seconds": seconds}) + "\n"
                     )
                     file.flush()
+
+
+def mean_ranks(tables, level=0.05):
+    """The mean rank of each loss over several sets, and the critical difference of two mean ranks.
+
+    Larger values are better, ties share their ranks; Nemenyi test (Demsar, JMLR 7, 2006).
+    """
+    rows, count = list(tables[0]), len(tables)
+    ranks = rankdata([[-table[row] for row in rows] for table in tables], axis=1).mean(axis=0)
+    quantile = studentized_range.ppf(1 - level, len(rows), math.inf) / math.sqrt(2)
+    critical = float(quantile) * math.sqrt(len(rows) * (len(rows) + 1) / (6 * count))
+    return dict(zip(rows, map(float, ranks), strict=True)), critical
 
 
 def report(results):

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from aploss.experiments.paper import EACH_CLASS, RANKING_AP, REPRODUCTIONS
-from aploss.experiments.plan import Measure, Plan, Run
+from aploss.experiments.plan import Plan
 from aploss.experiments.reproduce import Request, page_for, plan_for
 from aploss.experiments.results import Results
+from aploss.experiments.runs import Measure, Run
 from aploss.reports.comparison import TrainingCurve
 from aploss.training import TrainConfig
 from aploss.training.config import differing_keys
@@ -115,6 +116,8 @@ def test_every_reproduction_is_small_by_default(name: str) -> None:
         assert config.schedule.length <= 1200
         assert config.batches.size * config.batches.accumulate == 8
         assert config.evaluation.checkpoint == "last"
+        assert config.criterion.box_loss == "paper-smooth-l1"
+        assert config.criterion.box_weight == (0 if name == "figure5b" else 1)
 
 
 def test_rows_of_an_ablation_differ_in_one_setting() -> None:

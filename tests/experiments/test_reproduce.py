@@ -57,14 +57,6 @@ def test_a_page_is_there_before_the_first_run(tmp_path: Path) -> None:
         assert "Not finished: 0 of" in (tmp_path / name / "report.html").read_text()
 
 
-def test_small_scale_has_the_authors_box_loss() -> None:
-    for name in REPRODUCTIONS:
-        for variant in plan_for(name, Request()).variants:
-            criterion = variant.config.criterion
-            assert criterion.box_loss == "paper-smooth-l1"
-            assert criterion.box_weight == (0 if name == "figure5b" else 1)
-
-
 def test_every_reproduction_has_a_row_with_its_length() -> None:
     rows = re.findall(r"^\| `(\w+)` \|(.*)$", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
     names = [name for name, _ in rows]

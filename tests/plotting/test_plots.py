@@ -62,7 +62,7 @@ def test_a_single_point_is_seen_and_a_line_needs_no_marks(y: list, seen: int) ->
 def test_any_name_is_shown_literally(name: str) -> None:
     svg = precision_recall_plot({name: CURVES["cat"], "other": CURVES["dog"]})
     shown = [" ".join(text.replace("\u200b", "").split()) for text in texts(svg)]
-    assert shorten(name) + " 0.750" in shown
+    assert shorten(name) + " 75.0 %" in shown
     assert "<script" not in svg
 
 
@@ -70,9 +70,9 @@ def test_many_classes_name_only_the_best_and_worst() -> None:
     curves = {f"class {k:02d}": Curve([0, 1], [k / 40, k / 40]) for k in range(40)}
     shown = texts(precision_recall_plot(curves, 0.75))
     named = {text for text in shown if text.startswith("class")}
-    assert named == {f"class {k:02d} {k / 40:.3f}" for k in (0, 1, 2, 37, 38, 39)}
+    assert named == {f"class {k:02d} {100 * k / 40:.1f} %" for k in (0, 1, 2, 37, 38, 39)}
     # the mean is (0 + 1 + ... + 39) / 40 / 40 = 0.4875
-    assert {"34 other classes", "mean 0.487", "Precision and recall at IoU 0.75"} <= set(shown)
+    assert {"34 other classes", "mean 48.8 %", "Precision and recall at IoU 0.75"} <= set(shown)
 
 
 def test_thinning_keeps_means_and_ends_gaps() -> None:

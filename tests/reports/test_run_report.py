@@ -54,14 +54,14 @@ def test_the_page_shows_what_is_in_the_files_and_is_of_moderate_size(make_run: M
     text = words(page)
     summary = json.loads((run / "summary.json").read_text())
     for key in ("AP", "AP50", "AP75"):
-        assert f"{summary[key]:.3f}" in text
+        assert f"{key} {100 * summary[key]:.1f} %" in text
     assert "retinanet-tiny trained with AP-loss on builtin, seed 0; evaluated on val (14 images, " in text
     assert summary["command"] in text
     assert "delta: 1.0" in text
-    assert "hardware.processor a processor with a rather long name" in text
+    assert '"processor": "a processor with a rather long name"' in text
     metrics = json.loads((run / "evaluation/metrics.json").read_text())
     for name, row in metrics["per_class"].items():
-        assert f"{name} {row['AP']:.3f}" in text
+        assert f"{name} {100 * row['AP']:.1f}" in text
     assert "not in the run folder" not in text
     assert "could not be" not in text
 
@@ -102,7 +102,7 @@ def test_a_metric_added_to_the_list_is_on_the_page(make_run: MakeRun, monkeypatc
     monkeypatch.setitem(METRICS, "AR10", "recall of ten detections")
     text = words(write_run_report(run))
     assert "AR10: recall of ten detections" in text
-    assert f"{metrics['AR10']:.3f}" in text
+    assert f"{100 * metrics['AR10']:.1f}" in text
     assert "class AP AP50 AP75 APm oLRP AR10 precision recall F1 objects" in text
 
 
@@ -125,7 +125,7 @@ def test_confusions_precision_and_recall_are_counted_at_the_threshold(
     write_results(run, {**truth, "annotations": objects}, detections)
     edit(run / "evaluation/calibration.json", lambda one: one.update(draw_threshold=0.5, calibrated_scores=None))
     text = words(write_run_report(run))
-    assert "Precision 0.333 score ≥ 0.50 Recall 0.250 score ≥ 0.50 F1 0.286" in text
+    assert "Precision 33.3 % score ≥ 0.50 Recall 25.0 % score ≥ 0.50 F1 28.6 %" in text
     expected = np.zeros((6, 6), int)
     expected[[0, 0, 3, 5], [0, 1, 5, 1]] = [1, 1, 2, 1]  # 5: not detected, background
     np.testing.assert_array_equal(read_run(run).confusion_matrix, expected)

@@ -114,8 +114,7 @@ def _matches(
         order: detections by descending score, int64 [n].
         reusable: whether an object can take any number of detections, bool [g].
     """
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
+    rank = np.argsort(order)  # the inverse permutation
     detection, candidate = pairs.detections[close], pairs.objects[close]
     # a detection prefers objects that count, then the largest overlap, then the later object
     preference = np.lexsort((-candidate, -pairs.overlaps[close], ~truth.counted[candidate], rank[detection]))

@@ -10,7 +10,6 @@ import numpy as np
 from aploss.data.annotations import Annotations, as_rows
 from aploss.errors import ConfigError
 from aploss.evaluation import matching
-from aploss.evaluation.matching import Matches, by_category, match_detections
 from aploss.evaluation.tables import Detections, DetectionTable, Truth, as_tables
 
 
@@ -275,7 +274,7 @@ def voc_metrics(ground_truth: Truth, detections: Detections, *, year: int = 2012
     columns = {}
     for column, threshold in (("AP", iou), ("AP50", 0.5), ("AP75", 0.75)):
         matches = matching.match_voc(truth, table, threshold)
-        found = by_category(truth, table, matches)
+        found = matching.by_category(truth, table, matches)
         values = [_voc_average_precision(matches.correct[rows], objects, year) for _, objects, rows in found]
         columns[column] = [*values, _mean(values)]
     averages = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
@@ -322,7 +321,7 @@ class OptimalLRP(NamedTuple):
 
 
 def optimal_lrp(
-    ground_truth: Truth, detections: Detections, *, matches: Matches | None = None
+    ground_truth: Truth, detections: Detections, *, matches: matching.Matches | None = None
 ) -> dict[str, OptimalLRP]:
     """Computes localisation recall precision (Oksuz et al., ECCV 2018, TPAMI 2022) of each class.
 
@@ -353,10 +352,10 @@ def optimal_lrp(
         (0.2, 0.1, 0.3)
     """
     truth, table = as_tables(ground_truth, detections)
-    matches = matches or match_detections(truth, table)
+    matches = matches or matching.match_detections(truth, table)
     return {
         name: _optimum(table.scores[rows], matches.correct[rows], matches.overlaps[rows], objects, matches.iou)
-        for name, objects, rows in by_category(truth, table, matches)
+        for name, objects, rows in matching.by_category(truth, table, matches)
     }
 
 

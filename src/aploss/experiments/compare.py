@@ -13,10 +13,13 @@ from pathlib import Path
 
 from aploss.errors import ConfigError
 from aploss.evaluation import HEADLINE_METRICS, LOWER_IS_BETTER
-from aploss.experiments.plan import LOSS_OPTIONS, Plan, Run, Search, Trial, Variant, as_typed, comparison_plan
+from aploss.experiments.plan import LOSS_OPTIONS, Plan, comparison_plan
 from aploss.experiments.results import MIN_SEEDS, Results, is_decided, write_results
+from aploss.experiments.runs import Run, Variant, as_typed
+from aploss.experiments.search import Search, Trial
 from aploss.experiments.workers import Job, Pool, Workers, open_pool
 from aploss.files import as_file_name
+from aploss.losses.traits import traits_of
 from aploss.plotting.plots import loss_label
 from aploss.reports.comparison import Comparison
 from aploss.training.config import RESUMABLE_KEYS, differing_keys
@@ -142,6 +145,7 @@ def comparison_page(results: Results) -> Comparison:
     listed = ", ".join(loss_label(variant.name) for variant in variants)
     varied = any(not key.startswith(LOSS_OPTIONS) for variant in variants for key in variant.settings)
     names = [variant.name for variant in variants]
+    more_outputs = any(traits_of(variant.config.loss).softmax for variant in variants)
     pairs = [*combinations(names, 2)] if len(names) <= MAX_PAIRED_ROWS else [(names[0], one) for one in names[1:]]
     notes = ["Intervals are Student's t over paired seeds, for each difference by itself."]
     if results.plan.search is None:
@@ -151,8 +155,9 @@ def comparison_page(results: Results) -> Comparison:
     return results.comparison(
         title=f"{listed} on {Path(variants[0].config.data).resolve().name}",
         summary="The same detector, schedule, initial weights and data order for each seed; only "
-        f"{'the settings in the row names differ' if varied else 'the loss differs'} (a softmax loss has one more "
-        "output per anchor). Measured with the weights at the end of the schedule.",
+        f"{'the settings in the row names differ' if varied else 'the loss differs'}"
+        f"{' (a softmax loss has one more output per anchor)' if more_outputs else ''}. "
+        "Measured with the weights at the end of the schedule.",
         metrics=(*HEADLINE_METRICS, *LOWER_IS_BETTER),
         verdicts=[results.pair_verdict(*pair) for pair in pairs],
         reference=names[0] if len(variants) > 1 else None,

@@ -17,8 +17,8 @@ from aploss.detectors.detector import Detector
 from aploss.detectors.predict import MultiScale
 from aploss.evaluation import HEADLINE_METRICS, METRICS, voc_metrics
 from aploss.evaluation.tables import DetectionTable
-from aploss.experiments.plan import DETECTION, Measure, Run
 from aploss.experiments.results import Results
+from aploss.experiments.runs import DETECTION, Measure, Run
 from aploss.files import write_json
 from aploss.losses import ap_loss
 from aploss.reports.comparison import Difference, TrainingCurve, paired_difference

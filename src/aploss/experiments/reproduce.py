@@ -9,8 +9,10 @@ from aploss.errors import ConfigError
 from aploss.evaluation import HEADLINE_METRICS
 from aploss.experiments.compare import compare
 from aploss.experiments.paper import EPOCH_IMAGES, MEASURED_ON, REPRODUCTIONS, TEST_SPLIT, Reproduction, Row
-from aploss.experiments.plan import Plan, Search, Variant, changed, comparison_config, describe_plan, more_seeds
+from aploss.experiments.plan import Plan, describe_plan, more_seeds
 from aploss.experiments.results import Results
+from aploss.experiments.runs import Variant, changed, comparison_config
+from aploss.experiments.search import Search
 from aploss.reports.comparison import Comparison
 from aploss.training.config import TrainConfig, merge
 from aploss.training.distributed import choose_device

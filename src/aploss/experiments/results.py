@@ -3,17 +3,19 @@
 import csv
 import io
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from aploss.evaluation import HEADLINE_METRICS, METRICS
-from aploss.experiments.plan import CLASS_AP, RATE, Plan, Run, Trial, Variant, as_typed
+from aploss.experiments.plan import Plan
+from aploss.experiments.runs import CLASS_AP, RATE, Run, Variant, as_typed
+from aploss.experiments.search import Trial
 from aploss.files import write_json, write_text
 from aploss.plotting.plots import loss_label
 from aploss.reports.comparison import Comparison, Difference, Entry, paired_difference, spread, write_comparison_report
-from aploss.reports.page import Cell, Section, Table, Text, Verdict
+from aploss.reports.page import Cell, Section, Table, Text, Verdict, percent
 from aploss.training.config import TrainConfig
 from aploss.training.run_folder import describe_environment
 
@@ -251,14 +253,14 @@ def _listed(values: Iterable[Any]) -> str:
 
 
 def _trials_section(results: Results) -> Section:
-    """All trials in order; the chosen ones are bold."""
-    chosen = [(variant.name, variant.tuned) for variant in results.plan.variants]
-    rows = []
-    for trial in results.trials:
-        others = [f"{key.rpartition('.')[2]}={as_typed(one)}" for key, one in trial.settings.items() if key != RATE]
-        score = "failed" if trial.score is None else f"{100 * trial.score:.1f}"
-        cell = Cell(score, strong=(trial.row, trial.settings) in chosen)
-        rows.append([loss_label(trial.row), f"{trial.settings[RATE]:.3g}", " ".join(others), cell])
+    """The trials of each row by learning rate; the chosen ones are bold."""
+    chosen = {variant.name: variant.tuned for variant in results.plan.variants}
+    keys = dict.fromkeys(key for trial in results.trials for key in trial.settings)
+    place, rows = list(chosen).index, []
+    for trial in sorted(results.trials, key=lambda one: (place(one.row), one.settings[RATE])):
+        settings = [as_typed(trial.settings[key]) if key in trial.settings else None for key in keys]
+        score = "failed" if trial.score is None else percent(trial.score)
+        rows.append([loss_label(trial.row), *settings, Cell(score, strong=trial.settings == chosen[trial.row])])
     text = (
         "Every row was tried on the first seed with a grid that was widened while the best value was at one of its "
         "ends, and took the settings with the best score (bold), in percent: AP on the validation split, or, if the "
@@ -266,26 +268,5 @@ def _trials_section(results: Results) -> Section:
     )
     if results.at_end:
         text += f" The best value is still at an end of the grid for {', '.join(map(loss_label, results.at_end))}."
-    table = Table(columns=["row", "learning rate", "other settings", "score"], rows=rows)
-    return Section("Search for learning rates", [Text(text), table])
-
-
-def mean_ranks(tables: Sequence[Mapping[str, float]], *, level: float = 0.05) -> tuple[dict[str, float], float]:
-    """The mean rank of each row over several comparisons, and the critical difference of two mean ranks.
-
-    Args:
-        tables: for each comparison, the value of each row; larger is better, ties share their ranks.
-        level: significance level of the Nemenyi test (Demsar, JMLR 7, 2006).
-
-    Example:
-        >>> ranks, critical = mean_ranks([{"ap": 0.7, "focal": 0.6}, {"ap": 0.5, "focal": 0.4}])
-        >>> ranks, round(critical, 3)  # 1.960 * sqrt(2 * 3 / (6 * 2))
-        ({'ap': 1.0, 'focal': 2.0}, 1.386)
-    """
-    from scipy.stats import rankdata, studentized_range
-
-    rows, count = list(tables[0]), len(tables)
-    ranks = rankdata([[-table[row] for row in rows] for table in tables], axis=1).mean(axis=0)
-    quantile = studentized_range.ppf(1 - level, len(rows), math.inf) / math.sqrt(2)
-    critical = float(quantile) * math.sqrt(len(rows) * (len(rows) + 1) / (6 * count))
-    return dict(zip(rows, map(float, ranks), strict=True)), critical
+    columns = ["row", *(key.rpartition(".")[2].replace("_", " ") for key in keys), "score"]
+    return Section("Search for learning rates", [Text(text), Table(columns=columns, rows=rows)])

@@ -20,7 +20,7 @@ from filelock import FileLock
 
 from aploss import training
 from aploss.errors import AplossError, ConfigError, RunError, require_packages
-from aploss.experiments.plan import Run, Variant, cache_folder
+from aploss.experiments.runs import Run, Variant, cache_folder
 from aploss.registry import load_plugins
 from aploss.reports.run_files import read_json_lines
 from aploss.training.callbacks import describe_seconds

@@ -217,11 +217,11 @@ def precision_recall_plot(curves: Mapping[str, Any], iou: float = 0.5) -> str:
         if len(order) > 1:
             mean = np.mean([curve.precision for curve in curves.values()], axis=0)
             plot.axes.plot(curves[order[0]].recall, mean, color=INK, linewidth=2.4, zorder=3)
-            entries[f"mean {mean.mean():.3f}"] = LineStyle(INK)
+            entries[f"mean {100 * mean.mean():.1f} %"] = LineStyle(INK)
         for name in order:
             look: dict[str, Any] = {"color": MUTED, "alpha": 0.25, "linewidth": 0.8}
             if name in styles:
-                entries[f"{shorten(name)} {scores[name]:.3f}"] = styles[name]
+                entries[f"{shorten(name)} {100 * scores[name]:.1f} %"] = styles[name]
                 look = {"color": styles[name].colour, "linestyle": styles[name].dashes}
             plot.axes.plot(curves[name].recall, curves[name].precision, **look)
         if len(order) > len(named):

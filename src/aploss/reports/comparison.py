@@ -188,7 +188,7 @@ def write_comparison_report(comparison: Comparison, out: str | Path) -> Path:
             svg = curve_plot(comparison.entries, against=against, title=title, label=comparison.curve_label)
             curves.append(page.SvgFigure(svg, label=title))
     if curves:
-        note = page.Text("Mean over seeds; the band is ± one standard deviation.")
+        note = page.Text("Mean over seeds, where all of them have a value; the band is ± one standard deviation.")
         sections.append(page.Section("Training curves", [page.Figures(curves), note]))
     provenance: list[page.Block] = [page.Code(comparison.command, "Command")] if comparison.command else []
     if comparison.provenance:
@@ -217,7 +217,7 @@ def comparison_table(comparison: Comparison) -> page.Table:
             for entry, one in zip(entries, spreads, strict=True)
         ]
         if any(metric in entry.paper for entry in entries):
-            columns[f"{metric}, paper"] = [_percent(entry.paper.get(metric, math.nan)) for entry in entries]
+            columns[f"{metric}, paper"] = [page.percent(entry.paper.get(metric)) for entry in entries]
     optional: dict[str, list[Any]] = {
         "seeds": [len(known_values(entry.values.get(comparison.metrics[0], ()))) for entry in entries],
         "minutes": [spread(entry.minutes).mean if entry.minutes else None for entry in entries],
@@ -327,9 +327,5 @@ def _interval(one: Difference) -> str:
     return page.DASH if math.isnan(one.low) else f"[{100 * one.low:+.1f}, {100 * one.high:+.1f}]"
 
 
-def _percent(value: float) -> str:
-    return page.show(100 * value, 1)
-
-
 def _spread_text(one: Spread) -> str:
-    return _percent(one.mean) + (f" ± {_percent(one.deviation)}" if one.count > 1 else "")
+    return page.percent(one.mean) + (f" ± {page.percent(one.deviation)}" if one.count > 1 else "")

@@ -166,6 +166,16 @@ def show(value: Any, digits: int = 3) -> str:
     return DASH if value is None else str(value)
 
 
+def percent(value: float | None, unit: str = "") -> str:
+    """A value between 0 and 1 in percent, with one decimal and a dash for None and NaN.
+
+    Example:
+        >>> percent(0.7354), percent(0.7354, " %"), percent(None, " %")
+        ('73.5', '73.5 %', '–')
+    """
+    return DASH if value is None or math.isnan(value) else f"{100 * value:.1f}{unit}"
+
+
 def _markdown_row(cells: Sequence[Any]) -> str:
     texts = [" ".join(str(cell).split()).replace("|", "\\|") for cell in cells]
     return "| " + " | ".join(texts) + " |"

@@ -1,5 +1,6 @@
 """``report.html`` of a training run, made from the files in its folder alone."""
 
+import json
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -88,9 +89,10 @@ def _result(run: RunFiles) -> list[page.Block]:
     if not summary and not run.metrics:
         return [*blocks, _absent("summary.json", "The run has not ended, or was not evaluated.")]
     names = [*HEADLINE_METRICS, *(["voc_AP50"] if values.get("voc_AP50") is not None else [])]
-    facts = [(name.replace("voc_", "VOC "), page.show(values.get(name)), METRICS[name]) for name in names]
+    facts = [(name.replace("voc_", "VOC "), page.percent(values.get(name), " %"), METRICS[name]) for name in names]
     rates = {} if matrix is None else _rates(matrix)
-    facts += [(name.capitalize(), page.show(value), f"score ≥ {run.threshold:.2f}") for name, value in rates.items()]
+    note = f"score ≥ {run.threshold:.2f}"
+    facts += [(name.capitalize(), page.percent(rate, " %"), note) for name, rate in rates.items()]
     return [*blocks, page.Facts(facts, lead=True), page.Text(_story(run))]
 
 
@@ -159,7 +161,7 @@ def _training(run: RunFiles) -> list[page.Block]:
     }
     if run.validation:
         keys = {name: name for name in HEADLINE_METRICS}
-        svg = curve_plot(run.validation, keys, title="AP on validation", y_label="AP", y_range=(0, 1))
+        svg = curve_plot(run.validation, keys, 100, title="AP on validation", y_label="AP (%)", y_range=(0, 100))
         figures.append(page.SvgFigure(svg, label="AP on validation", name="AP"))
     for title, keys in plotted.items():
         if any(row.get(key) is not None for row in run.training for key in keys):
@@ -187,12 +189,18 @@ def _classes(run: RunFiles) -> list[page.Block]:
         if any(row.get(key) is not None for row in table.values())
     ]
     rows = [
-        [page.Cell(name, colour=class_colour(place)), *map(row.get, keys)]
+        [page.Cell(name, colour=class_colour(place)), *_class_values(row, keys)]
         for place, (name, row) in enumerate(table.items())
     ]
-    rows.append([page.Cell("all", strong=True), *(page.Cell(overall.get(key), strong=True) for key in keys)])
-    caption = "; ".join(f"{key}: {METRICS[key]}" for key in keys if key in METRICS and key not in HEADLINE_METRICS)
-    return [page.Table(columns=["class", *keys], rows=rows, caption=caption and f"{caption}.")]
+    rows.append([page.Cell(one, strong=True) for one in ("all", *_class_values(overall, keys))])
+    explained = "; ".join(f"{key}: {METRICS[key]}" for key in keys if key in METRICS and key not in HEADLINE_METRICS)
+    caption = f"In percent. {explained}." if explained else "In percent."
+    return [page.Table(columns=["class", *keys], rows=rows, caption=caption)]
+
+
+def _class_values(row: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
+    """Metrics in percent, and the number of objects."""
+    return [page.show(row.get(key)) if key == "objects" else page.percent(row.get(key)) for key in keys]
 
 
 def _scores(run: RunFiles) -> list[page.Block]:
@@ -228,20 +236,11 @@ def _settings(run: RunFiles) -> list[page.Block]:
     else:
         blocks.append(_absent("config.yaml", "The settings are unknown."))
     if run.environment:
-        table = page.Table(columns=["what", "value"], rows=_flat(run.environment))
-        blocks.append(page.Section("Versions and hardware (`environment.json`)", [table]))
+        text = json.dumps(run.environment, indent=2, ensure_ascii=False)
+        blocks.append(page.Section("Versions and hardware (`environment.json`)", [page.Code(text)]))
     else:
         blocks.append(_absent("environment.json", "Versions are unknown."))
     return blocks
-
-
-def _flat(document: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """A nested dictionary as rows of dotted names and texts."""
-    rows: list[tuple[str, str]] = []
-    for key, value in document.items():
-        name = f"{prefix}{key}"
-        rows += _flat(value, f"{name}.") if isinstance(value, Mapping) else [(name, page.show(value))]
-    return rows
 
 
 # --- pictures: a sample of the split, missed objects and false positives ---
@@ -481,12 +480,12 @@ SECTIONS: Mapping[str, Callable[[RunFiles], list[page.Block]]] = {
 }
 
 
-def curve_plot(rows: Rows, keys: Mapping[str, str], **frame: Any) -> str:
-    """Plots columns of logged rows (key → name in the legend) against the step."""
+def curve_plot(rows: Rows, keys: Mapping[str, str], factor: float = 1, **frame: Any) -> str:
+    """Plots columns of logged rows (key → name in the legend), times a factor, against the step."""
     series = []
     for (key, name), style in zip(keys.items(), VARIANT_STYLES, strict=False):
         known = [row for row in rows if row.get("step") is not None and row.get(key) is not None]
-        x, y = (plots.numbers([row[column] for row in known]) for column in ("step", key))
+        x, y = plots.numbers([row["step"] for row in known]), factor * plots.numbers([row[key] for row in known])
         x, y = plots.thin_out(x, np.where(y > 0, y, np.nan) if frame.get("log_y") else y)
         if len(x):
             series.append(plots.Series(name=name, x=x, y=y, style=style, markers=len(x) <= 40))
@@ -513,7 +512,7 @@ def reliability_plot(before: Mapping[str, Any], after: Mapping[str, Any]) -> str
             sizes = 14 + 130 * counts / counts.sum()
             plot.axes.plot(x, y, color=style.colour, linestyle=style.dashes, linewidth=1.4)
             plot.axes.scatter(x, y, sizes, color=style.colour, marker=style.marker, alpha=0.85, clip_on=False)
-            entries[f"{name} (error {page.show(document.get('expected_calibration_error'))})"] = style
+            entries[f"{name} (error {page.percent(document.get('expected_calibration_error'), ' %')})"] = style
         plot.axes.set(xlim=(0, 1), ylim=(0, 1))
         plots.add_legend(plot, entries)
     return plot.svg

@@ -32,6 +32,7 @@ def imbalance(seed: int = 0) -> Study:
     random = torch.Generator().manual_seed(seed)
     targets = torch.tensor([1] * POSITIVES + [0] * HARD)
     scores = torch.randn(POSITIVES + HARD, dtype=torch.float64, generator=random) + 0.7 * targets - 0.5
+    scores = scores.clamp(min=-2.5)  # more than delta = 1 above the easy negatives
     easy = -5 + torch.rand(max(EASY), dtype=torch.float64, generator=random)
     accuracy, precision = np.array([metrics_with(scores, targets, easy[:n]) for n in EASY]).T
     gradients = {name: [gradients_with(loss, scores, targets, easy[:n]) for n in EASY] for name, loss in LOSSES.items()}
