@@ -185,6 +185,8 @@ def make_detector(config: TrainConfig, class_names: tuple[str, ...]) -> Detector
     They follow from the seed alone: runs that differ in the loss start from the same weights, wherever the shapes are
     the same. A softmax loss has one more output channel, so that its other layers would draw other random numbers.
     """
+    if config.model.frozen_backbone and config.model.weights is None:
+        raise ConfigError("model.frozen_backbone needs trained weights: add --model.weights imagenet or a file")
     criterion = config.criterion
     own = {"loss_options": criterion.options, "box_weight": criterion.box_weight}
     build: Any = partial(
