@@ -27,7 +27,7 @@ from aploss.detectors.detector import Detector
 from aploss.detectors.predict import MultiScale
 from aploss.errors import ConfigError, DataError, RunError, listed
 from aploss.files import as_file_name, write_json, write_text, write_whole
-from aploss.training.callbacks import Progress
+from aploss.progress import Progress
 from aploss.training.distributed import choose_device
 
 PICTURES, UNFINISHED = "pictures", "unfinished.jsonl"

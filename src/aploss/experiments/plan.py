@@ -21,9 +21,9 @@ from aploss.errors import ConfigError
 from aploss.evaluation import METRICS
 from aploss.files import as_file_name
 from aploss.losses.traits import LOSSES
+from aploss.progress import describe_seconds
 from aploss.reports.comparison import TrainingCurve
 from aploss.reports.run_files import read_json_lines
-from aploss.training.callbacks import describe_seconds
 from aploss.training.config import (
     DEFAULTS_BEFORE_ADDED,
     FIXED_BY_COMPARISON,

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from aploss.environment import describe_environment
 from aploss.evaluation import HEADLINE_METRICS, METRICS
 from aploss.experiments.plan import CLASS_AP, RATE, Plan, Run, Trial, Variant, as_typed
 from aploss.files import write_json, write_text
@@ -15,7 +16,6 @@ from aploss.plotting.plots import loss_label
 from aploss.reports.comparison import Comparison, Difference, Entry, paired_difference, spread, write_comparison_report
 from aploss.reports.page import Cell, Section, Table, Text, Verdict
 from aploss.training.config import TrainConfig
-from aploss.training.run_folder import describe_environment
 
 MIN_SEEDS = 3  # fewer are reported as too few
 TIE = "tie"

@@ -22,8 +22,9 @@ from aploss.detectors.detector import Detector
 from aploss.errors import AplossError, ConfigError, DataError, RunError, listed
 from aploss.evaluation import METRICS
 from aploss.files import write_text
+from aploss.progress import Progress
 from aploss.reports.run_files import read_json_lines
-from aploss.training.callbacks import Callback, Progress, RowFunction, describe_row
+from aploss.training.callbacks import Callback, RowFunction, describe_row
 from aploss.training.config import TrainConfig
 from aploss.training.distributed import StopSignals, TrainingInterruptedError, choose_workers, on_main
 from aploss.training.run_folder import RunFolder

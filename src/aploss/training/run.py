@@ -15,7 +15,8 @@ from aploss.detectors import build_detector
 from aploss.detectors.checkpoint import Checkpoint, wrap_untrusted
 from aploss.detectors.detector import Detector
 from aploss.errors import ConfigError, RunError
-from aploss.training.callbacks import Progress, RowFunction, make_tracker
+from aploss.progress import Progress
+from aploss.training.callbacks import RowFunction, make_tracker
 from aploss.training.config import TrainConfig
 from aploss.training.distributed import (
     StopSignals,
