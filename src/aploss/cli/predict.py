@@ -9,7 +9,7 @@ import json
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from glob import glob
 from os.path import commonpath
@@ -186,11 +186,6 @@ def _version(path: Path) -> str:
     return f"{path} {status.st_size} {status.st_mtime_ns}"
 
 
-def _detections(row: Mapping[str, Any]) -> Iterable[tuple[int, float, list[float]]]:
-    """Label, score and corners of each detection."""
-    return zip(row["labels"], row["scores"], row["boxes"], strict=True)
-
-
 def _write_results(
     folder: Path, found: Mapping[Path, int], ids: Mapping[Path, int], categories: Mapping[int, str]
 ) -> int:
@@ -207,7 +202,7 @@ def _write_results(
             width, height = row["size"]
             images.append({"id": ids[path], "file_name": str(path), "width": width, "height": height})
             counts.append(len(row["scores"]))
-            for label, score, (x1, y1, x2, y2) in _detections(row):
+            for label, score, (x1, y1, x2, y2) in zip(row["labels"], row["scores"], row["boxes"], strict=True):
                 box = {"image_id": ids[path], "category_id": category_ids[label], "bbox": [x1, y1, x2 - x1, y2 - y1]}
                 file.write(separator + json.dumps({**box, "score": score}).encode())
                 separator = b", "
@@ -255,7 +250,7 @@ def _write_voc_submission(folder: Path, found: Mapping[Path, int], class_names: 
     """Writes ``comp4_det_test_CLASS.txt`` of each class: image, score and box, whose pixels count from 1."""
     lines: dict[str, list[str]] = {name: [] for name in class_names}
     for path, row in _read_rows(folder, found):
-        for label, score, (x1, y1, x2, y2) in _detections(row):
+        for label, score, (x1, y1, x2, y2) in zip(row["labels"], row["scores"], row["boxes"], strict=True):
             box = " ".join(f"{corner:.3f}" for corner in (x1 + 1, y1 + 1, x2, y2))
             lines[class_names[label]].append(f"{path.stem} {score:.9g} {box}\n")
     for name, own in lines.items():
