@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -117,11 +118,28 @@ def test_a_stopped_command_resumes_and_gives_the_same_files(
     (photos / "a.jpg").touch()  # changed since: predicted again
     assert _run(*words, out) == 0
     assert sorted(path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()) == FILES
-    by_id = [
-        sorted(json.loads((folder / "detections.json").read_text()), key=lambda one: one["image_id"])
-        for folder in (out, tmp_path / "whole")
-    ]
-    assert by_id[0] == by_id[1]
+    for name in FILES[:2]:
+        assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_memory_does_not_grow_with_the_detections(
+    run_folder: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = load(run_folder).predict([photos / "a.jpg"], threshold=0.0)[0]
+    monkeypatch.setattr(Detector, "predict", lambda detector, images, **options: [found] * len(images))
+    peaks = []
+    for count in (10, 60):
+        for number in range(count):
+            (tmp_path / str(count)).mkdir(exist_ok=True)
+            shutil.copy(photos / "b.png", tmp_path / str(count) / f"{number}.png")
+        tracemalloc.start()
+        try:
+            assert _run(run_folder, tmp_path / str(count), "--out", tmp_path / f"out-{count}", "--quiet") == 0
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert len(found) == 100  # of which each takes about 300 bytes as Python objects
+    assert peaks[1] - peaks[0] < 50 * 100 * 50
 
 
 def test_results_have_a_folder_of_their_own_by_default(

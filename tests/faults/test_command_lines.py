@@ -42,6 +42,7 @@ train --data builtin --model.frozen nothing
 train --data builtin --model.weights nowhere.pt
 train --data builtin --model.options.nothing 3
 train --data builtin --criterion.options.delta -1
+train --data builtin --criterion.options.gamma 2
 train --data builtin --splits.train monday
 train --data builtin --batches
 train --data builtin --=3

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from aploss.detectors import build_detector, load
-from aploss.errors import ConfigError, DataError, RunError
+from aploss.errors import ConfigError, RunError
 from aploss.reports.run_files import read_json_lines
 from aploss.training.config import TrainConfig, config_to_dict
 from aploss.training.run import make_detector, train
@@ -251,23 +251,6 @@ class TestRuns:
         assert len(caplog.records) == 1  # a softmax detector is built twice
         saved = weights(str(finished_run.out))
         assert all(torch.equal(value, saved[key]) for key, value in detector.state_dict().items() if "body" in key)
-
-    def test_unknown_names_are_errors_of_one_line_that_leave_no_folder(self, make_config: MakeConfig) -> None:
-        for changes, error, text in (
-            ({"detector": "yolo"}, ConfigError, "yolo"),
-            ({"loss": "hinge"}, ConfigError, "hinge"),
-            ({"criterion": {"options": {"gamma": 2}}}, ConfigError, "gamma"),
-            ({"model": {"options": {"depth": 3}}}, ConfigError, "depth"),
-            ({"data": "no/such/folder"}, DataError, "no/such/folder"),
-            ({"model": {"frozen": ["tail"]}}, ConfigError, "tail"),
-            ({"device": "meta"}, ConfigError, "meta"),
-            ({"model": {"options": {"test_size": [0, 0]}}}, ConfigError, "test_size"),
-        ):
-            config = make_config(f"run-{text.replace('/', '-')}", **changes)
-            with pytest.raises(error, match=text) as caught:
-                train(config)
-            assert not Path(str(config.out)).exists()
-            assert "\n" not in str(caught.value)
 
 
 def _single_step(config: TrainConfig, number: int) -> dict[str, torch.Tensor]:

@@ -1,5 +1,6 @@
 """The run folder: metrics that are cut back, the lock, and checkpoints that are damaged."""
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -89,8 +90,27 @@ def test_the_format_of_the_previous_version_is_written_and_read(copied: TrainCon
         assert_equal(torch.load(tmp_path / "written.pt", weights_only=True), content)
 
 
+def test_a_best_checkpoint_that_a_killed_older_version_did_not_write_is_written_when_the_run_is_resumed(
+    config_in: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    config = config_in(tmp_path / "run", schedule={"length": 3}, checkpoint_steps=1, validation={"every": 2})
+    folder = RunFolder(str(config.out))
+    for resume in (False, True):
+        with pytest.raises(CrashError):
+            train(config, resume=resume, callbacks=[crash_at(3)])
+        assert Checkpoint.read(folder.best).step == 2
+        folder.best.unlink()
+
+
 @pytest.mark.parametrize("text", ["[]", "3", "{", '{"AP": 1}'])
 def test_an_invalid_summary_is_an_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "summary.json").write_text(text)
     with pytest.raises(RunError):
         Summary.read(tmp_path / "summary.json")
+
+
+def test_the_summary_of_an_older_version_is_read(finished_run: TrainConfig, tmp_path: Path) -> None:
+    values = json.loads((Path(str(finished_run.out)) / "summary.json").read_text())
+    del values["resume_changes"], values["oLRP"]
+    (tmp_path / "summary.json").write_text(json.dumps(values))
+    assert values["AP"] == Summary.read(tmp_path / "summary.json").AP

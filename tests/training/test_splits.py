@@ -11,7 +11,7 @@ from tiny_runs import edit_annotations, keep_objects
 
 from aploss.data import find_source
 from aploss.errors import ConfigError, DataError
-from aploss.training.config import TrainConfig, merge
+from aploss.training.config import TrainConfig
 from aploss.training.splits import RunData, Split, load_run_data, suggest_image_sizes
 
 MakeConfig = Callable[..., TrainConfig]
@@ -103,7 +103,7 @@ def test_splits_that_are_not_there_are_named(
     make_config: MakeConfig, changes: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
-        load_run_data(make_config(**merge({}, changes)))
+        load_run_data(make_config(**changes))
 
 
 def test_training_images_without_any_object_are_refused(make_config: MakeConfig, without: Callable[..., str]) -> None:

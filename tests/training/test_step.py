@@ -134,7 +134,7 @@ def test_too_many_in_a_row_end_the_run_and_keep_the_last_good_checkpoint(
 ) -> None:
     config = make_config(schedule={"length": 9}, checkpoint_steps=1, bad_steps=3, splits={"validation": "none"})
     spoil(monkeypatch, Detector, "heads", {2, 3, 5, 6, 7}, nan_score)
-    with pytest.raises(DivergedError, match=r"3 consecutive steps .*step 7: score.*last\.pt") as error:
+    with pytest.raises(DivergedError, match=r"3 consecutive steps .*step 7: score") as error:
         train(config)
     assert "\n" not in str(error.value)
     last = Path(str(config.out)) / "checkpoints" / "last.pt"
@@ -157,7 +157,7 @@ def test_weights_that_are_not_finite_are_never_saved(make_config: MakeConfig, mo
         return detectors[0]
 
     monkeypatch.setattr(run, "make_detector", remember)
-    with pytest.raises(DivergedError, match=r"step 3: the weight .* is NaN or Inf; .*last\.pt"):
+    with pytest.raises(DivergedError, match=r"step 3: the weight .* is NaN or Inf"):
         train(config, callbacks=[spoil_weights])
     last = torch.load(Path(str(config.out)) / "checkpoints/last.pt", weights_only=True)
     assert last["training"]["step"] == 2
@@ -232,7 +232,7 @@ def test_a_step_reads_the_device_twice_whatever_the_images_and_objects(
         found = stepper.take_results()
         assert len(gpu.host_reads) == 1
     for mine, theirs in zip(found, expected, strict=True):
-        assert mine.means == pytest.approx(theirs.means, rel=1e-3)
+        assert mine == pytest.approx(theirs, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
@@ -251,7 +251,7 @@ def test_the_device_skips_a_step_with_nan_before_the_host_knows(make_config: Mak
                 hook = stepper.detector.criterion.loss.register_forward_hook(lambda *v, by=factor: v[-1] * by)
                 stepper.step(0, [batch])
                 hook.remove()
-            assert [result.means is not None for result in stepper.take_results()] == outcomes
+            assert [isinstance(result, dict) for result in stepper.take_results()] == outcomes
             assert stepper.state()["averaged_steps"] == 2
             states.append({"trained": stepper.detector.state_dict(), "averaged": stepper.evaluated.state_dict()})
     for kind in ("trained", "averaged"):
@@ -296,4 +296,4 @@ def test_an_error_of_another_rank_skips_the_step_or_ends_the_run(make_config: Ma
         with ends:
             stepper.step(0, [random_batch(2, 3)])
         results = stepper.take_results()
-    assert [(one.means, one.bad and one.bad["what"]) for one in results] == [(None, "score")] * (cause == "score")
+    assert [one.what for one in results] == ["score"] * (cause == "score")

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from aploss.benchmarks import Progress, best_in_turns
+from aploss.environment import describe_environment
 from aploss.losses import alrp_loss, ap_loss, auc_loss, rank_sort_loss, use_backend
 from aploss.training.distributed import keep_freed_memory
-from aploss.training.run_folder import describe_environment
 
 SIZES = (100, 1_000, 10_000, 100_000, 1_000_000, 5_000_000, 20_000_000)
 QUICK_SIZES = (1_000, 10_000)

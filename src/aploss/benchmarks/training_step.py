@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from aploss.benchmarks import Progress, best_in_turns
-from aploss.training.run_folder import describe_environment
+from aploss.environment import describe_environment
 
 FULL: dict[str, Any] = {"size": 512, "images": 2, "classes": 80, "seconds": 20.0}
 QUICK: dict[str, Any] = {"size": 96, "images": 1, "classes": 3, "seconds": 0.0}

@@ -15,8 +15,8 @@ from aploss.data.folder import Effect, summarise
 from aploss.data.loader import AugmentedSamples
 from aploss.errors import ConfigError, DataError
 from aploss.files import as_file_name, write_whole
+from aploss.progress import Progress
 from aploss.reports.data_page import write_data_page
-from aploss.training.callbacks import Progress
 
 TILE = 300  # pixels of an image on a contact sheet
 

@@ -22,8 +22,8 @@ from aploss.evaluation.metrics import coco_metrics, voc_metrics
 from aploss.evaluation.tables import DetectionTable, as_tables, read_detections, read_ground_truth
 from aploss.files import write_json, write_text
 from aploss.plotting.plots import precision_recall_plot
+from aploss.progress import Progress
 from aploss.training import splits
-from aploss.training.callbacks import Progress
 from aploss.training.distributed import choose_device, choose_workers, start_accelerator
 
 

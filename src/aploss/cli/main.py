@@ -14,7 +14,7 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import version
 
-from aploss.cli.commands import COMMANDS, GENERAL, Parser, add_arguments, make_parser
+from aploss.cli.commands import COMMANDS, Parser, add_general_options, describe, make_parser
 from aploss.errors import AplossError, ConfigError, did_you_mean, missing_package
 from aploss.registry import load_plugins
 from aploss.terminal import printable_output
@@ -56,7 +56,7 @@ def _without_command(words: list[str]) -> int:
     if words in (["--version"], ["-V"]):
         print(f"aploss {version('aploss')}")
     elif not words or words[0] in ("-h", "--help"):
-        rows = [f"  {' '.join(command):<13} {line}" for command, (_, line, *_) in COMMANDS.items()]
+        rows = [f"  {' '.join(words):<13} {describe(words)[0]}" for words in COMMANDS]
         print("usage: aploss COMMAND [options]\n", *rows, "\nRun aploss COMMAND --help for its options.", sep="\n")
     else:
         asked = " ".join(words[: 2 if words[0] == "data" else 1])[:MAX_TEXT]
@@ -87,13 +87,13 @@ def _run(words: tuple[str, ...], arguments: list[str]) -> int:
     # First only the general options: threads are set before torch is imported, and plugins register names that the
     # help of the command lists.
     first = Parser(prog=f"aploss {' '.join(words)}", add_help=False)
-    add_arguments(first, GENERAL)
+    add_general_options(first.add_argument)
     general = first.parse_known_args(arguments)[0]
     set_threads(general.threads)
     load_plugins(general.plugin)
     options = make_parser(words).parse(arguments)
     logging.getLogger("aploss.losses").setLevel(logging.ERROR if options.quiet else logging.NOTSET)
-    run = getattr(import_module(f"aploss.cli.{COMMANDS[words].module}"), f"run_{words[-1]}")
+    run = getattr(import_module(f"aploss.cli.{COMMANDS[words][0]}"), f"run_{words[-1]}")
     return int(run(options))
 
 

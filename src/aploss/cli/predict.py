@@ -9,12 +9,12 @@ import json
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from glob import glob
 from os.path import commonpath
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from PIL.Image import registered_extensions
 
@@ -27,7 +27,7 @@ from aploss.detectors.detector import Detector
 from aploss.detectors.predict import MultiScale
 from aploss.errors import ConfigError, DataError, RunError, listed
 from aploss.files import as_file_name, write_json, write_text, write_whole
-from aploss.training.callbacks import Progress
+from aploss.progress import Progress
 from aploss.training.distributed import choose_device
 
 PICTURES, UNFINISHED = "pictures", "unfinished.jsonl"
@@ -50,15 +50,14 @@ def run_predict(options: Namespace) -> int:
         ids, category_ids = _annotated_ids(options.annotations, images, detector.class_names)
     elif options.submission == "voc":
         _check_voc_names(images, detector.class_names)
-    rows = _read_unfinished(out / UNFINISHED, header)
-    failures = _predict_missing(detector, versions, rows, out, options)
-    found = {path: rows[version] for path, version in versions.items() if version in rows}
-    _write_results(out, found, ids, dict(zip(category_ids, detector.class_names, strict=True)))
+    places = _read_unfinished(out / UNFINISHED, header)
+    failures = _predict_missing(detector, versions, places, out, options)
+    found = {path: places[version] for path, version in versions.items() if version in places}
+    objects = _write_results(out, found, ids, dict(zip(category_ids, detector.class_names, strict=True)))
     if options.submission == "voc":
         _write_voc_submission(out, found, detector.class_names)
     (out / UNFINISHED).unlink()
     if not options.quiet:
-        objects = sum(len(row["scores"]) for row in found.values())
         print(f"{objects} objects in {len(found)} images: {out}", flush=True)
     if failures:
         print(f"{len(failures)} images could not be read:", *failures, sep="\n  ", file=sys.stderr)
@@ -66,14 +65,18 @@ def run_predict(options: Namespace) -> int:
 
 
 def _predict_missing(
-    detector: Detector, versions: Mapping[Path, str], rows: dict[str, Any], out: Path, options: Namespace
+    detector: Detector, versions: Mapping[Path, str], places: dict[str, int], out: Path, options: Namespace
 ) -> list[str]:
-    """Predicts the images without a row, draws them and adds their rows; returns why images could not be read."""
-    todo = [path for path, version in versions.items() if version not in rows]
+    """Predicts and draws the images without a row, and appends their rows; returns why images could not be read."""
+    todo = [path for path, version in versions.items() if version not in places]
     threshold = 0.0 if options.submission and options.threshold is None else options.threshold
     size, scales, failures = options.batch_size, MultiScale() if options.multi_scale else None, []
     root = commonpath([path.resolve().parent for path in versions])
-    with Progress(quiet=options.quiet) as progress, progress.task("predicting") as show:
+    with (
+        Progress(quiet=options.quiet) as progress,
+        progress.task("predicting") as show,
+        (out / UNFINISHED).open("ab") as lines,
+    ):
         for start in range(0, len(todo), size):
             batch = {}
             for path in todo[start : start + size]:
@@ -89,9 +92,10 @@ def _predict_missing(
                     kind = registered_extensions().get(file.suffix.lower(), "JPEG")
                     write_whole(file, partial(picture.save, format=kind, quality=92))
                 columns = {name: getattr(one, name).tolist() for name in ("boxes", "scores", "labels")}
-                rows[versions[path]] = {"version": versions[path], "size": one.image_size, **columns}
-                with (out / UNFINISHED).open("a", encoding="utf-8") as lines:
-                    lines.write(json.dumps(rows[versions[path]]) + "\n")
+                row = {"version": versions[path], "size": one.image_size, **columns}
+                places[versions[path]] = lines.tell()
+                lines.write(json.dumps(row).encode() + b"\n")
+                lines.flush()
             show(len(versions) - len(todo) + start + len(batch), len(versions))
     return failures
 
@@ -109,8 +113,7 @@ def _default_folder(run: str, header: bytes) -> Path:
     """The first of runs/predict-RUN, runs/predict-RUN-2, ... that is free or holds this command unfinished."""
 
     def is_free(out: Path) -> bool:
-        file = out / UNFINISHED
-        return not out.exists() or (file.is_file() and file.read_bytes().startswith(header))
+        return not out.exists() or _belongs_to(out / UNFINISHED, header)
 
     folder = run_folder_of(run)
     name = Path(run).stem if folder is None else folder.path.resolve().name
@@ -137,21 +140,44 @@ def find_images(arguments: Sequence[str], *, exclude: Path) -> list[Path]:
     return list(found)
 
 
-def _read_unfinished(file: Path, header: bytes) -> dict[str, Any]:
-    """The predictions of this command so far, by version of the image: a line for each, after one for the command.
+def _belongs_to(file: Path, header: bytes) -> bool:
+    """Whether the first line of a file is the header of this command."""
+    if not file.is_file():
+        return False
+    with file.open("rb") as lines:
+        return lines.readline() == header
 
-    Creates the file, and removes a line that a kill has cut. Raises RunError if it belongs to another command.
+
+def _read_unfinished(file: Path, header: bytes) -> dict[str, int]:
+    """Where the rows of the images are that this command has predicted so far: version → offset in the file.
+
+    Creates the file, and removes a row that a kill has cut. Raises RunError if it belongs to another command.
     """
-    content = file.read_bytes() if file.is_file() else header
-    if not content.startswith(header):
+    if not file.exists():
+        write_whole(file, lambda stream: stream.write(header))
+    if not _belongs_to(file, header):
         raise RunError(f"{file} belongs to another command that was interrupted: finish it, or delete the file")
-    *lines, cut = content.removeprefix(header).split(b"\n")
-    if cut or content == header:
-        write_whole(file, lambda stream: stream.write(content.removesuffix(cut)))
-    try:
-        return {row["version"]: row for row in map(json.loads, lines)}
-    except ValueError:
-        raise RunError(f"{file} is damaged: delete it to start again") from None
+    places, offset = {}, len(header)
+    with file.open("rb+") as lines:
+        lines.seek(offset)
+        for line in lines:
+            if not line.endswith(b"\n"):
+                lines.truncate(offset)
+                break
+            try:
+                places[json.loads(line)["version"]] = offset
+            except (ValueError, TypeError, KeyError):
+                raise RunError(f"{file} is damaged: delete it to start again") from None
+            offset += len(line)
+    return places
+
+
+def _read_rows(folder: Path, found: Mapping[Path, int]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The rows of images, one at a time: the detections of a large dataset do not fit into memory."""
+    with (folder / UNFINISHED).open("rb") as lines:
+        for path, offset in found.items():
+            lines.seek(offset)
+            yield path, json.loads(lines.readline())
 
 
 def _version(path: Path) -> str:
@@ -160,25 +186,32 @@ def _version(path: Path) -> str:
     return f"{path} {status.st_size} {status.st_mtime_ns}"
 
 
-def _detections(row: Mapping[str, Any]) -> Iterable[tuple[int, float, list[float]]]:
-    """Label, score and corners of each detection."""
-    return zip(row["labels"], row["scores"], row["boxes"], strict=True)
-
-
 def _write_results(
-    folder: Path, found: Mapping[Path, Any], ids: Mapping[Path, int], categories: Mapping[int, str]
-) -> None:
-    """Writes ``detections.json``, and ``images.json`` with the images and classes that its ids stand for."""
-    detections, images, category_ids = [], [], list(categories)
-    for path, row in found.items():
-        width, height = row["size"]
-        images.append({"id": ids[path], "file_name": str(path), "width": width, "height": height})
-        for label, score, (x1, y1, x2, y2) in _detections(row):
-            box = {"image_id": ids[path], "category_id": category_ids[label], "bbox": [x1, y1, x2 - x1, y2 - y1]}
-            detections.append(json.dumps({**box, "score": score}))  # as text: a fifth of the memory of a dictionary
-    write_text(folder / "detections.json", f"[{', '.join(detections)}]\n")
+    folder: Path, found: Mapping[Path, int], ids: Mapping[Path, int], categories: Mapping[int, str]
+) -> int:
+    """Writes ``detections.json``, and ``images.json`` with the images and classes that its ids stand for.
+
+    Returns:
+        The number of detections.
+    """
+    images, category_ids, counts = [], list(categories), []
+
+    def write(file: IO[bytes]) -> None:
+        separator = b"["
+        for path, row in _read_rows(folder, found):
+            width, height = row["size"]
+            images.append({"id": ids[path], "file_name": str(path), "width": width, "height": height})
+            counts.append(len(row["scores"]))
+            for label, score, (x1, y1, x2, y2) in zip(row["labels"], row["scores"], row["boxes"], strict=True):
+                box = {"image_id": ids[path], "category_id": category_ids[label], "bbox": [x1, y1, x2 - x1, y2 - y1]}
+                file.write(separator + json.dumps({**box, "score": score}).encode())
+                separator = b", "
+        file.write(b"]\n" if sum(counts) else b"[]\n")
+
+    write_whole(folder / "detections.json", write)
     classes = [{"id": number, "name": name} for number, name in categories.items()]
     write_json(folder / "images.json", {"images": images, "categories": classes, "annotations": []}, indent=1)
+    return sum(counts)
 
 
 def _annotated_ids(file: Path, paths: Sequence[Path], class_names: Sequence[str]) -> tuple[dict[Path, int], list[int]]:
@@ -193,15 +226,15 @@ def _annotated_ids(file: Path, paths: Sequence[Path], class_names: Sequence[str]
         ends = ("/".join(path.parts[start:]) for start in range(len(path.parts)))
         ids[path] = next((known[end] for end in ends if end in known), None)
     missing = [str(path) for path, number in ids.items() if number is None]
-    if missing := [*missing, *(name for name in class_names if name not in categories)]:
+    if missing := [*missing, *(name for name in class_names if categories.get(name) is None)]:
         raise DataError(f"{listed(missing)}: no unique id in --annotations {file}")
-    return ids, [categories[name] for name in class_names]  # type: ignore[return-value]
+    return ids, [categories[name] for name in class_names]  # type: ignore[return-value, misc]
 
 
-def _ids_by_name(names: Mapping[int, str]) -> dict[str, int]:
-    """Ids by name, without names that several have."""
+def _ids_by_name(names: Mapping[int, str]) -> dict[str, int | None]:
+    """Ids by name; None for a name that several have."""
     times = Counter(names.values())
-    return {name: number for number, name in names.items() if times[name] == 1}
+    return {name: number if times[name] == 1 else None for number, name in names.items()}
 
 
 def _check_voc_names(paths: Sequence[Path], class_names: Sequence[str]) -> None:
@@ -213,11 +246,11 @@ def _check_voc_names(paths: Sequence[Path], class_names: Sequence[str]) -> None:
         raise DataError(f"a VOC submission cannot contain the names {listed(wrong)}")
 
 
-def _write_voc_submission(folder: Path, found: Mapping[Path, Any], class_names: Sequence[str]) -> None:
+def _write_voc_submission(folder: Path, found: Mapping[Path, int], class_names: Sequence[str]) -> None:
     """Writes ``comp4_det_test_CLASS.txt`` of each class: image, score and box, whose pixels count from 1."""
     lines: dict[str, list[str]] = {name: [] for name in class_names}
-    for path, row in found.items():
-        for label, score, (x1, y1, x2, y2) in _detections(row):
+    for path, row in _read_rows(folder, found):
+        for label, score, (x1, y1, x2, y2) in zip(row["labels"], row["scores"], row["boxes"], strict=True):
             box = " ".join(f"{corner:.3f}" for corner in (x1 + 1, y1 + 1, x2, y2))
             lines[class_names[label]].append(f"{path.stem} {score:.9g} {box}\n")
     for name, own in lines.items():

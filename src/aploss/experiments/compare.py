@@ -11,6 +11,7 @@ from itertools import combinations
 from operator import attrgetter
 from pathlib import Path
 
+from aploss.environment import describe_environment
 from aploss.errors import ConfigError
 from aploss.evaluation import HEADLINE_METRICS, LOWER_IS_BETTER
 from aploss.experiments.plan import LOSS_OPTIONS, Plan, comparison_plan
@@ -23,7 +24,7 @@ from aploss.losses.traits import traits_of
 from aploss.plotting.plots import loss_label
 from aploss.reports.comparison import Comparison
 from aploss.training.config import RESUMABLE_KEYS, differing_keys
-from aploss.training.run_folder import RunFolder, Summary, describe_environment
+from aploss.training.run_folder import RunFolder, Summary
 
 __all__ = ["Workers", "compare", "compare_runs", "comparison_plan", "default_out"]
 

@@ -25,7 +25,7 @@ from aploss.experiments.runs import (
 )
 from aploss.experiments.search import RATE_FACTORS, Search
 from aploss.losses.traits import LOSSES
-from aploss.training.callbacks import describe_seconds
+from aploss.progress import describe_seconds
 from aploss.training.config import TrainConfig, config_to_dict, differing_keys, merge, nested, parse_value
 from aploss.training.distributed import choose_device, seeded
 from aploss.training.run import make_detector

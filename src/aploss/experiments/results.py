@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from aploss.environment import describe_environment
 from aploss.evaluation import HEADLINE_METRICS, METRICS
 from aploss.experiments.plan import Plan
 from aploss.experiments.runs import CLASS_AP, RATE, Run, Variant, as_typed
@@ -17,7 +18,6 @@ from aploss.plotting.plots import loss_label
 from aploss.reports.comparison import Comparison, Difference, Entry, paired_difference, spread, write_comparison_report
 from aploss.reports.page import Cell, Section, Table, Text, Verdict, percent
 from aploss.training.config import TrainConfig
-from aploss.training.run_folder import describe_environment
 
 MIN_SEEDS = 3  # fewer are reported as too few
 TIE = "tie"

@@ -21,9 +21,9 @@ from filelock import FileLock
 from aploss import training
 from aploss.errors import AplossError, ConfigError, RunError, require_packages
 from aploss.experiments.runs import Run, Variant, cache_folder
+from aploss.progress import describe_seconds
 from aploss.registry import load_plugins
 from aploss.reports.run_files import read_json_lines
-from aploss.training.callbacks import describe_seconds
 from aploss.training.config import TrainConfig
 from aploss.training.distributed import StopSignals, TrainingInterruptedError, choose_device
 from aploss.training.run_folder import Summary

@@ -1,25 +1,19 @@
-"""Callbacks of a run, the experiment trackers, which are callbacks too, and the progress display.
+"""Callbacks of a run, and the experiment trackers, which are callbacks too.
 
 ``train(config, callbacks=[...])`` calls them in order, on rank 0 only; a plain function is called with every row.
 """
 
 import os
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import rich.progress
-from rich.console import Console
 
 from aploss.errors import ConfigError, require_packages
 from aploss.evaluation import HEADLINE_METRICS, METRICS
-from aploss.terminal import printable, terminal
 from aploss.training.config import TrainConfig, config_fields
 
 if TYPE_CHECKING:
@@ -28,7 +22,6 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 RowFunction = Callable[[Row], Any]
 SKIPPED = ("kind", "step", "epoch", "seconds", "images")  # not plotted
-SECONDS_BETWEEN_LINES = 15.0
 
 
 class Callback:
@@ -135,64 +128,6 @@ def curves(row: Row) -> dict[str, float]:
     return {f"{row['kind']}/{name}": value for name, value in numbers.items()}
 
 
-# --- progress ---
-
-
-class Progress(rich.progress.Progress):
-    """Live bars of rich on a terminal, a line from time to time elsewhere.
-
-    Args:
-        quiet: show warnings only.
-        is_main: False to show nothing at all, on all ranks but rank 0.
-    """
-
-    def __init__(self, *, quiet: bool, is_main: bool = True) -> None:
-        self._shows, self._warns = is_main and not quiet, is_main
-        console = Console(file=terminal(sys.stdout), soft_wrap=True, quiet=not self._shows)
-        columns = ("{task.description}", rich.progress.BarColumn(bar_width=None), rich.progress.MofNCompleteColumn())
-        more = ("{task.fields[text]}", rich.progress.TimeRemainingColumn(compact=True))
-        is_live = self._shows and sys.stdout.isatty()
-        super().__init__(*columns, *more, console=console, expand=True, disable=not is_live)
-        self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
-
-    def stop(self) -> None:
-        """Ends the bars; without any, rich would print an empty line."""
-        if not self.disable:
-            super().stop()
-
-    def note(self, text: str) -> None:
-        """Shows a line of information."""
-        self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
-        self.console.print(printable(text), highlight=False, markup=False)
-
-    def warn(self, text: str) -> None:
-        """Shows a warning, also if quiet."""
-        if self._warns:
-            print(printable(text), file=sys.stderr, flush=True)  # rich puts it above its bars
-
-    @contextmanager
-    def task(self, description: str, *, done: int = 0, text: str = "images") -> Iterator[Callable[..., None]]:
-        """Shows a task, such as validating: as a bar, or from time to time as a line.
-
-        Yields:
-            A function of the number of steps or images done, their total and optionally a new text about the task.
-        """
-        number = self.add_task(description, total=None, completed=done, text=text)
-        task = self.tasks[self.task_ids.index(number)]
-
-        def show(done: int, total: int, text: str | None = None) -> None:
-            self.update(number, completed=done, total=total, text=task.fields["text"] if text is None else text)
-            if self.disable and time.monotonic() >= self._next_line:
-                left = "" if task.time_remaining is None else f"  {describe_seconds(task.time_remaining)} left"
-                self.note(f"{description} {done}/{total}  {task.fields['text']}{left}")
-
-        try:
-            yield show
-        finally:
-            self.refresh()
-            self.remove_task(number)
-
-
 def describe_row(row: Row) -> str:
     """Formats a row of metrics as one line."""
     if row["kind"] == "validation":
@@ -200,16 +135,3 @@ def describe_row(row: Row) -> str:
         return "validation  " + ("  ".join(values) or "no objects")
     speed = row["images_per_second"]
     return f"loss {row['loss']:.3f}  {speed:.{int(speed < 10)}f} images/s"
-
-
-def describe_seconds(seconds: float) -> str:
-    """Formats a duration in readable units.
-
-    Example:
-        >>> describe_seconds(45), describe_seconds(150), describe_seconds(8000), describe_seconds(1e6)
-        ('45 s', '2 min 30 s', '2 h 13 min', '12 days')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s" if minutes else f"{rest} s"
-    return f"{minutes // 60} h {minutes % 60} min" if minutes < 48 * 60 else f"{round(minutes / 1440)} days"

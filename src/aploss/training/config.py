@@ -191,7 +191,7 @@ class ScheduleConfig(_Settings, group="schedule."):
     length: Count = setting(1000, "length of training, in units")
     unit: Literal["steps", "epochs"] = setting("steps", "unit of length and milestones", fixed_by_comparison=True)
     kind: Literal["milestones", "cosine"] = setting("cosine", "decay of the learning rate")
-    milestones: tuple[float, ...] = setting((), "when the learning rate is multiplied by gamma")
+    milestones: tuple[AtLeastZero, ...] = setting((), "when the learning rate is multiplied by gamma")
     gamma: Positive = setting(0.1, "learning-rate factor at a milestone")
     final_factor: Share = setting(0.02, "final share of the learning rate with kind cosine")
     warmup_steps: Annotated[int, Meta(ge=0)] = setting(

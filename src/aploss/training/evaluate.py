@@ -8,6 +8,7 @@ import numpy as np
 
 from aploss.detectors.checkpoint import Checkpoint
 from aploss.detectors.detector import Detector
+from aploss.environment import describe_environment
 from aploss.evaluation import METRICS
 from aploss.evaluation.calibration import calibrate_detections, calibration_report
 from aploss.evaluation.matching import precision_recall_curves
@@ -16,7 +17,7 @@ from aploss.files import write_json
 from aploss.reports.run_files import matches_document, read_json_lines
 from aploss.training.distributed import on_main
 from aploss.training.loop import Loop
-from aploss.training.run_folder import Summary, describe_environment
+from aploss.training.run_folder import Summary
 from aploss.training.splits import RunData, Split
 
 

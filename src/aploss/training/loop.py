@@ -22,8 +22,9 @@ from aploss.detectors.detector import Detector
 from aploss.errors import AplossError, ConfigError, DataError, RunError, listed
 from aploss.evaluation import METRICS
 from aploss.files import write_text
+from aploss.progress import Progress
 from aploss.reports.run_files import read_json_lines
-from aploss.training.callbacks import Callback, Progress, RowFunction, describe_row
+from aploss.training.callbacks import Callback, RowFunction, describe_row
 from aploss.training.config import TrainConfig
 from aploss.training.distributed import StopSignals, TrainingInterruptedError, choose_workers, on_main
 from aploss.training.run_folder import RunFolder
@@ -140,6 +141,8 @@ class Loop:
 
     def _steps(self, signals: StopSignals) -> None:
         state, config = self.state, self.config
+        if state.best_step == state.step > 0:
+            self.save()  # aploss 0.2 may have been killed after last.pt was written, before best.pt was
         self._validate_and_save()  # the run may have been interrupted before a validation
         with closing(self.batches.endless(state.step * config.batches.accumulate)) as batches:
             while state.stopped_by is None:
@@ -197,12 +200,12 @@ class Loop:
         """Reads the results of the steps since the last call, for which the host waits for a GPU."""
         state, images = self.state, self.data.train
         for result in self.stepper.take_results():
-            if result.bad is not None:
-                self._report_bad(result.bad)
-            else:
-                state.bad_in_a_row = 0
-            if result.means is not None:
-                state.window = {name: state.window.get(name, 0.0) + value for name, value in result.means.items()}
+            if isinstance(result, Report):
+                self._report_bad(result)
+                continue
+            state.bad_in_a_row = 0
+            if result is not None:
+                state.window = {name: state.window.get(name, 0.0) + value for name, value in result.items()}
                 state.window_steps += 1
         shares = gather_object([self.batches.unreadable])
         unreadable = {index: reason for share in shares for index, reason in share.items()}
@@ -263,15 +266,14 @@ class Loop:
         state = self.state
         state.bad_in_a_row += 1
         state.bad_steps += 1
-        text = f"step {bad['step']}: {bad['what']} is NaN or Inf ({bad['detail']})"
-        text += f"; images: {listed(bad['images'], SHOWN_IMAGES)}"
+        text = f"step {bad.step}: {bad.what} is NaN or Inf ({bad.detail}); images: {listed(bad.images, SHOWN_IMAGES)}"
         self.progress.warn(f"{text}; the step is skipped")
-        self._append(BAD_NUMBERS, bad)
+        self._append(BAD_NUMBERS, bad._asdict())
         if state.bad_in_a_row >= self.config.bad_steps:
             raise DivergedError(
                 f"training stopped after {state.bad_in_a_row} consecutive steps with NaN or Inf, the last: {text}; "
-                f"earlier checkpoints are kept, see {self.folder.last}; try a lower optimizer.learning_rate or "
-                "optimizer.clip_norm, or precision float32"
+                f"checkpoints before them are kept in {self.folder.last.parent}; try a lower optimizer.learning_rate "
+                "or optimizer.clip_norm, or precision float32"
             )
 
     def _validate_and_save(self) -> None:
@@ -325,8 +327,8 @@ class Loop:
         for name, value in detector.state_dict().items():  # the same on every rank
             if value.is_floating_point() and not bool(value.isfinite().all()):
                 raise DivergedError(
-                    f"step {state.step}: the weight {name} is NaN or Inf; earlier checkpoints are kept, see "
-                    f"{self.folder.last}; try a lower optimizer.learning_rate"
+                    f"step {state.step}: the weight {name} is NaN or Inf; checkpoints before it are kept in "
+                    f"{self.folder.last.parent}; try a lower optimizer.learning_rate"
                 )
         if not self.is_main:
             return

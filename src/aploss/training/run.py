@@ -15,7 +15,8 @@ from aploss.detectors import build_detector
 from aploss.detectors.checkpoint import Checkpoint, wrap_untrusted
 from aploss.detectors.detector import Detector
 from aploss.errors import ConfigError, RunError
-from aploss.training.callbacks import Progress, RowFunction, make_tracker
+from aploss.progress import Progress
+from aploss.training.callbacks import RowFunction, make_tracker
 from aploss.training.config import TrainConfig
 from aploss.training.distributed import (
     StopSignals,
@@ -185,6 +186,8 @@ def make_detector(config: TrainConfig, class_names: tuple[str, ...]) -> Detector
     They follow from the seed alone: runs that differ in the loss start from the same weights, wherever the shapes are
     the same. A softmax loss has one more output channel, so that its other layers would draw other random numbers.
     """
+    if config.model.frozen_backbone and config.model.weights is None:
+        raise ConfigError("model.frozen_backbone needs trained weights: add --model.weights imagenet or a file")
     criterion = config.criterion
     own = {"loss_options": criterion.options, "box_weight": criterion.box_weight}
     build: Any = partial(

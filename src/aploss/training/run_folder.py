@@ -1,24 +1,17 @@
 """A run is a folder: config, environment, metrics, checkpoints, evaluation, report."""
 
 import json
-import os
-import platform
-import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from filelock import FileLock, Timeout
 
 from aploss.detectors.checkpoint import Checkpoint
+from aploss.environment import describe_environment
 from aploss.errors import ConfigError, RunError
 from aploss.evaluation import HEADLINE_METRICS, METRICS
 from aploss.files import remove_unfinished, write_json, write_text
@@ -35,7 +28,6 @@ from aploss.training.config import (
 )
 
 LOCK_FILE = ".lock"
-PACKAGES = ("aploss", "torch", "torchvision", "numpy", "numba", "faster-coco-eval", "scikit-learn")
 
 
 def default_folder(config: TrainConfig) -> Path:
@@ -266,48 +258,3 @@ class Summary:
                 row = " ".join(f"{'-':>6}" if cell is None else f"{cell:6.3f}" for cell in cells)
                 lines.append(f"  {name:<{width}}  {row}")
         return "\n".join(lines)
-
-
-# --- environment ---
-
-
-def describe_environment() -> dict[str, Any]:
-    """Describes versions, commit, hardware and command of this process."""
-    return {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "commit": _commit(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": {name: _version(name) for name in PACKAGES},
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "processes": int(os.environ.get("WORLD_SIZE", "1")),
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """Returns the commit of the source tree, with a '+' if it has changes; None for an installed package."""
-    source = Path(__file__).resolve().parents[3]
-    words = ["git", "-C", str(source), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
-    with suppress(OSError, subprocess.CalledProcessError):
-        if (source / ".git").exists():
-            return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-    return None
-
-
-def _cpu_name() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

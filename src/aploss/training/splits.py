@@ -28,7 +28,7 @@ from aploss.errors import ConfigError, DataError, RunError, listed
 from aploss.evaluation import DetectionTable, Metrics, coco_metrics
 from aploss.evaluation.matching import Matches, match_detections
 from aploss.plotting.pictures import contact_sheet, draw_boxes
-from aploss.training.callbacks import Progress
+from aploss.progress import Progress
 from aploss.training.config import TrainConfig
 from aploss.training.distributed import main_first
 

@@ -27,7 +27,14 @@ from aploss.training.schedule import Schedule
 PARTS = ("classification", "box")
 CAUSES = ("score", "loss", "gradient")  # of a skipped step, in the order in which they are reported
 
-Report = dict[str, Any]  # of NaN or Inf: "what" (one of CAUSES), "detail" and "images", files of the batch
+
+class Report(NamedTuple):
+    """NaN or Inf in a step, which is skipped."""
+
+    step: int  # from 1
+    what: str  # one of CAUSES
+    detail: str
+    images: list[str]  # names of the files of the batch
 
 
 class DivergedError(RunError):
@@ -119,13 +126,6 @@ class _Average:
 # --- the step ---
 
 
-class StepResult(NamedTuple):
-    """The outcome of a step."""
-
-    means: dict[str, float] | None  # of PARTS and the gradient norm before clipping; None if the step was skipped
-    bad: Report | None = None  # of NaN or Inf, with "step"; None also if only the float16 loss scale was too high
-
-
 class _Pending(NamedTuple):
     """A step whose numbers are still on the device."""
 
@@ -161,8 +161,6 @@ class Stepper:
         self.config, self.detector, self.schedule, self.accelerator = config, detector, schedule, accelerator
         freeze(detector, config.model.frozen)
         if config.model.frozen_backbone:
-            if config.model.weights is None:
-                raise ConfigError("model.frozen_backbone needs trained weights: add --model.weights imagenet or a file")
             detector.body().requires_grad_(False)
         self.ema = None if config.model.ema is None else _Average(detector, config.model.ema)
         self.evaluated = detector if self.ema is None else self.ema.detector
@@ -207,7 +205,7 @@ class Stepper:
         self.optimizer.zero_grad()
         sums = torch.zeros(len(PARTS), device=self.accelerator.device)
         for index, batch in enumerate(batches):
-            losses, report = self._forward(batch)
+            losses, report = self._forward(number, batch)
             if any_rank(self.accelerator, report is not None)[0]:
                 self.optimizer.zero_grad()
                 self._pending.append(_Pending(number, (), torch.full((len(PARTS) + 1,), math.nan).to(sums), report))
@@ -224,7 +222,7 @@ class Stepper:
         indices = [index for batch in batches for index in batch.indices]
         self._pending.append(_Pending(number, indices, torch.cat([sums, norm[None]]), lowers_scale=lowers_scale))
 
-    def _forward(self, batch: Batch) -> tuple[dict[str, Tensor], Report | None]:
+    def _forward(self, number: int, batch: Batch) -> tuple[dict[str, Tensor], Report | None]:
         images = batch.images.to(self.accelerator.device, non_blocking=True)
         if isinstance(images, Tensor) and images.dtype == torch.uint8:
             images = images.float() / 255
@@ -233,10 +231,10 @@ class Stepper:
             with torch.autocast(self.accelerator.device.type, dtype, enabled=dtype != torch.float32):
                 return self._model(images, batch.targets), None
         except NonFiniteScoresError as error:
-            return {}, {"what": "score", "detail": str(error), "images": list(map(self._name_of, batch.indices))}
+            return {}, Report(number + 1, "score", str(error), list(map(self._name_of, batch.indices)))
         except OtherProcessError as error:
             if error.cause == "score":
-                return {}, {"what": "score", "detail": str(error), "images": []}
+                return {}, Report(number + 1, "score", str(error), [])
             raise RunError(f"step failed on another rank: {error}") from error
 
     def _update(self) -> Tensor:
@@ -257,20 +255,25 @@ class Stepper:
             self.ema.update(self.detector, is_finite)
         return norm
 
-    def take_results(self) -> list[StepResult]:
-        """Reads the results of the steps since the last call from the device, all at once."""
+    def take_results(self) -> list[dict[str, float] | Report | None]:
+        """Reads the results of the steps since the last call from the device, all at once.
+
+        Returns:
+            For each step the means of PARTS and the gradient norm before clipping; if it was skipped, its report, or
+            None if only the float16 loss scale was too high.
+        """
         pending, self._pending = self._pending, []
         if not pending:
             return []
         own = means = torch.stack([step.values for step in pending])
         if self.accelerator.num_processes > 1:
             means = self.accelerator.reduce(own, "mean")
-        results = []
+        results: list[dict[str, float] | Report | None] = []
         for step, values, mean in zip(pending, *torch.stack([own, means]).tolist(), strict=True):
             if math.isfinite(values[-1]):
-                results.append(StepResult(dict(zip((*PARTS, "gradient_norm"), mean, strict=True))))
+                results.append(dict(zip((*PARTS, "gradient_norm"), mean, strict=True)))
             else:
-                results.append(StepResult(None, None if step.lowers_scale else self._report(step, values)))
+                results.append(None if step.lowers_scale else self._report(step, values))
         return results
 
     def _report(self, step: _Pending, values: list[float]) -> Report:
@@ -278,12 +281,12 @@ class Stepper:
         own = step.report
         if own is None:
             bad = [f"{part} = {value}" for part, value in zip(PARTS, values, strict=False) if not math.isfinite(value)]
-            images = list(map(self._name_of, step.indices))
-            own = {"what": "loss" if bad else "gradient", "detail": (bad or ["norm"])[0], "images": images}
+            what, detail = ("loss", bad[0]) if bad else ("gradient", "norm")
+            own = Report(step.number + 1, what, detail, list(map(self._name_of, step.indices)))
+        reports = gather_object([own])
         # Ranks that were only notified have no images.
-        reports = sorted(gather_object([own]), key=lambda one: (CAUSES.index(one["what"]), not one["images"]))
-        images = [name for one in reports if one["what"] == reports[0]["what"] for name in one["images"]]
-        return {"step": step.number + 1, **reports[0], "images": images}
+        first: Report = min(reports, key=lambda one: (CAUSES.index(one.what), not one.images))
+        return first._replace(images=[name for one in reports if one.what == first.what for name in one.images])
 
     def state(self) -> dict[str, Any]:
         """Returns the fields of :class:`~aploss.detectors.checkpoint.TrainingState` that a step changes."""

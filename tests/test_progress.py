@@ -4,8 +4,8 @@ import io
 
 import pytest
 
-from aploss.training import callbacks as module
-from aploss.training.callbacks import Progress
+from aploss import progress as module
+from aploss.progress import Progress
 
 
 def test_a_pipe_gets_notes_and_a_line_of_a_task_from_time_to_time(

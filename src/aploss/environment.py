@@ -1,0 +1,58 @@
+"""The environment of a process, for the record of a run or measurement: versions, commit, hardware, command."""
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from contextlib import suppress
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("aploss", "torch", "torchvision", "numpy", "numba", "faster-coco-eval", "scikit-learn")
+
+
+def describe_environment() -> dict[str, Any]:
+    """Describes versions, commit, hardware and command of this process."""
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Returns the commit of the source tree, with a '+' if it has changes; None for an installed package."""
+    source = Path(__file__).resolve().parents[2]
+    words = ["git", "-C", str(source), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
+    with suppress(OSError, subprocess.CalledProcessError):
+        if (source / ".git").exists():
+            return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    return None
+
+
+def _cpu_name() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
