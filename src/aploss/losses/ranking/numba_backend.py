@@ -33,6 +33,7 @@ SCORE_DTYPES, TARGET_DTYPES = (torch.float32, torch.float64), (torch.float32, to
 BLOCK = 256
 MIN_SCORES_PER_THREAD = 1 << 16
 MAX_CELLS_PER_ROW = 16  # of the lookup table: most cells then hold no edge, or one
+MAX_CELLS = 1 << 24  # of a group's table: whole numbers up to here are exact in float32
 _NO_GROUPS = np.empty(0, np.int64)
 
 # Functions that kernels call need no entry point from Python.
@@ -165,7 +166,8 @@ def _cut_axis(positives, first_positive, delta, scores):
             while row + 1 < stop_row and edges[row + 1] <= positives[i]:
                 row += 1
             own_rows[i] = row
-        low[g], last[g] = edges[first_row[g] + 1], cells_per_row * (stop_row - first_row[g]) - 1
+        last[g] = min(cells_per_row * (stop_row - first_row[g]) - 1, MAX_CELLS)
+        low[g] = edges[first_row[g] + 1]
         scale[g] = last[g] / (edges[stop_row - 1] - low[g])
         scale[g] = scale[g] if scale[g] < np.inf else 0.0
         for row in range(first_row[g] + 1, stop_row):
@@ -485,9 +487,7 @@ class NumbaBackend(TorchBackend):
         out = np.empty(size if needs_gradient else 0, flat.dtype)
         options = (problem.delta, _fixed_point_unit(size), _ratio_of(rule.error, rule.monotone))
         tallies = np.zeros((num_rows + 1, 2), np.int64)
-        loss = loss_and_gradient(
-            flat, negative, _NO_GROUPS, values, index, values.argsort(kind="stable"), *options, tallies, out
-        )
+        loss = loss_and_gradient(flat, negative, _NO_GROUPS, values, index, values.argsort(), *options, tallies, out)
         value = torch.scalar_tensor(loss, dtype=problem.dtype)
         return (value,), (torch.from_numpy(out),) if needs_gradient else ()
 
