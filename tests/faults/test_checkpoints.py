@@ -270,6 +270,15 @@ def test_a_small_file_with_a_huge_tensor_costs_no_memory(file: Path, content: di
     assert peak_memory() - before < 2e8
 
 
+def test_a_small_file_that_describes_a_huge_network_costs_no_memory(file: Path):
+    content = torch.load(save_detector(build_detector("ssdlite", class_names=CLASSES, width=0.25), file))
+    torch.save(changed(content, "config.width", 30.0), file)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak_memory()
+    assert_refused(file, "size mismatch")
+    assert peak_memory() - before < 2e8
+
+
 @pytest.mark.parametrize("key", ["metrics", "format", "training"])
 def test_lists_that_stand_for_astronomic_ones_are_refused_at_once(file: Path, content: dict[str, Any], key: str):
     """The list of a YAML bomb, as a pickle."""

@@ -143,26 +143,36 @@ class Checkpoint:
             for kind, known in (("name", [*DETECTORS]), ("loss", [*LOSSES, CUSTOM])):
                 if (entry := self.config[kind]) not in known:
                     raise RunError(f"{entry!r} is not registered: load its plugin first (--plugin FILE.py)")
-            detector = build_detector(**{**self.config, "weights": None})
+            config = {**self.config, "weights": None}
+            if self.weights is not None:
+                with torch.device("meta"):  # compared before the network that the config describes takes memory
+                    empty = build_detector(**config)
+                _check_weights(empty, self.weights)
+            detector = build_detector(**config)
             if not (self.draw_threshold is None or 0 <= self.draw_threshold <= 1):
                 raise RunError(f"draw_threshold must be between 0 and 1, got {self.draw_threshold!r}")
             detector.calibration = None if self.calibration is None else Calibration.from_dict(self.calibration)
             detector.draw_threshold = self.draw_threshold
             if self.weights is not None:
-                _check_weights(detector, self.weights)
                 detector.load_state_dict(self.weights)
         return detector.eval()
 
 
 def _check_weights(detector: Detector, state: Mapping[str, Tensor]) -> None:
-    """Rejects what torch would load silently: other dtypes and layouts, NaN and Inf."""
+    """Rejects other names and shapes, and what torch would load silently: other dtypes and layouts, NaN and Inf.
+
+    Args:
+        detector: a detector without data, on the meta device; it takes over the weights.
+        state: the weights.
+    """
     wanted = detector.state_dict()
     for name, own in wanted.items():
-        tensor = state.get(name, own)
+        tensor = state.get(name, torch.empty(0, dtype=own.dtype))  # load_state_dict names the missing ones
         plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
         if not plain or tensor.is_floating_point() != own.is_floating_point():
             raise RunError(f"{name} must be a dense tensor of {own.dtype}")
-    refuse_non_finite({name: state[name] for name in wanted if name in state})
+    detector.load_state_dict(state, assign=True)
+    refuse_non_finite({name: state[name] for name in wanted})
 
 
 def refuse_non_finite(tensors: Mapping[str, Tensor]) -> None:

@@ -488,7 +488,8 @@ def build_detector(
     if not listed or not class_names or not all(isinstance(one, str) for one in class_names):
         raise ConfigError(f"class_names must be a list of at least one name, got {class_names!r}")
     if isinstance(loss, str):
-        with torch.random.fork_rng(devices=[]):  # the initial weights must not depend on the loss
+        # The initial weights must not depend on the loss, which needs real values also in a detector on meta.
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             loss = make_loss(loss, **(loss_options or {}))
     elif loss_options:
         raise ConfigError("loss_options are for a loss given by name; pass them to the loss object instead")
