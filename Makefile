@@ -7,6 +7,9 @@ DEV := $(VENV)/.installed
 # Bytecode is compiled when a module is first imported: compiling all of torch takes longer than the demo's imports.
 unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+# uv downloads in parallel and unpacks faster. It ignores the configuration of pip, which takes over where uv fails.
+install = echo "installing into $(VENV); torch is a large download"; \
+	{ $(PIP_INSTALL) uv && $(BIN)/uv pip install --python $(BIN)/python $(1); } || $(PIP_INSTALL) $(1)
 
 .PHONY: setup test test-lowest check faults gpu-check docs dist bench demo clean
 
@@ -19,11 +22,11 @@ $(VENV)/pyvenv.cfg:
 
 # The demo trains and reports: the extra `detect`. Everything else that tests need is in `dev`, which includes it.
 $(DEMO): pyproject.toml | $(VENV)/pyvenv.cfg
-	test $(DEV) -nt pyproject.toml || $(PIP_INSTALL) --editable '.[detect]'
+	@test $(DEV) -nt pyproject.toml || { $(call install,--editable '.[detect]'); }
 	@touch $@
 
 $(DEV): pyproject.toml | $(VENV)/pyvenv.cfg
-	$(PIP_INSTALL) --editable '.[dev]'
+	@$(call install,--editable '.[dev]')
 	@touch $@
 
 test: $(DEV)

@@ -81,6 +81,7 @@ def on_page_content(html_text, page, config, files):
     html_text = re.sub(
         r":(?:func|class|meth|attr|mod|data|ref):<code>~?(?:[\w.]+\.)?(\w+)</code>", r"<code>\1</code>", html_text
     )
+    html_text = re.sub('(<li class="doc-section-item field-body">\\s*)\N{EN DASH}', r"\1", html_text)  # untyped result
     return html_text.replace("::</p>", ":</p>")
 
 

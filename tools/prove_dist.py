@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,12 +64,23 @@ def main() -> None:
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
     run(UV, "build", "--quiet", "--out-dir", str(ROOT / "dist"), str(ROOT))
     wheel, sdist = next((ROOT / "dist").glob("*.whl")), next((ROOT / "dist").glob("*.tar.gz"))
+    check_description(wheel)
     for archive in (wheel, sdist):
         print(f"{archive.name}: {archive.stat().st_size / 1e6:.2f} MB", flush=True)
         for extras, commands in PROOFS.items():
             if not only or extras in only:
                 prove(archive, extras, commands)
     print(f"proved; in {wheel.parent.relative_to(ROOT)}: {wheel.name}, {sdist.name}")
+
+
+def check_description(wheel: Path) -> None:
+    """The page on a package index shows neither pictures and links of the repository nor commands that need it."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        description = archive.read(name).decode().partition("\n\n")[2]
+    assert "## Use the loss" in description
+    unwanted = re.findall(r"<img|\]\((?!https?:)|\bmake (?:demo|test|docs)\b|pip install '?\.|Photographs", description)
+    assert not unwanted, unwanted
 
 
 def prove(archive: Path, extras: str, commands: list[str]) -> None:
