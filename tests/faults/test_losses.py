@@ -337,6 +337,7 @@ WRONG: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.regression("33a370e")
 @every_loss
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_mistake_is_an_error_that_says_what_was_given(name: str, mistake: str) -> None:

@@ -106,7 +106,7 @@ def _run_comparison(options: Namespace, default_out: Path, work: Callable[..., A
     _show(out)
     if not results.complete:
         print("not finished: the same command resumes", file=sys.stderr)
-    return 0
+    return int(not results.complete)
 
 
 def _show(out: Path) -> None:

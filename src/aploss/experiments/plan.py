@@ -168,7 +168,8 @@ def describe_plan(plan: Plan, *, images: int | None = None, workers: int = 1) ->
         f"seeds: {', '.join(map(str, plan.seeds))}, {looks}",
     ]
     if plan.search is not None:
-        searched = {f"{RATE} as multiples of the row's own": RATE_FACTORS, **plan.search.over}
+        factors = [round(factor, 2) for factor in RATE_FACTORS]
+        searched = {f"{RATE} as multiples of the row's own": factors, **plan.search.over}
         lines += [f"searched: {name} {', '.join(map(as_typed, values))}" for name, values in searched.items()]
     lines.append("rows, and how they differ from the settings of the first:")
     for variant in plan.variants:

@@ -35,7 +35,7 @@ def iou_ap_loss(
     other positives in P_t. The gradient is the mean of the error-driven gradients.
 
     Args:
-        scores: logits, any shape, any floating dtype. With two dimensions or more, the last one are the classes.
+        scores: logits, any shape, any floating dtype. With two or more dimensions, the last is the classes.
         qualities: targets of the same shape; in (0, 1] for positives (the IoU of their predicted
             box), 0 negative, -1 ignored.
         thresholds: IoU thresholds in [0, 1]; 0 counts every positive. Or their number T: the thresholds are the T

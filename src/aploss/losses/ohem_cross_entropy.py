@@ -19,7 +19,7 @@ def ohem_cross_entropy(
     as the image has positives (rounded down). An image without positives therefore adds nothing.
 
     Args:
-        logits: [A, K + 1] for one image, or [B, ..., K + 1] for B of them, mined one by one;
+        logits: [A, K + 1] for one image, or [B, ..., K + 1] for B of them, mined separately;
             column 0 is the background. Any floating dtype.
         targets: logits' shape without the last axis, integer; 0 background, 1..K the class, -1 ignored.
         negative_ratio: negatives per positive, >= 0.
@@ -27,7 +27,7 @@ def ohem_cross_entropy(
             default the number of positive targets, at least 1.
 
     Returns:
-        scalar, float32 (float64 for float64 logits), connected to the graph also where it is 0.
+        scalar, float32 (float64 for float64 logits), connected to the graph even if it is 0.
 
     Raises:
         ValueError: the shapes do not fit, targets are not integers, the ratio is negative; and,

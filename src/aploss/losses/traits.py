@@ -28,24 +28,24 @@ LOSSES: Registry[type[nn.Module]] = Registry("loss")
 
 @dataclass(frozen=True, kw_only=True)
 class LossTraits:
-    """How a loss wants to be called, combined with a box loss, and shown.
+    """How a loss is called, which box loss it is combined with, and its style in plots.
 
     Attributes:
-        label: its name on pages and in tables; the registered name where empty.
-        colour: of its lines and bars, ``#rrggbb``; one of the palette where empty.
-        dashes: line style, as matplotlib takes it; tells it apart without colour.
+        label: its name on pages and in tables; the registered name if empty.
+        colour: of its lines and bars, ``#rrggbb``; one of the palette if empty.
+        dashes: line style, as matplotlib takes it, to distinguish it without colour.
         marker: of its points, as matplotlib takes it.
         softmax: it takes logits [B, A, K + 1] with the background in column 0 and targets of
             class numbers [B, A]; otherwise logits [B, A, K] and targets 1, 0 and -1 of that shape.
-        positive_targets: what it wants to know of every positive beside its score. ``"iou"``: the
+        positive_targets: what it needs to know about each positive besides its score. ``"iou"``: the
             targets of positives are the IoU of their predicted box, in (0, 1]; its values are
             added up. ``"box_loss"``: a third argument, one box loss per positive [P] in the order
             of ``scores[targets == 1]``; it returns classification and localisation.
         divides_by_positives: it is a sum divided by the number of positives, which it takes as
-            keyword ``num_positives`` where others than its own positives count, too.
+            keyword ``num_positives`` if positives of other processes count, too.
         ranks_across_processes: it has an attribute ``process_group`` and ranks over that group.
         groups: it takes the keyword ``groups`` and ranks within each group alone.
-        box_loss: the box loss it goes with, where the user names none.
+        box_loss: the box loss it is combined with unless the user names one.
         box_weight: the weight of that box loss; ``"balanced"`` makes the value of the box loss
             that of the classification loss, at every step.
         weight_boxes_by_score: positives count in the box loss by their confidence.
