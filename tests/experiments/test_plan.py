@@ -40,6 +40,11 @@ def test_rows_cannot_differ_in_settings_that_are_declared_as_fixed() -> None:
     check_varied("batches.size")
 
 
+def test_rows_of_a_frozen_backbone_are_planned_without_its_weights() -> None:
+    plan = comparison_plan(["ap"], recipe="any-cpu", seeds=[0], vary={"criterion.box_weight": [1, 3]})
+    assert [one.config.model.weights for one in plan.variants] == ["imagenet"] * 2
+
+
 def test_shared_runs_are_counted_once() -> None:
     assert comparison_plan(["ap", "focal"], recipe="demo", seeds=[0, 1, 2]).trainings == (6, 0)
     # 2 rows x 3 rates, of which one each is the real run of the first seed

@@ -138,6 +138,8 @@ def _open_run(
             folder.create(loop.config)
 
     config, checkpoint = on_main(accelerator, read)
+    if config.model.frozen_backbone and config.model.weights is None:
+        raise ConfigError("model.frozen_backbone needs trained weights: add --model.weights imagenet or a file")
     with wrap_untrusted(folder.last):
         names = None if checkpoint is None else tuple(map(str, checkpoint.config["class_names"]))
     # Rank 0 first, because it generates the built-in data.
@@ -186,8 +188,6 @@ def make_detector(config: TrainConfig, class_names: tuple[str, ...]) -> Detector
     They follow from the seed alone: runs that differ in the loss start from the same weights, wherever the shapes are
     the same. A softmax loss has one more output channel, so that its other layers would draw other random numbers.
     """
-    if config.model.frozen_backbone and config.model.weights is None:
-        raise ConfigError("model.frozen_backbone needs trained weights: add --model.weights imagenet or a file")
     criterion = config.criterion
     own = {"loss_options": criterion.options, "box_weight": criterion.box_weight}
     build: Any = partial(
