@@ -348,11 +348,12 @@ class Criterion(nn.Module):
     def _check_targets(self, batch_size: int, targets: Sequence[Mapping[str, Tensor]]) -> None:
         if len(targets) != batch_size:
             raise DataError(f"a batch of {batch_size} images has {len(targets)} targets")
-        for index, target in enumerate(targets):
-            labels = target["labels"]
-            if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.num_classes:
-                found = f"{int(labels.min())}..{int(labels.max())}"
-                raise DataError(f"labels of image {index} must be in 0..{self.num_classes - 1}, got {found}")
+        labels = torch.cat([target["labels"] for target in targets])
+        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.num_classes:
+            wrong = [bool(((one["labels"] < 0) | (one["labels"] >= self.num_classes)).any()) for one in targets]
+            index = wrong.index(True)
+            found = targets[index]["labels"].tolist()
+            raise DataError(f"labels of image {index} must be in 0..{self.num_classes - 1}, got {found!r:.200}")
 
     def _check_options(self) -> None:
         literals = {"rank_over": RankOver, "box_loss": BoxLoss, "assigner": Assigner, "hard_boxes": HardBoxes}
