@@ -180,7 +180,8 @@ def _check_weights(detector: Detector, state: Mapping[str, Tensor]) -> None:
         plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
         if not plain or tensor.is_floating_point() != own.is_floating_point():
             raise RunError(f"{name} must be a dense tensor of {own.dtype}")
-    detector.load_state_dict(state, assign=True)
+    # A copy, since torch notes assign=True in the metadata of the state, and every later load would assign, too.
+    detector.load_state_dict(dict(state), assign=True)
     refuse_non_finite({name: state[name] for name in wanted})
 
 
