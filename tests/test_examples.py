@@ -189,8 +189,7 @@ def test_a_lightning_module_trains_with_ap_loss(run: Callable[[str], str]) -> No
 
 
 def test_no_example_is_left_out() -> None:
-    # "labelme_plugin.py" is tested in tests/data/test_labelme_plugin.py,
-    # "vgg16_weights.py" in tests/detectors/test_package_weights.py
+    # "labelme_plugin.py" is tested in tests/data/test_labelme_plugin.py
     tested = set(re.findall(r'"(\w+\.py)"', Path(__file__).read_text()))
     present = [path.name for path in EXAMPLES.glob("*.py")]
     if not present:

@@ -56,6 +56,15 @@ def test_gradients_flow_into_what_the_box_losses_came_from():
     assert torch.allclose(boxes.grad, on_boxes * 2 * box_losses.double(), rtol=0, atol=1e-12)
 
 
+def test_without_negatives_the_localisation_part_remains():
+    scores = torch.tensor([2.0, 1.0], requires_grad=True)
+    loss = alrp_loss(scores, torch.ones(2), torch.tensor([0.2, 0.6]), delta=0)
+    sum(loss).backward()
+    assert loss.classification.item() == 0
+    assert loss.localisation.item() == pytest.approx((0.2 + (0.2 + 0.6) / 2) / 2)
+    assert (scores.grad == 0).all()
+
+
 def _rank_part_of_a_batch(rank, sizes):
     scores, targets, box_losses = random_boxes()
     scores, targets = scores.flatten(), targets.flatten()

@@ -1,10 +1,11 @@
-"""AP-loss against the literal Algorithm 1, which ``test_reference.py`` checks, and an example worked out by hand."""
+"""AP-loss against the literal Algorithm 1, scikit-learn, and numbers worked out by hand."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranking_cases import DISTRIBUTIONS
+from sklearn.metrics import average_precision_score
 from torch import Tensor
 
 from aploss.losses import ap_loss, reference
@@ -40,6 +41,13 @@ def test_gradient_scaling_reaches_half_precision_before_rounding():
     assert torch.allclose(scores.grad.double(), expected * 1024, rtol=1e-3, atol=0)
 
 
+def test_heaviside_without_interpolation_is_average_precision(make_boxes, backend):
+    for seed in range(10):
+        scores, targets = make_boxes("random", 30, 400, ignored=0, seed=seed)
+        loss, _ = loss_and_gradient(scores, targets, delta=0, interpolated=False)
+        assert 1 - loss.item() == pytest.approx(average_precision_score(targets, scores), abs=1e-12)
+
+
 def test_an_example_worked_by_hand(backend):
     # delta = 1, positives a = 0 and b = 1.5, negatives c = 0.5, d = 2.
     # f(x) = x/2 + 1/2 on [-1, 1].
@@ -52,6 +60,16 @@ def test_an_example_worked_by_hand(backend):
     c = 0.75 / 3.75 / 2
     d = (1 / 3.75 + 0.75 / 1.75) / 2
     assert gradient.tolist() == pytest.approx([-7 / 30, -3 / 14, c, d])
+
+
+def test_an_interpolated_example_worked_by_hand(backend):
+    # Heaviside; descending order: negative 3, positive 2, positive 1.
+    # precision of the positive at 1: 2/3, of the one at 2: 1/2. Going up, 1/2 < 2/3, so
+    # line 11 scales its error 1/2 by (1 - 2/3) / (1 - 1/2) = 2/3, to 1/3.
+    scores = torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64)
+    loss, gradient = loss_and_gradient(scores, torch.tensor([0, 1, 1]), delta=0)
+    assert loss.item() == pytest.approx(1 / 3)
+    assert gradient.tolist() == pytest.approx([1 / 3, -1 / 6, -1 / 6])
 
 
 finite_scores = st.floats(-50, 50, width=32)

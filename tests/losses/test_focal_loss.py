@@ -1,7 +1,8 @@
-"""Focal loss against the literal formula, which ``test_reference.py`` compares with torchvision's."""
+"""Focal loss against torchvision's and against the literal formula."""
 
 import pytest
 import torch
+from torchvision.ops import sigmoid_focal_loss
 
 from aploss.losses import reference
 from aploss.losses.focal_loss import focal_loss
@@ -30,6 +31,18 @@ def test_value_and_gradient_equal_the_literal_formula(dtype, alpha, gamma):
     assert (scores.grad - gradient).abs().max() <= TOLERANCE[dtype] * largest
 
 
+def test_it_is_torchvisions_sum_over_the_positives():
+    scores, targets = random_boxes(torch.float32)
+    targets = targets.clamp(min=0)
+    ours, theirs = (scores.clone().requires_grad_() for _ in range(2))
+    loss = focal_loss(ours, targets)
+    expected = sigmoid_focal_loss(theirs, targets.float(), reduction="sum") / targets.sum()
+    loss.backward()
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert torch.allclose(ours.grad, theirs.grad, rtol=1e-5, atol=1e-9)
+
+
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
 def test_huge_logits_have_finite_gradients(gamma):
     scores = torch.tensor([-1e30, -200.0, 200.0, 1e30] * 2, requires_grad=True)
@@ -39,6 +52,12 @@ def test_huge_logits_have_finite_gradients(gamma):
     assert scores.grad.isfinite().all()
     # Far on the wrong side the slope is that of the logit itself, over 4 positives.
     assert scores.grad.tolist() == pytest.approx([0, 0, 0.75 / 4, 0.75 / 4, -0.25 / 4, -0.25 / 4, 0, 0])
+
+
+def test_without_positives_the_negatives_are_summed():
+    scores = torch.zeros(3, requires_grad=True)
+    loss = focal_loss(scores, torch.zeros(3))
+    assert loss.item() == pytest.approx(3 * 0.75 * 0.25 * torch.tensor(2.0).log().item())
 
 
 def test_it_can_be_differentiated_twice():

@@ -6,7 +6,15 @@ import torch.distributed as dist
 from processes import run_group
 from ranking_cases import by_quantiles, random_boxes
 
-from aploss.losses import IoUAPLoss, iou_ap_loss
+from aploss.losses import IoUAPLoss, ap_loss, iou_ap_loss
+
+
+def test_a_threshold_of_zero_is_ap_loss(backend):
+    scores, qualities = random_boxes()
+    hard = torch.where(qualities > 0, 1, qualities.long())
+    for interpolated in (True, False):
+        loss = iou_ap_loss(scores, qualities, thresholds=[0], interpolated=interpolated)
+        assert loss.item() == pytest.approx(ap_loss(scores, hard, interpolated=interpolated).item(), abs=1e-12)
 
 
 @pytest.mark.parametrize("count", [1, 3, 9])
@@ -52,3 +60,10 @@ def test_invalid_thresholds_are_refused(thresholds):
         iou_ap_loss(torch.zeros(2), torch.ones(2), thresholds=thresholds)
     with pytest.raises(ValueError, match="thresholds"):
         IoUAPLoss(thresholds=thresholds)
+
+
+def test_without_positives_the_loss_is_zero(backend):
+    scores = torch.randn(4, 3, requires_grad=True)
+    iou_ap_loss(scores, torch.zeros(4, 3)).backward()
+    assert (scores.grad == 0).all()
+    assert iou_ap_loss(scores, torch.full((4, 3), 0.4), thresholds=(0.5,)).item() == 0

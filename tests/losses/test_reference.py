@@ -82,6 +82,14 @@ def test_smoothed_ap_of_appendix_2_by_its_own_formula():
     assert loss.item() == pytest.approx(expected.item(), abs=1e-14)
 
 
+def test_hinge_is_an_upper_bound_of_one_minus_ap():
+    for seed in range(5):
+        scores, targets = random_boxes(seed, count=6)
+        hinge, _ = reference.hinge_ap_loss(scores, targets)
+        error, _ = reference.ap_loss(scores, targets, delta=0, interpolated=False)
+        assert hinge >= error - 1e-12
+
+
 def test_rank_sort_by_hand():
     # Descending: y = 0.5, negative, y = 1. The first has no error. The second positive has rank 3
     # with 1 negative above it: 1/3; its sorting error is (0.5 + 0) / 2 where 0 is possible: 0.25.
