@@ -351,9 +351,9 @@ class Criterion(nn.Module):
         labels = torch.cat([target["labels"] for target in targets])
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.num_classes:
             wrong = [bool(((one["labels"] < 0) | (one["labels"] >= self.num_classes)).any()) for one in targets]
-            index = wrong.index(True)
-            found = targets[index]["labels"].tolist()
-            raise DataError(f"labels of image {index} must be in 0..{self.num_classes - 1}, got {found!r:.200}")
+            found = targets[index := wrong.index(True)]["labels"]
+            got = f"{int(found.min())}..{int(found.max())}"
+            raise DataError(f"labels of image {index} must be in 0..{self.num_classes - 1}, got {got}")
 
     def _check_options(self) -> None:
         literals = {"rank_over": RankOver, "box_loss": BoxLoss, "assigner": Assigner, "hard_boxes": HardBoxes}
