@@ -79,7 +79,7 @@ def areas() -> list[Area]:
         Area("processes", "several processes", 20),
         Area("command_lines", "wrong command lines, hostile names", 65),
         Area("app", "uploads and requests to the app", 9),
-        Area("fuzzing", "fuzzing", 5000, least_seconds=300),
+        Area("fuzzing", "fuzzing", 1000, least_seconds=300),
         Area("load", "load", 3),
     ]
 
