@@ -376,6 +376,14 @@ def test_onnx_metadata_of_other_kinds_are_refused(tmp_path: Path, field: str, te
     assert_onnx_refused(path)
 
 
+@pytest.mark.parametrize("value", STRANGE)
+@pytest.mark.parametrize("field", ["name", "class_names", "test_size", "nms_iou", "loss"])
+def test_onnx_configs_of_other_kinds_are_refused(tmp_path: Path, field: str, value: str):
+    path = tmp_path / "untrusted.onnx"
+    path.write_bytes(onnx_file(settings={**CONFIG, field: STRANGE[value]}))
+    assert_onnx_refused(path)
+
+
 @pytest.mark.parametrize("location", ["secret.bin", "../secret.bin", "/etc/hostname", "C:\\secret.bin", ""])
 def test_onnx_tensors_in_other_files_are_not_opened(watch: Watch, tmp_path: Path, monkeypatch, location: str):
     np.ones(4, dtype=np.float32).tofile(tmp_path / "secret.bin")
