@@ -322,6 +322,16 @@ class TestFrozenBackbone:
         assert same(weights(whole.out), weights(parts.out))
         assert same(weights(whole.out, "best"), weights(parts.out, "best"))
 
+    def test_no_more_views_are_computed_than_the_steps_can_use(
+        self, make_config: MakeConfig, pretrained: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("APLOSS_CACHE", str(tmp_path / "cache"))
+        changes = {"model": {"weights": pretrained, "frozen_backbone": True}, "schedule": {"length": 1}}
+        for views in (None, 1):  # both share a cache: one step sees each image once at most
+            batches = {"cache_features": True, "cached_views": views, "augmentation": "light"}
+            train(make_config(f"views-{views}", batches=batches, **changes))
+        assert len([*(tmp_path / "cache" / "features").glob("[!.]*")]) == 1
+
     def test_a_backbone_that_cannot_be_frozen_is_refused_in_one_line(
         self, make_config: MakeConfig, pretrained: str
     ) -> None:
