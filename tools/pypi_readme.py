@@ -24,5 +24,5 @@ def description_of(readme: str) -> str:
     text = re.sub(r"## Try it\n.*?(?=## )", "", text, flags=re.DOTALL)
     text = re.sub(r"## Documentation\n.*", DOCUMENTATION, text, flags=re.DOTALL)
     text = text.replace("pip install .  ", "pip install aploss").replace("'.[", "'aploss[")
-    text = re.sub(r"^\[[^]]*\]\((?!https?:).*\n", "", text, flags=re.MULTILINE)  # lines that only lead to a page
+    text = re.sub(r"^\[[^]]*\]\((?!https?:)[^)]*\)\n", "", text, flags=re.MULTILINE)  # lines that only lead to a page
     return re.sub(r"\[([^]]*)\]\((?!https?:)[^)]*\)", r"\1", text)
