@@ -20,7 +20,7 @@ def describe_environment() -> dict[str, Any]:
     """Describes versions, commit, hardware and command of this process."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "aploss"), *sys.argv[1:]]),
         "commit": _commit(),
         "python": platform.python_version(),
         "platform": platform.platform(),
