@@ -106,7 +106,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/plugins.md").read_text(encoding="utf-8"), re.DOTALL)
     for name, block in zip(("my_loss", "my_detector", "my_format"), blocks, strict=False):
         (here / f"{name}.py").write_text(block)
-    (here / "mine.yaml").write_text("extends: demo\n")
+    for name in ("mine.yaml", "vgg.yaml"):
+        (here / name).write_text("extends: demo\n")
     (here / "more").mkdir()
     (here / "more/a.jpg").touch()
     (here / "examples").mkdir()
