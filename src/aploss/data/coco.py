@@ -17,7 +17,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from aploss.data.annotations import AnnotationBuilder, DetectionDataset
-from aploss.data.folder import DatasetFolder, ProblemError, printable
+from aploss.data.folder import DatasetFolder, ProblemError
 from aploss.data.formats import (
     SPLITS,
     DataFormat,
@@ -28,6 +28,7 @@ from aploss.data.formats import (
     register_format,
 )
 from aploss.errors import DataError
+from aploss.terminal import printable
 
 _FILLERS = re.compile(r"(^|[_.-])(annotations?|instances|coco|labels|gt)(?=[_.-]|$)", re.IGNORECASE)
 _OTHER_TASKS = ("captions_", "person_keypoints_", "panoptic_", "stuff_", "image_info_")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from aploss.errors import DataError, listed
+from aploss.terminal import printable
 
 EXTENSIONS = (
     ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".bmp", ".dib", ".tif", ".tiff", ".ppm", ".pgm", ".pbm",
@@ -101,11 +102,6 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{self.file}: {self.message} ({self.kind}, {self.effect.value})"
-
-
-def printable(text: str) -> str:
-    """Replaces unpaired surrogates, from JSON or a file name, which could not be printed or written."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class ProblemError(DataError):

@@ -14,6 +14,7 @@ A format is a class whose instances are datasets on disk::
 With ``--plugin csv_format.py``, every command accepts datasets of this format.
 """
 
+import difflib
 import hashlib
 import re
 from abc import ABC, abstractmethod
@@ -27,7 +28,7 @@ import numpy as np
 
 from aploss.data.annotations import DetectionDataset, concatenate
 from aploss.data.folder import DatasetFolder, Effect, ProblemError, summarise
-from aploss.errors import DataError, did_you_mean
+from aploss.errors import DataError
 from aploss.registry import Registry
 
 Parts = dict[str, DetectionDataset]  # split → its images
@@ -270,7 +271,8 @@ def find_source(path: str | Path, *, format: str = "auto") -> DataFormat:
         path, format = builtin_folder(), "coco"
     path = Path(path).expanduser()
     if not path.exists():
-        meant = did_you_mean(str(path), (str(one) for one in path.parent.glob("*")))
+        similar = difflib.get_close_matches(path.name, [one.name for one in path.parent.glob("*")], n=1)
+        meant = f"; did you mean '{path.with_name(similar[0])}'?" if similar else ""
         raise DataError(f"{path}: no such file or folder{meant}")
     candidates = [one for name, one in formats.items() if format in ("auto", name)]
     found = [source for one in candidates if (source := one.find(path))]
