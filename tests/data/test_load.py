@@ -7,8 +7,7 @@ from small_datasets import edit_json
 
 from aploss.data.annotations import DetectionDataset
 from aploss.data.check import SAMPLED_FILES, fingerprint
-from aploss.data.convert import convert_dataset
-from aploss.data.formats import FORMATS, DataFormat, find_source, load_dataset, register_format
+from aploss.data.formats import FORMATS, DataFormat, convert_dataset, find_source, load_dataset, register_format
 from aploss.errors import ConfigError, DataError
 
 VAL = "annotations/instances_val2017.json"

@@ -7,9 +7,8 @@ if TYPE_CHECKING:
     from aploss.data.annotations import AnnotationBuilder, Annotations, DetectionDataset
     from aploss.data.builtin import builtin_dataset
     from aploss.data.check import check_dataset
-    from aploss.data.convert import convert_dataset
     from aploss.data.folder import DatasetFolder, Problem
-    from aploss.data.formats import DataFormat, find_source, load_dataset, register_format
+    from aploss.data.formats import DataFormat, convert_dataset, find_source, load_dataset, register_format
     from aploss.data.images import read_image
     from aploss.data.loader import make_evaluation_loader, make_training_loader, training_transforms
     from aploss.plotting.pictures import contact_sheet, draw_boxes
@@ -22,7 +21,7 @@ __all__ = [
 
 _MODULES = (
     "aploss.data.folder", "aploss.plotting.pictures", "aploss.data.images", "aploss.data.annotations",
-    "aploss.data.formats", "aploss.data.builtin", "aploss.data.check", "aploss.data.convert", "aploss.data.loader",
+    "aploss.data.formats", "aploss.data.builtin", "aploss.data.check", "aploss.data.loader",
 )  # fmt: skip
 
 

@@ -18,15 +18,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from aploss.data.annotations import AnnotationBuilder, DetectionDataset
 from aploss.data.folder import DatasetFolder, ProblemError
-from aploss.data.formats import (
-    SPLITS,
-    DataFormat,
-    Parts,
-    check_class_names,
-    common_split_name,
-    image_size,
-    register_format,
-)
+from aploss.data.formats import DataFormat, Parts, check_class_names, image_size, is_usual_split, register_format
 from aploss.errors import DataError
 from aploss.terminal import printable
 
@@ -89,11 +81,7 @@ RESULT_KINDS: Kinds = {**ANNOTATION_KINDS, CocoResult: "bad-entry"}
 def parse_json(source: Any) -> Any:
     """JSON to be decoded by :func:`read_entries`: undecoded, or plain Python values.
 
-    Args:
-        source: the bytes of a file, or dicts and lists, whose values may be numpy's.
-
-    Raises:
-        ValueError: the bytes are not JSON.
+    ``source`` are the bytes of a file, or dicts and lists, whose values may be numpy's; ValueError if it is not JSON.
     """
     if not isinstance(source, bytes):
         return msgspec.to_builtins(source, enc_hook=lambda value: getattr(value, "tolist", value.__repr__)())
@@ -112,9 +100,7 @@ def parse_json(source: Any) -> Any:
 def coco_sections(source: Any, names: Sequence[str] = ("images", "annotations", "categories")) -> dict[str, Any]:
     """The lists of a ground truth, for :func:`read_entries`.
 
-    Raises:
-        DataError: ``source`` (see :func:`parse_json`) is not an object with these lists.
-        ValueError: it is not JSON.
+    ``source`` is as in :func:`parse_json`; DataError if it is not an object with these lists, ValueError if not JSON.
     """
     sections: Any = parse_json(source)
     if isinstance(sections, Raw):
@@ -130,16 +116,13 @@ def read_entries(section: Any, kinds: Kinds, where: str, report: Report) -> dict
     """Decodes the entries of a list; one by one only if some are invalid.
 
     Args:
-        section: a list from :func:`coco_sections` or :func:`parse_json`.
+        section: a list from :func:`coco_sections` or :func:`parse_json`; DataError if it is not a list.
         kinds: struct → kind of the problem if an entry cannot be decoded as it; the last struct is returned.
         where: name of the list in messages.
         report: called for each invalid entry.
 
     Returns:
         Position in the list → entry.
-
-    Raises:
-        DataError: it is not a list.
     """
     if not _is_list(section):
         raise DataError(f"the {where} are not a list")
@@ -277,11 +260,11 @@ class CocoFormat(DataFormat):
                 report("duplicate-image", f"images[{row}]: id {entry.id} is used again")
                 continue
             index_of[entry.id] = -1
-            if not entry.file_name:
+            if entry.file_name:
+                size = image_size(entry.width, entry.height)
+                index_of[entry.id] = builder.add_image(entry.file_name, size, file=file, base=base, image_id=entry.id)
+            else:
                 report("bad-image-entry", f"images[{row}]: image {entry.id} has no file_name")
-                continue
-            size = image_size(entry.width, entry.height)
-            index_of[entry.id] = builder.add_image(entry.file_name, size, file=file, base=base, image_id=entry.id)
         return index_of
 
     def _image_folder(self, names: Sequence[Any], split: str, file: str) -> str:
@@ -312,7 +295,7 @@ def _begins_like_coco(folder: DatasetFolder, file: str) -> bool:
 def _is_named_as_coco(file: str) -> bool:
     """Whether a file must hold COCO annotations by its name: if it is unreadable, it is reported, not ignored."""
     folder, name = posixpath.split(file)
-    in_place = posixpath.basename(folder) == "annotations" and common_split_name(_split_name(file)) in SPLITS
+    in_place = posixpath.basename(folder) == "annotations" and is_usual_split(_split_name(file))
     return in_place or name.startswith("instances_") or name.lower() == "_annotations.coco.json"
 
 

@@ -135,6 +135,11 @@ def is_image(path: str) -> bool:
     return posixpath.splitext(path)[1].lower() in EXTENSIONS
 
 
+def filled_lines(text: str) -> list[str]:
+    """The stripped lines that are not empty."""
+    return [line for line in map(str.strip, text.splitlines()) if line]
+
+
 def stem_of(path: str) -> str:
     """The file name without the extension of an image or annotation (ids may contain dots)."""
     stem, extension = posixpath.splitext(posixpath.basename(path.replace("\\", "/")))
