@@ -40,8 +40,8 @@ def work(*arguments, **options):
 
 for place in (
     "training.run.make_detector", "data.builtin.builtin_folder", "experiments.compare.compare",
-    "experiments.compare.compare_runs", "benchmarks.losses.run", "benchmarks.training_step.run",
-    "experiments.reproduce.reproduce", "cli.eval.read_ground_truth", "cli.eval.read_detections", "cli.eval.load",
+    "experiments.compare.compare_runs", "experiments.reproduce.reproduce",
+    "cli.eval.read_ground_truth", "cli.eval.read_detections", "cli.eval.load",
     "detectors.checkpoint.checkpoint_file", "detectors.checkpoint.load", "data.check_dataset", "data.contact_sheet",
     "data.convert_dataset",
 ):
@@ -51,6 +51,8 @@ for place in (
     setattr(module, name, work)
 theory = importlib.import_module("aploss.theory")
 theory.STUDIES |= dict.fromkeys(theory.STUDIES, work)
+benchmarks = importlib.import_module("aploss.benchmarks")
+benchmarks.BENCHMARKS |= dict.fromkeys(benchmarks.BENCHMARKS, (work, work))
 os.chdir(values["folder"])
 refused = {}
 for command, attempts in values["commands"].items():

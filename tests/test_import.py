@@ -31,6 +31,11 @@ def test_import_leaves_numba_and_the_extras_for_later_and_a_loss_needs_no_extra(
     assert float(result.stdout) < 10  # seconds: nothing was compiled
 
 
+def test_a_module_of_the_data_package_imports_torch_only_if_it_needs_it():
+    script = "import sys, aploss.data.folder; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'FocalLos'"):
         aploss.FocalLos  # noqa: B018

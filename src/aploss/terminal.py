@@ -6,18 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-# Control characters except tab and line feed, and Unicode's overrides of the writing direction.
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+# Control characters except tab and line feed, Unicode's overrides of the writing direction, and unpaired surrogates,
+# from JSON or a file name that is not UTF-8, which cannot be written.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    r"""The text with control characters as visible escapes.
+    r"""The text with control characters and unpaired surrogates as visible escapes.
 
     Example:
         >>> print(printable("\x1b[31mred\n"), end="")
         \x1b[31mred
     """
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class PrintableStream:

@@ -148,7 +148,7 @@ def test_a_conversion_that_fails_leaves_nothing_behind(voc_folder, tmp_path, mon
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("aploss.data.convert.shutil.copyfile", fail)
+    monkeypatch.setattr("aploss.data.formats.shutil.copyfile", fail)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(DataError, match="No space left"):
         convert_dataset(voc_folder, tmp_path / "new", to="yolo")

@@ -7,8 +7,7 @@ from small_datasets import edit_json
 
 from aploss.data.annotations import DetectionDataset
 from aploss.data.check import SAMPLED_FILES, fingerprint
-from aploss.data.convert import convert_dataset
-from aploss.data.formats import FORMATS, DataFormat, find_source, load_dataset, register_format
+from aploss.data.formats import FORMATS, DataFormat, convert_dataset, find_source, load_dataset, register_format
 from aploss.errors import ConfigError, DataError
 
 VAL = "annotations/instances_val2017.json"
@@ -72,8 +71,11 @@ def test_an_empty_folder_is_answered_with_what_was_looked_for(tmp_path):
         load_dataset(tmp_path)
     for word in (str(tmp_path), "data.yaml", "annotations/*.json", "VOCdevkit"):
         assert word in str(caught.value)
-    with pytest.raises(DataError, match="no such file or folder"):
+    (tmp_path / "photos").mkdir()
+    with pytest.raises(DataError, match=r"no such file or folder$"):  # without the name of an unrelated folder
         load_dataset(tmp_path / "absent")
+    with pytest.raises(DataError, match=re.escape(f"did you mean '{tmp_path / 'photos'}'?")):
+        load_dataset(tmp_path / "photo")
     with pytest.raises(DataError, match="unknown format"):
         load_dataset(tmp_path, format="kitti")
     with pytest.raises(DataError, match="COCO"):

@@ -3,12 +3,9 @@
 import sys
 import time
 from argparse import Namespace
-from importlib import import_module
 
 from aploss.errors import ConfigError
 from aploss.files import write_json
-
-BENCHMARKS = ("losses", "training-step")
 
 
 def run_export(options: Namespace) -> int:
@@ -44,11 +41,13 @@ def run_theory(options: Namespace) -> int:
 
 def run_bench(options: Namespace) -> int:
     """Runs the benchmarks, prints their tables and writes their results as JSON."""
+    from aploss.benchmarks import BENCHMARKS
+
     for name in BENCHMARKS if options.what == "all" else [options.what]:
-        benchmark = import_module(f"aploss.benchmarks.{name.replace('-', '_')}")
+        measure, table = BENCHMARKS[name]
         show = (lambda step: None) if options.quiet else (lambda step: print(step, file=sys.stderr))
-        result = benchmark.run(show, quick=options.quick)
-        print(f"\n{name}\n{benchmark.table(result)}", flush=True)
+        result = measure(show, quick=options.quick)
+        print(f"\n{name}\n{table(result)}", flush=True)
         write_json(options.out / f"{name}.json", result)
     if not options.quiet:
         print(f"\nresults: {options.out}", flush=True)

@@ -352,11 +352,8 @@ class AnnotationBuilder:
             if not (self.folder.has(path) and os.path.exists(f"{self.folder.root}/{path}")):  # noqa: PTH110 - faster
                 raise ProblemError("missing-image", path, f"no such image; {file} needs it")
             self.sizes.append(size or read_sizes(self.folder.root / path)[0])
-        except ImageError as error:
-            self.report(error.problem.kind, path, error.problem.message)
-            return -1
         except ProblemError as error:
-            self.problems.append(error.problem)
+            self.problems.append(replace(error.problem, file=path) if isinstance(error, ImageError) else error.problem)
             return -1
         self.paths.append(path)
         self._files.append(file)

@@ -5,7 +5,6 @@ L-shapes), lines, specks and noise. A picture is a function of its random genera
 """
 
 import colorsys
-import json
 import logging
 import math
 import os
@@ -45,6 +44,9 @@ HUES = (0.58, 0.02, 0.33, 0.13, 0.80)  # typical hue of each class
 HUE_SHARE = 0.95  # of the objects have it; distractors use the hue of a random class
 TEXTURE_CONTRAST = 0.3  # between the two colours of a texture; 1 hides the shapes from small networks
 
+Counts = tuple[int, int, int]
+Generator = np.random.Generator
+Range = tuple[float, float]
 Floats = NDArray[np.floating[Any]]
 Points = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -58,7 +60,7 @@ def builtin_dataset(
     seed: int = 0,
     cache: str | Path | None = None,
     image_size: int = IMAGE_SIZE,
-    counts: tuple[int, int, int] = COUNTS,
+    counts: Counts = COUNTS,
 ) -> DetectionDataset:
     """Returns one split of the built-in dataset, drawn unless it is in the cache.
 
@@ -87,19 +89,14 @@ def builtin_dataset(
 
 
 def builtin_folder(
-    *,
-    seed: int = 0,
-    cache: str | Path | None = None,
-    image_size: int = IMAGE_SIZE,
-    counts: tuple[int, int, int] = COUNTS,
+    *, seed: int = 0, cache: str | Path | None = None, image_size: int = IMAGE_SIZE, counts: Counts = COUNTS
 ) -> Path:
     """The folder of the built-in dataset as COCO JSON and PNG; arguments and errors as in :func:`builtin_dataset`."""
     if seed < 0 or image_size < 32 or len(counts) != len(SPLITS) or min(counts) < 1:
         wrong = f"built-in dataset with seed {seed}, {image_size} pixels, counts {counts}"
         raise ConfigError(f"{wrong}: give at least 0, 32, and 1 for each of {', '.join(SPLITS)}")
     home = cache_folder() if cache is None else Path(cache)
-    sizes = "-".join(map(str, counts))
-    folder = home / f"shapes-v{VERSION}-seed{seed}-{image_size}px-{sizes}"
+    folder = home / f"shapes-v{VERSION}-seed{seed}-{image_size}px-{'-'.join(map(str, counts))}"
 
     def is_complete() -> bool:
         return all((folder / split).is_dir() for split in (*SPLITS, "annotations"))
@@ -130,27 +127,29 @@ def cache_folder() -> Path:
     return user_cache_path("aploss", appauthor=False)
 
 
-def _draw_folder(folder: Path, seed: int, image_size: int, counts: tuple[int, int, int]) -> None:
+def _draw_folder(folder: Path, seed: int, image_size: int, counts: Counts) -> None:
     """Draws all splits in a temporary folder, which replaces ``folder`` when it is complete."""
     with tempfile.TemporaryDirectory(prefix=".making-", dir=folder.parent) as scratch:
         fresh = Path(scratch) / "fresh"
-        (fresh / "annotations").mkdir(parents=True)
-        for number, split in enumerate(SPLITS):
-            content = _draw_split(fresh / split, [VERSION, seed, number], image_size, counts[number])
-            (fresh / "annotations" / f"instances_{split}.json").write_text(json.dumps(content), encoding="utf-8")
+        parts = {
+            split: _draw_split(fresh / split, [VERSION, seed, number], image_size, counts[number])
+            for number, split in enumerate(SPLITS)
+        }
+        paths = [part.image_path(index) for part in parts.values() for index in range(len(part))]
+        CocoFormat.write(fresh, parts, {path: path.name for path in paths})
         if folder.exists():
             shutil.move(folder, Path(scratch) / "damaged")
         fresh.rename(folder)
 
 
-def _draw_split(folder: Path, seeds: list[int], image_size: int, count: int) -> dict[str, Any]:
+def _draw_split(folder: Path, seeds: list[int], image_size: int, count: int) -> DetectionDataset:
     """Draws one split. Picture i depends on (seeds, i, size) alone, not on the counts."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     names = [f"{number:06d}.png" for number in range(1, count + 1)]
     scenes = [draw_scene(np.random.default_rng([*seeds, number]), image_size) for number in range(count)]
     for name, scene in zip(names, scenes, strict=True):
         Image.fromarray(scene.pixels).save(folder / name, compress_level=1)
-    dataset = DetectionDataset(
+    return DetectionDataset(
         root=folder,
         class_names=CLASS_NAMES,
         image_paths=names,
@@ -159,7 +158,6 @@ def _draw_split(folder: Path, seeds: list[int], image_size: int, count: int) -> 
         boxes=np.concatenate([scene.boxes for scene in scenes]),
         labels=np.concatenate([scene.labels for scene in scenes]),
     )
-    return dataset.to_coco()
 
 
 # --- one picture ------------------------------------------------------------------------------
@@ -192,14 +190,8 @@ class _Placed(NamedTuple):
     visible: Mask
 
 
-def draw_scene(generator: np.random.Generator, size: int) -> Scene:
-    """Draws a square picture of ``size`` pixels, with the objects' boxes and labels.
-
-    Example:
-        >>> scene = draw_scene(np.random.default_rng(0), 64)
-        >>> scene.pixels.shape, scene.boxes.shape[1]
-        ((64, 64, 3), 4)
-    """
+def draw_scene(generator: Generator, size: int) -> Scene:
+    """Draws a square picture of ``size`` pixels, with the objects' boxes and labels."""
     canvas = _draw_clutter(generator, _draw_background(generator, size))
     empty = generator.random() < EMPTY_SHARE
     count = 1 + int(generator.choice(len(OBJECTS_PER_PICTURE), p=OBJECTS_PER_PICTURE))
@@ -210,14 +202,15 @@ def draw_scene(generator: np.random.Generator, size: int) -> Scene:
         _place(generator, canvas, placed, figures[position])
     noise = generator.standard_normal(canvas.shape, dtype=np.float32) * generator.uniform(*GRAIN)
     objects = [figure for figure in placed if figure.label is not None]
+    bounds = [np.array(Image.fromarray(one.visible).getbbox()) * (size / len(one.visible)) for one in objects]
     return Scene(
         pixels=np.clip((canvas + noise) * 255.0, 0, 255).astype(np.uint8),
-        boxes=np.array([_bounds(figure.visible, size) for figure in objects], dtype=np.float64).reshape(-1, 4),
+        boxes=np.array(bounds, dtype=np.float64).reshape(-1, 4),
         labels=np.array([figure.label for figure in objects], dtype=np.int64),
     )
 
 
-def _place(generator: np.random.Generator, canvas: Floats, placed: list[_Placed], label: int | None) -> None:
+def _place(generator: Generator, canvas: Floats, placed: list[_Placed], label: int | None) -> None:
     """Draws a figure where it covers little of the others; leaves it out if there is no room."""
     size = len(canvas)
     scale = 4 if size <= 192 else 2  # masks have this many cells per pixel, so boxes are tight to that part of one
@@ -239,13 +232,6 @@ def _place(generator: np.random.Generator, canvas: Floats, placed: list[_Placed]
             ImageDraw.Draw(rim).line([*corners, *corners[:2]], fill=255, width=width, joint=joint)
             _paint_figure(generator, canvas, figure, stencil.reduce(scale), _unit(rim.reduce(scale)))
             return
-
-
-def _bounds(visible: Mask, size: int) -> tuple[float, ...]:
-    """The tight box x1, y1, x2, y2 of a mask, in the picture's pixels."""
-    scale = visible.shape[0] / size
-    columns, rows = (np.flatnonzero(visible.any(axis=axis)) for axis in (0, 1))
-    return tuple(float(edge / scale) for edge in (columns[0], rows[0], columns[-1] + 1, rows[-1] + 1))
 
 
 # --- outlines ---
@@ -270,10 +256,14 @@ _OUTLINES: dict[str, Points] = {
 }
 
 
-def _random_figure(generator: np.random.Generator, size: int, label: int | None) -> _Figure:
+def _random_figure(generator: Generator, size: int, label: int | None) -> _Figure:
     """A rotated outline of random size and position, wholly inside the picture."""
     if label is None:
-        points = _distractor(generator)
+        if generator.random() < 0.5:
+            points = _OUTLINES["circle"] * [1.0, generator.uniform(0.42, 0.65)]  # an ellipse
+        else:
+            arm = generator.uniform(0.55, 0.85)  # an L: a square with one corner cut away
+            points = np.array([[0, 0], [arm, 0], [arm, 2 - arm], [2, 2 - arm], [2, 2], [0, 2]]) - 1.0
         sizes, angle = DISTRACTOR_SIZES, generator.uniform(0, 2 * np.pi)
         hue = HUES[int(generator.integers(len(HUES)))]
     else:
@@ -290,18 +280,10 @@ def _random_figure(generator: np.random.Generator, size: int, label: int | None)
     return _Figure((points - low) * factor + corner, corner - low * factor, float(angle), extent, hue)
 
 
-def _distractor(generator: np.random.Generator) -> Points:
-    """An ellipse, or an L: a square with one corner cut away."""
-    if generator.random() < 0.5:
-        return _OUTLINES["circle"] * [1.0, generator.uniform(0.42, 0.65)]
-    arm = generator.uniform(0.55, 0.85)
-    return np.array([[0, 0], [arm, 0], [arm, 2 - arm], [2, 2 - arm], [2, 2], [0, 2]]) - 1.0
-
-
 # --- paint ---
 
 
-def _draw_background(generator: np.random.Generator, size: int) -> Floats:
+def _draw_background(generator: Generator, size: int) -> Floats:
     """A muted two-colour gradient with clouds and, often, a faint pattern: [size, size, 3] in 0..1."""
     centres = (np.arange(size, dtype=np.float32) + 0.5) / size
     x, y = centres[None, :], centres[:, None]
@@ -321,7 +303,7 @@ def _draw_background(generator: np.random.Generator, size: int) -> Floats:
     return canvas
 
 
-def _draw_clutter(generator: np.random.Generator, canvas: Floats) -> Floats:
+def _draw_clutter(generator: Generator, canvas: Floats) -> Floats:
     """Lines, arcs and specks over a canvas: edges everywhere that belong to no object."""
     fine = 2 * len(canvas)  # drawn at twice the resolution, then averaged: smooth edges
     image = Image.fromarray((np.clip(canvas, 0, 1) * 255).astype(np.uint8))
@@ -351,9 +333,7 @@ def _draw_clutter(generator: np.random.Generator, canvas: Floats) -> Floats:
     return np.asarray(image.reduce(2), dtype=np.float32) / 255
 
 
-def _paint_figure(
-    generator: np.random.Generator, canvas: Floats, figure: _Figure, stencil: Image.Image, rim: Floats
-) -> None:
+def _paint_figure(generator: Generator, canvas: Floats, figure: _Figure, stencil: Image.Image, rim: Floats) -> None:
     """Paints shadow, texture, light and rim of a figure onto the canvas, in place."""
     size = len(canvas)
     alpha, offset = _unit(stencil), max(1, round(size / 64))
@@ -376,18 +356,13 @@ def _unit(image: Image.Image) -> Floats:
     return np.asarray(image, dtype=np.float32)[..., None] / 255
 
 
-def _colour(
-    generator: np.random.Generator,
-    saturation: tuple[float, float],
-    value: tuple[float, float],
-    hue: float | None = None,
-) -> Floats:
+def _colour(generator: Generator, saturation: Range, value: Range, hue: float | None = None) -> Floats:
     hue = generator.random() if hue is None else hue
     rgb = colorsys.hsv_to_rgb(hue % 1.0, generator.uniform(*saturation), generator.uniform(*value))
     return np.array(rgb, dtype=np.float32)
 
 
-def _two_colours(generator: np.random.Generator, hue: float, behind: Floats) -> tuple[Floats, Floats]:
+def _two_colours(generator: Generator, hue: float, behind: Floats) -> tuple[Floats, Floats]:
     """A strong colour that contrasts with the background, and a lighter, darker or different one."""
     for _ in range(20):
         base = _colour(generator, (0.45, 0.95), (0.45, 1.0), hue + generator.normal(0, 0.03))
@@ -398,7 +373,7 @@ def _two_colours(generator: np.random.Generator, hue: float, behind: Floats) -> 
     return base, accents[int(generator.integers(len(accents)))]
 
 
-def _texture(generator: np.random.Generator, x: Floats, y: Floats, angle: float, cells: float) -> Floats:
+def _texture(generator: Generator, x: Floats, y: Floats, angle: float, cells: float) -> Floats:
     """A soft-edged pattern in 0..1, rotated by ``angle``, of ``cells`` half-waves per unit of x, y."""
     across = (x * math.cos(angle) + y * math.sin(angle)) * (cells * math.pi)
     along = (y * math.cos(angle) - x * math.sin(angle)) * (cells * math.pi)

@@ -4,24 +4,19 @@ import hashlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import combinations, groupby, pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from aploss.data.annotations import DetectionDataset, distinct, list_boxes
 from aploss.data.folder import KINDS, Effect, Problem, ProblemError
 from aploss.data.formats import Parts, check_class_names, common_split_name, find_source
-from aploss.data.images import ImageError, read_image, read_sizes, size_mismatch
-
-T = TypeVar("T")
-U = TypeVar("U")
-Progress = Callable[[int, int], None]  # (images done, total)
+from aploss.data.images import Progress, inspect_images, map_in_threads
 
 USABLE, SOMETHING_DROPPED, UNUSABLE = 0, 1, 2
 # √area of a box in pixels; 32 and 96 separate COCO's small, medium and large objects.
@@ -86,8 +81,7 @@ class CheckResult:
 
     @property
     def exit_code(self) -> int:
-        """0 if nothing is dropped or clipped, 1 if something is, 2 if the dataset or its training split is
-        unusable."""
+        """0 if nothing is dropped or clipped, 1 if something is, 2 if the dataset or the training split is unusable."""
         effects = {problem.effect for problem in self.problems}
         if Effect.REFUSED in effects or not self.total.boxes:
             return UNUSABLE
@@ -239,45 +233,7 @@ def _problems_across_splits(parts: Parts, copies: Sequence[tuple[str, ...]], nam
         yield Problem("no-boxes", name, "no usable box in any split")
 
 
-# --- image files ----------------------------------------------------------------------------------
-
-
-def inspect_images(dataset: DetectionDataset, pixels: bool, progress: Progress | None = None) -> list[Problem]:
-    """The problems of the image files of a dataset.
-
-    Args:
-        dataset: the images.
-        pixels: whether to decode the whole files, which finds damaged images, or only their headers.
-        progress: called with (images done, total).
-    """
-    root = str(dataset.root)
-
-    def inspect(index: int) -> Problem | None:
-        name, size = dataset.image_paths[index], dataset.image_size(index)
-        path = f"{root}/{name}"
-        try:
-            if pixels:
-                read_image(path, size=size)
-            elif size not in (sizes := read_sizes(path)):
-                raise size_mismatch(path, size, sizes[0])
-            return None
-        except ImageError as error:
-            return replace(error.problem, file=name, image=name)
-
-    problems = []
-    for done, problem in enumerate(map_in_threads(inspect, range(len(dataset))), start=1):
-        problems += [problem] if problem else []
-        if progress is not None:
-            progress(done, len(dataset))
-    return problems
-
-
-def map_in_threads(function: Callable[[T], U], items: Sequence[T]) -> Iterator[U]:
-    """Like ``map``, in a few threads; a task is many items, because one per item costs more than a file's header."""
-    chunks = (items[start : start + 64] for start in range(0, len(items), 64))
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for results in pool.map(lambda chunk: [function(item) for item in chunk], chunks):
-            yield from results
+# --- fingerprints -----------------------------------------------------------------------------------
 
 
 def fingerprint(dataset: DetectionDataset) -> dict[str, Any]:
@@ -285,12 +241,7 @@ def fingerprint(dataset: DetectionDataset) -> dict[str, Any]:
 
     Equal for equal content in equal order, wherever the dataset is and whatever its format; file names and image ids
     do not matter. Of the images, the size of every file and a sample of the bytes of up to :data:`SAMPLED_FILES`
-    files are used, so that an exchanged image is found without reading all of them.
-
-    Returns:
-        ``class_names`` (list of str, in the order of the labels), ``images`` and ``boxes`` (their numbers),
-        ``annotations`` (digest of image sizes, boxes, labels, flags and areas) and ``files`` (digest of the image
-        files). Ready for JSON; compare the entries to tell what changed.
+    files are used, so that an exchanged image is found without reading all of them. Ready for JSON.
     """
     annotations, files = (hashlib.blake2b(digest_size=16) for _ in range(2))
     for column in ("image_sizes", "boxes_per_image", "boxes", "labels", "difficult", "crowd", "areas"):

@@ -17,17 +17,10 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from aploss.data.annotations import AnnotationBuilder, DetectionDataset
-from aploss.data.folder import DatasetFolder, ProblemError, printable
-from aploss.data.formats import (
-    SPLITS,
-    DataFormat,
-    Parts,
-    check_class_names,
-    common_split_name,
-    image_size,
-    register_format,
-)
+from aploss.data.folder import DatasetFolder, ProblemError
+from aploss.data.formats import DataFormat, Parts, check_class_names, image_size, is_usual_split, register_format
 from aploss.errors import DataError
+from aploss.terminal import printable
 
 _FILLERS = re.compile(r"(^|[_.-])(annotations?|instances|coco|labels|gt)(?=[_.-]|$)", re.IGNORECASE)
 _OTHER_TASKS = ("captions_", "person_keypoints_", "panoptic_", "stuff_", "image_info_")
@@ -88,11 +81,7 @@ RESULT_KINDS: Kinds = {**ANNOTATION_KINDS, CocoResult: "bad-entry"}
 def parse_json(source: Any) -> Any:
     """JSON to be decoded by :func:`read_entries`: undecoded, or plain Python values.
 
-    Args:
-        source: the bytes of a file, or dicts and lists, whose values may be numpy's.
-
-    Raises:
-        ValueError: the bytes are not JSON.
+    ``source`` are the bytes of a file, or dicts and lists, whose values may be numpy's; ValueError if it is not JSON.
     """
     if not isinstance(source, bytes):
         return msgspec.to_builtins(source, enc_hook=lambda value: getattr(value, "tolist", value.__repr__)())
@@ -111,9 +100,7 @@ def parse_json(source: Any) -> Any:
 def coco_sections(source: Any, names: Sequence[str] = ("images", "annotations", "categories")) -> dict[str, Any]:
     """The lists of a ground truth, for :func:`read_entries`.
 
-    Raises:
-        DataError: ``source`` (see :func:`parse_json`) is not an object with these lists.
-        ValueError: it is not JSON.
+    ``source`` is as in :func:`parse_json`; DataError if it is not an object with these lists, ValueError if not JSON.
     """
     sections: Any = parse_json(source)
     if isinstance(sections, Raw):
@@ -129,16 +116,13 @@ def read_entries(section: Any, kinds: Kinds, where: str, report: Report) -> dict
     """Decodes the entries of a list; one by one only if some are invalid.
 
     Args:
-        section: a list from :func:`coco_sections` or :func:`parse_json`.
+        section: a list from :func:`coco_sections` or :func:`parse_json`; DataError if it is not a list.
         kinds: struct → kind of the problem if an entry cannot be decoded as it; the last struct is returned.
         where: name of the list in messages.
         report: called for each invalid entry.
 
     Returns:
         Position in the list → entry.
-
-    Raises:
-        DataError: it is not a list.
     """
     if not _is_list(section):
         raise DataError(f"the {where} are not a list")
@@ -269,21 +253,21 @@ class CocoFormat(DataFormat):
     ) -> dict[int, int]:
         """Adds the images; returns id → index, or -1 for an image that cannot be used."""
         entries = read_entries(section, {CocoImage: "bad-image-entry"}, "images", report)
-        base = self._image_folder([entry.file_name for entry in list(entries.values())[:50]], split, file)
+        base = self._image_folder([one.file_name for one in list(entries.values())[:50] if one.file_name], split, file)
         index_of: dict[int, int] = {}
         for row, entry in entries.items():
             if entry.id in index_of:
                 report("duplicate-image", f"images[{row}]: id {entry.id} is used again")
                 continue
             index_of[entry.id] = -1
-            if not entry.file_name:
+            if entry.file_name:
+                size = image_size(entry.width, entry.height)
+                index_of[entry.id] = builder.add_image(entry.file_name, size, file=file, base=base, image_id=entry.id)
+            else:
                 report("bad-image-entry", f"images[{row}]: image {entry.id} has no file_name")
-                continue
-            size = image_size(entry.width, entry.height)
-            index_of[entry.id] = builder.add_image(entry.file_name, size, file=file, base=base, image_id=entry.id)
         return index_of
 
-    def _image_folder(self, names: Sequence[Any], split: str, file: str) -> str:
+    def _image_folder(self, names: Sequence[str], split: str, file: str) -> str:
         """The folder that contains most of these images."""
         parent = posixpath.dirname(file)
         places = (split, f"images/{split}", f"{split}/images", parent, posixpath.join(parent, "images"), "images", "")
@@ -294,8 +278,7 @@ class CocoFormat(DataFormat):
             except ProblemError:
                 return True  # the place is right; the problem is reported when the image is added
 
-        texts = [name for name in names if isinstance(name, str) and name]
-        return max(places, key=lambda base: sum(exists(name, base) for name in texts))
+        return max(places, key=lambda base: sum(exists(name, base) for name in names))
 
 
 def _begins_like_coco(folder: DatasetFolder, file: str) -> bool:
@@ -311,7 +294,7 @@ def _begins_like_coco(folder: DatasetFolder, file: str) -> bool:
 def _is_named_as_coco(file: str) -> bool:
     """Whether a file must hold COCO annotations by its name: if it is unreadable, it is reported, not ignored."""
     folder, name = posixpath.split(file)
-    in_place = posixpath.basename(folder) == "annotations" and common_split_name(_split_name(file)) in SPLITS
+    in_place = posixpath.basename(folder) == "annotations" and is_usual_split(_split_name(file))
     return in_place or name.startswith("instances_") or name.lower() == "_annotations.coco.json"
 
 

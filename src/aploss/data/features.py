@@ -148,10 +148,9 @@ def store_features(
                     note(f"features  {damaged} damaged files in {folder} are computed again")
                 missing = {name: block for name, block in names.items() if name not in files}
                 started = time.monotonic()
-                for name, block in missing.items():
-                    first = len(files) == len(names) - len(missing)
+                for position, (name, block) in enumerate(missing.items()):
                     files[name] = _write(folder / name, *_compute(block, samples, network, views))
-                    if first:
+                    if position == 0:
                         minutes = max(1, round((time.monotonic() - started) * len(missing) / 60))
                         count, megabytes = sum(map(len, missing.values())), files[name].bytes * len(missing) / 1e6
                         cost = f"{megabytes:.0f} MB, about {minutes} min"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from aploss.errors import DataError, listed
+from aploss.terminal import printable
 
 EXTENSIONS = (
     ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".bmp", ".dib", ".tif", ".tiff", ".ppm", ".pgm", ".pbm",
@@ -103,11 +104,6 @@ class Problem:
         return f"{self.file}: {self.message} ({self.kind}, {self.effect.value})"
 
 
-def printable(text: str) -> str:
-    """Replaces unpaired surrogates, from JSON or a file name, which could not be printed or written."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
 class ProblemError(DataError):
     """A problem that prevents reading a split; a check lists it and continues."""
 
@@ -120,12 +116,7 @@ class ProblemError(DataError):
 
 
 def summarise(problems: Iterable[Problem]) -> str:
-    """Counts problems by kind in one line, with the first files of each.
-
-    Example:
-        >>> summarise([Problem("degenerate-box", f"{i}.xml", "no width") for i in range(5)])
-        '5 degenerate-box (box dropped): 0.xml, 1.xml, 2.xml and 2 more'
-    """
+    """Counts problems by kind in one line, with the first files: ``5 degenerate-box (box dropped): 0.xml, ...``."""
     by_kind: dict[str, Counter[str]] = {}
     for problem in problems:
         by_kind.setdefault(problem.kind, Counter())[problem.file] += problem.count
@@ -137,6 +128,11 @@ def summarise(problems: Iterable[Problem]) -> str:
 def is_image(path: str) -> bool:
     """Whether a path has the extension of an image."""
     return posixpath.splitext(path)[1].lower() in EXTENSIONS
+
+
+def filled_lines(text: str) -> list[str]:
+    """The stripped lines that are not empty."""
+    return [line for line in map(str.strip, text.splitlines()) if line]
 
 
 def stem_of(path: str) -> str:

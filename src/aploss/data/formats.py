@@ -1,33 +1,28 @@
-"""Data formats: the interface, the registry, finding datasets and loading their splits.
+"""Data formats: the interface, the registry, finding datasets, loading their splits and converting them.
 
-A format is a class whose instances are datasets on disk::
-
-    @register_format("csv")
-    class CsvFormat(DataFormat):
-        looked_for = "CSV (train.csv, val.csv)"
-
-        @classmethod
-        def find(cls, path): ...  # the dataset in a folder or file, or None if it has another format
-
-        def read(self, split, class_names): ...  # fill an AnnotationBuilder and return its dataset
-
-With ``--plugin csv_format.py``, every command accepts datasets of this format.
+A format is a subclass of :class:`DataFormat` whose instances are datasets on disk; docs/plugins.md shows how to add one.
 """
 
+import difflib
 import hashlib
 import re
+import shutil
+import tempfile
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
+from PIL import Image
 
 from aploss.data.annotations import DetectionDataset, concatenate
-from aploss.data.folder import DatasetFolder, Effect, ProblemError, summarise
-from aploss.errors import DataError, did_you_mean
+from aploss.data.folder import DatasetFolder, Effect, Problem, ProblemError, summarise
+from aploss.data.images import inspect_images, read_image, read_sizes
+from aploss.errors import DataError
 from aploss.registry import Registry
 
 Parts = dict[str, DetectionDataset]  # split → its images
@@ -36,6 +31,7 @@ SPLITS = ("train", "trainval", "val", "test")  # common names, in their usual or
 _ALL = "all"
 _SYNONYMS = {"training": "train", "validation": "val", "valid": "val", "dev": "val", "testing": "test"}
 _PERCENT = r"\d+(?:\.\d+)?"
+_UNUSUAL = re.compile(r"[^\w .()+-]")  # in a file name
 _SLICE = re.compile(rf"(?P<name>.*)\[(?:(?P<start>{_PERCENT})%)?:(?:(?P<stop>{_PERCENT})%)?\]$")
 
 
@@ -142,13 +138,10 @@ class DataFormat(ABC):
         start, stop = float(match["start"] or 0) / 100, float(match["stop"] or 100) / 100
         if not max(start, stop) <= 1:
             raise DataError(f"'{term}': write a part of a split as train[:80%] or train[80%:]")
-
         # Shuffled by a hash of the name: the same order on every machine.
-        def hash_key(index: int) -> bytes:
-            name = whole.image_paths[index].encode(errors="surrogateescape")
-            return hashlib.blake2b(name, digest_size=8).digest()
-
-        order = sorted(range(len(whole)), key=hash_key)
+        names = (name.encode(errors="surrogateescape") for name in whole.image_paths)
+        hashes = [hashlib.blake2b(name, digest_size=8).digest() for name in names]
+        order = sorted(range(len(whole)), key=hashes.__getitem__)
         chosen = order[round(start * len(whole)) : round(stop * len(whole))]
         return whole.subset(sorted(chosen), split=term)
 
@@ -205,12 +198,6 @@ def all_formats() -> dict[str, type[DataFormat]]:
     return dict(sorted(FORMATS.items()))
 
 
-def writable_formats() -> dict[str, type[DataFormat]]:
-    """The formats that implement ``write``."""
-    inherited = DataFormat.write.__qualname__
-    return {name: one for name, one in all_formats().items() if one.write.__qualname__ != inherited}
-
-
 # --- loading --------------------------------------------------------------------------------------
 
 
@@ -263,14 +250,16 @@ def find_source(path: str | Path, *, format: str = "auto") -> DataFormat:
     formats = all_formats()
     if format not in ("auto", *formats):
         raise DataError(f"unknown format '{format}'; choose one of {', '.join(['auto', *formats])}")
-    builtin = str(path) == "builtin"
-    if builtin:
+    if str(path) == "builtin":
         from aploss.data.builtin import builtin_folder
 
-        path, format = builtin_folder(), "coco"
+        source = find_source(builtin_folder(), format="coco")
+        source.name = "builtin"
+        return source
     path = Path(path).expanduser()
     if not path.exists():
-        meant = did_you_mean(str(path), (str(one) for one in path.parent.glob("*")))
+        similar = difflib.get_close_matches(path.name, [one.name for one in path.parent.glob("*")], n=1)
+        meant = f"; did you mean '{path.with_name(similar[0])}'?" if similar else ""
         raise DataError(f"{path}: no such file or folder{meant}")
     candidates = [one for name, one in formats.items() if format in ("auto", name)]
     found = [source for one in candidates if (source := one.find(path))]
@@ -283,9 +272,114 @@ def find_source(path: str | Path, *, format: str = "auto") -> DataFormat:
         raise DataError(f"{path}: looks like {names}; choose the format (--format {source.format})")
     if not source.splits:
         raise DataError(f"{path}: the {source.format} dataset has no split (train, val, test)")
-    if builtin:
-        source.name = "builtin"
     return source
+
+
+# --- converting -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The result of a conversion."""
+
+    folder: Path  # the new dataset
+    images: int  # number of images, each counted once
+    boxes: int  # number of boxes, each counted once
+    splits: tuple[str, ...]  # names of the splits
+    problems: tuple[Problem, ...]  # everything of the old dataset that was left out
+    losses: tuple[str, ...]  # descriptions of everything the new format cannot represent
+
+
+def convert_dataset(path: str | Path, out: str | Path, *, to: str, format: str = "auto") -> Conversion:
+    """Writes all splits of a dataset in another format.
+
+    Boxes, labels, splits and image files stay the same; unusable images and boxes (see
+    :func:`aploss.data.load_dataset`) are left out. The folder appears when it is complete.
+
+    Args:
+        path: the dataset.
+        out: a folder that does not exist or is empty.
+        to: "voc", "coco", "yolo", or a registered format that can be written.
+        format: format of the old dataset.
+
+    Returns:
+        Counts, and what was left out.
+
+    Raises:
+        DataError: the target is in use, or the dataset cannot be read.
+
+    Example:
+        >>> from aploss.data import builtin_dataset
+        >>> done = convert_dataset(builtin_dataset(cache=".", counts=(4, 2, 2)).root, "shapes", to="yolo")
+        >>> done.folder.name, done.images, done.losses
+        ('shapes', 8, ())
+    """
+    inherited = DataFormat.write.__qualname__
+    formats = {name: one for name, one in all_formats().items() if one.write.__qualname__ != inherited}
+    if to not in formats:
+        raise DataError(f"cannot write the format '{to}'; choose one of {', '.join(formats)}")
+    source = find_source(path, format=format)
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DataError(f"{out}: not an empty folder; name another one, nothing is overwritten")
+    if out.resolve().is_relative_to(source.folder.root):
+        raise DataError(f"{out}: inside the dataset it is made from; name a folder elsewhere")
+    class_names = source.load().class_names
+    parts = {split: _with_good_headers(source.load(split, class_names=class_names)) for split in source.splits}
+    whole = concatenate(list(parts.values()), split="all")
+    try:
+        losses = _write(out, parts, whole, formats[to])
+    except OSError as error:
+        raise DataError(f"{out}: cannot be written: {error.strerror or error}") from error
+    return Conversion(out, len(whole), whole.num_boxes, tuple(parts), tuple(whole.problems), tuple(losses))
+
+
+def _with_good_headers(dataset: DetectionDataset) -> DetectionDataset:
+    """Drops unreadable images and images of another size than annotated, and adds them to ``problems``."""
+    problems = {problem.image: problem for problem in inspect_images(dataset, pixels=False)}
+    kept = dataset.subset([index for index, path in enumerate(dataset.image_paths) if path not in problems])
+    kept.problems += problems.values()
+    return kept
+
+
+def _write(out: Path, parts: Parts, whole: DetectionDataset, format_class: type[DataFormat]) -> list[str]:
+    """Writes into a temporary folder, which is renamed when it is complete."""
+    paths = [whole.image_path(index) for index in range(len(whole))]
+    # Not every format states the size: without its EXIF rotation, an image is encoded again in its annotated size.
+    encoded = {path for index, path in enumerate(paths) if read_sizes(path)[0] != whole.image_size(index)}
+    names = _unique_names(paths, encoded)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
+        fresh = Path(scratch) / "dataset"
+        (fresh / format_class.image_folder).mkdir(parents=True)
+        losses = format_class.write(fresh, parts, names)
+        for index, path in enumerate(paths):
+            target = fresh / format_class.image_folder / names[path]
+            if path in encoded:
+                pixels = read_image(path, size=whole.image_size(index))
+                Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()).save(target)
+            else:
+                shutil.copyfile(path, target)
+        if out.exists():
+            out.rmdir()
+        fresh.replace(out)
+    return losses
+
+
+def _unique_names(paths: list[Path], encoded: set[Path]) -> dict[Path, str]:
+    """File names that are distinct ignoring extension and case, and valid in every list and file system.
+
+    Images to be ``encoded`` again become PNG files.
+    """
+    names: dict[Path, str] = {}
+    taken: set[str] = set()
+    for path in paths:
+        stem, parent = (_UNUSUAL.sub("_", name).strip(" .") or "image" for name in (path.stem, path.parent.name))
+        while stem.casefold() in taken:
+            stem = f"{parent}_{stem}"
+        taken.add(stem.casefold())
+        names[path] = stem + (".png" if path in encoded else path.suffix)
+    return names
 
 
 # --- helpers for readers and writers --------------------------------------------------------------
@@ -297,34 +391,24 @@ def image_size(width: Any, height: Any) -> tuple[int, int] | None:
     return (int(width), int(height)) if possible else None
 
 
-def filled_lines(text: str) -> list[str]:
-    """The stripped lines that are not empty."""
-    return [line for line in map(str.strip, text.splitlines()) if line]
-
-
 def common_split_name(name: str) -> str:
-    """The common name of a split: "train" for "train2017" and "training", "val" for "valid".
-
-    Example:
-        >>> common_split_name("valid"), common_split_name("train2017"), common_split_name("day")
-        ('val', 'train', 'day')
-    """
+    """The common name of a split: "train" for "train2017" and "training", "val" for "valid", "day" for "day"."""
     plain = (re.sub(r"[-_]?\d+$", "", name) or name).lower()
     return _SYNONYMS.get(plain, plain)
 
 
+def is_usual_split(name: str) -> bool:
+    """Whether a name, or its common form, is that of a usual split."""
+    return common_split_name(name) in SPLITS
+
+
 def split_order(name: str) -> tuple[int, str]:
     """Sort key: training, validation, test, then everything else."""
-    common = common_split_name(name)
-    return (SPLITS.index(common) if common in SPLITS else len(SPLITS), name)
+    return (SPLITS.index(common_split_name(name)) if is_usual_split(name) else len(SPLITS), name)
 
 
 def check_class_names(names: Any, *, file: str | None = None) -> tuple[str, ...]:
-    """Validates the class list of the user, or of a file.
-
-    Raises:
-        DataError: it does not consist of distinct, non-empty names; a ProblemError if it is the list of a file.
-    """
+    """Validates the class list of the user (DataError), or of a file (ProblemError): distinct, non-empty names."""
     wrong = names
     if isinstance(names, (list, tuple)) and names:
         uses = Counter(name for name in names if isinstance(name, str) and name)
@@ -335,7 +419,7 @@ def check_class_names(names: Any, *, file: str | None = None) -> tuple[str, ...]
     raise DataError(message) if file is None else ProblemError("bad-categories", file, message)
 
 
-def outline_losses(parts: Parts) -> list[str]:
+def lost_areas(parts: Parts) -> list[str]:
     """What a format without segmentation areas loses of a COCO dataset."""
     for part in parts.values():
         box_areas = np.prod(part.annotations.xywh[:, 2:], axis=1)

@@ -1,16 +1,26 @@
 """Reading image files as upright 8-bit RGB tensors, and inspecting them for problems."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from aploss.data.folder import ProblemError
+from aploss.data.folder import Problem, ProblemError
+
+if TYPE_CHECKING:
+    from aploss.data.annotations import DetectionDataset
+
+T = TypeVar("T")
+U = TypeVar("U")
+Progress = Callable[[int, int], None]  # (images done, total)
 
 # Only formats that Pillow decodes itself: others (EPS) start external programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "JPEG2000")
@@ -27,11 +37,7 @@ class ImageError(ProblemError):
 
 
 def read_sizes(path: str | Path) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(width, height) of an image, upright and as stored, without decoding it.
-
-    Raises:
-        ImageError: the file is missing, not an image, or has more than `MAX_PIXELS` pixels.
-    """
+    """(width, height) of an image, upright and as stored, without decoding it; ImageError as in :func:`read_image`."""
     with _opened(path) as image:
         return _upright_size(image), image.size
 
@@ -81,7 +87,6 @@ def _opened(path: str | Path) -> Iterator[Image.Image]:
     def unreadable(reason: str) -> ImageError:
         return ImageError("unreadable-image", str(path), reason)
 
-    bomb = f"refused as a decompression bomb: it has more than {MAX_PIXELS:,} pixels"
     try:
         if not os.path.isfile(path):  # noqa: PTH113 - called for every sample, Path is slower
             if os.path.exists(path):  # noqa: PTH110
@@ -89,12 +94,12 @@ def _opened(path: str | Path) -> Iterator[Image.Image]:
             raise ImageError("missing-image", str(path), "no such image file")
         with Image.open(path, formats=_FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
-                raise unreadable(bomb)
+                raise Image.DecompressionBombError
             yield image
     except ImageError:
         raise
     except Image.DecompressionBombError:
-        raise unreadable(bomb) from None
+        raise unreadable(f"refused as a decompression bomb: it has more than {MAX_PIXELS:,} pixels") from None
     except UnidentifiedImageError:
         raise unreadable(f"empty, or not an image (expected {', '.join(_FORMATS)})") from None
     except (OSError, SyntaxError, ValueError, EOFError, MemoryError, IndexError, KeyError) as error:
@@ -134,3 +139,38 @@ def _eight_bit(image: Image.Image) -> Image.Image:
     largest = 65535 if image.mode != "F" else 1 if values.max() <= 1 else 255
     values *= 255 / largest
     return Image.fromarray(np.clip(np.round(values), 0, 255).astype(np.uint8))
+
+
+# --- all images of a dataset ----------------------------------------------------------------------
+
+
+def inspect_images(dataset: "DetectionDataset", pixels: bool, progress: Progress | None = None) -> list[Problem]:
+    """The problems of a dataset's image files, found in their headers, or by decoding their ``pixels``."""
+    root = str(dataset.root)
+
+    def inspect(index: int) -> Problem | None:
+        name, size = dataset.image_paths[index], dataset.image_size(index)
+        path = f"{root}/{name}"
+        try:
+            if pixels:
+                read_image(path, size=size)
+            elif size not in (sizes := read_sizes(path)):
+                raise size_mismatch(path, size, sizes[0])
+        except ImageError as error:
+            return replace(error.problem, file=name, image=name)
+        return None
+
+    problems = []
+    for done, problem in enumerate(map_in_threads(inspect, range(len(dataset))), start=1):
+        problems += [problem] if problem else []
+        if progress is not None:
+            progress(done, len(dataset))
+    return problems
+
+
+def map_in_threads(function: Callable[[T], U], items: Sequence[T]) -> Iterator[U]:
+    """Like ``map``, in a few threads; a task is many items, because one per item costs more than a file's header."""
+    chunks = (items[start : start + 64] for start in range(0, len(items), 64))
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for results in pool.map(lambda chunk: [function(item) for item in chunk], chunks):
+            yield from results

@@ -7,7 +7,7 @@ gives the same batches with any number of workers, on one machine or many, from 
 import itertools
 import signal
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -130,7 +130,7 @@ def make_evaluation_loader(
     _check_settings(len(dataset), batch_size)
     keys: list[Candidates] = [(None, [index]) for index in range(rank, len(dataset), world_size)]
     plan = [keys[start : start + batch_size] for start in range(0, len(keys), batch_size)]
-    return _evaluation_batches(_data_loader(dataset, plan, workers, stack=False), skip_unreadable)
+    return _evaluation_batches(_load(dataset, plan, workers), skip_unreadable)
 
 
 def _check_settings(images: int, batch_size: int) -> None:
@@ -200,7 +200,8 @@ class TrainingBatches:
             yield [(epoch, around[place : place + tried]) for place in range(start, start + share)]
 
     def _load(self, plan: Iterable[list[Candidates]]) -> Generator[Batch]:
-        for batch in _data_loader(self.samples, plan, self.workers, stack=True, pinned=self.pinned):
+        stacked = partial(_collate, stack=True)
+        for batch in _load(self.samples, plan, self.workers, collate_fn=stacked, pin_memory=self.pinned):
             self.unreadable.update(batch.unreadable)
             if len(batch.indices) < self.batch_size // self.world_size:
                 first, *more = batch.unreadable.values()
@@ -210,15 +211,35 @@ class TrainingBatches:
                 images = self.samples.features.as_maps(images)
             elif not self.pinned:
                 images = images.float() / 255
-            yield batch._replace(images=images, targets=_as_tensors(batch.targets))
+            yield batch._replace(images=images)
 
 
-def _evaluation_batches(loader: "DataLoader[Batch]", skip_unreadable: bool) -> Iterator[Batch]:
-    for batch in loader:
+def _evaluation_batches(batches: Iterable[Batch], skip_unreadable: bool) -> Iterator[Batch]:
+    for batch in batches:
         if batch.unreadable and not skip_unreadable:
             raise DataError(next(iter(batch.unreadable.values())))
-        images = [image.float() / 255 for image in batch.images]
-        yield batch._replace(images=images, targets=_as_tensors(batch.targets))
+        yield batch._replace(images=[image.float() / 255 for image in batch.images])
+
+
+def _load(
+    samples: "AugmentedSamples | DetectionDataset", plan: Iterable[list[Candidates]], workers: int, **options: Any
+) -> Generator[Batch]:
+    """The batches of a plan, with 8-bit images in a list; ``options`` are those of a DataLoader."""
+    loader = DataLoader(
+        _Reader(samples),
+        batch_sampler=plan,
+        num_workers=workers,
+        worker_init_fn=_ignore_signals,
+        prefetch_factor=PREFETCH if workers else None,
+        generator=torch.Generator(),  # otherwise it would draw from the caller's random state
+        **{"collate_fn": _collate, **options},
+    )
+    for batch in loader:
+        targets = [
+            {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in one.items()}
+            for one in batch.targets
+        ]
+        yield batch._replace(targets=targets)
 
 
 # --- in a worker ----------------------------------------------------------------------------------
@@ -248,37 +269,10 @@ class _Reader(Dataset[Batch]):
         return Batch([], [], [], unreadable)
 
 
-def _collate(parts: list[Batch], *, stack: bool) -> Batch:
+def _collate(parts: list[Batch], *, stack: bool = False) -> Batch:
     images, targets, indices = (list(itertools.chain(*column)) for column in list(zip(*parts, strict=True))[:3])
     unreadable = {index: reason for part in parts for index, reason in part.unreadable.items()}
     return Batch(torch.stack(images) if stack and images else images, targets, indices, unreadable)
-
-
-def _as_tensors(targets: list[Target]) -> list[Target]:
-    return [
-        {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in target.items()}
-        for target in targets
-    ]
-
-
-def _data_loader(
-    samples: "AugmentedSamples | DetectionDataset",
-    plan: Iterable[list[Candidates]],
-    workers: int,
-    *,
-    stack: bool,
-    pinned: bool = False,
-) -> "DataLoader[Batch]":
-    return DataLoader(
-        _Reader(samples),
-        batch_sampler=plan,
-        num_workers=workers,
-        worker_init_fn=_ignore_signals,
-        collate_fn=partial(_collate, stack=stack),
-        pin_memory=pinned,
-        prefetch_factor=PREFETCH if workers else None,
-        generator=torch.Generator(),  # otherwise it would draw from the caller's random state
-    )
 
 
 def _ignore_signals(worker: int) -> None:
@@ -290,27 +284,26 @@ def _ignore_signals(worker: int) -> None:
 # --- augmentation ---------------------------------------------------------------------------------
 
 
+@dataclass
 class AugmentedSamples(Dataset[Sample]):
     """A dataset whose samples are augmented depending on (seed, epoch, index) alone.
 
     See :func:`training_transforms` for ``preset`` and ``size``; a view of the stored ``features`` replaces the image.
     """
 
-    def __init__(
-        self,
-        dataset: DetectionDataset,
-        *,
-        seed: int,
-        preset: str,
-        size: int | tuple[int, int],
-        features: StoredFeatures | None = None,
-    ) -> None:
-        if seed < 0:
-            raise ConfigError(f"the seed is {seed}: give 0 or more")
-        if features is not None and preset != features.preset:
-            raise ConfigError(f"the stored features are for augmentation {features.preset!r}, not {preset!r}")
-        self.dataset, self.seed, self.preset, self.size, self.features = dataset, seed, preset, size, features
-        self.transforms = training_transforms(preset, size)
+    dataset: DetectionDataset
+    _: KW_ONLY
+    seed: int
+    preset: str
+    size: int | tuple[int, int]
+    features: StoredFeatures | None = None
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ConfigError(f"the seed is {self.seed}: give 0 or more")
+        if self.features is not None and self.preset != self.features.preset:
+            raise ConfigError(f"the stored features are for augmentation {self.features.preset!r}, not {self.preset!r}")
+        self.transforms = training_transforms(self.preset, self.size)
 
     def order(self, epoch: int) -> list[int]:
         """The indices of an epoch in the order of its steps."""
@@ -389,9 +382,7 @@ def training_transforms(preset: str, size: int | tuple[int, int]) -> Callable[[T
 class Augmentation(nn.Module):
     """Applies torchvision's transforms to plain tensors, and removes objects that vanish.
 
-    Args:
-        transforms: applied in sequence.
-        limit: images whose shorter side exceeds this many pixels are shrunk to it first; None for any size.
+    Images whose shorter side exceeds ``limit`` pixels are shrunk to it first.
     """
 
     def __init__(self, transforms: Sequence[nn.Module], limit: int | None) -> None:

@@ -13,18 +13,8 @@ from defusedxml.common import DefusedXmlException
 from defusedxml.ElementTree import fromstring
 
 from aploss.data.annotations import AnnotationBuilder, DetectionDataset, distinct
-from aploss.data.folder import DatasetFolder, Problem, ProblemError, is_image, stem_of
-from aploss.data.formats import (
-    SPLITS,
-    DataFormat,
-    Parts,
-    common_split_name,
-    filled_lines,
-    image_size,
-    outline_losses,
-    register_format,
-    split_order,
-)
+from aploss.data.folder import DatasetFolder, Problem, ProblemError, filled_lines, is_image, stem_of
+from aploss.data.formats import DataFormat, Parts, image_size, is_usual_split, lost_areas, register_format, split_order
 
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
 _YEAR = re.compile(r"VOC(\d{4})$")
@@ -199,8 +189,7 @@ class VocFormat(DataFormat):
 
     @classmethod
     def write(cls, folder: Path, parts: Parts, names: dict[Path, str]) -> list[str]:
-        """Writes ``Annotations/NAME.xml``, ``ImageSets/Main/SPLIT.txt`` and ``labels.txt``; see
-        :meth:`DataFormat.write`."""
+        """See :meth:`DataFormat.write`; ``Annotations``, ``ImageSets/Main`` with the splits, and ``labels.txt``."""
         lists, annotations = folder / "ImageSets" / "Main", folder / "Annotations"
         lists.mkdir(parents=True)
         annotations.mkdir()
@@ -216,7 +205,7 @@ class VocFormat(DataFormat):
         class_names = next(iter(parts.values())).class_names
         (folder / "labels.txt").write_text("".join(f"{name}\n" for name in class_names), "utf-8")
         losses = [f"{thin} boxes of at most one pixel's width or height, which are dropped on reading"] if thin else []
-        return [*losses, *outline_losses(parts)]
+        return [*losses, *lost_areas(parts)]
 
     def _files(self, base: str, name: str) -> Iterator[str]:
         standard = posixpath.join(base, name)
@@ -292,7 +281,7 @@ def _by_folder(base: str, annotations: Sequence[str]) -> dict[str, list[str]]:
     folders: dict[str, list[str]] = {}
     for path in annotations:
         parts = posixpath.relpath(path, base or ".").split("/")[:-1]
-        names = [part for part in parts if common_split_name(part) in SPLITS]
+        names = list(filter(is_usual_split, parts))
         if not names:
             return {}
         folders.setdefault(names[0], []).append(path)

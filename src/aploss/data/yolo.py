@@ -9,17 +9,8 @@ from typing import Any
 import yaml
 
 from aploss.data.annotations import AnnotationBuilder, DetectionDataset, distinct
-from aploss.data.folder import DatasetFolder, ProblemError, is_image
-from aploss.data.formats import (
-    SPLITS,
-    DataFormat,
-    Parts,
-    check_class_names,
-    common_split_name,
-    filled_lines,
-    outline_losses,
-    register_format,
-)
+from aploss.data.folder import DatasetFolder, ProblemError, filled_lines, is_image
+from aploss.data.formats import DataFormat, Parts, check_class_names, is_usual_split, lost_areas, register_format
 from aploss.files import load_yaml
 
 _MAX_FRACTION = 1.01  # larger numbers are pixels, not rounded fractions
@@ -33,14 +24,7 @@ def parse_row(row: str, size: tuple[int, int], *, where: tuple[str, int]) -> tup
     """Parses a row into the class id and the corners in pixels; ``where`` is its file and line.
 
     A row is ``class cx cy w h``, or a polygon ``class x1 y1 x2 y2 x3 y3 ...``, whose enclosing box is returned, in
-    fractions of the image's width and height.
-
-    Raises:
-        ProblemError: the row is neither, or its numbers are not fractions.
-
-    Example:
-        >>> parse_row("2 0.5 0.5 0.25 0.5", (640, 480), where=("a.txt", 1))
-        (2, (240.0, 120.0, 400.0, 360.0))
+    fractions of the image's width and height. ProblemError: it is neither, or its numbers are not fractions.
     """
     file, line = where
     try:
@@ -138,15 +122,13 @@ class YoloFormat(DataFormat):
 
     @classmethod
     def write(cls, folder: Path, parts: Parts, names: dict[Path, str]) -> list[str]:
-        """Writes ``data.yaml``, a list of images for each split and one label file per image; see
-        :meth:`DataFormat.write`."""
+        """See :meth:`DataFormat.write`; ``data.yaml``, a list of images for each split, one label file per image."""
         (folder / "labels").mkdir()
-        flags = {"difficult": 0, "crowd": 0}
-        for part in distinct(parts.values()):
+        fresh = distinct(parts.values())
+        for part in fresh:
             for index in range(len(part)):
                 file = Path(names[part.image_path(index)]).with_suffix(".txt")
                 (folder / "labels" / file).write_text(yolo_rows(part, index), "utf-8")
-            flags = {flag: count + int(getattr(part, flag).sum()) for flag, count in flags.items()}
         for split, part in parts.items():
             lines = [f"./images/{names[part.image_path(i)]}\n" for i in range(len(part))]
             (folder / f"{split}.txt").write_text("".join(lines), "utf-8")
@@ -154,11 +136,12 @@ class YoloFormat(DataFormat):
         description["names"] = dict(enumerate(next(iter(parts.values())).class_names))
         text = yaml.safe_dump(description, sort_keys=False, allow_unicode=True)
         (folder / "data.yaml").write_text(text, "utf-8")
-        return [*(f"{count} '{flag}' marks" for flag, count in flags.items() if count), *outline_losses(parts)]
+        flags = {flag: sum(int(getattr(part, flag).sum()) for part in fresh) for flag in ("difficult", "crowd")}
+        return [*(f"{count} '{flag}' marks" for flag, count in flags.items() if count), *lost_areas(parts)]
 
     def _is_split(self, key: object, value: object) -> bool:
         """Whether a key of the YAML file is a split: a usual name, or any name of an existing folder or list."""
-        if common_split_name(str(key)) in SPLITS:
+        if is_usual_split(str(key)):
             return not (key == "test" and value is None)  # ``test:`` is often left empty
         return key != "path" and isinstance(value, str) and self._exists(value, base=self._base)
 
@@ -172,37 +155,29 @@ class YoloFormat(DataFormat):
         """The images of a split, as listed."""
         value = self._description[split]
         # Accepts text only: nested YAML aliases could expand to any length.
-        places = [
-            place for place in (value if isinstance(value, list) else [value]) if place and isinstance(place, str)
-        ]
+        listed = value if isinstance(value, list) else [value]
+        places = [place for place in listed if place and isinstance(place, str)]
         if not places:
             message = f"'{split}' must be a folder or list of images, or several, got {type(value).__name__}"
             raise ProblemError("missing-folder", self.file, message)
         for place in places:
-            yield from self._listed_images(split, place, builder)
-
-    def _listed_images(self, split: str, place: str, builder: AnnotationBuilder) -> Iterator[str]:
-        found = self._find(place, base=self._base, named_in=self.file)
-        if not self.folder.has(found):
-            message = f"'{split}' is {place!r}, which does not exist; write a path inside the folder of {self.file}"
-            raise ProblemError("missing-folder", self.file, message)
-        if self.folder.is_folder(found):
-            yield from filter(is_image, self.folder.files(found))
-            return
-        for line in filled_lines(self.folder.read_text(found)):
-            # As in Ultralytics, ./ is the folder of the list; other lines are relative to the dataset.
-            base = posixpath.dirname(found) if line.startswith("./") else self._base
-            try:
-                yield self._find(line, base=base, named_in=found)
-            except ProblemError as error:
-                builder.problems.append(error.problem)
+            found = self._find(place, base=self._base, named_in=self.file)
+            if not self.folder.has(found):
+                message = f"'{split}' is {place!r}, which does not exist; write a path inside the folder of {self.file}"
+                raise ProblemError("missing-folder", self.file, message)
+            if self.folder.is_folder(found):
+                yield from filter(is_image, self.folder.files(found))
+                continue
+            for line in filled_lines(self.folder.read_text(found)):
+                # As in Ultralytics, ./ is the folder of the list; other lines are relative to the dataset.
+                base = posixpath.dirname(found) if line.startswith("./") else self._base
+                try:
+                    yield self._find(line, base=base, named_in=found)
+                except ProblemError as error:
+                    builder.problems.append(error.problem)
 
     def _find(self, place: str, *, base: str, named_in: str) -> str:
-        """A path of the YAML file or a list, relative to the dataset's folder.
-
-        Raises:
-            ProblemError: it leads outside the folder.
-        """
+        """A path of the YAML file or a list, relative to the dataset's folder; ProblemError if it leads outside."""
         inner = self.folder.inside(base, named_in=named_in)
         if place.startswith("../") and inner in ("", "."):
             place = place.removeprefix("../")

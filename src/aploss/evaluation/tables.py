@@ -11,8 +11,8 @@ from msgspec import UNSET
 
 from aploss.data import coco
 from aploss.data.annotations import Annotations, as_rows
-from aploss.data.folder import printable
 from aploss.errors import DataError
+from aploss.terminal import printable
 
 
 @dataclass(frozen=True, kw_only=True)
