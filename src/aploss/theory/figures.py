@@ -10,7 +10,7 @@ from torch import Tensor
 from aploss.losses import ap_loss, auc_loss, focal_loss, reference
 from aploss.plotting.plots import INK, PALETTE, Series, line_plot, new_plot
 from aploss.reports.page import SvgFigure, Verdict
-from aploss.theory.study import Study
+from aploss.theory.study import Study, differentiate
 
 EASY = (0, *(10**k for k in range(1, 7)))
 POSITIVES, HARD = 30, 60
@@ -103,8 +103,7 @@ def metrics_with(scores: Tensor, targets: Tensor, easy: Tensor) -> tuple[float, 
 
 def gradients_with(loss: Loss, scores: Tensor, targets: Tensor, easy: Tensor) -> tuple[float, float]:
     """Sums of the absolute gradient of a loss over the hard boxes and over the easy negatives added."""
-    leaf = torch.cat([scores, easy]).requires_grad_()
-    (gradient,) = torch.autograd.grad(loss(leaf, F.pad(targets, (0, len(easy)))), leaf)
+    _, gradient = differentiate(lambda s: loss(s, F.pad(targets, (0, len(easy)))), torch.cat([scores, easy]))
     strength = gradient.abs()
     return float(strength[: len(scores)].sum()), float(strength[len(scores) :].sum())
 
@@ -125,8 +124,7 @@ def _anchor_figure() -> str:
     with new_plot(height=3.6) as plot:
         axes = plot.axes
         for anchor, (score, target) in enumerate(zip(scores.tolist(), targets.tolist(), strict=True)):
-            row, column = divmod(anchor, GRID)
-            colour = PALETTE[1] if target else "none"
+            (row, column), colour = divmod(anchor, GRID), PALETTE[1] if target else "none"
             axes.add_patch(Rectangle((column - 0.42, row - 0.42), 0.84, 0.84, facecolor=colour, edgecolor=INK))
             axes.text(column, row, f"{-score:.0f}", ha="center", va="center")
         axes.add_patch(Rectangle((0.45, 0.4), 2.1, 2.15, fill=False, edgecolor="red", linestyle="--", linewidth=2))
@@ -151,9 +149,7 @@ def method(seed: int = 0) -> Study:
     """Works an example through the transformations of Section 3; nothing is random, so the seed is not used."""
     terms = pairwise_terms()
     gradient = terms.sum(0) - terms.sum(1)  # Eq. (13): g_i = sum_j L_ji y_ji - sum_j L_ij y_ij
-    scores = SCORES.clone().requires_grad_()
-    loss = ap_loss(scores, TARGETS, delta=0, interpolated=False)
-    (ours,) = torch.autograd.grad(loss, scores)
+    loss, ours = differentiate(lambda scores: ap_loss(scores, TARGETS, delta=0, interpolated=False), SCORES)
     positives = int(TARGETS.sum())
     x = torch.linspace(-2.5, 2.5, 501, dtype=torch.float64)
     heaviside = (x >= 0).double()
@@ -167,16 +163,14 @@ def method(seed: int = 0) -> Study:
         place="Figures 2 and 4, Sections 3.1, 3.2 and 3.4",
         text=_METHOD_TEXT,
         figures=[
-            SvgFigure(_overview(loss.item()), "Figure 2, drawn again: forward on the left, backward on the right."),
+            SvgFigure(_overview(loss), "Figure 2, drawn again: forward on the left, backward on the right."),
             SvgFigure(
                 line_plot(series, x_label="x", y_label="f(x)"),
                 "Figure 4, drawn again: the Heaviside step and the piecewise step functions of Table 1b.",
             ),
         ],
         verdicts=[
-            Verdict(
-                abs(loss.item() - float(terms.sum()) / positives) < TOLERANCE, "The AP-loss is <L, y> / |P| (1e-12)"
-            ),
+            Verdict(abs(loss - float(terms.sum()) / positives) < TOLERANCE, "The AP-loss is <L, y> / |P| (1e-12)"),
             Verdict(
                 bool((ours - gradient / positives).abs().max() < TOLERANCE),
                 "Backpropagation of the library gives g_i / |P| of the pairwise update (1e-12)",
@@ -221,9 +215,9 @@ def _overview(loss: float) -> str:
     ]
     arrow = {"arrowstyle": "->", "color": INK}
     with new_plot(height=3.4) as plot:
-        for column, (texts, colour) in enumerate([(forward, PALETTE[0]), (backward, PALETTE[1])]):
+        for column, texts in enumerate([forward, backward]):
+            box = {"boxstyle": "round", "facecolor": "none", "edgecolor": PALETTE[column]}
             for row, text in enumerate(texts):
-                box = {"boxstyle": "round", "facecolor": "none", "edgecolor": colour}
                 plot.axes.text(column, -row, text, ha="center", va="center", fontsize=7, bbox=box)
                 if row:  # the forward pass goes down, the backward pass up
                     ends = ((column, -row + 0.27), (column, -row + 0.73))
