@@ -14,8 +14,7 @@ from tiny_runs import SETTINGS, assert_equal, outcome
 
 from aploss.errors import ConfigError
 from aploss.experiments.compare import Workers, compare
-from aploss.experiments.plan import Plan
-from aploss.experiments.runs import Variant
+from aploss.experiments.plan import Plan, Variant
 from aploss.training.config import TrainConfig
 
 HELPERS = Path(__file__).resolve().parents[1] / "helpers"

@@ -17,10 +17,8 @@ from typing import Any
 from aploss.cli.train import given_settings, shorthand_changes, suggest_settings
 from aploss.errors import ConfigError, require_packages
 from aploss.experiments import compare, reproduce
-from aploss.experiments.plan import describe_plan, more_seeds, parse_seeds, parse_settings
+from aploss.experiments.plan import RATE, Search, describe_plan, more_seeds, parse_seeds, parse_settings
 from aploss.experiments.results import MIN_SEEDS
-from aploss.experiments.runs import RATE
-from aploss.experiments.search import Search
 from aploss.experiments.workers import Workers
 from aploss.training.config import load_config, merge
 from aploss.training.distributed import TrainingInterruptedError
