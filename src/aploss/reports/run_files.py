@@ -155,10 +155,10 @@ def _parse_lines(content: bytes) -> tuple[list[dict[str, Any]], int]:
         except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict):
-            rows.extend([row] if row else [])
+            rows.append(row)
         else:
             invalid += line is not last
-    return rows, invalid
+    return list(filter(None, rows)), invalid
 
 
 def _read_json(run: RunFiles, name: str, kind: type) -> Any:
