@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import numba
@@ -45,12 +46,7 @@ def updates_and_controls(positives: int, random: np.random.Generator) -> dict[st
 
 
 def checked_verdict(claim: str, passes: Mapping[str, bool]) -> Verdict:
-    """The verdict on a claim about the paper's update, given that every control must violate it.
-
-    Args:
-        claim: the claim, without a full stop.
-        passes: name of an update → whether it passes the check; the paper's own is judged.
-    """
+    """The verdict on a claim, from which updates pass its check: the paper's must, and every control must not."""
     controls = {name: passed for name, passed in passes.items() if name != PAPER_UPDATE}
     failing, passing = (
         ", ".join(f'"{name}"' for name, passed in controls.items() if passed is outcome) for outcome in (False, True)
@@ -179,14 +175,15 @@ START = (3.0, 1.0)  # theta_1 large, theta_1 > theta_2 > 0
 
 def smoothed_failure(seed: int = 0) -> Study:
     """Runs both algorithms and two controls from the same start; nothing is random, so the seed is not used."""
+    ap_loss_of = partial(linear_ap_loss, features=FEATURES, labels=LABELS)
     descent = _descend(_smoothed_loss, 10.0, 3000)
     runs = {
         "gradient descent on F": descent,
-        PAPER_UPDATE: _descend(_ap_loss, 1.0, 1000),
-        "no update": _descend(_ap_loss, 0.0, 1000),
-        "reversed sign": _descend(_ap_loss, -1.0, 1000),
+        PAPER_UPDATE: _descend(ap_loss_of, 1.0, 1000),
+        "no update": _descend(ap_loss_of, 0.0, 1000),
+        "reversed sign": _descend(ap_loss_of, -1.0, 1000),
     }
-    ends = {name: _ap_loss(steps[-1][0])[0] for name, steps in runs.items()}
+    ends = {name: ap_loss_of(steps[-1][0])[0] for name, steps in runs.items()}
     curves = [
         Series(name=name, x=range(1, len(steps) + 1), y=[loss for _, loss, _ in steps])
         for name, steps in list(runs.items())[:2]
@@ -241,10 +238,6 @@ def _descend(function: Callable[[np.ndarray], tuple[float, np.ndarray]], rate: f
     return found
 
 
-def _ap_loss(theta: np.ndarray) -> tuple[float, np.ndarray]:
-    return linear_ap_loss(theta, FEATURES, LABELS)
-
-
 def _smoothed_loss(theta: np.ndarray) -> tuple[float, np.ndarray]:
     """F of Appendix 2 at weights theta [2], and its gradient."""
     features = torch.from_numpy(FEATURES)
@@ -267,7 +260,8 @@ def inseparable(seed: int = 0) -> Study:
     offline = run_updates(one, np.zeros(OFFLINE_STEPS, np.int64), random)
     online = run_updates(several, random.integers(ONLINE_SAMPLES, size=ONLINE_STEPS), random)
     first, second = offline_bounds(one, OFFLINE_STEPS)
-    accumulated = {name: online_bound(surrogate, several) for name, (_, surrogate) in online.items()}
+    transient = _transient(several, 1.0) / np.arange(1, ONLINE_STEPS + 1)
+    accumulated = {name: 8 / DELTA * surrogate + transient for name, (_, surrogate) in online.items()}  # A3.2, over T
     rows = [
         [name, offline[name][0][-1], first[-1], second[-1], online[name][0][-1], accumulated[name][-1]]
         for name in offline
@@ -412,11 +406,6 @@ def offline_bounds(features: np.ndarray, steps: int) -> tuple[np.ndarray, np.nda
     return first, second
 
 
-def online_bound(surrogate: np.ndarray, features: np.ndarray) -> np.ndarray:
-    """The bound of A3.2, divided by T, after T = 1, 2, ... steps with this mean of l^(t)(u)."""
-    return 8 / DELTA * surrogate + _transient(features, 1.0) / np.arange(1, len(surrogate) + 1)
-
-
 def _transient(features: np.ndarray, length: float) -> float:
     """4 R² ||u - theta^(1)||² / delta², for u of this length."""
     return 4 * spectral_norm(features) ** 2 * length**2 / DELTA**2
@@ -437,10 +426,20 @@ def consistency(seed: int = 0) -> Study:
     random = torch.Generator().manual_seed(seed)
     inputs = 4 * torch.randn(500, 7, dtype=torch.float64, generator=random)
     classes = torch.randint(7, (500,), generator=random)
-    softmax_error = float(torch.sub(*cross_entropy_gradients(inputs, classes)).abs().max())
+    one_hot = F.one_hot(classes, 7).to(inputs)
+    _, update = differentiate(lambda x: error_driven(x, x.softmax(-1), one_hot), inputs)
+    _, gradient = differentiate(lambda x: F.cross_entropy(x, classes, reduction="sum"), inputs)
+    softmax_error = float((update - gradient).abs().max())
+
     margins = 2 * torch.randn(2000, dtype=torch.float64, generator=random)
-    sides = torch.randint(2, (2000,), generator=random)
-    hinge_error = float(torch.sub(*hinge_gradients(margins, sides)).abs().max())
+    pair = torch.stack([-margins, margins], -1)  # (x_1, x_2) = (-x, x), [n, 2]
+    right = F.one_hot(torch.randint(2, (2000,), generator=random), 2).to(pair)
+    outputs = (pair >= 1).to(pair)  # H(x_i - 1)
+    # The wrong class does not contribute: its own output is the desired one.
+    desired = torch.where(right == 1, 1.0, outputs)
+    _, update = differentiate(lambda x: error_driven(x, outputs, desired), pair)
+    _, gradient = differentiate(lambda x: (right * (1 - x).clamp(min=0)).sum(), pair)
+    hinge_error = float((update - gradient).abs().max())
     return Study(
         name="consistency",
         title="The error-driven update contains cross-entropy and hinge loss",
@@ -460,21 +459,3 @@ with the loss-augmented step, and 1 desired for the right class, it is the gradi
 the field of errors is conservative, the gradient of some loss; for the activation of AP-loss it is not, which is why
 AP-loss needs the update itself.
 """
-
-
-def cross_entropy_gradients(inputs: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients on inputs [n, K]: of the error-driven update, and of cross-entropy."""
-    desired = F.one_hot(classes, inputs.shape[-1]).to(inputs)
-    _, ours = differentiate(lambda x: error_driven(x, x.softmax(-1), desired), inputs)
-    return ours, differentiate(lambda x: F.cross_entropy(x, classes, reduction="sum"), inputs)[1]
-
-
-def hinge_gradients(inputs: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients on the pair (x_1, x_2) = (-x, x) [n, 2]: error-driven, and of the hinge loss."""
-    pair = torch.stack([-inputs, inputs], -1)
-    right = F.one_hot(classes, 2).to(pair)
-    outputs = (pair >= 1).to(pair)  # H(x_i - 1)
-    # The wrong class does not contribute: its own output is the desired one.
-    desired = torch.where(right == 1, 1.0, outputs)
-    _, ours = differentiate(lambda x: error_driven(x, outputs, desired), pair)
-    return ours, differentiate(lambda x: (right * (1 - x).clamp(min=0)).sum(), pair)[1]

@@ -39,7 +39,7 @@ def imbalance(seed: int = 0) -> Study:
     share = {name: [on_easy / (on_easy + on_hard) for on_hard, on_easy in sums] for name, sums in gradients.items()}
     strength = {name: [on_hard / sums[0][0] for on_hard, _ in sums] for name, sums in gradients.items()}
     anchor_scores, anchor_targets = anchors_of_figure_1()
-    shown = metrics_with(anchor_scores, anchor_targets, anchor_scores[:0])
+    figure_1 = [round(value, 2) for value in metrics_with(anchor_scores, anchor_targets, anchor_scores[:0])]
     return Study(
         name="imbalance",
         title="What easy negatives do to metrics and losses",
@@ -50,7 +50,7 @@ def imbalance(seed: int = 0) -> Study:
                 _anchor_figure(),
                 f"Figure 1, drawn again. The dashed box is an object, filled anchors are positives, and the numbers "
                 f"are the places of the scores. No score exceeds 0.5, so that a classifier finds nothing: accuracy "
-                f"{shown[0]:.2f}. The ranking shows it: AP {shown[1]:.2f}.",
+                f"{figure_1[0]:.2f}. The ranking shows it: AP {figure_1[1]:.2f}.",
             ),
             SvgFigure(
                 _plot({"accuracy": accuracy, "average precision": precision}, "metric", y_range=(0, 1.03)),
@@ -63,10 +63,7 @@ def imbalance(seed: int = 0) -> Study:
             ),
         ],
         verdicts=[
-            Verdict(
-                [round(value, 2) for value in shown] == [0.88, 0.33],
-                "Figure 1: the anchors have an accuracy of 0.88 and an AP of 0.33",
-            ),
+            Verdict(figure_1 == [0.88, 0.33], "Figure 1: the anchors have an accuracy of 0.88 and an AP of 0.33"),
             Verdict(bool(accuracy[-1] > 0.999), "Accuracy ends above 0.999"),
             Verdict(bool(np.ptp(precision) < TOLERANCE), "AP does not change (1e-12)"),
             Verdict(share["cross-entropy"][-1] > 0.9, "Easy negatives end with over 90 % of cross-entropy's gradient"),
@@ -147,16 +144,19 @@ DELTAS = (0.25, 0.5, 1.0, 2.0)  # of Table 1b
 
 def method(seed: int = 0) -> Study:
     """Works an example through the transformations of Section 3; nothing is random, so the seed is not used."""
-    terms = pairwise_terms()
+    differences = SCORES[None, :] - SCORES[:, None]  # Eq. (1)
+    steps = (differences >= 0).double()  # Eq. (4)
+    labels = ((TARGETS[:, None] == 1) & (TARGETS[None, :] == 0)).double()  # Eq. (2)
+    # L_ij y_ij of Eq. (3). 1 + sum over k != i: a box is not above itself, but H(0) = 1 stands for the 1.
+    terms = steps / steps.sum(1, keepdim=True) * labels
     gradient = terms.sum(0) - terms.sum(1)  # Eq. (13): g_i = sum_j L_ji y_ji - sum_j L_ij y_ij
     loss, ours = differentiate(lambda scores: ap_loss(scores, TARGETS, delta=0, interpolated=False), SCORES)
     positives = int(TARGETS.sum())
     x = torch.linspace(-2.5, 2.5, 501, dtype=torch.float64)
-    heaviside = (x >= 0).double()
-    steps = {delta: reference.piecewise_step(x, delta) for delta in DELTAS}
-    outside = all(torch.equal(steps[d][x.abs() > d], heaviside[x.abs() > d]) for d in DELTAS)
-    series = [Series(name="Heaviside", x=x.numpy(), y=heaviside.numpy())]
-    series += [Series(name=f"delta {delta:g}", x=x.numpy(), y=y.numpy()) for delta, y in steps.items()]
+    curves = {delta: reference.piecewise_step(x, delta) for delta in (0.0, *DELTAS)}  # 0 is the Heaviside step
+    outside = all(torch.equal(y[x.abs() > delta], (x[x.abs() > delta] >= 0).double()) for delta, y in curves.items())
+    names = ["Heaviside", *(f"delta {delta:g}" for delta in DELTAS)]
+    series = [Series(name=name, x=x.numpy(), y=y.numpy()) for name, y in zip(names, curves.values(), strict=True)]
     return Study(
         name="method",
         title="From scores to the error-driven update",
@@ -187,15 +187,6 @@ positive i and a negative j. Their product, summed and divided by the number of 
 inside L_ij has no useful derivative. The update is therefore driven by the error: the desired output is 0 where y_ij is
 1, so x_ij should move by -L_ij y_ij, and backpropagation carries that to the scores and the weights.
 """
-
-
-def pairwise_terms() -> Tensor:
-    """L_ij y_ij of the example, [5, 5], by Eqs. (1) to (3) literally."""
-    differences = SCORES[None, :] - SCORES[:, None]
-    steps = (differences >= 0).double()
-    labels = ((TARGETS[:, None] == 1) & (TARGETS[None, :] == 0)).double()
-    # 1 + sum over k != i: a box is not above itself, but H(0) = 1 stands for the 1.
-    return steps / steps.sum(1, keepdim=True) * labels
 
 
 def _overview(loss: float) -> str:
