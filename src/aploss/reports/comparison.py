@@ -68,11 +68,6 @@ class Entry:
     curves: Sequence[TrainingCurve] = ()  # one for each seed
     note: str = ""  # such as the learning rate
 
-    def __post_init__(self) -> None:
-        for value in known_values([*self.paper.values(), *(v for row in self.values.values() for v in row)]):
-            if not 0 <= value <= 1:
-                raise ValueError(f"{self.name}: values must be between 0 and 1, got {value}")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:

@@ -266,7 +266,8 @@ class PictureSource:
         path = self.run.folder / str(entry.get("path") or entry.get("file_name") or "")
         width, height = entry.get("width"), entry.get("height")
         try:
-            if not self.run.may_open(path):
+            folders = filter(None, (self.run.folder, self.run.images))  # a symbolic link may lead elsewhere
+            if not any(path.resolve().is_relative_to(folder.resolve()) for folder in folders):
                 raise ValueError(f"{path} is outside the folder of the images; pass that folder as images=")
             pixels = read_image(path, size=(width, height) if width and height else None)
             return Image.fromarray(pixels.permute(1, 2, 0).numpy())
