@@ -178,15 +178,13 @@ def _read_points(folder: Path) -> dict[int, float]:
 def training_ap_loss(detector: Detector, batches: Sequence[Batch]) -> float:
     """The mean of 1 - AP of the anchors' ranking over the batches with objects, in [0, 1]; NaN without any."""
     device = next(detector.parameters()).device
-    criterion, values = detector.criterion, []
+    values = []
     with torch.no_grad():
         for batch in batches:
             assert batch.images is not None
             images = batch.images.to(device)
-            height, width = images.shape[-2:]
-            anchors = detector.anchors_for(height, width, device)
             logits, _ = detector.eval().heads(images)
-            labels = criterion.label(anchors, batch.targets)
+            labels = detector.criterion.label(detector.anchors_for(*images.shape[-2:], device), batch.targets)
             if len(labels.boxes):
                 targets = labels.ranking_targets(logits.shape[-1])
                 values.append(float(ap_loss(logits, targets, delta=0.0, interpolated=False)))

@@ -81,8 +81,7 @@ class Measure:
 
     def curve(self, run: Run) -> TrainingCurve:
         """The numbers during training."""
-        rows = [row for row in read_json_lines(run.folder / "metrics.jsonl") if row["kind"] == "validation"]
-        rows = [row for row in rows if row["AP"] is not None]
+        rows = [row for row in read_json_lines(run.folder / "metrics.jsonl") if row.get("AP") is not None]
         steps, values, seconds = ([row[key] for row in rows] for key in ("step", "AP", "seconds"))
         return TrainingCurve(steps=steps, values=values, minutes=[one / 60 for one in seconds])
 
