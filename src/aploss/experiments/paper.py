@@ -183,8 +183,9 @@ def training_ap_loss(detector: Detector, batches: Sequence[Batch]) -> float:
         for batch in batches:
             assert batch.images is not None
             images = batch.images.to(device)
+            height, width = images.shape[-2:]
             logits, _ = detector.eval().heads(images)
-            labels = detector.criterion.label(detector.anchors_for(*images.shape[-2:], device), batch.targets)
+            labels = detector.criterion.label(detector.anchors_for(height, width, device), batch.targets)
             if len(labels.boxes):
                 targets = labels.ranking_targets(logits.shape[-1])
                 values.append(float(ap_loss(logits, targets, delta=0.0, interpolated=False)))

@@ -1,4 +1,4 @@
-"""The plan of a comparison: rows, seeds and the search for learning rates, as typed; and the time it takes."""
+"""The plan of a comparison: its rows and seeds, the search for learning rates, and the time it takes."""
 
 import hashlib
 import json
@@ -46,7 +46,6 @@ MAX_SEEDS = 1000
 LOSS_OPTIONS = "criterion.options"
 MEASURED_PIXELS = 512 * 512  # of a training step whose time is measured
 WITHOUT_WEIGHTS: dict[str, Any] = {"model": {"weights": None}}  # and without a download
-
 RATE_FACTORS = (1 / 3, 1.0, 3.0)  # the first grid, as multiples of the row's own learning rate
 VALIDATIONS = 5  # during training: in short runs each takes longer than the steps between two
 RATE = "optimizer.learning_rate"
@@ -327,11 +326,10 @@ class Plan:
     def trainings(self) -> tuple[int, int]:
         """The numbers of runs, and of trials before grids widen; what rows share is counted once."""
         rows = {settings_hash(variant.config): variant for variant in self.variants}.values()
-        trials = 0
-        if (search := self.search) is not None:
-            # A trial of the real length is the run of the first seed, if it wins.
-            trials = sum(len(search.next_trials(row, [])) - (search.steps is None) for row in rows)
-        return len(rows) * len(self.seeds), trials
+        search = self.search
+        # A trial of the real length is the run of the first seed, if it wins.
+        trials = [len(search.next_trials(row, [])) - (search.steps is None) for row in rows] if search else []
+        return len(rows) * len(self.seeds), sum(trials)
 
 
 def comparison_plan(

@@ -84,8 +84,15 @@ class Job:
     folder: Path = Path()
 
     def with_folder(self, cache: Path) -> "Job":
-        """The job with its folder in the cache."""
-        return replace(self, folder=cache_folder(self.config, cache, {**self.variant.settings, **self.settings}))
+        """The job with its folder in the cache: a readable name with the settings of its row, and the hash of all.
+
+        Only the hash identifies a run: an existing folder keeps the name that another comparison gave it.
+        """
+        hashed, settings = settings_hash(self.config), {**self.variant.settings, **self.settings}
+        name, _, seed = default_folder(self.config).name.rpartition("-seed")
+        about = "-".join(key.rpartition(".")[2] + as_typed(value) for key, value in settings.items() if key != RATE)
+        words = filter(None, [name, as_file_name(about), f"seed{seed}", hashed])
+        return replace(self, folder=min(cache.glob(f"*-{hashed}"), default=cache / "-".join(words)))
 
     @property
     def progress(self) -> tuple[float, float]:
@@ -93,19 +100,6 @@ class Job:
         rows = read_json_lines(self.folder / "metrics.jsonl")
         done = rows[-1]["epoch" if self.config.schedule.unit == "epochs" else "step"] if rows else 0.0
         return min(1.0, done / self.config.schedule.length), rows[-1]["seconds"] if rows else 0.0
-
-
-def cache_folder(config: TrainConfig, cache: Path, settings: Mapping[str, Any]) -> Path:
-    """The folder of a run: a readable name with the settings of its row, and the hash of all settings.
-
-    Only the hash identifies a run: an existing one keeps the name that another comparison gave it.
-    """
-    hashed = settings_hash(config)
-    found = sorted(cache.glob(f"*-{hashed}"))
-    name, _, seed = default_folder(config).name.rpartition("-seed")
-    about = "-".join(key.rpartition(".")[2] + as_typed(value) for key, value in settings.items() if key != RATE)
-    words = filter(None, [name, as_file_name(about), f"seed{seed}", hashed])
-    return found[0] if found else cache / "-".join(words)
 
 
 Pool = Callable[[Sequence[Job]], Iterator[tuple[Job, Run]]]
