@@ -25,7 +25,7 @@ REST = {
     "train": "--data PATH", "eval": "--annotations gt.json --detections results.json",
     "predict": "runs/NAME photos/ --out found", "app": "runs/NAME", "export": "runs/NAME --out detector.onnx",
     "data check": "PATH", "data show": "PATH", "data convert": "PATH --to coco --out new",
-    "reproduce": "table2",
+    "compare": "ap focal", "reproduce": "table2",
 }  # fmt: skip
 RUN_UNTIL_WORK_STARTS = """
 import contextlib, importlib, io, json, os

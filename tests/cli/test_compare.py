@@ -82,7 +82,7 @@ def test_other_data_takes_a_recipe_for_the_hardware(trainer: FakeTraining, tmp_p
 
 def test_an_interruption_prints_how_to_resume(trainer: FakeTraining, capsys: pytest.CaptureFixture[str]) -> None:
     trainer.errors[1] = TrainingInterruptedError("resume with: aploss train ...")
-    assert cli.main(["compare", "--quiet"]) == 130
+    assert cli.main(["compare", "ap", "--quiet"]) == 130
     error = capsys.readouterr().err
     assert "the same command resumes" in error
     assert error.count("\n") == 1
@@ -91,17 +91,18 @@ def test_an_interruption_prints_how_to_resume(trainer: FakeTraining, capsys: pyt
 @pytest.mark.parametrize(
     ("words", "part"),
     [
+        ("", "aploss compare ap focal"),
         ("--vary batches.size", "--vary"),
         ("--vary batches.size=4,8 --batches.size 2", "--vary batches.size"),
-        ("--lr 1 --tune-steps 5", "--tune-steps"),
+        ("ap --lr 1 --tune-steps 5", "--tune-steps"),
         ("--vary schedule.length=1,2 --steps 2", "--vary schedule.length"),
-        ("--no-tune --tune-over criterion.box_weight=1,3", "--tune-over"),
-        ("--gpus-per-run 1", "--workers"),
-        ("--workers 2 --ray auto", "--ray"),
-        ("--seeds 3 --seeds-until-decided 3", "--seeds-until-decided"),
+        ("ap --no-tune --tune-over criterion.box_weight=1,3", "--tune-over"),
+        ("ap --gpus-per-run 1", "--workers"),
+        ("ap --workers 2 --ray auto", "--ray"),
+        ("ap --seeds 3 --seeds-until-decided 3", "--seeds-until-decided"),
         ("--runs nowhere", "nowhere"),
-        ("--tune-over criterion.box_weight=", "--tune-over"),
-        ("--tune-over focla:gamma=1", "focal"),
+        ("ap --tune-over criterion.box_weight=", "--tune-over"),
+        ("ap --tune-over focla:gamma=1", "focal"),
         ("ap --tune-over focal:gamma=1,2", "focal"),
         ("ap focal:gamma=1 --tune-over focal:gamma=1,2", "gamma"),
     ],

@@ -8,9 +8,7 @@ import yaml
 
 from aploss.errors import ConfigError, RunError
 from aploss.experiments.compare import compare, compare_runs, comparison_plan
-from aploss.experiments.plan import Plan
-from aploss.experiments.runs import RATE, Measure, settings_hash
-from aploss.experiments.search import Search
+from aploss.experiments.plan import RATE, Measure, Plan, Search, settings_hash
 from aploss.training import TrainConfig, TrainingInterruptedError
 from aploss.training.config import config_to_dict, differing_keys
 from aploss.training.run_folder import RunFolder

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from aploss.experiments.paper import EACH_CLASS, RANKING_AP, REPRODUCTIONS
-from aploss.experiments.plan import Plan
+from aploss.experiments.plan import Measure, Plan, Run
 from aploss.experiments.reproduce import Request, page_for, plan_for
 from aploss.experiments.results import Results
-from aploss.experiments.runs import Measure, Run
 from aploss.reports.comparison import TrainingCurve
 from aploss.training import TrainConfig
 from aploss.training.config import differing_keys

@@ -3,10 +3,16 @@
 import pytest
 
 from aploss.errors import ConfigError
-from aploss.experiments.plan import comparison_plan, parse_seeds
+from aploss.experiments.plan import (
+    Search,
+    Variant,
+    check_varied,
+    comparison_config,
+    comparison_plan,
+    parse_seeds,
+    with_length,
+)
 from aploss.experiments.reproduce import Request, plan_for
-from aploss.experiments.runs import Variant, check_varied, comparison_config, with_length
-from aploss.experiments.search import Search
 from aploss.training.config import FIXED_BY_COMPARISON, RESUMABLE_KEYS
 
 

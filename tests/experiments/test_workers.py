@@ -1,5 +1,6 @@
 """Comparisons on Ray: the same runs as in one process, also after a worker is killed."""
 
+import json
 import os
 import signal
 import threading
@@ -14,8 +15,8 @@ from tiny_runs import SETTINGS, assert_equal, outcome
 
 from aploss.errors import ConfigError
 from aploss.experiments.compare import Workers, compare
-from aploss.experiments.plan import Plan
-from aploss.experiments.runs import Variant
+from aploss.experiments.plan import Plan, Variant
+from aploss.experiments.workers import Display, Job
 from aploss.training.config import TrainConfig
 
 HELPERS = Path(__file__).resolve().parents[1] / "helpers"
@@ -67,6 +68,20 @@ def test_a_killed_worker_changes_nothing_but_the_time(
         assert together.runs[key].folder.parent != run.folder.parent
         assert_equal(outcome(together.runs[key].folder), outcome(run.folder))
         assert together.runs[key].summary.AP == run.summary.AP
+
+
+def test_a_run_that_waits_after_its_worker_was_killed_does_not_count_as_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("aploss.experiments.workers.LINE_INTERVAL_S", 0.0)
+    row, jobs = Variant(name="ap", config=TrainConfig()), []
+    for seed in range(3):
+        jobs.append(Job(variant=row, config=row.config, label="", folder=tmp_path / str(seed)))
+        jobs[-1].folder.mkdir()
+        (jobs[-1].folder / "metrics.jsonl").write_text(json.dumps({"step": 100, "epoch": 1.0, "seconds": 10.0}) + "\n")
+    Display(jobs, slots=2, quiet=False).refresh()
+    # A run of 1000 steps takes 100 s: 2.7 of them on 2 workers.
+    assert capsys.readouterr().out == "2 running, 0 finished, 0 failed, 2 min 15 s left\n"
 
 
 def test_ray_is_asked_for_by_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ IMPOSSIBLE = {
     "train --data builtin --batches.image_size 100000": "image_size",
     "train --data builtin --model.options.test_size []": "test_size",
     "train --data builtin --model.options.test_size [0,0]": "test_size",
-    "compare --seeds 999999999999": "seeds",
+    "compare ap --seeds 999999999999": "seeds",
     "train --data builtin --device meta": "meta",
 }
 WRONG = """
@@ -76,9 +76,9 @@ data convert nowhere --to coco --out x
 data convert builtin --to coco --out notes.txt
 compare nothing
 compare ap ap
-compare --seeds 0
-compare --steps 0
-compare --data nowhere
+compare ap --seeds 0
+compare ap --steps 0
+compare ap --data nowhere
 reproduce table9
 reproduce table2 --scale huge
 theory theorem9

@@ -52,11 +52,6 @@ def test_only_a_row_that_the_intervals_put_first_is_bold() -> None:
         assert [row[1].strong for row in table.rows] == bold
 
 
-def test_values_in_percent_are_refused() -> None:
-    with pytest.raises(ValueError, match="58"):
-        Entry(name="ap", values={}, paper={"AP": 58.6})
-
-
 def test_a_row_without_numbers_is_shown_as_dashes() -> None:
     comparison = Comparison(
         title="T",

@@ -7,8 +7,9 @@ import torch
 from aploss.cli import main as cli
 from aploss.losses import reference
 from aploss.reports.page import Verdict
-from aploss.theory import STUDIES, convergence, figures, inseparable, write_studies
-from aploss.theory.study import PAPER_UPDATE, Study, checked_verdict, updates_and_controls
+from aploss.theory import STUDIES, appendices, figures, write_studies
+from aploss.theory.appendices import PAPER_UPDATE, checked_verdict, updates_and_controls
+from aploss.theory.study import Study
 
 CONTROLS = {"no update", "reversed sign", "random direction", "cross-entropy"}
 
@@ -24,7 +25,7 @@ def test_every_claim_holds_and_every_control_violates_its_check(study):
         assert verdict.holds is True, verdict.claim
     if study.name == "convergence":
         for name, converged, _ in study.tables[0].rows:
-            assert (converged < convergence.PROBLEMS) == (name in CONTROLS), name
+            assert (converged < appendices.PROBLEMS) == (name in CONTROLS), name
     if study.name == "smoothed-failure":
         for name, *_, loss in study.tables[0].rows:
             assert (loss == 0) == (name == PAPER_UPDATE), name
@@ -63,8 +64,8 @@ WRONG_GRADIENTS = {
 @pytest.mark.parametrize(
     ("module", "loss", "study", "failing"),
     [
-        (convergence, "ap_loss", "smoothed-failure", [2]),
-        (convergence, "error_driven", "consistency", [0, 1]),
+        (appendices, "ap_loss", "smoothed-failure", [2]),
+        (appendices, "error_driven", "consistency", [0, 1]),
         (figures, "ap_loss", "method", [1]),
     ],
 )
@@ -110,33 +111,33 @@ class TestConvergence:
     def test_the_step_bound_is_that_of_appendix_1(self):
         # One sample, M = 2 boxes at 2 and -1 on a line, theta* = 1: margin 3, distance 3.
         # c = 3 / (2 * 1), C = 2² * 3²: C / c² = 36 / 2.25 = 16.
-        problem = convergence.SeparableProblem(np.array([[[2.0], [-1.0]]]), 1)
+        problem = appendices.SeparableProblem(np.array([[[2.0], [-1.0]]]), 1)
         assert problem.step_bound == pytest.approx(16)
 
     def test_the_bound_is_within_reach_and_the_margin_is_1(self):
         random = np.random.default_rng(3)
-        for problem in (convergence.make_separable(random) for _ in range(20)):
+        for problem in (appendices.make_separable(random) for _ in range(20)):
             assert problem.step_bound < 10_000
             first = problem.features[..., 0]
             assert (first[:, : problem.positives].min(1) - first[:, problem.positives :].max(1)).min() == 1
 
     def test_an_inseparable_problem_does_not_converge(self):
-        problem = convergence.SeparableProblem(np.array([[[2.0], [1.0], [3.0]]]), 1)
+        problem = appendices.SeparableProblem(np.array([[[2.0], [1.0], [3.0]]]), 1)
         random = np.random.default_rng(0)
         update = updates_and_controls(1, random)[PAPER_UPDATE]
-        assert convergence.steps_to_converge(problem, update, random) is None
+        assert appendices.steps_to_converge(problem, update, random) is None
 
 
 class TestInseparable:
     @pytest.fixture
     def sample(self):
-        return inseparable.make_inseparable(np.random.default_rng(3), 1)[0]
+        return appendices.make_inseparable(np.random.default_rng(3), 1)[0]
 
     def test_the_modified_update_is_the_one_of_appendix_3(self, sample):
-        positives, boxes = inseparable.POSITIVES, len(sample)
+        positives, boxes = appendices.POSITIVES, len(sample)
         theta = np.random.default_rng(4).normal(size=sample.shape[-1])
         sums = np.arange(1.0, positives + 1)
-        loss, comparator, gradient = inseparable.surrogate_step(theta, sample, sums)
+        loss, comparator, gradient = appendices.surrogate_step(theta, sample, sums)
 
         scores, targets = torch.tensor(sample @ theta), (torch.arange(boxes) < positives).long()
         expected_loss, _ = reference.ap_loss(scores, targets, delta=0, interpolated=False)
@@ -154,15 +155,15 @@ class TestInseparable:
     def test_the_surrogate_lies_above_the_ap_loss_by_delta_over_4(self):
         # l(x, x) >= delta/4 * L_AP, because Q(x) >= delta/4 where H(x) = 1.
         x = np.linspace(0, 5, 100)
-        assert (inseparable.step_integral(x) >= inseparable.DELTA / 4).all()
-        slope = np.gradient(inseparable.step_integral(x), x)
-        step = reference.piecewise_step(torch.tensor(x), inseparable.DELTA).numpy()
+        assert (appendices.step_integral(x) >= appendices.DELTA / 4).all()
+        slope = np.gradient(appendices.step_integral(x), x)
+        step = reference.piecewise_step(torch.tensor(x), appendices.DELTA).numpy()
         assert slope[1:-1] == pytest.approx(step[1:-1], abs=0.02)
 
     def test_separability_is_decided_by_a_linear_program(self, sample):
-        assert not inseparable.is_separable(sample)
-        sample[inseparable.POSITIVES] = sample[inseparable.POSITIVES + 1]  # no negative between two positives
-        assert inseparable.is_separable(sample)
+        assert not appendices.is_separable(sample)
+        sample[appendices.POSITIVES] = sample[appendices.POSITIVES + 1]  # no negative between two positives
+        assert appendices.is_separable(sample)
 
 
 def test_figure_1_has_the_accuracy_and_the_ap_of_the_paper():

@@ -212,10 +212,7 @@ def _compare(add: Add) -> None:
     aploss compare --vary batches.size=4,8 --vary criterion.box_loss=smooth-l1,giou --no-tune
     aploss compare --runs runs/a runs/b
     """
-    losses = (
-        "losses to compare, with options as in ap:delta=0.5; by default ap focal ce-ohem auc, or with --vary the "
-        "recipe's; aploss train --help lists them"
-    )
+    losses = "losses, with options as in ap:delta=0.5, see aploss train --help; with --vary by default the recipe's"
     add("losses", nargs="*", help=losses)
     vary = "setting to vary between rows, in all combinations; may be repeated"
     add("--vary", action="append", default=[], metavar="KEY=A,B", help=vary)

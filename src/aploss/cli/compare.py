@@ -17,15 +17,11 @@ from typing import Any
 from aploss.cli.train import given_settings, shorthand_changes, suggest_settings
 from aploss.errors import ConfigError, require_packages
 from aploss.experiments import compare, reproduce
-from aploss.experiments.plan import describe_plan, more_seeds, parse_seeds, parse_settings
+from aploss.experiments.plan import RATE, Search, describe_plan, more_seeds, parse_seeds, parse_settings
 from aploss.experiments.results import MIN_SEEDS
-from aploss.experiments.runs import RATE
-from aploss.experiments.search import Search
 from aploss.experiments.workers import Workers
 from aploss.training.config import load_config, merge
 from aploss.training.distributed import TrainingInterruptedError
-
-DEFAULT_LOSSES = ("ap", "focal", "ce-ohem", "auc")
 
 
 def run_compare(options: Namespace) -> int:
@@ -36,6 +32,8 @@ def run_compare(options: Namespace) -> int:
         compare.compare_runs(options.runs, out)
         _show(out)
         return 0
+    if not (options.losses or options.vary):
+        raise ConfigError("name the losses, as in: aploss compare ap focal (--plan prints how long it takes)")
     vary, over = parse_settings(options.vary, "--vary"), parse_settings(options.tune_over, "--tune-over")
     changed = {"schedule.length": options.steps or options.epochs, "batches.image_size": options.image_size}
     for key in vary:
@@ -47,7 +45,7 @@ def run_compare(options: Namespace) -> int:
     recipe, changes = _recipe_and_changes(options)
     first = parse_seeds(options.seeds)
     plan = compare.comparison_plan(
-        options.losses or ([] if vary else DEFAULT_LOSSES),
+        options.losses,
         vary=vary,
         recipe=recipe,
         seeds=more_seeds(first, options.seeds_until_decided),

@@ -3,7 +3,6 @@
 The cache finds a run by a hash of its settings, so that comparisons share their runs.
 """
 
-import re
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
@@ -11,13 +10,10 @@ from itertools import combinations
 from operator import attrgetter
 from pathlib import Path
 
-from aploss.environment import describe_environment
 from aploss.errors import ConfigError
 from aploss.evaluation import HEADLINE_METRICS, LOWER_IS_BETTER
-from aploss.experiments.plan import LOSS_OPTIONS, Plan, comparison_plan
+from aploss.experiments.plan import LOSS_OPTIONS, Plan, Run, Search, Trial, Variant, as_typed, comparison_plan
 from aploss.experiments.results import MIN_SEEDS, Results, is_decided, write_results
-from aploss.experiments.runs import Run, Variant, as_typed
-from aploss.experiments.search import Search, Trial
 from aploss.experiments.workers import Job, Pool, Workers, open_pool
 from aploss.files import as_file_name
 from aploss.losses.traits import traits_of
@@ -65,16 +61,11 @@ def compare(
         try:
             for _ in _train(results, pool, page_of):
                 if time.monotonic() - written_at >= PAGE_INTERVAL_S:
-                    write_results(out, results, replace(page_of(results), command=typed_command()))
+                    write_results(out, results, page_of(results))
                     written_at = time.monotonic()
         finally:  # also after Ctrl-C
-            write_results(out, results, replace(page_of(results), command=typed_command()))
+            write_results(out, results, page_of(results))
     return results
-
-
-def typed_command() -> str:
-    """The command of this process as a user would type it."""
-    return re.sub(r"^(__main__|aploss)\S*", "aploss", str(describe_environment()["command"]))
 
 
 def _train(results: Results, pool: Pool, page_of: Callable[[Results], Comparison]) -> Iterator[Run]:
@@ -142,10 +133,8 @@ def _trial_jobs(search: Search, row: Variant, results: Results) -> list[Job]:
 
 def comparison_page(results: Results) -> Comparison:
     """The page of a plain comparison."""
-    variants = results.plan.variants
-    listed = ", ".join(loss_label(variant.name) for variant in variants)
+    variants, names = results.plan.variants, [variant.name for variant in results.plan.variants]
     varied = any(not key.startswith(LOSS_OPTIONS) for variant in variants for key in variant.settings)
-    names = [variant.name for variant in variants]
     more_outputs = any(traits_of(variant.config.loss).softmax for variant in variants)
     pairs = [*combinations(names, 2)] if len(names) <= MAX_PAIRED_ROWS else [(names[0], one) for one in names[1:]]
     notes = ["Intervals are Student's t over paired seeds, for each difference by itself."]
@@ -154,7 +143,7 @@ def comparison_page(results: Results) -> Comparison:
     if len(results.seeds) < MIN_SEEDS:
         notes.append(f"Fewer than {MIN_SEEDS} seeds decide little: a difference may be chance.")
     return results.comparison(
-        title=f"{listed} on {Path(variants[0].config.data).resolve().name}",
+        title=f"{', '.join(map(loss_label, names))} on {Path(variants[0].config.data).resolve().name}",
         summary="The same detector, schedule, initial weights and data order for each seed; only "
         f"{'the settings in the row names differ' if varied else 'the loss differs'}"
         f"{' (a softmax loss has one more output per anchor)' if more_outputs else ''}. "
@@ -206,5 +195,5 @@ def compare_runs(folders: Sequence[str | Path], out: str | Path) -> Results:
     plan = Plan(variants=[*rows.values()], seeds=sorted({run.config.seed for run in runs}))
     results = Results(plan, runs=found, given=True)
     page = replace(comparison_page(results), summary="Finished runs, each measured with its own choice of checkpoint.")
-    write_results(Path(out), results, replace(page, command=typed_command()))
+    write_results(Path(out), results, page)
     return results

@@ -17,8 +17,8 @@ from aploss.detectors.detector import Detector
 from aploss.detectors.predict import MultiScale
 from aploss.evaluation import HEADLINE_METRICS, METRICS, voc_metrics
 from aploss.evaluation.tables import DetectionTable
+from aploss.experiments.plan import DETECTION, Measure, Run
 from aploss.experiments.results import Results
-from aploss.experiments.runs import DETECTION, Measure, Run
 from aploss.files import write_json
 from aploss.losses import ap_loss
 from aploss.reports.comparison import Difference, TrainingCurve, paired_difference
@@ -178,15 +178,14 @@ def _read_points(folder: Path) -> dict[int, float]:
 def training_ap_loss(detector: Detector, batches: Sequence[Batch]) -> float:
     """The mean of 1 - AP of the anchors' ranking over the batches with objects, in [0, 1]; NaN without any."""
     device = next(detector.parameters()).device
-    criterion, values = detector.criterion, []
+    values = []
     with torch.no_grad():
         for batch in batches:
             assert batch.images is not None
             images = batch.images.to(device)
             height, width = images.shape[-2:]
-            anchors = detector.anchors_for(height, width, device)
             logits, _ = detector.eval().heads(images)
-            labels = criterion.label(anchors, batch.targets)
+            labels = detector.criterion.label(detector.anchors_for(height, width, device), batch.targets)
             if len(labels.boxes):
                 targets = labels.ranking_targets(logits.shape[-1])
                 values.append(float(ap_loss(logits, targets, delta=0.0, interpolated=False)))
@@ -355,7 +354,7 @@ def _first_at_snapshots(results: Results) -> list[Verdict]:
     claim = "AP-loss is above every other loss at all snapshots of the second half of the training"
     claim += f"; by the mean it is first at {first} of {len(steps)} snapshots" if steps else ""
     supporting = [gap for k in later for gap in gaps(k, confidence)]
-    if not results.complete or not supporting or any(len(gap.values) < 2 for gap in supporting):
+    if not results.complete or not supporting:  # without intervals (a single seed) nothing is decided either
         return [Verdict(None, claim)]
     corrected = 1 - (1 - confidence) / len(supporting)
     contradicted = any(gap.high < 0 for k in later for gap in gaps(k, corrected))

@@ -1,41 +1,286 @@
-"""The plan of a comparison: its rows and seeds, from the texts of the command line, and the time it takes."""
+"""The plan of a comparison: its rows and seeds, the search for learning rates, and the time it takes."""
 
+import hashlib
+import json
+import math
 import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
+from aploss.data.builtin import VERSION as BUILTIN_VERSION
 from aploss.detectors.criterion import make_loss
 from aploss.errors import ConfigError
-from aploss.experiments.runs import (
-    RATE,
-    VALIDATIONS,
-    Variant,
-    as_typed,
-    changed,
-    check_varied,
-    comparison_config,
-    settings_hash,
-)
-from aploss.experiments.search import RATE_FACTORS, Search
+from aploss.evaluation import METRICS
 from aploss.losses.traits import LOSSES
 from aploss.progress import describe_seconds
-from aploss.training.config import TrainConfig, config_to_dict, differing_keys, merge, nested, parse_value
+from aploss.reports.comparison import TrainingCurve
+from aploss.reports.run_files import read_json_lines
+from aploss.training.config import (
+    DEFAULTS_BEFORE_ADDED,
+    FIXED_BY_COMPARISON,
+    RESUMABLE_KEYS,
+    TrainConfig,
+    config_from_dict,
+    config_to_dict,
+    differing_keys,
+    load_config,
+    merge,
+    nested,
+    parse_value,
+)
 from aploss.training.distributed import choose_device, seeded
 from aploss.training.run import make_detector
-from aploss.training.splits import load_run_data
+from aploss.training.run_folder import Summary
+from aploss.training.splits import NO_SPLIT, load_run_data
 
 LEVEL = 0.05  # of significance
 MAX_SEEDS = 1000
 LOSS_OPTIONS = "criterion.options"
 MEASURED_PIXELS = 512 * 512  # of a training step whose time is measured
 WITHOUT_WEIGHTS: dict[str, Any] = {"model": {"weights": None}}  # and without a download
+RATE_FACTORS = (1 / 3, 1.0, 3.0)  # the first grid, as multiples of the row's own learning rate
+VALIDATIONS = 5  # during training: in short runs each takes longer than the steps between two
+RATE = "optimizer.learning_rate"
+CLASS_AP = "AP of "  # followed by the name of a class
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run of a comparison."""
+
+    config: TrainConfig  # with its seed
+    folder: Path
+    summary: Summary | None  # None if it diverged
+    failure: str = ""  # why it has no summary, in one line
+
+
+class Measure:
+    """How numbers are taken from a run: the final metrics on the evaluation split, and AP on validation on the way.
+
+    Subclasses override its methods. All but :meth:`observer` are called with finished runs.
+    """
+
+    def observer(self, config: TrainConfig, folder: Path) -> Callable[[dict[str, Any]], Any] | None:
+        """A callback for every row of the metrics while a run trains; None for no callback."""
+        return None
+
+    def values(self, run: Run) -> Mapping[str, float | None]:
+        """The final numbers by metric, between 0 and 1; those of a class are called ``AP of NAME``."""
+        assert run.summary is not None
+        classes = {f"{CLASS_AP}{name}": found.get("AP") for name, found in run.summary.per_class.items()}
+        return {name: getattr(run.summary, name) for name in METRICS} | classes
+
+    def curve(self, run: Run) -> TrainingCurve:
+        """The numbers during training."""
+        rows = [row for row in read_json_lines(run.folder / "metrics.jsonl") if row.get("AP") is not None]
+        steps, values, seconds = ([row[key] for row in rows] for key in ("step", "AP", "seconds"))
+        return TrainingCurve(steps=steps, values=values, minutes=[one / 60 for one in seconds])
+
+    def score(self, run: Run) -> float | None:
+        """The score that chooses learning rates, larger being better; None if unknown."""
+        values = self.curve(run).values
+        return values[-1] if values else None
+
+
+DETECTION = Measure()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One row of a comparison; settings are keyed by their dotted names."""
+
+    name: str  # name of a loss, or any text such as "ap:delta=0.5"
+    config: TrainConfig  # for every seed
+    settings: Mapping[str, Any] = field(default_factory=dict)  # the settings that distinguish it, besides the loss
+    tuned: Mapping[str, Any] = field(default_factory=dict)  # the settings that a search has chosen
+    paper: Mapping[str, float] = field(default_factory=dict)  # metric → the paper's number, between 0 and 1
+    measure: Measure = DETECTION  # how numbers are taken from its runs
+
+
+def comparison_config(
+    recipe: str | None, changes: dict[str, Any], *, steps: int | None = None, validations: int = VALIDATIONS
+) -> TrainConfig:
+    """A config for runs that can be compared.
+
+    The weights at the end of the schedule are measured, on the test split if there is one, so that no run chooses its
+    checkpoint; the validation split is measured ``validations`` times on the way, for the curve and for learning rates.
+    See :func:`~aploss.training.config.load_config` for recipe and changes; with another length (``steps``) milestones
+    keep their share of it.
+    """
+    config = with_length(load_config(recipe, changes), steps, validations=validations)
+    split = config.evaluation.split
+    if split != NO_SPLIT and split == (config.splits.validation or "val"):
+        split = None
+    return changed(config, {"evaluation": {"checkpoint": "last", "split": split}})
+
+
+def with_length(config: TrainConfig, steps: int | None, *, validations: int) -> TrainConfig:
+    """The config with another length and evenly spaced validations that cannot stop it."""
+    schedule = config.schedule
+    if steps is not None:
+        milestones = tuple(sorted({round(steps / schedule.length * one) for one in schedule.milestones}))
+        schedule = replace(schedule, length=steps, unit="steps", milestones=milestones)
+    every = schedule.length / validations
+    if schedule.unit == "steps":
+        every = float(max(1, round(every)))
+    validation = replace(config.validation, every=every, unit=schedule.unit, patience=None)
+    return replace(config, schedule=schedule, validation=validation)
+
+
+def changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
+    """The config with nested values replaced."""
+    return config_from_dict(merge(config_to_dict(config), changes))
+
+
+def check_varied(key: str, *, option: str = "--vary") -> None:
+    """Raises a ConfigError for a setting in which rows cannot differ."""
+    if key in ("loss", "seed", *FIXED_BY_COMPARISON, *RESUMABLE_KEYS):
+        reason = "the comparison fixes this setting, or it does not affect the result"
+        raise ConfigError(f"{option} {key}: {reason}; losses are named as arguments, seeds with --seeds")
+
+
+def as_typed(value: Any) -> str:
+    """A value as it is typed on the command line."""
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"), default=str)
+
+
+def settings_hash(config: TrainConfig) -> str:
+    """Ten hexadecimal digits of all settings that affect the result of a run.
+
+    The folder, the time limit and the checkpoint interval are left out; data counts by its absolute path.
+    """
+    values = config_to_dict(config)
+    unchanged = (key for key, value in DEFAULTS_BEFORE_ADDED.items() if attrgetter(key)(config) == value)
+    for key in {*RESUMABLE_KEYS, *unchanged}:
+        group, _, name = key.rpartition(".")
+        del (values[group] if group else values)[name]
+    values["device"] = config.device  # minutes on two devices must not be compared
+    values["data"] = BUILTIN_VERSION if config.data == "builtin" else str(Path(config.data).resolve())
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:10]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One trial of a search."""
+
+    row: str
+    settings: Mapping[str, Any]  # by dotted key
+    score: float | None  # None if it diverged, or the settings are invalid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """The search for the learning rate of each row on the validation split, never on test.
+
+    A grid is tried first, then the neighbours of the best until none is better: an axis of positive numbers grows by
+    its own ratio when the best value is at one of its ends.
+
+    Attributes:
+        steps: length of a trial, whose warm-up shrinks with it; None for the length of the real run, whose first
+            seed then is a trial.
+        over: settings that are searched with the learning rate, as the best rate depends on the weight of the box
+            loss: ``KEY``, or ``LOSS:KEY`` for the rows of a loss → values. Those of ``optimizer.learning_rate`` replace
+            the multiples of the row's own in ``RATE_FACTORS``.
+
+    Example:
+        >>> search, row = Search(), Variant(name="ap", config=TrainConfig())
+        >>> [trial[RATE] for trial in search.next_trials(row, [])]
+        [0.001, 0.003, 0.009]
+        >>> scores = {0.001: 0.5, 0.003: 0.6, 0.009: 0.7}
+        >>> trials = [Trial(row="ap", settings={RATE: rate}, score=score) for rate, score in scores.items()]
+        >>> search.next_trials(row, trials)
+        [{'optimizer.learning_rate': 0.027}]
+    """
+
+    steps: int | None = None
+    over: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    def next_trials(self, row: Variant, trials: Sequence[Trial]) -> list[dict[str, Any]]:
+        """The settings to try next after the trials so far; none if the best has been tried between its neighbours."""
+        axes: dict[str, Sequence[Any]] = {
+            RATE: [_rounded(factor * row.config.optimizer.learning_rate) for factor in RATE_FACTORS]
+        }
+        for name, values in self.over.items():
+            loss, _, key = name.rpartition(":")
+            if loss in ("", row.config.loss) and key not in row.settings:  # a row keeps its own value
+                axes[key] = values
+        tried = [one.settings for one in trials if one.row == row.name]
+        if not tried:
+            return [dict(zip(axes, point, strict=True)) for point in product(*axes.values())]
+        best, found = self.best(row, trials).settings, []
+        for key, values in axes.items():
+            if _can_grow(values):
+                around = _neighbours({*values, *(settings[key] for settings in tried)}, best[key])
+                found += [{**best, key: value} for value in around]
+        return [settings for settings in found if settings not in tried]
+
+    def best(self, row: Variant, trials: Sequence[Trial]) -> Trial:
+        """The best trial, of equal ones the nearest to the row's own rate; if all failed, that of the lowest rate."""
+
+        def rank(trial: Trial) -> tuple[float, float]:
+            rate = trial.settings[RATE]
+            if trial.score is None:
+                return -math.inf, -rate
+            return trial.score, -abs(math.log(rate / row.config.optimizer.learning_rate))
+
+        return max((one for one in trials if one.row == row.name), key=rank)
+
+    def chosen(self, row: Variant, trials: Sequence[Trial]) -> Variant:
+        """The row with the best settings; with its own if all trials failed."""
+        best = self.best(row, trials)
+        if best.score is None:
+            return row
+        return replace(row, config=changed(row.config, nested(best.settings)), tuned=best.settings)
+
+    def trial_config(self, row: Variant, settings: Mapping[str, Any], seed: int) -> TrainConfig:
+        """The config of a trial; ConfigError if the settings are invalid."""
+        config = replace(row.config, seed=seed)
+        if self.steps is not None:
+            # A warm-up of at most a tenth: a short trial must train at the rate it has to judge. Only the validation
+            # split is measured: the choice must not depend on the evaluation split.
+            changes = {"schedule": {"exact_warmup": False}, "evaluation": {"split": NO_SPLIT}}
+            config = with_length(changed(config, changes), self.steps, validations=1)
+        config = changed(config, nested(dict(settings)))
+        make_loss(config.loss, **config.criterion.options)
+        return config
+
+    def check(self, rows: Sequence[Variant], seed: int) -> None:
+        """Raises a ConfigError for a search that does not fit some row, before anything is trained."""
+        for name in self.over:
+            loss, _, key = name.rpartition(":")
+            check_varied(key, option="--tune-over")
+            if not any(loss in ("", row.config.loss) and key not in row.settings for row in rows):
+                raise ConfigError(f"--tune-over {name}: no row has this loss, or each has its own value")
+        for row in rows:
+            for settings in self.next_trials(row, []):
+                self.trial_config(row, settings, seed)
+
+
+def _can_grow(values: Sequence[Any]) -> bool:
+    """Whether values are at least two different positive numbers."""
+    are_numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    return are_numbers and len({*values}) > 1 and min(values) > 0
+
+
+def _neighbours(values: set[float], best: float) -> list[float]:
+    """The values below and above the best one; beyond an end the ratio of the last two continues."""
+    ordered = sorted(values)
+    place = ordered.index(best)
+    below = ordered[place - 1] if place else _rounded(best**2 / ordered[1])
+    above = ordered[place + 1] if place + 1 < len(ordered) else _rounded(best**2 / ordered[-2])
+    return [below, above]
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +326,10 @@ class Plan:
     def trainings(self) -> tuple[int, int]:
         """The numbers of runs, and of trials before grids widen; what rows share is counted once."""
         rows = {settings_hash(variant.config): variant for variant in self.variants}.values()
-        trials = 0
-        if (search := self.search) is not None:
-            # A trial of the real length is the run of the first seed, if it wins.
-            trials = sum(len(search.next_trials(row, [])) - (search.steps is None) for row in rows)
-        return len(rows) * len(self.seeds), trials
+        search = self.search
+        # A trial of the real length is the run of the first seed, if it wins.
+        trials = [len(search.next_trials(row, [])) - (search.steps is None) for row in rows] if search else []
+        return len(rows) * len(self.seeds), sum(trials)
 
 
 def comparison_plan(
@@ -144,12 +388,9 @@ def comparison_plan(
 
 
 def describe_plan(plan: Plan, *, images: int | None = None, workers: int = 1) -> str:
-    """The runs of a plan with their settings and estimated time, without training any.
+    """The runs of a plan with their settings and the time of ``workers`` runs at a time, without training any.
 
-    Args:
-        plan: the rows, seeds and search.
-        images: images of a run; by default of the first row's schedule.
-        workers: runs at a time.
+    A run has as many ``images`` as the schedule of the first row by default.
     """
     config, (runs, trials) = plan.variants[0].config, plan.trainings
     step_images = config.batches.size * config.batches.accumulate

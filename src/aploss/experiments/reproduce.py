@@ -9,10 +9,8 @@ from aploss.errors import ConfigError
 from aploss.evaluation import HEADLINE_METRICS
 from aploss.experiments.compare import compare
 from aploss.experiments.paper import EPOCH_IMAGES, MEASURED_ON, REPRODUCTIONS, TEST_SPLIT, Reproduction, Row
-from aploss.experiments.plan import Plan, describe_plan, more_seeds
+from aploss.experiments.plan import Plan, Search, Variant, changed, comparison_config, describe_plan, more_seeds
 from aploss.experiments.results import Results
-from aploss.experiments.runs import Variant, changed, comparison_config
-from aploss.experiments.search import Search
 from aploss.reports.comparison import Comparison
 from aploss.training.config import TrainConfig, merge
 from aploss.training.distributed import choose_device
@@ -49,12 +47,10 @@ class Request:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.is_small:
-            return
-        for option in ("recipe", "steps", "tune_steps"):
-            if getattr(self, option) is not None:
-                name = option.replace("_", "-")
-                raise ConfigError(f"--{name} needs --scale small: the paper's scale has the paper's settings")
+        for name in ("recipe", "steps", "tune_steps"):
+            if getattr(self, name) is not None and not self.is_small:
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{option} needs --scale small: the paper's scale has the paper's settings")
 
     @property
     def is_small(self) -> bool:
@@ -153,17 +149,7 @@ def page_for(name: str, request: Request, results: Results) -> Comparison:
 
 
 def reproduce(name: str, request: Request, out: str | Path, **options: Any) -> Results:
-    """Trains what a table or figure needs and writes its page.
-
-    Args:
-        name: one of :data:`~aploss.experiments.paper.REPRODUCTIONS`.
-        request: scale, data, seeds.
-        out: folder of the page.
-        options: see :func:`~aploss.experiments.compare.compare`.
-
-    Returns:
-        The runs and the statistics over them.
-    """
+    """Trains what a table or figure needs and writes its page, as :func:`~aploss.experiments.compare.compare` does."""
     return compare(plan_for(name, request), out, lambda results: page_for(name, request, results), **options)
 
 

@@ -3,16 +3,15 @@
 import csv
 import io
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from aploss.environment import describe_environment
 from aploss.evaluation import HEADLINE_METRICS, METRICS
-from aploss.experiments.plan import Plan
-from aploss.experiments.runs import CLASS_AP, RATE, Run, Variant, as_typed
-from aploss.experiments.search import Trial
+from aploss.experiments.plan import CLASS_AP, RATE, Plan, Run, Trial, Variant, as_typed
 from aploss.files import write_json, write_text
 from aploss.plotting.plots import loss_label
 from aploss.reports.comparison import Comparison, Difference, Entry, paired_difference, spread, write_comparison_report
@@ -20,6 +19,7 @@ from aploss.reports.page import Cell, Section, Table, Text, Verdict, percent
 from aploss.training.config import TrainConfig
 
 MIN_SEEDS = 3  # fewer are reported as too few
+NO_INTERVAL = (math.nan, math.nan)  # with which every comparison is false: nothing is decided
 TIE = "tie"
 TIE_MARGIN = 0.01  # a difference that is certainly smaller is a tie
 
@@ -51,8 +51,11 @@ class Results:
     def values(self, name: str, metric: str) -> list[float | None]:
         """A metric of a row for each seed; None if unknown (yet)."""
         measure = next(one.measure for one in self.plan.variants if one.name == name)
-        runs = [self.runs.get((name, seed)) for seed in self.seeds]
-        return [measure.values(run).get(metric) if run and run.summary else None for run in runs]
+        return [measure.values(run).get(metric) if run and run.summary else None for run in self.runs_of(name)]
+
+    def runs_of(self, name: str) -> list[Run | None]:
+        """The run of a row for each seed; None if it has not ended (yet)."""
+        return [self.runs.get((name, seed)) for seed in self.seeds]
 
     def mean(self, name: str, metric: str = "AP") -> float:
         """The mean of a row over its seeds; NaN without any."""
@@ -60,14 +63,12 @@ class Results:
 
     def finished_runs(self, name: str) -> list[Run]:
         """The runs of a row that did not diverge, in the order of the seeds."""
-        runs = [self.runs.get((name, seed)) for seed in self.seeds]
-        return [run for run in runs if run and run.summary]
+        return [run for run in self.runs_of(name) if run and run.summary]
 
     def difference(self, first: str, second: str, metric: str = "AP") -> Difference:
         """``first - second`` over the seeds that both have."""
-        ours, theirs = self.values(first, metric), self.values(second, metric)
-        names = {"name": first, "baseline": second, "metric": metric}
-        return paired_difference(ours, theirs, confidence=self.plan.confidence, **names)
+        values = self.values(first, metric), self.values(second, metric)
+        return paired_difference(*values, name=first, baseline=second, metric=metric, confidence=self.plan.confidence)
 
     def differences(self, reference: str | None, metrics: Sequence[str] = ("AP",)) -> list[Difference]:
         """The reference minus every other row in each metric, where at least two seeds give an interval."""
@@ -81,23 +82,16 @@ class Results:
         True if the confidence interval of the paired gain lies at or above ``by`` (above zero without it), False if it
         lies below, None if it includes ``by``, or with a single seed or unfinished runs.
         """
-        one = self.difference(first, second, metric)
-        if not self.complete or len(one.values) < 2:
-            return None
-        low, high = one.gain
-        if low >= by and low > 0:
-            return True
-        return False if high < by or high <= 0 else None
+        low, high = self.difference(first, second, metric).gain if self.complete else NO_INTERVAL
+        return True if low >= by and low > 0 else False if high < by or high <= 0 else None
 
     def is_between(self, name: str, low: float, high: float, metric: str = "AP") -> bool | None:
         """Whether the mean of a row lies in a range, by its confidence interval, as :meth:`is_ahead`."""
+        if not self.complete:
+            return None
         values = self.values(name, metric)
         mean = paired_difference(values, [0.0] * len(values), confidence=self.plan.confidence)
-        if not self.complete or len(mean.values) < 2:
-            return None
-        if low <= mean.low and mean.high <= high:
-            return True
-        return False if mean.high < low or high < mean.low else None
+        return True if low <= mean.low and mean.high <= high else False if mean.high < low or high < mean.low else None
 
     def verdict(self, first: str, second: str, *, by: float = 0.0, metric: str = "AP") -> Verdict:
         """The claim that a row is ahead of another, with its numbers; see :meth:`is_ahead`."""
@@ -108,7 +102,7 @@ class Results:
     def pair_verdict(self, first: str, second: str, metric: str = "AP") -> Verdict:
         """How a row compares with another: ahead, behind, tie (closer than 1 point), or too few seeds to say."""
         one, claim = self.difference(first, second, metric), f"{loss_label(first)} against {loss_label(second)}"
-        low, high = one.gain if self.complete else (math.nan, math.nan)
+        low, high = one.gain if self.complete else NO_INTERVAL
         label = TIE if max(-low, high) < TIE_MARGIN else "too few seeds"
         label = "ahead" if low > 0 else "behind" if high < 0 else label
         return Verdict({"ahead": True, "behind": False}.get(label), f"{claim}: {one}", label)
@@ -122,14 +116,9 @@ class Results:
         sections: Sequence[Section] = (),
         **texts: Any,
     ) -> Comparison:
-        """The page of these results.
+        """The page of these results; ``texts`` are fields of a :class:`Comparison`, such as its title and verdicts.
 
-        Args:
-            summary: the setup in words.
-            metrics: columns, and metrics of the differences; the first is plotted.
-            reference: the row that the others are subtracted from; None for no differences.
-            sections: additional sections.
-            texts: other fields of a :class:`Comparison`: title, verdicts, notes, ...
+        The differences are those between the row ``reference`` and every other row in all ``metrics``.
         """
         if not self.complete:
             total = len(self.plan.variants) * len(self.seeds)
@@ -153,7 +142,7 @@ def _entry(results: Results, variant: Variant, metrics: Sequence[str]) -> Entry:
     """A row as the page shows it."""
     name, runs = variant.name, results.finished_runs(variant.name)
     curves = [variant.measure.curve(run) for run in runs]
-    diverged = [str(k) for k in results.seeds if (run := results.runs.get((name, k))) and not run.summary]
+    diverged = [str(run.config.seed) for run in results.runs_of(name) if run and not run.summary]
     return Entry(
         name=name,
         values={metric: results.values(name, metric) for metric in metrics},
@@ -166,11 +155,13 @@ def _entry(results: Results, variant: Variant, metrics: Sequence[str]) -> Entry:
 
 def write_results(out: Path, results: Results, comparison: Comparison) -> None:
     """Writes the page, the tables in Markdown and LaTeX, and all numbers as JSON and CSV into a folder."""
-    write_comparison_report(comparison, out)
+    environment = describe_environment()
+    command = re.sub(r"^(__main__|aploss)\S*", "aploss", str(environment["command"]))  # as a user would type it
+    write_comparison_report(replace(comparison, command=command), out)
     write_text(out / "results.csv", _csv(results))
     document = {
         "title": comparison.title,
-        "command": comparison.command,
+        "command": command,
         "complete": results.complete,
         "seeds": list(results.seeds),
         "confidence": results.plan.confidence,
@@ -178,14 +169,13 @@ def write_results(out: Path, results: Results, comparison: Comparison) -> None:
         "differences": [asdict(one) for one in (*comparison.differences, *comparison.class_differences)],
         "trials": [asdict(trial) for trial in results.trials],
         "verdicts": [{"holds": one.holds, "verdict": one.word, "claim": one.claim} for one in comparison.verdicts],
-        "environment": describe_environment(),
+        "environment": environment,
     }
     write_json(out / "results.json", document)
 
 
 def _row(results: Results, variant: Variant, entry: Entry) -> dict[str, Any]:
     spreads = {metric: spread(values) for metric, values in entry.values.items()}
-    runs = [run for seed in results.seeds if (run := results.runs.get((variant.name, seed)))]
     return {
         **asdict(entry),
         "loss": variant.config.loss,
@@ -195,7 +185,11 @@ def _row(results: Results, variant: Variant, entry: Entry) -> dict[str, Any]:
         # JSON does not have NaN.
         "mean": {metric: one.mean if one.count else None for metric, one in spreads.items()},
         "standard_deviation": {metric: one.deviation if one.count > 1 else None for metric, one in spreads.items()},
-        "runs": [{"seed": run.config.seed, "folder": str(run.folder), "failure": run.failure} for run in runs],
+        "runs": [
+            {"seed": run.config.seed, "folder": str(run.folder), "failure": run.failure}
+            for run in results.runs_of(variant.name)
+            if run
+        ],
     }
 
 
@@ -214,9 +208,9 @@ def _csv(results: Results) -> str:
 
 def _provenance(results: Results) -> dict[str, Any]:
     environment, plan = describe_environment(), results.plan
-    summaries = [run.summary for run in results.runs.values() if run.summary]
+    finished = {run.folder: run.summary for run in results.runs.values() if run.summary}  # rows may share a run
     rates = {loss_label(one.name): f"{one.config.optimizer.learning_rate:.3g}" for one in plan.variants}
-    own_rates = ", ".join(f"{name} {rate}" for name, rate in rates.items())
+    shown = rates.values() if len({*rates.values()}) == 1 else [f"{name} {rate}" for name, rate in rates.items()]
     devices = environment["devices"] or [f"{environment['cpu']}, {environment['cores']} cores"]
     seeds = ", ".join(map(str, results.seeds))
     if len(plan.looks) > 1:
@@ -224,19 +218,18 @@ def _provenance(results: Results) -> dict[str, Any]:
         seeds += f"; looked at after {counts} seeds until decided, with {plan.confidence:.1%} intervals"
     elif not results.given:
         seeds += "; their number was fixed in advance"
-    minutes = {run.folder: run.summary.minutes for run in results.runs.values() if run.summary}  # some are shared
     return {
         "detector": _of_rows(plan, lambda one: one.detector),
         "data": Path(plan.variants[0].config.data).resolve().name,
         "length": _of_rows(plan, lambda one: f"{one.schedule.length} {one.schedule.unit}"),
-        "minutes of training": sum(minutes.values()),
-        "commit": _listed(one.commit or "unknown" for one in summaries) or environment["commit"] or "unknown",
+        "minutes of training": sum(one.minutes for one in finished.values()),
+        "commit": _listed(one.commit or "unknown" for one in finished.values()) or environment["commit"] or "unknown",
         "seeds": seeds,
         "batch": _of_rows(plan, lambda one: f"{one.batches.size} images x {one.batches.accumulate}"),
         "image size": _of_rows(plan, lambda one: one.batches.image_size),
         "optimizer": _of_rows(plan, lambda one: f"{one.optimizer.name}, {one.schedule.kind}"),
-        "learning rate": own_rates if len({*rates.values()}) > 1 else next(iter(rates.values())),
-        "measured on": _listed(one.split for one in summaries if one.split),
+        "learning rate": ", ".join(dict.fromkeys(shown)),
+        "measured on": _listed(one.split for one in finished.values() if one.split),
         "hardware": ", ".join(devices) + f", threads: {environment['torch_threads']}",
         "software": ", ".join(f"{name} {environment['packages'][name]}" for name in ("aploss", "torch", "numba")),
         "runs": _listed(run.folder.parent for run in results.runs.values()),

@@ -20,13 +20,14 @@ from filelock import FileLock
 
 from aploss import training
 from aploss.errors import AplossError, ConfigError, RunError, require_packages
-from aploss.experiments.runs import Run, Variant, cache_folder
+from aploss.experiments.plan import RATE, Run, Variant, as_typed, settings_hash
+from aploss.files import as_file_name
 from aploss.progress import describe_seconds
 from aploss.registry import load_plugins
 from aploss.reports.run_files import read_json_lines
 from aploss.training.config import TrainConfig
 from aploss.training.distributed import StopSignals, TrainingInterruptedError, choose_device
-from aploss.training.run_folder import Summary
+from aploss.training.run_folder import Summary, default_folder
 from aploss.training.step import DivergedError
 
 MAX_RETRIES = 5  # of a run whose worker or node died
@@ -83,8 +84,15 @@ class Job:
     folder: Path = Path()
 
     def with_folder(self, cache: Path) -> "Job":
-        """The job with its folder in the cache."""
-        return replace(self, folder=cache_folder(self.config, cache, {**self.variant.settings, **self.settings}))
+        """The job with its folder in the cache: a readable name with the settings of its row, and the hash of all.
+
+        Only the hash identifies a run: an existing folder keeps the name that another comparison gave it.
+        """
+        hashed, settings = settings_hash(self.config), {**self.variant.settings, **self.settings}
+        name, _, seed = default_folder(self.config).name.rpartition("-seed")
+        about = "-".join(key.rpartition(".")[2] + as_typed(value) for key, value in settings.items() if key != RATE)
+        words = filter(None, [name, as_file_name(about), f"seed{seed}", hashed])
+        return replace(self, folder=min(cache.glob(f"*-{hashed}"), default=cache / "-".join(words)))
 
     @property
     def progress(self) -> tuple[float, float]:
@@ -105,7 +113,12 @@ def train_run(job: Job, on_row: Callable[[Any], Any] | None = None) -> Run:
         RunError: the run cannot be trained.
     """
     config, folder, file = job.config, job.folder, job.folder / "summary.json"
-    with _locked(folder):
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder.with_name(f".{folder.name}.lock")).acquire()  # another comparison may train it now
+    except OSError as error:
+        raise RunError(f"cannot write runs to {folder.parent}: {error.strerror}") from error
+    with lock:
         if file.is_file() and (known := Summary.read(file)).stopped_by != "minutes":
             return Run(config=config, folder=folder, summary=known)
         observers = [one for one in (job.variant.measure.observer(config, folder), on_row) if one is not None]
@@ -116,22 +129,10 @@ def train_run(job: Job, on_row: Callable[[Any], Any] | None = None) -> Run:
     return Run(config=config, folder=folder, summary=summary)
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Waits while another comparison trains the same run."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        held = FileLock(folder.with_name(f".{folder.name}.lock")).acquire()
-    except OSError as error:
-        raise RunError(f"cannot write runs to {folder.parent}: {error.strerror}") from error
-    with held:
-        yield
-
-
 def _run_here(jobs: Sequence[Job], *, cache: Path, quiet: bool) -> Iterator[tuple[Job, Run]]:
     """Trains jobs in this process, one after another."""
     jobs = [job.with_folder(cache) for job in jobs]
-    display = Display(jobs, quiet=quiet)
+    display = Display(jobs, slots=1, quiet=quiet)
     for job in jobs:
         display.say(f"started   {job.label}")
         run = train_run(job, display.refresh)
@@ -145,12 +146,12 @@ def _run_on_ray(
     """Trains jobs as tasks of Ray, each with its own CPUs and GPUs."""
     import ray
 
-    cpus, gpus = _resources(workers, device)
+    cpus, gpus, slots = _resources(workers, device)
     # Not retried after an exception: train_run raises none that another attempt would cure.
     options: Any = {"num_cpus": cpus, "num_gpus": gpus, "max_retries": MAX_RETRIES, "retry_exceptions": False}
     task, driver = ray.remote(**options)(_train_on_ray), (str(Path.cwd()), [*sys.argv], workers.plugins, cpus)
     jobs, saved = [job.with_folder(cache.resolve()) for job in jobs], "interrupted; every run has saved a checkpoint"
-    display = Display(jobs, quiet=quiet)
+    display = Display(jobs, slots, quiet=quiet)
     with StopSignals(saved) as signals, signals.deferred():
         pending: dict[Any, Job] = {task.remote(job, *driver): job for job in jobs}
         while pending:
@@ -207,8 +208,8 @@ def _cancel(references: list[Any]) -> None:
         ray.wait(references, num_returns=len(references), timeout=STOP_TIMEOUT_S)
 
 
-def _resources(workers: Workers, device: str) -> tuple[int, float]:
-    """CPUs and GPUs of a run."""
+def _resources(workers: Workers, device: str) -> tuple[int, float, int]:
+    """CPUs and GPUs of a run, and how many runs they allow at a time."""
     import ray
 
     present = {"CPU": 0.0, "GPU": 0.0, **ray.cluster_resources()}
@@ -218,11 +219,12 @@ def _resources(workers: Workers, device: str) -> tuple[int, float]:
     if workers.ray is not None and gpus and present["GPU"]:
         share = present["CPU"] / present["GPU"] * gpus
     cpus = workers.cpus or max(1, int(share))
-    for kind, wanted in (("CPU", cpus), ("GPU", gpus)):
+    needed = {kind: wanted for kind, wanted in (("CPU", cpus), ("GPU", gpus)) if wanted}
+    for kind, wanted in needed.items():
         if wanted > present[kind]:
             option = f"--{kind.lower()}s-per-run"
             raise ConfigError(f"a run needs {wanted:g} {kind}s ({option}), but Ray has {present[kind]:g}")
-    return cpus, gpus
+    return cpus, gpus, int(min(present[kind] // wanted for kind, wanted in needed.items()))
 
 
 @contextmanager
@@ -260,10 +262,13 @@ def open_pool(workers: Workers, cache: Path, device: str, *, quiet: bool) -> Ite
 
 
 class Display:
-    """One progress display for all runs: a line when a run ends, and the state of all from time to time."""
+    """One progress display for all runs: a line when a run ends, and the state of all from time to time.
 
-    def __init__(self, jobs: Sequence[Job], *, quiet: bool) -> None:
-        self._jobs, self._quiet, self._finished, self._failed = list(jobs), quiet, 0, 0
+    At most ``slots`` runs are training: one that was interrupted or whose worker died waits until it is resumed.
+    """
+
+    def __init__(self, jobs: Sequence[Job], slots: int, *, quiet: bool) -> None:
+        self._jobs, self._slots, self._quiet, self._finished, self._failed = list(jobs), slots, quiet, 0, 0
         self._next_line = time.monotonic() + LINE_INTERVAL_S
 
     def say(self, line: str) -> None:
@@ -288,7 +293,7 @@ class Display:
             return
         self._next_line = time.monotonic() + LINE_INTERVAL_S
         shares, seconds = zip(*(job.progress for job in self._jobs), strict=True)
-        running = max(1, sum(share > 0 for share in shares))
+        running = min(self._slots, max(1, sum(share > 0 for share in shares)))
         text = f"{running} running, {self._finished} finished, {self._failed} failed"
         if sum(shares) > 0:
             left = sum(seconds) / sum(shares) * (len(shares) - sum(shares)) / running

@@ -68,11 +68,6 @@ class Entry:
     curves: Sequence[TrainingCurve] = ()  # one for each seed
     note: str = ""  # such as the learning rate
 
-    def __post_init__(self) -> None:
-        for value in known_values([*self.paper.values(), *(v for row in self.values.values() for v in row)]):
-            if not 0 <= value <= 1:
-                raise ValueError(f"{self.name}: values must be between 0 and 1, got {value}")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
@@ -140,8 +135,7 @@ def paired_difference(
         with warnings.catch_warnings():  # equal differences have an interval of width zero
             warnings.simplefilter("ignore", RuntimeWarning)
             low, high = map(float, ttest_1samp(values, 0.0).confidence_interval(confidence))
-    mean = spread(values).mean
-    names = {"name": name, "baseline": baseline, "metric": metric}
+    names, mean = {"name": name, "baseline": baseline, "metric": metric}, spread(values).mean
     return Difference(**names, values=values, mean=mean, low=low, high=high, confidence=confidence)
 
 
@@ -177,10 +171,9 @@ def write_comparison_report(comparison: Comparison, out: str | Path) -> Path:
     ]
     sections = [page.Section("Result", result)]
     if comparison.differences:
-        blocks: list[page.Block] = [_difference_table(comparison.differences)]
-        if comparison.class_differences:
-            blocks.append(page.Section("By class", [_difference_table(comparison.class_differences)]))
-        sections.append(page.Section("Differences", blocks))
+        classes = comparison.class_differences
+        by_class = [page.Section("By class", [_difference_table(classes)])] if classes else []
+        sections.append(page.Section("Differences", [_difference_table(comparison.differences), *by_class]))
     curves = []
     for against, what in (("steps", "steps"), ("minutes", "time")):
         if any(_has_curves(entry, against) for entry in comparison.entries):
@@ -233,11 +226,11 @@ def comparison_table(comparison: Comparison) -> page.Table:
 
 def _is_best(entry: Entry, entries: Sequence[Entry], metric: str, confidence: float) -> bool:
     """Whether a row is ahead of every other one by the paired interval."""
-    others = [one.values.get(metric, ()) for one in entries if one is not entry]
-    values = entry.values.get(metric, ())
-    same_seeds = [one for one in others if len(one) == len(values)]
-    pairs = [paired_difference(values, one, metric=metric, confidence=confidence) for one in same_seeds]
-    return bool(others) and len(pairs) == len(others) and all(one.gain[0] > 0 for one in pairs)
+    values, others = entry.values.get(metric, ()), [one.values.get(metric, ()) for one in entries if one is not entry]
+    if {*map(len, others)} != {len(values)}:  # other seeds, or the only row
+        return False
+    pairs = [paired_difference(values, one, metric=metric, confidence=confidence) for one in others]
+    return all(one.gain[0] > 0 for one in pairs)
 
 
 def latex(table: page.Table) -> str:

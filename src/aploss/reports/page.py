@@ -9,7 +9,6 @@ import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -191,7 +190,7 @@ def write_page(path: str | Path, title: str, sections: Sequence[Section], *, sub
         ...     write_page(Path(folder) / "page.html", "Convergence", sections).name
         'page.html'
     """
-    page = _environment().get_template("page.html.j2")
+    page = ENVIRONMENT.get_template("page.html.j2")
     text = page.render(title=title, subtitle=subtitle, sections=sections, version=version("aploss"))
     write_text(Path(path), printable(text))
     return Path(path)
@@ -206,11 +205,8 @@ def _inline(text: str) -> Markup:
     return Markup("").join(parts)
 
 
-@lru_cache(maxsize=1)
-def _environment() -> Environment:
-    loader = PackageLoader("aploss.reports")
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters.update(inline=_inline, kind=lambda block: type(block).__name__.lower())
-    return environment
+LOADER = PackageLoader("aploss.reports")
+ENVIRONMENT = Environment(
+    loader=LOADER, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+)
+ENVIRONMENT.filters.update(inline=_inline, kind=lambda block: type(block).__name__.lower())

@@ -34,11 +34,6 @@ class RunFiles:
     matches: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)  # one line for each invalid file
 
-    def may_open(self, path: Path) -> bool:
-        """Whether an image file is inside the run folder or ``images``, with symbolic links resolved."""
-        folders = [self.folder] if self.images is None else [self.folder, self.images]
-        return any(path.resolve().is_relative_to(folder.resolve()) for folder in folders)
-
     @property
     def threshold(self) -> float:
         """The score from which detections are drawn, on the scale of :attr:`scores`."""
@@ -155,10 +150,10 @@ def _parse_lines(content: bytes) -> tuple[list[dict[str, Any]], int]:
         except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict):
-            rows.extend([row] if row else [])
+            rows.append(row)
         else:
             invalid += line is not last
-    return rows, invalid
+    return list(filter(None, rows)), invalid
 
 
 def _read_json(run: RunFiles, name: str, kind: type) -> Any:

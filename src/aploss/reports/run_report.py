@@ -53,15 +53,14 @@ def write_run_report(run_folder: str | Path, *, images: str | Path | None = None
     figures = [block.figures for section in sections for block in section.blocks if isinstance(block, page.Figures)]
     for figure in (one for group in figures for one in group if isinstance(one, page.SvgFigure)):
         write_text(run.folder / "plots" / f"{figure.name}.svg", figure.svg)
-    summary = run.summary
     subtitle = "This run has no summary yet."
-    if summary:
+    if summary := {key: value for key, value in run.summary.items() if value is not None}:
         subtitle = f"{summary.get('detector', 'a detector')} trained with {loss_label(str(summary.get('loss', '?')))}"
-        subtitle += f" on {summary['data']}" if summary.get("data") is not None else ""
-        subtitle += f", seed {summary['seed']}" if summary.get("seed") is not None else ""
-        if summary.get("split") is not None:
-            size = ", ".join(f"{run.metrics[key]} {key}" for key in ("images", "objects") if key in run.metrics)
-            subtitle += f"; evaluated on {summary['split']}" + (f" ({size})" if size else "")
+        for key, text in (("data", " on {}"), ("seed", ", seed {}"), ("split", "; evaluated on {}")):
+            subtitle += text.format(summary[key]) if key in summary else ""
+        sizes = [f"{run.metrics[key]} {key}" for key in ("images", "objects") if key in run.metrics]
+        if sizes and "split" in summary:
+            subtitle += f" ({', '.join(sizes)})"
     return page.write_page(run.folder / "report.html", run.folder.resolve().name, sections, subtitle=subtitle)
 
 
@@ -112,22 +111,21 @@ def _confusions(run: RunFiles) -> list[page.Block]:
     names, matrix = run.class_names, run.confusion_matrix
     if matrix is None:
         return [_missing("The outcomes of the detections are unknown.")]
+    annotated, detected = [*names, "background"], [*names, "not detected"]
     if len(names) > MAX_MATRIX:
         places = [(int(matrix[row, column]), row, column) for row, column in np.ndindex(matrix.shape) if row != column]
-        most = [entry for entry in sorted(places, reverse=True)[:20] if entry[0]]
-        labels = [*names, "background"]
-        rows = [[labels[row], labels[column] if column < len(names) else "not detected", n] for n, row, column in most]
-        return [
-            page.Table(columns=["annotated", "detected as", "count"], rows=rows, caption="The most frequent errors.")
+        rows: list[list[Any]] = [
+            [annotated[row], detected[column], n] for n, row, column in sorted(places)[:-21:-1] if n
         ]
+        columns, caption = ["annotated", "detected as", "count"], "The most frequent errors."
+        return [page.Table(columns=columns, rows=rows, caption=caption)]
     rows = [
         [name, *(page.Cell(int(n), strong=column == row) for column, n in enumerate(matrix[row]))]
-        for row, name in enumerate([*names, "background"])
+        for row, name in enumerate(annotated)
     ]
     rows[-1][-1] = None
     text = f"Rows: annotated objects. Columns: detections with a score of at least {run.threshold:.2f}, at IoU 0.5."
-    table = page.Table(columns=["annotated", *names, "not detected"], rows=rows, stack=False)
-    return [page.Text(text), table]
+    return [page.Text(text), page.Table(columns=["annotated", *detected], rows=rows, stack=False)]
 
 
 def _story(run: RunFiles) -> str:
@@ -155,18 +153,16 @@ def _training(run: RunFiles) -> list[page.Block]:
     texts = {"steps": "{} steps", "epochs": "{:.1f} epochs", "minutes": "{:.1f} minutes"}
     texts["images_per_second"] = "{:.1f} images per second"
     effort = ", ".join(text.format(values[key]) for key, text in texts.items() if values.get(key) is not None)
-    plotted = {
-        "Training loss": {"loss": "total", "classification": "classification", "box": "box"},
-        "Gradient norm": {"gradient_norm": "norm"},
-    }
-    if run.validation:
-        keys = {name: name for name in HEADLINE_METRICS}
-        svg = curve_plot(run.validation, keys, 100, title="AP on validation", y_label="AP (%)", y_range=(0, 100))
-        figures.append(page.SvgFigure(svg, label="AP on validation", name="AP"))
-    for title, keys in plotted.items():
-        if any(row.get(key) is not None for row in run.training for key in keys):
-            scale: dict[str, Any] = {"log_y": True} if "gradient_norm" in keys else {"y_range": (0, None)}
-            svg = curve_plot(run.training, keys, title=title, **scale)
+    percents = {"factor": 100, "y_label": "AP (%)", "y_range": (0, 100)}
+    losses = {"loss": "total", "classification": "classification", "box": "box"}
+    plotted: list[tuple[str, Rows, Mapping[str, str], dict[str, Any]]] = [
+        ("AP on validation", run.validation, {name: name for name in HEADLINE_METRICS}, percents),
+        ("Training loss", run.training, losses, {"y_range": (0, None)}),
+        ("Gradient norm", run.training, {"gradient_norm": "norm"}, {"log_y": True}),
+    ]
+    for title, logged, keys, frame in plotted:
+        if any(row.get(key) is not None for row in logged for key in keys):
+            svg = curve_plot(logged, keys, title=title, **frame)
             figures.append(page.SvgFigure(svg, label=title, name=next(iter(keys))))
     if not figures:
         return [_absent("metrics.jsonl", "There are no curves.")]
@@ -183,11 +179,8 @@ def _classes(run: RunFiles) -> list[page.Block]:
         rates = {name: _rates(matrix, label) for label, name in enumerate(run.class_names)}
         overall |= _rates(matrix)
     table = {name: {**row, **rates.get(name, {})} for name, row in per_class.items()}
-    keys = [
-        key
-        for key in (*METRICS, "precision", "recall", "F1", "objects")
-        if any(row.get(key) is not None for row in table.values())
-    ]
+    keys = [*METRICS, "precision", "recall", "F1", "objects"]
+    keys = [key for key in keys if any(row.get(key) is not None for row in table.values())]
     rows = [
         [page.Cell(name, colour=class_colour(place)), *_class_values(row, keys)]
         for place, (name, row) in enumerate(table.items())
@@ -231,15 +224,13 @@ def _settings(run: RunFiles) -> list[page.Block]:
         text = command if isinstance(command, str) else " ".join(map(str, command))
         blocks.append(page.Code(text, "Command of this run"))
     blocks.append(page.Code(f"aploss predict {run.folder} IMAGES...", "Use the model"))
-    if run.config:
-        blocks.append(page.Section("All settings (`config.yaml`)", [page.Code(run.config)]))
-    else:
-        blocks.append(_absent("config.yaml", "The settings are unknown."))
-    if run.environment:
-        text = json.dumps(run.environment, indent=2, ensure_ascii=False)
-        blocks.append(page.Section("Versions and hardware (`environment.json`)", [page.Code(text)]))
-    else:
-        blocks.append(_absent("environment.json", "Versions are unknown."))
+    environment = json.dumps(run.environment, indent=2, ensure_ascii=False) if run.environment else ""
+    for what, file, text in (
+        ("All settings", "config.yaml", run.config),
+        ("Versions and hardware", "environment.json", environment),
+    ):
+        code = page.Section(f"{what} (`{file}`)", [page.Code(text)])
+        blocks.append(code if text else _absent(file, f"{what} are unknown."))
     return blocks
 
 
@@ -275,7 +266,8 @@ class PictureSource:
         path = self.run.folder / str(entry.get("path") or entry.get("file_name") or "")
         width, height = entry.get("width"), entry.get("height")
         try:
-            if not self.run.may_open(path):
+            folders = filter(None, (self.run.folder, self.run.images))  # a symbolic link may lead elsewhere
+            if not any(path.resolve().is_relative_to(folder.resolve()) for folder in folders):
                 raise ValueError(f"{path} is outside the folder of the images; pass that folder as images=")
             pixels = read_image(path, size=(width, height) if width and height else None)
             return Image.fromarray(pixels.permute(1, 2, 0).numpy())
@@ -312,15 +304,8 @@ class PictureSource:
     ) -> page.Picture | None:
         """Draws the objects of an image (dashed) and some detections (in the colours of their classes).
 
-        Args:
-            image_id: id of the image.
-            caption: text below the picture.
-            rows: indices of the detections.
-            around: crop the picture to the surroundings of this object or detection.
-            missed: index of an object that is marked as missed.
-
-        Returns:
-            The picture, or None if the image is unreadable.
+        ``around`` crops the picture to the surroundings of an object or detection, ``missed`` is the index of an object
+        that is marked as missed. None if the image is unreadable.
         """
         image, corner, longest = self.open(image_id), (0, 0), 420
         if image is None:
@@ -495,9 +480,7 @@ def curve_plot(rows: Rows, keys: Mapping[str, str], factor: float = 1, **frame: 
 def reliability_plot(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """Plots the precision of detections over their score, before and after calibration.
 
-    Args:
-        before, after: ``bins`` with ``confidence``, ``precision`` and ``count``, which sets the size of a marker, and
-            ``expected_calibration_error``, for the legend.
+    Both have ``bins`` with ``confidence``, ``precision`` and ``count``, which sets the size of a marker.
     """
     styles = {"before calibration": (before, VARIANT_STYLES[1]), "after": (after, LineStyle(BLUE, "-", "o"))}
     frame: Any = {"x_label": "score", "y_label": "precision (IoU 0.5)", "height": 3.4}

@@ -10,7 +10,7 @@ from torch import Tensor
 from aploss.losses import ap_loss, auc_loss, focal_loss, reference
 from aploss.plotting.plots import INK, PALETTE, Series, line_plot, new_plot
 from aploss.reports.page import SvgFigure, Verdict
-from aploss.theory.study import Study
+from aploss.theory.study import Study, differentiate
 
 EASY = (0, *(10**k for k in range(1, 7)))
 POSITIVES, HARD = 30, 60
@@ -39,7 +39,7 @@ def imbalance(seed: int = 0) -> Study:
     share = {name: [on_easy / (on_easy + on_hard) for on_hard, on_easy in sums] for name, sums in gradients.items()}
     strength = {name: [on_hard / sums[0][0] for on_hard, _ in sums] for name, sums in gradients.items()}
     anchor_scores, anchor_targets = anchors_of_figure_1()
-    shown = metrics_with(anchor_scores, anchor_targets, anchor_scores[:0])
+    figure_1 = [round(value, 2) for value in metrics_with(anchor_scores, anchor_targets, anchor_scores[:0])]
     return Study(
         name="imbalance",
         title="What easy negatives do to metrics and losses",
@@ -50,7 +50,7 @@ def imbalance(seed: int = 0) -> Study:
                 _anchor_figure(),
                 f"Figure 1, drawn again. The dashed box is an object, filled anchors are positives, and the numbers "
                 f"are the places of the scores. No score exceeds 0.5, so that a classifier finds nothing: accuracy "
-                f"{shown[0]:.2f}. The ranking shows it: AP {shown[1]:.2f}.",
+                f"{figure_1[0]:.2f}. The ranking shows it: AP {figure_1[1]:.2f}.",
             ),
             SvgFigure(
                 _plot({"accuracy": accuracy, "average precision": precision}, "metric", y_range=(0, 1.03)),
@@ -63,10 +63,7 @@ def imbalance(seed: int = 0) -> Study:
             ),
         ],
         verdicts=[
-            Verdict(
-                [round(value, 2) for value in shown] == [0.88, 0.33],
-                "Figure 1: the anchors have an accuracy of 0.88 and an AP of 0.33",
-            ),
+            Verdict(figure_1 == [0.88, 0.33], "Figure 1: the anchors have an accuracy of 0.88 and an AP of 0.33"),
             Verdict(bool(accuracy[-1] > 0.999), "Accuracy ends above 0.999"),
             Verdict(bool(np.ptp(precision) < TOLERANCE), "AP does not change (1e-12)"),
             Verdict(share["cross-entropy"][-1] > 0.9, "Easy negatives end with over 90 % of cross-entropy's gradient"),
@@ -103,8 +100,7 @@ def metrics_with(scores: Tensor, targets: Tensor, easy: Tensor) -> tuple[float, 
 
 def gradients_with(loss: Loss, scores: Tensor, targets: Tensor, easy: Tensor) -> tuple[float, float]:
     """Sums of the absolute gradient of a loss over the hard boxes and over the easy negatives added."""
-    leaf = torch.cat([scores, easy]).requires_grad_()
-    (gradient,) = torch.autograd.grad(loss(leaf, F.pad(targets, (0, len(easy)))), leaf)
+    _, gradient = differentiate(lambda s: loss(s, F.pad(targets, (0, len(easy)))), torch.cat([scores, easy]))
     strength = gradient.abs()
     return float(strength[: len(scores)].sum()), float(strength[len(scores) :].sum())
 
@@ -125,8 +121,7 @@ def _anchor_figure() -> str:
     with new_plot(height=3.6) as plot:
         axes = plot.axes
         for anchor, (score, target) in enumerate(zip(scores.tolist(), targets.tolist(), strict=True)):
-            row, column = divmod(anchor, GRID)
-            colour = PALETTE[1] if target else "none"
+            (row, column), colour = divmod(anchor, GRID), PALETTE[1] if target else "none"
             axes.add_patch(Rectangle((column - 0.42, row - 0.42), 0.84, 0.84, facecolor=colour, edgecolor=INK))
             axes.text(column, row, f"{-score:.0f}", ha="center", va="center")
         axes.add_patch(Rectangle((0.45, 0.4), 2.1, 2.15, fill=False, edgecolor="red", linestyle="--", linewidth=2))
@@ -149,34 +144,33 @@ DELTAS = (0.25, 0.5, 1.0, 2.0)  # of Table 1b
 
 def method(seed: int = 0) -> Study:
     """Works an example through the transformations of Section 3; nothing is random, so the seed is not used."""
-    terms = pairwise_terms()
+    differences = SCORES[None, :] - SCORES[:, None]  # Eq. (1)
+    steps = (differences >= 0).double()  # Eq. (4)
+    labels = ((TARGETS[:, None] == 1) & (TARGETS[None, :] == 0)).double()  # Eq. (2)
+    # L_ij y_ij of Eq. (3). 1 + sum over k != i: a box is not above itself, but H(0) = 1 stands for the 1.
+    terms = steps / steps.sum(1, keepdim=True) * labels
     gradient = terms.sum(0) - terms.sum(1)  # Eq. (13): g_i = sum_j L_ji y_ji - sum_j L_ij y_ij
-    scores = SCORES.clone().requires_grad_()
-    loss = ap_loss(scores, TARGETS, delta=0, interpolated=False)
-    (ours,) = torch.autograd.grad(loss, scores)
+    loss, ours = differentiate(lambda scores: ap_loss(scores, TARGETS, delta=0, interpolated=False), SCORES)
     positives = int(TARGETS.sum())
     x = torch.linspace(-2.5, 2.5, 501, dtype=torch.float64)
-    heaviside = (x >= 0).double()
-    steps = {delta: reference.piecewise_step(x, delta) for delta in DELTAS}
-    outside = all(torch.equal(steps[d][x.abs() > d], heaviside[x.abs() > d]) for d in DELTAS)
-    series = [Series(name="Heaviside", x=x.numpy(), y=heaviside.numpy())]
-    series += [Series(name=f"delta {delta:g}", x=x.numpy(), y=y.numpy()) for delta, y in steps.items()]
+    curves = {delta: reference.piecewise_step(x, delta) for delta in (0.0, *DELTAS)}  # 0 is the Heaviside step
+    outside = all(torch.equal(y[x.abs() > delta], (x[x.abs() > delta] >= 0).double()) for delta, y in curves.items())
+    names = ["Heaviside", *(f"delta {delta:g}" for delta in DELTAS)]
+    series = [Series(name=name, x=x.numpy(), y=y.numpy()) for name, y in zip(names, curves.values(), strict=True)]
     return Study(
         name="method",
         title="From scores to the error-driven update",
         place="Figures 2 and 4, Sections 3.1, 3.2 and 3.4",
         text=_METHOD_TEXT,
         figures=[
-            SvgFigure(_overview(loss.item()), "Figure 2, drawn again: forward on the left, backward on the right."),
+            SvgFigure(_overview(loss), "Figure 2, drawn again: forward on the left, backward on the right."),
             SvgFigure(
                 line_plot(series, x_label="x", y_label="f(x)"),
                 "Figure 4, drawn again: the Heaviside step and the piecewise step functions of Table 1b.",
             ),
         ],
         verdicts=[
-            Verdict(
-                abs(loss.item() - float(terms.sum()) / positives) < TOLERANCE, "The AP-loss is <L, y> / |P| (1e-12)"
-            ),
+            Verdict(abs(loss - float(terms.sum()) / positives) < TOLERANCE, "The AP-loss is <L, y> / |P| (1e-12)"),
             Verdict(
                 bool((ours - gradient / positives).abs().max() < TOLERANCE),
                 "Backpropagation of the library gives g_i / |P| of the pairwise update (1e-12)",
@@ -193,15 +187,6 @@ positive i and a negative j. Their product, summed and divided by the number of 
 inside L_ij has no useful derivative. The update is therefore driven by the error: the desired output is 0 where y_ij is
 1, so x_ij should move by -L_ij y_ij, and backpropagation carries that to the scores and the weights.
 """
-
-
-def pairwise_terms() -> Tensor:
-    """L_ij y_ij of the example, [5, 5], by Eqs. (1) to (3) literally."""
-    differences = SCORES[None, :] - SCORES[:, None]
-    steps = (differences >= 0).double()
-    labels = ((TARGETS[:, None] == 1) & (TARGETS[None, :] == 0)).double()
-    # 1 + sum over k != i: a box is not above itself, but H(0) = 1 stands for the 1.
-    return steps / steps.sum(1, keepdim=True) * labels
 
 
 def _overview(loss: float) -> str:
@@ -221,9 +206,9 @@ def _overview(loss: float) -> str:
     ]
     arrow = {"arrowstyle": "->", "color": INK}
     with new_plot(height=3.4) as plot:
-        for column, (texts, colour) in enumerate([(forward, PALETTE[0]), (backward, PALETTE[1])]):
+        for column, texts in enumerate([forward, backward]):
+            box = {"boxstyle": "round", "facecolor": "none", "edgecolor": PALETTE[column]}
             for row, text in enumerate(texts):
-                box = {"boxstyle": "round", "facecolor": "none", "edgecolor": colour}
                 plot.axes.text(column, -row, text, ha="center", va="center", fontsize=7, bbox=box)
                 if row:  # the forward pass goes down, the backward pass up
                     ends = ((column, -row + 0.27), (column, -row + 0.73))

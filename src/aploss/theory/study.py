@@ -1,39 +1,21 @@
-"""The result of one study of the paper's theory: plots, tables and verdicts; and the controls of its updates."""
+"""The result of one study of the paper's theory, and the page of several."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
+import torch
+from torch import Tensor
 
 from aploss.reports.page import Figures, Section, SvgFigure, Table, Text, Verdict, write_page
 
-PAPER_UPDATE = "error-driven"  # the paper's update; every other one is a control
-COMMON = 8.0  # the part that the features of all boxes share: no ranking sees it, a classifier without bias does
-NOISE = 0.5  # of the features that do not separate
 
-Update = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]  # the paper's step, weights, features → step [D]
-
-
-def updates_and_controls(positives: int, random: np.random.Generator) -> dict[str, Update]:
-    """The paper's update of linear weights, and the controls; the first boxes of a sample are its positives."""
-
-    def random_direction(step: np.ndarray, theta: np.ndarray, features: np.ndarray) -> np.ndarray:
-        direction = random.normal(size=len(step))
-        return np.asarray(direction * np.sqrt(step @ step / (direction @ direction)))
-
-    def cross_entropy(step: np.ndarray, theta: np.ndarray, features: np.ndarray) -> np.ndarray:
-        errors = 1 / (1 + np.exp(-(features @ theta)))
-        errors[:positives] -= 1
-        return np.asarray(-errors @ features / np.vdot(features, features))  # a learning rate at which it is stable
-
-    return {
-        PAPER_UPDATE: lambda step, *_: step,
-        "no update": lambda step, *_: 0 * step,
-        "reversed sign": lambda step, *_: -step,
-        "random direction": random_direction,
-        "cross-entropy": cross_entropy,
-    }
+def differentiate(function: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[float, Tensor]:
+    """The value of a function and its gradient on the inputs."""
+    leaf = inputs.clone().requires_grad_()
+    value = function(leaf)
+    (gradient,) = torch.autograd.grad(value, leaf)
+    return value.item(), gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,22 +50,6 @@ class Study:
     def holds(self) -> bool:
         """Whether every claim holds."""
         return all(verdict.holds is True for verdict in self.verdicts)
-
-
-def checked_verdict(claim: str, passes: Mapping[str, bool]) -> Verdict:
-    """The verdict on a claim about the paper's update, given that every control must violate it.
-
-    Args:
-        claim: the claim, without a full stop.
-        passes: name of an update → whether it passes the check; :data:`PAPER_UPDATE` is the one that is judged.
-    """
-    controls = {name: passed for name, passed in passes.items() if name != PAPER_UPDATE}
-    failing, passing = (
-        ", ".join(f'"{name}"' for name, passed in controls.items() if passed is outcome) for outcome in (False, True)
-    )
-    if passes[PAPER_UPDATE] and passing:
-        return Verdict(None, f"{claim}; {passing} passes the same check", "not informative")
-    return Verdict(passes[PAPER_UPDATE], f"{claim}; violated, as it must be, by {failing}" if failing else claim)
 
 
 def write_studies(studies: Sequence[Study], folder: Path) -> Path:
